@@ -227,13 +227,13 @@ for module in pkgutil.walk_packages(nsa_backend_triton.__path__, "nsa_backend_tr
 from nsa_core import BlockGeometry, Request
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.registry import discover
-from nsa_core.dispatch.probing import ask
+from nsa_core.dispatch.probing import probe_candidate
 entry = discover(safe=True).get("triton")
 request = Request(
     slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64,
     dtype="bfloat16", device="cuda", capability=(9, 0), needs_grad=True, batch=1, seq_len=4096,
 )
-candidates = [ask(entry, dataclasses.replace(request, slot=slot)) for slot in SLOTS]
+candidates = [probe_candidate(entry, dataclasses.replace(request, slot=slot)) for slot in SLOTS]
 refused = [str(candidate) for candidate in candidates if not candidate.accepted]
 assert not refused, refused
 """

@@ -115,14 +115,14 @@ def no_gpu() -> Iterator[list[NoKernel]]:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", fake_compile))
         for owner, name, value in (
             (sequences, "_capability", ARCHITECTURE),
-            (launch_cache, "remembers", True),
+            (launch_cache, "uses_cache", True),
         ):
             stack.enter_context(mock.patch.object(owner, name, functools.partial(_constant, value)))
         stack.enter_context(
             mock.patch.object(sequences, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS})
         )
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
-        launch_cache.forget()  # drop the launches of earlier fake kernels
+        launch_cache.clear()  # drop the launches of earlier fake kernels
         yield kernels
 
 
@@ -315,7 +315,7 @@ def block_steps(
         make_plan(small, plan.cmp.backend, False),
         torch.zeros(1, tokens, config.dim),
     )
-    block.attn.plan_of = lambda *_: plan_of_block  # type: ignore[method-assign,union-attr]
+    block.attn.resolve_plan = lambda *_: plan_of_block  # type: ignore[method-assign,union-attr]
 
     def forward() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):

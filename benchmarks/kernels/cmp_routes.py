@@ -61,9 +61,9 @@ def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[
 def route_row(config: NSAConfig, shape: str, batch: int, length: int) -> dict[str, Any]:
     """Time every route at one shape and length; a route that fails has a reason."""
     row: dict[str, Any] = {"shape": shape, "B": batch, "S": length, "routes": {}}
-    least_tokens = cudnn.LEAST_TOKENS
+    least_tokens = cudnn.MIN_TOKENS
     for name, backend in ROUTES.items():
-        cudnn.LEAST_TOKENS = 1 << 30 if name == "fold" else least_tokens
+        cudnn.MIN_TOKENS = 1 << 30 if name == "fold" else least_tokens
         try:
             forward, backward = route_ms(config, backend, batch, length)
             row["routes"][name] = {
@@ -73,7 +73,7 @@ def route_row(config: NSAConfig, shape: str, batch: int, length: int) -> dict[st
         except (NSAError, RuntimeError) as error:  # go on with the other routes
             row["routes"][name] = {"reason": f"{type(error).__name__}: {str(error)[:200]}"}
         torch.cuda.empty_cache()
-    cudnn.LEAST_TOKENS = least_tokens
+    cudnn.MIN_TOKENS = least_tokens
     return row
 
 

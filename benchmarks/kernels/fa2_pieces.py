@@ -146,7 +146,7 @@ def main() -> None:
         if source.provider is None:
             parser.error(str(source.reason))
         providers.sources = lambda: (source,)  # type: ignore[assignment]
-    title = providers.serving().title
+    title = providers.active_provider().title
     print(f"{title} on {torch.cuda.get_device_name()}\n{'':34}  forward backward (ms)")
     rows = [row for shape in SHAPES for row in pieces(shape, options.sel)]
     document = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_bench.shapes import parse_shape
-from nsa_bench.tune import steps, tune
+from nsa_bench.tune import step_count, tune
 from nsa_cli import output
 from nsa_core.dispatch import tuned
 from nsa_core.dispatch.plan import resolve
@@ -34,7 +34,7 @@ def measured(registry):
         result = tune(CONFIG, registry, **options, length=48, budget_s=0.001, advance=labels.append)
         _records.extend(result.records)
         # The command's progress bar needs the exact number of steps.
-        assert len(labels) == steps(CONFIG, registry, **options)
+        assert len(labels) == step_count(CONFIG, registry, **options)
     tuned.save(_records)
     return registry
 

@@ -146,7 +146,7 @@ def test_a_signal_ends_the_run_after_the_current_jobs(signals, max_jobs):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt(label: str) -> None:
-        for number in signals * (not stop.came):
+        for number in signals * (not stop.received):
             signal.raise_signal(number)
 
     try:

@@ -13,5 +13,5 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The fake library of one test; parametrize indirectly with a name of PROVIDERS."""
     library = Library()
     provider = make(getattr(request, "param", "2.8.3.post2"), library)
-    monkeypatch.setattr(providers, "serving", lambda: provider)
+    monkeypatch.setattr(providers, "active_provider", lambda: provider)
     return library

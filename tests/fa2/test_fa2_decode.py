@@ -126,7 +126,7 @@ def test_probe_of_decode_requests(
 def test_decode_without_the_package_raises_with_the_provider_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(providers, "serving", lambda: make("aten", Library()))
+    monkeypatch.setattr(providers, "active_provider", lambda: make("aten", Library()))
     with pytest.raises(RuntimeError, match=r"PyTorch .* has no attention over a cache"):
         findings(STEPS["h=1"], torch.float32)
 

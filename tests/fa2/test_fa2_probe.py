@@ -246,7 +246,7 @@ def test_torch_without_cuda_is_no_provider() -> None:
     assert reason.code == "torch_without_flash"
 
 
-def test_without_a_provider_probe_and_serving_give_every_reason(
+def test_without_a_provider_probe_and_active_provider_give_every_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sources = (
@@ -256,7 +256,7 @@ def test_without_a_provider_probe_and_serving_give_every_reason(
     monkeypatch.setattr(providers, "sources", lambda: sources)
     assert codes(GOOD) == ["a", "b"]
     with pytest.raises(RuntimeError, match=r"first \(h\); second"):
-        providers.serving()
+        providers.active_provider()
 
 
 def test_detail_names_the_provider_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_detail_names_the_provider_in_use(monkeypatch: pytest.MonkeyPatch) -> No
         "flash-attn 2.8.3: in use",
         f"PyTorch {torch.__version__}: not needed",
     ]
-    assert providers.serving() is package
+    assert providers.active_provider() is package
     monkeypatch.setattr(
         providers,
         "sources",
@@ -281,7 +281,7 @@ def test_detail_names_the_provider_in_use(monkeypatch: pytest.MonkeyPatch) -> No
         "flash-attn: flash-attn is not installed (pip install)",
         f"PyTorch {torch.__version__}: in use",
     ]
-    assert providers.serving() is pytorch
+    assert providers.active_provider() is pytorch
 
 
 def test_registering_imports_neither_torch_nor_flash_attn() -> None:

@@ -198,7 +198,7 @@ def breakdown(
     return str(operators)
 
 
-def plan_of(backend: str, slot: str, case: Case, **options: bool) -> Plan:
+def resolve_plan(backend: str, slot: str, case: Case, **options: bool) -> Plan:
     sizes = {"batch": len(case.lengths) if case.packed else case.batch, "seq_len": case.tokens}
     try:
         return resolve(
@@ -215,7 +215,7 @@ def plan_of(backend: str, slot: str, case: Case, **options: bool) -> Plan:
 
 
 def assert_stated(backend: str, slot: str, case: Case, **options: bool) -> None:
-    plan = plan_of(backend, slot, case, **options)
+    plan = resolve_plan(backend, slot, case, **options)
     inputs, do, cu_seqlens = inputs_of(slot, case)
     gradient_inputs = (
         [x.requires_grad_() for x in inputs if x.is_floating_point()]

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from nsa_cli import train_options
-from nsa_cli.choices import said_as_options
+from nsa_cli.choices import errors_name_options
 from nsa_core import InvalidInput
 from nsa_models.lm import checkpoint, log
 from nsa_models.lm import train as train_module
@@ -187,7 +187,7 @@ def test_field_names_inside_a_path_are_not_replaced():
     text = "my data 5/length must be read; {}batch 3 does not"
     with (
         pytest.raises(InvalidInput) as caught,
-        said_as_options({"data": "data", "length": "length", "batch": "batch"}),
+        errors_name_options({"data": "data", "length": "length", "batch": "batch"}),
     ):
         raise InvalidInput(text.format(""))
     assert str(caught.value) == text.format("--")
@@ -248,7 +248,7 @@ def test_a_run_with_nsa_starts_from_a_dense_run(nsa, text, tmp_path):
 
 
 def test_options_cover_existing_fields_and_sizes():
-    assert set(train_options.FREE) <= set(Recipe.__dataclass_fields__)
+    assert set(train_options.CHANGEABLE_ON_RESUME) <= set(Recipe.__dataclass_fields__)
     assert set(train_options.RENAMED) <= set(Recipe.__dataclass_fields__) | set(
         DataSpec.__dataclass_fields__
     )

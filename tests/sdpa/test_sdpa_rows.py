@@ -38,7 +38,7 @@ def case(length: int = 53, batch: int = 1, **fields: object) -> Case:
     return Case("row", dataclasses.replace(CONFIG, **fields), (length,), batch=batch)
 
 
-def plan_of(c: Case, dtype: torch.dtype):
+def resolve_plan(c: Case, dtype: torch.dtype):
     return resolve(c.config, dtype=dtype, backends="sdpa", needs_grad=True, varlen=c.packed)
 
 
@@ -54,7 +54,7 @@ def check(
     change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None,
 ) -> None:
     """Run and judge every branch after ``change`` modified its inputs."""
-    data, plan = c.data(dtype), plan_of(c, dtype)
+    data, plan = c.data(dtype), resolve_plan(c, dtype)
     runs = run_slots(plan, c, data)
     for slot in BRANCHES:
         inputs = {n: t.clone() for n, t in runs[slot].inputs.items()}
@@ -112,7 +112,7 @@ def test_rows_07_10_12_13_14_41_shapes_and_scales(
 @pytest.mark.parametrize("slot", BRANCHES)
 def test_row_16_expanded_keys_and_values(slot: str) -> None:
     c = case(batch=2)
-    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    data, plan = c.data(torch.float32), resolve_plan(c, torch.float32)
     inputs = dict(run_slots(plan, c, data)[slot].inputs)
     for name in [n for n in inputs if n[0] in "kv"]:
         inputs[name] = inputs[name][:1].expand(2, -1, -1, -1)
@@ -122,7 +122,7 @@ def test_row_16_expanded_keys_and_values(slot: str) -> None:
 @pytest.mark.parametrize("slot", BRANCHES)
 def test_row_23_sliced_and_transposed_inputs_give_bitwise_equal_results(slot: str) -> None:
     c = case(batch=2)
-    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    data, plan = c.data(torch.float32), resolve_plan(c, torch.float32)
     run = run_slots(plan, c, data)[slot]
     for view in (
         lambda t: torch.cat([t, t], -2)[..., : t.shape[-2], :],
@@ -137,7 +137,7 @@ def test_row_23_sliced_and_transposed_inputs_give_bitwise_equal_results(slot: st
 @pytest.mark.parametrize("slot", BRANCHES)
 def test_row_25_output_gradient_not_contiguous_or_with_stride_0(slot: str) -> None:
     c = case()
-    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    data, plan = c.data(torch.float32), resolve_plan(c, torch.float32)
     inputs = run_slots(plan, c, data)[slot].inputs
     for do in (
         data.do.transpose(1, 2).contiguous().transpose(1, 2),
@@ -149,7 +149,7 @@ def test_row_25_output_gradient_not_contiguous_or_with_stride_0(slot: str) -> No
 @pytest.mark.parametrize("slot", BRANCHES)
 def test_row_34_nan_in_one_query_stays_in_its_row_and_group(slot: str) -> None:
     c = case()
-    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    data, plan = c.data(torch.float32), resolve_plan(c, torch.float32)
     inputs = dict(run_slots(plan, c, data)[slot].inputs)
     clean = run_slot(plan, slot, inputs, None, data).outputs["o"]
     inputs["q"] = inputs["q"].clone()
@@ -170,7 +170,7 @@ def test_row_34_visible_nan_reaches_the_output(slot: str, name: str) -> None:
     because 0 times NaN is NaN.
     """
     c = case()
-    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    data, plan = c.data(torch.float32), resolve_plan(c, torch.float32)
     inputs = dict(run_slots(plan, c, data)[slot].inputs)
     clean = run_slot(plan, slot, inputs, None, data).outputs["o"]
     key = next(n for n in inputs if n[0] == name)
@@ -186,7 +186,7 @@ def test_row_34_visible_nan_reaches_the_output(slot: str, name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_row_37_huge_logits_stay_finite(dtype: torch.dtype) -> None:
     c = case()
-    data, plan = c.data(dtype), plan_of(c, dtype)
+    data, plan = c.data(dtype), resolve_plan(c, dtype)
     runs = run_slots(plan, c, data)
     for slot in BRANCHES:
         inputs = dict(runs[slot].inputs)
@@ -220,7 +220,7 @@ def test_gradcheck_in_fp64(slot: str) -> None:
         dataclasses.replace(CONFIG, n_heads=2, n_kv_heads=1, head_dim=4, v_head_dim=4),
         (21,),
     )
-    data, plan = c.data(torch.float64), plan_of(c, torch.float64)
+    data, plan = c.data(torch.float64), resolve_plan(c, torch.float64)
     inputs = slot_inputs(slot, data, run_slots(plan, c, data))
     leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs.values()]
     kernel = getattr(plan, slot)
@@ -231,7 +231,7 @@ def test_gradcheck_in_fp64(slot: str) -> None:
 @pytest.mark.parametrize("slot", ["cmp", "select", "sel", "win", "combine"])
 def test_opcheck(slot: str, packed: bool) -> None:
     c = Case("opcheck", CONFIG, (5, 0, 23) if packed else (28,), packed=packed)
-    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    data, plan = c.data(torch.float32), resolve_plan(c, torch.float32)
     inputs = slot_inputs(slot, data, run_slots(plan, c, data))
     args = [
         t.clone().requires_grad_(slot != "select") if n not in ("blocks", "lse") else t
@@ -252,7 +252,7 @@ def test_window_above_4096_keys_matches_the_oracle() -> None:
         (4700,),
     )
     rows = (0, 4095, 4199, 4200, 4699)
-    data, plan = c.data(torch.float32), plan_of(c, torch.float32)
+    data, plan = c.data(torch.float32), resolve_plan(c, torch.float32)
     do = torch.zeros_like(data.do)
     do[:, list(rows)] = data.do[:, list(rows)]
     inputs = {"q": data.q, "k": data.k_win, "v": data.v_win}

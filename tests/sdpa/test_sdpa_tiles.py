@@ -65,7 +65,7 @@ VARIANTS = {
 }
 
 
-def plan_of(case: Case, dtype: torch.dtype):
+def resolve_plan(case: Case, dtype: torch.dtype):
     return resolve(case.config, dtype=dtype, backends="sdpa", needs_grad=True, varlen=case.packed)
 
 
@@ -85,7 +85,7 @@ def test_every_tiling_matches_the_oracle(
 ) -> None:
     VARIANTS[variant](monkeypatch)
     data = case.data(dtype)
-    runs = run_slots(plan_of(case, dtype), case, data)
+    runs = run_slots(resolve_plan(case, dtype), case, data)
     for slot in BRANCHES:
         assert_correct(case, slot, runs[slot], data.cu_seqlens)
     selection = runs["select"]
@@ -105,7 +105,7 @@ def test_window_as_long_as_the_longest_document_matches_the_oracle(
 ) -> None:
     _small_tiles(monkeypatch)
     case = dataclasses.replace(PACKED, config=dataclasses.replace(CONFIG, window_size=window))
-    data, plan = case.data(torch.float64), plan_of(case, torch.float64)
+    data, plan = case.data(torch.float64), resolve_plan(case, torch.float64)
     inputs = {"q": data.q, "k": data.k_win, "v": data.v_win}
     assert_correct(case, "win", run_slot(plan, "win", inputs, data.do, data), data.cu_seqlens)
 
@@ -115,7 +115,7 @@ def test_window_as_long_as_the_longest_document_matches_the_oracle(
 @pytest.mark.parametrize("row", [59, 61], ids=["end of a document", "start of a document"])
 def test_row_34_nan_never_reaches_another_document(slot: str, name: str, row: int) -> None:
     """Documents are rows 3..59, 60 and 61..149; compressed rows 0..12 (of 57 tokens) and 13..33."""
-    data, plan = PACKED.data(torch.float32), plan_of(PACKED, torch.float32)
+    data, plan = PACKED.data(torch.float32), resolve_plan(PACKED, torch.float32)
     run = run_slots(plan, PACKED, data)[slot]
     inputs, do = {n: t.clone() for n, t in run.inputs.items()}, data.do.clone()
     clean = run_slot(plan, slot, inputs, do, data).outputs
@@ -135,7 +135,7 @@ def test_row_34_nan_never_reaches_another_document(slot: str, name: str, row: in
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_rows_30_36_invalid_duplicate_and_missing_blocks(dtype: torch.dtype) -> None:
-    data, plan = DENSE.data(torch.float32), plan_of(DENSE, torch.float32)
+    data, plan = DENSE.data(torch.float32), resolve_plan(DENSE, torch.float32)
     blocks = torch.randint(-3, 12, (2, 131, 2, 7), generator=torch.Generator().manual_seed(0)).to(
         dtype
     )
@@ -155,7 +155,7 @@ def test_rows_30_36_invalid_duplicate_and_missing_blocks(dtype: torch.dtype) -> 
 def test_row_39_equal_scores_go_to_the_lower_index(case: Case, dtype: torch.dtype) -> None:
     config = dataclasses.replace(CONFIG, head_dim=64, scale=0.25)
     case = dataclasses.replace(case, config=config)
-    data, plan = case.data(dtype), plan_of(case, dtype)
+    data, plan = case.data(dtype), resolve_plan(case, dtype)
     generator = torch.Generator().manual_seed(0)
     for k_cmp in (
         torch.zeros_like(data.k_cmp),

@@ -239,11 +239,11 @@ def test_decode_steps_over_a_growing_cache_share_launches(
         for _ in range(3):
             layer(x, cache=cache)
         by_memory = launch_arguments(no_gpu)
-        launch_cache.forget()
+        launch_cache.clear()
         cache.reset()
         for _ in range(3):
             layer(x, cache=cache)
-            launch_cache.forget()
+            launch_cache.clear()
         by_triton = launch_arguments(no_gpu)
         assert [row[13:] for row in by_memory] == [row[13:] for row in by_triton]
         assert [row[:3] for row in by_memory] == [row[:3] for row in by_triton]
@@ -299,7 +299,7 @@ def test_each_no_gpu_block_starts_without_cached_launches(bench: Any) -> None:
 
 
 def test_number_of_cached_launches_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_cache, "remembers", lambda x: True)
+    monkeypatch.setattr(launch_cache, "uses_cache", lambda x: True)
     monkeypatch.setattr(launch_cache, "MAX_ENTRIES", 3)
     made: list[int] = []
     make = launch_cache.remembered(lambda x, n: made.append(n) or n)
@@ -311,7 +311,7 @@ def test_number_of_cached_launches_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 def test_cache_distinguishes_tensors_by_all_metadata(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch_cache, "remembers", lambda x: True)
+    monkeypatch.setattr(launch_cache, "uses_cache", lambda x: True)
     describe = launch_cache.remembered(lambda x, y: (y.shape, y.stride(), y.dtype))
     x = torch.zeros(4, 4)
     for y in (x, x.t()[:, :], x[:2], x.half(), x[:, ::2], torch.nn.Parameter(x[1:])):

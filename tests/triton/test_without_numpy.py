@@ -32,7 +32,7 @@ sys.modules["numpy"] = None
 from nsa_core import BlockGeometry, Request
 from nsa_core.contract import SLOTS, import_named
 from nsa_core.dispatch.registry import discover
-from nsa_core.dispatch.probing import ask
+from nsa_core.dispatch.probing import probe_candidate
 entry = discover(safe=True).get("triton")
 prefill = Request(
     slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64,
@@ -41,7 +41,7 @@ prefill = Request(
 )
 decode = dataclasses.replace(prefill, needs_grad=False, phase="decode")
 for request in (dataclasses.replace(r, slot=slot) for r in (prefill, decode) for slot in SLOTS):
-    answer = ask(entry, request)
+    answer = probe_candidate(entry, request)
     assert answer.accepted, f"{request.phase} {request.slot}: {answer}"
     assert import_named(entry.spec.slots[request.slot].workspace)(request) >= 0
 assert sys.modules["numpy"] is None

@@ -11,7 +11,7 @@ from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAError, NSAttention, Unsupported, nsa_attention
 from nsa_core.contract import SlotSpec
-from nsa_core.torch_ops.autograd import unseen
+from nsa_core.torch_ops.autograd import is_unobserved
 from nsa_core.torch_ops.slot_op import slot_op
 
 CONFIG = small()
@@ -112,15 +112,15 @@ def traced(function):
 def test_transforms_and_traces_need_operators(transform):
     bypassed = []
     shape = (4, 3) if transform is torch.func.vmap else (3,)
-    transform(lambda x: (bypassed.append(unseen(x)), x.sum())[1])(torch.ones(shape))
+    transform(lambda x: (bypassed.append(is_unobserved(x)), x.sum())[1])(torch.ones(shape))
     assert bypassed
     assert not any(bypassed)
 
 
 def test_tensor_subclasses_need_operators():
     x = torch.ones(3)
-    assert unseen(x, torch.nn.Parameter(x))
-    assert not unseen(x, x.as_subclass(Special))
+    assert is_unobserved(x, torch.nn.Parameter(x))
+    assert not is_unobserved(x, x.as_subclass(Special))
 
 
 def test_lazily_negated_inputs():
@@ -131,8 +131,8 @@ def test_lazily_negated_inputs():
         .imag
     )
     assert lazy.is_neg()
-    assert not unseen(lazy)  # a kernel would read memory without the negation
-    assert unseen(tensors.q, None)
+    assert not is_unobserved(lazy)  # a kernel would read memory without the negation
+    assert is_unobserved(tensors.q, None)
     assert torch.equal(attend(tensors._replace(q=lazy)), attend(tensors))
 
 

@@ -156,7 +156,7 @@ def test_checkpoint_checks_once_per_forward(checks):
 def test_slot_called_directly_checks(checks):
     attn, x = layers()[0].requires_grad_(False), torch.randn(60, 16)
     q, _, _, k_cmp, v_cmp = attn.project(x, BOUNDARIES)
-    plan = attn.plan_of(x, q, True)
+    plan = attn.resolve_plan(x, q, True)
     for bounds, text in (
         ([1, 25, 60], "must start at 0, got 1"),
         ([0, 25, 20], "must not decrease, got 25 then 20"),
@@ -174,7 +174,7 @@ def test_unchecked_boundaries_are_checked_by_the_slot(checks):
     """A slot checks another tensor or another bound, and every call after the context."""
     attn, x = layers()[0].requires_grad_(False), torch.randn(60, 16)
     q, _, _, k_cmp, v_cmp = attn.project(x, BOUNDARIES)
-    plan, other = attn.plan_of(x, q, True), torch.tensor([0, 25, 20], dtype=torch.int32)
+    plan, other = attn.resolve_plan(x, q, True), torch.tensor([0, 25, 20], dtype=torch.int32)
     with checked_boundaries(BOUNDARIES, 60, 40):
         plan.cmp(q, k_cmp, v_cmp, cu_seqlens=BOUNDARIES, max_seqlen=40)
         assert not checks

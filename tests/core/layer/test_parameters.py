@@ -6,7 +6,7 @@ import torch
 from cases import boundaries
 from nsa_core import NSAConfig, NSAttention
 from nsa_core.config import COMPRESS_KINDS
-from nsa_verify.judge.layer_gradients import judge_layer, replayed
+from nsa_verify.judge.layer_gradients import judge_layer, replay_gradients
 
 SIZES = {
     "dim": 12,
@@ -122,6 +122,6 @@ def test_replaying_the_shared_graph_gives_the_same_bits(name, dtype, packed, req
     attn, (x, do, cu) = layer_of(**OPTIONS[name]).to(dtype), problem(packed)
     torch.use_deterministic_algorithms(True)
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    own, again = replayed(attn, x.to(dtype), do.to(dtype), cu)
+    own, again = replay_gradients(attn, x.to(dtype), do.to(dtype), cu)
     assert set(own) == set(again) == set(dict(attn.named_parameters()))
     assert {n for n in own if not torch.equal(own[n], again[n])} == set()

@@ -45,7 +45,7 @@ DETERMINISTIC_CASES = [
 @EACH_SLOT
 def test_slot_matches_oracle(slot: str, case: Case, dtype: str) -> None:
     subject, case_point = under_test(slot), point(case, dtype)
-    answer = subject.ask(case_point, subject.differentiable)
+    answer = subject.probe(case_point, subject.differentiable)
     assert answer.accepted, answer
     data, inputs = subject.data(case_point)
     with strict() as counts:

@@ -82,7 +82,10 @@ STEP_FAULTS = {
         "(key_token < -9999)[..., None, None]",
     ),
     "step-padding": ("(query_token <= newest)", "(query_token <= newest + 1)"),
-    "step-ring": ("ring_size, device=q.device)) % ring_size", "ring_size, device=q.device)) % (ring_size + 1)"),
+    "step-ring": (
+        "ring_size, device=q.device)) % ring_size",
+        "ring_size, device=q.device)) % (ring_size + 1)",
+    ),
 }
 
 
@@ -238,7 +241,7 @@ def test_select_without_scores_fails_where_blocks_are_not_forced(
     subject = SlotUnderTest(default_registry().get("sdpa"), "select")
 
     def passes(point: Point) -> bool:
-        if not subject.ask(point, needs_grad=False).accepted:
+        if not subject.probe(point, needs_grad=False).accepted:
             return False
         data, inputs = subject.data(point)
         return not faults("select", point.case, subject.run(point, inputs, None, data), data)

@@ -26,7 +26,7 @@ def fa2_here(monkeypatch: pytest.MonkeyPatch) -> Any:
         return None
     library = Library()
     provider = make("2.8.3.post2", library)
-    monkeypatch.setattr(providers, "serving", lambda: provider)
+    monkeypatch.setattr(providers, "active_provider", lambda: provider)
     return library
 
 

@@ -68,7 +68,7 @@ def _attention_over_cache() -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         RuntimeError: The provider has none that returns the log-sum-exp.
     """
-    provider = providers.serving()
+    provider = providers.active_provider()
     function = provider.with_cache if isinstance(provider, providers.FlashAttnPackage) else None
     if function is None:
         raise RuntimeError(

@@ -96,7 +96,7 @@ def attend(
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
     width = width_of(q.shape[-1], v.shape[-1])
     signed_q, scale = with_positive_scale(q, attention.scale)
-    o, lse = providers.serving().forward(
+    o, lse = providers.active_provider().forward(
         fit(signed_q, width),
         fit(k, width),
         fit(v, width),
@@ -129,7 +129,7 @@ def attend_backward(
     width = width_of(q.shape[-1], v.shape[-1])
     signed_q, scale = with_positive_scale(q, attention.scale)
     fit_do, fit_q, fit_k, fit_v, fit_o = (fit(x, width) for x in (do, signed_q, k, v, o))
-    dq, dk, dv = providers.serving().backward(
+    dq, dk, dv = providers.active_provider().backward(
         fit_do,
         fit_q,
         fit_k,

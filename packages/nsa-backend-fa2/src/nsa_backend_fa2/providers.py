@@ -407,7 +407,7 @@ def override(provider: Provider) -> Iterator[None]:
         _override.reset(token)
 
 
-def serving() -> Provider:
+def active_provider() -> Provider:
     """Return the provider in use.
 
     Raises:

@@ -19,7 +19,7 @@ from nsa_core.contract import SlotCall
 from nsa_core.fold import Residues
 from nsa_core.layout import BlockGeometry
 
-LEAST_TOKENS = 1024  # in shorter sequences, launches take longer than the copies that this saves
+MIN_TOKENS = 1024  # in shorter sequences, launches take longer than the copies that this saves
 MAX_SEQUENCES = 8  # each sequence takes a call of its own
 # On sm_80, cuDNN is no faster than FlashAttention-2, which aten.py calls.
 MIN_CAPABILITY = (9, 0)
@@ -59,7 +59,7 @@ def supports(
         and capability >= MIN_CAPABILITY
         and dtype in (torch.bfloat16, torch.float16)
         and width_fits
-        and tokens >= LEAST_TOKENS
+        and tokens >= MIN_TOKENS
         and sequences <= MAX_SEQUENCES
         and scale > 0
         and not deterministic  # cuDNN's backward adds to dq in no fixed order

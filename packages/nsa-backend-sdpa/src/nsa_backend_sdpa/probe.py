@@ -60,7 +60,7 @@ def rank(request: Request) -> int:
         request.device,
         request.capability,
         widths,
-        cudnn.LEAST_TOKENS if tokens is None else tokens,
+        cudnn.MIN_TOKENS if tokens is None else tokens,
         request.batch or 1,
         1.0,
         request.deterministic,

@@ -80,7 +80,7 @@ def peak(request: Request) -> int:
         if request.slot != "cmp" or call.cu_seqlens is None:
             return _measure(request, do, tensors, call)
         # A document that is too short for cuDNN may need more memory than a long one.
-        lengths = {request.seq_len, min(request.seq_len, cudnn.LEAST_TOKENS - 1)}
+        lengths = {request.seq_len, min(request.seq_len, cudnn.MIN_TOKENS - 1)}
         return max(_measure(request, do, tensors, _one_document(call, n)) for n in lengths)
 
 

@@ -157,23 +157,23 @@ class DecodeBench:
         """
         s, peaks, left = self.settings, dict[str, Peaks](), len(self.cells())
         self._stop = stop
-        with stop.cuts_short():
+        with stop.stop_on_interrupt():
             plans = {
                 (cell, dtype): self._plan_and_judge(cell, dtype) for cell, dtype in self.cells()
             }
-            if not stop.came:
+            if not stop.received:
                 peaks |= {
                     name: roofline.measure_peaks(s.device, getattr(torch, name))
                     for name in s.dtypes
                 }
                 self._clock = clock_for(s.device)
             for cell, dtype in self.cells():
-                if stop.came:
+                if stop.received:
                     break
                 with torch.inference_mode():
                     self._measure_cell(cell, dtype, plans[cell, dtype], peaks[dtype])
                 gc.collect()
-                left -= not stop.came
+                left -= not stop.received
                 advance(f"{cell.shape.name}, {dtype}, B={cell.batch}, S={cell.length}")
         return Result(
             settings=s.as_json(),
@@ -198,7 +198,7 @@ class DecodeBench:
         combos = list(s.combos) or ready_combinations(self.registry, config, options)
         plans = {}
         for combo in combos:
-            if self._stop.came:
+            if self._stop.received:
                 break
             plans[combo.name] = plan = resolve(
                 config,
@@ -262,7 +262,7 @@ class DecodeBench:
                 ]
                 outcomes |= measure(eager, EagerClock(), **limits)
             for name, plan in timed.items():
-                if self._stop.came or time.monotonic() > self._deadline:
+                if self._stop.received or time.monotonic() > self._deadline:
                     break  # a part without a time then has its step's reason, or none
                 slot_times = within_step(plan, x, self._clock, s.budget_s)
                 outcomes |= {slot_key(name, slot): Outcome(t) for slot, t in slot_times.items()}
@@ -318,7 +318,7 @@ class DecodeBench:
                 else {}
             )
             outcome = outcomes.get(
-                subject, Outcome(reason=INTERRUPTED if self._stop.came else LATE)
+                subject, Outcome(reason=INTERRUPTED if self._stop.received else LATE)
             )
             measurements.append(
                 entries.measurement(
@@ -391,6 +391,6 @@ def _parts(
     return parts
 
 
-def shape_named(text: str) -> Shape:
+def parse_decode_shape(text: str) -> Shape:
     """Parse the shape of a decode cell: "reports" is 8/2/32, other names as in ``parse_shape``."""
     return Shape(8, 2, 32, 32) if text.strip() == "reports" else parse_shape(text)

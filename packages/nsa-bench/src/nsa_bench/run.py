@@ -173,21 +173,21 @@ class Bench:
         """
         s, peaks, left = self.settings, dict[str, Peaks](), len(self.cells())
         self._stop = stop
-        with stop.cuts_short():
+        with stop.stop_on_interrupt():
             for shape, dtype in itertools.product(s.shapes, s.dtypes):
                 self._plan_and_judge(shape, dtype)
                 advance(f"gate {shape.name}, {dtype}")
-            if not stop.came:
+            if not stop.received:
                 peaks |= {
                     name: roofline.measure_peaks(s.device, getattr(torch, name))
                     for name in s.dtypes
                 }
                 self._clock = clock_for(s.device)
             for cell in self.cells():
-                if stop.came:
+                if stop.received:
                     break
                 self._measure_cell(cell, peaks[cell.dtype])
-                left -= not stop.came
+                left -= not stop.received
                 advance(f"{cell.shape}, {cell.dtype}, {cell.inputs}, {cell.phase}, S={cell.length}")
         return Result(
             settings=s.as_json()
@@ -219,7 +219,7 @@ class Bench:
         for long, combo in itertools.product(
             sorted({is_long(length, False) for length in s.lengths}), combos
         ):
-            if self._stop.came:
+            if self._stop.received:
                 return
             plan, gate_plan = (
                 self._plan(config, dtype, combo, long),
@@ -355,7 +355,7 @@ class Bench:
         element = torch.finfo(getattr(torch, cell.dtype)).bits // 8
         size = (cell.batch, cell.length, element, cell.phase)
         costs = roofline.part_costs(cell.config, *size)
-        late = Outcome(reason=INTERRUPTED if self._stop.came else LATE)
+        late = Outcome(reason=INTERRUPTED if self._stop.received else LATE)
         measurements = []
         for name in [*plans, *baselines]:
             is_combo = name in plans

@@ -151,7 +151,7 @@ def measure(
     def late() -> str:
         return (
             INTERRUPTED
-            if stop.came
+            if stop.received
             else next((reason for reason, end in limits.items() if time.monotonic() > end), "")
         )
 
@@ -174,7 +174,7 @@ def measure(
             if (
                 len(prepared.samples) >= rounds
                 or outcomes[key].reason
-                or (late() and (prepared.samples or stop.came))
+                or (late() and (prepared.samples or stop.received))
             ):
                 continue
             with _reasons(outcomes[key], stop):
@@ -198,7 +198,7 @@ def _reasons(outcome: Outcome, stop: Interruption) -> Iterator[None]:
     except (NSAError, RuntimeError) as error:
         # A signal to the process group also ends compilers that run for a kernel; that is not the
         # kernel's failure.
-        outcome.reason = INTERRUPTED if stop.came else f"{FAILED}: {describe_error(error)}"
+        outcome.reason = INTERRUPTED if stop.received else f"{FAILED}: {describe_error(error)}"
 
 
 def summarise(samples: Sequence[float], method: str, calls: int) -> Performance:

@@ -73,7 +73,7 @@ def tune(
         length: Tokens of the one sequence.
         seed: Seed of the random inputs.
         budget_s: Seconds of samples per workload.
-        advance: Called with a label after each gate and each use, :func:`steps` times in all.
+        advance: Called with a label after each gate and each use, :func:`step_count` times in all.
 
     Raises:
         Unsupported, BackendUnavailable: No backend accepts a slot.
@@ -124,7 +124,7 @@ def tune(
     return Tuning(name, times, gates, records)
 
 
-def steps(config: NSAConfig, registry: Registry, device: str, dtype: torch.dtype) -> int:
+def step_count(config: NSAConfig, registry: Registry, device: str, dtype: torch.dtype) -> int:
     """Return how often :func:`tune` calls ``advance``.
 
     It calls it once per slot, accepting backend and use, and once more per use.

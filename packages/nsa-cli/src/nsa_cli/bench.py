@@ -18,7 +18,7 @@ from nsa_cli.choices import (
     pick_device,
     split_commas,
 )
-from nsa_core.util.interruption import Interruption, exit_code, deferred_signals
+from nsa_core.util.interruption import Interruption, deferred_signals, exit_code
 
 if TYPE_CHECKING:
     from rich.table import Table

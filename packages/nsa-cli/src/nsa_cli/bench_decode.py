@@ -18,13 +18,13 @@ def cells(
     shape: str | None, length: str | None, batch: int, page_size: int | None
 ) -> list[DecodeCell]:
     """Return a cell per shape and length; none if neither is given, which selects the defaults."""
-    from nsa_bench.decode import shape_named
+    from nsa_bench.decode import parse_decode_shape
     from nsa_bench.decode_workloads import DecodeCell
     from nsa_bench.shapes import parse_lengths
 
     if shape is None and length is None:
         return []
-    shapes = [shape_named(word) for word in (shape or "reports").split(",")]
+    shapes = [parse_decode_shape(word) for word in (shape or "reports").split(",")]
     return [
         DecodeCell(each_shape, batch, tokens, page_size)
         for each_shape in shapes

@@ -32,7 +32,7 @@ def as_options(names: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def said_as_options(names: Mapping[str, str]) -> Iterator[None]:
+def errors_name_options(names: Mapping[str, str]) -> Iterator[None]:
     """Replace field names in the message of an InvalidInput by the options that set them.
 
     A field name is replaced only where a clause of the message starts with it ("clip must",

@@ -12,7 +12,7 @@ import typer
 from nsa_cli import output
 from nsa_cli.choices import silence_profiler
 from nsa_cli.verify import Device, Preset
-from nsa_core.util.interruption import Interruption, exit_code, deferred_signals
+from nsa_core.util.interruption import Interruption, deferred_signals, exit_code
 
 if TYPE_CHECKING:
     import pytest
@@ -101,7 +101,7 @@ def _run_suite(
     arguments += (["-k", only] if only else []) + (["-x"] if stop else [])
     status = int(pytest.main(arguments, plugins=[plugin]))
     if status == pytest.ExitCode.INTERRUPTED:
-        if not interruption.came:
+        if not interruption.received:
             raise KeyboardInterrupt
         print(f"INTERRUPTED by {interruption.name}, {plugin.left} of {plugin.tests} tests left")
         return exit_code(interruption.name)
@@ -139,7 +139,7 @@ class _PytestPlugin:
     def pytest_runtest_logfinish(self) -> None:
         """Count a test that has ended; stop the session after a signal."""
         self.left -= 1
-        if self._interruption.came and self.left:
+        if self._interruption.received and self.left:
             self._session.shouldstop = f"interrupted by {self._interruption.name}"
 
     def pytest_runtest_logreport(self, report: Any) -> None:

@@ -38,9 +38,9 @@ def explain_candidates(candidates: Candidates) -> dict[str, Any]:
         "request": {**request, "summary": describe_request(candidates.requests["cmp"])},
         "slots": {
             slot: {
-                "asked": candidates.wanted[slot],
+                "asked": candidates.chosen_by_name[slot],
                 "chosen": chosen[slot],
-                "tuned": None if candidates.wanted[slot] else candidates.tuned.get(slot),
+                "tuned": None if candidates.chosen_by_name[slot] else candidates.tuned.get(slot),
                 "candidates": [_candidate_row(candidate) for candidate in of_slot],
             }
             for slot, of_slot in by_slot.items()

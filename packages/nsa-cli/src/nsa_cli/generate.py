@@ -10,7 +10,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli import train_options as options
-from nsa_cli.choices import parse_backends, pick_device, said_as_options
+from nsa_cli.choices import errors_name_options, parse_backends, pick_device
 
 
 def generate(
@@ -43,7 +43,7 @@ def generate(
         from nsa_models.lm.generate import generate as generate_tokens
 
         saved = read(checkpoint)
-        tokenizer = saved.text()
+        tokenizer = saved.load_tokenizer()
         if tokenizer is None:
             raise InvalidInput(
                 f"{saved.path} was trained on the task {saved.facts['data']['data']}: it has no"
@@ -52,7 +52,7 @@ def generate(
         model = saved.model(parse_backends(backends)).to(torch_device).eval()
         tokens = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]], device=torch_device)
         end = tokenizer.end
-        with said_as_options(
+        with errors_name_options(
             {name: name for name in ("max_new_tokens", "temperature", "top_k", "seed")}
         ):
             new_tokens = generate_tokens(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from nsa_core.contract import SLOTS, Reason, Request
 from nsa_core.dispatch.loading import BackendEntry
-from nsa_core.dispatch.probing import ask
+from nsa_core.dispatch.probing import probe_candidate
 from nsa_core.dispatch.registry import Registry, discover
 from nsa_core.layout import BlockGeometry
 from nsa_core.util.text import one_line
@@ -108,8 +108,8 @@ def _refusals(entry: BackendEntry) -> _Refusals:
                 request = dataclasses.replace(base, slot=slot, device=device, capability=capability)
                 forward = dataclasses.replace(request, needs_grad=False)
                 refusals[label, title, slot] = (
-                    ask(entry, request).reasons,
-                    ask(entry, forward).reasons,
+                    probe_candidate(entry, request).reasons,
+                    probe_candidate(entry, forward).reasons,
                 )
     always = set.intersection(*(set(forward) for _, forward in refusals.values()))
     return {

@@ -14,10 +14,10 @@ from nsa_cli import output
 from nsa_cli import train_options as options
 from nsa_cli.choices import (
     as_options,
+    errors_name_options,
     options_on_command_line,
     parse_backends,
     pick_device,
-    said_as_options,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def train(
     typed = options_on_command_line(context)
     with output.exit_codes():
         _check_paths(values, typed)
-        with said_as_options({name: name for name in values} | options.RENAMED):
+        with errors_name_options({name: name for name in values} | options.RENAMED):
             world, trainer = _prepare(values, typed)
         try:
             history = _run(trainer, out)
@@ -172,13 +172,13 @@ def _prepare(values: Mapping[str, Any], typed: Set[str]) -> tuple[World, Trainer
             clip=values["clip"],
             precision=values["dtype"],
             seed=values["seed"],
-            **{name: values[name] for name in options.FREE},
+            **{name: values[name] for name in options.CHANGEABLE_ON_RESUME},
         )
         if values["tokenizer"] is not None:
             tokenizer = read_tokenizer(values["tokenizer"])
     else:
-        spec, tokenizer = DataSpec(**saved.facts["data"]), saved.text()
-        changed = {name: values[name] for name in options.FREE if name in typed}
+        spec, tokenizer = DataSpec(**saved.facts["data"]), saved.load_tokenizer()
+        changed = {name: values[name] for name in options.CHANGEABLE_ON_RESUME if name in typed}
         recipe = Recipe(**saved.facts["train"] | changed)
     world = join(torch_device)
     rows = open_data(spec, tokenizer)

@@ -87,7 +87,7 @@ Svg = Annotated[
 ]
 
 # Fields of nsa_models.lm.recipe.Recipe that may change when a run resumes.
-FREE = (
+CHANGEABLE_ON_RESUME = (
     "steps",
     "accumulate",
     "recompute",

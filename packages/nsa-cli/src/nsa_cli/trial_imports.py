@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_core.contract import Reason
-from nsa_core.dispatch.trial import end, ended, start
+from nsa_core.dispatch.trial import failure_reason, kill_child, start_child
 
 # Each child assigns a dict ``facts`` and writes it as JSON. An exception becomes {"error": "..."}.
 TORCH = """
@@ -112,7 +112,7 @@ def try_all(bodies: Sequence[str], limit_s: float) -> list[TrialResult]:
     with tempfile.TemporaryDirectory(prefix="nsa-") as folder:
         files = [Path(folder) / str(index) for index in range(len(bodies))]
         deadline = time.monotonic() + limit_s
-        children = [start([_script(body), str(file)]) for body, file in zip(bodies, files)]
+        children = [start_child([_script(body), str(file)]) for body, file in zip(bodies, files)]
         statuses: list[int | None] = []
         try:
             for child in children:
@@ -121,7 +121,7 @@ def try_all(bodies: Sequence[str], limit_s: float) -> list[TrialResult]:
                 statuses.append(child.poll())
         finally:
             for child in children:
-                end(child)
+                kill_child(child)
         return [_result(file, status, limit_s) for file, status in zip(files, statuses)]
 
 
@@ -132,7 +132,7 @@ def _script(body: str) -> str:
 
 
 def _result(file: Path, status: int | None, limit_s: float) -> TrialResult:
-    reason = ended(status, limit_s, "during the import test", "reinstall it")
+    reason = failure_reason(status, limit_s, "during the import test", "reinstall it")
     if reason is not None:
         return TrialResult({}, reason)
     try:

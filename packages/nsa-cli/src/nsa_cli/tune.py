@@ -55,14 +55,14 @@ def tune(
         import torch
 
         from nsa_bench.shapes import parse_shape
-        from nsa_bench.tune import steps
+        from nsa_bench.tune import step_count
         from nsa_bench.tune import tune as run_tuning
         from nsa_core.dispatch import tuned
 
         config = parse_shape(shape).config(block_sizes(blocks))
         registry = output.find_backends()
         torch_dtype = getattr(torch, name)
-        with output.progress(steps(config, registry, torch_device, torch_dtype)) as advance:
+        with output.progress(step_count(config, registry, torch_device, torch_dtype)) as advance:
             result = run_tuning(
                 config,
                 registry,

@@ -258,13 +258,13 @@ def _run(
     from nsa_core.dtypes import dtype_name
     from nsa_verify.combination import Combination
     from nsa_verify.run import suite
-    from nsa_verify.run.contexts import emulated
+    from nsa_verify.run.contexts import needs_judge_context
     from nsa_verify.run.runner import run_jobs
 
     # Cases are small: starting more threads takes longer than the computation.
     torch.set_num_threads(1 if device == "cpu" else min(4, torch.get_num_threads()))
     combos = [Combination(named, device, output.find_backends()) for named in combinations]
-    interpreted = any(map(emulated, combos))
+    interpreted = any(map(needs_judge_context, combos))
     preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
     plans = [_plan(combination, dtypes, preset, phase) for combination in combos]
     suite_jobs = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
@@ -272,9 +272,9 @@ def _run(
     with output.progress(len(suite_jobs) * len(combos)) as advance:
         results = run_jobs(combos, suite_jobs, processes=processes, stop=stop, advance=advance)
     read_counts: list[dict[str, Any]] = [{} for _ in combos]
-    with stop.cuts_short():
+    with stop.stop_on_interrupt():
         for index, combination in enumerate(combos if reads else ()):
-            read_counts[index] = {} if stop.came else _count_reads(combination, dtypes)
+            read_counts[index] = {} if stop.received else _count_reads(combination, dtypes)
     checks = len(suite_jobs) + reads
     checks_left = [
         checks - len(findings) - bool(counts)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton.host import configs
-from nsa_backend_triton.host.launch_cache import Launch, remembered
+from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import accumulator, architecture, strides
 from nsa_backend_triton.shared.rows import load_at, row_offset, store_at
 from nsa_core.contract import SlotCall
@@ -165,7 +165,7 @@ def backward(
     return outputs
 
 
-@remembered
+@cached_by_metadata
 def _prepare(o: Tensor, packed: bool, is_backward: bool, *inputs: Tensor) -> Launch:
     """Prepare the launch over all (token, head) rows; ``inputs`` [..., Hq, *] may have any strides.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa_backend_triton.decode.launch import cdiv, power
 from nsa_backend_triton.host import configs
-from nsa_backend_triton.host.launch_cache import Launch, remembered
+from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import architecture
 from nsa_core.contract import DecodeCall
 
@@ -196,7 +196,7 @@ def append(
     return out
 
 
-@remembered
+@cached_by_metadata
 def _launch(
     q: Tensor, k_raw: Tensor, v_raw: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
     v_win: Tensor, cos: Tensor, block_table: Tensor, page_sizes: tuple[int, int, int],

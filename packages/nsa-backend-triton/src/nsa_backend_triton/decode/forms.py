@@ -24,7 +24,7 @@ from nsa_backend_triton.decode.launch import (
     cdiv,
 )
 from nsa_backend_triton.host import configs
-from nsa_backend_triton.host.launch_cache import Launch, remembered
+from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_core.contract import DecodeCall
 
 # A growing cache prepares its launches anew once per this many tokens.
@@ -230,7 +230,7 @@ class _Chunk(NamedTuple):
     zero: bool
 
 
-@remembered
+@cached_by_metadata
 def _prepare(
     q: Tensor, gates: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor,
     k_win: Tensor, v_win: Tensor, call: DecodeCall,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nsa_backend_triton.decode.launch import cdiv, power
 from nsa_backend_triton.host import configs
-from nsa_backend_triton.host.launch_cache import Launch, remembered
+from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import accumulator, architecture
 from nsa_core.contract import DecodeCall
 
@@ -74,7 +74,7 @@ def gates(
     return out
 
 
-@remembered
+@cached_by_metadata
 def _launch(x: Tensor, weight: Tensor, bias: Tensor) -> Launch:
     (batch, num_tokens, dim), num_gates = x.shape, weight.shape[0]
     settings = configs.pick("decode_gates", architecture(x.device))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from nsa_backend_triton.decode.walk import SEL, reduce_splits, token_range, wait, walk
-from nsa_backend_triton.shared.rows import finish, load_at, store_at
+from nsa_backend_triton.shared.rows import finish_softmax, load_at, store_at
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def sel_program(
         NUM_KV_HEADS, BLOCK_M, V_HEAD_DIM_BAND,
     )  # fmt: skip
     if is_last:
-        divisor, lse = finish(m_i, l_i)
+        divisor, lse = finish_softmax(m_i, l_i)
         o = acc / divisor[:, None]
         if GATED:
             if WAIT:

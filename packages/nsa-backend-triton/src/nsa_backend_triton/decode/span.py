@@ -31,7 +31,7 @@ from nsa_backend_triton.decode.walk import (
     token_range,
     walk,
 )
-from nsa_backend_triton.shared.rows import finish, load_at, num_compressed, store_at
+from nsa_backend_triton.shared.rows import finish_softmax, load_at, num_compressed, store_at
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def span_program(
             NUM_KV_HEADS, BLOCK_M, V_HEAD_DIM_BAND,
         )  # fmt: skip
         if is_last:
-            divisor, lse = finish(m_i, l_i)
+            divisor, lse = finish_softmax(m_i, l_i)
             o = acc / divisor[:, None]
             stride_ob, stride_ot = stride_o
             store_at(

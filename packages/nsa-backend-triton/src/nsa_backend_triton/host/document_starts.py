@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_backend_triton.host.launch_cache import Launch, remembered
+from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.shared.rows import num_compressed
 from nsa_core.layout import BlockGeometry
 
@@ -39,7 +39,7 @@ def span_starts(
         first += BLOCK_SIZE
 
 
-@remembered
+@cached_by_metadata
 def _prepare(cu: Tensor, compress_block: int, stride: int) -> Launch:
     return Launch(
         span_starts, (1,), cu.numel() - 1,

@@ -1,6 +1,6 @@
 """Cached launches: everything but the pointers of a launch follows from the tensors' metadata.
 
-    @remembered
+    @cached_by_metadata
     def _launches(q, k, seqs, call):         # strides, tiles, configuration: about 50 us of Python
         return Launch(kernel, (programs,), strides(q), ..., BLOCK_H=heads, ...)
 
@@ -102,7 +102,7 @@ class Launch:
             )
 
 
-def remembers(x: Tensor) -> bool:
+def uses_cache(x: Tensor) -> bool:
     """Return whether launches on ``x`` are cached: on a GPU, not in the interpreter or a dry run.
 
     There, tests change kernels and tables between calls.
@@ -110,7 +110,7 @@ def remembers(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def remembered(make: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def cached_by_metadata(make: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Decorate ``make`` to run once per metadata of its arguments.
 
     The first argument is a tensor, or a NamedTuple that begins with one. ``make`` may read shape,
@@ -123,7 +123,7 @@ def remembered(make: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     @functools.wraps(make)
     def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         first = args[0] if isinstance(args[0], Tensor) else args[0][0]  # type: ignore[index]
-        if not remembers(first):
+        if not uses_cache(first):
             return make(*args, **kwargs)
         # A call of _metadata for every tensor would take half of this function's time.
         parts = [
@@ -140,7 +140,7 @@ def remembered(make: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     return look_up
 
 
-def forget() -> None:
+def clear() -> None:
     """Drop all cached launches and with them their binaries, for a change of the driver."""
     for cache in _tables:
         cache.clear()

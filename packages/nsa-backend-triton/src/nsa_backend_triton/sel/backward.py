@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from nsa_backend_triton.host import configs, descriptors, sequences
-from nsa_backend_triton.host.launch_cache import Launch, aligned, remembered
+from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import delta, pair_lists
 from nsa_backend_triton.sel import forward as sel_forward
@@ -78,7 +78,7 @@ class Problem(NamedTuple):
         }  # fmt: skip
 
 
-@remembered
+@cached_by_metadata
 def tuned(q: Tensor, k: Tensor, v: Tensor, select_block: int, kernel: str) -> configs.Settings:
     """Return the tuned settings of ``kernel`` for blocks of ``select_block`` keys."""
     return configs.pick(
@@ -152,7 +152,7 @@ def _needs_int64_offsets(problem: Problem) -> bool:
     return max(*ends, seqs.seq_len * q.shape[-2] * q.shape[-1]) >= 2**31
 
 
-@remembered
+@cached_by_metadata
 def _prepare_blocks(
     problem: Problem, num_pairs: int, num_buckets: int, settings: configs.Settings, ordered: bool
 ) -> _BlockLaunches:
@@ -248,7 +248,7 @@ def block_gradients(
     return dq, grads[0], grads[1]
 
 
-@remembered
+@cached_by_metadata
 def _prepare_tiles(
     problem: Problem, n: int, settings: configs.Settings, tensors_aligned: bool
 ) -> tuple[Launch, int, int]:

@@ -15,7 +15,7 @@ import triton.language as tl
 from nsa_backend_triton.sel.pair_lists import locate_bucket
 from nsa_backend_triton.shared.rows import (
     dot_columns,
-    finish,
+    finish_softmax,
     finite_shift,
     load_at,
     place,
@@ -136,7 +136,7 @@ def _attend_pairs(
             m_i = tl.max(s, 1)
         p = tl.exp2(s - finite_shift(m_i)[:, None])
         l_i = tl.sum(p, 1)
-        divisor, lse = finish(m_i, l_i)
+        divisor, lse = finish_softmax(m_i, l_i)
         inverse = (1.0 / divisor)[:, None]
         partial = ((seq_row + t) * num_kv_heads + kv_head) * NUM_SELECTED + choice
         offs_o = (partial * GROUP + head) * V_HEAD_DIM

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_backend_triton.host.launch_cache import Launch, remembered
+from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import accumulator, lse_strides, strides
 from nsa_backend_triton.shared.rows import LOG2E
 
@@ -60,7 +60,7 @@ def attention_delta(
     )
 
 
-@remembered
+@cached_by_metadata
 def _prepare(do: Tensor, o: Tensor, lse: Tensor, packed: bool) -> Launch:
     *lead, tokens, num_heads, v_head_dim = do.shape
     padded = triton.next_power_of_2(v_head_dim)

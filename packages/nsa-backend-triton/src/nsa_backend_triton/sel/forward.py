@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor
-from nsa_backend_triton.host.launch_cache import Launch, aligned, remembered
+from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import (
     Sequences,
     accumulator,
@@ -44,7 +44,7 @@ from nsa_backend_triton.shared.rows import (
     add_dot,
     divide_rows,
     dot_columns,
-    finish,
+    finish_softmax,
     load_at,
     online_softmax_update,
     place,
@@ -114,7 +114,7 @@ class _TileLaunch(NamedTuple):
     lse_shape: tuple[int, ...]
 
 
-@remembered
+@cached_by_metadata
 def _prepare(
     q: Tensor,
     k: Tensor,
@@ -230,7 +230,7 @@ class _BucketLaunches(NamedTuple):
     partial_shape: tuple[int, int, int]
 
 
-@remembered
+@cached_by_metadata
 def _prepare_buckets(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seqs: Sequences, call: SlotCall,
     rows: tuple[int, int], n: int, num_pairs: int, num_buckets: int, tuned: Settings,
@@ -430,7 +430,7 @@ def sel_forward_kernel(
     )  # fmt: skip
     # A token that selected no entry has m = -inf, l = 0 and acc = 0, or NaN where its query is NaN.
     has_keys = (seen_tokens & token_bit) != 0
-    divisor, lse = finish(m_i, tl.where(has_keys, l_i, 0.0))
+    divisor, lse = finish_softmax(m_i, tl.where(has_keys, l_i, 0.0))
     o_base = O + batch * stride_ob + (seq_start + first_t) * stride_ot
     acc = _zero_rows_unless(acc, has_keys, V_HEAD_DIM, V_HEAD_DIM_BAND)
     o = divide_rows(acc, divisor, V_HEAD_DIM, V_HEAD_DIM_BAND)

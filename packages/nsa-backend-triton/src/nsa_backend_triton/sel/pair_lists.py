@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_backend_triton.host.launch_cache import Launch, remembered
+from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.shared.rows import place
 from nsa_core.layout import BlockGeometry
@@ -96,7 +96,7 @@ class _Prepared(NamedTuple):
     num_buckets: int
 
 
-@remembered
+@cached_by_metadata
 def _prepare(
     blocks: Tensor,
     seqs: Sequences,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_backend_triton.host.launch_cache import Launch, remembered
+from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel.pair_lists import load_candidates
 from nsa_backend_triton.shared.rows import place
@@ -70,7 +70,7 @@ def build(
     return Unions(entries, counts, unshared)
 
 
-@remembered
+@cached_by_metadata
 def _prepare(
     blocks: Tensor,
     seqs: Sequences,

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton.host import configs
-from nsa_backend_triton.host.launch_cache import Launch, remembered
+from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import (
     Sequences,
     accumulator,
@@ -367,7 +367,7 @@ class _Call(NamedTuple):
     scores: tuple[int, ...]
 
 
-@remembered
+@cached_by_metadata
 def _prepare(
     q: Tensor,
     k_cmp: Tensor,

@@ -100,7 +100,7 @@ def online_softmax_update(m_i, l_i, s, row_max, rows, MASKED: tl.constexpr):
 
 
 @triton.jit
-def finish(m_i, l_i):
+def finish_softmax(m_i, l_i):
     """(divisor of the output [M], natural-log LSE [M]) of an online softmax in base 2.
 
     A row without keys gets (1, -inf).

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor, stats_descriptor
-from nsa_backend_triton.host.launch_cache import Launch, aligned, remembered
+from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import (
     Sequences,
     accumulator,
@@ -583,7 +583,7 @@ def _widths(head_dim: int, v_head_dim: int) -> dict[str, int]:
     }
 
 
-@remembered
+@cached_by_metadata
 def _launch_dq(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, seqs: Sequences,
     span: tuple[int, int, int], scale: float, tensors_aligned: bool,
@@ -626,7 +626,7 @@ class _DkdvPlan(NamedTuple):
     rows: int
 
 
-@remembered
+@cached_by_metadata
 def _launch_dkdv(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, seqs: Sequences,
     span: tuple[int, int, int], scale: float, tensors_aligned: bool,

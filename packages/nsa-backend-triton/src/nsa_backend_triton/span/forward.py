@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor
-from nsa_backend_triton.host.launch_cache import Launch, aligned, remembered
+from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import (
     Sequences,
     accumulator,
@@ -36,7 +36,7 @@ from nsa_backend_triton.shared.rows import (
     add_dot,
     divide_rows,
     dot_columns,
-    finish,
+    finish_softmax,
     load_at,
     num_compressed,
     online_softmax_update,
@@ -177,7 +177,7 @@ def span_forward(
         qk_scale, stride_k, stride_v,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, True,
     )  # fmt: skip
-    divisor, lse = finish(m_i, l_i)
+    divisor, lse = finish_softmax(m_i, l_i)
     O += row_offset(batch, start + row, head, stride_o)
     _, stride_ot, stride_oh = stride_o
     o = divide_rows(acc, divisor, V_HEAD_DIM, V_HEAD_DIM_BAND)
@@ -200,7 +200,7 @@ def launch_options(settings: configs.Settings) -> dict[str, int]:
     return {name: settings[name] for name in names if settings.get(name)}
 
 
-@remembered
+@cached_by_metadata
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, span: tuple[int, int, int], scale: float,
     tensors_aligned: bool,

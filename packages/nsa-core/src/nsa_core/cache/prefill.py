@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nsa_core.layer.attention import nsa_attention
-from nsa_core.layer.gating import gates_of
+from nsa_core.layer.gating import compute_gates
 
 if TYPE_CHECKING:
     from nsa_core.cache.new_tokens import NewTokens
@@ -36,7 +36,7 @@ def prefill(
             padding = (cache.stores.count[: new.rows] >= lengths[:, None])[..., None]
             x = x.masked_fill(padding, 0)
         (q, k, v, k_cmp, v_cmp), raw = layer.project_with_raw(x)
-        gates, plan = gates_of(layer.gate, x), layer.plan_of(x, q, False, plan)
+        gates, plan = compute_gates(layer.gate, x), layer.resolve_plan(x, q, False, plan)
         o = nsa_attention(q, k, v, gates, config=layer.config, k_cmp=k_cmp, v_cmp=v_cmp, plan=plan)
         _fill(
             cache,

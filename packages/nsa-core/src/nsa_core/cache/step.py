@@ -26,10 +26,10 @@ from nsa_core.cache.state import CacheState, check_plan
 from nsa_core.contract import DecodeCall
 from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.gating import gates_of, plain_linear_gate
+from nsa_core.layer.gating import compute_gates, plain_linear_gate
 from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.layer.rope import RopeTable, rotate
-from nsa_core.torch_ops.torch_state import capturing
+from nsa_core.torch_ops.torch_state import is_capturing
 
 if TYPE_CHECKING:
     from nsa_core.cache.kv_store import KVStore
@@ -62,7 +62,7 @@ def step(
         raise InvalidInput("new needs cache=, which is None")
     if packed:
         raise InvalidInput("cu_seqlens is not supported with a cache: pass x [B, m, dim] and new=")
-    in_graph = capturing(cache.device)
+    in_graph = is_capturing(cache.device)
     _check_fit(layer, x, cache, in_graph)
     tokens = new_tokens(cache, x.shape[1], new, in_graph)
     with torch.no_grad():
@@ -230,7 +230,7 @@ def _gates(layer: NSAProjections, plan: Plan, x: torch.Tensor, call: DecodeCall)
     use_fused = "gates" in plan.fused and x.shape[0] * x.shape[1] <= MAX_FUSED_GATE_TOKENS
     linear = plain_linear_gate(layer.gate) if use_fused else None
     if linear is None:
-        return gates_of(layer.gate, x)
+        return compute_gates(layer.gate, x)
     gates: torch.Tensor = plan.fused["gates"](x, linear.weight, linear.bias, call=call)
     return gates
 

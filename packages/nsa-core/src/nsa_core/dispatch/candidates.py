@@ -28,7 +28,7 @@ class Candidates:
     Attributes:
         config: Configuration of the layer.
         requests: slot -> its request.
-        wanted: slot -> the backend that the caller chose by name, or None for `auto`.
+        chosen_by_name: slot -> the backend that the caller chose by name, or None for `auto`.
         by_slot: slot -> one candidate per backend, in the order in which `auto` prefers them.
         registry: The registry that holds the backends.
         tuned: slot -> the measurement of `nsa tune` that put a candidate first. Slots without such
@@ -37,7 +37,7 @@ class Candidates:
 
     config: NSAConfig
     requests: Mapping[str, Request]
-    wanted: Mapping[str, str | None]
+    chosen_by_name: Mapping[str, str | None]
     by_slot: Mapping[str, tuple[Candidate, ...]]
     registry: Registry
     tuned: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -77,7 +77,7 @@ def find_candidates(config: NSAConfig, options: PlanOptions, *, registry: Regist
         BackendUnavailable: PyTorch cannot use the device.
     """
     check_config(config)
-    wanted = _wanted(options.backends, registry)
+    chosen_by_name = _backends_by_name(options.backends, registry)
     device = usable_device(options.device)
     requests = _requests(config, options, device)
     ranked: dict[str, list[tuple[tuple[bool, int, str], Candidate]]] = {s: [] for s in SLOTS}
@@ -99,7 +99,7 @@ def find_candidates(config: NSAConfig, options: PlanOptions, *, registry: Regist
     return Candidates(
         config,
         MappingProxyType(requests),
-        MappingProxyType(wanted),
+        MappingProxyType(chosen_by_name),
         MappingProxyType(by_slot),
         registry,
         MappingProxyType(tuned_slots),
@@ -166,7 +166,7 @@ def backends_problems(backends: object) -> list[str]:
     ]
 
 
-def _wanted(backends: Backends, registry: Registry) -> dict[str, str | None]:
+def _backends_by_name(backends: Backends, registry: Registry) -> dict[str, str | None]:
     """Return the backend that the caller chose for each slot, or None for `auto`.
 
     Raises:
@@ -175,15 +175,15 @@ def _wanted(backends: Backends, registry: Registry) -> dict[str, str | None]:
     problems = backends_problems(backends)
     if backends is None or isinstance(backends, str):
         backends = dict.fromkeys(SLOTS, backends)
-    wanted: dict[str, str | None] = dict.fromkeys(SLOTS)
+    chosen_by_name: dict[str, str | None] = dict.fromkeys(SLOTS)
     for slot, name in backends.items() if isinstance(backends, Mapping) else ():
         if name is None or name == "auto" or not isinstance(name, str):
             continue
-        wanted[slot] = name
+        chosen_by_name[slot] = name
         try:
             registry.get(name)
         except InvalidInput as error:
             problems.append(str(error))
     if problems:
         raise InvalidInput("; ".join(dict.fromkeys(problems)))
-    return wanted
+    return chosen_by_name

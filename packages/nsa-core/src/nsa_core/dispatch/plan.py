@@ -271,7 +271,7 @@ def decide(all_candidates: Candidates) -> Plan:
     for slot, (chosen, candidates, _) in outcomes.items():
         assert chosen is not None  # a slot without an error has a chosen candidate
         candidate, kernel = chosen
-        explicit = all_candidates.wanted[slot] is not None
+        explicit = all_candidates.chosen_by_name[slot] is not None
         is_auto_first = not explicit and candidates[0].backend == candidate.backend
         measurement = all_candidates.tuned.get(slot, "") if is_auto_first else ""
         choices[slot] = Choice(
@@ -325,7 +325,7 @@ def _decide_slot(all_candidates: Candidates, slot: str) -> _Outcome:
         (chosen candidate and its kernel or None, all candidates, type of the error or None). A
         candidate whose kernel cannot be imported carries that failure as its reason.
     """
-    name, candidates = all_candidates.wanted[slot], list(all_candidates.by_slot[slot])
+    name, candidates = all_candidates.chosen_by_name[slot], list(all_candidates.by_slot[slot])
     error: type[NSAError] = Unsupported
     if (
         not all_candidates.registry.ready()
@@ -358,7 +358,7 @@ def _report(all_candidates: Candidates, refused: Mapping[str, tuple[Candidate, .
     named = {
         slot: one_line(name)
         for slot in refused
-        if (name := all_candidates.wanted[slot]) is not None
+        if (name := all_candidates.chosen_by_name[slot]) is not None
     }
     sentences = [
         f"{name!r} cannot run {', '.join(s for s in named if named[s] == name)}"

@@ -49,7 +49,7 @@ class Candidate:
         return f"{title}: {'refused' if self.status == 'ready' else self.status}: {reasons}"
 
 
-def ask(entry: BackendEntry, request: Request) -> Candidate:
+def probe_candidate(entry: BackendEntry, request: Request) -> Candidate:
     """Return ``entry`` as a candidate for ``request``, whose device need not exist here."""
     return Candidate(entry.name, entry.version, entry.status, reasons_against(entry, request))
 

@@ -99,12 +99,12 @@ def _try_all(plugins: Sequence[Plugin], limit_s: float) -> dict[Plugin, Trial]:
                 if status is None and time.monotonic() < deadline:
                     continue
                 del running[plugin]
-                end(child)
+                kill_child(child)
                 trials[plugin] = Trial(_reason(status, limit_s), limit_s)
             time.sleep(0.005)
     finally:
         for child, _ in running.values():
-            end(child)
+            kill_child(child)
     return trials
 
 
@@ -116,24 +116,24 @@ def _start(plugin: Plugin) -> subprocess.Popen[bytes]:
         f"import sys; sys.path[:] = {path!r}\nfrom nsa_core.dispatch.trial import"
         " _child\n_child(*sys.argv[1:])"
     )
-    return start([code, plugin.name, plugin.value])
+    return start_child([code, plugin.name, plugin.value])
 
 
-def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+def start_child(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a child process that runs ``arguments[0]`` as Python code, with its output discarded.
 
-    :func:`end` kills the child and the processes that it started.
+    :func:`kill_child` kills the child and the processes that it started.
     """
     return subprocess.Popen(
         [sys.executable, "-c", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a process group, which end() kills with everything in it
+        start_new_session=True,  # a process group, which kill_child() kills with everything in it
     )
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
+def kill_child(child: subprocess.Popen[bytes]) -> None:
     """Kill ``child`` and its process group, and wait for ``child``."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
@@ -179,10 +179,10 @@ def _probe_slots(entries: Sequence[BackendEntry]) -> None:
 
 
 def _reason(status: int | None, limit_s: float) -> Reason | None:
-    return ended(status, limit_s, "while loading or probing", _hint())
+    return failure_reason(status, limit_s, "while loading or probing", _hint())
 
 
-def ended(status: int | None, limit_s: float, doing: str, hint: str) -> Reason | None:
+def failure_reason(status: int | None, limit_s: float, doing: str, hint: str) -> Reason | None:
     """Return why a child did not survive, or None if it did.
 
     Args:
@@ -197,10 +197,10 @@ def ended(status: int | None, limit_s: float, doing: str, hint: str) -> Reason |
         return Reason(
             "hangs", f"did not finish within {limit_s:g} s in a child process {doing}", hint
         )
-    return Reason("crashes" if status < 0 else "exits", fate(status, doing), hint)
+    return Reason("crashes" if status < 0 else "exits", describe_exit(status, doing), hint)
 
 
-def fate(status: int, doing: str) -> str:
+def describe_exit(status: int, doing: str) -> str:
     """Describe how a process ended, from its return code (negative: the number of a signal)."""
     if status >= 0:
         return f"ended its process with exit status {status} {doing}"

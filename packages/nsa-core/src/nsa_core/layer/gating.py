@@ -114,7 +114,7 @@ def plain_linear_gate(gate: nn.Module) -> LinearGate | None:
     return gate
 
 
-def gates_of(gate: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def compute_gates(gate: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return the gates [..., Hq, 3] of x [..., dim].
 
     Raises:

@@ -13,8 +13,8 @@ from nsa_core.dispatch.default_plan import check_is_plan
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.torch_ops.tensor_checks import (
-    Described,
     Metadata,
+    TensorOrMetadata,
     check_cu_seqlens,
     describe,
     dtype_problems,
@@ -78,7 +78,7 @@ def check_inputs(
 
 
 def _problems(
-    config: NSAConfig, names: tuple[str, ...], tensors: tuple[Described, ...], packed: bool
+    config: NSAConfig, names: tuple[str, ...], tensors: tuple[TensorOrMetadata, ...], packed: bool
 ) -> list[str]:
     """Problems that the metadata of the inputs shows."""
     inputs = dict(zip(names, tensors))

@@ -10,7 +10,7 @@ import torch
 from nsa_core.cache.new_cache import make_cache
 from nsa_core.cache.sizes import CacheSizes
 from nsa_core.layer.attention import nsa_attention
-from nsa_core.layer.gating import gates_of
+from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.layer.projection import NSAProjections
 from nsa_core.torch_ops.tensor_checks import check_layer_input
@@ -120,7 +120,7 @@ class NSAttention(NSAProjections):
             y: torch.Tensor = step(self, x, cache, new, plan, packed)
             return y
         q, k, v, k_cmp, v_cmp = self.project(x, cu_seqlens)
-        gates, plan = gates_of(self.gate, x), self.plan_of(x, q, packed, plan)
+        gates, plan = compute_gates(self.gate, x), self.resolve_plan(x, q, packed, plan)
         o = nsa_attention(
             q,
             k,
@@ -202,7 +202,7 @@ class NSAttention(NSAProjections):
         with torch.no_grad():
             check_layer_input(x, self.config.dim, dtype_and_device_from(self.qkv), cu_seqlens)
             q, _, _, k_cmp, v_cmp = self.project(x, cu_seqlens)
-            plan = self.plan_of(x, q, cu_seqlens is not None)
+            plan = self.resolve_plan(x, q, cu_seqlens is not None)
             _, lse = plan.cmp(q, k_cmp, v_cmp, cu_seqlens=cu_seqlens)
             blocks = plan.select(q, k_cmp, lse, cu_seqlens=cu_seqlens)
-            return summarize(gates_of(self.gate, x), blocks, self.config.geometry, cu_seqlens)
+            return summarize(compute_gates(self.gate, x), blocks, self.config.geometry, cu_seqlens)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa_core.config import NSAConfig, check_config
-from nsa_core.dispatch.default_plan import default_plan, frozen_backends, is_long, check_is_plan
+from nsa_core.dispatch.default_plan import check_is_plan, default_plan, frozen_backends, is_long
 from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.layer.fused_heads import rotated_heads
 from nsa_core.layer.gating import make_gate
@@ -28,7 +28,7 @@ from nsa_core.layer.rope import (
     wide_if_eager,
 )
 from nsa_core.packing import token_places
-from nsa_core.torch_ops.torch_state import autocasts, eager
+from nsa_core.torch_ops.torch_state import autocast_enabled, is_eager
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
@@ -125,7 +125,7 @@ class NSAProjections(nn.Module):
         weight = dtype_and_device_from(self.out)
         return (
             torch.get_autocast_dtype(weight.device.type)
-            if autocasts(weight.device)
+            if autocast_enabled(weight.device)
             else weight.dtype
         )
 
@@ -148,7 +148,7 @@ class NSAProjections(nn.Module):
         product = self.qkv(x)
         table = self._rope_of_tokens(product, cu_seqlens) if config.rope else None
         split_separately = config.shared_kv or config.rope_before_compress or self._norms()
-        if table is not None and eager() and not split_separately:
+        if table is not None and is_eager() and not split_separately:
             q, k_raw, k_sel, k_win, v_raw, v_sel, v_win = rotated_heads(
                 product, table, config.n_heads, config.n_kv_heads, config.qk_dim
             )
@@ -245,7 +245,7 @@ class NSAProjections(nn.Module):
             x.requires_grad for x in chain(inputs, self.parameters())
         )
 
-    def plan_of(
+    def resolve_plan(
         self, x: torch.Tensor, q: torch.Tensor, varlen: bool, plan: Plan | None = None
     ) -> Plan:
         """Return the prefill plan for this call: ``plan``, or the cached plan of ``backends``.

@@ -14,7 +14,7 @@ import torch
 
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope_op import cos_sin
-from nsa_core.torch_ops.torch_state import capturing, eager
+from nsa_core.torch_ops.torch_state import is_capturing, is_eager
 
 # Longer tables are not cached. A table of this length takes 8 MiB at D = 128, and eight are cached.
 # Calls on longer sequences are not limited by the host.
@@ -61,7 +61,7 @@ def rope_table(
 
 def wide_if_eager(table: RopeTable) -> Table:
     """Return ``table`` in the form that :func:`rotate` uses without a conversion per tensor."""
-    return table.wide() if eager() else table
+    return table.wide() if is_eager() else table
 
 
 def table_for(
@@ -85,12 +85,12 @@ def table_for(
         token_table: a table of all positions up to the last one, if it exists. Compiled code takes
             rows of it, because another table would add ten kernels to every layer.
     """
-    if token_table is not None and not eager():
+    if token_table is not None and not is_eager():
         return RopeTable(*(angles[::step].narrow(0, 0, rows) for angles in token_table))
     arguments = (rows, step, dim, base, stats_dtype(x.dtype), x.device)
-    if rows > MAX_CACHED_ROWS or not eager():
+    if rows > MAX_CACHED_ROWS or not is_eager():
         return _new_table(*arguments)
-    if type(x) is not torch.Tensor or capturing(x.device):  # a graph owns its memory
+    if type(x) is not torch.Tensor or is_capturing(x.device):  # a graph owns its memory
         return _new_table(*arguments).wide()
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0
     return _cached_table(*arguments, stream)
@@ -181,7 +181,7 @@ def rotate(
 
     The result is computed in the table's dtype and rounded to x's dtype.
     """
-    return _rotated(x, *table) if eager() else _rotate_by_operators(x, table)
+    return _rotated(x, *table) if is_eager() else _rotate_by_operators(x, table)
 
 
 class _Unbind(torch.autograd.Function):
@@ -213,7 +213,7 @@ def unbind_branches(x: torch.Tensor, table: Table | None) -> list[torch.Tensor]:
 
     Without a table they are not rotated. Saving one of them for backward does not keep x alive.
     """
-    if eager():
+    if is_eager():
         return list(_Unbind.apply(x, *(table or ())))  # type: ignore[no-untyped-call]
     branches = x.unbind(-3)
     if table:

@@ -4,7 +4,7 @@ This module replaces torch.library.register_autograd for schemas without keyword
 default values and tensor lists. To support those, register_autograd walks the schema at every call,
 which took half of an operator's host time.
 
-If nothing can observe the difference (:func:`unseen`), a call runs the operator's functions
+If nothing can observe the difference (:func:`is_unobserved`), a call runs the operator's functions
 directly. This saves two passes through PyTorch's dispatcher per call.
 """
 
@@ -22,7 +22,7 @@ _NO_CHANGE = contextlib.nullcontext()
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 
 
-def unseen(*tensors: torch.Tensor | None) -> bool:
+def is_unobserved(*tensors: torch.Tensor | None) -> bool:
     """Return whether an operator on ``tensors`` can be replaced by its function unobserved.
 
     That is the case if no compiler, tracer, functorch transform, dispatch or function mode, or
@@ -74,7 +74,7 @@ def register_constant(
     Autograd does not record the operations inside ``op``, which would keep their tensors alive.
 
     Returns:
-        A function equivalent to ``op``, for calls that are :func:`unseen`.
+        A function equivalent to ``op``, for calls that are :func:`is_unobserved`.
     """
     below = _below_autograd(op, function)
     lib.impl(short, below, "Autograd", with_keyset=True)
@@ -100,7 +100,7 @@ def register(
         backward: ``backward(ctx, *grads)`` returns a gradient or None for each argument.
 
     Returns:
-        A function equivalent to ``op``, for calls that are :func:`unseen`.
+        A function equivalent to ``op``, for calls that are :func:`is_unobserved`.
     """
     below = _below_autograd(op, function)
 

@@ -28,8 +28,8 @@ from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops import autograd
 from nsa_core.torch_ops.tensor_checks import (
     SLOT_AXES,
-    Described,
     Metadata,
+    TensorOrMetadata,
     check_slot,
     check_slot_boundaries,
 )
@@ -46,7 +46,9 @@ Shape = tuple[Any, ...]
 TensorSpec = tuple[Shape, torch.dtype]
 
 
-def output_specs(slot: str, tensors: Sequence[Described], n_selected: int) -> list[TensorSpec]:
+def output_specs(
+    slot: str, tensors: Sequence[TensorOrMetadata], n_selected: int
+) -> list[TensorSpec]:
     """Return the (shape, dtype) of each output of ``slot`` for the inputs ``tensors``."""
     if slot == "combine":
         return [(tuple(tensors[1].shape), tensors[1].dtype)]
@@ -329,7 +331,9 @@ class SlotOp:
         input_grads: list[Any] = [None] * (self._n_inputs + 5)
         if grads[0] is None:
             return tuple(input_grads)
-        direct = not torch.is_grad_enabled() and autograd.unseen(grads[0], *saved, cu_seqlens)
+        direct = not torch.is_grad_enabled() and autograd.is_unobserved(
+            grads[0], *saved, cu_seqlens
+        )
         with autograd.backward_context():
             results = (self._backward_impl if direct else self.backward_op)(
                 grads[0], *saved, cu_seqlens, *ctx.tail
@@ -351,7 +355,7 @@ def _slot_call(tail: Sequence[Any]) -> SlotCall:
     return SlotCall(BlockGeometry.from_ints(geometry), scale, cu_seqlens, max_seqlen, deterministic)
 
 
-# Forward operator -> an equivalent function with autograd, for calls that are autograd.unseen().
+# Forward operator -> an equivalent function with autograd, for calls with autograd.is_unobserved().
 _direct: dict[Any, Callable[..., Any]] = {}
 _ops: dict[tuple[str, str], list[SlotOp]] = {}
 _ops_lock = threading.Lock()
@@ -405,7 +409,7 @@ class Kernel:
         """
         if max_seqlen is None:
             max_seqlen = tensors[0].shape[0] if cu_seqlens is not None else tensors[0].shape[1]
-        if autograd.unseen(*tensors, cu_seqlens) and type(max_seqlen) is int:
+        if autograd.is_unobserved(*tensors, cu_seqlens) and type(max_seqlen) is int:
             direct = _direct[self.op]
             return direct(
                 *tensors, cu_seqlens, max_seqlen, self.scale, self.geometry, self.deterministic

@@ -14,7 +14,7 @@ import torch
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
-from nsa_core.torch_ops.torch_state import autocasts
+from nsa_core.torch_ops.torch_state import autocast_enabled
 
 
 class Metadata(NamedTuple):
@@ -34,11 +34,11 @@ class Metadata(NamedTuple):
         return len(self.shape)
 
 
-Described: TypeAlias = torch.Tensor | Metadata
+TensorOrMetadata: TypeAlias = torch.Tensor | Metadata
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def describe(names: Sequence[str], tensors: Sequence[Described]) -> str:
+def describe(names: Sequence[str], tensors: Sequence[TensorOrMetadata]) -> str:
     """Return the name, shape, dtype and device of each tensor, for error messages."""
     return ", ".join(
         f"{n} {list(t.shape)} {dtype_name(t.dtype)} {t.device}" for n, t in zip(names, tensors)
@@ -47,7 +47,7 @@ def describe(names: Sequence[str], tensors: Sequence[Described]) -> str:
 
 def tensor_problems(
     names: Sequence[str],
-    tensors: Sequence[Described],
+    tensors: Sequence[TensorOrMetadata],
     shapes: Sequence[Sequence[str | int]],
     packed: bool,
     sizes: Mapping[str, int] | None = None,
@@ -84,7 +84,7 @@ def tensor_problems(
 
 def check_tensors(
     names: Sequence[str],
-    tensors: Sequence[Described],
+    tensors: Sequence[TensorOrMetadata],
     shapes: Sequence[Sequence[str | int]],
     packed: bool,
 ) -> None:
@@ -111,7 +111,9 @@ SLOT_AXES: dict[str, dict[str, tuple[str | int, ...]]] = {
 }
 
 
-def dtype_problems(named: Mapping[str, Described], stats: Mapping[str, Described]) -> list[str]:
+def dtype_problems(
+    named: Mapping[str, TensorOrMetadata], stats: Mapping[str, TensorOrMetadata]
+) -> list[str]:
     """Return the dtypes that do not fit together; [] if all do. Nothing is cast silently.
 
     Args:
@@ -132,7 +134,7 @@ def dtype_problems(named: Mapping[str, Described], stats: Mapping[str, Described
     ]
 
 
-def check_dtypes(named: dict[str, Described], stats: dict[str, Described]) -> None:
+def check_dtypes(named: dict[str, TensorOrMetadata], stats: dict[str, TensorOrMetadata]) -> None:
     """Check dtypes with :func:`dtype_problems`.
 
     Raises:
@@ -147,8 +149,8 @@ def check_dtypes(named: dict[str, Described], stats: dict[str, Described]) -> No
 
 def check_slot(
     slot: str,
-    tensors: Sequence[Described],
-    cu_seqlens: Described | None,
+    tensors: Sequence[TensorOrMetadata],
+    cu_seqlens: TensorOrMetadata | None,
     geometry: BlockGeometry,
 ) -> None:
     """Check the inputs of a slot against the contract, by metadata only.
@@ -273,7 +275,7 @@ def check_layer_input(
         problems.append(f"x must be {form}, dim = {dim}; got {list(x.shape)}")
     if x.device != weight.device:
         problems.append(f"x is on {x.device}, the layer on {weight.device}: move one of them")
-    if x.dtype != weight.dtype and not (autocasts(x.device) and x.is_floating_point()):
+    if x.dtype != weight.dtype and not (autocast_enabled(x.device) and x.is_floating_point()):
         problems.append(
             f"x is {x.dtype}, the layer's parameters are {weight.dtype}: convert one of them, or"
             " use autocast"

@@ -9,7 +9,7 @@ import torch
 _NO_CHANGE = contextlib.nullcontext()
 
 
-def autocasts(device: torch.device) -> bool:
+def autocast_enabled(device: torch.device) -> bool:
     """Return whether autocast is enabled for tensors on ``device``."""
     # torch.amp.is_autocast_available would cover meta tensors, but it breaks graphs up to torch
     # 2.11.
@@ -18,7 +18,7 @@ def autocasts(device: torch.device) -> bool:
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context in which autocast is disabled for tensors on ``device``."""
-    if not autocasts(device):
+    if not autocast_enabled(device):
         return _NO_CHANGE
     if torch.compiler.is_compiling():  # torch.compile supports only torch.autocast
         return torch.autocast(device.type, enabled=False)
@@ -41,7 +41,7 @@ def backend_state(device: torch.device) -> contextlib.AbstractContextManager[obj
     return stack
 
 
-def eager() -> bool:
+def is_eager() -> bool:
     """Return whether operations run eagerly: no torch.compile and no functorch transform is active.
 
     Only then may an autograd node of this project replace the gradients of PyTorch's operations.
@@ -49,6 +49,6 @@ def eager() -> bool:
     return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
-def capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Return whether the current stream of ``device`` is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

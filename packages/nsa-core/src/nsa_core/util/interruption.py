@@ -19,7 +19,7 @@ class Interruption:
         self.signal: signal.Signals | None = None
 
     @property
-    def came(self) -> bool:
+    def received(self) -> bool:
         """Whether a signal was received."""
         return self.signal is not None
 
@@ -29,7 +29,7 @@ class Interruption:
         return "" if self.signal is None else self.signal.name
 
     @contextlib.contextmanager
-    def cuts_short(self) -> Iterator[None]:
+    def stop_on_interrupt(self) -> Iterator[None]:
         """Suppress a KeyboardInterrupt that ends the block, if a signal was received before it.
 
         The second Ctrl-C raises it: the block stops at once and execution continues after it.
@@ -37,7 +37,7 @@ class Interruption:
         try:
             yield
         except KeyboardInterrupt:
-            if not self.came:
+            if not self.received:
                 raise
 
 

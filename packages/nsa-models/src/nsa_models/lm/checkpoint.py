@@ -53,7 +53,7 @@ class Checkpoint:
             raise InvalidInput(f"{self.path}: {describe_error(error)}") from error
         return model
 
-    def text(self) -> Tokenizer | None:
+    def load_tokenizer(self) -> Tokenizer | None:
         """Build the tokenizer; None if the model was trained on a synthetic task."""
         return None if self.tokenizer is None else tokenizer_from_dict(self.tokenizer)
 

@@ -17,7 +17,7 @@ import torch
 from nsa_bench.environment import device_name
 from nsa_bench.roofline import measure_peaks
 from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.util.interruption import exit_code, deferred_signals
+from nsa_core.util.interruption import deferred_signals, exit_code
 from nsa_models.lm import checkpoint, log
 from nsa_models.lm.flops import row_flops
 from nsa_models.lm.trainer import StepResult, Trainer
@@ -110,7 +110,7 @@ class _Run:
                     self._evaluate_before_training()
                 while trainer.step_number < recipe.steps:
                     try:
-                        result = trainer.step(stopping=interruption.came)
+                        result = trainer.step(stopping=interruption.received)
                     except (InvalidInput, OSError):
                         self._save_previous_steps(pending)
                         raise
@@ -121,7 +121,7 @@ class _Run:
                     at_end = trainer.step_number == recipe.steps
                     evaluating = at_end or trainer.step_number % recipe.eval_every == 0
                     saving = at_end or trainer.step_number % recipe.save_every == 0
-                    stop_alone = trainer.world.size == 1 and interruption.came
+                    stop_alone = trainer.world.size == 1 and interruption.received
                     if (
                         evaluating
                         or saving

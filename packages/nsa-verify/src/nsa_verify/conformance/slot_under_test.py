@@ -9,7 +9,7 @@ import torch
 
 from nsa_core.contract import SlotSpec
 from nsa_core.dispatch.loading import BackendEntry
-from nsa_core.dispatch.probing import Candidate, ask
+from nsa_core.dispatch.probing import Candidate, probe_candidate
 from nsa_core.dtypes import stats_dtype
 from nsa_core.torch_ops.decode_kernel import decode_kernel
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, slot_op
@@ -55,17 +55,17 @@ class SlotUnderTest:
         """Whether the slot has differentiable inputs and the backend has a backward for it."""
         return bool(DIFFERENTIABLE[self.slot]) and self.spec.backward is not None
 
-    def ask(self, point: Point, needs_grad: bool) -> Candidate:
+    def probe(self, point: Point, needs_grad: bool) -> Candidate:
         """Probe the backend with the request of ``point`` on this device."""
         kind = torch.device(self.device).type
         capability = torch.cuda.get_device_capability(self.device) if kind == "cuda" else None
-        return ask(self.entry, point.request(self.slot, kind, capability, needs_grad))
+        return probe_candidate(self.entry, point.request(self.slot, kind, capability, needs_grad))
 
-    def ask_step(self, point: StepPoint) -> Candidate:
+    def probe_step(self, point: StepPoint) -> Candidate:
         """Probe the backend with the request of a decode step on this device."""
         kind = torch.device(self.device).type
         capability = torch.cuda.get_device_capability(self.device) if kind == "cuda" else None
-        return ask(self.entry, point.request(self.slot, kind, capability))
+        return probe_candidate(self.entry, point.request(self.slot, kind, capability))
 
     def step_faults(self, point: StepPoint) -> list[str]:
         """Run the decode form on a step and list its faults; the oracle computes its inputs."""

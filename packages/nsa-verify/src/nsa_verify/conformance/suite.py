@@ -13,7 +13,7 @@ import torch
 
 from nsa_core.contract import SLOTS, Request
 from nsa_core.dispatch.loading import BackendEntry
-from nsa_core.dispatch.probing import ask
+from nsa_core.dispatch.probing import probe_candidate
 from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
@@ -131,7 +131,7 @@ class BackendConformance:
         if form == "no decode form":
             pytest.skip("the backend declares no decode form")
         subject = SlotUnderTest(self._entry(), form, self._device)
-        answer = subject.ask_step(step)
+        answer = subject.probe_step(step)
         _fail_if(_reason_faults(answer.reasons), step.label)
         if not answer.accepted:
             pytest.skip(str(answer))
@@ -211,7 +211,7 @@ def _accepted_dtypes(
         for slot in offered
     ]
     accepted = [
-        dtype for dtype, subject, point in probes if subject.ask(point, needs_grad=False).accepted
+        dtype for dtype, subject, point in probes if subject.probe(point, needs_grad=False).accepted
     ]
     return list(dict.fromkeys(accepted))[:2] or list(_DTYPES[:2])
 
@@ -222,7 +222,7 @@ def _first_accepted(subject: SlotUnderTest) -> Point:
     for dtype in ("bfloat16", "float32", "float16", "float64"):
         base = next(point for point in GRID if point.label == dtype)
         point = dataclasses.replace(base, case=dataclasses.replace(base.case, batch=2))
-        answer = subject.ask(point, needs_grad=False)
+        answer = subject.probe(point, needs_grad=False)
         if answer.accepted:
             return point
         refusals.append(str(answer))
@@ -231,11 +231,11 @@ def _first_accepted(subject: SlotUnderTest) -> Point:
 
 def _grad(subject: SlotUnderTest, point: Point) -> bool:
     """Return whether to compute gradients; skip the test if the forward is refused as well."""
-    answer = subject.ask(point, needs_grad=subject.differentiable)
+    answer = subject.probe(point, needs_grad=subject.differentiable)
     if answer.accepted:
         return subject.differentiable
     _fail_if(_reason_faults(answer.reasons), point.label)
-    forward = subject.ask(point, needs_grad=False)
+    forward = subject.probe(point, needs_grad=False)
     if not forward.accepted:
         _fail_if(_reason_faults(forward.reasons), point.label)
         pytest.skip(str(forward))
@@ -244,7 +244,7 @@ def _grad(subject: SlotUnderTest, point: Point) -> bool:
 
 def _check_probe(entry: BackendEntry, request: Request, where: str) -> None:
     """Fail the test if the probe raises, gives malformed reasons, or is not deterministic."""
-    first, second = ask(entry, request), ask(entry, request)
+    first, second = probe_candidate(entry, request), probe_candidate(entry, request)
     _fail_if(_reason_faults(first.reasons), where)
     if first != second:
         pytest.fail(f"{where}: the probe gives different results for the same request")

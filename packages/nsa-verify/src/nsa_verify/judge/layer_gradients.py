@@ -274,7 +274,7 @@ def _blocks(
                 yield span[start : start + geometry.compress_block_size, head], block_grad[head]
 
 
-def replayed(
+def replay_gradients(
     attn: NSAttention, x: torch.Tensor, do: torch.Tensor, cu_seqlens: torch.Tensor | None = None
 ) -> tuple[Tensors, Tensors]:
     """Compute the parameter gradients of a layer twice: by its own backward, and by a replay.

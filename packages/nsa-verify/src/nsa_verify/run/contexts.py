@@ -34,7 +34,7 @@ def context_of(
     return context
 
 
-def emulated(combination: Combination) -> bool:
+def needs_judge_context(combination: Combination) -> bool:
     """Return whether a backend that ``combination`` may use needs a context."""
     return any(
         context_of(entry, combination.device) is not None for entry in _backends(combination)

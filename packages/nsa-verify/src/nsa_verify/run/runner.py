@@ -61,11 +61,13 @@ def run_jobs(
         if processes > 1
         else run_each(combinations, todo, stop=stop)
     )
-    with stop.cuts_short(), contextlib.closing(results):
+    with stop.stop_on_interrupt(), contextlib.closing(results):
         for result in results:
             # A signal to the process group also ends the compiler of a kernel. The failure is not
             # the kernel's.
-            if stop.came and any(f.quantity == "run" and f.ok is False for f in result.findings):
+            if stop.received and any(
+                f.quantity == "run" and f.ok is False for f in result.findings
+            ):
                 continue
             findings[result.combination][result.job] = result.findings
             busy[result.combination] += result.seconds

@@ -269,5 +269,5 @@ def run_each(
     with shared_truths(combinations):
         for task in itertools.product(range(len(todo)), range(len(combinations))):
             yield judge_one(combinations, todo, task)
-            if stop.came:
+            if stop.received:
                 return

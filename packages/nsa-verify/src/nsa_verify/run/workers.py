@@ -17,7 +17,7 @@ from multiprocessing.context import SpawnProcess
 
 import torch
 
-from nsa_core.dispatch.trial import fate
+from nsa_core.dispatch.trial import describe_exit
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, NSAError
 from nsa_core.util.interruption import Interruption, signals_blocked_in_children
@@ -70,7 +70,7 @@ def spread(
                         worker.task[1], worker.task[1] + 1 if worker.started else len(combinations)
                     ):
                         yield _lost_result(worker, combination, todo, why)
-                    if worker.started and not stop.came:
+                    if worker.started and not stop.received:
                         pool.start(worker.number, worker.task)
                     continue
                 worker.started = True
@@ -79,7 +79,7 @@ def spread(
                 if message is not None:
                     yield message
                     pool.assign_next(connection, stop)
-        if not stop.came and pool.next_task(processes):
+        if not stop.received and pool.next_task(processes):
             raise BackendUnavailable(
                 f"no process is left to judge in: the last one {why}; set processes=1 (--jobs 1)"
             )
@@ -122,7 +122,7 @@ class _Pool:
     def assign_next(self, connection: Connection, stop: Interruption) -> None:
         """Send the worker its next task, or let it exit."""
         worker = self.workers[connection]
-        task = None if stop.came else self.next_task(worker.number, worker.task)
+        task = None if stop.received else self.next_task(worker.number, worker.task)
         if task is None:
             del self.workers[connection]
             connection.close()
@@ -150,7 +150,7 @@ def _exit_reason(worker: _Worker) -> str:
         worker.process.kill()
         worker.process.join()
     status = worker.process.exitcode or 0
-    return fate(status, "in this check" if worker.started else "while it started")
+    return describe_exit(status, "in this check" if worker.started else "while it started")
 
 
 def _lost_result(worker: _Worker, combination: int, todo: Sequence[Job], why: str) -> JobResult:

@@ -18,13 +18,15 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from nsa_core.dtypes import stats_dtype
-from nsa_core.torch_ops.torch_state import autocasts, no_autocast
+from nsa_core.torch_ops.torch_state import autocast_enabled, no_autocast
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether the product of x and ``weight`` has x's dtype under the current autocast."""
     device = x.device
-    return x.dtype == (torch.get_autocast_dtype(device.type) if autocasts(device) else weight.dtype)
+    return x.dtype == (
+        torch.get_autocast_dtype(device.type) if autocast_enabled(device) else weight.dtype
+    )
 
 
 def _stack(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

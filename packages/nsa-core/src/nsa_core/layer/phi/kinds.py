@@ -20,7 +20,7 @@ from nsa_core.layer.phi.chunks import Chunks, PackedBlocks
 from nsa_core.layer.phi.joint import JointPhi, fits
 from nsa_core.layer.plain_linear import are_plain, are_plain_linear
 from nsa_core.layout import BlockGeometry
-from nsa_core.torch_ops.torch_state import eager
+from nsa_core.torch_ops.torch_state import is_eager
 
 
 def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
@@ -82,7 +82,7 @@ def mean_compress(
         [B, n_c, G, D], or packed [T // d, G, D], in x's dtype.
     """
     size, stride = geometry.compress_block_size, geometry.compress_stride
-    if packed is None and x.shape[1] >= size and eager():  # transforms need single operators
+    if packed is None and x.shape[1] >= size and is_eager():  # transforms need single operators
         needs_grad = torch.is_grad_enabled() and x.requires_grad
         return _Mean.apply(x, size, stride) if needs_grad else _dense_mean(x, size, stride)  # type: ignore[no-untyped-call]
     chunks = Chunks(x, geometry, packed)
@@ -140,7 +140,7 @@ def _block_linear(
         result: torch.Tensor = layer((blocks + position).flatten(-2))
         return result
     constant = F.linear(position.flatten(), layer.weight, layer.bias)
-    if packed is None and eager() and x.shape[-3] == geometry.compress_block_size:
+    if packed is None and is_eager() and x.shape[-3] == geometry.compress_block_size:
         single: torch.Tensor = F.linear(x.transpose(-3, -2).flatten(-2), layer.weight, constant)
         return single.unsqueeze(-3)
     chunks = Chunks(x, geometry, packed)
@@ -160,7 +160,7 @@ def _joint(
     Returns None if only the operator-by-operator form is correct for these arguments.
     """
     geometry, first = phis[0].geometry, xs[0]
-    if packed is not None or not eager() or first.shape[-3] <= geometry.compress_block_size:
+    if packed is not None or not is_eager() or first.shape[-3] <= geometry.compress_block_size:
         return None
     if not are_plain_linear(*[layer for phi in phis for layer in phi.linears()]):
         return None
