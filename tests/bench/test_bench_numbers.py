@@ -58,7 +58,7 @@ def test_combinations_are_named_in_slot_order():
     for wrong, text in (
         ("wim=a", "did you mean 'win'"),
         ("win=a,win=b", "twice"),
-        ("win=a,b", "like"),
+        ("win=a,b", "slot=backend pairs such as"),
         ("", "empty"),
     ):
         with pytest.raises(InvalidInput, match=text):

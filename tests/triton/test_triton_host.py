@@ -302,7 +302,7 @@ def test_number_of_cached_launches_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(launch_cache, "uses_cache", lambda x: True)
     monkeypatch.setattr(launch_cache, "MAX_ENTRIES", 3)
     made: list[int] = []
-    make = launch_cache.remembered(lambda x, n: made.append(n) or n)
+    make = launch_cache.cached_by_metadata(lambda x, n: made.append(n) or n)
     x = torch.zeros(2)
     assert [make(x, n) for n in (1, 1, 2, 3, 3, 4, 4, 1)] == [1, 1, 2, 3, 3, 4, 4, 1]
     assert made == [1, 2, 3, 4, 1]
@@ -312,7 +312,7 @@ def test_cache_distinguishes_tensors_by_all_metadata(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch_cache, "uses_cache", lambda x: True)
-    describe = launch_cache.remembered(lambda x, y: (y.shape, y.stride(), y.dtype))
+    describe = launch_cache.cached_by_metadata(lambda x, y: (y.shape, y.stride(), y.dtype))
     x = torch.zeros(4, 4)
     for y in (x, x.t()[:, :], x[:2], x.half(), x[:, ::2], torch.nn.Parameter(x[1:])):
         for _ in range(2):

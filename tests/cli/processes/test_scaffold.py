@@ -12,8 +12,8 @@ import pytest
 from nsa_cli import scaffold
 from nsa_core.errors import InvalidInput
 
-SHORT = "installed or float32 and truth"
-LONG = "installed or truth or operator or strided or untouched"
+SHORT = "loads or float32 and accepted"
+LONG = "loads or accepted or operator or strided or untouched"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_generated_three_line_test_passes(tests, nsa, fresh) -> None:
 
 
 def test_nsa_conformance_runs_the_same_suite(nsa, fresh) -> None:
-    done = nsa("conformance", "fresh-one", "-k", "float32 and truth", path=fresh[1])
+    done = nsa("conformance", "fresh-one", "-k", "float32 and accepted", path=fresh[1])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     assert "2 passed" in done.stdout  # prefill and decode
     assert "warning" not in done.stdout
@@ -72,7 +72,7 @@ def test_nsa_conformance_runs_the_same_suite(nsa, fresh) -> None:
 
 @pytest.mark.slow  # test_interrupted.py covers it in the ordinary run
 def test_conformance_without_kernel_tests_exits_with_code_3(nsa, fresh) -> None:
-    done = nsa("conformance", "fresh-one", "-k", "installed", path=fresh[1])
+    done = nsa("conformance", "fresh-one", "-k", "loads", path=fresh[1])
     assert (done.returncode, "nothing could be tested" in done.stderr) == (3, True)
 
 

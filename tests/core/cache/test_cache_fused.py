@@ -183,7 +183,7 @@ def test_number_of_operators_per_token(compress, phi, monkeypatch):
             attn(row, cache=cache, plan=plan)
         counts.append(len(recorder.names))
     assert counts == [6, 6, 6, 6 + phi] * 2, recorder.names
-    monkeypatch.setattr(step, "capturing", lambda device: True)
+    monkeypatch.setattr(step, "is_capturing", lambda device: True)
     cache = attn.new_cache(2, ROOM, page_size=16)
     plan = plan_without_work(cache)
     with OperatorRecorder() as recorder:

@@ -30,7 +30,7 @@ def attn():
 @pytest.fixture
 def captured(monkeypatch):
     """Run steps as during the capture of a CUDA graph: the host reads nothing."""
-    monkeypatch.setattr(step, "capturing", lambda device: True)
+    monkeypatch.setattr(step, "is_capturing", lambda device: True)
 
 
 @PAGES
@@ -112,11 +112,11 @@ def test_host_reads_the_lengths_after_replays(attn, monkeypatch):
     golden, cache = whole(attn, x[:, :ROOM]), poisoned_cache(attn, 1, ROOM, max_rollback=4)
     attn(x[:, :9], cache=cache)
     with monkeypatch.context() as patched:
-        patched.setattr(step, "capturing", lambda device: True)
+        patched.setattr(step, "is_capturing", lambda device: True)
         one_by_one(attn, x[:, 9:20], cache)
     assert_equal(attn(x[:, 20:24], cache=cache), golden[:, 20:24])
     with monkeypatch.context() as patched:
-        patched.setattr(step, "capturing", lambda device: True)
+        patched.setattr(step, "is_capturing", lambda device: True)
         one_by_one(attn, x[:, 24:38], cache)
     with pytest.raises(InvalidInput, match="sequence 0 has had 38 tokens and 33 would be 5 fewer"):
         cache.crop(33)

@@ -157,8 +157,8 @@ def test_compiled_layer_computes_one_table(by, monkeypatch):
     with torch.no_grad():
         golden = attn(x)
         del tables[:]
-        monkeypatch.setattr(rope, "eager", lambda: by == "eager")
-        monkeypatch.setattr("nsa_core.layer.projection.eager", lambda: by == "eager")
+        monkeypatch.setattr(rope, "is_eager", lambda: by == "eager")
+        monkeypatch.setattr("nsa_core.layer.projection.is_eager", lambda: by == "eager")
         rope._cached_table.cache_clear()
         assert torch.equal(attn(x), golden)
     assert sorted(tables) == ([9, 41] if by == "eager" else [41])
