@@ -116,7 +116,8 @@ def test_vocabulary_has_every_shared_constexpr_and_tuned_setting():
     listed = [name for kernel in KERNELS for name in constexprs(JIT[kernel])]
     shared = {name for name in listed if listed.count(name) > 1}
     assert len(shared) > 20
-    assert not (shared | tuned_settings()) - vocabulary(PAGE)
+    missing = (shared | tuned_settings()) - vocabulary(PAGE)
+    assert not missing, sorted(missing)
 
 
 def test_first_columns_of_the_vocabulary_exist():
@@ -127,7 +128,8 @@ def test_first_columns_of_the_vocabulary_exist():
         name for columns in (2, 3) for row in table_rows(section, columns) for name in names(row[0])
     ]
     assert len(first) > 80
-    assert not set(first) - parameters
+    unknown = set(first) - parameters
+    assert not unknown, sorted(unknown)
 
 
 @pytest.mark.parametrize(
