@@ -1,13 +1,12 @@
-"""Kernels compiled for GPUs that are not present fit their shared memory and docs/kernels.md."""
+"""Kernels compiled for GPUs that are not present fit their shared memory and the stored figures."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import itertools
-import re
+import json
 import zlib
-from pathlib import Path
 
 import pytest
 
@@ -18,10 +17,12 @@ compile_table = importlib.import_module("nsa_backend_triton.tools.compile_table"
 offline = importlib.import_module("nsa_backend_triton.tools.offline")
 configs = importlib.import_module("nsa_backend_triton.host.configs")
 
-PAGE = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
-# one title may have two launches, for dk and for dv
-LINES = frozenset(PAGE.splitlines())
-SAME_TRITON = f"triton {triton.__version__}," in PAGE
+TABLE = json.loads(compile_table.FILE.read_text())
+# One title may have two launches, for dk and for dv.
+ENTRIES = {compile_table.title(entry): [] for entry in TABLE["rows"]}
+for entry in TABLE["rows"]:
+    ENTRIES[compile_table.title(entry)].append(entry)
+SAME_TRITON = TABLE["triton"] == triton.__version__
 SLOTS = ("cmp", "select", "sel", "win", "combine", "step")
 
 
@@ -30,10 +31,10 @@ def check(rows) -> int:
     for row in rows:
         cost, count = offline.cost(row.launch), count + 1
         assert cost.shared <= offline.SHARED[row.launch.architecture], row.title
-        assert cost.spills <= row.most_spills, row.title
+        assert cost.spills <= row.max_spills, row.title
         assert set(cost.serialized) <= set(row.accepted_serialized), row.title
         if SAME_TRITON:
-            assert row.line() in LINES
+            assert row.entry(cost) in ENTRIES[row.title]
     return count
 
 
@@ -77,26 +78,27 @@ def test_tiles_padded_to_whole_blocks_fit_shared_memory(architecture: int, strid
     assert count or (architecture, stride) == (86, 1)
 
 
-def test_the_page_has_the_rows_of_this_tree() -> None:
-    """The page lists every kernel on both GPUs and no other; titles need no compilation."""
-    printed = [
-        " | ".join(row)
-        for row in re.findall(r"^\| (\w+) \| (sm_\d+) \| ([^|]+) \| ([^|]+) \|", PAGE, re.MULTILINE)
-    ]
-    assert printed == [row.title for row in compile_table.rows()]
+def test_the_table_has_the_rows_of_this_tree() -> None:
+    """The file lists every kernel on both GPUs and no other; titles need no compilation."""
+    titles = [compile_table.title(entry) for entry in TABLE["rows"]]
+    assert titles == [row.title for row in compile_table.rows()]
     # kernels of small groups only
-    assert {"sel_bucket_kernel", "sel_merge_kernel"} <= {title.split(" | ")[0] for title in printed}
+    assert {"sel_bucket_kernel", "sel_merge_kernel"} <= {entry["kernel"] for entry in TABLE["rows"]}
 
 
-def test_the_page_has_the_accepted_serialized_products() -> None:
-    """The page lists exactly the accepted rows."""
-    printed = {
-        " | ".join(row[:-1]): tuple(row[-1].split(", "))
-        for row in re.findall(
-            r"^\| (\w+) \| (sm_\d+) \| ([^|]+) \| ([^|]+) \|.* \| (C[^|]+) \|$", PAGE, re.MULTILINE
-        )
+def test_the_table_has_exactly_the_accepted_serialized_products() -> None:
+    serialized = {
+        compile_table.title(entry): tuple(entry["serialized"])
+        for entry in TABLE["rows"]
+        if entry["serialized"]
     }
-    assert printed == compile_table.SERIALIZED
+    assert serialized == compile_table.SERIALIZED
+
+
+def test_the_file_is_written_one_entry_a_line() -> None:
+    text = compile_table.FILE.read_text()
+    assert compile_table.as_json(TABLE["rows"], TABLE["triton"]) == text
+    assert len(text.splitlines()) == len(TABLE["rows"]) + 2
 
 
 def test_block_gradients_of_16_heads_keep_their_products_asynchronous() -> None:

@@ -1,16 +1,26 @@
-"""Write docs/kernels.md: the resources of every kernel on the GPUs that it ships for.
+"""Write compile_table.json: the resources of every kernel on the GPUs that it ships for.
 
-    python -m nsa_backend_triton.tools.compile_table > docs/kernels.md
+    python -m nsa_backend_triton.tools.compile_table [--output FILE]
 
-This needs no GPU: kernels are compiled from the launches that a call would make, see
-nsa_backend_triton.tools.offline.
+Each kernel is compiled for sm_80 and sm_90 with the tile shapes that ship, from the launches that a
+call of its slot makes: 64 query heads over 4 kv heads (``h=4``: over 16), 8192 tokens, l=32, d=16,
+l'=64, n=16, w=512, forward and backward. ``step`` is a decode step and its append, 32 sequences of
+65536 tokens, one new token each; ``steps`` has four each. This needs no GPU: kernels are compiled
+for GPUs that are not present, see nsa_backend_triton.tools.offline.
+
+The file is not part of the wheel. The tests compile a part of the table again in every run, and all
+of it in ``nox -s full``. Each row must stay within its GPU's shared memory and the limit of spilled
+bytes, and must have the stored figures where triton's version is the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import triton
 
@@ -21,6 +31,7 @@ from nsa_backend_triton.tools.meta_inputs import STEP_INPUTS, inputs, slot_modul
 from nsa_core.contract import SLOTS, Request
 from nsa_core.layout import BlockGeometry
 
+FILE = Path(__file__).with_name("compile_table.json")
 ARCHITECTURES = (80, 90)
 # (Dk, Dv) per dtype; float16 compiles to the same resources as bfloat16.
 SHAPES = {
@@ -28,9 +39,12 @@ SHAPES = {
     "float32": ((64, 64), (256, 256)),
 }
 STEPS = {"step": 1, "steps": 4}  # new tokens per sequence
-MOST_SPILLS = {"bfloat16": 512, "float32": 1152}  # bytes per thread, stores and loads together
-# Rows whose asynchronous products (wgmma) ptxas serializes, with its warnings. Any other warning
-# fails a test.
+# Limits in bytes per thread, stores and loads together. The fp32 kernels verify the compiled logic;
+# they need not be fast.
+MAX_SPILLS = {"bfloat16": 512, "float32": 1152}
+# Rows whose asynchronous products (wgmma, sm_90 alone) ptxas serializes, with the codes of its
+# warnings: C7512, too few registers, and C7515, sums that other instructions define while products
+# are in flight. A test fails on any other warning.
 SERIALIZED: Mapping[str, tuple[str, ...]] = {
     # Too few registers for two programs per multiprocessor, but the fastest of nine settings on an
     # H200.
@@ -54,49 +68,29 @@ _BASE = Request(
     batch=1,
     seq_len=8192,
 )
-_HEAD = """# What the Triton kernels take
-
-Written by `nsa_backend_triton.tools.compile_table`, with triton {version}, on a machine without
-a GPU: each kernel is compiled for sm_80 (A100: {s80} KiB of shared memory a block) and sm_90
-(H100, H200: {s90} KiB) with the tile shapes that ship, from the launches that a call of its
-slot makes: 64 query heads over 4 groups (`h=4`: over 16), 8192 tokens, l=32, d=16, l'=64, n=16,
-w=512, forward and backward; `step`: a decode step and its append, 32 sequences of 65536 tokens,
-one new token each, `steps`: four each. A test compiles a part of this table again in every
-ordinary run, and all of it in `nox -s full`: shared memory within the limit, at most {narrow}
-bytes a thread spilled in bfloat16 and {wide} in float32 (which is there to verify the compiled
-logic, not to be fast); the figures as printed here where triton's version is the same.
-
-The last column holds the codes of ptxas's warnings that it serializes a kernel's asynchronous
-products (wgmma, sm_90 alone): C7512, too few registers, and C7515, sums that other instructions
-define while products are in flight. The rows with a warning are listed in
-`nsa_backend_triton.tools.compile_table`; a test fails on any other.
-
-sm_86, 89, 120 and 121 have 99 KiB a block and a table of tile shapes of their own; sm_87 shares
-that of sm_80, sm_100 and sm_103 that of sm_90. Kernels have been measured on sm_90 only.
-"""
 
 
 def launches(request: Request, architecture: int) -> list[offline.RecordedLaunch]:
     """Return the launches of a call of ``request.slot``, and of its backward if requested."""
-    do, given, call = inputs(request)
+    do, tensors, call = inputs(request)
     module = slot_module(request.slot)
-    with offline.recording(architecture) as made:
-        out = module.forward(*given, call=call)
+    with offline.recording(architecture) as recorded:
+        out = module.forward(*tensors, call=call)
         if request.needs_grad and request.slot != "select":
-            module.backward(do, *given, *(out if request.slot != "combine" else ()), call=call)
-    return made
+            module.backward(do, *tensors, *(out if request.slot != "combine" else ()), call=call)
+    return recorded
 
 
 def step_launches(
     request: Request, architecture: int, rows: int = 1
 ) -> list[offline.RecordedLaunch]:
     """Return the launches of a fused decode step of ``rows`` tokens: append, gates, step."""
-    given, call = step_inputs(request, rows)
-    q, lead = given["q"], given["q"].shape[:2]
-    k, v = (q.new_empty((*lead, *given[f"{x}_win"].shape[2:])) for x in "kv")
-    table = q.new_empty((call.max_len, q.shape[3] // 2), dtype=given["gates"].dtype)
-    sel, win = ((given[f"k_{name}"], given[f"v_{name}"]) for name in ("sel", "win"))
-    with offline.recording(architecture) as made:
+    tensors, call = step_inputs(request, rows)
+    q, lead = tensors["q"], tensors["q"].shape[:2]
+    k, v = (q.new_empty((*lead, *tensors[f"{x}_win"].shape[2:])) for x in "kv")
+    table = q.new_empty((call.max_len, q.shape[3] // 2), dtype=tensors["gates"].dtype)
+    sel, win = ((tensors[f"k_{name}"], tensors[f"v_{name}"]) for name in ("sel", "win"))
+    with offline.recording(architecture) as recorded:
         append.append(
             q, (k,) * 3, (v,) * 3, win, sel, win, rope=(table, table), rotate_raw=False, call=call
         )
@@ -104,34 +98,68 @@ def step_launches(
         gates.gates(
             x, x.new_empty(3 * q.shape[2], x.shape[2]), x.new_empty(3 * q.shape[2]), call=call
         )
-        forms.step(*(given[name] for name in STEP_INPUTS["step"]), call=call)
-    return made
+        forms.step(*(tensors[name] for name in STEP_INPUTS["step"]), call=call)
+    return recorded
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One kernel as launched for one request."""
+    """One kernel as launched for one request.
+
+    Attributes:
+        launch: the recorded launch.
+        slot: the slot and the variant of the request, such as "sel, h=4".
+        head_dim: Dk of the request.
+        v_head_dim: Dv of the request.
+        dtype: dtype of the request.
+    """
 
     launch: offline.RecordedLaunch
-    title: str  # "span_forward | sm_90 | cmp | 128/128 bfloat16"
+    slot: str
+    head_dim: int
+    v_head_dim: int
     dtype: str
 
     @property
-    def most_spills(self) -> int:
+    def request(self) -> dict[str, Any]:
+        """The fields of the row's entry that do not depend on the compiler."""
+        return {
+            "kernel": self.launch.name,
+            "gpu": f"sm_{self.launch.architecture}",
+            "slot": self.slot,
+            "head_dim": self.head_dim,
+            "v_head_dim": self.v_head_dim,
+            "dtype": self.dtype,
+        }
+
+    @property
+    def title(self) -> str:
+        """The row's name, such as "span_forward | sm_90 | cmp | 128/128 bfloat16"."""
+        return title(self.request)
+
+    @property
+    def max_spills(self) -> int:
         """Bytes per thread that it may spill."""
-        return MOST_SPILLS[self.dtype]
+        return MAX_SPILLS[self.dtype]
 
     @property
     def accepted_serialized(self) -> tuple[str, ...]:
         """Codes of the accepted warnings about serialized products."""
         return SERIALIZED.get(self.title, ())
 
-    def line(self) -> str:
-        """Compile the kernel and return its row of the table."""
-        cost = offline.cost(self.launch)
-        kib = f"{cost.shared / 1024:.1f}"
-        names = (", ".join(cost.instructions) or "-", ", ".join(cost.serialized) or "-")
-        return f"| {self.title} | {kib} | {cost.registers} | {cost.spills} | {' | '.join(names)} |"
+    def entry(self, cost: offline.Cost) -> dict[str, Any]:
+        """Return the row's object in the JSON file: its request, then the fields of ``cost``."""
+        figures = dataclasses.asdict(cost)
+        return {
+            **self.request,
+            **{name: list(x) if isinstance(x, tuple) else x for name, x in figures.items()},
+        }
+
+
+def title(entry: Mapping[str, Any]) -> str:
+    """Return the title of an entry of the JSON file; rows of one title differ in their launch."""
+    widths = f"{entry['head_dim']}/{entry['v_head_dim']}"
+    return " | ".join((entry["kernel"], entry["gpu"], entry["slot"], f"{widths} {entry['dtype']}"))
 
 
 def rows(
@@ -143,63 +171,61 @@ def rows(
         for architecture in ARCHITECTURES:
             for dtype, widths in shapes.items():
                 for dk, dv in widths:
-                    asked = dataclasses.replace(_BASE, dtype=dtype, head_dim=dk, v_head_dim=dv)
+                    base = dataclasses.replace(_BASE, dtype=dtype, head_dim=dk, v_head_dim=dv)
                     if slot in STEPS:
-                        yield from _step_rows(asked, architecture, slot)
+                        yield from _step_rows(base, architecture, slot)
                     else:
-                        yield from _rows_of(dataclasses.replace(asked, slot=slot), architecture)
+                        yield from _slot_rows(dataclasses.replace(base, slot=slot), architecture)
 
 
-def _step_rows(asked: Request, architecture: int, slot: str) -> Iterator[Row]:
+def _step_rows(base: Request, architecture: int, slot: str) -> Iterator[Row]:
     request = dataclasses.replace(
-        asked, phase="decode", needs_grad=False, batch=32, seq_len=65536, page_size=128
+        base, phase="decode", needs_grad=False, batch=32, seq_len=65536, page_size=128
     )
     for launch in step_launches(request, architecture, STEPS[slot]):
-        width = f"{asked.head_dim}/{asked.v_head_dim} {asked.dtype}"
-        yield Row(launch, f"{launch.name} | sm_{architecture} | {slot} | {width}", asked.dtype)
+        yield Row(launch, slot, base.head_dim, base.v_head_dim, base.dtype)
 
 
-def _rows_of(asked: Request, architecture: int) -> Iterator[Row]:
+def _slot_rows(base: Request, architecture: int) -> Iterator[Row]:
     seen: set[object] = set()
-    modes: list[tuple[str, dict[str, int]]] = [("", {})]
-    if asked.slot == "sel":
-        modes.append((", deterministic", {"deterministic": True}))
+    variants: list[tuple[str, dict[str, int]]] = [("", {})]
+    if base.slot == "sel":
+        variants.append((", deterministic", {"deterministic": True}))
     # small groups have tile shapes of their own, and kernels that larger groups never launch
-    if asked.slot in ("select", "sel"):
-        modes.append((", h=4", {"n_kv_heads": asked.n_heads // 4}))
-    if asked.slot in ("cmp", "win") and architecture == 90 and asked.dtype != "float32":
+    if base.slot in ("select", "sel"):
+        variants.append((", h=4", {"n_kv_heads": base.n_heads // 4}))
+    if base.slot in ("cmp", "win") and architecture == 90 and base.dtype != "float32":
         # descriptors serve dense calls only, so packed calls have rows of their own
-        modes.append((", packed", {"varlen": True}))
-    for mode, changes in modes:
-        request = dataclasses.replace(asked, **changes)  # type: ignore[arg-type]
+        variants.append((", packed", {"varlen": True}))
+    for variant, changes in variants:
+        request = dataclasses.replace(base, **changes)  # type: ignore[arg-type]
         if configs.missing(request, architecture):
             continue
         for launch in launches(request, architecture):
             if launch.binary not in seen:
                 seen.add(launch.binary)
-                width = f"{asked.head_dim}/{asked.v_head_dim} {asked.dtype}"
-                yield Row(
-                    launch,
-                    f"{launch.name} | sm_{architecture} | {asked.slot}{mode} | {width}",
-                    asked.dtype,
-                )
+                yield Row(launch, base.slot + variant, base.head_dim, base.v_head_dim, base.dtype)
 
 
-def page() -> Iterator[str]:
-    """Yield the page as Markdown, line by line."""
-    limits = {f"s{a}": offline.SHARED[a] // 1024 for a in ARCHITECTURES}
-    narrow, wide = MOST_SPILLS["bfloat16"], MOST_SPILLS["float32"]
-    yield _HEAD.format(version=triton.__version__, narrow=narrow, wide=wide, **limits)
-    yield (
-        "| kernel | GPU | slot | Dk/Dv | shared KiB | registers | spilled bytes | instructions |"
-        " wgmma serialized |"
+def as_json(entries: Iterable[Mapping[str, Any]], triton_version: str) -> str:
+    """Return the text of the JSON file, with one entry a line so that diffs are readable."""
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    return f'{{"triton": {json.dumps(triton_version)}, "rows": [\n{lines}\n]}}\n'
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compile every row and write the JSON file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    yield "|---" * 9 + "|"
-    for row in rows():
-        yield row.line()
+    parser.add_argument(
+        "--output", type=Path, default=FILE, metavar="FILE", help="default: %(default)s"
+    )
+    output: Path = parser.parse_args(arguments).output
+    entries = [row.entry(offline.cost(row.launch)) for row in rows()]
+    output.write_text(as_json(entries, triton.__version__))
+    print(f"{len(entries)} rows written to {output}")
 
 
 if __name__ == "__main__":
-    for text in page():
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+    main()
