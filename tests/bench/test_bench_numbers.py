@@ -59,7 +59,7 @@ def test_combinations_are_named_in_slot_order():
         ("wim=a", "did you mean 'win'"),
         ("win=a,win=b", "twice"),
         ("win=a,b", "slot=backend pairs such as"),
-        ("", "empty"),
+        ("", "must name a backend"),
     ):
         with pytest.raises(InvalidInput, match=text):
             parse_combination(wrong)

@@ -241,7 +241,8 @@ def test_an_interrupted_conformance_run_ends_after_the_current_test(nsa, monkeyp
 
     monkeypatch.setattr(_PytestPlugin, "pytest_runtest_logreport", interrupted)
     done = nsa(
-        "conformance", "sdpa", "--device", "cpu", "-k", "test_backend_loads or test_probe_gives_reasons"
+        *("conformance", "sdpa", "--device", "cpu"),
+        *("-k", "test_backend_loads or test_probe_gives_reasons"),
     )
     assert done.code == 143, done.out + done.err
     assert "1 passed" in done.out

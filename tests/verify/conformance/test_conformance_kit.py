@@ -16,7 +16,12 @@ from nsa_verify.cases import quick_cases
 from nsa_verify.conformance import BackendConformance
 from nsa_verify.conformance.grid import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest, faults
-from nsa_verify.conformance.suite import GRID, STEPS
+from nsa_verify.conformance.suite import (
+    GRID,
+    STEPS,
+    TESTS_WITHOUT_KERNELS,
+    BackendConformance,
+)
 from nsa_verify.run import suite
 
 POINTS = {point.label: point for point in GRID}
@@ -264,3 +269,8 @@ def test_kernel_declared_deterministic_fails_if_its_bits_change(make_suite) -> N
     faulty.test_accepted_requests_are_correct("win", POINTS["bfloat16"])
     with pytest.raises(FAILURES, match="bits differ from the first call of the thread"):
         faulty.test_kernel("win", "two_threads")
+
+
+def test_tests_without_kernels_exist_and_leave_tests_with_kernels():
+    names = {name for name in vars(BackendConformance) if name.startswith("test_")}
+    assert set(TESTS_WITHOUT_KERNELS) < names
