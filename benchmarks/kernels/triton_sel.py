@@ -31,6 +31,8 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
+from nsa_backend_triton.host.descriptors import key_descriptor
+from nsa_backend_triton.host.launch_cache import aligned
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import forward as sel_forward
 from nsa_backend_triton.sel import pair_lists
@@ -240,11 +242,17 @@ def parts(
 
     unions = build_unions()
     o, lse = sel_forward.forward(q, k, v, blocks, call=call, tuned=settings)
-    tiles, _ = sel_forward._prepare(q, k, v, blocks, seqs, call, settings)
+    tiles, _ = sel_forward._prepare(q, k, v, blocks, seqs, call, settings, aligned(k, v))
+    descriptors = [
+        key_descriptor(x, tiles.desc_block_n) if tiles.desc_block_n else None for x in (k, v)
+    ]
     times = [median_ms(build_unions, quick)]
     times += [
         median_ms(
-            lambda: tiles.launch(q, k, v, unions.entries, unions.counts, o, lse, seqs.cu), quick
+            lambda: tiles.launch(
+                q, k, v, *descriptors, unions.entries, unions.counts, o, lse, seqs.cu
+            ),
+            quick,
         )
     ]
     if forward_settings["MIN_SHARING_TOKENS"] == 1:

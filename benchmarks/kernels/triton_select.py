@@ -27,6 +27,7 @@ import triton.language as tl
 
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.select import forward as select
+from nsa_backend_triton.shared.rows import dot_columns, transpose
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 from nsa_verify.judge.selection import judge_selection
@@ -77,21 +78,15 @@ FOR_WIDE_HEADS = (-1, 3)  # configurations that fit
 
 @triton.jit
 def without_exp2(
-    k,
-    q,
-    lse,
-    qk_scale,
-    visible,
-    BLOCK_H: tl.constexpr,
-    NUM_HEAD_TILES: tl.constexpr,
-    ACC: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    k, q, lse, qk_scale, visible,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr, BLOCK_H: tl.constexpr,
+    NUM_HEAD_TILES: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """select._sum_heads for the logits in place of their probabilities."""
     for i in tl.static_range(NUM_HEAD_TILES):
-        s = tl.dot(k, tl.trans(q[i]), input_precision="ieee", out_dtype=ACC)
+        s = dot_columns(k, transpose(q[i], HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
         p = s * qk_scale - lse[i][None, :]
-        partial = tl.sum(tl.reshape(p, [k.shape[0], BLOCK_H, p.shape[1] // BLOCK_H]), 1)
+        partial = tl.sum(tl.reshape(p, [s.shape[0], BLOCK_H, p.shape[1] // BLOCK_H]), 1)
         total = partial if i == 0 else total + partial  # noqa: F821
     if MASKED:
         total = tl.where(visible, total, 0.0)

@@ -95,6 +95,35 @@ def test_row_57_slow_probe_is_called_for_one_slot_only(toy, monkeypatch):
     assert probed_slots == ["cmp"]  # one timeout instead of five
 
 
+def test_slow_probe_is_called_once_if_slots_in_between_are_not_offered(toy, monkeypatch):
+    monkeypatch.setattr(probing, "PROBE_LIMIT_S", 0.3)
+    probed_slots = []
+
+    def slow(request):
+        probed_slots.append(request.slot)
+        time.sleep(30)
+
+    toy.slow = slow
+    offered = spec("slow", "slow", priority=9)
+    offered = dataclasses.replace(offered, slots={s: offered.slots[s] for s in ("cmp", "win")})
+    candidates = find_candidates(CONFIG, PlanOptions(), registry=registry_of(offered, spec("good")))
+    assert probed_slots == ["cmp"]
+    reasons = {c.backend: [r.code for r in c.reasons] for c in candidates.by_slot["win"]}
+    assert reasons == {"good": [], "slow": ["probe_too_slow"]}
+
+
+def test_slow_rank_function_is_a_reason_that_states_the_limit(toy, monkeypatch):
+    monkeypatch.setattr(probing, "PROBE_LIMIT_S", 0.2)
+    toy.slow = lambda request: time.sleep(1)
+    ranked = dataclasses.replace(spec("ranked"), rank="planned:slow")
+    (candidate,) = find_candidates(CONFIG, PlanOptions(), registry=registry_of(ranked)).by_slot[
+        "win"
+    ]
+    (reason,) = candidate.reasons
+    assert reason.code == "rank_too_slow"
+    assert "its rank function did not return within 0.2 s" in str(reason)
+
+
 def test_probe_that_cannot_be_imported_is_a_reason(toy):
     plan = resolve(CONFIG, registry=registry_of(spec("bad", "absent", priority=9), spec("good")))
     assert backends(plan)["cmp"] == "good"

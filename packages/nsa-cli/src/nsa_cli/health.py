@@ -324,9 +324,9 @@ def print_screen(document: dict[str, Any]) -> None:
     if not document["works"]:
         console.print("no attention can run in this environment", style="bold red")
     else:
-        console.print(
-            f"this environment works, {len(document['troubles'])} problems", style="bold green"
-        )
+        count = len(document["troubles"])
+        noun = "problem" if count == 1 else "problems"
+        console.print(f"this environment works, {count} {noun}", style="bold green")
 
 
 def print_block(document: dict[str, Any]) -> None:

@@ -85,7 +85,8 @@ def find_candidates(config: NSAConfig, options: PlanOptions, *, registry: Regist
         probe_timeout: Reason | None = None
         for slot, request in requests.items():
             reasons = reasons_against(entry, request, probe_timeout)
-            probe_timeout = next((r for r in reasons if r.code == "probe_too_slow"), None)
+            timeouts = (r for r in reasons if r.code == "probe_too_slow")
+            probe_timeout = next(timeouts, probe_timeout)  # for all later slots
             rank, reasons = rank_of(entry, request, reasons)
             has_rank_function = entry.spec is not None and entry.spec.rank is not None
             shown_rank = rank if has_rank_function and not reasons else None

@@ -107,6 +107,9 @@ def rank_of(
     hint = report_hint(entry.distribution)
     try:
         rank = _call_limited(import_named(entry.spec.rank), request)
+    except _TooSlowError:
+        text = f"its rank function did not return within {PROBE_LIMIT_S:g} s"
+        return priority, (Reason("rank_too_slow", text, hint),)
     except (Exception, SystemExit) as error:  # noqa: BLE001  a plugin may raise anything
         text = f"its rank raised {describe_error(error)}"
         return priority, (Reason("rank_raised", text, hint),)
