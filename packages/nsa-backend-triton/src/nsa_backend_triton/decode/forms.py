@@ -1,8 +1,8 @@
 """The decode forms of cmp, select, sel and win, and the fused decode step.
 
-A step of one token per sequence is one launch of decode_step if the tuned table says so. Any other
-step takes three launches: decode_span (compressed tokens and window), decode_choose (selection) and
-decode_sel (selected blocks and gates).
+A step is one launch of decode_step if its query tiles hold one token each and the tuned table sets
+FUSE_STEP. Any other step takes three launches: decode_span (compressed tokens and window),
+decode_choose (selection) and decode_sel (selected blocks and gates).
 """
 
 from __future__ import annotations
