@@ -1,0 +1,17 @@
+"""Check that the output of a command fits a terminal."""
+
+from __future__ import annotations
+
+
+def assert_readable(text: str, unwrapped: str, columns: int) -> None:
+    """Assert that ``text`` fits ``columns`` and breaks no word.
+
+    Args:
+        text: The output at ``columns`` columns.
+        unwrapped: The same output without a limit of columns.
+        columns: The width of the terminal.
+    """
+    too_long = [line for line in text.splitlines() if len(line) > columns]
+    assert not too_long, f"longer than {columns} columns:\n" + "\n".join(too_long)
+    broken = sorted(set(text.split()) - set(unwrapped.split()))
+    assert not broken, f"broken at {columns} columns: {broken}\n{text}"
