@@ -170,7 +170,12 @@ def build(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=False, requires=["build"])
 def wheels(session: nox.Session) -> None:
-    """Install all wheels in a fresh environment and use them: alone, with triton, without sdpa."""
+    """Install all wheels in a fresh environment and use them: alone, with triton, without sdpa.
+
+    `nox -s wheels -- --output FOLDER` copies the wheels to a folder when all checks have passed.
+    """
+    if session.posargs and (len(session.posargs) != 2 or session.posargs[0] != "--output"):
+        session.error(f"expected --output FOLDER or nothing, got {session.posargs}")
     dist = session.cache_dir.absolute() / "dist"
     install(session, *map(str, sorted(dist.glob("*.whl"))))
     session.chdir(dist)  # outside the checkout, so that only the wheels can be imported
@@ -184,6 +189,8 @@ def wheels(session: nox.Session) -> None:
         check_triton(session)
     session.run("python", "-m", "pip", "uninstall", "-y", "nsa-backend-sdpa")
     check_without_sdpa(session)
+    if session.posargs:
+        shutil.copytree(dist, ROOT / session.posargs[1], dirs_exist_ok=True)
 
 
 def check_wheel(session: nox.Session, wheel: pathlib.Path) -> None:
@@ -260,6 +267,44 @@ def check_without_sdpa(session: nox.Session) -> None:
             )
         if command[0] == "verify" and "sdpa" not in text:
             session.error(f"nsa {' '.join(command)} does not name the missing nsa-backend-sdpa")
+
+
+@nox.session(venv_backend="none")
+def release_notes(session: nox.Session) -> None:
+    """Print the section of CHANGELOG.md about one version: `nox -s release_notes -- 0.2.0`."""
+    version = "".join(session.posargs[:1])
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heading = rf"(?m)^## {re.escape(version)} - \d{{4}}-\d{{2}}-\d{{2}}$"
+    section = re.search(heading + r"\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    if not version or section is None:
+        session.error(f"CHANGELOG.md has no heading '## {version or 'VERSION'} - YYYY-MM-DD'")
+    print(section[1].strip())
+
+
+# tomlkit keeps comments and the order of keys.
+WRITE_METADATA = """
+import pathlib, sys, tomlkit
+packages = pathlib.Path(sys.argv[1])
+shared = tomlkit.parse((packages / "metadata.toml").read_text(encoding="utf-8"))
+for path in sorted(packages.glob("*/pyproject.toml")):
+    document = tomlkit.parse(path.read_text(encoding="utf-8"))
+    project, written = document["project"], tomlkit.table()
+    for key, value in project.items():
+        if key not in shared:
+            written[key] = value
+        if key == "description":
+            for name, common in shared.items():
+                written[name] = common
+    document["project"] = written
+    path.write_text(tomlkit.dumps(document), encoding="utf-8")
+"""
+
+
+@nox.session
+def metadata(session: nox.Session) -> None:
+    """Write packages/metadata.toml into the [project] table of every package."""
+    session.install("tomlkit>=0.13")
+    session.run("python", "-c", WRITE_METADATA, str(ROOT / "packages"))
 
 
 # "nsa-bench[plot]==0.1.0", with or without an extra and an environment marker
