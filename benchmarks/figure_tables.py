@@ -7,6 +7,7 @@ one line of text for a value inside a sentence.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -122,6 +123,41 @@ def _from(length: int | None, ratios: Sequence[tuple[int, float]]) -> str:
     if length is None:
         return "-"
     return f"{length / 1024:.1f}k" if length > ratios[0][0] else f"{tokens(length)} or less"
+
+
+def core_memory(results: Results) -> str:
+    """Tabulate time and memory of NSA and of the fastest dense kernel on random inputs."""
+    rows = []
+    for shape, length in itertools.product(SHAPES, _core_lengths(results)):
+        cell = results.core_cell(shape, "random", "both", length)
+        dense = _fastest_dense(results, cell) if cell else None
+        if cell is None or cell.performance is None or dense is None or dense.performance is None:
+            continue
+        times = [m.performance.median_ms for m in (cell, dense) if m.performance]
+        memory = [f"{(m.peak_memory_bytes or 0) / 2**20:,.0f}" for m in (cell, dense)]
+        ratio = (
+            f"**{times[1] / times[0]:.1f}x**"
+            if times[0] < times[1]
+            else f"{times[1] / times[0]:.1f}x"
+        )
+        rows.append([shape, tokens(length), *map(digits, times), ratio, *memory])
+    columns = ["heads", "tokens", "NSA, ms", "dense, ms", "speed", "NSA, MiB", "dense, MiB"]
+    return table(columns, rows)
+
+
+def _fastest_dense(results: Results, cell: Measurement) -> Measurement | None:
+    """Return the fastest dense kernel that the run of ``cell`` timed beside it."""
+    for result in results.core_files(cell.shape):
+        if any(m is cell for m in result.measurements):
+            dense = [
+                m
+                for m in result.measurements
+                if m.kind == "dense"
+                and (m.series, m.length) == (cell.series, cell.length)
+                and m.performance is not None
+            ]
+            return min(dense, key=lambda m: m.performance.median_ms if m.performance else math.inf)
+    return None
 
 
 def core_eager(results: Results) -> str:
@@ -407,6 +443,7 @@ _ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "core": core,
+    "core-memory": core_memory,
     "core-eager": core_eager,
     "core-calls": core_calls,
     "core-few-calls": core_few_calls,
