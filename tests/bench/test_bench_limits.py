@@ -177,9 +177,9 @@ def test_a_probe_skips_only_calls_that_are_far_over_the_limit():
     estimates.add_probe(cell, "a", 1024, 19_000.0)
     assert estimates.expected_ms(cell, "a") == 19_000.0
     assert estimates.too_long(cell, "a", 5.0) == ""  # 3.8 times the limit: a child tries it
-    estimates.add_probe(cell, "a", 1024, 30_000.0)
+    estimates.add_probe(cell, "a", 1024, 210_000.0)
     assert estimates.too_long(cell, "a", 5.0) == (
-        "not measured: a call would take about 30 s, judged by one of 1024 tokens, over"
+        "not measured: a call would take about 210 s, judged by one of 1024 tokens, over"
         " --max-call 5"
     )
     estimates.add(cell, "a", 6_000.0)  # a measured time counts instead

@@ -73,8 +73,8 @@ def test_a_missing_library_is_named_before_any_work(
     done = nsa(*arguments)
     assert (done.code, done.err) == (
         3,
-        f"nsa: nsa {arguments[0]} needs {module}, which is not installed;"
-        f" pip install 'nsa-cli[{extra}]'\n",
+        f"nsa: nsa {arguments[0]} needs {module}, which is not installed:\n"
+        f"  pip install 'nsa-cli[{extra}]'\n",
     )
     assert not (tmp_path / "new").exists()
 
@@ -84,6 +84,6 @@ def test_all_missing_libraries_are_named_at_once(nsa, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     done = nsa("train", "--out", str(tmp_path / "new"), "--data", "x.parquet", "--svg", "x.svg")
     assert done.err == (
-        "nsa: nsa train needs safetensors, pyarrow, matplotlib, which are not installed;"
-        " pip install 'nsa-cli[train,plot]'\n"
+        "nsa: nsa train needs safetensors, pyarrow, matplotlib, which are not installed:\n"
+        "  pip install 'nsa-cli[train,plot]'\n"
     )

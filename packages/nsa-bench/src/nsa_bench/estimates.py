@@ -73,9 +73,11 @@ class Estimates:
         if expected_ms <= max_call_s * 1e3 * (1.0 if is_measured else PROBE_ERROR):
             return ""
         source = "" if is_measured or probe is None else f", judged by one of {probe.length} tokens"
+        expected_s = expected_ms / 1e3
+        about = f"{expected_s:.2g}" if expected_s < 10 else f"{expected_s:.0f}"
         return (
-            f"{NOT_MEASURED}: a call would take about {expected_ms / 1e3:.2g} s{source}, over"
-            f" --max-call {max_call_s:g}"
+            f"{NOT_MEASURED}: a call would take about {about} s{source}, over --max-call"
+            f" {max_call_s:g}"
         )
 
 

@@ -29,7 +29,7 @@ def need_extras(command: str, modules: Sequence[str]) -> None:
         names = ", ".join(missing)
         are = "which is" if len(missing) == 1 else "which are"
         raise BackendUnavailable(
-            f"{command} needs {names}, {are} not installed; pip install 'nsa-cli[{extras}]'"
+            f"{command} needs {names}, {are} not installed:\n  pip install 'nsa-cli[{extras}]'"
         )
 
 

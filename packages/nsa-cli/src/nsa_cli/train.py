@@ -218,10 +218,7 @@ def _run(trainer: Trainer, out: Path) -> list[Progress]:
         if step.held_out_loss is not None:
             held_out = f", held out {step.held_out_loss:.3f}"
         if step.step:
-            advance(
-                f"loss {step.loss:.3f}{held_out}, {step.tokens_per_s:,.0f} tokens/s,"
-                f" {step.matrix_share:.1%} of matrix rate"
-            )
+            advance(f"loss {step.loss:.3f}{held_out}, {step.tokens_per_s:,.0f} tokens/s")
 
     if trainer.world.rank:
         return run(trainer, out)
