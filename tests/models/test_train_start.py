@@ -87,3 +87,16 @@ def test_all_missing_libraries_are_named_at_once(nsa, tmp_path, monkeypatch):
         "nsa: nsa train needs safetensors, pyarrow, matplotlib, which are not installed:\n"
         "  pip install 'nsa-cli[train,plot]'\n"
     )
+
+
+def test_a_run_with_a_log_but_no_checkpoint_starts_again_by_force(nsa, text, tmp_path, monkeypatch):
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt  # as the second Ctrl-C
+
+    arguments = ["--out", str(tmp_path / "run"), "--data", text, "--steps", "1", *SMALL]
+    with monkeypatch.context() as patch:
+        patch.setattr("nsa_models.lm.trainer.Trainer.step", stopped)
+        done = nsa("train", *arguments)
+    command = done.err.splitlines()[-1]
+    assert (done.code, command.endswith(" --force")) == (130, True)
+    assert nsa(*shlex.split(command)[1:]).code == 0
