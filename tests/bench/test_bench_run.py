@@ -102,12 +102,6 @@ def test_cells_after_the_time_limit_have_a_reason(run):
     assert {c.length for c in result.crossovers} == {None}
 
 
-def test_a_call_that_would_take_too_long_is_not_tried(run):
-    result = run(phases=["forward"], max_call_s=1e-9)
-    assert all(m.performance for m in result.measurements if m.length == 40)
-    assert all("would take" in m.reason for m in result.measurements if m.length == 80)
-
-
 def test_decode_cannot_be_combined_with_other_phases(run):
     with pytest.raises(InvalidInput, match="decode is measured by"):
         run(phases=["decode", "forward"])
@@ -207,6 +201,26 @@ def test_the_compare_command_exits_with_1_for_a_regression(nsa, run, tmp_path):
     assert "slower" in done.out
     assert nsa("bench", "compare", *reversed(paths)).code == 0
     assert nsa("bench", "compare", *paths, "--fail-over", "much").code == 2
+
+
+def test_the_compare_command_names_the_figures_that_the_new_file_lacks(nsa, run, tmp_path):
+    long = run(lengths=[40, 80], phases=["forward"])
+    short = [m for m in long.measurements if m.length == 40]
+    (tmp_path / "long").write_text(long.to_json())
+    (tmp_path / "short").write_text(dataclasses.replace(long, measurements=short).to_json())
+    paths = (str(tmp_path / "long"), str(tmp_path / "short"))
+    done = nsa("bench", "compare", *paths)
+    assert done.code == 1
+    missing = [line for line in done.out.splitlines() if line.rstrip().endswith(" missing")]
+    assert len(missing) == 8  # auto, its six kernels, and dense attention
+    assert all("S=80" in line for line in missing)
+    assert f"8 figures of {paths[0]} are missing in {paths[1]}; measure them, or" in done.out
+    assert done.out.splitlines()[-1] == "16 figures: 8 missing, 8 same"
+    allowed = nsa("bench", "compare", *paths, "--allow-missing")
+    assert (allowed.code, "measure them" in allowed.out) == (0, False)
+    assert "S=80" in allowed.out
+    other = nsa("bench", "compare", *reversed(paths))
+    assert (other.code, other.out.splitlines()) == (0, ["16 figures: 8 same, 8 new"])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,6 +74,7 @@ def bench(
     decode = split_commas(phase or "") == ["decode"]
     with output.exit_codes(), deferred_signals() as stop:
         _check_outputs([json_file, html, png, svg], html or png or svg, force)
+        _prepare_quick_end()
         _check_options(preset, decode, options_on_command_line(context))
         preset_limits = {
             "budget_s": options.BUDGET_S.get(preset),
@@ -121,11 +124,12 @@ def compare_files(
     force: Annotated[
         bool, typer.Option("--force", help="Compare results from different devices.")
     ] = False,
+    allow_missing: options.AllowMissing = False,
 ) -> None:
     """Compare two result files.
 
-    Exit code 1 if a figure of the baseline is missing, or slower by more than --fail-over and by
-    more than the noise.
+    Exit code 1 if a figure of the baseline is missing in the new file, or slower by more than
+    --fail-over and by more than the noise.
     """
     with output.exit_codes():
         from nsa_bench.compare import compare, regressed
@@ -134,9 +138,10 @@ def compare_files(
 
         before, after = read_result(old), read_result(new)
         changes = compare(before, after, fail_over=_percentage(fail_over), force=force)
-        has_regressed = regressed(changes)
+        has_regressed = regressed(changes, allow_missing)
         console = output.console()
-        console.print(_table(changes_rows([c for c in changes if c.verdict != "same"])))
+        if named := [c for c in changes if c.verdict not in ("same", "new")]:
+            console.print(_table(changes_rows(named)))
         for file, interrupted in ((old, before.interrupted), (new, after.interrupted)):
             if interrupted is not None:
                 console.print(
@@ -146,9 +151,15 @@ def compare_files(
                 )
         counts = {
             verdict: sum(change.verdict == verdict for change in changes)
-            for verdict in ("slower", "lost", "faster", "same", "missing")
+            for verdict in ("slower", "lost", "missing", "faster", "gained", "same", "new")
         }
-        summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+        if counts["missing"] and not allow_missing:
+            console.print(
+                f"{counts['missing']} figures of {old} are missing in {new}; measure them, or give"
+                " --allow-missing",
+                style="yellow",
+            )
         console.print(
             f"{len(changes)} figures: {summary}",
             style="bold red" if has_regressed else "bold green",
@@ -182,6 +193,16 @@ def _exit_code(result: Result) -> int:
     if result.interrupted is not None:
         return exit_code(result.interrupted.signal)
     return output.FAILED if result.failed else 0
+
+
+def _prepare_quick_end() -> None:
+    """Let the command end soon after a signal: load now what prints and writes the result."""
+    import nsa_bench.render.summary
+    import nsa_bench.render.tables  # noqa: F401
+
+    output.console()
+    output.plain_table()
+    atexit.register(gc.freeze)  # Python's last collection over torch's objects takes a second
 
 
 def _check_outputs(files: Sequence[Path | None], plot: Path | None, force: bool) -> None:

@@ -11,6 +11,7 @@ import typer
 from nsa_cli import output
 from nsa_cli import train_options as options
 from nsa_cli.choices import errors_name_options, parse_backends, pick_device
+from nsa_cli.extras import need_extras
 
 
 def generate(
@@ -35,6 +36,7 @@ def generate(
 ) -> None:
     """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
     with output.exit_codes():
+        need_extras("nsa generate", ["safetensors"])
         torch_device = pick_device(device, threads)
         import torch
 
@@ -43,6 +45,7 @@ def generate(
         from nsa_models.lm.generate import generate as generate_tokens
 
         saved = read(checkpoint)
+        need_extras("nsa generate", saved.libraries)
         tokenizer = saved.load_tokenizer()
         if tokenizer is None:
             raise InvalidInput(

@@ -170,12 +170,14 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
             TextColumn,
             TimeRemainingColumn,
         )
+        from rich.table import Column
 
+        # A label that does not fit continues on the next line; the numbers are never cut.
         columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
+            BarColumn(bar_width=10, table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.description}", table_column=Column()),
         )
         with Progress(*columns, console=console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=total)
