@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from nsa_cli import health, trial_imports
+from nsa_cli import health, health_rows, trial_imports
 from nsa_cli.trial_imports import TrialResult
 from nsa_core.contract import Reason
 
@@ -150,7 +150,7 @@ def test_a_broken_torch_exits_with_code_4_and_a_fix(nsa, tmp_path) -> None:
 
 def test_the_block_has_no_path_and_no_user(report, monkeypatch, capsys) -> None:
     monkeypatch.setenv("LOGNAME", "janedoe")
-    health.print_block(report[0])
+    health_rows.print_block(report[0])
     out = capsys.readouterr().out
     assert "cannot read .../libx.so.1, ask USER" in out
     assert "janedoe" not in out

@@ -60,8 +60,8 @@ def standing_of(
     Args:
         entry: The backend.
         by_slot: slot -> the backend's candidate for the request.
-        here: Reasons that are facts of this machine. The sentence marks them with "here:". Pass
-            them only for a simulated GPU.
+        here: Reasons that are facts of this machine, which the sentence marks. Pass them only for
+            a simulated GPU.
     """
     if entry.spec is None:
         assert entry.reason is not None  # an entry has either a spec or a reason
@@ -84,8 +84,8 @@ def standing_of(
 
 
 def reason_text(reason: Reason, here: Iterable[Reason] = ()) -> str:
-    """Return the message of ``reason`` on one line, after "here:" if it is in ``here``."""
-    return ("here: " if reason in here else "") + one_line(reason.message)
+    """Return the message of ``reason`` on one line, marked as of this machine if in ``here``."""
+    return one_line(reason.message) + (" [this machine]" if reason in here else "")
 
 
 def standing_without_torch(entry: BackendEntry) -> Standing:
