@@ -52,7 +52,7 @@ def test_list_text_has_a_line_per_backend(nsa):
     lines = nsa("backends", "list").out.splitlines()
     rows = {line.split()[0]: line.split() for line in lines}
     version = row_of(json.loads(nsa("backends", "list", "--json").out), "sdpa")["version"]
-    assert rows["name"] == ["name", "version", "status", *SLOTS, "reason"]
+    assert rows["name"] == ["name", "version", "status", *SLOTS, "in", "short"]
     marks = ["✓D" if slot != "select" else "FD" for slot in SLOTS]
     assert rows["sdpa"] == ["sdpa", version, "ready", *marks, "runs", "every", "slot"]
     assert rows["fa2"][2:8] == ["unavailable", "(✓D)", "-", "(✓)", "(✓)", "-"]

@@ -203,8 +203,8 @@ def print_list(document: dict[str, Any]) -> None:
             ]
             for row in document["backends"]
         ]
-        title = ("name", "version", "distribution", "status", "reason")
-        wrapping.print_rows(console, [title, *rows], styled=3, header=True)
+        titles = ["name", "version", "distribution", "status", "in short"]
+        wrapping.print_rows(console, [titles, *rows], styled=3, header=True)
         return
     both = _both(console)
     rows = [
@@ -217,9 +217,8 @@ def print_list(document: dict[str, Any]) -> None:
         ]
         for row in document["backends"]
     ]
-    title = ("name", "version", "status", *SLOTS, "reason")
     gaps = (2, 2, 2, 1, 1, 1, 1, 2)
-    table = [list(title), *rows]
+    table = [["name", "version", "status", *SLOTS, "in short"], *rows]
     used = sum(max(map(len, column)) for column in list(zip(*table))[:-1]) + sum(gaps)
     below: list[tuple[str, str]] = []
     if used + max(len(row[-1]) for row in table) > console.width:

@@ -115,7 +115,7 @@ def print_explained(document: dict[str, Any]) -> None:
             if elsewhere:
                 continue
             where[name, reasons] = title
-            shown = [([], text, "" if (text, hint) in hints else hint) for text, hint in reasons]
+            shown = [((), text, "" if (text, hint) in hints else hint) for text, hint in reasons]
             print_reasons(console, shown, 6)
             hints |= {*reasons}
         if not lines:
