@@ -419,6 +419,7 @@ def test_gpu_option_refuses_what_it_cannot_answer(nsa, arguments, message):
 
 def test_explain_prints_a_hint_once_and_refers_to_equal_reasons(nsa, toy):
     out = nsa("backends", "explain", "--device", "cpu", "--head-dim", "128").out
+    assert out.count("needs cuda, got cpu\n") > out.count("hint: use sdpa instead\n") == 1
     assert out.count("hint: use sdpa\n") == 1
     assert out.count("head width 128 > 64") == 1
     assert out.count("refused") == 0  # picky accepts no slot, so that it is unavailable
