@@ -99,6 +99,17 @@ def test_a_long_path_is_broken_after_separators_only() -> None:
     assert all(line.rstrip().endswith(("/", "read", ",", "above")) for line in lines), lines
 
 
+def test_a_long_last_cell_without_room_gets_lines_of_its_own(monkeypatch) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=40)
+    monkeypatch.setattr(console.file, "isatty", lambda: True, raising=False)
+    wrapping.print_rows(console, [("n" * 30, "a sentence that needs more room than this")])
+    assert console.file.getvalue().splitlines() == [
+        "n" * 30,
+        "    a sentence that needs more room than",
+        "    this",
+    ]
+
+
 def test_a_name_that_leaves_no_room_puts_the_last_cell_below(terminal, environment) -> None:
     _, text = terminal("backends", "list", columns=80)
     assert "long-winded: the library cannot be loaded because its file is missing" in text
