@@ -150,7 +150,7 @@ def test_state_dict_round_trip(name):
 
 def test_copies_and_pickles_carry_no_plan():
     attn, x = (
-        NSAttention(small(), backends={"win": "a", "sel": "b"}, layer=3).double(),
+        NSAttention(small(), backends={"win": "sdpa", "sel": "fa2"}, layer=3).double(),
         torch.randn(1, 30, 24).double(),
     )
     before = attn(x)

@@ -238,7 +238,7 @@ def _exit(code: int, message: str) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     with contextlib.suppress(OSError):  # standard error may be closed too
-        print(f"nsa: {message}", file=sys.stderr, flush=True)
+        print(_fitted(f"nsa: {message}"), file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
@@ -275,3 +275,19 @@ def _paragraph(error: BaseException) -> str:
     """Return the message with its line breaks; other control characters are escaped."""
     lines = str(error).splitlines() or [type(error).__name__]
     return "\n".join(line[: len(line) - len(line.lstrip(" "))] + one_line(line) for line in lines)
+
+
+def _fitted(message: str) -> str:
+    """Return ``message`` with its lines wrapped between words if standard error is a terminal."""
+    if not sys.stderr.isatty():
+        return message
+    import shutil
+
+    from nsa_cli import wrapping
+
+    columns = shutil.get_terminal_size().columns
+    lines = []
+    for line in message.splitlines():
+        indent = line[: len(line) - len(line.lstrip(" "))]
+        lines += wrapping.wrap(line.strip(), columns, indent, indent + "  ")
+    return "\n".join(lines)

@@ -14,6 +14,7 @@ from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.dispatch.candidates import backends_problems
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan, resolve
+from nsa_core.dispatch.registry import check_backend_names
 from nsa_core.errors import InvalidInput, Unsupported
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -24,11 +25,12 @@ def frozen_backends(backends: str | Mapping[str, str] | None) -> Backends:
     """Return ``backends``, an argument of :func:`nsa_core.resolve`, as a hashable value.
 
     Raises:
-        InvalidInput: The type is wrong, or a slot is unknown. An unknown backend name is reported
-            later, by resolve().
+        InvalidInput: The type is wrong, or a slot or a backend is unknown.
     """
     if problems := backends_problems(backends):
         raise InvalidInput("; ".join(problems))
+    names = backends.values() if isinstance(backends, Mapping) else (backends,)
+    check_backend_names(name for name in names if name not in (None, "auto"))
     return tuple(sorted(backends.items())) if isinstance(backends, Mapping) else backends
 
 

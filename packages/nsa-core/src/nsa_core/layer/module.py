@@ -53,7 +53,8 @@ class NSAttention(NSAProjections):
             once per branch, and works in eager mode only.
 
     Raises:
-        InvalidInput: ``config`` is not an NSAConfig, or ``backends`` is malformed.
+        InvalidInput: ``config`` is not an NSAConfig, or ``backends`` is malformed or names an
+            unknown slot or backend; the message suggests a similar name.
 
     Example:
         >>> import torch
