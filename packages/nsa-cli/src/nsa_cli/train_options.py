@@ -46,7 +46,7 @@ Warmup = Annotated[
 ]
 WeightDecay = Annotated[float, typer.Option(help="Weight decay of the matrices.")]
 Clip = Annotated[float, typer.Option(help="Maximum norm of the gradients.")]
-Dtype = Annotated[str, typer.Option(help="float32, or bfloat16 (autocast).")]
+Dtype = Annotated[str, typer.Option(help="float32 (fp32), or bfloat16 (bf16, autocast).")]
 Recompute = Annotated[
     bool, typer.Option("--recompute", help="Activation checkpointing: less memory, more time.")
 ]
