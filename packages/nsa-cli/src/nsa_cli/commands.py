@@ -11,6 +11,7 @@ import typer.core
 
 from nsa_cli import completion, output
 from nsa_cli.choices import long_dtypes
+from nsa_cli.panels import arrange_help
 
 _BACKEND_OPTIONS = (
     *("--cmp", "--sel", "--win", "--select", "--combine"),
@@ -28,7 +29,9 @@ class _Command:
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        completion.add(self.name or "", self.params)  # type: ignore[attr-defined]
+        name, params = self.name or "", self.params  # type: ignore[attr-defined]
+        completion.add(name, params)
+        arrange_help(name, params)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse ``args``; the error about an unknown option suggests a known one.
@@ -46,12 +49,6 @@ class _Command:
             ctx.params["dtype"] = long_dtypes(ctx.params["dtype"])
         return rest
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help page: the description, then the commands and options in panels."""
-        from nsa_cli.help_page import help_page
-
-        formatter.write(help_page(self, ctx))
-
 
 class Command(_Command, typer.core.TyperCommand):
     """A command of `nsa`."""
@@ -65,8 +62,7 @@ class App(typer.Typer):
     """A Typer whose commands are of the classes :class:`Command` and :class:`Group`."""
 
     def __init__(self, **settings: Any) -> None:
-        # Typer's own rich help has six columns, which are too narrow in 80, and loads slowly.
-        defaults = {"cls": Group, "rich_markup_mode": None, "add_completion": False}
+        defaults = {"cls": Group, "rich_markup_mode": "markdown", "add_completion": False}
         super().__init__(**(defaults | settings))
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:

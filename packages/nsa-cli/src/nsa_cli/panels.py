@@ -5,9 +5,11 @@ An option that is in no panel is listed under "Options".
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 # Groups of commands, in this order. A command names its own with rich_help_panel.
 USE, PROVE, MEASURE, TRAIN, EXTEND = "Use", "Prove", "Measure", "Train", "Extend"
-COMMAND_PANELS = (USE, PROVE, MEASURE, TRAIN, EXTEND)
 
 _SLOTS = ("cmp", "select", "sel", "win", "combine")
 _PLOTS = ("png", "svg")
@@ -47,3 +49,20 @@ OPTION_PANELS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
+
+
+def arrange_help(command: str, params: Iterable[Any]) -> None:
+    """Set the panel of each option, and no value for flags.
+
+    Args:
+        command: Name of the command.
+        params: Its click parameters.
+    """
+    panels = OPTION_PANELS.get(command, {})
+    panel_of = {name: panel for panel, names in panels.items() for name in names}
+    for param in params:
+        if param.param_type_name != "option":
+            continue
+        param.rich_help_panel = panel_of.get(param.name, param.rich_help_panel)
+        if param.is_flag and param.metavar is None:
+            param.metavar = ""  # some versions of typer print <bool>

@@ -58,7 +58,7 @@ Parallel = Annotated[str, typer.Option(help="Data parallelism under torchrun: dd
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.", min=1)]
 SaveEvery = Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)]
 Seed = Annotated[
-    int, typer.Option(help="Seed of the weights and the data order.", min=0, max=2**63 - 1)
+    int, typer.Option(help="Seed of the weights and the data order.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Threads = Annotated[int, typer.Option(help="CPU threads.", min=1)]
