@@ -62,7 +62,7 @@ class App(typer.Typer):
     """A Typer whose commands are of the classes :class:`Command` and :class:`Group`."""
 
     def __init__(self, **settings: Any) -> None:
-        defaults = {"cls": Group, "rich_markup_mode": "markdown", "add_completion": False}
+        defaults: dict[str, Any] = {"cls": Group, "rich_markup_mode": "markdown", "add_completion": False}
         super().__init__(**(defaults | settings))
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:
