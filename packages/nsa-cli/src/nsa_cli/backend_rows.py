@@ -227,13 +227,15 @@ def print_list(document: dict[str, Any]) -> None:
         table = [[*row[:-1], ""] for row in table]
     wrapping.print_rows(console, table, gaps, styled=2, header=True)
     for names, sentence in below:
-        wrapping.print_text(console, sentence, f"{names}: ", "  ")
+        wrapping.print_paragraph(console, sentence, f"{names}: ", "  ")
     # The block sizes are the defaults; `show` prints them.
     sizes, *rest = document["request"].split(", ")
     heads = [size for size in sizes.split() if size.partition("=")[0] in ("Hq", "G", "Dk", "Dv")]
     _print_request(console, document, ", ".join([" ".join(heads), *rest]))
-    wrapping.print_text(console, _legend(both), rest="  ")
-    wrapping.print_text(console, "more: nsa backends show NAME, nsa backends explain", rest="  ")
+    wrapping.print_paragraph(console, _legend(both), rest="  ")
+    wrapping.print_paragraph(
+        console, "more: nsa backends show NAME, nsa backends explain", rest="  "
+    )
 
 
 def _reasons_below(document: dict[str, Any]) -> list[tuple[str, str]]:
@@ -249,12 +251,12 @@ def _reasons_below(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _print_request(console: Console, document: dict[str, Any], request: str) -> None:
     """Print the request, and the GPU that is simulated or the fact that there is none."""
-    wrapping.print_text(console, request, "request: ", "  ")
+    wrapping.print_paragraph(console, request, "request: ", "  ")
     if document["simulated"]:
         print_simulated(console, document["simulated"])
     elif document["device"] == "cpu":
         text = "no CUDA GPU is usable: the answers are for the CPU; --gpu a100 simulates one"
-        wrapping.print_text(console, text, rest="  ")
+        wrapping.print_paragraph(console, text, rest="  ")
 
 
 def print_simulated(console: Console, simulated: dict[str, Any]) -> None:
@@ -271,7 +273,7 @@ def print_simulated(console: Console, simulated: dict[str, Any]) -> None:
         f"{name} {version}" if version else f"no {name}"
         for name, version in simulated["software_here"].items()
     )
-    wrapping.print_text(console, f"software of this machine: {software}", rest="  ")
+    wrapping.print_paragraph(console, f"software of this machine: {software}", rest="  ")
 
 
 def print_details(document: dict[str, Any]) -> None:
@@ -296,10 +298,10 @@ def print_details(document: dict[str, Any]) -> None:
             cells.append((name, _mark(slot, both), *values))
         console.print()
         wrapping.print_rows(console, [(*row, "") for row in cells], header=True)
-        wrapping.print_text(console, _legend(both), rest="  ")
+        wrapping.print_paragraph(console, _legend(both), rest="  ")
         if ranks:
             text = "replaces the stated priority for this request"
-            wrapping.print_text(console, text, "rank: ", "  ")
+            wrapping.print_paragraph(console, text, "rank: ", "  ")
         if reasons := _reasons(row):
             console.print()
             wrapping.print_line(console, "reasons for refusal")
@@ -318,7 +320,7 @@ def _print_fields(console: Console, row: dict[str, Any], simulated: bool) -> Non
         fields += [("detail" + " here" * simulated, line) for line in row["details"]]
         fields.append(("contract", ".".join(map(str, row["api_version"]))))
     for key, value in fields:
-        wrapping.print_text(console, value, f"{key:13} ")
+        wrapping.print_paragraph(console, value, f"{key:13} ")
 
 
 def _cell(value: object) -> str:
@@ -350,9 +352,11 @@ def print_reasons(
     """Print each (slots, message, hint), the hint indented below the message."""
     for slots, message, hint in reasons:
         title = f"{', '.join(slots)}: " if slots else "- "
-        wrapping.print_text(console, message, " " * indent + title, " " * (indent + 2))
+        wrapping.print_paragraph(console, message, " " * indent + title, " " * (indent + 2))
         if hint:
-            wrapping.print_text(console, hint, " " * (indent + 2) + "hint: ", " " * (indent + 4))
+            wrapping.print_paragraph(
+                console, hint, " " * (indent + 2) + "hint: ", " " * (indent + 4)
+            )
 
 
 def raise_nothing_usable(document: dict[str, Any]) -> None:

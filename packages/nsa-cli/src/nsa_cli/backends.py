@@ -10,6 +10,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import pick_device
+from nsa_cli.commands import App
 from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ NSA_PLUGINS=name,... loads only the named third-party plugins ("": none).
 NSA_DISABLE_PLUGINS=name,... disables the named plugins ("1" or "all": every third-party plugin).
 A name is that of an entry point or a distribution.
 """
-app = typer.Typer(help=_HELP, rich_markup_mode=None)
+app = App(help=_HELP)
 
 _Phase = Annotated[str, typer.Option("--phase", help="Phase of the request: prefill or decode.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version.")]

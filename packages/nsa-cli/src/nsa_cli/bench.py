@@ -20,10 +20,11 @@ from nsa_cli.choices import (
     pick_device,
     split_commas,
 )
+from nsa_cli.commands import App
 from nsa_core.util.interruption import Interruption, deferred_signals, exit_code
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
     from nsa_bench.render.format import Rows
     from nsa_bench.result import Result
@@ -35,7 +36,7 @@ The timed call takes q, k, v and gates and returns o: mean compression, selectio
 and the gated sum. Each combination is checked against the float64 oracle before it is timed. A
 combination that fails has no figures, and the exit code is 1.
 """
-app = typer.Typer(help=_HELP, rich_markup_mode=None, add_completion=False)
+app = App(help=_HELP)
 
 
 @app.callback(invoke_without_command=True)
@@ -133,21 +134,23 @@ def compare_files(
     """
     with output.exit_codes():
         from nsa_bench.compare import compare, regressed
-        from nsa_bench.render.tables import changes_rows
+        from nsa_bench.render.tables import changes_tables
         from nsa_bench.result import read_result
 
         before, after = read_result(old), read_result(new)
         changes = compare(before, after, fail_over=_percentage(fail_over), force=force)
         has_regressed = regressed(changes, allow_missing)
         console = output.console()
-        if named := [c for c in changes if c.verdict not in ("same", "new")]:
-            console.print(_table(changes_rows(named)))
+        named = [c for c in changes if c.verdict not in ("same", "new")]
+        for rows in changes_tables(named):
+            _print_table(console, rows)
         for file, interrupted in ((old, before.interrupted), (new, after.interrupted)):
             if interrupted is not None:
-                console.print(
+                output.print_text(
+                    console,
                     f"{file} was interrupted: {interrupted.cells_left} of {interrupted.cells} cells"
                     " left",
-                    style="yellow",
+                    "yellow",
                 )
         counts = {
             verdict: sum(change.verdict == verdict for change in changes)
@@ -155,15 +158,14 @@ def compare_files(
         }
         summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         if counts["missing"] and not allow_missing:
-            console.print(
+            output.print_text(
+                console,
                 f"{counts['missing']} figures of {old} are missing in {new}; measure them, or give"
                 " --allow-missing",
-                style="yellow",
+                "yellow",
             )
-        console.print(
-            f"{len(changes)} figures: {summary}",
-            style="bold red" if has_regressed else "bold green",
-        )
+        style = "bold red" if has_regressed else "bold green"
+        output.print_text(console, f"{len(changes)} figures: {summary}", style)
     raise typer.Exit(output.FAILED if has_regressed else 0)
 
 
@@ -197,11 +199,12 @@ def _exit_code(result: Result) -> int:
 
 def _prepare_quick_end() -> None:
     """Let the command end soon after a signal: load now what prints and writes the result."""
+    import rich.console
+    import rich.table
+
     import nsa_bench.render.summary
     import nsa_bench.render.tables  # noqa: F401
 
-    output.console()
-    output.plain_table()
     atexit.register(gc.freeze)  # Python's last collection over torch's objects takes a second
 
 
@@ -335,16 +338,16 @@ def _print_result(result: Result) -> None:
 
     console = output.console()
     for rows in tables(result):
-        console.print(_table(rows))
-        console.print()
+        _print_table(console, rows)
     for style, line in summary(result):
-        console.print(line, style=style)
+        output.print_text(console, line, style)
 
 
-def _table(rows: Rows) -> Table:
-    title, columns, cells = rows
-    table = output.plain_table(*columns)
-    table.title, table.title_justify = title or None, "left"
-    for cell in cells:
-        table.add_row(*cell)
-    return table
+def _print_table(console: Console, rows: Rows) -> None:
+    """Print a table; one that is wider than the screen is printed as several."""
+    from nsa_bench.render.arrange import arrange
+
+    for title, columns, cells in arrange(rows, output.table_width()):
+        wrapped = ("combination", "backends", "correct", "subject", "note")
+        output.print_table(console, columns, cells, title, wrapped)
+        console.print()

@@ -112,7 +112,11 @@ PageSize = Annotated[
     ),
 ]
 Dtypes = Annotated[
-    str | None, typer.Option(help="Comma-separated dtypes, such as bfloat16.", show_default=False)
+    str | None,
+    typer.Option(
+        help="Comma-separated dtypes: bf16, fp16, fp32, fp64, or long names such as bfloat16.",
+        show_default=False,
+    ),
 ]
 Blocks = Annotated[str, typer.Option(help="Block sizes l,d,l',n,w in tokens (n: blocks).")]
 Inputs = Annotated[

@@ -95,7 +95,7 @@ def print_explained(document: dict[str, Any]) -> None:
     so is the hint of each reason.
     """
     console = output.console()
-    wrapping.print_text(console, document["request"]["summary"], "request: ", "  ")
+    wrapping.print_paragraph(console, document["request"]["summary"], "request: ", "  ")
     if document["simulated"]:
         print_simulated(console, document["simulated"])
     slots_by_list: dict[tuple[Any, ...], list[str]] = {}
@@ -119,13 +119,13 @@ def print_explained(document: dict[str, Any]) -> None:
             print_reasons(console, shown, 6)
             hints |= {*reasons}
         if not lines:
-            wrapping.print_text(console, "no backend is installed", "  - ")
-            wrapping.print_text(console, "pip install nsa-backend-sdpa", "    hint: ")
+            wrapping.print_paragraph(console, "no backend is installed", "  - ")
+            wrapping.print_paragraph(console, "pip install nsa-backend-sdpa", "    hint: ")
         for slot in slots:
             if tuned := document["slots"][slot]["tuned"]:
-                wrapping.print_text(console, f"{slot} was tuned: {tuned}", "  ", "    ")
+                wrapping.print_paragraph(console, f"{slot} was tuned: {tuned}", "  ", "    ")
     console.print()
-    wrapping.print_text(console, "* chosen; the others in the order in which auto takes them")
+    wrapping.print_paragraph(console, "* chosen; the others in the order in which auto takes them")
 
 
 def _gaps(document: dict[str, Any], name: str, version: str) -> tuple[int, int, int]:

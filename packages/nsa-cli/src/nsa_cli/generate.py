@@ -29,7 +29,7 @@ def generate(
         int | None,
         typer.Option(help="Sample from the k most likely tokens.", min=1, show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=2**63 - 1)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     device: options.Device = "auto",
     threads: options.Threads = 1,
     backends: options.Backends = "auto",

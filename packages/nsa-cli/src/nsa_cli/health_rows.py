@@ -86,7 +86,7 @@ def print_screen(document: dict[str, Any]) -> None:
         console.print()
         for line in wrapping.wrap(text, wrapping.columns_of(console), "PROBLEM ", "  "):
             wrapping.print_line(console, Text(line, "red"))
-        wrapping.print_text(console, output.one_line(problem["hint"]), "  type: ", "    ")
+        wrapping.print_paragraph(console, output.one_line(problem["hint"]), "  type: ", "    ")
     console.print()
     if not document["works"]:
         verdict, style = "no attention can run in this environment", "bold red"
@@ -110,7 +110,7 @@ def print_block(document: dict[str, Any]) -> None:
     console = output.console()
     wrapping.print_line(console, "```")
     for line in lines:
-        wrapping.print_text(console, anonymize(line), rest="  ")
+        wrapping.print_paragraph(console, anonymize(line), rest="  ")
     wrapping.print_line(console, "```")
 
 

@@ -228,9 +228,8 @@ def _run(trainer: Trainer, out: Path) -> list[Progress]:
 
 def _print_summary(history: list[Progress], trainer: Trainer, out: Path) -> None:
     console = output.console()
-    table = output.plain_table(
-        "step", "loss", "held out", "lr", "tokens/s", "of matrix rate", "MiB"
-    )
+    columns = ("step", "loss", "held out", "lr", "tokens/s", "of matrix rate", "MiB")
+    rows = []
     for p in (p for p in history if p.held_out_loss is not None):
         cells = [
             f"{p.loss:.4f}",
@@ -240,12 +239,13 @@ def _print_summary(history: list[Progress], trainer: Trainer, out: Path) -> None
         ]
         cells = cells if p.step else ["", cells[1], "", ""]
         matrix_share = f"{p.matrix_share:.1%}" if p.step else ""
-        table.add_row(str(p.step), *cells, matrix_share, f"{p.memory_bytes / 2**20:,.0f}")
+        rows.append([str(p.step), *cells, matrix_share, f"{p.memory_bytes / 2**20:,.0f}"])
     if history:
-        console.print(table)
+        output.print_table(console, columns, rows)
     else:
         step, steps = trainer.step_number, trainer.recipe.steps
-        console.print(f"nothing to do: step {step} of {steps} is done; give more --steps to go on")
+        done = f"nothing to do: step {step} of {steps} is done; give more --steps to go on"
+        output.print_text(console, done)
     if trainer.data.spec.data == "recall":
         console.print(f"right answers on held-out rows: {trainer.accuracy():.2%}")
     if trainer.data.tokenizer is not None:

@@ -120,7 +120,7 @@ def print_rows(
             print_line(console, text)
 
 
-def print_text(console: Console, text: str, first: str = "", rest: str | None = None) -> None:
+def print_paragraph(console: Console, text: str, first: str = "", rest: str | None = None) -> None:
     """Print a paragraph, as :func:`wrap` lays it out."""
     for line in wrap(text, columns_of(console), first, rest):
         print_line(console, line)
