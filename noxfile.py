@@ -28,6 +28,7 @@ TEST_TOOLS = (
     "grimp>=3.5",
     "numpy",
     "matplotlib>=3.8",
+    "jinja2>=3.1",
     "safetensors>=0.4",
     "setuptools>=77",
     "wheel",

@@ -12,6 +12,7 @@ from nsa_cli import backends, bench, output
 from nsa_cli.conformance import conformance
 from nsa_cli.doctor import doctor, env
 from nsa_cli.generate import generate
+from nsa_cli.inspect import inspect
 from nsa_cli.train import train
 from nsa_cli.tune import tune
 from nsa_cli.verify import verify
@@ -40,6 +41,7 @@ app.command(short_help="Time backends on this device, so that `auto` picks the f
 app.add_typer(bench.app, name="bench", short_help="Time backends against dense attention.")
 app.command(short_help="Train a small language model.")(train)
 app.command(short_help="Generate text from a checkpoint.")(generate)
+app.command(short_help="Show which blocks a model selects.", rich_help_panel="Use")(inspect)
 app.command(short_help="Run the conformance suite on one backend.")(conformance)
 app.command(short_help="Diagnose this environment and suggest fixes.")(doctor)
 app.command(short_help="Print an environment report for bug reports.")(env)
