@@ -29,6 +29,7 @@ TEST_TOOLS = (
     "numpy",
     "matplotlib>=3.8",
     "jinja2>=3.1",
+    "playwright>=1.40",  # drives the Chromium of the machine
     "safetensors>=0.4",
     "setuptools>=77",
     "wheel",

@@ -15,7 +15,7 @@ import torch
 from nsa_bench.render.style import BRANCH_COLOURS, draw
 from nsa_core.contract import BRANCHES
 from nsa_models.inspect.collect import CHOSEN, FORCED, MISSED, Inspection, LayerInspection
-from nsa_models.inspect.findings import CHANCE, UNTRAINED, headline, shares
+from nsa_models.inspect.findings import headline, shares
 
 # In the order of the kinds of cells. They differ in lightness too, for readers who see no hue.
 CELL_COLOURS = ("#ffffff", "#f3efe8", "#a6cee3", "#8f8f8f", BRANCH_COLOURS["sel"])
@@ -87,7 +87,7 @@ def _detail(inspection: Inspection, index: int) -> Any:
         sharex=True,
         gridspec_kw={
             "height_ratios": (5.2, 2, 2),
-            "left": 0.055,
+            "left": 0.07,
             "right": 0.885,
             "top": 0.83,
             "bottom": 0.085,
@@ -109,7 +109,7 @@ def _detail(inspection: Inspection, index: int) -> Any:
         if first:
             map_axes.set_ylabel("position of the block (tokens)")
             gate_axes.set_ylabel("gate")
-            mass_axes.set_ylabel("share of probability")
+            mass_axes.set_ylabel("share")
     _footer(figure, inspection, layer, heads)
     return figure
 
@@ -121,7 +121,7 @@ def _overview(inspection: Inspection) -> Any:
     heads = min(_MAX_MAPS, max(layer.config.n_kv_heads for layer in layers))
     height = 2.6 + 2.7 * len(layers)
     figure = Figure(figsize=(_WIDTH, height))
-    _header(figure, *_overall(inspection), inspection)
+    _header(figure, *headline(inspection), inspection)
     edges = {"top": 1 - 1.95 / height, "bottom": 0.95 / height, "hspace": 0.28}
     split = 0.07 + 0.83 * heads / (heads + 3.2)
     maps = figure.add_gridspec(len(layers), heads, left=0.07, right=split, wspace=0.3, **edges)
@@ -154,22 +154,6 @@ def _overview(inspection: Inspection) -> Any:
         figure.text(place, 0.12 / height, "■", color=CELL_COLOURS[kind], fontsize=14)
         figure.text(place + 0.014, 0.13 / height, name, color=_FAINT, fontsize=12)
     return figure
-
-
-def _overall(inspection: Inspection) -> tuple[str, str]:
-    """Return the finding over all layers: a title and a sentence that puts it in context."""
-    layers = [shares(layer) for layer in inspection.layers]
-    selected, random, best, keys = (sum(values) / len(layers) for values in zip(*layers))
-    title = (
-        f"The selection reads {keys:.0%} of the keys and keeps {selected:.0%} of dense attention"
-    )
-    if selected - random <= CHANCE:
-        title = "The layers choose their blocks no better than chance"
-    sentence = (
-        f"Mean of {len(layers)} {'layer' if len(layers) == 1 else 'layers'}: {selected:.0%} of"
-        f" dense attention. Random blocks would keep {random:.0%}, the best possible {best:.0%}."
-    )
-    return title, sentence if inspection.trained else f"{UNTRAINED} {sentence}"
 
 
 def _clearest_heads(layer: LayerInspection) -> list[int]:
@@ -305,8 +289,8 @@ def _smooth(values: torch.Tensor, layer: LayerInspection) -> list[float]:
     return means
 
 
-def _spread(positions: Sequence[float], gap: float) -> list[float]:
-    """Move positions apart to at least ``gap``, without changing their order."""
+def _spread(positions: Sequence[float], gap: float, top: float = 1.0) -> list[float]:
+    """Move positions apart to at least ``gap`` and below ``top``, without changing their order."""
     order = sorted(range(len(positions)), key=lambda i: positions[i])
     placed = list(positions)
     for _ in range(50):
@@ -315,4 +299,7 @@ def _spread(positions: Sequence[float], gap: float) -> list[float]:
             if overlap > 1e-9:
                 placed[lower] -= overlap / 2
                 placed[upper] += overlap / 2
+    for index in reversed(order):
+        placed[index] = min(placed[index], top)
+        top = placed[index] - gap
     return placed

@@ -44,16 +44,30 @@ def clearest_layer(inspection: Inspection) -> int:
     return gains.index(max(gains))
 
 
-def headline(inspection: Inspection, layer: int) -> tuple[str, str]:
-    """Return the finding of one layer: a title and a sentence that puts it in context."""
-    s = shares(inspection.layers[layer])
+def headline(inspection: Inspection, layer: int | None = None) -> tuple[str, str]:
+    """Return the finding of one layer, or of all: a title and a sentence that puts it in context.
+
+    Args:
+        inspection: The inspection.
+        layer: Index of the layer; None averages over all layers.
+    """
+    if layer is None:
+        subject = "The selection"
+        every = [shares(one) for one in inspection.layers]
+        s = Shares(*(sum(values) / len(every) for values in zip(*every)))
+    else:
+        subject, s = f"Layer {layer}", shares(inspection.layers[layer])
     reads = f"reads {s.keys:.0%} of the keys and keeps {s.selected:.0%} of dense attention"
     others = f"random blocks would keep {s.random:.0%}, the best possible blocks {s.best:.0%}."
     if s.gain > CHANCE:
-        title = f"Layer {layer} {reads}"
+        title = f"{subject} {reads}"
         sentence = f"With the same number of blocks, {others}"
     else:
-        title = f"Layer {layer} chooses its blocks no better than chance"
+        title = (
+            f"{subject} is no better than random"
+            if layer is None
+            else (f"{subject} chooses its blocks no better than at random")
+        )
         sentence = f"It {reads}'s probability; {others}"
     if not inspection.trained:
         sentence = f"{UNTRAINED} {sentence}"
@@ -64,7 +78,7 @@ def sentences(inspection: Inspection) -> list[str]:
     """Return three findings: the share of dense attention, the gates, and the most-read block."""
     index = clearest_layer(inspection)
     layer, s = inspection.layers[index], shares(inspection.layers[index])
-    choice = "chooses best" if s.gain > CHANCE else "chooses no better than chance"
+    choice = "chooses best" if s.gain > CHANCE else "chooses no better than at random"
     gates = layer.gates.mean((0, 1))
     largest = BRANCHES[int(gates.argmax())]
     names = ", ".join(f"{name} {gate:.2f}" for name, gate in zip(BRANCHES, gates.tolist()))

@@ -95,12 +95,15 @@
     }
   }
 
-  function drawLines(id, name, colours, names) {
+  function drawLines(id, name, colours, names, format) {
     const { context, width, height } = prepare(by(id)), { size } = layer();
     const x = (i) => (i + 0.5) * width / data.length, y = (v) => 2 + (height - 4) * (1 - v / 200);
     context.strokeStyle = colour("line");
     context.lineWidth = 1;
+    context.fillStyle = colour("faint");
+    context.font = "11px system-ui, sans-serif";
     for (const v of [0, 100, 200]) {
+      context.fillText(format(v), 2, v ? y(v) + 11 : y(v) - 3);
       context.beginPath();
       context.moveTo(0, y(v));
       context.lineTo(width, y(v));
@@ -146,7 +149,8 @@
       token,
       ` reads ${blocks.length} of ${visible} ${visible === 1 ? "block" : "blocks"}, ${chosen} by its own choice. They hold `
       + `${percent(value("shares", query, 0))} of dense attention's probability; with random blocks `
-      + `${percent(value("shares", query, 1))}, with the best ${percent(value("shares", query, 2))}.`,
+      + `${percent(value("shares", query, 1))}, with the best ${percent(value("shares", query, 2))}. Gates: `
+      + `${BRANCHES.map((name, i) => `${name} ${gate(value("gates", query, i))}`).join(", ")}.`,
     );
     const table = document.createElement("table");
     for (let block = 0; block < count; block++) {
@@ -176,8 +180,8 @@
     by("position").textContent = `${shown()} of ${data.length}`;
     by("query").value = shown();
     drawMap();
-    drawLines("gates", "gates", BRANCHES, BRANCHES);
-    drawLines("shares", "shares", SHARE_COLOURS, SHARES);
+    drawLines("gates", "gates", BRANCHES, BRANCHES, (v) => String(v / 200));
+    drawLines("shares", "shares", SHARE_COLOURS, SHARES, percent);
     legend("gate-values", "gates", BRANCHES, BRANCHES, gate);
     legend("share-values", "shares", SHARE_COLOURS, SHARES, percent);
     readout();
