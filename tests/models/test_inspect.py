@@ -293,8 +293,11 @@ def test_untrained_weights_follow_the_seed_and_are_labelled():
     assert torch.equal(one.layers[0].gates, same.layers[0].gates)
     assert not torch.equal(one.layers[0].gates, other.layers[0].gates)
     assert (one.weights, one.trained) == ("untrained weights, seed 1", False)
-    assert headline(one, 0)[1].startswith(UNTRAINED)
     assert f'class="warning">{UNTRAINED}' in page(one, 0)
+    assert UNTRAINED not in page(dataclasses.replace(one, trained=True), 0)
+    svg = detail(one, 0, "svg").decode()
+    assert f"<!-- {UNTRAINED} · text, " in svg  # matplotlib keeps each text as a comment
+    assert UNTRAINED not in detail(dataclasses.replace(one, trained=True), 0, "svg").decode()
 
 
 class Reader(html.parser.HTMLParser):

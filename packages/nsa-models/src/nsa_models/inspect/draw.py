@@ -15,7 +15,7 @@ import torch
 from nsa_bench.render.style import BRANCH_COLOURS, draw
 from nsa_core.contract import BRANCHES
 from nsa_models.inspect.collect import CHOSEN, FORCED, MISSED, Inspection, LayerInspection
-from nsa_models.inspect.findings import headline, shares
+from nsa_models.inspect.findings import UNTRAINED, headline, shares
 
 # In the order of the kinds of cells. They differ in lightness too, for readers who see no hue.
 CELL_COLOURS = ("#ffffff", "#f3efe8", "#a6cee3", "#8f8f8f", BRANCH_COLOURS["sel"])
@@ -164,21 +164,22 @@ def _clearest_heads(layer: LayerInspection) -> list[int]:
 
 def _header(figure: Any, title: str, sentence: str, inspection: Inspection) -> None:
     inch = 1 / figure.get_figheight()
-    warning = not inspection.trained
     figure.text(0.03, 1 - 0.32 * inch, title, fontsize=24, fontweight="bold", color=_INK, va="top")
     figure.text(
         0.03,
         1 - 0.82 * inch,
         sentence,
         fontsize=16,
-        color=_WARNING if warning else _INK,
+        color=_INK,
         va="top",
     )
     length, total = len(inspection.tokens), inspection.total_tokens
     part = f"{length:,} tokens" if length == total else f"the first {length:,} of {total:,} tokens"
-    about = f"{inspection.source}, {part} · {inspection.weights}"
+    warning = "" if inspection.trained else f"{UNTRAINED} · "
+    about = f"{warning}{inspection.source}, {part} · {inspection.weights}"
+    colour = _WARNING if warning else _FAINT
     figure.text(
-        0.03, 1 - 1.2 * inch, textwrap.shorten(about, 130, placeholder="…"), color=_FAINT, va="top"
+        0.03, 1 - 1.2 * inch, textwrap.shorten(about, 160, placeholder="…"), color=colour, va="top"
     )
 
 

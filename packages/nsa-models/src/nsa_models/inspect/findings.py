@@ -69,8 +69,6 @@ def headline(inspection: Inspection, layer: int | None = None) -> tuple[str, str
             else (f"{subject} chooses its blocks no better than at random")
         )
         sentence = f"It {reads}'s probability; {others}"
-    if not inspection.trained:
-        sentence = f"{UNTRAINED} {sentence}"
     return title, sentence
 
 

@@ -11,7 +11,7 @@ import torch
 from nsa_core.util.extras import require_module
 from nsa_core.util.text import escape_control
 from nsa_models.inspect.collect import Inspection, LayerInspection
-from nsa_models.inspect.findings import headline, sentences, shares
+from nsa_models.inspect.findings import UNTRAINED, headline, sentences, shares
 
 
 def page(inspection: Inspection, layer: int) -> str:
@@ -43,6 +43,7 @@ def page(inspection: Inspection, layer: int) -> str:
         spans=[span._replace(text=escape_control(span.text)) for span in inspection.spans],
         titles=titles,
         layer=layer,
+        untrained=UNTRAINED,
         findings=sentences(inspection),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
