@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import hashlib
-import html.parser
 import itertools
-import json
 import pathlib
 import re
-import shutil
 import struct
 import sys
 
@@ -18,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from nsa_core import BackendUnavailable, InvalidInput, NSAConfig, NSAttention, nsa_attention
+from nsa_core import BackendUnavailable, InvalidInput, nsa_attention
 from nsa_models.inspect import Inspection, inspect_model, inspect_text, open_subject, save
 from nsa_models.inspect.collect import CHOSEN, FORCED, FUTURE, MISSED, PASSED_OVER
 from nsa_models.inspect.draw import detail, overview
@@ -28,56 +23,9 @@ from nsa_models.inspect.spans import Span, split_text
 from nsa_models.lm import checkpoint
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.tokens import ByteTokenizer
+from planted import Planted
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
-
-
-class Words:
-    """A tokenizer of whole words; id 0 ends a document."""
-
-    def __init__(self, text: str) -> None:
-        self.words = ["", *dict.fromkeys(re.findall(r"\S+\s*", text))]
-        self.vocab_size, self.end = len(self.words), 0
-
-    def encode(self, text: str) -> list[int]:
-        return [self.words.index(word) for word in re.findall(r"\S+\s*", text)]
-
-    def decode(self, ids) -> str:
-        return "".join(self.words[i] for i in ids)
-
-    def to_dict(self) -> dict[str, str]:
-        return {}
-
-
-class Planted(nn.Module):
-    """One NSA layer whose queries all attend to the tokens of id 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = NSAConfig(
-            dim=8,
-            n_heads=2,
-            n_kv_heads=1,
-            head_dim=4,
-            compress_block_size=4,
-            compress_stride=4,
-            select_block_size=4,
-            num_selected_blocks=4,
-            window_size=8,
-            compress="mean",
-            rope=False,
-        )
-        self.embed, self.attn = nn.Embedding(2, 8), NSAttention(config)
-        with torch.no_grad():
-            self.embed.weight.zero_()
-            self.embed.weight[:, 0] = 1  # every token asks
-            self.embed.weight[1, 1] = 1  # the tokens of id 1 answer
-            self.attn.qkv.weight.zero_()
-            self.attn.qkv.weight[0:8:4, 0] = 6  # the first feature of both queries
-            self.attn.qkv.weight[8:20:4, 1] = 6  # and of the keys of the three branches
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.attn(self.embed(tokens))
 
 
 @pytest.fixture
@@ -300,90 +248,6 @@ def test_untrained_weights_follow_the_seed_and_are_labelled():
     assert UNTRAINED not in detail(dataclasses.replace(one, trained=True), 0, "svg").decode()
 
 
-class Reader(html.parser.HTMLParser):
-    """Collect the addresses, the scripts and the text of each element with an id."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.scripts: dict[str | None, str] = {}
-        self.spans: list[str] = []
-        self.tags: list[str] = []
-        self._open: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs) -> None:
-        values = dict(attrs)
-        self.tags.append(tag)
-        self.links += [str(values[name]) for name in ("src", "href", "action") if name in values]
-        self._open.append((tag, values))
-        if "data-first" in values:
-            self.spans.append("")
-
-    def handle_endtag(self, tag) -> None:
-        while self._open and self._open.pop()[0] != tag:
-            pass
-
-    def handle_data(self, data) -> None:
-        tag, values = self._open[-1] if self._open else ("", {})
-        if tag == "script":
-            self.scripts[values.get("type")] = data
-        if "data-first" in values:
-            self.spans[-1] += data
-
-
-def hostile() -> Inspection:
-    text = "</script><script>alert(1)</script> <img/src=x> \x1b[31m \u202e {{7*7}} "
-    text += "&amp; \x00 'x' \"y\" "
-    tokenizer = Words(text)
-    tokens = torch.tensor(tokenizer.encode(text) * 4)
-    model = Planted()
-    model.embed = nn.Embedding(tokenizer.vocab_size, 8)
-    return inspect_model(model, tokens, tokenizer, source="<b>name</b>")
-
-
-def test_the_page_escapes_text(planted):
-    result = hostile()
-    text = page(result, 0)
-    reader = Reader(text)
-    visible = [
-        span.text.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e").replace("\x00", "\\x00")
-        for span in result.spans
-    ]
-    assert reader.spans == visible
-    assert "img" not in reader.tags
-    assert "b" not in reader.tags
-    assert reader.tags.count("script") == 2
-    assert not set(text) & {"\x1b", "\u202e", "\x00"}
-
-
-def test_the_page_loads_nothing_and_runs_only_its_script(inspection):
-    text = page(inspection, 1)
-    reader = Reader(text)
-    assert set(reader.links) == {"data:,"}
-    assert not re.search(r"https?:|@import|url\(|\bfetch\(|XMLHttpRequest|import\(", text)
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
-    assert policy is not None
-    digest = hashlib.sha256(reader.scripts[None].encode()).digest()
-    assert "default-src 'none'" in policy[1]
-    assert f"script-src 'sha256-{base64.b64encode(digest).decode()}'" in policy[1]
-
-
-def test_the_data_of_the_page_equal_the_inspection(inspection):
-    data = json.loads(Reader(page(inspection, 1)).scripts["application/json"])
-    assert (data["length"], data["layer"], len(data["layers"])) == (61, 1, 2)
-    assert 0 <= data["head"] < 2
-    assert 16 <= data["token"] < 61  # a query that has a choice
-    for values, layer in zip(data["layers"], inspection.layers):
-        assert base64.b64decode(values["cells"]) == bytes(layer.cells().flatten().tolist())
-        for name, expected in (
-            ("gates", layer.gates.unflatten(1, (2, 2)).mean(2)),
-            ("mass", layer.mass.blocks),
-        ):
-            steps = torch.tensor(list(base64.b64decode(values[name]))) / 200
-            torch.testing.assert_close(steps, expected.flatten(), atol=0.0026, rtol=0)
-
-
 def test_pictures_are_deterministic_light_and_1600_pixels_wide(planted, tmp_path):
     pytest.importorskip("matplotlib")
     files = save(planted, tmp_path / "one")
@@ -437,63 +301,3 @@ def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
     exec(compile(block, "docs/inspect.md", "exec"), variables)
     assert (tmp_path / "picture" / "inspect.html").is_file()
     assert isinstance(variables["inspection"], Inspection)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium in PATH")
-def test_the_page_works_in_a_browser(planted, inspection, tmp_path):
-    playwright = pytest.importorskip("playwright.sync_api")
-    (tmp_path / "page.html").write_text(page(inspection, 1), encoding="utf-8")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
-        for width, scheme in ((1400, "light"), (375, "dark")):
-            tab = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
-            messages: list[str] = []
-            tab.on("console", lambda message, seen=messages: seen.append(message.text))
-            tab.on("pageerror", lambda error, seen=messages: seen.append(str(error)))
-            tab.on("request", lambda request, seen=messages: seen.append(request.url))
-            tab.goto((tmp_path / "page.html").as_uri())
-            assert_page_follows(tab, inspection)
-            assert tab.evaluate("document.documentElement.scrollWidth") <= width
-            assert messages == [(tmp_path / "page.html").as_uri()]  # no error, no other request
-        browser.close()
-
-
-def assert_page_follows(tab, inspection: Inspection) -> None:
-    """Choose a layer, a head and a query in each way that the page offers."""
-    tab.select_option("#layer", "0")
-    tab.select_option("#head", "1")
-    assert tab.inner_text("#title") == headline(inspection, 0)[0]
-    tab.click(
-        "#text [data-first='50']"
-        if tab.query_selector("#text [data-first='50']")
-        else "#text span:last-child"
-    )
-    query = int(tab.input_value("#query"))
-    layer = inspection.layers[0]
-
-    def selected() -> set[int]:
-        return {b for b in layer.blocks[query, 1].tolist() if b >= 0}
-
-    def marked() -> set[int]:
-        elements = "[...document.querySelectorAll('#text .forced, #text .chosen')]"
-        firsts = tab.evaluate(f"{elements}.map((element) => Number(element.dataset.first))")
-        return {first // 4 for first in firsts}
-
-    spans = {span.first // 4 for span in inspection.spans if span.first <= query}
-    assert marked() == selected() & spans
-    assert tab.inner_text("#readout strong").startswith(f"Token {query} ")
-    tab.focus("#map")
-    tab.keyboard.press("ArrowLeft")
-    query -= 1
-    assert int(tab.input_value("#query")) == query
-    assert marked() == selected() & {s.first // 4 for s in inspection.spans if s.first <= query}
-    tab.mouse.move(0, 0)
-    box = tab.locator("#map").bounding_box()
-    tab.locator("#map").hover(position={"x": box["width"] * 20.5 / 61, "y": 5})
-    assert tab.inner_text("#readout strong").startswith("Token 20 ")
-    tab.mouse.move(0, 0)
-    assert tab.inner_text("#readout strong").startswith(f"Token {query} ")
-    assert f"layer=0&head=1&token={query}" in tab.url
