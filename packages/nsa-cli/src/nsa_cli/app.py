@@ -13,6 +13,7 @@ from nsa_cli.commands import App
 from nsa_cli.conformance import conformance
 from nsa_cli.doctor import doctor, env
 from nsa_cli.generate import generate
+from nsa_cli.inspect import inspect
 from nsa_cli.panels import EXTEND, MEASURE, PROVE, TRAIN, USE
 from nsa_cli.train import train
 from nsa_cli.tune import tune
@@ -36,6 +37,7 @@ app.add_typer(
 )
 app.command(short_help="Diagnose this environment and suggest fixes.", rich_help_panel=USE)(doctor)
 app.command(short_help="Print an environment report for bug reports.", rich_help_panel=USE)(env)
+app.command(short_help="Show which blocks a model selects.", rich_help_panel=USE)(inspect)
 app.command(short_help="Check backends against a float64 oracle.", rich_help_panel=PROVE)(verify)
 app.add_typer(
     bench.app,

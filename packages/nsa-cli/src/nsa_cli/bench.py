@@ -200,7 +200,7 @@ def _exit_code(result: Result) -> int:
 def _prepare_quick_end() -> None:
     """Let the command end soon after a signal: load now what prints and writes the result."""
     import rich.console
-    import rich.table
+    import rich.table  # noqa: F401
 
     import nsa_bench.render.summary
     import nsa_bench.render.tables  # noqa: F401

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +40,7 @@ def generate(
         import torch
 
         from nsa_core.errors import InvalidInput
+        from nsa_core.util.text import escape_control
         from nsa_models.lm.checkpoint import read
         from nsa_models.lm.generate import generate as generate_tokens
 
@@ -67,15 +67,4 @@ def generate(
                 end=end,
                 seed=seed,
             )
-        print(_escape_control(prompt + tokenizer.decode(new_tokens[0].tolist())))
-
-
-def _escape_control(text: str) -> str:
-    """Escape control and format characters of generated text, except newlines and tabs."""
-    escaped_categories = {"Cc", "Cf", "Cs"}
-    return "".join(
-        char
-        if char in "\n\t" or unicodedata.category(char) not in escaped_categories
-        else char.encode("unicode_escape").decode()
-        for char in text
-    )
+        print(escape_control(prompt + tokenizer.decode(new_tokens[0].tolist())))

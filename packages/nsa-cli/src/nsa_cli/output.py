@@ -21,7 +21,6 @@ from nsa_core.util.text import describe_error, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from nsa_core.dispatch.registry import Registry
