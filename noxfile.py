@@ -28,6 +28,8 @@ TEST_TOOLS = (
     "grimp>=3.5",
     "numpy",
     "matplotlib>=3.8",
+    "jinja2>=3.1",
+    "plotly>=6.0",
     "safetensors>=0.4",
     "setuptools>=77",
     "wheel",

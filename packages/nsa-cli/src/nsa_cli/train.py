@@ -114,9 +114,9 @@ def _check_paths(values: Mapping[str, Any], typed: Set[str]) -> None:
     for file in (values["png"], values["svg"]):
         output.check_writable(file, values["force"] or resume)
     if values["png"] or values["svg"]:
-        from nsa_bench.render.style import need_matplotlib
+        from nsa_bench.render.style import need_plot_packages
 
-        need_matplotlib()
+        need_plot_packages()
 
 
 def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
