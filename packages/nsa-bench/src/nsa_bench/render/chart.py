@@ -166,7 +166,10 @@ def _length_figure(
         foot = 10 ** (low + spread * (0.06 + _MARK * row))
         is_left = math.log(length / lengths[0]) <= 0.5 * math.log(lengths[-1] / lengths[0])
         text = html.escape(f"NSA {crossover.subject}: {sentence}" if len(marks) > 1 else sentence)
-        text = text.replace(" dense ", " dense<br>")  # narrow enough for a phone
+        # Two lines fit on a phone; the spaces keep them off the dotted line.
+        text = "<br>".join(
+            f"&nbsp;{line}&nbsp;" for line in text.replace(" dense ", " dense\n").split("\n")
+        )
         traces.append(
             {
                 "type": "scatter",

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nsa_bench.render.chart import charts, plotly_script
+from nsa_bench.render.format import number
 from nsa_bench.render.style import DARK_COLOURS, need_plot_packages
 from nsa_bench.render.summary import MISSING, summary
 from nsa_bench.render.tables import tables
-from nsa_bench.render.words import headlines
+from nsa_bench.render.words import headlines, phase_words, problem_words
 
 if TYPE_CHECKING:
     from nsa_bench.render.format import Rows
@@ -52,7 +54,7 @@ def page(result: Result) -> str:
         verdict=verdict,
         notes=plain,
         missing=[line for style, line in sentences if style == MISSING],
-        tables=[_table(rows) for rows in tables(result)],
+        tables=[_table(rows) for rows in (*tables(result), *_kernels_without_total(result))],
         folded={"Machine": _lines(result.environment), "Settings": _lines(result.settings)},
         charts=documents if any(document["time"] for document in documents) else [],
         dark_colours=DARK_COLOURS,
@@ -75,6 +77,23 @@ def _facts(result: Result) -> list[str]:
         *([f"commit {commit[:10]}{'+' * commit.endswith('+')}"] if commit else []),
         f"measured in {result.seconds:.0f} s",
     ]
+
+
+def _kernels_without_total(result: Result) -> Iterator[Rows]:
+    """Yield a table of kernels that were timed while the whole call was not; tables() has none."""
+    cells = [
+        [
+            *(problem_words(m), phase_words(m.phase), str(m.length), m.subject, name),
+            number(part.performance.median_ms),
+        ]
+        for m in result.measurements
+        if m.performance is None
+        for name, part in m.parts.items()
+        if part.performance is not None
+    ]
+    if cells:
+        columns = ["problem", "phase", "tokens", "subject", "kernel", "ms"]
+        yield "Kernels alone, of calls that were not timed as a whole", columns, cells
 
 
 def _table(rows: Rows) -> dict[str, Any]:

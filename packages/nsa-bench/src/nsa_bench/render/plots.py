@@ -140,6 +140,7 @@ def result_figure(result: Result) -> Any:
                 width = _AXES_WIDTH if kind == "time" else panel - bar_names - 0.6
                 bottom = y - _AXES_HEIGHT - 0.4
                 axes = _axes(figure, column * panel + names, bottom, width, _AXES_HEIGHT)
+                axes.set_gid(kind)
                 _draw_panel(axes, kind, chosen, result, looks)
             y -= _ROW
     if not rows:  # the run was interrupted before its first cell

@@ -154,6 +154,7 @@ def _dots(axes: Any, y: int, m: Measurement, eager: Measurement | None, look: Lo
         fontsize=8.5,
         color=look.colour if look.dash == "solid" else FAINT,
         annotation_clip=False,
+        gid="numbers",
     )
     return values
 

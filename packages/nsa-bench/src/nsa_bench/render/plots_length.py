@@ -146,7 +146,8 @@ def _set_scales(axes: Any, measurements: list[Measurement], rows: int) -> None:
     axes.set_xlim(lengths[0] / factor, lengths[-1] * factor)
     axes.set_ylim(low, high)
     step = -(-len(lengths) // 8)  # at most eight labels
-    axes.set_xticks(lengths[::-1][::step], [tokens(n) for n in lengths[::-1][::step]])
+    ticks = lengths[::-1][::step][::-1]  # the longest length has a label
+    axes.set_xticks(ticks, [tokens(n) for n in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_locator(FixedLocator(log_ticks(low, high)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -58,6 +58,29 @@ _MARKERS = ("circle", "square", "diamond", "triangle-up", "pentagon")
 _MARKER_LETTERS = dict(zip(_MARKERS, "osD^p"))
 _DPI, _PALETTE_SIZE = 110, 128
 
+_STYLE: dict[str, Any] = {
+    "svg.hashsalt": "nsa",
+    "svg.fonttype": "path",
+    "font.size": 9,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "axes.grid.axis": "both",
+    "grid.color": "#d7dbe0",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Look:
@@ -94,34 +117,17 @@ def need_plot_packages() -> None:
         )
 
 
+def plot_style() -> Any:
+    """Return a context manager that sets the fonts, colours and grid of our plots."""
+    import matplotlib as mpl
+
+    return mpl.rc_context(_STYLE)
+
+
 def draw(make: Callable[[], Any], kind: str) -> bytes:
     """Return the figure that ``make`` creates, as png or svg."""
     need_plot_packages()
-    import matplotlib as mpl
-
-    style: Any = {
-        "svg.hashsalt": "nsa",
-        "svg.fonttype": "path",
-        "font.size": 9,
-        "axes.titlesize": 10.5,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.titlepad": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": FAINT,
-        "axes.labelcolor": INK,
-        "text.color": INK,
-        "xtick.color": FAINT,
-        "ytick.color": FAINT,
-        "xtick.labelcolor": INK,
-        "ytick.labelcolor": INK,
-        "axes.grid.axis": "both",
-        "grid.color": "#d7dbe0",
-        "grid.linewidth": 0.6,
-        "axes.axisbelow": True,
-    }
-    with mpl.rc_context(style):
+    with plot_style():
         figure = make()
         buffer = io.BytesIO()
         figure.savefig(
@@ -251,11 +257,18 @@ def label_ends(axes: Any, labels: Sequence[EndLabel]) -> None:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return the ticks of a log axis: powers of ten; in a short range also twice and five times."""
-    steps = (1, 2, 5) if high < 1000 * low else (1,)
-    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [float(f"{step}e{exponent}") for exponent in exponents for step in steps]
-    return [tick for tick in ticks if low <= tick <= high]
+    """Return the ticks of a log axis, at least four if possible.
+
+    They are powers of ten, in a shorter range also twice and five times, and then all digits.
+    """
+    ticks: list[float] = []
+    for steps in ("1", "125", "123456789"):
+        exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [float(f"{step}e{exponent}") for exponent in exponents for step in steps]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) >= 4:
+            break
+    return ticks
 
 
 def text_width(texts: Sequence[str], points: float) -> float:
