@@ -58,7 +58,7 @@ _MARKERS = ("circle", "square", "diamond", "triangle-up", "pentagon")
 _MARKER_LETTERS = dict(zip(_MARKERS, "osD^p"))
 _DPI, _PALETTE_SIZE = 110, 128
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.hashsalt": "nsa",
     "svg.fonttype": "path",
     "font.size": 9,
