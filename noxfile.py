@@ -30,6 +30,7 @@ TEST_TOOLS = (
     "matplotlib>=3.8",
     "jinja2>=3.1",
     "playwright>=1.40",  # drives the Chromium of the machine
+    "plotly>=6.0",
     "safetensors>=0.4",
     "setuptools>=77",
     "wheel",

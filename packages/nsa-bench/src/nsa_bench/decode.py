@@ -30,7 +30,7 @@ from nsa_bench.decode_workloads import (
 from nsa_bench.environment import machine
 from nsa_bench.gate import NOT_CORRECT, Gate, gate_case
 from nsa_bench.limits import GRACE_S, Limits
-from nsa_bench.result import Interrupted, Measurement, Part, Result
+from nsa_bench.result import EAGER, LAYER, UNFUSED, Interrupted, Measurement, Part, Result
 from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.shapes import PAPER_BLOCKS, Shape, parse_shape
 from nsa_bench.timing import (
@@ -57,7 +57,6 @@ from nsa_verify.checks.decode_parity import Step, decode_parity
 from nsa_verify.combination import Combination, ready_combinations
 
 REPEATS = 5  # minimum number of rounds; the spread of this many repeats is reported
-UNFUSED, EAGER, LAYER = ", slots one by one", ", eager", ", layer step"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -212,9 +212,9 @@ def _check_outputs(files: Sequence[Path | None], plot: Path | None, force: bool)
     for file in files:
         output.check_writable(file, force)
     if plot is not None:
-        from nsa_bench.render.style import need_matplotlib
+        from nsa_bench.render.style import need_plot_packages
 
-        need_matplotlib()
+        need_plot_packages()
 
 
 def _check_options(preset: str, decode: bool, typed: set[str]) -> None:

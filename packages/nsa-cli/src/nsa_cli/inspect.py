@@ -128,13 +128,17 @@ def _print_summary(
 
     console = output.console()
     if not inspection.trained:
-        console.print(f"{UNTRAINED} Give --checkpoint to see a trained model.", style="yellow")
+        output.print_text(
+            console, f"{UNTRAINED} Give --checkpoint to see a trained model.", "yellow"
+        )
     length, total = len(inspection.tokens), inspection.total_tokens
     if length < total:
         limit = "--max-tokens" if max_tokens is not None else "by default"
         hint = "" if max_tokens is not None else "; give --max-tokens to read more"
-        console.print(f"Cut to the first {length:,} of {total:,} tokens ({limit}){hint}.")
+        output.print_text(
+            console, f"Cut to the first {length:,} of {total:,} tokens ({limit}){hint}."
+        )
     for sentence in sentences(inspection):
-        console.print(sentence)
+        output.print_text(console, sentence, indent="")
     names = ", ".join(file.name for file in files)
-    console.print(f"Written to {out}: {names}", style="bold green")
+    output.print_text(console, f"Written to {out}: {names}", "bold green")

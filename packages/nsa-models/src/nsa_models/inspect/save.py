@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nsa_bench.render.style import need_matplotlib
 from nsa_core.errors import InvalidInput
 from nsa_core.util.atomic_files import write_bytes_atomic
 from nsa_core.util.extras import require_module
@@ -21,7 +20,7 @@ def need_libraries() -> None:
     Raises:
         BackendUnavailable: matplotlib or jinja2 is not installed; the message has the pip command.
     """
-    need_matplotlib()
+    require_module("matplotlib", "plots need", "nsa-cli[plot]")
     require_module("jinja2", "the page of an inspection needs", "nsa-cli[plot]")
 
 
