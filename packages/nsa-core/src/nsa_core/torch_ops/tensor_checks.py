@@ -237,8 +237,6 @@ def check_layer_input(
     weight: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None = None,
-    mask: object = None,
-    *others: object,
 ) -> None:
     """Check the arguments of a layer's forward, by metadata only.
 
@@ -248,31 +246,22 @@ def check_layer_input(
         weight: Weight of the layer's projection, which has the layer's device and dtype.
         cu_seqlens: int32 [documents + 1] for packed documents, else None.
         max_seqlen: Length of the longest document, as a host integer.
-        mask: An attention mask, which must be None.
-        *others: context and key_value_states, which must be None.
 
     Raises:
         InvalidInput: An argument is wrong; the message names every wrong argument.
     """
-    problems = []
-    if mask is not None:
-        problems.append(
-            "attention_mask is not supported: NSA is causal, and it needs inputs without padding."
-            " Remove padding with rows, cu_seqlens, longest, indices = nsa_core.unpad(x,"
-            " attention_mask), pass rows and cu_seqlens=, and restore it with nsa_core.pad"
-        )
-    for name, other in zip(("context", "key_value_states"), others):
-        if other is not None:
-            problems.append(f"{name}: NSA is self-attention only; {name} must be None")
     if not isinstance(x, torch.Tensor):
-        raise InvalidInput("; ".join([*problems, f"x must be a tensor, got {type(x).__name__}"]))
+        raise InvalidInput(f"x must be a tensor, got {type(x).__name__}")
+    problems = []
     form = (
         "[T, dim] beside cu_seqlens"
         if cu_seqlens is not None
         else "[B, S, dim], or [T, dim] with cu_seqlens"
     )
     if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != dim:
-        problems.append(f"x must be {form}, dim = {dim}; got {list(x.shape)}")
+        looks = x.dim() == 3 and x.shape[1] == dim != x.shape[2] and cu_seqlens is None
+        fix = ": it looks like [B, dim, S], pass x.transpose(1, 2)" * looks
+        problems.append(f"x must be {form}, dim = {dim}; got {list(x.shape)}{fix}")
     if x.device != weight.device:
         problems.append(f"x is on {x.device}, the layer on {weight.device}: move one of them")
     if x.dtype != weight.dtype and not (autocast_enabled(x.device) and x.is_floating_point()):
