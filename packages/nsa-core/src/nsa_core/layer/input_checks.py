@@ -23,10 +23,12 @@ from nsa_core.torch_ops.tensor_checks import (
     packing_problems,
     tensor_problems,
 )
+from nsa_core.torch_ops.tensor_kinds import check_packed_transforms, kind_problem
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
 
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 _INTEGERS = (
     torch.int8,
     torch.uint8,
@@ -64,6 +66,8 @@ def check_inputs(
     check_config(config)
     inputs = {n: t for n, t in inputs.items() if t is not None or n in ("q", "gates")}
     _check_types(inputs)
+    if cu_seqlens is not None:
+        check_packed_transforms(cu_seqlens, *inputs.values())
     packing = _boundary_problems(inputs["q"], cu_seqlens, max_seqlen)
     if torch.compiler.is_compiling():
         problems = _problems(config, tuple(inputs), tuple(inputs.values()), cu_seqlens is not None)
@@ -120,10 +124,35 @@ def _cached_problems(
 
 
 def _check_types(inputs: dict[str, torch.Tensor]) -> None:
-    """Check that all inputs are plain tensors, not DTensors or dual tensors.
+    """Check that all inputs are dense tensors, not DTensors or dual tensors.
 
     The operators would silently drop the tangent of a dual tensor.
     """
+    if torch.compiler.is_compiling():
+        _check_odd_types(inputs)
+        return
+    odd = {
+        n: t
+        for n, t in inputs.items()
+        if type(t) not in _PLAIN_TYPES
+        or t.layout is not torch.strided
+        or t.is_nested
+        or t.is_quantized
+    }
+    if odd:
+        _check_odd_types(odd)
+        if kinds := [problem for n, t in odd.items() if (problem := kind_problem(n, t))]:
+            raise InvalidInput("; ".join(kinds))
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(t).tangent is not None for t in inputs.values()
+    ):
+        raise Unsupported(
+            "forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use reverse mode"
+        )
+
+
+def _check_odd_types(inputs: dict[str, torch.Tensor]) -> None:
+    """Raise InvalidInput if an input is not a tensor, or is a DTensor."""
     problems = [
         f"{n} must be a tensor, got {type(t).__name__}"
         for n, t in inputs.items()
@@ -132,14 +161,6 @@ def _check_types(inputs: dict[str, torch.Tensor]) -> None:
     if problems:
         raise InvalidInput(
             "; ".join(problems) + " (pass to_local() of a DTensor)" * ("DTensor" in problems[0])
-        )
-    if torch.compiler.is_compiling():
-        return
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(t).tangent is not None for t in inputs.values()
-    ):
-        raise Unsupported(
-            "forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use reverse mode"
         )
 
 
