@@ -52,6 +52,10 @@ def check_is_plan(plan: object) -> None:
 
 def is_long(tokens: int, varlen: bool) -> bool:
     """Return whether a call uses the plan for long sequences; packed documents never do."""
+    if torch.compiler.is_exporting():  # an exported graph has one plan, without a guard on S
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return not varlen and statically_known_true(tokens >= LONG_SEQUENCE)
     # A conditional expression makes torch.compile guard on a symbolic S and return a constant.
     return True if not varlen and tokens >= LONG_SEQUENCE else False  # noqa: SIM210
 

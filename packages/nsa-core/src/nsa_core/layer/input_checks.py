@@ -39,10 +39,12 @@ from nsa_core.torch_ops.tensor_checks import (
     packing_problems,
     tensor_problems,
 )
+from nsa_core.torch_ops.tensor_kinds import check_packed_transforms, kind_problem
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
 
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 _INTEGERS = (
     torch.int8,
     torch.uint8,
@@ -87,6 +89,8 @@ def check_inputs(
         check_config(config)
     inputs = {n: t for n, t in inputs.items() if t is not None or n in ("q", "gates")}
     _check_types(inputs)
+    if cu_seqlens is not None:
+        check_packed_transforms(cu_seqlens, *inputs.values())
     packed, passed = cu_seqlens is not None, config
     if config is None or any_passed(numbers):
         config = _config_of_call(inputs, config, numbers, plan, packed)
@@ -219,21 +223,37 @@ def _cached_problems(
 
 
 def _check_types(inputs: dict[str, torch.Tensor]) -> None:
-    """Check that all inputs are plain tensors, not DTensors or dual tensors.
+    """Check that all inputs are dense tensors, not DTensors or dual tensors.
 
     The operators would silently drop the tangent of a dual tensor.
     """
-    wrong = {n: t for n, t in inputs.items() if not is_tensor(t)}
-    if wrong:
-        raise InvalidInput("; ".join(_type_errors(wrong)))
     if torch.compiler.is_compiling():
+        _refuse_wrong_types(inputs)
         return
+    odd = {
+        n: t
+        for n, t in inputs.items()
+        if type(t) not in _PLAIN_TYPES
+        or t.layout is not torch.strided
+        or t.is_nested
+        or t.is_quantized
+    }
+    if odd:
+        _refuse_wrong_types(odd)
+        if kinds := [problem for n, t in odd.items() if (problem := kind_problem(n, t))]:
+            raise InvalidInput("; ".join(kinds))
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(t).tangent is not None for t in inputs.values()
     ):
         raise Unsupported(
             "forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use reverse mode"
         )
+
+
+def _refuse_wrong_types(inputs: Mapping[str, object]) -> None:
+    """Raise InvalidInput if an input is not a tensor, or is a DTensor."""
+    if wrong := {n: t for n, t in inputs.items() if not is_tensor(t)}:
+        raise InvalidInput("; ".join(_type_errors(wrong)))
 
 
 def _type_errors(wrong: Mapping[str, object]) -> list[str]:

@@ -14,6 +14,14 @@ import torch
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_core.torch_ops.tensor_kinds import (
+    boundaries_hint,
+    check_kind,
+    check_packed_transforms,
+    describe_max_seqlen,
+    is_strided,
+    kind_problem,
+)
 from nsa_core.torch_ops.torch_state import autocast_enabled
 
 
@@ -209,7 +217,8 @@ def packing_problems(cu_seqlens: object, max_seqlen: object, device: torch.devic
         is_integer = isinstance(max_seqlen, int) or hasattr(max_seqlen, "__index__")
         not_a_count = isinstance(max_seqlen, (bool, torch.Tensor)) or not is_integer
         if not_a_count or cast(int, max_seqlen) < 0:
-            problems.append(f"max_seqlen must be a host integer >= 0, got {max_seqlen!r}")
+            text = describe_max_seqlen(max_seqlen)
+            problems.append(f"max_seqlen must be a host integer >= 0, got {text}")
         elif cu_seqlens is None:
             problems.append("max_seqlen goes with cu_seqlens, which is None: pass both or neither")
     if cu_seqlens is None:
@@ -217,10 +226,16 @@ def packing_problems(cu_seqlens: object, max_seqlen: object, device: torch.devic
     if not isinstance(cu_seqlens, torch.Tensor) or not is_tensor(cu_seqlens):
         problems.append(
             f"cu_seqlens must be an int32 tensor [documents + 1], got {type(cu_seqlens).__name__}"
+            + boundaries_hint(cu_seqlens)
         )
+    elif not is_strided(cu_seqlens):
+        problems.append(cast(str, kind_problem("cu_seqlens", cu_seqlens)))
     elif cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         text = describe(["cu_seqlens"], [cu_seqlens])
-        problems.append(f"cu_seqlens must be an int32 tensor [documents + 1], got {text}")
+        problems.append(
+            f"cu_seqlens must be an int32 tensor [documents + 1], got {text}"
+            + boundaries_hint(cu_seqlens)
+        )
     elif cu_seqlens.device != device:
         problems.append(f"cu_seqlens must be on {device}, got {cu_seqlens.device}")
     elif cu_seqlens.shape[0] < 2:
@@ -253,6 +268,7 @@ def check_layer_input(
     if not isinstance(x, torch.Tensor):
         raise InvalidInput(f"x must be a tensor, got {type(x).__name__}")
     problems = []
+    check_kind("x", x)
     form = (
         "[T, dim] beside cu_seqlens"
         if cu_seqlens is not None
@@ -269,6 +285,8 @@ def check_layer_input(
             f"x is {x.dtype}, the layer's parameters are {weight.dtype}: convert one of them, or"
             " use autocast"
         )
+    if cu_seqlens is not None:
+        check_packed_transforms(cu_seqlens, x)
     problems += packing_problems(cu_seqlens, max_seqlen, x.device)
     if problems:
         raise InvalidInput("; ".join(problems))
