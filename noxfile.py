@@ -28,6 +28,9 @@ TEST_TOOLS = (
     "grimp>=3.5",
     "numpy",
     "matplotlib>=3.8",
+    "jinja2>=3.1",
+    "playwright>=1.40",  # drives the Chromium of the machine
+    "plotly>=6.0",
     "safetensors>=0.4",
     "setuptools>=77",
     "wheel",

@@ -26,7 +26,9 @@ def total(phase: str):  # type: ignore[no-untyped-def]
     x = make_inputs("random", CONFIG, batch=2, length=90, dtype=torch.float64, device="cpu", seed=0)
     plan = resolve(CONFIG, dtype=torch.float64, needs_grad=True)
     (work,) = [
-        w for w in cell_workloads(x, CONFIG, phase, {"sdpa": plan}, []) if w.key == TOTAL + "sdpa"
+        w
+        for w in cell_workloads(lambda: x, CONFIG, phase, {"sdpa": plan}, [])
+        if w.key == TOTAL + "sdpa"
     ]
     return x, work.make(), plan
 
@@ -80,7 +82,7 @@ def test_each_setup_creates_new_leaves_over_the_same_memory(phase: str, kind: st
         seen.append(inputs)
         return inputs.q * 2 + (inputs.gates.sum() + inputs.k.sum() + inputs.v.sum())
 
-    (work,) = cell_workloads(x, CONFIG, phase, {}, [Baseline("other", forward, kind=kind)])
+    (work,) = cell_workloads(lambda: x, CONFIG, phase, {}, [Baseline("other", forward, kind=kind)])
     for call in (work.make(), work.make()):
         assert torch.equal(call()[0], 2 * x.do)
     first, second = seen

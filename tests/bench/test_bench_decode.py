@@ -112,7 +112,7 @@ def test_only_steps_run_slot_by_slot_have_shares(result):
             s: part.performance.median_ms / step_ms for s, part in by_subject[name].parts.items()
         }
     assert result.combos["fused"]["step"] == "fused, fused"
-    assert any("the step itself is fused" in line for _, line in summary(result))
+    assert any("The step itself is fused" in line for _, line in summary(result))
 
 
 @pytest.mark.parametrize(
@@ -165,11 +165,12 @@ def test_a_decode_result_is_tabulated_saved_and_compared(result, tmp_path):
     ((title, columns, rows),) = rows_of(result)
     assert "4/2/16 float32" in title
     assert {len(row) for row in rows} == {len(columns)}
-    by_subject = {row[1]: row for row in rows}
-    assert by_subject["wrong"][2] == "-"
-    assert by_subject["sdpa"][columns.index("select")].endswith("%)")
-    assert by_subject["dense SDPA"][columns.index("x dense")] == "1"
-    assert by_subject["sdpa, layer step"][columns.index("of floor")] == "-"
+    by_subject = {row[2]: dict(zip(columns, row)) for row in rows}
+    assert by_subject["wrong"]["ms"] == "-"
+    assert float(by_subject["sdpa"]["select ms"]) > 0
+    assert 0 <= int(by_subject["sdpa"]["select %"]) <= 100
+    assert by_subject["dense SDPA"]["x dense"] == "1.00"
+    assert by_subject["sdpa, layer step"]["% of floor"] == "-"
     file = tmp_path / "r.json"
     file.write_text(result.to_json())
     assert read_result(file).measurements == result.measurements
@@ -185,7 +186,7 @@ def test_a_decode_result_is_drawn(result):
     assert render(result, "png").startswith(b"\x89PNG")
     text = page(result)
     assert "slots one by one" in text
-    assert "<script" not in text
+    assert "One decode step" in text
 
 
 def test_a_step_runs_every_slot_of_the_plan_on_a_paged_cache():
@@ -241,11 +242,11 @@ def test_spread_of_repeats_uses_the_medians_of_five_runs():
     )
 
 
-def test_each_shape_and_page_size_is_judged_once():
+def test_each_shape_and_page_size_is_judged_once(monkeypatch):
+    monkeypatch.setattr(DecodeBench, "_measure_cell", lambda *_: None)
     result = run(
         "sdpa",
         cells=[DecodeCell(SHAPE, 1, 40), DecodeCell(SHAPE, 1, 90), DecodeCell(SHAPE, 1, 40, 32)],
-        time_limit_s=0.0,
     )
     assert [gate.case.split("page ")[1] for gate in result.gates] == ["none", "32"]
 

@@ -208,7 +208,11 @@ def test_skipped_parts_are_missing_and_failed_parts_are_lost(result):
         without_parts(result, LATE),
         without_parts(result, "failed: RuntimeError: no"),
     )
-    assert {c.verdict for c in compare(result, left_out, fail_over=0.05)} == {"same", "missing"}
+    changes = compare(result, left_out, fail_over=0.05)
+    assert {(c.verdict, c.note) for c in changes} == {("same", ""), ("missing", LATE)}
+    assert {c.verdict for c in regressed(changes)} == {"missing"}
+    assert not regressed(changes, allow_missing=True)
+    assert {c.verdict for c in compare(left_out, result, fail_over=0.05)} == {"same", "new"}
     assert not left_out.failed
     assert {c.verdict for c in regressed(compare(result, failed, fail_over=0.05))} == {"lost"}
     assert failed.failed

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 import sys
 
+import markupsafe
 import pytest
 
 from nsa_bench.clocks import CpuClock
@@ -100,12 +100,6 @@ def test_cells_after_the_time_limit_have_a_reason(run):
     result = run(time_limit_s=0.0)
     assert {m.reason for m in result.measurements} == {"not measured: the time limit was reached"}
     assert {c.length for c in result.crossovers} == {None}
-
-
-def test_a_call_that_would_take_too_long_is_not_tried(run):
-    result = run(phases=["forward"], max_call_s=1e-9)
-    assert all(m.performance for m in result.measurements if m.length == 40)
-    assert all("would take" in m.reason for m in result.measurements if m.length == 80)
 
 
 def test_decode_cannot_be_combined_with_other_phases(run):
@@ -209,6 +203,26 @@ def test_the_compare_command_exits_with_1_for_a_regression(nsa, run, tmp_path):
     assert nsa("bench", "compare", *paths, "--fail-over", "much").code == 2
 
 
+def test_the_compare_command_names_the_figures_that_the_new_file_lacks(nsa, run, tmp_path):
+    long = run(lengths=[40, 80], phases=["forward"])
+    short = [m for m in long.measurements if m.length == 40]
+    (tmp_path / "long").write_text(long.to_json())
+    (tmp_path / "short").write_text(dataclasses.replace(long, measurements=short).to_json())
+    paths = (str(tmp_path / "long"), str(tmp_path / "short"))
+    done = nsa("bench", "compare", *paths)
+    assert done.code == 1
+    missing = [line for line in done.out.splitlines() if line.rstrip().endswith(" missing")]
+    assert len(missing) == 8  # auto, its six kernels, and dense attention
+    assert all("S=80" in line for line in missing)
+    assert f"8 figures of {paths[0]} are missing in {paths[1]}; measure them, or" in done.out
+    assert done.out.splitlines()[-1] == "16 figures: 8 missing, 8 same"
+    allowed = nsa("bench", "compare", *paths, "--allow-missing")
+    assert (allowed.code, "measure them" in allowed.out) == (0, False)
+    assert "S=80" in allowed.out
+    other = nsa("bench", "compare", *reversed(paths))
+    assert (other.code, other.out.splitlines()) == (0, ["16 figures: 8 same, 8 new"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
@@ -251,9 +265,9 @@ def test_a_cell_over_its_time_limit_reports_what_is_missing(run):
     assert [row[2] for _, _, cells in rows_of(result) for row in cells] == ["-"] * len(
         result.measurements
     )
-    before, after = page(result).split("<img")
+    before, after = page(result).split("<h2>Figures that are missing</h2>")
     assert "no figure" not in before
-    assert html.escape(line) in after
+    assert str(markupsafe.escape(line)) in after
     assert not result.failed
 
 

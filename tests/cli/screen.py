@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+FRAMES = str.maketrans(dict.fromkeys("─│╭╮╰╯", " "))  # drawn around the panels of a help page
+
 
 def assert_readable(text: str, unwrapped: str, columns: int) -> None:
     """Assert that ``text`` fits ``columns`` and breaks no word.
@@ -13,5 +15,5 @@ def assert_readable(text: str, unwrapped: str, columns: int) -> None:
     """
     too_long = [line for line in text.splitlines() if len(line) > columns]
     assert not too_long, f"longer than {columns} columns:\n" + "\n".join(too_long)
-    broken = sorted(set(text.split()) - set(unwrapped.split()))
+    broken = sorted(set(text.translate(FRAMES).split()) - set(unwrapped.translate(FRAMES).split()))
     assert not broken, f"broken at {columns} columns: {broken}\n{text}"

@@ -50,13 +50,16 @@ def test_list_json_has_every_backend_with_its_slots(nsa):
 
 def test_list_text_has_a_line_per_backend(nsa):
     lines = nsa("backends", "list").out.splitlines()
-    row = next(line for line in lines if line.startswith("sdpa"))
-    assert row.split()[:9] == [
-        "sdpa",
-        row_of(json.loads(nsa("backends", "list", "--json").out), "sdpa")["version"],
-        "nsa-backend-sdpa",
-        "ready",
-        *["forward+backward+decode" if slot != "select" else "forward+decode" for slot in SLOTS],
+    rows = {line.split()[0]: line.split() for line in lines}
+    version = row_of(json.loads(nsa("backends", "list", "--json").out), "sdpa")["version"]
+    assert rows["name"] == ["name", "version", "status", *SLOTS, "in", "short"]
+    marks = ["✓D" if slot != "select" else "FD" for slot in SLOTS]
+    assert rows["sdpa"] == ["sdpa", version, "ready", *marks, "runs", "every", "slot"]
+    assert rows["fa2"][2:8] == ["unavailable", "(✓D)", "-", "(✓)", "(✓)", "-"]
+    assert " ".join(rows["fa2"][8:]) == "needs cuda, got cpu"
+    assert "hint" not in " ".join(lines)
+    assert [line for line in lines if "no CUDA GPU" in line] == [
+        "no CUDA GPU is usable: the answers are for the CPU; --gpu a100 simulates one"
     ]
 
 
@@ -116,7 +119,7 @@ def test_show_prints_the_rank_beside_the_stated_priority(nsa, monkeypatch):
     assert rows["slot"][3:6] == ["workspace", "priority", "rank"]
     assert rows["cmp"][4:6] == ["0", "40"]
     assert rows["win"][4:6] == ["0", "-3"]
-    assert "rank          replaces the stated priority for this request" in done
+    assert "rank: replaces the stated priority for this request" in done
     (row,) = json.loads(nsa("backends", "show", "sdpa", "--json").out)["backends"]
     assert [(slot["priority"], slot["rank"]) for slot in row["slots"].values()] == [
         (0, 40),
@@ -177,10 +180,16 @@ def test_explain_marks_the_chosen_backend_of_each_slot(nsa, toy):
     }
     assert (slots["sel"]["asked"], slots["cmp"]["asked"]) == ("sdpa", None)
     lines = nsa("backends", "explain", "--sel", "sdpa").out.splitlines()
-    marked = [line.split()[:4] for line in lines if "*" in line]
-    assert [row[:3] for row in marked] == [
-        [slot, "*", "sdpa" if slot == "sel" else "picky"] for slot in SLOTS
-    ]
+    chosen, slots = {}, ""  # line of slots -> the line of its chosen candidate
+    for line in lines:
+        slots = line if line.split(",")[0] in SLOTS else slots
+        if line.startswith("  * "):
+            chosen[slots] = " ".join(line.split())
+    assert sorted(", ".join(chosen).split(", ")) == sorted(SLOTS)
+    assert chosen == {
+        **{slots: "* picky 9.9 accepted" for slots in chosen if slots != "sel"},
+        "sel": "* sdpa 0.1.0 accepted, chosen by name",
+    }
 
 
 def test_explain_prints_every_reason_and_exits_with_code_3(nsa, toy):
@@ -212,7 +221,7 @@ def test_explain_exits_with_code_3_for_an_unavailable_backend(nsa, monkeypatch):
         done = nsa("backends", *command)
         assert done.code == 0
         assert "kernels not implemented yet" in done.out
-        assert "use sdpa" in done.out
+        assert ("use sdpa" in done.out) == (command[0] != "list")
 
 
 def test_explain_passes_every_option_to_the_request(nsa, toy):
@@ -298,7 +307,7 @@ def test_safe_mode_reaches_the_registry(nsa, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("command", [["list"], ["show", "picky"], ["explain", "--head-dim", "128"]])
+@pytest.mark.parametrize("command", [["show", "picky"], ["explain", "--head-dim", "128"]])
 def test_piped_output_is_not_truncated_wrapped_or_coloured(nsa, toy, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -340,3 +349,78 @@ def test_conformance_without_pytest_prints_the_install_command(nsa, monkeypatch)
     reason = "nsa conformance needs pytest, which is not installed"
     message = f"nsa: {reason}; pip install 'nsa-verify[test]'\n"
     assert (done.code, done.out, done.err) == (3, "", message)
+
+
+def test_gpu_option_answers_for_another_machine(nsa):
+    document = json.loads(nsa("backends", "list", "--gpu", "a100", "--json").out)
+    assert document["simulated"]["title"] == "A100 (sm_80)"
+    assert document["request"].endswith("bfloat16 on cuda sm_80, prefill")
+    assert row_of(document, "sdpa")["status"] == "ready"
+    for command in (("list",), ("show", "sdpa"), ("explain",)):
+        out = nsa("backends", *command, "--gpu", "SM_75").out
+        assert "simulated: sm_75, not this machine" in out
+        assert f"software of this machine: torch {torch.__version__}" in out
+        assert "no CUDA GPU" not in out
+        assert "simulated: " not in nsa("backends", *command).out
+    t4 = json.loads(nsa("backends", "explain", "--gpu", "t4", "--json").out)
+    assert (t4["request"]["dtype"], t4["request"]["capability"]) == ("bfloat16", [7, 5])
+    assert {row["chosen"] for row in t4["slots"].values()} == {"sdpa"}
+
+
+def test_gpu_option_runs_triton_on_an_a100(nsa):
+    pytest.importorskip("triton")
+    a100 = json.loads(nsa("backends", "explain", "--gpu", "a100", "--json").out)
+    assert {row["chosen"] for row in a100["slots"].values()} == {"triton"}
+    assert nsa("backends", "explain", "--gpu", "a100").code == 0
+    assert nsa("backends", "explain", "--gpu", "t4", "--sel", "triton").code == 3
+
+
+def test_gpu_option_marks_facts_of_this_machine(nsa, monkeypatch):
+    reason = Reason("absent", "the package x is not installed", "pip install x")
+
+    class Probes:
+        @staticmethod
+        def probe(request):
+            old = request.device == "cuda" and request.capability < (9, 0)
+            return [*[Reason("old", "needs sm_90")] * old, reason]
+
+    monkeypatch.setitem(sys.modules, "absent_toy", Probes)
+    spec = dataclasses.replace(
+        discover().get("sdpa").spec, name="absent", probe="absent_toy:probe", rank=None
+    )
+    registry = discover().with_backend(spec, version="9.9")
+    monkeypatch.setattr(output, "find_backends", lambda: registry)
+    marked = "the package x is not installed [this machine]"
+    assert marked in nsa("backends", "list", "--gpu", "h100").out
+    for command in (("show", "absent"), ("explain",)):
+        out = nsa("backends", *command, "--gpu", "a100").out
+        assert marked in out
+        assert "needs sm_90" in out
+        assert "needs sm_90 [this machine]" not in out
+        assert "[this machine]" not in nsa("backends", *command).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list", "--gpu", "a1000"], "unknown GPU 'a1000'; did you mean 'a100'? (known: v100, t4,"),
+        (["show", "sdpa", "--gpu", "sm_81"], "unknown GPU 'sm_81'; did you mean 'sm_8"),
+        (["explain", "--gpu", ""], "unknown GPU ''"),
+        (["explain", "--gpu", "a100", "--device", "cpu"], "leave out --device cpu"),
+        (["list", "--gpu", "a100", "--no-probe"], "leave out --no-probe"),
+    ],
+)
+def test_gpu_option_refuses_what_it_cannot_answer(nsa, arguments, message):
+    done = nsa("backends", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_explain_prints_a_hint_once_and_refers_to_equal_reasons(nsa, toy):
+    out = nsa("backends", "explain", "--device", "cpu", "--head-dim", "128").out
+    assert out.count("needs cuda, got cpu\n") > out.count("hint: use sdpa instead\n") == 1
+    assert out.count("hint: use sdpa\n") == 1
+    assert out.count("head width 128 > 64") == 1
+    assert out.count("refused") == 0  # picky accepts no slot, so that it is unavailable
+    assert "unavailable: reasons as for cmp" in out

@@ -101,6 +101,7 @@ def test_the_command_runs_each_combination_and_prints_a_summary(
             "dtype": "d",
             "quantity": "o",
             "detail": "why",
+            **{"row": 1, "elem": None, "bias": None},
         }
         return [
             {
@@ -110,7 +111,9 @@ def test_the_command_runs_each_combination_and_prints_a_summary(
                 "dtypes": ["bfloat16"],
                 "text": {"name": "t"},
                 "interpreted": False,
-                "findings": [{**finding, "row": 1, "ok": remaining_verdicts.pop(0)}],
+                "named": named,
+                **{"preset": preset, "phase": phase, "seed": seed},
+                "findings": [{**finding, "ok": remaining_verdicts.pop(0)}],
             }
             for named in combinations
         ]

@@ -285,22 +285,39 @@ def test_ctrl_c_saves_and_exits_with_130(text, tmp_path):
         _, err = child.communicate(timeout=240)
     finally:
         child.kill()
-    assert (child.returncode, err.splitlines()[-1]) == (130, "nsa: interrupted")
-    records = log.read_log(out / log.FILE)[1]
-    assert checkpoint.read(out).facts["step"] == records[-1]["step"]
+    step = log.read_log(out / log.FILE)[1][-1]["step"]
+    assert (child.returncode, err.splitlines()[-3:]) == (
+        130,
+        [
+            f"nsa: ended by Ctrl-C; step {step} of 100000 is saved in {out / checkpoint.FILE}",
+            "To go on:",
+            f"nsa train --out {out} --device cpu --resume",
+        ],
+    )
+    assert checkpoint.read(out).facts["step"] == step
 
 
-def test_sigterm_saves_and_exits_with_143(nsa, text, tmp_path, monkeypatch):
+def test_sigterm_saves_and_prints_a_command_that_goes_on(nsa, text, tmp_path, monkeypatch):
     report = log.Log.write
-    monkeypatch.setattr(
-        log.Log, "write", lambda *given: (report(*given), signal.raise_signal(signal.SIGTERM))
-    )
-    done = nsa("train", "--out", str(tmp_path / "run"), "--data", text, *SMALL)
-    assert (done.code, done.err) == (
+    out = tmp_path / "my run"
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            log.Log, "write", lambda *given: (report(*given), signal.raise_signal(signal.SIGTERM))
+        )
+        arguments = ["--out", str(out), "--data", text, "--steps", "2", "--threads", "1", *SMALL]
+        done = nsa("train", *arguments)
+    command = f"nsa train --out '{out}' --device cpu --threads 1 --resume"
+    assert (done.code, done.err.splitlines()) == (
         143,
-        "nsa: ended by SIGTERM; step 1 is saved, --resume goes on\n",
+        [
+            f"nsa: ended by SIGTERM; step 1 of 2 is saved in {out / checkpoint.FILE}",
+            "To go on:",
+            command,
+        ],
     )
-    assert checkpoint.read(tmp_path / "run").facts["step"] == 1
+    assert checkpoint.read(out).facts["step"] == 1
+    assert nsa(*shlex.split(command)[1:]).code == 0
+    assert checkpoint.read(out).facts["step"] == 2
 
 
 def test_the_commands_in_the_training_docs_run(nsa, tmp_path, monkeypatch):

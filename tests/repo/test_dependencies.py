@@ -18,7 +18,13 @@ FOR_BACKENDS = {
     "nsa_core.fold",
     "nsa_core.dryrun",
 }
-FOR_ORACLE = {"nsa_core.config", "nsa_core.errors", "nsa_core.layout"}
+FOR_ORACLE = {
+    "nsa_core.hugging_face",
+    "nsa_core.util.text",
+    "nsa_core.config",
+    "nsa_core.errors",
+    "nsa_core.layout",
+}
 PACKAGES = (
     "nsa_core",
     "nsa_verify",

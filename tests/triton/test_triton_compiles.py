@@ -101,7 +101,7 @@ def test_the_file_is_written_one_entry_a_line() -> None:
     assert len(text.splitlines()) == len(TABLE["rows"]) + 2
 
 
-def test_block_gradients_of_16_heads_keep_their_products_asynchronous() -> None:
+def test_block_gradients_keep_their_products_asynchronous() -> None:
     """Serialized (C7515), sel_block_backward takes 10.95 ms instead of 8.52.
 
     On an H200 at 65536 tokens of 64/4/128.
@@ -110,8 +110,9 @@ def test_block_gradients_of_16_heads_keep_their_products_asynchronous() -> None:
         row
         for row in compile_table.rows({"bfloat16": ((96, 96), (128, 128), (192, 128))}, ("sel",))
         if row.title.startswith("sel_block_backward | sm_90 | sel |")
+        or row.title == "sel_block_backward | sm_90 | sel, h=4 | 96/96 bfloat16"
     ]
-    assert len(rows) == 3
+    assert len(rows) == 4
     for row in rows:
         cost = offline.cost(row.launch)
         assert "wgmma.mma_async" in cost.instructions, row.title

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from nsa_cli import health, trial_imports
+from nsa_cli import health, health_rows, trial_imports
 from nsa_cli.trial_imports import TrialResult
 from nsa_core.contract import Reason
 
@@ -132,9 +132,10 @@ def test_an_error_in_our_own_probe_is_reported_to_this_project(nsa, report, brok
     problem = report[1]["probe of backend fa2"]
     assert "ZeroDivisionError" in problem["message"]
     assert "this is a bug in NSA itself" in problem["message"]
-    listed = nsa("--safe", "backends", "list", path=broken_site).stdout
-    assert "this is a bug in NSA itself: please report it with the output of `nsa env`" in listed
-    assert "author" not in listed
+    shown = nsa("--safe", "backends", "show", "fa2", path=broken_site).stdout
+    assert "this is a bug in NSA itself: please report it with the output of `nsa env`" in shown
+    assert "broken: its probe raised ZeroDivisionError" in shown
+    assert "author" not in shown
 
 
 def test_a_broken_torch_exits_with_code_4_and_a_fix(nsa, tmp_path) -> None:
@@ -146,11 +147,12 @@ def test_a_broken_torch_exits_with_code_4_and_a_fix(nsa, tmp_path) -> None:
     assert "libcudart.so.12" in done.stdout
     assert "pip install --force-reinstall torch" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+    assert done.stdout.count("torch cannot be imported") == 4  # three backends and the GPU
 
 
 def test_the_block_has_no_path_and_no_user(report, monkeypatch, capsys) -> None:
     monkeypatch.setenv("LOGNAME", "janedoe")
-    health.print_block(report[0])
+    health_rows.print_block(report[0])
     out = capsys.readouterr().out
     assert "cannot read .../libx.so.1, ask USER" in out
     assert "janedoe" not in out

@@ -117,27 +117,33 @@ def test_rows_01_02_03_empty_and_single(lead):
 
 # Changes to valid arguments, and texts of the error. Rows refer to the fault table.
 REFUSED = {
-    "row11-heads": (lambda g: {"q": g.q[:, :, :3]}, ["q has Hq = 3, expected 4"]),
-    "row15-rank": (lambda g: {"q": g.q[0]}, ["q must have 4 axes"]),
+    "row11-heads": (
+        lambda g: {"q": g.q[:, :, :3]},
+        ["q has 3 query heads, but config.n_heads is 4 ("],
+    ),
+    "row15-rank": (lambda g: {"q": g.q[0]}, ["q must be [B, S, Hq, Dk], got [12, 4, 8]"]),
     "row15-k": (
         lambda g: {"k": (g.k[0], g.k[1][:, :-1], g.k[2])},
-        ["k[sel] has S = 11, expected 12"],
+        ["k[sel] has 11 tokens, but q, k[cmp], k[win], v[cmp]"],
     ),
     "row15-v": (
         lambda g: {"v": (g.v[0], g.v[1], g.v[2][..., :5])},
-        ["v[win] has Dv = 5, expected 6"],
+        ["v[win] has heads of width 5, but config.v_head_dim is 6 ("],
     ),
-    "row15-gates": (lambda g: {"gates": g.gates[..., :2]}, ["gates has 3 = 2"]),
+    "row15-gates": (
+        lambda g: {"gates": g.gates[..., :2]},
+        ["with a factor for each of cmp, sel and win, got 2 factors ("],
+    ),
     "row15-blocks": (
         lambda g: {"blocks": torch.zeros(1, 12, 1, 4).int()},
-        ["blocks has G = 1, expected 2"],
+        ["blocks have 1 key/value head, but config.n_kv_heads is 2 ("],
     ),
     "row15-k_cmp": (
         lambda g: {
             "k_cmp": torch.randn(1, 3, 2, 8).double(),
             "v_cmp": torch.randn(1, 2, 2, 6).double(),
         },
-        ["k_cmp has C = 3, expected 2"],
+        ["k_cmp has 3 compressed tokens, but 12 tokens have 2 for blocks of 8 tokens every 4"],
     ),
     "row15-half": (lambda g: {"k_cmp": torch.randn(1, 2, 2, 8).double()}, ["pass both or neither"]),
     "row15-two": (lambda g: {"k": g.k[:2]}, ["k must be one tensor or three", "tuple of length 2"]),
@@ -145,16 +151,19 @@ REFUSED = {
     "row15-number": (lambda g: {"q": 3.0}, ["q must be a tensor, got float"]),
     "row15-many": (
         lambda g: {"q": g.q[..., :6], "gates": g.gates[:, :4]},
-        ["q has Dk = 6, expected 8", "gates has S = 4, expected 12"],
+        ["q has heads of width 6, but config.head_dim is 8", "gates have 4 tokens, but q"],
     ),
     "row20-mixed": (
         lambda g: {"k": (g.k[0].float(), *g.k[1:])},
-        ["must share one dtype", "k[cmp] [1, 12, 2, 8] float32"],
+        ["k[cmp] is float32, but q, ", "pass k[cmp].to(torch.float64) ("],
     ),
-    "row21-int8": (lambda g: {n: _map(getattr(g, n), torch.int8) for n in "qkv"}, ["got int8"]),
+    "row21-int8": (
+        lambda g: {n: _map(getattr(g, n), torch.int8) for n in "qkv"},
+        ["v[win] are int8: pass bfloat16, "],
+    ),
     "row21-complex": (
         lambda g: {n: _map(getattr(g, n), torch.complex64) for n in "qkv"},
-        ["got complex64"],
+        ["v[win] are complex64: pass bfloat16, "],
     ),
     "row22-gates": (lambda g: {"gates": g.gates.float()}, ["gates must be float64 beside float64"]),
     "row22-gates-bf16": (
@@ -163,7 +172,7 @@ REFUSED = {
     ),
     "row26-devices": (
         lambda g: {"gates": g.gates.to("meta")},
-        ["all tensors must be on one device", "meta"],
+        ["gates are on meta, but q, ", "are on cpu: pass gates.to('cpu') ("],
     ),
     "row30-floats": (lambda g: {"blocks": torch.zeros(1, 12, 2, 4)}, ["blocks must be integers"]),
     "row30-bool": (
@@ -266,7 +275,10 @@ def test_row_30_large_integers_do_not_wrap_into_range(dtype):
 def test_plan_for_another_call_is_refused():
     tensors = inputs(CONFIG, 1, 12)
     for plan, text in (
-        (dense_plan(small(window_size=3)), "plan is for NSAConfig"),
+        (
+            dense_plan(small(window_size=3)),
+            "plan is for window_size=3, but the call has window_size=9: resolve",
+        ),
         (
             dense_plan(CONFIG, torch.float32),
             "plan is for float32 on cpu, but the tensors are float64 on cpu",

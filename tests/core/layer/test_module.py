@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import io
 import pickle
 
@@ -150,7 +151,7 @@ def test_state_dict_round_trip(name):
 
 def test_copies_and_pickles_carry_no_plan():
     attn, x = (
-        NSAttention(small(), backends={"win": "a", "sel": "b"}, layer=3).double(),
+        NSAttention(small(), backends={"win": "sdpa", "sel": "fa2"}, layer=3).double(),
         torch.randn(1, 30, 24).double(),
     )
     before = attn(x)
@@ -247,6 +248,52 @@ def test_invalid_inputs_are_refused_before_any_launch(name):
     for text in expected:
         assert text in str(caught.value)
     assert not calls
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"attn_mask": 1}, "attn_mask is not supported: NSA is causal, .*nsa_core.unpad"),
+        ({"past_key_values": ()}, r"past_key_values is not supported: pass cache=.*new_cache\(\)"),
+        ({"use_cache": True}, "use_cache is not supported: pass cache="),
+        ({"position_ids": torch.arange(9)}, "position_ids is not supported: .*cu_seqlens="),
+        ({"is_causal": False}, "is_causal must be True"),
+        ({"need_weights": True}, r"need_weights is not supported: .*stats\(\)"),
+        ({"dropout_p": 0.1}, "dropout_p must be 0"),
+        ({"encoder_hidden_states": 1}, "encoder_hidden_states: NSA is self-attention only"),
+    ],
+)
+@pytest.mark.parametrize("cached", [False, True])
+def test_keywords_of_other_layers_are_refused_by_name(keywords, message, cached):
+    attn = layer_of()
+    cache = {"cache": attn.new_cache(2, 16)} if cached else {}
+    with pytest.raises(InvalidInput, match=message):
+        attn(torch.randn(2, 9, 24).double(), **keywords, **cache)
+
+
+def test_keywords_of_other_layers_without_effect_are_accepted():
+    torch._dynamo.reset()
+    attn, x = layer_of(), torch.randn(2, 9, 24).double()
+    none = dict.fromkeys(("attention_mask", "context", "key_value_states", "past_key_values"))
+    other = {**none, "is_causal": True, "need_weights": False, "dropout_p": 0.0, "use_cache": False}
+    assert torch.equal(attn(x, **other), attn(x))
+    compiled = torch.compile(attn, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, **other), attn(x))
+
+
+def test_unknown_keywords_suggest_a_similar_one():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'plna'; did you mean 'plan'"):
+        layer_of()(torch.randn(2, 9, 24).double(), plna=None)
+    parameters = inspect.signature(NSAttention.forward).parameters
+    own = ["self", "x", "cu_seqlens", "max_seqlen", "plan", "cache", "new"]
+    assert list(parameters) == [*own, "other"]
+
+
+def test_x_with_the_width_first_is_named():
+    with pytest.raises(
+        InvalidInput, match=r"it looks like \[B, dim, S\], pass x.transpose\(1, 2\)"
+    ):
+        layer_of()(torch.randn(2, 24, 9).double())
 
 
 @pytest.mark.parametrize(("field", "value"), [("dropout", 0.1), ("causal", False)])

@@ -78,9 +78,9 @@ def test_rows_33_42_grad_modes_give_the_same_bits(planned):
 
 
 def test_plan_is_the_plan_of_the_last_call(planned):
-    attn = NSAttention(small(), backends={"sel": "one", "win": "two"}).double()
+    attn = NSAttention(small(), backends={"sel": "sdpa", "win": "triton"}).double()
     assert attn.plan.requests["cmp"].dtype == "float64"  # before any forward
-    assert planned[-1]["backends"] == {"sel": "one", "win": "two"}
+    assert planned[-1]["backends"] == {"sel": "sdpa", "win": "triton"}
     assert attn.plan is attn.plan
     attn(torch.randn(9, 24).double(), boundaries(9))
     assert attn.plan.requests["cmp"].varlen

@@ -211,7 +211,8 @@ def test_invalid_backends_are_refused_on_construction(backends, message):
 @pytest.mark.parametrize("config", [None, {"dim": 64}])
 def test_arguments_that_are_not_configs_are_refused(config):
     tensors = inputs(CONFIG, 2, 9)
-    for construct in (NSAttention, resolve, lambda config: nsa_attention(*tensors, config=config)):
+    attend = lambda config: nsa_attention(*tensors, config=config)  # noqa: E731
+    for construct in (NSAttention, resolve, *([attend] if config else [])):
         with pytest.raises(
             InvalidInput, match=f"config must be an NSAConfig, got {type(config).__name__}"
         ):

@@ -44,8 +44,16 @@ def part_key(slot: str, plan: Plan) -> str:
     return f"{slot} {plan.choices[slot].backend}"
 
 
+def combo_of(key: str, plans: Mapping[str, Plan]) -> str:
+    """Return the combination whose total or kernel a workload times; "" for a baseline."""
+    for name, plan in plans.items():
+        if key in (TOTAL + name, "compress", *(part_key(slot, plan) for slot in SLOTS)):
+            return name
+    return ""
+
+
 def cell_workloads(
-    x: Inputs,
+    inputs: Callable[[], Inputs],
     config: NSAConfig,
     phase: str,
     plans: Mapping[str, Plan],
@@ -56,24 +64,25 @@ def cell_workloads(
 
     The order is dense kernels, "total <combo>", other rivals and, if ``parts``, each kernel alone.
     A time limit drops workloads from the end. The key of a baseline is its name; the key of a
-    kernel alone is "<slot> <backend>", or "compress".
+    kernel alone is "<slot> <backend>", or "compress". ``inputs`` is called when a workload is set
+    up, so that workloads which run in a child process need no inputs in this one.
     """
     workloads: list[Workload] = []
     for baseline in (b for b in baselines if b.kind == "dense"):
         workloads.append(
             Workload(
                 baseline.name,
-                _phased(_baseline_call(baseline, x), _leaves(x)[:3], x.do, phase),
+                lambda baseline=baseline: _baseline_make(baseline, inputs(), 3, phase)(),  # type: ignore[misc]
                 True,
             )
         )
     for name, plan in plans.items():
         workloads.append(
-            Workload(TOTAL + name, _phased(_core(config, plan), _leaves(x), x.do, phase), True)
+            Workload(TOTAL + name, lambda plan=plan: _core(inputs(), config, plan, phase)(), True)  # type: ignore[misc]
         )
     for baseline in (b for b in baselines if b.kind != "dense"):
-        make = _phased(_baseline_call(baseline, x), _leaves(x), x.do, phase)
-        workloads.append(Workload(baseline.name, guarded(make), True))
+        make = guarded(lambda baseline=baseline: _baseline_make(baseline, inputs(), 4, phase)())  # type: ignore[misc]
+        workloads.append(Workload(baseline.name, make, True))
     if not parts:
         return workloads
     seen: set[str] = set()
@@ -83,9 +92,16 @@ def cell_workloads(
             has_phase = slot != "select" or phase != "backward"  # select has no backward
             if key not in seen and has_phase:
                 seen.add(key)
-                workloads.append(kernel_workload(x, config, plan, slot, phase))
+                workloads.append(
+                    Workload(
+                        key,
+                        lambda plan=plan, slot=slot: kernel_workload(  # type: ignore[misc]
+                            inputs(), config, plan, slot, phase
+                        ).make(),
+                    )
+                )
     if plans:
-        workloads.append(Workload("compress", _compress(x, config, phase)))
+        workloads.append(Workload("compress", lambda: _compress(inputs(), config, phase)()))
     return workloads
 
 
@@ -122,12 +138,20 @@ def _leaves(x: Inputs) -> list[torch.Tensor]:
     return [getattr(x, name) for name in LEAVES]
 
 
-def _core(config: NSAConfig, plan: Plan) -> Callable[..., Any]:
-    return lambda q, k, v, gates: nsa_attention(q, k, v, gates, config=config, plan=plan)
+def _core(x: Inputs, config: NSAConfig, plan: Plan, phase: str) -> Callable[[], Call]:
+    def forward(*leaves: torch.Tensor) -> torch.Tensor:
+        return nsa_attention(*leaves, config=config, plan=plan)
+
+    return _phased(forward, _leaves(x), x.do, phase)
 
 
-def _baseline_call(baseline: Baseline, x: Inputs) -> Callable[..., Any]:
-    return lambda *leaves: baseline.forward(dataclasses.replace(x, **dict(zip(LEAVES, leaves))))
+def _baseline_make(baseline: Baseline, x: Inputs, leaves: int, phase: str) -> Callable[[], Call]:
+    """Return the setup function of a baseline that uses the first ``leaves`` of the inputs."""
+
+    def forward(*own: torch.Tensor) -> torch.Tensor:
+        return baseline.forward(dataclasses.replace(x, **dict(zip(LEAVES, own))))
+
+    return _phased(forward, _leaves(x)[:leaves], x.do, phase)
 
 
 def _compress(x: Inputs, config: NSAConfig, phase: str) -> Callable[[], Call]:

@@ -62,7 +62,22 @@ def _run_until(run: Run, last: str) -> None:
         run(part_ended)
 
 
-class CpuClock:
+class _FirstCall:
+    """The first call of a workload, which its limit may end."""
+
+    def sample(self, call: Callable[[], Any], calls: int) -> float:
+        """Return the milliseconds per call over ``calls`` calls."""
+        raise NotImplementedError
+
+    def first_call(self, workload: Workload) -> tuple[Callable[[], Any], float]:
+        """Set up a workload and call it once; return the call and its milliseconds."""
+        with workload.limited():
+            call = workload.make()
+        with workload.limited():
+            return call, self.sample(call, 1)
+
+
+class CpuClock(_FirstCall):
     """Wall time on the CPU.
 
     glibc returns freed blocks above a threshold to the system, and the next call faults the pages
@@ -102,8 +117,7 @@ class CpuClock:
 
     def prepare(self, workload: Workload) -> Prepared:
         """Set up and warm up; memory that the setup allocates and keeps is not counted."""
-        call = workload.make()
-        first = self.sample(call, 1)
+        call, first = self.first_call(workload)
         estimate = self.sample(call, 1) if first < 200 else first
         peak = self._peak_bytes(call) if workload.measure_memory else 0
         calls = max(1, round(SAMPLE_MS / max(estimate, 1e-3)))
@@ -123,7 +137,7 @@ class CpuClock:
         return peak
 
 
-class CudaClock:
+class CudaClock(_FirstCall):
     """Device time on the current CUDA device."""
 
     def __init__(self, device: str) -> None:
@@ -152,8 +166,7 @@ class CudaClock:
 
         The first call compiles kernels, so only later calls are timed.
         """
-        call = workload.make()
-        self.sample(call, 1)
+        call, _ = self.first_call(workload)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -286,8 +299,9 @@ class EagerClock:
 
     def prepare(self, workload: Workload) -> Prepared:
         """Set up and warm up."""
-        call = workload.make()
-        self.sample(call, 3)
+        with workload.limited():
+            call = workload.make()
+            self.sample(call, 3)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         estimate = self.sample(call, self.CALLS)

@@ -20,14 +20,14 @@ class Change:
     old_ms: float | None
     new_ms: float | None
     ratio: float | None  # new over old; None if one of them is missing
-    verdict: str  # slower, faster, same, lost, gained, missing
+    verdict: str  # slower, faster, same, lost, gained, missing, new
     note: str = ""  # set if the two were timed with different methods
 
 
 def compare(old: Result, new: Result, *, fail_over: float, force: bool = False) -> list[Change]:
     """Compare each time in ``old`` with the same time in ``new``.
 
-    Times that only ``new`` has are ignored. If only one of the two was timed as a CUDA graph, the
+    If only one of the two was timed as a CUDA graph, the
     eager times are compared where both have one, because a new capture rule makes no kernel faster.
     A call that can no longer be captured is compared with its old graph time.
 
@@ -38,10 +38,10 @@ def compare(old: Result, new: Result, *, fail_over: float, force: bool = False) 
         force: Compare results of different machines or settings too.
 
     Returns:
-        One change per time in ``old``. Its verdict is one of: "slower", if the median grew by more
-        than ``fail_over`` and the quartiles do not overlap; "faster", likewise; "lost", if a time
-        became null (failed gate, out of memory); "gained", the reverse; "missing", if ``new`` did
-        not measure it; otherwise "same".
+        One change per time in either file. Its verdict is one of: "slower", if the median grew by
+        more than ``fail_over`` and the quartiles do not overlap; "faster", likewise; "lost", if a
+        time became null (failed gate, out of memory); "gained", the reverse; "missing", if ``new``
+        did not measure a time of ``old``; "new", if only ``new`` measured it; otherwise "same".
 
     Raises:
         InvalidInput: Devices, threads, blocks or the source of real inputs differ (unless
@@ -66,12 +66,39 @@ def compare(old: Result, new: Result, *, fail_over: float, force: bool = False) 
     before, after = _performances(old), _performances(new)
     if not before.keys() & after.keys():
         raise InvalidInput("the results have no measurement in common")
-    return [_change(key, before[key], after.get(key, "missing"), fail_over) for key in before]
+    changes = [_change(key, before[key], after[key], fail_over) for key in before if key in after]
+    for key, performance in before.items():
+        # A time that neither file has is not missing. A total that is no CUDA graph is eager.
+        is_compared = key[-1] == "eager" and (*key[:-1], "total") in after
+        if key not in after and performance is not None and not is_compared:
+            changes.append(
+                Change(key, performance.median_ms, None, None, "missing", why_missing(new, key))
+            )
+    for key, performance in after.items():
+        is_compared = key[-1] == "eager" and (*key[:-1], "total") in before
+        if key not in before and performance is not None and not is_compared:
+            changes.append(Change(key, None, performance.median_ms, None, "new"))
+    return changes
 
 
-def regressed(changes: list[Change]) -> list[Change]:
-    """Return the changes that make a comparison fail: slower and lost times."""
-    return [change for change in changes if change.verdict in ("slower", "lost")]
+def regressed(changes: list[Change], allow_missing: bool = False) -> list[Change]:
+    """Return the changes that make a comparison fail: slower, lost and missing times.
+
+    Args:
+        changes: The changes.
+        allow_missing: Tolerate times that the new file did not measure.
+    """
+    failing = ("slower", "lost") if allow_missing else ("slower", "lost", "missing")
+    return [change for change in changes if change.verdict in failing]
+
+
+def why_missing(result: Result, key: Key) -> str:
+    """Return the reason that ``result`` states for a time that it did not measure, or ""."""
+    for m in result.measurements:
+        if _key(m, key[-1]) == key:
+            part = m.parts.get(key[-1])
+            return m.reason or (part.reason if part else "")
+    return ""
 
 
 def _setting(result: Result, name: str) -> object:
@@ -106,12 +133,8 @@ def _key(m: Measurement, part: str) -> Key:
     )
 
 
-def _change(
-    key: Key, old: Performance | None, new: Performance | str | None, fail_over: float
-) -> Change:
+def _change(key: Key, old: Performance | None, new: Performance | None, fail_over: float) -> Change:
     before = old.median_ms if old else None
-    if isinstance(new, str):
-        return Change(key, before, None, None, new)
     after = new.median_ms if new else None
     if old is None or new is None:
         return Change(

@@ -29,7 +29,8 @@ from nsa_bench.decode_workloads import (
 )
 from nsa_bench.environment import machine
 from nsa_bench.gate import NOT_CORRECT, Gate, gate_case
-from nsa_bench.result import Interrupted, Measurement, Part, Result
+from nsa_bench.limits import GRACE_S, Limits
+from nsa_bench.result import EAGER, LAYER, UNFUSED, Interrupted, Measurement, Part, Result
 from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.shapes import PAPER_BLOCKS, Shape, parse_shape
 from nsa_bench.timing import (
@@ -38,6 +39,7 @@ from nsa_bench.timing import (
     LATE,
     METHODS,
     Outcome,
+    TimeUp,
     Workload,
     measure,
 )
@@ -55,7 +57,6 @@ from nsa_verify.checks.decode_parity import Step, decode_parity
 from nsa_verify.combination import Combination, ready_combinations
 
 REPEATS = 5  # minimum number of rounds; the spread of this many repeats is reported
-UNFUSED, EAGER, LAYER = ", slots one by one", ", eager", ", layer step"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class DecodeSettings:
         seed: Seed of the random tensors.
         budget_s: Seconds of samples per workload.
         cell_limit_s: Seconds after which a cell prepares no further workload.
-        time_limit_s: Seconds after which the run prepares no further workload.
+        time_limit_s: Seconds after which the run ends: nothing more is judged or prepared.
     """
 
     cells: Sequence[DecodeCell] = ()
@@ -131,6 +132,8 @@ class DecodeBench:
         self._deadline = self._started + settings.time_limit_s
         self._gates: list[Gate] = []
         self._judged: set[tuple[Any, ...]] = set()
+        self._unjudged: set[tuple[str, str, str]] = set()  # combination, shape, dtype
+        self._limits = Limits(deadline=self._deadline)
         self._measurements: list[Measurement] = []
         self._skipped: dict[str, str] = {}
         self._combos: dict[str, dict[str, str]] = {}
@@ -157,7 +160,8 @@ class DecodeBench:
         """
         s, peaks, left = self.settings, dict[str, Peaks](), len(self.cells())
         self._stop = stop
-        with stop.stop_on_interrupt():
+        environment = self._versions | machine(s.device)  # after a signal it would take too long
+        with stop.stop_on_interrupt(GRACE_S):
             plans = {
                 (cell, dtype): self._plan_and_judge(cell, dtype) for cell, dtype in self.cells()
             }
@@ -177,7 +181,7 @@ class DecodeBench:
                 advance(f"{cell.shape.name}, {dtype}, B={cell.batch}, S={cell.length}")
         return Result(
             settings=s.as_json(),
-            environment=self._versions | machine(s.device),
+            environment=environment,
             combos=self._combos,
             skipped=self._skipped,
             peaks=peaks,
@@ -224,9 +228,14 @@ class DecodeBench:
             combination = dataclasses.replace(
                 combo, device=self.settings.device, registry=self.registry
             )
-            self._gates.append(
-                decode_gate(combo.name, combination, config, cell, dtype, self.settings.seed)
-            )
+            try:
+                with self._limits.until_deadline():
+                    gate = decode_gate(
+                        combo.name, combination, config, cell, dtype, self.settings.seed
+                    )
+                self._gates.append(gate)
+            except TimeUp:
+                self._unjudged.add((combo.name, cell.shape.name, dtype_name(dtype)))
 
     def _measure_cell(
         self, cell: DecodeCell, dtype_text: str, plans: dict[str, Plan], peaks: Peaks
@@ -237,13 +246,19 @@ class DecodeBench:
             for g in self._gates
             if not g.ok and (g.shape, g.dtype) == (cell.shape.name, dtype_text)
         }
-        timed = {name: plan for name, plan in plans.items() if name not in failed_combos}
+        unjudged = {name for name in plans if (name, cell.shape.name, dtype_text) in self._unjudged}
+        timed = {
+            name: plan
+            for name, plan in plans.items()
+            if name not in failed_combos and name not in unjudged
+        }
         outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in failed_combos}
         subjects: dict[str, str] = dict.fromkeys(plans, "combo")
         config, cuda = layer_config(cell.shape, tuple(s.blocks)), s.device.startswith("cuda")
         try:
-            x = make_state(cell, config, dtype, s.device, s.seed)
-            rivals, skipped = dense_workloads(x, config)
+            with self._limits.until_deadline():
+                x = make_state(cell, config, dtype, s.device, s.seed)
+                rivals, skipped = dense_workloads(x, config)
             self._skipped |= {
                 f"{name}, {cell.shape.name} {dtype_text}": why for name, why in skipped.items()
             }
@@ -251,6 +266,7 @@ class DecodeBench:
             workloads = [*rivals]
             for name, plan in timed.items():
                 workloads += self._steps(name, plan, x, cell, dtype)
+            workloads = [dataclasses.replace(w, limited=self._limits.first_call) for w in workloads]
             limits: dict[str, Any] = {"budget_s": s.budget_s, "deadline": self._deadline}
             limits |= {"limit_s": s.cell_limit_s, "stop": self._stop}
             outcomes |= measure(workloads, self._clock, **limits, min_rounds=REPEATS)
@@ -264,8 +280,11 @@ class DecodeBench:
             for name, plan in timed.items():
                 if self._stop.received or time.monotonic() > self._deadline:
                     break  # a part without a time then has its step's reason, or none
-                slot_times = within_step(plan, x, self._clock, s.budget_s)
+                with self._limits.until_deadline():
+                    slot_times = within_step(plan, x, self._clock, s.budget_s)
                 outcomes |= {slot_key(name, slot): Outcome(t) for slot, t in slot_times.items()}
+        except TimeUp:  # _record() gives the reason
+            pass
         except torch.OutOfMemoryError:
             outcomes |= {
                 name: Outcome(reason="out of memory") for name in subjects if name not in outcomes

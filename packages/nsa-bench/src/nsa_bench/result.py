@@ -18,6 +18,8 @@ from nsa_core.util.interruption import Interruption
 
 SCHEMA_VERSION = 1
 KIND = "nsa-bench"
+# Suffixes of subjects in a decode result.
+UNFUSED, EAGER, LAYER = DECODE_SUFFIXES = (", slots one by one", ", eager", ", layer step")
 
 Series = tuple[str, str, str, str, int]  # shape, dtype, inputs, phase, batch
 

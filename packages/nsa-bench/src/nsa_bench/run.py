@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,26 +17,38 @@ from typing import Any
 
 import torch
 
-from nsa_bench import cells, entries, roofline
+from nsa_bench import cells, entries, remote, roofline
 from nsa_bench.baselines import Baseline, dense_baselines
 from nsa_bench.cells import Cell
 from nsa_bench.clocks import clock_for
 from nsa_bench.crossover import crossovers
 from nsa_bench.environment import machine
+from nsa_bench.estimates import CHILD_MS, SLOWDOWN, Estimates, probe_length
 from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, run_gate
-from nsa_bench.inputs import load_models, make_inputs
+from nsa_bench.inputs import Inputs, load_models, make_inputs
+from nsa_bench.limits import GRACE_S, Limits
 from nsa_bench.result import Interrupted, Measurement, Part, Result
 from nsa_bench.rivals import check_rivals, rivals
 from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.shapes import PAPER_BLOCKS, Shape
-from nsa_bench.timing import FAILED, INTERRUPTED, LATE, METHODS, NOT_MEASURED, Outcome, measure
+from nsa_bench.timing import (
+    FAILED,
+    INTERRUPTED,
+    LATE,
+    METHODS,
+    Outcome,
+    Prepared,
+    TimeUp,
+    Workload,
+    measure,
+)
 from nsa_core.config import NSAConfig
 from nsa_core.contract import LONG_SEQUENCE, SLOTS
 from nsa_core.dispatch.default_plan import is_long
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dispatch.registry import Registry
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_core.util.text import describe_error
 from nsa_verify.combination import Combination, ready_combinations
@@ -62,9 +74,11 @@ class Settings:
         text_name: Name of the text in the result file.
         checkpoints: Models for real inputs, one per shape; empty for an untrained layer.
         budget_s: Seconds of samples per workload.
-        max_call_s: Skip calls that are expected to take longer than this many seconds.
+        max_call_s: Skip calls that are expected to take longer than this many seconds, and end
+            calls that do.
         cell_limit_s: Seconds after which a cell prepares no further workload.
-        time_limit_s: Seconds after which the run prepares no further workload.
+        time_limit_s: Seconds after which the run ends: nothing more is prepared, and slow calls
+            are ended.
     """
 
     shapes: Sequence[Shape]
@@ -135,10 +149,15 @@ class Bench:
         self._deadline = self._started + settings.time_limit_s
         # (shape, dtype, whether the sequence is long) -> combination -> plan
         self._plans: dict[tuple[str, str, bool], dict[str, Plan]] = {}
+        # (combination, shape, dtype) -> how the user named it
+        self._combinations: dict[tuple[str, str, str], Combination] = {}
         self._gates: list[Gate] = []
+        self._unjudged: set[tuple[str, str, str]] = set()  # the keys without a complete verdict
         self._measurements: list[Measurement] = []
         self._skipped: dict[str, str] = {}
-        self._known_ms: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
+        self._estimates = Estimates()
+        self._limits = Limits.of_run(self._deadline, settings.max_call_s, settings.device)
+        self._stop = NEVER
         self._combos: dict[str, dict[str, str]] = {}
         self._dense: dict[str, list[Baseline]] = {}
         self._models = load_models(settings.checkpoints, settings.shapes, settings.inputs)
@@ -173,16 +192,17 @@ class Bench:
         """
         s, peaks, left = self.settings, dict[str, Peaks](), len(self.cells())
         self._stop = stop
-        with stop.stop_on_interrupt():
+        environment = self._versions | machine(s.device)  # after a signal it would take too long
+        with stop.stop_on_interrupt(GRACE_S):
+            peaks |= {
+                name: roofline.measure_peaks(s.device, getattr(torch, name)) for name in s.dtypes
+            }
+            self._clock = clock_for(s.device)
+            if any(self._may_be_slow(cell, peaks[cell.dtype]) for cell in self.cells()):
+                remote.preload([__name__])  # while the gates run
             for shape, dtype in itertools.product(s.shapes, s.dtypes):
                 self._plan_and_judge(shape, dtype)
                 advance(f"gate {shape.name}, {dtype}")
-            if not stop.received:
-                peaks |= {
-                    name: roofline.measure_peaks(s.device, getattr(torch, name))
-                    for name in s.dtypes
-                }
-                self._clock = clock_for(s.device)
             for cell in self.cells():
                 if stop.received:
                     break
@@ -194,7 +214,7 @@ class Bench:
             | {
                 "checkpoints": {name: checkpoint.facts for name, checkpoint in self._models.items()}
             },
-            environment=self._versions | machine(s.device),
+            environment=environment,
             combos=self._combos,
             skipped=self._skipped,
             peaks=peaks,
@@ -226,15 +246,26 @@ class Bench:
                 self._plan(case.config, dtype, combo, long),
             )
             self._plans.setdefault((shape.name, dtype_name, long), {})[combo.name] = plan
+            self._combinations[combo.name, shape.name, dtype_name] = combo
             where = f"{shape.name} {dtype_name}" + f" from {LONG_SEQUENCE} tokens on" * long
             entries.record_backends(self._combos, combo.name, plan, where)
             backends = {slot: choice.backend for slot, choice in gate_plan.choices.items()}
             if (combo, backends) not in judged:
                 judged.append((combo, backends))
-                gate = run_gate(
-                    combo.name, gate_plan, case, dtype, s.device, self._gradients, shape.name
-                )
-                self._gates.append(gate)
+                try:
+                    with self._limits.until_deadline():
+                        gate = run_gate(
+                            combo.name,
+                            gate_plan,
+                            case,
+                            dtype,
+                            s.device,
+                            self._gradients,
+                            shape.name,
+                        )
+                    self._gates.append(gate)
+                except TimeUp:
+                    self._unjudged.add((combo.name, shape.name, dtype_name))
 
     def _plan(self, config: NSAConfig, dtype: torch.dtype, combo: Combination, long: bool) -> Plan:
         """Return the plan that a call with these backends would use."""
@@ -262,17 +293,16 @@ class Bench:
 
     def _measure_cell(self, cell: Cell, peaks: Peaks) -> None:
         s = self.settings
-        gates = [
-            gate for gate in self._gates if (gate.shape, gate.dtype) == (cell.shape, cell.dtype)
-        ]
-        correct = {gate.combo for gate in gates} - {gate.combo for gate in gates if not gate.ok}
         plans = self._plans_of(cell)
         baselines = {baseline.name: baseline for baseline in self._baselines(cell)}
-        reasons: dict[str, str] = {name: NOT_CORRECT for name in plans if name not in correct}
+        reasons = self._not_judged(cell)
+        subjects = {cells.TOTAL + name: name for name in plans if name not in reasons}
+        subjects |= {name: name for name in baselines}
+        reasons |= self._probe(cell, subjects, peaks)
         reasons |= {
             name: reason
-            for name in [*plans, *baselines]
-            if name not in reasons and (reason := self._too_long(cell, name))
+            for key, name in subjects.items()
+            if (reason := self._estimates.too_long(cell, key, s.max_call_s))
         }
         timed_plans = {name: plan for name, plan in plans.items() if name not in reasons}
         timed_baselines = [b for name, b in baselines.items() if name not in reasons]
@@ -286,62 +316,155 @@ class Bench:
                 reasons |= dict.fromkeys(
                     [*timed_plans, *baselines], f"{FAILED}: {describe_error(error)}"
                 )
+        for key, outcome in outcomes.items():
+            if outcome.performance is not None:
+                self._estimates.add(cell, key, outcome.performance.median_ms)
         self._record(cell, peaks, outcomes, reasons, [*plans], baselines)
         gc.collect()  # retained autograd graphs hold most of the memory
         if s.device.startswith("cuda"):
             with contextlib.suppress(RuntimeError):
                 torch.cuda.empty_cache()
 
+    def _not_judged(self, cell: Cell) -> dict[str, str]:
+        """Return the combinations of a cell that may not be timed, and the reason of each."""
+        where = (cell.shape, cell.dtype)
+        gates = [gate for gate in self._gates if (gate.shape, gate.dtype) == where]
+        unjudged = {combo for combo, *rest in self._unjudged if tuple(rest) == where}
+        reasons = dict.fromkeys(unjudged, INTERRUPTED if self._stop.received else LATE)
+        return reasons | {gate.combo: NOT_CORRECT for gate in gates if not gate.ok}
+
     def _time_workloads(
         self, cell: Cell, timed_plans: dict[str, Plan], timed_baselines: list[Baseline]
     ) -> dict[str, Outcome]:
         s = self.settings
-        x = make_inputs(
-            cell.inputs,
-            cell.config,
-            batch=cell.batch,
-            length=cell.length,
-            dtype=getattr(torch, cell.dtype),
-            device=s.device,
-            seed=s.seed,
-            text=s.text,
-            model=self._models[cell.shape].model if self._models else None,
-        )
+        with contextlib.ExitStack() as children:
+            return measure(
+                [
+                    self._limited(cell, workload, timed_plans, children)
+                    for workload in self._workloads(cell, timed_plans, timed_baselines)
+                ],
+                self._clock,
+                budget_s=s.budget_s,
+                deadline=self._deadline,
+                limit_s=s.cell_limit_s,
+                stop=self._stop,
+            )
+
+    def _workloads(
+        self, cell: Cell, plans: dict[str, Plan], baselines: list[Baseline]
+    ) -> list[Workload]:
+        s = self.settings
         # The kernels of "both" are timed alone only if forward and backward are not measured.
         parts = cell.phase != "both" or not {"forward", "backward"} <= {*s.phases}
-        workloads = cells.cell_workloads(
-            x, cell.config, cell.phase, timed_plans, timed_baselines, parts
-        )
-        return measure(
-            workloads,
-            self._clock,
-            budget_s=s.budget_s,
-            deadline=self._deadline,
-            limit_s=s.cell_limit_s,
-            stop=self._stop,
+
+        @functools.cache
+        def inputs() -> Inputs:
+            return make_inputs(
+                cell.inputs,
+                cell.config,
+                batch=cell.batch,
+                length=cell.length,
+                dtype=getattr(torch, cell.dtype),
+                device=s.device,
+                seed=s.seed,
+                text=s.text,
+                model=self._models[cell.shape].model if self._models else None,
+            )
+
+        return cells.cell_workloads(inputs, cell.config, cell.phase, plans, baselines, parts)
+
+    def _limited(
+        self,
+        cell: Cell,
+        workload: Workload,
+        plans: dict[str, Plan],
+        children: contextlib.ExitStack,
+    ) -> Workload:
+        """Let the limits end the first call of a workload; run a slow one in a child process."""
+        limited = dataclasses.replace(workload, limited=self._limits.first_call)
+        combo = cells.combo_of(workload.key, plans)
+        expected_ms = self._estimates.expected_ms(cell, workload.key)
+        if expected_ms is None and combo:
+            # Nothing is known of this kernel alone; it is at most as slow as its combination.
+            expected_ms = self._estimates.expected_ms(cell, cells.TOTAL + combo)
+        if expected_ms is None or expected_ms <= CHILD_MS:
+            return limited
+        make = functools.partial(
+            workload_in_child,
+            self.settings,
+            self.registry,
+            self._combinations.get((combo, cell.shape, cell.dtype)),
+            cell,
+            workload.key,
         )
 
-    def _too_long(self, cell: Cell, subject: str) -> str:
-        """Return why a call is not tried: its expected time exceeds the limit; "" if it is tried.
+        def start() -> Prepared:
+            try:
+                call = remote.RemoteCall(make, self.settings.device, self._limits, self._stop)
+                children.callback(call.end)
+                return call.prepare()
+            except remote.CannotStart:
+                return self._clock.prepare(limited)
 
-        The time is extrapolated with its growth over the last two lengths, or with S^2 after one.
+        return dataclasses.replace(limited, start=start)
+
+    def _probe(self, cell: Cell, subjects: dict[str, str], peaks: Peaks) -> dict[str, str]:
+        """Call each uncertain subject on fewer tokens, to estimate its time in ``cell``.
+
+        Args:
+            cell: The cell.
+            subjects: Key of the workload -> subject, of each subject that may be timed.
+            peaks: The machine's peak rates.
+
+        Returns:
+            The subjects that a limit ended, and the reason of each.
         """
-        known = self._known_ms.get(_curve(cell, subject))
-        if known is None:
-            return ""
-        (length, time_ms), power = known[-1], 2.0
-        if len(known) > 1:
-            earlier, earlier_ms = known[-2]
-            power = min(2.0, max(1.0, math.log(time_ms / earlier_ms) / math.log(length / earlier)))
-        expected, limit = (
-            time_ms * (cell.length / length) ** power / 1e3,
-            self.settings.max_call_s,
-        )
-        if expected <= limit:
-            return ""
-        return (
-            f"{NOT_MEASURED}: a call would take about {expected:.2g} s, over --max-call {limit:g}"
-        )
+        uncertain = [
+            key
+            for key, name in subjects.items()
+            if self._estimates.expected_ms(cell, key) is None
+            and self._floor_ms(cell, name, peaks) * SLOWDOWN > CHILD_MS
+        ]
+        short = dataclasses.replace(cell, length=probe_length(cell, self.settings.device))
+        names = {subjects[key] for key in uncertain}
+        plans = {name: plan for name, plan in self._plans_of(cell).items() if name in names}
+        baselines = [b for b in self._baselines(cell) if b.name in names]
+        reasons = {}
+        for workload in self._workloads(short, plans, baselines) if uncertain else []:
+            if workload.key not in uncertain or self._stop.received:
+                continue
+            name = subjects[workload.key]
+            try:
+                call, _ = self._clock.first_call(
+                    dataclasses.replace(workload, limited=self._limits.first_call)
+                )
+                growth = self._floor_ms(cell, name, peaks) / self._floor_ms(short, name, peaks)
+                expected_ms = self._clock.sample(call, 1) * growth
+                self._estimates.add_probe(cell, workload.key, short.length, expected_ms)
+            except TimeUp as error:
+                reasons[name] = str(error)
+            except (NSAError, RuntimeError):  # the cell itself reports it
+                continue
+        return reasons
+
+    def _may_be_slow(self, cell: Cell, peaks: Peaks) -> bool:
+        costs = self._costs(cell, cell.config)
+        floors = [peaks.floor_ms(costs[name]) for name in ("dense", "total")]
+        return max(floors) * SLOWDOWN > CHILD_MS
+
+    def _floor_ms(self, cell: Cell, subject: str, peaks: Peaks) -> float:
+        return peaks.floor_ms(self._cost(cell, subject))
+
+    def _cost(self, cell: Cell, subject: str) -> Cost:
+        """Return the cost of a combination or baseline."""
+        baseline = {b.name: b for b in self._baselines(cell)}.get(subject)
+        config = cell.config if baseline is None else baseline.config or cell.config
+        is_dense = baseline is not None and baseline.config is None
+        return self._costs(cell, config)["dense" if is_dense else "total"]
+
+    def _costs(self, cell: Cell, config: NSAConfig) -> dict[str, Cost]:
+        element = torch.finfo(getattr(torch, cell.dtype)).bits // 8
+        return roofline.part_costs(config, cell.batch, cell.length, element, cell.phase)
 
     def _record(
         self,
@@ -352,9 +475,7 @@ class Bench:
         plans: list[str],
         baselines: dict[str, Baseline],
     ) -> None:
-        element = torch.finfo(getattr(torch, cell.dtype)).bits // 8
-        size = (cell.batch, cell.length, element, cell.phase)
-        costs = roofline.part_costs(cell.config, *size)
+        costs = self._costs(cell, cell.config)
         late = Outcome(reason=INTERRUPTED if self._stop.received else LATE)
         measurements = []
         for name in [*plans, *baselines]:
@@ -369,22 +490,11 @@ class Bench:
                 if is_combo and name not in reasons
                 else {}
             )
-            kind, own_config = (
-                ("combo", None) if is_combo else (baselines[name].kind, baselines[name].config)
-            )
-            cost = (
-                roofline.part_costs(own_config, *size)["total"]
-                if own_config
-                else costs["total" if is_combo else "dense"]
-            )
-            time_ms = outcome.performance.median_ms if outcome.performance else None
-            if time_ms is not None:
-                self._known_ms.setdefault(_curve(cell, name), []).append((cell.length, time_ms))
             measurements.append(
                 entries.measurement(
-                    kind,
+                    "combo" if is_combo else baselines[name].kind,
                     outcome,
-                    cost,
+                    self._cost(cell, name),
                     peaks,
                     subject=name,
                     shape=cell.shape,
@@ -417,5 +527,22 @@ class Bench:
         return parts
 
 
-def _curve(cell: Cell, subject: str) -> tuple[str, ...]:
-    return (subject, cell.shape, cell.dtype, cell.inputs, cell.phase)
+def workload_in_child(
+    settings: Settings, registry: Registry, combo: Combination | None, cell: Cell, key: str
+) -> Workload:
+    """Set up one workload of a cell in a child process.
+
+    Args:
+        settings: The settings of the run.
+        registry: Its backends.
+        combo: The combination whose total or kernel is timed; None for a baseline.
+        cell: The cell.
+        key: Key of the workload.
+    """
+    bench = Bench(settings, registry, {})
+    plans = {}
+    if combo is not None:
+        dtype, long = getattr(torch, cell.dtype), is_long(cell.length, False)
+        plans[combo.name] = bench._plan(cell.config, dtype, combo, long)
+    baselines = [] if combo else [b for b in bench._baselines(cell) if b.name == key]
+    return next(w for w in bench._workloads(cell, plans, baselines) if w.key == key)

@@ -38,6 +38,13 @@ METHODS = {
 }
 
 
+class TimeUp(BaseException):
+    """A call was ended at a limit; the message is the reason in the result file.
+
+    It is no Exception, so that no kernel can catch it as its own failure.
+    """
+
+
 @dataclasses.dataclass(frozen=True)
 class Performance:
     """Times of one workload, in ms per call. Older result files lack the fields with defaults."""
@@ -69,11 +76,15 @@ class Workload:
         key: Its name in the outcomes.
         make: Sets it up, for example by a forward whose backward is timed, and returns the call.
         measure_memory: Whether its peak memory is measured.
+        limited: Returns a context that ends the setup, or the first call, at its limit.
+        start: Prepares the workload elsewhere, such as in a child process; None: the clock does.
     """
 
     key: str
     make: Callable[[], Callable[[], Any]]
     measure_memory: bool = False
+    limited: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    start: Callable[[], Prepared] | None = None
 
 
 @dataclasses.dataclass
@@ -98,6 +109,8 @@ class Prepared:
     host_ms: float | None = None
     not_captured: str = ""
     eager: list[float] = dataclasses.field(default_factory=list)
+    # Takes a sample elsewhere; None: the clock takes it.
+    take: Callable[[], float] | None = None
 
     def performance(self) -> Performance:
         """Summarise the samples."""
@@ -157,13 +170,14 @@ def measure(
 
     outcomes: dict[str, Outcome] = {}
     ready: dict[str, Prepared] = {}
+    ended: set[str] = set()
     for workload in workloads:
         if reason := late():
             outcomes[workload.key] = Outcome(reason=reason)
             continue
         outcomes[workload.key] = outcome = Outcome()
         with _reasons(outcome, stop):
-            ready[workload.key] = clock.prepare(workload)
+            ready[workload.key] = workload.start() if workload.start else clock.prepare(workload)
             outcome.peak_bytes = ready[workload.key].peak_bytes if workload.measure_memory else None
     for _ in range(MAX_ROUNDS):
         for key, prepared in ready.items():
@@ -174,11 +188,19 @@ def measure(
             if (
                 len(prepared.samples) >= rounds
                 or outcomes[key].reason
+                or key in ended
                 or (late() and (prepared.samples or stop.received))
             ):
                 continue
             with _reasons(outcomes[key], stop):
-                prepared.samples.append(clock.sample(prepared.call, prepared.calls))
+                prepared.samples.append(
+                    prepared.take()
+                    if prepared.take
+                    else clock.sample(prepared.call, prepared.calls)
+                )
+            if prepared.samples and outcomes[key].reason.startswith(NOT_MEASURED):
+                outcomes[key].reason = ""  # a limit ended a further sample
+                ended.add(key)
     for key, prepared in ready.items():
         if not outcomes[key].reason and not prepared.samples:
             outcomes[key].reason = INTERRUPTED
@@ -189,9 +211,11 @@ def measure(
 
 @contextlib.contextmanager
 def _reasons(outcome: Outcome, stop: Interruption) -> Iterator[None]:
-    """Turn an exception of a kernel into the outcome's reason."""
+    """Turn an exception of a kernel, or the end at a limit, into the outcome's reason."""
     try:
         yield
+    except TimeUp as error:
+        outcome.reason = str(error)
     except torch.OutOfMemoryError:
         outcome.reason = "out of memory"
         gc.collect()

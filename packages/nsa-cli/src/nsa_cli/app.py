@@ -9,14 +9,17 @@ from typing import Annotated
 import typer
 
 from nsa_cli import backends, bench, output
+from nsa_cli.commands import App
 from nsa_cli.conformance import conformance
 from nsa_cli.doctor import doctor, env
 from nsa_cli.generate import generate
+from nsa_cli.inspect import inspect
+from nsa_cli.panels import EXTEND, MEASURE, PROVE, TRAIN, USE
 from nsa_cli.train import train
 from nsa_cli.tune import tune
 from nsa_cli.verify import verify
 
-_HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, verify and time its backends.
+_HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, verify, time and train it.
 
 This is not DeepSeek Sparse Attention (DSA), the lightning indexer of DeepSeek-V3.2.
 """
@@ -25,24 +28,33 @@ _EXIT_CODES = """Exit codes: 0 ok; 1 a check failed; 2 usage error, unknown name
 output could not be written; 130 interrupted by Ctrl-C; 143 ended by SIGTERM; 141 the reader closed
 the output."""
 
-app = typer.Typer(
-    name="nsa",
-    help=_HELP,
-    epilog=_EXIT_CODES,
-    add_completion=False,
-    rich_markup_mode=None,  # plain help loads faster and is never truncated
-    pretty_exceptions_enable=False,
+app = App(name="nsa", help=_HELP, epilog=_EXIT_CODES, add_completion=True)
+app.add_typer(
+    backends.app,
+    name="backends",
+    short_help="List, show and explain backends, and write a new one.",
+    rich_help_panel=USE,
 )
-# Each command states its short help, because typer truncates the one that it takes from docstrings.
-app.add_typer(backends.app, name="backends", short_help="List, show and explain backends.")
-app.command(short_help="Check backends against a float64 oracle.")(verify)
-app.command(short_help="Time backends on this device, so that `auto` picks the fastest.")(tune)
-app.add_typer(bench.app, name="bench", short_help="Time backends against dense attention.")
-app.command(short_help="Train a small language model.")(train)
-app.command(short_help="Generate text from a checkpoint.")(generate)
-app.command(short_help="Run the conformance suite on one backend.")(conformance)
-app.command(short_help="Diagnose this environment and suggest fixes.")(doctor)
-app.command(short_help="Print an environment report for bug reports.")(env)
+app.command(short_help="Diagnose this environment and suggest fixes.", rich_help_panel=USE)(doctor)
+app.command(short_help="Print an environment report for bug reports.", rich_help_panel=USE)(env)
+app.command(short_help="Show which blocks a model selects.", rich_help_panel=USE)(inspect)
+app.command(short_help="Check backends against a float64 oracle.", rich_help_panel=PROVE)(verify)
+app.add_typer(
+    bench.app,
+    name="bench",
+    short_help="Time backends against dense attention.",
+    rich_help_panel=MEASURE,
+)
+app.command(
+    short_help="Time backends on this device, so that `auto` picks the fastest.",
+    rich_help_panel=MEASURE,
+)(tune)
+app.command(short_help="Train a small language model.", rich_help_panel=TRAIN)(train)
+app.command(short_help="Generate text from a checkpoint.", rich_help_panel=TRAIN)(generate)
+app.command(
+    short_help="Run the conformance suite on a backend; `nsa backends new` writes one.",
+    rich_help_panel=EXTEND,
+)(conformance)
 
 
 def _print_version(requested: bool) -> None:
@@ -78,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     # Typer's own main would exit with other codes on Ctrl-C and on closed pipes.
     command = typer.main.get_command(app)
+    command._main_shell_completion({}, "nsa")  # exits if a shell asks for completions
     output.prepare_streams()
     code = 0
     with output.exit_codes():
@@ -86,5 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 command.invoke(context)
         except typer.Exit as exit_request:
             code = exit_request.exit_code
+        except SystemExit as exit_request:
+            # rich, which prints help pages, would exit with 1 if the reader closed the output
+            if isinstance(exit_request.__context__, BrokenPipeError):
+                raise exit_request.__context__ from None
+            raise
         sys.stdout.flush()
     raise SystemExit(code)

@@ -5,18 +5,32 @@ Torch is imported only to probe the backends.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nsa_cli import output
+from nsa_cli import output, wrapping
 from nsa_core.contract import SLOTS, Reason
+from nsa_core.dispatch.gpus import GPU
 from nsa_core.dispatch.loading import BackendEntry, installed
 from nsa_core.dispatch.registry import Registry, disabled_reason
+from nsa_core.dispatch.standing import (
+    Standing,
+    facts_of_this_machine,
+    reason_text,
+    standings,
+    typical_candidates,
+)
 from nsa_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nsa_core.dispatch.candidates import Candidates
     from nsa_core.dispatch.probing import Candidate
 
 SCHEMA_VERSION = 1
+_LONGEST_SENTENCE = 200  # characters; `show` prints all of a longer one
+_WIDEST_LIST = 120  # columns of the list on a wide terminal, and in a pipe
 
 
 def list_from_metadata() -> dict[str, Any]:
@@ -32,7 +46,8 @@ def list_from_metadata() -> dict[str, Any]:
                 "entry_point": plugin.value,
                 "first_party": plugin.first_party,
                 "status": "disabled" if reason else "not loaded",
-                "reason": _reason_row(reason),
+                "sentence": output.one_line(reason.message) if reason else "",
+                "reason": reason_row(reason),
                 "summary": "",
                 "slots": None,
             }
@@ -41,39 +56,49 @@ def list_from_metadata() -> dict[str, Any]:
 
 
 def list_and_probe(
-    registry: Registry | None = None, phase: str = "prefill"
+    registry: Registry | None = None, phase: str = "prefill", gpu: GPU | None = None
 ) -> tuple[Registry, dict[str, Any]]:
-    """Return all backends with their answers to a typical request of ``phase`` on this machine."""
+    """Return all backends with their answers to a typical request of ``phase``.
+
+    The request is for this machine, or for the simulated ``gpu``.
+    """
+    from nsa_core.dispatch.plan import describe_request
+
     registry = output.find_backends() if registry is None else registry
-    summary, candidates = _probe(registry, phase)
-    rows = [_row(entry, candidates) for entry in registry.entries]
+    candidates = typical_candidates(registry, phase, gpu)
+    standing = standings(candidates, gpu)
+    rows = [
+        _row(entry, candidates, standing[entry.name, entry.distribution], gpu)
+        for entry in registry.entries
+    ]
     return registry, {
         "schema_version": SCHEMA_VERSION,
         "probed": True,
-        "request": summary,
+        "request": describe_request(candidates.requests["cmp"]),
+        "device": candidates.requests["cmp"].device,
+        "simulated": simulated_row(gpu),
         "backends": rows,
     }
 
 
-def _probe(registry: Registry, phase: str) -> tuple[str, dict[tuple[str, str], Candidate]]:
-    """Return the request in a line, and the candidates by (backend, slot)."""
-    import torch
+def simulated_row(gpu: GPU | None) -> dict[str, Any] | None:
+    """Return the simulated GPU as a JSON object, with the software of this machine."""
+    if gpu is None:
+        return None
+    from importlib.metadata import PackageNotFoundError, version
 
-    from nsa_core.config import NSAConfig
-    from nsa_core.dispatch.candidates import find_candidates
-    from nsa_core.dispatch.options import PlanOptions
-    from nsa_core.dispatch.plan import describe_request
-
-    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    options = PlanOptions(device=device, dtype=dtype, phase=phase)
-    candidates = find_candidates(NSAConfig(768, 12, 2), options, registry=registry)
-    by_backend_and_slot = {
-        (candidate.backend, slot): candidate
-        for slot, of_slot in candidates.by_slot.items()
-        for candidate in of_slot
-        if candidate.status == "ready"
+    software: dict[str, str | None] = {}
+    for name in ("torch", "triton", "flash-attn"):
+        try:
+            software[name] = version(name)
+        except PackageNotFoundError:
+            software[name] = None
+    return {
+        "gpu": gpu.name,
+        "title": gpu.title,
+        "capability": list(gpu.capability),
+        "software_here": software,
     }
-    return describe_request(candidates.requests["cmp"]), by_backend_and_slot
 
 
 def add_details(document: dict[str, Any], registry: Registry) -> None:
@@ -85,7 +110,8 @@ def add_details(document: dict[str, Any], registry: Registry) -> None:
         row["details"] = details(entries[row["name"], row["distribution"]])
 
 
-def _reason_row(reason: Reason | None) -> dict[str, str] | None:
+def reason_row(reason: Reason | None) -> dict[str, str] | None:
+    """Return a reason as a JSON object."""
     return (
         None
         if reason is None
@@ -93,30 +119,42 @@ def _reason_row(reason: Reason | None) -> dict[str, str] | None:
     )
 
 
-def _row(entry: BackendEntry, candidates: dict[tuple[str, str], Candidate]) -> dict[str, Any]:
+def _row(
+    entry: BackendEntry, candidates: Candidates, standing: Standing, gpu: GPU | None
+) -> dict[str, Any]:
     spec = entry.spec
-    slots = {slot: _slot_row(entry, slot, candidates.get((entry.name, slot))) for slot in SLOTS}
-    # A loaded backend that refuses the request in every slot is unavailable on this machine.
-    usable = spec is None or any(slots[slot]["accepted"] for slot in spec.slots)
+    of_entry = {
+        slot: candidate
+        for slot, of_slot in candidates.by_slot.items()
+        for candidate in of_slot
+        if (candidate.backend, candidate.status) == (entry.name, "ready")
+    }
+    here = facts_of_this_machine(entry) if gpu else frozenset[Reason]()
     return {
         "name": entry.name,
         "distribution": entry.distribution,
         "version": entry.version,
         "entry_point": entry.entry_point,
         "first_party": entry.first_party,
-        "status": entry.status if usable else "unavailable",
-        "reason": _reason_row(entry.reason),
+        "status": standing.status,
+        "sentence": standing.sentence,
+        "reason": reason_row(entry.reason),
         "summary": spec.summary if spec else "",
         "api_version": list(spec.api_version) if spec else None,
-        "slots": slots,
+        "slots": {slot: _slot_row(entry, slot, of_entry.get(slot), here) for slot in SLOTS},
     }
 
 
-def _slot_row(entry: BackendEntry, slot: str, candidate: Candidate | None) -> dict[str, Any]:
+def _slot_row(
+    entry: BackendEntry, slot: str, candidate: Candidate | None, here: frozenset[Reason]
+) -> dict[str, Any]:
     spec = entry.spec.slots.get(slot) if entry.spec else None
     reasons = list(candidate.reasons) if candidate else [entry.reason] if entry.reason else []
     # Decode steps use the forward of combine.
     decodes = spec is not None and (spec.decode is not None or slot == "combine")
+    rows = [
+        {"code": r.code, "message": r.message, "hint": r.hint, "here": r in here} for r in reasons
+    ]
     return {
         "forward": spec is not None,
         "backward": spec is not None and spec.backward is not None,
@@ -127,111 +165,198 @@ def _slot_row(entry: BackendEntry, slot: str, candidate: Candidate | None) -> di
         "workspace": spec is not None and spec.workspace is not None,
         "priority": entry.spec.priority_of(slot) if entry.spec and spec else None,
         "rank": candidate.rank if candidate else None,
-        "reasons": [_reason_row(reason) for reason in reasons],
+        "reasons": rows,
     }
 
 
-def _offer(slot: dict[str, Any]) -> str:
+def _both(console: Console) -> str:
+    """Return the mark of a slot with forward and backward that the output can encode."""
+    try:
+        "✓".encode(console.encoding)
+    except (LookupError, UnicodeEncodeError):
+        return "+"
+    return "✓"
+
+
+def _mark(slot: dict[str, Any], both: str) -> str:
     """Return the forms that a slot offers, in parentheses if it refuses the request."""
     if not slot["forward"]:
         return "-"
-    offered = "+".join(name for name in ("forward", "backward", "decode") if slot[name])
-    return offered if slot["accepted"] else f"({offered})"
+    mark = (both if slot["backward"] else "F") + "D" * slot["decode"]
+    return mark if slot["accepted"] else f"({mark})"
 
 
-def _reasons(row: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the (message, hint) pairs of the backend, or of the slots that refuse the request.
-
-    Slots with equal reasons share one pair.
-    """
-    if row["reason"]:
-        return [(output.one_line(row["reason"]["message"]), output.one_line(row["reason"]["hint"]))]
-    slots: dict[tuple[str, str], list[str]] = {}
-    for name, slot in (row["slots"] or {}).items():
-        for reason in slot["reasons"] if slot["forward"] else []:
-            slots.setdefault(
-                (output.one_line(reason["message"]), output.one_line(reason["hint"])), []
-            ).append(name)
-    return [(f"{', '.join(names)}: {message}", hint) for (message, hint), names in slots.items()]
-
-
-_STYLES = {"ready": "green", "broken": "red", "incompatible": "red"}
+def _legend(both: str) -> str:
+    return f"{both} forward and backward, F forward only, D decodes, () refuses, - not offered"
 
 
 def print_list(document: dict[str, Any]) -> None:
-    """Print one row per backend; parentheses mark slots that refuse the request."""
+    """Print one row per backend, then the request and a legend."""
+    console = output.console()
+    # A narrower line is easier to read than one of 200 columns.
+    console.width = min(console.width, _WIDEST_LIST)
+    if not document["probed"]:
+        rows = [
+            [
+                output.one_line(row[key])
+                for key in ("name", "version", "distribution", "status", "sentence")
+            ]
+            for row in document["backends"]
+        ]
+        titles = ["name", "version", "distribution", "status", "in short"]
+        wrapping.print_rows(console, [titles, *rows], styled=3, header=True)
+        return
+    both = _both(console)
+    rows = [
+        [
+            output.one_line(row["name"]),
+            output.one_line(row["version"]),
+            row["status"],
+            *(_mark(row["slots"][slot], both) for slot in SLOTS),
+            wrapping.shorten(row["sentence"], _LONGEST_SENTENCE),
+        ]
+        for row in document["backends"]
+    ]
+    gaps = (2, 2, 2, 1, 1, 1, 1, 2)
+    table = [["name", "version", "status", *SLOTS, "in short"], *rows]
+    used = sum(max(map(len, column)) for column in list(zip(*table))[:-1]) + sum(gaps)
+    below: list[tuple[str, str]] = []
+    if used + max(len(row[-1]) for row in table) > console.width:
+        # The reasons do not fit beside the marks: they follow below the table.
+        below = _reasons_below(document)
+        table = [[*row[:-1], ""] for row in table]
+    wrapping.print_rows(console, table, gaps, styled=2, header=True)
+    for names, sentence in below:
+        wrapping.print_paragraph(console, sentence, f"{names}: ", "  ")
+    # The block sizes are the defaults; `show` prints them.
+    sizes, *rest = document["request"].split(", ")
+    heads = [size for size in sizes.split() if size.partition("=")[0] in ("Hq", "G", "Dk", "Dv")]
+    _print_request(console, document, ", ".join([" ".join(heads), *rest]))
+    wrapping.print_paragraph(console, _legend(both), rest="  ")
+    wrapping.print_paragraph(
+        console, "more: nsa backends show NAME, nsa backends explain", rest="  "
+    )
+
+
+def _reasons_below(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (names, sentence) of the backends that do not run every slot they offer."""
+    names: dict[str, list[str]] = {}
+    for row in document["backends"]:
+        slots = [slot for slot in row["slots"].values() if slot["forward"]]
+        if not slots or not all(slot["accepted"] for slot in slots):
+            sentence = wrapping.shorten(row["sentence"], _LONGEST_SENTENCE)
+            names.setdefault(sentence, []).append(output.one_line(row["name"]))
+    return [(", ".join(of_sentence), sentence) for sentence, of_sentence in names.items()]
+
+
+def _print_request(console: Console, document: dict[str, Any], request: str) -> None:
+    """Print the request, and the GPU that is simulated or the fact that there is none."""
+    wrapping.print_paragraph(console, request, "request: ", "  ")
+    if document["simulated"]:
+        print_simulated(console, document["simulated"])
+    elif document["device"] == "cpu":
+        text = "no CUDA GPU is usable: the answers are for the CPU; --gpu a100 simulates one"
+        wrapping.print_paragraph(console, text, rest="  ")
+
+
+def print_simulated(console: Console, simulated: dict[str, Any]) -> None:
+    """Print the GPU that is simulated, and the software, which is that of this machine."""
     from rich.text import Text
 
-    slots = SLOTS if document["probed"] else ()
-    table = output.plain_table(
-        "backend", "version", "distribution", "status", *slots, "reason", "hint"
+    for line in wrapping.wrap(
+        f"simulated: {simulated['title']}, not this machine",
+        wrapping.columns_of(console),
+        rest="  ",
+    ):
+        wrapping.print_line(console, Text(line, "bold yellow"))
+    software = ", ".join(
+        f"{name} {version}" if version else f"no {name}"
+        for name, version in simulated["software_here"].items()
     )
-    for row in document["backends"]:
-        title = [output.one_line(row[key]) for key in ("name", "version", "distribution")]
-        offers = [_offer(row["slots"][slot]) for slot in slots]
-        for message, hint in _reasons(row) or [("", "")]:
-            table.add_row(
-                *title,
-                Text(row["status"], _STYLES.get(row["status"], "yellow")),
-                *offers,
-                message,
-                hint,
-            )
-            title, offers = [""] * 3, [""] * len(offers)
-    console = output.console()
-    console.print(table)
-    if document["probed"]:
-        console.print(f"request: {document['request']}; slots in parentheses refuse it")
+    wrapping.print_paragraph(console, f"software of this machine: {software}", rest="  ")
 
 
 def print_details(document: dict[str, Any]) -> None:
     """Print every field of every row, one per line."""
     console = output.console()
     for row in document["backends"]:
-        for key in (
-            "name",
-            "version",
-            "distribution",
-            "entry_point",
-            "first_party",
-            "status",
-            "summary",
-        ):
-            console.print(f"{key:13} {output.one_line(row[key])}")
+        _print_fields(console, row, document["simulated"] is not None)
         if row["reason"]:
-            for key in ("message", "hint"):
-                console.print(
-                    f"{'reason' if key == 'message' else key:13}"
-                    f" {output.one_line(row['reason'][key])}"
-                )
             continue
-        for line in row["details"]:
-            console.print(f"{'detail':13} {line}")
-        console.print(f"{'contract':13} {'.'.join(map(str, row['api_version']))}")
+        both = _both(console)
+        ranks = any(slot["rank"] is not None for slot in row["slots"].values())
         columns = (
             "deterministic",
             "workspace",
             "priority",
-            *(["rank"] if _ranks(row) else []),
+            *(["rank"] if ranks else []),
             "reads_boundaries",
         )
-        table = output.plain_table("slot", "offers", *columns, "reasons for refusal")
+        cells = [("slot", "offers", *columns)]
         for name, slot in row["slots"].items():
-            reasons = "; ".join(output.one_line(reason["message"]) for reason in slot["reasons"])
-            cells = [
-                str(slot[key]) if slot["forward"] and slot[key] is not None else "-"
-                for key in columns
-            ]
-            table.add_row(name, _offer(slot), *cells, reasons)
-        console.print(table)
-        console.print(f"{'request':13} {document['request']}")
-        if _ranks(row):
-            console.print(f"{'rank':13} replaces the stated priority for this request")
+            values = [_cell(slot[key]) if slot["forward"] else "-" for key in columns]
+            cells.append((name, _mark(slot, both), *values))
+        console.print()
+        wrapping.print_rows(console, [(*row, "") for row in cells], header=True)
+        wrapping.print_paragraph(console, _legend(both), rest="  ")
+        if ranks:
+            text = "replaces the stated priority for this request"
+            wrapping.print_paragraph(console, text, "rank: ", "  ")
+        if reasons := _reasons(row):
+            console.print()
+            wrapping.print_line(console, "reasons for refusal")
+            print_reasons(console, reasons)
+        console.print()
+        _print_request(console, document, document["request"])
 
 
-def _ranks(row: dict[str, Any]) -> bool:
-    """Return whether the backend ranks this request."""
-    return any(slot["rank"] is not None for slot in row["slots"].values())
+def _print_fields(console: Console, row: dict[str, Any], simulated: bool) -> None:
+    keys = ("name", "version", "distribution", "entry_point", "first_party", "summary")
+    fields = [(key, output.one_line(_cell(row[key]))) for key in keys if row[key] != ""]
+    fields.append(("status", f"{row['status']}: {row['sentence']}"))
+    if row["reason"]:
+        fields.append(("hint", output.one_line(row["reason"]["hint"])))
+    else:
+        fields += [("detail" + " here" * simulated, line) for line in row["details"]]
+        fields.append(("contract", ".".join(map(str, row["api_version"]))))
+    for key, value in fields:
+        wrapping.print_paragraph(console, value, f"{key:13} ")
+
+
+def _cell(value: object) -> str:
+    """Return a value as text: "-" for None, "yes" or "no" for a bool."""
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    return str(value)
+
+
+def _reasons(row: dict[str, Any]) -> list[tuple[list[str], str, str]]:
+    """Return (slots, message, hint) of each reason against the request; equal ones are shared."""
+    slots: dict[tuple[str, str], list[str]] = {}
+    for name, slot in row["slots"].items():
+        for reason in slot["reasons"] if slot["forward"] else []:
+            slots.setdefault(reason_lines(reason), []).append(name)
+    return [(names, message, hint) for (message, hint), names in slots.items()]
+
+
+def reason_lines(reason: dict[str, Any]) -> tuple[str, str]:
+    """Return message and hint of a reason in JSON form, with a mark if it is of this machine."""
+    as_reason = Reason(reason["code"], reason["message"], reason["hint"])
+    here = (as_reason,) if reason.get("here") else ()
+    return reason_text(as_reason, here), output.one_line(reason["hint"])
+
+
+def print_reasons(
+    console: Console, reasons: Iterable[tuple[Sequence[str], str, str]], indent: int = 2
+) -> None:
+    """Print each (slots, message, hint), the hint indented below the message."""
+    for slots, message, hint in reasons:
+        title = f"{', '.join(slots)}: " if slots else "- "
+        wrapping.print_paragraph(console, message, " " * indent + title, " " * (indent + 2))
+        if hint:
+            wrapping.print_paragraph(
+                console, hint, " " * (indent + 2) + "hint: ", " " * (indent + 4)
+            )
 
 
 def raise_nothing_usable(document: dict[str, Any]) -> None:

@@ -10,9 +10,12 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import pick_device
+from nsa_cli.commands import App
+from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.candidates import Candidates
+    from nsa_core.dispatch.gpus import GPU
 
 _HELP = """List the backends, show one, or explain which backend runs a request and why.
 
@@ -20,10 +23,25 @@ NSA_PLUGINS=name,... loads only the named third-party plugins ("": none).
 NSA_DISABLE_PLUGINS=name,... disables the named plugins ("1" or "all": every third-party plugin).
 A name is that of an entry point or a distribution.
 """
-app = typer.Typer(help=_HELP, rich_markup_mode=None)
+app = App(help=_HELP)
 
 _Phase = Annotated[str, typer.Option("--phase", help="Phase of the request: prefill or decode.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version.")]
+_GPU = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        help="Answer for a GPU that is not here: a100, h100, h200, rtx-4090, sm_80, ...",
+        show_default=False,
+    ),
+]
+
+
+def _simulated(name: str | None) -> GPU | None:
+    """Return the GPU that --gpu names, or None."""
+    from nsa_core.dispatch.gpus import gpu_named
+
+    return None if name is None else gpu_named(name)
 
 
 @app.command("list")
@@ -36,18 +54,22 @@ def list_backends(
         ),
     ] = True,
     phase: _Phase = "prefill",
+    gpu: _GPU = None,
 ) -> None:
-    """List all installed backends with their slots and status.
+    """List all installed backends with their slots and status, one line per backend.
 
-    A backend that is not ready has a reason and a hint. Each backend is probed with the shape
-    12/2/64, in bfloat16 on a GPU if one is available, else in float32 on the CPU. Exit code 4 if no
+    Each backend is probed with the shape 12/2/64, in bfloat16 on a GPU if one is available, else in
+    float32 on the CPU. `show` and `explain` print every reason with a hint. Exit code 4 if no
     backend can be used.
     """
     from nsa_cli import backend_rows as rows
 
     with output.exit_codes():
+        simulated = _simulated(gpu)
+        if simulated and not probe:
+            raise InvalidInput("--gpu needs a probe: leave out --no-probe")
         if probe:
-            registry, document = rows.list_and_probe(phase=phase)
+            registry, document = rows.list_and_probe(phase=phase, gpu=simulated)
             usable = bool(registry.ready())
         else:
             document = rows.list_from_metadata()
@@ -65,6 +87,7 @@ def show(
     name: Annotated[str, typer.Argument(help="Name of the backend.")],
     json: _Json = False,
     phase: _Phase = "prefill",
+    gpu: _GPU = None,
 ) -> None:
     """Show all details of one backend.
 
@@ -73,9 +96,10 @@ def show(
     from nsa_cli import backend_rows as rows
 
     with output.exit_codes():
+        simulated = _simulated(gpu)
         registry = output.find_backends()
         entry = registry.get(name)  # raises for an unknown name before any backend is probed
-        _, document = rows.list_and_probe(registry, phase)
+        _, document = rows.list_and_probe(registry, phase, simulated)
         document["backends"] = [row for row in document["backends"] if row["name"] == entry.name]
         rows.add_details(document, registry)
         if json:
@@ -133,7 +157,12 @@ def explain(
     win: Annotated[str | None, _Slot] = None,
     select: Annotated[str | None, _Slot] = None,
     combine: Annotated[str | None, _Slot] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16, float32 or float64.")] = "float32",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="bfloat16, float16, float32 or float64; auto: bfloat16 on a GPU, else float32."
+        ),
+    ] = "auto",
     head_dim: Annotated[int, typer.Option(help="Dk, width of a query or key head.")] = 64,
     v_head_dim: _ValueWidth = None,
     n_heads: Annotated[int, typer.Option(help="Query heads.")] = 12,
@@ -159,12 +188,13 @@ def explain(
     ] = False,
     phase: Annotated[str, typer.Option(help="prefill or decode.")] = "prefill",
     page_size: _PageSize = None,
+    gpu: _GPU = None,
     json: _Json = False,
 ) -> None:
     """Explain which backend runs each slot of a request.
 
-    The table lists all candidates, and the reasons and hints of those that refuse the request. Exit
-    code 3 if no backend accepts the request in some slot.
+    Lists all candidates of each slot, and the reasons and hints of those that refuse the request.
+    Exit code 3 if no backend accepts the request in some slot.
     """
     from nsa_cli import explain_rows as rows
 
@@ -182,8 +212,14 @@ def explain(
             v_head_dim=v_head_dim,
             rope=False,  # no slot applies it; without it, odd head widths are allowed
         )
+        simulated = _simulated(gpu)
+        if simulated and device != "auto":
+            raise InvalidInput(f"--gpu simulates a GPU: leave out --device {device}")
+        chosen_device = "cuda" if simulated else pick_device(device)
+        if dtype == "auto":
+            dtype = "bfloat16" if chosen_device.startswith("cuda") else "float32"
         options = PlanOptions(
-            device=pick_device(device),
+            device=chosen_device,
             dtype=dtype,
             backends=named,
             needs_grad=grad,
@@ -194,8 +230,10 @@ def explain(
             seq_len=seq_len,
             page_size=page_size,
         )
-        candidates: Candidates = find_candidates(config, options, registry=output.find_backends())
-        document: dict[str, Any] = rows.explain_candidates(candidates)
+        candidates: Candidates = find_candidates(
+            config, options, registry=output.find_backends(), gpu=simulated
+        )
+        document: dict[str, Any] = rows.explain_candidates(candidates, simulated)
         if json:
             output.print_json(document)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,10 +20,11 @@ from nsa_cli.choices import (
     pick_device,
     split_commas,
 )
+from nsa_cli.commands import App
 from nsa_core.util.interruption import Interruption, deferred_signals, exit_code
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
     from nsa_bench.render.format import Rows
     from nsa_bench.result import Result
@@ -33,7 +36,7 @@ The timed call takes q, k, v and gates and returns o: mean compression, selectio
 and the gated sum. Each combination is checked against the float64 oracle before it is timed. A
 combination that fails has no figures, and the exit code is 1.
 """
-app = typer.Typer(help=_HELP, rich_markup_mode=None, add_completion=False)
+app = App(help=_HELP)
 
 
 @app.callback(invoke_without_command=True)
@@ -72,6 +75,7 @@ def bench(
     decode = split_commas(phase or "") == ["decode"]
     with output.exit_codes(), deferred_signals() as stop:
         _check_outputs([json_file, html, png, svg], html or png or svg, force)
+        _prepare_quick_end()
         _check_options(preset, decode, options_on_command_line(context))
         preset_limits = {
             "budget_s": options.BUDGET_S.get(preset),
@@ -121,38 +125,47 @@ def compare_files(
     force: Annotated[
         bool, typer.Option("--force", help="Compare results from different devices.")
     ] = False,
+    allow_missing: options.AllowMissing = False,
 ) -> None:
     """Compare two result files.
 
-    Exit code 1 if a figure of the baseline is missing, or slower by more than --fail-over and by
-    more than the noise.
+    Exit code 1 if a figure of the baseline is missing in the new file, or slower by more than
+    --fail-over and by more than the noise.
     """
     with output.exit_codes():
         from nsa_bench.compare import compare, regressed
-        from nsa_bench.render.tables import changes_rows
+        from nsa_bench.render.tables import changes_tables
         from nsa_bench.result import read_result
 
         before, after = read_result(old), read_result(new)
         changes = compare(before, after, fail_over=_percentage(fail_over), force=force)
-        has_regressed = regressed(changes)
+        has_regressed = regressed(changes, allow_missing)
         console = output.console()
-        console.print(_table(changes_rows([c for c in changes if c.verdict != "same"])))
+        named = [c for c in changes if c.verdict not in ("same", "new")]
+        for rows in changes_tables(named):
+            _print_table(console, rows)
         for file, interrupted in ((old, before.interrupted), (new, after.interrupted)):
             if interrupted is not None:
-                console.print(
+                output.print_text(
+                    console,
                     f"{file} was interrupted: {interrupted.cells_left} of {interrupted.cells} cells"
                     " left",
-                    style="yellow",
+                    "yellow",
                 )
         counts = {
             verdict: sum(change.verdict == verdict for change in changes)
-            for verdict in ("slower", "lost", "faster", "same", "missing")
+            for verdict in ("slower", "lost", "missing", "faster", "gained", "same", "new")
         }
-        summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        console.print(
-            f"{len(changes)} figures: {summary}",
-            style="bold red" if has_regressed else "bold green",
-        )
+        summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+        if counts["missing"] and not allow_missing:
+            output.print_text(
+                console,
+                f"{counts['missing']} figures of {old} are missing in {new}; measure them, or give"
+                " --allow-missing",
+                "yellow",
+            )
+        style = "bold red" if has_regressed else "bold green"
+        output.print_text(console, f"{len(changes)} figures: {summary}", style)
     raise typer.Exit(output.FAILED if has_regressed else 0)
 
 
@@ -184,13 +197,24 @@ def _exit_code(result: Result) -> int:
     return output.FAILED if result.failed else 0
 
 
+def _prepare_quick_end() -> None:
+    """Let the command end soon after a signal: load now what prints and writes the result."""
+    import rich.console
+    import rich.table  # noqa: F401
+
+    import nsa_bench.render.summary
+    import nsa_bench.render.tables  # noqa: F401
+
+    atexit.register(gc.freeze)  # Python's last collection over torch's objects takes a second
+
+
 def _check_outputs(files: Sequence[Path | None], plot: Path | None, force: bool) -> None:
     for file in files:
         output.check_writable(file, force)
     if plot is not None:
-        from nsa_bench.render.style import need_matplotlib
+        from nsa_bench.render.style import need_plot_packages
 
-        need_matplotlib()
+        need_plot_packages()
 
 
 def _check_options(preset: str, decode: bool, typed: set[str]) -> None:
@@ -314,16 +338,16 @@ def _print_result(result: Result) -> None:
 
     console = output.console()
     for rows in tables(result):
-        console.print(_table(rows))
-        console.print()
+        _print_table(console, rows)
     for style, line in summary(result):
-        console.print(line, style=style)
+        output.print_text(console, line, style)
 
 
-def _table(rows: Rows) -> Table:
-    title, columns, cells = rows
-    table = output.plain_table(*columns)
-    table.title, table.title_justify = title or None, "left"
-    for cell in cells:
-        table.add_row(*cell)
-    return table
+def _print_table(console: Console, rows: Rows) -> None:
+    """Print a table; one that is wider than the screen is printed as several."""
+    from nsa_bench.render.arrange import arrange
+
+    for title, columns, cells in arrange(rows, output.table_width()):
+        wrapped = ("combination", "backends", "correct", "subject", "note")
+        output.print_table(console, columns, cells, title, wrapped)
+        console.print()

@@ -112,7 +112,11 @@ PageSize = Annotated[
     ),
 ]
 Dtypes = Annotated[
-    str | None, typer.Option(help="Comma-separated dtypes, such as bfloat16.", show_default=False)
+    str | None,
+    typer.Option(
+        help="Comma-separated dtypes: bf16, fp16, fp32, fp64, or long names such as bfloat16.",
+        show_default=False,
+    ),
 ]
 Blocks = Annotated[str, typer.Option(help="Block sizes l,d,l',n,w in tokens (n: blocks).")]
 Inputs = Annotated[
@@ -140,8 +144,18 @@ Budget = Annotated[
         help="Seconds to spend on each figure (3 to 20 samples).", min=0.001, show_default=False
     ),
 ]
+AllowMissing = Annotated[
+    bool,
+    typer.Option(
+        "--allow-missing", help="Tolerate figures of the baseline that the new file lacks."
+    ),
+]
 MaxCall = Annotated[
-    float, typer.Option(help="Skip lengths at which one call is expected to exceed these seconds.")
+    float,
+    typer.Option(
+        help="Seconds per call: longer calls are ended, or skipped if that is expected.",
+        min=0.001,
+    ),
 ]
 CellLimit = Annotated[
     float,
@@ -150,6 +164,8 @@ CellLimit = Annotated[
 TimeLimit = Annotated[
     float | None,
     typer.Option(
-        help="Seconds after which the run starts no new measurement.", min=1, show_default=False
+        help="Seconds after which the run ends; it leaves out what is not measured by then.",
+        min=1,
+        show_default=False,
     ),
 ]

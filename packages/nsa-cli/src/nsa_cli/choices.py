@@ -12,9 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nsa_core.errors import InvalidInput
+from nsa_core.util.text import did_you_mean
 
 if TYPE_CHECKING:
     import typer
+
+
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def options_on_command_line(context: typer.Context) -> set[str]:
@@ -58,21 +62,41 @@ def split_commas(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def dtype_name(text: str) -> str:
+    """Return the name of one dtype: "bfloat16" for "bfloat16" or "bf16".
+
+    Raises:
+        InvalidInput: The contract lists no dtype of this name; the message suggests one.
+    """
+    from nsa_core.contract import DTYPES
+
+    name = SHORT_DTYPES.get(text, text)
+    if name not in DTYPES:
+        forms = (f"{long} ({short})" for short, long in SHORT_DTYPES.items())
+        raise InvalidInput(
+            f"--dtype must be one of {', '.join(forms)}, got {text!r}"
+            + did_you_mean(text.lower(), (*DTYPES, *SHORT_DTYPES))
+        )
+    return name
+
+
+def long_dtypes(text: str) -> str:
+    """Return comma-separated dtypes by their long names; "auto" stays.
+
+    Raises:
+        InvalidInput: The contract lists no dtype of one of these names; the message suggests one.
+    """
+    names = split_commas(text) or [text]
+    return ",".join(name if name == "auto" else dtype_name(name) for name in names)
+
+
 def dtype_names(text: str) -> list[str]:
-    """Parse --dtype into dtype names without duplicates.
+    """Parse --dtype into long names of dtypes without duplicates.
 
     Raises:
         InvalidInput: ``text`` is empty or contains a dtype that the contract does not list.
     """
-    from nsa_core.contract import DTYPES
-
-    names = list(dict.fromkeys(split_commas(text)))
-    unknown = [name for name in names if name not in DTYPES]
-    if unknown or not names:
-        raise InvalidInput(
-            f"--dtype must be of {', '.join(DTYPES)}, got {', '.join(unknown) or 'nothing'}"
-        )
-    return names
+    return list(dict.fromkeys(dtype_name(word) for word in split_commas(text) or [text]))
 
 
 def block_sizes(text: str) -> tuple[int, ...]:

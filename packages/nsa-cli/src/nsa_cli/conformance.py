@@ -76,7 +76,7 @@ def _run_suite(
     import nsa_verify.conformance
 
     folder = Path(nsa_verify.conformance.__file__).parent
-    plugin = _PytestPlugin(name, device, preset, interruption)
+    plugin = _PytestPlugin(name, device, preset, verbose, interruption)
     # Ignore the pytest settings, conftest files and cache of the caller.
     arguments = [
         str(folder / "collected.py"),
@@ -97,7 +97,8 @@ def _run_suite(
     ]
     # The suite has no assert statements of its own, so pytest need not rewrite loaded modules.
     arguments += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
-    arguments += ["-rs", "-v"] if verbose else ["-q"]
+    # The plugin prints the names of tests, because pytest's have a path and do not fit a line.
+    arguments += ["-q", "-r", "N", "--tb=short", "-o", "console_output_style=classic"]
     arguments += (["-k", only] if only else []) + (["-x"] if stop else [])
     status = int(pytest.main(arguments, plugins=[plugin]))
     if status == pytest.ExitCode.INTERRUPTED:
@@ -119,12 +120,15 @@ def _run_suite(
 class _PytestPlugin:
     """Passes the command's options to the suite, counts its tests, and ends it on a signal."""
 
-    def __init__(self, name: str, device: str, preset: str, interruption: Interruption) -> None:
+    def __init__(
+        self, name: str, device: str, preset: str, verbose: bool, interruption: Interruption
+    ) -> None:
         self.options = {"nsa_backend": name, "nsa_device": device, "nsa_preset": preset}
         self.judged = 0  # tests in which a kernel ran
         self.reason = ""  # of the last skipped test
         self.tests = self.left = 0  # collected tests, and those that have not ended
-        self._interruption = interruption
+        self._interruption, self._verbose = interruption, verbose
+        self._failed: list[str] = []
 
     def pytest_configure(self, config: pytest.Config) -> None:
         """Set the options that the suite reads, which pytest's command line does not have."""
@@ -148,7 +152,28 @@ class _PytestPlugin:
 
         if report.skipped and isinstance(report.longrepr, tuple):
             self.reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+        self._print_test(report)
         with contextlib.suppress(ValueError):
             test = report.location[2].split(".")[-1]
             runs_kernel = not test.startswith(TESTS_WITHOUT_KERNELS)
             self.judged += report.when == "call" and not report.skipped and runs_kernel
+
+    def _print_test(self, report: Any) -> None:
+        """Print the line of a test that has ended, and remember the name of a failed one."""
+        name = report.nodeid.partition("::")[2].partition("::")[2]
+        if report.failed:
+            self._failed.append(name)
+        if self._verbose and (report.when == "call" or not report.passed):
+            reason = f": {self.reason}" if report.skipped else ""
+            output.print_text(output.console(), f"{report.outcome:7} {name}{reason}")
+
+    def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:
+        """Print no letter per test with -v, which prints a line per test."""
+        if not self._verbose or (report.when != "call" and report.passed):
+            return None
+        return report.outcome, "", ""
+
+    def pytest_terminal_summary(self) -> None:
+        """Print the names of the failed tests behind their reports."""
+        for name in self._failed:
+            output.print_text(output.console(), f"FAILED {name}", "red")

@@ -21,20 +21,20 @@ def doctor(
     child process with a time limit, so that a crash or a hang becomes a line of the report. Exit
     code 4 if no attention can run in this environment.
     """
-    from nsa_cli import health
+    from nsa_cli import health, health_rows
 
     with output.exit_codes():
         document = health.inspect_environment(limit)
         if json:
             output.print_json(document)
         else:
-            health.print_screen(document)
+            health_rows.print_screen(document)
     raise typer.Exit(0 if document["works"] else output.BROKEN)
 
 
 def env(limit: Annotated[float, _Limit] = 60.0) -> None:
     """Print versions, GPUs and backends for a bug report, without paths and user names."""
-    from nsa_cli import health
+    from nsa_cli import health, health_rows
 
     with output.exit_codes():
-        health.print_block(health.inspect_environment(limit))
+        health_rows.print_block(health.inspect_environment(limit))

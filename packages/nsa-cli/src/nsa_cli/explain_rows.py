@@ -5,23 +5,26 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from nsa_cli import output
+from nsa_cli import output, wrapping
+from nsa_cli.backend_rows import print_reasons, print_simulated, reason_lines, simulated_row
 from nsa_core.contract import Reason
 from nsa_core.dispatch.candidates import Candidates
+from nsa_core.dispatch.gpus import GPU
 from nsa_core.dispatch.plan import decide, describe_request
 from nsa_core.dispatch.probing import Candidate
+from nsa_core.dispatch.standing import facts_of_this_machine, standings
 from nsa_core.errors import BackendUnavailable, NSAError, Unsupported
 
 SCHEMA_VERSION = 1
 
 
-def reason_row(reason: Reason) -> dict[str, str]:
-    """Return a reason as a JSON object."""
-    return dataclasses.asdict(reason)
+def explain_candidates(candidates: Candidates, gpu: GPU | None = None) -> dict[str, Any]:
+    """Return the named backend, the chosen backend and all candidates with reasons per slot.
 
-
-def explain_candidates(candidates: Candidates) -> dict[str, Any]:
-    """Return the named backend, the chosen backend and all candidates with reasons per slot."""
+    Args:
+        candidates: The candidates for the request.
+        gpu: The GPU that the candidates are for, if it is simulated.
+    """
     chosen: dict[str, str | None] = dict.fromkeys(candidates.requests)
     by_slot, error = dict(candidates.by_slot), None
     try:
@@ -33,6 +36,9 @@ def explain_candidates(candidates: Candidates) -> dict[str, Any]:
         by_slot = {slot: choice.candidates for slot, choice in plan.choices.items()}
     request = dataclasses.asdict(candidates.requests["cmp"])
     del request["slot"]
+    by_backend = standings(candidates, gpu)
+    entries = candidates.registry.entries
+    here = {e.name: facts_of_this_machine(e) for e in entries if e.spec} if gpu else {}
     return {
         "schema_version": SCHEMA_VERSION,
         "request": {**request, "summary": describe_request(candidates.requests["cmp"])},
@@ -41,10 +47,23 @@ def explain_candidates(candidates: Candidates) -> dict[str, Any]:
                 "asked": candidates.chosen_by_name[slot],
                 "chosen": chosen[slot],
                 "tuned": None if candidates.chosen_by_name[slot] else candidates.tuned.get(slot),
-                "candidates": [_candidate_row(candidate) for candidate in of_slot],
+                "candidates": [
+                    _candidate_row(candidate, here.get(candidate.backend, frozenset()))
+                    for candidate in of_slot
+                ],
             }
             for slot, of_slot in by_slot.items()
         },
+        "backends": [
+            {
+                "name": entry.name,
+                "distribution": entry.distribution,
+                "version": entry.version,
+                **dataclasses.asdict(by_backend[entry.name, entry.distribution]),
+            }
+            for entry in entries
+        ],
+        "simulated": simulated_row(gpu),
         "error": error,
     }
 
@@ -57,48 +76,86 @@ def _error_row(error: NSAError) -> dict[str, Any]:
     }
 
 
-def _candidate_row(candidate: Candidate) -> dict[str, Any]:
+def _candidate_row(candidate: Candidate, here: frozenset[Reason]) -> dict[str, Any]:
     return {
         "backend": candidate.backend,
         "version": candidate.version,
         "status": candidate.status,
         "accepted": candidate.accepted,
-        "reasons": [reason_row(reason) for reason in candidate.reasons],
+        "reasons": [
+            {**dataclasses.asdict(reason), "here": reason in here} for reason in candidate.reasons
+        ],
     }
 
 
 def print_explained(document: dict[str, Any]) -> None:
-    """Print the request, then a row per slot and candidate; `*` marks the chosen candidate."""
-    from rich.text import Text
+    """Print the request, then the candidates of each slot; `*` marks the chosen one.
 
+    Slots with the same candidates share one list. A backend's list of reasons is printed once, and
+    so is the hint of each reason.
+    """
     console = output.console()
-    console.print(document["request"]["summary"])
-    table = output.plain_table("slot", "", "backend", "version", "verdict", "reason", "hint")
+    wrapping.print_paragraph(console, document["request"]["summary"], "request: ", "  ")
+    if document["simulated"]:
+        print_simulated(console, document["simulated"])
+    slots_by_list: dict[tuple[Any, ...], list[str]] = {}
     for slot, row in document["slots"].items():
-        if not row["candidates"]:
-            table.add_row(
-                slot,
-                "",
-                "-",
-                "-",
-                "no backend",
-                "no backend is installed",
-                "pip install nsa-backend-sdpa",
-            )
-        for candidate in row["candidates"]:
-            mark = "*" if candidate["backend"] == row["chosen"] else ""
-            refused = "refused" if candidate["status"] == "ready" else candidate["status"]
-            verdict = "accepted" if candidate["accepted"] else refused
-            style = "green" if candidate["accepted"] else "yellow"
-            title = [output.one_line(candidate[key]) for key in ("backend", "version")]
-            for reason in candidate["reasons"] or [{"message": "", "hint": ""}]:
-                cells = [output.one_line(reason[key]) for key in ("message", "hint")]
-                table.add_row(slot, mark, *title, Text(verdict, style), *cells)
-                title, mark = ["", ""], ""
-    console.print(table)
-    for slot, row in document["slots"].items():
-        if row["tuned"]:
-            console.print(f"{slot}: tuned: {row['tuned']}")
+        slots_by_list.setdefault(_answers(document, slot, row), []).append(slot)
+    where: dict[tuple[Any, ...], str] = {}  # (backend, reasons) -> the slots they are under
+    hints: set[tuple[str, str]] = set()
+    for lines, slots in slots_by_list.items():
+        title = ", ".join(slots)
+        console.print()
+        wrapping.print_line(console, title)
+        for mark, name, version, verdict, reasons in lines:
+            elsewhere = where.get((name, reasons)) if reasons else None
+            text = verdict + f": reasons as for {elsewhere}" * bool(elsewhere)
+            gaps = _gaps(document, name, version)
+            wrapping.print_rows(console, [(mark, name, version, text)], gaps, indent=2)
+            if elsewhere:
+                continue
+            where[name, reasons] = title
+            shown = [((), text, "" if (text, hint) in hints else hint) for text, hint in reasons]
+            print_reasons(console, shown, 6)
+            hints |= {*reasons}
+        if not lines:
+            wrapping.print_paragraph(console, "no backend is installed", "  - ")
+            wrapping.print_paragraph(console, "pip install nsa-backend-sdpa", "    hint: ")
+        for slot in slots:
+            if tuned := document["slots"][slot]["tuned"]:
+                wrapping.print_paragraph(console, f"{slot} was tuned: {tuned}", "  ", "    ")
+    console.print()
+    wrapping.print_paragraph(console, "* chosen; the others in the order in which auto takes them")
+
+
+def _gaps(document: dict[str, Any], name: str, version: str) -> tuple[int, int, int]:
+    """Return the gaps after mark, name and version that align the rows of all slots."""
+    names, versions = (
+        [len(output.one_line(row[key])) for row in document["backends"]]
+        for key in ("name", "version")
+    )
+    return (1, max(names) - len(name) + 2, max(versions) - len(version) + 2)
+
+
+def _answers(document: dict[str, Any], slot: str, row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return (mark, name, version, verdict, reasons) of each candidate of a slot."""
+    standing = {(entry["name"], entry["version"]): entry for entry in document["backends"]}
+    answers = []
+    for candidate in row["candidates"]:
+        chosen = candidate["backend"] == row["chosen"]
+        name, version = (output.one_line(candidate[key]) for key in ("backend", "version"))
+        reasons = tuple(map(reason_lines, candidate["reasons"]))
+        of_backend = standing[candidate["backend"], candidate["version"]]
+        if candidate["accepted"]:
+            verdict = "accepted" + ", chosen by name" * bool(chosen and row["asked"])
+        else:
+            verdict = "refused" if of_backend["status"] == "ready" else of_backend["status"]
+        if [reason["code"] for reason in candidate["reasons"]] == ["slot_not_offered"]:
+            verdict, reasons = "does not offer this slot", ()
+        elif not candidate["accepted"] and of_backend["sentence"] not in dict(reasons):
+            verdict += f": {of_backend['sentence']}" * (verdict != "refused")
+        answers.append(("*" if chosen else " ", name, version, verdict, reasons))
+    return tuple(answers)
 
 
 def raise_error(document: dict[str, Any]) -> None:

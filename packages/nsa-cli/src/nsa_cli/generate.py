@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 from nsa_cli import output
 from nsa_cli import train_options as options
 from nsa_cli.choices import errors_name_options, parse_backends, pick_device
+from nsa_cli.extras import need_extras
 
 
 def generate(
@@ -28,21 +28,24 @@ def generate(
         int | None,
         typer.Option(help="Sample from the k most likely tokens.", min=1, show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=2**63 - 1)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     device: options.Device = "auto",
     threads: options.Threads = 1,
     backends: options.Backends = "auto",
 ) -> None:
     """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
     with output.exit_codes():
+        need_extras("nsa generate", ["safetensors"])
         torch_device = pick_device(device, threads)
         import torch
 
         from nsa_core.errors import InvalidInput
+        from nsa_core.util.text import escape_control
         from nsa_models.lm.checkpoint import read
         from nsa_models.lm.generate import generate as generate_tokens
 
         saved = read(checkpoint)
+        need_extras("nsa generate", saved.libraries)
         tokenizer = saved.load_tokenizer()
         if tokenizer is None:
             raise InvalidInput(
@@ -64,15 +67,4 @@ def generate(
                 end=end,
                 seed=seed,
             )
-        print(_escape_control(prompt + tokenizer.decode(new_tokens[0].tolist())))
-
-
-def _escape_control(text: str) -> str:
-    """Escape control and format characters of generated text, except newlines and tabs."""
-    escaped_categories = {"Cc", "Cf", "Cs"}
-    return "".join(
-        char
-        if char in "\n\t" or unicodedata.category(char) not in escaped_categories
-        else char.encode("unicode_escape").decode()
-        for char in text
-    )
+        print(escape_control(prompt + tokenizer.decode(new_tokens[0].tolist())))

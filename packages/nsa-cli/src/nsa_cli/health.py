@@ -1,11 +1,10 @@
-"""Collect and print the environment report of `nsa doctor` and `nsa env`.
+"""Collect the environment report of `nsa doctor` and `nsa env`.
 
 Torch is imported only in child processes, because torch itself may be broken.
 """
 
 from __future__ import annotations
 
-import getpass
 import os
 import platform
 import re
@@ -21,6 +20,7 @@ from nsa_cli.trial_imports import TrialResult
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.loading import BackendEntry
 from nsa_core.dispatch.registry import Registry
+from nsa_core.dispatch.standing import Standing, standing_of, standing_without_torch
 
 SCHEMA_VERSION = 1
 _OUR_PACKAGES = (
@@ -59,6 +59,12 @@ def inspect_environment(limit_s: float) -> dict[str, Any]:
         [*bodies, attention, *probes], limit_s
     )
     gpu = bool(torch.facts.get("gpus"))
+    results = {
+        entry.name: result for group, result in zip(groups, probe_results) for entry in group
+    }
+    standings = [
+        (entry, _standing(entry, torch, results.get(entry.name))) for entry in registry.entries
+    ]
     problems = _python_problems() + _torch_problems(torch) + _optional_problems(triton, flash, gpu)
     problems += _backend_problems(registry)
     if torch.facts.get("version"):
@@ -82,7 +88,7 @@ def inspect_environment(limit_s: float) -> dict[str, Any]:
         "driver": trial_imports.driver_version(),
         "triton": _library(triton, "triton"),
         "flash_attn": _library(flash, "flash-attn"),
-        "backends": [_backend(entry) for entry in registry.entries],
+        "backends": [_backend(entry, standing) for entry, standing in standings],
         "attention": attention_result.facts if "error" not in attention_result.facts else {},
         "variables": {
             "NSA_PLUGINS": os.environ.get("NSA_PLUGINS"),
@@ -110,13 +116,33 @@ def _library(result: TrialResult, distribution: str) -> dict[str, Any]:
     return {"version": _installed_version(distribution), **facts, "status": status, "error": error}
 
 
-def _backend(entry: BackendEntry) -> dict[str, Any]:
+def _standing(entry: BackendEntry, torch: TrialResult, probe: TrialResult | None) -> Standing:
+    """Return the standing of ``entry`` that its child process found.
+
+    Args:
+        entry: The backend.
+        torch: The result of importing torch.
+        probe: The result of the child that probed the backend; None if it was not probed.
+    """
+    if entry.spec is None:
+        return standing_of(entry, {})
+    if not torch.facts.get("version"):
+        return standing_without_torch(entry)
+    facts = probe.facts if probe else {}
+    if entry.name in facts.get("standings", {}):
+        return Standing(*facts["standings"][entry.name])
+    failure = str(probe.reason) if probe and probe.reason else str(facts.get("error", ""))
+    return Standing("broken", f"its probe failed in a child process: {output.one_line(failure)}")
+
+
+def _backend(entry: BackendEntry, standing: Standing) -> dict[str, Any]:
     reason = entry.reason
     return {
         "name": entry.name,
         "distribution": entry.distribution,
         "version": entry.version,
-        "status": entry.status,
+        "status": standing.status,
+        "sentence": standing.sentence,
         "slots": [slot for slot in SLOTS if entry.spec and slot in entry.spec.slots],
         "reason": (
             None
@@ -265,88 +291,3 @@ def _attention_problems(result: TrialResult, registry: Registry) -> list[dict[st
         _problem("attention", f"the output of a small attention on {device} is not finite", hint)
         for device in not_finite
     ]
-
-
-def _rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the rows (component, state, detail) of `nsa doctor` and `nsa env`."""
-    torch = document["torch"]
-    rows = [("python", document["python"], f"{document['platform']}, {document['cpus']} CPUs")]
-    rows += [("nsa", installed, name) for name, installed in document["packages"].items()]
-    for name, library in (
-        ("torch", torch),
-        ("triton", document["triton"]),
-        ("flash-attn", document["flash_attn"]),
-    ):
-        state = str(library["version"] or "") if library["status"] == "ok" else library["status"]
-        rows.append((name, state, library["error"] if library["status"] == "broken" else ""))
-    rows.append(("cuda", str(torch.get("cuda") or "none"), "CUDA version of the torch build"))
-    rows.append(("driver", document["driver"] or "none", ""))
-    for index, gpu in enumerate(torch.get("gpus", [])):
-        size = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
-        rows.append(
-            (f"gpu {index}", f"sm_{''.join(map(str, gpu['capability']))}", f"{gpu['name']}, {size}")
-        )
-    if not torch.get("gpus"):
-        rows.append(("gpu", "none", "attention runs on the CPU"))
-    for backend in document["backends"]:
-        detail = (
-            backend["reason"]["message"]
-            if backend["reason"]
-            else f"offers {', '.join(backend['slots'])}"
-        )
-        title = f"{backend['distribution']} {backend['version']}"
-        rows.append((f"backend {backend['name']}", backend["status"], f"{title}: {detail}"))
-    for device, run in document["attention"].items():
-        chosen = ", ".join(f"{slot} {name}" for slot, name in run["backends"].items())
-        rows.append((f"runs on {device}", "yes" if run["finite"] else "wrong", chosen))
-    for name, value in document["variables"].items():
-        rows.append((name, "not set" if value is None else repr(value), ""))
-    return rows
-
-
-def print_screen(document: dict[str, Any]) -> None:
-    """Print the table, then each problem with a command to type."""
-    from rich.text import Text
-
-    table = output.plain_table("component", "state", "detail")
-    for row in _rows(document):
-        is_problem = row[1] in ("broken", "incompatible", "wrong")
-        cells = [output.one_line(cell) for cell in row]
-        table.add_row(cells[0], Text(cells[1], "red" if is_problem else ""), cells[2])
-    console = output.console()
-    console.print(table)
-    for problem in document["troubles"]:
-        console.print(
-            f"PROBLEM {output.one_line(problem['what'])}: {output.one_line(problem['message'])}",
-            style="red",
-        )
-        console.print(f"  type: {output.one_line(problem['hint'])}")
-    if not document["works"]:
-        console.print("no attention can run in this environment", style="bold red")
-    else:
-        count = len(document["troubles"])
-        noun = "problem" if count == 1 else "problems"
-        console.print(f"this environment works, {count} {noun}", style="bold green")
-
-
-def print_block(document: dict[str, Any]) -> None:
-    """Print a Markdown block for a bug report, without directories and without the user's name."""
-    lines = [
-        f"{component}: {state}" + (f" ({detail})" if detail else "")
-        for component, state, detail in _rows(document)
-    ]
-    lines += [f"PROBLEM {row['what']}: {row['message']}" for row in document["troubles"]]
-    print("```")
-    for line in lines:
-        print(anonymize(output.one_line(line)))
-    print("```")
-
-
-def anonymize(line: str) -> str:
-    """Return ``line`` with absolute paths cut to their last part and the user's name replaced."""
-    line = re.sub(r"""(?<![\w.:/])(?:[A-Za-z]:)?[/\\](?:[^/\\\s'":;,]+[/\\])*""", ".../", line)
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError, ImportError):
-        return line
-    return re.sub(rf"\b{re.escape(user)}\b", "USER", line) if len(user) > 2 else line

@@ -5,37 +5,44 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from nsa_cli.wrapping import wrap
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.util.atomic_files import write_atomic
 from nsa_core.util.text import describe_error, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
     from nsa_core.dispatch.registry import Registry
 
 __all__ = [
+    "ClickError",
+    "UsageError",
     "check_writable",
     "console",
     "environment",
     "exit_codes",
     "find_backends",
     "one_line",
-    "plain_table",
     "prepare_streams",
     "print_json",
+    "print_table",
+    "print_text",
     "progress",
     "safe_mode",
     "set_plugin_options",
+    "table_width",
+    "text_width",
     "write_atomic",
 ]
 
@@ -50,10 +57,14 @@ _UNWRITABLE = {
     getattr(errno, "EDQUOT", errno.ENOSPC),
 }
 # Depending on its version, typer depends on click or vendors it; this finds ClickException in both.
-_ClickError: Any = next(
-    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+ClickError: Any
+UsageError: Any
+ClickError, UsageError = (
+    next(base for base in typer.BadParameter.__mro__ if base.__name__ == name)
+    for name in ("ClickException", "UsageError")
 )
-_UNLIMITED = 1_000_000  # columns; piped output is never wrapped or truncated
+UNLIMITED = 1_000_000  # columns; lines of piped output are never broken or truncated by rich
+_WIDEST_TEXT = 100  # columns; longer lines of text are hard to read
 _plugin_options = (False, 20.0)
 
 
@@ -108,18 +119,96 @@ def console(stderr: bool = False) -> Console:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     file = sys.stderr if stderr else sys.stdout
-    width = None if file.isatty() else _UNLIMITED
+    width = None if file.isatty() else UNLIMITED
     return PlainConsole(file=file, width=width, markup=False, highlight=False, emoji=False)
 
 
-def plain_table(*columns: str) -> Table:
-    """Return a table without borders whose cells are folded, never truncated."""
-    from rich.table import Table
+def text_width() -> int:
+    """Return the columns of a line of text: those of the terminal, at most 100; 100 if piped."""
+    return min(_WIDEST_TEXT, table_width())
 
+
+def table_width() -> int:
+    """Return the columns of a table: those of the terminal; 100 if piped."""
+    import shutil
+
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDEST_TEXT
+
+
+def print_text(target: Console, text: str, style: str = "", indent: str = "  ") -> None:
+    """Print ``text`` with hanging indent; lines break between words only.
+
+    Args:
+        target: A console from :func:`console`.
+        text: The text; each line of it starts at the left margin.
+        style: The style of a terminal, such as "bold red".
+        indent: The start of each wrapped line.
+    """
+    for paragraph in text.splitlines() or [""]:
+        margin = paragraph[: len(paragraph) - len(paragraph.lstrip(" "))]
+        for line in wrap(paragraph.strip(), text_width(), margin, margin + indent):
+            target.print(line, style=style, no_wrap=True, overflow="ignore", crop=False)
+
+
+def print_table(
+    target: Console,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    title: str = "",
+    wrapped: Collection[str] = (),
+) -> None:
+    """Print a table without borders, and break no word.
+
+    Columns of numbers are aligned at their decimal points, others at the left.
+
+    Args:
+        target: A console from :func:`console`.
+        columns: The header; a unit belongs to it.
+        rows: The cells of each row.
+        title: A line above the table.
+        wrapped: The columns that may take several lines per row on a narrow screen; all others
+            take one.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    if title:
+        print_text(target, title, "bold")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    return table
+    aligned: list[list[str | Text]] = []
+    for index, name in enumerate(columns):
+        cells: list[str | Text] = [row[index] for row in rows]
+        texts = [str(cell) for cell in cells]
+        if _is_numeric(texts):
+            # Rich would strip the padding at the right of right-justified cells.
+            name, *padded = _align_right([name, *_align_decimals(texts)])
+            cells = list(padded)
+        aligned.append(cells)
+        words = [word for text in (name, *texts) for word in text.split()]
+        table.add_column(
+            Text(name),
+            no_wrap=columns[index] not in wrapped,
+            min_width=max(map(len, words)) if columns[index] in wrapped else None,
+        )
+    for row in zip(*aligned):
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    target.print(table, width=table_width(), no_wrap=True, crop=False)
+
+
+def _is_numeric(texts: Sequence[str]) -> bool:
+    """Return whether ``texts`` are numbers, such as "1.25", "40%", "-" for none, or ""."""
+    number = re.compile(r"-|[-+]?[\d,]+(\.\d+)?%?")
+    return any(texts) and all(number.fullmatch(text) for text in texts if text)
+
+
+def _align_right(texts: Sequence[str]) -> list[str]:
+    return [text.rjust(max(map(len, texts))) for text in texts]
+
+
+def _align_decimals(texts: Sequence[str]) -> list[str]:
+    """Pad numbers at the right so that their decimal points are in one column."""
+    tails = [len(re.sub(r"^[-+]?[\d,]*", "", text)) if text != "-" else 0 for text in texts]
+    return [text + " " * (max(tails, default=0) - tail) for text, tail in zip(texts, tails)]
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -170,12 +259,14 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
             TextColumn,
             TimeRemainingColumn,
         )
+        from rich.table import Column
 
+        # A label that does not fit continues on the next line; the numbers are never cut.
         columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
+            BarColumn(bar_width=10, table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.description}", table_column=Column()),
         )
         with Progress(*columns, console=console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=total)
@@ -236,7 +327,7 @@ def _exit(code: int, message: str) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     with contextlib.suppress(OSError):  # standard error may be closed too
-        print(f"nsa: {message}", file=sys.stderr, flush=True)
+        print(_fitted(f"nsa: {message}"), file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
@@ -253,7 +344,7 @@ def exit_codes() -> Iterator[None]:
         _exit(UNAVAILABLE, _paragraph(error))
     except NSAError as error:
         _exit(FAILED, _paragraph(error))
-    except _ClickError as error:
+    except ClickError as error:
         context = getattr(error, "ctx", None)
         hint = f" (try '{context.command_path} --help')" if context is not None else ""
         _exit(USAGE, one_line(error.format_message()) + hint)
@@ -273,3 +364,17 @@ def _paragraph(error: BaseException) -> str:
     """Return the message with its line breaks; other control characters are escaped."""
     lines = str(error).splitlines() or [type(error).__name__]
     return "\n".join(line[: len(line) - len(line.lstrip(" "))] + one_line(line) for line in lines)
+
+
+def _fitted(message: str) -> str:
+    """Return ``message`` with its lines wrapped between words if standard error is a terminal."""
+    if not sys.stderr.isatty():
+        return message
+    import shutil
+
+    columns = shutil.get_terminal_size().columns
+    lines = []
+    for line in message.splitlines():
+        indent = line[: len(line) - len(line.lstrip(" "))]
+        lines += wrap(line.strip(), columns, indent, indent + "  ")
+    return "\n".join(lines)

@@ -12,18 +12,20 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from nsa_core.contract import SLOTS, Reason, Request
+from nsa_core.dispatch.gpus import gpu_named
 from nsa_core.dispatch.loading import BackendEntry
 from nsa_core.dispatch.probing import probe_candidate
 from nsa_core.dispatch.registry import Registry, discover
+from nsa_core.dispatch.standing import facts_of_this_machine
 from nsa_core.layout import BlockGeometry
 from nsa_core.util.text import one_line
 
 DEVICES: tuple[tuple[str, str, tuple[int, int] | None], ...] = (
     ("CPU", "cpu", None),
-    ("sm_75", "cuda", (7, 5)),
-    ("sm_80", "cuda", (8, 0)),
-    ("sm_90", "cuda", (9, 0)),
-    ("sm_120", "cuda", (12, 0)),
+    *(
+        (gpu.architecture, "cuda", gpu.capability)
+        for gpu in map(gpu_named, ("sm_75", "sm_80", "sm_90", "sm_120"))
+    ),
 )
 _BASE = Request(
     slot="cmp",
@@ -98,7 +100,7 @@ _Refusals = dict[tuple[str, str, str], tuple[tuple[Reason, ...], tuple[Reason, .
 def _refusals(entry: BackendEntry) -> _Refusals:
     """Return (label, device, slot) -> (reasons with gradients, reasons without).
 
-    Reasons against every request are facts of the generating machine, and are left out.
+    Facts of the generating machine are left out.
     """
     assert entry.spec is not None  # only ready backends are probed
     refusals: _Refusals = {}
@@ -111,11 +113,11 @@ def _refusals(entry: BackendEntry) -> _Refusals:
                     probe_candidate(entry, request).reasons,
                     probe_candidate(entry, forward).reasons,
                 )
-    always = set.intersection(*(set(forward) for _, forward in refusals.values()))
+    here = facts_of_this_machine(entry)
     return {
         key: (
-            tuple(reason for reason in full if reason not in always),
-            tuple(reason for reason in forward if reason not in always),
+            tuple(reason for reason in full if reason not in here),
+            tuple(reason for reason in forward if reason not in here),
         )
         for key, (full, forward) in refusals.items()
     }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nsa_cli import output
+from nsa_cli import output, train_interrupted
 from nsa_cli import train_options as options
 from nsa_cli.choices import (
     as_options,
@@ -19,6 +19,7 @@ from nsa_cli.choices import (
     parse_backends,
     pick_device,
 )
+from nsa_cli.extras import libraries_of_data, need_extras
 
 if TYPE_CHECKING:
     from nsa_models.lm.checkpoint import Checkpoint
@@ -69,27 +70,23 @@ def train(
 
     Documents are packed into rows with their boundaries; a document that does not fit continues in
     the next row. A document is either trained on or held out, never both. Under torchrun, the same
-    command trains on several GPUs. Ctrl-C and SIGTERM save a checkpoint; --resume continues from
-    it.
+    command trains on several GPUs. Ctrl-C and SIGTERM save a checkpoint and print the command that
+    continues from it.
     """
     # After typer's conversion, so that paths are Path objects.
     values = {name: value for name, value in locals().items() if name != "context"}
     typed = options_on_command_line(context)
-    with output.exit_codes():
+    trainers: list[Trainer] = []
+    with output.exit_codes(), train_interrupted.explained(context, typed, trainers):
         _check_paths(values, typed)
         with errors_name_options({name: name for name in values} | options.RENAMED):
             world, trainer = _prepare(values, typed)
+        trainers.append(trainer)
         try:
             history = _run(trainer, out)
             if world.rank == 0:
                 _print_summary(history, trainer, out)
                 _plot_losses(out, png, svg, force or resume)
-        except SystemExit:  # SIGTERM: the log of a cluster shows which step was saved
-            if world.rank == 0:
-                output.console(stderr=True).print(
-                    f"nsa: ended by SIGTERM; step {trainer.step_number} is saved, --resume goes on"
-                )
-            raise
         finally:
             world.close()
 
@@ -99,6 +96,11 @@ def _check_paths(values: Mapping[str, Any], typed: Set[str]) -> None:
     from nsa_core.errors import InvalidInput
 
     out, resume = values["out"], values["resume"]
+    libraries = ["safetensors"]
+    if not resume:  # else the checkpoint names the data and the tokenizer
+        libraries += libraries_of_data(values["data"])
+        libraries += ["tokenizers"] if values["tokenizer"] is not None else []
+    need_extras("nsa train", [*libraries, *["matplotlib"] * bool(values["png"] or values["svg"])])
     if resume and (repeated := [name for name in options.FROM_CHECKPOINT if name in typed]):
         raise InvalidInput(
             f"{as_options(repeated)}: with --resume the checkpoint decides this; leave it out"
@@ -113,10 +115,6 @@ def _check_paths(values: Mapping[str, Any], typed: Set[str]) -> None:
         )
     for file in (values["png"], values["svg"]):
         output.check_writable(file, values["force"] or resume)
-    if values["png"] or values["svg"]:
-        from nsa_bench.render.style import need_matplotlib
-
-        need_matplotlib()
 
 
 def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
@@ -142,7 +140,6 @@ def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
 def _prepare(values: Mapping[str, Any], typed: Set[str]) -> tuple[World, Trainer]:
     """Build the trainer, refuse a backend that cannot run, and create the output folder."""
     torch_device = pick_device(values["device"], values["threads"])
-    from nsa_core.util.safetensors_io import need_safetensors
     from nsa_models.lm import checkpoint
     from nsa_models.lm.parallel import join
     from nsa_models.lm.recipe import Recipe
@@ -150,7 +147,6 @@ def _prepare(values: Mapping[str, Any], typed: Set[str]) -> tuple[World, Trainer
     from nsa_models.lm.tokens import read_tokenizer
     from nsa_models.lm.trainer import Trainer
 
-    need_safetensors()
     saved = checkpoint.read(values["out"]) if values["resume"] else None
     tokenizer: Tokenizer | None = None
     if saved is None:
@@ -177,7 +173,9 @@ def _prepare(values: Mapping[str, Any], typed: Set[str]) -> tuple[World, Trainer
         if values["tokenizer"] is not None:
             tokenizer = read_tokenizer(values["tokenizer"])
     else:
-        spec, tokenizer = DataSpec(**saved.facts["data"]), saved.load_tokenizer()
+        spec = DataSpec(**saved.facts["data"])
+        need_extras("nsa train", libraries_of_data(spec.data) + saved.libraries)
+        tokenizer = saved.load_tokenizer()
         changed = {name: values[name] for name in options.CHANGEABLE_ON_RESUME if name in typed}
         recipe = Recipe(**saved.facts["train"] | changed)
     world = join(torch_device)
@@ -220,10 +218,7 @@ def _run(trainer: Trainer, out: Path) -> list[Progress]:
         if step.held_out_loss is not None:
             held_out = f", held out {step.held_out_loss:.3f}"
         if step.step:
-            advance(
-                f"loss {step.loss:.3f}{held_out}, {step.tokens_per_s:,.0f} tokens/s,"
-                f" {step.matrix_share:.1%} of matrix rate"
-            )
+            advance(f"loss {step.loss:.3f}{held_out}, {step.tokens_per_s:,.0f} tokens/s")
 
     if trainer.world.rank:
         return run(trainer, out)
@@ -233,9 +228,8 @@ def _run(trainer: Trainer, out: Path) -> list[Progress]:
 
 def _print_summary(history: list[Progress], trainer: Trainer, out: Path) -> None:
     console = output.console()
-    table = output.plain_table(
-        "step", "loss", "held out", "lr", "tokens/s", "of matrix rate", "MiB"
-    )
+    columns = ("step", "loss", "held out", "lr", "tokens/s", "of matrix rate", "MiB")
+    rows = []
     for p in (p for p in history if p.held_out_loss is not None):
         cells = [
             f"{p.loss:.4f}",
@@ -245,12 +239,13 @@ def _print_summary(history: list[Progress], trainer: Trainer, out: Path) -> None
         ]
         cells = cells if p.step else ["", cells[1], "", ""]
         matrix_share = f"{p.matrix_share:.1%}" if p.step else ""
-        table.add_row(str(p.step), *cells, matrix_share, f"{p.memory_bytes / 2**20:,.0f}")
+        rows.append([str(p.step), *cells, matrix_share, f"{p.memory_bytes / 2**20:,.0f}"])
     if history:
-        console.print(table)
+        output.print_table(console, columns, rows)
     else:
         step, steps = trainer.step_number, trainer.recipe.steps
-        console.print(f"nothing to do: step {step} of {steps} is done; give more --steps to go on")
+        done = f"nothing to do: step {step} of {steps} is done; give more --steps to go on"
+        output.print_text(console, done)
     if trainer.data.spec.data == "recall":
         console.print(f"right answers on held-out rows: {trainer.accuracy():.2%}")
     if trainer.data.tokenizer is not None:

@@ -46,7 +46,7 @@ Warmup = Annotated[
 ]
 WeightDecay = Annotated[float, typer.Option(help="Weight decay of the matrices.")]
 Clip = Annotated[float, typer.Option(help="Maximum norm of the gradients.")]
-Dtype = Annotated[str, typer.Option(help="float32, or bfloat16 (autocast).")]
+Dtype = Annotated[str, typer.Option(help="float32 (fp32), or bfloat16 (bf16, autocast).")]
 Recompute = Annotated[
     bool, typer.Option("--recompute", help="Activation checkpointing: less memory, more time.")
 ]
@@ -57,9 +57,7 @@ Graph = Annotated[
 Parallel = Annotated[str, typer.Option(help="Data parallelism under torchrun: ddp or fsdp.")]
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.", min=1)]
 SaveEvery = Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)]
-Seed = Annotated[
-    int, typer.Option(help="Seed of the weights and the data order.", min=0, max=2**63 - 1)
-]
+Seed = Annotated[int, typer.Option(help="Seed of the weights and the data order.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Threads = Annotated[int, typer.Option(help="CPU threads.", min=1)]
 Backends = Annotated[

@@ -58,16 +58,18 @@ from nsa_core import NSAConfig
 from nsa_core.dispatch.registry import discover
 from nsa_core.dispatch.candidates import find_candidates
 from nsa_core.dispatch.options import PlanOptions
+from nsa_core.dispatch.standing import FAULTS, standings, typical_candidates
 registry = discover(safe={safe!r})
 registry = type(registry)(tuple(entry for entry in registry.ready() if entry.name in {names!r}))
-faults = ("probe_raised", "probe_nonsense", "probe_too_slow")
 devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 config = NSAConfig(768, 12, 2)
 options = [PlanOptions(device=device) for device in devices]
 by_slot = [find_candidates(config, each, registry=registry).by_slot for each in options]
 candidates = [c for slots in by_slot for of_slot in slots.values() for c in of_slot]
-failed = {{c.backend: str(r) for c in candidates for r in c.reasons if r.code in faults}}
-facts = {{"failed": failed}}
+failed = {{c.backend: str(r) for c in candidates for r in c.reasons if r.code in FAULTS}}
+typical = standings(typical_candidates(registry))
+stated = {{name: [s.status, s.sentence] for (name, _), s in typical.items()}}
+facts = {{"failed": failed, "standings": stated}}
 """
 _FINISH = """
 import json

@@ -20,7 +20,10 @@ def tune(
     ] = "reports",
     dtype: Annotated[
         str | None,
-        typer.Option(help="Default: bfloat16 on cuda, float32 on cpu.", show_default=False),
+        typer.Option(
+            help="bf16, fp16, fp32, fp64 or a long name. Default: bf16 on cuda, fp32 on cpu.",
+            show_default=False,
+        ),
     ] = None,
     length: Annotated[
         int | None,
@@ -81,27 +84,27 @@ def tune(
 def _print_tuning(result: Tuning, path: str) -> None:
     from nsa_bench.render.format import number
 
-    table = output.plain_table("slot", "use", "backend", "ms", "chosen")
     fastest = {
         (record.slot, record.shape_class.rsplit(" ", 1)[1]): min(
             record.times_ms, key=record.times_ms.__getitem__
         )
         for record in result.records
     }
-    for time in sorted(result.times, key=lambda t: (t.slot, t.use, t.time_ms or float("inf"))):
-        chosen = "yes" if fastest.get((time.slot, time.use)) == time.backend else ""
-        table.add_row(
-            time.slot,
-            time.use,
-            f"{output.one_line(time.backend)} {output.one_line(time.version)}",
-            number(time.time_ms),
-            chosen or time.reason,
-        )
     console = output.console()
-    console.print(table)
+    rows, reasons = [], []
+    for time in sorted(result.times, key=lambda t: (t.slot, t.use, t.time_ms or float("inf"))):
+        backend = f"{output.one_line(time.backend)} {output.one_line(time.version)}"
+        chosen = "yes" if fastest.get((time.slot, time.use)) == time.backend else ""
+        rows.append([time.slot, time.use, backend, number(time.time_ms), chosen])
+        if time.reason:
+            reasons.append(f"{time.slot}, {time.use}, {backend}: {output.one_line(time.reason)}")
+    output.print_table(console, ["slot", "use", "backend", "ms", "chosen"], rows)
+    for reason in reasons:
+        output.print_text(console, f"not timed: {reason}", "yellow")
     for gate in result.gates:
         for failure in gate.failures[:3]:
-            console.print(f"NOT CORRECT {gate.combo}: {output.one_line(failure)}", style="red")
-    console.print(
-        f"{len(result.records)} choices for {result.device} saved in {path}", style="bold"
-    )
+            output.print_text(
+                console, f"NOT CORRECT {gate.combo}: {output.one_line(failure)}", "red"
+            )
+    saved = f"{len(result.records)} choices for {result.device} saved in {path}"
+    output.print_text(console, saved, "bold")

@@ -49,8 +49,7 @@ class Phase(str, enum.Enum):
 
 
 _Backend = typer.Option(
-    help="Backend for this slot. Default: the ready backend of the highest rank.",
-    show_default=False,
+    help="Backend for this slot. Default: highest rank.", metavar="NAME", show_default=False
 )
 _Jobs = Annotated[
     int | None,
@@ -76,7 +75,10 @@ def verify(
         Device, typer.Option(help="auto: cuda if a GPU is available, else cpu.")
     ] = Device.auto,
     dtype: Annotated[
-        str, typer.Option(help="Comma-separated dtypes: bfloat16, float16, float32, float64.")
+        str,
+        typer.Option(
+            help="Comma-separated dtypes: bf16, fp16, fp32, fp64, or long names such as bfloat16."
+        ),
     ] = "float32,bfloat16",
     preset: Annotated[
         Preset, typer.Option(help="quick: less than a minute on two cores.")
@@ -117,6 +119,12 @@ def verify(
         ),
     ] = False,
     jobs: _Jobs = None,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Print a row per check and slot, with each kind of error."
+        ),
+    ] = False,
 ) -> None:
     """Check a combination of backends, slot by slot, against an independent float64 oracle.
 
@@ -151,7 +159,9 @@ def verify(
             report = {"schema_version": SCHEMA_VERSION, "combinations": reports}
         if json_file is not None:
             output.write_atomic(json_file, json.dumps(report, indent=1) + "\n", force)
-        code = _print_combinations(report["combinations"]) if every else _print_report(report)
+        from nsa_cli.verify_report import print_combinations, print_report
+
+        code = print_combinations(reports) if every else print_report(report, verbose)
     raise typer.Exit(code)
 
 
@@ -336,36 +346,3 @@ def _count_reads(combination: Combination, dtypes: Sequence[torch.dtype]) -> dic
         bounds = {str(length): PAPER_BOUND[length] for length in LENGTHS if length in PAPER_BOUND}
         return {"reads": [dataclasses.asdict(entry) for entry in entries], "reads_bounds": bounds}
     return {"reads": [], "reads_refused": refusals[0]}
-
-
-def _print_report(report: dict[str, Any]) -> int:
-    from nsa_cli.verify_report import failures, findings_table, reads_table, summary
-
-    console = output.console()
-    console.print(findings_table(report["findings"], bool(report.get("interrupted"))))
-    if "reads" in report:
-        console.print(reads_table(report))
-    for line in failures(report):
-        console.print(line, style="red", markup=False)
-    line, code = summary(report)
-    console.print(line, markup=False, style="bold green" if code == 0 else "bold red")
-    return code
-
-
-def _print_combinations(reports: list[dict[str, Any]]) -> int:
-    from nsa_cli.verify_report import combinations_table, failures, interruption_summary, summary
-
-    console = output.console()
-    console.print(combinations_table(reports))
-    for line in [line for report in reports for line in failures(report)][:20]:
-        console.print(line, style="red", markup=False)
-    codes = [summary(report)[1] for report in reports]
-    passed, code = codes.count(0), 1 if 1 in codes else max(codes)
-    line = (
-        f"{passed} of {len(reports)} combinations passed in"
-        f" {sum(report['seconds'] for report in reports):.0f} s"
-    )
-    if interrupted := interruption_summary(reports):
-        code, line = interrupted[1], f"{interrupted[0]}; {line}"
-    console.print(line, markup=False, style="bold green" if code == 0 else "bold red")
-    return code

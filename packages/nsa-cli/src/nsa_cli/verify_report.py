@@ -1,132 +1,304 @@
-"""The tables and the one-line summary of `nsa verify`."""
+"""The tables, failures and verdict of `nsa verify`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nsa_cli import output
+from nsa_cli.wrapping import wrap
+from nsa_core.contract import SLOTS
 from nsa_core.util.interruption import exit_code
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-
-def findings_table(findings: list[dict[str, Any]], interrupted: bool = False) -> Table:
-    """Return a table of the worst error per check and slot, as a fraction of its limit.
-
-    A correct kernel stays below 1.00. In an ``interrupted`` run only failures are final, so a
-    passing row reads "ok so far".
-    """
-    from rich.table import Table
+    from rich.console import Console
     from rich.text import Text
 
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    Cell = str | Text
+    Rows = tuple[Sequence[str], list[list[Cell]]]  # header, cells
+
+Finding = dict[str, Any]
+_LISTED_FAILURES = 20
+_NOTE = (
+    "worst: largest error as a fraction of its limit; above 1.00 a kernel is wrong. A dash: equal"
+    " bits are required."
+)
+
+
+def print_report(report: dict[str, Any], verbose: bool) -> int:
+    """Print one report: a table of checks, failures and the verdict. Return the exit code.
+
+    Args:
+        report: The report of one combination.
+        verbose: Print a row per check and slot, with each kind of error, instead of one per check.
+    """
+    console = output.console()
+    output.print_text(console, _setting(report))
+    console.print()
+    findings, interrupted = report["findings"], bool(report.get("interrupted"))
+    columns, rows = (slots_rows if verbose else checks_rows)(findings, interrupted)
+    output.print_table(console, columns, rows, wrapped=("slots",))
+    console.print()
+    note = _VERBOSE_NOTE if verbose else _NOTE + " --verbose: a row per slot."
+    output.print_text(console, note, "dim", "")
+    for reason, checks in _not_run(findings).items():
+        output.print_text(console, f"not run: {reason} ({', '.join(checks)})", "yellow")
+    if "reads" in report:
+        console.print()
+        _print_reads(console, report)
+    _print_failures(console, [report])
+    line, code = summary(report)
+    output.print_text(console, line, "bold green" if code == 0 else "bold red")
+    return code
+
+
+def print_combinations(reports: list[dict[str, Any]]) -> int:
+    """Print a row per combination, failures and the verdict. Return the exit code."""
+    console = output.console()
+    output.print_text(console, _circumstances(reports[0]))
+    console.print()
+    output.print_table(console, *combinations_rows(reports))
+    console.print()
+    output.print_text(console, _NOTE, "dim", "")
+    _print_failures(console, reports)
+    codes = [summary(report)[1] for report in reports]
+    passed, code = codes.count(0), 1 if 1 in codes else max(codes)
+    seconds = sum(report["seconds"] for report in reports)
+    line = f"{passed} of {len(reports)} combinations passed in {seconds:.0f} s"
+    if interrupted := interruption_summary(reports):
+        code, line = interrupted[1], f"{interrupted[0]}; {line}"
+    output.print_text(console, line, "bold green" if code == 0 else "bold red")
+    return code
+
+
+def _setting(report: dict[str, Any]) -> str:
+    """Return the backends, device, dtypes and text of a report in a line."""
+    slots_by_backend: dict[str, list[str]] = {}
+    for slot, name in report["backends"].items():
+        slots_by_backend.setdefault(name, []).append(slot)
+    backends = (
+        f"{next(iter(slots_by_backend))} in every slot"
+        if len(slots_by_backend) == 1
+        else ", ".join(f"{' '.join(slots)}: {name}" for name, slots in slots_by_backend.items())
+    )
+    return f"{backends}; {_circumstances(report)}"
+
+
+def _circumstances(report: dict[str, Any]) -> str:
+    device = report["device"] + (", triton interpreted" if report["interpreted"] else "")
+    return f"{device}, {'/'.join(report['dtypes'])}, text {report['text']['name']}"
+
+
+def checks_rows(findings: Sequence[Finding], interrupted: bool = False) -> Rows:
+    """Return the header and one row per check, failed checks first.
+
+    In an ``interrupted`` run only failures are final, so a passing row reads "ok so far".
+    """
+    rows = []
+    for check, group in _grouped(findings, "check").items():
+        names = {finding["slot"] or "all" for finding in group}
+        slots = "all" if names >= set(SLOTS) else " ".join(sorted(names, key=_slot_order))
+        errors = [f[name] for f in group for name in _ERRORS if f[name] is not None]
+        rows.append((group, [check, slots, *_counts(group), _two_digits(errors)]))
+    columns = ("check", "slots", "passed", "n/a", "worst", "verdict")
+    return _with_verdicts(columns, rows, interrupted)
+
+
+def slots_rows(findings: Sequence[Finding], interrupted: bool = False) -> Rows:
+    """Return the header and one row per check and slot, with each kind of error, failures first."""
+    rows = []
+    for (check, slot), group in _grouped(findings, "check", "slot").items():
+        worst = [_two_digits([f[name] for f in group if f[name] is not None]) for name in _ERRORS]
+        rows.append((group, [check, slot or "all", *_counts(group), *worst]))
+    columns = ("check", "slot", "passed", "n/a", *_ERRORS, "verdict")
+    return _with_verdicts(columns, rows, interrupted)
+
+
+def _slot_order(name: str) -> int:
+    return SLOTS.index(name) if name in SLOTS else -1
+
+
+_ERRORS = ("row", "elem", "bias")
+_VERBOSE_NOTE = (
+    "row: largest error of a row; elem: of an element; bias: systematic error. Each is a fraction"
+    " of its limit; above 1.00 a kernel is wrong. A dash: equal bits are required."
+)
+
+
+def _with_verdicts(
+    columns: Sequence[str], rows: Iterable[tuple[list[Finding], list[str]]], interrupted: bool
+) -> Rows:
+    """Return the header and the rows, with a verdict at the end of each; failures come first."""
+    ordered = sorted(rows, key=lambda pair: not _failed(pair[0]))
+    cells: list[list[Cell]] = [[*row, _verdict(group, interrupted)] for group, row in ordered]
+    return columns, cells
+
+
+def _grouped(findings: Sequence[Finding], *keys: str) -> dict[Any, list[Finding]]:
+    groups: dict[Any, list[Finding]] = {}
     for finding in findings:
-        groups.setdefault((finding["check"], finding["slot"]), []).append(finding)
-    table = Table(
-        "check",
-        "slot",
-        "compared",
-        title=(
-            "Worst error as a fraction of its limit (row, elem, bias; a dash: equal bits required)"
-        ),
-        title_justify="left",
-    )
-    for name in ("row", "elem", "bias"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
-    for (check, slot), group in groups.items():
-        judged = [finding for finding in group if finding["ok"] is not None]
-        worst = [_worst(judged, name) for name in ("row", "elem", "bias")]
-        verdict = Text(*_verdict(group, judged, interrupted))
-        table.add_row(check, slot or "all", str(len(judged)), *worst, verdict)
-    return table
+        key = finding[keys[0]] if len(keys) == 1 else tuple(finding[name] for name in keys)
+        groups.setdefault(key, []).append(finding)
+    return groups
 
 
-def _worst(findings: list[dict[str, Any]], name: str) -> str:
-    values = [f[name] for f in findings if f[name] is not None]
-    return f"{max(values):.2f}" if values else "-"
+def _failed(group: Sequence[Finding]) -> int:
+    return sum(finding["ok"] is False for finding in group)
 
 
-def _verdict(
-    group: list[dict[str, Any]], judged: list[dict[str, Any]], interrupted: bool
-) -> tuple[str, str]:
-    """Return the verdict on a group of findings and its style."""
-    failed = sum(finding["ok"] is False for finding in judged)
-    if failed:
-        return f"{failed} FAILED", "bold red"
-    skipped = len(group) - len(judged)
-    if not judged:
-        return f"not run: {group[0]['detail'].splitlines()[0]}", "yellow"
-    text, style = ("ok so far", "yellow") if interrupted else ("ok", "green")
-    return (text + (f", {skipped} not applicable" if skipped else ""), style)
+def _counts(group: Sequence[Finding]) -> list[str]:
+    """Return the numbers of comparisons that passed and that do not apply."""
+    return [str(sum(f["ok"] is True for f in group)), str(_not_applicable(group) or "")]
 
 
-def reads_table(report: dict[str, Any]) -> Table | str:
-    """Return a table of the cached tokens that a decode step reads per kv head, and their bytes.
+def _not_applicable(findings: Iterable[Finding]) -> int:
+    return sum(finding["ok"] is None for finding in findings)
 
-    The counts come from changing cached values and keys; the predicted count is shown with them. If
-    nothing was counted, return a line with the reason.
-    """
-    from rich.table import Table
+
+def _two_digits(errors: Sequence[float]) -> str:
+    return f"{max(errors):.2f}" if errors else "-"
+
+
+def _verdict(group: Sequence[Finding], interrupted: bool) -> Text:
     from rich.text import Text
 
+    if failed := _failed(group):
+        return Text(f"{failed} FAILED", "bold red")
+    if _not_applicable(group) == len(group):
+        return Text("not run", "yellow")
+    return Text("ok so far", "yellow") if interrupted else Text("ok", "green")
+
+
+def _not_run(findings: Sequence[Finding]) -> dict[str, list[str]]:
+    """Return, for each reason, the checks of which no comparison applies."""
+    checks_by_reason: dict[str, list[str]] = {}
+    for check, group in _grouped(findings, "check").items():
+        if _not_applicable(group) == len(group):
+            reason = (group[0]["detail"].splitlines() or ["no reason given"])[0]
+            checks_by_reason.setdefault(reason, []).append(check)
+    return checks_by_reason
+
+
+def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None:
+    """Print the first failed findings, each with what reproduces it."""
+    failed = [
+        (report, finding)
+        for report in reports
+        for finding in report["findings"]
+        if finding["ok"] is False
+    ]
+    if failed:
+        console.print()
+    for report, finding in failed[:_LISTED_FAILURES]:
+        combination = f" [{_choices(report)}]" if len(reports) > 1 else ""
+        output.print_text(console, f"FAILED {_sentence(finding)}{combination}", "red")
+    if len(failed) > _LISTED_FAILURES:
+        more = len(failed) - _LISTED_FAILURES
+        output.print_text(console, f"and {more} more failures; --json FILE writes all", "red")
+    if failed:
+        # A backslash continues the command where the line is wrapped.
+        lines = wrap(f"to repeat: {_command(*failed[0])}", output.text_width() - 2, rest="  ")
+        output.print_text(console, " \\\n".join(lines), indent="")
+
+
+def _choices(report: dict[str, Any]) -> str:
+    """Return the backend of each slot in a line: "cmp=sdpa sel=triton"."""
+    return " ".join(f"{slot}={name.split()[0]}" for slot, name in report["backends"].items())
+
+
+def _sentence(finding: Finding) -> str:
+    keys = ("check", "slot", "case", "dtype", "quantity")
+    return f"{', '.join(finding[key] for key in keys if finding[key])}: {finding['detail']}"
+
+
+def _command(report: dict[str, Any], finding: Finding) -> str:
+    """Return the command that runs the checks of ``finding`` again."""
+    device = "cpu" if report["device"] == "cpu" else "cuda"
+    options = [
+        *(f"--{slot} {name}" for slot, name in report["named"].items()),
+        f"--device {device} --dtype {finding['dtype']}",
+        *(["--preset full"] if report["preset"] == "full" else []),
+        *([f"--phase {report['phase']}"] if report["phase"] != "both" else []),
+        *([f"--seed {report['seed']}"] if report["seed"] else []),
+    ]
+    interpreter = "TRITON_INTERPRET=1 " if report["interpreted"] else ""
+    return f"{interpreter}nsa verify {' '.join(options)}"
+
+
+def _print_reads(console: Console, report: dict[str, Any]) -> None:
+    """Print how many cached tokens a decode step reads, or why nothing was counted."""
     if not report["reads"]:
-        return f"reads: not counted: {report['reads_refused'].splitlines()[0]}"
-    table = Table(
-        "tokens",
-        "branch",
-        "kv head",
-        title="Cached tokens that a decode step reads: changing one changes the step's output",
-        title_justify="left",
-    )
-    columns = ("predicted", "by value", "by key", "bytes once", "read again", "shared by heads")
-    for name in columns:
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
-    keys = (
-        "predicted",
-        "counted_values",
-        "counted_keys",
-        "distinct_bytes",
-        "again_bytes",
-        "shared_bytes",
-    )
-    tokens_read: dict[tuple[int, int], int] = {}
+        reason = report["reads_refused"].splitlines()[0]
+        output.print_text(console, f"reads: not counted: {reason}", "yellow")
+        return
+    title = "Cached tokens that a decode step reads, and their bytes"
+    output.print_table(console, *reads_rows(report), title)
     for row in report["reads"]:
-        verdict = Text("ok", "green") if row["ok"] else Text(row["detail"], "bold red")
-        table.add_row(
-            str(row["length"]),
-            row["branch"],
-            str(row["kv_head"]),
-            *(str(row[key]) for key in keys),
-            verdict,
-        )
-        place = (row["length"], row["kv_head"])
-        count = max(row["counted_values"], row["counted_keys"])
-        tokens_read[place] = tokens_read.get(place, 0) + count
+        if not row["ok"]:
+            place = f"{row['length']} tokens, {row['branch']}, kv head {row['kv_head']}"
+            output.print_text(console, f"FAILED reads, {place}: {row['detail']}", "red")
     for length, bound in report["reads_bounds"].items():
-        largest = max(count for (tokens, _), count in tokens_read.items() if tokens == int(length))
-        table.add_row(
-            length, "all", "each", "", str(largest), "", "", "", "", f"the paper's Table 4: {bound}"
+        rows = [row for row in report["reads"] if row["length"] == int(length)]
+        largest = max(
+            sum(
+                max(row["counted_values"], row["counted_keys"])
+                for row in rows
+                if row["kv_head"] == head
+            )
+            for head in {row["kv_head"] for row in rows}
         )
-    return table
+        output.print_text(
+            console,
+            f"{length} tokens: each head reads at most {largest}; the paper's Table 4: {bound}",
+        )
+    output.print_text(
+        console,
+        "predicted, value, key: cached tokens whose value or key changes the step's output, per kv"
+        " head. once, again, shared: bytes read first, read again, and read by several heads.",
+        "dim",
+        "",
+    )
+
+
+def reads_rows(report: dict[str, Any]) -> Rows:
+    """Return the header and a row per branch and kv head: cached tokens that a decode step reads.
+
+    The counts come from changing cached values and keys; the predicted count is shown with them.
+    """
+    from rich.text import Text
+
+    keys = [
+        *("length", "branch", "kv_head", "predicted", "counted_values", "counted_keys"),
+        *("distinct_bytes", "again_bytes", "shared_bytes"),
+    ]
+    columns = [
+        *("tokens", "branch", "head", "predicted", "value", "key"),
+        *("once B", "again B", "shared B", "verdict"),
+    ]
+    rows: list[list[Cell]] = [
+        [
+            *(str(row[key]) for key in keys),
+            Text("ok", "green") if row["ok"] else Text("FAILED", "bold red"),
+        ]
+        for row in report["reads"]
+    ]
+    return columns, rows
 
 
 def summary(report: dict[str, Any]) -> tuple[str, int]:
-    """Return a line about the whole report, and the exit code of the command."""
+    """Return the verdict on the whole report in a line, and the exit code of the command."""
     findings = report["findings"]
     reads_ok = [row["ok"] for row in report.get("reads", [])]
-    failed = sum(f["ok"] is False for f in findings) + reads_ok.count(False)
+    failed = _failed(findings) + reads_ok.count(False)
     passed = sum(f["ok"] is True for f in findings) + reads_ok.count(True)
-    backends = ", ".join(f"{slot} {name}" for slot, name in report["backends"].items())
-    device = report["device"] + (", triton interpreted" if report["interpreted"] else "")
-    setting = f"{device}, {'/'.join(report['dtypes'])}, text {report['text']['name']}"
-    seconds = f"{report['seconds']:.0f} s"
-    line = f"{passed} checks passed, {failed} failed in {seconds}: {backends} ({setting})"
+    line = f"{passed} checks passed, {failed} failed"
+    if left_out := _not_applicable(findings):
+        line += f", {left_out} not applicable"
+    line += f" in {report['seconds']:.0f} s"
     if interrupted := interruption_summary([report]):
         return f"{interrupted[0]}; {line}", interrupted[1]
     if not passed and not failed:
-        return f"no check applies to this combination: {backends} ({setting})", 3
+        return f"no check applies to this combination: {_setting(report)}", 3
     return line, 1 if failed else 0
 
 
@@ -144,25 +316,16 @@ def interruption_summary(reports: list[dict[str, Any]]) -> tuple[str, int] | Non
     return f"INTERRUPTED by {signal}, {left} of {total} checks left", exit_code(signal)
 
 
-def failures(report: dict[str, Any]) -> list[str]:
-    """Return a line for each of the first 20 failed findings."""
-    keys = ("check", "slot", "case", "dtype", "quantity")
-    return [
-        f"FAILED {', '.join(finding[key] for key in keys)}: {finding['detail']}"
-        for finding in report["findings"]
-        if finding["ok"] is False
-    ][:20]
-
-
-def combinations_table(reports: list[dict[str, Any]]) -> Table:
-    """Return a table of backends, passed and failed checks and worst error per combination."""
-    from rich.table import Table
-
+def combinations_rows(reports: list[dict[str, Any]]) -> Rows:
+    """Return the header and one row per combination, failures first."""
     slots = list(reports[0]["backends"])
-    table = Table(*slots, "passed", "failed", "worst row", "seconds")
-    for report in reports:
+    rows: list[list[Cell]] = []
+    for report in sorted(reports, key=lambda report: not _failed(report["findings"])):
         findings = report["findings"]
-        counts = [str(sum(f["ok"] is ok for f in findings)) for ok in (True, False)]
+        errors = [f[name] for f in findings for name in _ERRORS if f[name] is not None]
         names = [report["backends"][slot].split()[0] for slot in slots]
-        table.add_row(*names, *counts, _worst(findings, "row"), f"{report['seconds']:.1f}")
-    return table
+        verdict = _verdict(findings, bool(report.get("interrupted")))
+        seconds = f"{report['seconds']:.1f}"
+        rows.append([*names, *_counts(findings), _two_digits(errors), seconds, verdict])
+    columns = (*slots, "passed", "n/a", "worst", "s", "verdict")
+    return columns, rows

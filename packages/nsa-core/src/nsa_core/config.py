@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import numbers
-from typing import Any
+from collections.abc import Collection
+from typing import Any, TypeVar
 
+from nsa_core import hugging_face
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_core.util.text import did_you_mean
+
+Class = TypeVar("Class", bound=type)
 
 COMPRESS_KINDS = ("mlp", "linear", "conv", "mean", "attn_pool")
 GATE_KINDS = ("linear", "mlp")
@@ -35,6 +41,55 @@ def check_config(config: object) -> None:
         raise InvalidInput(f"config must be an NSAConfig, got {type(config).__name__}{hint}")
 
 
+# Names of the same fields in Hugging Face configurations and in other attention libraries.
+_OTHER_NAMES = hugging_face.FIELDS | {
+    "d_model": "dim",
+    "embed_dim": "dim",
+    "heads": "n_heads",
+    "num_heads": "n_heads",
+    "kv_heads": "n_kv_heads",
+    "num_kv_heads": "n_kv_heads",
+    "dim_head": "head_dim",
+    "block_size": "select_block_size",
+    "selection_block_size": "select_block_size",
+    "compress_block_sliding_stride": "compress_stride",
+    "sliding_window": "window_size",
+    "sliding_window_size": "window_size",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+}
+
+
+def _refuses_unknown_fields(cls: Class) -> Class:
+    """Make the constructor of a dataclass name the right field for an unknown keyword."""
+    init = cls.__init__  # type: ignore[misc]
+    known = [f.name for f in dataclasses.fields(cls)]
+
+    @functools.wraps(init)
+    def checked_init(self: Any, *args: Any, **fields: Any) -> None:
+        unknown = [name for name in fields if name not in known]
+        if unknown:
+            right = [
+                f"; pass {_OTHER_NAMES[name]}= instead of {name}="
+                if name in _OTHER_NAMES
+                else did_you_mean(name, known)
+                for name in unknown
+            ]
+            from_hf = (
+                f". {cls.__name__}.from_hf(hf_config) reads a whole Hugging Face configuration"
+                * any(name in hugging_face.FIELDS for name in unknown)
+            )
+            raise TypeError(
+                f"{cls.__name__} has no field {', '.join(map(repr, unknown))}{''.join(right)}"
+                f"{from_hf}"
+            )
+        init(self, *args, **fields)
+
+    cls.__init__ = checked_init  # type: ignore[misc]
+    return cls
+
+
+@_refuses_unknown_fields
 @dataclasses.dataclass(frozen=True)
 class NSAConfig:
     """Shapes and options of one NSA layer (arXiv 2502.11089; symbols l, d, l', n, w of section 3).
@@ -171,6 +226,67 @@ class NSAConfig:
         if not self.causal:
             problems.append("causal must be True, got False: NSA is causal attention")
         return problems
+
+    @classmethod
+    def from_hf(
+        cls, hf_config: object, *, ignore: Collection[str] = (), **overrides: Any
+    ) -> NSAConfig:
+        """Build the config of an NSA layer for a Hugging Face model.
+
+        The layer has the shapes of the model's attention. Block sizes and the other fields keep
+        their defaults; ``overrides`` sets them.
+
+        Read:
+
+            hidden_size              dim
+            num_attention_heads      n_heads
+            num_key_value_heads      n_kv_heads; n_heads if absent or null
+            head_dim                 head_dim; dim / n_heads if absent or null
+            rope_theta               rope_base, also from rope_parameters
+            query_pre_attn_scalar    scale = its power -1/2 (Gemma)
+            attention_multiplier     scale (Granite)
+            model_type               qk_norm=True for qwen3, qwen3_moe and gemma3_text
+
+        Refused, because the mathematics of NSA would differ, unless named in ``ignore``:
+
+            rope_scaling, rope_parameters    of any rope_type but "default"
+            rope_local_base_freq, partial_rotary_factor, rotary_pct, rope_interleaved,
+            rope_interleave, no_rope_layers  other rotary embeddings; allowed with rope=False
+            sliding_window                   unless use_sliding_window is false
+            attention_chunk_size             local attention
+            layer_types                      with layers that are not softmax attention
+            attention_bias, qkv_bias         also implied by model_type qwen2
+            attn_logit_softcapping           caps on the scores
+            attention_dropout                other than 0
+            attention_sinks                  implied by model_type gpt_oss
+            clip_qkv, alibi, kv_lora_rank    other attention
+            use_qk_norm, qk_layernorm        norms of another kind; allowed with qk_norm=True.
+                                             model_type olmo2 and olmo3 imply qk_norm over all heads
+
+        Everything else is ignored: vocab_size, hidden_act, intermediate_size,
+        num_hidden_layers, max_position_embeddings (NSA has no maximum length), rms_norm_eps,
+        final_logit_softcapping. Properties that only the code of a model states are known for the
+        model types named above, and for cohere and cohere2, whose rotary pairs are neighbours.
+
+        Args:
+            hf_config: a transformers configuration (any object with ``to_dict()``), a mapping with
+                its names and values, or the path of a config.json or of the folder that holds it.
+                A configuration with a ``text_config`` and no heads of its own stands for that.
+            ignore: names from the second list that are dropped.
+            **overrides: fields of NSAConfig, which replace those read.
+
+        Raises:
+            InvalidInput: a size is missing, the attention is refused, or a field is invalid. The
+                message names all refused properties and the ``ignore`` that drops them.
+            TypeError: an override is not a field of NSAConfig.
+
+        Example:
+            >>> llama = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+            >>> config = NSAConfig.from_hf(llama, window_size=1024)
+            >>> config.n_kv_heads, config.head_dim, config.window_size
+            (8, 128, 1024)
+        """
+        return cls(**hugging_face.read_fields(hf_config, ignore, overrides))
 
     @property
     def geometry(self) -> BlockGeometry:

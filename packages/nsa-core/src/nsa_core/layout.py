@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from nsa_core.errors import InvalidInput
 
@@ -80,7 +81,8 @@ class BlockGeometry:
 
         It is max(0, floor((length - l) / d) + 1).
         """
-        return max(0, (length - self.compress_block_size) // self.compress_stride + 1)
+        blocks = (length - self.compress_block_size) // self.compress_stride + 1
+        return max(0, blocks) if isinstance(length, int) else _symbolic_max(blocks)
 
     def max_compressed(self, total: int) -> int:
         """Return the rows of a packed compressed tensor of ``total`` tokens: T // d.
@@ -127,6 +129,14 @@ class BlockGeometry:
     def from_ints(cls, values: Sequence[int]) -> BlockGeometry:
         """Return the geometry with these fields; cached, so equal arguments give one object."""
         return _geometry(*values)
+
+
+def _symbolic_max(blocks: Any) -> int:
+    """Return max(0, blocks) of a symbolic integer of torch.export, without a guard on its value."""
+    import torch
+
+    result: int = torch.sym_max(0, blocks)
+    return result
 
 
 @functools.lru_cache(maxsize=256, typed=True)  # typed, so that True and 1 are distinct keys

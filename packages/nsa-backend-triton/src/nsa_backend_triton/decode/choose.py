@@ -192,16 +192,12 @@ def decode_choose(
     NUM_HEAD_TILES: tl.constexpr, RANK_BLOCKS: tl.constexpr, BLOCKS_PER_TILE: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
-    INIT_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+    INIT_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Select the blocks of one token of one kv head.
 
-    SUMS is [B, num_tokens, Hq, stride_sums], MAXIMA [B, num_tokens, Hq, stride_maxima]. PDL: this
-    kernel may start before decode_span has ended, and decode_sel before this one has.
+    SUMS is [B, num_tokens, Hq, stride_sums], MAXIMA [B, num_tokens, Hq, stride_maxima].
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     index = tl.program_id(0)
     kv_head, t, seq = (
         index % NUM_KV_HEADS,

@@ -112,7 +112,6 @@ class Span:
     RANK_BLOCKS          blocks that the selection ranks in one pass
     RANK_PAIRS           pairs of sums that it loads at once
     maxnreg              registers per thread of the fused step
-    PDL                  1, from sm_90 on: a launch starts before the previous one has ended
 
     A tile holds whole blocks: if l'/d exceeds BLOCK_N, the tile grows to l'/d keys, and its loads
     are not pipelined.
@@ -222,7 +221,7 @@ class Span:
             k.shape[1], k_win.shape[1], self.splits, self.win_splits, self.cmp_programs,
             HAS_CMP=self.cmp is not None, HAS_WIN=self.win is not None,
             PAGE_SIZE=_static_page_size(k.shape[1]), BLOCK_T=self.block_t,
-            ATTEND=self.attend, STORE_SUMS=self.choose, PDL=self.pdl, **self.walk_constants(q),
+            ATTEND=self.attend, STORE_SUMS=self.choose, **self.walk_constants(q),
             **self.options(("num_warps", "num_stages")),
         )  # fmt: skip
         if blocks is not None:
@@ -235,14 +234,8 @@ class Span:
                 SELECT_BLOCK=geometry.select_block_size, ACC=accumulator(q.dtype),
                 RANK_BLOCKS=self.rank_blocks,
                 BLOCKS_PER_TILE=self.block_n // self.cmp_per_block_pad,
-                PDL=self.pdl, **self.selection_constants(),
-                num_warps=_SELECTION_WARPS, **({"launch_pdl": True} if self.pdl else {}),
+                **self.selection_constants(), num_warps=_SELECTION_WARPS,
             )  # fmt: skip
-
-    @property
-    def pdl(self) -> bool:
-        """Whether the next launch may start before this one has ended."""
-        return bool(self.settings.get("PDL"))
 
     def options(self, names: tuple[str, ...]) -> dict[str, int]:
         """Return the launch options among ``names`` that the table sets."""
@@ -282,7 +275,7 @@ class Span:
 class Sel:
     """One launch of decode_sel over ``num_tokens`` tokens of a step.
 
-    Settings of the tuned table: BLOCK_N, PROGRAMS_PER_SM, MIN_TILES_PER_SPLIT and PDL, as in
+    Settings of the tuned table: BLOCK_N, PROGRAMS_PER_SM and MIN_TILES_PER_SPLIT, as in
     :class:`Span`. ``block_n`` replaces the table's BLOCK_N.
     """
 
@@ -335,7 +328,6 @@ class Sel:
         call, k, v, n = self.call, self.k, self.v, self.call.geometry.num_selected_blocks
         o_cmp, o_win = other_branches or (o, o)
         gates_or_lse = lse if gates is None else gates
-        pdl = gates is not None and bool(self.settings.get("PDL"))
         decode_sel[(self.programs,)](
             q, gates_or_lse, k, v, blocks, o_cmp, o_win, o, lse, *scratch, *counters,
             call.starts, call.lengths, call.block_table,
@@ -351,8 +343,8 @@ class Sel:
             HEAD_DIM_BAND=_padded(q.shape[3]), V_HEAD_DIM_BAND=self.v_head_dim_band,
             SELECT_BLOCK=call.geometry.select_block_size,
             NUM_SELECTED=n, NUM_SELECTED_PAD=_padded(n), DISTINCT=gates is not None,
-            GATED=gates is not None, ACC=accumulator(q.dtype), PDL=pdl,
-            **launch_options(self.settings), **({"launch_pdl": True} if pdl else {}),
+            GATED=gates is not None, ACC=accumulator(q.dtype),
+            **launch_options(self.settings),
         )  # fmt: skip
 
 

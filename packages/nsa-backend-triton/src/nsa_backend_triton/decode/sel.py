@@ -128,16 +128,13 @@ def decode_sel(
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, SELECT_BLOCK: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, DISTINCT: tl.constexpr,
-    GATED: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Attend over the selected blocks; GATED: write the gated sum of all branches to O.
 
-    PDL: this kernel may start before the previous one has ended, and waits for its results. The
-    page strides are int64 arguments instead of elements of ``stride_k`` and ``stride_v``
+    The page strides are int64 arguments instead of elements of ``stride_k`` and ``stride_v``
     (row, head): ptxas then takes 115 registers instead of 164 (sm_90, bf16, Dk = Dv = 128).
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     stride_kr, stride_kh = stride_k
     stride_vr, stride_vh = stride_v

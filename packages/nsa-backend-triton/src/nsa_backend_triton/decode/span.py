@@ -164,17 +164,13 @@ def decode_span(
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     ATTEND: tl.constexpr, STORE_SUMS: tl.constexpr, SELECT_BLOCK: tl.constexpr,
-    CMP_PER_BLOCK_PAD: tl.constexpr, ACC: tl.constexpr, PDL: tl.constexpr,
+    CMP_PER_BLOCK_PAD: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Attend over the compressed tokens (the first ``cmp_programs`` programs) and the window.
 
     ATTEND: compute o and lse. STORE_SUMS: leave sums over blocks in SUMS for decode_choose.
-    PDL: the next launch may start as soon as every program of this one has started; it waits for
-    this one's results.
     """
     program = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     if HAS_CMP:  # noqa: SIM102  a constexpr selects the code that is compiled
         if program < cmp_programs:
             span_program(

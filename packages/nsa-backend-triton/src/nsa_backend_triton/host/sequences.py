@@ -187,6 +187,11 @@ def strides(x: Tensor, packed: bool, *, far: bool = False) -> tuple[int, int, in
     return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2)
 
 
+def batch_apart(stride: tuple[int, int, int]) -> tuple[int, tuple[int, int]]:
+    """Return (batch stride, (token, head) strides), which shared.rows.with_batch joins again."""
+    return stride[0], stride[1:]
+
+
 def new_strides(shape: Shape, packed: bool) -> tuple[int, int, int]:
     """Return :func:`strides` of a new contiguous tensor of ``shape``."""
     *batch, tokens, heads, width = shape

@@ -258,9 +258,9 @@ def _accumulate_tile(
         p, ds = p.to(do[0].dtype), ds.to(k[0].dtype)
     dv = add_dot(dv, p, do, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
     dk = add_dot(dk, ds, q, HEAD_DIM, HEAD_DIM_BAND, ACC)
-    if ORDERED:
+    if ORDERED or HEAD_DIM_BAND < 64:  # otherwise ptxas serializes nothing
         dk = _wait_for_products(dk, HEAD_DIM, HEAD_DIM_BAND)
-    else:
+    if not ORDERED:
         dq = ()
         for i in tl.static_range((HEAD_DIM + HEAD_DIM_BAND - 1) // HEAD_DIM_BAND):
             if QUERY_MAJOR:

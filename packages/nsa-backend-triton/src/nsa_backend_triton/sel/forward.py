@@ -30,6 +30,7 @@ from nsa_backend_triton.host.sequences import (
     accumulator,
     architecture,
     band,
+    batch_apart,
     lse_strides,
     new_lse_strides,
     new_strides,
@@ -144,7 +145,8 @@ def _prepare(
     launch = Launch(
         sel_forward_kernel, (num_kv_heads * tiles,),
         seqs.n, seqs.seq_len, tiles, call.scale * LOG2E.value,
-        *(strides(x, seqs.packed) for x in (q, k, v)), new_strides(o_shape, seqs.packed),
+        *(n for x in (q, k, v) for n in batch_apart(strides(x, seqs.packed))),
+        *batch_apart(new_strides(o_shape, seqs.packed)),
         *new_lse_strides(lse_shape, seqs.packed),
         **_common_constants(q, v, group, seqs),
         NUM_SELECTED=n, SELECT_BLOCK=select_block,
@@ -369,7 +371,8 @@ def _zero_rows_unless(x, mask_m, WIDTH: tl.constexpr, BAND: tl.constexpr):
 def sel_forward_kernel(
     Q, K, V, K_DESC, V_DESC, ENTRIES, COUNTS, O, LSE, CU_SEQLENS,
     num_seqs, seq_len, tiles, qk_scale,
-    stride_q, stride_k, stride_v, stride_o,
+    stride_qb: tl.int64, stride_q, stride_kb: tl.int64, stride_k,
+    stride_vb: tl.int64, stride_v, stride_ob: tl.int64, stride_o,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
@@ -393,10 +396,10 @@ def sel_forward_kernel(
     seq, start, length, first_t = place(pid % tiles, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN)
     if first_t >= length:
         return
-    stride_qb, stride_qt, stride_qh = stride_q
-    stride_kb, stride_kt, stride_kh = stride_k
-    stride_vb, stride_vt, stride_vh = stride_v
-    stride_ob, stride_ot, stride_oh = stride_o
+    stride_qt, stride_qh = stride_q
+    stride_kt, stride_kh = stride_k
+    stride_vt, stride_vh = stride_v
+    stride_ot, stride_oh = stride_o
     batch = seq.to(tl.int64)
     offs_m = tl.arange(0, BLOCK_M)
     local_t = offs_m // GROUP

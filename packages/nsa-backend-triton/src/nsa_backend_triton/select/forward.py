@@ -39,6 +39,7 @@ from nsa_backend_triton.host.sequences import (
     accumulator,
     architecture,
     band,
+    batch_apart,
     lse_strides,
     multiprocessors,
     strides,
@@ -52,6 +53,7 @@ from nsa_backend_triton.shared.rows import (
     place,
     row_offset,
     transpose,
+    with_batch,
 )
 from nsa_backend_triton.span.forward import launch_options
 from nsa_core.contract import SlotCall
@@ -308,7 +310,8 @@ def _choose(
 )
 def select_forward(
     Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
-    stride_q, stride_k, stride_lse_b: tl.int64, stride_lse_h: tl.int64,
+    stride_qb: tl.int64, stride_q, stride_kb: tl.int64, stride_k,
+    stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     qk_scale, num_seqs, seq_len, max_seqlen, num_keys, stride_scores, num_tiles,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr,
@@ -333,7 +336,8 @@ def select_forward(
         if index < num_tiles * NUM_KV_HEADS:
             _choose(
                 index, Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
-                stride_q, stride_k, stride_lse_b, stride_lse_h,
+                with_batch(stride_qb, stride_q), with_batch(stride_kb, stride_k),
+                stride_lse_b, stride_lse_h,
                 qk_scale, num_seqs, seq_len, max_seqlen, num_keys, stride_scores, num_tiles,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES,
                 BLOCK_T, CMP_PER_BLOCK_PAD, COMPRESS_BLOCK, STRIDE, SELECT_BLOCK,
@@ -402,7 +406,8 @@ def _prepare(
     num_programs = min(num_tiles * groups, multiprocessors(q.device) * settings["PROGRAMS_PER_SM"])
     launch = Launch(
         select_forward, (num_programs,),
-        strides(q, seqs.packed), strides(k_cmp, seqs.packed), *lse_strides(lse, seqs.packed),
+        *batch_apart(strides(q, seqs.packed)), *batch_apart(strides(k_cmp, seqs.packed)),
+        *lse_strides(lse, seqs.packed),
         call.scale * LOG2E.value, seqs.n, seqs.seq_len, max_seqlen, k_cmp.shape[-3],
         stride_scores, num_tiles,
         NUM_KV_HEADS=groups, GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_BAND=head_dim_band,

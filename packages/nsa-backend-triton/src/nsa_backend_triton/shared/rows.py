@@ -67,6 +67,17 @@ def row_offset(batch, token, head, stride):
 
 
 @triton.jit
+def with_batch(stride_b, stride):
+    """Strides (batch, token, head) of a batch stride and the strides (token, head).
+
+    Some kernels take the batch stride on its own, because an int64 argument keeps its type and an
+    element of a tuple does not: a small number becomes 32 bits wide, and the registers of its
+    conversion make ptxas spill.
+    """
+    return stride_b, stride[0], stride[1]
+
+
+@triton.jit
 def num_compressed(length, COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr):
     """Compressed tokens of ``length`` tokens (Eq. 7): max(0, floor((length - l) / d) + 1)."""
     return tl.where(length < COMPRESS_BLOCK, 0, (length - COMPRESS_BLOCK) // STRIDE + 1)

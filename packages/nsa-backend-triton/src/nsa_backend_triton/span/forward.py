@@ -27,6 +27,7 @@ from nsa_backend_triton.host.sequences import (
     accumulator,
     architecture,
     band,
+    batch_apart,
     new_lse_strides,
     new_strides,
     strides,
@@ -45,6 +46,7 @@ from nsa_backend_triton.shared.rows import (
     scale_rows,
     store_at,
     transpose,
+    with_batch,
     zero_rows,
 )
 from nsa_backend_triton.span.geometry import (
@@ -72,8 +74,8 @@ def _walk(
     Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees the
     keys first_key[r] .. end_key[r].
     """
-    _, stride_kt, _ = stride_k
-    _, stride_vt, _ = stride_v
+    stride_kt, _ = stride_k
+    stride_vt, _ = stride_v
     offs_n = tl.arange(0, BLOCK_N)
     for i in tl.range(0, num_tiles):
         start_n = low + i * BLOCK_N
@@ -116,7 +118,9 @@ def _walk(
 @triton.jit(do_not_specialize=["num_seqs", "seq_len", "num_keys", "stride_lse_b", "stride_lse_h"])
 def span_forward(
     Q, K, V, K_DESC, V_DESC, O, LSE, CU_SEQLENS, CU_KEYS,
-    stride_q, stride_k, stride_v, stride_o, stride_lse_b: tl.int64, stride_lse_h: tl.int64,
+    stride_qb: tl.int64, stride_q, stride_kb: tl.int64, stride_k,
+    stride_vb: tl.int64, stride_v, stride_ob: tl.int64, stride_o,
+    stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     qk_scale, num_seqs, seq_len, num_keys,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
@@ -144,16 +148,16 @@ def span_forward(
     offs_t, offs_h = offs_m // BLOCK_H, offs_m % BLOCK_H
     token = row + offs_t
     mask_m = token < length
-    Q += row_offset(batch, start + row, head, stride_q)
-    _, stride_qt, stride_qh = stride_q
+    Q += row_offset(batch, start + row, head, with_batch(stride_qb, stride_q))
+    stride_qt, stride_qh = stride_q
     q = load_at(Q, offs_t * stride_qt + offs_h * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
     if NEGATIVE_SCALE:
         # Negation is exact. Then the largest product of a row is its largest score.
         q = scale_rows(q, -1.0, HEAD_DIM, HEAD_DIM_BAND)
 
     kv_head = head // GROUP
-    K += row_offset(batch, key_start, kv_head, stride_k)
-    V += row_offset(batch, key_start, kv_head, stride_v)
+    K += row_offset(batch, key_start, kv_head, with_batch(stride_kb, stride_k))
+    V += row_offset(batch, key_start, kv_head, with_batch(stride_vb, stride_v))
     last = tl.minimum(row + BLOCK_T, length) - 1
     low, full_low, full_high, high = key_span(
         row, last, seq_keys, COMPRESS_BLOCK, STRIDE, WINDOW, BLOCK_N
@@ -178,8 +182,8 @@ def span_forward(
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, True,
     )  # fmt: skip
     divisor, lse = finish_softmax(m_i, l_i)
-    O += row_offset(batch, start + row, head, stride_o)
-    _, stride_ot, stride_oh = stride_o
+    O += row_offset(batch, start + row, head, with_batch(stride_ob, stride_o))
+    stride_ot, stride_oh = stride_o
     o = divide_rows(acc, divisor, V_HEAD_DIM, V_HEAD_DIM_BAND)
     store_at(O, offs_t * stride_ot + offs_h * stride_oh, o, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
     tl.store(
@@ -224,7 +228,8 @@ def _launch(
     o, lse = (*lead, heads, v_head_dim), (*lead[:-1], heads, lead[-1])
     launch = Launch(
         span_forward, (seqs.tiles(block_t) * (heads // block_h),),
-        *(strides(x, seqs.packed) for x in (q, k, v)), new_strides(o, seqs.packed),
+        *(n for x in (q, k, v) for n in batch_apart(strides(x, seqs.packed))),
+        *batch_apart(new_strides(o, seqs.packed)),
         *new_lse_strides(lse, seqs.packed),
         max(abs(scale) * LOG2E.value, TINY), seqs.n, seqs.seq_len, k.shape[-3],
         NUM_HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,

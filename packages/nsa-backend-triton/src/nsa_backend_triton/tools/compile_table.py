@@ -52,8 +52,6 @@ SERIALIZED: Mapping[str, tuple[str, ...]] = {
     "span_forward | sm_90 | cmp, packed | 128/128 bfloat16": ("C7512",),
     "span_forward | sm_90 | win | 128/128 bfloat16": ("C7512",),
     "span_forward | sm_90 | win, packed | 128/128 bfloat16": ("C7512",),
-    # Products in flight across iterations. The effect on the time has not been measured.
-    "sel_block_backward | sm_90 | sel, h=4 | 96/96 bfloat16": ("C7515",),
 }
 _BASE = Request(
     slot="cmp",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -19,7 +20,15 @@ def number(value: float | None) -> str:
     """Format with three significant digits, never with an exponent; "-" for None."""
     if value is None:
         return "-"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    rounded = float(f"{value:.2e}")
+    return f"{rounded:.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"
+
+
+def percent(value: float | None) -> str:
+    """Format a fraction in percent with one decimal, without the sign; "-" for None."""
+    return "-" if value is None else f"{value:.1%}".removesuffix("%")
 
 
 def size(count: int | None) -> str:

@@ -1,56 +1,115 @@
-"""The HTML page of a benchmark result: one file without scripts or external resources."""
+"""The HTML report of a benchmark result: one file that works offline.
+
+The file holds its style, its data and plotly.js; a Content-Security-Policy forbids every request.
+Jinja2 escapes all names. jinja2 and plotly are imported when a page is made.
+"""
 
 from __future__ import annotations
 
-import base64
-import html
+import dataclasses
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from nsa_bench.render.plots import render
+from nsa_bench.render.chart import charts, plotly_script
+from nsa_bench.render.format import number
+from nsa_bench.render.style import DARK_COLOURS, need_plot_packages
 from nsa_bench.render.summary import MISSING, summary
 from nsa_bench.render.tables import tables
+from nsa_bench.render.words import headlines, phase_words, problem_words
 
 if TYPE_CHECKING:
     from nsa_bench.render.format import Rows
     from nsa_bench.result import Result
 
-_STYLE = """body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1400px;padding:0 1em}
-body{color:#1a1a1a}table{border-collapse:collapse;margin:0 0 2em;font-size:13px}
-td,th{padding:3px 9px;text-align:right;border-bottom:1px solid #ddd}
-td:nth-child(-n+2),th:nth-child(-n+2){text-align:left}
-caption{text-align:left;font-weight:600;padding:6px 0}img{max-width:100%}.scroll{overflow-x:auto}
-pre{overflow-x:auto;background:#f6f6f6;padding:1em}"""
-
 
 def page(result: Result) -> str:
-    """Return the report as one HTML file without scripts or external resources."""
-    picture = base64.b64encode(render(result, "png")).decode()
+    """Return the report as one HTML file without external resources.
+
+    Raises:
+        BackendUnavailable: A package of the extra "plot" is not installed.
+    """
+    need_plot_packages()
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("nsa_bench.render"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # choosers in order
     sentences = list(summary(result))
-    lines = "".join(
-        f"<li>{html.escape(line)}</li>" for style, line in sentences if style != MISSING
-    )
-    missing = "".join(
-        f"<li>{html.escape(line)}</li>" for style, line in sentences if style == MISSING
-    )
-    body = "".join(_html_table(rows) for rows in tables(result))
-    facts = {"environment": result.environment, "settings": result.settings}
-    missing_section = f"<h2>Figures that are missing</h2><ul>{missing}</ul>" if missing else ""
-    head = f'<meta charset="utf-8"><title>nsa bench</title><style>{_STYLE}</style>'
-    image = f'<img alt="Plots of the tables below" src="data:image/png;base64,{picture}">'
-    settings = f"<pre>{html.escape(json.dumps(facts, indent=1))}</pre>"
-    return (
-        f'<!doctype html><html lang="en"><head>{head}</head><body><h1>nsa'
-        f" bench</h1><ul>{lines}</ul>{image}{body}{missing_section}<h2>Machine and"
-        f" settings</h2>{settings}</body></html>\n"
+    problems = [line for style, line in sentences if "red" in style]
+    verdict = [line for style, line in sentences if "bold" in style and "red" not in style]
+    plain = [line for style, line in sentences if not style]
+    documents = [dataclasses.asdict(chart) for chart in charts(result)]
+    return environment.get_template("report.html.jinja").render(
+        device=result.environment.get("device", "?"),
+        facts=_facts(result),
+        headlines=list(headlines(result)),
+        problems=problems,
+        verdict=verdict,
+        notes=plain,
+        missing=[line for style, line in sentences if style == MISSING],
+        tables=[_table(rows) for rows in (*tables(result), *_kernels_without_total(result))],
+        folded={"Machine": _lines(result.environment), "Settings": _lines(result.settings)},
+        charts=documents if any(document["time"] for document in documents) else [],
+        dark_colours=DARK_COLOURS,
+        plotly=plotly_script(),
     )
 
 
-def _html_table(rows: Rows) -> str:
+def _facts(result: Result) -> list[str]:
+    """Return the short facts below the title: dtypes, versions, commit and duration."""
+    versions = result.environment.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
+    commit = str(result.environment.get("git_commit") or "")
+    return [
+        *dict.fromkeys(m.dtype for m in result.measurements),
+        *(
+            f"{name} {versions[name]}"
+            for name in ("nsa-core", "torch", "triton")
+            if name in versions
+        ),
+        *([f"commit {commit[:10]}{'+' * commit.endswith('+')}"] if commit else []),
+        f"measured in {result.seconds:.0f} s",
+    ]
+
+
+def _kernels_without_total(result: Result) -> Iterator[Rows]:
+    """Yield a table of kernels that were timed while the whole call was not; tables() has none."""
+    cells = [
+        [
+            *(problem_words(m), phase_words(m.phase), str(m.length), m.subject, name),
+            number(part.performance.median_ms),
+        ]
+        for m in result.measurements
+        if m.performance is None
+        for name, part in m.parts.items()
+        if part.performance is not None
+    ]
+    if cells:
+        columns = ["problem", "phase", "tokens", "subject", "kernel", "ms"]
+        yield "Kernels alone, of calls that were not timed as a whole", columns, cells
+
+
+def _table(rows: Rows) -> dict[str, Any]:
+    """Return a table for the template; columns of words are aligned left."""
     title, columns, cells = rows
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cell) + "</tr>" for cell in cells
-    )
-    inner = f"<caption>{html.escape(title)}</caption><thead><tr>{head}</tr></thead>"
-    return f'<div class="scroll"><table>{inner}<tbody>{body}</tbody></table></div>'
+    words = [any(row[i][:1].isalpha() for row in cells) for i in range(len(columns))]
+    return {
+        "title": title,
+        "columns": list(zip(columns, words)),
+        "rows": [list(zip(row, words)) for row in cells],
+    }
+
+
+def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) of each fact; a nested one is written as indented JSON."""
+    return [
+        (name, value if isinstance(value, str) else json.dumps(value, indent=1))
+        for name, value in facts.items()
+    ]

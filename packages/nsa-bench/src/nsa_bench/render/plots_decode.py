@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nsa_bench.render.format import number
-from nsa_bench.render.style import BRANCH_COLOURS, colours_of
+from nsa_bench.render.plots_parts import stacked_bars
+from nsa_bench.render.style import FAINT, INK, log_ticks, looks_of
+from nsa_bench.render.words import cell_words, label, problem_words, tokens
+from nsa_bench.result import EAGER, UNFUSED
 
 if TYPE_CHECKING:
+    from nsa_bench.render.style import Look
     from nsa_bench.result import Measurement, Result
+
+_ROW, _LEFT, _TIMES, _NUMBERS, _SHARES, _SHARES_LEFT = 0.27, 2.6, 5.0, 2.0, 4.2, 0.95  # inches
+_ABOVE, _BELOW, _TOP = 0.72, 0.62, 0.65
+
+Cell = tuple[int, int]  # sequences, tokens in the cache
 
 
 def decode_figure(result: Result) -> Any:
@@ -18,76 +27,145 @@ def decode_figure(result: Result) -> Any:
     groups: dict[tuple[str, str, str], list[Measurement]] = {}
     for m in result.measurements:
         groups.setdefault((m.shape, m.dtype, m.inputs), []).append(m)
-    bars = [
-        sum(m.performance is not None for m in measurements) for measurements in groups.values()
-    ]
-    heights = [1.2 + 0.24 * max(4, bar_count) for bar_count in bars]
-    figure = Figure(figsize=(13, sum(heights) + 0.6), layout="constrained")
-    grid = figure.subplots(len(groups), 2, squeeze=False, height_ratios=heights)
-    colours = colours_of(result)
-    for axes, height, (group, measurements) in zip(grid, heights, groups.items()):
-        _times(axes[0], [m for m in measurements if m.performance], colours)
-        axes[0].set_title(f"{group[0]} {group[1]}: one step (cache: {group[2]})")
-        if with_shares := [m for m in measurements if m.shares]:
-            _shares(axes[1], with_shares, below=0.6 / height)
-        else:
-            axes[1].set_axis_off()
-    figure.suptitle(f"nsa bench --phase decode on {result.environment.get('device', '?')}")
+    rows = [step_rows(measurements) for measurements in groups.values()]
+    heights = [max(3, sum(len(cell) + 1 for cell in group.values())) * _ROW for group in rows]
+    width = _LEFT + _TIMES + _NUMBERS + _SHARES_LEFT + _SHARES + 0.3
+    height = _TOP + sum(heights) + len(heights) * (_ABOVE + _BELOW)
+    figure = Figure(figsize=(width, height))
+    figure.text(
+        0.25 / width,
+        1 - 0.25 / height,
+        f"nsa bench on {result.environment.get('device', '?')}: one decode step",
+        fontsize=15,
+        weight="bold",
+        va="top",
+    )
+    looks, y = looks_of(result), height - _TOP
+    for group, group_height, measurements in zip(rows, heights, groups.values()):
+        bottom = (y - _ABOVE - group_height) / height
+        box = (_LEFT / width, bottom, _TIMES / width, group_height / height)
+        axes = figure.add_axes(box, gid="times")
+        _times(axes, group, looks)
+        title = f"Time of a step, {problem_words(measurements[0])}"
+        axes.set_title(title, x=(0.25 - _LEFT) / _TIMES, pad=22)
+        if with_shares := [m for m in measurements if m.shares and not m.subject.endswith(EAGER)]:
+            shares_height = min(group_height, 0.5 * len(with_shares) + 0.2)
+            left = _LEFT + _TIMES + _NUMBERS + _SHARES_LEFT
+            box = (
+                left / width,
+                bottom + (group_height - shares_height) / height,
+                _SHARES / width,
+                shares_height / height,
+            )
+            shares = figure.add_axes(box, gid="shares")
+            names = [
+                f"{label(m).removesuffix(UNFUSED)}\n{m.batch} x {tokens(m.length)}"
+                for m in with_shares
+            ]
+            stacked_bars(shares, with_shares, names)
+            shares.set_xlabel("time of each slot / time of the step run slot by slot (line)")
+            shares.set_title("Time per slot", pad=22)
+        y -= _ABOVE + group_height + _BELOW
     return figure
 
 
-def _cell_label(m: Measurement) -> str:
-    return f"B={m.batch} S={m.length}"
+def step_rows(
+    measurements: list[Measurement],
+) -> dict[Cell, list[tuple[Measurement, Measurement | None]]]:
+    """Return the timed subjects of each cell, each with the same subject timed eagerly or None."""
+    cells: dict[Cell, list[tuple[Measurement, Measurement | None]]] = {}
+    timed = {(m.batch, m.length, m.subject): m for m in measurements if m.performance}
+    for (batch, length, subject), m in timed.items():
+        if not subject.endswith(EAGER):
+            eager = timed.get((batch, length, subject + EAGER))
+            cells.setdefault((batch, length), []).append((m, eager))
+        elif (batch, length, subject.removesuffix(EAGER)) not in timed:
+            cells.setdefault((batch, length), []).append((m, None))
+    return cells
 
 
-def _times(axes: Any, measurements: list[Measurement], colours: dict[str, str]) -> None:
-    """Plot one bar per cell and subject, with a mark at the step's floor; cells are separated."""
-    position, ticks = 0.0, []
-    cells = list(dict.fromkeys(_cell_label(m) for m in measurements))
-    for cell in cells:
-        for m in (m for m in measurements if _cell_label(m) == cell):
-            assert m.performance is not None  # the caller passes timed measurements only
-            p = m.performance
-            axes.barh(position, p.median_ms, color=colours[m.subject], height=0.8, alpha=0.9)
-            right = p.median_ms
-            if m.kind != "layer":
-                axes.plot([m.floor_ms] * 2, [position - 0.4, position + 0.4], color="black", lw=1.5)
-                # A dense kernel is close to its floor, so the number goes right of both.
-                right = max(right, m.floor_ms)
-            axes.text(right * 1.08, position, f"{number(p.median_ms)} ms", va="center", fontsize=8)
-            ticks.append((position, f"{m.subject}  {cell}"))
+def _times(
+    axes: Any,
+    cells: dict[Cell, list[tuple[Measurement, Measurement | None]]],
+    looks: dict[str, Look],
+) -> None:
+    """Draw a dot per subject, a ring for its eager time, a mark at its floor, and its numbers."""
+    position, ticks, headings = 0, [], []
+    values = []
+    for rows in cells.values():
+        headings.append(position)
+        ticks.append((position, cell_words(rows[0][0])))
+        position += 1
+        for m, eager in rows:
+            values += _dots(axes, position, m, eager, looks[m.subject])
+            ticks.append((position, label(m)))
             position += 1
-        position += 0.6
-    axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=8)
-    axes.set_ylim(position, -0.8)
-    axes.set(xscale="log", xlabel="ms per step (median; black: floor of its bytes and operations)")
-    low, high = axes.get_xlim()
-    axes.set_xlim(low, high * (high / low) ** 0.15)  # room for the numbers
-    axes.grid(alpha=0.25, axis="x")
+    if not values:
+        axes.text(0.5, 0.5, "no figure", ha="center", va="center", transform=axes.transAxes)
+        axes.set(xticks=[], yticks=[])
+        return
+    axes.set_yticks([y for y, _ in ticks], [text for _, text in ticks], fontsize=8.5)
+    for text, (y, _) in zip(axes.get_yticklabels(), ticks):
+        text.set_weight("bold" if y in headings else "normal")
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(position - 0.4, -0.6)
+    _time_scale(axes, min(values), max(values))
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x")
+    has_eager = any(eager for rows in cells.values() for _, eager in rows)
+    ring = "○ launched from Python, without a graph     " if has_eager else ""
+    key = f"● step     {ring}| least time for its bytes and operations"
+    axes.text(0, 1, key, transform=axes.transAxes, fontsize=8.5, color=FAINT, va="bottom")
+    axes.set_xlabel("milliseconds per step")
 
 
-def _shares(axes: Any, measurements: list[Measurement], below: float) -> None:
-    """Plot each slot's share of the unfused step, one bar per cell.
-
-    ``below`` is the distance of the legend below the axes, as a fraction of their height.
-    """
-    for height, m in enumerate(measurements):
-        left = 0.0
-        for name, share in m.shares.items():
-            label = name if height == 0 else None
-            axes.barh(height, share, left=left, color=BRANCH_COLOURS[name], height=0.6, label=label)
-            left += share
-        # The number goes right of the line at 1.
-        axes.text(max(left, 1.0) + 0.02, height, f"{left:.0%}", va="center", fontsize=8)
-    axes.axvline(1.0, color="black", lw=1.2, label="step, slot by slot")
-    axes.set_yticks(
-        range(len(measurements)),
-        [f"{m.subject}  {_cell_label(m)}" for m in measurements],
-        fontsize=8,
+def _dots(axes: Any, y: int, m: Measurement, eager: Measurement | None, look: Look) -> list[float]:
+    """Draw one row; return the values that the axis must show."""
+    assert m.performance is not None  # as selected
+    value = m.performance.median_ms
+    values, text = [value], f"{number(value)} ms"
+    axes.plot([value], [y], look.marker_letter, ms=7, color=look.colour, zorder=3, gid="step")
+    if eager is not None and eager.performance is not None:
+        slow = eager.performance.median_ms
+        axes.plot([value, slow], [y, y], "-", color=look.colour, lw=1, alpha=0.6, zorder=2)
+        axes.plot(
+            [slow],
+            [y],
+            look.marker_letter,
+            ms=6.5,
+            mfc="white",
+            mec=look.colour,
+            mew=1.4,
+            zorder=2.5,
+            gid="eager",
+        )
+        values.append(slow)
+        text += f", eager {number(slow)}"
+    if m.kind != "layer":
+        axes.plot([m.floor_ms] * 2, [y - 0.32, y + 0.32], color=INK, lw=1.5, gid="floor")
+        values.append(m.floor_ms)
+    axes.annotate(
+        text,
+        (1.0, y),
+        (8, 0),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        va="center",
+        fontsize=8.5,
+        color=look.colour if look.dash == "solid" else FAINT,
+        annotation_clip=False,
+        gid="numbers",
     )
-    axes.set_ylim(len(measurements) - 0.3, -0.7)
-    axes.set_xlim(0, max([1.0, *(sum(m.shares.values()) for m in measurements)]) * 1.25)
-    axes.set(xlabel="time of each slot / time of the step run slot by slot", title="shares")
-    axes.legend(
-        fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -below), frameon=False, ncols=3
-    )
+    return values
+
+
+def _time_scale(axes: Any, low: float, high: float) -> None:
+    """Set a log axis of times with plain numbers."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = low / 1.35, high * 1.35
+    axes.set(xscale="log")
+    axes.set_xlim(low, high)
+    axes.xaxis.set_major_locator(FixedLocator(log_ticks(low, high)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -1,57 +1,134 @@
-"""Colours of subjects and branches, and drawing of figures as PNG or SVG.
+"""The look of plots: colours and dashes of subjects, label positions, drawing as PNG or SVG.
 
-matplotlib is imported when a figure is draw.
+Each colour has a contrast of at least 3 to a white and to a dark page, and hues are told apart by
+colour-blind readers. NSA has hues; dense attention and other libraries have greys, which differ in
+their dashes. matplotlib is imported when a figure is drawn.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nsa_bench.render.words import base_subject
 from nsa_core.errors import BackendUnavailable
+from nsa_core.util.extras import require_module
 
 if TYPE_CHECKING:
     from nsa_bench.result import Result
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c510a", "#56b4e9", "#6a3d9a", "#b15928")
-_GREYS = ("#222222", "#666666", "#999999", "#bbbbbb")
-_DPI, _PALETTE_SIZE = 100, 96
+PLOT_PACKAGES = ("matplotlib", "jinja2", "plotly")  # the extra "plot"
+NSA_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c5639c", "#a6611a")
+GREYS = ("#666666", "#808080", "#949494")
+# The same hues on a dark page.
+DARK_COLOURS = {
+    "#0072b2": "#58a6ff",
+    "#d55e00": "#f0883e",
+    "#009e73": "#3fb98a",
+    "#c5639c": "#db8abb",
+    "#a6611a": "#c99a63",
+    "#666666": "#8b949e",
+    "#808080": "#a8b0b9",
+    "#949494": "#c2c9d0",
+    "#6b7280": "#9aa4af",
+}
 BRANCH_COLOURS = {
-    "compress": "#bdbdbd",
+    "compress": "#949494",
     "cmp": "#0072b2",
     "select": "#e69f00",
     "sel": "#d55e00",
     "win": "#009e73",
     "combine": "#cc79a7",
 }
+LABEL_POINTS = 8.5
+INK, FAINT = "#1f2328", "#6b7280"
+_DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot")
+_LINESTYLES: dict[str, Any] = {
+    "solid": "-",
+    "dash": (0, (4, 2)),
+    "dot": (0, (1, 1.6)),
+    "dashdot": (0, (5, 2, 1, 2)),
+    "longdash": (0, (8, 2.5)),
+    "longdashdot": (0, (8, 2, 1, 2, 1, 2)),
+}
+_MARKERS = ("circle", "square", "diamond", "triangle-up", "pentagon")
+_MARKER_LETTERS = dict(zip(_MARKERS, "osD^p"))
+_DPI, _PALETTE_SIZE = 110, 128
+
+_STYLE: Any = {
+    "svg.hashsalt": "nsa",
+    "svg.fonttype": "path",
+    "font.size": 9,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "axes.grid.axis": "both",
+    "grid.color": "#d7dbe0",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+}
 
 
-def need_matplotlib() -> None:
-    """Check that matplotlib is installed, before any measurement starts.
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """The colour, dash, marker and width of a subject's line, in Plotly's words."""
+
+    colour: str
+    dash: str = "solid"
+    marker: str = "circle"
+    width: float = 1.3
+
+    @property
+    def linestyle(self) -> Any:
+        """Return matplotlib's name of the dash."""
+        return _LINESTYLES[self.dash]
+
+    @property
+    def marker_letter(self) -> str:
+        """Return matplotlib's name of the marker."""
+        return _MARKER_LETTERS[self.marker]
+
+
+def need_plot_packages() -> None:
+    """Check that the packages of the extra "plot" are installed, before any measurement starts.
 
     Raises:
-        BackendUnavailable: It is not; the message has the install command.
+        BackendUnavailable: One is not; the message names it and has the install command.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    missing = [name for name in PLOT_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        names, verb = " and ".join(missing), "is" if len(missing) == 1 else "are"
         raise BackendUnavailable(
-            "plots need matplotlib, which is not installed; pip install 'nsa-cli[plot]'"
+            f"plots and reports need {names}, which {verb} not installed;"
+            " pip install 'nsa-cli[plot]'"
         )
+
+
+def plot_style() -> Any:
+    """Return a context manager that sets the fonts, colours and grid of our plots."""
+    import matplotlib as mpl
+
+    return mpl.rc_context(_STYLE)
 
 
 def draw(make: Callable[[], Any], kind: str) -> bytes:
     """Return the figure that ``make`` creates, as png or svg."""
-    need_matplotlib()
-    import matplotlib as mpl
-
-    style: Any = {
-        "svg.hashsalt": "nsa",
-        "svg.fonttype": "path",
-        "font.size": 9,
-        "axes.titlesize": 10,
-    }
-    with mpl.rc_context(style):
+    require_module("matplotlib", "plots need", "nsa-cli[plot]")
+    with plot_style():
         figure = make()
         buffer = io.BytesIO()
         figure.savefig(
@@ -70,15 +147,135 @@ def _with_palette(png: io.BytesIO) -> bytes:
     return reduced.getvalue()
 
 
-def colours_of(result: Result) -> dict[str, str]:
-    """Return a colour per subject: hues for combinations, greys for baselines."""
-    names: dict[str, list[str]] = {"combo": [], "dense": [], "layer": [], "rival": []}
+def looks_of(result: Result) -> dict[str, Look]:
+    """Return a look per subject: hues for NSA, greys with different dashes for all others.
+
+    The variants of a combination in a decode result share its hue.
+    """
+    looks: dict[str, Look] = {}
+    nsa = list(
+        dict.fromkeys(
+            base_subject(m.subject) for m in result.measurements if m.kind in ("combo", "layer")
+        )
+    )
+    others = list(
+        dict.fromkeys(
+            base_subject(m.subject) for m in result.measurements if m.kind in ("dense", "rival")
+        )
+    )
     for m in result.measurements:
-        if m.subject not in names[m.kind]:
-            names[m.kind].append(m.subject)
-    colours = {
-        name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names["combo"] + names["layer"])
-    }
-    return colours | {
-        name: _GREYS[i % len(_GREYS)] for i, name in enumerate(names["dense"] + names["rival"])
-    }
+        base = base_subject(m.subject)
+        if m.kind in ("combo", "layer"):
+            index = nsa.index(base)
+            marker = _MARKERS[index % len(_MARKERS)]
+            looks[m.subject] = Look(NSA_COLOURS[index % len(NSA_COLOURS)], "solid", marker, 2.4)
+        else:
+            index = others.index(base)
+            looks[m.subject] = Look(GREYS[index % len(GREYS)], _DASHES[index % len(_DASHES)])
+    return looks
+
+
+def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Move label positions apart, as little as possible in sum of squares.
+
+    Args:
+        wanted: The position that each label would have if it were alone.
+        gap: The least distance between two labels.
+        low: The lowest position.
+        high: The highest position; labels pass it if they do not fit between the two.
+
+    Returns:
+        The positions, in the order of ``wanted``.
+    """
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    # Without its rank times the gap, a position must only not decrease: isotonic regression, by
+    # merging neighbours that violate the order into their mean.
+    groups: list[tuple[float, int]] = []
+    for rank, index in enumerate(order):
+        mean, count = wanted[index] - rank * gap, 1
+        while groups and groups[-1][0] > mean:
+            other, size = groups.pop()
+            mean, count = (mean * count + other * size) / (count + size), count + size
+        groups.append((mean, count))
+    ceiling = max(low, high - (len(wanted) - 1) * gap)
+    means = [min(max(mean, low), ceiling) for mean, count in groups for _ in range(count)]
+    positions = [0.0] * len(wanted)
+    for rank, index in enumerate(order):
+        positions[index] = means[rank] + rank * gap
+    return positions
+
+
+@dataclasses.dataclass(frozen=True)
+class EndLabel:
+    """A label right of the axes, at the end of a line.
+
+    Attributes:
+        text: The label.
+        colour: Its colour.
+        point: The last point of the line, in data coordinates.
+        height: The y coordinate at which the label stands if it has room.
+        is_bold: Whether the text is bold.
+    """
+
+    text: str
+    colour: str
+    point: tuple[float, float]
+    height: float
+    is_bold: bool = False
+
+
+def label_ends(axes: Any, labels: Sequence[EndLabel]) -> None:
+    """Write labels in a column right of the axes, apart from each other, with lines to their ends.
+
+    The limits and the place of the axes must not change later.
+    """
+    to_axes = axes.transData + axes.transAxes.inverted()
+    wanted = [float(to_axes.transform((e.point[0], e.height))[1]) for e in labels]
+    inches = axes.get_window_extent().height / axes.figure.dpi
+    gap = LABEL_POINTS * 1.45 / 72 / inches
+    for end, y in zip(labels, spread(wanted, gap, gap / 2, 1.0)):
+        axes.annotate(
+            end.text,
+            end.point,
+            (1.045, y),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=LABEL_POINTS,
+            color=end.colour,
+            weight="bold" if end.is_bold else "normal",
+            annotation_clip=False,
+            gid="end label",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": end.colour,
+                "lw": 0.6,
+                "alpha": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 3,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return the ticks of a log axis, at least four if possible.
+
+    They are powers of ten, in a shorter range also twice and five times, and then all digits.
+    """
+    ticks: list[float] = []
+    for steps in ("1", "125", "123456789"):
+        exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [float(f"{step}e{exponent}") for exponent in exponents for step in steps]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) >= 4:
+            break
+    return ticks
+
+
+def text_width(texts: Sequence[str], points: float) -> float:
+    """Return the width of the widest text in inches."""
+    from matplotlib.textpath import TextPath
+
+    return max(
+        (TextPath((0, 0), t, size=points).get_extents().x1 / 72 for t in texts if t), default=0.0
+    )

@@ -50,14 +50,16 @@ def _notes(result: Result) -> Iterator[str]:
     )
     if rates:
         yield f"peak rates measured: {rates}"
+    yield "ms: median of all samples; q1 and q3: their quartiles."
+    yield "x dense: fastest dense time over this time."
     yield (
-        "of floor: minimum time for the counted operations (ops) or bytes, whichever is longer,"
-        " over the measured time; x dense: fastest dense time over this time"
+        "% of floor: shortest time for the counted operations or bytes, whichever is longer, over"
+        " the measured time. bound: the longer one."
     )
     if any(m.performance and m.performance.eager for m in result.measurements):
         yield (
-            "eager: the same call launched from Python; where the two differ, total is the time of"
-            " a CUDA graph"
+            "eager: the same call launched from Python. Where the two differ, ms is the time of a"
+            " CUDA graph."
         )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from nsa_bench.render.format import Rows, milliseconds, number, size
+from nsa_bench.render.format import Rows, milliseconds, number, percent, size
 from nsa_bench.render.tables_decode import decode_rows
 from nsa_core.contract import SLOTS
 from nsa_core.util.text import one_line
@@ -31,23 +31,14 @@ def rows_of(result: Result) -> Iterator[Rows]:
     all_series = list(dict.fromkeys(m.series for m in result.measurements))
     for series in sorted(all_series, key=lambda s: (s[0], s[1], s[2])):
         shape, dtype, inputs, phase, batch = series
-        title = (
-            f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs: ms per call (median of all"
-            " samples)"
-        )
+        title = f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs"
         measurements = [m for m in result.measurements if m.series == series]
         has_graphs = any(m.performance and m.performance.eager for m in measurements)
-        eager = ["eager"] * has_graphs
         columns = [
-            "tokens",
-            "subject",
-            "total",
-            "q1..q3",
-            *eager,
-            *_PARTS,
-            "x dense",
-            "of floor",
-            "MiB",
+            *("tokens", "subject", "ms", "q1 ms", "q3 ms"),
+            *["eager ms"] * has_graphs,
+            *("x dense", "% of floor", "bound", "MiB"),
+            *(f"{name} ms" for name in _PARTS),
         ]
         rows = sorted(measurements, key=lambda m: (m.length, m.kind, m.subject))
         yield title, columns, [_row(m, result.peaks[dtype], has_graphs) for m in rows]
@@ -56,27 +47,19 @@ def rows_of(result: Result) -> Iterator[Rows]:
 def _row(m: Measurement, peaks: Peaks, has_graphs: bool) -> list[str]:
     if m.performance is None:
         # The summary states the reason.
-        return [
-            str(m.length),
-            m.subject,
-            "-",
-            *[""] * (len(_PARTS) + 4 + has_graphs),
-        ]
+        return [str(m.length), m.subject, "-", *[""] * (len(_PARTS) + 6 + has_graphs)]
     p = m.performance
-    eager = [number(p.eager_ms)] * has_graphs
-    parts = [_part(m, name) for name in _PARTS] if m.kind == "combo" else [""] * len(_PARTS)
     bound = "ops" if m.flops / peaks.flops_per_s > m.bytes / peaks.bytes_per_s else "bytes"
-    share = "-" if m.floor_fraction is None else f"{m.floor_fraction:.1%} {bound}"
     return [
         str(m.length),
         m.subject,
-        number(p.median_ms),
-        f"{number(p.q1_ms)}..{number(p.q3_ms)}",
-        *eager,
-        *parts,
+        *(number(time_ms) for time_ms in (p.median_ms, p.q1_ms, p.q3_ms)),
+        *[number(p.eager_ms)] * has_graphs,
         number(m.ratio_to_dense),
-        share,
+        percent(m.floor_fraction),
+        "-" if m.floor_fraction is None else bound,
         size(m.peak_memory_bytes),
+        *(_part(m, name) if m.kind == "combo" else "" for name in _PARTS),
     ]
 
 
@@ -91,23 +74,37 @@ def _combos(result: Result) -> Rows:
             "ok" if gate.ok else f"FAILED on {gate.shape} {gate.dtype}"
         )
     cells = [
-        [
-            name,
-            *(one_line(backends.get(slot, "-")) for slot in SLOTS),
-            "; ".join(dict.fromkeys(gates.get(name, ["-"]))),
-        ]
+        [name, _backends(backends), "; ".join(dict.fromkeys(gates.get(name, ["-"])))]
         for name, backends in result.combos.items()
     ]
-    return "Combinations", ["combination", *SLOTS, "correct"], cells
+    return "Combinations", ["combination", "backends", "correct"], cells
 
 
-def changes_rows(changes: Sequence[Change]) -> Rows:
-    """Return the table of changes between two results."""
-    columns, cells = ["subject", "problem", "part", "old ms", "new ms", "new/old", "verdict"], []
+def _backends(versions: Mapping[str, str]) -> str:
+    """Return the backend of each slot: "triton 0.1.0", or "sdpa 0.1.0: cmp; triton 0.1.0: sel"."""
+    slots: dict[str, list[str]] = {}
+    for slot in SLOTS:
+        slots.setdefault(one_line(versions.get(slot, "-")), []).append(slot)
+    if len(slots) == 1:
+        return next(iter(slots))
+    return "; ".join(f"{backend}: {', '.join(names)}" for backend, names in slots.items())
+
+
+def changes_tables(changes: Sequence[Change]) -> list[Rows]:
+    """Return the changes between two results: one table per shape, dtype, inputs and phase."""
+    cells_by_problem: dict[str, list[list[str]]] = {}
     for change in changes:
-        _, subject, shape, dtype, inputs, phase, _, length, part = change.key
-        problem = f"{shape} {dtype} {inputs} {phase} S={length}"
+        _, subject, shape, dtype, inputs, phase, batch, length, part = change.key
+        problem = f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs"
         values = [number(change.old_ms), number(change.new_ms), number(change.ratio)]
-        verdict = f"{change.verdict} ({one_line(change.note)})" if change.note else change.verdict
-        cells.append([one_line(subject), problem, part, *values, verdict])
-    return "", columns, cells
+        cells_by_problem.setdefault(problem, []).append(
+            [str(length), one_line(subject), part, *values, change.verdict, one_line(change.note)]
+        )
+    columns = ["tokens", "subject", "part", "old ms", "new ms", "new/old", "verdict", "note"]
+    tables = []
+    for problem, cells in cells_by_problem.items():
+        if any(row[-1] for row in cells):
+            tables.append((problem, columns, cells))
+        else:
+            tables.append((problem, columns[:-1], [row[:-1] for row in cells]))
+    return tables

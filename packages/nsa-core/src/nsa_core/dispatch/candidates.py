@@ -13,6 +13,7 @@ from nsa_core.config import NSAConfig, check_config
 from nsa_core.contract import SLOTS, Reason, Request
 from nsa_core.dispatch import tuned
 from nsa_core.dispatch.device import usable_device
+from nsa_core.dispatch.gpus import GPU
 from nsa_core.dispatch.options import Backends, PlanOptions
 from nsa_core.dispatch.probing import Candidate, rank_of, reasons_against
 from nsa_core.dispatch.registry import Registry
@@ -69,8 +70,17 @@ def request_of(
     )
 
 
-def find_candidates(config: NSAConfig, options: PlanOptions, *, registry: Registry) -> Candidates:
+def find_candidates(
+    config: NSAConfig, options: PlanOptions, *, registry: Registry, gpu: GPU | None = None
+) -> Candidates:
     """Probe every backend of ``registry`` for every slot, and sort the candidates.
+
+    Args:
+        config: Configuration of the layer.
+        options: The other choices about the plan.
+        registry: The registry of backends.
+        gpu: A GPU to simulate: the requests are for it, whatever GPU this machine has, and no
+            measurement of `nsa tune` counts. ``options.device`` must be "cuda".
 
     Raises:
         InvalidInput: An option is wrong for every backend, or names an unknown slot or backend.
@@ -78,8 +88,8 @@ def find_candidates(config: NSAConfig, options: PlanOptions, *, registry: Regist
     """
     check_config(config)
     chosen_by_name = _backends_by_name(options.backends, registry)
-    device = usable_device(options.device)
-    requests = _requests(config, options, device)
+    device = usable_device(options.device) if gpu is None else torch.device("cuda")
+    requests = _requests(config, options, device, gpu)
     ranked: dict[str, list[tuple[tuple[bool, int, str], Candidate]]] = {s: [] for s in SLOTS}
     for entry in registry.entries:
         probe_timeout: Reason | None = None
@@ -96,7 +106,7 @@ def find_candidates(config: NSAConfig, options: PlanOptions, *, registry: Regist
         slot: tuple(candidate for _, candidate in sorted(pairs, key=lambda pair: pair[0]))
         for slot, pairs in ranked.items()
     }
-    tuned_slots = _prefer_tuned(by_slot, requests, device)
+    tuned_slots = {} if gpu else _prefer_tuned(by_slot, requests, device)
     return Candidates(
         config,
         MappingProxyType(requests),
@@ -107,12 +117,17 @@ def find_candidates(config: NSAConfig, options: PlanOptions, *, registry: Regist
     )
 
 
-def _requests(config: NSAConfig, options: PlanOptions, device: torch.device) -> dict[str, Request]:
+def _requests(
+    config: NSAConfig, options: PlanOptions, device: torch.device, gpu: GPU | None
+) -> dict[str, Request]:
     fields = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
     del fields["backends"]
     fields["device"] = device.type
-    is_cuda = device.type == "cuda"
-    fields["capability"] = torch.cuda.get_device_capability(device) if is_cuda else None
+    if gpu is not None:
+        fields["capability"] = gpu.capability
+    else:
+        is_cuda = device.type == "cuda"
+        fields["capability"] = torch.cuda.get_device_capability(device) if is_cuda else None
     if options.deterministic is None:
         fields["deterministic"] = torch.are_deterministic_algorithms_enabled()
     return {slot: request_of(config, slot, **fields) for slot in SLOTS}

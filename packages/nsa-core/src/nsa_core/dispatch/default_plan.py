@@ -14,6 +14,7 @@ from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.dispatch.candidates import backends_problems
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan, resolve
+from nsa_core.dispatch.registry import check_backend_names
 from nsa_core.errors import InvalidInput, Unsupported
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -24,11 +25,12 @@ def frozen_backends(backends: str | Mapping[str, str] | None) -> Backends:
     """Return ``backends``, an argument of :func:`nsa_core.resolve`, as a hashable value.
 
     Raises:
-        InvalidInput: The type is wrong, or a slot is unknown. An unknown backend name is reported
-            later, by resolve().
+        InvalidInput: The type is wrong, or a slot or a backend is unknown.
     """
     if problems := backends_problems(backends):
         raise InvalidInput("; ".join(problems))
+    names = backends.values() if isinstance(backends, Mapping) else (backends,)
+    check_backend_names(name for name in names if name not in (None, "auto"))
     return tuple(sorted(backends.items())) if isinstance(backends, Mapping) else backends
 
 
@@ -50,6 +52,10 @@ def check_is_plan(plan: object) -> None:
 
 def is_long(tokens: int, varlen: bool) -> bool:
     """Return whether a call uses the plan for long sequences; packed documents never do."""
+    if torch.compiler.is_exporting():  # an exported graph has one plan, without a guard on S
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return not varlen and statically_known_true(tokens >= LONG_SEQUENCE)
     # A conditional expression makes torch.compile guard on a symbolic S and return a constant.
     return True if not varlen and tokens >= LONG_SEQUENCE else False  # noqa: SIM210
 

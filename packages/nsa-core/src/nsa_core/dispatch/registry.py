@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
@@ -26,6 +28,7 @@ from nsa_core.util.text import did_you_mean, one_line
 __all__ = [
     "BackendEntry",
     "Registry",
+    "check_backend_names",
     "default_registry",
     "disabled_reason",
     "discover",
@@ -177,6 +180,33 @@ def discover(
         else:
             entries += load(plugin)
     return Registry(tuple(entries))
+
+
+@functools.cache
+def _installed_names(path: tuple[str, ...]) -> frozenset[str]:
+    """Return the names of all entry points that ``path``, a copy of sys.path, leads to."""
+    return frozenset(plugin.name for plugin in installed())
+
+
+def check_backend_names(names: Iterable[str]) -> None:
+    """Check that every name is one of a backend, usable or not.
+
+    The name of an installed entry point is accepted from its metadata. Only another name makes
+    this function load the plugins: a plugin may register a backend under a name of its own.
+
+    Raises:
+        InvalidInput: No backend has a name. The message names each, suggests a similar name and
+            lists all.
+    """
+    unseen = sorted({*names} - _installed_names(tuple(map(str, sys.path))))
+    problems = []
+    for name in unseen:
+        try:
+            default_registry().get(name)
+        except InvalidInput as error:
+            problems.append(str(error))
+    if problems:
+        raise InvalidInput("; ".join(problems))
 
 
 _default: Registry | None = None

@@ -62,13 +62,73 @@ def nsa_attention(
 ) -> Any: ...
 
 
+@overload
+def nsa_attention(
+    q: torch.Tensor,
+    k: KV,
+    v: KV,
+    gates: torch.Tensor,
+    *,
+    compress_block_size: int = 32,
+    compress_stride: int = 16,
+    select_block_size: int = 64,
+    num_selected_blocks: int = 16,
+    init_blocks: int = 1,
+    local_blocks: int = 2,
+    window_size: int = 512,
+    scale: float | None = None,
+    k_cmp: torch.Tensor | None = None,
+    v_cmp: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    blocks: torch.Tensor | None = None,
+    plan: Plan | None = None,
+    return_lse: Literal[False] = False,
+    return_blocks: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def nsa_attention(
+    q: torch.Tensor,
+    k: KV,
+    v: KV,
+    gates: torch.Tensor,
+    *,
+    compress_block_size: int = 32,
+    compress_stride: int = 16,
+    select_block_size: int = 64,
+    num_selected_blocks: int = 16,
+    init_blocks: int = 1,
+    local_blocks: int = 2,
+    window_size: int = 512,
+    scale: float | None = None,
+    k_cmp: torch.Tensor | None = None,
+    v_cmp: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    blocks: torch.Tensor | None = None,
+    plan: Plan | None = None,
+    return_lse: bool = False,
+    return_blocks: bool = False,
+) -> Any: ...
+
+
 def nsa_attention(
     q: torch.Tensor,  # [B, S, Hq, Dk]
     k: KV,  # [B, S, G, Dk], or three tensors (cmp, sel, win)
     v: KV,  # [B, S, G, Dv], or three tensors (cmp, sel, win)
     gates: torch.Tensor,  # [B, S, Hq, 3], fp32 (fp64 for fp64 q), in the order cmp, sel, win
     *,
-    config: NSAConfig,
+    config: NSAConfig | None = None,
+    compress_block_size: int | None = None,
+    compress_stride: int | None = None,
+    select_block_size: int | None = None,
+    num_selected_blocks: int | None = None,
+    init_blocks: int | None = None,
+    local_blocks: int | None = None,
+    window_size: int | None = None,
+    scale: float | None = None,
     k_cmp: torch.Tensor | None = None,  # [B, n_c, G, Dk]
     v_cmp: torch.Tensor | None = None,  # [B, n_c, G, Dv]
     cu_seqlens: torch.Tensor | None = None,  # int32 [documents + 1]
@@ -97,13 +157,16 @@ def nsa_attention(
     and v_cmp; the selection itself has no gradient. docs/semantics.md defines every detail.
 
     Sizes: B sequences of S tokens, Hq query heads, G kv heads (G divides Hq), head widths Dk and
-    Dv. l, d, l', n and w are fields of ``config``. There are n_c = max(0, floor((S - l) / d) + 1)
-    compressed tokens.
+    Dv; they are the shapes of q, k and v. l, d, l', n and w are keywords with the paper's sizes as
+    defaults. There are n_c = max(0, floor((S - l) / d) + 1) compressed tokens.
 
     Packed documents drop the axis B: tensors are [T, ...], LSEs [Hq, T], and k_cmp and v_cmp have
     T // d rows (see ``nsa_core.contract``). Attention, positions and block indices stay inside a
     document. For tensors of layout [B, H, S, D], pass ``x.transpose(1, 2)``: any strides are
     accepted, and only tensors whose last axis is not contiguous are copied.
+
+    Use the keywords for calls of the function alone. Pass ``config`` if an NSAConfig exists, for
+    example that of a layer: then the shapes are checked against it.
 
     Args:
         q: queries [B, S, Hq, Dk], bfloat16, float16, float32 or float64, already rotated if rotary
@@ -113,8 +176,20 @@ def nsa_attention(
         v: values [B, S, G, Dv] of q's dtype, one tensor or three, as for ``k``.
         gates: factors of the branches [B, S, Hq, 3] in the order cmp, sel, win; float32, or float64
             for float64 q. They need not lie in [0, 1].
-        config: head counts, head widths, block sizes and softmax scale. The fields of the
-            projections, such as ``compress`` and ``rope``, are not used.
+        config: head counts, head widths, block sizes and softmax scale, instead of the eight
+            keywords below. The fields of the projections, such as ``dim``, ``compress`` and
+            ``rope``, are not used. Without ``config`` and the keywords, a ``plan`` brings its own.
+        compress_block_size: l, tokens per compression block; default 32.
+        compress_stride: d, tokens between the starts of two compression blocks; divides l and l';
+            default 16.
+        select_block_size: l', tokens per selection block; at least l; default 64.
+        num_selected_blocks: n, blocks selected per token and kv head, forced blocks included; at
+            least ``init_blocks + local_blocks``; default 16.
+        init_blocks: number of blocks at the start of the document that are always selected;
+            default 1.
+        local_blocks: number of blocks up to the current one that are always selected; default 2.
+        window_size: w, keys of the sliding window, the token itself included; default 512.
+        scale: factor of q k^T before the softmax; default 1 / sqrt(Dk).
         k_cmp: compressed keys [B, n_c, G, Dk] of q's dtype. By default, the cmp keys are averaged
             over each compression block. Pass ``k_cmp`` and ``v_cmp`` together.
         v_cmp: compressed values [B, n_c, G, Dv] of q's dtype, as for ``k_cmp``.
@@ -141,8 +216,9 @@ def nsa_attention(
         with -1; or ``blocks`` as passed).
 
     Raises:
-        InvalidInput: tensors do not fit each other, the config or the plan. The message lists all
-            problems, and the shape, dtype and device of every tensor.
+        InvalidInput: tensors do not fit each other, the config or the plan; or ``config`` and one
+            of its fields are passed. The message has one sentence per cause, and the shape, dtype
+            and device of every tensor.
         Unsupported: no backend supports the request, or forward-mode differentiation is active. The
             message lists each backend with its reasons.
         BackendUnavailable: no backend is usable on this machine.
@@ -150,12 +226,11 @@ def nsa_attention(
 
     Example:
         >>> import torch
-        >>> from nsa_core import NSAConfig, nsa_attention
-        >>> config = NSAConfig(dim=256, n_heads=8, n_kv_heads=2)
+        >>> from nsa_core import nsa_attention
         >>> q = torch.randn(1, 1024, 8, 32)
         >>> k, v = torch.randn(2, 1, 1024, 2, 32)
         >>> gates = torch.rand(1, 1024, 8, 3)
-        >>> nsa_attention(q, k, v, gates, config=config).shape
+        >>> nsa_attention(q, k, v, gates, window_size=256).shape
         torch.Size([1, 1024, 8, 32])
     """
     k_raw, k_sel, k_win = _per_branch("k", k, k_cmp)
@@ -163,7 +238,9 @@ def nsa_attention(
     inputs: dict[str, Any] = {"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "gates": gates}
     inputs |= {"blocks": blocks, "k[cmp]": k_raw, "k[sel]": k_sel, "k[win]": k_win}
     inputs |= {"v[cmp]": v_raw, "v[sel]": v_sel, "v[win]": v_win}
-    needs_grad = check_inputs(inputs, config, cu_seqlens, max_seqlen)
+    blocking = (compress_block_size, compress_stride, select_block_size, num_selected_blocks)
+    numbers = (*blocking, init_blocks, local_blocks, window_size, scale)
+    config, needs_grad = check_inputs(inputs, config, numbers, plan, cu_seqlens, max_seqlen)
     varlen = cu_seqlens is not None
     if plan is None:
         long = is_long(q.shape[1], varlen)
@@ -199,8 +276,10 @@ def _per_branch(name: str, x: KV, compressed: torch.Tensor | None) -> tuple[Any,
         return (None if compressed is not None else x), x, x
     if not isinstance(x, (tuple, list)) or len(x) != 3:
         length = f" of length {len(x)}" if isinstance(x, (tuple, list)) else ""
+        numpy = f": pass torch.from_numpy({name})" * (type(x).__name__ == "ndarray")
         raise InvalidInput(
             f"{name} must be one tensor or three (cmp, sel, win), got {type(x).__name__}{length}"
+            f"{numpy}"
         )
     missing = [
         branch

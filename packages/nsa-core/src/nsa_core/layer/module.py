@@ -11,6 +11,7 @@ from nsa_core.cache.new_cache import make_cache
 from nsa_core.cache.sizes import CacheSizes
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.layer.gating import compute_gates
+from nsa_core.layer.other_keywords import check_other_keywords
 from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.layer.projection import NSAProjections
 from nsa_core.torch_ops.tensor_checks import check_layer_input
@@ -53,7 +54,8 @@ class NSAttention(NSAProjections):
             once per branch, and works in eager mode only.
 
     Raises:
-        InvalidInput: ``config`` is not an NSAConfig, or ``backends`` is malformed.
+        InvalidInput: ``config`` is not an NSAConfig, or ``backends`` is malformed or names an
+            unknown slot or backend; the message suggests a similar name.
 
     Example:
         >>> import torch
@@ -68,12 +70,11 @@ class NSAttention(NSAProjections):
         x: torch.Tensor,  # [B, S, dim], or packed [T, dim]
         cu_seqlens: torch.Tensor | None = None,  # int32 [documents + 1]
         max_seqlen: int | None = None,
-        attention_mask: None = None,
-        context: None = None,
-        key_value_states: None = None,
+        *,
         plan: Plan | None = None,
         cache: NSACache | None = None,
         new: Sequence[int] | torch.Tensor | None = None,  # int32 [B]
+        **other: None,
     ) -> torch.Tensor:
         """Apply the layer to x.
 
@@ -88,8 +89,6 @@ class NSAttention(NSAProjections):
             max_seqlen: host integer, length in tokens of the longest packed document or an upper
                 bound; default T. A value below the longest document gives wrong results; it is an
                 error on the CPU, and on a GPU with NSA_CHECK=1.
-            attention_mask, context, key_value_states: must be None. They exist for an error that
-                explains the alternative.
             plan: a plan from :func:`nsa_core.resolve` for this call; default: the cached plan of
                 ``backends``. Its phase is "prefill". With a cache, only the first call of several
                 tokens on empty sequences is a prefill; all other calls take phase "decode".
@@ -97,22 +96,26 @@ class NSAttention(NSAProjections):
             new: with a cache, the number of rows of each sequence that are tokens: B integers, or
                 an integer tensor [B]; default: all rows. The rows after them are padding, and their
                 output is 0. While a CUDA graph is captured, it must be int32 [B] on the device.
+            **other: keywords of other attention layers, such as ``attention_mask``, which must be
+                None or have no effect.
 
         Returns:
             The output y, of x's shape, in the dtype of the projections or of autocast.
 
         Raises:
-            InvalidInput: x, cu_seqlens or plan do not fit the layer or the cache; a padding mask or
-                the input of a cross-attention is passed; or the cache has no room for the tokens.
-                The cache is then unchanged.
+            InvalidInput: x, cu_seqlens or plan do not fit the layer or the cache; a keyword of
+                another attention layer asks for a padding mask, cross-attention or the like, and
+                the message gives the alternative; or the cache has no room for the tokens. The
+                cache is then unchanged.
+            TypeError: a keyword is unknown.
             Unsupported: no backend supports the request.
             BackendUnavailable: no backend is usable on this machine.
             NSAError: a backend failed while it ran; or, with ``check``, an output is not finite.
         """
-        weight, cross_attention = dtype_and_device_from(self.qkv), (context, key_value_states)
-        check_layer_input(
-            x, self.config.dim, weight, cu_seqlens, max_seqlen, attention_mask, *cross_attention
-        )
+        if other:
+            check_other_keywords(other)
+        weight = dtype_and_device_from(self.qkv)
+        check_layer_input(x, self.config.dim, weight, cu_seqlens, max_seqlen)
         packed = cu_seqlens is not None
         if cache is not None or new is not None:
             from nsa_core.cache.step import step  # imported here, because it imports the compiler

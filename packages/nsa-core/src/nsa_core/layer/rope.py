@@ -85,10 +85,11 @@ def table_for(
         token_table: a table of all positions up to the last one, if it exists. Compiled code takes
             rows of it, because another table would add ten kernels to every layer.
     """
-    if token_table is not None and not is_eager():
+    # The bounds of a slice would become guards of torch.export on S.
+    if token_table is not None and not is_eager() and not torch.compiler.is_exporting():
         return RopeTable(*(angles[::step].narrow(0, 0, rows) for angles in token_table))
     arguments = (rows, step, dim, base, stats_dtype(x.dtype), x.device)
-    if rows > MAX_CACHED_ROWS or not is_eager():
+    if not is_eager() or rows > MAX_CACHED_ROWS:
         return _new_table(*arguments)
     if type(x) is not torch.Tensor or is_capturing(x.device):  # a graph owns its memory
         return _new_table(*arguments).wide()

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch._C import _after_autograd_keyset, _any_requires_grad, _AutoDispatchBelowAutograd
+from torch._functorch import autograd_function
+from torch.autograd.function import _SingleLevelFunction
 
 _NO_CHANGE = contextlib.nullcontext()
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
@@ -104,22 +106,34 @@ def register(
     """
     below = _below_autograd(op, function)
 
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, keyset: Any, *arguments: Any) -> Any:
-            result = below(keyset, *arguments)
-            setup_context(ctx, arguments, result)
-            return result
+    def forward(ctx: Any, keyset: Any, *arguments: Any) -> Any:
+        result = below(keyset, *arguments)
+        setup_context(ctx, arguments, result)
+        return result
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return (None, *backward(ctx, *grads))
+    def node_backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *backward(ctx, *grads))
 
-    Node.__name__ = Node.__qualname__ = f"{short}_node"
+    def level_forward(ctx: Any, keyset: Any, *arguments: Any) -> Any:
+        # A node runs its forward without gradient, but the outer levels need theirs.
+        with torch.enable_grad():
+            return forward(ctx, keyset, *arguments)
+
+    def new_node(base: type, node_forward: Callable[..., Any]) -> Any:
+        methods = {"forward": staticmethod(node_forward), "backward": staticmethod(node_backward)}
+        return type(f"{short}_node", (base,), methods)
+
+    # torch.func differentiates one level of transforms at a time. The dispatcher calls the kernel
+    # once per level, and only this base class of Function records a single level.
+    level_node = new_node(_SingleLevelFunction, level_forward)
+    node = new_node(torch.autograd.Function, forward)
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
         if torch.is_grad_enabled() and _any_requires_grad(*arguments):
-            return Node.apply(keyset, *arguments)  # type: ignore[no-untyped-call]
+            if keyset is None or not torch._C._are_functorch_transforms_active():
+                return node.apply(keyset, *arguments)
+            with autograd_function.enable_single_level_autograd_function():  # type: ignore[attr-defined]
+                return level_node.apply(keyset, *arguments)
         return below(keyset, *arguments)
 
     lib.impl(short, kernel, "Autograd", with_keyset=True)

@@ -34,6 +34,7 @@ from nsa_core.torch_ops.tensor_checks import (
     check_slot_boundaries,
 )
 from nsa_core.torch_ops.torch_state import backend_state
+from nsa_core.torch_ops.vmap_rule import folding_rule
 
 INPUTS = {slot: tuple(axes) for slot, axes in SLOT_AXES.items()}
 DIFFERENTIABLE = {
@@ -244,7 +245,10 @@ class SlotOp:
             tags=(torch.Tag.pt2_compliant_tag,),
         )
         self._lib.impl(short, impl, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{self._lib.ns}::{short}", fake, lib=self._lib)
+        name = f"{self._lib.ns}::{short}"
+        torch.library.register_fake(name, fake, lib=self._lib)
+        op = getattr(getattr(torch.ops, self._lib.ns), short).default
+        torch.library.register_vmap(name, folding_rule(op), lib=self._lib)
 
     def _forward_impl(self, *args: Any) -> Any:
         """Check the inputs, call the backend's forward, and check its results."""

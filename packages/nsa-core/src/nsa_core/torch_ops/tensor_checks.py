@@ -14,6 +14,14 @@ import torch
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_core.torch_ops.tensor_kinds import (
+    boundaries_hint,
+    check_kind,
+    check_packed_transforms,
+    describe_max_seqlen,
+    is_strided,
+    kind_problem,
+)
 from nsa_core.torch_ops.torch_state import autocast_enabled
 
 
@@ -209,7 +217,8 @@ def packing_problems(cu_seqlens: object, max_seqlen: object, device: torch.devic
         is_integer = isinstance(max_seqlen, int) or hasattr(max_seqlen, "__index__")
         not_a_count = isinstance(max_seqlen, (bool, torch.Tensor)) or not is_integer
         if not_a_count or cast(int, max_seqlen) < 0:
-            problems.append(f"max_seqlen must be a host integer >= 0, got {max_seqlen!r}")
+            text = describe_max_seqlen(max_seqlen)
+            problems.append(f"max_seqlen must be a host integer >= 0, got {text}")
         elif cu_seqlens is None:
             problems.append("max_seqlen goes with cu_seqlens, which is None: pass both or neither")
     if cu_seqlens is None:
@@ -217,10 +226,16 @@ def packing_problems(cu_seqlens: object, max_seqlen: object, device: torch.devic
     if not isinstance(cu_seqlens, torch.Tensor) or not is_tensor(cu_seqlens):
         problems.append(
             f"cu_seqlens must be an int32 tensor [documents + 1], got {type(cu_seqlens).__name__}"
+            + boundaries_hint(cu_seqlens)
         )
+    elif not is_strided(cu_seqlens):
+        problems.append(cast(str, kind_problem("cu_seqlens", cu_seqlens)))
     elif cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         text = describe(["cu_seqlens"], [cu_seqlens])
-        problems.append(f"cu_seqlens must be an int32 tensor [documents + 1], got {text}")
+        problems.append(
+            f"cu_seqlens must be an int32 tensor [documents + 1], got {text}"
+            + boundaries_hint(cu_seqlens)
+        )
     elif cu_seqlens.device != device:
         problems.append(f"cu_seqlens must be on {device}, got {cu_seqlens.device}")
     elif cu_seqlens.shape[0] < 2:
@@ -237,8 +252,6 @@ def check_layer_input(
     weight: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None = None,
-    mask: object = None,
-    *others: object,
 ) -> None:
     """Check the arguments of a layer's forward, by metadata only.
 
@@ -248,31 +261,23 @@ def check_layer_input(
         weight: Weight of the layer's projection, which has the layer's device and dtype.
         cu_seqlens: int32 [documents + 1] for packed documents, else None.
         max_seqlen: Length of the longest document, as a host integer.
-        mask: An attention mask, which must be None.
-        *others: context and key_value_states, which must be None.
 
     Raises:
         InvalidInput: An argument is wrong; the message names every wrong argument.
     """
-    problems = []
-    if mask is not None:
-        problems.append(
-            "attention_mask is not supported: NSA is causal, and it needs inputs without padding."
-            " Remove padding with rows, cu_seqlens, longest, indices = nsa_core.unpad(x,"
-            " attention_mask), pass rows and cu_seqlens=, and restore it with nsa_core.pad"
-        )
-    for name, other in zip(("context", "key_value_states"), others):
-        if other is not None:
-            problems.append(f"{name}: NSA is self-attention only; {name} must be None")
     if not isinstance(x, torch.Tensor):
-        raise InvalidInput("; ".join([*problems, f"x must be a tensor, got {type(x).__name__}"]))
+        raise InvalidInput(f"x must be a tensor, got {type(x).__name__}")
+    problems = []
+    check_kind("x", x)
     form = (
         "[T, dim] beside cu_seqlens"
         if cu_seqlens is not None
         else "[B, S, dim], or [T, dim] with cu_seqlens"
     )
     if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != dim:
-        problems.append(f"x must be {form}, dim = {dim}; got {list(x.shape)}")
+        looks = x.dim() == 3 and x.shape[1] == dim != x.shape[2] and cu_seqlens is None
+        fix = ": it looks like [B, dim, S], pass x.transpose(1, 2)" * looks
+        problems.append(f"x must be {form}, dim = {dim}; got {list(x.shape)}{fix}")
     if x.device != weight.device:
         problems.append(f"x is on {x.device}, the layer on {weight.device}: move one of them")
     if x.dtype != weight.dtype and not (autocast_enabled(x.device) and x.is_floating_point()):
@@ -280,6 +285,8 @@ def check_layer_input(
             f"x is {x.dtype}, the layer's parameters are {weight.dtype}: convert one of them, or"
             " use autocast"
         )
+    if cu_seqlens is not None:
+        check_packed_transforms(cu_seqlens, x)
     problems += packing_problems(cu_seqlens, max_seqlen, x.device)
     if problems:
         raise InvalidInput("; ".join(problems))

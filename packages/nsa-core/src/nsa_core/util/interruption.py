@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class Interruption:
@@ -17,6 +17,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._grace_s: float | None = None
 
     @property
     def received(self) -> bool:
@@ -29,16 +30,31 @@ class Interruption:
         return "" if self.signal is None else self.signal.name
 
     @contextlib.contextmanager
-    def stop_on_interrupt(self) -> Iterator[None]:
+    def stop_on_interrupt(self, grace_s: float | None = None) -> Iterator[None]:
         """Suppress a KeyboardInterrupt that ends the block, if a signal was received before it.
 
         The second Ctrl-C raises it: the block stops at once and execution continues after it.
+
+        Args:
+            grace_s: After this many seconds the first signal raises it too, if the block has not
+                ended by itself. Only an operation outside of Python delays it. None: never.
         """
+        self._grace_s = grace_s
         try:
             yield
         except KeyboardInterrupt:
             if not self.received:
                 raise
+        finally:
+            if grace_s is not None and self.received:
+                _stop_alarm()
+            self._grace_s = None
+
+    def record(self, number: int) -> None:
+        """Record a signal, and let a block that does not end by itself end after its grace."""
+        first, self.signal = self.signal is None, self.signal or signal.Signals(number)
+        if first and self._grace_s is not None and hasattr(signal, "setitimer"):
+            _start_alarm(self._grace_s, KeyboardInterrupt())
 
 
 NEVER = Interruption()  # for a run without deferred signals: Ctrl-C raises KeyboardInterrupt
@@ -50,6 +66,42 @@ def exit_code(name: str) -> int:
     It is 130 for SIGINT and 143 for SIGTERM.
     """
     return 128 + signal.Signals[name]
+
+
+@contextlib.contextmanager
+def alarm_in(seconds: float, error: BaseException) -> Iterator[None]:
+    """Raise ``error`` in the block after ``seconds``, between two operations of Python.
+
+    Call it in the main thread, where no other alarm is set. A signal that an :class:`Interruption`
+    records replaces the alarm by its own.
+    """
+
+    # It rings again: code such as __del__ swallows exceptions.
+    ring = _start_alarm(seconds, error, again_s=0.1)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGALRM) is ring:
+            _stop_alarm()
+
+
+def _start_alarm(
+    seconds: float, error: BaseException, again_s: float = 0.0
+) -> Callable[[int, object], None]:
+    """Raise ``error`` in the main thread after ``seconds``; return the handler that does it."""
+
+    def ring(number: int, frame: object) -> None:
+        raise error
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, again_s)
+    return ring
+
+
+def _stop_alarm() -> None:
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -72,7 +124,7 @@ def deferred_signals(*numbers: signal.Signals) -> Iterator[Interruption]:
     }
 
     def record(number: int, frame: object) -> None:
-        interruption.signal = interruption.signal or signal.Signals(number)
+        interruption.record(number)
         if number == signal.SIGINT:
             signal.signal(number, previous[signal.SIGINT])
 

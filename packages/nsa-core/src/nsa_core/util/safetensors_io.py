@@ -111,14 +111,5 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def need_safetensors() -> None:
-    """Check that safetensors is installed, before a long run starts.
-
-    Raises:
-        BackendUnavailable: it is not; the message has the pip command.
-    """
-    _library("safetensors")
-
-
 def _library(name: str) -> Any:
     return require_module(name, "checkpoints need", "safetensors")

@@ -23,6 +23,16 @@ def one_line(text: object) -> str:
     )
 
 
+def escape_control(text: str) -> str:
+    """Escape control and format characters of ``text``, except newlines and tabs."""
+    return "".join(
+        c
+        if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs")
+        else c.encode("unicode_escape").decode()
+        for c in text
+    )
+
+
 def describe_error(error: BaseException) -> str:
     """Return type and message of an exception on one line, for example "ImportError: no module".
 

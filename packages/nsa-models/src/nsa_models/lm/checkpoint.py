@@ -53,6 +53,12 @@ class Checkpoint:
             raise InvalidInput(f"{self.path}: {describe_error(error)}") from error
         return model
 
+    @property
+    def libraries(self) -> list[str]:
+        """Return the optional libraries that the tokenizer needs."""
+        is_file = self.tokenizer is not None and self.tokenizer.get("kind") == "tokenizers"
+        return ["tokenizers"] if is_file else []
+
     def load_tokenizer(self) -> Tokenizer | None:
         """Build the tokenizer; None if the model was trained on a synthetic task."""
         return None if self.tokenizer is None else tokenizer_from_dict(self.tokenizer)

@@ -8,7 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nsa_bench.render.style import draw
+from nsa_bench.render.style import (
+    FAINT,
+    INK,
+    NSA_COLOURS,
+    EndLabel,
+    draw,
+    label_ends,
+)
+
+_LEFT, _WIDTH, _RIGHT, _BOTTOM, _HEIGHT, _TOP = 0.8, 4.2, 1.75, 0.6, 3.1, 0.85  # inches
 
 
 def save(out: Path, path: Path, kind: str, force: bool) -> None:
@@ -24,51 +33,79 @@ def _figure(header: dict[str, Any], records: list[dict[str, Any]]) -> Any:
     from matplotlib.figure import Figure
 
     with_mass = [r for r in records if "selected_mass" in r]
-    figure = Figure(figsize=(5.6 * (1 + bool(with_mass)), 4.2), layout="constrained")
-    axes = figure.subplots(1, 1 + bool(with_mass), squeeze=False)[0]
-    _losses(axes[0], header, records)
-    if with_mass:
-        _mass(axes[1], with_mass)
+    panels = [_losses, _mass] if with_mass else [_losses]
+    panel = _LEFT + _WIDTH + _RIGHT
+    figure = Figure(figsize=(panel * len(panels), _BOTTOM + _HEIGHT + _TOP))
+    width, height = figure.get_size_inches()
+    for column, draw_panel in enumerate(panels):
+        left = column * panel + _LEFT
+        box = (left / width, _BOTTOM / height, _WIDTH / width, _HEIGHT / height)
+        draw_panel(figure.add_axes(box), header, records if draw_panel is _losses else with_mass)
     model = header["model"]
     description = (
-        f"{model['n_layers']} layers of {model['layer']['dim']}, {model['attention']} attention"
+        f"{model['n_layers']} layers of {model['layer']['dim']}, {model['attention']} attention,"
+        f" {header['data']['data']}, {header['device']}"
     )
-    figure.suptitle(f"nsa train on {header['device']}: {description}, {header['data']['data']}")
+    figure.text(0.15 / width, 1 - 0.15 / height, description, color=FAINT, va="top")
     return figure
 
 
 def _losses(axes: Any, header: dict[str, Any], records: list[dict[str, Any]]) -> None:
     per_step = header["train"]["batch"] * header["data"]["length"]
-    for name, style, colour in (("loss", "-", "#999999"), ("held_out_loss", "o-", "#0072b2")):
-        with_loss = [r for r in records if name in r]
-        label = {"loss": "training, one step", "held_out_loss": "held out"}[name]
+    ends = []
+    for name, label, colour in (
+        ("loss", "training step", "#949494"),
+        ("held_out_loss", "held out", NSA_COLOURS[0]),
+    ):
+        points = [(r["step"] * per_step, r[name]) for r in records if name in r]
+        if not points:
+            continue
+        is_held_out = name == "held_out_loss"
         axes.plot(
-            [r["step"] * per_step for r in with_loss],
-            [r[name] for r in with_loss],
-            style,
+            *zip(*points),
+            "o-" if is_held_out else "-",
             ms=4,
-            lw=1,
+            lw=2 if is_held_out else 1,
             color=colour,
-            label=label,
         )
-    axes.set(xlabel="tokens", ylabel="nats per token")
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+        text = f"{label}  {points[-1][1]:.3g}"
+        ends.append(EndLabel(text, colour, points[-1], points[-1][1], is_held_out))
+    axes.set(xlabel="training tokens", ylabel="loss, nats per token")
+    axes.set_title("Loss against training tokens")
+    axes.xaxis.set_major_formatter(lambda value, _: _count(value))
+    axes.grid()
+    axes.autoscale_view()
+    label_ends(axes, ends)
 
 
-def _mass(axes: Any, records: list[dict[str, Any]]) -> None:
+def _mass(axes: Any, header: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    """Draw the dense probability inside the selected blocks, beside their share of the keys."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
     steps = [r["step"] for r in records]
-    for layer in range(len(records[0]["selected_mass"])):
-        axes.plot(
-            steps,
-            [r["selected_mass"][layer] for r in records],
-            "o-",
-            ms=4,
-            lw=1,
-            label=f"layer {layer}",
-        )
+    layers, ends = len(records[0]["selected_mass"]), []
+    for layer in range(layers):
+        colour = to_hex(colormaps["cividis"](0.8 * layer / max(1, layers - 1)))
+        values = [r["selected_mass"][layer] for r in records]
+        axes.plot(steps, values, "o-", ms=4, lw=1.6, color=colour)
+        text = f"layer {layer}  {values[-1]:.0%}"
+        ends.append(EndLabel(text, colour, (steps[-1], values[-1]), values[-1]))
     keys = [sum(r["selected_keys"]) / len(r["selected_keys"]) for r in records]
-    axes.plot(steps, keys, "--", lw=1, color="#444444", label="share of the keys")
-    axes.set(xlabel="step", ylabel="share of dense probability in selected blocks", ylim=(0, 1))
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    axes.plot(steps, keys, "--", lw=1.4, color=INK)
+    ends.append(
+        EndLabel(f"share of the keys  {keys[-1]:.0%}", INK, (steps[-1], keys[-1]), keys[-1])
+    )
+    axes.set(xlabel="step", ylabel="share of dense probability", ylim=(0, 1))
+    axes.set_title("Dense attention inside the selected blocks")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.grid()
+    label_ends(axes, ends)
+
+
+def _count(value: float) -> str:
+    """Write a number of training tokens: "1.5M", "20k", "512"."""
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:g}{letter}"
+    return f"{value:g}"

@@ -1,4 +1,4 @@
-"""The share of dense attention's probability inside the selected blocks, per layer."""
+"""The share of dense attention's probability inside the selected blocks, per row and per layer."""
 
 from __future__ import annotations
 
@@ -7,15 +7,39 @@ from typing import NamedTuple
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch.default_plan import default_plan
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.attention import nsa_attention
 from nsa_core.layer.module import NSAttention
 from nsa_core.layer.projection import Projected
 from nsa_core.packing import TokenPlaces, token_places
 from nsa_models.lm.model import Block, LanguageModel
 
-_ROWS_AT_ONCE = 16
+ROWS_AT_ONCE = 16
+
+
+class RowMass(NamedTuple):
+    """Dense attention's probability p = softmax(q k_sel) over all keys <= t, by query row.
+
+    p is averaged over the query heads of a kv head. Tensors are fp32 unless stated otherwise, for R
+    rows, G kv heads and C blocks, the number of blocks up to the last one that a key lies in.
+
+    Attributes:
+        selected: [R, G], share of p inside the selected blocks.
+        forced: [R, G], share of p inside the forced blocks, that is initial or local.
+        random: [R, G], expected share of p inside the forced blocks and as many blocks chosen at
+            random as the layer chose itself.
+        best: [R, G], the same with the blocks that hold most of p instead of random ones.
+        keys: [R, G], share of the keys <= t inside the selected blocks.
+        blocks: [R, G, C], share of p inside each block.
+        best_blocks: bool [R, G, C], the blocks of ``best`` that are not forced.
+    """
+
+    selected: torch.Tensor
+    forced: torch.Tensor
+    random: torch.Tensor
+    best: torch.Tensor
+    keys: torch.Tensor
+    blocks: torch.Tensor
+    best_blocks: torch.Tensor
 
 
 class Mass(NamedTuple):
@@ -89,45 +113,111 @@ def _layer_mass(
 ) -> Mass:
     attn = block.attn
     assert isinstance(attn, NSAttention)  # checked by selected_mass
-    x = block.attn_norm(x)
-    projected = attn.project(x, cu_seqlens)
-    _, blocks = nsa_attention(
-        projected.q,
-        projected.k,
-        projected.v,
-        attn.gate(x),
-        k_cmp=projected.k_cmp,
-        v_cmp=projected.v_cmp,
-        config=attn.config,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=longest,
-        return_blocks=True,
-        plan=default_plan(attn.config, x.device, projected.q.dtype, True, False, attn.backends),
-    )
+    projected, blocks = select_blocks(attn, block.attn_norm(x), cu_seqlens, longest)
+    k = projected.k[1]
     chunks = [
-        _row_mass(attn.config, projected, blocks, places, chunk)
-        for chunk in rows.split(_ROWS_AT_ONCE)
+        row_mass(attn.config, projected.q, k, blocks, places, chunk)
+        for chunk in rows.split(ROWS_AT_ONCE)
     ]
-    selected, keys = torch.cat(chunks).mean(0).tolist()
-    return Mass(selected, keys)
+    selected = torch.cat([chunk.selected for chunk in chunks]).mean()
+    keys = torch.cat([chunk.keys for chunk in chunks]).mean()
+    return Mass(*torch.stack((selected, keys)).tolist())
 
 
-def _row_mass(
+def select_blocks(
+    attn: NSAttention,
+    x: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> tuple[Projected, torch.Tensor]:
+    """Project a layer's input and select its blocks, as a forward of the layer does.
+
+    Args:
+        attn: The layer.
+        x: Its input, [B, S, dim] or packed [T, dim].
+        cu_seqlens: int32 [documents + 1] boundaries of packed documents.
+        max_seqlen: Length of the longest packed document, or an upper bound.
+
+    Returns:
+        The projections and the selected blocks, int32 [B, S, G, n] or packed [T, G, n].
+    """
+    projected = attn.project(x, cu_seqlens)
+    plan = attn.resolve_plan(x, projected.q, cu_seqlens is not None)
+    packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    _, lse = plan.cmp(projected.q, projected.k_cmp, projected.v_cmp, **packing)
+    return projected, plan.select(projected.q, projected.k_cmp, lse, **packing)
+
+
+def row_mass(
     config: NSAConfig,
-    projected: Projected,
+    q: torch.Tensor,
+    k: torch.Tensor,
     blocks: torch.Tensor,
     places: TokenPlaces,
     rows: torch.Tensor,
-) -> torch.Tensor:
-    """Return [rows, 2]: each row's mass and share of the keys, averaged over heads."""
-    q, k = projected.q[rows].float(), projected.k[1]
-    assert k is not None  # k[1] belongs to sel
-    q = q.unflatten(1, (config.n_kv_heads, -1))  # [R, G, h, Dk]
+) -> RowMass:
+    """Measure the mass of the selected blocks for some query rows.
+
+    Args:
+        config: The layer's sizes.
+        q: Packed queries [T, Hq, Dk].
+        k: Packed keys of sel, [T, G, Dk].
+        blocks: Selected blocks [T, G, n], distinct, padded with -1.
+        places: Document and position of each of the T rows.
+        rows: Integer [R], the query rows to measure.
+    """
+    size = config.select_block_size
+    block_of_key, position = places.position // size, places.position[rows]
+    count = int(block_of_key.max()) + 1
     same_document = places.document == places.document[rows, None]
-    visible = same_document & (places.position <= places.position[rows, None])  # [R, T]
-    scores = torch.einsum("rghd,tgd->rght", q, k.float()) * config.softmax_scale
-    p = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
-    block_of_key = places.position // config.select_block_size
-    inside = (blocks[rows][..., None] == block_of_key).any(-2) & visible[:, None]  # [R, G, T]
-    mass = (p * inside[:, :, None]).sum(-1).mean((1, 2))
-    return torch.stack((mass, inside.sum(-1).float().mean(1) / visible.sum(-1)), dim=1)
+    visible = same_document & (places.position <= position[:, None])  # [R, T]
+    queries = q[rows].float().unflatten(1, (config.n_kv_heads, -1))  # [R, G, h, Dk]
+    scores = torch.einsum("rghd,tgd->rght", queries, k.float()) * config.softmax_scale
+    p = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1).mean(2)  # [R, G, T]
+    mass = p.new_zeros(*p.shape[:2], count).index_add_(-1, block_of_key, p)
+    keys = p.new_zeros(len(rows), count).index_add_(-1, block_of_key, visible.float())[:, None]
+
+    forced, free = block_kinds(config, position, count)
+    chosen = selection_mask(blocks[rows], count)
+    chosen_free = (chosen & free).sum(-1)  # [R, G]
+    # The rank of every block by mass; blocks that are not free rank last.
+    order = mass.masked_fill(~free, -1.0).argsort(dim=-1, descending=True, stable=True)
+    best_blocks = (order.argsort(dim=-1) < chosen_free[..., None]) & free
+    forced_mass = (mass * forced).sum(-1)
+    chance = chosen_free / free.sum(-1).clamp(min=1)
+    return RowMass(
+        selected=(mass * chosen).sum(-1),
+        forced=forced_mass,
+        random=forced_mass + chance * (mass * free).sum(-1),
+        best=forced_mass + (mass * best_blocks).sum(-1),
+        keys=(keys * chosen).sum(-1) / visible.sum(-1, keepdim=True),
+        blocks=mass,
+        best_blocks=best_blocks,
+    )
+
+
+def block_kinds(
+    config: NSAConfig, position: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which of ``count`` blocks are forced, and which the layer may choose.
+
+    Args:
+        config: The layer's sizes.
+        position: Integer [R], position of each query in its document.
+        count: Number of blocks, C.
+
+    Returns:
+        Two bool tensors [R, 1, C]; both are False for blocks after the query.
+    """
+    block = torch.arange(count, device=position.device)
+    current = (position // config.select_block_size)[:, None, None]
+    visible = block <= current
+    forced = visible & ((block < config.init_blocks) | (block > current - config.local_blocks))
+    return forced, visible & ~forced
+
+
+def selection_mask(blocks: torch.Tensor, count: int) -> torch.Tensor:
+    """Return bool [..., count]: whether each block is among ``blocks`` [..., n]; -1 is no block."""
+    mask = blocks.new_zeros(*blocks.shape[:-1], count + 1, dtype=torch.bool)
+    slots = torch.where(blocks < 0, count, blocks).long()
+    return mask.scatter_(-1, slots, True)[..., :count]

@@ -99,6 +99,7 @@ class Trainer:
         self.replica = Replica(self.model, world, recipe.parallel, recipe.compile)
         self.optimizer = recipe.optimizer(self.model)
         self.step_number = self.tokens = 0
+        self.saved_step: int | None = None  # the step of the last checkpoint
         self._graphed_work = (
             GraphedWork(self._forward_backward, list(self.model.parameters()))
             if recipe.graph
@@ -110,6 +111,7 @@ class Trainer:
             resume_from.restore(self.model, self.optimizer)
             data.rows.load_state_dict(resume_from.facts["position"])
             self.step_number, self.tokens = resume_from.facts["step"], resume_from.facts["tokens"]
+            self.saved_step = self.step_number
 
     def plan(self) -> Plan | None:
         """Return the plan of the training steps; None for dense attention.
@@ -253,6 +255,7 @@ class Trainer:
         }
         if self.world.rank == 0:
             checkpoint.write(path, tensors, self.model.config, facts, self.data.tokenizer)
+        self.saved_step = self.step_number
 
     def memory(self) -> int:
         """Return the peak memory so far, in bytes: of the GPU, or of this process."""

@@ -69,7 +69,12 @@ class Chunks:
         self._blocks = geometry.num_compressed(x.shape[-3])
         x = x if packed is None else x.index_select(0, packed.tokens)
         # Slice after the transpose: torch.compile would specialise a slice of x on S = m * d.
-        x = x.transpose(-3, -2)[..., : self.rows * stride, :]
+        x = x.transpose(-3, -2)
+        self._exporting = packed is None and torch.compiler.is_exporting()
+        if self._exporting:  # the bounds of a slice would become guards on S
+            x = x.index_select(-2, torch.arange(self.rows * stride, device=x.device))
+        else:
+            x = x[..., : self.rows * stride, :]
         self.tokens = x.unflatten(-2, (self.rows, stride)).transpose(-4, -3)
 
     def at(self, index: int, y: torch.Tensor) -> torch.Tensor:
@@ -81,6 +86,8 @@ class Chunks:
         Returns:
             One row per block, [B, n_c, ...] or packed [m, ...].
         """
+        if self._exporting:
+            return y.index_select(1, torch.arange(self._blocks, device=y.device) + index)
         if self._packed is None:
             return y[:, index : index + self._blocks]
         return y.index_select(0, (self._packed.chunks + index).clamp(0, max(self.rows - 1, 0)))

@@ -82,7 +82,7 @@ def mean_compress(
         [B, n_c, G, D], or packed [T // d, G, D], in x's dtype.
     """
     size, stride = geometry.compress_block_size, geometry.compress_stride
-    if packed is None and x.shape[1] >= size and is_eager():  # transforms need single operators
+    if packed is None and is_eager() and x.shape[1] >= size:  # transforms need single operators
         needs_grad = torch.is_grad_enabled() and x.requires_grad
         return _Mean.apply(x, size, stride) if needs_grad else _dense_mean(x, size, stride)  # type: ignore[no-untyped-call]
     chunks = Chunks(x, geometry, packed)

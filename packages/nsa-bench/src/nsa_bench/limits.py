@@ -1,0 +1,82 @@
+"""Limits of a call: it ends when it has taken too long, or when the run's time is over.
+
+A call of many short operations ends in this process: a timer raises TimeUp in the main thread
+between two of them. One long operation cannot be ended like that; nsa_bench.remote runs such
+calls in a child process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+from nsa_bench.timing import LATE, NOT_MEASURED, TimeUp
+from nsa_core.util.interruption import alarm_in
+
+COMPILE_S = 30.0  # extra time of the first call on a GPU, which compiles kernels
+# A call that began before the end of the run's time may take this much longer, in seconds.
+LAST_CALL_S = 0.5
+GRACE_S = 1.0  # after a signal, a call may take this long to end by itself, in seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The limits of every call of a run.
+
+    Attributes:
+        deadline: Value of time.monotonic() at which the run's time is over.
+        max_call_s: Longest duration of a call, in seconds.
+        first_call_s: Longest duration of a first call, which may compile kernels.
+    """
+
+    deadline: float = float("inf")
+    max_call_s: float = float("inf")
+    first_call_s: float = float("inf")
+
+    @classmethod
+    def of_run(cls, deadline: float, max_call_s: float, device: str) -> Limits:
+        """Return the limits of a run on ``device``."""
+        first = max_call_s + COMPILE_S * device.startswith("cuda")
+        return cls(deadline, max_call_s, first)
+
+    @property
+    def too_slow(self) -> str:
+        """Return the reason of a call that was ended because it took too long."""
+        return f"{NOT_MEASURED}: a call took longer than --max-call {self.max_call_s:g} s"
+
+    @contextlib.contextmanager
+    def first_call(self) -> Iterator[None]:
+        """Raise TimeUp in the block after ``first_call_s``, or soon after the deadline."""
+        with _ends_in(self.first_call_s, self.too_slow, self.deadline + LAST_CALL_S):
+            yield
+
+    @contextlib.contextmanager
+    def until_deadline(self) -> Iterator[None]:
+        """Raise TimeUp in the block at the deadline."""
+        with _ends_in(float("inf"), "", self.deadline):
+            yield
+
+
+NO_LIMITS = Limits()
+
+
+@contextlib.contextmanager
+def _ends_in(seconds: float, reason: str, deadline: float) -> Iterator[None]:
+    """Raise TimeUp after ``seconds`` for ``reason``, or at ``deadline`` for LATE.
+
+    Outside the main thread, and inside another such block, the block has no limit.
+    """
+    seconds, reason = min((seconds, reason), (deadline - time.monotonic(), LATE))
+    if seconds <= 0:
+        raise TimeUp(reason)
+    is_main = threading.current_thread() is threading.main_thread()
+    is_free = hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    if seconds == float("inf") or not (is_main and is_free):
+        yield
+        return
+    with alarm_in(seconds, TimeUp(reason)):
+        yield

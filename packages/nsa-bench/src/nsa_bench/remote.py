@@ -1,0 +1,195 @@
+"""Slow calls: a child process makes them, and ends at a limit or a signal.
+
+The child has its own inputs, of the same seed, and on a GPU its own context. It prepares one
+workload, as the clock does, and takes a sample whenever it is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from nsa_bench.clocks import clock_for
+from nsa_bench.limits import Limits
+from nsa_bench.timing import INTERRUPTED, LATE, Prepared, TimeUp, Workload
+from nsa_core.dispatch.trial import describe_exit
+from nsa_core.errors import NSAError
+from nsa_core.util.interruption import Interruption, signals_blocked_in_children
+from nsa_core.util.text import describe_error
+
+_POLL_S = 0.05
+# A fork server imports torch once, and uses no GPU itself, so each of its children starts at once.
+_method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+_processes: Any = multiprocessing.get_context(_method)
+_BEGIN, _END = "begin", "end"  # a setup or call has begun, or has ended
+
+
+# AttributeError and TypeError: pickle cannot send an object. AssertionError: this process is itself
+# a daemon.
+_START_ERRORS = (OSError, AssertionError, AttributeError, TypeError, pickle.PicklingError)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the main module, which a child would run again: it needs nothing of it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+class CannotStart(Exception):
+    """The child process could not set up the workload, for example a backend of a test."""
+
+
+def preload(modules: list[str]) -> None:
+    """Import ``modules`` in the background, so that the first child starts sooner."""
+    resource_tracker.ensure_running()  # its start would unblock the signals
+    if _method == "forkserver":
+        from multiprocessing import forkserver
+
+        if modules:
+            _processes.set_forkserver_preload(modules)
+        with signals_blocked_in_children(), _without_main():
+            forkserver.ensure_running()
+
+
+class RemoteCall:
+    """A workload in a child process.
+
+    Args:
+        make: Sets the workload up in the child; a function that pickle can send.
+        device: Device of its clock.
+        limits: When the child is ended.
+        stop: Reports an interruption, which also ends the child.
+    """
+
+    def __init__(
+        self, make: Callable[[], Workload], device: str, limits: Limits, stop: Interruption
+    ) -> None:
+        self._limits, self._stop = limits, stop
+        self._connection, child_end = _processes.Pipe()
+        self._process = _processes.Process(
+            target=_serve, args=(child_end, make, device, torch.get_num_threads()), daemon=True
+        )
+        preload([])
+        try:
+            # The fork server blocks the signals already; blocking them here would delay them.
+            blocked = signals_blocked_in_children if _method == "spawn" else contextlib.nullcontext
+            with limits.until_deadline(), blocked(), _without_main():
+                self._process.start()
+        except _START_ERRORS as error:
+            raise CannotStart(describe_error(error)) from error
+        finally:
+            child_end.close()
+
+    def prepare(self) -> Prepared:
+        """Prepare the workload in the child.
+
+        Raises:
+            TimeUp: A limit or an interruption ended the child.
+            CannotStart: The child could not begin.
+            RuntimeError: The workload failed; OutOfMemoryError if memory ran out.
+        """
+        message, limit_s, begun = None, float("inf"), False
+        while not isinstance(message, Prepared):
+            try:
+                message = self._receive(limit_s)
+            except RuntimeError as error:
+                if begun or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise CannotStart(str(error)) from error
+            begun |= message == _BEGIN
+            limit_s = self._limits.first_call_s if message == _BEGIN else float("inf")
+        return dataclasses.replace(message, take=self.sample)
+
+    def sample(self) -> float:
+        """Take a sample in the child; return milliseconds per call."""
+        self._connection.send(None)
+        return float(self._receive(float("inf")))
+
+    def end(self) -> None:
+        """End the child at once."""
+        if self._process.pid is not None:
+            self._process.kill()
+            self._process.join()
+        self._connection.close()
+
+    def _receive(self, limit_s: float) -> Any:
+        """Return the child's next message; end the child at a limit."""
+        end = time.monotonic() + limit_s
+        while not self._connection.poll(_POLL_S):
+            now = time.monotonic()
+            reasons = {
+                INTERRUPTED: self._stop.received,
+                LATE: now > self._limits.deadline,
+                self._limits.too_slow: now > end,
+            }
+            reason = next((reason for reason, is_over in reasons.items() if is_over), "")
+            if reason:
+                self.end()
+                raise TimeUp(reason)
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(10)
+            status = self._process.exitcode or 0
+            raise RuntimeError(describe_exit(status, "in a child process")) from None
+        if isinstance(message, BaseException):
+            raise message
+        return message
+
+
+def _serve(connection: Connection, make: Callable[[], Workload], device: str, threads: int) -> None:
+    """Run in the child: prepare the workload, and take samples until the pipe closes."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+
+    @contextlib.contextmanager
+    def announced() -> Iterator[None]:
+        connection.send(_BEGIN)
+        yield
+        connection.send(_END)
+
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        try:
+            clock = clock_for(device)
+            prepared = clock.prepare(dataclasses.replace(make(), limited=announced))
+            connection.send(dataclasses.replace(prepared, call=_in_child))
+            while True:
+                connection.recv()
+                connection.send(clock.sample(prepared.call, prepared.calls))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise
+        except torch.OutOfMemoryError as error:
+            connection.send(torch.OutOfMemoryError(str(error)))
+        except (NSAError, RuntimeError, ImportError) as error:
+            connection.send(RuntimeError(describe_error(error)))
+
+
+def _in_child() -> None:
+    """Stand in for a call that cannot be sent to the parent."""
+    raise AssertionError("this call runs in a child process")
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent ends, also in the middle of a call."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

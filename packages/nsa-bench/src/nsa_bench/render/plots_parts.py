@@ -1,0 +1,145 @@
+"""Panels about the inside of a call: its time per branch, and its distance to the hardware."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nsa_bench.render.format import number
+from nsa_bench.render.style import BRANCH_COLOURS, FAINT, INK
+from nsa_bench.render.words import fastest_combination, label, phase_words, tokens
+
+if TYPE_CHECKING:
+    from nsa_bench.render.style import Look
+    from nsa_bench.result import Measurement, Result
+
+_DARK_TEXT = {"compress", "select", "combine"}  # branches with a light colour
+_NARROW = 0.09  # a segment below this share of the axis has no text of its own
+
+
+def parts_panel(axes: Any, measurements: list[Measurement], title: str = "") -> None:
+    """Draw each call as a stacked bar: the time of each kernel over the time of the whole call.
+
+    Args:
+        axes: The axes to draw in.
+        measurements: Timed measurements with parts; those of the longest length are drawn.
+        title: The title; "" writes "Time per branch at 64k tokens".
+    """
+    longest = max(m.length for m in measurements)
+    bars = [m for m in measurements if m.length == longest] if not title else measurements
+    names = [f"{label(m)}\n{phase_words(m.phase)}" for m in bars]
+    stacked_bars(axes, bars, names)
+    axes.set_title(title or f"Time per branch at {tokens(longest)} tokens", pad=22)
+
+
+def stacked_bars(axes: Any, bars: list[Measurement], names: list[str]) -> None:
+    """Draw the shares of each measurement as one bar, with a key of the branches above."""
+    ends = [max(1.0, sum(m.shares.values())) for m in bars]
+    limit = max(ends) * 1.3
+    for row, m in enumerate(bars):
+        left = 0.0
+        for name, share in m.shares.items():
+            axes.barh(
+                row,
+                share,
+                left=left,
+                color=BRANCH_COLOURS[name],
+                height=0.62,
+                edgecolor="white",
+                lw=0.8,
+            )
+            if share > _NARROW * limit:
+                axes.text(
+                    left + share / 2,
+                    row,
+                    f"{share:.0%}",
+                    ha="center",
+                    va="center",
+                    fontsize=7.5,
+                    color=INK if name in _DARK_TEXT else "white",
+                )
+            left += share
+        assert m.performance is not None  # the caller passes timed measurements only
+        axes.text(
+            ends[row] + 0.02 * limit,
+            row,
+            f"{number(m.performance.median_ms)} ms",
+            va="center",
+            fontsize=8,
+            gid="total",
+        )
+    axes.axvline(1.0, color=INK, lw=1.2, zorder=0.5)
+    axes.set_yticks(range(len(bars)), names, fontsize=8)
+    axes.set_ylim(len(bars) - 0.5, -0.6)
+    axes.set_xlim(0, limit)
+    ticks = [0, 0.25, 0.5, 0.75, 1.0]
+    axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    axes.set_xlabel("time of each kernel / time of the whole call (line)")
+    _key(axes, [name for name in BRANCH_COLOURS if any(name in m.shares for m in bars)])
+
+
+def _key(axes: Any, names: list[str]) -> None:
+    """Write the names of the branches in their colours in one row above the axes."""
+    from matplotlib.patches import Patch
+
+    axes.legend(
+        handles=[Patch(color=BRANCH_COLOURS[name], label=name) for name in names],
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 0.985),
+        ncols=len(names),
+        frameon=False,
+        fontsize=8,
+        handlelength=0.9,
+        handleheight=0.9,
+        handletextpad=0.35,
+        columnspacing=0.9,
+        borderaxespad=0.1,
+    )
+
+
+def limits_panel(
+    axes: Any, measurements: list[Measurement], result: Result, looks: dict[str, Look]
+) -> None:
+    """Draw how close each kernel comes to the least time for its operations and bytes.
+
+    The bars are those of the first phase with timed kernels at the longest length: the fastest
+    combination, its kernels, dense attention and other libraries.
+    """
+    phase = next((m.phase for m in measurements if m.parts), measurements[0].phase)
+    longest = max(m.length for m in measurements if m.phase == phase)
+    cell = [m for m in measurements if (m.phase, m.length) == (phase, longest)]
+    best = fastest_combination(cell)
+    bars: list[tuple[str, float, str]] = []
+    if best is not None and best.floor_fraction is not None:
+        colour = looks[best.subject].colour
+        bars.append((label(best), best.floor_fraction, colour))
+        bars += [
+            (f"   {name}", part.floor_fraction, BRANCH_COLOURS[name])
+            for name, part in best.parts.items()
+            if part.floor_fraction is not None
+        ]
+    bars += [
+        (label(m), m.floor_fraction, looks[m.subject].colour)
+        for m in cell
+        if m.kind in ("dense", "rival") and m.floor_fraction is not None
+    ]
+    for row, (_, share, colour) in enumerate(bars):
+        axes.barh(row, share, color=colour, height=0.66)
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        axes.text(share + 0.015, row, f"{share:.0%}", va="center", fontsize=8, bbox=box)
+    peaks = result.peaks[cell[0].dtype]
+    axes.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    widest = max([1.0, *(share for _, share, _ in bars)])
+    axes.set_xlim(0, widest * 1.12)
+    axes.axvline(1.0, color=FAINT, lw=1, zorder=0.5)
+    ticks = [0, 0.25, 0.5, 0.75, 1.0]
+    axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
+    axes.set_xlabel(
+        f"least possible time / measured time (peaks: {peaks.flops_per_s / 1e12:.0f} TFLOP/s,"
+        f" {peaks.bytes_per_s / 1e9:.0f} GB/s)",
+        fontsize=8.5,
+    )
+    axes.set_title(f"Hardware efficiency, {phase_words(phase).lower()}, {tokens(longest)} tokens")

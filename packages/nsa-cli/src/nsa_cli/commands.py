@@ -1,0 +1,90 @@
+"""The classes behind every command: help in panels, completion, and hints at unknown options."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+import typer
+import typer.core
+
+from nsa_cli import completion, output
+from nsa_cli.choices import long_dtypes
+from nsa_cli.panels import arrange_help
+
+_BACKEND_OPTIONS = (
+    *("--cmp", "--sel", "--win", "--select", "--combine"),
+    *("--combo", "--backend", "--backends"),
+)
+_INSTEAD = {  # option of a command that chooses backends -> how to use it
+    "--combo": "choose backends with --combo: a name, or pairs such as win=sdpa,cmp=triton",
+    "--backends": "choose backends with --backends: a name, or pairs such as win=sdpa,cmp=triton",
+    "--cmp": "choose the backend of each slot with --cmp, --select, --sel, --win and --combine",
+}
+
+
+class _Command:
+    """Help, completion and errors that commands and groups share."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        name, params = self.name or "", self.params  # type: ignore[attr-defined]
+        completion.add(name, params)
+        arrange_help(name, params)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse ``args``; the error about an unknown option suggests a known one.
+
+        In every command, --dtype accepts the short names of dtypes; its value has the long ones.
+        """
+        try:
+            rest: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        except output.ClickError as error:
+            option = getattr(error, "option_name", None)
+            if type(error).__name__ != "NoSuchOption" or option is None:
+                raise
+            raise output.UsageError(_unknown_option(self, ctx, option), ctx) from None
+        if ctx.params.get("dtype") and not ctx.resilient_parsing:
+            ctx.params["dtype"] = long_dtypes(ctx.params["dtype"])
+        return rest
+
+
+class Command(_Command, typer.core.TyperCommand):
+    """A command of `nsa`."""
+
+
+class Group(_Command, typer.core.TyperGroup):
+    """A group of commands of `nsa`."""
+
+
+class App(typer.Typer):
+    """A Typer whose commands are of the classes :class:`Command` and :class:`Group`."""
+
+    def __init__(self, **settings: Any) -> None:
+        defaults: dict[str, Any] = {
+            "cls": Group,
+            "rich_markup_mode": "markdown",
+            "add_completion": False,
+        }
+        super().__init__(**(defaults | settings))
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:
+        """Register a command, as :meth:`typer.Typer.command` does."""
+        return super().command(name, **({"cls": Command} | settings))
+
+    def callback(self, **settings: Any) -> Callable[..., Any]:
+        """Register the function of a group, as :meth:`typer.Typer.callback` does."""
+        return super().callback(**({"cls": Group} | settings))
+
+
+def _unknown_option(command: Any, ctx: Any, option: str) -> str:
+    """Return the error about ``option``, with the option that the user may have meant."""
+    known = {name for param in command.get_params(ctx) for name in param.opts}
+    message = f"{ctx.command_path} has no option {option}"
+    if option in _BACKEND_OPTIONS:
+        for alternative, sentence in _INSTEAD.items():
+            if alternative in known:
+                return f"{message}; {sentence}"
+    close = difflib.get_close_matches(option, sorted(known), n=1)
+    return f"{message}; did you mean {close[0]}?" if close else message

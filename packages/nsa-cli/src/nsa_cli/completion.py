@@ -1,0 +1,85 @@
+"""Shell completion of option values. This module does not import torch.
+
+An option has the same meaning in every command, so its name decides which values it completes to.
+Options whose type is a fixed set of values, and paths, complete by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from nsa_cli import output
+from nsa_core.contract import DTYPES, SLOTS
+
+
+def _backends() -> list[str]:
+    from nsa_core.dispatch.loading import installed
+
+    return sorted({plugin.name for plugin in installed()})
+
+
+def _backends_or_pairs() -> list[str]:
+    return ["auto", *_backends(), *(f"{slot}={name}" for slot in SLOTS for name in _backends())]
+
+
+def _dtypes() -> list[str]:
+    from nsa_cli.choices import SHORT_DTYPES
+
+    return [*DTYPES, *SHORT_DTYPES]
+
+
+def _choices(*values: str) -> Callable[[], list[str]]:
+    return lambda: list(values)
+
+
+_VALUES: dict[str, Callable[[], list[str]]] = {
+    **dict.fromkeys(SLOTS, _backends),
+    "combo": _backends_or_pairs,
+    "backends": _backends_or_pairs,
+    "dtype": _dtypes,
+    "device": _choices("auto", "cpu", "cuda"),
+    "preset": _choices("quick", "full"),
+    "phase": _choices("prefill", "decode"),
+    "shape": _choices("reports", "paper", "tiny"),
+    "inputs": _choices("random", "real"),
+    "rival": _choices("fla"),
+    "data": _choices("python-docs", "fineweb-edu", "uniform", "recall"),
+    "size": _choices("tiny", "toy", "m7c_125m"),
+    "attention": _choices("nsa", "dense"),
+    "parallel": _choices("ddp", "fsdp"),
+}
+# Where a command differs from the others.
+_VALUES_OF_COMMAND: dict[tuple[str, str], Callable[[], list[str]]] = {
+    ("bench", "phase"): _choices("forward", "backward", "both", "decode"),
+    ("conformance", "name"): _backends,
+    ("show", "name"): _backends,
+    ("train", "dtype"): _choices("float32", "bfloat16", "fp32", "bf16"),
+}
+
+
+def add(command: str, params: Iterable[Any]) -> None:
+    """Give the parameters of ``command`` that complete by their name their completion.
+
+    Args:
+        command: Name of the command.
+        params: Its click parameters.
+    """
+    for param in params:
+        values = _VALUES_OF_COMMAND.get((command, param.name), _VALUES.get(param.name))
+        if values is not None:
+            param.shell_complete = functools.partial(_complete, values)
+
+
+def _complete(values: Callable[[], Sequence[str]], ctx: Any, incomplete: str) -> list[Any]:
+    """Return the values that complete the last part of a comma-separated text."""
+    before, comma, last = incomplete.rpartition(",")
+    return [_item_class()(before + comma + value) for value in values() if value.startswith(last)]
+
+
+def _item_class() -> Any:
+    # Typer depends on click or vendors it; its errors tell which.
+    package = output.ClickError.__module__.rpartition(".")[0]
+    return importlib.import_module(f"{package}.shell_completion").CompletionItem

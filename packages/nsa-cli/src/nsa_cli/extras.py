@@ -1,0 +1,48 @@
+"""Optional libraries of `nsa train` and `nsa generate`: name the missing ones before any work."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+_EXTRA_OF = {
+    "safetensors": "train",
+    "tokenizers": "train",
+    "datasets": "train",
+    "pyarrow": "train",
+    "matplotlib": "plot",
+}
+
+
+def need_extras(command: str, modules: Sequence[str]) -> None:
+    """Check that optional libraries are installed; this imports none of them.
+
+    Raises:
+        BackendUnavailable: Some are not; the message names all of them and the pip command.
+    """
+    from nsa_core.errors import BackendUnavailable
+
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        extras = ",".join(sorted({_EXTRA_OF[name] for name in missing}, reverse=True))
+        names = ", ".join(missing)
+        are = "which is" if len(missing) == 1 else "which are"
+        raise BackendUnavailable(
+            f"{command} needs {names}, {are} not installed:\n  pip install 'nsa-cli[{extras}]'"
+        )
+
+
+def libraries_of_data(data: str) -> list[str]:
+    """Return the optional libraries that reading ``data`` of `nsa train --data` needs."""
+    if data == "fineweb-edu" or data.startswith("hf:"):
+        return ["datasets"]
+    path = Path(data)
+    if path.is_dir():
+        has_parquet = any(
+            not any(part.startswith(".") for part in file.relative_to(path).parts)
+            for file in path.rglob("*.[pP][aA][rR][qQ][uU][eE][tT]")
+        )
+    else:
+        has_parquet = path.suffix.lower() == ".parquet"
+    return ["pyarrow"] if has_parquet else []

@@ -1,0 +1,144 @@
+"""`nsa inspect`: show which blocks a model selects over a text, as pictures and as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nsa_cli import output
+from nsa_cli import train_options as options
+from nsa_cli.choices import (
+    dtype_names,
+    errors_name_options,
+    options_on_command_line,
+    parse_backends,
+    pick_device,
+)
+
+if TYPE_CHECKING:
+    from nsa_models.inspect import Inspection
+
+
+def inspect(
+    context: typer.Context,
+    text: Annotated[Path, typer.Option(help="Text file that the model reads.")],
+    out: Annotated[Path, typer.Option(help="Output folder for the page and the pictures.")],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Checkpoint file, or the folder of a run. Default: a small untrained model.",
+            show_default=False,
+        ),
+    ] = None,
+    layer: Annotated[
+        int | None,
+        typer.Option(
+            help="Layer of the detailed picture. Default: the layer that chooses best.",
+            min=0,
+            show_default=False,
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Read at most this many tokens. Default: a row of the training, at most 2048.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite the pictures in the folder.")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the model: float32, bfloat16, float16 or float64.")
+    ] = "float32",
+    seed: Annotated[int, typer.Option(help="Seed of the untrained weights.")] = 0,
+    device: options.Device = "auto",
+    threads: options.Threads = 1,
+    backends: options.Backends = "auto",
+) -> None:
+    """Show what a model selects: the blocks of each query, its gates, and what it leaves out.
+
+    Writes inspect.html (all layers, interactive, one file), and as PNG and SVG: selection (one
+    layer in detail) and layers (all layers).
+    """
+    with output.exit_codes():
+        content = _read_text(text)
+        _check_seed(context, checkpoint)
+        torch_dtype_name = _one_dtype(dtype)
+        from nsa_models.inspect.save import check_folder, check_layer, need_libraries, save
+
+        with errors_name_options({"layer": "layer", "max_tokens": "max_tokens"}):
+            need_libraries()
+            check_folder(out, force)
+            torch_device = pick_device(device, threads)
+            import torch
+
+            from nsa_models.inspect import inspect_text, open_subject
+
+            subject = open_subject(
+                checkpoint,
+                seed=seed,
+                device=torch_device,
+                dtype=getattr(torch, torch_dtype_name),
+                backends=parse_backends(backends),
+            )
+            check_layer(layer, len(subject.model.blocks))
+            inspection = inspect_text(content, subject, source=text.name, max_tokens=max_tokens)
+            files = save(inspection, out, layer, force)
+        _print_summary(inspection, out, files, max_tokens)
+
+
+def _read_text(path: Path) -> str:
+    """Read the file; bytes that are not UTF-8 become U+FFFD."""
+    from nsa_core.errors import InvalidInput
+    from nsa_core.util.text import describe_error
+
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InvalidInput(f"--text: {path} cannot be read: {describe_error(error)}") from error
+
+
+def _check_seed(context: typer.Context, checkpoint: Path | None) -> None:
+    from nsa_core.errors import InvalidInput
+
+    if checkpoint is not None and "seed" in options_on_command_line(context):
+        raise InvalidInput(
+            "--seed sets untrained weights, and --checkpoint has trained ones; leave one of them"
+            " out"
+        )
+
+
+def _one_dtype(text: str) -> str:
+    from nsa_core.errors import InvalidInput
+
+    names = dtype_names(text)
+    if len(names) > 1:
+        raise InvalidInput(f"--dtype must be one dtype, got {', '.join(names)}")
+    return names[0]
+
+
+def _print_summary(
+    inspection: Inspection, out: Path, files: list[Path], max_tokens: int | None
+) -> None:
+    from nsa_models.inspect.findings import UNTRAINED, sentences
+
+    console = output.console()
+    if not inspection.trained:
+        output.print_text(
+            console, f"{UNTRAINED} Give --checkpoint to see a trained model.", "yellow"
+        )
+    length, total = len(inspection.tokens), inspection.total_tokens
+    if length < total:
+        limit = "--max-tokens" if max_tokens is not None else "by default"
+        hint = "" if max_tokens is not None else "; give --max-tokens to read more"
+        output.print_text(
+            console, f"Cut to the first {length:,} of {total:,} tokens ({limit}){hint}."
+        )
+    for sentence in sentences(inspection):
+        output.print_text(console, sentence, indent="")
+    names = ", ".join(file.name for file in files)
+    output.print_text(console, f"Written to {out}: {names}", "bold green")

@@ -1,0 +1,177 @@
+"""The status of a backend and the sentence that states it: one function for every command.
+
+`nsa backends list`, `show` and `explain`, `nsa doctor` and `nsa env` print what
+:func:`standing_of` returns, so that they never contradict each other. Importing this module does
+not import torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from nsa_core.contract import DTYPES, PHASES, SLOTS, Reason, Request
+from nsa_core.dispatch.gpus import gpu_named
+from nsa_core.dispatch.loading import BackendEntry
+from nsa_core.layout import BlockGeometry
+from nsa_core.util.text import one_line
+
+if TYPE_CHECKING:
+    from nsa_core.dispatch.candidates import Candidates
+    from nsa_core.dispatch.gpus import GPU
+    from nsa_core.dispatch.probing import Candidate
+    from nsa_core.dispatch.registry import Registry
+
+# Codes of the reasons that nsa_core.dispatch.probing gives for a plugin that misbehaves.
+FAULTS = (
+    "probe_raised",
+    "probe_nonsense",
+    "probe_too_slow",
+    "rank_raised",
+    "rank_nonsense",
+    "rank_too_slow",
+)
+_GPUS_OF_FACTS = (None, *map(gpu_named, ("T4", "A100", "H100", "RTX-5090")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """The status of a backend for a request.
+
+    Attributes:
+        status: One of loading.STATUSES.
+        sentence: The slots that the backend runs, or the first reason why it runs none.
+    """
+
+    status: str
+    sentence: str
+
+
+def standing_of(
+    entry: BackendEntry, by_slot: Mapping[str, Candidate], here: Iterable[Reason] = ()
+) -> Standing:
+    """Return the status of ``entry`` and one sentence about it.
+
+    A backend that was loaded is "ready" if it accepts the request in some slot. It is "broken" if
+    it accepts none because its probe or its rank function fails, and "unavailable" if it refuses
+    the request in every slot.
+
+    Args:
+        entry: The backend.
+        by_slot: slot -> the backend's candidate for the request.
+        here: Reasons that are facts of this machine, which the sentence marks. Pass them only for
+            a simulated GPU.
+    """
+    if entry.spec is None:
+        assert entry.reason is not None  # an entry has either a spec or a reason
+        return Standing(entry.status, one_line(entry.reason.message))
+    offered = [by_slot[slot] for slot in SLOTS if slot in entry.spec.slots]
+    slots = [slot for slot in SLOTS if slot in entry.spec.slots]
+    reasons = [reason for candidate in offered for reason in candidate.reasons]
+    accepted = [slot for slot, candidate in zip(slots, offered) if candidate.accepted]
+    if not accepted:
+        fault = next((reason for reason in reasons if reason.code in FAULTS), None)
+        status = "broken" if fault else "unavailable"
+        return Standing(status, reason_text(fault or reasons[0], here))
+    if accepted == list(SLOTS):
+        return Standing("ready", "runs every slot")
+    sentence = f"runs {', '.join(accepted)}"
+    if reasons:
+        refused = [slot for slot in slots if slot not in accepted]
+        sentence += f"; refuses {', '.join(refused)}: {reason_text(reasons[0], here)}"
+    return Standing("ready", sentence)
+
+
+def reason_text(reason: Reason, here: Iterable[Reason] = ()) -> str:
+    """Return the message of ``reason`` on one line, marked as of this machine if in ``here``."""
+    return one_line(reason.message) + (" [this machine]" if reason in here else "")
+
+
+def standing_without_torch(entry: BackendEntry) -> Standing:
+    """Return the standing of ``entry`` where torch cannot be imported and no probe can run."""
+    if entry.spec is None:
+        return standing_of(entry, {})
+    return Standing("unavailable", "torch cannot be imported")
+
+
+def standings(candidates: Candidates, gpu: GPU | None = None) -> dict[tuple[str, str], Standing]:
+    """Return (name, distribution) -> the standing of each backend for the request.
+
+    Args:
+        candidates: The candidates for the request.
+        gpu: The simulated GPU, if the candidates are for one.
+    """
+    result = {}
+    for entry in candidates.registry.entries:
+        by_slot = {
+            slot: candidate
+            for slot, of_slot in candidates.by_slot.items()
+            for candidate in of_slot
+            if (candidate.backend, candidate.status) == (entry.name, "ready")
+        }
+        here = facts_of_this_machine(entry) if gpu else ()
+        result[entry.name, entry.distribution] = standing_of(entry, by_slot, here)
+    return result
+
+
+def typical_candidates(
+    registry: Registry, phase: str = "prefill", gpu: GPU | None = None
+) -> Candidates:
+    """Return the candidates for a typical request: 12 query heads, 2 kv heads, Dk = Dv = 64.
+
+    Args:
+        registry: The backends.
+        phase: Phase of the request.
+        gpu: The GPU to simulate; None: the GPU of this machine, or its CPU if it has none.
+    """
+    import torch
+
+    from nsa_core.config import NSAConfig
+    from nsa_core.dispatch.candidates import find_candidates
+    from nsa_core.dispatch.options import PlanOptions
+
+    on_gpu = gpu is not None or torch.cuda.is_available()
+    device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
+    options = PlanOptions(device=device, dtype=dtype, phase=phase)
+    return find_candidates(NSAConfig(768, 12, 2), options, registry=registry, gpu=gpu)
+
+
+def facts_of_this_machine(entry: BackendEntry) -> frozenset[Reason]:
+    """Return the reasons of ``entry`` that neither the request nor the GPU can change.
+
+    They are the reasons against every request of a grid of devices, dtypes and phases, such as a
+    missing package.
+    """
+    if entry.spec is None:
+        return frozenset() if entry.reason is None else frozenset({entry.reason})
+    from nsa_core.dispatch.probing import probe_candidate
+
+    constant: set[Reason] | None = None
+    for slot in entry.spec.slots:
+        for request in _grid(slot):
+            reasons = probe_candidate(entry, request).reasons
+            constant = {*reasons} if constant is None else constant & {*reasons}
+            # A probe that fails is no fact of this machine, and may take seconds per request.
+            if not constant or any(reason.code in FAULTS for reason in reasons):
+                return frozenset()
+    return frozenset(constant or ())
+
+
+def _grid(slot: str) -> Iterable[Request]:
+    """Yield requests to ``slot`` for the CPU and several GPUs, in every dtype and phase."""
+    for gpu in _GPUS_OF_FACTS:
+        for dtype in DTYPES:
+            for phase in PHASES:
+                yield Request(
+                    slot=slot,
+                    geometry=BlockGeometry(),
+                    n_heads=12,
+                    n_kv_heads=2,
+                    head_dim=64,
+                    v_head_dim=64,
+                    dtype=dtype,
+                    device="cuda" if gpu else "cpu",
+                    capability=gpu.capability if gpu else None,
+                    phase=phase,
+                )

@@ -1,0 +1,232 @@
+"""Read the configuration of a Hugging Face model as fields of an NSAConfig.
+
+This module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nsa_core.errors import InvalidInput
+from nsa_core.util.text import did_you_mean, one_line
+
+# Hugging Face name -> field of NSAConfig
+FIELDS = {
+    "hidden_size": "dim",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "rope_theta": "rope_base",
+}
+_REQUIRED = ("hidden_size", "num_attention_heads")
+
+# Facts that only the code of a model states: model_type -> values that its configuration implies.
+_QKV_BIAS: dict[str, object] = {"attention_bias": True}
+_HEAD_NORMS: dict[str, object] = {"qk_norm": "per head"}
+_IMPLIED: dict[str, dict[str, object]] = {
+    "qwen2": _QKV_BIAS,
+    "qwen2_moe": _QKV_BIAS,
+    "qwen2_vl_text": _QKV_BIAS,
+    "qwen2_5_vl_text": _QKV_BIAS,
+    "qwen3": _HEAD_NORMS,
+    "qwen3_moe": _HEAD_NORMS,
+    "gemma3_text": _HEAD_NORMS,
+    "olmo2": {"qk_norm": "over all heads"},
+    "olmo3": {"qk_norm": "over all heads"},
+    "cohere": {"rope_interleaved": True},
+    "cohere2": {"rope_interleaved": True},
+    "gpt_oss": {"attention_sinks": True},
+}
+
+
+class _Refusal(NamedTuple):
+    """A property that NSAConfig cannot express.
+
+    Attributes:
+        applies: whether a value of the property changes the mathematics.
+        reason: the effect that NSA lacks.
+        moot: the override (field, value) of NSAConfig with which the property has no effect.
+    """
+
+    applies: Callable[[Any], bool]
+    reason: str
+    moot: tuple[str, object] | None = None
+
+
+def _scales_rope(value: Any) -> bool:
+    """Whether rope_scaling or rope_parameters asks for other frequencies than the plain ones."""
+    if not isinstance(value, Mapping):
+        return bool(value)
+    if any(isinstance(entry, Mapping) for entry in value.values()):  # one entry per kind of layer
+        return True
+    return (value.get("rope_type") or value.get("type") or "default") != "default"
+
+
+def _is_partial(value: Any) -> bool:
+    return value is not None and value != 1
+
+
+def _skips_layers(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and not all(value)
+
+
+def _has_other_layers(value: Any) -> bool:
+    return bool(set(value or ()) - {"full_attention", "sliding_attention"})
+
+
+_NO_ROPE = ("rope", False)
+_SCALING = _Refusal(_scales_rope, "NSA rotates with the plain frequencies of rope_theta", _NO_ROPE)
+_PARTIAL = _Refusal(_is_partial, "NSA rotates whole heads", _NO_ROPE)
+_INTERLEAVED = _Refusal(bool, "NSA rotates half-split pairs, not neighbours", _NO_ROPE)
+_BIAS = _Refusal(bool, "the projections of NSA have no bias")
+_REFUSALS: dict[str, _Refusal] = {
+    "rope_scaling": _SCALING,
+    "rope_parameters": _SCALING,
+    "rope_local_base_freq": _Refusal(bool, "NSA has one rope_base for all layers", _NO_ROPE),
+    "partial_rotary_factor": _PARTIAL,
+    "rotary_pct": _PARTIAL,
+    "rope_interleaved": _INTERLEAVED,
+    "rope_interleave": _INTERLEAVED,
+    "no_rope_layers": _Refusal(_skips_layers, "NSA rotates in every layer", _NO_ROPE),
+    "sliding_window": _Refusal(
+        bool, "NSA attends to the whole past; its window branch has window_size"
+    ),
+    "attention_chunk_size": _Refusal(bool, "NSA attends to the whole past"),
+    "layer_types": _Refusal(_has_other_layers, "NSA replaces softmax attention only"),
+    "attention_bias": _BIAS,
+    "qkv_bias": _BIAS,
+    "attn_logit_softcapping": _Refusal(bool, "NSA does not cap the scores"),
+    "attention_dropout": _Refusal(bool, "NSA has no dropout"),
+    "attention_sinks": _Refusal(bool, "NSA has no attention sinks"),
+    "clip_qkv": _Refusal(bool, "NSA does not clip q, k and v"),
+    "alibi": _Refusal(bool, "NSA adds no bias to the scores"),
+    "kv_lora_rank": _Refusal(bool, "NSA has no latent attention (MLA)"),
+    "qk_norm": _Refusal(
+        lambda norm: norm not in (None, False, "per head"),
+        "NSA has RMS norms of single heads only",
+        ("qk_norm", True),
+    ),
+    "use_qk_norm": _Refusal(bool, "the kind of norm is not stated", ("qk_norm", True)),
+    "qk_layernorm": _Refusal(bool, "NSA has RMS norms only", ("qk_norm", True)),
+}
+
+
+def read_fields(
+    source: object, ignore: Collection[str], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of an NSAConfig for ``source``; see :meth:`nsa_core.NSAConfig.from_hf`.
+
+    Args:
+        source: a configuration object, a mapping, or a path.
+        ignore: names of properties that are dropped and not refused.
+        overrides: fields of NSAConfig that replace those read.
+
+    Raises:
+        InvalidInput: as :meth:`nsa_core.NSAConfig.from_hf`.
+    """
+    values = _effective_values(_values_of(source))
+    _check_ignored(ignore)
+    if missing := [name for name in _REQUIRED if values.get(name) is None]:
+        raise InvalidInput(
+            f"the Hugging Face configuration lacks {' and '.join(missing)}; its names are"
+            f" {', '.join(sorted(map(one_line, values))) or '(none)'}. If a config.json leaves out"
+            " defaults, pass transformers.AutoConfig.from_pretrained(name)"
+        )
+    if refused := _refused(values, ignore, overrides):
+        names = tuple(refused)
+        raise InvalidInput(
+            "NSA cannot express this attention: "
+            + "; ".join(f"{n} = {values[n]!r} ({_REFUSALS[n].reason})" for n in names)
+            + f". To build a layer without it, pass ignore={names!r}"
+        )
+    fields = {ours: values[theirs] for theirs, ours in FIELDS.items() if theirs in values}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    fields.setdefault("n_kv_heads", fields["n_heads"])
+    if values.get("qk_norm") == "per head":
+        fields["qk_norm"] = True
+    if values.get("query_pre_attn_scalar") is not None:
+        fields["scale"] = float(values["query_pre_attn_scalar"]) ** -0.5
+    elif values.get("attention_multiplier") is not None:
+        fields["scale"] = values["attention_multiplier"]
+    return {**fields, **overrides}
+
+
+def _values_of(source: object) -> dict[str, Any]:
+    """Return the names and values of a configuration object, a mapping, or a file."""
+    if isinstance(source, Mapping):
+        return dict(source)
+    if isinstance(source, (str, os.PathLike)):
+        return _values_of_file(source)
+    to_dict = getattr(source, "to_dict", None)
+    if not callable(to_dict) or isinstance(source, type):
+        raise InvalidInput(
+            "hf_config must be a transformers configuration, a dict, or the path of a config.json,"
+            f" got {type(source).__name__}"
+        )
+    return dict(to_dict())
+
+
+def _values_of_file(source: str | os.PathLike[str]) -> dict[str, Any]:
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        raise InvalidInput("hf_config is JSON text: pass json.loads(text)")
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot read hf_config {str(path)!r} ({error.strerror}); for a model on the Hub, pass"
+            " transformers.AutoConfig.from_pretrained(name)"
+        ) from error
+    except ValueError as error:
+        raise InvalidInput(f"hf_config {str(path)!r} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidInput(f"hf_config {str(path)!r} must be a JSON object, got {values!r:.60}")
+    return values
+
+
+def _effective_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the text model, with those that its code or other names imply."""
+    text = values.get("text_config")
+    if "num_attention_heads" not in values and text is not None:
+        values = _values_of(text)
+    values = {**_IMPLIED.get(str(values.get("model_type")), {}), **values}
+    if values.get("use_sliding_window") is False:
+        values["sliding_window"] = None
+    rope = values.get("rope_parameters")
+    if isinstance(rope, Mapping):  # may have one entry per kind of layer
+        rope = rope.get("full_attention", rope)
+    if isinstance(rope, Mapping) and values.get("rope_theta") is None:
+        values["rope_theta"] = rope.get("rope_theta")
+        values.setdefault("partial_rotary_factor", rope.get("partial_rotary_factor"))
+    return values
+
+
+def _check_ignored(ignore: Collection[str]) -> None:
+    if isinstance(ignore, str):
+        raise InvalidInput(
+            f"ignore must be a collection of names, got {ignore!r}: pass [{ignore!r}]"
+        )
+    for name in ignore:
+        if name not in _REFUSALS:
+            raise InvalidInput(
+                f"ignore: {name!r} is never refused{did_you_mean(str(name), _REFUSALS)}"
+            )
+
+
+def _refused(
+    values: Mapping[str, Any], ignore: Collection[str], overrides: Mapping[str, Any]
+) -> list[str]:
+    """Return the names of the properties that NSAConfig cannot express."""
+    return [
+        name
+        for name, refusal in _REFUSALS.items()
+        if name in values
+        and name not in ignore
+        and refusal.applies(values[name])
+        and (refusal.moot is None or overrides.get(refusal.moot[0]) is not refusal.moot[1])
+    ]

@@ -1,0 +1,128 @@
+"""The config of an nsa_attention call that passes block sizes as keywords instead of a config."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nsa_core.config import NSAConfig, check_config
+from nsa_core.dispatch.default_plan import check_is_plan, constant_result
+from nsa_core.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from nsa_core.dispatch.plan import Plan
+
+# The keywords of nsa_attention that are fields of NSAConfig, in the order of ``numbers``.
+NUMBERS = (
+    "compress_block_size",
+    "compress_stride",
+    "select_block_size",
+    "num_selected_blocks",
+    "init_blocks",
+    "local_blocks",
+    "window_size",
+    "scale",
+)
+Numbers = tuple[Any, ...]  # the values of NUMBERS; None: not passed
+
+
+def any_passed(numbers: Numbers) -> bool:
+    """Return whether the caller passed one of :data:`NUMBERS`."""
+    for number in numbers:  # noqa: SIM110  every call runs it, and any() takes three times as long
+        if number is not None:
+            return True
+    return False
+
+
+class _Configs:
+    """Holds every config as an attribute.
+
+    torch.compile traces attribute reads and guards on them; it cannot trace the construction.
+    """
+
+
+_configs = _Configs()
+_counter = itertools.count()
+
+
+def call_config(
+    config: NSAConfig | None,
+    numbers: Numbers,
+    plan: Plan | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> NSAConfig:
+    """Return the config of a call of nsa_attention.
+
+    It is ``config``; else that of ``plan`` if no number is passed; else a config with the head
+    counts and widths of the tensors, cached per tuple of values.
+
+    Args:
+        config: the argument ``config``.
+        numbers: the arguments :data:`NUMBERS`.
+        plan: the argument ``plan``.
+        q: queries [..., Hq, Dk].
+        k: keys [..., G, Dk] of one branch.
+        v: values [..., G, Dv] of one branch.
+
+    Raises:
+        InvalidInput: ``config`` and a number are passed, a number is invalid, or the head counts do
+            not fit each other.
+    """
+    if config is not None:
+        check_config(config)
+        if any_passed(numbers):
+            passed = [f"{n}={x!r}" for n, x in zip(NUMBERS, numbers) if x is not None]
+            raise InvalidInput(
+                f"config and {', '.join(passed)} are passed, but config has these fields: pass"
+                " either config or the keywords, or change the config with dataclasses.replace"
+            )
+        return config
+    if plan is not None and not any_passed(numbers):
+        check_is_plan(plan)
+        return plan.config
+    values: Numbers = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], *numbers)
+    if torch.compiler.is_compiling():
+        values = tuple([_constant(value) for value in values])
+    name = _config_name(*values)
+    built: NSAConfig = getattr(_configs, name)
+    return built
+
+
+def _constant(value: Any) -> Any:
+    """Return ``value``, which torch.compile may have made symbolic, as a constant with a guard."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return operator.index(value)
+    return value.__float__() if isinstance(value, float) else value
+
+
+@constant_result
+def _config_name(*values: Any) -> str:
+    """Return the name of the attribute of ``_configs`` that holds the config of ``values``."""
+    try:
+        return _store_config(*values)
+    except TypeError:  # a value is not hashable, hence invalid
+        build_config(*values)
+        raise
+
+
+@functools.lru_cache(maxsize=None, typed=True)  # typed, so that True and 1 are distinct keys
+def _store_config(*values: Any) -> str:
+    name = f"config_{next(_counter)}"
+    setattr(_configs, name, build_config(*values))
+    return name
+
+
+def build_config(heads: int, groups: int, qk_dim: int, v_dim: int, *numbers: Any) -> NSAConfig:
+    """Return the config of these head counts and widths; ``numbers`` that are None keep defaults.
+
+    Raises:
+        InvalidInput: a value is invalid, or the values do not fit each other.
+    """
+    passed = {name: value for name, value in zip(NUMBERS, numbers) if value is not None}
+    return NSAConfig(heads * qk_dim, heads, groups, qk_dim, v_dim, rope=False, **passed)

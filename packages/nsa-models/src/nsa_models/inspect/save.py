@@ -1,0 +1,98 @@
+"""Write the pictures of an inspection into a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from nsa_core.errors import InvalidInput
+from nsa_core.util.atomic_files import write_bytes_atomic
+from nsa_core.util.extras import require_module
+from nsa_models.inspect.collect import Inspection
+from nsa_models.inspect.findings import clearest_layer
+
+PAGE = "inspect.html"
+
+
+def need_libraries() -> None:
+    """Check that the libraries of the pictures are installed, before a model runs.
+
+    Raises:
+        BackendUnavailable: matplotlib or jinja2 is not installed; the message has the pip command.
+    """
+    require_module("matplotlib", "plots need", "nsa-cli[plot]")
+    require_module("jinja2", "the page of an inspection needs", "nsa-cli[plot]")
+
+
+def check_layer(layer: int | None, layers: int) -> None:
+    """Check that a model of ``layers`` layers has this one.
+
+    Raises:
+        InvalidInput: It does not.
+    """
+    if layer is not None and not 0 <= layer < layers:
+        raise InvalidInput(f"layer must be 0 to {layers - 1}, got {layer}")
+
+
+def check_folder(out: Path, force: bool) -> None:
+    """Check that the pictures can go into ``out``, before a model runs.
+
+    Raises:
+        InvalidInput: It is not a folder, is not empty and ``force`` is false, or its parent folder
+            does not exist.
+    """
+    if out.exists() and not out.is_dir():
+        raise InvalidInput(f"{out} is not a folder; give the path of a folder")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise InvalidInput(
+            f"{out} is not empty; give another folder, or --force (force=True) to overwrite its"
+            " pictures"
+        )
+    if not out.exists() and not out.absolute().parent.is_dir():
+        raise InvalidInput(
+            f"{out}: the directory {out.absolute().parent} does not exist; create it first"
+        )
+
+
+def save(
+    inspection: Inspection, out: str | Path, layer: int | None = None, force: bool = False
+) -> list[Path]:
+    """Write the pictures of an inspection.
+
+    Args:
+        inspection: The inspection.
+        out: The folder; it is created if it does not exist.
+        layer: Layer of the detailed picture, and the one that the page shows first. The default is
+            the layer whose choice gains most over a random one.
+        force: Overwrite pictures in a folder that is not empty.
+
+    Returns:
+        The files: inspect.html (all layers, interactive), selection.png and selection.svg (one
+        layer), layers.png and layers.svg (all layers).
+
+    Raises:
+        InvalidInput: The folder or the layer cannot be used.
+        BackendUnavailable: matplotlib or jinja2 is not installed.
+        OSError: The operating system refuses the write.
+    """
+    need_libraries()
+    from nsa_models.inspect.draw import detail, overview
+    from nsa_models.inspect.page import page
+
+    folder = Path(out)
+    check_layer(layer, len(inspection.layers))
+    check_folder(folder, force)
+    index = clearest_layer(inspection) if layer is None else layer
+    contents: dict[str, bytes] = {PAGE: page(inspection, index).encode("utf-8")}
+    for kind in ("png", "svg"):
+        contents[f"selection.{kind}"] = detail(inspection, index, kind)
+        contents[f"layers.{kind}"] = overview(inspection, kind)
+    folder.mkdir(exist_ok=True)
+    return _write(folder, contents, force)
+
+
+def _write(folder: Path, contents: dict[str, bytes], force: bool) -> list[Path]:
+    files: Sequence[Path] = [folder / name for name in contents]
+    for file, content in zip(files, contents.values()):
+        write_bytes_atomic(file, content, force)
+    return list(files)

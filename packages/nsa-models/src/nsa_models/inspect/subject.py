@@ -1,0 +1,138 @@
+"""The model that is inspected: of a checkpoint, or with untrained weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from nsa_core.errors import InvalidInput
+from nsa_models.inspect.collect import Inspection, inspect_model
+from nsa_models.lm import checkpoint as checkpoints
+from nsa_models.lm.config import size
+from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.tokens import ByteTokenizer, Tokenizer
+
+DEFAULT_TOKENS, _MAX_DEFAULT_TOKENS = 1024, 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model and the facts that its pictures state.
+
+    Attributes:
+        model: The model, on its device and in its dtype.
+        tokenizer: Its tokenizer.
+        weights: Description of the weights.
+        trained: Whether the weights were trained.
+        max_tokens: Number of tokens to which a text is cut by default: the length of a row in
+            training, at most 2048; 1024 for untrained weights.
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    weights: str
+    trained: bool
+    max_tokens: int
+
+
+def open_subject(
+    checkpoint: str | Path | None = None,
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    backends: str | Mapping[str, str] | None = None,
+) -> Subject:
+    """Open a checkpoint, or build the model `tiny` with untrained weights.
+
+    Args:
+        checkpoint: File or folder of `nsa train`; None builds an untrained model over bytes.
+        seed: Seed of the untrained weights.
+        device: Device of the model.
+        dtype: Dtype of the model.
+        backends: As in :class:`nsa_core.NSAttention`.
+
+    Raises:
+        InvalidInput: The checkpoint cannot be read, has dense attention, or was trained on a task
+            without text.
+        BackendUnavailable: safetensors or tokenizers is not installed.
+    """
+    if checkpoint is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = LanguageModel(size("tiny"), backends)
+        weights = f"untrained weights, seed {seed}"
+        return Subject(model.to(device, dtype), ByteTokenizer(), weights, False, DEFAULT_TOKENS)
+    saved = checkpoints.read(checkpoint)
+    if saved.config.attention != "nsa":
+        raise InvalidInput(
+            f"{saved.path} has {saved.config.attention} attention, which selects no blocks; give"
+            " the checkpoint of a run with --attention nsa"
+        )
+    tokenizer, data = saved.load_tokenizer(), saved.facts["data"]
+    if tokenizer is None:
+        raise InvalidInput(
+            f"{saved.path} was trained on the task {data['data']}: it has no text; give the"
+            " checkpoint of a run on text"
+        )
+    steps, name = saved.facts["step"], Path(data["data"]).name
+    weights = f"{saved.config.n_layers} layers, trained for {steps:,} steps on {name}"
+    return Subject(
+        saved.model(backends).to(device, dtype),
+        tokenizer,
+        weights,
+        True,
+        min(data["length"], _MAX_DEFAULT_TOKENS),
+    )
+
+
+def inspect_text(
+    text: str,
+    checkpoint: str | Path | Subject | None = None,
+    *,
+    source: str = "text",
+    max_tokens: int | None = None,
+) -> Inspection:
+    """Run a model over a text and record the selection of every layer.
+
+    The model reads the token at the start of a document before the text, as in training.
+
+    Args:
+        text: The text.
+        checkpoint: File or folder of `nsa train`, or a model of :func:`open_subject`; None takes an
+            untrained model, whose pictures say so.
+        source: Name of the text, for titles.
+        max_tokens: Maximum number of tokens; the text is cut after them. The default is
+            :attr:`Subject.max_tokens`.
+
+    Returns:
+        The selections, gates and shares of dense attention's probability.
+
+    Raises:
+        InvalidInput: The text is empty or too short, or the checkpoint cannot be used.
+        BackendUnavailable: A required library is not installed.
+
+    Example:
+        >>> inspection = inspect_text("a text of many words " * 20)
+        >>> len(inspection.layers), inspection.trained
+        (2, False)
+    """
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidInput(f"max_tokens must be at least 1, got {max_tokens}")
+    if not text.strip():
+        raise InvalidInput(f"{source} must contain text, got only white space; give another text")
+    subject = checkpoint if isinstance(checkpoint, Subject) else open_subject(checkpoint)
+    tokens = [subject.tokenizer.end, *subject.tokenizer.encode(text)]
+    limit = subject.max_tokens if max_tokens is None else max_tokens
+    return inspect_model(
+        subject.model,
+        torch.tensor(tokens[:limit]),
+        subject.tokenizer,
+        source=source,
+        weights=subject.weights,
+        trained=subject.trained,
+        total_tokens=len(tokens),
+    )

@@ -1,0 +1,146 @@
+"""list, show, explain, doctor and env in terminals of 80, 100 and 200 columns, and in a pipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import sys
+import types
+
+import pytest
+from rich.console import Console
+
+from five_commands import try_all_here
+from nsa_cli import health, trial_imports, wrapping
+from nsa_core.contract import Reason
+from nsa_core.dispatch.registry import Registry, discover
+from screen import assert_readable
+
+COMMANDS = [
+    ("backends", "list"),
+    ("backends", "list", "--no-probe"),
+    ("backends", "list", "--gpu", "a100", "--phase", "decode"),
+    ("backends", "show", "fa2"),
+    ("backends", "show", "long-winded"),
+    ("backends", "explain"),
+    ("backends", "explain", "--gpu", "t4", "--grad", "--head-dim", "320"),
+    ("doctor",),
+    ("env",),
+]
+LONG = "/a/directory/with/a/long/name/that/no/terminal/of/80/columns/can/show/libcudart.so.12"
+
+
+@pytest.fixture(scope="module")
+def registry() -> Registry:
+    """Our backends, and one whose name, version and reason are long."""
+    ours = discover(safe=True)
+    spec = dataclasses.replace(
+        ours.get("sdpa").spec, name="long-winded", probe="long_winded:probe", rank=None
+    )
+    return ours.with_backend(spec, version="12.0.0rc1+local.build", distribution="nsa-long-winded")
+
+
+@pytest.fixture
+def environment(monkeypatch, registry) -> None:
+    """A registry with a long-winded backend, and probes of `nsa doctor` in this process."""
+    module = types.ModuleType("long_winded")
+    module.probe = lambda request: [
+        Reason("long", "the library cannot be loaded because its file is missing", "reinstall it")
+    ]
+    monkeypatch.setitem(sys.modules, "long_winded", module)
+    monkeypatch.setattr("nsa_core.dispatch.registry.discover", lambda **options: registry)
+    monkeypatch.setattr(trial_imports, "try_all", try_all_here)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_word_is_broken_and_no_line_is_too_long(nsa, terminal, environment, command) -> None:
+    piped = nsa(*command)
+    assert "\x1b" not in piped.out
+    for columns in (80, 100, 200):
+        code, text = terminal(*command, columns=columns)
+        assert code == piped.code
+        assert_readable(text, piped.out, columns)
+        assert text.split() == piped.out.split()  # nothing is left out in a narrow terminal
+
+
+@pytest.mark.parametrize("options", [(), ("--gpu", "a100")], ids=" ".join)
+def test_the_list_of_our_backends_has_at_most_ten_lines(terminal, options) -> None:
+    _, text = terminal("--safe", "backends", "list", *options, columns=80)
+    assert len(text.splitlines()) <= 10, text
+    assert text.count("flash-attn") <= 2
+
+
+def test_a_terminal_that_cannot_show_the_check_mark_gets_ascii(terminal) -> None:
+    for command in (("list",), ("show", "sdpa")):
+        _, text = terminal("--safe", "backends", *command, columns=80, encoding="ascii")
+        assert "+D" in text
+        assert "+ forward and backward" in text
+        assert text.isascii()
+        assert "\\u" not in text
+
+
+def test_statuses_are_coloured_in_a_terminal() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, color_system="standard", width=80)
+    rows = [("fa2", "unavailable", "no"), ("sdpa", "ready", "yes"), ("x", "broken", "no")]
+    wrapping.print_rows(console, rows, styled=1)
+    assert file.getvalue().splitlines() == [
+        "fa2   \x1b[33munavailable\x1b[0m  no",
+        "sdpa  \x1b[32mready\x1b[0m        yes",
+        "x     \x1b[31mbroken\x1b[0m       no",
+    ]
+
+
+def test_a_long_path_is_broken_after_separators_only() -> None:
+    lines = wrapping.wrap(f"cannot read {LONG}, see above", 40, "- ", "    ")
+    assert max(map(len, lines)) <= 40
+    words = [word for line in lines for word in line.removeprefix("- ").split()]
+    assert "".join(words) == f"cannotread{LONG},seeabove"
+    assert all(line.rstrip().endswith(("/", "read", ",", "above")) for line in lines), lines
+
+
+def test_a_long_last_cell_without_room_gets_lines_of_its_own(monkeypatch) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=40)
+    monkeypatch.setattr(console.file, "isatty", lambda: True, raising=False)
+    wrapping.print_rows(console, [("n" * 30, "a sentence that needs more room than this")])
+    assert console.file.getvalue().splitlines() == [
+        "n" * 30,
+        "    a sentence that needs more room than",
+        "    this",
+    ]
+
+
+def test_a_name_that_leaves_no_room_puts_the_last_cell_below(terminal, environment) -> None:
+    _, text = terminal("backends", "list", columns=80)
+    assert "long-winded: the library cannot be loaded because its file is missing" in text
+
+
+def test_doctor_ends_with_problems_and_the_command_to_type(
+    terminal, environment, monkeypatch
+) -> None:
+    problem = {"what": "torch", "message": f"cannot open {LONG}", "hint": "pip install torch"}
+    inspect = health.inspect_environment
+    monkeypatch.setattr(
+        health, "inspect_environment", lambda limit: {**inspect(limit), "troubles": [problem]}
+    )
+    _, text = terminal("doctor", columns=80)
+    assert max(map(len, text.splitlines())) <= 80
+    first, *_, command, blank, verdict = text[text.index("PROBLEM") :].splitlines()
+    assert first.startswith("PROBLEM torch: cannot open")
+    assert (command, blank) == ("  type: pip install torch", "")
+    assert verdict == "no attention can run in this environment"
+
+
+def test_an_error_breaks_no_word_in_a_terminal(monkeypatch, nsa) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    command = ("backends", "list", "--gpu", "a1000")
+    piped = nsa(*command).err
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert nsa(*command).code == 2
+    assert screen.getvalue().count("\n") > 1
+    assert_readable(screen.getvalue(), piped, 80)

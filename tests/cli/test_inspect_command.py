@@ -1,0 +1,73 @@
+"""`nsa inspect`: files, output at several widths, and refused arguments."""
+
+from __future__ import annotations
+
+import pytest
+
+from screen import assert_readable
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+
+@pytest.fixture(autouse=True)
+def _no_drawing(monkeypatch) -> None:
+    """Draw nothing: tests/models/test_inspect.py tests the pictures."""
+    monkeypatch.setattr("nsa_models.inspect.draw.detail", lambda *_: b"a picture")
+    monkeypatch.setattr("nsa_models.inspect.draw.overview", lambda *_: b"a picture")
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_bytes(b"a text of many words, \xff\n" * 60)
+    return "notes.txt"
+
+
+def test_files_and_findings_are_written(nsa, text, tmp_path):
+    command = ("inspect", "--text", text, "--device", "cpu", "--out", "picture")
+    result = nsa(*command, "--max-tokens", "200")
+    assert (result.code, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0].startswith("Untrained weights: this shows the mechanism, not learning.")
+    assert lines[1] == "Cut to the first 200 of 1,561 tokens (--max-tokens)."
+    assert [line.split()[0] for line in lines[2:5]] == ["Layer", "Its", "Its"]
+    assert lines[5].startswith("Written to picture: inspect.html, selection.png, ")
+    assert len(list((tmp_path / "picture").iterdir())) == 5
+    refused = nsa(*command)
+    assert (refused.code, refused.out) == (2, "")
+    assert "picture is not empty; give another folder, or --force" in refused.err
+    assert nsa(*command, "--force", "--dtype", "bfloat16", "--seed", "3", "--layer", "0").code == 0
+
+
+def test_the_output_fits_a_terminal(terminal, text):
+    command = ("inspect", "--text", text, "--device", "cpu", "--force", "--out", "p")
+    texts = {columns: terminal(*command, columns=columns)[1] for columns in (80, 100, 2000)}
+    for columns in (80, 100):
+        assert_readable(texts[columns], texts[2000], columns)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--layer", "2"), "--layer must be 0 to 1, got 2"),
+        (("--max-tokens", "64"), "the text must have more than 64 tokens, got 64"),
+        (("--checkpoint", "notes.txt"), "notes.txt cannot be read as a checkpoint"),
+        (("--checkpoint", "x", "--seed", "1"), "--seed sets untrained weights"),
+        (("--dtype", "float32,float16"), "--dtype must be one dtype, got float32, float16"),
+        (("--text", "none"), "--text: none cannot be read: FileNotFoundError"),
+        (("--text", "."), "--text: . cannot be read: IsADirectoryError"),
+        (("--text", "empty"), "empty must contain text, got only white space"),
+        (("--out", "none/picture"), "none does not exist; create it first"),
+        (("--out", "notes.txt"), "notes.txt is not a folder"),
+    ],
+)
+def test_unusable_arguments_are_refused_by_one_message(nsa, text, tmp_path, arguments, message):
+    (tmp_path / "empty").write_text("\n")
+    values = {"--text": text, "--out": "picture", "--device": "cpu"}
+    values |= dict(zip(arguments[::2], arguments[1::2]))
+    result = nsa("inspect", *(word for pair in values.items() for word in pair))
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert len(result.err.splitlines()) == 1
+    assert not (tmp_path / "picture").exists()

@@ -1,0 +1,365 @@
+"""What a person sees: every command fits 80, 100 and 200 columns and breaks no word."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from nsa_cli import app as nsa_app
+from nsa_cli import verify
+from nsa_core.contract import SLOTS
+from screen import FRAMES, assert_readable
+
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
+WIDTHS = (80, 100, 200)
+SECONDS = re.compile(r" in \d+\.\d+s$", re.MULTILINE)  # the time that pytest prints
+DETAIL = (
+    "row 12 of head 3: error 1.234 of its limit, at position (0, 17, 3, 5): got 0.123456, golden"
+    " 0.234567, limit 0.0001234; 14 rows are wrong"
+)
+
+
+def finding(check: str, slot: str, ok: bool | None, row: float | None = None) -> dict:
+    return {
+        "check": check,
+        "slot": slot,
+        "case": "five tokens, some absent",
+        "dtype": "bfloat16",
+        "quantity": "dk_cmp",
+        "ok": ok,
+        "row": row,
+        "elem": row,
+        "bias": None,
+        "detail": "" if ok else DETAIL if ok is False else "sdpa has no fused gates",
+    }
+
+
+def report(*failed: str) -> dict:
+    """Return a report of `nsa verify` in which the checks ``failed`` have a failure in sel."""
+    checks = ("parity", "decode inputs untouched", "run to run")
+    findings = [
+        finding(check, slot, not (check in failed and slot == "sel"), 1.25 if failed else 0.5)
+        for check in checks
+        for slot in SLOTS
+    ]
+    findings += [finding("layer", "", True), finding("run to run", "cmp", None)]
+    findings += [finding("decode fused gates", "", None)]
+    return {
+        "schema_version": 1,
+        "device": "NVIDIA H200",
+        "interpreted": False,
+        "dtypes": ["float32", "bfloat16", "float16"],
+        "preset": "full",
+        "phase": "prefill",
+        "seed": 7,
+        "text": {"name": "a-long-name-of-a-text-file-without-spaces.md", "bytes": 10},
+        "backends": {slot: f"{'triton' if slot == 'sel' else 'sdpa'} 0.1.0" for slot in SLOTS},
+        "named": {slot: "triton" if slot == "sel" else "sdpa" for slot in SLOTS},
+        "seconds": 12.3,
+        "interrupted": None,
+        "findings": findings,
+        "reads": [
+            {
+                "length": 8192,
+                "branch": "sel",
+                "kv_head": 1,
+                **dict.fromkeys(("predicted", "counted_values", "counted_keys"), 1024),
+                **dict.fromkeys(("distinct_bytes", "again_bytes", "shared_bytes"), 131072),
+                "ok": not failed,
+                "detail": DETAIL,
+            }
+        ],
+        "reads_bounds": {"8192": 2048},
+    }
+
+
+def assert_command_is_readable(nsa, terminal, *arguments: str, code: int = 0) -> str:
+    """Assert that a command fits 80, 100 and 200 columns, and return its piped output."""
+    piped = nsa(*arguments)
+    assert piped.code == code, piped.err
+    too_long = [line for line in piped.out.splitlines() if len(line) > 100]
+    assert not too_long, too_long
+    for columns in WIDTHS:
+        exit_code, text = terminal(*arguments, columns=columns)
+        assert exit_code == code
+        assert_readable(SECONDS.sub("", text), SECONDS.sub("", piped.out), columns)
+    return piped.out
+
+
+@pytest.mark.parametrize("options", [(), ("--verbose",), ("--every-combination",)], ids=" ".join)
+@pytest.mark.parametrize("failed", [(), ("run to run",), ("parity", "run to run")], ids=len)
+def test_verify_is_readable_and_prints_failures_first(nsa, terminal, monkeypatch, options, failed):
+    every = "--every-combination" in options
+    reports = [report(), report(*failed)] if every else [report(*failed)]
+    monkeypatch.setattr(verify, "_run", lambda *a: copy.deepcopy(reports))
+    monkeypatch.setattr(verify, "_every_combination", lambda *a: [])
+    out = assert_command_is_readable(
+        nsa, terminal, "verify", "--device", "cpu", *options, code=1 if failed else 0
+    )
+    lines = out.splitlines()
+    header = next(index for index, line in enumerate(lines) if "verdict" in line)
+    rows = lines[header + 1 : lines.index("", header)]
+    failing = [row.rstrip().endswith("FAILED") for row in rows]
+    assert failing == sorted(failing, reverse=True)
+    assert sum(failing) == (bool(failed) if every else len(failed))
+    checks = 5 if "--verbose" not in options else len(SLOTS) * 3 + 2
+    assert len(rows) == (2 if every else checks)
+    words = " ".join(out.split())
+    for check in failed:
+        where = f"FAILED {check}, sel, five tokens, some absent, bfloat16, dk_cmp: {DETAIL}"
+        assert where in words
+    assert ("to repeat: nsa verify" in words) == bool(failed)
+    if failed:
+        command = words.partition("to repeat: ")[2].replace(" \\", "")
+        assert "--select sdpa --sel triton" in command
+        assert "--device cuda --dtype bfloat16 --preset full --phase prefill --seed 7" in command
+    failures = len(failed) + bool(failed)
+    assert lines[-1] == (
+        f"{2 - bool(failed)} of 2 combinations passed in 25 s"
+        if every
+        else f"{17 - failures} checks passed, {failures} failed, 2 not applicable in 12 s"
+    )
+    assert "not run: sdpa has no fused gates (decode fused gates)" in words or every
+
+
+def test_verify_counts_what_does_not_apply_in_its_row(nsa, monkeypatch):
+    monkeypatch.setattr(verify, "_run", lambda *a: [report()])
+    rows = [line.split() for line in nsa("verify", "--device", "cpu").out.splitlines()]
+    assert ["run", "to", "run", "all", "5", "1", "0.50", "ok"] in rows
+    assert ["decode", "fused", "gates", "all", "0", "1", "-", "not", "run"] in rows
+
+
+@pytest.mark.parametrize("name", ["core", "decode", "decode_small"])
+def test_bench_report_is_readable(nsa, terminal, name):
+    out = assert_command_is_readable(
+        nsa, terminal, "bench", "report", str(RESULTS / f"{name}.json")
+    )
+    assert "Combinations" in out
+
+
+def test_bench_prints_every_figure_at_every_width(terminal):
+    from nsa_bench.render.tables import tables
+    from nsa_bench.result import read_result
+
+    file = RESULTS / "decode_small.json"
+    cells = {
+        word
+        for _, _, rows in tables(read_result(file))
+        for row in rows
+        for cell in row
+        for word in cell.split()
+    }
+    assert len(cells) > 100
+    for columns in WIDTHS:
+        _, text = terminal("bench", "report", str(file), columns=columns)
+        assert cells <= set(text.split())
+
+
+def test_bench_compare_is_readable(nsa, terminal, tmp_path):
+    old = RESULTS / "core.json"
+    document = json.loads(old.read_text())
+    for measurement in document["measurements"][::3]:
+        for key in ("median_ms", "q1_ms", "q3_ms"):
+            if measurement["performance"] is not None:
+                measurement["performance"][key] *= 3
+    new = tmp_path / "new.json"
+    new.write_text(json.dumps(document))
+    out = assert_command_is_readable(nsa, terminal, "bench", "compare", str(old), str(new), code=1)
+    assert "slower" in out
+    assert out.splitlines()[-1].split()[1] == "figures:"
+
+
+def test_columns_of_numbers_are_aligned_at_the_point(nsa):
+    out = nsa("bench", "report", str(RESULTS / "decode_small.json")).out.splitlines()
+    header = next(line for line in out if line.startswith("batch"))
+    end = header.index(" ms") + 3
+    rows = out[out.index(header) + 1 :]
+    figures = [row[:end].split()[-1] for row in rows[: rows.index("")]]
+    points = {row[:end].rindex(".") for row, figure in zip(rows, figures) if "." in figure}
+    assert len({len(figure) for figure in figures}) > 1
+    assert len(points) == 1
+
+
+@pytest.mark.parametrize("options", [(), ("-v",)], ids=["quiet", "verbose"])
+def test_conformance_is_readable(nsa, terminal, options):
+    arguments = ("conformance", "sdpa", "--device", "cpu", "-k", "step and pages", *options)
+    out = assert_command_is_readable(nsa, terminal, *arguments)
+    assert ("passed  test_accepted_decode_requests" in out) == bool(options)
+    assert "passed" in out.splitlines()[-1]
+
+
+def test_tune_is_readable(nsa, terminal, monkeypatch):
+    from nsa_bench import tune
+    from nsa_bench.gate import Gate
+    from nsa_bench.tune import SlotTime, Tuning
+
+    times = [SlotTime("cmp", "sdpa", "0.1.0", "inference", 1.5, "")]
+    times += [SlotTime("cmp", "triton", "0.1.0", "inference", None, DETAIL)]
+    gate = Gate("cmp=triton", "2/1/8", "float32", False, "case", 1.0, [DETAIL])
+    monkeypatch.setattr(tune, "tune", lambda *a, **o: Tuning("a device", times, [gate], []))
+    out = assert_command_is_readable(nsa, terminal, "tune", "--device", "cpu", code=1)
+    assert f"not timed: cmp, inference, triton 0.1.0: {DETAIL}" in " ".join(out.split())
+
+
+def help_pages(command, path=()) -> list[tuple[str, ...]]:
+    pages = [(*path, "--help")]
+    for name, child in getattr(command, "commands", {}).items():
+        pages += help_pages(child, (*path, name))
+    return pages
+
+
+HELP_PAGES = help_pages(typer.main.get_command(nsa_app.app))
+
+
+@pytest.mark.parametrize("arguments", HELP_PAGES, ids=" ".join)
+def test_help_is_readable_and_complete(nsa, terminal, arguments):
+    out = assert_command_is_readable(nsa, terminal, *arguments)
+    assert "…" not in out  # no text is cut
+    command = typer.main.get_command(nsa_app.app)
+    for name in arguments[:-1]:
+        command = command.commands[name]
+    words = " ".join(out.translate(FRAMES).split())
+    for param in command.params:
+        assert param.help, f"{param.name} has no help"
+        assert " ".join(param.help.replace("`", "").split()) in words
+        assert param.param_type_name == "argument" or any(name in words for name in param.opts)
+
+
+def panels_of(page: str) -> dict[str, list[str]]:
+    """Return the first word of each entry of a help page, by the title of its panel."""
+    panels: dict[str, list[str]] = {}
+    for line in page.splitlines():
+        if title := re.match(r"╭─ (.+?) ─+╮", line):
+            entries = panels.setdefault(title[1], [])
+        elif entry := re.match(r"│ (\S+)", line):
+            entries.append(entry[1])
+    return panels
+
+
+def test_commands_are_listed_in_groups(nsa):
+    panels = panels_of(nsa("--help").out)
+    assert {title: set(entries) for title, entries in panels.items() if title != "Options"} == {
+        "Use": {"backends", "doctor", "env"},
+        "Prove": {"verify"},
+        "Measure": {"bench", "tune"},
+        "Train": {"train", "generate"},
+        "Extend": {"conformance"},
+    }
+    assert list(panels) == ["Options", "Use", "Prove", "Measure", "Train", "Extend"]
+
+
+def test_every_option_of_a_long_command_is_in_a_panel(nsa):
+    from nsa_cli.panels import OPTION_PANELS
+
+    for name, titles in OPTION_PANELS.items():
+        path = ("backends", name) if name == "explain" else (name,)
+        panels = panels_of(nsa(*path, "--help").out)
+        assert set(panels.pop("Options")) <= {"--help", "--json"}
+        panels.pop("Commands", None)
+        assert set(panels) == set(titles)
+
+
+def complete(words: str, shell: str = "bash") -> list[str]:
+    """Return the completions of ``words``, whose last word is incomplete; torch stays unloaded."""
+    position = len(words.split(" ")) - 1
+    code = (
+        "import sys\nfrom nsa_cli.app import main\ntry:\n    main([])\nfinally:\n"
+        "    assert 'torch' not in sys.modules"
+    )
+    variables = {"COMP_WORDS": words, "COMP_CWORD": str(position), "_TYPER_COMPLETE_ARGS": words}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **variables, "_NSA_COMPLETE": f"complete_{shell}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("nsa ", {"backends", "verify", "bench", "train"}),
+        ("nsa verify --cmp ", {"sdpa", "triton"}),
+        ("nsa verify --dtype fp32,bf", {"fp32,bf16", "fp32,bfloat16"}),
+        ("nsa bench --preset ", {"quick", "full"}),
+        ("nsa verify --preset ", {"quick", "full"}),
+        ("nsa conformance sd", {"sdpa"}),
+    ],
+)
+def test_bash_completion(words, expected):
+    completions = set(complete(words))
+    assert expected <= completions
+    assert all(word.startswith(words.rpartition(" ")[2]) for word in completions)
+
+
+def test_zsh_completion():
+    assert '"triton"))\'' in complete("nsa verify --win ", "zsh")[-1]
+
+
+def test_the_completion_script_names_the_variable(nsa, monkeypatch):
+    monkeypatch.setenv("_NSA_COMPLETE", "source_bash")
+    done = nsa()
+    assert done.code == 0
+    assert "_NSA_COMPLETE=complete_bash" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("verify", "--combo", "sdpa"), "choose the backend of each slot with --cmp, --select"),
+        (("verify", "--backend", "sdpa"), "choose the backend of each slot with --cmp, --select"),
+        (("bench", "--win", "sdpa"), "choose backends with --combo: a name, or pairs such as win="),
+        (("train", "--cmp", "sdpa"), "choose backends with --backends: a name, or pairs"),
+        (("verify", "--forse"), "nsa verify has no option --forse; did you mean --force?"),
+        (
+            ("backends", "list", "--jsn"),
+            "nsa backends list has no option --jsn; did you mean --json",
+        ),
+        (("--saef",), "nsa has no option --saef; did you mean --safe?"),
+        (("verify", "--dtype", "bf61"), "got 'bf61'; did you mean 'bf16'?"),
+        (("bench", "--dtype", "float32,fp31"), "got 'fp31'; did you mean 'fp32'?"),
+        (("train", "--out", "x", "--dtype", "brain"), "--dtype must be one of bfloat16 (bf16),"),
+    ],
+)
+def test_mistyped_options_get_a_suggestion(nsa, arguments, sentence):
+    done = nsa(*arguments)
+    assert done.code == 2
+    assert sentence in done.err
+
+
+def test_short_dtype_names_become_long_ones(nsa, monkeypatch):
+    dtypes = []
+
+    def record(combinations, device, names, *others):
+        dtypes.extend(str(name) for name in names)
+        return [report()]
+
+    monkeypatch.setattr(verify, "_run", record)
+    assert nsa("verify", "--device", "cpu", "--dtype", "bf16,fp16,fp32,fp64,bfloat16").code == 0
+    assert dtypes == [f"torch.{name}" for name in ("bfloat16", "float16", "float32", "float64")]
+    done = nsa("backends", "explain", "--dtype", "fp64", "--device", "cpu", "--json")
+    assert "float64" in done.out
+    assert done.code == 0
+
+
+def test_errors_on_a_terminal_break_between_words(monkeypatch, capsys):
+    from nsa_cli import output
+
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(SystemExit):
+        output._exit(2, "the first line\n  " + "word " * 20 + "x" * 50)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["nsa: the first line", "  " + " ".join(["word"] * 7)]
+    assert lines[2].startswith("    word")
+    assert lines[-1].strip() == "x" * 50

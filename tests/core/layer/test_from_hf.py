@@ -1,0 +1,215 @@
+"""NSAConfig.from_hf and the names of fields in other libraries."""
+
+import dataclasses
+import json
+
+import pytest
+
+from nsa_core import InvalidInput, NSAConfig
+
+LLAMA3 = {  # Llama 3 8B
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+LLAMA31_SCALING = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+QWEN3 = {  # Qwen3 8B
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+MISTRAL = {  # Mistral 7B v0.1
+    "hidden_size": 4096,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+}
+GEMMA = {  # Gemma 7B
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 256,
+    "hidden_size": 3072,
+    "model_type": "gemma",
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "rope_theta": 10000.0,
+}
+GEMMA2 = {  # Gemma 2 9B
+    **GEMMA,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_size": 3584,
+    "model_type": "gemma2",
+    "num_key_value_heads": 8,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
+
+def test_llama_3():
+    expected = NSAConfig(dim=4096, n_heads=32, n_kv_heads=8, rope_base=500000.0)
+    assert NSAConfig.from_hf(LLAMA3) == expected
+    changed = NSAConfig.from_hf(LLAMA3, window_size=1024, n_kv_heads=4)
+    assert changed == dataclasses.replace(expected, window_size=1024, n_kv_heads=4)
+
+
+def test_qwen_3_has_head_norms_and_an_unused_window():
+    config = NSAConfig.from_hf(QWEN3)
+    assert (config.qk_dim, config.qk_norm, config.rope_base) == (128, True, 1000000)
+    assert NSAConfig.from_hf({**QWEN3, "sliding_window": 4096}) == config
+    assert NSAConfig.from_hf({**QWEN3, "model_type": "llama"}).qk_norm is False
+
+
+def test_gemma_has_wide_heads():
+    config = NSAConfig.from_hf(GEMMA)
+    assert (config.dim, config.qk_dim, config.n_kv_heads) == (3072, 256, 16)
+
+
+def test_gemma_2_is_refused_by_name_and_accepted_without_its_additions():
+    with pytest.raises(InvalidInput) as caught:
+        NSAConfig.from_hf(GEMMA2)
+    ignore = ("sliding_window", "attn_logit_softcapping")
+    assert str(caught.value).endswith(f"To build a layer without it, pass ignore={ignore!r}")
+    assert "attn_logit_softcapping = 50.0 (NSA does not cap the scores)" in str(caught.value)
+    assert "final" not in str(caught.value)
+    assert NSAConfig.from_hf(GEMMA2, ignore=ignore).scale == 1 / 16
+
+
+REFUSED = {
+    "sliding_window": MISTRAL,
+    "rope_scaling": {**LLAMA3, "rope_scaling": LLAMA31_SCALING},
+    "rope_parameters": {**LLAMA3, "rope_parameters": {**LLAMA31_SCALING, "rope_theta": 1e5}},
+    "partial_rotary_factor": {**LLAMA3, "partial_rotary_factor": 0.5},
+    "attention_bias": {**LLAMA3, "attention_bias": True},
+    "attention_dropout": {**LLAMA3, "attention_dropout": 0.1},
+    "clip_qkv": {**LLAMA3, "clip_qkv": 8.0},
+    "kv_lora_rank": {**LLAMA3, "kv_lora_rank": 512},
+    "no_rope_layers": {**LLAMA3, "no_rope_layers": [1, 1, 1, 0]},
+    "layer_types": {**LLAMA3, "layer_types": ["linear_attention", "full_attention"]},
+    "qk_norm": {**LLAMA3, "model_type": "olmo2"},
+    "rope_interleaved": {**LLAMA3, "model_type": "cohere"},
+    "attention_sinks": {**LLAMA3, "model_type": "gpt_oss"},
+    "use_qk_norm": {**LLAMA3, "use_qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_mathematics_is_refused_by_name(name):
+    message = rf"^NSA cannot express this attention: {name} = .*pass ignore=\('{name}',\)$"
+    with pytest.raises(InvalidInput, match=message):
+        NSAConfig.from_hf(REFUSED[name])
+    assert NSAConfig.from_hf(REFUSED[name], ignore=[name]).n_heads == 32
+
+
+def test_biases_that_only_the_code_of_a_model_states_are_refused():
+    with pytest.raises(InvalidInput, match="attention_bias = True"):
+        NSAConfig.from_hf({**LLAMA3, "model_type": "qwen2"} | {"attention_bias": True})
+    without = {n: x for n, x in LLAMA3.items() if n != "attention_bias"}
+    with pytest.raises(InvalidInput, match="attention_bias = True"):
+        NSAConfig.from_hf({**without, "model_type": "qwen2"})
+
+
+def test_overrides_make_refusals_moot():
+    scaled = REFUSED["rope_scaling"]
+    assert NSAConfig.from_hf(scaled, rope=False).rope is False
+    assert NSAConfig.from_hf(REFUSED["use_qk_norm"], qk_norm=True).qk_norm is True
+
+
+def test_plain_frequencies_by_their_newer_name():
+    newer = {n: x for n, x in LLAMA3.items() if n not in ("rope_theta", "rope_scaling")}
+    newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 500000.0}
+    assert NSAConfig.from_hf(newer) == NSAConfig.from_hf(LLAMA3)
+
+
+class PretrainedConfig:
+    """What from_hf uses of a transformers configuration."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def to_dict(self):
+        return self.values
+
+
+def test_objects_files_and_folders(tmp_path):
+    expected = NSAConfig.from_hf(LLAMA3)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3))
+    for source in (
+        PretrainedConfig(**LLAMA3),
+        {"text_config": LLAMA3, "model_type": "gemma3"},
+        tmp_path,
+        str(tmp_path / "config.json"),
+    ):
+        assert NSAConfig.from_hf(source) == expected
+
+
+def test_multi_head_attention_without_kv_heads():
+    config = NSAConfig.from_hf({"hidden_size": 64, "num_attention_heads": 4})
+    assert (config.n_kv_heads, config.head_dim) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ({"n_embd": 64}, {}, "lacks hidden_size and num_attention_heads; its names are n_embd"),
+        ("meta-llama/x", {}, "cannot read hf_config 'meta-llama/x' .*AutoConfig.from_pretrained"),
+        ('{"hidden_size": 64}', {}, r"JSON text: pass json.loads\(text\)"),
+        (3, {}, "must be a transformers configuration, a dict, or the path .* got int"),
+        (LLAMA3, {"ignore": "rope_scaling"}, r"pass \['rope_scaling'\]"),
+        (LLAMA3, {"ignore": ["rope_scalin"]}, "never refused; did you mean 'rope_scaling'"),
+    ],
+)
+def test_sources_and_options_that_are_refused(source, options, message):
+    with pytest.raises(InvalidInput, match=message):
+        NSAConfig.from_hf(source, **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"num_attention_heads": 8},
+            r"^NSAConfig has no field 'num_attention_heads'; pass n_heads= instead of"
+            r" num_attention_heads=\. NSAConfig\.from_hf\(hf_config\) reads",
+        ),
+        ({"num_heads": 8}, "^NSAConfig has no field 'num_heads'; pass n_heads= instead of num_h"),
+        ({"windowsize": 8}, r"^NSAConfig has no field 'windowsize'; did you mean 'window_size'\?$"),
+    ],
+)
+def test_unknown_fields_name_the_right_one(fields, message):
+    with pytest.raises(TypeError, match=message):
+        NSAConfig(dim=64, n_kv_heads=2, **fields)
+    with pytest.raises(TypeError, match=message):
+        NSAConfig.from_hf(LLAMA3, **fields)
+    with pytest.raises(TypeError, match=message):
+        dataclasses.replace(NSAConfig(64, 4, 2), **fields)

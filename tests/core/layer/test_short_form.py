@@ -1,0 +1,106 @@
+"""nsa_attention with block sizes as keywords, and the config that they stand for."""
+
+import inspect
+import sys
+import typing
+import warnings
+
+import pytest
+import torch
+
+from cases import SMALL, boundaries, inputs, small
+from nsa_core import InvalidInput, NSAConfig, nsa_attention, resolve
+from nsa_core.layer import short_config
+from nsa_core.layer.short_config import NUMBERS
+
+CONFIG = small()
+SIZES = {name: SMALL[name] for name in NUMBERS if name in SMALL}
+
+
+@pytest.mark.parametrize("scale", [None, 0.3, 0])
+@pytest.mark.parametrize("lead", [(2, 37), (37,)], ids=["dense", "packed"])
+def test_the_short_form_equals_the_call_with_a_config(lead, scale):
+    tensors = inputs(CONFIG, *lead)
+    packing = {"cu_seqlens": boundaries(20, 17)} if len(lead) == 1 else {}
+    other = {"window_size": 5, "init_blocks": 2, "local_blocks": 1, "scale": scale}
+    expected = nsa_attention(*tensors, config=small(**other), **packing, return_blocks=True)
+    got = nsa_attention(*tensors, **{**SIZES, **other}, **packing, return_blocks=True)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_keywords_default_to_the_fields_of_a_config():
+    config = NSAConfig(dim=32, n_heads=4, n_kv_heads=2)
+    tensors = inputs(config, 1, 600)
+    assert torch.equal(nsa_attention(*tensors), nsa_attention(*tensors, config=config))
+    if sys.version_info >= (3, 11):  # typing.get_overloads
+        fields = inspect.signature(NSAConfig).parameters
+        short = inspect.signature(typing.get_overloads(nsa_attention)[-1]).parameters
+        assert {n: short[n].default for n in NUMBERS} == {n: fields[n].default for n in NUMBERS}
+
+
+def test_the_config_is_built_once_per_tuple_of_values(monkeypatch):
+    built = []
+    build = short_config.build_config
+    monkeypatch.setattr(
+        short_config, "build_config", lambda *values: built.append(values) or build(*values)
+    )
+    short_config._store_config.cache_clear()
+    for length in (12, 12, 20):
+        nsa_attention(*inputs(CONFIG, 1, length), **SIZES)
+    nsa_attention(*inputs(CONFIG, 1, 12), **{**SIZES, "window_size": 5})
+    assert len(built) == 2
+
+
+def test_config_and_keywords_together_are_refused_by_name():
+    with pytest.raises(InvalidInput, match=r"^config and window_size=9, scale=0.5 are passed, but"):
+        nsa_attention(*inputs(CONFIG, 1, 12), config=CONFIG, window_size=9, scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window_size": "9"}, "^window_size must be an integer >= 1, got '9'$"),
+        ({"window_size": [9]}, r"^window_size must be an integer >= 1, got \[9\]$"),
+        ({"window_size": True}, "^window_size must be an integer >= 1, got True$"),
+        ({"compress_stride": 3}, "^compress_stride must divide compress_block_size, got 3 and 8"),
+        ({"scale": float("nan")}, "^scale must be finite"),
+    ],
+)
+def test_invalid_keywords_are_refused_as_by_the_config(changes, message):
+    tensors = inputs(CONFIG, 1, 12)
+    nsa_attention(*tensors, **{**SIZES, "window_size": 1})  # True == 1 must not hit the cache
+    with pytest.raises(InvalidInput, match=message):
+        nsa_attention(*tensors, **{**SIZES, **changes})
+
+
+def test_a_plan_brings_its_config_and_fits_calls_of_the_same_sizes():
+    tensors, plan = inputs(CONFIG, 1, 37), resolve(CONFIG, dtype="float64")
+    expected = nsa_attention(*tensors, config=CONFIG, plan=plan)
+    assert torch.equal(nsa_attention(*tensors, plan=plan), expected)
+    assert torch.equal(nsa_attention(*tensors, plan=plan, **SIZES), expected)
+    message = "plan is for window_size=9, but the call has window_size=5: resolve"
+    with pytest.raises(InvalidInput, match=message):
+        nsa_attention(*tensors, plan=plan, **{**SIZES, "window_size": 5})
+    with pytest.raises(InvalidInput, match=r"4 query heads, but plan.config.n_heads is 8"):
+        nsa_attention(*tensors, plan=resolve(small(n_heads=8), dtype="float64"))
+
+
+def test_the_short_form_compiles_without_breaks_for_changing_sizes():
+    torch._dynamo.reset()
+
+    def attend(q, k, v, gates, window_size, scale):
+        return nsa_attention(
+            q, k, v, gates, **{**SIZES, "window_size": window_size, "scale": scale}
+        )
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length, heads, window, scale in (
+            (20, 4, 9, 0.5),
+            (20, 8, 5, 0.25),
+            (20, 6, 3, 0.125),
+        ):
+            tensors = inputs(small(n_heads=heads), 1, length)
+            expected = attend(*tensors, window, scale)
+            torch.testing.assert_close(compiled(*tensors, window, scale), expected)

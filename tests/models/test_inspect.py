@@ -1,0 +1,303 @@
+"""nsa_models.inspect: recorded selections, shares of dense attention, pictures and the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+import re
+import struct
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from nsa_core import BackendUnavailable, InvalidInput, nsa_attention
+from nsa_models.inspect import Inspection, inspect_model, inspect_text, open_subject, save
+from nsa_models.inspect.collect import CHOSEN, FORCED, FUTURE, MISSED, PASSED_OVER
+from nsa_models.inspect.draw import detail, overview
+from nsa_models.inspect.findings import UNTRAINED, headline, sentences
+from nsa_models.inspect.page import page
+from nsa_models.inspect.spans import Span, split_text
+from nsa_models.lm import checkpoint
+from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.tokens import ByteTokenizer
+from planted import Planted
+
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.randint(255, (61,))
+
+
+@pytest.fixture
+def inspection(config, tokens) -> Inspection:
+    return inspect_model(LanguageModel(config), tokens, ByteTokenizer())
+
+
+@pytest.fixture
+def planted() -> Inspection:
+    tokens = torch.zeros(64, dtype=torch.long)
+    tokens[20:24] = 1
+    return inspect_model(Planted(), tokens)
+
+
+def test_blocks_and_gates_are_those_of_the_layers(config, tokens):
+    model = LanguageModel(config)
+    result = inspect_model(model, tokens)
+    assert [layer.name for layer in result.layers] == ["blocks.0.attn", "blocks.1.attn"]
+    x = model.embed(tokens[None])
+    for layer, block in zip(result.layers, model.blocks):
+        attn, inputs = block.attn, block.attn_norm(x)
+        projected, gates = attn.project(inputs), attn.gate(inputs)
+        _, blocks = nsa_attention(
+            projected.q,
+            projected.k,
+            projected.v,
+            gates,
+            k_cmp=projected.k_cmp,
+            v_cmp=projected.v_cmp,
+            config=attn.config,
+            return_blocks=True,
+        )
+        assert torch.equal(layer.blocks, blocks[0])
+        torch.testing.assert_close(layer.gates, gates[0])
+        x = block(x)
+
+
+def test_shares_equal_a_dense_softmax_over_every_choice_of_blocks(config, tokens):
+    """The random share is the mean over all choices, and the best share their maximum."""
+    model = LanguageModel(config).double()
+    with torch.no_grad():  # sharp attention, so that choices differ
+        model.blocks[0].attn.qkv.weight *= 3
+    result, attn = inspect_model(model, tokens).layers[0], model.blocks[0].attn
+    projected = attn.project(model.blocks[0].attn_norm(model.embed(tokens[None])))
+    q, k, size = projected.q[0], projected.k[1][0], config.layer.select_block_size
+    for t, group in itertools.product((0, 9, 15, 16, 31, 47, 60), range(2)):
+        scores = torch.einsum("hd,td->ht", q[t, 2 * group : 2 * group + 2], k[: t + 1, group])
+        p = (scores * config.layer.softmax_scale).softmax(-1).mean(0)
+        share = [p[first : first + size].sum().item() for first in range(0, t + 1, size)]
+        chosen = [block for block in result.blocks[t, group].tolist() if block >= 0]
+        forced = {0, max(0, t // size - 1), t // size}
+        free = [block for block in range(len(share)) if block not in forced]
+        always = sum(share[block] for block in forced)
+        choices = [
+            always + sum(share[block] for block in choice)
+            for choice in itertools.combinations(free, len(set(chosen) - forced))
+        ]
+        expected = {
+            "selected": sum(share[block] for block in chosen),
+            "forced": always,
+            "random": sum(choices) / len(choices),
+            "best": max(choices),
+            "keys": sum(min(size, t + 1 - size * block) for block in chosen) / (t + 1),
+        }
+        for name, value in expected.items():
+            row = getattr(result.mass, name)[t, group]
+            assert row.item() == pytest.approx(value, abs=1e-5), name
+        blocks = result.mass.blocks[t, group].tolist()
+        assert blocks[: len(share)] == pytest.approx(share, abs=1e-5)
+        assert not any(blocks[len(share) :])
+
+
+def test_cells_follow_the_blocks(inspection):
+    layer = inspection.layers[1]
+    cells, size = layer.cells(), layer.config.select_block_size
+    assert cells.shape == (2, 16, 61)
+    for group, block, t in itertools.product(range(2), range(16), range(61)):
+        kind, current = cells[group, block, t], t // size
+        selected = block in layer.blocks[t, group].tolist()
+        if block > current:
+            assert kind == FUTURE
+        elif block == 0 or block >= current - 1:
+            assert kind == FORCED
+        else:
+            assert kind == CHOSEN if selected else kind in (MISSED, PASSED_OVER)
+    missed, chosen = (cells == MISSED).sum((1, 2)), (cells == CHOSEN).sum((1, 2))
+    assert (missed > 0).all()
+    assert (missed <= chosen).all()  # the best choice has as many blocks
+
+
+def test_a_planted_block_is_seen_by_every_query(planted):
+    layer = planted.layers[0]
+    choosing = slice(28, None)  # block 5, tokens 20 to 23, is local before
+    assert (layer.cells()[0, 5, choosing] == CHOSEN).all()
+    assert (layer.mass.selected[choosing] > 0.98).all()
+    assert (layer.mass.best - layer.mass.selected < 1e-5).all()
+    assert (layer.mass.random[choosing].mean() < 0.4).all()
+    assert (
+        headline(planted, 0)[0] == "Layer 0 reads 41% of the keys and keeps 98% of dense attention"
+    )
+    assert "at tokens 20 to 23, '1 1 1 1': 100% of the later queries" in sentences(planted)[2]
+
+
+def test_a_layer_without_a_gain_is_called_random(planted):
+    mass = planted.layers[0].mass._replace(selected=planted.layers[0].mass.random)
+    flat = dataclasses.replace(planted, layers=(dataclasses.replace(planted.layers[0], mass=mass),))
+    assert headline(flat, 0)[0] == "Layer 0 chooses its blocks no better than at random"
+    assert headline(flat)[0] == "The selection is no better than random"
+    assert "chooses no better than at random" in sentences(flat)[0]
+    assert "chooses best" in sentences(planted)[0]
+
+
+def test_the_model_is_left_as_it_was(config, tokens):
+    model = LanguageModel(config).train()
+    inspect_model(model, tokens)
+    assert model.training
+    assert not any(block.attn._forward_pre_hooks for block in model.blocks)
+
+
+def test_spans_hold_whole_characters():
+    tokenizer = ByteTokenizer()
+    tokens = [tokenizer.end, *tokenizer.encode("a€\n"), 0x80, *b"bcdefgh", 0xE2]
+    assert split_text(tokenizer, tokens) == (
+        Span(0, 1, "⟨document⟩"),
+        Span(1, 2, "a"),
+        Span(2, 5, "€"),
+        Span(5, 6, "\n"),
+        Span(6, 8, "\ufffdb"),
+        *(Span(8 + i, 9 + i, letter) for i, letter in enumerate("cdefgh")),
+        Span(14, 15, "\ufffd"),
+    )
+    assert split_text(None, [7, 300]) == (Span(0, 1, "7 "), Span(1, 2, "300 "))
+
+
+def test_a_run_of_bytes_that_are_no_text_is_split():
+    spans = split_text(ByteTokenizer(), [0x80] * 20)
+    assert [span.end - span.first for span in spans] == [6, 6, 6, 2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.zeros(16, dtype=torch.long), "must have more than 16 tokens, got 16: each query"),
+        (torch.zeros(2, 30, dtype=torch.long), r"integers \[S\], got torch.int64 \[2, 30\]"),
+        (torch.zeros(30), r"integers \[S\], got torch.float32 \[30\]"),
+        (torch.full((30,), 256), r"must lie in \[0, 256\), got 256"),
+    ],
+)
+def test_unusable_tokens_are_refused(config, tokens, message):
+    with pytest.raises(InvalidInput, match=message):
+        inspect_model(LanguageModel(config), tokens)
+
+
+def test_a_model_without_nsa_layers_is_refused(config, tokens):
+    dense = LanguageModel(dataclasses.replace(config, attention="dense"))
+    with pytest.raises(InvalidInput, match="attention 'dense', which selects no blocks"):
+        inspect_model(dense, tokens)
+    with pytest.raises(InvalidInput, match="Linear without an NSAttention layer"):
+        inspect_model(nn.Linear(2, 2), tokens)
+
+
+@pytest.fixture
+def saved(config, tmp_path):
+    """Return ``saved(tokenizer, **changes)``, which writes a checkpoint and returns its path."""
+    pytest.importorskip("safetensors")
+
+    def write(tokenizer=None, data="some.txt", **changes) -> pathlib.Path:
+        changed = dataclasses.replace(config, **changes)
+        model = LanguageModel(changed)
+        tensors = checkpoint.collect_tensors(model, torch.optim.AdamW(model.parameters()))
+        facts = {"data": {"data": data, "length": 40}, "step": 1234}
+        path = tmp_path / "checkpoint.safetensors"
+        checkpoint.write(path, tensors, changed, facts, tokenizer)
+        return path
+
+    return write
+
+
+def test_a_checkpoint_is_read_with_its_tokenizer_and_length(saved):
+    result = inspect_text("a text of many words " * 5, saved(ByteTokenizer()), source="words.txt")
+    assert (len(result.tokens), result.total_tokens, result.trained) == (40, 106, True)
+    assert result.tokens[0] == ByteTokenizer.end
+    assert (
+        "".join(span.text for span in result.spans)
+        == "⟨document⟩" + ("a text of many words " * 5)[:39]
+    )
+    assert result.weights == "2 layers, trained for 1,234 steps on some.txt"
+    longer = inspect_text("a text of many words " * 5, saved(ByteTokenizer()), max_tokens=50)
+    assert len(longer.tokens) == 50
+
+
+def test_unusable_checkpoints_and_texts_are_refused(saved, tmp_path):
+    with pytest.raises(InvalidInput, match="has dense attention, which selects no blocks"):
+        open_subject(saved(ByteTokenizer(), attention="dense"))
+    with pytest.raises(InvalidInput, match="trained on the task recall: it has no text"):
+        open_subject(saved(data="recall"))
+    (tmp_path / "other").write_text("x")
+    with pytest.raises(InvalidInput, match="cannot be read as a checkpoint"):
+        open_subject(tmp_path / "other")
+    with pytest.raises(InvalidInput, match="text must contain text, got only white space"):
+        inspect_text(" \n")
+    with pytest.raises(InvalidInput, match="max_tokens must be at least 1, got 0"):
+        inspect_text("text", max_tokens=0)
+
+
+def test_untrained_weights_follow_the_seed_and_are_labelled():
+    one, same, other = (inspect_text("word " * 30, open_subject(seed=s)) for s in (1, 1, 2))
+    assert torch.equal(one.layers[0].gates, same.layers[0].gates)
+    assert not torch.equal(one.layers[0].gates, other.layers[0].gates)
+    assert (one.weights, one.trained) == ("untrained weights, seed 1", False)
+    assert f'class="warning">{UNTRAINED}' in page(one, 0)
+    assert UNTRAINED not in page(dataclasses.replace(one, trained=True), 0)
+    svg = detail(one, 0, "svg").decode()
+    assert f"<!-- {UNTRAINED} · text, " in svg  # matplotlib keeps each text as a comment
+    assert UNTRAINED not in detail(dataclasses.replace(one, trained=True), 0, "svg").decode()
+
+
+def test_pictures_are_deterministic_light_and_1600_pixels_wide(planted, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = save(planted, tmp_path / "one")
+    assert [file.name for file in files] == [
+        "inspect.html",
+        "selection.png",
+        "layers.png",
+        "selection.svg",
+        "layers.svg",
+    ]
+    contents = {file.name: file.read_bytes() for file in files}
+    assert contents["selection.png"] == detail(planted, 0, "png")
+    assert contents["layers.svg"] == overview(planted, "svg")
+    assert contents["inspect.html"].decode() == page(planted, 0)
+    for name in ("selection.png", "layers.png"):
+        assert struct.unpack(">I", contents[name][16:20]) == (1600,)
+    links = re.findall(r'href="([^"]{5})', contents["selection.svg"].decode())
+    assert set(links) >= {"data:"}  # the map is one image
+    assert all(link.startswith(("data:", "#")) for link in links)
+    assert len(contents["selection.svg"]) < 500_000
+
+
+def test_folders_layers_and_missing_libraries_are_refused(planted, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidInput, match="layer must be 0 to 0, got 1"):
+        save(planted, tmp_path / "new", layer=1)
+    with pytest.raises(InvalidInput, match="is not empty; give another folder, or --force"):
+        save(planted, tmp_path)
+    with pytest.raises(InvalidInput, match="file is not a folder"):
+        save(planted, tmp_path / "file", force=True)
+    with pytest.raises(InvalidInput, match=r"directory .*no does not exist; create it first"):
+        save(planted, tmp_path / "no" / "new")
+    for name in ("jinja2", "matplotlib"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, name, None)
+            with pytest.raises(
+                BackendUnavailable, match=rf"{name}, .*pip install 'nsa-cli\[plot\]'"
+            ):
+                save(planted, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
+    # The pictures have a test of their own.
+    monkeypatch.setattr("nsa_models.inspect.draw.detail", lambda *_: b"a picture")
+    monkeypatch.setattr("nsa_models.inspect.draw.overview", lambda *_: b"a picture")
+    (block,) = re.findall(r"(?s)```python\n(.*?)```", (DOCS / "inspect.md").read_text())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("a text of many words. " * 8)
+    variables: dict[str, object] = {}
+    exec(compile(block, "docs/inspect.md", "exec"), variables)
+    assert (tmp_path / "picture" / "inspect.html").is_file()
+    assert isinstance(variables["inspection"], Inspection)
