@@ -31,6 +31,7 @@ TEST_TOOLS = (
     "jinja2>=3.1",
     "playwright>=1.40",  # drives the Chromium of the machine
     "plotly>=6.0",
+    "sybil>=9",  # runs the code blocks of docs
     "safetensors>=0.4",
     "setuptools>=77",
     "wheel",
@@ -288,7 +289,7 @@ def release_notes(session: nox.Session) -> None:
 WRITE_METADATA = """
 import pathlib, sys, tomlkit
 packages = pathlib.Path(sys.argv[1])
-shared = tomlkit.parse((packages / "metadata.toml").read_text(encoding="utf-8"))
+shared = tomlkit.parse((packages.parent / "metadata.toml").read_text(encoding="utf-8"))
 for path in sorted(packages.glob("*/pyproject.toml")):
     document = tomlkit.parse(path.read_text(encoding="utf-8"))
     project, written = document["project"], tomlkit.table()
@@ -305,7 +306,7 @@ for path in sorted(packages.glob("*/pyproject.toml")):
 
 @nox.session
 def metadata(session: nox.Session) -> None:
-    """Write packages/metadata.toml into the [project] table of every package."""
+    """Write metadata.toml into the [project] table of every package."""
     session.install("tomlkit>=0.13")
     session.run("python", "-c", WRITE_METADATA, str(ROOT / "packages"))
 
@@ -316,7 +317,7 @@ RANGE = re.compile(r'"(nsa-[a-z0-9-]+(?:\[[a-z,-]+\])?)>=[^",]+,<[^"; ]+')
 # Examples of a third-party backend: the version range of nsa-core changes, their own version stays.
 TEMPLATES = (
     "packages/nsa-cli/src/nsa_cli/template/pyproject.toml.tmpl",
-    "docs/write-a-backend.md",
+    "docs/how-to/write-a-backend.md",
 )
 
 

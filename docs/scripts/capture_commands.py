@@ -1,6 +1,6 @@
 """Write the output of the commands on a page, as a terminal of 80 columns shows it.
 
-    python docs/scripts/capture_commands.py docs/cli.md
+    python docs/scripts/capture_commands.py docs/reference/cli.md
 
 Each block that starts with ```console holds commands behind "$ " and their output. The script runs
 the commands of all blocks in order, in one empty folder, and replaces the output. A command that

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "benchmarks/README.md", "docs/bench.md", "docs/decode.md", "docs/train.md")
+PAGES = ("README.md", "benchmarks/README.md", "docs/how-to/benchmark.md", "docs/explanation/decode.md", "docs/how-to/train.md")
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def figures(monkeypatch):
 @pytest.fixture
 def pages(tmp_path):
     """A folder with copies of the pages and result files."""
-    for page in (*PAGES, "docs/report-rows.md"):
+    for page in (*PAGES, "docs/explanation/report-rows.md"):
         (tmp_path / page).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
     shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
@@ -122,12 +122,12 @@ def test_every_opening_marker_has_a_closing_marker(figures):
     [
         ("core_12_2_64.json", r'"median_ms": 12\.0401', "README.md"),
         ("train.json", r'"tokens_per_s": 175856', "README.md"),
-        ("train.json", r'"tokens_per_s": 399584', "docs/report-rows.md"),
-        ("decode_small.json", r'"median_ms": 0\.02272\b', "docs/report-rows.md"),
-        ("decode.json", r'"median_ms": 0\.138928', "docs/decode.md"),
-        ("train_memory.json", r'"peak_gib": 30\.134', "docs/train.md"),
-        ("backends.json", r'"median_ms": 5\.02331', "docs/bench.md"),
-        ("real_blocks.json", r'"8": 2\.408', "docs/bench.md"),
+        ("train.json", r'"tokens_per_s": 399584', "docs/explanation/report-rows.md"),
+        ("decode_small.json", r'"median_ms": 0\.02272\b', "docs/explanation/report-rows.md"),
+        ("decode.json", r'"median_ms": 0\.138928', "docs/explanation/decode.md"),
+        ("train_memory.json", r'"peak_gib": 30\.134', "docs/how-to/train.md"),
+        ("backends.json", r'"median_ms": 5\.02331', "docs/how-to/benchmark.md"),
+        ("real_blocks.json", r'"8": 2\.408', "docs/how-to/benchmark.md"),
     ],
 )
 def test_a_changed_number_in_a_result_file_is_detected(figures, pages, file, pattern, page, capsys):

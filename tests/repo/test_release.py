@@ -33,7 +33,7 @@ PACKAGES = (
 
 TEMPLATES = (
     "packages/nsa-cli/src/nsa_cli/template/pyproject.toml.tmpl",
-    "docs/write-a-backend.md",
+    "docs/how-to/write-a-backend.md",
 )
 PUBLIC_NAMES = {
     "API_VERSION",

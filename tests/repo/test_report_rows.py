@@ -1,4 +1,4 @@
-"""docs/report-rows.md has 25 rows with tests that are collected and commands that exist."""
+"""docs/explanation/report-rows.md has 25 rows with tests that are collected and commands that exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 def rows(repo: Any) -> list[Row]:
     lines = [
-        line for line in repo.text("docs/report-rows.md").splitlines() if re.match(r"\| \d", line)
+        line for line in repo.text("docs/explanation/report-rows.md").splitlines() if re.match(r"\| \d", line)
     ]
     return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines]
 
@@ -88,7 +88,7 @@ def test_every_named_test_is_collected(
     named = {name for row in rows(repo) for name in named_tests(row)}
     if named := missing(named, {name.split("[")[0] for name in collected_ids}):
         named = missing(named, collected(*sorted({name.split("::")[0] for name in named})))
-    assert not named, f"docs/report-rows.md names {sorted(named)}"
+    assert not named, f"docs/explanation/report-rows.md names {sorted(named)}"
     # The command of a row runs a test that the row names: its files hold it and -k selects it.
     for row in rows(repo):
         (words,) = commands(row)
@@ -150,7 +150,7 @@ def documented_commands(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in command_lines]
 
 
-@pytest.mark.parametrize(("page", "minimum"), [("docs/bench.md", 6), ("benchmarks/README.md", 3)])
+@pytest.mark.parametrize(("page", "minimum"), [("docs/how-to/benchmark.md", 6), ("benchmarks/README.md", 3)])
 def test_commands_of_a_page_exist(page: str, minimum: int, repo: Any) -> None:
     on_page = documented_commands(repo.text(page))
     assert len(on_page) >= minimum

@@ -122,7 +122,7 @@ def test_links_between_documents_resolve(repo):
 
 def test_architecture_describes_every_package_and_folder(repo):
     """It names each package, each folder, and each top-level module of nsa_core."""
-    page, modules = repo.text("docs/architecture.md"), repo.modules()
+    page, modules = repo.text("docs/explanation/architecture.md"), repo.modules()
     folders = {name.rsplit(".", 1)[0] for name in modules if "." in name}
     core_modules = {
         name for name in modules if name.count(".") == 1 and name.startswith("nsa_core.")
@@ -130,11 +130,11 @@ def test_architecture_describes_every_package_and_folder(repo):
     described = {name for name in folders | core_modules if name.count(".") < 2}
     assert len(described) > 25
     missing = sorted(name for name in described if f"`{name}`" not in page)
-    assert not missing, f"docs/architecture.md has no row for {missing}"
+    assert not missing, f"docs/explanation/architecture.md has no row for {missing}"
 
 
 def test_architecture_follows_a_tensor_through_at_most_eight_files(repo):
-    section = repo.text("docs/architecture.md").split("## One tensor")[1].split("\n## ")[0]
+    section = repo.text("docs/explanation/architecture.md").split("## One tensor")[1].split("\n## ")[0]
     files = re.findall(r"(?m)^\| \d \| `([\w/]+\.py)` \|", section)
     assert 5 < len(files) <= 8
     bases = ("packages/nsa-core/src/nsa_core", "packages/nsa-backend-triton/src/nsa_backend_triton")

@@ -1,6 +1,6 @@
-"""Write docs/backends.md: the requests that this project's own backends support.
+"""Write docs/reference/backends.md: the requests that this project's own backends support.
 
-    python -m nsa_cli.support_matrix > docs/backends.md
+    python -m nsa_cli.support_matrix > docs/reference/backends.md
 
 Run it on a machine without a GPU and with a CPU build of torch. Probes see metadata only, so the
 requests describe GPUs that the machine does not have.

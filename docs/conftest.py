@@ -1,0 +1,60 @@
+"""Run every Python block of the pages as a test, in order, with one namespace per page.
+
+A block that needs a GPU stands behind a comment `skip: next if(not gpu, reason="needs a GPU")`. The
+comment of a line `print(...)  # text` is what the line must print. The blocks of
+write-a-backend.md are files; tests/repo/test_docs.py compares them with the template.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import tempfile
+from typing import Any
+
+from sybil import Example, Sybil
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser, SkipParser
+
+_SHOWN = re.compile(r"(?m)^print\(.*\)  # (.*)$")
+
+
+class _Evaluator(PythonEvaluator):
+    """Run a block and compare what it prints with the comments that show it."""
+
+    def __call__(self, example: Example) -> None:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            super().__call__(example)
+        if shown := _SHOWN.findall(str(example.parsed)):
+            printed = output.getvalue().splitlines()
+            assert printed == shown, f"the page shows {shown}, the block prints {printed}"
+
+
+def _set_up(namespace: dict[str, Any]) -> None:
+    """Start a page: seed torch, and go to an empty folder with the text that examples read."""
+    import torch
+
+    torch.manual_seed(0)
+    folder = tempfile.mkdtemp(prefix="nsa-")
+    with open(os.path.join(folder, "notes.txt"), "w", encoding="utf-8") as file:
+        file.write("a text of many words. " * 8)
+    namespace |= {"gpu": torch.cuda.is_available(), "_folders": (os.getcwd(), folder)}
+    os.chdir(folder)
+
+
+def _tear_down(namespace: dict[str, Any]) -> None:
+    before, folder = namespace["_folders"]
+    os.chdir(before)
+    shutil.rmtree(folder)
+
+
+pytest_collect_file = Sybil(
+    parsers=[CodeBlockParser("python", _Evaluator()), SkipParser()],
+    patterns=["*.md"],
+    excludes=["write-a-backend.md"],
+    setup=_set_up,
+    teardown=_tear_down,
+).pytest()
