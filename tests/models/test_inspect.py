@@ -23,7 +23,7 @@ from nsa_models.inspect.spans import Span, split_text
 from nsa_models.lm import checkpoint
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.tokens import ByteTokenizer
-from planted import Planted
+from inspect_planted import Planted
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 

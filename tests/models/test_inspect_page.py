@@ -18,7 +18,7 @@ from nsa_models.inspect.findings import headline
 from nsa_models.inspect.page import page
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.tokens import ByteTokenizer
-from planted import Planted
+from inspect_planted import Planted
 
 
 class Words:
