@@ -79,7 +79,8 @@ def _verdict(result: Result) -> tuple[str, str]:
         return "bold red", f"INTERRUPTED by {cut.signal}, {left}, {red}: {line}"
     if result.failed:
         return "bold red", f"FAILED {failed} of {checks} correctness checks: {line}"
-    return "bold green", f"{checks} of {checks} correctness checks passed: {line}"
+    passed = f"{checks} of {checks} correctness checks passed" if checks else "nothing was checked"
+    return "bold green", f"{passed}: {line}"
 
 
 def _with_reasons(
