@@ -116,7 +116,7 @@ def test_the_command_saves_records_and_explain_shows_them(nsa, registry, monkeyp
         tuned, "choose", lambda request, device, accepted: ("sdpa", "1 ms against slow 50 ms")
     )
     shown = nsa("backends", "explain", "--device", "cpu")
-    assert "win: tuned: 1 ms against slow 50 ms" in shown.out
+    assert "win was tuned: 1 ms against slow 50 ms" in shown.out
 
 
 def test_the_command_exits_with_1_if_a_backend_is_wrong(nsa, registry_with, monkeypatch):

@@ -87,7 +87,10 @@ def test_an_interrupted_bench_keeps_its_figures(phase, signals, code, nsa, tmp_p
         set() if signals == SIGNALS[2][0] else {timing.INTERRUPTED}
     )
     assert len({m.length for m in result.measurements}) == 1 + bool(interrupted_cell)
-    line = f"INTERRUPTED by {signals[0].name}, 2 of 3 cells left, 0 of 1 gate(s) judged so far red"
+    line = (
+        f"INTERRUPTED by {signals[0].name}, 2 of 3 cells left, 0 of 1 correctness checks failed"
+        " so far"
+    )
     assert line in done.out
     assert code != 143 or line in (tmp_path / "r.html").read_text()
     assert code != 143 or (tmp_path / "r.png").stat().st_size

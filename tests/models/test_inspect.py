@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from inspect_planted import Planted
 from nsa_core import BackendUnavailable, InvalidInput, nsa_attention
 from nsa_models.inspect import Inspection, inspect_model, inspect_text, open_subject, save
 from nsa_models.inspect.collect import CHOSEN, FORCED, FUTURE, MISSED, PASSED_OVER
@@ -23,7 +24,6 @@ from nsa_models.inspect.spans import Span, split_text
 from nsa_models.lm import checkpoint
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.tokens import ByteTokenizer
-from planted import Planted
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 

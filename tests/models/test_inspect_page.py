@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from inspect_planted import Planted
 from nsa_models.inspect import Inspection, inspect_model
 from nsa_models.inspect.findings import headline
 from nsa_models.inspect.page import page
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.tokens import ByteTokenizer
-from planted import Planted
 
 
 class Words:

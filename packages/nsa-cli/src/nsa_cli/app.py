@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             code = exit_request.exit_code
         except SystemExit as exit_request:
             # rich, which prints help pages, would exit with 1 if the reader closed the output
-            if isinstance(exit_request.__context__, BrokenPipeError):
+            if exit_request.code == 1 and isinstance(exit_request.__context__, BrokenPipeError):
                 raise exit_request.__context__ from None
             raise
         sys.stdout.flush()

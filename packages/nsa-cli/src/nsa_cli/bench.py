@@ -114,6 +114,7 @@ def bench(
             result = _run(settings, stop)
         _write_files(result, json_file, html, png, svg, force)
         _print_result(result)
+        _print_written(json_file, html, png, svg)
     raise typer.Exit(_exit_code(result))
 
 
@@ -188,6 +189,7 @@ def report(
         result = read_result(file)
         _write_files(result, None, html, png, svg, force)
         _print_result(result)
+        _print_written(html, png, svg)
     raise typer.Exit(output.FAILED if result.failed else 0)
 
 
@@ -330,6 +332,11 @@ def _write_files(
             from nsa_bench.render.plots import save
 
             save(result, file, kind, force)
+
+
+def _print_written(*files: Path | None) -> None:
+    if names := ", ".join(str(file) for file in files if file is not None):
+        output.print_text(output.console(), f"Written to {names}")
 
 
 def _print_result(result: Result) -> None:

@@ -50,9 +50,8 @@ def wrap(text: str, columns: int | None, first: str = "", rest: str | None = Non
     if columns is None:
         return [(first + text).rstrip()]
     room = max(columns - max(len(first), len(rest)), 1)
-    words = [part for word in text.split() for part in _parts(word, room)]
     lines = textwrap.wrap(
-        " ".join(words),
+        re.sub(r"\S+", lambda word: " ".join(_parts(word[0], room)), text),
         max(columns, len(rest) + 1),
         initial_indent=first,
         subsequent_indent=rest,

@@ -57,7 +57,7 @@ _LINESTYLES: dict[str, Any] = {
 }
 _MARKERS = ("circle", "square", "diamond", "triangle-up", "pentagon")
 _MARKER_LETTERS = dict(zip(_MARKERS, "osD^p"))
-_DPI, _PALETTE_SIZE = 110, 128
+DPI, _PALETTE_SIZE = 110, 128
 
 _STYLE: Any = {
     "svg.hashsalt": "nsa",
@@ -132,7 +132,7 @@ def draw(make: Callable[[], Any], kind: str) -> bytes:
         figure = make()
         buffer = io.BytesIO()
         figure.savefig(
-            buffer, format=kind, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None
+            buffer, format=kind, dpi=DPI, metadata={"Date": None} if kind == "svg" else None
         )
     return buffer.getvalue() if kind == "svg" else _with_palette(buffer)
 

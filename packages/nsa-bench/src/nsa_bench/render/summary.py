@@ -69,16 +69,18 @@ def _verdict(result: Result) -> tuple[str, str]:
     known = result.settings.get("methods", {})
     how = "; ".join(str(known.get(name, name)) for name in methods) or "nothing was timed"
     device, threads = result.environment.get("device", "?"), result.settings.get("threads")
-    line = f"{device}, {threads} CPU thread(s), {how}; {result.seconds:.0f} s"
-    failed = sum(not gate.ok for gate in result.gates)
+    noun = "thread" if threads == 1 else "threads"
+    line = f"{device}, {threads} CPU {noun}, {how}; {result.seconds:.0f} s"
+    failed, checks = sum(not gate.ok for gate in result.gates), len(result.gates)
     if result.interrupted is not None:
         cut = result.interrupted
         left = f"{cut.cells_left} of {cut.cells} cells left"
-        red = f"{failed} of {len(result.gates)} gate(s) judged so far red"
+        red = f"{failed} of {checks} correctness checks failed so far"
         return "bold red", f"INTERRUPTED by {cut.signal}, {left}, {red}: {line}"
     if result.failed:
-        return "bold red", f"FAILED ({failed} gate(s) red): {line}"
-    return "bold green", f"{len(result.gates)} gate(s) passed: {line}"
+        return "bold red", f"FAILED {failed} of {checks} correctness checks: {line}"
+    passed = f"{checks} of {checks} correctness checks passed" if checks else "nothing was checked"
+    return "bold green", f"{passed}: {line}"
 
 
 def _with_reasons(

@@ -6,6 +6,9 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
+
+_IMPORT_S = 0.05  # an alarm that rings during an import rings again after this time
 
 
 class Interruption:
@@ -72,6 +75,8 @@ def exit_code(name: str) -> int:
 def alarm_in(seconds: float, error: BaseException) -> Iterator[None]:
     """Raise ``error`` in the block after ``seconds``, between two operations of Python.
 
+    An import is finished first: a module that is imported by half fails whoever uses it next.
+
     Call it in the main thread, where no other alarm is set. A signal that an :class:`Interruption`
     records replaces the alarm by its own.
     """
@@ -87,15 +92,26 @@ def alarm_in(seconds: float, error: BaseException) -> Iterator[None]:
 
 def _start_alarm(
     seconds: float, error: BaseException, again_s: float = 0.0
-) -> Callable[[int, object], None]:
+) -> Callable[[int, FrameType | None], None]:
     """Raise ``error`` in the main thread after ``seconds``; return the handler that does it."""
 
-    def ring(number: int, frame: object) -> None:
+    def ring(number: int, frame: FrameType | None) -> None:
+        if _is_importing(frame):
+            signal.setitimer(signal.ITIMER_REAL, _IMPORT_S, again_s)
+            return
         raise error
 
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds, again_s)
     return ring
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stop_alarm() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nsa_bench.render.style import BRANCH_COLOURS, draw
+from nsa_bench.render.style import BRANCH_COLOURS, DPI, draw
 from nsa_core.contract import BRANCHES
 from nsa_models.inspect.collect import CHOSEN, FORCED, MISSED, Inspection, LayerInspection
 from nsa_models.inspect.findings import UNTRAINED, headline, shares
@@ -26,7 +26,7 @@ _CELL_NAMES = {
 }
 _INK, _FAINT, _WARNING = "#222222", "#777777", "#b30000"
 _BEST, _RANDOM = "#333333", "#8f8f8f"
-_WIDTH = 16.0  # inches: 1600 pixels
+_WIDTH = 1600 / DPI  # inches: 1600 pixels
 _FONTS = {
     "font.size": 13,
     "axes.edgecolor": _FAINT,
