@@ -123,6 +123,14 @@ def test_every_opening_marker_has_a_closing_marker(figures):
             assert text.count("<!-- figures:") == text.count("<!-- /figures -->") == complete, path
 
 
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+def test_no_value_inside_a_sentence_begins_a_line(page):
+    """Markdown starts an HTML block there, which ends the paragraph or the list."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert "<!-- figures:" in text
+    assert not re.findall(r"(?m)^ *<!-- figures:[\w-]+ -->[^\n]", text)
+
+
 @pytest.mark.parametrize(
     ("file", "pattern", "page"),
     [
