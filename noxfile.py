@@ -1,4 +1,4 @@
-"""Sessions for contributors and CI; `nox --list` describes them."""
+"""Sessions for contributors and CI: lint, typecheck, tests, full, wheels and bump."""
 
 from __future__ import annotations
 
