@@ -69,6 +69,20 @@ def test_the_chart_of_the_readme_is_that_of_the_results(repo, monkeypatch, tmp_p
     assert shown == drawn, "run `python docs/scripts/readme_figure.py docs/images`"
 
 
+def test_the_words_for_the_chart_have_its_numbers(repo):
+    """A reader who does not see the chart hears the same times."""
+    script = runpy.run_path(str(repo.root / "docs/scripts/readme_figure.py"))
+    longest = {
+        m.subject: m.performance.median_ms
+        for m in script["measured"]().measurements
+        if (m.shape, m.length, m.phase, m.inputs) == ("64/4/128", 65536, "both", "random")
+        and m.performance
+    }
+    (alt,) = re.findall(r'alt="([^"]+)"', repo.text("README.md"))
+    times = f"takes {longest['auto']:.0f} ms instead of {longest['dense cudnn']:.0f} ms at 64k"
+    assert times in alt.replace("\n", " ")
+
+
 def test_the_chart_has_a_white_background(repo):
     """Otherwise black text would stand on the page's own dark background."""
     first = re.search(
