@@ -31,6 +31,7 @@ TEST_TOOLS = (
     "jinja2>=3.1",
     "playwright>=1.40",  # drives the Chromium of the machine
     "plotly>=6.0",
+    "pyyaml>=6",
     "sybil>=9",  # runs the code blocks of docs
     "safetensors>=0.4",
     "setuptools>=77",
@@ -275,8 +276,19 @@ def check_without_sdpa(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def release_notes(session: nox.Session) -> None:
-    """Print the section of CHANGELOG.md about one version: `nox -s release_notes -- 0.2.0`."""
+    """Print the section of CHANGELOG.md about one version: `nox -s release_notes -- 0.2.0`.
+
+    The version must be that of the packages, so that a tag cannot publish another one.
+    """
     version = "".join(session.posargs[:1])
+    for path in PACKAGES:
+        if f'\nversion = "{version}"\n' not in (path / "pyproject.toml").read_text(
+            encoding="utf-8"
+        ):
+            session.error(
+                f"{path.name} does not have version {version or 'VERSION'};"
+                " `nox -s bump -- VERSION` writes it into all packages"
+            )
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     heading = rf"(?m)^## {re.escape(version)} - \d{{4}}-\d{{2}}-\d{{2}}$"
     section = re.search(heading + r"\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
@@ -346,4 +358,7 @@ def bump(session: nox.Session) -> None:
         text = PIN.sub(rf'"\1=={version}', text)
         text = RANGE.sub(rf'"\1{compatible_range(version)}', text)
         file.write_text(text, encoding="utf-8")
+    citation = ROOT / "CITATION.cff"
+    text = citation.read_text(encoding="utf-8")
+    citation.write_text(re.sub(r"(?m)^version: .*$", f"version: {version}", text), encoding="utf-8")
     session.log(f"{len(PACKAGES)} packages are now {version}; add a heading to CHANGELOG.md")
