@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "benchmarks/README.md", "docs/how-to/benchmark.md", "docs/explanation/decode.md", "docs/how-to/train.md")
+PAGES = (
+    "README.md",
+    "benchmarks/README.md",
+    "docs/how-to/benchmark.md",
+    "docs/how-to/train.md",
+    "docs/explanation/decode.md",
+    "docs/explanation/performance.md",
+)
 
 
 @pytest.fixture
@@ -127,7 +134,7 @@ def test_every_opening_marker_has_a_closing_marker(figures):
         ("decode.json", r'"median_ms": 0\.138928', "docs/explanation/decode.md"),
         ("train_memory.json", r'"peak_gib": 30\.134', "docs/how-to/train.md"),
         ("backends.json", r'"median_ms": 5\.02331', "docs/how-to/benchmark.md"),
-        ("real_blocks.json", r'"8": 2\.408', "docs/how-to/benchmark.md"),
+        ("real_blocks.json", r'"8": 2\.408', "docs/explanation/performance.md"),
     ],
 )
 def test_a_changed_number_in_a_result_file_is_detected(figures, pages, file, pattern, page, capsys):
