@@ -38,7 +38,7 @@ def figures(monkeypatch):
 def pages(tmp_path):
     """A folder with copies of the pages and result files."""
     for page in (*PAGES, "docs/explanation/report-rows.md"):
-        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
     shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
     return tmp_path
