@@ -36,7 +36,7 @@ class _Evaluator(PythonEvaluator):
 
 
 def _set_up(namespace: dict[str, Any]) -> None:
-    """Start a page: seed torch, and go to an empty folder with the text and results that examples read."""
+    """Start a page: seed torch, and go to a folder that has only what examples read."""
     import torch
 
     torch.manual_seed(0)

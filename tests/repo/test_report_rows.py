@@ -1,4 +1,4 @@
-"""docs/explanation/report-rows.md has 25 rows with tests that are collected and commands that exist."""
+"""Every row of docs/explanation/report-rows.md has tests and a command that exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Row(NamedTuple):
 
 def rows(repo: Any) -> list[Row]:
     lines = [
-        line for line in repo.text("docs/explanation/report-rows.md").splitlines() if re.match(r"\| \d", line)
+        line
+        for line in repo.text("docs/explanation/report-rows.md").splitlines()
+        if re.match(r"\| \d", line)
     ]
     return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines]
 
@@ -143,7 +145,7 @@ _COMMAND = r"([A-Z_]+=\S+ )*(nsa|python benchmarks/\S+\.py)( |$)"
 
 
 def documented_commands(text: str) -> list[list[str]]:
-    """Return the commands in the indented and bash blocks of a page, with continued lines joined."""
+    """Return the commands in the indented and bash blocks of a page; joins continued lines."""
     text = text.replace("\\\n", " ")
     lines = re.findall(r"(?m)^ {4}(.*)$", text)
     for block in re.findall(r"(?ms)^```bash\n(.*?)^```$", text):
