@@ -17,8 +17,9 @@ PAGES = (
     "README.md",
     "benchmarks/README.md",
     "docs/how-to/benchmark.md",
-    "docs/explanation/decode.md",
     "docs/how-to/train.md",
+    "docs/explanation/decode.md",
+    "docs/explanation/performance.md",
 )
 
 
@@ -142,7 +143,7 @@ def test_no_value_inside_a_sentence_begins_a_line(page):
         ("decode.json", r'"median_ms": 0\.138928', "docs/explanation/decode.md"),
         ("train_memory.json", r'"peak_gib": 30\.134', "docs/how-to/train.md"),
         ("backends.json", r'"median_ms": 5\.02331', "docs/how-to/benchmark.md"),
-        ("real_blocks.json", r'"8": 2\.408', "docs/how-to/benchmark.md"),
+        ("real_blocks.json", r'"8": 2\.408', "docs/explanation/performance.md"),
     ],
 )
 def test_a_changed_number_in_a_result_file_is_detected(figures, pages, file, pattern, page, capsys):
