@@ -16,7 +16,7 @@ import mkdocs_gen_files
 
 _INTRODUCTION = """# Command options
 
-Typer generates this page from the commands. [The command line](cli.md) shows what the commands print.
+Typer generates this page from the commands. [The command line](cli.md) shows what they print.
 """
 
 

@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "benchmarks/README.md", "docs/how-to/benchmark.md", "docs/explanation/decode.md", "docs/how-to/train.md")
+PAGES = (
+    "README.md",
+    "benchmarks/README.md",
+    "docs/how-to/benchmark.md",
+    "docs/explanation/decode.md",
+    "docs/how-to/train.md",
+)
 
 
 @pytest.fixture
@@ -31,7 +37,7 @@ def figures(monkeypatch):
 def pages(tmp_path):
     """A folder with copies of the pages and result files."""
     for page in (*PAGES, "docs/explanation/report-rows.md"):
-        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
     shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
     return tmp_path

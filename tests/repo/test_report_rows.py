@@ -1,4 +1,4 @@
-"""docs/explanation/report-rows.md has 25 rows with tests that are collected and commands that exist."""
+"""The page of the report rows has 25 of them, with collected tests and existing commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Row(NamedTuple):
 
 def rows(repo: Any) -> list[Row]:
     lines = [
-        line for line in repo.text("docs/explanation/report-rows.md").splitlines() if re.match(r"\| \d", line)
+        line
+        for line in repo.text("docs/explanation/report-rows.md").splitlines()
+        if re.match(r"\| \d", line)
     ]
     return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines]
 
@@ -150,7 +152,9 @@ def documented_commands(text: str) -> list[list[str]]:
     return [shlex.split(line) for line in command_lines]
 
 
-@pytest.mark.parametrize(("page", "minimum"), [("docs/how-to/benchmark.md", 6), ("benchmarks/README.md", 3)])
+@pytest.mark.parametrize(
+    ("page", "minimum"), [("docs/how-to/benchmark.md", 6), ("benchmarks/README.md", 3)]
+)
 def test_commands_of_a_page_exist(page: str, minimum: int, repo: Any) -> None:
     on_page = documented_commands(repo.text(page))
     assert len(on_page) >= minimum

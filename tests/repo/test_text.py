@@ -134,7 +134,9 @@ def test_architecture_describes_every_package_and_folder(repo):
 
 
 def test_architecture_follows_a_tensor_through_at_most_eight_files(repo):
-    section = repo.text("docs/explanation/architecture.md").split("## One tensor")[1].split("\n## ")[0]
+    section = (
+        repo.text("docs/explanation/architecture.md").split("## One tensor")[1].split("\n## ")[0]
+    )
     files = re.findall(r"(?m)^\| \d \| `([\w/]+\.py)` \|", section)
     assert 5 < len(files) <= 8
     bases = ("packages/nsa-core/src/nsa_core", "packages/nsa-backend-triton/src/nsa_backend_triton")
