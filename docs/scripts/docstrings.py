@@ -1,7 +1,8 @@
 """A griffe extension: turn the roles and examples of docstrings into Markdown for the API pages.
 
-``:func:`nsa_core.resolve` `` becomes code, and a link if a page documents the object. "Example:"
-becomes "Examples:", the section name that griffe renders as code.
+``:func:`nsa_core.resolve` `` becomes code, and a link if a page documents the object. The name of a
+page in docs becomes a link to it. "Example:" becomes "Examples:", the section name that griffe
+renders as code.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import griffe
 
 _ROLE = re.compile(r":(?:func|class|meth|data|attr|mod):`~?([\w.]+)`")
+_PAGE = re.compile(r"\bdocs/((?:how-to|reference|explanation|start)/[\w-]+)\.md")
 _CORE = pathlib.Path("packages/nsa-core/src/nsa_core/__init__.py")
 
 
@@ -53,4 +55,6 @@ class Roles(griffe.Extension):
             return f'<autoref identifier="{path}" optional><code>{role[1]}</code></autoref>'
 
         text = _ROLE.sub(link, obj.docstring.value)
+        # API pages are two folders below docs. MkDocs checks the links.
+        text = _PAGE.sub(r"[\1](../../\1.md)", text)
         obj.docstring.value = re.sub(r"(?m)^Example:$", "Examples:", text)

@@ -1,4 +1,4 @@
-"""MkDocs hooks: links to files outside docs, and two checks that turn faults into warnings.
+"""MkDocs hooks: links to files outside docs, and checks that turn faults into warnings.
 
 `mkdocs build --strict` fails at a warning. The site must work without any other server, so no page
 may load a script, a style sheet, a font or an image from one.
@@ -21,6 +21,8 @@ _LOADED_LINKS = {"stylesheet", "icon", "preload", "preconnect", "dns-prefetch", 
 _IN_STYLE = re.compile(r"(?i)(?:url\(|@import)\s*['\"]?((?:https?:)?//[^'\")\s]+)")
 _CODE = re.compile(r"(?s)<(pre|code)\b.*?</\1>")
 _UNRENDERED = re.compile(r":(?:func|class|meth|data|attr|mod):|<p>(?:Example|Shapes|Notes?):\n")
+# Markdown takes the asterisks of a formula such as i*d .. i*d for emphasis.
+_FORMULA = re.compile(r"<em>([^<]*(?:\.\.|[+^/=])[^<]*|\w)</em>")
 
 
 class _Loaded(HTMLParser):
@@ -51,6 +53,11 @@ def unrendered_docstrings(html: str) -> list[str]:
     return _UNRENDERED.findall(_CODE.sub("", html))
 
 
+def broken_formulas(html: str) -> list[str]:
+    """Return formulas whose asterisks became emphasis."""
+    return _FORMULA.findall(_CODE.sub("", html))
+
+
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Replace relative links that leave docs/ by links to the repository."""
     folder = posixpath.dirname(f"docs/{page.file.src_uri}")
@@ -70,6 +77,8 @@ def on_post_page(output: str, *, page: Any, **_: Any) -> str:
         _log.warning("%s loads %s from another server", page.file.src_uri, address)
     for text in unrendered_docstrings(output):
         _log.warning("%s shows %r: a docstring is not rendered", page.file.src_uri, text)
+    for text in broken_formulas(output):
+        _log.warning("%s has emphasis in a formula, %r: use code", page.file.src_uri, text)
     return output
 
 

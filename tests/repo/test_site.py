@@ -109,6 +109,12 @@ def test_docstrings_that_are_not_rendered_are_detected(hooks: Any) -> None:
     assert not hooks.unrendered_docstrings("<code>:func:`x`</code><p>An example: f</p>")
 
 
+def test_asterisks_of_a_formula_that_became_emphasis_are_detected(hooks: Any) -> None:
+    assert hooks.broken_formulas("<p>tokens i<em>d .. i</em>d</p>") == ["d .. i"]
+    assert hooks.broken_formulas("lim<em>u</em>2") == ["u"]
+    assert not hooks.broken_formulas("<p>what it <em>reads</em></p><code><em>u</em></code>")
+
+
 @pytest.mark.parametrize(
     ("link", "expected"),
     [
