@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import nsa_core
 from nsa_cli import app, output
 from nsa_core import NSAConfig
 from nsa_core.config import COMPRESS_KINDS, GATE_KINDS
@@ -41,6 +42,17 @@ def test_every_page_begins_with_one_title(repo: Any) -> None:
         titles[repo.name(path)] = re.findall(r"(?m)^# (.+)$", text)
     assert not {page: found for page, found in titles.items() if len(found) != 1}
     assert len({title for (title,) in titles.values()}) == len(titles)
+
+
+def test_every_public_name_has_an_api_page(repo: Any) -> None:
+    pages = [*(repo.root / "docs" / "reference" / "api").glob("*.md")]
+    text = "".join(path.read_text(encoding="utf-8") for path in pages)
+    text += repo.text("docs/reference/errors.md")
+    documented = {path.rsplit(".", 1)[1] for path in re.findall(r"(?m)^::: ([\w.]+)$", text)}
+    for members in re.findall(r"members: \[(.+)\]", text):
+        documented |= set(members.split(", "))
+    constants = {"API_VERSION", "__version__", "hookimpl"}
+    assert set(nsa_core.__all__) - constants - documented == set()
 
 
 def rows(page: str) -> list[list[str]]:
@@ -173,4 +185,5 @@ def test_the_options_page_has_every_command(site: pathlib.Path) -> None:
 
     expected = names(typer.main.get_command(app.app), "nsa")
     assert len(expected) > 14
-    assert [name for name in expected if f"<code>{name}</code>" not in text] == []
+    headings = set(re.findall(r'<h2 id="([\w-]+)">', text))
+    assert headings == {name.replace(" ", "-") for name in expected}
