@@ -55,6 +55,7 @@ class Roles(griffe.Extension):
             return f'<autoref identifier="{path}" optional><code>{role[1]}</code></autoref>'
 
         text = _ROLE.sub(link, obj.docstring.value)
+        text = re.sub(r"(?m)(?<=\S)::$", ":", text)
         # API pages are two folders below docs. MkDocs checks the links.
         text = _PAGE.sub(r"[\1](../../\1.md)", text)
         obj.docstring.value = re.sub(r"(?m)^Example:$", "Examples:", text)
