@@ -1,4 +1,4 @@
-"""Sessions for contributors and CI: lint, typecheck, tests, full, wheels and bump."""
+"""Sessions for contributors and CI: lint, typecheck, tests, full, docs, wheels and bump."""
 
 from __future__ import annotations
 
@@ -38,6 +38,20 @@ TEST_TOOLS = (
     "wheel",
     f"{TRITON}; sys_platform == 'linux'",
 )
+# They build the site without torch: docstrings are parsed, and `nsa --help` does not import it.
+DOCS_TOOLS = (
+    "mkdocs>=1.6,<2",
+    "mkdocs-material>=9.5,<10",
+    "mkdocs-gen-files>=0.5",
+    "mkdocstrings[python]>=0.30",
+    "mkdocstrings-python>=1.16",
+    "pluggy>=1.5",
+    "rich>=13",
+    "typer>=0.12",
+    RUFF,  # formats signatures
+)
+# Silence notices of the tools about other tools.
+DOCS_ENVIRONMENT = {"DISABLE_MKDOCS_2_WARNING": "true", "NO_MKDOCS_2_WARNING": "1"}
 # One thread per worker, because two workers share two cores. Byte code is written, because hundreds
 # of child processes import it.
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
@@ -152,6 +166,17 @@ def full(session: nox.Session) -> None:
     all_shards = tuple(f"{number}/{SHARDS}" for number in range(1, SHARDS + 1))
     selected = tuple(session.posargs[1:]) if session.posargs[:1] == ["--shard"] else ()
     run_pytest(session, "", selected or (() if session.posargs else all_shards))
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation site in build/site; a warning is an error.
+
+    `nox -s docs -- --serve` serves it and builds again when a page changes.
+    """
+    session.install(*DOCS_TOOLS)
+    command = ["serve"] if session.posargs == ["--serve"] else ["build", "--strict", "--clean"]
+    session.run("python", "-m", "mkdocs", *command, env=DOCS_ENVIRONMENT)
 
 
 @nox.session(default=False)

@@ -1,8 +1,9 @@
 """Run every Python block of the pages as a test, in order, with one namespace per page.
 
 A block that needs a GPU stands behind a comment `skip: next if(not gpu, reason="needs a GPU")`. The
-comment of a line `print(...)  # text` is what the line must print. The blocks of
-write-a-backend.md are files; tests/repo/test_docs.py compares them with the template.
+comment of a line `print(...)  # text` is what the line must print. A text block after a Python
+block that prints is what it must print; line breaks are free. The blocks of write-a-backend.md are
+files, which tests/repo/test_docs.py compares with the template.
 """
 
 from __future__ import annotations
@@ -30,9 +31,18 @@ class _Evaluator(PythonEvaluator):
     def __call__(self, example: Example) -> None:
         with contextlib.redirect_stdout(io.StringIO()) as output:
             super().__call__(example)
+        printed = output.getvalue()
         if shown := _SHOWN.findall(str(example.parsed)):
-            printed = output.getvalue().splitlines()
-            assert printed == shown, f"the page shows {shown}, the block prints {printed}"
+            assert printed.splitlines() == shown, f"shown {shown}, printed {printed.splitlines()}"
+            printed = ""
+        example.namespace["_printed"] = printed
+
+
+def _compare_output(example: Example) -> None:
+    """Compare a text block with the output of the Python block before it, if that printed."""
+    if printed := example.namespace.pop("_printed", ""):
+        shown = str(example.parsed)
+        assert shown.split() == printed.split(), f"shown:\n{shown}\nprinted:\n{printed}"
 
 
 def _set_up(namespace: dict[str, Any]) -> None:
@@ -55,7 +65,11 @@ def _tear_down(namespace: dict[str, Any]) -> None:
 
 
 pytest_collect_file = Sybil(
-    parsers=[CodeBlockParser("python", _Evaluator()), SkipParser()],
+    parsers=[
+        CodeBlockParser("python", _Evaluator()),
+        CodeBlockParser("text", _compare_output),
+        SkipParser(),
+    ],
     patterns=["*.md"],
     excludes=["write-a-backend.md"],
     setup=_set_up,

@@ -167,7 +167,7 @@ def test_workflows_run_sessions_that_exist(repo):
     used = {word for run in runs for word in run.split("nox -s ")[1].split(" -- ")[0].split()}
     defined = set(re.findall(r"(?m)^@nox\.session.*\ndef (\w+)\(", repo.text("noxfile.py")))
     assert used >= {"tests", "lint", "typecheck", "wheels", "docs", "release_notes"}
-    assert used - defined <= {"docs"}
+    assert used <= defined
 
 
 def test_pre_commit_has_the_ruff_of_the_lint_session(repo):
