@@ -1,4 +1,4 @@
-"""Sessions for contributors and CI: lint, typecheck, tests, full, wheels and bump."""
+"""Sessions for contributors and CI: lint, typecheck, tests, full, docs, wheels and bump."""
 
 from __future__ import annotations
 
@@ -31,11 +31,27 @@ TEST_TOOLS = (
     "jinja2>=3.1",
     "playwright>=1.40",  # drives the Chromium of the machine
     "plotly>=6.0",
+    "pyyaml>=6",
+    "sybil>=9",  # runs the code blocks of docs
     "safetensors>=0.4",
     "setuptools>=77",
     "wheel",
     f"{TRITON}; sys_platform == 'linux'",
 )
+# They build the site without torch: docstrings are parsed, and `nsa --help` does not import it.
+DOCS_TOOLS = (
+    "mkdocs>=1.6,<2",
+    "mkdocs-material>=9.5,<10",
+    "mkdocs-gen-files>=0.5",
+    "mkdocstrings[python]>=0.30",
+    "mkdocstrings-python>=1.16",
+    "pluggy>=1.5",
+    "rich>=13",
+    "typer>=0.12",
+    RUFF,  # formats signatures
+)
+# Silence notices of the tools about other tools.
+DOCS_ENVIRONMENT = {"DISABLE_MKDOCS_2_WARNING": "true", "NO_MKDOCS_2_WARNING": "1"}
 # One thread per worker, because two workers share two cores. Byte code is written, because hundreds
 # of child processes import it.
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
@@ -153,6 +169,17 @@ def full(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """Build the documentation site in build/site; a warning is an error.
+
+    `nox -s docs -- --serve` serves it and builds again when a page changes.
+    """
+    session.install(*DOCS_TOOLS)
+    command = ["serve"] if session.posargs == ["--serve"] else ["build", "--strict", "--clean"]
+    session.run("python", "-m", "mkdocs", *command, env=DOCS_ENVIRONMENT)
+
+
+@nox.session(default=False)
 def build(session: nox.Session) -> None:
     """Build and check the wheels of all packages in the folder from which `wheels` installs."""
     install(session, "setuptools>=77", "wheel", "twine>=6")
@@ -173,7 +200,12 @@ def build(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=False, requires=["build"])
 def wheels(session: nox.Session) -> None:
-    """Install all wheels in a fresh environment and use them: alone, with triton, without sdpa."""
+    """Install all wheels in a fresh environment and use them: alone, with triton, without sdpa.
+
+    `nox -s wheels -- --output FOLDER` copies the wheels to a folder when all checks have passed.
+    """
+    if session.posargs and (len(session.posargs) != 2 or session.posargs[0] != "--output"):
+        session.error(f"expected --output FOLDER or nothing, got {session.posargs}")
     dist = session.cache_dir.absolute() / "dist"
     install(session, *map(str, sorted(dist.glob("*.whl"))))
     session.chdir(dist)  # outside the checkout, so that only the wheels can be imported
@@ -187,6 +219,8 @@ def wheels(session: nox.Session) -> None:
         check_triton(session)
     session.run("python", "-m", "pip", "uninstall", "-y", "nsa-backend-sdpa")
     check_without_sdpa(session)
+    if session.posargs:
+        shutil.copytree(dist, ROOT / session.posargs[1], dirs_exist_ok=True)
 
 
 def check_wheel(session: nox.Session, wheel: pathlib.Path) -> None:
@@ -265,13 +299,62 @@ def check_without_sdpa(session: nox.Session) -> None:
             session.error(f"nsa {' '.join(command)} does not name the missing nsa-backend-sdpa")
 
 
+@nox.session(venv_backend="none")
+def release_notes(session: nox.Session) -> None:
+    """Print the section of CHANGELOG.md about one version: `nox -s release_notes -- 0.2.0`.
+
+    The version must be that of the packages, so that a tag cannot publish another one.
+    """
+    version = "".join(session.posargs[:1])
+    for path in PACKAGES:
+        if f'\nversion = "{version}"\n' not in (path / "pyproject.toml").read_text(
+            encoding="utf-8"
+        ):
+            session.error(
+                f"{path.name} does not have version {version or 'VERSION'};"
+                " `nox -s bump -- VERSION` writes it into all packages"
+            )
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heading = rf"(?m)^## {re.escape(version)} - \d{{4}}-\d{{2}}-\d{{2}}$"
+    section = re.search(heading + r"\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    if not version or section is None:
+        session.error(f"CHANGELOG.md has no heading '## {version or 'VERSION'} - YYYY-MM-DD'")
+    print(section[1].strip())
+
+
+# tomlkit keeps comments and the order of keys.
+WRITE_METADATA = """
+import pathlib, sys, tomlkit
+packages = pathlib.Path(sys.argv[1])
+shared = tomlkit.parse((packages.parent / "metadata.toml").read_text(encoding="utf-8"))
+for path in sorted(packages.glob("*/pyproject.toml")):
+    document = tomlkit.parse(path.read_text(encoding="utf-8"))
+    project, written = document["project"], tomlkit.table()
+    for key, value in project.items():
+        if key not in shared:
+            written[key] = value
+        if key == "description":
+            for name, common in shared.items():
+                written[name] = common
+    document["project"] = written
+    path.write_text(tomlkit.dumps(document), encoding="utf-8")
+"""
+
+
+@nox.session
+def metadata(session: nox.Session) -> None:
+    """Write metadata.toml into the [project] table of every package."""
+    session.install("tomlkit>=0.13")
+    session.run("python", "-c", WRITE_METADATA, str(ROOT / "packages"))
+
+
 # "nsa-bench[plot]==0.1.0", with or without an extra and an environment marker
 PIN = re.compile(r'"(nsa-[a-z0-9-]+(?:\[[a-z,-]+\])?)==[^"; ]+')
 RANGE = re.compile(r'"(nsa-[a-z0-9-]+(?:\[[a-z,-]+\])?)>=[^",]+,<[^"; ]+')
 # Examples of a third-party backend: the version range of nsa-core changes, their own version stays.
 TEMPLATES = (
     "packages/nsa-cli/src/nsa_cli/template/pyproject.toml.tmpl",
-    "docs/write-a-backend.md",
+    "docs/how-to/write-a-backend.md",
 )
 
 
@@ -300,4 +383,7 @@ def bump(session: nox.Session) -> None:
         text = PIN.sub(rf'"\1=={version}', text)
         text = RANGE.sub(rf'"\1{compatible_range(version)}', text)
         file.write_text(text, encoding="utf-8")
+    citation = ROOT / "CITATION.cff"
+    text = citation.read_text(encoding="utf-8")
+    citation.write_text(re.sub(r"(?m)^version: .*$", f"version: {version}", text), encoding="utf-8")
     session.log(f"{len(PACKAGES)} packages are now {version}; add a heading to CHANGELOG.md")

@@ -7,6 +7,7 @@ one line of text for a value inside a sentence.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from nsa_bench.result import Measurement, Result, read_result
 from nsa_bench.timing import spread_of_repeats
 
 ABSENT = "not measured"
+PROBLEMS = tuple(itertools.product(SHAPES, ("random", "real")))
 BRANCHES = ("compress", "cmp", "select", "sel", "win", "combine")
 
 
@@ -96,12 +98,11 @@ def core(results: Results) -> str:
     lengths = _core_lengths(results)
     columns = ["heads", "inputs", *(f"{tokens(n)} tokens" for n in lengths), "faster from"]
     rows = []
-    for shape in SHAPES:
-        for inputs in ("random", "real"):
-            cells = [results.core_cell(shape, inputs, "both", n) for n in lengths]
-            ratios = [(c.length, 1 / c.ratio_to_dense) for c in cells if c and c.ratio_to_dense]
-            length, _ = crossing(ratios)
-            rows.append([shape, inputs, *map(_beside_dense, cells), _from(length, ratios)])
+    for shape, inputs in PROBLEMS:
+        cells = [results.core_cell(shape, inputs, "both", n) for n in lengths]
+        ratios, _ = _ratios(results, shape, inputs)
+        length, _ = crossing(ratios)
+        rows.append([shape, inputs, *map(_beside_dense, cells), _from(length, ratios)])
     return table(columns, rows)
 
 
@@ -124,23 +125,104 @@ def _from(length: int | None, ratios: Sequence[tuple[int, float]]) -> str:
     return f"{length / 1024:.1f}k" if length > ratios[0][0] else f"{tokens(length)} or less"
 
 
+def core_memory(results: Results) -> str:
+    """Tabulate time and memory of NSA and of the fastest dense kernel on random inputs."""
+    rows = []
+    for shape, length in itertools.product(SHAPES, _core_lengths(results)):
+        cell = results.core_cell(shape, "random", "both", length)
+        dense = _fastest_dense(results, cell) if cell else None
+        if cell is None or cell.performance is None or dense is None or dense.performance is None:
+            continue
+        times = [m.performance.median_ms for m in (cell, dense) if m.performance]
+        memory = [f"{(m.peak_memory_bytes or 0) / 2**20:,.0f}" for m in (cell, dense)]
+        ratio = (
+            f"**{times[1] / times[0]:.1f}x**"
+            if times[0] < times[1]
+            else f"{times[1] / times[0]:.1f}x"
+        )
+        rows.append([shape, tokens(length), *map(digits, times), ratio, *memory])
+    columns = ["heads", "tokens", "NSA, ms", "dense, ms", "speed", "NSA, MiB", "dense, MiB"]
+    return table(columns, rows)
+
+
+def _fastest_dense(results: Results, cell: Measurement) -> Measurement | None:
+    """Return the fastest dense kernel that the run of ``cell`` timed beside it."""
+    for result in results.core_files(cell.shape):
+        if any(m is cell for m in result.measurements):
+            dense = [
+                m
+                for m in result.measurements
+                if m.kind == "dense"
+                and (m.series, m.length) == (cell.series, cell.length)
+                and m.performance is not None
+            ]
+            return min(dense, key=lambda m: m.performance.median_ms if m.performance else math.inf)
+    return None
+
+
 def core_eager(results: Results) -> str:
     """Tabulate the crossover lengths with CUDA graphs and with eager calls."""
     rows = []
-    for shape in SHAPES:
-        for inputs in ("random", "real"):
-            cells = [results.core_cell(shape, inputs, "both", n) for n in _core_lengths(results)]
-            measured = [c for c in cells if c is not None]
-            graphs = [(c.length, 1 / c.ratio_to_dense) for c in measured if c.ratio_to_dense]
-            eager = [
-                pair
-                for result in results.core_files(shape)
-                for c in measured
-                if (pair := _eager_ratio(result, c)) is not None
-            ]
-            lengths = [_from(crossing(sorted(p))[0], sorted(p)) for p in (graphs, eager)]
-            rows.append([shape, inputs, *lengths])
+    for shape, inputs in PROBLEMS:
+        pairs = _ratios(results, shape, inputs)
+        lengths = [_from(crossing(ratios)[0], ratios) for ratios in pairs]
+        rows.append([shape, inputs, *lengths])
     return table(["heads", "inputs", "faster from, CUDA graphs", "faster from, eager"], rows)
+
+
+def _ratios(results: Results, shape: str, inputs: str) -> tuple[list[tuple[int, float]], ...]:
+    """Return (length, NSA time / fastest dense time) with CUDA graphs, and with eager calls."""
+    cells = [results.core_cell(shape, inputs, "both", n) for n in _core_lengths(results)]
+    measured = [c for c in cells if c is not None]
+    graphs = [(c.length, 1 / c.ratio_to_dense) for c in measured if c.ratio_to_dense]
+    eager = [
+        pair
+        for result in results.core_files(shape)
+        for c in measured
+        if (pair := _eager_ratio(result, c)) is not None
+    ]
+    return sorted(graphs), sorted(eager)
+
+
+def _crossovers(kind: int) -> Callable[[Results], str]:
+    """Return a function that states the range of crossover lengths over shapes and inputs.
+
+    ``kind`` is 0 for CUDA graphs and 1 for eager calls.
+    """
+
+    def render(results: Results) -> str:
+        lengths = [crossing(_ratios(results, *problem)[kind])[0] for problem in PROBLEMS]
+        known = [length for length in lengths if length is not None]
+        if not known:
+            return ABSENT
+        return f"{round(min(known) / 1024)}k to {round(max(known) / 1024)}k"
+
+    return render
+
+
+def core_memory_ratio(results: Results) -> str:
+    """Return the range of NSA's memory over dense memory in the table of core_memory."""
+    ratios = [
+        (cell.peak_memory_bytes or 0) / (dense.peak_memory_bytes or 1)
+        for shape, length in itertools.product(SHAPES, _core_lengths(results))
+        if (cell := results.core_cell(shape, "random", "both", length))
+        and (dense := _fastest_dense(results, cell))
+    ]
+    return f"{min(ratios):.1f} to {max(ratios):.1f}"
+
+
+def _compared(subject: str) -> Callable[[Results], str]:
+    """Return a function that states the ms of a subject at 64/4/128 and 32k, in one run."""
+
+    def render(results: Results) -> str:
+        (cell,) = (
+            m
+            for m in results.bench("backends.json").measurements
+            if (m.shape, m.phase, m.length, m.subject) == ("64/4/128", "both", 32768, subject)
+        )
+        return f"{digits(cell.performance.median_ms)} ms" if cell.performance else ABSENT
+
+    return render
 
 
 def _eager_ratio(result: Result, cell: Measurement) -> tuple[int, float] | None:
@@ -180,10 +262,7 @@ def core_few_calls(results: Results) -> str:
 def _core_cells(results: Results, phase: str) -> list[Measurement]:
     lengths = _core_lengths(results)
     cells = (
-        results.core_cell(shape, inputs, phase, n)
-        for shape in SHAPES
-        for inputs in ("random", "real")
-        for n in lengths
+        results.core_cell(shape, inputs, phase, n) for shape, inputs in PROBLEMS for n in lengths
     )
     return [cell for cell in cells if cell is not None]
 
@@ -191,11 +270,10 @@ def _core_cells(results: Results, phase: str) -> list[Measurement]:
 def core_kernels(results: Results) -> str:
     """Tabulate each kernel of the core alone, forward / backward, at 32k tokens."""
     rows = []
-    for shape in SHAPES:
-        for inputs in ("random", "real"):
-            passes = [results.core_cell(shape, inputs, p, 32768) for p in ("forward", "backward")]
-            cells = [" / ".join(_part_ms(cell, name) for cell in passes) for name in BRANCHES]
-            rows.append([shape, inputs, *cells])
+    for shape, inputs in PROBLEMS:
+        passes = [results.core_cell(shape, inputs, p, 32768) for p in ("forward", "backward")]
+        cells = [" / ".join(_part_ms(cell, name) for cell in passes) for name in BRANCHES]
+        rows.append([shape, inputs, *cells])
     return table(["heads", "inputs", *BRANCHES], rows)
 
 
@@ -407,7 +485,14 @@ _ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "core": core,
+    "core-memory": core_memory,
+    "core-memory-ratio": core_memory_ratio,
     "core-eager": core_eager,
+    "core-crossover": _crossovers(0),
+    "core-crossover-eager": _crossovers(1),
+    "compared-nsa": _compared("auto"),
+    "compared-dense": _compared("dense cudnn"),
+    "compared-fla": _compared("fla NSA, l=d=64"),
     "core-calls": core_calls,
     "core-few-calls": core_few_calls,
     "core-kernels": core_kernels,

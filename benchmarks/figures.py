@@ -46,7 +46,7 @@ from figure_tables import TABLES, Results
 from nsa_bench.provenance import command_output, tree_id
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "benchmarks/README.md", "docs/*.md")
+PAGES = ("README.md", "benchmarks/README.md", "docs/**/*.md")
 MARKED = re.compile(r"(<!-- figures:([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 OURS = ("figures.py", "figure_pieces.py", "figure_tables.py")  # they do not affect measurements
 CUT = ("time limit was reached", "not begun: time limit")  # reasons of cells without a time

@@ -78,7 +78,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if key == "figure"
     ]
     if figures:
-        terminalreporter.section("figures of docs/report-rows.md")
+        terminalreporter.section("figures of docs/explanation/report-rows.md")
         for name, text in sorted(figures):
             terminalreporter.line(f"{name.split('::')[-1]}: {text}")
     mutants = [

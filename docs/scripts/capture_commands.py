@@ -1,10 +1,11 @@
 """Write the output of the commands on a page, as a terminal of 80 columns shows it.
 
-    python docs/scripts/capture_commands.py docs/cli.md
+    python docs/scripts/capture_commands.py docs/reference/cli.md
 
 Each block that starts with ```console holds commands behind "$ " and their output. The script runs
-the commands of all blocks in order, in one empty folder, and replaces the output. A command that
-the page shows with " | head -N" or "; echo $?" runs in a shell as it is written.
+the commands of all blocks in order, in one empty folder, and replaces the output, in which ~ stands
+for that folder. A command that the page shows with " | head -N" or "; echo $?" runs in a shell as
+it is written.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ def run_in_terminal(command: str, folder: str) -> str:
 
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
+    # A cache folder of its own, so that `nsa tune` changes nothing for the user.
     variables = {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "PWD": folder}
+    variables["XDG_CACHE_HOME"] = f"{folder}/.cache"
     path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
@@ -81,7 +84,7 @@ def run_in_terminal(command: str, folder: str) -> str:
         if process.wait():
             errors.seek(0)
             written += errors.read()
-    text = _CONTROL.sub("", written.decode())
+    text = _CONTROL.sub("", written.decode()).replace(f"{folder}/", "~/")
     return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
 

@@ -240,7 +240,8 @@ def test_the_page_is_one_file_that_may_not_load_anything(read):
 def test_equal_results_give_equal_bytes_of_a_stated_size(result, read):
     text = page(result)
     assert text == page(result)
-    documented = (RESULTS.parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+    guide = RESULTS.parents[2] / "docs" / "how-to" / "benchmark.md"
+    documented = guide.read_text(encoding="utf-8")
     (megabytes,) = re.findall(r"about (\d+) MB", documented)
     assert abs(len(text.encode()) / 1e6 - float(megabytes)) < 0.5
 

@@ -197,7 +197,7 @@ def test_real_blocks_trains_measures_and_saves(real_blocks, tmp_path, monkeypatc
 
 
 def test_nsa_bench_reads_the_checkpoints_of_real_blocks(real_blocks, tmp_path, monkeypatch, nsa):
-    """Run small versions of the two commands in docs/bench.md."""
+    """Run small versions of the two commands in docs/how-to/benchmark.md."""
     pytest.importorskip("safetensors")
     monkeypatch.setattr(real_blocks, "TEXT_BYTES", 1)
     options = {

@@ -198,3 +198,15 @@ def test_fa2_and_sdpa_form_eight_combinations(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(providers, "sources", lambda: ())
     both = Registry(()).with_backend(sdpa()).with_backend(fa2())
     assert len(every_combination(both, "cpu", [torch.float32, torch.bfloat16], {})) == 8
+
+
+def test_large_errors_are_short_and_aligned(capsys) -> None:
+    from nsa_cli import output
+    from nsa_cli.verify_report import slots_rows
+
+    wrong = {"check": "parity", "slot": "win", "ok": False, "row": 2e12, "elem": None, "bias": 0.5}
+    right = {**wrong, "check": "ties", "ok": True, "row": 520.4}
+    output.print_table(output.console(), *slots_rows([wrong, right]))
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert "2.0e+12 " in first
+    assert first.index(".") == second.index(".")

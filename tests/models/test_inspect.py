@@ -288,16 +288,3 @@ def test_folders_layers_and_missing_libraries_are_refused(planted, tmp_path, mon
             ):
                 save(planted, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch):
-    # The pictures have a test of their own.
-    monkeypatch.setattr("nsa_models.inspect.draw.detail", lambda *_: b"a picture")
-    monkeypatch.setattr("nsa_models.inspect.draw.overview", lambda *_: b"a picture")
-    (block,) = re.findall(r"(?s)```python\n(.*?)```", (DOCS / "inspect.md").read_text())
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes.txt").write_text("a text of many words. " * 8)
-    variables: dict[str, object] = {}
-    exec(compile(block, "docs/inspect.md", "exec"), variables)
-    assert (tmp_path / "picture" / "inspect.html").is_file()
-    assert isinstance(variables["inspection"], Inspection)

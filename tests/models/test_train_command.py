@@ -321,7 +321,7 @@ def test_sigterm_saves_and_prints_a_command_that_goes_on(nsa, text, tmp_path, mo
 
 
 def test_the_commands_in_the_training_docs_run(nsa, tmp_path, monkeypatch):
-    page = (ROOT / "docs" / "train.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "train.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     help_text = nsa("train", "--help").out + nsa("generate", "--help").out
     commands = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]

@@ -235,7 +235,7 @@ def test_only_three_environment_variables_are_read(repo):
 def test_environment_variables_are_documented_in_one_table(repo):
     rows = [
         line.split("|")[1].strip(" `")
-        for line in repo.text("docs/environment.md").splitlines()
+        for line in repo.text("docs/reference/environment.md").splitlines()
         if "| `" in line
     ]
     assert set(rows) == VARIABLES

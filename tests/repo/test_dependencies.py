@@ -1,4 +1,4 @@
-"""Imports follow the layers of docs/architecture.md without cycles; the oracle is independent."""
+"""Imports follow the layers of the architecture without cycles; the oracle is independent."""
 
 from __future__ import annotations
 

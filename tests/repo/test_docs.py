@@ -17,7 +17,7 @@ DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_the_tutorial_shows_the_files_of_the_template() -> None:
-    text = (DOCS / "write-a-backend.md").read_text()
+    text = (DOCS / "how-to" / "write-a-backend.md").read_text()
     shown = dict(
         re.findall(
             r"(?m)^`nsa-backend-mine/([^`\n]+)`\n\n```\w+\n(.*?)^```$",
@@ -35,7 +35,8 @@ def test_the_tutorial_shows_the_files_of_the_template() -> None:
         "decode.py",
         "test_conformance.py",
     }
-    assert text.count("```") == 2 * len(shown), "a code block is not a file of the template"
+    blocks = re.findall(r"(?m)^```(?!bash$)\w+$", text)
+    assert len(blocks) == len(shown), "a code block is not a file of the template"
 
 
 @pytest.mark.skipif(
@@ -43,9 +44,9 @@ def test_the_tutorial_shows_the_files_of_the_template() -> None:
 )
 def test_the_support_matrix_matches_the_probes(monkeypatch) -> None:
     monkeypatch.delenv("NSA_DISABLE_PLUGINS", raising=False)
-    page = (DOCS / "backends.md").read_text()
+    page = (DOCS / "reference" / "backends.md").read_text()
     assert page == support_matrix(discover(safe=True)), (
-        "python -m nsa_cli.support_matrix > docs/backends.md"
+        "python -m nsa_cli.support_matrix > docs/reference/backends.md"
     )
 
 

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "benchmarks/README.md", "docs/bench.md", "docs/decode.md", "docs/train.md")
+PAGES = (
+    "README.md",
+    "benchmarks/README.md",
+    "docs/how-to/benchmark.md",
+    "docs/how-to/train.md",
+    "docs/explanation/decode.md",
+    "docs/explanation/performance.md",
+)
 
 
 @pytest.fixture
@@ -30,8 +37,8 @@ def figures(monkeypatch):
 @pytest.fixture
 def pages(tmp_path):
     """A folder with copies of the pages and result files."""
-    for page in (*PAGES, "docs/report-rows.md"):
-        (tmp_path / page).parent.mkdir(exist_ok=True)
+    for page in (*PAGES, "docs/explanation/report-rows.md"):
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
     shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
     return tmp_path
@@ -117,17 +124,26 @@ def test_every_opening_marker_has_a_closing_marker(figures):
             assert text.count("<!-- figures:") == text.count("<!-- /figures -->") == complete, path
 
 
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+def test_no_value_inside_a_sentence_begins_a_line(page):
+    """Markdown starts an HTML block there, which ends the paragraph or the list."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert "<!-- figures:" in text
+    assert not re.findall(r"(?m)^ *<!-- figures:[\w-]+ -->[^\n]", text)
+
+
 @pytest.mark.parametrize(
     ("file", "pattern", "page"),
     [
         ("core_12_2_64.json", r'"median_ms": 12\.0401', "README.md"),
-        ("train.json", r'"tokens_per_s": 175856', "README.md"),
-        ("train.json", r'"tokens_per_s": 399584', "docs/report-rows.md"),
-        ("decode_small.json", r'"median_ms": 0\.02272\b', "docs/report-rows.md"),
-        ("decode.json", r'"median_ms": 0\.138928', "docs/decode.md"),
-        ("train_memory.json", r'"peak_gib": 30\.134', "docs/train.md"),
-        ("backends.json", r'"median_ms": 5\.02331', "docs/bench.md"),
-        ("real_blocks.json", r'"8": 2\.408', "docs/bench.md"),
+        ("train.json", r'"tokens_per_s": 175856', "benchmarks/README.md: train differ"),
+        ("core_64_4_192_128.json", r'"peak_memory_bytes": 1182004736', "README.md: core-memory"),
+        ("train.json", r'"tokens_per_s": 399584', "docs/explanation/report-rows.md"),
+        ("decode_small.json", r'"median_ms": 0\.02272\b', "docs/explanation/report-rows.md"),
+        ("decode.json", r'"median_ms": 0\.138928', "docs/explanation/decode.md"),
+        ("train_memory.json", r'"peak_gib": 30\.134', "docs/how-to/train.md"),
+        ("backends.json", r'"median_ms": 5\.02331', "docs/how-to/benchmark.md"),
+        ("real_blocks.json", r'"8": 2\.408', "docs/explanation/performance.md"),
     ],
 )
 def test_a_changed_number_in_a_result_file_is_detected(figures, pages, file, pattern, page, capsys):
@@ -139,7 +155,7 @@ def test_a_changed_number_in_a_result_file_is_detected(figures, pages, file, pat
         matches = re.findall(field + r": [\d.]+", text)[:1]
     assert matches
     key, value = matches[0].split(": ")
-    path.write_text(text.replace(matches[0], f"{key}: {2 * float(value)}"), encoding="utf-8")
+    path.write_text(text.replace(matches[0], f"{key}: {2 * json.loads(value)}"), encoding="utf-8")
     assert figures.main(["render", "--check"], pages) == 1
     assert page in capsys.readouterr().out
 
@@ -150,7 +166,7 @@ def test_a_changed_number_on_a_page_is_detected_and_restored(figures, pages, cap
     body = figures.MARKED.search(text)[3]
     page.write_text(text.replace(body, body.replace("64k", "65k"), 1), encoding="utf-8")
     assert figures.main(["render", "--check"], pages) == 1
-    assert "README.md: core differ" in capsys.readouterr().out
+    assert "README.md: core-memory differ" in capsys.readouterr().out
     assert page.read_text(encoding="utf-8") != text
     assert figures.main(["render"], pages) == 0
     assert page.read_text(encoding="utf-8") == text

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import importlib.util
 import os
 import re
 import stat
-import subprocess
 import sys
+import types
 
 import pytest
 from packaging.requirements import Requirement
@@ -33,7 +34,7 @@ PACKAGES = (
 
 TEMPLATES = (
     "packages/nsa-cli/src/nsa_cli/template/pyproject.toml.tmpl",
-    "docs/write-a-backend.md",
+    "docs/how-to/write-a-backend.md",
 )
 PUBLIC_NAMES = {
     "API_VERSION",
@@ -185,26 +186,28 @@ def test_nsa_core_exports_the_public_names():
         _ = nsa_core.missing
 
 
+def noxfile_of(folder) -> types.ModuleType:
+    """Import the noxfile of ``folder`` with a nox whose decorators change nothing."""
+    nox = types.ModuleType("nox")
+    nox.session = lambda *arguments, **options: arguments[0] if arguments else lambda f: f
+    nox.command, nox.options, nox.Session = types.ModuleType("nox.command"), nox, object
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "nox", nox)
+        patch.setitem(sys.modules, "nox.command", nox.command)
+        spec = importlib.util.spec_from_file_location("copied_noxfile", folder / "noxfile.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
 def bumped(repo, folder, to: str) -> dict[str, str]:
     """Return the files that `nox -s bump -- TO` writes, from a copy in ``folder``."""
     names = [f"packages/{package}/pyproject.toml" for package in PACKAGES]
-    names += TEMPLATES
+    names += [*TEMPLATES, "CITATION.cff"]
     for name in (*names, "noxfile.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(repo.text(name))
-    stub = (
-        "import types, sys; nox = types.ModuleType('nox'); nox.session = lambda *a, **k: (a[0] if a"
-        " else lambda f: f)\n"
-    )
-    stub += "nox.command = sys.modules['nox.command'] = types.ModuleType('nox.command');"
-    stub += (
-        "nox.options = types.SimpleNamespace(); nox.Session = object; sys.modules['nox'] = nox\n"
-    )
-    stub += f"import noxfile; noxfile.bump(types.SimpleNamespace(posargs=['{to}'], log=print))"
-    done = subprocess.run(
-        [sys.executable, "-c", stub], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    noxfile_of(folder).bump(types.SimpleNamespace(posargs=[to], log=print, error=pytest.fail))
     return {name: (folder / name).read_text() for name in names}
 
 
@@ -226,6 +229,8 @@ def test_bump_writes_every_version_pin_and_range(to, compatible, repo, tmp_path)
     for name in TEMPLATES:
         assert texts[name] == re.sub(r"(?<=nsa-core)>=[^\"]*", compatible, repo.text(name))
         assert f'version = "{old}"' in texts[name], "the example package keeps its own version"
+    citation = repo.text("CITATION.cff").replace(f"\nversion: {old}\n", f"\nversion: {to}\n")
+    assert texts["CITATION.cff"] == citation != repo.text("CITATION.cff")
     all_texts = "".join(texts.values())
     assert f'"nsa-bench[plot]=={to}"' in all_texts
     assert f"\"nsa-backend-triton=={to}; sys_platform == 'linux'\"" in all_texts
@@ -246,8 +251,8 @@ def test_packages_build_with_setuptools_alone(repo):
 
 
 def commands(repo) -> list[str]:
-    """Return the one-line shell commands of the README's first section."""
-    return re.findall(r"```bash\n([^\n]+)\n```", repo.text("README.md").split("\n## ")[0])
+    """Return the two commands of the README: its first one-line bash blocks."""
+    return re.findall(r"```bash\n([^\n]+)\n```", repo.text("README.md"))[:2]
 
 
 def test_ci_runs_the_second_command_of_the_readme(repo):
@@ -272,24 +277,36 @@ def test_one_torch_version_is_pinned_everywhere(repo):
 
 
 def test_keys_per_query_in_the_readme_match_the_formula(repo):
-    """The README's table of keys per query: S / d + n * l' + w for NSA, S for dense attention."""
-    rows = re.findall(
-        r"(?m)^\| (\d+)k \| ([\d ]+) \| ([\d ]+) \| ([\d.]+)x \|$", repo.text("README.md")
-    )
-    assert [int(row[0]) for row in rows] == [8, 16, 32, 64]
-    for length, dense, read, ratio in rows:
+    """The README states S / d + n * l' + w keys, and how many times fewer than S that is."""
+    (sentence,) = re.findall(r"a query reads at most[^.]+(?:\.\d[^.]+)+\.", repo.text("README.md"))
+    rows = re.findall(r"([\d,]+)(?: keys)? at (\d+)k(?: tokens)?\s\(([\d.]+)\s?times", sentence)
+    assert [int(row[1]) for row in rows] == [8, 16, 32, 64]
+    for read, length, ratio in rows:
         tokens = int(length) * 1024
         bound = tokens // 16 + 16 * 64 + 512
-        assert (int(dense.replace(" ", "")), int(read.replace(" ", ""))) == (tokens, bound)
+        assert int(read.replace(",", "")) == bound
         assert ratio == f"{tokens / bound:.1f}"
 
 
 def test_the_code_of_the_readme_runs(repo):
-    (code,) = re.findall(
-        r"```python\n(.*?)```", repo.text("README.md").split("\n## ")[0], re.DOTALL
-    )
-    assert len([line for line in code.splitlines() if line.strip()]) <= 12
+    code, *others = re.findall(r"```python\n(.*?)```", repo.text("README.md"), re.DOTALL)
+    assert not others
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    assert "nsa_attention(" in code
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+
+
+def test_the_first_screen_of_the_readme_is_complete(repo):
+    """It has one sentence, one chart, the install line and the code, in this order."""
+    text = repo.text("README.md")
+    screen = text.split("\n## ")[0]
+    image = 'src="docs/images/lengths.svg"'
+    places = [screen.index(words) for words in ("A causal attention layer for", image)]
+    places += [screen.index(words) for words in ("pip install ./packages/*", "```python")]
+    assert places == sorted(places)
+    assert (repo.root / "docs/images/lengths.svg").is_file()
+    assert "|---" not in screen
+    assert len(text.splitlines()) <= 150
 
 
 def test_all_files_parse_as_python_3_10(repo):

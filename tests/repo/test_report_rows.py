@@ -1,4 +1,4 @@
-"""docs/report-rows.md has 25 rows with tests that are collected and commands that exist."""
+"""Every row of docs/explanation/report-rows.md has tests and a command that exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Row(NamedTuple):
 
 def rows(repo: Any) -> list[Row]:
     lines = [
-        line for line in repo.text("docs/report-rows.md").splitlines() if re.match(r"\| \d", line)
+        line
+        for line in repo.text("docs/explanation/report-rows.md").splitlines()
+        if re.match(r"\| \d", line)
     ]
     return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines]
 
@@ -88,7 +90,7 @@ def test_every_named_test_is_collected(
     named = {name for row in rows(repo) for name in named_tests(row)}
     if named := missing(named, {name.split("[")[0] for name in collected_ids}):
         named = missing(named, collected(*sorted({name.split("::")[0] for name in named})))
-    assert not named, f"docs/report-rows.md names {sorted(named)}"
+    assert not named, f"docs/explanation/report-rows.md names {sorted(named)}"
     # The command of a row runs a test that the row names: its files hold it and -k selects it.
     for row in rows(repo):
         (words,) = commands(row)
@@ -139,22 +141,42 @@ def test_commands_of_rows_with_a_figure_exist(repo: Any) -> None:
     assert not any(errors.values()), {number: text for number, text in errors.items() if text}
 
 
+_COMMAND = r"([A-Z_]+=\S+ )*(nsa|python benchmarks/\S+\.py)( |$)"
+
+
 def documented_commands(text: str) -> list[list[str]]:
-    """Return the commands in the indented blocks of a page, with continued lines joined."""
-    lines = text.replace("\\\n", " ").splitlines()
-    command_lines = [
-        line.strip().split("#")[0]
-        for line in lines
-        if re.match(r" {4}(nsa|python benchmarks/\S+\.py) ", line)
-    ]
-    return [shlex.split(line) for line in command_lines]
+    """Return the commands in the indented and bash blocks of a page; joins continued lines."""
+    text = text.replace("\\\n", " ")
+    lines = re.findall(r"(?m)^ {4}(.*)$", text)
+    for block in re.findall(r"(?ms)^```bash\n(.*?)^```$", text):
+        lines += block.splitlines()
+    words = [shlex.split(line.split("#")[0]) for line in lines if re.match(_COMMAND, line)]
+    return [[word for word in line if not re.fullmatch(r"[A-Z_]+=\S+", word)] for line in words]
 
 
-@pytest.mark.parametrize(("page", "minimum"), [("docs/bench.md", 6), ("benchmarks/README.md", 3)])
+@pytest.mark.parametrize(
+    ("page", "minimum"),
+    [
+        ("docs/how-to/benchmark.md", 10),
+        ("docs/how-to/verify.md", 7),
+        ("docs/how-to/train.md", 4),
+        ("docs/start/install.md", 2),
+        ("benchmarks/README.md", 3),
+    ],
+)
 def test_commands_of_a_page_exist(page: str, minimum: int, repo: Any) -> None:
     on_page = documented_commands(repo.text(page))
     assert len(on_page) >= minimum
     errors = {" ".join(words): command_error(words, repo) for words in on_page}
+    assert not any(errors.values()), {command: text for command, text in errors.items() if text}
+
+
+def test_commands_of_every_guide_exist(repo: Any) -> None:
+    errors = {}
+    for page in (*repo.root.glob("docs/how-to/*.md"), *repo.root.glob("docs/start/*.md")):
+        for words in documented_commands(page.read_text(encoding="utf-8")):
+            errors[f"{page.name}: {' '.join(words)}"] = command_error(words, repo)
+    assert len(errors) > 25
     assert not any(errors.values()), {command: text for command, text in errors.items() if text}
 
 

@@ -112,17 +112,19 @@ def test_documents_name_tests_that_exist(repo):
 
 
 def test_links_between_documents_resolve(repo):
+    generated = repo.root / "docs" / "reference" / "options.md"  # exists while the site is built
     errors = []
     for path in documents(repo):
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
-            if not (path.parent / link).exists():
+            target = path.parent / link
+            if not target.exists() and target.resolve() != generated:
                 errors.append(f"{repo.name(path)}: {link}")
     assert not errors, "\n".join(errors)
 
 
 def test_architecture_describes_every_package_and_folder(repo):
     """It names each package, each folder, and each top-level module of nsa_core."""
-    page, modules = repo.text("docs/architecture.md"), repo.modules()
+    page, modules = repo.text("docs/explanation/architecture.md"), repo.modules()
     folders = {name.rsplit(".", 1)[0] for name in modules if "." in name}
     core_modules = {
         name for name in modules if name.count(".") == 1 and name.startswith("nsa_core.")
@@ -130,11 +132,12 @@ def test_architecture_describes_every_package_and_folder(repo):
     described = {name for name in folders | core_modules if name.count(".") < 2}
     assert len(described) > 25
     missing = sorted(name for name in described if f"`{name}`" not in page)
-    assert not missing, f"docs/architecture.md has no row for {missing}"
+    assert not missing, f"docs/explanation/architecture.md has no row for {missing}"
 
 
 def test_architecture_follows_a_tensor_through_at_most_eight_files(repo):
-    section = repo.text("docs/architecture.md").split("## One tensor")[1].split("\n## ")[0]
+    page = repo.text("docs/explanation/architecture.md")
+    section = page.split("## One tensor")[1].split("\n## ")[0]
     files = re.findall(r"(?m)^\| \d \| `([\w/]+\.py)` \|", section)
     assert 5 < len(files) <= 8
     bases = ("packages/nsa-core/src/nsa_core", "packages/nsa-backend-triton/src/nsa_backend_triton")

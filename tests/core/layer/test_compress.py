@@ -24,7 +24,7 @@ LENGTHS = {"paper": (0, 31, 32, 47, 48, 101)}
 
 
 def compress_block(kind: str, p: dict[str, torch.Tensor], block: torch.Tensor) -> torch.Tensor:
-    """phi of one block [l, D] of one head, by the formulas of docs/semantics.md."""
+    """phi of one block [l, D] of one head, by the formulas of docs/explanation/semantics.md."""
     if kind == "mean":
         return block.mean(0)
     if kind == "conv":

@@ -57,3 +57,7 @@ def test_the_list_of_equivalent_mutants_is_of_this_code() -> None:
     known = {mutant.key for name in named & set(FUNCTIONS) for mutant in mutation.mutants(name)}
     assert not set(mutation.EQUIVALENT) - known
     assert all(len(reason) > 10 for reason in mutation.EQUIVALENT.values())
+
+
+def test_the_readme_states_how_many_mutants_there_are() -> None:
+    assert sum(len(mutation.mutants(name)) for name in FUNCTIONS) > 3000

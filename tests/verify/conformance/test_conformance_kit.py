@@ -117,6 +117,24 @@ def test_decode_tests_are_skipped_without_decode_forms(make_suite) -> None:
         plain.test_accepted_decode_requests_are_correct("win", STEPS[0])
 
 
+class TestThreads:
+    """The suite's fixture, alone."""
+
+    backend, registry = "sdpa", None
+    _set_up = BackendConformance._set_up
+
+    @pytest.fixture(scope="class", autouse=True)
+    def _two_threads(self):
+        before = torch.get_num_threads()
+        torch.set_num_threads(2)
+        yield
+        assert torch.get_num_threads() == 2, "the suite does not restore the number of threads"
+        torch.set_num_threads(before)
+
+    def test_the_suite_runs_on_one_thread(self) -> None:
+        assert torch.get_num_threads() == 1
+
+
 def test_attention_across_documents_fails_the_packed_point(make_suite) -> None:
     faulty = make_suite(
         "mixes-documents", {"win": (" & (document[rows, None] == document[keys])", "")}

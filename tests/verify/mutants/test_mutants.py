@@ -24,6 +24,7 @@ def test_faults_are_distinct_and_numerous() -> None:
     assert len({m.name for m in MUTANTS + DECODE_MUTANTS}) == len(MUTANTS + DECODE_MUTANTS)
     assert len(MUTANTS) >= 20
     assert len(DECODE_MUTANTS) >= 15
+    assert len(MUTANTS + DECODE_MUTANTS) > 50  # the README says so
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class DecodeCell:
 
 
 def default_cells(device: str) -> list[DecodeCell]:
-    """Return the default cells, as in docs/bench.md.
+    """Return the default cells, as in docs/how-to/benchmark.md.
 
     On a GPU: caches of 4 GiB, and the step that the earlier reports measured. On the CPU: small
     cells.

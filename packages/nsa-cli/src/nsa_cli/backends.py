@@ -120,7 +120,7 @@ def new(
     """Write a working plugin package for a new backend.
 
     It has one slot in plain PyTorch, a conformance test and a README. The distribution is called
-    nsa-backend-NAME. docs/write-a-backend.md explains its files.
+    nsa-backend-NAME. docs/how-to/write-a-backend.md explains its files.
     """
     from nsa_cli import scaffold
 

@@ -196,8 +196,8 @@ def print_table(
 
 
 def _is_numeric(texts: Sequence[str]) -> bool:
-    """Return whether ``texts`` are numbers, such as "1.25", "40%", "-" for none, or ""."""
-    number = re.compile(r"-|[-+]?[\d,]+(\.\d+)?%?")
+    """Return whether ``texts`` are numbers, such as "1.25", "3e+12", "40%", "-" for none, or ""."""
+    number = re.compile(r"-|[-+]?[\d,]+(\.\d+)?(e[-+]\d+)?%?")
     return any(texts) and all(number.fullmatch(text) for text in texts if text)
 
 

@@ -1,6 +1,6 @@
-"""Write docs/backends.md: the requests that this project's own backends support.
+"""Write docs/reference/backends.md: the requests that this project's own backends support.
 
-    python -m nsa_cli.support_matrix > docs/backends.md
+    python -m nsa_cli.support_matrix > docs/reference/backends.md
 
 Run it on a machine without a GPU and with a CPU build of torch. Probes see metadata only, so the
 requests describe GPUs that the machine does not have.
@@ -39,17 +39,18 @@ _BASE = Request(
     batch=1,
     seq_len=4096,
 )
-_HEAD = """# Supported requests by backend
+_HEAD = """# Which requests does each backend support?
 
-`nsa_cli.support_matrix` generates this page from the probes of each backend, for described devices;
-a test compares the page with the probes. A cell lists the slots that the backend runs with
-gradients ("yes": all that it offers; "forward": without gradients). Reasons that hold on the
-generating machine for every request, such as a missing package or driver, are left out. Use
-`nsa backends explain` to see them on your machine.
+A cell lists the slots that the backend runs with gradients. "yes" means all that it offers,
+"forward" without gradients, "-" none. The columns are the CPU and the architectures of NVIDIA GPUs:
+sm_75 is a T4, sm_80 an A100, sm_90 an H100 or H200, sm_120 an RTX 50.
 
-The base request has 12 query heads in 2 groups, Dk = Dv = 64, 4096 tokens, bfloat16, l=32, d=16,
-l'=64, n=16 and w=512. Each row states its difference from the base request. Use
-`nsa backends explain` for other requests.
+Each row changes one thing in a base request: 12 query heads in 2 groups, Dk = Dv = 64, 4096 tokens,
+bfloat16, l=32, d=16, l'=64, n=16 and w=512. For any other request, ask
+[`nsa backends explain`](cli.md#use).
+
+`nsa_cli.support_matrix` generates this page from the probes of the backends, and a test compares
+them. Reasons that depend on the machine, such as a missing package or driver, are left out.
 """
 
 

@@ -156,7 +156,10 @@ def _not_applicable(findings: Iterable[Finding]) -> int:
 
 
 def _two_digits(errors: Sequence[float]) -> str:
-    return f"{max(errors):.2f}" if errors else "-"
+    """Return the largest error with two digits; large ones as a power of ten, so that they fit."""
+    if not errors:
+        return "-"
+    return f"{max(errors):.2f}" if max(errors) < 1000 else f"{max(errors):.1e}"
 
 
 def _verdict(group: Sequence[Finding], interrupted: bool) -> Text:

@@ -1,7 +1,7 @@
 """The contract between nsa_core and its backends. This module imports no torch.
 
-It is the only module that a backend author has to read. docs/write-a-backend.md is the tutorial,
-docs/semantics.md defines the result of each slot.
+It is the only module that a backend author has to read. docs/how-to/write-a-backend.md is the
+tutorial, docs/explanation/semantics.md defines the result of each slot.
 
 Registration
 ------------

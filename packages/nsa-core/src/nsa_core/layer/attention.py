@@ -154,7 +154,8 @@ def nsa_attention(
         win  the tokens t - w + 1 .. t.
 
     A branch without a visible key contributes exactly 0. Gradients flow to q, k, v, gates, k_cmp
-    and v_cmp; the selection itself has no gradient. docs/semantics.md defines every detail.
+    and v_cmp; the selection itself has no gradient. docs/explanation/semantics.md defines every
+    detail.
 
     Sizes: B sequences of S tokens, Hq query heads, G kv heads (G divides Hq), head widths Dk and
     Dv; they are the shapes of q, k and v. l, d, l', n and w are keywords with the paper's sizes as

@@ -79,7 +79,8 @@ class NSAttention(NSAProjections):
         """Apply the layer to x.
 
         With ``cache`` the tokens of x continue the sequences in the cache, and the call appends
-        them to the cache. Such calls run without gradient in every grad mode (docs/decode.md).
+        them to the cache. Such calls run without gradient in every grad mode
+        (docs/how-to/generate.md).
 
         Args:
             x: the input [B, S, dim], or packed documents [T, dim], on the layer's device. Its dtype

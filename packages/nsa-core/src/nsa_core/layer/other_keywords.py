@@ -18,7 +18,7 @@ _MASK = (
     " cu_seqlens=, and restore it with nsa_core.pad"
 )
 _SELF = ": NSA is self-attention only; {name} must be None"
-_CACHE = " is not supported: pass cache=, from new_cache() of this layer (docs/decode.md)"
+_CACHE = " is not supported: pass cache=, from new_cache() of this layer (docs/how-to/generate.md)"
 _POSITIONS = (
     " is not supported: positions are those of the tokens in their sequence, document or cache;"
     " pass cu_seqlens= for packed documents"

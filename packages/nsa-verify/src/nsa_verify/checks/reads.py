@@ -1,4 +1,6 @@
-"""Count the cached tokens that a decode step reads, and compare them with docs/semantics.md.
+"""Count the cached tokens that a decode step reads, and compare them with the prediction.
+
+docs/explanation/semantics.md states which tokens a step reads.
 
 The experiment copies one sequence once per row of its cache. Each copy has one changed row: a large
 number is added to a value, or a key is moved towards its query so that its score is high. The step
@@ -155,7 +157,7 @@ def reads(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[
 
 
 def _predicted(branch: str, config: NSAConfig, length: int, blocks: torch.Tensor) -> list[set[int]]:
-    """Return the tokens of each kv head by docs/semantics.md, given its ``blocks`` [G, n]."""
+    """Return the tokens that each kv head reads by definition, given its ``blocks`` [G, n]."""
     geometry = config.geometry
     if branch == "cmp":
         return [

@@ -108,7 +108,8 @@ class BackendConformance:
         self._name = self.backend or getattr(pytestconfig.option, "nsa_backend", "")
         self._device = _device(pytestconfig.option)
         entry = _find(self._name, self.registry)
-        with (entry and context_of(entry, self._device)) or contextlib.nullcontext():
+        context = (entry and context_of(entry, self._device)) or contextlib.nullcontext()
+        with context, _one_thread():
             yield
 
     def test_backend_loads(self) -> None:
@@ -187,6 +188,17 @@ class BackendConformance:
         if entry.status in ("unavailable", "disabled"):
             pytest.skip(text)
         pytest.fail(text, pytrace=False)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run PyTorch on one CPU thread: for these small cases, waking threads takes longest."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _find(name: str, registry: Registry | None) -> BackendEntry | None:

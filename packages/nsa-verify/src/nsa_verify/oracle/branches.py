@@ -1,4 +1,4 @@
-"""Oracle of cmp, sel, win and combine (docs/semantics.md, "The three branches")."""
+"""Oracle of cmp, sel, win and combine (docs/explanation/semantics.md, "The three branches")."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Oracle of block scores (Eq. 8 to 10) and of block selection (Eq. 11 and 12).
 
-docs/semantics.md describes both under "Scores" and "Selection".
+docs/explanation/semantics.md describes both under "Scores" and "Selection".
 """
 
 from __future__ import annotations

@@ -1,0 +1,137 @@
+"""READMEs of the packages run, the README's chart is current, and nothing else uses the network."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import shlex
+
+import pytest
+
+from test_release import PACKAGES
+
+# What opens connections, and the only files that may use it: data sets of Hugging Face, processes
+# under torchrun. urllib.parse opens none.
+NETWORK = re.compile(
+    r"^(socket|ssl|http|ftplib|smtplib|imaplib|xmlrpc|asyncio|webbrowser|requests|httpx|aiohttp"
+    r"|urllib3|urllib\.request|datasets|huggingface_hub|transformers|torch\.hub)(\.|$)"
+)
+LM = "packages/nsa-models/src/nsa_models/lm"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_readme_of_a_package_says_how_to_install_and_its_code_runs(
+    package, repo, nsa, monkeypatch
+):
+    monkeypatch.chdir(repo.root)
+    text = repo.text(f"packages/{package}/README.md")
+    assert text.startswith(f"# {package}\n")
+    assert "```sh\npip install ./packages/*\n```" in text
+    assert "](https://OWNER.github.io/native-sparse-attention/" in text
+    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    assert programs or blocks
+    for code in programs:
+        assert len(code.splitlines()) <= 12
+        exec(compile(code, f"{package}/README.md", "exec"), {"__name__": "readme"})
+    for line in "".join(blocks).splitlines():
+        program, *words = shlex.split(line)
+        assert program == "nsa"
+        result = nsa(*words)
+        assert (result.code, bool(result.out)) == (0, True), result
+
+
+def test_links_of_package_readmes_name_pages_of_the_site(repo):
+    errors, checked = [], 0
+    for package in PACKAGES:
+        text = repo.text(f"packages/{package}/README.md")
+        for page in re.findall(r"OWNER\.github\.io/native-sparse-attention/([\w/-]+)/\)", text):
+            checked += 1
+            if not (repo.root / "docs" / f"{page}.md").is_file():
+                errors.append(f"{package}: {page}")
+    assert not errors
+    assert checked > 15
+
+
+def lines_of_chart(svg: str) -> list[list[float]]:
+    """Return the numbers of every curve inside the axes, rounded to a tenth of a point."""
+    curves = re.findall(r'<path d="([^"]+)" clip-path', svg)
+    return [[round(float(n), 1) for n in re.findall(r"-?\d+\.?\d*", c)] for c in curves]
+
+
+def test_the_chart_of_the_readme_is_that_of_the_results(repo, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["readme_figure.py", str(tmp_path)])
+    runpy.run_path(str(repo.root / "docs/scripts/readme_figure.py"), run_name="__main__")
+    drawn = lines_of_chart((tmp_path / "lengths.svg").read_text())
+    shown = lines_of_chart(repo.text("docs/images/lengths.svg"))
+    assert len(shown) > 3
+    assert shown == drawn, "run `python docs/scripts/readme_figure.py docs/images`"
+
+
+def test_the_words_for_the_chart_have_its_numbers(repo):
+    """A reader who does not see the chart hears the same times."""
+    script = runpy.run_path(str(repo.root / "docs/scripts/readme_figure.py"))
+    longest = {
+        m.subject: m.performance.median_ms
+        for m in script["measured"]().measurements
+        if (m.shape, m.length, m.phase, m.inputs) == ("64/4/128", 65536, "both", "random")
+        and m.performance
+    }
+    (alt,) = re.findall(r'alt="([^"]+)"', repo.text("README.md"))
+    times = f"takes {longest['auto']:.0f} ms instead of {longest['dense cudnn']:.0f} ms at 64k"
+    assert times in alt.replace("\n", " ")
+
+
+def test_the_chart_has_a_white_background(repo):
+    """Otherwise black text would stand on the page's own dark background."""
+    first = re.search(
+        r'<g id="patch_1">\s*<path d="([^"]+)" style="fill: (#\w+)',
+        repo.text("docs/images/lengths.svg"),
+    )
+    assert first is not None
+    assert first[2] == "#ffffff"
+
+
+def network_uses(tree: ast.AST) -> set[str]:
+    """Return the modules that connect, imported by statement or by name."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            if function.endswith(("require_module", "import_module", "__import__")) and node.args:
+                names.add(str(getattr(node.args[0], "value", "")))
+            if function.endswith("init_process_group"):
+                names.add("torch.distributed")
+    return {name for name in names if NETWORK.match(name) or name == "torch.distributed"}
+
+
+def test_only_data_sets_and_torchrun_use_the_network(repo):
+    """SECURITY.md promises this."""
+    uses = {
+        name: network_uses(tree) - ({"torch.distributed"} if name != f"{LM}/parallel.py" else set())
+        for name, tree in repo.python("packages").items()
+    }
+    assert {name: used for name, used in uses.items() if used} == {
+        f"{LM}/corpus.py": {"datasets"},
+        f"{LM}/parallel.py": {"torch.distributed"},
+    }
+    text = repo.text("SECURITY.md")
+    assert all(words in text for words in ("--data hf:NAME", "--data fineweb-edu", "torchrun"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import socket",
+        "from urllib import request",
+        "import http.client as c",
+        "require_module('datasets', '', '')",
+    ],
+)
+def test_a_use_of_the_network_is_detected(line):
+    assert network_uses(ast.parse(line))
