@@ -22,7 +22,9 @@ import tempfile
 from collections.abc import Callable
 
 COLUMNS = 80
-BLOCK = re.compile(r"(?ms)^```console\n(.*?)^```$")
+# Output that holds a fence, as that of `nsa env`, stands between longer ones.
+BLOCK = re.compile(r"(?ms)^(?P<fence>`{3,})console\n(?P<lines>.*?)^(?P=fence)$")
+_PLATFORM = re.compile(r"Linux-[\w.]+(-[\w.]+)*?-x86_64")  # names the kernel of the machine
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r")
 
 
@@ -30,8 +32,8 @@ def commands_of(page: str) -> list[str]:
     """Return the commands that a page shows, in order."""
     return [
         line.removeprefix("$ ")
-        for block in BLOCK.findall(page)
-        for line in block.splitlines()
+        for block in BLOCK.finditer(page)
+        for line in block["lines"].splitlines()
         if line.startswith("$ ")
     ]
 
@@ -40,8 +42,9 @@ def replace_output(page: str, run: Callable[[str], str]) -> str:
     """Return the page with the output of each command replaced by what ``run`` returns."""
 
     def capture(block: re.Match[str]) -> str:
-        lines = [line for line in block[1].splitlines() if line.startswith("$ ")]
-        return "```console\n" + "".join(f"{line}\n{run(line[2:])}" for line in lines) + "```"
+        lines = [line for line in block["lines"].splitlines() if line.startswith("$ ")]
+        output = "".join(f"{line}\n{run(line[2:])}" for line in lines)
+        return f"{block['fence']}console\n{output}{block['fence']}"
 
     return BLOCK.sub(capture, page)
 
@@ -85,6 +88,7 @@ def run_in_terminal(command: str, folder: str) -> str:
             errors.seek(0)
             written += errors.read()
     text = _CONTROL.sub("", written.decode()).replace(f"{folder}/", "~/")
+    text = _PLATFORM.sub("Linux-x86_64", text)
     return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
 
