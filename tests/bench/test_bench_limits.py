@@ -87,6 +87,7 @@ def test_a_first_call_of_a_minute_ends_at_max_call(run):
     assert not result.failed
 
 
+@pytest.mark.slow
 def test_a_call_of_one_long_operation_ends_in_its_child(run, all_in_children):
     started = time.monotonic()
     options = {"lengths": [40], "phases": ["forward"], "combos": SLOW, "max_call_s": 0.8}

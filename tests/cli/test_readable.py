@@ -188,7 +188,13 @@ def test_columns_of_numbers_are_aligned_at_the_point(nsa):
     assert len(points) == 1
 
 
-@pytest.mark.parametrize("options", [(), ("-v",)], ids=["quiet", "verbose"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="quiet"),
+        pytest.param(("-v",), id="verbose", marks=pytest.mark.slow),
+    ],
+)
 def test_conformance_is_readable(nsa, terminal, options):
     arguments = ("conformance", "sdpa", "--device", "cpu", "-k", "step and pages", *options)
     out = assert_command_is_readable(nsa, terminal, *arguments)
