@@ -67,7 +67,7 @@ def assert_correct(y: torch.Tensor, truth: torch.Tensor, rounded: torch.Tensor) 
 
 def new_cache(attn: NSAttention, page_size: int | None, **options: object) -> NSACache:
     cache = attn.new_cache(2, CAPACITY, page_size=page_size, **options)
-    for store in cache.stores.tensors():
+    for store in cache.kv.tensors():
         store.fill_(torch.nan)
     return cache
 
@@ -154,7 +154,7 @@ def test_a_step_beyond_the_capacity_is_masked_and_reported(attn: NSAttention) ->
     step = Graph(attn, cache, 1)
     step(x[:, :1])
     cache.check()
-    stores = (cache.stores.sel, cache.stores.cmp, cache.stores.win, cache.stores.raw)
+    stores = (cache.kv.sel, cache.kv.cmp, cache.kv.win, cache.kv.raw)
     keys_before = [pair.k[0].clone() for pair in stores]
     y = step(x[:, :1])
     assert (y[0] == 0).all()

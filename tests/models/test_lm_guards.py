@@ -64,7 +64,7 @@ LEAKS = {
 def test_training_on_random_tokens_shows_no_leak(length):
     sentinel = leak_sentinel(MODEL, length)
     assert sentinel.floor == math.log(VOCAB)
-    assert sentinel.quiet, sentinel
+    assert sentinel.passed, sentinel
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_the_sentinel_detects_a_planted_leak(leak, monkeypatch):
     recipe = Recipe(steps=200, batch=8, learning_rate=3e-3, warmup=20, weight_decay=0.0)
     sentinel = leak_sentinel(MODEL, 2 * WINDOW, recipe=recipe, last=50)
     if leak == "none":  # the replaced slot itself does not leak
-        assert sentinel.quiet, sentinel
+        assert sentinel.passed, sentinel
     else:
         assert sentinel.loss < sentinel.floor - 2 * LIMIT, sentinel
 

@@ -275,7 +275,8 @@ def test_decode_steps_with_other_settings_are_launched_separately(no_gpu: list[A
         phase="decode",
     )
     given, call = meta_inputs.step_inputs(request, 1, "cpu")
-    span = configs.pick("decode_span", 90, head_dim=64, v_head_dim=64, itemsize=2, heads=2, taps=4)
+    traits = {"head_dim": 64, "v_head_dim": 64, "itemsize": 2, "heads": 2, "cmp_per_block": 4}
+    span = configs.pick("decode_span", 90, **traits)
     for settings in (
         (None, None),
         ({**span, "PROGRAMS_PER_SM": 1}, None),

@@ -71,7 +71,7 @@ def tokens(attn: NSAttention, batch: int, length: int, seed: int = 1) -> torch.T
 def poisoned_cache(attn: NSAttention, batch: int, max_len: int, **options: Any) -> NSACache:
     """A cache whose tensors are NaN wherever nothing was written."""
     cache = attn.new_cache(batch, max_len, **options)
-    for store in cache.stores.tensors():
+    for store in cache.kv.tensors():
         store.fill_(torch.nan)
     return cache
 
@@ -118,7 +118,7 @@ def truth(attn: NSAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def content(cache: NSACache) -> list[torch.Tensor]:
     """A copy of all tensors of a cache."""
-    return [t.clone() for t in (*cache.stores.tensors(), cache.lengths)]
+    return [t.clone() for t in (*cache.kv.tensors(), cache.lengths)]
 
 
 def assert_unchanged(cache: NSACache, before: list[torch.Tensor]) -> None:

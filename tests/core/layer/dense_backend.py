@@ -15,7 +15,7 @@ from nsa_core.contract import SLOTS, SlotCall, SlotSpec
 from nsa_core.dispatch.candidates import request_of
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import stats_dtype
-from nsa_core.packing import compressed_cu_seqlens, token_places
+from nsa_core.packing import compressed_cu_seqlens, token_positions
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 
 
@@ -34,7 +34,7 @@ def _rows(
         cu, ccu = steps * length, steps * call.geometry.num_compressed(length)
         flat, rows = [t.flatten(0, 1) for t in tensors], int(ccu[-1])
     exists = torch.arange(rows, device=q.device) < ccu[-1]
-    return flat, token_places(cu, flat[0].shape[0]), token_places(ccu, rows), exists
+    return flat, token_positions(cu, flat[0].shape[0]), token_positions(ccu, rows), exists
 
 
 def _attend(
@@ -110,7 +110,7 @@ def select_forward(q, k, lse, *, call):
     count = g.num_select_blocks(int(tokens.position.max()) + 1)
     j = torch.arange(count, device=q.device)
     weight = torch.zeros(len(blocks.position), count, dtype=high, device=q.device)
-    for i, value in g.overlap_taps():
+    for i, value in g.overlap_weights():
         weight += value * (
             blocks.position[:, None] == j * (g.select_block_size // g.compress_stride) + i
         )

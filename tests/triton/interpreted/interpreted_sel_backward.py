@@ -279,7 +279,7 @@ def test_token_offsets_of_a_tile_beyond_32_bits_are_refused(
     from nsa_backend_triton.host import sequences
 
     x = torch.empty_strided((1, tokens, 4, 8), (1, stride, 8, 1), device="meta")
-    assert sequences.strides(x, packed=False, far=True) == (0, stride, 8)
+    assert sequences.strides(x, packed=False, int64_products=True) == (0, stride, 8)
     with (
         pytest.raises(ValueError, match="neighbouring tokens")
         if refused

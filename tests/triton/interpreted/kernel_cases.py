@@ -91,7 +91,7 @@ SMALLEST = (
 
 
 def point(case: Case, dtype: str, deterministic: bool = False) -> Point:
-    """Return ``case`` as a point of the conformance kit's grid."""
+    """Return ``case`` as a point of the conformance suite's grid."""
     return Point(case.name, case, dtype, deterministic)
 
 

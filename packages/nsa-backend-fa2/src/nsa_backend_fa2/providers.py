@@ -33,7 +33,7 @@ from packaging.version import InvalidVersion, Version
 from torch import Tensor
 
 from nsa_core.contract import Reason
-from nsa_core.packing import token_places
+from nsa_core.packing import token_positions
 
 OLDEST, TOO_NEW = Version("2.5"), Version("3")
 INSTALL = (
@@ -208,8 +208,8 @@ def _unpadded(
     """Return the log-sum-exp of packed rows without padding."""
     if lse.dim() == 2:
         return lse
-    places = token_places(packed.cu_q, total)
-    return lse[places.document, :, places.position.clamp(max=lse.shape[2] - 1)].t().contiguous()
+    rows = token_positions(packed.cu_q, total)
+    return lse[rows.document, :, rows.position.clamp(max=lse.shape[2] - 1)].t().contiguous()
 
 
 def _padded(

@@ -20,7 +20,7 @@ from nsa_backend_fa2.padding import MAX_BATCH, attend, attend_backward, safe_bou
 from nsa_backend_fa2.providers import Attention, Packed
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
-from nsa_core.packing import token_places
+from nsa_core.packing import token_positions
 
 KEYS_PER_CHUNK = 2**19  # gathered keys of a chunk
 
@@ -66,8 +66,8 @@ def _chunks(q: Tensor, k: Tensor, blocks: Tensor, call: SlotCall) -> Iterator[Ch
         position = rows % length
         start = rows - position
     else:
-        places = token_places(safe_boundaries(call.cu_seqlens, length), length)
-        position, start = places.position, places.start
+        positions = token_positions(safe_boundaries(call.cu_seqlens, length), length)
+        position, start = positions.position, positions.start
     for first in range(0, batch * length, step):
         last = min(first + step, batch * length)
         yield _chunk(

@@ -279,7 +279,7 @@ def select(
 def _select_chunk(q: Tensor, k_cmp: Tensor, lse: Tensor, call: DecodeCall) -> Tensor:
     geometry, groups, longest = call.geometry, k_cmp.shape[2], max(1, call.max_len)
     index = (
-        torch.arange(columns(geometry, longest), device=q.device) + geometry.overlap_taps()[0][0]
+        torch.arange(columns(geometry, longest), device=q.device) + geometry.overlap_weights()[0][0]
     )
     queries, last = _grouped(q, groups), positions(q, call)
     grouped_lse = lse.unflatten(1, (groups, -1)).transpose(2, 3)[..., None]  # [B, G, m, h, 1]

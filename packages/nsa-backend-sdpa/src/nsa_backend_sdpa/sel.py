@@ -19,7 +19,7 @@ from nsa_backend_sdpa.device import chunks, device_type
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
 from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles
 from nsa_core.contract import SlotCall
-from nsa_core.packing import token_places
+from nsa_core.packing import token_positions
 
 
 class _QueryChunk(NamedTuple):
@@ -36,8 +36,8 @@ def _positions(q: Tensor, tiles: Tiles, call: SlotCall) -> tuple[Tensor, Tensor]
         row = torch.arange(tiles.total, device=q.device)
         document = row // q.shape[1]
         return row - document * q.shape[1], tiles.offsets[document]
-    places = token_places(call.cu_seqlens, tiles.total)
-    return places.position, tiles.offsets[places.document]
+    positions = token_positions(call.cu_seqlens, tiles.total)
+    return positions.position, tiles.offsets[positions.document]
 
 
 def distinct(blocks: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:

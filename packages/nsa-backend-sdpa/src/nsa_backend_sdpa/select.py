@@ -1,10 +1,10 @@
 """The slot select: choose blocks from the probabilities of the compressed branch (Eq. 8 to 12).
 
     p[h,t,i]   = exp(scale * q[h,t] . k_cmp[i] - lse[h,t])
-    score[t,j] = sum over heads h of the group, sum over taps i, of weight(i, j) * p[h,t,i]
+    score[t,j] = sum over h in the group and over i of weight(i, j) * p[h,t,i]
 
 Scores are computed per tile of queries of one document, so that no tensor of size tokens times
-blocks exists. Taps are added in ascending order of i, then heads in ascending order. The sort is
+blocks exists. Terms are added in ascending order of i, then heads in ascending order. The sort is
 stable: among equal scores, the lower block index comes first.
 """
 
@@ -63,7 +63,7 @@ def columns(geometry: BlockGeometry, longest: int) -> int:
     The count includes the nonexistent ones before compressed token 0 that would overlap block 0.
     """
     per_block = geometry.select_block_size // geometry.compress_stride
-    return geometry.num_select_blocks(longest) * per_block - geometry.overlap_taps()[0][0]
+    return geometry.num_select_blocks(longest) * per_block - geometry.overlap_weights()[0][0]
 
 
 def forward(
@@ -124,11 +124,11 @@ def tap_sums(p: Tensor, geometry: BlockGeometry, longest: int) -> Tensor:
     Returns:
         [..., h, NB], NB the number of selection blocks of ``longest`` tokens.
     """
-    taps, count = geometry.overlap_taps(), geometry.num_select_blocks(longest)
-    first, per_block = taps[0][0], geometry.select_block_size // geometry.compress_stride
+    weights, count = geometry.overlap_weights(), geometry.num_select_blocks(longest)
+    first, per_block = weights[0][0], geometry.select_block_size // geometry.compress_stride
     scores: Tensor | None = None
-    for tap, weight in taps:
-        overlapping = p[..., tap - first :: per_block][..., :count]
+    for offset, weight in weights:
+        overlapping = p[..., offset - first :: per_block][..., :count]
         scores = overlapping * weight if scores is None else scores.add_(overlapping, alpha=weight)
     assert scores is not None
     return scores
@@ -152,7 +152,7 @@ def _probabilities(rows: list[Tensor], first_cmp: Tensor, step: Tiles, call: Slo
     queries = step.clamp(step.rows()[0])
     index = (
         torch.arange(columns(geometry, step.longest), device=q.device)
-        + geometry.overlap_taps()[0][0]
+        + geometry.overlap_weights()[0][0]
     )
     last = index * geometry.compress_stride + geometry.compress_block_size - 1
     hidden = (last > (queries - step.start[:, None])[..., None]) | (index < 0)

@@ -174,7 +174,7 @@ def layer_step(plan: Plan, cell: DecodeCell, dtype: torch.dtype, device: str) ->
     )
     before = [cell.length - 1] * cell.batch
     cache.admit(before)
-    for store in cache.stores.tensors():
+    for store in cache.kv.tensors():
         store.normal_()
     cache.advance(cell.length - 1, before, None, True)
     return lambda: attn(x, cache=cache)

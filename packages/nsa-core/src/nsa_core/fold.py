@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nsa_core.layout import BlockGeometry
-from nsa_core.packing import compressed_cu_seqlens, token_places
+from nsa_core.packing import compressed_cu_seqlens, token_positions
 
 
 def fold(x: Tensor, groups: int, geometry: BlockGeometry, *, group_major: bool = False) -> Tensor:
@@ -133,11 +133,11 @@ class PackedFold(NamedTuple):
         """
         stride, first = geometry.compress_stride, geometry.compress_block_size - 1
         bounds, cu = cu_seqlens.long(), compressed_cu_seqlens(cu_seqlens, geometry)
-        runs = token_places(cu, geometry.max_compressed(total))
+        runs = token_positions(cu, geometry.max_compressed(total))
         start = bounds[runs.document] + first + runs.position * stride
         token = start[:, None] + torch.arange(stride, device=cu.device)
         end = bounds[runs.document + 1, None]
-        tokens = token_places(cu_seqlens, total)
+        tokens = token_positions(cu_seqlens, total)
         run = (tokens.position - first).div(stride, rounding_mode="floor")
         return cls(
             cu,

@@ -98,7 +98,7 @@ class BlockGeometry:
         """
         return -(-length // self.select_block_size)
 
-    def overlap_taps(self) -> list[tuple[int, int]]:
+    def overlap_weights(self) -> list[tuple[int, int]]:
         """Return the weights of the compressed blocks that overlap a selection block (Eq. 9).
 
         With both indices of Eq. 9 read 1-based, the weight of compressed block i in the score of

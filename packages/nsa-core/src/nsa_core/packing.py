@@ -16,7 +16,7 @@ from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layout import BlockGeometry
 
 
-class TokenPlaces(NamedTuple):
+class TokenPositions(NamedTuple):
     """The document and position of each of T rows; all fields are int64 [T].
 
     Attributes:
@@ -30,7 +30,7 @@ class TokenPlaces(NamedTuple):
     start: torch.Tensor
 
 
-def token_places(cu_seqlens: torch.Tensor, total: int) -> TokenPlaces:
+def token_positions(cu_seqlens: torch.Tensor, total: int) -> TokenPositions:
     """Compute the document and position of each of ``total`` rows.
 
     Rows after the last boundary belong to the last document. Malformed boundaries give meaningless
@@ -46,7 +46,7 @@ def token_places(cu_seqlens: torch.Tensor, total: int) -> TokenPlaces:
     document = torch.searchsorted(cu_seqlens, rows.to(cu_seqlens.dtype), right=True)
     document = (document - 1).clamp_(0, max(len(cu_seqlens) - 2, 0))
     start = cu_seqlens.long()[document]
-    return TokenPlaces(document, rows - start, start)
+    return TokenPositions(document, rows - start, start)
 
 
 def compressed_cu_seqlens(cu_seqlens: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:

@@ -180,7 +180,7 @@ def _prepare(o: Tensor, packed: bool, is_backward: bool, *inputs: Tensor) -> Lau
     )
     return Launch(
         kernel, (triton.cdiv(num_rows, settings["BLOCK_M"]),),
-        *(strides(x, packed, far=True) for x in inputs),
+        *(strides(x, packed, int64_products=True) for x in inputs),
         num_rows, lead[-1],
         NUM_HEADS=heads, V_HEAD_DIM=width, V_HEAD_DIM_PAD=triton.next_power_of_2(width),
         ACC=accumulator(o.dtype), **settings,

@@ -133,13 +133,13 @@ class Span:
         self.batch, self.heads, self.head_dim = q.shape[0], q.shape[2], q.shape[3]
         self.kv_heads, self.v_head_dim, geometry = k.shape[2], v.shape[3], call.geometry
         group = self.heads // self.kv_heads
-        self.cmp_per_block_pad = configs.taps(geometry)
+        self.cmp_per_block_pad = configs.cmp_per_block_pad(geometry)
         traits = {
             "head_dim": self.head_dim,
             "v_head_dim": self.v_head_dim,
             "itemsize": q.itemsize,
             "heads": group,
-            "taps": self.cmp_per_block_pad,
+            "cmp_per_block": self.cmp_per_block_pad,
         }
         self.settings = settings or configs.pick("decode_span", architecture(q.device), **traits)
         self.block_n = max(self.settings["BLOCK_N"], self.cmp_per_block_pad)

@@ -94,10 +94,10 @@ def pick(kernel: str, architecture: int, **traits: int) -> Settings:
     return settings
 
 
-def taps(geometry: BlockGeometry) -> int:
+def cmp_per_block_pad(geometry: BlockGeometry) -> int:
     """Return the compressed tokens that begin in a selection block, padded to a power of two.
 
-    Tiles of scores hold this number of taps per block.
+    Tiles of scores hold this number of compressed tokens per block.
     """
     return 1 << (geometry.select_block_size // geometry.compress_stride - 1).bit_length()
 
@@ -114,7 +114,7 @@ def missing(request: Request, architecture: int) -> list[str]:
         "block": request.geometry.select_block_size,
         "selected": request.geometry.num_selected_blocks,
         "window": request.geometry.window_size if request.slot == "win" else 0,
-        "taps": taps(request.geometry),
+        "cmp_per_block": cmp_per_block_pad(request.geometry),
         "pointers": 1,  # kernels without TMA descriptors, which every call can use
     }
     return [kernel for kernel in kernels if find(kernel, architecture, **traits) is None]

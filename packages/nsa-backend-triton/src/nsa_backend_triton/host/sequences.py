@@ -158,22 +158,22 @@ launch_cache.METADATA[Sequences] = lambda x: (x.n, x.seq_len, x.packed)
 MAX_TILE_TOKENS = 256  # no table has larger tiles
 
 
-def strides(x: Tensor, packed: bool, *, far: bool = False) -> tuple[int, int, int]:
+def strides(x: Tensor, packed: bool, *, int64_products: bool = False) -> tuple[int, int, int]:
     """Return the (batch, token, head) strides of x [B, S, H, D], packed [T, H, D].
 
     The batch stride of a single sequence is 0: kernels multiply it by 0. Its real value may exceed
     2^31, which would make it an int64 argument and need another binary for each long batch of one.
 
     Args:
-        far: The kernel multiplies tokens and strides in 64 bits. By default, products inside a tile
-            have 32 bits.
+        int64_products: The kernel multiplies tokens and strides in 64 bits. By default, products
+            inside a tile have 32 bits.
 
     Raises:
         ValueError: Heads, or the tokens of a tile, are further apart than 32-bit products allow.
     """
     counts = {
         "heads": x.shape[-2],
-        "neighbouring tokens": 0 if far else min(x.shape[-3], MAX_TILE_TOKENS),
+        "neighbouring tokens": 0 if int64_products else min(x.shape[-3], MAX_TILE_TOKENS),
     }
     for (name, count), stride in zip(counts.items(), (x.stride(-2), x.stride(-3))):
         if (count - 1) * stride >= 2**31:

@@ -63,7 +63,7 @@ class Problem(NamedTuple):
     def strides(self) -> list[tuple[int, int, int]]:
         """(sequence, token, head) strides of q, k, v and do."""
         inputs = (self.q, self.k, self.v, self.do)
-        return [sequences.strides(x, self.seqs.packed, far=True) for x in inputs]
+        return [sequences.strides(x, self.seqs.packed, int64_products=True) for x in inputs]
 
     def constants(self) -> dict[str, object]:
         """Return the constexpr arguments that the kernels share."""
@@ -147,7 +147,7 @@ def _needs_int64_offsets(problem: Problem) -> bool:
     ends = [
         last_token * stride_t + (problem.group - 1) * stride_h + x.shape[-1]
         for x in (q, problem.do)
-        for _, stride_t, stride_h in (sequences.strides(x, seqs.packed, far=True),)
+        for _, stride_t, stride_h in (sequences.strides(x, seqs.packed, int64_products=True),)
     ]
     return max(*ends, seqs.seq_len * q.shape[-2] * q.shape[-1]) >= 2**31
 

@@ -67,7 +67,7 @@ def _prepare(do: Tensor, o: Tensor, lse: Tensor, packed: bool) -> Launch:
     block_m, num_rows = max(1, 8192 // padded), math.prod(lead) * tokens * num_heads
     return Launch(
         attention_delta, (triton.cdiv(num_rows, block_m),),
-        strides(do, packed, far=True), strides(o, packed, far=True),
+        strides(do, packed, int64_products=True), strides(o, packed, int64_products=True),
         *lse_strides(lse, packed),
         num_rows, tokens,
         NUM_HEADS=num_heads, V_HEAD_DIM=v_head_dim, V_HEAD_DIM_PAD=padded,

@@ -81,16 +81,16 @@ def _sum_heads(
 
 
 @triton.constexpr_function
-def _order(block_n, taps, num_warps):
+def _order(block_n, cmp_per_block, num_warps):
     """(OUTER, HIGH, PAIR, MIDDLE, LOW): a tile's rows are ordered [tap, block, tap, tap, block].
 
     In the layout of the product a thread holds rows 8 apart and rows 16 * num_warps apart, and a
     warp holds eight neighbours. So the taps of a block are added inside a thread as far as it has
     rows, and the others inside the warp.
     """
-    blocks, pair = block_n // taps, min(2, taps)
-    outer = min(max(1, block_n // (16 * num_warps)), taps // pair)
-    middle = taps // pair // outer
+    blocks, pair = block_n // cmp_per_block, min(2, cmp_per_block)
+    outer = min(max(1, block_n // (16 * num_warps)), cmp_per_block // pair)
+    middle = cmp_per_block // pair // outer
     low = min(max(1, 8 // middle), blocks)
     return outer, blocks // low, pair, middle, low
 
@@ -383,9 +383,14 @@ def _prepare(
     geometry = call.geometry
     groups, head_dim = k_cmp.shape[-2:]
     group, num_selected = q.shape[-2] // groups, geometry.num_selected_blocks
-    taps = configs.taps(geometry)
+    cmp_per_block = configs.cmp_per_block_pad(geometry)
     num_selected_pad = max(16, triton.next_power_of_2(num_selected))
-    traits = {"head_dim": head_dim, "itemsize": q.itemsize, "heads": group, "taps": taps}
+    traits = {
+        "head_dim": head_dim,
+        "itemsize": q.itemsize,
+        "heads": group,
+        "cmp_per_block": cmp_per_block,
+    }
     settings = settings or configs.pick("select_forward", architecture(q.device), **traits)
     head_dim_band = band(head_dim)
     max_columns = settings["Q_BYTES"] // (
@@ -393,12 +398,12 @@ def _prepare(
     )
     block_h, num_head_tiles = split_heads(group, settings["BLOCK_M"], max_columns)
     block_t = settings["BLOCK_M"] // block_h
-    block_n = max(settings["BLOCK_N"], taps)
+    block_n = max(settings["BLOCK_N"], cmp_per_block)
     chunks = max(settings["RANK_CHUNKS"], triton.cdiv(2 * num_selected_pad, settings["RANK_LANES"]))
     max_seqlen = min(call.max_seqlen, seqs.seq_len) if seqs.packed else seqs.seq_len
     stride_scores = scratch_row(
         geometry.num_select_blocks(max_seqlen),
-        block_n // taps,
+        block_n // cmp_per_block,
         num_selected_pad,
         chunks * settings["RANK_LANES"],
     )
@@ -412,7 +417,7 @@ def _prepare(
         stride_scores, num_tiles,
         NUM_KV_HEADS=groups, GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_BAND=head_dim_band,
         BLOCK_N=block_n, BLOCK_H=block_h, NUM_HEAD_TILES=num_head_tiles, BLOCK_T=block_t,
-        CMP_PER_BLOCK_PAD=taps, COMPRESS_BLOCK=geometry.compress_block_size,
+        CMP_PER_BLOCK_PAD=cmp_per_block, COMPRESS_BLOCK=geometry.compress_block_size,
         STRIDE=geometry.compress_stride, SELECT_BLOCK=geometry.select_block_size,
         NUM_SELECTED=num_selected, NUM_SELECTED_PAD=num_selected_pad,
         INIT_BLOCKS=geometry.init_blocks, LOCAL_BLOCKS=geometry.local_blocks,

@@ -72,7 +72,7 @@ class NSACache(CacheState):
     @property
     def nbytes(self) -> int:
         """Size of all keys and values in bytes."""
-        return sum(x.nbytes for x in self.stores.tensors())
+        return sum(x.nbytes for x in self.kv.tensors())
 
     def check(self) -> None:
         """Raise an error if a replayed CUDA graph dropped tokens. Synchronises.
@@ -161,9 +161,9 @@ class NSACache(CacheState):
                 f"reorder: {self.batch} indices are needed, one per sequence, got {len(order)}"
             )
         lengths = self.host_lengths()
-        index, rings = self._tensor(order, torch.int64), [self.stores.win, self.stores.raw]
-        for buffer in rings if self.pages else [*rings, self.stores.sel, self.stores.cmp]:
-            buffer.move(index, self.stores.count[: self.batch])
+        index, rings = self._tensor(order, torch.int64), [self.kv.win, self.kv.raw]
+        for buffer in rings if self.pages else [*rings, self.kv.sel, self.kv.cmp]:
+            buffer.move(index, self.kv.count[: self.batch])
         self.bounds, self._peaks = [lengths[b] for b in order], [self._peaks[b] for b in order]
         self.lengths.copy_(self.lengths[index])
         if self.pages is not None:
@@ -186,11 +186,11 @@ class NSACache(CacheState):
         """
         (b,) = self._indices(index, one=True)
         length = self.host_lengths()[b]
-        rows = [self.stores.win.copy_rows(b), self.stores.raw.copy_rows(b)]
+        rows = [self.kv.win.copy_rows(b), self.kv.raw.copy_rows(b)]
         pages = self.table.share(b, length)
         if self.pages is None:
             compressed = self.config.geometry.num_compressed(length)
-            rows += [self.stores.sel.copy_rows(b, length), self.stores.cmp.copy_rows(b, compressed)]
+            rows += [self.kv.sel.copy_rows(b, length), self.kv.cmp.copy_rows(b, compressed)]
         return Snapshot(self, length, self._peaks[b], rows, pages)
 
     def load(self, snapshot: Snapshot, index: int) -> None:
@@ -214,7 +214,7 @@ class NSACache(CacheState):
             raise InvalidInput(f"load: the snapshot {why}; take one with snapshot() of this cache")
         self.table.replace({b: snapshot.pages}, {b: snapshot.length})
         for buffer, rows in zip(
-            (self.stores.win, self.stores.raw, self.stores.sel, self.stores.cmp), snapshot.rows
+            (self.kv.win, self.kv.raw, self.kv.sel, self.kv.cmp), snapshot.rows
         ):
             buffer.put(b, rows)
         self.bounds[b], self._peaks[b] = snapshot.length, snapshot.peak
@@ -239,9 +239,7 @@ class NSACache(CacheState):
                 f"reserve: {max(totals)} tokens are more than max_len {self.max_len}"
             )
         lengths = self.host_lengths()
-        self.table.own(
-            {b: (lengths[b], max(lengths[b], n)) for b, n in enumerate(totals)}, self.stores
-        )
+        self.table.own({b: (lengths[b], max(lengths[b], n)) for b, n in enumerate(totals)}, self.kv)
 
     def reserve_workspace(self, rows: int = 1) -> None:
         """Run a step of ``rows`` tokens per sequence that writes nothing, to allocate and compile.

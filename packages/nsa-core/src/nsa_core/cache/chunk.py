@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def chunk_store(cache: CacheState, rows: int) -> KVStore:
     """Return the cache's store with rings for ``rows`` more tokens from ``cache.starts`` on."""
-    geometry, store = cache.config.geometry, copy.copy(cache.stores)
-    store.win = _chunk_ring(cache, cache.stores.win, geometry.window_size - 1, rows)
-    store.raw = _chunk_ring(cache, cache.stores.raw, geometry.compress_block_size - 1, rows)
+    geometry, store = cache.config.geometry, copy.copy(cache.kv)
+    store.win = _chunk_ring(cache, cache.kv.win, geometry.window_size - 1, rows)
+    store.raw = _chunk_ring(cache, cache.kv.raw, geometry.compress_block_size - 1, rows)
     return store
 
 
@@ -31,7 +31,7 @@ def _chunk_ring(cache: CacheState, ring: KVBuffer, before: int, rows: int) -> KV
     for buffer in longer.flat:
         # Rows without a token are masked, not skipped, so they must be finite.
         buffer.zero_()
-    tokens = cache.starts[:, None] - before + cache.stores.count[:before]
+    tokens = cache.starts[:, None] - before + cache.kv.count[:before]
     longer.write(longer.in_ring(tokens, tokens < 0), *ring.read(ring.in_ring(tokens, None)))
     return longer
 
@@ -41,8 +41,8 @@ def write_back_newest(cache: CacheState, chunk: KVStore, rows: int) -> None:
 
     The rings have the tokens before ``cache.starts`` already.
     """
-    for ring, longer in ((cache.stores.win, chunk.win), (cache.stores.raw, chunk.raw)):
+    for ring, longer in ((cache.kv.win, chunk.win), (cache.kv.raw, chunk.raw)):
         count = min(ring.rows, rows)
-        tokens = cache.lengths[:, None] - count + cache.stores.count[:count]
+        tokens = cache.lengths[:, None] - count + cache.kv.count[:count]
         index = ring.in_ring(tokens, tokens < cache.starts[:, None])
         ring.write(index, *longer.read(longer.in_ring(tokens, None)))

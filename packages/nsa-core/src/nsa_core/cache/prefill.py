@@ -25,7 +25,7 @@ def prefill(
     """
     assert new.counts is not None
     active = [b for b, n in enumerate(new.counts) if n]
-    sequences, is_subset = cache.stores.count[: cache.batch], len(active) < cache.batch
+    sequences, is_subset = cache.kv.count[: cache.batch], len(active) < cache.batch
     with cache.rollback_on_error() as undo:
         cache.advance(*new)
         lengths, padding = cache.lengths, None
@@ -33,7 +33,7 @@ def prefill(
             sequences = torch.tensor(active).to(cache.device, non_blocking=True)
             lengths, x = lengths[sequences], x[sequences]
         if new.on_device is not None:
-            padding = (cache.stores.count[: new.rows] >= lengths[:, None])[..., None]
+            padding = (cache.kv.count[: new.rows] >= lengths[:, None])[..., None]
             x = x.masked_fill(padding, 0)
         (q, k, v, k_cmp, v_cmp), raw = layer.project_with_raw(x)
         gates, plan = compute_gates(layer.gate, x), layer.resolve_plan(x, q, False, plan)
@@ -63,7 +63,7 @@ def _fill(
     compressed: tuple[torch.Tensor, torch.Tensor],  # [b, n_c, G, D]
 ) -> None:
     """Write sequences to the cache from their first token on."""
-    store, geometry, table = cache.stores, cache.config.geometry, cache.table.entries[sequences]
+    store, geometry, table = cache.kv, cache.config.geometry, cache.table.entries[sequences]
     total, n_c, ends = pairs[0][0].shape[1], compressed[0].shape[1], lengths[:, None]
     positions = store.count[:total].expand(len(sequences), -1)
     store.sel.write(

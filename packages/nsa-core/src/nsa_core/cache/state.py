@@ -28,7 +28,7 @@ class CacheState:
     Attributes:
         attn: the layer of the cache.
         plan: the decode plan of the steps.
-        stores: the keys and values.
+        kv: the keys and values.
         table: the block table, and the page allocation if the cache has pages.
         lengths: int32 [B] on the device, number of tokens of each sequence.
         starts: int32 [B] on the device, the lengths before the last step.
@@ -59,7 +59,7 @@ class CacheState:
         with torch.inference_mode(False):  # a cache may outlive inference mode
             self.table = BlockTable(geometry, batch, max_len, page, num_pages, device)
             pages = (batch if num_pages is None else num_pages, page)
-            self.stores = KVStore(
+            self.kv = KVStore(
                 self.config, batch, pages, rings, max_len, self.max_step, self.dtype, device
             )
             self.lengths, self.starts = (
@@ -104,7 +104,7 @@ class CacheState:
             )
             raise InvalidInput(f"{text}: max_len is {self.max_len}")
         targets = {b: (lengths[b], n) for b, n in enumerate(grown) if n > self.table.room[b]}
-        self.table.own(targets, self.stores)
+        self.table.own(targets, self.kv)
 
     def advance(
         self, rows: int, counts: Sequence[int] | None, new: torch.Tensor | None, exact: bool

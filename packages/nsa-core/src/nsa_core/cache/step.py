@@ -151,7 +151,7 @@ def _decode(
     with cache.rollback_on_error() as undo:
         call = cache.advance(*tokens)
         positions, absent = _positions(cache, tokens, "append" not in plan.fused)
-        store = chunk_store(cache, tokens.rows) if is_chunk else cache.stores
+        store = chunk_store(cache, tokens.rows) if is_chunk else cache.kv
         if tokens.on_device is not None:
             assert absent is not None
             x = x.masked_fill(absent[..., None], 0)
@@ -199,7 +199,7 @@ def _positions(
     has_padding = tokens.on_device is not None
     if not (has_padding or needed):
         return None, None
-    positions = cache.starts[:, None] + cache.stores.count[: tokens.rows]
+    positions = cache.starts[:, None] + cache.kv.count[: tokens.rows]
     if tokens.rows > cache.max_step:
         # The table of angles ends soon after max_len. Rows after it are not tokens.
         positions.clamp_(max=cache.max_len)

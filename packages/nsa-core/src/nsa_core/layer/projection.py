@@ -27,7 +27,7 @@ from nsa_core.layer.rope import (
     unbind_branches,
     wide_if_eager,
 )
-from nsa_core.packing import token_places
+from nsa_core.packing import token_positions
 from nsa_core.torch_ops.torch_state import autocast_enabled, is_eager
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class NSAProjections(nn.Module):
         rows, dim, base = product.shape[-2], self.config.qk_dim, self.config.rope_base
         if cu_seqlens is None:
             return table_for(product, rows, 1, dim, base)
-        positions = token_places(cu_seqlens, rows).position
+        positions = token_positions(cu_seqlens, rows).position
         return wide_if_eager(rope_table(positions, dim, base, product.dtype))
 
     def _rope_of_blocks(

@@ -8,7 +8,7 @@ import torch
 
 from nsa_core.contract import BRANCHES
 from nsa_core.layout import BlockGeometry
-from nsa_core.packing import token_places
+from nsa_core.packing import token_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,8 @@ def summarize(
         batch, length = blocks.shape[:2]
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=blocks.device) * length
         blocks = blocks.flatten(0, 1)
-    places = token_places(cu_seqlens, blocks.shape[0])
-    position, selected = places.position[:, None, None], blocks >= 0
+    positions = token_positions(cu_seqlens, blocks.shape[0])
+    position, selected = positions.position[:, None, None], blocks >= 0
     current = position // geometry.select_block_size
     forced = selected & (
         (blocks < geometry.init_blocks) | (blocks > current - geometry.local_blocks)
@@ -60,7 +60,7 @@ def summarize(
     distance = position - blocks * geometry.select_block_size
     groups = torch.arange(blocks.shape[1], device=blocks.device)[None, :, None]
     choices = torch.stack(
-        torch.broadcast_tensors(places.document[:, None, None], groups, blocks), -1
+        torch.broadcast_tensors(positions.document[:, None, None], groups, blocks), -1
     )
     pairs = int((cu_seqlens.diff() > 0).sum()) * blocks.shape[1]  # (document, group)
 
@@ -75,7 +75,7 @@ def summarize(
         forced_share=_mean(forced[selected]),
         mean_distance=_mean(distance[selected]),
         distinct_blocks=len(choices[selected].unique(dim=0)) / pairs if pairs else 0.0,
-        neighbour_overlap=_overlap(blocks, places.document),
+        neighbour_overlap=_overlap(blocks, positions.document),
     )
 
 

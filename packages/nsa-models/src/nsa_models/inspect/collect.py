@@ -12,7 +12,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.module import NSAttention
-from nsa_core.packing import token_places
+from nsa_core.packing import token_positions
 from nsa_models.inspect.spans import Span, split_text
 from nsa_models.lm.mass import (
     ROWS_AT_ONCE,
@@ -172,10 +172,10 @@ class _Recorder:
         x = args[0] if args else kwargs["x"]  # [1, S, dim]
         projected, blocks = select_blocks(attn, x)
         length, device = blocks.shape[1], blocks.device
-        places = token_places(torch.tensor([0, length], device=device), length)
+        positions = token_positions(torch.tensor([0, length], device=device), length)
         assert projected.k[1] is not None  # k[1] belongs to sel
         chunks = [
-            row_mass(attn.config, projected.q[0], projected.k[1][0], blocks[0], places, rows)
+            row_mass(attn.config, projected.q[0], projected.k[1][0], blocks[0], positions, rows)
             for rows in torch.arange(length, device=device).split(ROWS_AT_ONCE)
         ]
         mass = RowMass(*(torch.cat(parts).cpu() for parts in zip(*chunks)))

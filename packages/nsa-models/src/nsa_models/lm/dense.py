@@ -13,7 +13,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.projection import HeadNorm
 from nsa_core.layer.rope import rope_table, rotate, table_for, wide_if_eager
-from nsa_core.packing import token_places
+from nsa_core.packing import token_positions
 
 
 class DenseCache:
@@ -100,7 +100,7 @@ class DenseAttention(nn.Module):
             else:
                 positions = torch.arange(first, first + rows, device=x.device)
                 if cu_seqlens is not None:
-                    positions = token_places(cu_seqlens, rows).position
+                    positions = token_positions(cu_seqlens, rows).position
                 table = wide_if_eager(
                     rope_table(positions, config.qk_dim, config.rope_base, q.dtype)
                 )

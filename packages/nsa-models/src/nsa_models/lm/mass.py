@@ -10,7 +10,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
 from nsa_core.layer.projection import Projected
-from nsa_core.packing import TokenPlaces, token_places
+from nsa_core.packing import TokenPositions, token_positions
 from nsa_models.lm.model import Block, LanguageModel
 
 ROWS_AT_ONCE = 16
@@ -79,11 +79,11 @@ def selected_mass(
         )
     if cu_seqlens is None:
         cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32, device=tokens.device)
-    places, selected_tokens = (
-        token_places(cu_seqlens, len(tokens)),
+    positions, selected_tokens = (
+        token_positions(cu_seqlens, len(tokens)),
         layer.num_selected_blocks * layer.select_block_size,
     )
-    query_rows = (places.position >= selected_tokens).nonzero().flatten()
+    query_rows = (positions.position >= selected_tokens).nonzero().flatten()
     if not len(query_rows):
         raise InvalidInput(
             "tokens must hold a document longer than num_selected_blocks blocks,"
@@ -98,7 +98,7 @@ def selected_mass(
     x = model.embed(tokens)
     for block in model.blocks:
         assert isinstance(block, Block)  # LanguageModel builds them
-        masses.append(_layer_mass(block, x, cu_seqlens, longest, places, query_rows))
+        masses.append(_layer_mass(block, x, cu_seqlens, longest, positions, query_rows))
         x = block(x, cu_seqlens, longest)
     return masses
 
@@ -108,7 +108,7 @@ def _layer_mass(
     x: torch.Tensor,
     cu_seqlens: torch.Tensor,
     longest: int,
-    places: TokenPlaces,
+    positions: TokenPositions,
     rows: torch.Tensor,
 ) -> Mass:
     attn = block.attn
@@ -116,7 +116,7 @@ def _layer_mass(
     projected, blocks = select_blocks(attn, block.attn_norm(x), cu_seqlens, longest)
     k = projected.k[1]
     chunks = [
-        row_mass(attn.config, projected.q, k, blocks, places, chunk)
+        row_mass(attn.config, projected.q, k, blocks, positions, chunk)
         for chunk in rows.split(ROWS_AT_ONCE)
     ]
     selected = torch.cat([chunk.selected for chunk in chunks]).mean()
@@ -153,7 +153,7 @@ def row_mass(
     q: torch.Tensor,
     k: torch.Tensor,
     blocks: torch.Tensor,
-    places: TokenPlaces,
+    positions: TokenPositions,
     rows: torch.Tensor,
 ) -> RowMass:
     """Measure the mass of the selected blocks for some query rows.
@@ -163,14 +163,14 @@ def row_mass(
         q: Packed queries [T, Hq, Dk].
         k: Packed keys of sel, [T, G, Dk].
         blocks: Selected blocks [T, G, n], distinct, padded with -1.
-        places: Document and position of each of the T rows.
+        positions: Document and position of each of the T rows.
         rows: Integer [R], the query rows to measure.
     """
     size = config.select_block_size
-    block_of_key, position = places.position // size, places.position[rows]
+    block_of_key, position = positions.position // size, positions.position[rows]
     count = int(block_of_key.max()) + 1
-    same_document = places.document == places.document[rows, None]
-    visible = same_document & (places.position <= position[:, None])  # [R, T]
+    same_document = positions.document == positions.document[rows, None]
+    visible = same_document & (positions.position <= position[:, None])  # [R, T]
     queries = q[rows].float().unflatten(1, (config.n_kv_heads, -1))  # [R, G, h, Dk]
     scores = torch.einsum("rghd,tgd->rght", queries, k.float()) * config.softmax_scale
     p = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1).mean(2)  # [R, G, T]

@@ -29,7 +29,7 @@ class Sentinel(NamedTuple):
     floor: float  # ln V
 
     @property
-    def quiet(self) -> bool:
+    def passed(self) -> bool:
         """Return whether |loss - ln V| <= LIMIT: the model neither leaks nor diverges."""
         return abs(self.loss - self.floor) <= LIMIT
 

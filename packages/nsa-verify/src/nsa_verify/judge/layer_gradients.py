@@ -100,7 +100,7 @@ def _golden(
 
     o = attend(p.v, p.v_cmp)
     y = o @ state["out.weight"].T
-    sources = {"x": leaf, **state, "qkv taps": tapped["qkv.weight"], "gate taps": tapped[gate]}
+    sources = {"x": leaf, **state, "qkv probe": tapped["qkv.weight"], "gate probe": tapped[gate]}
     sources |= {
         "q": p.q,
         "k0": p.k[0],
@@ -114,7 +114,7 @@ def _golden(
         zip(sources, torch.autograd.grad(y, list(sources.values()), do, materialize_grads=True))
     )
     # [tokens, units]
-    deltas = {n: grads.pop(f"{n} taps")[:, x.shape[-1] :].T for n in ("qkv", "gate")}
+    deltas = {n: grads.pop(f"{n} probe")[:, x.shape[-1] :].T for n in ("qkv", "gate")}
     with torch.no_grad():
         positive = attend(tuple(v.abs() for v in p.v), p.v_cmp.abs())
         magnitudes = {"y": positive @ state["out.weight"].abs().T}

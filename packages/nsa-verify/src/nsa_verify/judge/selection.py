@@ -193,7 +193,7 @@ def _flushed(score: float) -> float:
 
 
 def _indistinguishable(a: torch.Tensor, b: torch.Tensor, exact: bool) -> bool:
-    """Whether no rounding can make the scores of two blocks with terms [h, taps] differ.
+    """Whether no rounding can make the scores of two blocks with terms [h, weights] differ.
 
     This holds for terms with NaN, for terms that are all zero, and for equal and exact terms.
     """

@@ -32,7 +32,7 @@ class RowScores(NamedTuple):
         document: Batch entry, or index of the packed document.
         token: Token position in the document.
         kv_head: Index of the kv head.
-        terms: [h, taps, NB]: weight(i, j) * p[h, i] for the compressed blocks i that overlap
+        terms: [h, weights, NB]: weight(i, j) * p[h, i] for the compressed blocks i that overlap
             selection block j, in ascending i; 0 where i < 0 or i is not visible. NB is the number
             of selection blocks of the document.
         logits: [h, visible]: scale * q.k_cmp.
@@ -127,15 +127,15 @@ def row_scores(
 
 
 def _terms(p: torch.Tensor, length: int, geometry: BlockGeometry) -> torch.Tensor:
-    """Turn probabilities [h, visible] into the weighted terms [h, taps, NB] of Eq. 9."""
+    """Turn probabilities [h, visible] into the weighted terms [h, weights, NB] of Eq. 9."""
     size, ratio = geometry.select_block_size, geometry.select_block_size // geometry.compress_stride
-    taps, blocks = _weights(geometry), len(range(0, length, size))
-    terms = p.new_zeros((p.shape[0], len(taps), blocks))
-    for tap, (offset, weight) in enumerate(taps):
+    weights, blocks = _weights(geometry), len(range(0, length, size))
+    terms = p.new_zeros((p.shape[0], len(weights), blocks))
+    for i, (offset, weight) in enumerate(weights):
         seen = [j for j in range(blocks) if 0 <= j * ratio + offset < p.shape[1]]
         if seen:
             first = seen[0] * ratio + offset
-            terms[:, tap, seen[0] : seen[-1] + 1] = weight * p[:, first::ratio][:, : len(seen)]
+            terms[:, i, seen[0] : seen[-1] + 1] = weight * p[:, first::ratio][:, : len(seen)]
     return terms
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layout import BlockGeometry
-from nsa_core.packing import compressed_cu_seqlens, token_places
+from nsa_core.packing import compressed_cu_seqlens, token_positions
 
 
 class PackedBlocks(NamedTuple):
@@ -41,10 +41,10 @@ def packed_blocks(cu_seqlens: torch.Tensor, total: int, geometry: BlockGeometry)
     """
     stride, rows = geometry.compress_stride, geometry.max_compressed(total)
     first_chunk = F.pad((cu_seqlens.diff() // stride).cumsum(0, dtype=torch.int32), (1, 0))
-    chunk = token_places(first_chunk, rows)
+    chunk = token_positions(first_chunk, rows)
     first_token = cu_seqlens.long()[chunk.document] + chunk.position * stride
     tokens = first_token[:, None] + torch.arange(stride, device=cu_seqlens.device)
-    block = token_places(compressed_cu_seqlens(cu_seqlens, geometry), rows)
+    block = token_positions(compressed_cu_seqlens(cu_seqlens, geometry), rows)
     chunks = first_chunk.long()[block.document] + block.position
     return PackedBlocks(
         tokens.flatten().clamp(0, max(total - 1, 0)), chunks, block.position * stride
