@@ -99,6 +99,7 @@ def test_a_call_of_one_long_operation_ends_in_its_child(run, all_in_children):
     assert dense.peak_memory_bytes > 0
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_long_operation_in_a_child(small, all_in_children, seconds_after_sigterm):
     options = {"lengths": [40], "phases": ["forward"], "combos": SLOW, "max_call_s": 50.0}
     bench = Bench(small(**options), registry("one_operation"), {})

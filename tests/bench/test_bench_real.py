@@ -138,6 +138,7 @@ def test_activations_depend_on_preceding_bytes_only():
     assert torch.equal(model(tokens)[0, :80], model(changed)[0, :80])
 
 
+@pytest.mark.slow
 def test_library_text_is_long_and_deterministic():
     text = library_text(65536)
     assert len(text) >= 65536
@@ -196,6 +197,7 @@ def test_real_blocks_trains_measures_and_saves(real_blocks, tmp_path, monkeypatc
         real_blocks.real_inputs("4/2/8", 200, "cpu", torch.float32, tmp_path / "2-1-8.safetensors")
 
 
+@pytest.mark.slow
 def test_nsa_bench_reads_the_checkpoints_of_real_blocks(real_blocks, tmp_path, monkeypatch, nsa):
     """Run small versions of the two commands in docs/how-to/benchmark.md."""
     pytest.importorskip("safetensors")

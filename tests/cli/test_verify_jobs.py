@@ -117,6 +117,7 @@ def test_two_processes_give_the_findings_of_one():
     assert all(finding.ok for job in two.findings[1] for finding in job)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_a_failed_finding_and_other_jobs_run(capfd):
     jobs = jobs_of(end_process, 8)
     combinations = [Combination({}, "cpu"), Combination({}, "meta")]

@@ -349,6 +349,7 @@ def run_benchmark(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_the_training_benchmark_runs_every_section(run_benchmark, tmp_path):
     file = tmp_path / "train.json"
     run_benchmark("train.py", "--quick", "--device", "cpu", "--json", str(file))

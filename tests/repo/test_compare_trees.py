@@ -170,6 +170,7 @@ def site(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_compares_this_tree_with_itself_on_the_cpu(site, tmp_path):
     file = tmp_path / "rows.json"
     options = ["--device", "cpu", "--backend", "sdpa", "--shapes", "tiny", "--rounds", "1"]

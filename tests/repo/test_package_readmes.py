@@ -110,6 +110,7 @@ def network_uses(tree: ast.AST) -> set[str]:
     return {name for name in names if NETWORK.match(name) or name == "torch.distributed"}
 
 
+@pytest.mark.slow
 def test_only_data_sets_and_torchrun_use_the_network(repo):
     """SECURITY.md promises this."""
     uses = {

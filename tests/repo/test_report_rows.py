@@ -82,6 +82,7 @@ def missing(named: set[str], existing: set[str]) -> set[str]:
     return named - existing - {name.split("::")[0] for name in existing}
 
 
+@pytest.mark.slow
 def test_every_named_test_is_collected(
     repo: Any, collected_ids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

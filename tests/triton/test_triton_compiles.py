@@ -38,6 +38,7 @@ def check(rows) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slot", SLOTS)
 def test_row_46_the_widest_common_heads_fit(slot: str) -> None:
     """A third of the rows, chosen by their titles."""

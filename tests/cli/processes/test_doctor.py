@@ -175,6 +175,7 @@ def test_env_prints_no_path_and_no_user(nsa, broken_site, monkeypatch) -> None:
     assert done.stdout.endswith("```\n")
 
 
+@pytest.mark.slow
 def test_try_all_reports_children_that_hang_exit_or_raise(tmp_path) -> None:
     bodies = [
         "import time\ntime.sleep(60)",

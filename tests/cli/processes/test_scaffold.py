@@ -63,6 +63,7 @@ def test_the_generated_three_line_test_passes(tests, nsa, fresh) -> None:
     assert "passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_nsa_conformance_runs_the_same_suite(nsa, fresh) -> None:
     done = nsa("conformance", "fresh-one", "-k", "float32 and accepted", path=fresh[1])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr

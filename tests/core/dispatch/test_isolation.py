@@ -48,6 +48,7 @@ def test_survival_is_cached(install, monkeypatch):
     assert trial.failed_trials([plugin("toy-fine")]) == {}
 
 
+@pytest.mark.slow
 def test_slow_or_raising_probe_counts_as_survived(install, monkeypatch):
     bodies = {"toy-thinks": "import time; time.sleep(600)", "toy-raises": "raise SystemExit(3)"}
     for name, body in bodies.items():
@@ -56,6 +57,7 @@ def test_slow_or_raising_probe_counts_as_survived(install, monkeypatch):
     assert trial.failed_trials([plugin(name) for name in bodies]) == {}
 
 
+@pytest.mark.slow
 def test_cached_hang_is_retried_under_a_longer_limit(install):
     install(
         "toy-slow",

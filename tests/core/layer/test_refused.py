@@ -108,6 +108,7 @@ def test_invalid_packing_is_refused_by_layer_and_function(name):
         nsa_attention(*inputs(CONFIG, 9), config=CONFIG, **arguments)
 
 
+@pytest.mark.slow
 def test_max_seqlen_accepts_all_host_integers():
     torch._dynamo.reset()
     attn, x, cu = layer_of(), torch.randn(30, 24, dtype=torch.float64), boundaries(20, 10)
