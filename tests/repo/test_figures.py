@@ -124,12 +124,11 @@ def test_every_opening_marker_has_a_closing_marker(figures):
             assert text.count("<!-- figures:") == text.count("<!-- /figures -->") == complete, path
 
 
-@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
-def test_no_value_inside_a_sentence_begins_a_line(page):
+def test_no_value_inside_a_sentence_begins_a_line(figures):
     """Markdown starts an HTML block there, which ends the paragraph or the list."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    assert "<!-- figures:" in text
-    assert not re.findall(r"(?m)^ *<!-- figures:[\w-]+ -->[^\n]", text)
+    for path in (path for pattern in figures.PAGES for path in ROOT.glob(pattern)):
+        text = path.read_text(encoding="utf-8")
+        assert not re.findall(r"(?m)^ *<!-- figures:[\w-]+ -->[^\n]", text), path
 
 
 @pytest.mark.parametrize(
