@@ -126,8 +126,8 @@ MUTANTS = (
     Mutant(
         "select reads Eq. 9 with 0-based indices",
         _SELECT,
-        "p[..., tap - first :: per_block]",
-        "p[..., tap - first + 1 :: per_block]",
+        "p[..., offset - first :: per_block]",
+        "p[..., offset - first + 1 :: per_block]",
     ),
     Mutant(
         "select omits the sum over the group",
