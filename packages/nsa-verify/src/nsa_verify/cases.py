@@ -36,10 +36,9 @@ class Case:
     batch: int = 1
     packed: bool = False
     fused: bool = False
-    # Above 2 a correct fp32 kernel can fail. A logit s has an absolute error of about |s| 2^-24 in
-    # fp32, which becomes the relative error of exp(s), and of dv for a key that only one query
-    # sees. The noise of the verdict does not grow with |s|; it is calibrated for logits of a few
-    # units.
+    # Avoid 2 to 6, where the largest score is about 8 to 16: a correct fp32 kernel can fail in keys
+    # that one query alone sees. Above 16 the noise contains the rounding of scores (see
+    # nsa_verify.reference.score_noise).
     sharpness: float = 1.0
     text: bytes | None = None
     rows: tuple[int, ...] | None = None
@@ -225,6 +224,8 @@ def quick_cases() -> tuple[Case, ...]:
         # Two forced local blocks would hide scores that include invisible tokens.
         Case("nothing forced", dataclasses.replace(small, init_blocks=0, local_blocks=0), (93,)),
         Case("packed", small, (0, 5, 40, 1, 77, 0), packed=True),
+        # Scores of 100: what rounds them shows. Many keys are seen by one query alone.
+        Case("large scores", config_of(3, 3, 16, 16, (8, 4, 16, 4, 5)), (28,), sharpness=30.0),
     )
 
 
@@ -259,6 +260,15 @@ def full_cases() -> tuple[Case, ...]:
             "packed 12/2/64", config_of(12, 2, 64, 64, SMALL), (33, 16, 15, 0, 210, 64), packed=True
         ),
         Case("long, sampled rows", reports, (4096,), rows=_edge_rows(4096, (32, 64, 512))),
+        Case("large scores 12/2/64", config_of(12, 2, 64, 64, SMALL), (150,), sharpness=100.0),
+        Case("large scores, D=192", config_of(4, 2, 192, 128, TINY), (93,), sharpness=30.0),
+        Case(
+            "large scores, packed",
+            config_of(2, 2, 16, 16, TINY),
+            (1, 40, 7, 0, 33),
+            packed=True,
+            sharpness=300.0,
+        ),
     )
 
 
@@ -275,6 +285,7 @@ def interpreter_cases() -> tuple[Case, ...]:
             "interpreted, packed, h=3", config_of(3, 1, 16, 16, blocks), (0, 3, 19, 1), packed=True
         ),
         Case("interpreted, h=1, fused", config_of(2, 2, 16, 16, blocks), (40,), fused=True),
+        Case("interpreted, large scores", config_of(2, 2, 16, 16, blocks), (33,), sharpness=30.0),
         Case("interpreted, S<l", config_of(4, 1, 16, 16, blocks), (5,), batch=4),
         Case(
             "interpreted, nothing forced",

@@ -149,22 +149,28 @@ def _judge_composed(
         t["gates"], truth.o, oracle.sel(*sel_args, **options).o, oracle.win(*win_args, **options).o
     ).o
 
-    def reference(arithmetic: attention.Arithmetic) -> torch.Tensor:
+    def reference(arithmetic: attention.Arithmetic) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the gated sum, and its noise of large scores."""
         kwargs: dict[str, Any] = {**options, "arithmetic": arithmetic, "dtype": dtype}
         branches = (
             attention.cmp(*cmp_args, **kwargs),
             attention.sel(*sel_args, **kwargs),
             attention.win(*win_args, **kwargs),
         )
-        return attention.combine(
+        gated = attention.combine(
             t["gates"], *(x.o for x in branches), arithmetic=arithmetic, dtype=dtype
         ).o
+        gates = t["gates"].double().abs()[..., None].unbind(-2)
+        noises = [g * x.score_noise["o"] for g, x in zip(gates, branches) if x.score_noise]
+        return gated, torch.stack(noises).sum(0)[p.rows] if noises else None
 
-    rounded = golden if dtype == torch.float64 else reference("rounded")
+    rounded = golden if dtype == torch.float64 else reference("rounded")[0]
+    magnitude, score_noise = reference("magnitude")
     actual, golden, rounded, magnitude = (
-        heads_first(x[p.rows]) for x in (p.scatter(o), golden, rounded, reference("magnitude"))
+        heads_first(x[p.rows]) for x in (p.scatter(o), golden, rounded, magnitude)
     )
-    verdict = judge(actual, golden, rounded, magnitude, dtype)
+    score_noise = None if score_noise is None else heads_first(score_noise)
+    verdict = judge(actual, golden, rounded, magnitude, dtype, score_noise=score_noise)
     yield from judged("decode fused step", "", step.case, dtype, {"o": verdict})
 
 

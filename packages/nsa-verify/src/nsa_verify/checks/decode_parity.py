@@ -382,6 +382,12 @@ def quick_steps() -> tuple[Step, ...]:
             (90, 33, 64, 21, 48, 12, 80, 35),
             (1,) * 8,
         ),
+        Step(
+            Case("large scores", config_of(2, 2, 16, 16, TINY), (), sharpness=30.0),
+            (70, 9, 24, 33),
+            (2, 2, 1, 2),
+            rows=2,
+        ),
     )
 
 
@@ -432,6 +438,13 @@ def full_steps() -> tuple[Step, ...]:
             (64, 17, 33, 80, 49, 25),
             (1,) * 6,
             page_size=32,
+        ),
+        Step(
+            Case("large scores 12/2/64", config_of(12, 2, 64, 64, SMALL), (), sharpness=100.0),
+            (150, 133, 64, 127),
+            (3, 1, 2, 3),
+            rows=3,
+            page_size=64,
         ),
     )
 

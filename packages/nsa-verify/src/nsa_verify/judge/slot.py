@@ -128,8 +128,9 @@ def _judge_slot(
         else:
             truths = [x.o if name == "o" else x.grads[name] for x in (golden, rounded, magnitude)]
             tail = _judge_tail(name, actual, cu_seqlens, geometry)
+            noise = magnitude.score_noise.get(name)
             verdicts[name] = (
-                tail if tail is not None else _judge(name, [actual, *truths], dtype, sampled)
+                tail if tail is not None else _judge(name, [actual, *truths], noise, dtype, sampled)
             )
     return verdicts
 
@@ -145,7 +146,8 @@ def _truths(
         if dtype == torch.float64
         else reference(*arguments, **options, arithmetic="rounded", dtype=dtype)
     )
-    return golden, rounded, reference(*arguments, **options, arithmetic="magnitude")
+    magnitude = reference(*arguments, **options, arithmetic="magnitude", dtype=dtype)
+    return golden, rounded, magnitude
 
 
 def _ordered(
@@ -219,18 +221,31 @@ def _judge_tail(
 
 
 def _judge(
-    name: str, tensors: list[torch.Tensor], dtype: torch.dtype, rows: torch.Tensor | None
+    name: str,
+    tensors: list[torch.Tensor],
+    score_noise: torch.Tensor | None,
+    dtype: torch.dtype,
+    rows: torch.Tensor | None,
 ) -> Verdict:
     """Judge ``tensors`` = [actual, golden, rounded, magnitude], given in the contract's layout."""
     if tensors[0].shape != tensors[1].shape:
         return refused(f"shape {tuple(tensors[0].shape)}, expected {tuple(tensors[1].shape)}")
     sampled = rows if name in _PER_TOKEN else None
+    tensors = tensors if score_noise is None else [*tensors, score_noise]
     if sampled is not None:
         tensors = [x[..., sampled.to(x.device), :, :] for x in tensors]
-    actual, golden, rounded, magnitude = (
+    actual, golden, rounded, magnitude, *noise = (
         gate_rows(x) if name == "dgates" else heads_first(x) for x in tensors
     )
-    verdict = judge(actual, golden, rounded, magnitude, dtype, grad=name != "o")
+    verdict = judge(
+        actual,
+        golden,
+        rounded,
+        magnitude,
+        dtype,
+        grad=name != "o",
+        score_noise=noise[0] if noise else None,
+    )
     return (
         verdict
         if sampled is None or name == "dgates"

@@ -140,6 +140,7 @@ def judge(
     dtype: torch.dtype,
     *,
     grad: bool = False,
+    score_noise: torch.Tensor | None = None,  # [.., heads, rows, D or 1]
 ) -> Verdict:
     """Judge ``actual`` by its row, element and bias errors.
 
@@ -153,6 +154,10 @@ def judge(
     kappa is 1/8 for gradients and 0 for outputs; 2^-24 becomes 2^-53 in float64. NaN and Inf must
     be in the same places as in ``golden``, and an error in a row of zero noise is infinite.
 
+    With ``score_noise`` x, n^2 grows by rms(x)^2. In the bias of rows with x > 0, n^2 grows by
+    D (rms(x)^2 + c^2) with c = (kappa u + 4 * 2^-24) rms(m): an error of P or dS multiplies all D
+    elements of a row of v, k, q or dO, so the error may be parallel to the row of golden.
+
     Args:
         actual: Result of the kernel, [.., heads, rows, D].
         golden: Truth in float64, same shape.
@@ -160,6 +165,8 @@ def judge(
         magnitude: The golden formula with positive terms, same shape.
         dtype: Lowest precision on the path; selects u and the limits in :data:`LIMITS`.
         grad: Whether ``actual`` is a gradient.
+        score_noise: Noise of scores above 16 from :mod:`nsa_verify.reference.score_noise`, same
+            shape or one element per row; None if there are none.
 
     Returns:
         The verdict. A wrong shape is a failed verdict.
@@ -182,12 +189,21 @@ def judge(
         return misplaced
     a, g, r, m = (x.masked_fill(nonfinite, 0.0) for x in (a, g, r, m))
     u, kappa = torch.finfo(dtype).eps / 2, 1 / 8 if grad else 0.0
-    noise = torch.maximum(_rms(r - g), u * _rms(g) + (kappa * u + 4 * fine) * _rms(m))
+    cancelling = (kappa * u + 4 * fine) * _rms(m)
+    noise = torch.maximum(_rms(r - g), u * _rms(g) + cancelling)
+    variance = noise.square()
+    if score_noise is not None:
+        further = score_noise.detach().to("cpu", torch.float64).square().mean(-1)
+        noise = (variance + further).sqrt()
+        parallel = torch.where(further > 0, further + cancelling.square(), 0.0)
+        variance = variance + g.shape[-1] * parallel
     row = _over(_rms(a - g), noise)
     elem = _over((a - g).abs(), noise[..., None].expand_as(g))
-    projection = ((a - g) * g).sum((-1, -2)).abs()
-    chance = 4 * (noise.square() * g.square().sum(-1)).sum(-1).sqrt()
-    bias = _over(projection, limits.bias * u * g.square().sum((-1, -2)) + chance)
+    # Scaled to 1, because the squares of small gradients underflow.
+    unit = torch.nan_to_num(g / g.abs().amax((-1, -2), keepdim=True))
+    projection = ((a - g) * unit).sum((-1, -2)).abs()
+    chance = 4 * (variance * unit.square().sum(-1)).sum(-1).sqrt()
+    bias = _over(projection, limits.bias * u * (g * unit).sum((-1, -2)) + chance)
     worst = torch.maximum(row / limits.row, elem.amax(-1) / limits.elem)
     where = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
     return _verdict(

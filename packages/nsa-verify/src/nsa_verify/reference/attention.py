@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 
 from nsa_core.layout import BlockGeometry
+from nsa_verify.reference.score_noise import COVERED, score_noise, score_sizes, weight
 
 Arithmetic = Literal["exact", "rounded", "magnitude"]
 Mask = Callable[[torch.Tensor, int], torch.Tensor]  # (rows int64 [R], kv head) -> bool [R, L]
@@ -41,14 +42,18 @@ class Dense:
         o: Output, as in :class:`nsa_verify.oracle.Truth`; float32 if ``rounded``.
         lse: Log-sum-exp, likewise.
         grads: Gradients, likewise.
-        top: Largest |score| of each row, laid out as ``lse``; 0 without a visible key. None for
-            combine.
+        top: Largest |score| of each row, laid out as ``lse``; 0 without a visible key. In magnitude
+            it is the size of the scores times its weight, if that is larger. None for combine.
+        score_noise: Noise of large scores by result ("o" and the names of the gradients), see
+            :mod:`nsa_verify.reference.score_noise`. That of o has one element per row. Only
+            magnitude computes it; empty without scores above 16.
     """
 
     o: torch.Tensor
     lse: torch.Tensor | None
     grads: dict[str, torch.Tensor]
     top: torch.Tensor | None
+    score_noise: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +95,12 @@ def _chunk(
     mask: torch.Tensor,  # bool [R, L]
     scale: float,
     do: torch.Tensor | None,  # [R, Dv]
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Compute o [R, Dv], lse [R] and top [R] of one head for a chunk of rows.
 
-    With ``do``, the result also has dq [R, Dk], dk [L, Dk] and dv [L, Dv], which the caller rounds.
+    With ``do``, the results also have dq [R, Dk], dk [L, Dk] and dv [L, Dv], which the caller
+    rounds. The second tuple has the sizes of the scores [R] and their noise in o, dq, dk and dv. It
+    is empty if no score can exceed 16.
     """
     s = (q @ k.T * scale).masked_fill(~mask, -torch.inf)
     peak = s.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
@@ -102,21 +109,22 @@ def _chunk(
     divisor = torch.where(total > 0, total, 1.0)
     o = maths.store((maths.store(e) @ maths.term(v)) / divisor)
     lse = (peak + total.log()).squeeze(-1)
-    top = s.masked_fill(~mask, 0.0).abs().amax(-1)
+    visible_scores = s.masked_fill(~mask, 0.0)
+    top, p = visible_scores.abs().amax(-1), e / divisor
+    noise: tuple[torch.Tensor, ...] = ()
+    # No size exceeds |scale| |q| |k|.
+    bound = abs(scale) * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()
+    if maths.arithmetic == "magnitude" and bound > COVERED:
+        sizes = score_sizes(visible_scores, q, k, mask, scale)
+        noise = (sizes, *score_noise(p, sizes, mask, q, k, v, do, scale, maths.dtype))
     if do is None:
-        return o, lse, top
-    p, d = e / divisor, maths.term(do)
+        return (o, lse, top), noise
+    d = maths.term(do)
     dp = d @ maths.term(v).T
     ds = maths.store((p * maths.minus(dp, (d * o).sum(-1, keepdim=True))).masked_fill(~mask, 0.0))
     factor = abs(scale) if maths.arithmetic == "magnitude" else scale
-    return (
-        o,
-        lse,
-        top,
-        factor * (ds @ maths.term(k)),
-        factor * (ds.T @ maths.term(q)),
-        maths.store(p).T @ d,
-    )
+    dq, dk = factor * (ds @ maths.term(k)), factor * (ds.T @ maths.term(q))
+    return (o, lse, top, dq, dk, maths.store(p).T @ d), noise
 
 
 def _chunks(
@@ -136,6 +144,7 @@ def _document(
         torch.Tensor, torch.Tensor, torch.Tensor
     ],  # q [S, Hq, Dk], k [L, G, Dk], v [L, G, Dv]
     results: tuple[torch.Tensor, ...],  # o, lse, top [S, Hq, ..], then dq, dk, dv, written in place
+    noises: tuple[torch.Tensor, ...],  # sizes, noise of o, then of dq, dk, dv, likewise
     do: torch.Tensor | None,
     mask: Mask,
     scale: float,
@@ -151,12 +160,17 @@ def _document(
                 continue
             for head in range(g * (heads // groups), (g + 1) * (heads // groups)):
                 d = do[chunk, head] if do is not None else None
-                out = _chunk(maths, q[chunk, head], k[columns, g], v[columns, g], visible, scale, d)
+                out, noise = _chunk(
+                    maths, q[chunk, head], k[columns, g], v[columns, g], visible, scale, d
+                )
                 o[chunk, head], lse[chunk, head], top[chunk, head] = out[:3]
-                if grads:
-                    grads[0][chunk, head] = out[3]
-                    grads[1][columns, g] += out[4]
-                    grads[2][columns, g] += out[5]
+                for rowwise, part in zip(noises, noise[:2]):
+                    rowwise[chunk, head] = part
+                for sums, parts in ((grads, out[3:]), (noises[2:], noise[2:])):
+                    if parts:
+                        sums[0][chunk, head] = parts[0]
+                        sums[1][columns, g] += parts[1]
+                        sums[2][columns, g] += parts[2]
 
 
 def host_bounds(cu_seqlens: torch.Tensor | None) -> torch.Tensor | None:
@@ -208,16 +222,24 @@ def _attend(
         torch.zeros_like(lse),
         [torch.zeros_like(x) for x in (q, k, v)] if do is not None else [],
     )
+    sizes = torch.zeros_like(lse)
+    noises = [torch.zeros_like(x) for x in (o[..., :1], *grads)]
     evaluated = _document_rows(rows, token_bounds, len(q), q.shape[-3])
     token_spans = [spans(x, token_bounds) for x in (q, o, lse, top, *grads[:1])]
+    token_noises = [spans(x, token_bounds) for x in (sizes, *noises[:2])]
     key_spans = [spans(x, key_bounds) for x in (k, v, *grads[1:])]
+    key_noises = [spans(x, key_bounds) for x in noises[2:]]
     do_spans = spans(maths.load(do), token_bounds) if do is not None else [None] * len(evaluated)
     for i, rows_ in enumerate(evaluated):
         (q_, *results), (k_, v_, *dkv) = [x[i] for x in token_spans], [x[i] for x in key_spans]
         tensors_, results_ = (q_, k_, v_), (*results, *dkv)
-        _document(maths, tensors_, results_, do_spans[i], mask(i, len(k_)), scale, rows_)
+        noises_ = tuple(x[i] for x in (*token_noises, *key_noises))
+        _document(maths, tensors_, results_, noises_, do_spans[i], mask(i, len(k_)), scale, rows_)
     stored = {name: maths.store(x) for name, x in zip(names, grads)}
-    return Dense(o, lse.transpose(-1, -2), stored, top.transpose(-1, -2))
+    factor = weight(float(sizes.max()) if sizes.numel() else 0.0, q.shape[-1])
+    top = torch.maximum(top, factor * sizes).transpose(-1, -2)
+    score_noises = {n: factor * x for n, x in zip(("o", *names), noises) if factor}
+    return Dense(o, lse.transpose(-1, -2), stored, top, score_noises)
 
 
 def cmp(
