@@ -5,7 +5,8 @@ from __future__ import annotations
 from semantic import (
     cmp_faults,
     combine_faults,
-    decode_slot_faults,
+    decode_cmp_select,
+    decode_sel_win,
     sel_faults,
     select_faults,
     win_faults,
@@ -19,7 +20,8 @@ ALL: tuple[SemanticMutant, ...] = (
     *sel_faults.MUTANTS,
     *win_faults.MUTANTS,
     *combine_faults.MUTANTS,
-    *decode_slot_faults.MUTANTS,
+    *decode_cmp_select.MUTANTS,
+    *decode_sel_win.MUTANTS,
 )
 
 _MASKS = {"cmp": cmp_mask, "sel": sel_mask, "win": win_mask}

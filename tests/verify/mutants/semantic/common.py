@@ -155,7 +155,7 @@ def in_dtype(dtype: torch.dtype) -> Fault:
 
 
 def per_row(change: Callable[[View, torch.Tensor, torch.Tensor], None]) -> Fault:
-    """Change o and lse in place, both [rows, Hq] first: change(c, o [..., Hq, Dv], lse [..., Hq])."""
+    """Change o [..., Hq, Dv] and lse [..., Hq] in place by ``change(c, o, lse)``."""
 
     def fault(c: View) -> list[torch.Tensor]:
         o, lse = (x.clone() for x in c.run())

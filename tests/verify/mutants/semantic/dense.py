@@ -271,9 +271,9 @@ def choose(
     rank = scores.double().nan_to_num(nan, posinf=torch.inf)
     rank = rank.masked_fill(forced[:, None], torch.inf).masked_fill(~allowed[:, None], -torch.inf)
     if higher:
-        order = total - 1 - rank.flip(-1).sort(-1, descending=True, stable=True).indices
+        order = total - 1 - rank.flip(-1).sort(dim=-1, descending=True, stable=True).indices
     else:
-        order = rank.sort(-1, descending=True, stable=True).indices
+        order = rank.sort(dim=-1, descending=True, stable=True).indices
     order = order[..., :n]
     taken = rank.gather(-1, order) > -torch.inf
     order = order.masked_fill(~taken, 2**30).sort(-1).values

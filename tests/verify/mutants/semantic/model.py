@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -15,8 +16,10 @@ from nsa_core.dispatch.registry import discover
 from nsa_core.torch_ops.slot_op import INPUTS
 
 HEALTHY = "sdpa"
-_FUNCTIONS = ModuleType("semantic_mutant_functions")
-sys.modules[_FUNCTIONS.__name__] = _FUNCTIONS
+# Faults that raised: (name, error). The tests demand that there are none.
+RAISED: list[tuple[str, Exception]] = []
+FUNCTIONS = ModuleType("semantic_mutant_functions")
+sys.modules[FUNCTIONS.__name__] = FUNCTIONS
 
 
 class Piece(NamedTuple):
@@ -212,8 +215,9 @@ class SemanticMutant:
 
     @property
     def backend(self) -> str:
-        """The name under which the mutant is registered."""
-        return "mutant_" + "".join(c if c.isalnum() else "_" for c in self.name.lower())
+        """The name under which the mutant is registered; a backend's name is short."""
+        digest = hashlib.sha256(self.name.encode()).hexdigest()[:12]
+        return f"mutant_{self.slot}_{self.phase}_{digest}"
 
 
 def mutant(slot: str, phase: str, text: str, fault: Fault, when: Condition | None = None) -> Any:
@@ -248,7 +252,11 @@ def wrapped(one: SemanticMutant, healthy: Callable[..., Any]) -> Callable[..., A
         view = view_of(one.slot, one.phase, healthy, tensors, call)
         if not one.when(view):
             return healthy(*tensors, call=call)
-        results = one.fault(view)
+        try:
+            results = one.fault(view)
+        except Exception as error:
+            RAISED.append((one.name, error))  # a fault computes wrong numbers, it does not raise
+            raise
         return results[0] if len(results) == 1 else tuple(results)
 
     return function
@@ -259,8 +267,8 @@ def faulty_spec(one: SemanticMutant) -> BackendSpec:
     spec = healthy_spec()
     slot = spec.slots[one.slot]
     path = getattr(slot, one.phase)
-    setattr(_FUNCTIONS, one.backend, wrapped(one, import_named(path)))
+    setattr(FUNCTIONS, one.backend, wrapped(one, import_named(path)))
     faulty: SlotSpec = dataclasses.replace(
-        slot, **{one.phase: f"{_FUNCTIONS.__name__}:{one.backend}"}
+        slot, **{one.phase: f"{FUNCTIONS.__name__}:{one.backend}"}
     )
     return dataclasses.replace(spec, name=one.backend, slots={**spec.slots, one.slot: faulty})
