@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from nsa_core.contract import SLOTS, import_named
 from nsa_core.dispatch.registry import discover
 from nsa_verify.combination import Combination
@@ -21,6 +23,8 @@ from semantic.model import (
     view_of,
 )
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
@@ -28,12 +32,14 @@ class Kill:
 
     Attributes:
         job: Name of the check.
+        case: Name of the job's case.
         finding: The finding.
         tried: Number of jobs in which the mutant's fault could act, this one included.
         seconds: Time of these jobs.
     """
 
     job: str
+    case: str
     finding: Finding
     tried: int
     seconds: float
@@ -59,6 +65,11 @@ class Score:
         """Return the number of kills of each check, the most first."""
         checks = [kill.job for kill in self.kills.values()]
         return {name: checks.count(name) for name in sorted(set(checks), key=checks.count)[::-1]}
+
+
+def default_jobs(preset: str) -> list[suite.Job]:
+    """Return the jobs of a preset in all dtypes, as `nsa verify` runs them on this backend."""
+    return suite.jobs(preset, DTYPES, text=None)
 
 
 def combination_of(mutant: SemanticMutant) -> Combination:
@@ -122,16 +133,17 @@ def score(mutants: Sequence[SemanticMutant], todo: Sequence[suite.Job]) -> Score
     tried = dict.fromkeys(spy.waiting, 0)
     spent = dict.fromkeys(spy.waiting, 0.0)
     combinations: dict[str, Combination] = {}
-    with suite.shared_truths([spy.combination, spy.combination]):
-        for job in todo:
-            if not spy.waiting:
-                break
-            spy.acted.clear()
+    for job in todo:
+        if not spy.waiting:
+            break
+        spy.acted.clear()
+        # The spy and the mutants share the truths of one job; all truths would take gigabytes.
+        with suite.shared_truths([spy.combination, spy.combination]):
             started = time.perf_counter()
             healthy = failure(job, spy.combination)
             assert healthy is None, f"the healthy backend fails: {healthy}"
             elapsed = time.perf_counter() - started
-            result.seconds_of_check[job.name] = result.seconds_of_check.get(job.name, 0.0) + elapsed
+            result.seconds_of_check[job.name] = result.seconds_of_check.get(job.name, 0) + elapsed
             result.seconds += elapsed
             for name in [n for n in spy.waiting if n in spy.acted]:
                 combination = combinations.setdefault(name, combination_of(spy.waiting[name]))
@@ -140,7 +152,9 @@ def score(mutants: Sequence[SemanticMutant], todo: Sequence[suite.Job]) -> Score
                 spent[name] += time.perf_counter() - started
                 tried[name] += 1
                 if finding is not None:
-                    result.kills[name] = Kill(job.name, finding, tried[name], spent[name])
+                    result.kills[name] = Kill(
+                        job.name, job.case.name, finding, tried[name], spent[name]
+                    )
                     del spy.waiting[name], combinations[name]
     result.survivors = {name: tried[name] for name in spy.waiting}
     return result

@@ -1,4 +1,9 @@
-"""Faults of select."""
+"""Faults of select.
+
+Left out as equivalent: a block that is both initial and local takes two places. The two kinds
+overlap at a token only if it has fewer than init_blocks + local_blocks candidates. The contract
+demands n >= init_blocks + local_blocks, so every candidate is chosen with or without the fault.
+"""
 
 from __future__ import annotations
 
@@ -90,19 +95,6 @@ def _first_candidates(count: int) -> Any:
         return choose(c, scores, token, candidates=((block < count) & (block <= current)) | local)
 
     return lambda c: selected(c, rule)
-
-
-def _overlapping_forced_lose_a_place(c: View, scores: Any, token: Any) -> torch.Tensor:
-    """A block that is both initial and local takes two places."""
-    blocks = choose(c, scores, token)
-    current = (token // c.block)[:, None]
-    block = torch.arange(scores.shape[-1])
-    both = (block < c.geometry.init_blocks) & (block > current - c.geometry.local_blocks)
-    lost = (both & (block <= current)).sum(-1)
-    fewer = [choose(c, scores, token, n=max(1, c.n - int(x))) for x in lost.unique()]
-    for count, replacement in zip(lost.unique(), fewer):
-        blocks[lost == count] = replacement[lost == count]
-    return blocks
 
 
 def _descending(c: View, blocks: torch.Tensor) -> torch.Tensor:
@@ -201,15 +193,6 @@ MUTANTS = (
         "two local blocks are forced with local_blocks = 1",
         lambda c: selected(c, local=2),
         lambda c: c.geometry.local_blocks == 1 and c.n >= 2 and _crowded(c),
-    ),
-    _select(
-        "a block both initial and local takes two places",
-        lambda c: selected(c, _overlapping_forced_lose_a_place),
-        lambda c: (
-            c.geometry.num_select_blocks(max(c.lengths)) >= c.n
-            and c.geometry.init_blocks > 0
-            and c.geometry.local_blocks > 0
-        ),
     ),
     _select(
         "heads of a group from the fifth on are not summed",
