@@ -81,6 +81,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("figures of docs/explanation/report-rows.md")
         for name, text in sorted(figures):
             terminalreporter.line(f"{name.split('::')[-1]}: {text}")
+    scores = [
+        value
+        for report in reports
+        for key, value in report.user_properties
+        if key == "semantic_score"
+    ]
+    if scores:
+        terminalreporter.section("semantic mutants")
+        for line in scores:
+            terminalreporter.line(line)
     mutants = [
         dict(report.user_properties) | {"seconds": report.duration}
         for report in reports

@@ -1,0 +1,99 @@
+"""The recorded scores of the semantic mutants, and the tables of the documentation.
+
+`python tests/verify/mutants/semantic/record.py` scores all mutants and writes both. It takes the
+time of `nsa verify --preset full`, and some minutes more. With the argument `quick` it leaves out
+the full preset.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+FILE = FOLDER / "scores.json"
+PAGE = FOLDER.parents[3] / "docs" / "explanation" / "verification.md"
+BEGIN, END = "<!-- begin: semantic mutants -->", "<!-- end: semantic mutants -->"
+
+
+def load() -> dict[str, Any]:
+    """Return the recorded scores."""
+    scores: dict[str, Any] = json.loads(FILE.read_text())
+    return scores
+
+
+def tables(scores: dict[str, Any]) -> str:
+    """Return the text of the documentation about ``scores``."""
+    mutants = scores["mutants"]
+    quick = [m for m in mutants.values() if m["preset"] == "quick"]
+    full = [m for m in mutants.values() if m["preset"]]
+    text = [
+        f"`nsa verify --preset quick` kills {len(quick)} of {len(mutants)}"
+        + (f", `--preset full` {len(full)}." if scores["full"] else "."),
+        "",
+        "| slot | forward | backward | decode |",
+        "|---|---|---|---|",
+    ]
+    for slot in ("cmp", "select", "sel", "win", "combine"):
+        cells = []
+        for phase in ("forward", "backward", "decode"):
+            mine = [m for name, m in mutants.items() if name.startswith(f"{slot} {phase}:")]
+            killed = sum(m["preset"] == "quick" for m in mine)
+            cells.append(f"{killed} of {len(mine)}" if mine else "")
+        text.append(f"| {slot} | {' | '.join(cells)} |")
+    text += ["", "The checks of `--preset quick` that kill a mutant first:", ""]
+    text += ["| check | kills | seconds on sdpa | kills per second |", "|---|---|---|---|"]
+    seconds = scores["seconds_of_check"]
+    kills = {check: sum(m["check"] == check for m in quick) for check in seconds}
+    for check in sorted(seconds, key=lambda name: -kills[name]):
+        rate = kills[check] / max(seconds[check], 0.1)
+        text.append(f"| {check} | {kills[check]} | {seconds[check]:.1f} | {rate:.1f} |")
+    survivors = [name for name, m in mutants.items() if m["preset"] != "quick"]
+    if survivors:
+        text += ["", "Mutants that survive `--preset quick`:", ""]
+        text += [
+            f"- {name}{' (killed by full)' if mutants[name]['preset'] else ''}"
+            for name in survivors
+        ]
+    return "\n".join(text) + "\n"
+
+
+def section() -> str:
+    """Return what the documentation says about the scores."""
+    return PAGE.read_text().partition(BEGIN + "\n")[2].partition(END)[0]
+
+
+def write(scores: dict[str, Any]) -> None:
+    """Write ``scores`` and the section of the documentation."""
+    FILE.write_text(json.dumps(scores, indent=1) + "\n")
+    before, _, rest = PAGE.read_text().partition(BEGIN + "\n")
+    PAGE.write_text(before + BEGIN + "\n" + tables(scores) + END + rest.partition(END)[2])
+
+
+def measure(full_too: bool) -> dict[str, Any]:
+    """Score every mutant with the quick preset, and, if asked, its survivors with the full one."""
+    from semantic.catalog import ALL
+    from semantic.score import Score, default_jobs, score
+
+    quick = score(ALL, default_jobs("quick"))
+    rest = [m for m in ALL if m.name in quick.survivors]
+    full = score(rest, default_jobs("full")) if full_too else Score()
+    mutants = {}
+    for mutant in ALL:
+        preset = "quick" if mutant.name in quick.kills else "full"
+        kill = {**full.kills, **quick.kills}.get(mutant.name)
+        mutants[mutant.name] = {
+            "preset": preset if kill else "",
+            "check": kill.job if kill else "",
+            "case": kill.case if kill else "",
+            "dtype": kill.finding.dtype if kill else "",
+        }
+    seconds = {name: round(value, 1) for name, value in quick.seconds_of_check.items()}
+    return {"mutants": mutants, "seconds_of_check": seconds, "full": full_too}
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(FOLDER.parent))
+    write(measure(full_too="quick" not in sys.argv))

@@ -1,0 +1,103 @@
+"""The checks of `nsa verify` find the semantic mutants; scores.json records which check finds each.
+
+The ordinary run takes a third of the mutants and runs the recorded job on each. The slow run scores
+all of them anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+
+from nsa_core.contract import SLOTS
+from nsa_verify.combination import Combination
+from nsa_verify.run import suite
+from semantic import record
+from semantic.catalog import ALL, CONTROLS
+from semantic.model import HEALTHY, RAISED, SemanticMutant
+from semantic.score import combination_of, default_jobs, failure, score
+
+RECORDED = record.load()["mutants"]
+# A third of the mutants that quick kills.
+SAMPLE = [m for m in ALL if RECORDED[m.name]["preset"] == "quick"][::3]
+
+
+@functools.cache
+def _jobs() -> dict[tuple[str, str, str], suite.Job]:
+    return {
+        (job.name, job.case.name, str(job.dtype).removeprefix("torch.")): job
+        for job in default_jobs("quick")
+    }
+
+
+def _recorded_job(mutant: SemanticMutant) -> suite.Job:
+    entry = RECORDED[mutant.name]
+    return _jobs()[entry["check"], entry["case"], entry["dtype"]]
+
+
+def test_mutants_are_many_and_in_every_slot_and_phase() -> None:
+    assert len(ALL) >= 90
+    assert len({m.name for m in ALL}) == len({m.backend for m in ALL}) == len(ALL)
+    phases = {(m.slot, m.phase) for m in ALL}
+    assert phases == {(s, p) for s in SLOTS for p in ("forward", "backward", "decode")} - {
+        ("select", "backward"),
+        ("combine", "decode"),
+    }
+    assert set(RECORDED) == {m.name for m in ALL}, "run record.py: the mutants changed"
+
+
+def test_documentation_shows_the_recorded_scores() -> None:
+    assert record.section() == record.tables(record.load()), "run record.py"
+
+
+def test_jobs_of_the_sample_pass_on_the_healthy_backend() -> None:
+    """A job that always fails would kill every mutant."""
+    healthy = Combination(dict.fromkeys(SLOTS, HEALTHY))
+    jobs = {id(job): job for job in map(_recorded_job, SAMPLE)}
+    for job in jobs.values():
+        finding = failure(job, healthy)
+        assert finding is None, finding
+
+
+@pytest.mark.parametrize("mutant", SAMPLE, ids=lambda m: m.name)
+def test_semantic_mutant_is_killed(
+    mutant: SemanticMutant, record_property: Callable[[str, object], None]
+) -> None:
+    job = _recorded_job(mutant)
+    finding = failure(job, combination_of(mutant))
+    record_property("mutant", mutant.name)
+    record_property("killed_by", f"{job.name} on {job.case.name}" if finding else "")
+    assert not RAISED, RAISED
+    assert finding, f"{mutant.name} survives {job.name} on {job.case.name}; run record.py"
+
+
+@pytest.mark.slow
+def test_recorded_scores_are_those_of_all_mutants(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Score all mutants with quick, and print the score and the kills of each check."""
+    result = score((*CONTROLS, *ALL), default_jobs("quick"))
+    assert not RAISED, RAISED
+    assert not {c.name for c in CONTROLS} & result.kills.keys()
+    record_property("semantic_score", f"{len(result.kills)} of {len(ALL)} killed by quick")
+    for check, kills in result.kills_of_check().items():
+        seconds = result.seconds_of_check[check]
+        record_property(
+            "semantic_score",
+            f"{check:24} {kills:3} kills, {seconds:5.1f} s, {kills / max(seconds, 0.1):6.1f} /s",
+        )
+    recorded = {name for name, entry in RECORDED.items() if entry["preset"] == "quick"}
+    assert result.kills.keys() == recorded, result.kills.keys() ^ recorded
+
+
+@pytest.mark.slow
+def test_full_kills_what_quick_misses() -> None:
+    """The survivors of quick that full is recorded to kill die in the recorded job."""
+    todo = {(j.name, j.case.name): j for j in default_jobs("full")}
+    for mutant in ALL:
+        entry = RECORDED[mutant.name]
+        if entry["preset"] == "full":
+            job = todo[entry["check"], entry["case"]]
+            assert failure(job, combination_of(mutant)), mutant.name
