@@ -1,0 +1,116 @@
+"""Undo of a cache operation that raises, so that the caller can repeat it.
+
+An operation opens a record of the former state, changes the cache, and closes the record. Closing
+is one assignment: an interrupt before it undoes the operation, and one after it comes too late. If
+the undo fails too, for example because of a second interrupt, the record stays open, and the next
+operation on the cache undoes it first.
+
+Most changes need no copy, because nothing reads rows beyond the lengths:
+
+    sel, cmp     new rows lie beyond the lengths; a shared page is copied before a step writes to it
+    win, raw     a ring has rows for max_rollback + max_step - 1 tokens besides the window or block,
+                 so a step overwrites no token that a later step or crop can reach
+    lengths      ``starts`` holds the former lengths; lists on the host are replaced, never changed
+
+A step longer than ``max_step``, a reorder and a load overwrite rows of the former state. They copy
+these rows first.
+
+The replay of a CUDA graph runs without Python, so nothing here can undo it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from nsa_core.cache.state import CacheState
+
+Cache = TypeVar("Cache", bound="CacheState")
+Result = TypeVar("Result")
+P = ParamSpec("P")
+
+
+class Undo:
+    """The state of a cache before an operation.
+
+    Attributes:
+        lengths: a tensor with the former lengths; None if they have not changed.
+        saved: functions that give tensors of the cache their former content.
+        failed: whether the operation raised.
+    """
+
+    __slots__ = (
+        "bounds",
+        "captured",
+        "exact",
+        "failed",
+        "lengths",
+        "page_rows",
+        "peaks",
+        "room",
+        "saved",
+    )
+
+    def __init__(self, cache: CacheState) -> None:
+        self.bounds, self.exact, self.captured = cache.bounds, cache.exact, cache.captured
+        self.peaks, self.room = cache.peaks, cache.table.room
+        self.page_rows = None if cache.pages is None else cache.pages.rows
+        self.lengths: torch.Tensor | None = None
+        self.saved: list[Callable[[], torch.Tensor]] = []
+        self.failed = False
+
+    def save(self, *tensors: torch.Tensor) -> None:
+        """Copy tensors or views of the cache, which the caller then changes."""
+        self.saved += [functools.partial(tensor.copy_, tensor.clone()) for tensor in tensors]
+
+    def save_rows(self, tensor: torch.Tensor, index: torch.Tensor) -> None:
+        """Copy the rows ``index`` int64 [N] of a tensor of the cache."""
+        rows = tensor.index_select(0, index)
+        self.saved.append(functools.partial(tensor.index_copy_, 0, index, rows))
+
+    @torch.no_grad()
+    def restore(self, cache: CacheState) -> None:
+        """Give the cache its former state. A call that is interrupted can be repeated."""
+        self.failed = True
+        for copy_back in reversed(self.saved):
+            copy_back()
+        if self.lengths is not None:
+            cache.lengths.copy_(self.lengths)
+        cache.table.restore(self.room, self.page_rows)
+        cache.bounds, cache.exact, cache.captured = self.bounds, self.exact, self.captured
+        cache.peaks = self.peaks
+
+
+def run_or_undo(
+    cache: CacheState, function: Callable[P, Result], *args: P.args, **options: P.kwargs
+) -> Result:
+    """Return ``function(*args, **options)``; if it raises, undo its changes of the cache.
+
+    A call inside another one is undone by the outer call.
+    """
+    if cache.undo is not None and not cache.undo.failed:
+        return function(*args, **options)
+    cache.begin()
+    try:
+        result = function(*args, **options)
+        cache.undo = None
+    except BaseException:
+        cache.roll_back()
+        raise
+    return result
+
+
+def undone_on_error(
+    method: Callable[Concatenate[Cache, P], Result],
+) -> Callable[Concatenate[Cache, P], Result]:
+    """Decorate a method of a cache: if it raises, its changes are undone."""
+
+    @functools.wraps(method)
+    def wrapper(cache: Cache, *args: P.args, **options: P.kwargs) -> Result:
+        return run_or_undo(cache, method, cache, *args, **options)
+
+    return wrapper
