@@ -21,7 +21,9 @@ The replay of a CUDA graph runs without Python, so nothing here can undo it.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -40,14 +42,14 @@ class Undo:
     Attributes:
         lengths: a tensor with the former lengths; None if they have not changed.
         saved: functions that give tensors of the cache their former content.
-        failed: whether the operation raised.
+        frame: the frame of :func:`run_or_undo` that opened the record.
     """
 
     __slots__ = (
         "bounds",
         "captured",
         "exact",
-        "failed",
+        "frame",
         "lengths",
         "page_rows",
         "peaks",
@@ -61,7 +63,7 @@ class Undo:
         self.page_rows = None if cache.pages is None else cache.pages.rows
         self.lengths: torch.Tensor | None = None
         self.saved: list[Callable[[], torch.Tensor]] = []
-        self.failed = False
+        self.frame: FrameType | None = None
 
     def save(self, *tensors: torch.Tensor) -> None:
         """Copy tensors or views of the cache, which the caller then changes."""
@@ -72,10 +74,16 @@ class Undo:
         rows = tensor.index_select(0, index)
         self.saved.append(functools.partial(tensor.index_copy_, 0, index, rows))
 
+    def is_running(self) -> bool:
+        """Return whether the operation runs now, and calls this function."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is not None
+
     @torch.no_grad()
     def restore(self, cache: CacheState) -> None:
         """Give the cache its former state. A call that is interrupted can be repeated."""
-        self.failed = True
         for copy_back in reversed(self.saved):
             copy_back()
         if self.lengths is not None:
@@ -86,15 +94,15 @@ class Undo:
 
 
 def run_or_undo(
-    cache: CacheState, function: Callable[P, Result], *args: P.args, **options: P.kwargs
+    cache: CacheState, function: Callable[P, Result], /, *args: P.args, **options: P.kwargs
 ) -> Result:
     """Return ``function(*args, **options)``; if it raises, undo its changes of the cache.
 
     A call inside another one is undone by the outer call.
     """
-    if cache.undo is not None and not cache.undo.failed:
+    if cache.undo is not None and cache.undo.is_running():
         return function(*args, **options)
-    cache.begin()
+    cache.begin().frame = sys._getframe()
     try:
         result = function(*args, **options)
         cache.undo = None
@@ -110,7 +118,7 @@ def undone_on_error(
     """Decorate a method of a cache: if it raises, its changes are undone."""
 
     @functools.wraps(method)
-    def wrapper(cache: Cache, *args: P.args, **options: P.kwargs) -> Result:
+    def wrapper(cache: Cache, /, *args: P.args, **options: P.kwargs) -> Result:
         return run_or_undo(cache, method, cache, *args, **options)
 
     return wrapper
