@@ -88,6 +88,8 @@ def _step(
     in_graph = is_capturing(cache.device)
     _check_fit(layer, x, cache, in_graph)
     tokens = new_tokens(cache, x.shape[1], new, in_graph)
+    if cache.undo is not None and cache.undo.lengths is not None:
+        cache.save_rings()  # an earlier step would be undone with this one
     with torch.no_grad():
         # If the host knows the lengths, the padding after the longest sequence is not computed.
         rows = tokens.rows if tokens.counts is None else max(tokens.counts)

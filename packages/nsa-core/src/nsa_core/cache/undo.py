@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
@@ -108,6 +108,27 @@ def run_or_undo(
         cache.undo = None
     except BaseException:
         cache.roll_back()
+        raise
+    return result
+
+
+def run_or_undo_all(
+    caches: Sequence[CacheState],
+    function: Callable[P, Result],
+    /,
+    *args: P.args,
+    **options: P.kwargs,
+) -> Result:
+    """Do :func:`run_or_undo` with one call that changes several caches, such as a model's."""
+    try:
+        for cache in caches:
+            cache.begin().frame = sys._getframe()
+        result = function(*args, **options)
+        for cache in caches:
+            cache.undo = None
+    except BaseException:
+        for cache in caches:
+            cache.roll_back()
         raise
     return result
 
