@@ -127,8 +127,8 @@ SCENARIOS = {
     "tokens counted on the device": Scenario((61, 46, 0), append(4), device_counts=True),
     "chunk": Scenario((40, 17, 1), append(25)),
     "ragged chunk": Scenario((40, 17, 1), append(25, [0, 25, 7])),
-    "cut into chunks": Scenario((40, 17, 1), append(20), rows=6),
-    "cut into short steps": Scenario((40, 17, 1), append(20), rows=1),
+    "cut into chunks": Scenario((40, 17, 1), append(13), rows=6),
+    "cut into short steps": Scenario((40, 17, 1), append(9), rows=1),
     "one token after a crop": Scenario((61, 44, 9), append(1), crop(57, 44, 4)),
     "several tokens after a crop": Scenario((61, 44, 9), append(4), crop(57, 44, 4)),
     "one token on shared pages": Scenario((61, 44, 9), append(1), reorder(0, 0, 1)),
@@ -148,10 +148,12 @@ SCENARIOS = {
 class Run:
     """A cache with the history of a scenario, and the operation to run on it."""
 
-    def __init__(self, attn: NSAttention, scenario: Scenario, page_size: int | None) -> None:
+    def __init__(
+        self, attn: NSAttention, scenario: Scenario, page_size: int | None, **sizes: int
+    ) -> None:
         self.attn, self.scenario, self.objects = attn, scenario, dict[str, Any]()
-        sizes = {"page_size": page_size, "max_rollback": ROLLBACK, "max_step": MAX_STEP}
-        self.cache = poisoned_cache(attn, BATCH, ROOM, **sizes)
+        sizes = {"max_rollback": ROLLBACK, "max_step": MAX_STEP, **sizes}
+        self.cache = poisoned_cache(attn, BATCH, ROOM, page_size=page_size, **sizes)
         if any(scenario.history):
             append(max(scenario.history), list(scenario.history), seed=1)(attn, self.cache, {})
         scenario.before(attn, self.cache, self.objects)
@@ -173,6 +175,10 @@ class Run:
         """Outputs of the operation and of what follows."""
         y = self.operate()
         return [*([] if y is None else [y]), *self.go_on()]
+
+    def retry_briefly(self) -> list[torch.Tensor]:
+        y = self.operate()
+        return [*([] if y is None else [y]), append(2, seed=5)(self.attn, self.cache, {})]
 
     def go_on(self) -> list[torch.Tensor]:
         """Outputs of three steps, a crop and a step."""

@@ -132,10 +132,10 @@ class NSACache(CacheState):
                 )
         if problems:
             raise InvalidInput("crop: " + "; ".join(problems))
-        new = self._tensor(new_lengths, torch.int32)
+        device_lengths = self._tensor(new_lengths, torch.int32)
         self._opened().save(self.lengths)
         self.bounds = new_lengths
-        self.lengths.copy_(new)
+        self.lengths.copy_(device_lengths)
         cropped = zip(old_lengths, new_lengths)
         self.table.trim({b: new for b, (old, new) in enumerate(cropped) if new < old})
 

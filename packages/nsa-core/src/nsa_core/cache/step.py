@@ -166,8 +166,10 @@ def rehearse(cache: CacheState, rows: int) -> None:
         cache.lengths.fill_(cache.max_len)
         with torch.no_grad():
             _decode(cache.attn, x, cache, NewTokens(rows, None, None, True), None)
-    finally:
         cache.roll_back()
+    except BaseException:
+        cache.roll_back()
+        raise
 
 
 def _decode(
