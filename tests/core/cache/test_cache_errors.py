@@ -106,7 +106,7 @@ def test_error_at_every_operator(attn, scenario_of, name, record_property):
 def test_error_at_operators_without_pages(attn, scenario_of, name, record_property):
     scenario = scenario_of(name)
     last = number_of_points(attn, scenario, None, raise_at) - 1
-    numbers = [*range(0, last, 7), last]
+    numbers = [*range(0, last, 23), last]
     check_injections(attn, scenario, None, raise_at, numbers)
     record_property("injection points", len(numbers))
     print(f"{name}: {len(numbers)} injection points")
@@ -123,7 +123,7 @@ def test_interrupt_at_some_bytecodes(attn, scenario_of, name):
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_interrupt_at_many_bytecodes(attn, scenario_of, name, record_property):
     scenario = scenario_of(name)
-    numbers = range(0, number_of_points(attn, scenario, 16, RaiseAtOpcode), 11)
+    numbers = range(0, number_of_points(attn, scenario, 16, RaiseAtOpcode), 29)
     check_injections(attn, scenario, 16, RaiseAtOpcode, numbers)
     record_property("injection points", len(numbers))
     print(f"{name}: {len(numbers)} interrupts")
