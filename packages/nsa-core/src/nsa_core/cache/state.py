@@ -151,7 +151,9 @@ class CacheState:
         """Open a record of the current state; see :mod:`nsa_core.cache.undo`."""
         if self.undo is not None:
             self.roll_back()
-        self.undo = undo = Undo(self)
+        rows = None if self.table.pages is None else self.table.pages.rows
+        state = (self.bounds, self.exact, self.captured, self.peaks, self.table.room, rows)
+        self.undo = undo = Undo(*state)
         return undo
 
     def save_rings(self) -> None:
@@ -162,8 +164,19 @@ class CacheState:
     def roll_back(self) -> None:
         """Return to the state of the open record, if there is one, and close it."""
         if self.undo is not None:
-            self.undo.restore(self)
+            self._restore(self.undo)
             self.undo = None
+
+    @torch.no_grad()
+    def _restore(self, undo: Undo) -> None:
+        """Return to a former state. A call that is interrupted can be repeated."""
+        for copy_back in reversed(undo.saved):
+            copy_back()
+        if undo.lengths is not None:
+            self.lengths.copy_(undo.lengths)
+        self.table.restore(undo.room, undo.page_rows)
+        self.bounds, self.exact, self.captured = undo.bounds, undo.exact, undo.captured
+        self.peaks = undo.peaks
 
 
 def check_plan(cache: CacheState, plan: Plan) -> None:

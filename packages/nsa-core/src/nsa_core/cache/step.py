@@ -167,9 +167,8 @@ def rehearse(cache: CacheState, rows: int) -> None:
         with torch.no_grad():
             _decode(cache.attn, x, cache, NewTokens(rows, None, None, True), None)
         cache.roll_back()
-    except BaseException:
-        cache.roll_back()
-        raise
+    finally:
+        cache.roll_back()  # after an error
 
 
 def _decode(

@@ -24,14 +24,12 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from nsa_core.cache.state import CacheState
+    import torch
 
-Cache = TypeVar("Cache", bound="CacheState")
+Cache = TypeVar("Cache", bound="Undoable")
 Result = TypeVar("Result")
 P = ParamSpec("P")
 
@@ -57,10 +55,17 @@ class Undo:
         "saved",
     )
 
-    def __init__(self, cache: CacheState) -> None:
-        self.bounds, self.exact, self.captured = cache.bounds, cache.exact, cache.captured
-        self.peaks, self.room = cache.peaks, cache.table.room
-        self.page_rows = None if cache.pages is None else cache.pages.rows
+    def __init__(
+        self,
+        bounds: list[int],
+        exact: bool,
+        captured: bool,
+        peaks: list[int],
+        room: list[int],
+        page_rows: list[list[int]] | None,
+    ) -> None:
+        self.bounds, self.exact, self.captured, self.peaks = bounds, exact, captured, peaks
+        self.room, self.page_rows = room, page_rows
         self.lengths: torch.Tensor | None = None
         self.saved: list[Callable[[], torch.Tensor]] = []
         self.frame: FrameType | None = None
@@ -81,20 +86,21 @@ class Undo:
             frame = frame.f_back
         return frame is not None
 
-    @torch.no_grad()
-    def restore(self, cache: CacheState) -> None:
-        """Give the cache its former state. A call that is interrupted can be repeated."""
-        for copy_back in reversed(self.saved):
-            copy_back()
-        if self.lengths is not None:
-            cache.lengths.copy_(self.lengths)
-        cache.table.restore(self.room, self.page_rows)
-        cache.bounds, cache.exact, cache.captured = self.bounds, self.exact, self.captured
-        cache.peaks = self.peaks
+
+class Undoable(Protocol):
+    """The part of a cache that opens and closes records."""
+
+    undo: Undo | None
+
+    def begin(self) -> Undo:
+        """Open a record of the current state."""
+
+    def roll_back(self) -> None:
+        """Return to the state of the open record, if there is one, and close it."""
 
 
 def run_or_undo(
-    cache: CacheState, function: Callable[P, Result], /, *args: P.args, **options: P.kwargs
+    cache: Undoable, function: Callable[P, Result], /, *args: P.args, **options: P.kwargs
 ) -> Result:
     """Return ``function(*args, **options)``; if it raises, undo its changes of the cache.
 
@@ -106,14 +112,13 @@ def run_or_undo(
     try:
         result = function(*args, **options)
         cache.undo = None
-    except BaseException:
-        cache.roll_back()
-        raise
+    finally:
+        cache.roll_back()  # does nothing if the record is closed
     return result
 
 
 def run_or_undo_all(
-    caches: Sequence[CacheState],
+    caches: Sequence[Undoable],
     function: Callable[P, Result],
     /,
     *args: P.args,
@@ -126,10 +131,9 @@ def run_or_undo_all(
         result = function(*args, **options)
         for cache in caches:
             cache.undo = None
-    except BaseException:
+    finally:
         for cache in caches:
             cache.roll_back()
-        raise
     return result
 
 

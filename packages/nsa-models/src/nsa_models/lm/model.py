@@ -178,11 +178,12 @@ class LanguageModel(nn.Module):
 
         dense = [(cache, cache.length) for cache in caches if isinstance(cache, DenseCache)]
         try:
-            return run_or_undo_all([c for c in caches if not isinstance(c, DenseCache)], run, x)
-        except BaseException:
+            x = run_or_undo_all([c for c in caches if not isinstance(c, DenseCache)], run, x)
+            dense.clear()
+        finally:
             for cache, length in dense:
                 cache.length = length
-            raise
+        return x
 
     def new_caches(self, batch: int, max_len: int) -> list[Cache]:
         """Return one empty cache per layer, for ``batch`` sequences of up to ``max_len`` tokens.
