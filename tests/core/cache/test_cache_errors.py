@@ -17,7 +17,10 @@ INTERRUPTED = ("one token that completes a block", "several tokens", "one token 
 
 @pytest.fixture(scope="module")
 def attn():
-    return layer()
+    attn = layer()
+    for page_size in (None, 16):  # the first step resolves the plans
+        Run(attn, SCENARIOS["prefill"], page_size).operate()
+    return attn
 
 
 @pytest.fixture
@@ -46,15 +49,16 @@ def assert_same(actual, golden):
         assert torch.equal(y, expected)
 
 
-FOLLOW = (Run.retry, Run.retry_briefly, Run.crop_and_go_on, Run.retry_briefly)
+FOLLOW = (Run.retry_briefly, Run.crop_and_go_on, Run.retry, Run.retry_briefly)
 
 
 def check_injections(attn, scenario, page_size, injector, numbers):
     """Inject an error at each of ``numbers``, and compare what follows with a cache without it."""
-    golden = [follow(Run(attn, scenario, page_size)) for follow in FOLLOW[:3]]
+    golden = {}
     before = Run(attn, scenario, page_size).state()
     done = Run(attn, scenario, page_size)
-    done.operate()
+    if injector is RaiseAtOpcode:
+        done.operate()
     for i, number in enumerate(numbers):
         run = Run(attn, scenario, page_size)
         try:
@@ -67,13 +71,15 @@ def check_injections(attn, scenario, page_size, injector, numbers):
         if injector is RaiseAtOpcode and run.state() == done.state() != before:
             continue  # the interrupt came after the last change
         assert run.state() == before, number
-        assert_same(FOLLOW[i % 4](run), golden[(0, 1, 2, 1)[i % 4]])
+        follow = FOLLOW[i % 4]
+        if follow not in golden:
+            golden[follow] = follow(Run(attn, scenario, page_size))
+        assert_same(follow(run), golden[follow])
         assert run.cache.undo is None
         assert not run.free_all()
 
 
 def number_of_points(attn, scenario, page_size, injector):
-    Run(attn, scenario, page_size).operate()  # the first run may resolve plans
     run = Run(attn, scenario, page_size)
     with injector(None) as counter:
         run.operate()
@@ -88,7 +94,7 @@ def raise_at(number):
 def test_error_at_some_operators(attn, scenario_of, name):
     scenario = scenario_of(name)
     last = number_of_points(attn, scenario, 16, raise_at) - 1
-    check_injections(attn, scenario, 16, raise_at, (last // 3, 2 * last // 3, last))
+    check_injections(attn, scenario, 16, raise_at, (last // 2, last))
 
 
 @pytest.mark.slow
