@@ -39,6 +39,20 @@ def test_advance_equals_the_logits_of_the_whole_sequence(model):
         advance(model, caches, tokens[:, :1])
 
 
+@pytest.mark.parametrize("rows", [1, 9, 70])
+def test_error_in_one_layer_leaves_the_caches_of_all_layers_as_they_were(model, rows):
+    tokens = torch.randint(256, (2, 90))
+    expected, caches = [], [model.new_caches(2, 90) for _ in range(2)]
+    for part in tokens.split([15, rows, 75 - rows], 1):
+        expected.append(advance(model, caches[0], part))
+        for failing in (model.blocks[1].mlp, model.blocks[-1], model.blocks[1].attn.out):
+            hook = failing.register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                advance(model, caches[1], part)
+            hook.remove()
+        assert torch.equal(advance(model, caches[1], part), expected[-1])
+
+
 def test_each_step_reads_only_the_new_token(model):
     """After the prompt the layers get one token per step."""
     seen = []

@@ -24,7 +24,8 @@ class BlockTable:
     Attributes:
         entries: int32 [B, pages per sequence] on the device. Entries after a sequence's last token
             are arbitrary pages.
-        room: the length to which each sequence can grow without new pages.
+        room: the length to which each sequence can grow without new pages. The list is replaced,
+            and never changed.
         device_room: ``room`` on the device, int32 [B].
     """
 
@@ -64,8 +65,8 @@ class BlockTable:
             for b, (length, _) in targets.items()
         }
         changes = self.pages.own((b, first[b], tokens) for b, (_, tokens) in targets.items())
-        for b in targets:
-            self.room[b] = min(self._max_len, len(self.pages.rows[b]) * self.page)
+        rows = self.pages.rows
+        self._set_room({b: min(self._max_len, len(rows[b]) * self.page) for b in targets})
         store.copy_pages(changes.copies)
         self._update_device(changes.entries)
 
@@ -73,22 +74,19 @@ class BlockTable:
         """Free the pages of each sequence b that ``tokens[b]`` tokens do not need."""
         if self.pages is None:
             return
-        for b, length in tokens.items():
-            self.pages.trim(b, length)
+        self.pages.trim(tokens)
         self._clear_room(tokens)
 
     def share(self, b: int, length: int) -> list[int]:
-        """Add a reference to the pages of the first ``length`` tokens of sequence ``b``.
+        """Return the pages of the first ``length`` tokens of sequence ``b``, to be shared.
 
-        Returns:
-            The pages; an empty list if the cache has no pages.
+        The list is empty if the cache has no pages. The caller adds the references with
+        :meth:`Pages.hold`.
         """
         if self.pages is None:
             return []
-        pages = self.pages.rows[b][: self.pages.pages_of(length)]
-        self.pages.share(pages)
         self._clear_room({b: length})
-        return pages
+        return self.pages.rows[b][: self.pages.pages_of(length)]
 
     def replace(self, rows: Mapping[int, Sequence[int]], lengths: Mapping[int, int]) -> None:
         """Let each sequence b share the pages ``rows[b]`` instead of its own.
@@ -105,14 +103,31 @@ class BlockTable:
 
         The next step that writes to them requests pages of their own.
         """
-        for b, length in lengths.items():
-            self.room[b] = length
+        self._set_room(lengths)
         self._update_device([])
 
-    def _update_device(self, entries: Iterable[tuple[int, int, int]]) -> None:
+    def _set_room(self, changes: Mapping[int, int]) -> None:
+        room = list(self.room)
+        for b, length in changes.items():
+            room[b] = length
+        self.room = room
+
+    def restore(self, room: list[int], rows: list[list[int]] | None) -> None:
+        """Return to the former ``room`` and to the former pages, ``rows`` of :class:`Pages`."""
+        if self.pages is None or rows is None:
+            return
+        if self.room is not room or self.pages.rows is not rows:
+            self._update_device(Pages.entries(dict(enumerate(rows))), room)
+        self.room = room
+        self.pages.restore(rows)
+
+    def _update_device(
+        self, entries: Iterable[tuple[int, int, int]], room: list[int] | None = None
+    ) -> None:
         """Write changed entries (sequence, column, page) and the room to the device."""
         changes = list(entries)
         if changes:
             sequence, column, page = torch.tensor(changes).T.to(self._device, non_blocking=True)
             self.entries[sequence, column] = page.to(torch.int32)
-        self.device_room.copy_(torch.tensor(self.room, dtype=torch.int32), non_blocking=True)
+        new_room = torch.tensor(self.room if room is None else room, dtype=torch.int32)
+        self.device_room.copy_(new_room, non_blocking=True)

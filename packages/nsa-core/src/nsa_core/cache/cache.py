@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
+from nsa_core.cache.kv_store import KVBuffer
 from nsa_core.cache.sizes import integers
 from nsa_core.cache.state import CacheState
+from nsa_core.cache.undo import Undo, undone_on_error
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 
@@ -31,8 +33,11 @@ class Snapshot:
         self, cache: NSACache, length: int, peak: int, rows: list[_Rows], pages: list[int]
     ) -> None:
         self.cache, self.length, self.peak, self.rows, self.pages = cache, length, peak, rows, pages
-        self.release = weakref.finalize(self, cache.pages.release if cache.pages else list, pages)
+        holder = object()
+        self.release = weakref.finalize(self, cache.pages.drop if cache.pages else id, holder)
         self.release.atexit = False
+        if cache.pages:
+            cache.pages.hold(holder, pages)
 
 
 class NSACache(CacheState):
@@ -40,9 +45,13 @@ class NSACache(CacheState):
 
     Create a cache with :meth:`nsa_core.NSAttention.new_cache`. ``attn(x, cache=cache)`` appends the
     tokens of x and returns the layer's output for them. All memory is allocated on creation, and a
-    cache never grows. A step that does not fit raises an error before anything is written. The
-    replay of a CUDA graph changes the lengths on the device only: tokens that do not fit are
-    dropped, and :meth:`check` reports them.
+    cache never grows.
+
+    A step, crop, reset, reorder, snapshot, load or reserve that raises, for example because memory
+    runs out or a hook fails, leaves the cache as it was, so it can be repeated. The same holds for
+    an interrupt. The replay of a CUDA graph is the exception: it changes the lengths on the device
+    only, tokens that do not fit are dropped, and :meth:`check` reports them. After an error on the
+    device during a replay, :meth:`reset` the sequences, or create a new cache.
 
     Attributes:
         lengths: int32 [B] on the device, number of tokens of each sequence; read-only.
@@ -84,18 +93,19 @@ class NSACache(CacheState):
         """
         full = [b for b, flag in enumerate(self.overflowed.tolist()) if flag]
         if full:
-            self.overflowed.zero_()
             lengths = self.host_lengths()
             text = "; ".join(
                 f"sequence {b} has {lengths[b]} tokens and room for {self.table.room[b]}"
                 for b in full
             )
             hint = "" if self.pages is None else "; call reserve() before a replay"
+            self.overflowed.zero_()
             raise InvalidInput(
                 "the tokens of a replayed step did not fit and were not written:"
                 f" {text}, max_len {self.max_len}{hint}"
             )
 
+    @undone_on_error
     def crop(self, lengths: int | Sequence[int] | torch.Tensor) -> None:
         """Remove the last tokens of sequences.
 
@@ -115,18 +125,21 @@ class NSACache(CacheState):
         for b, (old, new) in enumerate(zip(old_lengths, new_lengths)):
             if not 0 <= new <= old:
                 problems.append(f"sequence {b} has {old} tokens, cannot crop to {new}")
-            elif new < old and self._peaks[b] - new > self.max_rollback:
+            elif new < old and self.peaks[b] - new > self.max_rollback:
                 problems.append(
-                    f"sequence {b} has had {self._peaks[b]} tokens and {new} would be"
-                    f" {self._peaks[b] - new} fewer, max_rollback is {self.max_rollback}"
+                    f"sequence {b} has had {self.peaks[b]} tokens and {new} would be"
+                    f" {self.peaks[b] - new} fewer, max_rollback is {self.max_rollback}"
                 )
         if problems:
             raise InvalidInput("crop: " + "; ".join(problems))
+        device_lengths = self._tensor(new_lengths, torch.int32)
+        self._opened().save(self.lengths)
         self.bounds = new_lengths
-        self.lengths.copy_(self._tensor(new_lengths, torch.int32))
+        self.lengths.copy_(device_lengths)
         cropped = zip(old_lengths, new_lengths)
         self.table.trim({b: new for b, (old, new) in enumerate(cropped) if new < old})
 
+    @undone_on_error
     def reset(self, indices: int | Sequence[int] | torch.Tensor | None = None) -> None:
         """Remove all tokens of sequences, free their pages and clear their overflows.
 
@@ -137,13 +150,14 @@ class NSACache(CacheState):
             InvalidInput: a sequence does not exist.
         """
         sequences = range(self.batch) if indices is None else self._indices(indices)
-        for b in sequences:
-            self.bounds[b] = self._peaks[b] = 0
-        self.table.trim(dict.fromkeys(sequences, 0))
         index = self._tensor(list(sequences), torch.int64)
+        self._opened().save(self.lengths, self.overflowed)
+        self._set_lengths(dict.fromkeys(sequences, (0, 0)))
+        self.table.trim(dict.fromkeys(sequences, 0))
         self.lengths.index_fill_(0, index, 0)
         self.overflowed.index_fill_(0, index, False)
 
+    @undone_on_error
     def reorder(self, indices: Sequence[int] | torch.Tensor) -> None:
         """Replace each sequence b by the former sequence ``indices[b]``, for beam search.
 
@@ -161,10 +175,22 @@ class NSACache(CacheState):
                 f"reorder: {self.batch} indices are needed, one per sequence, got {len(order)}"
             )
         lengths = self.host_lengths()
-        index, rings = self._tensor(order, torch.int64), [self.kv.win, self.kv.raw]
-        for buffer in rings if self.pages else [*rings, self.kv.sel, self.kv.cmp]:
-            buffer.move(index, self.kv.count[: self.batch])
-        self.bounds, self._peaks = [lengths[b] for b in order], [self._peaks[b] for b in order]
+        changed = [b for b, source in enumerate(order) if b != source]
+        if not changed:
+            return
+        target, source, index = (
+            self._tensor(rows, torch.int64)
+            for rows in (changed, [order[b] for b in changed], order)
+        )
+        undo, longest = self._opened(), max(lengths)
+        buffers: list[tuple[KVBuffer, int | None]] = [(self.kv.win, None), (self.kv.raw, None)]
+        if self.pages is None:
+            compressed = self.config.geometry.num_compressed(longest)
+            buffers += [(self.kv.sel, longest), (self.kv.cmp, compressed)]
+        for buffer, rows in buffers:
+            buffer.move(source, target, rows, undo)
+        self.bounds, self.peaks = [lengths[b] for b in order], [self.peaks[b] for b in order]
+        self._opened().save(self.lengths)
         self.lengths.copy_(self.lengths[index])
         if self.pages is not None:
             former = self.pages.rows
@@ -172,6 +198,7 @@ class NSACache(CacheState):
                 {b: former[old] for b, old in enumerate(order)}, dict(enumerate(self.bounds))
             )
 
+    @undone_on_error
     def snapshot(self, index: int) -> Snapshot:
         """Return the current state of sequence ``index``.
 
@@ -186,13 +213,10 @@ class NSACache(CacheState):
         """
         (b,) = self._indices(index, one=True)
         length = self.host_lengths()[b]
-        rows = [self.kv.win.copy_rows(b), self.kv.raw.copy_rows(b)]
-        pages = self.table.share(b, length)
-        if self.pages is None:
-            compressed = self.config.geometry.num_compressed(length)
-            rows += [self.kv.sel.copy_rows(b, length), self.kv.cmp.copy_rows(b, compressed)]
-        return Snapshot(self, length, self._peaks[b], rows, pages)
+        rows = [(k.clone(), v.clone()) for k, v in self._rows(b, length)]
+        return Snapshot(self, length, self.peaks[b], rows, self.table.share(b, length))
 
+    @undone_on_error
     def load(self, snapshot: Snapshot, index: int) -> None:
         """Replace sequence ``index`` by the one in ``snapshot``.
 
@@ -212,14 +236,17 @@ class NSACache(CacheState):
         if snapshot.cache is not self or not snapshot.release.alive:
             why = "was released" if snapshot.cache is self else "is of another cache"
             raise InvalidInput(f"load: the snapshot {why}; take one with snapshot() of this cache")
+        former = self.max_len if self.captured else min(self.bounds[b], self.max_len)
+        undo = self._opened()
+        undo.save(self.lengths, *(x for pair in self._rows(b, former) for x in pair))
         self.table.replace({b: snapshot.pages}, {b: snapshot.length})
-        for buffer, rows in zip(
-            (self.kv.win, self.kv.raw, self.kv.sel, self.kv.cmp), snapshot.rows
-        ):
-            buffer.put(b, rows)
-        self.bounds[b], self._peaks[b] = snapshot.length, snapshot.peak
+        for targets, copies in zip(self._rows(b, snapshot.length), snapshot.rows):
+            for target, copy in zip(targets, copies):
+                target.copy_(copy)
+        self._set_lengths({b: (snapshot.length, snapshot.peak)})
         self.lengths[b] = snapshot.length
 
+    @undone_on_error
     def reserve(self, tokens: int | Sequence[int] | torch.Tensor) -> None:
         """Give sequences pages of their own for ``tokens`` tokens, before a CUDA graph replay.
 
@@ -257,6 +284,27 @@ class NSACache(CacheState):
         from nsa_core.cache.step import rehearse  # imported here, because it imports the compiler
 
         rehearse(self, rows)
+
+    def _rows(self, b: int, length: int) -> list[_Rows]:
+        """Return views of the rings of sequence b, and without pages of its first tokens too."""
+        views = [(ring.k[b], ring.v[b]) for ring in (self.kv.win, self.kv.raw)]
+        if self.pages is None:
+            compressed = self.config.geometry.num_compressed(length)
+            for buffer, rows in ((self.kv.sel, length), (self.kv.cmp, compressed)):
+                views.append((buffer.k[b, :rows], buffer.v[b, :rows]))
+        return views
+
+    def _opened(self) -> Undo:
+        """Return the record of the operation that runs."""
+        assert self.undo is not None  # undone_on_error opens it
+        return self.undo
+
+    def _set_lengths(self, sequences: Mapping[int, tuple[int, int]]) -> None:
+        """Set the length and the maximum length so far of sequences on the host."""
+        bounds, peaks = list(self.bounds), list(self.peaks)
+        for b, (length, peak) in sequences.items():
+            bounds[b], peaks[b] = length, peak
+        self.bounds, self.peaks = bounds, peaks
 
     def _per_sequence(self, name: str, argument: int | Sequence[int] | torch.Tensor) -> list[int]:
         """``argument`` as one integer >= 0 per sequence."""

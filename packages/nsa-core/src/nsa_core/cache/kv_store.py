@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from nsa_core.cache.block_locations import block_locations
 from nsa_core.config import NSAConfig
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope import RopeTable, rope_table
+
+if TYPE_CHECKING:
+    from nsa_core.cache.undo import Undo
 
 
 class KVBuffer:
@@ -89,19 +92,25 @@ class KVBuffer:
         """Return keys and values [..., G, D] of the flat rows ``index`` int64 [...]."""
         return self.flat[0][index], self.flat[1][index]
 
-    def copy_rows(self, outer: int, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a copy of the first ``rows`` rows (None: all) of sequence or page ``outer``."""
-        return self.k[outer, :rows].clone(), self.v[outer, :rows].clone()
+    def move(
+        self,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        rows: int | None = None,
+        undo: Undo | None = None,
+    ) -> None:
+        """Copy the pages or sequences ``source`` onto ``target``, both int64 [N].
 
-    def put(self, outer: int, saved: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Write the rows of :meth:`copy_rows` to the first rows of sequence or page ``outer``."""
-        for buffer, rows in zip((self.k, self.v), saved):
-            buffer[outer, : len(rows)] = rows
-
-    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy the pages or sequences ``source`` onto ``target``, both int64 [N]."""
-        for buffer in (self.k, self.v):
-            buffer[target] = buffer[source]
+        Args:
+            source, target: indices; all of ``source`` is read before ``target`` is written.
+            rows: number of rows of each to copy; None means all.
+            undo: the record that copies the former rows of ``target`` first; None if nothing reads
+                them.
+        """
+        for buffer in (self.k[:, :rows], self.v[:, :rows]):
+            if undo is not None:
+                undo.save_rows(buffer, target)
+            buffer.index_copy_(0, target, buffer.index_select(0, source))
 
 
 class _Positions:

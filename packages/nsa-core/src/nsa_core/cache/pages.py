@@ -20,25 +20,47 @@ class Changes(NamedTuple):
     copies: list[tuple[int, int]]
 
 
+class _Counts(NamedTuple):
+    """Numbers derived from the pages of all sequences and snapshots.
+
+    Attributes:
+        refs: number of references to each page.
+        free: pages without references.
+    """
+
+    refs: list[int]
+    free: list[int]
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Remove a reference from each page; a page without references is free."""
+        for page in pages:
+            self.refs[page] -= 1
+            if not self.refs[page]:
+                self.free.append(page)
+
+
 class Pages:
     """``total`` pages of ``size`` tokens, shared by sequences and snapshots by reference count.
 
     A page with several references is read-only. :meth:`own` copies it for a writer.
 
+    The reference counts are derived from ``rows`` and from the pages of snapshots, so
+    :meth:`restore` needs only the former ``rows`` to undo an operation that failed.
+
     Attributes:
-        rows: the pages of each sequence, in order.
+        rows: the pages of each sequence, in order. The lists are replaced, and never changed.
     """
 
     def __init__(self, batch: int, size: int, total: int) -> None:
         self.size, self.total = size, total
         self.rows: list[list[int]] = [[] for _ in range(batch)]
-        self._refs = [0] * total
-        self._free = list(range(total - 1, -1, -1))
+        self._held: dict[object, list[int]] = {}  # pages of snapshots
+        self._counts: _Counts | None = None  # None: to be counted again
 
     @property
     def free(self) -> int:
         """Number of pages without references."""
-        return len(self._free)
+        return len(self._counted().free)
 
     def pages_of(self, tokens: int) -> int:
         """Return the number of pages for ``tokens`` tokens."""
@@ -54,7 +76,7 @@ class Pages:
         Raises:
             InvalidInput: not enough pages are free; nothing has changed.
         """
-        targets = list(targets)
+        counts = self._counted()
         refs: dict[int, int] = {}
         missing: dict[int, list[int]] = {}  # sequence -> columns that need a page
         for b, first, tokens in targets:
@@ -62,64 +84,87 @@ class Pages:
             for column in range(first, max(len(row), self.pages_of(tokens))):
                 if column >= len(row):
                     columns.append(column)
-                elif refs.setdefault(row[column], self._refs[row[column]]) > 1:
+                elif refs.setdefault(row[column], counts.refs[row[column]]) > 1:
                     refs[row[column]] -= 1  # the last remaining sequence keeps the page
                     columns.append(column)
             if columns:
                 missing[b] = columns
-        needed = sum(map(len, missing.values()))
-        if needed > self.free:
+        needed, free = sum(map(len, missing.values())), len(counts.free)
+        if needed > free:
             sequences = ", ".join(map(str, missing))
             raise InvalidInput(
                 f"out of pages: sequences {sequences} need {needed} more pages of {self.size}"
-                f" tokens, {self.free} of {self.total} are free; reset finished sequences, or"
+                f" tokens, {free} of {self.total} are free; reset finished sequences, or"
                 " increase num_pages"
             )
-        changes = Changes([], [])
+        changes, rows = Changes([], []), list(self.rows)
         for b, columns in missing.items():
+            row = rows[b] = list(rows[b])
             for column in columns:
-                self._allocate(b, column, changes)
+                page = counts.free.pop()
+                counts.refs[page] = 1
+                if column < len(row):
+                    changes.copies.append((row[column], page))
+                    counts.release([row[column]])
+                    row[column] = page
+                else:
+                    row.append(page)
+                changes.entries.append((b, column, page))
+        self.rows = rows
         return changes
 
-    def _allocate(self, b: int, column: int, changes: Changes) -> None:
-        """Put a free page into ``column`` of sequence ``b``, and record the change."""
-        page, row = self._free.pop(), self.rows[b]
-        self._refs[page] = 1
-        if column < len(row):
-            changes.copies.append((row[column], page))
-            self.release([row[column]])
-            row[column] = page
-        else:
-            row.append(page)
-        changes.entries.append((b, column, page))
+    def hold(self, holder: object, pages: list[int]) -> None:
+        """Add a reference to each page, until ``holder`` is passed to :meth:`drop`."""
+        self._held[holder] = pages
+        self._counts = None
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Add a reference to each page."""
-        for page in pages:
-            self._refs[page] += 1
+    def drop(self, holder: object) -> None:
+        """Remove the references of ``holder``, if it has any."""
+        self._held.pop(holder, None)
+        self._counts = None
 
-    def release(self, pages: Iterable[int]) -> None:
-        """Remove a reference from each page; a page without references is free."""
-        for page in pages:
-            self._refs[page] -= 1
-            if not self._refs[page]:
-                self._free.append(page)
+    def trim(self, tokens: Mapping[int, int]) -> None:
+        """Release the pages of each sequence b that ``tokens[b]`` tokens do not need."""
+        counts, rows = self._counted(), list(self.rows)
+        for b, length in tokens.items():
+            keep = self.pages_of(length)
+            counts.release(rows[b][keep:])
+            rows[b] = rows[b][:keep]
+        self.rows = rows
 
-    def trim(self, b: int, tokens: int) -> None:
-        """Release the pages of sequence ``b`` that ``tokens`` tokens do not need."""
-        keep, row = self.pages_of(tokens), self.rows[b]
-        self.release(row[keep:])
-        del row[keep:]
-
-    def replace(self, rows: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]]:
-        """Let each sequence b share the pages ``rows[b]`` instead of its own.
+    def replace(self, new_rows: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]]:
+        """Let each sequence b share the pages ``new_rows[b]`` instead of its own.
 
         Returns:
             The changed entries (sequence, column, page) of the block table.
         """
-        for pages in rows.values():
-            self.share(pages)
-        for b, pages in rows.items():
-            self.release(self.rows[b])
-            self.rows[b] = list(pages)
+        counts, rows = self._counted(), list(self.rows)
+        for pages in new_rows.values():
+            for page in pages:
+                counts.refs[page] += 1
+        for b, pages in new_rows.items():
+            counts.release(rows[b])
+            rows[b] = list(pages)
+        self.rows = rows
+        return self.entries(new_rows)
+
+    @staticmethod
+    def entries(rows: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]]:
+        """Return the pages ``rows[b]`` of sequences b as (sequence, column, page)."""
         return [(b, column, page) for b, pages in rows.items() for column, page in enumerate(pages)]
+
+    def restore(self, rows: list[list[int]]) -> None:
+        """Return to the former ``rows``. The pages of snapshots stay as they are."""
+        self.rows, self._counts = rows, None
+
+    def _counted(self) -> _Counts:
+        """Return the reference counts and the free pages, counted if necessary."""
+        if self._counts is None:
+            refs = [0] * self.total
+            for pages in (*self.rows, *self._held.values()):
+                for page in pages:
+                    refs[page] += 1
+            free = [page for page in range(self.total - 1, -1, -1) if not refs[page]]
+            self._counts = counts = _Counts(refs, free)
+            return counts
+        return self._counts

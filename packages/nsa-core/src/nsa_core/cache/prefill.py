@@ -26,27 +26,25 @@ def prefill(
     assert new.counts is not None
     active = [b for b, n in enumerate(new.counts) if n]
     sequences, is_subset = cache.kv.count[: cache.batch], len(active) < cache.batch
-    with cache.rollback_on_error() as undo:
-        cache.advance(*new)
-        lengths, padding = cache.lengths, None
-        if is_subset:
-            sequences = torch.tensor(active).to(cache.device, non_blocking=True)
-            lengths, x = lengths[sequences], x[sequences]
-        if new.on_device is not None:
-            padding = (cache.kv.count[: new.rows] >= lengths[:, None])[..., None]
-            x = x.masked_fill(padding, 0)
-        (q, k, v, k_cmp, v_cmp), raw = layer.project_with_raw(x)
-        gates, plan = compute_gates(layer.gate, x), layer.resolve_plan(x, q, False, plan)
-        o = nsa_attention(q, k, v, gates, config=layer.config, k_cmp=k_cmp, v_cmp=v_cmp, plan=plan)
-        _fill(
-            cache,
-            sequences,
-            lengths,
-            padding is not None,
-            ((*raw,), (k[1], v[1]), (k[2], v[2])),
-            (k_cmp, v_cmp),
-        )
-        undo.pop_all()
+    cache.advance(*new)
+    lengths, padding = cache.lengths, None
+    if is_subset:
+        sequences = torch.tensor(active).to(cache.device, non_blocking=True)
+        lengths, x = lengths[sequences], x[sequences]
+    if new.on_device is not None:
+        padding = (cache.kv.count[: new.rows] >= lengths[:, None])[..., None]
+        x = x.masked_fill(padding, 0)
+    (q, k, v, k_cmp, v_cmp), raw = layer.project_with_raw(x)
+    gates, plan = compute_gates(layer.gate, x), layer.resolve_plan(x, q, False, plan)
+    o = nsa_attention(q, k, v, gates, config=layer.config, k_cmp=k_cmp, v_cmp=v_cmp, plan=plan)
+    _fill(
+        cache,
+        sequences,
+        lengths,
+        padding is not None,
+        ((*raw,), (k[1], v[1]), (k[2], v[2])),
+        (k_cmp, v_cmp),
+    )
     y: torch.Tensor = layer.out(o.flatten(-2))
     y = y if padding is None else y.masked_fill(padding, 0)
     if is_subset:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import torch
 from nsa_core.cache.block_table import BlockTable
 from nsa_core.cache.kv_store import KVStore
 from nsa_core.cache.pages import Pages
+from nsa_core.cache.undo import Undo
 from nsa_core.contract import DecodeCall
 from nsa_core.dispatch.default_plan import check_is_plan
 from nsa_core.dtypes import dtype_name
@@ -31,12 +31,16 @@ class CacheState:
         kv: the keys and values.
         table: the block table, and the page allocation if the cache has pages.
         lengths: int32 [B] on the device, number of tokens of each sequence.
-        starts: int32 [B] on the device, the lengths before the last step.
+        starts: int32 [B] on the device, the lengths before the last step or piece of a step.
         overflowed: bool [B] on the device, sequences without room in a replayed step.
-        bounds: upper bounds of the lengths, on the host; equal to the lengths if ``exact``.
+        bounds: upper bounds of the lengths, on the host; equal to the lengths if ``exact``. This
+            list and ``peaks`` are replaced, and never changed.
         exact: whether ``bounds`` are the lengths.
         captured: whether a CUDA graph was captured. Its replays change the lengths on the device
             only.
+        peaks: maximum length of each sequence so far, where its rings end.
+        undo: the state before the operation that runs, or that raised and could not be undone; None
+            between operations.
     """
 
     def __init__(
@@ -51,7 +55,8 @@ class CacheState:
         self.dtype, self.device = dtype, device
         batch, max_len, self.page_size, num_pages, self.max_rollback, self.max_step = sizes
         self.batch, self.max_len = batch, max_len
-        geometry, spare = self.config.geometry, max(self.max_rollback, self.max_step - 1)
+        # A step that raises has overwritten max_step old rows, which a crop must not reach.
+        geometry, spare = self.config.geometry, self.max_rollback + self.max_step - 1
         page = self.page_size or geometry.num_select_blocks(max_len) * geometry.select_block_size
         if self.page_size is not None and num_pages is None:
             num_pages = batch * -(-max_len // page)
@@ -69,7 +74,8 @@ class CacheState:
         self.bounds = [0] * batch
         self.exact = True
         self.captured = False
-        self._peaks = [0] * batch  # maximum length of each sequence so far, where its rings end
+        self.peaks = [0] * batch
+        self.undo: Undo | None = None
 
     @property
     def pages(self) -> Pages | None:
@@ -79,8 +85,9 @@ class CacheState:
     def host_lengths(self) -> list[int]:
         """Return the number of tokens of each sequence; synchronises if only the device has it."""
         if self.captured or not self.exact:
-            self.bounds, self.exact = self.lengths.tolist(), True
-            self._peaks = list(map(max, self._peaks, self.bounds))
+            self.bounds = self.lengths.tolist()
+            self.peaks = list(map(max, self.peaks, self.bounds))
+            self.exact = True
         return list(self.bounds)
 
     def admit(self, counts: Sequence[int]) -> None:
@@ -117,7 +124,12 @@ class CacheState:
         Returns:
             The call for the decode forms of the step.
         """
+        undo = self.undo
+        if undo is not None and undo.lengths is self.starts:  # a later piece of a step
+            undo.lengths = self.starts.clone()
         self.starts.copy_(self.lengths)
+        if undo is not None and undo.lengths is None and counts is not None:
+            undo.lengths = self.starts
         if counts is None:
             grown = self.lengths + (rows if new is None else new)
             self.overflowed.logical_or_(grown > self.table.device_room)
@@ -130,20 +142,41 @@ class CacheState:
             self.bounds = [n + c for n, c in zip(self.bounds, counts)]
             self.exact = self.exact and exact
             if self.exact:
-                self._peaks = list(map(max, self._peaks, self.bounds))
+                self.peaks = list(map(max, self.peaks, self.bounds))
             longest = max(self.bounds)
         geometry, scale = self.config.geometry, self.config.softmax_scale
         return DecodeCall(geometry, scale, self.starts, self.lengths, self.table.entries, longest)
 
-    def rollback_on_error(self) -> contextlib.ExitStack:
-        """Return a context that restores the lengths if an error leaves it before ``pop_all()``."""
-        undo = contextlib.ExitStack()
-        undo.callback(self._restore_lengths, self.bounds, self.exact)
+    def begin(self) -> Undo:
+        """Open a record of the current state; see :mod:`nsa_core.cache.undo`."""
+        if self.undo is not None:
+            self.roll_back()
+        rows = None if self.table.pages is None else self.table.pages.rows
+        state = (self.bounds, self.exact, self.captured, self.peaks, self.table.room, rows)
+        self.undo = undo = Undo(*state)
         return undo
 
-    def _restore_lengths(self, bounds: list[int], exact: bool) -> None:
-        self.lengths.copy_(self.starts)
-        self.bounds, self.exact = bounds, exact
+    def save_rings(self) -> None:
+        """Copy the rings, before a step that overwrites more of their rows than they can spare."""
+        if self.undo is not None and not self.undo.saved:
+            self.undo.save(*self.kv.win.flat, *self.kv.raw.flat)
+
+    def roll_back(self) -> None:
+        """Return to the state of the open record, if there is one, and close it."""
+        if self.undo is not None:
+            self._restore(self.undo)
+            self.undo = None
+
+    @torch.no_grad()
+    def _restore(self, undo: Undo) -> None:
+        """Return to a former state. A call that is interrupted can be repeated."""
+        for copy_back in reversed(undo.saved):
+            copy_back()
+        if undo.lengths is not None:
+            self.lengths.copy_(undo.lengths)
+        self.table.restore(undo.room, undo.page_rows)
+        self.bounds, self.exact, self.captured = undo.bounds, undo.exact, undo.captured
+        self.peaks = undo.peaks
 
 
 def check_plan(cache: CacheState, plan: Plan) -> None:

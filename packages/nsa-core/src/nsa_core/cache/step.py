@@ -12,8 +12,9 @@ or no page is missing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from nsa_core.cache.compress_step import compress
 from nsa_core.cache.new_tokens import New, NewTokens, new_tokens
 from nsa_core.cache.prefill import prefill
 from nsa_core.cache.state import CacheState, check_plan
+from nsa_core.cache.undo import run_or_undo
 from nsa_core.contract import DecodeCall
 from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.errors import InvalidInput
@@ -42,9 +44,23 @@ MAX_CHUNK_ROWS = 8192  # longer chunks are split, to bound their memory besides 
 Branches = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of cmp, sel and win
 
 
-@torch.compiler.disable(
+_outside_the_compiler = torch.compiler.disable(
     reason="a step changes its cache, and the host decides on pages; capture it in a CUDA graph"
 )
+
+
+@_outside_the_compiler
+def call_with_cache(
+    layer: NSAProjections, cache: object, args: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    """Call a layer and its hooks; if one of them raises, undo the changes of its cache."""
+    call = functools.partial(torch.nn.Module.__call__, layer)
+    if not isinstance(cache, CacheState):
+        return call(*args, **options)  # step() refuses the cache
+    return run_or_undo(cache, call, *args, **options)
+
+
+@_outside_the_compiler
 def step(
     layer: NSAProjections,
     x: torch.Tensor,  # [B, m, dim]
@@ -62,9 +78,18 @@ def step(
         raise InvalidInput("new needs cache=, which is None")
     if packed:
         raise InvalidInput("cu_seqlens is not supported with a cache: pass x [B, m, dim] and new=")
+    return run_or_undo(cache, _step, layer, x, cache, new, plan)
+
+
+def _step(
+    layer: NSAProjections, x: torch.Tensor, cache: CacheState, new: New, plan: Plan | None
+) -> torch.Tensor:
+    """Run :func:`step`. The caller undoes the changes of the cache after an error."""
     in_graph = is_capturing(cache.device)
     _check_fit(layer, x, cache, in_graph)
     tokens = new_tokens(cache, x.shape[1], new, in_graph)
+    if cache.undo is not None and cache.undo.lengths is not None:
+        cache.save_rings()  # an earlier step would be undone with this one
     with torch.no_grad():
         # If the host knows the lengths, the padding after the longest sequence is not computed.
         rows = tokens.rows if tokens.counts is None else max(tokens.counts)
@@ -112,11 +137,14 @@ def _run(
     if tokens.rows > 1 and not any(n and c for n, c in zip(cache.bounds, tokens.counts)):
         return prefill(layer, x, cache, tokens, plan)
     limit = max(cache.max_step, MAX_CHUNK_ROWS)
+    if tokens.rows <= limit:
+        return _decode(layer, x, cache, tokens, plan)
+    cache.save_rings()
     outputs = [
         _decode(layer, x[:, i : i + limit], cache, tokens.part(i, limit), plan)
         for i in range(0, tokens.rows, limit)
     ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    return torch.cat(outputs, 1)
 
 
 def rehearse(cache: CacheState, rows: int) -> None:
@@ -131,15 +159,16 @@ def rehearse(cache: CacheState, rows: int) -> None:
             " memory while it runs"
         )
     dtype = dtype_and_device_from(cache.attn.qkv).dtype
-    lengths, overflowed = cache.lengths.clone(), cache.overflowed.clone()
     x = torch.zeros((cache.batch, rows, cache.config.dim), dtype=dtype, device=cache.device)
-    cache.lengths.fill_(cache.max_len)
+    undo = cache.begin()
     try:
+        undo.save(cache.lengths, cache.overflowed)
+        cache.lengths.fill_(cache.max_len)
         with torch.no_grad():
             _decode(cache.attn, x, cache, NewTokens(rows, None, None, True), None)
+        cache.roll_back()
     finally:
-        cache.lengths.copy_(lengths)
-        cache.overflowed.copy_(overflowed)
+        cache.roll_back()  # after an error
 
 
 def _decode(
@@ -148,25 +177,24 @@ def _decode(
     """Append at most MAX_CHUNK_ROWS rows to the cache, and attend to all of its tokens."""
     plan = _decode_plan(layer, cache, plan, tokens.counts is None)
     bounds, is_chunk = cache.bounds, tokens.rows > cache.max_step
-    with cache.rollback_on_error() as undo:
-        call = cache.advance(*tokens)
-        positions, absent = _positions(cache, tokens, "append" not in plan.fused)
-        store = chunk_store(cache, tokens.rows) if is_chunk else cache.kv
-        if tokens.on_device is not None:
-            assert absent is not None
-            x = x.masked_fill(absent[..., None], 0)
-        q, k, v = layer.heads(x)
-        gates, pairs = _gates(layer, plan, x, call), (_per_branch(k), _per_branch(v))
-        if "append" in plan.fused:
-            q = _fused_append(plan, store, q, pairs, call)
-        else:
-            q = _append(layer.config, store, q, pairs, call, positions, absent)
-        if tokens.counts is None or not cache.exact or _completes_a_block(cache, bounds):
-            compress(layer, store, call, tokens.rows)
-        o = _attend(plan, store, q, gates, call)
-        if is_chunk:
-            write_back_newest(cache, store, tokens.rows)
-        undo.pop_all()
+    call = cache.advance(*tokens)
+    positions, absent = _positions(cache, tokens, "append" not in plan.fused)
+    store = chunk_store(cache, tokens.rows) if is_chunk else cache.kv
+    if tokens.on_device is not None:
+        assert absent is not None
+        x = x.masked_fill(absent[..., None], 0)
+    q, k, v = layer.heads(x)
+    gates, pairs = _gates(layer, plan, x, call), (_per_branch(k), _per_branch(v))
+    if "append" in plan.fused:
+        q = _fused_append(plan, store, q, pairs, call)
+    else:
+        q = _append(layer.config, store, q, pairs, call, positions, absent)
+    if tokens.counts is None or not cache.exact or _completes_a_block(cache, bounds):
+        compress(layer, store, call, tokens.rows)
+    o = _attend(plan, store, q, gates, call)
+    if is_chunk:
+        cache.save_rings()
+        write_back_newest(cache, store, tokens.rows)
     y: torch.Tensor = layer.out(o.flatten(-2))
     return y
 

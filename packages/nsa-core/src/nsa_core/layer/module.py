@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,6 +65,15 @@ class NSAttention(NSAProjections):
         torch.Size([1, 1024, 256])
     """
 
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the module. A call with a cache that raises, in a hook too, leaves it unchanged."""
+        cache = options.get("cache")
+        if cache is None:
+            return super().__call__(*args, **options)
+        from nsa_core.cache.step import call_with_cache  # it imports the compiler
+
+        return call_with_cache(self, cache, args, options)
+
     def forward(
         self,
         x: torch.Tensor,  # [B, S, dim], or packed [T, dim]
@@ -106,12 +115,13 @@ class NSAttention(NSAProjections):
         Raises:
             InvalidInput: x, cu_seqlens or plan do not fit the layer or the cache; a keyword of
                 another attention layer asks for a padding mask, cross-attention or the like, and
-                the message gives the alternative; or the cache has no room for the tokens. The
-                cache is then unchanged.
+                the message gives the alternative; or the cache has no room for the tokens.
             TypeError: a keyword is unknown.
             Unsupported: no backend supports the request.
             BackendUnavailable: no backend is usable on this machine.
             NSAError: a backend failed while it ran; or, with ``check``, an output is not finite.
+
+        After any error or interrupt, the cache is as it was before the call.
         """
         if other:
             check_other_keywords(other)

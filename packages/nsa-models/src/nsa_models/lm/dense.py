@@ -34,6 +34,9 @@ class DenseCache:
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append k [B, n, G, Dk] and v [B, n, G, Dv]; return all cached keys and values.
 
+        The caller adds n to ``length`` when its step is complete: an error before leaves the cache
+        as it was.
+
         Raises:
             InvalidInput: The new tokens do not fit.
         """
@@ -43,7 +46,7 @@ class DenseCache:
                 f"the cache holds {first} of at most {self.k.shape[1]} tokens, so {k.shape[1]} more"
                 " do not fit; create it with a larger max_len"
             )
-        self.k[:, first:end], self.v[:, first:end], self.length = k.detach(), v.detach(), end
+        self.k[:, first:end], self.v[:, first:end] = k.detach(), v.detach()
         return self.k[:, :end], self.v[:, :end]
 
 
@@ -113,6 +116,8 @@ class DenseAttention(nn.Module):
             else self._packed(q, k, v, cu_seqlens)
         )
         result: torch.Tensor = self.out(o.flatten(-2))
+        if cache is not None:
+            cache.length = first + rows
         return result
 
     # torch.compile would compile one graph per list of lengths.

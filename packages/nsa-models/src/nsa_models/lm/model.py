@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nsa_core.cache import NSACache
+from nsa_core.cache.undo import run_or_undo_all
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
 from nsa_models.lm.config import LMConfig
@@ -153,18 +154,36 @@ class LanguageModel(nn.Module):
         """Return the normalised hidden states [..., dim], the input of the output embedding.
 
         With ``caches`` from :meth:`new_caches`, tokens [B, n] are the next tokens of each sequence
-        and are appended to the caches.
+        and are appended to the caches. After an error, all caches are as they were before.
         """
         x = self.embed(tokens)
-        for layer, block in enumerate(self.blocks):
-            if caches is not None:
-                x = block(x, cache=caches[layer])
-            elif self.recompute and torch.is_grad_enabled():
+        if caches is not None:
+            return self._append(x, caches)
+        for block in self.blocks:
+            if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, cu_seqlens, max_seqlen, use_reentrant=False)
             else:
                 x = block(x, cu_seqlens, max_seqlen)
         result: torch.Tensor = self.norm(x)
         return result
+
+    def _append(self, x: torch.Tensor, caches: Sequence[Cache]) -> torch.Tensor:
+        """Append x to the caches and return the normalised hidden states of its tokens."""
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            for block, cache in zip(self.blocks, caches):
+                x = block(x, cache=cache)
+            result: torch.Tensor = self.norm(x)
+            return result
+
+        dense = [(cache, cache.length) for cache in caches if isinstance(cache, DenseCache)]
+        try:
+            x = run_or_undo_all([c for c in caches if not isinstance(c, DenseCache)], run, x)
+            dense.clear()
+        finally:
+            for cache, length in dense:
+                cache.length = length
+        return x
 
     def new_caches(self, batch: int, max_len: int) -> list[Cache]:
         """Return one empty cache per layer, for ``batch`` sequences of up to ``max_len`` tokens.
