@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,8 +107,8 @@ _TRIPLES = {
     "win": ("length", "w", "documents", "h", "scale", "dtype"),
     "combine": ("length", "documents", "gates", "layout", "do_layout"),
 }
-# The parameters of _rows. A length does not depend on the forced blocks: with them, the library needs
-# minutes for the design of select.
+# The parameters of _rows. A length does not depend on the forced blocks: with them, the library
+# needs minutes for the design of select.
 _NEEDS = ("length", "blocks", "free", "w", "groups", "documents")
 _MOST_FORCED = 3  # of _FORCED
 # Query rows times kv heads; a row takes about 0.1 ms in the oracle.
@@ -185,11 +186,16 @@ def generated_cases(
         slots: Slots to draw cases for.
         count: Cases of each slot; None takes the whole design.
     """
-    cases = []
-    for slot in slots:
-        for index, row in enumerate(slot_design(slot, preset, dtypes).rows(seed, count)):
-            cases.append(case_of(slot, row, seed * 100_003 + index))
-    return cases
+    return [case for slot in slots for case in _cases(slot, preset, tuple(dtypes), seed, count)]
+
+
+@functools.lru_cache(maxsize=32)  # a design takes a second, and tests ask for it often
+def _cases(
+    slot: str, preset: str, dtypes: tuple[str, ...], seed: int, count: int | None
+) -> tuple[GeneratedCase, ...]:
+    rows = slot_design(slot, preset, dtypes).rows(seed, count)
+    # The random numbers differ from case to case, and from seed to seed.
+    return tuple(case_of(slot, row, seed * 10_007 + index) for index, row in enumerate(rows))
 
 
 def case_of(slot: str, row: Row, seed: int) -> GeneratedCase:
@@ -215,7 +221,7 @@ def _sizes(row: Row) -> dict[str, int]:
     init, local = row.get("forced", (0, 0))
     n = max(1, init + local + row.get("free", 1))
     w = row.get("w", 4)
-    return dict(l=size, d=stride, block=block, n=n, init=init, local=local, w=w)
+    return {"l": size, "d": stride, "block": block, "n": n, "init": init, "local": local, "w": w}
 
 
 def _length(row: Row) -> int:
