@@ -58,16 +58,68 @@ def covering_design(
     def row_of(indices: Mapping[str, int]) -> Row:
         return {name: levels[name][indices[name]] for name in names if name in indices}
 
-    constraints = []
-    if allowed is not None:
-        constraints = [
-            {"operator": "fn", "requires": list(needs), "evaluate": lambda x: allowed(row_of(x))}
-        ]
     sub_models = [{"fields": list(triples), "strength": 3}] if len(triples) >= 3 else []
-    rows = covertable.make(
-        factors, strength=2, salt=str(seed), sub_models=sub_models, constraints=constraints
-    )
-    return [row_of(row) for row in rows]
+    found = covertable.make(factors, strength=2, salt=str(seed), sub_models=sub_models)
+    rows = [row_of(row) for row in found]
+    if allowed is None or all(map(allowed, rows)):
+        return rows
+    groups = [*itertools.combinations(names, 2)]
+    groups += itertools.combinations(triples, 3) if len(triples) >= 3 else []
+    return _repaired(rows, levels, groups, allowed, needs)
+
+
+def _repaired(
+    rows: Sequence[Row],
+    levels: Levels,
+    groups: Sequence[tuple[str, ...]],
+    allowed: Callable[[Row], bool],
+    needs: Sequence[str],
+) -> list[Row]:
+    """Replace the rows that are not allowed by rows with the same tuples that are.
+
+    The constraints of the library can take minutes and hundreds of rows, because its greedy search
+    runs into dead ends.
+
+    Args:
+        rows: A design without a filter.
+        levels: The values of each parameter.
+        groups: The parameters of each tuple to keep.
+        allowed: Returns whether a row may occur.
+        needs: Parameters that ``allowed`` reads.
+    """
+
+    def tuples(row: Row) -> set[tuple[tuple[str, ...], str]]:
+        return {(names, repr([row[name] for name in names])) for names in groups}
+
+    kept = [row for row in rows if allowed(row)]
+    covered = {one for row in kept for one in tuples(row)}
+    for row in rows:
+        if allowed(row):
+            continue
+        for names in groups:
+            key = (names, repr([row[name] for name in names]))
+            if key not in covered and (smaller := _nearest(row, names, levels, allowed, needs)):
+                kept.append(smaller)
+                covered |= tuples(smaller)
+    return kept
+
+
+def _nearest(
+    row: Row,
+    fixed: Sequence[str],
+    levels: Levels,
+    allowed: Callable[[Row], bool],
+    needs: Sequence[str],
+) -> Row | None:
+    """Return an allowed row that differs from ``row`` in the fewest of ``needs`` but ``fixed``."""
+    free = [name for name in needs if name not in fixed]
+    for count in range(1, len(free) + 1):
+        for changed in itertools.combinations(free, count):
+            for values in itertools.product(*(levels[name] for name in changed)):
+                candidate = {**row, **dict(zip(changed, values))}
+                if allowed(candidate):
+                    return candidate
+    return None
 
 
 def longer_design(levels: Levels, count: int, *, seed: int = 0, **options: Any) -> list[Row]:

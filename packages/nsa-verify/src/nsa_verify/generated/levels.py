@@ -111,6 +111,9 @@ _TRIPLES = {
 # needs minutes for the design of select.
 _NEEDS = ("length", "blocks", "free", "w", "groups", "documents")
 _MOST_FORCED = 3  # of _FORCED
+# A length of n blocks is at most this long, so that few values exclude each other: only with small
+# blocks are more than 16 of them selected from more. Else a design has hundreds of rows.
+_BLOCK_TOKENS = 96
 # Query rows times kv heads; a row takes about 0.1 ms in the oracle.
 _MOST_ROWS = {"quick": 700, "full": 1500, "interpreter": 48}
 
@@ -229,6 +232,7 @@ def _length(row: Row) -> int:
     name, w = row["length"], row.get("w", 4)
     size, stride, block = row.get("blocks", (4, 4, 4))
     n = max(1, row.get("free", 1) + (_MOST_FORCED if "forced" in row else 0))
+    n = min(n, _BLOCK_TOKENS // block)
     lengths = {
         "several": size + 4 * stride + 1,
         "many": max(size + 4 * stride, 3 * block) + 61,
