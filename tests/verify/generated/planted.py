@@ -117,7 +117,7 @@ def _fp16_error(results: list[torch.Tensor], inputs: dict[str, torch.Tensor]) ->
 
 
 def _fp16_gradient_error(results: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
-    if results[0].dtype == torch.float16:
+    if results[1].dtype == torch.float16:
         results[1] = results[1] * 1.02
 
 

@@ -208,13 +208,14 @@ def _judge_poisoned(
     inputs[name] = poisoned
     slot, dtype, quantity = generated.slot, getattr(torch, generated.dtype), f"{kind} in {name}"
     geometry, scale = generated.config.geometry, generated.config.softmax_scale
-    bounds = {"cu_seqlens": problem.cu_seqlens}
     if slot == "select":
         inputs["lse"] = inputs["lse"].clone().movedim(-2, -1)
         inputs["lse"][region] = math.nan
         inputs["lse"] = inputs["lse"].movedim(-1, -2).contiguous()
         blocks = run_kernel(kernel, inputs, None, problem).outputs["blocks"]
-        expected = oracle.select(*inputs.values(), geometry, scale, **bounds).to(blocks)
+        expected = oracle.select(
+            **inputs, geometry=geometry, scale=scale, cu_seqlens=problem.cu_seqlens
+        ).to(blocks)
         groups = _by_groups(generated, region, blocks)
         yield same_bits(check, slot, case, dtype, quantity, blocks[groups], expected[groups])
         merged = torch.where(groups[..., None], clean.outputs["blocks"], blocks)
@@ -226,7 +227,9 @@ def _judge_poisoned(
         )
         return
     outputs = run_kernel(kernel, inputs, None, problem).outputs
-    golden = getattr(oracle, slot)(*inputs.values(), geometry, scale, **bounds).o
+    golden = getattr(oracle, slot)(
+        *inputs.values(), geometry, scale, cu_seqlens=problem.cu_seqlens
+    ).o
     reached = ~torch.isfinite(golden.to(outputs["o"].device))
     missed = int((reached & torch.isfinite(outputs["o"])).sum())
     detail = f"{missed} of {int(reached.sum())} outputs that read it are finite" if missed else ""
@@ -238,7 +241,9 @@ def _judge_poisoned(
         may = may[..., None].expand_as(outputs[key]) if key == "o" else may
         spread = may & ~torch.isfinite(outputs[key])
         beside[key] = torch.where(spread, clean.outputs[key], outputs[key])
-    verdicts = judge_slot(slot, clean.inputs, beside, geometry, scale, **bounds)
+    verdicts = judge_slot(
+        slot, clean.inputs, beside, geometry, scale, cu_seqlens=problem.cu_seqlens
+    )
     renamed = {f"{key} beside {quantity}": verdict for key, verdict in verdicts.items()}
     yield from judged(check, slot, case, dtype, renamed)
 
@@ -269,7 +274,8 @@ def _place(
         index = (document, row)
         lead = index if name == "q" else (document,)
     if name == "q":
-        region[(*lead, slice(head, None))] = True
+        heads = (*lead, slice(head, None))
+        region[heads] = True
     else:
         region[lead][..., head:] = True
     return (*index, -1, 0), region
@@ -279,4 +285,5 @@ def _by_groups(
     generated: GeneratedCase, region: torch.Tensor, blocks: torch.Tensor
 ) -> torch.Tensor:
     """Return the mask [.., rows, heads] as a mask [.., rows, kv heads]."""
-    return region.unflatten(-1, (generated.groups, generated.h)).any(-1).to(blocks.device)
+    by_group: torch.Tensor = region.unflatten(-1, (generated.groups, generated.h))
+    return by_group.any(-1).to(blocks.device)

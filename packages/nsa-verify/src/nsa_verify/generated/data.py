@@ -11,9 +11,10 @@ from nsa_core.dtypes import stats_dtype
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.reference import attention
 
-# Largest |score| of each level of GeneratedCase.scores. The noise of the verdict does not grow with
-# the score yet, so that scores above about 16 would fail healthy kernels.
-LARGE_SCORE = 16.0
+# Largest |score| of each level of GeneratedCase.scores. The relative error of exp is the absolute
+# error of its score, and the noise of the verdict does not grow with the score: at 16, an outlier
+# among the values exceeds the bias limit on a healthy kernel. Raise it once the noise does.
+LARGE_SCORE = 8.0
 _LARGEST_SCORE = {"normal": 4.0, "tiny": 1e-2, "large": LARGE_SCORE}
 _FAR = (2**30, -(2**30), 2**31 - 1, -(2**31))
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import covertable
+import covertable  # type: ignore[import-untyped]
 
 from nsa_core.errors import InvalidInput
 
@@ -63,7 +63,7 @@ def covering_design(
     rows = [row_of(row) for row in found]
     if allowed is None or all(map(allowed, rows)):
         return rows
-    groups = [*itertools.combinations(names, 2)]
+    groups: list[tuple[str, ...]] = [*itertools.combinations(names, 2)]
     groups += itertools.combinations(triples, 3) if len(triples) >= 3 else []
     return _repaired(rows, levels, groups, allowed, needs)
 

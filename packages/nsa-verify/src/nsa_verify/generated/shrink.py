@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from nsa_core.errors import InvalidInput
 from nsa_verify.generated.case import GeneratedCase
@@ -73,12 +74,16 @@ def _simpler(case: GeneratedCase) -> Iterator[GeneratedCase]:
         if case.packed and name in ("tokens", "batch"):
             continue
         if name not in ("tokens", "n", "w"):
-            yield dataclasses.replace(case, **{name: default})
+            yield _with(case, name, default)
     for name in ("tokens", "batch", "groups", "h", "n", "w", "dk", "dv"):
         if case.packed and name in ("tokens", "batch"):
             continue
         for smaller in _below(getattr(case, name), 1):
-            yield dataclasses.replace(case, **{name: smaller})
+            yield _with(case, name, smaller)
+
+
+def _with(case: GeneratedCase, name: str, value: Any) -> GeneratedCase:
+    return dataclasses.replace(case, **{name: value})
 
 
 def _below(value: int, least: int) -> list[int]:
