@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
     from nsa_core.dispatch.plan import Plan
     from nsa_verify.combination import Combination
+    from nsa_verify.generated.case import GeneratedCase
 
 SCHEMA_VERSION = 1
+# The first two also run the larger hand-written cases of quick.
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Preset(str, enum.Enum):
@@ -75,11 +78,15 @@ def verify(
         Device, typer.Option(help="auto: cuda if a GPU is available, else cpu.")
     ] = Device.auto,
     dtype: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Comma-separated dtypes: bf16, fp16, fp32, fp64, or long names such as bfloat16."
+            help=(
+                "Comma-separated dtypes: bf16, fp16, fp32, fp64, or long names such as bfloat16."
+                " Default: all that the backends accept on the device."
+            ),
+            show_default=False,
         ),
-    ] = "float32,bfloat16",
+    ] = None,
     preset: Annotated[
         Preset, typer.Option(help="quick: less than a minute on two cores.")
     ] = Preset.quick,
@@ -98,7 +105,28 @@ def verify(
         typer.Option("--json", help="Write all findings to this file.", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the --json file.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of all random inputs.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of all random inputs and of the generated cases.")
+    ] = 0,
+    cases: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            show_default=False,
+            help=(
+                "Generated cases of each slot. Default: as many as cover every pair of parameter"
+                " values; with --preset full also triples."
+            ),
+        ),
+    ] = None,
+    case: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINE",
+            show_default=False,
+            help="Run one generated case alone, such as slot=win,w=3,tokens=5.",
+        ),
+    ] = None,
     reads: Annotated[
         bool,
         typer.Option(
@@ -137,8 +165,12 @@ def verify(
     named = {slot: name for slot, name in by_slot.items() if name is not None}
     with output.exit_codes(), deferred_signals() as stop:
         output.check_writable(json_file, force)
-        names, torch_device = dtype_names(dtype), pick_device(device.value)
-        dtypes, content = _dtypes(names), read_text(text)
+        from nsa_verify.generated.case import parse_case
+
+        generated = parse_case(case) if case is not None else None
+        names = [generated.dtype] if generated else dtype_names(dtype or ",".join(_DTYPES))
+        torch_device, content = pick_device(device.value), read_text(text)
+        dtypes = _dtypes(names)
         combinations = (
             _every_combination(named, torch_device, dtypes, phase.value) if every else [named]
         )
@@ -153,6 +185,9 @@ def verify(
             reads,
             jobs,
             stop,
+            only_accepted=dtype is None and generated is None,
+            cases=cases,
+            case=generated,
         )
         report: dict[str, Any] = reports[0]
         if every:
@@ -211,6 +246,16 @@ def _plan(combination: Combination, dtypes: Sequence[torch.dtype], preset: str, 
     raise refusals[0]
 
 
+def _accepted(
+    combos: Sequence[Combination], dtypes: Sequence[torch.dtype], phase: str
+) -> list[torch.dtype]:
+    """Return those of ``dtypes`` that at least one combination accepts."""
+    from nsa_verify.combination import accepted_dtypes
+
+    accepted = {d for c in combos for d in accepted_dtypes(c, dtypes, phase == "decode")}
+    return [dtype for dtype in dtypes if dtype in accepted]
+
+
 def _dtypes(names: Sequence[str]) -> list[torch.dtype]:
     import torch
 
@@ -258,15 +303,22 @@ def _run(
     reads: bool,
     jobs: int | None,
     stop: Interruption,
+    *,
+    only_accepted: bool,
+    cases: int | None,
+    case: GeneratedCase | None,
 ) -> list[dict[str, Any]]:
     """Run the checks and return a report per combination.
 
-    After a signal (``stop``), the reports hold the checks that had ended by then.
+    After a signal (``stop``), the reports hold the checks that had ended by then. With
+    ``only_accepted``, dtypes that every combination refuses are left out. ``case`` runs alone.
     """
     import torch
 
     from nsa_core.dtypes import dtype_name
     from nsa_verify.combination import Combination
+    from nsa_verify.generated import jobs as generated
+    from nsa_verify.generated.shrink import ShrinkBudget
     from nsa_verify.run import suite
     from nsa_verify.run.contexts import needs_judge_context
     from nsa_verify.run.runner import run_jobs
@@ -276,8 +328,20 @@ def _run(
     combos = [Combination(named, device, output.find_backends()) for named in combinations]
     interpreted = any(map(needs_judge_context, combos))
     preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
+    if only_accepted:
+        dtypes = _accepted(combos, dtypes[:2] if interpreted else dtypes, phase) or dtypes
     plans = [_plan(combination, dtypes, preset, phase) for combination in combos]
-    suite_jobs = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
+    if case is not None:
+        suite_jobs = [generated.job_of(case, suite.Job, ShrinkBudget(0))]
+    else:
+        suite_jobs = suite.jobs(
+            preset,
+            dtypes,
+            text=text[1] or None,
+            seed=seed,
+            phase=phase,
+            cases_per_slot=cases,
+        )
     processes = jobs or _default_processes(device, interpreted)
     with output.progress(len(suite_jobs) * len(combos)) as advance:
         results = run_jobs(combos, suite_jobs, processes=processes, stop=stop, advance=advance)
@@ -316,6 +380,12 @@ def _run(
             "interrupted": (
                 {"signal": stop.name, "checks_left": left, "checks": checks} if left else None
             ),
+            "generated": {
+                slot: dataclasses.asdict(count)
+                for slot, count in generated.count_cases(
+                    [finding for job in findings for finding in job]
+                ).items()
+            },
             "findings": [dataclasses.asdict(finding) for job in findings for finding in job],
         }
         for named, plan, seconds, findings, counts, left in zip(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output
-from nsa_cli.wrapping import wrap
+from nsa_cli.wrapping import shorten, wrap
 from nsa_core.contract import SLOTS
 from nsa_core.util.interruption import exit_code
 
@@ -43,6 +43,8 @@ def print_report(report: dict[str, Any], verbose: bool) -> int:
     output.print_text(console, note, "dim", "")
     for reason, checks in _not_run(findings).items():
         output.print_text(console, f"not run: {reason} ({', '.join(checks)})", "yellow")
+    for line in refusal_lines(report):
+        output.print_text(console, line, "yellow")
     if "reads" in report:
         console.print()
         _print_reads(console, report)
@@ -86,7 +88,8 @@ def _setting(report: dict[str, Any]) -> str:
 
 def _circumstances(report: dict[str, Any]) -> str:
     device = report["device"] + (", triton interpreted" if report["interpreted"] else "")
-    return f"{device}, {'/'.join(report['dtypes'])}, text {report['text']['name']}"
+    dtypes = "/".join(report["dtypes"])
+    return f"{device}, {dtypes}, text {report['text']['name']}, seed {report['seed']}"
 
 
 def checks_rows(findings: Sequence[Finding], interrupted: bool = False) -> Rows:
@@ -167,6 +170,8 @@ def _verdict(group: Sequence[Finding], interrupted: bool) -> Text:
 
     if failed := _failed(group):
         return Text(f"{failed} FAILED", "bold red")
+    if _is_generated(group[0]) and _not_applicable(group) == len(group):
+        return Text("REFUSED", "bold red")
     if _not_applicable(group) == len(group):
         return Text("not run", "yellow")
     return Text("ok so far", "yellow") if interrupted else Text("ok", "green")
@@ -176,10 +181,39 @@ def _not_run(findings: Sequence[Finding]) -> dict[str, list[str]]:
     """Return, for each reason, the checks of which no comparison applies."""
     checks_by_reason: dict[str, list[str]] = {}
     for check, group in _grouped(findings, "check").items():
+        if _is_generated(group[0]):
+            continue  # refusal_lines counts them
         if _not_applicable(group) == len(group):
             reason = (group[0]["detail"].splitlines() or ["no reason given"])[0]
             checks_by_reason.setdefault(reason, []).append(check)
     return checks_by_reason
+
+
+_SHOWN_REASONS = 2
+_REASON_CHARACTERS = 100
+
+
+def refusal_lines(report: dict[str, Any]) -> list[str]:
+    """Return a line per slot whose probe refused generated cases: how many, and the reasons."""
+    lines = []
+    for slot, count in report.get("generated", {}).items():
+        if count["refused"]:
+            reasons = "; ".join(
+                shorten(reason, _REASON_CHARACTERS) for reason in count["reasons"][:_SHOWN_REASONS]
+            )
+            total = f"{count['refused']} of {count['cases']}"
+            lines.append(f"generated {slot}: {total} cases refused: {reasons}")
+    return lines
+
+
+def _refused_slots(report: dict[str, Any]) -> list[str]:
+    """Return the slots of which every generated case was refused."""
+    counts = report.get("generated", {}).items()
+    return [slot for slot, count in counts if count["refused"] == count["cases"]]
+
+
+def _is_generated(finding: Finding) -> bool:
+    return bool(finding["check"] == f"generated {finding['slot']}")
 
 
 def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None:
@@ -198,6 +232,11 @@ def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None
     if len(failed) > _LISTED_FAILURES:
         more = len(failed) - _LISTED_FAILURES
         output.print_text(console, f"and {more} more failures; --json FILE writes all", "red")
+    generated = [(report, finding) for report, finding in failed if _is_generated(finding)]
+    for command in dict.fromkeys(_case_command(*pair) for pair in generated[:_LISTED_FAILURES]):
+        # One line, to be copied whole: a break inside the quotes would be part of the case.
+        console.print(f"to repeat: {command}", no_wrap=True, overflow="ignore", crop=False)
+    failed = [pair for pair in failed if not _is_generated(pair[1])]
     if failed:
         # A backslash continues the command where the line is wrapped.
         lines = wrap(f"to repeat: {_command(*failed[0])}", output.text_width() - 2, rest="  ")
@@ -226,6 +265,16 @@ def _command(report: dict[str, Any], finding: Finding) -> str:
     ]
     interpreter = "TRITON_INTERPRET=1 " if report["interpreted"] else ""
     return f"{interpreter}nsa verify {' '.join(options)}"
+
+
+def _case_command(report: dict[str, Any], finding: Finding) -> str:
+    """Return the command that runs the generated case of ``finding`` alone."""
+    named = "".join(
+        f" --{slot} {name}" for slot, name in report["named"].items() if slot == finding["slot"]
+    )
+    device = "cpu" if report["device"] == "cpu" else "cuda"
+    interpreter = "TRITON_INTERPRET=1 " if report["interpreted"] else ""
+    return f"{interpreter}nsa verify{named} --device {device} --case '{finding['case']}'"
 
 
 def _print_reads(console: Console, report: dict[str, Any]) -> None:
@@ -300,6 +349,9 @@ def summary(report: dict[str, Any]) -> tuple[str, int]:
     line += f" in {report['seconds']:.0f} s"
     if interrupted := interruption_summary([report]):
         return f"{interrupted[0]}; {line}", interrupted[1]
+    if refused := _refused_slots(report):
+        line = f"NOT CHECKED: {' '.join(refused)} refused every generated case; {line}"
+        return line, 1 if passed or failed else 3
     if not passed and not failed:
         return f"no check applies to this combination: {_setting(report)}", 3
     return line, 1 if failed else 0

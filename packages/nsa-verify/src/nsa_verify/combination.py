@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from nsa_core.dispatch.candidates import find_candidates
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dispatch.registry import Registry, default_registry
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.util.text import did_you_mean
 from nsa_verify import cases
 
@@ -49,6 +50,23 @@ class Combination:
         """
         options = PlanOptions(device=self.device, dtype=dtype, backends=dict(self.backends))
         return resolve(config, options, registry=self.registry, **{"needs_grad": True, **fields})
+
+
+def accepted_dtypes(
+    combination: Combination, dtypes: Sequence[torch.dtype], decode: bool = False
+) -> list[torch.dtype]:
+    """Return those of ``dtypes`` in which ``combination`` accepts a small layer.
+
+    Raises:
+        BackendUnavailable: A named backend cannot run on this machine.
+    """
+    config, accepted = cases.quick_cases()[0].config, []
+    fields: dict[str, Any] = {"phase": "decode", "needs_grad": False} if decode else {}
+    for dtype in dtypes:
+        with contextlib.suppress(Unsupported):
+            combination.plan(config, dtype, **fields)
+            accepted.append(dtype)
+    return accepted
 
 
 def spec_of(combination: Combination, plan: Plan, slot: str) -> BackendSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
@@ -11,6 +12,18 @@ from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan
 from nsa_core.torch_ops.slot_op import Kernel
 from nsa_verify.cases import Case, CaseData
+
+
+class Documents(Protocol):
+    """The document bounds of a call; a CaseData has them."""
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor | None:
+        """Document bounds, int32 [documents + 1]; None if dense."""
+
+    @property
+    def max_seqlen(self) -> int:
+        """Length of the longest document."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +62,7 @@ def run_slot(
 
 
 def run_kernel(
-    kernel: Kernel, inputs: Mapping[str, torch.Tensor], do: torch.Tensor | None, data: CaseData
+    kernel: Kernel, inputs: Mapping[str, torch.Tensor], do: torch.Tensor | None, data: Documents
 ) -> SlotRun:
     """Call ``kernel`` on ``inputs`` and, if ``do`` is given, its backward."""
     leaves = {n: t.detach() for n, t in inputs.items()}

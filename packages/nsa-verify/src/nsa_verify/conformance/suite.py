@@ -35,6 +35,7 @@ DEVICES: tuple[tuple[str, tuple[int, int] | None], ...] = (
     ("meta", None),
     ("xpu", None),
 )
+CASES_PER_SLOT = 12  # generated cases in the quick preset
 _CODE = re.compile(r"[a-z][a-z0-9_]*")
 _PROBE_FAULTS = ("probe_raised", "probe_nonsense", "probe_too_slow")
 _KERNEL_CHECKS = (
@@ -88,7 +89,9 @@ class BackendConformance:
         if "job" in metafunc.fixturenames:
             option = metafunc.config.option
             dtypes = _accepted_dtypes(entry, offered, _device(option))
-            todo = suite.jobs(getattr(option, "nsa_preset", "quick"), dtypes, text=None)
+            preset = getattr(option, "nsa_preset", "quick")
+            count = CASES_PER_SLOT if preset == "quick" else None
+            todo = suite.jobs(preset, dtypes, text=None, cases_per_slot=count)
             labels = [f"{job.name}-{job.case.name}-{dtype_name(job.dtype)}" for job in todo]
             metafunc.parametrize("job", todo, ids=labels)
         if "slot" in metafunc.fixturenames:

@@ -19,6 +19,7 @@ from nsa_verify.checks import slots as checks
 from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
+from nsa_verify.generated import jobs as generated
 from nsa_verify.judge.truth_cache import caching
 from nsa_verify.run.contexts import judging
 
@@ -111,6 +112,10 @@ _CHECKS = (
     _CheckSize("dispatch", invariants.dispatch, 1 << 9, 1 << 10),
 )
 
+# In quick, larger cases run the checks of _FIRST in the first two dtypes and the others in the
+# first one. They take most of the time, and generated cases cover every dtype.
+_LARGE = 1 << 10
+
 # Most faults fail one of these checks, so they run first.
 _FIRST = ("parity", "ties", "any blocks", "decode", "decode ties")
 
@@ -156,6 +161,7 @@ def jobs(
     text: bytes | None,
     seed: int = 0,
     phase: str = "both",
+    cases_per_slot: int | None = None,
 ) -> list[Job]:
     """List the jobs of a preset: prefill before decode, and small cases before large ones.
 
@@ -166,6 +172,7 @@ def jobs(
         text: Bytes of the case on text; None omits that case.
         seed: Seed of every case.
         phase: "prefill", "decode" or "both".
+        cases_per_slot: Generated cases of each slot; None takes the whole design of the preset.
 
     Raises:
         InvalidInput: ``text`` is empty.
@@ -177,6 +184,7 @@ def jobs(
             cases.append(dataclasses.replace(text_case(text), seed=seed))
         listed += layer.jobs_for(preset, seed, Job) if preset != "interpreter" else []
         listed += _jobs(preset, dtypes, _CHECKS, [(c.batch * c.tokens, c, None) for c in cases])
+        listed += generated.jobs_for(preset, dtypes, seed, cases_per_slot, Job)
     if phase != "prefill":
         steps = [
             dataclasses.replace(s, case=dataclasses.replace(s.case, seed=seed))
@@ -203,6 +211,7 @@ def _jobs(
         and (entry.name in _FIRST) == first
         # The slow interpreter compares bits in the first dtype only.
         and (preset != "interpreter" or first or dtype == dtypes[0])
+        and (preset != "quick" or size <= _LARGE or dtype in dtypes[: 2 if first else 1])
     ]
 
 

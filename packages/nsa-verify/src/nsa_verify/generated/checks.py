@@ -1,0 +1,289 @@
+"""Run a generated case on a combination and judge it by the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+
+from nsa_core.errors import InvalidInput, NSAError, Unsupported
+from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel
+from nsa_verify import oracle
+from nsa_verify.cases import Case
+from nsa_verify.combination import Combination, spec_of
+from nsa_verify.findings import Finding, judged, same_bits
+from nsa_verify.generated.case import GeneratedCase
+from nsa_verify.generated.data import Problem, problem_of
+from nsa_verify.generated.shrink import ShrinkBudget, shrink
+from nsa_verify.judge.selection import MAX_REGRET, judge_selection
+from nsa_verify.judge.slot import judge_slot
+from nsa_verify.slot_runs import SlotRun, run_kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class OnGenerated:
+    """Adapter that runs a generated case as a check of a case.
+
+    Attributes:
+        generated: The generated case.
+        budget: Time for shrinking that the cases of a slot share.
+    """
+
+    generated: GeneratedCase
+    budget: ShrinkBudget
+
+    def __call__(
+        self, combination: Combination, case: Case, dtype: torch.dtype
+    ) -> Iterator[Finding]:
+        """Judge the case; a failing case is shrunk first. ``case`` and ``dtype`` are its own."""
+        findings = judge_generated(combination, self.generated)
+        if any(finding.ok is False for finding in findings) and self.budget.seconds > 0:
+            started = time.perf_counter()
+
+            def still_fails(smaller: GeneratedCase) -> bool:
+                return any(f.ok is False for f in judge_generated(combination, smaller))
+
+            smallest = shrink(self.generated, still_fails, self.budget.seconds)
+            self.budget.seconds -= time.perf_counter() - started
+            findings = judge_generated(combination, smallest)
+        yield from findings
+
+
+def judge_generated(combination: Combination, generated: GeneratedCase) -> list[Finding]:
+    """Judge one generated case.
+
+    The findings cover outputs, LSE and all gradients, a second run if the backend declares equal
+    bits, and the NaN or Inf of the case. A refused case gives one finding with ok None; a kernel
+    that raises gives a failed one.
+
+    Raises:
+        InvalidInput: The case is wrong for every backend.
+        BackendUnavailable: A backend cannot run on this machine.
+    """
+    slot, check = generated.slot, f"generated {generated.slot}"
+
+    def finding(quantity: str, ok: bool | None, detail: str) -> list[Finding]:
+        name = generated.text()
+        return [Finding(check, slot, name, generated.dtype, quantity, ok, detail=detail)]
+
+    try:
+        kernel, grad, deterministic = _kernel(combination, generated)
+    except Unsupported as refusal:
+        return finding("plan", None, _reasons(refusal))
+    try:
+        problem = problem_of(generated, combination.device)
+        return list(_findings(check, generated, problem, kernel, grad, deterministic))
+    except InvalidInput:
+        raise
+    except NSAError as fault:  # a kernel raised, or returned an invalid result
+        return finding("run", False, str(fault))
+
+
+def _reasons(refusal: Unsupported) -> str:
+    """Return the reasons of a refusal in a line."""
+    return " ".join(str(refusal).split())
+
+
+def _kernel(combination: Combination, generated: GeneratedCase) -> tuple[Kernel, bool, bool]:
+    """Return the kernel of the slot, whether it has gradients, and whether its bits repeat.
+
+    Only the slot itself is planned as the user named it, so that no other slot refuses the case.
+    """
+    slot = generated.slot
+    named = {slot: combination.backends[slot]} if slot in combination.backends else {}
+    alone = dataclasses.replace(combination, backends=named)
+    dtype, grad = getattr(torch, generated.dtype), bool(DIFFERENTIABLE[slot])
+    try:
+        plan = alone.plan(generated.config, dtype, varlen=generated.packed, needs_grad=grad)
+    except Unsupported:
+        if not grad:
+            raise
+        grad = False
+        plan = alone.plan(generated.config, dtype, varlen=generated.packed, needs_grad=False)
+    spec = spec_of(alone, plan, slot).slots[slot]
+    return getattr(plan, slot), grad, spec.deterministic
+
+
+def _findings(
+    check: str,
+    generated: GeneratedCase,
+    problem: Problem,
+    kernel: Kernel,
+    grad: bool,
+    deterministic: bool,
+) -> Iterator[Finding]:
+    case, dtype, slot = generated.as_case(), getattr(torch, generated.dtype), generated.slot
+    do = problem.do if grad else None
+    run = run_kernel(kernel, problem.inputs, do, problem)
+    if not sum(generated.lengths):
+        for name, output in run.outputs.items():
+            if name[0] != "d":
+                yield same_bits(
+                    check, slot, case, dtype, name, output, output.new_empty(output.shape)
+                )
+        return
+    yield from _judge(check, generated, case, run, problem)
+    if deterministic:
+        again = run_kernel(kernel, problem.inputs, do, problem)
+        for name, output in run.outputs.items():
+            yield same_bits(
+                check, slot, case, dtype, f"{name} of a second run", again.outputs[name], output
+            )
+    if generated.poison != "none":
+        yield from _judge_poisoned(check, generated, case, kernel, run, problem)
+
+
+def _judge(
+    check: str, generated: GeneratedCase, case: Case, run: SlotRun, problem: Problem
+) -> Iterator[Finding]:
+    """Judge every output of ``run``."""
+    slot, dtype = generated.slot, getattr(torch, generated.dtype)
+    sizes = (generated.config.geometry, generated.config.softmax_scale)
+    if slot == "select":
+        yield _judge_blocks(check, generated, run, problem)
+        return
+    verdicts = judge_slot(
+        slot, run.inputs, run.outputs, *sizes, cu_seqlens=problem.cu_seqlens, do=run.do
+    )
+    yield from judged(check, slot, case, dtype, verdicts)
+
+
+def _judge_blocks(check: str, generated: GeneratedCase, run: SlotRun, problem: Problem) -> Finding:
+    """Judge the blocks of select.
+
+    The limit of 0.1 % on exchanged sets is for thousands of sets with random scores. In a case with
+    fewer, one set with a regret within its limit passes. If all logits are 0, the scores of many
+    blocks are equal but for rounding, and every set with such a regret passes.
+    """
+    verdict = judge_selection(
+        **run.inputs,
+        blocks=run.outputs["blocks"],
+        geometry=generated.config.geometry,
+        scale=generated.config.softmax_scale,
+        cu_seqlens=problem.cu_seqlens,
+    )
+    exchanged = verdict.flip_rate * generated.rows
+    equal = generated.scale == 0 or generated.scores == "zero"
+    legal = verdict.regret <= MAX_REGRET and (equal or exchanged < 1.5)
+    detail = verdict.why or f"regret {verdict.regret:.2g}"
+    return Finding(
+        check,
+        "select",
+        generated.text(),
+        generated.dtype,
+        "blocks",
+        verdict.ok or legal,
+        verdict.regret / MAX_REGRET,
+        detail=detail,
+    )
+
+
+def _judge_poisoned(
+    check: str,
+    generated: GeneratedCase,
+    case: Case,
+    kernel: Kernel,
+    clean: SlotRun,
+    problem: Problem,
+) -> Iterator[Finding]:
+    """Check that NaN or Inf in one row reaches every output that reads it, and no distant one.
+
+    A NaN in q stays in its row and kv head. One in k or v may spread to rows of its document and kv
+    head, because 0 x NaN is NaN, and must reach the rows that see it.
+    """
+    kind, name = generated.poison.split("_")
+    if name != "q" and generated.slot in ("cmp", "select"):
+        name += "_cmp"
+    place = _place(generated, problem, name)
+    if place is None:
+        return
+    where, region = place
+    inputs = dict(problem.inputs)
+    poisoned = inputs[name].clone()
+    poisoned[where] = math.inf if kind == "inf" else math.nan
+    inputs[name] = poisoned
+    slot, dtype, quantity = generated.slot, getattr(torch, generated.dtype), f"{kind} in {name}"
+    geometry, scale = generated.config.geometry, generated.config.softmax_scale
+    if slot == "select":
+        inputs["lse"] = inputs["lse"].clone().movedim(-2, -1)
+        inputs["lse"][region] = math.nan
+        inputs["lse"] = inputs["lse"].movedim(-1, -2).contiguous()
+        blocks = run_kernel(kernel, inputs, None, problem).outputs["blocks"]
+        expected = oracle.select(
+            **inputs, geometry=geometry, scale=scale, cu_seqlens=problem.cu_seqlens
+        ).to(blocks)
+        groups = _by_groups(generated, region, blocks)
+        yield same_bits(check, slot, case, dtype, quantity, blocks[groups], expected[groups])
+        merged = torch.where(groups[..., None], clean.outputs["blocks"], blocks)
+        yield dataclasses.replace(
+            _judge_blocks(
+                check, generated, SlotRun(clean.inputs, {"blocks": merged}, None), problem
+            ),
+            quantity=f"blocks beside {quantity}",
+        )
+        return
+    outputs = run_kernel(kernel, inputs, None, problem).outputs
+    golden = getattr(oracle, slot)(
+        *inputs.values(), geometry, scale, cu_seqlens=problem.cu_seqlens
+    ).o
+    reached = ~torch.isfinite(golden.to(outputs["o"].device))
+    missed = int((reached & torch.isfinite(outputs["o"])).sum())
+    detail = f"{missed} of {int(reached.sum())} outputs that read it are finite" if missed else ""
+    yield Finding(check, slot, case.name, generated.dtype, quantity, not missed, detail=detail)
+    # With the clean results where NaN may be, the rest must be as right as without NaN.
+    beside = {}
+    for key in ("o", "lse"):
+        may = region if key == "o" else region.movedim(-1, -2)
+        may = may[..., None].expand_as(outputs[key]) if key == "o" else may
+        spread = may & ~torch.isfinite(outputs[key])
+        beside[key] = torch.where(spread, clean.outputs[key], outputs[key])
+    verdicts = judge_slot(
+        slot, clean.inputs, beside, geometry, scale, cu_seqlens=problem.cu_seqlens
+    )
+    renamed = {f"{key} beside {quantity}": verdict for key, verdict in verdicts.items()}
+    yield from judged(check, slot, case, dtype, renamed)
+
+
+def _place(
+    generated: GeneratedCase, problem: Problem, name: str
+) -> tuple[tuple[int, ...], torch.Tensor] | None:
+    """Return the index of the poisoned element, and the rows and heads that it may reach.
+
+    The element is in the middle of the longest document and in the last head. The mask is bool
+    [.., rows, heads]. Returns None if the document has no row of this tensor.
+    """
+    lengths, device = generated.lengths, problem.inputs["q"].device
+    document = max(range(len(lengths)), key=lambda index: lengths[index])
+    starts = [0, *itertools.accumulate(lengths)]
+    geometry = generated.config.geometry
+    counts = [geometry.num_compressed(n) if name.endswith("_cmp") else n for n in lengths]
+    if not counts[document]:
+        return None
+    row = counts[document] // 2
+    region = torch.zeros(problem.inputs["q"].shape[:-1], dtype=torch.bool, device=device)
+    head = -generated.h  # the first head of the last group
+    if generated.packed:
+        span = slice(starts[document], starts[document + 1])
+        index: tuple[int, ...] = (sum(counts[:document]) + row,)
+        lead: tuple[int | slice, ...] = (index[0],) if name == "q" else (span,)
+    else:
+        index = (document, row)
+        lead = index if name == "q" else (document,)
+    if name == "q":
+        heads = (*lead, slice(head, None))
+        region[heads] = True
+    else:
+        region[lead][..., head:] = True
+    return (*index, -1, 0), region
+
+
+def _by_groups(
+    generated: GeneratedCase, region: torch.Tensor, blocks: torch.Tensor
+) -> torch.Tensor:
+    """Return the mask [.., rows, heads] as a mask [.., rows, kv heads]."""
+    by_group: torch.Tensor = region.unflatten(-1, (generated.groups, generated.h))
+    return by_group.any(-1).to(blocks.device)

@@ -1,0 +1,89 @@
+"""The jobs of generated cases, and the count of the cases that a backend refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from nsa_core.contract import SLOTS
+from nsa_core.dtypes import dtype_name
+from nsa_verify.findings import Finding
+from nsa_verify.generated.case import GeneratedCase
+from nsa_verify.generated.checks import OnGenerated
+from nsa_verify.generated.levels import generated_cases
+from nsa_verify.generated.shrink import ShrinkBudget
+
+_Job = TypeVar("_Job")
+
+
+def jobs_for(
+    preset: str,
+    dtypes: Sequence[torch.dtype],
+    seed: int,
+    count: int | None,
+    job: Callable[[str, Any, Any, torch.dtype], _Job],
+) -> list[_Job]:
+    """Return one job per generated case.
+
+    Args:
+        preset: "quick", "full" or "interpreter". The slow interpreter has no generated case unless
+            ``count`` asks for them.
+        dtypes: Dtypes of the cases.
+        seed: Seed of the design.
+        count: Cases of each slot; None takes the whole design.
+        job: Creates a job from its name, check, case and dtype.
+    """
+    if count is None and preset == "interpreter":
+        return []
+    cases = generated_cases(preset, [dtype_name(d) for d in dtypes], seed=seed, count=count)
+    budgets = {slot: ShrinkBudget() for slot in SLOTS}
+    return [job_of(case, job, budgets[case.slot]) for case in cases]
+
+
+def job_of(
+    generated: GeneratedCase,
+    job: Callable[[str, Any, Any, torch.dtype], _Job],
+    budget: ShrinkBudget,
+) -> _Job:
+    """Return the job of one generated case, made by ``job`` as in :func:`jobs_for`."""
+    case = dataclasses.replace(generated.as_case(), name=f"case {generated.seed}")
+    check = OnGenerated(generated, budget)
+    return job(f"generated {generated.slot}", check, case, getattr(torch, generated.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class GeneratedCount:
+    """The generated cases of one slot.
+
+    Attributes:
+        cases: Number of cases that ran or were refused.
+        refused: Number of cases that the probe refused.
+        reasons: The distinct reasons of the refusals, most frequent first.
+    """
+
+    cases: int
+    refused: int
+    reasons: list[str]
+
+
+def count_cases(findings: Sequence[Finding]) -> Mapping[str, GeneratedCount]:
+    """Count the generated cases of each slot, and those that the backend refused."""
+    cases: dict[str, set[str]] = {}
+    refusals: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.check != f"generated {finding.slot}":
+            continue
+        cases.setdefault(finding.slot, set()).add(finding.case)
+        if finding.ok is None:
+            refusals.setdefault(finding.slot, []).append(finding.detail)
+    return {
+        slot: GeneratedCount(
+            len(names),
+            len(refusals.get(slot, ())),
+            sorted(set(refusals.get(slot, ())), key=lambda r: -refusals[slot].count(r)),
+        )
+        for slot, names in cases.items()
+    }

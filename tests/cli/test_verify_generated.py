@@ -1,0 +1,75 @@
+"""`nsa verify --cases` and `--case`: generated cases, their counts, and lines that repeat them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nsa_cli.app import app
+from nsa_cli.verify_report import _case_command, checks_rows, refusal_lines, summary
+
+
+def verify(*options: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["verify", "--device", "cpu", *options])
+    return done.exit_code, done.output
+
+
+def test_one_case_runs_alone(tmp_path: Path) -> None:
+    file = tmp_path / "verify.json"
+    line = "slot=win,dtype=float16,w=3,scale=-0.3,documents=0+5+1,poison=nan_v"
+    code, text = verify("--win", "sdpa", "--case", line, "--json", str(file))
+    report = json.loads(file.read_text())
+    assert code == 0, text
+    assert {finding["check"] for finding in report["findings"]} == {"generated win"}
+    assert {finding["case"] for finding in report["findings"]} == {line}
+    assert report["dtypes"] == ["float16"]
+    assert report["generated"] == {"win": {"cases": 1, "refused": 0, "reasons": []}}
+
+
+@pytest.mark.parametrize("line", ["slot=win,tokens=x", "slot=wim", "win"])
+def test_a_wrong_case_is_a_usage_error(line: str) -> None:
+    code, text = verify("--case", line)
+    assert code == 2
+    assert "case" in text
+
+
+def _finding(ok: bool | None, detail: str = "", slot: str = "sel") -> dict[str, object]:
+    finding = {"check": f"generated {slot}", "slot": slot, "case": f"slot={slot},w=3"}
+    finding |= {"dtype": "float32", "quantity": "o", "detail": detail}
+    return finding | {"ok": ok, "row": None, "elem": None, "bias": None}
+
+
+def _report(*findings: dict[str, object], refused: int = 0, cases: int = 2) -> dict[str, object]:
+    count = {"cases": cases, "refused": refused, "reasons": ["needs Dk = 64", "b", "c"]}
+    return {
+        "findings": list(findings),
+        "generated": {"sel": count},
+        "named": {"sel": "mine", "win": "sdpa"},
+        "backends": {"sel": "mine 1"},
+        "device": "cpu",
+        "interpreted": False,
+        "dtypes": ["float32"],
+        "text": {"name": "none"},
+        "seed": 3,
+        "seconds": 1.0,
+    }
+
+
+def test_refusals_are_shown_and_refusing_everything_fails() -> None:
+    some = _report(_finding(True), _finding(None), refused=1)
+    assert refusal_lines(some) == ["generated sel: 1 of 2 cases refused: needs Dk = 64; b"]
+    assert summary(some)[1] == 0
+    every = _report(_finding(None), _finding(None), _finding(True, slot="win"), refused=2)
+    line, code = summary(every)
+    assert (code, "sel refused every generated case" in line) == (1, True)
+    rows = checks_rows(every["findings"])[1]  # type: ignore[arg-type]
+    assert [str(row[-1]) for row in rows] == ["REFUSED", "ok"]
+
+
+def test_a_failed_case_is_repeated_by_one_line() -> None:
+    finding = _finding(False, "row 9 > 4")
+    command = _case_command(_report(finding), finding)
+    assert command == "nsa verify --sel mine --device cpu --case 'slot=sel,w=3'"

@@ -1,0 +1,204 @@
+"""Generated cases: their designs, their lines, their tensors, their shrinking and their counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from nsa_backend_sdpa.plugin import nsa_register_backends
+from nsa_core.contract import DTYPES, SLOTS, Reason, Request
+from nsa_core.dispatch.registry import Registry
+from nsa_core.errors import InvalidInput
+from nsa_verify.combination import Combination
+from nsa_verify.generated.case import GeneratedCase, parse_case
+from nsa_verify.generated.checks import judge_generated
+from nsa_verify.generated.data import LARGE_SCORE, problem_of
+from nsa_verify.generated.design import missing_tuples
+from nsa_verify.generated.jobs import count_cases
+from nsa_verify.generated.levels import generated_cases, slot_design
+from nsa_verify.generated.shrink import shrink
+from nsa_verify.run import suite
+from planted import FAULTS
+
+QUICK = {slot: generated_cases("quick", DTYPES, slots=[slot]) for slot in SLOTS}
+ALL = [case for cases in QUICK.values() for case in cases]
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_quick_has_every_allowed_pair_and_at_most_five_values(slot: str) -> None:
+    design = slot_design(slot, "quick", DTYPES)
+    assert max(len(values) for values in design.levels.values()) <= 5
+    assert missing_tuples(design.levels, design.rows(0), 2, design.allowed, design.needs) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slot", SLOTS)
+def test_full_has_every_allowed_pair_and_every_triple_that_interacts(slot: str) -> None:
+    design = slot_design(slot, "full", DTYPES)
+    rows = design.rows(0)
+    assert missing_tuples(design.levels, rows, 2, design.allowed, design.needs) == []
+    interacting = {name: design.levels[name] for name in design.triples}
+    assert len(interacting) >= 4
+    # A filter reads parameters outside the triple too, so the test completes rows with their first
+    # values: a triple that they allow must occur.
+    first = {name: min(design.levels[name], key=str) for name in design.needs}
+
+    def allowed(row: dict[str, object]) -> bool:
+        return design.allowed({**first, "groups": 1, "documents": "dense", **row})
+
+    assert missing_tuples(interacting, rows, 3, allowed, []) == []
+
+
+def test_quick_cases_reach_past_the_limits_of_the_hand_written_ones() -> None:
+    def some(slot: str, condition: object) -> bool:
+        return any(condition(case) for case in QUICK[slot])  # type: ignore[operator]
+
+    for slot in ("select", "sel"):
+        assert some(slot, lambda c: c.n > 16 and max(c.lengths) > 17 * c.block), slot
+    assert some("win", lambda c: c.w > 512 and max(c.lengths) > c.w)
+    for slot in SLOTS:
+        assert some(slot, lambda c: c.batch >= 7), slot
+        assert some(slot, lambda c: c.groups >= 9), slot
+        assert some(slot, lambda c: 0 in c.documents and 1 in c.documents), slot
+        assert {c.dtype for c in QUICK[slot]} == set(DTYPES)
+    assert {c.blocks for c in QUICK["sel"]} >= {"messy64", "sorted64", "none"}
+
+
+def test_lines_come_back_as_the_same_cases() -> None:
+    for case in ALL:
+        assert parse_case(case.text()) == case
+    assert GeneratedCase("win").text() == "slot=win"
+    assert len({case.text() for case in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("win", "name=value"),
+        ("slot=win,tokens", "name=value"),
+        ("tokens=5", "must have a slot"),
+        ("slot=wim", "slot must be one of"),
+        ("slot=win,token=5", "unknown name 'token'"),
+        ("slot=win,w=1,w=2", "names w twice"),
+        ("slot=win,w=0", "w must be an integer from 1"),
+        ("slot=win,w=2.0", "w must be an integer from 1"),
+        ("slot=win,dtype=fp16", "dtype must be one of"),
+        ("slot=win,scale=nan", "scale must be a finite number"),
+        ("slot=win,documents=1+x", "documents must be lengths"),
+        ("slot=win,documents=1+2,batch=2", "leave tokens and batch out"),
+        ("slot=cmp,l=6,d=4,block=8", "compress_stride"),
+    ],
+)
+def test_invalid_lines_are_refused(line: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        parse_case(line)
+
+
+def test_layouts_change_strides_and_not_values() -> None:
+    plain = GeneratedCase("win", tokens=7, batch=2, groups=3, h=2)
+    expected = problem_of(plain).inputs["v"]
+    seen = set()
+    for layout in ("transposed", "gaps", "offset", "strided"):
+        v = problem_of(dataclasses.replace(plain, layout=layout)).inputs["v"]
+        assert torch.equal(v, expected), layout
+        seen.add((v.stride(), v.storage_offset()))
+    assert len(seen | {(expected.stride(), 0)}) == 5
+    expanded = problem_of(dataclasses.replace(plain, layout="expanded")).inputs
+    assert expanded["k"].stride(0) == expanded["v"].stride(0) == 0
+    do = problem_of(dataclasses.replace(plain, do_layout="expanded")).do
+    assert do is not None
+    assert do.stride(-2) == 0
+
+
+@pytest.mark.parametrize(("scores", "largest"), [("tiny", 1e-2), ("large", LARGE_SCORE)])
+def test_scores_have_the_size_of_their_level_for_any_scale(scores: str, largest: float) -> None:
+    for scale in (None, -0.3, 2.0):
+        case = GeneratedCase("win", scale=scale, scores=scores, tokens=9, dtype="float64")
+        inputs = problem_of(case).inputs
+        products = torch.einsum("bshd,bthd->bsht", inputs["q"], inputs["k"])
+        assert float(products.abs().max()) * abs(case.config.softmax_scale) == pytest.approx(
+            largest
+        )
+
+
+def test_a_failing_case_shrinks_to_the_smallest_that_fails() -> None:
+    fault = next(f for f in FAULTS if f.name == "win takes a negative scale as positive")
+    combination = fault.combination()
+
+    def fails(case: GeneratedCase) -> bool:
+        return any(f.ok is False for f in judge_generated(combination, case))
+
+    large = next(
+        case for case in QUICK["win"] if (case.scale or 0) < 0 and case.groups > 1 and fails(case)
+    )
+    small = shrink(large, fails, 10)
+    assert fails(small)
+    assert (small.tokens, small.batch, small.h, small.groups) == (1, 1, 1, 1), small.text()
+    assert (small.scale or 0) < 0
+    assert fails(parse_case(small.text()))
+
+
+def test_shrinking_stops_in_time_and_keeps_a_failing_case() -> None:
+    case = GeneratedCase("win", tokens=60, batch=3)
+    assert shrink(case, lambda candidate: True, 0.0) == case
+
+
+def refuse_wide(request: Request) -> Sequence[Reason]:
+    """A probe that accepts values of width 16 only."""
+    return [] if request.v_head_dim == 16 else [Reason("wide", f"no Dv={request.v_head_dim}")]
+
+
+def refuse_all(request: Request) -> Sequence[Reason]:
+    """A probe that accepts nothing."""
+    return [Reason("never", "accepts nothing")]
+
+
+def refusing(probe: str) -> Combination:
+    """Return sdpa in every slot, with the backend "picky" and its probe in win."""
+    spec = nsa_register_backends()
+    module = "test_generated_cases"
+    picky = dataclasses.replace(
+        spec, name="picky", slots={"win": spec.slots["win"]}, probe=f"{module}:{probe}"
+    )
+    registry = Registry(()).with_backend(spec).with_backend(picky)
+    return Combination({"win": "picky"}, "cpu", registry)
+
+
+def test_refused_cases_are_counted_with_their_reasons() -> None:
+    def findings(probe: str) -> list[object]:
+        jobs = suite.jobs("quick", [torch.float32], text=None, cases_per_slot=12, phase="prefill")
+        return [
+            finding
+            for job in jobs
+            if job.name == "generated win"
+            for finding in job.run(refusing(probe))
+        ]
+
+    some = count_cases(findings("refuse_wide"))["win"]  # type: ignore[arg-type]
+    assert some.cases == 12
+    assert 0 < some.refused < 12
+    assert all("no Dv=" in reason for reason in some.reasons)
+    every = count_cases(findings("refuse_all"))["win"]  # type: ignore[arg-type]
+    assert (every.cases, every.refused) == (12, 12)
+
+
+def test_a_slot_is_judged_although_another_slot_refuses_the_case() -> None:
+    combination = refusing("refuse_all")
+    findings = judge_generated(combination, parse_case("slot=sel,block=8,n=2"))
+    assert findings
+    assert all(finding.ok for finding in findings)
+
+
+def test_number_of_generated_jobs_is_that_asked_for() -> None:
+    def names(**options: object) -> list[str]:
+        jobs = suite.jobs("quick", [torch.float32], text=None, phase="prefill", **options)  # type: ignore[arg-type]
+        return [job.name for job in jobs if job.name.startswith("generated")]
+
+    assert names(cases_per_slot=0) == []
+    assert names(cases_per_slot=3) == [f"generated {slot}" for slot in SLOTS for _ in range(3)]
+    assert len(names()) > 5 * 25  # every pair of five values takes 25 rows
+    interpreted = suite.jobs("interpreter", [torch.float32], text=None)
+    assert not any(job.name.startswith("generated") for job in interpreted)
