@@ -77,8 +77,9 @@ def test_a_faulty_kernel_is_a_failed_row_in_this_process(combination) -> None:
 
 
 def test_a_faulty_kernel_is_a_failed_row_in_a_worker(combination, capfd) -> None:
-    (findings,) = run_jobs([combination], jobs_of(BEHAVIOURS), job_limit_s=4).findings
-    assert_reasons(reasons(findings), BEHAVIOURS)
+    behaviours = {name: b for name, b in BEHAVIOURS.items() if name != "hang"}  # a slow test below
+    (findings,) = run_jobs([combination], jobs_of(behaviours), job_limit_s=60).findings
+    assert_reasons(reasons(findings), behaviours)
     assert capfd.readouterr() == ("", "")
 
 
