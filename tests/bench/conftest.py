@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from nsa_bench import clocks, roofline
-from nsa_bench.run import Bench, Settings
+from nsa_bench.run import Bench
+from nsa_bench.settings import Settings
 from nsa_bench.shapes import parse_shape
 from nsa_core.contract import API_VERSION, BackendSpec, SlotSpec
 from nsa_core.dispatch.registry import Registry, discover

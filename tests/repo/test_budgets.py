@@ -28,8 +28,12 @@ DISPATCH = CORE + "dispatch/"
 # Files that run third-party code, and may catch Exception. All other files name the errors.
 MAY_CATCH_ALL = {DISPATCH + name for name in ("loading.py", "plan.py", "probing.py", "trial.py")}
 MAY_CATCH_ALL |= {CORE + "torch_ops/slot_op.py", CORE + "util/text.py"}
-MAY_CATCH_ALL |= {"packages/nsa-verify/src/nsa_verify/run/contexts.py"}
-MAY_CATCH_ALL |= {"packages/nsa-bench/src/nsa_bench/rivals.py"}
+VERIFY, BENCH = "packages/nsa-verify/src/nsa_verify/", "packages/nsa-bench/src/nsa_bench/"
+MAY_CATCH_ALL |= {VERIFY + name for name in ("run/contexts.py", "run/suite.py")}
+MAY_CATCH_ALL |= {VERIFY + name for name in ("isolation/call_guard.py", "isolation/children.py")}
+MAY_CATCH_ALL |= {
+    BENCH + name for name in ("decode.py", "gate.py", "remote.py", "rivals.py", "timing.py")
+}
 # tokenizers raises plain Exception
 MAY_CATCH_ALL |= {"packages/nsa-models/src/nsa_models/lm/tokens.py"}
 # a platform convention for the cache directory, not a setting of ours
@@ -205,8 +209,8 @@ def passed_by_callers(
     return [string_value(call.args[0] if call.args else None, {}) for call in calls]
 
 
-# Passes the environment to a child process without reading a variable.
-PASSES_ENVIRONMENT_ON = {DISPATCH + "trial.py"}
+# Pass all variables to a child process, or restore them, without reading one.
+PASSES_ENVIRONMENT_ON = {DISPATCH + "trial.py", VERIFY + "isolation/global_state.py"}
 
 
 def test_only_three_environment_variables_are_read(repo):

@@ -33,15 +33,20 @@ DEADLY = {
 LIMIT = ("--plugin-limit", "3")
 
 
+def install(folder: pathlib.Path, name: str, source: str) -> None:
+    """Install a distribution ``name`` with one plugin."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (folder / f"{name}.py").write_text(source)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[nsa.backends]\n{name} = {name}\n")
+
+
 @pytest.fixture
 def site(tmp_path: pathlib.Path) -> pathlib.Path:
     """A directory with all of these plugins installed."""
     for name, (source, _) in DEADLY.items():
-        info = tmp_path / f"{name}-1.0.dist-info"
-        info.mkdir()
-        (tmp_path / f"{name}.py").write_text(source)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[nsa.backends]\n{name} = {name}\n")
+        install(tmp_path, name, source)
     return tmp_path
 
 
@@ -76,3 +81,169 @@ def test_row_57_verify_checks_the_other_backends(nsa, site) -> None:
     done = nsa(*LIMIT, "verify", "--dtype", "float32", path=site)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr
     assert "0 failed" in done.stdout
+
+
+PRINTED = "standard output belongs to the command"
+# The number of tokens chooses what the kernel does; the other cases of the quick preset are right.
+FAULTY_KERNEL = """
+import ctypes, os, time
+from nsa_backend_sdpa import win
+from nsa_core.contract import BackendSpec, SlotSpec, hookimpl
+@hookimpl
+def nsa_register_backends():
+    slot = SlotSpec("faulty:forward", backward="faulty:backward", decode="faulty:decode")
+    return BackendSpec("faulty", (1, 0), {{"win": slot}}, "faulty:probe", -9)
+def probe(request):
+    return []
+def misbehave(tokens):
+    print("standard output belongs to the command")
+    if tokens == {exits}: raise SystemExit(0)
+    if tokens == {ends}: os._exit(0)
+    if tokens == {crashes}: ctypes.string_at(0)
+    if tokens == {hangs}: time.sleep(600)
+def forward(q, k, v, *, call):
+    if q.dim() == 4 and q.shape[1] in {tokens}: misbehave(q.shape[1])
+    return win.forward(q, k, v, call=call)
+def backward(*tensors, call):
+    return win.backward(*tensors, call=call)
+def decode(q, k, v, *, call):
+    if q.shape[0] == 1: misbehave({exits})
+    from nsa_backend_sdpa import decode
+    return decode.win(q, k, v, call=call)
+"""
+
+
+def faulty(exits: int, ends: int, crashes: int, hangs: int) -> str:
+    """Return the source of a plugin that misbehaves at these numbers of tokens."""
+    tokens = (exits, ends, crashes, hangs)
+    return FAULTY_KERNEL.format(exits=exits, ends=ends, crashes=crashes, hangs=hangs, tokens=tokens)
+
+
+@pytest.mark.slow
+def test_verify_fails_the_rows_of_a_faulty_kernel_and_runs_the_others(nsa, tmp_path) -> None:
+    install(tmp_path, "faulty", faulty(24, 48, 93, 77))
+    file = tmp_path / "report.json"
+    options = ("--device", "cpu", "--dtype", "float32", "--phase", "prefill", "--job-timeout", "5")
+    done = nsa("verify", "--win", "faulty", *options, "--json", str(file), path=tmp_path)
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr
+    assert not any(line.startswith(PRINTED) for line in (done.stdout + done.stderr).splitlines())
+    report = json.loads(file.read_text())
+    assert report["backends"]["win"] == "faulty 1.0"
+    failed = [f for f in report["findings"] if f["ok"] is False]
+    by_case = {case: {f["detail"] for f in failed if f["case"] == case} for case in CASES}
+    assert {f["case"] for f in failed} >= {*CASES}
+    # Some checks also run shorter sequences, which are the lengths of other faults.
+    reasons = [text for expected in CASES.values() for text in expected]
+    assert all(any(text in f["detail"] for text in reasons) for f in failed), failed
+    for case, expected in CASES.items():
+        assert any(expected[0] in detail for detail in by_case[case]), case
+    healthy = nsa("verify", "--win", "sdpa", *options[:6], "--json", str(tmp_path / "healthy.json"))
+    assert healthy.returncode == 0, healthy.stderr
+    checks = [
+        {(f["check"], f["case"]) for f in document["findings"]}
+        for document in (report, json.loads((tmp_path / "healthy.json").read_text()))
+    ]
+    assert checks[0] == checks[1]
+
+
+CASES = {
+    "S=w": ("it raised SystemExit: 0",),
+    "S=2w": ("ended its process with exit status 0 in this check",),
+    "h=1": ("killed its process with SIGSEGV in this check",),
+    "h=4, Dk != Dv": (
+        "did not end within 5 s",
+        "not run: a check of this case did not end within 5 s",
+    ),
+}
+NAMED = """
+from nsa_core.contract import BackendSpec, SlotSpec, hookimpl
+print("standard output belongs to the command")
+__import__("os").write(1, b"as its descriptor does")
+@hookimpl
+def nsa_register_backends():
+    slot = SlotSpec("plugged:forward", backward="plugged:forward")
+    return BackendSpec("named", (1, 0), {"win": slot}, "plugged:probe", -9)
+def probe(request):
+    print("standard output belongs to the command")
+    if request.seq_len is None:
+        STATEMENT
+    return []
+"""
+
+
+def test_a_plugin_that_prints_leaves_standard_output_to_the_command(nsa, tmp_path) -> None:
+    install(tmp_path, "plugged", NAMED.replace("STATEMENT", "raise KeyboardInterrupt"))
+    done = nsa("backends", "list", "--json", path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)["backends"]}
+    assert rows["named"]["status"] == "broken"
+    assert "its probe raised KeyboardInterrupt" in str(rows["named"])
+    assert "standard output belongs to the command" in done.stderr
+    assert "as its descriptor does" in done.stderr
+
+
+def test_a_backend_whose_probe_ends_its_process_is_known_by_its_name(nsa, tmp_path) -> None:
+    install(tmp_path, "plugged", NAMED.replace("STATEMENT", "__import__('os')._exit(0)"))
+    done = nsa("verify", "--win", "named", path=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "ended its process with exit status 0 while loading or probing" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_probe_that_ends_its_process_for_some_requests_is_unavailable(nsa, tmp_path) -> None:
+    source = NAMED.replace("request.seq_len is None", "request.needs_grad").replace(
+        "STATEMENT", "__import__('os')._exit(0)"
+    )
+    install(tmp_path, "plugged", source)
+    done = nsa("verify", "--win", "named", "--phase", "prefill", path=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "ended its process with exit status 0 while planning" in done.stderr
+
+
+@pytest.mark.slow
+def test_conformance_fails_the_tests_of_a_faulty_kernel_and_runs_the_others(nsa, tmp_path) -> None:
+    install(tmp_path, "faulty", faulty(24, 25, 64, 0))
+    tests = "test_accepted_requests_are_correct or test_backend_loads"
+    done = nsa("conformance", "faulty", "--device", "cpu", "-k", tests, "-v", path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    outcomes = [line.split()[0] for line in lines if line.startswith(("passed ", "failed "))]
+    assert outcomes.count("passed") > 5, done.stdout
+    assert outcomes.count("failed") == 3, done.stdout
+    assert "killed its process with SIGSEGV in this test" in done.stdout
+    assert "ended its process with exit status 0 in this test" in done.stdout
+    assert "it raised SystemExit: 0" in done.stdout
+    assert not any(line.startswith(PRINTED) for line in (done.stdout + done.stderr).splitlines())
+
+
+@pytest.mark.slow
+def test_bench_fails_the_cells_of_a_faulty_kernel_and_times_the_others(nsa, tmp_path) -> None:
+    install(tmp_path, "faulty", faulty(1, 256, 2, 3))
+    file = tmp_path / "result.json"
+    options = ("--shape", "4/2/16", "--length", "128,256", "--phase", "forward", "--device", "cpu")
+    combos = ("--combo", "win=faulty", "--combo", "sdpa", "--budget", "0.05")
+    done = nsa("bench", *options, *combos, "--json", str(file), path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = json.loads(file.read_text())
+    reasons = {
+        (m["subject"], m["length"]): m["reason"]
+        for m in result["measurements"]
+        if m["kind"] == "combo"
+    }
+    assert [bool(reasons[key]) for key in (("sdpa", 128), ("sdpa", 256), ("win=faulty", 128))] == [
+        False
+    ] * 3, reasons
+    assert "ended its process with exit status 0" in reasons["win=faulty", 256]
+
+
+@pytest.mark.slow
+def test_bench_decode_fails_the_gate_of_a_faulty_kernel(nsa, tmp_path) -> None:
+    install(tmp_path, "faulty", faulty(1, 2, 3, 4))
+    file = tmp_path / "result.json"
+    options = ("--phase", "decode", "--shape", "4/2/16", "--length", "128", "--device", "cpu")
+    combos = ("--combo", "win=faulty", "--combo", "sdpa", "--budget", "0.05")
+    done = nsa("bench", *options, *combos, "--json", str(file), path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    combos = [m for m in json.loads(file.read_text())["measurements"] if m["kind"] == "combo"]
+    reasons = {m["subject"]: m["reason"] for m in combos}
+    assert (reasons["sdpa"], "failed" in reasons["win=faulty"]) == ("", True)

@@ -41,7 +41,7 @@ def test_survival_is_cached(install, monkeypatch):
     install("toy-fine", toys.good("toy-fine", "toy_fine"))
     assert trial.failed_trials([plugin("toy-fine")]) == {}
 
-    def no_child(plugin):
+    def no_child(plugin, names):
         raise AssertionError("a child was started")
 
     monkeypatch.setattr(trial, "_start", no_child)
@@ -75,7 +75,7 @@ def test_cached_hang_is_retried_under_a_longer_limit(install):
         b"{",
         b"\xff\xfe\x00",
         b"[]",
-        b'{"schema": 2, "verdicts": []}',
+        b'{"schema": 3, "verdicts": []}',
         b'{"schema": 99, "verdicts": {"x": 1}}',
         b"[" * 100_000,
         "entry",

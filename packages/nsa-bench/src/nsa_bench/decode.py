@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nsa_bench import entries, roofline
+from nsa_bench import entries, isolation, roofline
 from nsa_bench.clocks import EagerClock, clock_for
 from nsa_bench.decode_workloads import (
     DecodeCell,
@@ -54,7 +54,8 @@ from nsa_core.util.interruption import NEVER, Interruption
 from nsa_core.util.text import describe_error
 from nsa_verify.checks.decode_fused import fused_step as judge_fused
 from nsa_verify.checks.decode_parity import Step, decode_parity
-from nsa_verify.combination import Combination, ready_combinations
+from nsa_verify.combination import Combination
+from nsa_verify.isolation.call_guard import guarded_calls
 
 REPEATS = 5  # minimum number of rounds; the spread of this many repeats is reported
 
@@ -199,27 +200,29 @@ class DecodeBench:
         options = PlanOptions(
             device=s.device, dtype=dtype, phase="decode", page_size=cell.page_size
         )
-        combos = list(s.combos) or ready_combinations(self.registry, config, options)
+        combos = list(s.combos) or isolation.combinations(self.registry, config, options)
         plans = {}
         for combo in combos:
             if self._stop.received:
                 break
-            plans[combo.name] = plan = resolve(
-                config,
-                options,
-                registry=self.registry,
-                backends=dict(combo.backends),
-                batch=cell.batch,
-                seq_len=cell.length,
+            named = dataclasses.replace(
+                options, backends=dict(combo.backends), batch=cell.batch, seq_len=cell.length
             )
+            isolation.check_plan(self.registry, config, named)
+            plans[combo.name] = plan = resolve(config, named, registry=self.registry)
             entries.record_backends(
                 self._combos, combo.name, plan, f"{cell.shape.name} {dtype_text} {cell.inputs}"
             )
-            self._judge(combo, config, cell, dtype)
+            self._judge(combo, plan, config, cell, dtype)
         return plans
 
     def _judge(
-        self, combo: Combination, config: NSAConfig, cell: DecodeCell, dtype: torch.dtype
+        self,
+        combo: Combination,
+        plan: Plan,
+        config: NSAConfig,
+        cell: DecodeCell,
+        dtype: torch.dtype,
     ) -> None:
         """Judge a combination once per shape, dtype and page size."""
         key = (combo.name, cell.shape, cell.page_size, dtype)
@@ -229,10 +232,19 @@ class DecodeBench:
                 combo, device=self.settings.device, registry=self.registry
             )
             try:
+                arguments = (combo.name, combination, config, cell, dtype, self.settings.seed)
                 with self._limits.until_deadline():
-                    gate = decode_gate(
-                        combo.name, combination, config, cell, dtype, self.settings.seed
-                    )
+                    if isolation.is_foreign(self.registry, plan):
+                        name = f"{cell.shape.name} steps"
+                        gate = isolation.gate_in_child(
+                            decode_gate,
+                            *arguments,
+                            failed=isolation.failed_gate(combo.name, cell.shape.name, dtype, name),
+                            device=self.settings.device,
+                            deadline=self._deadline,
+                        )
+                    else:
+                        gate = decode_gate(*arguments)
                 self._gates.append(gate)
             except TimeUp:
                 self._unjudged.add((combo.name, cell.shape.name, dtype_name(dtype)))
@@ -255,6 +267,9 @@ class DecodeBench:
         outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in failed_combos}
         subjects: dict[str, str] = dict.fromkeys(plans, "combo")
         config, cuda = layer_config(cell.shape, tuple(s.blocks)), s.device.startswith("cuda")
+        faults = self._step_faults(timed, config, cell, dtype)
+        outcomes |= faults
+        timed = {name: plan for name, plan in timed.items() if name not in faults}
         try:
             with self._limits.until_deadline():
                 x = make_state(cell, config, dtype, s.device, s.seed)
@@ -293,6 +308,26 @@ class DecodeBench:
             reason = f"{FAILED}: {describe_error(error)}"
             outcomes |= {name: Outcome(reason=reason) for name in subjects if name not in outcomes}
         self._record(cell, dtype_text, plans, subjects, outcomes, peaks)
+
+    def _step_faults(
+        self, plans: dict[str, Plan], config: NSAConfig, cell: DecodeCell, dtype: torch.dtype
+    ) -> dict[str, Outcome]:
+        """Run the steps of third-party backends in a child first; return those that fail."""
+        options = PlanOptions(
+            device=self.settings.device,
+            dtype=dtype,
+            phase="decode",
+            page_size=cell.page_size,
+            batch=cell.batch,
+            seq_len=cell.length,
+        )
+        arguments = (config, cell, options, self.settings.seed)
+        reasons = {
+            name: isolation.step_fault(self.registry, plan, *arguments)
+            for name, plan in plans.items()
+            if isolation.is_foreign(self.registry, plan)
+        }
+        return {n: Outcome(reason=f"{FAILED}: {why}") for n, why in reasons.items() if why}
 
     def _steps(
         self, name: str, plan: Plan, x: Any, cell: DecodeCell, dtype: torch.dtype
@@ -377,16 +412,17 @@ def decode_gate(
     )
     step = Step(step_case, lengths, (4,) * 4, rows=4, page_size=page)
     try:
-        findings = [
-            *decode_parity(combination, step, dtype),
-            *judge_fused(combination, step, dtype),
-        ]
+        with guarded_calls((TimeUp,)):
+            findings = [
+                *decode_parity(combination, step, dtype),
+                *judge_fused(combination, step, dtype),
+            ]
         failures = [
             f"{finding.slot or finding.check} {finding.quantity}: {finding.detail}"
             for finding in findings
             if finding.ok is False
         ]
-    except (NSAError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001  a kernel may return anything
         failures = [describe_error(error)]
     seconds = round(time.perf_counter() - started, 3)
     return Gate(

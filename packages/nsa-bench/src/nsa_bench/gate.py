@@ -8,13 +8,14 @@ import time
 import torch
 
 from nsa_bench.shapes import Shape
+from nsa_bench.timing import TimeUp
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
-from nsa_core.errors import NSAError
 from nsa_core.util.text import describe_error
 from nsa_verify.cases import Case
+from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.slot_runs import SlotRun, masked_do, run_slot, slot_inputs
@@ -104,8 +105,9 @@ def run_gate(
     """Judge a combination, whose ``plan`` is for ``case.config``. A kernel that raises fails."""
     started = time.perf_counter()
     try:
-        failures = judge_plan(plan, case, dtype, device, gradients)
-    except (NSAError, RuntimeError) as error:
+        with guarded_calls((TimeUp,)):
+            failures = judge_plan(plan, case, dtype, device, gradients)
+    except Exception as error:  # noqa: BLE001  a kernel may return anything
         failures = [describe_error(error)]
     seconds = round(time.perf_counter() - started, 3)
     name = dtype_name(dtype)

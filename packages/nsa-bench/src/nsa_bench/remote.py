@@ -8,15 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
-import os
 import pickle
-import sys
-import threading
 import time
-import types
 from collections.abc import Callable, Iterator
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,14 +20,11 @@ from nsa_bench.clocks import clock_for
 from nsa_bench.limits import Limits
 from nsa_bench.timing import INTERRUPTED, LATE, Prepared, TimeUp, Workload
 from nsa_core.dispatch.trial import describe_exit
-from nsa_core.errors import NSAError
-from nsa_core.util.interruption import Interruption, signals_blocked_in_children
+from nsa_core.util.interruption import Interruption
 from nsa_core.util.text import describe_error
+from nsa_verify.isolation import children
 
 _POLL_S = 0.05
-# A fork server imports torch once, and uses no GPU itself, so each of its children starts at once.
-_method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-_processes: Any = multiprocessing.get_context(_method)
 _BEGIN, _END = "begin", "end"  # a setup or call has begun, or has ended
 
 
@@ -42,31 +33,8 @@ _BEGIN, _END = "begin", "end"  # a setup or call has begun, or has ended
 _START_ERRORS = (OSError, AssertionError, AttributeError, TypeError, pickle.PicklingError)
 
 
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the main module, which a child would run again: it needs nothing of it."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
 class CannotStart(Exception):
     """The child process could not set up the workload, for example a backend of a test."""
-
-
-def preload(modules: list[str]) -> None:
-    """Import ``modules`` in the background, so that the first child starts sooner."""
-    resource_tracker.ensure_running()  # its start would unblock the signals
-    if _method == "forkserver":
-        from multiprocessing import forkserver
-
-        if modules:
-            _processes.set_forkserver_preload(modules)
-        with signals_blocked_in_children(), _without_main():
-            forkserver.ensure_running()
 
 
 class RemoteCall:
@@ -83,16 +51,12 @@ class RemoteCall:
         self, make: Callable[[], Workload], device: str, limits: Limits, stop: Interruption
     ) -> None:
         self._limits, self._stop = limits, stop
-        self._connection, child_end = _processes.Pipe()
-        self._process = _processes.Process(
-            target=_serve, args=(child_end, make, device, torch.get_num_threads()), daemon=True
-        )
-        preload([])
+        self._process: Any = None
+        self._connection, child_end = children.processes.Pipe()
+        arguments = (child_end, make, device, torch.get_num_threads())
         try:
-            # The fork server blocks the signals already; blocking them here would delay them.
-            blocked = signals_blocked_in_children if _method == "spawn" else contextlib.nullcontext
-            with limits.until_deadline(), blocked(), _without_main():
-                self._process.start()
+            with limits.until_deadline():
+                self._process = children.start(_serve, *arguments)
         except _START_ERRORS as error:
             raise CannotStart(describe_error(error)) from error
         finally:
@@ -125,7 +89,7 @@ class RemoteCall:
 
     def end(self) -> None:
         """End the child at once."""
-        if self._process.pid is not None:
+        if self._process is not None:
             self._process.kill()
             self._process.join()
         self._connection.close()
@@ -157,7 +121,6 @@ class RemoteCall:
 
 def _serve(connection: Connection, make: Callable[[], Workload], device: str, threads: int) -> None:
     """Run in the child: prepare the workload, and take samples until the pipe closes."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
 
     @contextlib.contextmanager
@@ -178,18 +141,10 @@ def _serve(connection: Connection, make: Callable[[], Workload], device: str, th
             raise
         except torch.OutOfMemoryError as error:
             connection.send(torch.OutOfMemoryError(str(error)))
-        except (NSAError, RuntimeError, ImportError) as error:
+        except BaseException as error:  # noqa: BLE001  a third-party kernel may raise anything
             connection.send(RuntimeError(describe_error(error)))
 
 
 def _in_child() -> None:
     """Stand in for a call that cannot be sent to the parent."""
     raise AssertionError("this call runs in a child process")
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent ends, also in the middle of a call."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

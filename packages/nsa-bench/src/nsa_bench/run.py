@@ -11,13 +11,12 @@ import functools
 import gc
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from nsa_bench import cells, entries, remote, roofline
+from nsa_bench import cells, entries, isolation, remote, roofline
 from nsa_bench.baselines import Baseline, dense_baselines
 from nsa_bench.cells import Cell
 from nsa_bench.clocks import clock_for
@@ -30,12 +29,12 @@ from nsa_bench.limits import GRACE_S, Limits
 from nsa_bench.result import Interrupted, Measurement, Part, Result
 from nsa_bench.rivals import check_rivals, rivals
 from nsa_bench.roofline import Cost, Peaks
-from nsa_bench.shapes import PAPER_BLOCKS, Shape
+from nsa_bench.settings import Settings
+from nsa_bench.shapes import Shape
 from nsa_bench.timing import (
     FAILED,
     INTERRUPTED,
     LATE,
-    METHODS,
     Outcome,
     Prepared,
     TimeUp,
@@ -51,70 +50,9 @@ from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_core.util.text import describe_error
-from nsa_verify.combination import Combination, ready_combinations
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a prefill benchmark.
-
-    Attributes:
-        shapes: The heads to measure.
-        lengths: Tokens per sequence.
-        phases: Any of "forward", "backward" and "both".
-        dtypes: Names of torch dtypes.
-        inputs: "random", "real" or both.
-        combos: Combinations to time; empty for all that are ready.
-        rivals: Other libraries to time; None for all known ones on a GPU and none elsewhere.
-        blocks: l, d, l', n, w.
-        batch: Number of sequences.
-        device: "cpu", "cuda" or "cuda:N".
-        seed: Seed of the random tensors.
-        text: Text of real inputs.
-        text_name: Name of the text in the result file.
-        checkpoints: Models for real inputs, one per shape; empty for an untrained layer.
-        budget_s: Seconds of samples per workload.
-        max_call_s: Skip calls that are expected to take longer than this many seconds, and end
-            calls that do.
-        cell_limit_s: Seconds after which a cell prepares no further workload.
-        time_limit_s: Seconds after which the run ends: nothing more is prepared, and slow calls
-            are ended.
-    """
-
-    shapes: Sequence[Shape]
-    lengths: Sequence[int]
-    phases: Sequence[str] = ("forward", "backward")
-    dtypes: Sequence[str] = ("float32",)
-    inputs: Sequence[str] = ("random",)
-    combos: Sequence[Combination] = ()
-    rivals: Sequence[str] | None = None
-    blocks: Sequence[int] = PAPER_BLOCKS
-    batch: int = 1
-    device: str = "cpu"
-    seed: int = 0
-    text: bytes = b""
-    text_name: str = ""
-    checkpoints: Sequence[Path] = ()
-    budget_s: float = 0.3
-    max_call_s: float = 5.0
-    cell_limit_s: float = 60.0
-    time_limit_s: float = 420.0
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the settings as a result file stores them, with the text's length for the text."""
-        values = dataclasses.asdict(self)
-        values["shapes"] = [shape.name for shape in self.shapes]
-        values["combos"] = [combo.name for combo in self.combos]
-        values.pop("checkpoints")
-        values |= {
-            "text_bytes": len(values.pop("text")),
-            "threads": torch.get_num_threads(),
-            "methods": METHODS,
-        }
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-        }
+from nsa_verify.cases import Case
+from nsa_verify.combination import Combination
+from nsa_verify.isolation.children import preload
 
 
 class Bench:
@@ -124,13 +62,21 @@ class Bench:
         settings: What to measure.
         registry: The installed backends.
         versions: Facts for the result file's ``environment``, beside those of the machine.
+        is_child: Whether this process is a child in which third-party backends may run.
 
     Raises:
         InvalidInput: A phase or rival is unknown, or a checkpoint cannot be used.
         BackendUnavailable: A checkpoint is given and safetensors is not installed.
     """
 
-    def __init__(self, settings: Settings, registry: Registry, versions: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        versions: dict[str, Any],
+        *,
+        is_child: bool = False,
+    ) -> None:
         if "decode" in settings.phases:
             phases = ", ".join(settings.phases)
             raise InvalidInput(
@@ -144,6 +90,7 @@ class Bench:
             )
         check_rivals(settings.rivals or ())
         self.settings, self.registry, self._versions = settings, registry, versions
+        self._is_child = is_child
         self._gradients = any(phase != "forward" for phase in settings.phases)
         self._started = time.monotonic()
         self._deadline = self._started + settings.time_limit_s
@@ -198,8 +145,10 @@ class Bench:
                 name: roofline.measure_peaks(s.device, getattr(torch, name)) for name in s.dtypes
             }
             self._clock = clock_for(s.device)
-            if any(self._may_be_slow(cell, peaks[cell.dtype]) for cell in self.cells()):
-                remote.preload([__name__])  # while the gates run
+            if isolation.may_be_foreign(self.registry, {}) or any(
+                self._may_be_slow(cell, peaks[cell.dtype]) for cell in self.cells()
+            ):
+                preload([__name__])  # while the gates run
             for shape, dtype in itertools.product(s.shapes, s.dtypes):
                 self._plan_and_judge(shape, dtype)
                 advance(f"gate {shape.name}, {dtype}")
@@ -233,7 +182,7 @@ class Bench:
             shape.config(self.settings.blocks),
         )
         options = PlanOptions(device=s.device, dtype=dtype, needs_grad=self._gradients)
-        combos = list(s.combos) or ready_combinations(self.registry, config, options)
+        combos = list(s.combos) or isolation.combinations(self.registry, config, options)
         case = gate_case(config, s.device, s.seed)
         judged = []
         for long, combo in itertools.product(
@@ -254,18 +203,37 @@ class Bench:
                 judged.append((combo, backends))
                 try:
                     with self._limits.until_deadline():
-                        gate = run_gate(
-                            combo.name,
-                            gate_plan,
-                            case,
-                            dtype,
-                            s.device,
-                            self._gradients,
-                            shape.name,
-                        )
-                    self._gates.append(gate)
+                        self._gates.append(self._gate(combo, gate_plan, case, dtype, shape, long))
                 except TimeUp:
                     self._unjudged.add((combo.name, shape.name, dtype_name))
+
+    def _gate(
+        self,
+        combo: Combination,
+        plan: Plan,
+        case: Case,
+        dtype: torch.dtype,
+        shape: Shape,
+        long: bool,
+    ) -> Gate:
+        """Judge a combination, in a child process if a third-party backend takes part."""
+        s = self.settings
+        arguments = (combo.name, plan, case, dtype, s.device, self._gradients, shape.name)
+        if not isolation.is_foreign(self.registry, plan):
+            return run_gate(*arguments)
+        return isolation.gate_in_child(
+            gate_of,
+            s,
+            self.registry,
+            combo,
+            case,
+            dtype,
+            shape.name,
+            long,
+            failed=isolation.failed_gate(combo.name, shape.name, dtype, case.name),
+            device=s.device,
+            deadline=self._deadline,
+        )
 
     def _plan(self, config: NSAConfig, dtype: torch.dtype, combo: Combination, long: bool) -> Plan:
         """Return the plan that a call with these backends would use."""
@@ -276,6 +244,8 @@ class Bench:
             needs_grad=self._gradients,
             seq_len=LONG_SEQUENCE if long else None,
         )
+        if not self._is_child:
+            isolation.check_plan(self.registry, config, options)
         return resolve(config, options, registry=self.registry)
 
     def _plans_of(self, cell: Cell) -> dict[str, Plan]:
@@ -387,7 +357,8 @@ class Bench:
         if expected_ms is None and combo:
             # Nothing is known of this kernel alone; it is at most as slow as its combination.
             expected_ms = self._estimates.expected_ms(cell, cells.TOTAL + combo)
-        if expected_ms is None or expected_ms <= CHILD_MS:
+        foreign = bool(combo) and isolation.is_foreign(self.registry, plans[combo])
+        if self._is_child or (not foreign and (expected_ms is None or expected_ms <= CHILD_MS)):
             return limited
         make = functools.partial(
             workload_in_child,
@@ -403,7 +374,9 @@ class Bench:
                 call = remote.RemoteCall(make, self.settings.device, self._limits, self._stop)
                 children.callback(call.end)
                 return call.prepare()
-            except remote.CannotStart:
+            except remote.CannotStart as error:
+                if foreign:
+                    raise RuntimeError(str(error)) from error
                 return self._clock.prepare(limited)
 
         return dataclasses.replace(limited, start=start)
@@ -423,6 +396,7 @@ class Bench:
             key
             for key, name in subjects.items()
             if self._estimates.expected_ms(cell, key) is None
+            and not self._is_foreign(cell, name)  # its own children limit it
             and self._floor_ms(cell, name, peaks) * SLOWDOWN > CHILD_MS
         ]
         short = dataclasses.replace(cell, length=probe_length(cell, self.settings.device))
@@ -446,6 +420,11 @@ class Bench:
             except (NSAError, RuntimeError):  # the cell itself reports it
                 continue
         return reasons
+
+    def _is_foreign(self, cell: Cell, subject: str) -> bool:
+        """Return whether ``subject`` is a combination with a third-party backend."""
+        plan = self._plans_of(cell).get(subject)
+        return plan is not None and isolation.is_foreign(self.registry, plan)
 
     def _may_be_slow(self, cell: Cell, peaks: Peaks) -> bool:
         costs = self._costs(cell, cell.config)
@@ -539,10 +518,25 @@ def workload_in_child(
         cell: The cell.
         key: Key of the workload.
     """
-    bench = Bench(settings, registry, {})
+    bench = Bench(settings, registry, {}, is_child=True)
     plans = {}
     if combo is not None:
         dtype, long = getattr(torch, cell.dtype), is_long(cell.length, False)
         plans[combo.name] = bench._plan(cell.config, dtype, combo, long)
     baselines = [] if combo else [b for b in bench._baselines(cell) if b.name == key]
     return next(w for w in bench._workloads(cell, plans, baselines) if w.key == key)
+
+
+def gate_of(
+    settings: Settings,
+    registry: Registry,
+    combo: Combination,
+    case: Case,
+    dtype: torch.dtype,
+    shape: str,
+    long: bool,
+) -> Gate:
+    """Plan and judge a combination in a child process."""
+    bench = Bench(settings, registry, {}, is_child=True)
+    plan = bench._plan(case.config, dtype, combo, long)
+    return run_gate(combo.name, plan, case, dtype, settings.device, bench._gradients, shape)

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from nsa_core.errors import NSAError
-from nsa_core.util.interruption import NEVER, Interruption
+from nsa_core.util.interruption import NEVER, Interruption, is_ctrl_c
 from nsa_core.util.text import describe_error
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
@@ -219,7 +218,9 @@ def _reasons(outcome: Outcome, stop: Interruption) -> Iterator[None]:
     except torch.OutOfMemoryError:
         outcome.reason = "out of memory"
         gc.collect()
-    except (NSAError, RuntimeError) as error:
+    except BaseException as error:  # a third-party kernel may raise anything
+        if is_ctrl_c(error):
+            raise
         # A signal to the process group also ends compilers that run for a kernel; that is not the
         # kernel's failure.
         outcome.reason = INTERRUPTED if stop.received else f"{FAILED}: {describe_error(error)}"

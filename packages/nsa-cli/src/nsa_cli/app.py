@@ -18,6 +18,7 @@ from nsa_cli.panels import EXTEND, MEASURE, PROVE, TRAIN, USE
 from nsa_cli.train import train
 from nsa_cli.tune import tune
 from nsa_cli.verify import verify
+from nsa_core.util.interruption import recorded_ctrl_c
 
 _HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, verify, time and train it.
 
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command._main_shell_completion({}, "nsa")  # exits if a shell asks for completions
     output.prepare_streams()
     code = 0
-    with output.exit_codes():
+    with output.exit_codes(), recorded_ctrl_c():
         try:
             with command.make_context("nsa", arguments) as context:
                 command.invoke(context)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from nsa_bench.render.format import Rows
     from nsa_bench.result import Result
-    from nsa_bench.run import Settings
+    from nsa_bench.settings import Settings
 
 _HELP = """Time combinations of backends against dense attention: the whole call and each branch.
 
@@ -267,7 +267,7 @@ def _settings(
     torch_device = pick_device(device, threads)
     defaults = options.PRESETS[preset]["cuda" if torch_device.startswith("cuda") else "cpu"]
     values = defaults | {name: text for name, text in overrides.items() if text is not None}
-    from nsa_bench.run import Settings
+    from nsa_bench.settings import Settings
     from nsa_bench.shapes import parse_lengths, parse_shape
     from nsa_verify.combination import parse_combination
 

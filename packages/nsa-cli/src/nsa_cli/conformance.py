@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,8 @@ from nsa_core.util.interruption import Interruption, deferred_signals, exit_code
 
 if TYPE_CHECKING:
     import pytest
+
+    from nsa_core.dispatch.loading import BackendEntry
 
 
 def conformance(
@@ -59,8 +62,11 @@ def _run_suite(
 ) -> int:
     from nsa_core.errors import BackendUnavailable, InvalidInput
     from nsa_core.util.extras import require_module
+    from nsa_verify.isolation.children import needs_isolation, preload
 
     entry = output.find_backends().get(name)
+    if needs_isolation(entry):
+        preload(["nsa_verify.conformance.suite"])
     if entry.status != "ready":
         raise BackendUnavailable(f"{entry.title} is {entry.status}: {entry.reason}")
     pytest = require_module("pytest", "nsa conformance needs", "nsa-verify[test]")
@@ -99,8 +105,9 @@ def _run_suite(
     arguments += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     # The plugin prints the names of tests, because pytest's have a path and do not fit a line.
     arguments += ["-q", "-r", "N", "--tb=short", "-o", "console_output_style=classic"]
-    arguments += (["-k", only] if only else []) + (["-x"] if stop else [])
-    status = int(pytest.main(arguments, plugins=[plugin]))
+    arguments += ["-k", only] if only else []
+    with _child_of(entry, arguments, plugin.options) as plugins:
+        status = int(pytest.main(arguments + ["-x"] * stop, plugins=[plugin, *plugins]))
     if status == pytest.ExitCode.INTERRUPTED:
         if not interruption.received:
             raise KeyboardInterrupt
@@ -115,6 +122,26 @@ def _run_suite(
     if not plugin.judged:
         raise BackendUnavailable(f"nothing could be tested: {plugin.reason or 'no test matches'}")
     return 0
+
+
+@contextlib.contextmanager
+def _child_of(
+    entry: BackendEntry, arguments: Sequence[str], options: dict[str, str]
+) -> Iterator[list[Any]]:
+    """Yield the pytest plugins that run the tests of a third-party backend in a child process."""
+    import torch
+
+    from nsa_verify.conformance.isolated import TEST_LIMIT_S, IsolatedTests
+    from nsa_verify.isolation.children import needs_isolation
+
+    if not needs_isolation(entry):
+        yield []
+        return
+    device = options["nsa_device"]
+    uses_cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    isolated = IsolatedTests(arguments, options, TEST_LIMIT_S["cuda" if uses_cuda else "cpu"])
+    with isolated.running():
+        yield [isolated]
 
 
 class _PytestPlugin:

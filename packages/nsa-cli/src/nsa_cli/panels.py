@@ -18,7 +18,17 @@ _PLOTS = ("png", "svg")
 OPTION_PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "verify": {
         "Backends": (*_SLOTS, "every"),
-        "Checks": ("device", "dtype", "preset", "phase", "text", "seed", "reads", "jobs"),
+        "Checks": (
+            "device",
+            "dtype",
+            "preset",
+            "phase",
+            "text",
+            "seed",
+            "reads",
+            "jobs",
+            "job_timeout",
+        ),
         "Output": ("verbose", "json_file", "force"),
     },
     "bench": {

@@ -14,13 +14,21 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import dtype_names, pick_device
+from nsa_cli.verify_isolated import (
+    call_planning,
+    default_job_limit_s,
+    is_isolated,
+    plan_all,
+    prepare_children,
+    reads_or_failure,
+)
 from nsa_core.util.interruption import Interruption, deferred_signals
 
 if TYPE_CHECKING:
     import torch
 
-    from nsa_core.dispatch.plan import Plan
     from nsa_verify.combination import Combination
+    from nsa_verify.findings import Finding
     from nsa_verify.generated.case import GeneratedCase
 
 SCHEMA_VERSION = 1
@@ -147,6 +155,17 @@ def verify(
         ),
     ] = False,
     jobs: _Jobs = None,
+    job_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help=(
+                "Seconds after which a check of a third-party backend counts as hanging. Default:"
+                " 60 on the CPU, 300 on cuda and in an interpreter."
+            ),
+        ),
+    ] = None,
     verbose: Annotated[
         bool,
         typer.Option(
@@ -165,6 +184,7 @@ def verify(
     named = {slot: name for slot, name in by_slot.items() if name is not None}
     with output.exit_codes(), deferred_signals() as stop:
         output.check_writable(json_file, force)
+        prepare_children(named)
         from nsa_verify.generated.case import parse_case
 
         generated = parse_case(case) if case is not None else None
@@ -185,6 +205,7 @@ def verify(
             reads,
             jobs,
             stop,
+            job_timeout,
             only_accepted=dtype is None and generated is None,
             cases=cases,
             case=generated,
@@ -217,33 +238,12 @@ def _every_combination(
 ) -> list[dict[str, str]]:
     from nsa_verify.combination import every_combination
 
-    return every_combination(
-        output.find_backends(), device, dtypes, named, decode=phase == "decode"
+    registry = output.find_backends()
+    arguments = (registry, device, dtypes, named, phase == "decode")
+    combinations: list[dict[str, str]] = call_planning(
+        is_isolated([named], registry), every_combination, *arguments
     )
-
-
-def _plan(combination: Combination, dtypes: Sequence[torch.dtype], preset: str, phase: str) -> Plan:
-    """Return the combination's plan in the first dtype that it supports.
-
-    Planning before the checks refuses unknown and unavailable backends early. With ``phase``
-    "decode", the plan is that of a decode step.
-
-    Raises:
-        Unsupported: The combination supports none of ``dtypes``; the message has the reasons
-            against the first.
-    """
-    from nsa_core.errors import Unsupported
-    from nsa_verify import cases
-
-    config, refusals = cases.PRESETS[preset]()[0].config, []
-    for dtype in dtypes:
-        try:
-            if phase == "decode":
-                return combination.plan(config, dtype, needs_grad=False, phase=phase)
-            return combination.plan(config, dtype)
-        except Unsupported as refusal:
-            refusals.append(refusal)
-    raise refusals[0]
+    return combinations
 
 
 def _accepted(
@@ -303,6 +303,7 @@ def _run(
     reads: bool,
     jobs: int | None,
     stop: Interruption,
+    job_timeout: float | None,
     *,
     only_accepted: bool,
     cases: int | None,
@@ -320,17 +321,19 @@ def _run(
     from nsa_verify.generated import jobs as generated
     from nsa_verify.generated.shrink import ShrinkBudget
     from nsa_verify.run import suite
-    from nsa_verify.run.contexts import needs_judge_context
     from nsa_verify.run.runner import run_jobs
 
     # Cases are small: starting more threads takes longer than the computation.
     torch.set_num_threads(1 if device == "cpu" else min(4, torch.get_num_threads()))
-    combos = [Combination(named, device, output.find_backends()) for named in combinations]
-    interpreted = any(map(needs_judge_context, combos))
+    registry = output.find_backends()
+    combos = [Combination(named, device, registry) for named in combinations]
+    isolated = is_isolated(combinations, registry)
+    interpreted, chosen = call_planning(isolated, plan_all, combos, dtypes, preset, phase)
     preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
     if only_accepted:
-        dtypes = _accepted(combos, dtypes[:2] if interpreted else dtypes, phase) or dtypes
-    plans = [_plan(combination, dtypes, preset, phase) for combination in combos]
+        candidates = dtypes[:2] if interpreted else dtypes
+        dtypes = call_planning(isolated, _accepted, combos, candidates, phase) or dtypes
+    job_limit_s = job_timeout or default_job_limit_s(device, interpreted) if isolated else None
     if case is not None:
         suite_jobs = [generated.job_of(case, suite.Job, ShrinkBudget(0))]
     else:
@@ -344,11 +347,22 @@ def _run(
         )
     processes = jobs or _default_processes(device, interpreted)
     with output.progress(len(suite_jobs) * len(combos)) as advance:
-        results = run_jobs(combos, suite_jobs, processes=processes, stop=stop, advance=advance)
+        results = run_jobs(
+            combos,
+            suite_jobs,
+            processes=processes,
+            job_limit_s=job_limit_s,
+            stop=stop,
+            advance=advance,
+        )
     read_counts: list[dict[str, Any]] = [{} for _ in combos]
+    failed: list[list[Finding]] = [[] for _ in combos]
     with stop.stop_on_interrupt():
         for index, combination in enumerate(combos if reads else ()):
-            read_counts[index] = {} if stop.received else _count_reads(combination, dtypes)
+            if not stop.received:
+                read_counts[index], failed[index] = reads_or_failure(
+                    combination, dtypes, job_limit_s
+                )
     checks = len(suite_jobs) + reads
     checks_left = [
         checks - len(findings) - bool(counts)
@@ -372,9 +386,7 @@ def _run(
         {
             **common,
             **counts,
-            "backends": {
-                slot: f"{choice.backend} {choice.version}" for slot, choice in plan.choices.items()
-            },
+            "backends": backends,
             "named": named,
             "seconds": round(seconds, 2),
             "interrupted": (
@@ -386,33 +398,17 @@ def _run(
                     [finding for job in findings for finding in job]
                 ).items()
             },
-            "findings": [dataclasses.asdict(finding) for job in findings for finding in job],
+            "findings": [
+                dataclasses.asdict(finding) for job in [*findings, fault] for finding in job
+            ],
         }
-        for named, plan, seconds, findings, counts, left in zip(
-            combinations, plans, results.seconds, results.findings, read_counts, checks_left
+        for named, backends, seconds, findings, counts, fault, left in zip(
+            combinations,
+            chosen,
+            results.seconds,
+            results.findings,
+            read_counts,
+            failed,
+            checks_left,
         )
     ]
-
-
-def _count_reads(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-    """Count the cached tokens that a decode step reads, in the first dtype with decode forms.
-
-    The counts cover every length of :data:`nsa_verify.checks.reads.LENGTHS`.
-    """
-    from nsa_core.errors import Unsupported
-    from nsa_verify.checks.reads import LENGTHS, PAPER_BOUND, count_reads, reads_config
-
-    config, refusals = reads_config(), []
-    for dtype in dtypes:
-        try:
-            entries = [
-                entry
-                for length in LENGTHS
-                for entry in count_reads(combination, config, length, dtype)
-            ]
-        except Unsupported as refusal:
-            refusals.append(str(refusal))
-            continue
-        bounds = {str(length): PAPER_BOUND[length] for length in LENGTHS if length in PAPER_BOUND}
-        return {"reads": [dataclasses.asdict(entry) for entry in entries], "reads_bounds": bounds}
-    return {"reads": [], "reads_refused": refusals[0]}

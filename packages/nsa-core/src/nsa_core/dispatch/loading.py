@@ -6,6 +6,7 @@ manager, its own exception handling and its own status.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import re
@@ -26,6 +27,8 @@ from nsa_core.contract import (
     SlotSpec,
     Unavailable,
 )
+from nsa_core.util.interruption import is_ctrl_c
+from nsa_core.util.plugin_output import stdout_to_stderr
 from nsa_core.util.text import describe_error, one_line
 
 FIRST_PARTY = ("nsa-backend-sdpa", "nsa-backend-triton", "nsa-backend-fa2")
@@ -166,7 +169,9 @@ def load(plugin: Plugin) -> list[BackendEntry]:
             )
         ]
     try:
-        results = call_plugin(plugin.name, plugin.value)
+        quiet = contextlib.nullcontext() if plugin.first_party else stdout_to_stderr()
+        with quiet:
+            results = call_plugin(plugin.name, plugin.value)
         entries = [_entry(plugin, result) for result in results]
     except pluggy.PluginValidationError as error:
         text = f"does not fit contract {_dotted(API_VERSION)}: {describe_error(error)}"
@@ -202,7 +207,9 @@ def load(plugin: Plugin) -> list[BackendEntry]:
                 Reason("import_failed", describe_error(error), "reinstall the plugin"),
             )
         ]
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a plugin may raise anything
+    except BaseException as error:  # a plugin may raise anything
+        if is_ctrl_c(error):
+            raise
         reason = Reason("load_failed", describe_error(error), report_hint(plugin.distribution))
         return [entry_without_spec(plugin, "broken", reason)]
     if not entries:

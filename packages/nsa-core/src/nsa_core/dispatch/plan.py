@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -20,6 +21,8 @@ from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.torch_ops.decode_kernel import DecodeKernel, decode_kernel
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
+from nsa_core.util.interruption import is_ctrl_c
+from nsa_core.util.plugin_output import stdout_to_stderr
 from nsa_core.util.text import describe_error, one_line
 
 _log = logging.getLogger("nsa")
@@ -295,15 +298,15 @@ def decide(all_candidates: Candidates) -> Plan:
 
 def _kernel(all_candidates: Candidates, slot: str, backend: str) -> Kernel | DecodeKernel:
     """Return the kernel of ``slot`` from ``backend``; passes on any exception of its imports."""
-    spec, request = all_candidates.registry.get(backend).spec, all_candidates.requests[slot]
-    assert spec is not None  # an accepted candidate is ready
-    slot_spec = spec.slots[slot]
-    if request.phase == "decode" and slot_spec.decode is not None:
-        return decode_kernel(backend, slot, slot_spec.decode)
+    entry, request = all_candidates.registry.get(backend), all_candidates.requests[slot]
+    assert entry.spec is not None  # an accepted candidate is ready
+    slot_spec = entry.spec.slots[slot]
+    with contextlib.nullcontext() if entry.first_party else stdout_to_stderr():
+        if request.phase == "decode" and slot_spec.decode is not None:
+            return decode_kernel(backend, slot, slot_spec.decode)
+        op = slot_op(backend, slot, slot_spec).op
     scale, geometry = all_candidates.config.softmax_scale, tuple(request.geometry.as_ints())
-    return Kernel(
-        backend, slot, slot_op(backend, slot, slot_spec).op, scale, geometry, request.deterministic
-    )
+    return Kernel(backend, slot, op, scale, geometry, request.deterministic)
 
 
 def _fused(all_candidates: Candidates, choices: Mapping[str, Choice]) -> dict[str, DecodeKernel]:
@@ -342,7 +345,9 @@ def _decide_slot(all_candidates: Candidates, slot: str) -> _Outcome:
                 tuple(candidates),
                 None,
             )
-        except Exception as failure:  # noqa: BLE001  a plugin may raise anything
+        except BaseException as failure:  # a plugin may raise anything
+            if is_ctrl_c(failure):
+                raise
             text = f"its kernel does not load: {describe_error(failure)}"
             reason = Reason("kernel_import_failed", text, "reinstall the plugin")
             candidates[index] = dataclasses.replace(candidate, reasons=(reason,))

@@ -5,6 +5,7 @@ Plugins are third-party code: any failure inside one becomes a reason against it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -13,6 +14,8 @@ from typing import Any
 from nsa_core.contract import Reason, Request, import_named
 from nsa_core.dispatch.loading import BackendEntry, is_reason, report_hint
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE
+from nsa_core.util.interruption import is_ctrl_c
+from nsa_core.util.plugin_output import stdout_to_stderr
 from nsa_core.util.text import describe_error, one_line
 
 PROBE_LIMIT_S = 5.0
@@ -106,12 +109,12 @@ def rank_of(
         return priority, reasons
     hint = report_hint(entry.distribution)
     try:
-        rank = _call_limited(import_named(entry.spec.rank), request)
+        rank = _call_limited(entry, entry.spec.rank, request)
     except _TooSlowError:
         text = f"its rank function did not return within {PROBE_LIMIT_S:g} s"
         return priority, (Reason("rank_too_slow", text, hint),)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a plugin may raise anything
-        text = f"its rank raised {describe_error(error)}"
+    except _RaisedError as error:
+        text = f"its rank raised {describe_error(error.error)}"
         return priority, (Reason("rank_raised", text, hint),)
     if type(rank) is not int:
         text = f"its rank returned {type(rank).__name__}, not an integer"
@@ -124,27 +127,35 @@ def details(entry: BackendEntry) -> list[str]:
     if entry.spec is None or entry.spec.detail is None:
         return []
     try:
-        return [one_line(text) for text in _call_limited(import_named(entry.spec.detail))]
+        return [one_line(text) for text in _call_limited(entry, entry.spec.detail)]
     except _TooSlowError:
         return [f"its detail function did not return within {PROBE_LIMIT_S:g} s"]
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a plugin may raise anything
-        return [f"its detail function raised {describe_error(error)}"]
+    except _RaisedError as error:
+        return [f"its detail function raised {describe_error(error.error)}"]
 
 
 class _TooSlowError(Exception):
     """The function of a plugin did not return in time."""
 
 
+class _RaisedError(Exception):
+    """The function of a plugin raised ``error``, which may be any BaseException."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(type(error)))
+        self.error = error
+
+
 def _probe(entry: BackendEntry, path: str, request: Request) -> tuple[Reason, ...]:
     """Return the reasons from the probe that ``path`` names; a failing probe is a reason itself."""
     hint = report_hint(entry.distribution)
     try:
-        result = _call_limited(import_named(path), request)
+        result = _call_limited(entry, path, request)
     except _TooSlowError:
         text = f"its probe did not answer within {PROBE_LIMIT_S:g} s"
         return (Reason("probe_too_slow", text, hint),)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a plugin may raise anything
-        text = f"its probe raised {describe_error(error)}"
+    except _RaisedError as error:
+        text = f"its probe raised {describe_error(error.error)}"
         return (Reason("probe_raised", text, hint),)
     if not isinstance(result, (list, tuple)) or not all(map(is_reason, result)):
         text = f"its probe returned {type(result).__name__}, not a list of Reasons"
@@ -152,10 +163,15 @@ def _probe(entry: BackendEntry, path: str, request: Request) -> tuple[Reason, ..
     return tuple(result)
 
 
-def _call_limited(function: Any, *arguments: Any) -> Any:
-    """Return ``function(*arguments)``, called in a daemon thread.
+def _call_limited(entry: BackendEntry, path: str, *arguments: Any) -> Any:
+    """Import the function that ``path`` names, and return its result for ``arguments``.
 
-    The thread is abandoned after PROBE_LIMIT_S seconds, and _TooSlowError is raised.
+    It runs in a daemon thread, which is abandoned after PROBE_LIMIT_S seconds. What a third-party
+    backend prints goes to standard error.
+
+    Raises:
+        _TooSlowError: The function did not return in time.
+        _RaisedError: The import or the function raised.
     """
     outcomes: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -165,11 +181,18 @@ def _call_limited(function: Any, *arguments: Any) -> Any:
         except BaseException as error:  # noqa: BLE001  raised again in the calling thread
             outcomes.put((None, error))
 
-    threading.Thread(target=call, name="nsa-probe", daemon=True).start()
-    try:
-        result, error = outcomes.get(timeout=PROBE_LIMIT_S)
-    except queue.Empty:
-        raise _TooSlowError from None
+    with contextlib.nullcontext() if entry.first_party else stdout_to_stderr():
+        try:
+            function = import_named(path)
+        except BaseException as failure:
+            if is_ctrl_c(failure):
+                raise
+            raise _RaisedError(failure) from failure
+        threading.Thread(target=call, name="nsa-probe", daemon=True).start()
+        try:
+            result, error = outcomes.get(timeout=PROBE_LIMIT_S)
+        except queue.Empty:
+            raise _TooSlowError from None
     if error is not None:
-        raise error
+        raise _RaisedError(error) from error
     return result

@@ -176,7 +176,12 @@ def discover(
         if plugin in disabled:
             entries.append(entry_without_spec(plugin, "disabled", disabled[plugin]))
         elif plugin in failures:
-            entries.append(entry_without_spec(plugin, "broken", failures[plugin]))
+            failed = failures[plugin]
+            assert failed.reason is not None  # a failed trial has one
+            entries += [
+                entry_without_spec(plugin, "broken", failed.reason, name)
+                for name in failed.names or (plugin.name,)
+            ]
         else:
             entries += load(plugin)
     return Registry(tuple(entries))

@@ -14,9 +14,11 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -35,7 +37,7 @@ _MAX_CHILDREN = 8
 # The child reports survival by this exit status. A pipe would stay open if a process that the
 # plugin started outlived the child.
 _SURVIVED = 86
-_SCHEMA = 2  # outcomes of schema 1 did not include a call of the probe
+_SCHEMA = 3  # outcomes of schema 2 did not include the names of the backends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +47,15 @@ class Trial:
     Attributes:
         reason: Why the child did not survive; None if it did.
         limit_s: Time limit of the child, in seconds.
+        names: Names of the backends that it registered before it crashed or hung, if it did.
     """
 
     reason: Reason | None
     limit_s: float
+    names: tuple[str, ...] = ()
 
 
-def failed_trials(plugins: Sequence[Plugin], limit_s: float = LIMIT_S) -> dict[Plugin, Reason]:
+def failed_trials(plugins: Sequence[Plugin], limit_s: float = LIMIT_S) -> dict[Plugin, Trial]:
     """Load and probe each plugin in a child process, and return the ones that crash or hang.
 
     Several children run at once. A cached outcome replaces a child. A plugin that only raises an
@@ -62,7 +66,7 @@ def failed_trials(plugins: Sequence[Plugin], limit_s: float = LIMIT_S) -> dict[P
         limit_s: Time limit of each child, in seconds.
 
     Returns:
-        plugin -> the reason why it did not survive.
+        plugin -> its trial, for each plugin that did not survive.
     """
     cached = _read_cached(plugins)
     # A hang under a shorter limit does not imply a hang under this one.
@@ -76,39 +80,56 @@ def failed_trials(plugins: Sequence[Plugin], limit_s: float = LIMIT_S) -> dict[P
     if fresh:
         _write_cached(fresh)
     trials = {**cached, **fresh}
-    return {p: trial.reason for p, trial in trials.items() if trial.reason is not None}
+    return {p: trial for p, trial in trials.items() if trial.reason is not None}
 
 
-def cached_failures(plugins: Sequence[Plugin]) -> dict[Plugin, Reason]:
-    """Return the plugins with a cached crash or hang, and the reason of each. Starts no child."""
+def cached_failures(plugins: Sequence[Plugin]) -> dict[Plugin, Trial]:
+    """Return the plugins with a cached crash or hang, and the trial of each. Starts no child."""
     cached = _read_cached(plugins)
-    return {p: trial.reason for p, trial in cached.items() if trial.reason is not None}
+    return {p: trial for p, trial in cached.items() if trial.reason is not None}
 
 
 def _try_all(plugins: Sequence[Plugin], limit_s: float) -> dict[Plugin, Trial]:
     """Try every plugin, up to _MAX_CHILDREN at a time, and kill all children at the end."""
-    waiting, trials = list(plugins), dict[Plugin, Trial]()
+    waiting, trials, files = list(plugins), dict[Plugin, Trial](), dict[Plugin, Path]()
     running: dict[Plugin, tuple[subprocess.Popen[bytes], float]] = {}
+    folder = Path(tempfile.mkdtemp(prefix="nsa-")) if waiting else None
     try:
         while waiting or running:
             while waiting and len(running) < _MAX_CHILDREN:
                 plugin = waiting.pop(0)
-                running[plugin] = (_start(plugin), time.monotonic() + limit_s)
+                assert folder is not None  # plugins are waiting
+                files[plugin] = folder / str(len(files))
+                running[plugin] = (_start(plugin, files[plugin]), time.monotonic() + limit_s)
             for plugin, (child, deadline) in list(running.items()):
                 status = child.poll()
                 if status is None and time.monotonic() < deadline:
                     continue
                 del running[plugin]
                 kill_child(child)
-                trials[plugin] = Trial(_reason(status, limit_s), limit_s)
+                reason = _reason(status, limit_s)
+                names = _registered_names(files[plugin]) if reason else ()
+                trials[plugin] = Trial(reason, limit_s, names)
             time.sleep(0.005)
     finally:
         for child, _ in running.values():
             kill_child(child)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
     return trials
 
 
-def _start(plugin: Plugin) -> subprocess.Popen[bytes]:
+def _registered_names(file: Path) -> tuple[str, ...]:
+    """Return the names that a child wrote to ``file``, or none."""
+    try:
+        names = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ()
+    return tuple(name for name in names if isinstance(name, str))
+
+
+def _start(plugin: Plugin, names: Path) -> subprocess.Popen[bytes]:
+    """Start the child of ``plugin``, which writes the names of its backends to ``names``."""
     # The child takes over this process's sys.path before it imports anything. The path is part of
     # the code, so that no environment variable is needed.
     path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -116,7 +137,7 @@ def _start(plugin: Plugin) -> subprocess.Popen[bytes]:
         f"import sys; sys.path[:] = {path!r}\nfrom nsa_core.dispatch.trial import"
         " _child\n_child(*sys.argv[1:])"
     )
-    return start_child([code, plugin.name, plugin.value])
+    return start_child([code, plugin.name, plugin.value, str(names)])
 
 
 def start_child(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -143,14 +164,17 @@ def kill_child(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _child(name: str, value: str) -> None:
+def _child(name: str, value: str, names: str) -> None:
     """Run in the child process: load the plugin, call its probe, and exit with _SURVIVED."""
+    # A Ctrl-C does not reach the child; a KeyboardInterrupt here is raised by the plugin.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(ImportError):
         import resource
 
         # Crashes are expected in a trial, so the child writes no core file.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     entries = load(Plugin(name, "", "", value))
+    Path(names).write_text(json.dumps([entry.name for entry in entries]), encoding="utf-8")
     probing = threading.Thread(target=_probe_slots, args=(entries,), daemon=True)
     probing.start()
     probing.join(_PROBE_S)
@@ -165,7 +189,7 @@ def _probe_slots(entries: Sequence[BackendEntry]) -> None:
     geometry = BlockGeometry()
     for spec in (entry.spec for entry in entries if entry.spec is not None):
         for slot in spec.slots:
-            with contextlib.suppress(Exception, SystemExit):
+            with contextlib.suppress(BaseException):
                 import_named(spec.probe)(
                     Request(
                         slot=slot,
@@ -272,8 +296,8 @@ def _read_cached(plugins: Sequence[Plugin]) -> dict[Plugin, Trial]:
         item = stored.get(_key(plugin))
         if not isinstance(item, dict) or item.get("stamp") != _stamp(plugin):
             continue
-        limit, reason = item.get("limit_s"), item.get("reason")
-        if not isinstance(limit, (int, float)):
+        limit, reason, names = item.get("limit_s"), item.get("reason"), item.get("names")
+        if not isinstance(limit, (int, float)) or not isinstance(names, list):
             continue
         if reason is None:
             trials[plugin] = Trial(None, limit)
@@ -282,7 +306,9 @@ def _read_cached(plugins: Sequence[Plugin]) -> dict[Plugin, Trial]:
             and len(reason) == 2
             and all(isinstance(text, str) for text in reason)
         ):
-            trials[plugin] = Trial(Reason(reason[0], reason[1], _hint()), limit)
+            trials[plugin] = Trial(
+                Reason(reason[0], reason[1], _hint()), limit, tuple(map(str, names))
+            )
     return trials
 
 
@@ -295,6 +321,7 @@ def _write_cached(trials: dict[Plugin, Trial]) -> None:
             "stamp": _stamp(plugin),
             "limit_s": trial.limit_s,
             "reason": reason,
+            "names": trial.names,
         }
     text = json.dumps({"schema": _SCHEMA, "verdicts": stored}, indent=1, sort_keys=True)
     # If the file cannot be written, the next call only starts the children again.

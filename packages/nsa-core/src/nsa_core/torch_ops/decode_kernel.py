@@ -15,6 +15,7 @@ import torch
 from nsa_core.contract import DecodeCall, import_named
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import NSAError
+from nsa_core.torch_ops.call_wrapper import call_function
 from nsa_core.torch_ops.slot_op import BackendCall
 
 
@@ -39,7 +40,8 @@ class DecodeKernel:
         """
         q: torch.Tensor = tensors[0]
         with BackendCall(self.backend, self.slot, "decode", q.device):
-            results = self.function(*tensors, call=call, **options)
+            where = (self.backend, self.slot, "decode")
+            results = call_function(where, self.function, tensors, call=call, **options)
         self._check(results, self._expected(tensors, call), q.device)
         return results
 

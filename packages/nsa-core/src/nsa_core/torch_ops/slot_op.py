@@ -26,6 +26,7 @@ from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import NSAError, Unsupported
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops import autograd
+from nsa_core.torch_ops.call_wrapper import call_function
 from nsa_core.torch_ops.tensor_checks import (
     SLOT_AXES,
     Metadata,
@@ -269,7 +270,9 @@ class SlotOp:
                     self.backend,
                     self.slot,
                     "forward",
-                    self._forward(*tensors, call=call),
+                    call_function(
+                        (self.backend, self.slot, "forward"), self._forward, tensors, call=call
+                    ),
                     specs,
                     device,
                 )
@@ -299,7 +302,9 @@ class SlotOp:
                     self.backend,
                     self.slot,
                     "backward",
-                    self._backward(*tensors, call=call),
+                    call_function(
+                        (self.backend, self.slot, "backward"), self._backward, tensors, call=call
+                    ),
                     specs,
                     device,
                 )

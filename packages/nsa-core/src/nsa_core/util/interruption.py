@@ -55,9 +55,52 @@ class Interruption:
 
     def record(self, number: int) -> None:
         """Record a signal, and let a block that does not end by itself end after its grace."""
+        global _signal_received
+        _signal_received = True
         first, self.signal = self.signal is None, self.signal or signal.Signals(number)
         if first and self._grace_s is not None and hasattr(signal, "setitimer"):
             _start_alarm(self._grace_s, KeyboardInterrupt())
+
+
+_signal_received = False
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Return whether ``error`` is a KeyboardInterrupt that a signal caused, such as a Ctrl-C.
+
+    Code that raises a KeyboardInterrupt itself is told from a signal by a handler that records it.
+
+    Where Python's own handler of SIGINT is installed, the two cannot be told apart, and every
+    KeyboardInterrupt counts as a Ctrl-C.
+    """
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    return _signal_received or signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@contextlib.contextmanager
+def recorded_ctrl_c() -> Iterator[None]:
+    """Record a Ctrl-C inside the block before it raises KeyboardInterrupt, for is_ctrl_c().
+
+    Outside the main thread, and where SIGINT has another handler, the block has no effect.
+    """
+    global _signal_received
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        global _signal_received
+        _signal_received = True
+        signal.default_int_handler(number, frame)
+
+    _signal_received = False
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 NEVER = Interruption()  # for a run without deferred signals: Ctrl-C raises KeyboardInterrupt
@@ -131,6 +174,7 @@ def deferred_signals(*numbers: signal.Signals) -> Iterator[Interruption]:
     Args:
         numbers: the signals; default SIGINT and SIGTERM.
     """
+    global _signal_received
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
@@ -144,6 +188,7 @@ def deferred_signals(*numbers: signal.Signals) -> Iterator[Interruption]:
         if number == signal.SIGINT:
             signal.signal(number, previous[signal.SIGINT])
 
+    _signal_received = False
     for number in previous:
         signal.signal(number, record)
     try:
@@ -151,6 +196,7 @@ def deferred_signals(*numbers: signal.Signals) -> Iterator[Interruption]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        _signal_received = False
 
 
 @contextlib.contextmanager

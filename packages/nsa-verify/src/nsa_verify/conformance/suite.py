@@ -21,6 +21,7 @@ from nsa_verify.combination import Combination
 from nsa_verify.conformance import kernel_checks
 from nsa_verify.conformance.grid import Point, StepPoint, grid, step_grid
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
+from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.run import suite
 from nsa_verify.run.contexts import context_of
 
@@ -112,7 +113,7 @@ class BackendConformance:
         self._device = _device(pytestconfig.option)
         entry = _find(self._name, self.registry)
         context = (entry and context_of(entry, self._device)) or contextlib.nullcontext()
-        with context, _one_thread():
+        with context, _one_thread(), guarded_calls():
             yield
 
     def test_backend_loads(self) -> None:

@@ -35,6 +35,7 @@ def run_jobs(
     todo: Sequence[Job],
     *,
     processes: int = 1,
+    job_limit_s: float | None = None,
     stop: Interruption = NEVER,
     advance: Callable[[str], None] = lambda label: None,
 ) -> RunResult:
@@ -46,6 +47,8 @@ def run_jobs(
         processes: Number of worker processes. With more than one, jobs and combinations are
             pickled. A worker that dies becomes a failed finding of its job, and a new worker
             replaces it.
+        job_limit_s: Seconds after which a job counts as hanging. If it is set, all jobs run in
+            worker processes, and whatever a backend does becomes a failed finding.
         stop: After it is set, running jobs are completed and no new job starts.
         advance: Called with a label after each job on each combination.
 
@@ -57,8 +60,8 @@ def run_jobs(
     busy, peak, started = [0.0] * len(combinations), 0, time.perf_counter()
     processes = min(processes, len(todo))
     results = (
-        spread(combinations, todo, processes, stop)
-        if processes > 1
+        spread(combinations, todo, max(processes, 1), stop, job_limit_s)
+        if processes > 1 or job_limit_s is not None
         else run_each(combinations, todo, stop=stop)
     )
     with stop.stop_on_interrupt(), contextlib.closing(results):

@@ -12,7 +12,8 @@ import torch
 
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
-from nsa_core.util.interruption import NEVER, Interruption
+from nsa_core.util.interruption import NEVER, Interruption, is_ctrl_c
+from nsa_core.util.text import describe_error
 from nsa_verify.cases import PRESETS, Case, text_case
 from nsa_verify.checks import decode_fused, decode_invariants, invariants, layer, reads
 from nsa_verify.checks import slots as checks
@@ -20,6 +21,7 @@ from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.generated import jobs as generated
+from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.judge.truth_cache import caching
 from nsa_verify.run.contexts import judging
 
@@ -46,14 +48,15 @@ class Job:
         """Run the check on ``combination``.
 
         A request that no backend of the combination accepts gives one finding with ok None. A
-        kernel that raises gives one failed finding.
+        kernel that raises, or breaks a rule of the contract, gives one failed finding.
 
         Raises:
             InvalidInput: The request is wrong for every backend.
             BackendUnavailable: A backend cannot run on this machine.
         """
         try:
-            return list(self.check(combination, self.case, self.dtype))
+            with guarded_calls():
+                return list(self.check(combination, self.case, self.dtype))
         except Unsupported as refusal:
             return [
                 Finding(
@@ -68,18 +71,16 @@ class Job:
             ]
         except (BackendUnavailable, InvalidInput):
             raise
-        except NSAError as fault:  # a kernel raised, or returned an invalid result
-            return [
-                Finding(
-                    self.name,
-                    "",
-                    self.case.name,
-                    dtype_name(self.dtype),
-                    "run",
-                    False,
-                    detail=str(fault),
-                )
-            ]
+        except NSAError as fault:  # a kernel raised, or broke a rule of the contract
+            return [self.failure(str(fault))]
+        except Exception as fault:  # noqa: BLE001  PyTorch or the judge stumbled over its results
+            return [self.failure(describe_error(fault))]
+
+    def failure(self, detail: str) -> Finding:
+        """Return the finding of a check that could not be completed."""
+        return Finding(
+            self.name, "", self.case.name, dtype_name(self.dtype), "run", False, detail=detail
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,9 +257,16 @@ def judge_one(
 ) -> JobResult:
     """Run the job on the combination of ``task`` = (job index, combination index)."""
     started = time.perf_counter()
-    # The context is entered again for each job, so that jobs are independent.
-    with judging(combinations[task[1]]):
-        findings = todo[task[0]].run(combinations[task[1]])
+    try:
+        # The context is entered again for each job, so that jobs are independent.
+        with judging(combinations[task[1]]):
+            findings = todo[task[0]].run(combinations[task[1]])
+    except NSAError:
+        raise
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
+        findings = [todo[task[0]].failure(describe_error(error))]
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
     return JobResult(*task, findings, time.perf_counter() - started, peak)
 

@@ -2,121 +2,216 @@
 
 One process uses one core: on a GPU most of the time goes into compilation, on the CPU into the
 float64 truth. A crash, and the CUDA context that it corrupts, affects only its own worker. Jobs are
-assigned one at a time, so the job of a crashed worker is known.
+assigned one at a time, so the job of a crashed worker is known. Backends of other distributions run
+in workers only, each job with a time limit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
+import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Generator, Sequence
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from nsa_core.dispatch.trial import describe_exit
-from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, NSAError
-from nsa_core.util.interruption import Interruption, signals_blocked_in_children
+from nsa_core.util.interruption import Interruption
 from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
+from nsa_verify.isolation import children
+from nsa_verify.isolation.captured_output import capture_output, forget_output, last_output
 from nsa_verify.run.schedule import Schedule
 from nsa_verify.run.suite import Job, JobResult, judge_one, shared_truths
 
 _Task = tuple[int, int]  # (job index, combination index)
-_spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+_POLL_S = 1.0  # a worker whose pipe a process of the kernel holds open is found after this time
+MAX_TIMEOUTS = 3  # after hanging in so many cases, a combination's other jobs are not run
 
 
 @dataclasses.dataclass
 class _Worker:
     number: int  # key in the schedule; a replacement keeps it
-    process: SpawnProcess
+    process: Any
     task: _Task
+    folder: Path  # its captured output
     started: bool = False
+    deadline: float = float("inf")
 
 
 def spread(
-    combinations: Sequence[Combination], todo: Sequence[Job], processes: int, stop: Interruption
+    combinations: Sequence[Combination],
+    todo: Sequence[Job],
+    processes: int,
+    stop: Interruption,
+    job_limit_s: float | None = None,
 ) -> Generator[JobResult]:
     """Run every job on every combination, in any order.
 
     A worker runs a job on all combinations in turn, because it caches their truths. Once ``stop``
-    is set, no new task starts. A worker that dies becomes a failed finding. It is replaced unless
-    it died before it started.
+    is set, no new task starts. A worker that dies, or whose job exceeds its limit, becomes a failed
+    finding. It is replaced unless it died before it started.
+
+    Args:
+        combinations: Combinations to judge.
+        todo: Jobs to run.
+        processes: Number of workers.
+        stop: Reports an interruption.
+        job_limit_s: Seconds after which a job's worker is ended; None for jobs without a
+            third-party backend, whose errors end the run.
 
     Raises:
         InvalidInput: A job raised it.
         BackendUnavailable: A job raised it, or every worker died before the last job.
     """
-    pool = _Pool(combinations, todo)
-    why = ""
-    try:
-        for number in range(processes):
-            pool.start(number)
-        while pool.workers:
-            for connection in wait(list(pool.workers)):
-                assert isinstance(connection, Connection)
-                worker = pool.workers[connection]
-                try:
-                    message: JobResult | NSAError | None = connection.recv()
-                except (EOFError, OSError):
-                    del pool.workers[connection]
-                    why = _exit_reason(worker)
-                    # Without a replacement, the job also fails on the remaining combinations.
-                    for combination in range(
-                        worker.task[1], worker.task[1] + 1 if worker.started else len(combinations)
-                    ):
-                        yield _lost_result(worker, combination, todo, why)
-                    if worker.started and not stop.received:
-                        pool.start(worker.number, worker.task)
-                    continue
-                worker.started = True
-                if isinstance(message, NSAError):
-                    raise message
-                if message is not None:
-                    yield message
-                    pool.assign_next(connection, stop)
-        if not stop.received and pool.next_task(processes):
-            raise BackendUnavailable(
-                f"no process is left to judge in: the last one {why}; set processes=1 (--jobs 1)"
-            )
-    finally:
-        pool.end()
+    with tempfile.TemporaryDirectory(prefix="nsa-", ignore_cleanup_errors=True) as folder:
+        pool = _Pool(combinations, todo, Path(folder), job_limit_s)
+        why = ""
+        try:
+            for number in range(processes):
+                pool.start(number)
+            while pool.workers:
+                for connection in pool.events():
+                    worker = pool.workers[connection]
+                    try:
+                        message = pool.receive(connection)
+                    except (EOFError, OSError):
+                        del pool.workers[connection]
+                        why = pool.end_reason(worker)
+                        # Without a replacement, the job also fails on the remaining combinations.
+                        for combination in range(
+                            worker.task[1],
+                            worker.task[1] + 1 if worker.started else len(combinations),
+                        ):
+                            yield _failed(todo, (worker.task[0], combination), why)
+                        if worker.started and not stop.received:
+                            pool.start(worker.number, worker.task)
+                        continue
+                    worker.started = True
+                    if isinstance(message, NSAError):
+                        raise message
+                    if message is not None:
+                        yield message
+                        pool.assign_next(connection, stop)
+                    worker.deadline = pool.new_deadline()
+                for task, reason in pool.take_skipped():
+                    yield _failed(todo, task, reason)
+            if not stop.received and pool.next_task(processes):
+                raise BackendUnavailable(
+                    f"no process is left to judge in: the last one {why}; set processes=1 (--jobs"
+                    " 1)"
+                )
+            for task, reason in pool.take_skipped():
+                yield _failed(todo, task, reason)
+        finally:
+            pool.end()
 
 
 class _Pool:
     """The worker processes, by their pipes."""
 
-    def __init__(self, combinations: Sequence[Combination], todo: Sequence[Job]) -> None:
-        self._arguments = (combinations, todo)
+    def __init__(
+        self,
+        combinations: Sequence[Combination],
+        todo: Sequence[Job],
+        folder: Path,
+        job_limit_s: float | None,
+    ) -> None:
+        self._arguments = (combinations, todo, job_limit_s is not None)
         self._schedule = Schedule(todo)
-        self._processes: list[SpawnProcess] = []
+        self._processes: list[Any] = []
+        self._folder, self._limit_s = folder, job_limit_s
+        self._hung: dict[int, set[tuple[str, torch.dtype]]] = defaultdict(set)  # per combination
+        self._skipped: list[tuple[_Task, str]] = []
         self.workers: dict[Connection, _Worker] = {}
+        children.preload([__name__])
+
+    def new_deadline(self) -> float:
+        """Return the time at which a job that starts now exceeds its limit."""
+        return float("inf") if self._limit_s is None else time.monotonic() + self._limit_s
+
+    def events(self) -> list[Connection]:
+        """Wait for messages; return the pipes of workers with a message, or that have ended."""
+        ready: list[Any] = wait(list(self.workers), timeout=_POLL_S)
+        now = time.monotonic()
+        ended = [
+            connection
+            for connection, worker in self.workers.items()
+            if connection not in ready
+            and (worker.process.exitcode is not None or now > worker.deadline)
+        ]
+        return ready + ended
+
+    def receive(self, connection: Connection) -> JobResult | NSAError | None:
+        """Return the message of a worker.
+
+        Raises:
+            EOFError, OSError: The worker has ended, or its job exceeded its limit.
+        """
+        if not connection.poll():
+            raise EOFError
+        message: JobResult | NSAError | None = connection.recv()
+        return message
+
+    def end_reason(self, worker: _Worker) -> str:
+        """End a worker that died or took too long, and return the reason."""
+        if self._limit_s is not None and time.monotonic() > worker.deadline:
+            worker.process.kill()
+            worker.process.join()
+            self._hung[worker.task[1]].add(self._case_of(worker.task))
+            why = f"did not end within {self._limit_s:g} s"
+        else:
+            doing = "in this check" if worker.started else "while it started"
+            why = describe_exit(children.end_status(worker.process), doing)
+        return children.with_last_line(why, last_output(worker.folder))
 
     def next_task(self, number: int, task: _Task | None = None) -> _Task | None:
-        """Return the task of worker ``number`` after ``task``, or None if no task is left."""
-        if task and task[1] + 1 < len(self._arguments[0]):
-            return task[0], task[1] + 1
-        job = self._schedule.take(number)
-        return None if job is None else (job, 0)
+        """Return the task of worker ``number`` after ``task``, or None if no task is left.
+
+        Other tasks on a case in which the combination hung are skipped, and all tasks of a
+        combination that hung in too many cases.
+        """
+        while True:
+            if task and task[1] + 1 < len(self._arguments[0]):
+                task = task[0], task[1] + 1
+            else:
+                job = self._schedule.take(number)
+                if job is None:
+                    return None
+                task = job, 0
+            hung = self._hung[task[1]]
+            if len(hung) < MAX_TIMEOUTS and self._case_of(task) not in hung:
+                return task
+            cases = f"{MAX_TIMEOUTS} cases" if len(hung) >= MAX_TIMEOUTS else "this case"
+            limit = f"did not end within {self._limit_s or 0:g} s"
+            self._skipped.append((task, f"not run: a check of {cases} {limit}"))
+
+    def take_skipped(self) -> list[tuple[_Task, str]]:
+        """Return the tasks that were skipped since the last call, and the reason of each."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
+    def _case_of(self, task: _Task) -> tuple[str, torch.dtype]:
+        job = self._arguments[1][task[0]]
+        return job.case.name, job.dtype
 
     def start(self, number: int, after: _Task | None = None) -> None:
         """Start a worker for the task after ``after``, if a task is left."""
         task = self.next_task(number, after)
         if task is None:
             return
-        parent_end, worker_end = _spawn.Pipe()
-        process = _spawn.Process(target=_work, args=(worker_end, *self._arguments), daemon=True)
-        # Starting the first process would start the resource tracker and unblock the signals.
-        resource_tracker.ensure_running()
-        with signals_blocked_in_children():
-            process.start()
+        parent_end, worker_end = children.processes.Pipe()
+        folder = self._folder / str(len(self._processes))
+        folder.mkdir()
+        process = children.start(_work, worker_end, folder, *self._arguments)
         worker_end.close()
         self._processes.append(process)
-        self.workers[parent_end] = _Worker(number, process, task)
+        self.workers[parent_end] = _Worker(number, process, task, folder)
         _send(parent_end, task)
 
     def assign_next(self, connection: Connection, stop: Interruption) -> None:
@@ -143,29 +238,29 @@ def _send(connection: Connection, task: _Task) -> None:
         connection.send(task)
 
 
-def _exit_reason(worker: _Worker) -> str:
-    """Describe how a worker ended."""
-    worker.process.join(10)  # its pipe closes before it exits
-    if worker.process.exitcode is None:
-        worker.process.kill()
-        worker.process.join()
-    status = worker.process.exitcode or 0
-    return describe_exit(status, "in this check" if worker.started else "while it started")
+def _failed(todo: Sequence[Job], task: _Task, why: str) -> JobResult:
+    """Return the failed result of a task that did not end."""
+    return JobResult(*task, [todo[task[0]].failure(why)], 0.0)
 
 
-def _lost_result(worker: _Worker, combination: int, todo: Sequence[Job], why: str) -> JobResult:
-    """Return the failed result of a task whose worker died."""
-    index = worker.task[0]
-    detail = why if why.startswith("killed") else f"{why}; its messages are on stderr"
-    job = todo[index]
-    finding = Finding(
-        job.name, "", job.case.name, dtype_name(job.dtype), "run", False, detail=detail
-    )
-    return JobResult(index, combination, [finding], 0.0)
+def _work(
+    connection: Connection,
+    folder: Path,
+    combinations: Sequence[Combination],
+    todo: Sequence[Job],
+    isolated: bool,
+) -> None:
+    """Run tasks from the pipe until it closes.
 
-
-def _work(connection: Connection, combinations: Sequence[Combination], todo: Sequence[Job]) -> None:
-    """Run tasks from the pipe until it closes; an unexpected error ends the process."""
+    Args:
+        connection: The pipe.
+        folder: Folder for the captured output.
+        combinations: Combinations to judge.
+        todo: All jobs.
+        isolated: Whether every error is a failed finding. The parent has planned already, so that
+            no error is the user's.
+    """
+    capture_output(folder)
     torch.set_num_threads(1)
     for combination in combinations[:1]:
         torch.zeros(1, device=combination.device)  # fails on a GPU that accepts no more processes
@@ -176,7 +271,9 @@ def _work(connection: Connection, combinations: Sequence[Combination], todo: Seq
         connection.send(None)
         while True:
             task: _Task = connection.recv()
+            forget_output()
             try:
                 connection.send(judge_one(combinations, todo, task))
             except NSAError as error:
-                connection.send(error)
+                failed = _failed(todo, task, f"{type(error).__name__}: {error}")
+                connection.send(failed if isolated else error)

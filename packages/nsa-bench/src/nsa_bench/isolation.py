@@ -1,0 +1,131 @@
+"""Third-party backends in a benchmark: they are planned, judged and timed in child processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nsa_bench.decode_workloads import DecodeCell, fused_step, layer_step, make_state, one_by_one
+from nsa_bench.gate import Gate
+from nsa_core.config import NSAConfig
+from nsa_core.contract import SLOTS
+from nsa_core.dispatch.options import PlanOptions
+from nsa_core.dispatch.plan import Plan, resolve
+from nsa_core.dispatch.registry import Registry
+from nsa_core.dtypes import dtype_name
+from nsa_core.errors import BackendUnavailable, NSAError
+from nsa_core.util.text import describe_error
+from nsa_verify.combination import Combination, ready_combinations
+from nsa_verify.isolation.call_guard import guarded_calls
+from nsa_verify.isolation.children import PLAN_LIMIT_S, call_in_child, needs_isolation
+
+GATE_LIMIT_S = {"cpu": 60.0, "cuda": 300.0}
+
+
+def may_be_foreign(registry: Registry, backends: Mapping[str, str]) -> bool:
+    """Return whether a plan with ``backends`` by slot may use a third-party backend."""
+    foreign = {entry.name for entry in registry.ready() if needs_isolation(entry)}
+    named = foreign & {*backends.values()}
+    return bool(named) or (bool(foreign) and not backends.keys() >= {*SLOTS})
+
+
+def is_foreign(registry: Registry, plan: Plan) -> bool:
+    """Return whether ``plan`` uses a third-party backend."""
+    return any(needs_isolation(registry.get(c.backend)) for c in plan.choices.values())
+
+
+def combinations(
+    registry: Registry, config: NSAConfig, options: PlanOptions
+) -> Sequence[Combination]:
+    """Return :func:`nsa_verify.combination.ready_combinations`, found in a child if need be.
+
+    Raises:
+        BackendUnavailable: A probe ended its process.
+    """
+    if not may_be_foreign(registry, {}):
+        return ready_combinations(registry, config, options)
+    found: Sequence[Combination] = call_in_child(
+        ready_combinations, registry, config, options, limit_s=PLAN_LIMIT_S, doing="while planning"
+    )
+    return found
+
+
+def check_plan(registry: Registry, config: NSAConfig, options: PlanOptions) -> None:
+    """Plan in a child first, if a third-party backend may take part.
+
+    Raises:
+        NSAError: The plan is refused.
+        BackendUnavailable: A probe or the import of a kernel ended its process.
+    """
+    named = options.backends if isinstance(options.backends, Mapping) else {}
+    if may_be_foreign(registry, {slot: name for slot, name in named.items() if name}):
+        arguments = (registry, config, options)
+        call_in_child(_plan, *arguments, limit_s=PLAN_LIMIT_S, doing="while planning")
+
+
+def _plan(registry: Registry, config: NSAConfig, options: PlanOptions) -> None:
+    resolve(config, options, registry=registry)
+
+
+def gate_in_child(
+    function: Callable[..., Gate], *arguments: Any, failed: Gate, device: str, deadline: float
+) -> Gate:
+    """Return ``function(*arguments)``, called in a child; a child that ends is a failed gate.
+
+    Args:
+        function: Returns the gate.
+        arguments: Its arguments.
+        failed: The gate to return with the reason if there is no other.
+        device: The device of the run.
+        deadline: Value of time.monotonic() at which the run's time is over.
+    """
+    started = time.monotonic()
+    limit_s = min(GATE_LIMIT_S[device.partition(":")[0]], max(1.0, deadline - started))
+    try:
+        gate: Gate = call_in_child(function, *arguments, limit_s=limit_s, doing="in its gate")
+    except BackendUnavailable as error:
+        seconds = round(time.monotonic() - started, 3)
+        return dataclasses.replace(failed, ok=False, seconds=seconds, failures=[str(error)])
+    return gate
+
+
+def failed_gate(combo: str, shape: str, dtype: Any, case: str) -> Gate:
+    """Return a gate that failed, without a reason yet."""
+    return Gate(combo, shape, dtype_name(dtype), False, case, 0.0, [])
+
+
+def step_fault(
+    registry: Registry,
+    plan: Plan,
+    config: NSAConfig,
+    cell: DecodeCell,
+    options: PlanOptions,
+    seed: int,
+) -> str:
+    """Run every form of a decode step that is timed in a child; return how it failed, or ""."""
+    backends = {slot: choice.backend for slot, choice in plan.choices.items()}
+    arguments = (registry, dataclasses.replace(options, backends=backends), config, cell, seed)
+    limit_s = GATE_LIMIT_S[str(options.device).partition(":")[0]]
+    try:
+        call_in_child(_run_steps, *arguments, limit_s=limit_s, doing="in a step")
+    except NSAError as error:
+        return describe_error(error)
+    return ""
+
+
+def _run_steps(
+    registry: Registry, options: PlanOptions, config: NSAConfig, cell: DecodeCell, seed: int
+) -> None:
+    plan = resolve(config, options, registry=registry)
+    dtype, device = getattr(torch, dtype_name(options.dtype)), str(options.device)
+    with torch.inference_mode(), guarded_calls():
+        state = make_state(cell, config, dtype, device, seed)
+        for _ in range(2):
+            one_by_one(plan, state)
+            if "step" in plan.fused:
+                fused_step(plan, state)
+        layer_step(plan, cell, dtype, device)()

@@ -1,0 +1,145 @@
+"""The parts of `nsa verify` that run plugins outside of the checks, in children if need be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nsa_cli import output
+
+if TYPE_CHECKING:
+    import torch
+
+    from nsa_core.dispatch.plan import Plan
+    from nsa_core.dispatch.registry import Registry
+    from nsa_verify.combination import Combination
+    from nsa_verify.findings import Finding
+
+
+def prepare_children(named: dict[str, str]) -> None:
+    """Start the server of child processes, if third-party backends may run, before torch loads."""
+    if is_isolated([named], output.find_backends()):
+        from nsa_verify.isolation.children import preload
+
+        preload(["nsa_verify.run.workers"])
+
+
+def is_isolated(combinations: Sequence[dict[str, str]], registry: Registry) -> bool:
+    """Return whether a combination may use a third-party backend, which only children run."""
+    from nsa_core.contract import SLOTS
+    from nsa_verify.isolation.children import needs_isolation
+
+    foreign = {entry.name for entry in registry.ready() if needs_isolation(entry)}
+    return any(
+        foreign & {*named.values()} if named.keys() >= {*SLOTS} else foreign
+        for named in combinations
+    )
+
+
+def call_planning(isolated: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return ``function(*arguments)``, called in a child process if ``isolated``."""
+    from nsa_verify.isolation.children import PLAN_LIMIT_S, call_in_child
+
+    if not isolated:
+        return function(*arguments)
+    return call_in_child(function, *arguments, limit_s=PLAN_LIMIT_S, doing="while planning")
+
+
+def default_job_limit_s(device: str, interpreted: bool) -> float:
+    """Return the seconds of one check without --job-timeout; kernels compile within the check."""
+    return 300.0 if device == "cuda" or interpreted else 60.0
+
+
+def plan_all(
+    combinations: Sequence[Combination], dtypes: Sequence[torch.dtype], preset: str, phase: str
+) -> tuple[bool, list[dict[str, str]]]:
+    """Plan every combination; return whether one needs an interpreter, and the backends of each.
+
+    Raises:
+        NSAError: A combination cannot run; see :func:`plan_one`.
+    """
+    from nsa_verify.run.contexts import needs_judge_context
+
+    interpreted = any(map(needs_judge_context, combinations))
+    preset = "interpreter" if interpreted else preset
+    plans = [plan_one(combination, dtypes, preset, phase) for combination in combinations]
+    return interpreted, [
+        {slot: f"{choice.backend} {choice.version}" for slot, choice in plan.choices.items()}
+        for plan in plans
+    ]
+
+
+def plan_one(
+    combination: Combination, dtypes: Sequence[torch.dtype], preset: str, phase: str
+) -> Plan:
+    """Return the combination's plan in the first dtype that it supports.
+
+    Planning before the checks refuses unknown and unavailable backends early. With ``phase``
+    "decode", the plan is that of a decode step.
+
+    Raises:
+        Unsupported: The combination supports none of ``dtypes``; the message has the reasons
+            against the first.
+    """
+    from nsa_core.errors import Unsupported
+    from nsa_verify import cases
+
+    config, refusals = cases.PRESETS[preset]()[0].config, []
+    for dtype in dtypes:
+        try:
+            if phase == "decode":
+                return combination.plan(config, dtype, needs_grad=False, phase=phase)
+            return combination.plan(config, dtype)
+        except Unsupported as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def reads_or_failure(
+    combination: Combination, dtypes: Sequence[torch.dtype], limit_s: float | None
+) -> tuple[dict[str, Any], list[Finding]]:
+    """Count the cached tokens that a decode step reads; a failure is a finding instead.
+
+    Args:
+        combination: The combination.
+        dtypes: Candidate dtypes.
+        limit_s: Seconds for a child process that counts them; None: this process counts them.
+    """
+    from nsa_core.errors import NSAError
+    from nsa_verify.findings import Finding
+    from nsa_verify.isolation.children import call_in_child
+
+    name = str(dtypes[0]).removeprefix("torch.")
+    try:
+        if limit_s is None:
+            return _count_reads(combination, dtypes), []
+        arguments = (_count_reads, combination, dtypes)
+        return call_in_child(*arguments, limit_s=limit_s, doing="in this check"), []
+    except NSAError as error:
+        failed = Finding("reads", "", "", name, "run", False, detail=str(error))
+        return {"reads": [], "reads_refused": str(error)}, [failed]
+
+
+def _count_reads(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+    """Count the cached tokens that a decode step reads, in the first dtype with decode forms.
+
+    The counts cover every length of :data:`nsa_verify.checks.reads.LENGTHS`.
+    """
+    from nsa_core.errors import Unsupported
+    from nsa_verify.checks.reads import LENGTHS, PAPER_BOUND, count_reads, reads_config
+
+    config, refusals = reads_config(), []
+    for dtype in dtypes:
+        try:
+            entries = [
+                entry
+                for length in LENGTHS
+                for entry in count_reads(combination, config, length, dtype)
+            ]
+        except Unsupported as refusal:
+            refusals.append(str(refusal))
+            continue
+        bounds = {str(length): PAPER_BOUND[length] for length in LENGTHS if length in PAPER_BOUND}
+        return {"reads": [dataclasses.asdict(entry) for entry in entries], "reads_bounds": bounds}
+    return {"reads": [], "reads_refused": refusals[0]}

@@ -1,0 +1,1 @@
+"""Isolation of third-party code: checks around its calls, and child processes that run it."""
