@@ -14,6 +14,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import dtype_names, pick_device
+from nsa_cli.result_files import ResultFiles
 from nsa_core.util.interruption import Interruption, deferred_signals
 
 if TYPE_CHECKING:
@@ -157,11 +158,12 @@ def verify(
         report: dict[str, Any] = reports[0]
         if every:
             report = {"schema_version": SCHEMA_VERSION, "combinations": reports}
-        if json_file is not None:
-            output.write_atomic(json_file, json.dumps(report, indent=1) + "\n", force)
+        files, text_of_report = ResultFiles(), json.dumps(report, indent=1) + "\n"
+        files.write(json_file, lambda f: output.write_atomic(f, text_of_report, force), keep=True)
         from nsa_cli.verify_report import print_combinations, print_report
 
         code = print_combinations(reports) if every else print_report(report, verbose)
+        files.exit_code(code)
     raise typer.Exit(code)
 
 

@@ -19,10 +19,11 @@ from nsa_core.util.text import describe_error
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import load_unsharded, shard_like, unshard
+from nsa_models.lm.run_folder import CHECKPOINT
 from nsa_models.lm.tokens import Tokenizer, tokenizer_from_dict
 
 FORMAT = "nsa-language-model 1"
-FILE = "checkpoint.safetensors"
+FILE = CHECKPOINT
 _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
 
 
