@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nsa_cli import backends, bench, output
+from nsa_cli import backends, bench, completion, output
 from nsa_cli.commands import App
 from nsa_cli.conformance import conformance
 from nsa_cli.doctor import doctor, env
@@ -91,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Typer's own main would exit with other codes on Ctrl-C and on closed pipes.
     command = typer.main.get_command(app)
     command._main_shell_completion({}, "nsa")  # exits if a shell asks for completions
+    completion.write_atomically(command.params)
     output.prepare_streams()
     code = 0
     with output.exit_codes():

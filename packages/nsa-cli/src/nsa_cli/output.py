@@ -34,6 +34,7 @@ __all__ = [
     "environment",
     "exit_codes",
     "find_backends",
+    "fitted",
     "one_line",
     "prepare_streams",
     "print_json",
@@ -233,10 +234,7 @@ def check_writable(path: Path | None, force: bool = False) -> None:
     """
     if path is None:
         return
-    try:
-        exists = path.exists()
-    except OSError as error:  # such as a name that is too long
-        raise InvalidInput(f"{path}: {error.strerror or error}; give another path") from error
+    exists = path.exists()
     if exists and not path.is_file():
         raise InvalidInput(f"{path} is not a plain file; give the path of a file")
     if exists and not force:
@@ -332,7 +330,7 @@ def end(code: int, message: str) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     with contextlib.suppress(OSError):  # standard error may be closed too
-        print(_fitted(f"nsa: {message}"), file=sys.stderr, flush=True)
+        print(fitted(f"nsa: {message}"), file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
@@ -364,6 +362,8 @@ def exit_codes() -> Iterator[None]:
     except OSError as error:
         if error.errno in _UNWRITABLE:
             end(UNWRITTEN, f"cannot write: {describe_error(error)}")
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            end(USAGE, f"{error.filename}: {error.strerror}; give another path")
         end(BROKEN, f"an operating system call failed: {describe_error(error)}")
 
 
@@ -373,7 +373,7 @@ def _paragraph(error: BaseException) -> str:
     return "\n".join(line[: len(line) - len(line.lstrip(" "))] + one_line(line) for line in lines)
 
 
-def _fitted(message: str) -> str:
+def fitted(message: str) -> str:
     """Return ``message`` with its lines wrapped between words if standard error is a terminal."""
     if not sys.stderr.isatty():
         return message

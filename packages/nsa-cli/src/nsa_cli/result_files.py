@@ -20,7 +20,7 @@ class ResultFiles:
         self.written: list[Path] = []
         self._errors: list[str] = []
 
-    def write(self, path: Path | None, write: Callable[[Path], None], keep: bool = False) -> None:
+    def write(self, path: Path | None, write: Callable[[Path], object], keep: bool = False) -> None:
         """Write a file, or remember why it could not be written.
 
         Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -82,7 +83,9 @@ def _explain(end: str, context: typer.Context, typed: Set[str], trainers: list[T
     if trainer is None and context.params["resume"]:
         text = "the checkpoint is unchanged. To go on:"
     elif trainer is not None and trainer.rescued is not None:
-        text = f"step {trainer.step_number} is kept in {trainer.rescued}. To go on, first make room:"
+        text = (
+            f"step {trainer.step_number} is kept in {trainer.rescued}. To go on, first make room:"
+        )
         commands.insert(0, ["cp", str(trainer.rescued), str(out / CHECKPOINT)])
     elif trainer is None or trainer.saved_step is None:
         text = "nothing is saved yet. To start again:"
@@ -94,9 +97,9 @@ def _explain(end: str, context: typer.Context, typed: Set[str], trainers: list[T
         text = f"step {step} of {steps} is saved in {out / CHECKPOINT}"
         commands = commands if step < steps else []
     lines = [f"nsa: {end}; {text}", *["To go on:"] * (bool(commands) and text[-1] != ":")]
-    console = output.console(stderr=True)
-    for line in [*lines, *map(shlex.join, commands)]:
-        console.print(line, soft_wrap=True)  # a wrapped command could not be copied
+    # Commands are not wrapped: a wrapped one could not be copied.
+    for line in [*map(output.fitted, lines), *map(shlex.join, commands)]:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _program(processes: int) -> list[str]:

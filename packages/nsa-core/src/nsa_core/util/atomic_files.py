@@ -19,7 +19,7 @@ _HINTS = {
     errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
     errno.EIO: "check the disk, or give a path on another one",
 }
-_NO_DISK = (errno.ENOSPC, _EDQUOT, errno.EIO)  # the path is right, but the disk is not
+_NO_DISK = (errno.ENOSPC, _EDQUOT, errno.EFBIG, errno.EIO)  # the path is right, but the disk is not
 _LEFTOVER = re.compile(r"\..*\.[0-9a-f]{8}\.tmp")
 
 
@@ -112,7 +112,7 @@ def write_bytes_atomic(path: str | Path, content: bytes, force: bool = False) ->
         _replace(path, content, force)
 
 
-def write_somewhere(path: Path, write: Callable[[Path], None]) -> Path | None:
+def write_somewhere(path: Path, write: Callable[[Path], object]) -> Path | None:
     """Keep a result whose file ``path`` could not be written: write it to the temporary folder.
 
     Args:

@@ -26,12 +26,25 @@ class Log:
         header = {"kind": KIND, "schema_version": SCHEMA_VERSION, **facts}
         records: list[dict[str, Any]] = []
         if step and path.exists():
-            header, records = read_log(path)
+            old, records = read_log(path)
+            header = self._checked(path, old, header)
         lines = [header, *(record for record in records if record["step"] <= step)]
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines), force=True)
         self._path = path
         with writing(path):
             self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115  # see close()
+
+    @staticmethod
+    def _checked(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+        """Return the header ``old`` of a resumed log, which must be of the same model and data."""
+        for name in ("model", "data"):
+            own, theirs = json.loads(json.dumps(new.get(name))), old.get(name)
+            if own != theirs:
+                raise InvalidInput(
+                    f"{path} belongs to another run than the checkpoint beside it: its {name} is"
+                    f" {theirs}, the checkpoint's is {own}; put back the files of one run"
+                )
+        return old
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record and flush it.

@@ -43,14 +43,14 @@ def locked(folder: Path) -> Iterator[None]:
         new = not folder.exists()
         folder.mkdir(exist_ok=True)
     lock, holder = FileLock(folder / _LOCK), folder / _HOLDER
-    try:
-        with writing(folder / _LOCK):
+    with writing(folder / _LOCK):
+        try:
             lock.acquire(timeout=0)
-    except Timeout:
-        raise InvalidInput(
-            f"{folder} is in use by {_describe(holder)}, which trains in it; wait for its"
-            " end, end it, or give another folder"
-        ) from None
+        except Timeout:
+            raise InvalidInput(
+                f"{folder} is in use by {_describe(holder)}, which trains in it; wait for its end,"
+                " end it, or give another folder"
+            ) from None
     try:
         with writing(holder):
             holder.write_text(json.dumps(_own_facts()), encoding="utf-8")
