@@ -24,8 +24,8 @@ _HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, verify, time a
 This is not DeepSeek Sparse Attention (DSA), the lightning indexer of DeepSeek-V3.2.
 """
 _EXIT_CODES = """Exit codes: 0 ok; 1 a check failed; 2 usage error, unknown name or invalid input;
-3 a backend or device is unsupported or unavailable on this machine; 4 no backend can run; 5 the
-output could not be written; 130 interrupted by Ctrl-C; 143 ended by SIGTERM; 141 the reader closed
+3 a backend or device is unsupported or unavailable on this machine; 4 no backend can run; 5 could
+not write the output; 130 interrupted by Ctrl-C; 143 ended by SIGTERM; 141 the reader closed
 the output."""
 
 app = App(name="nsa", help=_HELP, epilog=_EXIT_CODES, add_completion=True)

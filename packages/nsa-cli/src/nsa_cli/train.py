@@ -113,7 +113,8 @@ def _locked(values: Mapping[str, Any], typed: Set[str]) -> Iterator[None]:
     else:
         check_folder_writable(out)
     with run_folder.locked(out):
-        empty = run_folder.is_empty(out)
+        # Under torchrun the first process creates the folder, perhaps later.
+        empty = not out.exists() or run_folder.is_empty(out)
         if resume and not (out / run_folder.CHECKPOINT).exists():
             fix = "leave --resume out" if empty else "give --force instead of --resume"
             raise InvalidInput(

@@ -14,6 +14,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.util.atomic_files import is_leftover, writing
 
 CHECKPOINT = "checkpoint.safetensors"
+_LEFTOVERS = (f".{CHECKPOINT}.", ".log.jsonl.")  # of this folder's own files
 _LOCK, _HOLDER = ".nsa-train.lock", ".nsa-train.json"
 
 
@@ -55,7 +56,7 @@ def locked(folder: Path) -> Iterator[None]:
         with writing(holder):
             holder.write_text(json.dumps(_own_facts()), encoding="utf-8")
         for path in folder.iterdir():
-            if is_leftover(path):
+            if is_leftover(path) and path.name.startswith(_LEFTOVERS):
                 path.unlink(missing_ok=True)
         yield
     finally:
