@@ -88,13 +88,13 @@ def options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``nsa`` with ``arguments``, by default those of the process, and exit with its code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    # Typer's own main would exit with other codes on Ctrl-C and on closed pipes.
-    command = typer.main.get_command(app)
-    command._main_shell_completion({}, "nsa")  # exits if a shell asks for completions
-    completion.write_atomically(command.params)
     output.prepare_streams()
     code = 0
     with output.exit_codes():
+        # Typer's own main would exit with other codes on Ctrl-C and on closed pipes.
+        command = typer.main.get_command(app)
+        command._main_shell_completion({}, "nsa")  # exits if a shell asks for completions
+        completion.write_atomically(command.params)
         try:
             with command.make_context("nsa", arguments) as context:
                 command.invoke(context)
