@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,8 +69,11 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _own_facts() -> dict[str, object]:
+    import datetime
+    import platform
+
     now = datetime.datetime.now().astimezone()
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{now:%Y-%m-%d %H:%M:%S}"}
+    return {"pid": os.getpid(), "host": platform.node(), "since": f"{now:%Y-%m-%d %H:%M:%S}"}
 
 
 def _describe(holder: Path) -> str:
