@@ -128,6 +128,30 @@ def test_a_signal_before_the_first_file_leaves_nothing_and_says_how_to_start(
     assert checkpoint.read(out).facts["step"] == 1
 
 
+@pytest.mark.parametrize("where", ["nsa_models.lm.parallel.join", "measure_peaks"])
+def test_a_signal_that_an_import_swallows_ends_the_run_all_the_same(
+    nsa, tmp_path, monkeypatch, where
+):
+    module, name = where.rpartition(".")[0], where.rpartition(".")[2]
+    target = sys.modules[module] if module else train_module
+    original = getattr(target, name)
+
+    def swallows(*arguments: object) -> object:
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGINT)
+        return original(*arguments)
+
+    monkeypatch.setattr(target, name, swallows)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = nsa("train", "--out", str(tmp_path / "run"), *SMALL, "--steps", "3")
+    finally:
+        assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+    assert done.code == 130, done
+    assert "ended by Ctrl-C; " in done.err
+    assert (tmp_path / "run").exists() == (name == "measure_peaks")
+
+
 def test_a_signal_before_a_resumed_run_goes_on_names_the_same_command(nsa, run, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -285,9 +309,9 @@ def test_the_digest_of_a_tensor_covers_its_dtype_shape_and_values():
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_at_any_time_leaves_a_run_that_goes_on_or_starts_again(nsa, tmp_path, number):
-    """Signals at 24 times: importing torch, reading data, the first steps, and saving."""
+    """Signals at 12 times: importing torch, reading data, the first steps, and saving."""
     phases = set()
-    for index in range(24):
+    for index in range(12):
         out = tmp_path / f"run-{index}"
         command = ["train", "--out", str(out), *SMALL, "--steps", "100000", "--save-every", "1"]
         code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
@@ -299,10 +323,10 @@ def test_a_signal_at_any_time_leaves_a_run_that_goes_on_or_starts_again(nsa, tmp
             assert child.stdout is not None
             child.stdout.readline()
             until = time.monotonic() + 60
-            if index >= 12:  # in the loop, where a process saves after each step
+            if index >= 8:  # in the loop, where a process saves after each step
                 while not (out / log.FILE).exists() and time.monotonic() < until:
                     time.sleep(0.005)
-            time.sleep(index % 12 * (0.25 if index < 12 else 0.05))
+            time.sleep(index * 0.25 if index < 8 else (index - 8) * 0.1)
             child.send_signal(number)
             _, err = child.communicate(timeout=60)
         finally:
@@ -322,7 +346,7 @@ def test_a_signal_at_any_time_leaves_a_run_that_goes_on_or_starts_again(nsa, tmp
             step = checkpoint.read(out).facts["step"]
             assert f"step {step} of 100000 is saved in" in err
             assert nsa("train", "--out", str(out), "--resume", "--steps", str(step + 1)).code == 0
-        if index % 6 == 0 and lines[-1].startswith("nsa train"):
+        if index % 4 == 0 and lines[-1].startswith("nsa train"):
             again = [*shlex.split(lines[-1])[1:], "--steps", "1", "--save-every", "1"]
             done = nsa(*again) if "--resume" not in again else None
             assert done is None or done.code == 0, done

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,14 +80,15 @@ def train(
     trainers: list[Trainer] = []
     with (
         output.exit_codes(),
-        train_interrupted.explained(context, typed, trainers),
+        train_interrupted.explained(context, typed, trainers) as raise_again,
         _locked(values, typed),
     ):
         with errors_name_options({name: name for name in values} | options.RENAMED):
             world, trainer = _prepare(values, typed)
         trainers.append(trainer)
         try:
-            history = _run(trainer, out)
+            raise_again()
+            history = _run(trainer, out, raise_again)
             if world.rank == 0:
                 _print_summary(history, trainer, out)
                 _plot_losses(out, png, svg, force or resume)
@@ -235,13 +236,14 @@ def _model(values: Mapping[str, Any], vocab_size: int, saved: Checkpoint | None)
     return LanguageModel(config, backends)
 
 
-def _run(trainer: Trainer, out: Path) -> list[Progress]:
+def _run(trainer: Trainer, out: Path, raise_again: Callable[[], None]) -> list[Progress]:
     from nsa_models.lm.train import train as run
 
     held_out = ""
 
     def show_progress(step: Progress) -> None:
         nonlocal held_out
+        raise_again()  # a signal that was swallowed before the loop deferred signals
         if step.held_out_loss is not None:
             held_out = f", held out {step.held_out_loss:.3f}"
         if step.step:

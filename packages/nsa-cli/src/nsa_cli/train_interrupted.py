@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,9 @@ NOT_IN_CHECKPOINT = ("device", "threads", "backends", "png", "svg")
 
 
 @contextlib.contextmanager
-def explained(context: typer.Context, typed: Set[str], trainers: list[Trainer]) -> Iterator[None]:
+def explained(
+    context: typer.Context, typed: Set[str], trainers: list[Trainer]
+) -> Iterator[Callable[[], None]]:
     """End a run that a signal or a full disk ends with a message: how far it came, how it goes on.
 
     Args:
@@ -34,12 +36,16 @@ def explained(context: typer.Context, typed: Set[str], trainers: list[Trainer]) 
         typed: Names of the options that the user gave.
         trainers: The trainer, once it exists.
 
+    Yields:
+        A function that raises a signal again whose exception was swallowed, for example by an
+        import.
+
     Raises:
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, 5 if a file could not be written.
     """
     try:
-        with _sigterm_raises():
-            yield
+        with _signals_raise() as raise_again:
+            yield raise_again
     except KeyboardInterrupt:
         _explain("ended by Ctrl-C", context, typed, trainers)
         raise SystemExit(output.INTERRUPTED) from None
@@ -55,20 +61,33 @@ def explained(context: typer.Context, typed: Set[str], trainers: list[Trainer]) 
 
 
 @contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Raise SystemExit(143) at SIGTERM; the training loop defers the signal on its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _signals_raise() -> Iterator[Callable[[], None]]:
+    """Raise SystemExit(143) at SIGTERM and KeyboardInterrupt at SIGINT.
+
+    An import may swallow the exception. Yields a function that raises such a signal again. The
+    training loop defers signals on its own.
+    """
+    received: list[int] = []
 
     def end(number: int, frame: object) -> None:
-        raise SystemExit(exit_code("SIGTERM"))
+        received.append(number)
+        raise SystemExit(exit_code("SIGTERM")) if number == signal.SIGTERM else KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, end)
+    def raise_again() -> None:
+        if received:
+            signal.raise_signal(received.pop())
+
+    if threading.current_thread() is not threading.main_thread():
+        yield raise_again
+        return
+    # Jobs that a shell runs in the background ignore SIGINT.
+    numbers = [signal.SIGTERM, *[signal.SIGINT] * callable(signal.getsignal(signal.SIGINT))]
+    previous = {number: signal.signal(number, end) for number in numbers}
     try:
-        yield
+        yield raise_again
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _explain(end: str, context: typer.Context, typed: Set[str], trainers: list[Trainer]) -> None:
