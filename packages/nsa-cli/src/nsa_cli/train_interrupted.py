@@ -71,7 +71,9 @@ def _signals_raise() -> Iterator[Callable[[], None]]:
 
     def end(number: int, frame: object) -> None:
         received.append(number)
-        raise SystemExit(exit_code("SIGTERM")) if number == signal.SIGTERM else KeyboardInterrupt
+        if number == signal.SIGTERM:
+            raise SystemExit(exit_code("SIGTERM"))
+        raise KeyboardInterrupt
 
     def raise_again() -> None:
         if received:
