@@ -128,12 +128,15 @@ COMMANDS = [
 ]
 
 
+IN_FORKS = [["backends", "list"], ["env"], BENCH]  # each prints with other functions
+
+
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
-    """(exit code, standard error) of each of ``COMMANDS`` with a pipe without a reader."""
+    """(exit code, standard error) of each of ``IN_FORKS`` with a pipe without a reader."""
     folder = tmp_path_factory.mktemp("errors")
     done = subprocess.run(
-        [sys.executable, "-c", FORKS, str(folder), json.dumps(COMMANDS)],
+        [sys.executable, "-c", FORKS, str(folder), json.dumps(IN_FORKS)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -143,7 +146,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str]]:
     return [(code, (folder / str(number)).read_text()) for number, code in enumerate(codes)]
 
 
-@pytest.mark.parametrize("number", range(len(COMMANDS)), ids=lambda n: " ".join(COMMANDS[n][:2]))
+@pytest.mark.parametrize("number", range(len(IN_FORKS)), ids=lambda n: " ".join(IN_FORKS[n][:2]))
 def test_a_closed_pipe_exits_with_code_141(number, forked):
     code, err = forked[number]
     assert code == 141, err
@@ -162,7 +165,11 @@ def test_a_closed_pipe_exits_with_code_141_in_a_new_process(arguments):
 
 @pytest.mark.parametrize(
     ("checks", "processes", "both"),
-    [pytest.param("4", "2", False, marks=pytest.mark.slow), ("40", "2", True)],
+    [
+        pytest.param("4", "2", False, marks=pytest.mark.slow),
+        pytest.param("40", "2", True, marks=pytest.mark.slow),
+        ("40", "1", True),
+    ],
 )
 def test_a_closed_pipe_ends_verify_and_its_workers(checks, processes, both, tmp_path):
     """With ``both``, the first progress line fails while most of the checks are still waiting."""
@@ -203,7 +210,12 @@ def test_a_closed_pipe_in_a_shell_exits_with_code_141(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["backends", "list"], ["verify"], ["env"]], ids=" ".join
+    "arguments",
+    [
+        ["backends", "list"],
+        *(pytest.param(a, marks=pytest.mark.slow) for a in (["--help"], ["verify"], ["env"])),
+    ],
+    ids=" ".join,
 )
 def test_a_closed_standard_output_exits_with_code_5(arguments):
     done = subprocess.run(
@@ -213,6 +225,30 @@ def test_a_closed_standard_output_exits_with_code_5(arguments):
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (5, "nsa: cannot write: standard output is closed\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["bench", "train", "verify"])
+def test_progress_for_a_closed_standard_error_is_dropped(command, tmp_path):
+    """The tables are printed and the files are written, as if standard error were open."""
+    arguments = {
+        "bench": [*BENCH, "--json", str(tmp_path / "r.json")],
+        "train": [
+            *("train", "--out", str(tmp_path / "run"), "--device", "cpu", "--data", "uniform"),
+            *("--length", "32", "--batch", "2", "--held-out-rows", "1", "--steps", "2"),
+        ],
+        "verify": ["verify", "--device", "cpu", "--dtype", "float32", "--phase", "decode"],
+    }[command]
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -m nsa_cli "$@" 2>&-', sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert done.stdout.count("\n") > 3
+    written = {"bench": ["r.json"], "train": ["run"], "verify": []}[command]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == written
 
 
 def test_messages_for_a_closed_standard_error_are_dropped():

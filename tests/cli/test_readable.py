@@ -364,7 +364,7 @@ def test_errors_on_a_terminal_break_between_words(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with pytest.raises(SystemExit):
-        output._exit(2, "the first line\n  " + "word " * 20 + "x" * 50)
+        output.end(2, "the first line\n  " + "word " * 20 + "x" * 50)
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["nsa: the first line", "  " + " ".join(["word"] * 7)]
     assert lines[2].startswith("    word")

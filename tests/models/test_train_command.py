@@ -117,7 +117,7 @@ def test_existing_files_and_wrong_arguments_are_refused(nsa, text, tmp_path):
             ["--out", str(out), "--resume", "--held-out-rows", "5"],
             "--held-out-rows: with --resume the checkpoint",
         ),
-        (["--out", str(out), "--resume"], "cannot be read as a checkpoint"),
+        (["--out", str(out), "--resume"], "has no checkpoint, so there is nothing to go on with"),
         (
             ["--out", str(tmp_path / "new"), "--size", "huge"],
             "one of tiny, toy, m7c_125m, got 'huge'",
@@ -202,10 +202,8 @@ def test_a_forced_new_run_removes_the_old_checkpoint(nsa, text, tmp_path, monkey
 
     monkeypatch.setattr("nsa_models.lm.trainer.Trainer.step", killed)
     assert nsa("train", *out, "--force").code == 130
-    assert (
-        "cannot be read as a checkpoint"
-        in nsa("train", "--out", str(tmp_path / "run"), "--resume").err
-    )
+    done = nsa("train", "--out", str(tmp_path / "run"), "--resume")
+    assert (done.code, "give --force instead of --resume" in done.err) == (2, True)
 
 
 @pytest.mark.parametrize(

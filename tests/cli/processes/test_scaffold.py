@@ -11,6 +11,7 @@ import pytest
 
 from nsa_cli import scaffold
 from nsa_core.errors import InvalidInput
+from nsa_core.util.atomic_files import NotWritten
 
 SHORT = "loads or float32 and accepted"
 LONG = "loads or accepted or operator or strided or untouched"
@@ -151,6 +152,6 @@ def test_a_failed_write_leaves_no_files(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(
         scaffold, "rendered", lambda name: {"a/b.txt": "text", "a/b.txt/c.txt": "text"}
     )
-    with pytest.raises(InvalidInput, match="cannot be written to"):
+    with pytest.raises(NotWritten, match=r"could not write .*c\.txt: "):
         scaffold.create("mine", tmp_path / "new" / "deep")
     assert list(tmp_path.iterdir()) == []

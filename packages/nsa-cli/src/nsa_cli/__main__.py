@@ -1,6 +1,19 @@
-"""Run `nsa` as `python -m nsa_cli`."""
+"""Run `nsa`, also as `python -m nsa_cli`."""
 
-from nsa_cli.app import main
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run `nsa`, and end quietly if Ctrl-C interrupts its imports."""
+    try:
+        from nsa_cli.app import main as run
+    except KeyboardInterrupt:
+        print("nsa: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    run()
+
 
 if __name__ == "__main__":  # worker processes import this file again under another name
     main()

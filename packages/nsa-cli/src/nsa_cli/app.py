@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nsa_cli import backends, bench, output
+from nsa_cli import backends, bench, completion, output
 from nsa_cli.commands import App
 from nsa_cli.conformance import conformance
 from nsa_cli.doctor import doctor, env
@@ -25,8 +25,8 @@ _HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, verify, time a
 This is not DeepSeek Sparse Attention (DSA), the lightning indexer of DeepSeek-V3.2.
 """
 _EXIT_CODES = """Exit codes: 0 ok; 1 a check failed; 2 usage error, unknown name or invalid input;
-3 a backend or device is unsupported or unavailable on this machine; 4 no backend can run; 5 the
-output could not be written; 130 interrupted by Ctrl-C; 143 ended by SIGTERM; 141 the reader closed
+3 a backend or device is unsupported or unavailable on this machine; 4 no backend can run; 5 could
+not write the output; 130 interrupted by Ctrl-C; 143 ended by SIGTERM; 141 the reader closed
 the output."""
 
 app = App(name="nsa", help=_HELP, epilog=_EXIT_CODES, add_completion=True)
@@ -89,12 +89,13 @@ def options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``nsa`` with ``arguments``, by default those of the process, and exit with its code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    # Typer's own main would exit with other codes on Ctrl-C and on closed pipes.
-    command = typer.main.get_command(app)
-    command._main_shell_completion({}, "nsa")  # exits if a shell asks for completions
     output.prepare_streams()
     code = 0
     with output.exit_codes(), recorded_ctrl_c():
+        # Typer's own main would exit with other codes on Ctrl-C and on closed pipes.
+        command = typer.main.get_command(app)
+        command._main_shell_completion({}, "nsa")  # exits if a shell asks for completions
+        completion.write_atomically(command.params)
         try:
             with command.make_context("nsa", arguments) as context:
                 command.invoke(context)

@@ -21,6 +21,7 @@ from nsa_cli.choices import (
     split_commas,
 )
 from nsa_cli.commands import App
+from nsa_cli.result_files import ResultFiles
 from nsa_core.util.interruption import Interruption, deferred_signals, exit_code
 
 if TYPE_CHECKING:
@@ -112,9 +113,10 @@ def bench(
                 threads,
             )
             result = _run(settings, stop)
-        _write_files(result, json_file, html, png, svg, force)
+        files = _write_files(result, json_file, html, png, svg, force)
         _print_result(result)
-        _print_written(json_file, html, png, svg)
+        _print_written(files)
+        files.exit_code(_exit_code(result))
     raise typer.Exit(_exit_code(result))
 
 
@@ -187,9 +189,10 @@ def report(
 
         _check_outputs([html, png, svg], html or png or svg, force)
         result = read_result(file)
-        _write_files(result, None, html, png, svg, force)
+        files = _write_files(result, None, html, png, svg, force)
         _print_result(result)
-        _print_written(html, png, svg)
+        _print_written(files)
+        files.exit_code(output.FAILED if result.failed else 0)
     raise typer.Exit(output.FAILED if result.failed else 0)
 
 
@@ -320,22 +323,27 @@ def _write_files(
     png: Path | None,
     svg: Path | None,
     force: bool,
-) -> None:
-    if json_file is not None:
-        output.write_atomic(json_file, result.to_json(), force)
-    if html is not None:
+) -> ResultFiles:
+    def write_page(file: Path) -> None:
         from nsa_bench.render.page import page
 
-        output.write_atomic(html, page(result), force)
-    for file, kind in ((png, "png"), (svg, "svg")):
-        if file is not None:
-            from nsa_bench.render.plots import save
+        output.write_atomic(file, page(result), force)
 
-            save(result, file, kind, force)
+    def write_plot(file: Path, kind: str) -> None:
+        from nsa_bench.render.plots import save
+
+        save(result, file, kind, force)
+
+    files = ResultFiles()
+    files.write(json_file, lambda f: output.write_atomic(f, result.to_json(), force), keep=True)
+    files.write(html, write_page)
+    files.write(png, lambda f: write_plot(f, "png"))
+    files.write(svg, lambda f: write_plot(f, "svg"))
+    return files
 
 
-def _print_written(*files: Path | None) -> None:
-    if names := ", ".join(str(file) for file in files if file is not None):
+def _print_written(files: ResultFiles) -> None:
+    if names := ", ".join(map(str, files.written)):
         output.print_text(output.console(), f"Written to {names}")
 
 

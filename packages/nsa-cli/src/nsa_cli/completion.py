@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from nsa_cli import output
 from nsa_core.contract import DTYPES, SLOTS
+from nsa_core.util.atomic_files import write_atomic
 
 
 def _backends() -> list[str]:
@@ -71,6 +73,32 @@ def add(command: str, params: Iterable[Any]) -> None:
         values = _VALUES_OF_COMMAND.get((command, param.name), _VALUES.get(param.name))
         if values is not None:
             param.shell_complete = functools.partial(_complete, values)
+
+
+def write_atomically(params: Iterable[Any]) -> None:
+    """Let --install-completion replace files such as ~/.bashrc whole or not at all.
+
+    Typer overwrites them in place, and would leave them empty on a full disk.
+
+    Args:
+        params: The parameters of the command `nsa`.
+    """
+    for param in params:
+        if param.name == "install_completion":
+            param.callback = functools.partial(_install, param.callback)
+
+
+def _install(callback: Callable[..., Any], *arguments: Any) -> Any:
+    def write_text(path: Path, text: str, *_: Any, **__: Any) -> int:
+        write_atomic(path, text, force=True)
+        return len(text)
+
+    original = Path.write_text
+    Path.write_text = write_text  # type: ignore[assignment, method-assign]
+    try:
+        return callback(*arguments)
+    finally:
+        Path.write_text = original  # type: ignore[method-assign]
 
 
 def _complete(values: Callable[[], Sequence[str]], ctx: Any, incomplete: str) -> list[Any]:

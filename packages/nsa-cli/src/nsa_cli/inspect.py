@@ -16,6 +16,7 @@ from nsa_cli.choices import (
     parse_backends,
     pick_device,
 )
+from nsa_cli.result_files import ResultFiles
 
 if TYPE_CHECKING:
     from nsa_models.inspect import Inspection
@@ -87,8 +88,10 @@ def inspect(
             )
             check_layer(layer, len(subject.model.blocks))
             inspection = inspect_text(content, subject, source=text.name, max_tokens=max_tokens)
-            files = save(inspection, out, layer, force)
-        _print_summary(inspection, out, files, max_tokens)
+            files = ResultFiles()
+            files.write(out, lambda folder: save(inspection, folder, layer, force))
+        _print_summary(inspection, files.written, max_tokens)
+        files.exit_code(0)
 
 
 def _read_text(path: Path) -> str:
@@ -121,10 +124,9 @@ def _one_dtype(text: str) -> str:
     return names[0]
 
 
-def _print_summary(
-    inspection: Inspection, out: Path, files: list[Path], max_tokens: int | None
-) -> None:
+def _print_summary(inspection: Inspection, folders: list[Path], max_tokens: int | None) -> None:
     from nsa_models.inspect.findings import UNTRAINED, sentences
+    from nsa_models.inspect.save import FILES
 
     console = output.console()
     if not inspection.trained:
@@ -140,5 +142,5 @@ def _print_summary(
         )
     for sentence in sentences(inspection):
         output.print_text(console, sentence, indent="")
-    names = ", ".join(file.name for file in files)
-    output.print_text(console, f"Written to {out}: {names}", "bold green")
+    for folder in folders:
+        output.print_text(console, f"Written to {folder}: {', '.join(FILES)}", "bold green")

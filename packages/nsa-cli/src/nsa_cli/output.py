@@ -16,7 +16,7 @@ import typer
 
 from nsa_cli.wrapping import wrap
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
-from nsa_core.util.atomic_files import write_atomic
+from nsa_core.util.atomic_files import NotWritten, check_folder_writable, write_atomic
 from nsa_core.util.text import describe_error, one_line
 
 if TYPE_CHECKING:
@@ -30,9 +30,11 @@ __all__ = [
     "UsageError",
     "check_writable",
     "console",
+    "end",
     "environment",
     "exit_codes",
     "find_backends",
+    "fitted",
     "one_line",
     "prepare_streams",
     "print_json",
@@ -104,7 +106,7 @@ def prepare_streams() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until exit
     if sys.stdout is None:
-        _exit(UNWRITTEN, "cannot write: standard output is closed")
+        end(UNWRITTEN, "cannot write: standard output is closed")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -227,19 +229,20 @@ def check_writable(path: Path | None, force: bool = False) -> None:
 
     Raises:
         InvalidInput: The file exists and ``force`` is false, the path is not a plain file, or its
-            directory does not exist or is not writable.
+            directory does not exist or no file can be created there, which is tried.
+        NotWritten: The disk is full or broken.
     """
     if path is None:
         return
-    if path.exists() and not path.is_file():
-        raise InvalidInput(f"{path} is not a plain file")
-    if path.exists() and not force:
+    exists = path.exists()
+    if exists and not path.is_file():
+        raise InvalidInput(f"{path} is not a plain file; give the path of a file")
+    if exists and not force:
         raise InvalidInput(f"{path} exists; give --force to overwrite it")
     folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
         raise InvalidInput(f"{path}: the directory {folder} does not exist; create it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InvalidInput(f"{path}: the directory {folder} cannot be written to")
+    check_folder_writable(folder, path)
 
 
 @contextlib.contextmanager
@@ -317,7 +320,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _exit(code: int, message: str) -> NoReturn:
+def end(code: int, message: str) -> NoReturn:
     """Flush standard output, print ``message`` on standard error, and exit with ``code``."""
     try:
         if sys.stdout is not None:
@@ -327,7 +330,7 @@ def _exit(code: int, message: str) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     with contextlib.suppress(OSError):  # standard error may be closed too
-        print(_fitted(f"nsa: {message}"), file=sys.stderr, flush=True)
+        print(fitted(f"nsa: {message}"), file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
@@ -337,27 +340,31 @@ def exit_codes() -> Iterator[None]:
     try:
         yield
     except InvalidInput as error:
-        _exit(USAGE, _paragraph(error))
+        end(USAGE, _paragraph(error))
     except BackendUnavailable as error:
-        _exit(BROKEN if error.nothing_usable else UNAVAILABLE, _paragraph(error))
+        end(BROKEN if error.nothing_usable else UNAVAILABLE, _paragraph(error))
     except Unsupported as error:
-        _exit(UNAVAILABLE, _paragraph(error))
+        end(UNAVAILABLE, _paragraph(error))
     except NSAError as error:
-        _exit(FAILED, _paragraph(error))
+        end(FAILED, _paragraph(error))
     except ClickError as error:
         context = getattr(error, "ctx", None)
         hint = f" (try '{context.command_path} --help')" if context is not None else ""
-        _exit(USAGE, one_line(error.format_message()) + hint)
+        end(USAGE, one_line(error.format_message()) + hint)
     except (KeyboardInterrupt, typer.Abort):
-        _exit(INTERRUPTED, "interrupted")
+        end(INTERRUPTED, "interrupted")
     except BrokenPipeError:
-        _exit(CLOSED, "the output was closed before everything was written")
+        end(CLOSED, "the output was closed before everything was written")
+    except NotWritten as error:
+        end(UNWRITTEN, _paragraph(error))
     except ImportError as error:
-        _exit(BROKEN, f"the installation is broken: {describe_error(error)}")
+        end(BROKEN, f"the installation is broken: {describe_error(error)}")
     except OSError as error:
         if error.errno in _UNWRITABLE:
-            _exit(UNWRITTEN, f"cannot write: {describe_error(error)}")
-        _exit(BROKEN, f"an operating system call failed: {describe_error(error)}")
+            end(UNWRITTEN, f"cannot write: {describe_error(error)}")
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            end(USAGE, f"{error.filename}: {error.strerror}; give another path")
+        end(BROKEN, f"an operating system call failed: {describe_error(error)}")
 
 
 def _paragraph(error: BaseException) -> str:
@@ -366,7 +373,7 @@ def _paragraph(error: BaseException) -> str:
     return "\n".join(line[: len(line) - len(line.lstrip(" "))] + one_line(line) for line in lines)
 
 
-def _fitted(message: str) -> str:
+def fitted(message: str) -> str:
     """Return ``message`` with its lines wrapped between words if standard error is a terminal."""
     if not sys.stderr.isatty():
         return message

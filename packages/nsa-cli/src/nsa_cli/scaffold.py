@@ -11,9 +11,12 @@ from string import Template
 from nsa_core.contract import API_VERSION
 from nsa_core.dispatch.loading import FIRST_PARTY, installed, normalized
 from nsa_core.errors import InvalidInput
+from nsa_core.util.atomic_files import check_folder_writable, writing
+from nsa_core.util.text import one_line
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _MAX_LENGTH = 40
+_SHOWN_ENTRIES = 3  # of a folder that is not empty
 _SUFFIX = ".tmpl"
 _TEMPLATE_FOLDER = Path(__file__).parent / "template"
 
@@ -57,30 +60,51 @@ def create(name: str, folder: Path) -> list[Path]:
         The paths of the written files.
 
     Raises:
-        InvalidInput: The name is not valid or is in use, the folder is not empty, or a file cannot
-            be written.
+        InvalidInput: The name is not valid or is in use, the folder holds something, or no file
+            can be created in it.
+        NotWritten: A file cannot be written, because the disk is full or broken.
     """
     texts = rendered(name)
+    _check_folder(folder)
     written: list[Path] = []
     new_folders: list[Path] = []
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            state = "not empty" if folder.is_dir() else "not a directory"
-            raise InvalidInput(f"{folder} exists and is {state}; give a new directory")
         for path, text in texts.items():
             target = folder / path
-            new_folders += _create_folders(target.parent)
-            with open(target, "x", encoding="utf-8", newline="\n") as file:
-                written.append(target)
-                file.write(text)
-    except OSError as error:
+            with writing(target):
+                _create_folders(target.parent, new_folders)
+                with open(target, "x", encoding="utf-8", newline="\n") as file:
+                    written.append(target)
+                    file.write(text)
+    except BaseException:
         with contextlib.suppress(OSError):
             for target in written:
                 target.unlink()
             for directory in reversed(new_folders):
                 directory.rmdir()
-        raise InvalidInput(f"{folder} cannot be written to: {error.strerror or error}") from error
+        raise
     return written
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that holds something, or in which no file can be created."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise InvalidInput(f"{folder} is not a directory; give a new directory")
+        entries = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        raise InvalidInput(f"{folder} cannot be read: {error.strerror or error}") from error
+    if entries:
+        names = ", ".join(map(one_line, entries[:_SHOWN_ENTRIES]))
+        more = f" and {len(entries) - _SHOWN_ENTRIES} more" * (len(entries) > _SHOWN_ENTRIES)
+        raise InvalidInput(
+            f"{folder} is not empty: it holds {names}{more}; give a new directory, or empty this"
+            " one"
+        )
+    if not existing.is_dir():
+        raise InvalidInput(f"{folder}: {existing} is not a directory; give a new directory")
+    check_folder_writable(existing, folder)
 
 
 def _check_name(name: str) -> None:
@@ -100,12 +124,11 @@ def _check_name(name: str) -> None:
         raise InvalidInput(f"the name {name!r} is taken by {owner}; choose another")
 
 
-def _create_folders(folder: Path) -> list[Path]:
-    """Create ``folder`` and its missing parents; return the created folders, outermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
-    for path in missing:
+def _create_folders(folder: Path, created: list[Path]) -> None:
+    """Create ``folder`` and its missing parents; add them to ``created``, outermost first."""
+    for path in [path for path in (folder, *folder.parents) if not path.exists()][::-1]:
         path.mkdir()
-    return missing
+        created.append(path)
 
 
 def _templates() -> Iterator[tuple[str, str]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,13 +78,17 @@ def train(
     values = {name: value for name, value in locals().items() if name != "context"}
     typed = options_on_command_line(context)
     trainers: list[Trainer] = []
-    with output.exit_codes(), train_interrupted.explained(context, typed, trainers):
-        _check_paths(values, typed)
+    with (
+        output.exit_codes(),
+        train_interrupted.explained(context, typed, trainers) as raise_again,
+        _locked(values, typed),
+    ):
         with errors_name_options({name: name for name in values} | options.RENAMED):
             world, trainer = _prepare(values, typed)
         trainers.append(trainer)
         try:
-            history = _run(trainer, out)
+            raise_again()
+            history = _run(trainer, out, raise_again)
             if world.rank == 0:
                 _print_summary(history, trainer, out)
                 _plot_losses(out, png, svg, force or resume)
@@ -91,11 +96,44 @@ def train(
             world.close()
 
 
-def _check_paths(values: Mapping[str, Any], typed: Set[str]) -> None:
-    """Refuse, before torch loads, unwritable outputs and options that the checkpoint decides."""
+@contextlib.contextmanager
+def _locked(values: Mapping[str, Any], typed: Set[str]) -> Iterator[None]:
+    """Lock the output folder, and check before torch loads that the run can write there."""
+    _check_options(values, typed)
     from nsa_core.errors import InvalidInput
+    from nsa_core.util.atomic_files import check_folder_writable
+    from nsa_models.lm import run_folder
 
     out, resume = values["out"], values["resume"]
+    if not out.exists():
+        if resume:
+            raise InvalidInput(f"--resume: {out} does not exist; leave --resume out to start a run")
+        output.check_writable(out)
+    elif not out.is_dir():
+        raise InvalidInput(f"--out: {out} is not a folder")
+    else:
+        check_folder_writable(out)
+    with run_folder.locked(out):
+        # Under torchrun the first process creates the folder, perhaps later.
+        empty = not out.exists() or run_folder.is_empty(out)
+        if resume and not (out / run_folder.CHECKPOINT).exists():
+            fix = "leave --resume out" if empty else "give --force instead of --resume"
+            raise InvalidInput(
+                f"--resume: {out} has no checkpoint, so there is nothing to go on with; {fix} to"
+                " start a run there"
+            )
+        if not (resume or values["force"] or empty):
+            raise InvalidInput(
+                f"{out} is not empty; give --resume to go on with it or --force to overwrite it"
+            )
+        yield
+
+
+def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
+    """Refuse, before torch loads, unwritable plots and options that the checkpoint decides."""
+    from nsa_core.errors import InvalidInput
+
+    resume = values["resume"]
     libraries = ["safetensors"]
     if not resume:  # else the checkpoint names the data and the tokenizer
         libraries += libraries_of_data(values["data"])
@@ -104,14 +142,6 @@ def _check_paths(values: Mapping[str, Any], typed: Set[str]) -> None:
     if resume and (repeated := [name for name in options.FROM_CHECKPOINT if name in typed]):
         raise InvalidInput(
             f"{as_options(repeated)}: with --resume the checkpoint decides this; leave it out"
-        )
-    if out.exists() and not out.is_dir():
-        raise InvalidInput(f"--out: {out} is not a folder")
-    if not out.exists():
-        output.check_writable(out)
-    elif not resume and not values["force"] and any(out.iterdir()):
-        raise InvalidInput(
-            f"{out} is not empty; give --resume to go on with it or --force to overwrite it"
         )
     for file in (values["png"], values["svg"]):
         output.check_writable(file, values["force"] or resume)
@@ -183,11 +213,9 @@ def _prepare(values: Mapping[str, Any], typed: Set[str]) -> tuple[World, Trainer
     model = _model(values, rows.vocab_size, saved)
     trainer = Trainer(model, rows, recipe, world, saved)
     trainer.plan()  # a backend that cannot run is refused before anything is written
-    if world.rank == 0:
-        values["out"].mkdir(exist_ok=True)
-        if saved is None:
-            # With --force, the old checkpoint must not pass for one of the new run.
-            (values["out"] / checkpoint.FILE).unlink(missing_ok=True)
+    if world.rank == 0 and saved is None:
+        # With --force, the old checkpoint must not pass for one of the new run.
+        (values["out"] / checkpoint.FILE).unlink(missing_ok=True)
     return world, trainer
 
 
@@ -208,13 +236,14 @@ def _model(values: Mapping[str, Any], vocab_size: int, saved: Checkpoint | None)
     return LanguageModel(config, backends)
 
 
-def _run(trainer: Trainer, out: Path) -> list[Progress]:
+def _run(trainer: Trainer, out: Path, raise_again: Callable[[], None]) -> list[Progress]:
     from nsa_models.lm.train import train as run
 
     held_out = ""
 
     def show_progress(step: Progress) -> None:
         nonlocal held_out
+        raise_again()  # a signal that was swallowed before the loop deferred signals
         if step.held_out_loss is not None:
             held_out = f", held out {step.held_out_loss:.3f}"
         if step.step:

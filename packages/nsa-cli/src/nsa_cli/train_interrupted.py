@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
+import sys
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from nsa_cli import output
+from nsa_core.util.atomic_files import NotWritten
 from nsa_core.util.interruption import exit_code
+from nsa_models.lm.run_folder import CHECKPOINT, is_empty
 
 if TYPE_CHECKING:
     from nsa_models.lm.trainer import Trainer
@@ -23,70 +26,101 @@ NOT_IN_CHECKPOINT = ("device", "threads", "backends", "png", "svg")
 
 
 @contextlib.contextmanager
-def explained(context: typer.Context, typed: Set[str], trainers: list[Trainer]) -> Iterator[None]:
-    """End a run that a signal ends with a message: how far it came, and how it goes on.
+def explained(
+    context: typer.Context, typed: Set[str], trainers: list[Trainer]
+) -> Iterator[Callable[[], None]]:
+    """End a run that a signal or a full disk ends with a message: how far it came, how it goes on.
 
     Args:
         context: The command.
         typed: Names of the options that the user gave.
         trainers: The trainer, once it exists.
 
+    Yields:
+        A function that raises a signal again whose exception was swallowed, for example by an
+        import.
+
     Raises:
-        SystemExit: 130 after Ctrl-C, 143 after SIGTERM.
+        SystemExit: 130 after Ctrl-C, 143 after SIGTERM, 5 if a file could not be written.
     """
     try:
-        with _sigterm_raises():
-            yield
+        with _signals_raise() as raise_again:
+            yield raise_again
     except KeyboardInterrupt:
-        _explain("Ctrl-C", context, typed, trainers)
+        _explain("ended by Ctrl-C", context, typed, trainers)
         raise SystemExit(output.INTERRUPTED) from None
+    except NotWritten as error:
+        if not trainers:
+            raise  # no work is lost
+        _explain(str(error), context, typed, trainers)
+        raise SystemExit(output.UNWRITTEN) from None
     except SystemExit as error:
         if error.code == exit_code("SIGTERM"):
-            _explain("SIGTERM", context, typed, trainers)
+            _explain("ended by SIGTERM", context, typed, trainers)
         raise
 
 
 @contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Raise SystemExit(143) at SIGTERM; the training loop defers the signal on its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _signals_raise() -> Iterator[Callable[[], None]]:
+    """Raise SystemExit(143) at SIGTERM and KeyboardInterrupt at SIGINT.
+
+    An import may swallow the exception. Yields a function that raises such a signal again. The
+    training loop defers signals on its own.
+    """
+    received: list[int] = []
 
     def end(number: int, frame: object) -> None:
-        raise SystemExit(exit_code("SIGTERM"))
+        received.append(number)
+        if number == signal.SIGTERM:
+            raise SystemExit(exit_code("SIGTERM"))
+        raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    def raise_again() -> None:
+        if received:
+            signal.raise_signal(received.pop())
 
-
-def _explain(by: str, context: typer.Context, typed: Set[str], trainers: list[Trainer]) -> None:
-    console = output.console(stderr=True)
-    out: Path = context.params["out"]
-    if any(trainer.world.rank for trainer in trainers):
+    if threading.current_thread() is not threading.main_thread():
+        yield raise_again
         return
-    saved = trainers[0].saved_step if trainers else None
-    if saved is None:
-        console.print(f"nsa: ended by {by}; nothing is saved yet. To start again:")
-        options = [name for name in context.params if name in typed]
-        files = out.is_dir() and any(out.iterdir())
-        flags = ["--force"] if files and "force" not in typed else []
-    else:
-        from nsa_models.lm.checkpoint import FILE
+    # Jobs that a shell runs in the background ignore SIGINT.
+    numbers = [signal.SIGTERM, *[signal.SIGINT] * callable(signal.getsignal(signal.SIGINT))]
+    previous = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield raise_again
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
-        steps = trainers[0].recipe.steps
-        console.print(f"nsa: ended by {by}; step {saved} of {steps} is saved in {out / FILE}")
-        if saved == steps:
-            return
-        console.print("To go on:")
-        options = [name for name in ("out", *NOT_IN_CHECKPOINT) if name in typed]
-        flags = ["--resume"]
-    processes = trainers[0].world.size if trainers else 1
-    words = [*_program(processes), *_typed_options(context, options), *flags]
-    console.print(shlex.join(words), soft_wrap=True)  # a wrapped command could not be copied
+
+def _explain(end: str, context: typer.Context, typed: Set[str], trainers: list[Trainer]) -> None:
+    """Print the end of the run, the saved step, and the commands that go on or start again."""
+    trainer = trainers[0] if trainers else None
+    if trainer is not None and trainer.world.rank:
+        return
+    out: Path = context.params["out"]
+    start = _program(trainer.world.size if trainer else 1)
+    on = [name for name in ("out", *NOT_IN_CHECKPOINT) if name in typed]
+    commands = [[*start, *_typed_options(context, on), "--resume"]]
+    if trainer is None and context.params["resume"]:
+        text = "the checkpoint is unchanged. To go on:"
+    elif trainer is not None and trainer.rescued is not None:
+        text = (
+            f"step {trainer.step_number} is kept in {trainer.rescued}. To go on, first make room:"
+        )
+        commands.insert(0, ["cp", str(trainer.rescued), str(out / CHECKPOINT)])
+    elif trainer is None or trainer.saved_step is None:
+        text = "nothing is saved yet. To start again:"
+        again = _typed_options(context, [name for name in context.params if name in typed])
+        empty = not out.is_dir() or is_empty(out)
+        commands = [[*start, *again, *([] if empty or "force" in typed else ["--force"])]]
+    else:
+        step, steps = trainer.saved_step, trainer.recipe.steps
+        text = f"step {step} of {steps} is saved in {out / CHECKPOINT}"
+        commands = commands if step < steps else []
+    lines = [f"nsa: {end}; {text}", *["To go on:"] * (bool(commands) and text[-1] != ":")]
+    # Commands are not wrapped: a wrapped one could not be copied.
+    for line in [*map(output.fitted, lines), *map(shlex.join, commands)]:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _program(processes: int) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nsa_cli import output
 from nsa_cli.choices import block_sizes, dtype_names, pick_device
+from nsa_cli.result_files import ResultFiles
 from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def tune(
         from nsa_core.dispatch import tuned
 
         config = parse_shape(shape).config(block_sizes(blocks))
+        tuned.check_writable()
         registry = output.find_backends()
         torch_dtype = getattr(torch, name)
         with output.progress(step_count(config, registry, torch_device, torch_dtype)) as advance:
@@ -76,12 +79,14 @@ def tune(
                 budget_s=budget,
                 advance=advance,
             )
-        path = tuned.save(result.records)
-        _print_tuning(result, str(path))
-    raise typer.Exit(0 if all(gate.ok for gate in result.gates) else output.FAILED)
+        files = ResultFiles()
+        files.write(tuned.path(), lambda _: tuned.save(result.records))
+        _print_tuning(result, files.written)
+        code = files.exit_code(0 if all(gate.ok for gate in result.gates) else output.FAILED)
+    raise typer.Exit(code)
 
 
-def _print_tuning(result: Tuning, path: str) -> None:
+def _print_tuning(result: Tuning, files: list[Path]) -> None:
     from nsa_bench.render.format import number
 
     fastest = {
@@ -106,5 +111,6 @@ def _print_tuning(result: Tuning, path: str) -> None:
             output.print_text(
                 console, f"NOT CORRECT {gate.combo}: {output.one_line(failure)}", "red"
             )
-    saved = f"{len(result.records)} choices for {result.device} saved in {path}"
-    output.print_text(console, saved, "bold")
+    for path in files:
+        saved = f"{len(result.records)} choices for {result.device} saved in {path}"
+        output.print_text(console, saved, "bold")

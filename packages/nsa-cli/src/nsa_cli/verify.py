@@ -14,6 +14,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import dtype_names, pick_device
+from nsa_cli.result_files import ResultFiles
 from nsa_cli.verify_isolated import (
     call_planning,
     default_job_limit_s,
@@ -178,7 +179,7 @@ def verify(
     With TRITON_INTERPRET=1 on the CPU, Triton kernels run on small cases in the strict interpreter.
 
     Exit code 0: all checks passed; 1: a check failed; 2: usage error; 3: a named backend cannot run
-    on this machine; 4: no backend can run.
+    on this machine; 4: no backend can run; 5: the report could not be written.
     """
     by_slot = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
     named = {slot: name for slot, name in by_slot.items() if name is not None}
@@ -213,11 +214,12 @@ def verify(
         report: dict[str, Any] = reports[0]
         if every:
             report = {"schema_version": SCHEMA_VERSION, "combinations": reports}
-        if json_file is not None:
-            output.write_atomic(json_file, json.dumps(report, indent=1) + "\n", force)
+        files, text_of_report = ResultFiles(), json.dumps(report, indent=1) + "\n"
+        files.write(json_file, lambda f: output.write_atomic(f, text_of_report, force), keep=True)
         from nsa_cli.verify_report import print_combinations, print_report
 
         code = print_combinations(reports) if every else print_report(report, verbose)
+        files.exit_code(code)
     raise typer.Exit(code)
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa_core.contract import Request
-from nsa_core.util.atomic_files import user_cache, write_atomic
+from nsa_core.errors import InvalidInput
+from nsa_core.util.atomic_files import check_folder_writable, user_cache, write_atomic, writing
 from nsa_core.util.text import one_line
 
 SCHEMA_VERSION = 1
@@ -167,13 +168,31 @@ def _record(entry: Any) -> Record:
     return record
 
 
+def check_writable() -> None:
+    """Check, before a long tuning, that the file can be written after it.
+
+    Raises:
+        InvalidInput: The cache directory is not writable.
+        NotWritten: The disk is full or broken.
+    """
+    folder = path().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(
+            f"{folder} cannot be created: {error.strerror}; set XDG_CACHE_HOME to a folder that"
+            " can be written"
+        ) from error
+    check_folder_writable(folder)
+
+
 def save(records: Iterable[Record]) -> Path:
     """Add ``records`` to the file, and return its path.
 
     A record replaces an older one of the same device, torch version, shape class and slot.
 
     Raises:
-        OSError: The cache directory is not writable.
+        NotWritten: The cache directory is not writable, or the disk is full.
     """
     newest = {(r.device, r.torch, r.shape_class, r.slot): r for r in [*load(), *records]}
     document = {
@@ -181,6 +200,7 @@ def save(records: Iterable[Record]) -> Path:
         "records": [dataclasses.asdict(r) for r in newest.values()],
     }
     file = path()
-    file.parent.mkdir(parents=True, exist_ok=True)
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(document, indent=1) + "\n", force=True)
     return file

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nsa_core.errors import InvalidInput
-from nsa_core.util.atomic_files import write_bytes_atomic
+from nsa_core.util.atomic_files import check_folder_writable, write_bytes_atomic, writing
 from nsa_core.util.extras import require_module
 from nsa_models.inspect.collect import Inspection
 from nsa_models.inspect.findings import clearest_layer
 
 PAGE = "inspect.html"
+FILES = (PAGE, "selection.png", "layers.png", "selection.svg", "layers.svg")
 
 
 def need_libraries() -> None:
@@ -38,8 +39,9 @@ def check_folder(out: Path, force: bool) -> None:
     """Check that the pictures can go into ``out``, before a model runs.
 
     Raises:
-        InvalidInput: It is not a folder, is not empty and ``force`` is false, or its parent folder
-            does not exist.
+        InvalidInput: It is not a folder, is not empty and ``force`` is false, its parent folder
+            does not exist, or no file can be created in it.
+        NotWritten: The disk is full or broken.
     """
     if out.exists() and not out.is_dir():
         raise InvalidInput(f"{out} is not a folder; give the path of a folder")
@@ -52,6 +54,7 @@ def check_folder(out: Path, force: bool) -> None:
         raise InvalidInput(
             f"{out}: the directory {out.absolute().parent} does not exist; create it first"
         )
+    check_folder_writable(out if out.is_dir() else out.absolute().parent, out)
 
 
 def save(
@@ -73,7 +76,7 @@ def save(
     Raises:
         InvalidInput: The folder or the layer cannot be used.
         BackendUnavailable: matplotlib or jinja2 is not installed.
-        OSError: The operating system refuses the write.
+        NotWritten: The operating system refuses the write.
     """
     need_libraries()
     from nsa_models.inspect.draw import detail, overview
@@ -87,7 +90,8 @@ def save(
     for kind in ("png", "svg"):
         contents[f"selection.{kind}"] = detail(inspection, index, kind)
         contents[f"layers.{kind}"] = overview(inspection, kind)
-    folder.mkdir(exist_ok=True)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
     return _write(folder, contents, force)
 
 

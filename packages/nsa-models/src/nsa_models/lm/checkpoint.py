@@ -19,10 +19,12 @@ from nsa_core.util.text import describe_error
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import load_unsharded, shard_like, unshard
+from nsa_models.lm.run_folder import CHECKPOINT
 from nsa_models.lm.tokens import Tokenizer, tokenizer_from_dict
 
 FORMAT = "nsa-language-model 1"
-FILE = "checkpoint.safetensors"
+FILE = CHECKPOINT
+_FACTS = ("train", "data", "position", "step", "tokens")
 _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
 
 
@@ -128,11 +130,15 @@ def read(path: str | Path) -> Checkpoint:
 
     Raises:
         BackendUnavailable: safetensors is not installed.
-        InvalidInput: The file cannot be read, or is not a language model's checkpoint.
+        InvalidInput: The file cannot be read, is not a language model's checkpoint, or was altered
+            since it was written; the message names the fields.
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
     with safetensors_io.reading(path, FORMAT) as (header, tensors):
+        missing = [f"facts.{name}" for name in _FACTS if name not in header["facts"]]
+        if missing:
+            raise InvalidInput(f"{path} lacks {', '.join(missing)}; train again")
         config = LMConfig.from_dict(header["config"])
         return Checkpoint(path, config, dict(header["facts"]), header.get("tokenizer"), tensors)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from nsa_core.errors import InvalidInput
-from nsa_core.util.atomic_files import write_atomic
+from nsa_core.util.atomic_files import write_atomic, writing
 from nsa_core.util.text import describe_error
 
 KIND, SCHEMA_VERSION = "nsa-train-log", 1
@@ -25,19 +26,40 @@ class Log:
         header = {"kind": KIND, "schema_version": SCHEMA_VERSION, **facts}
         records: list[dict[str, Any]] = []
         if step and path.exists():
-            header, records = read_log(path)
+            old, records = read_log(path)
+            header = self._checked(path, old, header)
         lines = [header, *(record for record in records if record["step"] <= step)]
         write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines), force=True)
-        self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115  # closed by close()
+        self._path = path
+        with writing(path):
+            self._file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115  # see close()
+
+    @staticmethod
+    def _checked(path: Path, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+        """Return the header ``old`` of a resumed log, which must be of the same model and data."""
+        for name in ("model", "data"):
+            own, theirs = json.loads(json.dumps(new.get(name))), old.get(name)
+            if own != theirs:
+                raise InvalidInput(
+                    f"{path} belongs to another run than the checkpoint beside it: its {name} is"
+                    f" {theirs}, the checkpoint's is {own}; put back the files of one run"
+                )
+        return old
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write one record and flush it."""
-        self._file.write(json.dumps(dict(record)) + "\n")
-        self._file.flush()
+        """Write one record and flush it.
+
+        Raises:
+            NotWritten: The operating system refuses the write.
+        """
+        with writing(self._path):
+            self._file.write(json.dumps(dict(record)) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # a record that was not written is reported by write
+            self._file.close()
 
 
 def read_log(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -5,6 +5,7 @@ Ctrl-C and SIGTERM end it without losing a finished step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -17,6 +18,7 @@ import torch
 from nsa_bench.environment import device_name
 from nsa_bench.roofline import measure_peaks
 from nsa_core.errors import InvalidInput, NSAError
+from nsa_core.util.atomic_files import NotWritten
 from nsa_core.util.interruption import deferred_signals, exit_code
 from nsa_models.lm import checkpoint, log
 from nsa_models.lm.flops import row_flops
@@ -73,6 +75,8 @@ def train(trainer: Trainer, out: Path, report: Report | None = None) -> list[Pro
     Raises:
         InvalidInput, OSError: A document cannot be read. A run on one process first saves the steps
             before it.
+        NotWritten: The log or the checkpoint cannot be written. A run on one process first saves
+            its steps to ``trainer.rescued``, in the temporary folder.
         NotFinite: The loss or the gradient norm is not finite; the last checkpoint is unchanged.
     """
     return _Run(trainer, out, report).go()
@@ -139,13 +143,18 @@ class _Run:
                             if interruption.name == "SIGTERM"
                             else KeyboardInterrupt
                         )
+        except NotWritten:
+            if trainer.rescued is None and trainer.saved_step != trainer.step_number:
+                with contextlib.suppress(NotWritten):
+                    self._save_previous_steps(None)
+            raise
         finally:
             if self._log is not None:
                 self._log.close()
         return self._progress
 
     def _save_previous_steps(self, pending: StepResult | None) -> None:
-        """Save the steps before a step whose documents cannot be read."""
+        """Save the steps before one whose documents cannot be read or whose log is not written."""
         if pending is not None:
             self._finish_step(pending)
         # With several processes the others may have read their documents, and a save needs all

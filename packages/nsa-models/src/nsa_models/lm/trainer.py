@@ -15,6 +15,7 @@ from nsa_core.dispatch.device import usable_device
 from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
+from nsa_core.util.atomic_files import NotWritten, write_somewhere
 from nsa_models.lm import checkpoint
 from nsa_models.lm.checkpoint import Checkpoint
 from nsa_models.lm.data import Batch, Row, batch_of
@@ -100,6 +101,7 @@ class Trainer:
         self.optimizer = recipe.optimizer(self.model)
         self.step_number = self.tokens = 0
         self.saved_step: int | None = None  # the step of the last checkpoint
+        self.rescued: Path | None = None  # a checkpoint of this step in the temporary folder
         self._graphed_work = (
             GraphedWork(self._forward_backward, list(self.model.parameters()))
             if recipe.graph
@@ -244,7 +246,12 @@ class Trainer:
             return selected_mass(self.model, batch.tokens, batch.cu_seqlens)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint that resumes exactly; every process must call this, rank 0 writes."""
+        """Write a checkpoint that resumes exactly; every process must call this, rank 0 writes.
+
+        Raises:
+            NotWritten: The file cannot be written, and is unchanged. ``rescued`` is a checkpoint in
+                the temporary folder, or None if that failed too.
+        """
         tensors = checkpoint.collect_tensors(self.model, self.optimizer)
         facts: dict[str, Any] = {
             "train": dataclasses.asdict(self.recipe),
@@ -254,7 +261,15 @@ class Trainer:
             "tokens": self.tokens,
         }
         if self.world.rank == 0:
-            checkpoint.write(path, tensors, self.model.config, facts, self.data.tokenizer)
+
+            def write(file: Path) -> None:
+                checkpoint.write(file, tensors, self.model.config, facts, self.data.tokenizer)
+
+            try:
+                write(path)
+            except NotWritten:
+                self.rescued = write_somewhere(path, write)
+                raise
         self.saved_step = self.step_number
 
     def memory(self) -> int:

@@ -1,0 +1,85 @@
+"""The folder of a training run: one process at a time trains in it, and others may read it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from nsa_core.errors import InvalidInput
+from nsa_core.util.atomic_files import is_leftover, writing
+
+CHECKPOINT = "checkpoint.safetensors"
+_LEFTOVERS = (f".{CHECKPOINT}.", ".log.jsonl.")  # of this folder's own files
+_LOCK, _HOLDER = ".nsa-train.lock", ".nsa-train.json"
+
+
+def is_empty(folder: Path) -> bool:
+    """Return whether ``folder`` holds no files of a run; locks and leftovers do not count."""
+    return all(path.name in (_LOCK, _HOLDER) or is_leftover(path) for path in folder.iterdir())
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock ``folder`` for the training of the block; the lock ends with the process.
+
+    The folder is created if it does not exist; afterwards it is removed if it is still empty. Files
+    that a killed process left half-written are removed. Under torchrun only the first process
+    locks.
+
+    Raises:
+        InvalidInput: Another process trains in the folder; the message names it.
+        NotWritten: The folder or the lock cannot be created.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    from filelock import FileLock, Timeout
+
+    with writing(folder):
+        new = not folder.exists()
+        folder.mkdir(exist_ok=True)
+    lock, holder = FileLock(folder / _LOCK), folder / _HOLDER
+    with writing(folder / _LOCK):
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise InvalidInput(
+                f"{folder} is in use by {_describe(holder)}, which trains in it; wait for its end,"
+                " end it, or give another folder"
+            ) from None
+    try:
+        with writing(holder):
+            holder.write_text(json.dumps(_own_facts()), encoding="utf-8")
+        for path in folder.iterdir():
+            if is_leftover(path) and path.name.startswith(_LEFTOVERS):
+                path.unlink(missing_ok=True)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            holder.unlink(missing_ok=True)
+            # While it is locked: whoever opened the file before sees that its name is gone.
+            (folder / _LOCK).unlink(missing_ok=True)
+        lock.release()
+        if new:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+def _own_facts() -> dict[str, object]:
+    import datetime
+    import platform
+
+    now = datetime.datetime.now().astimezone()
+    return {"pid": os.getpid(), "host": platform.node(), "since": f"{now:%Y-%m-%d %H:%M:%S}"}
+
+
+def _describe(holder: Path) -> str:
+    """Return the process that wrote the file ``holder``, as words of a message."""
+    try:
+        facts = json.loads(holder.read_text(encoding="utf-8"))
+        return f"process {facts['pid']} on {facts['host']} since {facts['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has not written it yet
+        return "another process"
