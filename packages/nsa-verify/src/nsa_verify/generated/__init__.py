@@ -1,0 +1,1 @@
+"""Generated cases: configurations drawn from a seeded covering design, and judged by the oracle."""

@@ -1,0 +1,134 @@
+"""Covering designs: few rows that hold every pair (or triple) of values of several parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import covertable
+
+from nsa_core.errors import InvalidInput
+
+Row = dict[str, Any]  # a value per parameter
+Levels = Mapping[str, Sequence[Any]]  # the values of each parameter
+
+
+def covering_design(
+    levels: Levels,
+    *,
+    seed: int = 0,
+    triples: Sequence[str] = (),
+    allowed: Callable[[Row], bool] | None = None,
+    needs: Sequence[str] = (),
+) -> list[Row]:
+    """Return rows in which every allowed pair of values of two parameters occurs.
+
+    The first rows cover the most pairs, so a prefix of the design is a good small design. The rows
+    depend on ``seed`` and on nothing else that changes from run to run.
+
+    Args:
+        levels: The values of each parameter. A value may be any object.
+        seed: Chooses one of many designs.
+        triples: Parameters of which every allowed triple of values occurs too.
+        allowed: Returns whether a row may occur; None allows every row.
+        needs: Parameters that ``allowed`` reads. It receives rows that hold at least these.
+
+    Raises:
+        InvalidInput: A parameter has no value, or ``triples`` or ``needs`` names an unknown one.
+
+    Example:
+        >>> rows = covering_design({"a": [1, 2], "b": ["x", "y"], "c": [True, False]}, seed=1)
+        >>> len(rows) < 8 and not missing_tuples({"a": [1, 2], "b": ["x", "y"]}, rows)
+        True
+    """
+    empty = [name for name, values in levels.items() if not values]
+    unknown = [name for name in (*triples, *needs) if name not in levels]
+    if empty or unknown:
+        raise InvalidInput(
+            f"levels must give each parameter at least one value: {', '.join(empty) or 'none'} empty,"
+            f" {', '.join(unknown) or 'none'} unknown"
+        )
+    names = list(levels)
+    if len(names) == 1:
+        return [{names[0]: value} for value in levels[names[0]]]
+    # The library compares values; indices are comparable, and any object has one.
+    factors = {name: list(range(len(values))) for name, values in levels.items()}
+
+    def row_of(indices: Mapping[str, int]) -> Row:
+        return {name: levels[name][indices[name]] for name in names if name in indices}
+
+    constraints = []
+    if allowed is not None:
+        constraints = [
+            {"operator": "fn", "requires": list(needs), "evaluate": lambda x: allowed(row_of(x))}
+        ]
+    sub_models = [{"fields": list(triples), "strength": 3}] if len(triples) >= 3 else []
+    rows = covertable.make(
+        factors, strength=2, salt=str(seed), sub_models=sub_models, constraints=constraints
+    )
+    return [row_of(row) for row in rows]
+
+
+def longer_design(levels: Levels, count: int, *, seed: int = 0, **options: Any) -> list[Row]:
+    """Return ``count`` distinct rows: a covering design, then the designs of the next seeds.
+
+    Args:
+        levels: The values of each parameter.
+        count: Number of rows; fewer are returned if the parameters have fewer rows.
+        seed: Seed of the first design.
+        **options: Other arguments of :func:`covering_design`.
+    """
+    rows: list[Row] = []
+    seen: set[str] = set()
+    for next_seed in itertools.count(seed):
+        before = len(rows)
+        for row in covering_design(levels, seed=next_seed, **options):
+            if (key := repr(row)) not in seen:
+                seen.add(key)
+                rows.append(row)
+        if len(rows) >= count or len(rows) == before:
+            return rows[:count]
+    raise AssertionError("unreachable")
+
+
+def missing_tuples(
+    levels: Levels,
+    rows: Sequence[Row],
+    strength: int = 2,
+    allowed: Callable[[Row], bool] | None = None,
+    needs: Sequence[str] = (),
+) -> list[Row]:
+    """List the tuples of ``strength`` values that occur in no row and in at least one allowed row.
+
+    Args:
+        levels: The values of each parameter.
+        rows: The design.
+        strength: Number of parameters in a tuple.
+        allowed: Returns whether a row may occur; None allows every row.
+        needs: Parameters that ``allowed`` reads.
+    """
+    missing = []
+    for names in itertools.combinations(levels, strength):
+        indexed = {name: list(levels[name]) for name in names}
+        covered = {tuple(indexed[name].index(row[name]) for name in names) for row in rows}
+        for picks in itertools.product(*(range(len(values)) for values in indexed.values())):
+            part = {name: indexed[name][i] for name, i in zip(names, picks)}
+            if picks not in covered and (
+                allowed is None or _possible(part, levels, allowed, needs)
+            ):
+                missing.append(part)
+    return missing
+
+
+def _possible(
+    part: Row, levels: Levels, allowed: Callable[[Row], bool], needs: Sequence[str]
+) -> bool:
+    """Return whether an allowed row has the values of ``part``."""
+    return any(allowed(row) for row in _completions(part, levels, needs))
+
+
+def _completions(part: Row, levels: Levels, needs: Sequence[str]) -> Iterator[Row]:
+    free = [name for name in needs if name not in part]
+    for values in itertools.product(*(levels[name] for name in free)):
+        yield {**part, **dict(zip(free, values))}
