@@ -96,6 +96,8 @@ def recorded(plan: Plan, calls: list[Called]) -> Plan:
             if call is not None:  # the next step changes its tensors in place
                 changing = {n: getattr(call, n).clone() for n in ("starts", "lengths")}
                 call = dataclasses.replace(call, **changing)
+                if slot in ("win", "step"):  # the next chunk overwrites the ring
+                    tensors = (*tensors[:-2], *(ring.clone() for ring in tensors[-2:]))
             calls.append(Called(slot, tensors, call, results))
             return result
 
