@@ -14,7 +14,15 @@ from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_verify.cases import PRESETS, Case, text_case
-from nsa_verify.checks import decode_fused, decode_invariants, invariants, layer, reads
+from nsa_verify.checks import (
+    decode_fused,
+    decode_invariants,
+    generated_steps,
+    histories,
+    invariants,
+    layer,
+    reads,
+)
 from nsa_verify.checks import slots as checks
 from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
 from nsa_verify.combination import Combination
@@ -183,6 +191,12 @@ def jobs(
             for s in STEPS[preset]()
         ]
         listed += _jobs(preset, dtypes, _STEP_CHECKS, [(sum(s.lengths), s.case, s) for s in steps])
+        listed += [
+            Job(generated_steps.NAME, OnStep(generated_steps.parity, step), step.case, dtype)
+            for step in generated_steps.draw_steps(preset, seed)
+            for dtype in dtypes
+        ]
+        listed += histories.jobs_for(preset, dtypes, seed, Job)
     return listed
 
 
