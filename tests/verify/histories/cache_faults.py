@@ -10,9 +10,18 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from nsa_core.cache import block_table, cache, chunk, compress_step, kv_store, new_tokens, pages
+from nsa_core.cache import (
+    block_table,
+    cache,
+    chunk,
+    compress_step,
+    kv_store,
+    new_tokens,
+    pages,
+    state,
+    step,
+)
 from nsa_core.cache import prefill as prefill_module
-from nsa_core.cache import state, step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +88,11 @@ FAULTS = [
         "> self.max_rollback + 1:",
     ),
     CacheFault(
-        "reorder forgets the raw ring", Cache, "reorder", "[self.kv.win, self.kv.raw]", "[self.kv.win]"
+        "reorder forgets the raw ring",
+        Cache,
+        "reorder",
+        "[self.kv.win, self.kv.raw]",
+        "[self.kv.win]",
     ),
     CacheFault(
         "reorder forgets the lengths on the device",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from nsa_core.dispatch.plan import Plan
     from nsa_verify.combination import Combination
+    from nsa_verify.histories.history import History
 
 SCHEMA_VERSION = 1
 
@@ -118,6 +119,17 @@ def verify(
             ),
         ),
     ] = False,
+    history: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINE",
+            show_default=False,
+            help=(
+                "Run one history of a cache alone, in each dtype, such as"
+                " 'window_size=1 batch=2 step=5,3 step=1,1'. A failed history prints its line."
+            ),
+        ),
+    ] = None,
     jobs: _Jobs = None,
     verbose: Annotated[
         bool,
@@ -153,6 +165,7 @@ def verify(
             reads,
             jobs,
             stop,
+            history=_history(history),
         )
         report: dict[str, Any] = reports[0]
         if every:
@@ -211,6 +224,14 @@ def _plan(combination: Combination, dtypes: Sequence[torch.dtype], preset: str, 
     raise refusals[0]
 
 
+def _history(line: str | None) -> History | None:
+    if line is None:
+        return None
+    from nsa_verify.histories.history import parse_history
+
+    return parse_history(line)
+
+
 def _dtypes(names: Sequence[str]) -> list[torch.dtype]:
     import torch
 
@@ -258,8 +279,10 @@ def _run(
     reads: bool,
     jobs: int | None,
     stop: Interruption,
+    *,
+    history: History | None,
 ) -> list[dict[str, Any]]:
-    """Run the checks and return a report per combination.
+    """Run the checks and return a report per combination; ``history`` runs alone.
 
     After a signal (``stop``), the reports hold the checks that had ended by then.
     """
@@ -278,6 +301,8 @@ def _run(
     preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
     plans = [_plan(combination, dtypes, preset, phase) for combination in combos]
     suite_jobs = suite.jobs(preset, dtypes, text=text[1] or None, seed=seed, phase=phase)
+    if history is not None:
+        suite_jobs = suite.history_jobs(history, dtypes)
     processes = jobs or _default_processes(device, interpreted)
     with output.progress(len(suite_jobs) * len(combos)) as advance:
         results = run_jobs(combos, suite_jobs, processes=processes, stop=stop, advance=advance)

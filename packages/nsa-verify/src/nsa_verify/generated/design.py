@@ -46,8 +46,8 @@ def covering_design(
     unknown = [name for name in (*triples, *needs) if name not in levels]
     if empty or unknown:
         raise InvalidInput(
-            f"levels must give each parameter at least one value: {', '.join(empty) or 'none'} empty,"
-            f" {', '.join(unknown) or 'none'} unknown"
+            "levels must give each parameter at least one value:"
+            f" {', '.join(empty) or 'none'} empty, {', '.join(unknown) or 'none'} unknown"
         )
     names = list(levels)
     if len(names) == 1:

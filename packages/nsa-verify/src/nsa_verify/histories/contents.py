@@ -151,9 +151,7 @@ def received(
         table = None if name.endswith("_win") else call.block_table
         for b, (start, length) in enumerate(spans):
             visible = owned(config, length, start)[name[2:]]
-            dense[name][b, visible.start : visible.stop] = read_rows(
-                store, visible, b, table
-            ).cpu()
+            dense[name][b, visible.start : visible.stop] = read_rows(store, visible, b, table).cpu()
     return dense
 
 

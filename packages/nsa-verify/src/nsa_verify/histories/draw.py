@@ -115,7 +115,9 @@ def _any(rng: random.Random, history: History, model: Model) -> Operation:
         return Operation("reserve", tuple(grown))
     if action == "load" and model.snapshots:
         number = rng.randrange(len(model.snapshots))
-        return Operation(*rng.choice((("load", (number, sequence)),) * 3 + (("release", (number,)),)))
+        return Operation(
+            *rng.choice((("load", (number, sequence)),) * 3 + (("release", (number,)),))
+        )
     return Operation("reset" if action == "reset" else "save", (sequence,))
 
 

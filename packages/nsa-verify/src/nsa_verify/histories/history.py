@@ -148,9 +148,7 @@ def parse_history(text: str) -> History:
         if name in target:
             raise InvalidInput(f"history: {name} stands twice; give it once")
         target[name] = _value(name, value, getattr(base, name))
-    history = History(
-        dataclasses.replace(BASE, **config), Sizes(**sizes), tuple(operations)
-    )
+    history = History(dataclasses.replace(BASE, **config), Sizes(**sizes), tuple(operations))
     _check_counts(history)
     return history
 

@@ -90,9 +90,7 @@ def _exact_values(
     return torch.zeros(shape).scatter(-1, picks, signs)
 
 
-def inputs(
-    tokens: Sequence[int], attn: NSAttention, seed: int, dtype: torch.dtype
-) -> torch.Tensor:
+def inputs(tokens: Sequence[int], attn: NSAttention, seed: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the layer's inputs [len(tokens), dim] of token numbers."""
     rows = [_input(token, attn.config.dim, seed) for token in tokens]
     x = torch.stack(rows) if rows else torch.zeros(0, attn.config.dim)
@@ -132,5 +130,7 @@ class Projections:
             "win": (projected.k[2], projected.v[2]),
             "cmp": (projected.k_cmp, projected.v_cmp),
         }
-        rows = {f"{x}_{name}": pair[i][0] for name, pair in pairs.items() for i, x in enumerate("kv")}
+        rows = {
+            f"{x}_{name}": pair[i][0] for name, pair in pairs.items() for i, x in enumerate("kv")
+        }
         return {"q": projected.q[0], **rows}

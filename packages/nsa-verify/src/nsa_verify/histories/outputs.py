@@ -114,9 +114,7 @@ def _output_faults(replay: Replay, done: Done, groups: Sequence[Group]) -> Itera
     state = attn.state_dict()
     p = oracle.project(state, x, config, cu_seqlens=ends)
     first = {b: int(ends[i]) for i, b in enumerate(active)}
-    rows = [
-        first[b] + t for b in active for t in range(done.before[b], done.model.lengths[b])
-    ]
+    rows = [first[b] + t for b in active for t in range(done.before[b], done.model.lengths[b])]
     blocks = _blocks(done, groups, active, first, (len(x), config))
     options: dict[str, Any] = {"cu_seqlens": ends, "rows": rows}
 
@@ -174,9 +172,7 @@ def _blocks(
 
 def _place(done: Done, active: Sequence[int], where: tuple[int, ...]) -> str:
     """Name the sequence and token of a judged row."""
-    places = [
-        (b, t) for b in active for t in range(done.before[b], done.model.lengths[b])
-    ]
+    places = [(b, t) for b in active for t in range(done.before[b], done.model.lengths[b])]
     if len(where) < 2 or where[1] >= len(places):
         return ""
     b, t = places[where[1]]

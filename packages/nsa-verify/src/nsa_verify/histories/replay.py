@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 
 from nsa_core.cache import NSACache, Snapshot
-from nsa_core.cache import step as cache_step
 from nsa_core.contract import DecodeCall
 from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
@@ -155,6 +154,8 @@ class Replay:
         ``judge(replay, done)`` yields the faults of the result of a step. Operations on sequences
         or snapshots that do not exist are skipped, so every part of a history is a history.
         """
+        from nsa_core.cache import step as cache_step  # imported here: it imports the compiler
+
         with mock.patch.object(cache_step, "MAX_CHUNK_ROWS", self.history.sizes.chunk_rows):
             for number, operation in enumerate(self.history.operations):
                 for fault in self._faults_of(operation, judge):

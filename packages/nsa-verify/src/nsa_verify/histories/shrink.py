@@ -56,7 +56,9 @@ def _smaller(history: History) -> Iterator[History]:
     base = Sizes(max_len=history.sizes.max_len, batch=history.sizes.batch)
     for name in ("num_pages", "page_size", "max_step", "chunk_rows", "max_rollback", "seed"):
         if getattr(history.sizes, name) != getattr(base, name):
-            changes = {name: getattr(base, name)} | ({"num_pages": 0} if name == "page_size" else {})
+            changes = {name: getattr(base, name)} | (
+                {"num_pages": 0} if name == "page_size" else {}
+            )
             yield dataclasses.replace(history, sizes=dataclasses.replace(history.sizes, **changes))
     for name in _FIELDS:
         if getattr(history.config, name) != getattr(BASE, name):

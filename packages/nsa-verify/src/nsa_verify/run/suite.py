@@ -27,6 +27,7 @@ from nsa_verify.checks import slots as checks
 from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
+from nsa_verify.histories.history import History
 from nsa_verify.judge.truth_cache import caching
 from nsa_verify.run.contexts import judging
 
@@ -198,6 +199,11 @@ def jobs(
         ]
         listed += histories.jobs_for(preset, dtypes, seed, Job)
     return listed
+
+
+def history_jobs(history: History, dtypes: Sequence[torch.dtype]) -> list[Job]:
+    """List the jobs of one history of a cache, one per dtype."""
+    return [histories.history_job(history, dtype, "given history", Job) for dtype in dtypes]
 
 
 def _jobs(
