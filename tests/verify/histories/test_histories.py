@@ -107,10 +107,9 @@ def test_model_refuses_as_the_cache_documents():
     assert not model.exists(Operation("load", (0, 0)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_healthy_cache_passes(dtype):
+def test_healthy_cache_passes_in_low_precision():
     for number, history in enumerate(draw_histories(3, 8)):
-        job = histories.history_job(history, dtype, f"history {number}", Job)
+        job = histories.history_job(history, torch.bfloat16, f"history {number}", Job)
         assert [finding.ok for finding in job.run(AUTO)] == [True]
 
 
