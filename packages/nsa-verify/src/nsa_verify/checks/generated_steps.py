@@ -50,6 +50,7 @@ def draw_steps(preset: str, seed: int = 0) -> tuple[Step, ...]:
 
 # The bias rule needs several rows: the error of one row is biased towards its largest weight.
 _MIN_ROWS = 12
+_MAX_LENGTH = 256
 
 
 def _step(row: Row, number: int, seed: int) -> Step:
@@ -70,9 +71,10 @@ def _step(row: Row, number: int, seed: int) -> Step:
         scale=row["scale"],
     )
     page = row["pages"] * select
-    edges = (1, size, size + stride, select, row["window"], (blocks + 1) * select, page or select)
-    longest = min(max(edges) + 2, 160)
-    lengths, new = [], []
+    edges = (1, size, size + stride, select, row["window"], (blocks + 2) * select, page or select)
+    longest = min(max(edges) + 2, _MAX_LENGTH)
+    # One sequence has more blocks than are selected, if that is not too long.
+    lengths, new = [longest], [min(longest, row["rows"])]
     while len(lengths) < row["batch"] or sum(new) < _MIN_ROWS:
         edge = rng.choice(edges) * rng.choice((1, 1, 2, 3)) + rng.choice((-1, 0, 0, 1))
         length = edge if 1 <= edge <= longest else rng.randint(1, longest)
