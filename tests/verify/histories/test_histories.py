@@ -115,13 +115,15 @@ def test_healthy_cache_passes_in_low_precision():
 
 def test_failure_is_shrunk_to_a_line_that_repeats_it():
     (fault,) = (f for f in FAULTS if f.name == "reorder forgets the raw ring")
-    todo = histories.jobs_for("quick", [], 0, Job)
+    long = parse_history("batch=3 max_rollback=3 step=0,3,11 step=1,1,1 reorder=2,2,0 step=1,0,2")
     with fault.planted():
-        (failure, *_) = failures(todo)
+        job = histories.history_job(long, torch.float64, "long", Job)
+        (failure, *_) = failures([job])
         line = re.search(r"--history '([^']*)'", failure.detail)
         small = parse_history(line[1])
         assert small.sizes.batch == 2
-        assert len(small.operations) <= 3
+        assert [operation.kind for operation in small.operations] == ["step", "reorder"]
+        assert "max_rollback" not in str(small)
         job = histories.history_job(small, torch.float64, "repeated", Job)
         repeated = failures([job])
         assert repeated[0].quantity == failure.quantity

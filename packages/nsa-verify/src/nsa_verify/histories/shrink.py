@@ -46,13 +46,13 @@ def _first_operations(history: History, count: int) -> History:
 def _smaller(history: History) -> Iterator[History]:
     """List smaller histories, the smallest first."""
     operations = history.operations
+    for b in range(history.sizes.batch):
+        if history.sizes.batch > 1:
+            yield _without_sequence(history, b)
     for i in range(len(operations)):
         if not _renumbers(operations, i):
             rest = operations[:i] + operations[i + 1 :]
             yield dataclasses.replace(history, operations=rest)
-    for b in range(history.sizes.batch):
-        if history.sizes.batch > 1:
-            yield _without_sequence(history, b)
     base = Sizes(max_len=history.sizes.max_len, batch=history.sizes.batch)
     for name in ("num_pages", "page_size", "max_step", "chunk_rows", "max_rollback", "seed"):
         if getattr(history.sizes, name) != getattr(base, name):
