@@ -115,9 +115,9 @@ def _any(rng: random.Random, history: History, model: Model) -> Operation:
         return Operation("reserve", tuple(grown))
     if action == "load" and model.snapshots:
         number = rng.randrange(len(model.snapshots))
-        return Operation(
-            *rng.choice((("load", (number, sequence)),) * 3 + (("release", (number,)),))
-        )
+        if rng.random() < 0.25:
+            return Operation("release", (number,))
+        return Operation("load", (number, sequence))
     return Operation("reset" if action == "reset" else "save", (sequence,))
 
 

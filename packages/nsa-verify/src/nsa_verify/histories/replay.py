@@ -102,7 +102,9 @@ def recorded(plan: Plan, calls: list[Called]) -> Plan:
 
         return run
 
-    kernels = {slot: wrap(slot, getattr(plan, slot)) for slot in ("cmp", "select", "sel", "win")}
+    kernels: dict[str, Any] = {
+        slot: wrap(slot, getattr(plan, slot)) for slot in ("cmp", "select", "sel", "win")
+    }
     fused: dict[str, Any] = dict(plan.fused)
     if "step" in fused:
         fused["step"] = wrap("step", fused["step"])

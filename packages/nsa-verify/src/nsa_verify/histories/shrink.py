@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from nsa_core.errors import InvalidInput
 from nsa_verify.histories.history import BASE, KINDS, History, Operation, Sizes
@@ -77,9 +78,9 @@ def _renumbers(operations: tuple[Operation, ...], i: int) -> bool:
     return operations[i].kind == "save" and any(o.kind in ("load", "release") for o in later)
 
 
-def _with_config(history: History, **changes: object) -> History:
+def _with_config(history: History, **changes: Any) -> History:
     try:
-        config = dataclasses.replace(history.config, **changes)  # type: ignore[arg-type]
+        config = dataclasses.replace(history.config, **changes)
     except InvalidInput:
         return history
     return dataclasses.replace(history, config=config)
