@@ -58,11 +58,13 @@ def _step(row: Row, number: int, seed: int) -> Step:
     stride, (blocks, init, local) = row["stride"], row["blocks"]
     size = row["compress"] * stride
     select = max(row["select"], row["compress"]) * stride
+    qk_dim, v_dim = row["widths"]
     config = dataclasses.replace(
         config_of(
             row["kv_heads"] * row["group"],
             row["kv_heads"],
-            *row["widths"],
+            qk_dim,
+            v_dim,
             (size, stride, select, max(blocks, 3), row["window"]),
         ),
         num_selected_blocks=blocks,

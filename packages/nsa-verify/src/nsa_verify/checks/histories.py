@@ -111,7 +111,7 @@ def replay(
 def _plans(combination: Combination, history: History, dtype: torch.dtype) -> Plans:
     """Return the plans of the combination, or in float64 the best ones that accept it."""
     options: dict[str, Any] = {"needs_grad": False}
-    decode = {"phase": "decode", "page_size": history.sizes.page_size or None}
+    decode: dict[str, Any] = {"phase": "decode", "page_size": history.sizes.page_size or None}
     device, config = combination.device, history.config
     if dtype == torch.float64:
         try:

@@ -82,7 +82,8 @@ def _history(row: Row, seed: str, number: int, operations: int) -> History:
         chunk_rows=row["chunk_rows"],
         seed=number,
     )
-    history, drawn = History(config, sizes, ()), []
+    history = History(config, sizes, ())
+    drawn: list[Operation] = []
     model = Model(history)
     while len(drawn) < operations:
         operation = _step(rng, history, model) if not drawn else _any(rng, history, model)

@@ -131,7 +131,8 @@ def _output_faults(replay: Replay, done: Done, groups: Sequence[Group]) -> Itera
             oracle.sel(p.q, p.k[1], v_sel, blocks, *sizes, **options).o,
             oracle.win(p.q, p.k[2], v_win, *sizes, **options).o,
         ).o
-        return o[rows].flatten(-2) @ weight.T
+        y: torch.Tensor = o[rows].flatten(-2) @ weight.T
+        return y
 
     golden = output(absolute=False)
     actual = torch.cat([done.y[b, : done.operation.values[b]] for b in active])
