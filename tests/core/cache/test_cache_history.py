@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 
 import pytest
 import torch
@@ -19,6 +18,10 @@ from caches import (
     whole,
 )
 from nsa_core import InvalidInput
+from nsa_verify.checks import histories
+from nsa_verify.combination import Combination
+from nsa_verify.histories.draw import draw_histories
+from nsa_verify.run.suite import Job
 
 ROOM = 70
 PAGES = pytest.mark.parametrize("page_size", [None, 16])
@@ -224,57 +227,10 @@ def test_reserve(attn):
     assert cache.pages.free == 2
 
 
-@PAGES
-@pytest.mark.parametrize("seed", range(6))
-def test_any_history(attn, seed, page_size):
-    """Random appends, crops, reorders, resets, snapshots and loads; outputs equal a new prefill."""
-    rng = random.Random(seed)
-    cache = new_cache(attn, page_size, batch=3, **({"num_pages": 13} if page_size else {}))
-    history = [torch.zeros(0, 20, dtype=torch.float64)] * 3
-    peaks, saved = [0] * 3, []
-    for operation in range(45):
-        action = rng.choice(
-            ["append"] * 6 + ["crop", "reorder", "reset", "snapshot", "load", "load"]
-        )
-        b = rng.randrange(3)
-        if action == "append":
-            rows_per_step = rng.choice([1, 1, 1, 4, 6, 7, 25])
-            new = [min(rng.randint(0, rows_per_step), ROOM - len(past)) for past in history]
-            rows = tokens(attn, 3, rows_per_step, seed=1000 * seed + operation)
-            try:
-                y = attn(rows, cache=cache, new=new)
-            except InvalidInput as error:
-                assert "out of pages" in str(error)  # noqa: PT017  not expected of every append
-                while saved:
-                    saved.pop()[0].release()
-                cache.reset(b)
-                history[b], peaks[b] = history[b][:0], 0
-                continue
-            for i, n in enumerate(new):
-                history[i] = torch.cat([history[i], rows[i, :n]])
-                peaks[i] = max(peaks[i], len(history[i]))
-                if n:
-                    assert_equal(
-                        y[i : i + 1, :n], whole(attn, history[i][None])[:, len(history[i]) - n :]
-                    )
-        elif action == "crop":
-            length = rng.randint(max(0, min(len(history[b]), peaks[b] - 9)), len(history[b]))
-            history[b] = history[b][:length]
-            cache.crop([len(past) for past in history])
-        elif action == "reorder":
-            order = [rng.randrange(3) for _ in range(3)]
-            cache.reorder(order)
-            history, peaks = [history[i] for i in order], [peaks[i] for i in order]
-        elif action == "reset":
-            cache.reset([b])
-            history[b], peaks[b] = history[b][:0], 0
-        elif action == "snapshot":
-            saved.append((cache.snapshot(b), history[b], peaks[b]))
-        elif saved:
-            snapshot, history[b], peaks[b] = rng.choice(saved)
-            cache.load(snapshot, b)
-        assert cache.host_lengths() == cache.lengths.tolist() == [len(past) for past in history]
-    for snapshot, _, _ in saved:
-        snapshot.release()
-    cache.reset()
-    assert cache.pages is None or cache.pages.free == cache.pages.total
+@pytest.mark.parametrize("number", range(6))
+def test_any_history(number):
+    """Random operations on caches of many sizes, judged by the check of `nsa verify`."""
+    history = draw_histories(6, seed=11)[number]
+    job = histories.history_job(history, torch.float64, f"history {number}", Job)
+    failed = [f for f in job.run(Combination({}, name="auto")) if not f.ok]
+    assert not failed, failed[0].detail

@@ -55,7 +55,13 @@ BROKEN = {
     ],
 }
 _FORMS = {"step": "step", "append": "append", "gates": "gates"}
-ALL = {"decode", "decode reads", *(f"decode {check}" for check in CHECKS)}
+ALL = {
+    "generated steps",
+    "cache histories",
+    "decode",
+    "decode reads",
+    *(f"decode {check}" for check in CHECKS),
+}
 
 
 def run(check: str, dtype: torch.dtype = torch.float32, **forms: str) -> list[bool]:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from nsa_verify.combination import Combination
     from nsa_verify.findings import Finding
     from nsa_verify.generated.case import GeneratedCase
+    from nsa_verify.histories.history import History
+    from nsa_verify.run.suite import Job
 
 SCHEMA_VERSION = 1
 # The first two also run the larger hand-written cases of quick.
@@ -155,6 +157,17 @@ def verify(
             ),
         ),
     ] = False,
+    history: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINE",
+            show_default=False,
+            help=(
+                "Run one history of a cache alone, in each dtype, such as"
+                " 'window_size=1 batch=2 step=5,3 step=1,1'. A failed history prints its line."
+            ),
+        ),
+    ] = None,
     jobs: _Jobs = None,
     job_timeout: Annotated[
         float | None,
@@ -209,7 +222,7 @@ def verify(
             job_timeout,
             only_accepted=dtype is None and generated is None,
             cases=cases,
-            case=generated,
+            only=generated or _history(history),
         )
         report: dict[str, Any] = reports[0]
         if every:
@@ -256,6 +269,26 @@ def _accepted(
 
     accepted = {d for c in combos for d in accepted_dtypes(c, dtypes, phase == "decode")}
     return [dtype for dtype in dtypes if dtype in accepted]
+
+
+def _history(line: str | None) -> History | None:
+    if line is None:
+        return None
+    from nsa_verify.histories.history import parse_history
+
+    return parse_history(line)
+
+
+def _only_jobs(only: GeneratedCase | History, dtypes: Sequence[torch.dtype]) -> list[Job]:
+    """List the jobs of one generated case, or of one history in each dtype."""
+    from nsa_verify.generated import jobs as generated
+    from nsa_verify.generated.case import GeneratedCase
+    from nsa_verify.generated.shrink import ShrinkBudget
+    from nsa_verify.run import suite
+
+    if isinstance(only, GeneratedCase):
+        return [generated.job_of(only, suite.Job, ShrinkBudget(0))]
+    return suite.history_jobs(only, dtypes)
 
 
 def _dtypes(names: Sequence[str]) -> list[torch.dtype]:
@@ -309,19 +342,18 @@ def _run(
     *,
     only_accepted: bool,
     cases: int | None,
-    case: GeneratedCase | None,
+    only: GeneratedCase | History | None,
 ) -> list[dict[str, Any]]:
     """Run the checks and return a report per combination.
 
     After a signal (``stop``), the reports hold the checks that had ended by then. With
-    ``only_accepted``, dtypes that every combination refuses are left out. ``case`` runs alone.
+    ``only_accepted``, dtypes that every combination refuses are left out. ``only`` runs alone.
     """
     import torch
 
     from nsa_core.dtypes import dtype_name
     from nsa_verify.combination import Combination
     from nsa_verify.generated import jobs as generated
-    from nsa_verify.generated.shrink import ShrinkBudget
     from nsa_verify.run import suite
     from nsa_verify.run.runner import run_jobs
 
@@ -336,10 +368,10 @@ def _run(
         candidates = dtypes[:2] if interpreted else dtypes
         dtypes = call_planning(isolated, _accepted, combos, candidates, phase) or dtypes
     job_limit_s = job_timeout or default_job_limit_s(device, interpreted) if isolated else None
-    if case is not None:
-        suite_jobs = [generated.job_of(case, suite.Job, ShrinkBudget(0))]
-    else:
-        suite_jobs = suite.jobs(
+    suite_jobs = (
+        _only_jobs(only, dtypes)
+        if only is not None
+        else suite.jobs(
             preset,
             dtypes,
             text=text[1] or None,
@@ -347,6 +379,7 @@ def _run(
             phase=phase,
             cases_per_slot=cases,
         )
+    )
     processes = jobs or _default_processes(device, interpreted)
     with output.progress(len(suite_jobs) * len(combos)) as advance:
         results = run_jobs(

@@ -112,10 +112,10 @@ def step_parity(combination: Combination, step: Step, dtype: torch.dtype) -> Ite
                 yield same_bits(
                     "decode fused step", "", step.case, dtype, quantity, padding, expected
                 )
-    yield from _judge_composed(step, dtype, data, o, blocks)
+    yield from judge_composed(step, dtype, data, o, blocks)
 
 
-def _judge_composed(
+def judge_composed(
     step: Step, dtype: torch.dtype, data: StepData, o: torch.Tensor, blocks: torch.Tensor
 ) -> Iterator[Finding]:
     """Judge o [B, m, Hq, Dv] and blocks [B, m, G, n] of a fused step."""
@@ -229,11 +229,11 @@ def append_parity(
         if exact or not rotated:
             yield same_bits("decode fused append", "", step.case, dtype, quantity, actual, plain)
         elif len(actual):
-            verdict = _judge_rotated(actual, plain, dtype)
+            verdict = judge_rotated(actual, plain, dtype)
             yield from judged("decode fused append", "", step.case, dtype, {quantity: verdict})
 
 
-def _judge_rotated(actual: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> Verdict:
+def judge_rotated(actual: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> Verdict:
     """Judge ``actual`` with ``plain`` as golden.
 
     ``plain`` differs from golden by at most half a unit of the dtype, which the noise includes.

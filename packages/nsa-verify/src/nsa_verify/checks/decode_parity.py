@@ -35,6 +35,8 @@ class Step:
         new: New tokens of each sequence in this step, at most ``rows``.
         rows: Rows per sequence. Rows beyond the new tokens are padding.
         page_size: Tokens per page of the sel cache; None uses one page per sequence.
+        spare_ring: Rows of the ring of win beyond the required ones; None is 3 with pages, else 0.
+        wide_gates: Whether gates are from -2 to 3 instead of from 0 to 1.
     """
 
     case: Case
@@ -42,6 +44,8 @@ class Step:
     new: tuple[int, ...]
     rows: int = 1
     page_size: int | None = None
+    spare_ring: int | None = None
+    wide_gates: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +94,15 @@ def step_data(
     for b, length in enumerate(step.lengths):
         table[b, -(-length // size) :] = -1  # never read
     # A ring may be longer than required; steps with pages test this.
-    ring = config.window_size + step.rows - 1 + (3 if step.page_size else 0)
+    default_spare = 3 if step.page_size else 0
+    spare = default_spare if step.spare_ring is None else step.spare_ring
+    ring = config.window_size + step.rows - 1 + spare
     dense = {
         name: getattr(data, name)
         for name in ("q", "gates", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
     }
+    if step.wide_gates:
+        dense["gates"] = 5 * dense["gates"] - 2
     positions = (starts[:, None] + torch.arange(step.rows)).clamp(max=longest - 1).long()
     sequences = torch.arange(batch)[:, None]
     stores = {}

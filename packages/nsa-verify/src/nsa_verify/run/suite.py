@@ -15,12 +15,21 @@ from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsuppor
 from nsa_core.util.interruption import NEVER, Interruption, is_ctrl_c
 from nsa_core.util.text import describe_error
 from nsa_verify.cases import PRESETS, Case, text_case
-from nsa_verify.checks import decode_fused, decode_invariants, invariants, layer, reads
+from nsa_verify.checks import (
+    decode_fused,
+    decode_invariants,
+    generated_steps,
+    histories,
+    invariants,
+    layer,
+    reads,
+)
 from nsa_verify.checks import slots as checks
 from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.generated import jobs as generated
+from nsa_verify.histories.history import History
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.judge.truth_cache import caching
 from nsa_verify.run.contexts import judging
@@ -192,7 +201,18 @@ def jobs(
             for s in STEPS[preset]()
         ]
         listed += _jobs(preset, dtypes, _STEP_CHECKS, [(sum(s.lengths), s.case, s) for s in steps])
+        listed += [
+            Job(generated_steps.NAME, OnStep(generated_steps.parity, step), step.case, dtype)
+            for step in generated_steps.draw_steps(preset, seed)
+            for dtype in dtypes
+        ]
+        listed += histories.jobs_for(preset, dtypes, seed, Job)
     return listed
+
+
+def history_jobs(history: History, dtypes: Sequence[torch.dtype]) -> list[Job]:
+    """List the jobs of one history of a cache, one per dtype."""
+    return [histories.history_job(history, dtype, "given history", Job) for dtype in dtypes]
 
 
 def _jobs(

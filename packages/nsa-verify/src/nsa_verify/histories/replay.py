@@ -1,0 +1,245 @@
+"""Replay a history on a real layer and cache, and compare each operation with the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from nsa_core.cache import NSACache, Snapshot
+from nsa_core.contract import DecodeCall
+from nsa_core.dispatch.plan import Plan
+from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
+from nsa_verify.histories import layers
+from nsa_verify.histories.contents import Fault, content_faults
+from nsa_verify.histories.history import History, Operation
+from nsa_verify.histories.model import Model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Called(NamedTuple):
+    """One call of a slot during an operation.
+
+    Attributes:
+        slot: The slot, or "step" of a fused step.
+        tensors: Its inputs.
+        call: Its arguments, with the lengths of that time; None in a prefill.
+        results: Its results.
+    """
+
+    slot: str
+    tensors: tuple[torch.Tensor, ...]
+    call: DecodeCall | None
+    results: tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """A step that a cache took.
+
+    Attributes:
+        operation: The step.
+        before: Length of each sequence before it.
+        model: The sequences after it.
+        y: The layer's output [B, rows, dim].
+        calls: The calls of the slots.
+    """
+
+    operation: Operation
+    before: list[int]
+    model: Model
+    y: torch.Tensor
+    calls: list[Called]
+
+
+class Failure(NamedTuple):
+    """The first fault of a history.
+
+    Attributes:
+        number: Number of the operation, from 0; the number of operations after the last one.
+        fault: The fault.
+    """
+
+    number: int
+    fault: Fault
+
+
+@dataclasses.dataclass(frozen=True)
+class Plans:
+    """The plans of a history.
+
+    Attributes:
+        prefill: The plan of a prefill.
+        decode: The plan of a decode step.
+        device: The device of the layer.
+    """
+
+    prefill: Plan
+    decode: Plan
+    device: str
+
+
+def recorded(plan: Plan, calls: list[Called]) -> Plan:
+    """Return ``plan`` with kernels that append each of their calls to ``calls``."""
+
+    def wrap(slot: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*tensors: Any, **options: Any) -> Any:
+            result = kernel(*tensors, **options)
+            results = (result,) if isinstance(result, torch.Tensor) else tuple(result)
+            call = options.get("call")
+            if call is not None:  # the next step changes its tensors in place
+                changing = {n: getattr(call, n).clone() for n in ("starts", "lengths")}
+                call = dataclasses.replace(call, **changing)
+                if slot in ("win", "step"):  # the next chunk overwrites the ring
+                    tensors = (*tensors[:-2], *(ring.clone() for ring in tensors[-2:]))
+            calls.append(Called(slot, tensors, call, results))
+            return result
+
+        return run
+
+    kernels: dict[str, Any] = {
+        slot: wrap(slot, getattr(plan, slot)) for slot in ("cmp", "select", "sel", "win")
+    }
+    fused: dict[str, Any] = dict(plan.fused)
+    if "step" in fused:
+        fused["step"] = wrap("step", fused["step"])
+    return dataclasses.replace(plan, **kernels, fused=fused)
+
+
+StepJudge = Any  # Callable[[Replay, Done], Iterator[Fault]]
+
+
+class Replay:
+    """A layer and a cache on which the operations of a history run.
+
+    Attributes:
+        history: The history.
+        dtype: Dtype of the layer and the cache.
+        attn: The layer.
+        cache: The cache.
+        model: The sequences that the cache must hold.
+        rows: The rows of a prefill of a sequence.
+    """
+
+    def __init__(self, history: History, dtype: torch.dtype, plans: Plans) -> None:
+        self.history, self.dtype = history, dtype
+        sizes = history.sizes
+        self._calls: list[Called] = []
+        self.attn = layers.exact_layer(
+            history, dtype, plans.device, recorded(plans.prefill, self._calls)
+        )
+        self.cache: NSACache = self.attn.new_cache(
+            sizes.batch,
+            sizes.max_len,
+            page_size=sizes.page_size or None,
+            num_pages=sizes.num_pages or None,
+            max_rollback=sizes.max_rollback,
+            max_step=sizes.max_step,
+            dtype=dtype,
+            plan=recorded(plans.decode, self._calls),
+        )
+        for store in self.cache.kv.tensors():
+            store.fill_(torch.nan)  # a row that nothing wrote is a visible error
+        self.fused_append = "append" in plans.decode.fused
+        self.model = Model(history)
+        self.rows = layers.Projections(self.attn, sizes.seed, dtype)
+        self._snapshots: list[Snapshot] = []
+
+    def first_failure(self, judge: StepJudge) -> Failure | None:
+        """Run every operation; return the first fault, or None.
+
+        ``judge(replay, done)`` yields the faults of the result of a step. Operations on sequences
+        or snapshots that do not exist are skipped, so every part of a history is a history.
+        """
+        from nsa_core.cache import step as cache_step  # imported here: it imports the compiler
+
+        with mock.patch.object(cache_step, "MAX_CHUNK_ROWS", self.history.sizes.chunk_rows):
+            for number, operation in enumerate(self.history.operations):
+                for fault in self._faults_of(operation, judge):
+                    return Failure(number, fault)
+        for fault in self._page_faults():
+            return Failure(len(self.history.operations), fault)
+        return None
+
+    def _faults_of(self, operation: Operation, judge: StepJudge) -> Iterator[Fault]:
+        model = self.model
+        if not model.exists(operation):
+            return
+        before, must_refuse = model.lengths, model.refused(operation)
+        self._calls.clear()
+        try:
+            y = self._run(operation)
+        except InvalidInput as error:
+            lacks_pages = "out of pages" in str(error) and model.may_lack_pages(operation)
+            if not (must_refuse or lacks_pages):
+                yield Fault("", "refused", f"a valid operation was refused: {error}")
+                return
+        except (Unsupported, BackendUnavailable):
+            raise
+        except (NSAError, RuntimeError, LookupError, TypeError) as error:
+            yield Fault("", "run", f"raised {type(error).__name__}: {error}")
+            return
+        else:
+            if must_refuse:
+                yield Fault("", "refused", f"{operation} must be refused, but was not")
+                return
+            model.apply(operation)
+            if operation.kind == "step" and operation.rows:
+                yield from self._faults_of_output(operation, before, y, judge)
+        expected = [self.rows.of(sequence.tokens) for sequence in model.sequences]
+        yield from content_faults(self.cache, expected, model.lengths, self.fused_append)
+
+    def _faults_of_output(
+        self, operation: Operation, before: list[int], y: torch.Tensor, judge: StepJudge
+    ) -> Iterator[Fault]:
+        expected_shape = (len(before), operation.rows, self.history.config.dim)
+        if tuple(y.shape) != expected_shape:
+            yield Fault("", "y", f"its shape is {tuple(y.shape)}, expected {expected_shape}")
+            return
+        for b, new in enumerate(operation.values):
+            if bool((y[b, new:] != 0).any()):
+                yield Fault("", "y of padding", f"not 0 in sequence {b}")
+        yield from judge(self, Done(operation, before, self.model, y, list(self._calls)))
+
+    def _run(self, operation: Operation) -> torch.Tensor:
+        """Call the cache; return the output of a step, and an empty tensor otherwise."""
+        values, cache, kind = list(operation.values), self.cache, operation.kind
+        if kind == "step":
+            return self._step(operation)
+        if kind == "save":
+            self._snapshots += [cache.snapshot(values[0])]
+        elif kind == "load":
+            cache.load(self._snapshots[values[0]], values[1])
+        elif kind == "release":
+            self._snapshots[values[0]].release()
+        else:
+            getattr(cache, kind)(values)
+        return torch.empty(0)
+
+    def _step(self, operation: Operation) -> torch.Tensor:
+        """Append the next tokens of each sequence; the padding is NaN."""
+        config, sizes = self.history.config, self.history.sizes
+        x = torch.full((sizes.batch, operation.rows, config.dim), torch.nan)
+        x = x.to(self.cache.device, self.dtype)
+        for b, tokens in enumerate(self.model.next_tokens(operation.values)):
+            x[b, : len(tokens)] = layers.inputs(tokens, self.attn, sizes.seed, self.dtype)
+        every_row = min(operation.values) == operation.rows
+        y: torch.Tensor = self.attn(
+            x, cache=self.cache, new=None if every_row else list(operation.values)
+        )
+        return y
+
+    def _page_faults(self) -> Iterator[Fault]:
+        """Check that no page is lost: after a reset and without snapshots, all are free."""
+        for snapshot in self._snapshots:
+            snapshot.release()
+        self.cache.reset()
+        pages = self.cache.pages
+        if pages is not None and pages.free != pages.total:
+            detail = f"{pages.free} of {pages.total} are free after a reset of every sequence"
+            yield Fault("", "pages", detail)

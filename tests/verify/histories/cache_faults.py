@@ -1,0 +1,258 @@
+"""Faults of NSACache, planted by changing the source of one function."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from nsa_core.cache import (
+    block_table,
+    cache,
+    chunk,
+    compress_step,
+    kv_store,
+    new_tokens,
+    pages,
+    state,
+    step,
+)
+from nsa_core.cache import prefill as prefill_module
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheFault:
+    """One fault.
+
+    Attributes:
+        name: Description of the fault.
+        owner: The class or module of the function.
+        function: Name of the function.
+        old: Source text that occurs exactly once in the function.
+        new: Its faulty replacement.
+    """
+
+    name: str
+    owner: Any
+    function: str
+    old: str
+    new: str
+
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """Replace the function by the faulty one."""
+        original = getattr(self.owner, self.function)
+        source = textwrap.dedent(inspect.getsource(original))
+        count = source.count(self.old)
+        assert count == 1, f"{self.name}: {self.old!r} occurs {count} times, expected once"
+        namespace: dict[str, Any] = {}
+        text = "from __future__ import annotations\n" + source.replace(self.old, self.new)
+        exec(text, vars(inspect.getmodule(original)) | {}, namespace)
+        with mock.patch.object(self.owner, self.function, namespace[self.function]):
+            yield
+
+
+KVBuffer, Pages, Table = kv_store.KVBuffer, pages.Pages, block_table.BlockTable
+Cache, State = cache.NSACache, state.CacheState
+FAULTS = [
+    CacheFault(
+        "the ring index is off by one after a wrap",
+        KVBuffer,
+        "in_ring",
+        "tokens % self.rows + first",
+        "(tokens + tokens // self.rows) % self.rows + first",
+    ),
+    CacheFault(
+        "a crop finds tokens of the raw ring overwritten",
+        State,
+        "__init__",
+        "geometry.compress_block_size + spare",
+        "geometry.compress_block_size + self.max_step - 1",
+    ),
+    CacheFault(
+        "a crop finds tokens of the window ring overwritten",
+        State,
+        "__init__",
+        "geometry.window_size + spare",
+        "geometry.window_size + self.max_step - 1",
+    ),
+    CacheFault(
+        "a crop removes one token more than max_rollback",
+        Cache,
+        "crop",
+        "> self.max_rollback:",
+        "> self.max_rollback + 1:",
+    ),
+    CacheFault(
+        "reorder forgets the raw ring",
+        Cache,
+        "reorder",
+        "[self.kv.win, self.kv.raw]",
+        "[self.kv.win]",
+    ),
+    CacheFault(
+        "reorder forgets the lengths on the device",
+        Cache,
+        "reorder",
+        "self.lengths.copy_(self.lengths[index])",
+        "pass",
+    ),
+    CacheFault(
+        "reorder forgets the largest lengths",
+        Cache,
+        "reorder",
+        "[self._peaks[b] for b in order]",
+        "list(self._peaks)",
+    ),
+    CacheFault(
+        "reorder shares pages without owning them", Pages, "replace", "self.share(pages)", "pass"
+    ),
+    CacheFault(
+        "the block table on the device is old after a reorder",
+        Table,
+        "replace",
+        "self._update_device(self.pages.replace(rows))",
+        "self.pages.replace(rows)",
+    ),
+    CacheFault(
+        "a snapshot aliases the cache",
+        KVBuffer,
+        "copy_rows",
+        "self.k[outer, :rows].clone(), self.v[outer, :rows].clone()",
+        "self.k[outer, :rows], self.v[outer, :rows]",
+    ),
+    CacheFault(
+        "a snapshot does not own its pages", Table, "share", "self.pages.share(pages)", "pass"
+    ),
+    CacheFault(
+        "a snapshot has one compressed token too few",
+        Cache,
+        "snapshot",
+        "num_compressed(length)",
+        "num_compressed(length - 1)",
+    ),
+    CacheFault(
+        "load forgets the raw ring",
+        Cache,
+        "load",
+        "(self.kv.win, self.kv.raw, self.kv.sel, self.kv.cmp), snapshot.rows",
+        "(self.kv.win, self.kv.sel, self.kv.cmp), snapshot.rows[:1] + snapshot.rows[2:]",
+    ),
+    CacheFault(
+        "reset keeps the lengths on the device",
+        Cache,
+        "reset",
+        "self.lengths.index_fill_(0, index, 0)",
+        "pass",
+    ),
+    CacheFault(
+        "reset keeps the largest lengths",
+        Cache,
+        "reset",
+        "self.bounds[b] = self._peaks[b] = 0",
+        "self.bounds[b] = 0",
+    ),
+    CacheFault("a crop loses its pages", Pages, "trim", "self.release(row[keep:])", "pass"),
+    CacheFault(
+        "a crop frees a page that still has tokens",
+        Pages,
+        "trim",
+        "keep, row = self.pages_of(tokens), self.rows[b]",
+        "keep, row = tokens // self.size, self.rows[b]",
+    ),
+    CacheFault(
+        "a shared page is not copied for its writer",
+        Pages,
+        "_allocate",
+        "changes.copies.append((row[column], page))",
+        "pass",
+    ),
+    CacheFault(
+        "a copied page has no compressed tokens",
+        kv_store.KVStore,
+        "copy_pages",
+        "(self.sel, self.cmp)",
+        "(self.sel,)",
+    ),
+    CacheFault(
+        "compressed tokens are written to a shared page",
+        Table,
+        "own",
+        "self._geometry.num_compressed(length) * d // self.page",
+        "length // self.page",
+    ),
+    CacheFault(
+        "a ragged prefill writes padding to the rings",
+        prefill_module,
+        "_fill",
+        "ring.in_ring(newest, newest >= ends, sequences)",
+        "ring.in_ring(newest, None, sequences)",
+    ),
+    CacheFault(
+        "a prefill fills the ring from its first tokens",
+        prefill_module,
+        "_fill",
+        "(ends.long() - ring.rows).clamp(min=0)",
+        "(ends.long() - ring.rows).clamp(min=0) * 0",
+    ),
+    CacheFault(
+        "a ragged prefill compresses padding",
+        prefill_module,
+        "_fill",
+        "+ geometry.compress_block_size > ends",
+        "> ends",
+    ),
+    CacheFault(
+        "positions of a step come from the longest sequence",
+        step,
+        "_positions",
+        "cache.starts[:, None] + cache.kv.count",
+        "cache.starts.max() + 0 * cache.starts[:, None] + cache.kv.count",
+    ),
+    CacheFault(
+        "a cut step counts one token of its last piece twice",
+        new_tokens.NewTokens,
+        "part",
+        "(on_device - first).clamp(0, rows)",
+        "(on_device - first + 1).clamp(0, rows)",
+    ),
+    CacheFault(
+        "a chunk begins with tokens one position too late",
+        chunk,
+        "_chunk_ring",
+        "cache.starts[:, None] - before + cache.kv.count[:before]",
+        "cache.starts[:, None] - before + 1 + cache.kv.count[:before]",
+    ),
+    CacheFault(
+        "a chunk writes one token too few back",
+        chunk,
+        "write_back_newest",
+        "min(ring.rows, rows)",
+        "min(ring.rows, rows) - 1",
+    ),
+    CacheFault(
+        "a compressed token is written one step late",
+        compress_step,
+        "_compress_one",
+        "end > call.lengths[:, None]",
+        "end >= call.lengths[:, None]",
+    ),
+    CacheFault(
+        "a chunk writes its last compressed token late",
+        compress_step,
+        "_compress_many",
+        "first_token + size > call.lengths[:, None]",
+        "first_token + size >= call.lengths[:, None]",
+    ),
+    CacheFault(
+        "a chunk rotates compressed keys at the next token",
+        compress_step,
+        "_compress_many",
+        "store.rope.cos[first_token], store.rope.sin[first_token]",
+        "store.rope.cos[first_token + 1], store.rope.sin[first_token + 1]",
+    ),
+]
