@@ -47,7 +47,7 @@ def problem_of(case: GeneratedCase, device: str = "cpu") -> Problem:
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32) if case.packed else None
     inputs, do = source.inputs(cu_seqlens)
     for name, tensor in inputs.items():
-        if name == "blocks" and case.layout == "transposed" or name not in ("lse", "blocks"):
+        if (name == "blocks" and case.layout == "transposed") or name not in ("lse", "blocks"):
             inputs[name] = laid_out(tensor, case.layout, name)
     if do is not None:
         do = laid_out(do, case.do_layout, "do")
