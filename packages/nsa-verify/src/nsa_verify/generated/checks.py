@@ -24,8 +24,8 @@ from nsa_verify.judge.slot import judge_slot
 from nsa_verify.judge.tensor import LIMITS, Verdict
 from nsa_verify.slot_runs import SlotRun, run_kernel
 
-# The bias is a rule for many rows. With few, the error of one row decides it, and that may be parallel
-# to the row: the gradient of a query that sees two keys is a multiple of their difference.
+# The bias is a rule for many rows. With few, the error of one row decides it, and that may be
+# parallel to the row: the gradient of a query that sees two keys is a multiple of their difference.
 _MIN_BIAS_ROWS = 12
 
 

@@ -12,8 +12,8 @@ from nsa_core.dtypes import stats_dtype
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.reference import attention
 
-# Largest |score| of each level of GeneratedCase.scores. From 16 on the noise of the verdict has a term
-# for the rounding of scores; at scores of 8 to 16, a correct fp32 kernel can exceed a limit.
+# Largest |score| of each level of GeneratedCase.scores. From 16 on the noise of the verdict has a
+# term for the rounding of scores; at scores of 8 to 16, a correct fp32 kernel can exceed a limit.
 LARGE_SCORE = 300.0
 OUTLIER = 16.0
 SMALL = 2.0**-8
