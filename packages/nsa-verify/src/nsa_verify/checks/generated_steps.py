@@ -23,7 +23,7 @@ NAME = "generated steps"
 LEVELS: dict[str, tuple[Any, ...]] = {
     "kv_heads": (1, 2, 5, 9),
     "group": (1, 2, 3, 16),  # query heads per kv head
-    "widths": ((16, 16), (64, 64), (32, 16), (16, 24)),  # Dk, Dv
+    "widths": ((16, 16), (64, 64), (72, 13), (16, 24)),  # Dk, Dv
     "stride": (2, 4, 8),  # d
     "compress": (1, 2, 3),  # l / d
     "select": (3, 4, 6),  # l' / d
@@ -35,6 +35,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "spare_ring": (0, 1, 9),
     "scale": (None, 0.02, -0.1, 0.0),
     "wide_gates": (False, True),
+    "sharpness": (1.0, 100.0),  # factor on q
 }
 # 32 rows have every pair; a test checks this.
 COUNTS = {"quick": 32, "full": 128, "interpreter": 0}
@@ -82,7 +83,7 @@ def _step(row: Row, number: int, seed: int) -> Step:
         length = edge if 1 <= edge <= longest else rng.randint(1, longest)
         lengths.append(length)
         new.append(min(length, rng.choice((row["rows"], row["rows"], rng.randint(0, row["rows"])))))
-    case = Case(f"generated {number}", config, (), seed=seed)
+    case = Case(f"generated {number}", config, (), sharpness=row["sharpness"], seed=seed)
     return Step(
         case,
         tuple(lengths),

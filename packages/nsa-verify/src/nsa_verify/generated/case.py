@@ -15,7 +15,7 @@ from nsa_verify.cases import Case
 LAYOUTS = ("plain", "transposed", "gaps", "offset", "expanded", "strided")
 BLOCKS = ("sorted", "sorted64", "messy", "messy64", "none")
 SCORES = ("normal", "tiny", "zero", "large")
-VALUES = ("normal", "small", "outlier")
+VALUES = ("normal", "small", "outlier", "steep")
 GATES = ("sigmoid", "negative", "above1", "zero")
 POISONS = ("none", "nan_q", "nan_k", "nan_v", "inf_v")
 

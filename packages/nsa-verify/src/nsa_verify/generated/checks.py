@@ -21,7 +21,12 @@ from nsa_verify.generated.data import Problem, problem_of
 from nsa_verify.generated.shrink import ShrinkBudget, shrink
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
 from nsa_verify.judge.slot import judge_slot
+from nsa_verify.judge.tensor import LIMITS, Verdict
 from nsa_verify.slot_runs import SlotRun, run_kernel
+
+# The bias is a rule for many rows. With few, the error of one row decides it, and that may be
+# parallel to the row: the gradient of a query that sees two keys is a multiple of their difference.
+_MIN_BIAS_ROWS = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +138,7 @@ def _findings(
             yield same_bits(
                 check, slot, case, dtype, f"{name} of a second run", again.outputs[name], output
             )
-    if generated.poison != "none":
+    if generated.poison != "none" and slot != "combine":  # combine has it in its inputs
         yield from _judge_poisoned(check, generated, case, kernel, run, problem)
 
 
@@ -149,15 +154,36 @@ def _judge(
     verdicts = judge_slot(
         slot, run.inputs, run.outputs, *sizes, cu_seqlens=problem.cu_seqlens, do=run.do
     )
+    few = _seeing_rows(generated) < _MIN_BIAS_ROWS
+    verdicts = {
+        name: _without_bias(verdict, dtype) if few and name != "lse" else verdict
+        for name, verdict in verdicts.items()
+    }
     yield from judged(check, slot, case, dtype, verdicts)
+
+
+def _seeing_rows(generated: GeneratedCase) -> int:
+    """Return the rows of a head that see a key: of all documents, or of one sequence."""
+    hidden = generated.l - 1 if generated.slot == "cmp" else 0
+    lengths = generated.documents or (generated.tokens,)
+    return sum(max(0, length - hidden) for length in lengths)
+
+
+def _without_bias(verdict: Verdict, dtype: torch.dtype) -> Verdict:
+    """Return ``verdict``, passed if only its bias is too large."""
+    limits = LIMITS[dtype]
+    if verdict.row <= limits.row and verdict.elem <= limits.elem:
+        return dataclasses.replace(verdict, ok=True, bias=min(verdict.bias, 1.0), why="")
+    return verdict
 
 
 def _judge_blocks(check: str, generated: GeneratedCase, run: SlotRun, problem: Problem) -> Finding:
     """Judge the blocks of select.
 
     The limit of 0.1 % on exchanged sets is for thousands of sets with random scores. In a case with
-    fewer, one set with a regret within its limit passes. If all logits are 0, the scores of many
-    blocks are equal but for rounding, and every set with such a regret passes.
+    fewer, one set with a regret within its limit passes. If all logits are 0, or most probabilities
+    underflow, the scores of many blocks are equal but for rounding, and every set with such a
+    regret passes.
     """
     verdict = judge_selection(
         **run.inputs,
@@ -167,7 +193,7 @@ def _judge_blocks(check: str, generated: GeneratedCase, run: SlotRun, problem: P
         cu_seqlens=problem.cu_seqlens,
     )
     exchanged = verdict.flip_rate * generated.rows
-    equal = generated.scale == 0 or generated.scores == "zero"
+    equal = generated.scale == 0 or generated.scores in ("zero", "large")
     legal = verdict.regret <= MAX_REGRET and (equal or exchanged < 1.5)
     detail = verdict.why or f"regret {verdict.regret:.2g}"
     return Finding(

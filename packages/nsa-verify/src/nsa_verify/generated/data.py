@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import torch
 
@@ -11,11 +12,13 @@ from nsa_core.dtypes import stats_dtype
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.reference import attention
 
-# Largest |score| of each level of GeneratedCase.scores. The relative error of exp is the absolute
-# error of its score, and the noise of the verdict does not grow with the score: at 8, an outlier of
-# 256 among the values exceeds the bias limit on a healthy kernel. Raise both once the noise does.
-LARGE_SCORE = 8.0
+# Largest |score| of each level of GeneratedCase.scores. From 16 on the noise of the verdict has a
+# term for the rounding of scores; at scores of 8 to 16, a correct fp32 kernel can exceed a limit.
+LARGE_SCORE = 300.0
 OUTLIER = 16.0
+SMALL = 2.0**-8
+SUBNORMAL = 2.0**-17  # most numbers of this size are subnormal in fp16
+STEEP = 2.0**9  # size of the gradient of o that makes dv large in fp16
 _LARGEST_SCORE = {"normal": 4.0, "tiny": 1e-2, "large": LARGE_SCORE}
 _FAR = (2**30, -(2**30), 2**31 - 1, -(2**31))
 
@@ -44,7 +47,7 @@ def problem_of(case: GeneratedCase, device: str = "cpu") -> Problem:
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32) if case.packed else None
     inputs, do = source.inputs(cu_seqlens)
     for name, tensor in inputs.items():
-        if name not in ("lse", "blocks"):
+        if (name == "blocks" and case.layout == "transposed") or name not in ("lse", "blocks"):
             inputs[name] = laid_out(tensor, case.layout, name)
     if do is not None:
         do = laid_out(do, case.do_layout, "do")
@@ -74,8 +77,10 @@ class _Source:
             outputs = {
                 f"o_{branch}": self._values(tokens, heads) for branch in ("cmp", "sel", "win")
             }
-            do = self._normal(tokens, heads, case.dv).to(self._dtype)
-            return {"gates": self._gates(tokens, heads), **outputs}, do
+            if case.poison != "none" and outputs["o_win"].numel():
+                nonfinite = math.nan if case.poison.startswith("nan") else math.inf
+                outputs["o_win"].view(-1)[outputs["o_win"].numel() // 3] = nonfinite
+            return {"gates": self._gates(tokens, heads), **outputs}, self._gradient(tokens)
         geometry, compressed = self._config.geometry, case.slot in ("cmp", "select")
         count = geometry.max_compressed if case.packed else geometry.num_compressed
         rows = count(tokens) if compressed else tokens
@@ -88,7 +93,7 @@ class _Source:
         inputs[f"v{suffix}"] = self._values(rows, case.groups)
         if case.slot == "sel":
             inputs["blocks"] = self._blocks(cu_seqlens)
-        return inputs, self._normal(tokens, heads, case.dv).to(self._dtype)
+        return inputs, self._gradient(tokens)
 
     def _lead(self, rows: int) -> tuple[int, ...]:
         return (rows,) if self._case.packed else (self._case.batch, rows)
@@ -99,11 +104,22 @@ class _Source:
 
     def _values(self, rows: int, heads: int) -> torch.Tensor:
         values = self._normal(rows, heads, self._case.dv)
+        combine = self._case.slot == "combine"
         if self._case.values == "small":
-            values = values * 2.0**-8
+            values = values * (SUBNORMAL if combine else SMALL)
         elif self._case.values == "outlier" and values.numel():
-            values.view(-1)[values.numel() // 2] = OUTLIER
+            # In combine one element would decide the bias of its row, so the whole row is larger.
+            one = values[..., rows // 2, :, :] if combine else values.view(-1)[values.numel() // 2]
+            one.copy_(one * OUTLIER if combine else torch.tensor(OUTLIER))
         return values.to(self._dtype)
+
+    def _gradient(self, tokens: int) -> torch.Tensor:
+        do = self._normal(tokens, self._config.n_heads, self._case.dv)
+        if self._case.values == "small" and self._case.slot == "combine":
+            do = do * SUBNORMAL
+        if self._case.values == "steep" and self._case.scores != "large":  # dk fits fp16
+            do = do * STEEP
+        return do.to(self._dtype)
 
     def _queries_and_keys(self, tokens: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return q and k whose largest |score| is that of the case."""
@@ -119,6 +135,8 @@ class _Source:
         scores = torch.einsum(spec, grouped, k) * abs(self._config.softmax_scale)
         if scores.numel() and float(scores.abs().max()) > 0:
             q = q * (_LARGEST_SCORE[case.scores] / float(scores.abs().max()))
+        if case.scores == "tiny":  # one query is exactly 0
+            q[..., tokens // 2, :, :] = 0
         # A factor that fp16 cannot hold would make the case wrong, not the kernel.
         return q.clamp(-1e4, 1e4).to(self._dtype), k.to(self._dtype)
 

@@ -14,22 +14,26 @@ from nsa_verify.generated.design import Row, covering_design, longer_design
 
 # Each first group of values is that of quick (at most five), the second is added in full.
 _BLOCKS = (  # l, d, l'
-    ((8, 4, 16), (4, 2, 4), (4, 4, 4), (12, 4, 16), (32, 16, 64)),
-    ((1, 1, 4), (6, 3, 9), (16, 4, 16)),
+    ((8, 4, 16), (4, 2, 4), (4, 4, 4), (12, 4, 12), (32, 16, 64)),
+    ((1, 1, 4), (6, 3, 9), (16, 4, 16), (12, 4, 16)),
 )
 _FORCED = (((1, 2), (0, 0), (2, 1), (0, 3), (3, 0)), ((1, 1), (0, 1)))  # init, local
 _FREE = ((1, 0, 2, 5, 17), (3, 13))  # selected blocks that are not forced
 _WINDOW = ((5, 1, 16, 33, 520), (2, 64, 600, 2000))
-_HEADS = ((2, 1, 3, 4, 7), (5, 16))  # query heads per kv head
+_HEADS = ((2, 1, 3, 9, 17), (4, 7, 16))  # query heads per kv head
 _GROUPS = ((2, 1, 3, 5, 9), (4, 8))
-_WIDTHS = (((16, 16), (64, 64), (8, 24), (32, 16), (13, 13)), ((24, 7), (1, 1), (128, 64)))
+_WIDTHS = (
+    ((16, 16), (72, 24), (24, 136), (8, 65), (13, 13)),
+    ((24, 7), (1, 1), (64, 64), (128, 64)),
+)
 _SCALE = ((None, 1.0, -0.3, 0.0, 0.05), (-1.0, 2.5))
 # Sequences of a dense batch, or documents around one of the length of the case.
 _DOCUMENTS = (("dense", "batch 2", "batch 7", "packed", "tiny documents"), ("batch 3", "batch 5"))
 _LAYOUT = (("plain", "transposed", "gaps", "offset", "expanded"), ("strided",))
 _DO_LAYOUT = (("plain", "transposed", "gaps", "expanded", "strided"), ("offset",))
 _SCORES = (("normal", "tiny", "zero", "large"), ())
-_VALUES = (("normal", "small", "outlier"), ())
+_VALUES = (("normal", "small", "outlier", "steep"), ())
+_COMBINE_POISON = (("none", "nan_v", "inf_v"), ())
 _BLOCK_KINDS = (("sorted", "sorted64", "messy", "messy64", "none"), ())
 _GATES = (("sigmoid", "negative", "above1", "zero"), ())
 _POISON = (("none", "nan_q", "nan_k", "nan_v", "inf_v"), ())
@@ -38,7 +42,7 @@ _LAYOUTS = {"layout": _LAYOUT, "do_layout": _DO_LAYOUT}
 # Lengths by name, because they depend on the block sizes; see _length.
 _LEVELS: Mapping[str, Mapping[str, Any]] = {
     "cmp": {
-        "length": (("several", "l", "l-1", "l+d-1", "l+d"), ("1", "many")),
+        "length": (("many", "l", "l-1", "l+d-1", "l+d"), ("1", "several")),
         "blocks": _BLOCKS,
         **_HEADS_ALONE,
         "widths": _WIDTHS,
@@ -50,7 +54,7 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         "poison": _POISON,
     },
     "select": {
-        "length": (("n blocks+", "n blocks", "block+1", "l+d", "1"), ("block", "l-1", "many")),
+        "length": (("n blocks+", "n blocks", "block+1", "40 blocks", "1"), ("block", "l-1", "l+d")),
         "blocks": _BLOCKS,
         "forced": _FORCED,
         "free": _FREE,
@@ -97,6 +101,7 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         "do_layout": _DO_LAYOUT,
         "gates": _GATES,
         "values": _VALUES,
+        "poison": _COMBINE_POISON,
     },
 }
 # Parameters that interact by three in full.
@@ -114,6 +119,7 @@ _MOST_FORCED = 3  # of _FORCED
 # A length of n blocks is at most this long, so that few values exclude each other: only with small
 # blocks are more than 16 of them selected from more. Else a design has hundreds of rows.
 _BLOCK_TOKENS = 96
+_MOST_BLOCK_TOKENS = 168
 # Query rows times kv heads; a row takes about 0.1 ms in the oracle.
 _MOST_ROWS = {"quick": 700, "full": 1500, "interpreter": 48}
 
@@ -236,6 +242,7 @@ def _length(row: Row) -> int:
     lengths = {
         "several": size + 4 * stride + 1,
         "many": max(size + 4 * stride, 3 * block) + 61,
+        "40 blocks": min(40 * block, _MOST_BLOCK_TOKENS) + 1,
         "l": size,
         "l-1": size - 1,
         "l+d-1": size + stride - 1,
@@ -261,7 +268,7 @@ def _documents(name: str, length: int) -> tuple[int, ...]:
     """Return the lengths of packed documents, with empty ones; () if dense."""
     return {
         "packed": (0, length, 1, (length + 1) // 2),
-        "tiny documents": (1, length, 0, 0, 1, 0),
+        "tiny documents": (1, 0, 2, 1, 3, length, 0, 1, 5, length // 2 + 1, 0),
     }.get(name, ())
 
 
