@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,26 +13,15 @@ import typer
 from nsa_cli import output
 from nsa_cli.choices import dtype_names, pick_device
 from nsa_cli.result_files import ResultFiles
-from nsa_cli.verify_isolated import (
-    call_planning,
-    default_job_limit_s,
-    is_isolated,
-    plan_all,
-    prepare_children,
-    reads_or_failure,
-)
-from nsa_core.util.interruption import Interruption, deferred_signals
+from nsa_cli.verify_isolated import call_planning, is_isolated, prepare_children
+from nsa_cli.verify_run import SCHEMA_VERSION, RunOptions, run_combinations
+from nsa_core.util.interruption import deferred_signals
 
 if TYPE_CHECKING:
     import torch
 
-    from nsa_verify.combination import Combination
-    from nsa_verify.findings import Finding
-    from nsa_verify.generated.case import GeneratedCase
     from nsa_verify.histories.history import History
-    from nsa_verify.run.suite import Job
 
-SCHEMA_VERSION = 1
 # The first two also run the larger hand-written cases of quick.
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -208,22 +195,21 @@ def verify(
         combinations = (
             _every_combination(named, torch_device, dtypes, phase.value) if every else [named]
         )
-        reports = _run(
-            combinations,
-            torch_device,
-            dtypes,
-            preset.value,
-            content,
-            seed,
-            phase.value,
-            reads,
-            jobs,
-            stop,
-            job_timeout,
+        options = RunOptions(
+            device=torch_device,
+            dtypes=dtypes,
             only_accepted=dtype is None and generated is None,
+            preset=preset.value,
+            text=content,
+            seed=seed,
+            phase=phase.value,
+            reads=reads,
+            jobs=jobs,
+            job_timeout=job_timeout,
             cases=cases,
             only=generated or _history(history),
         )
+        reports = run_combinations(combinations, options, stop)
         report: dict[str, Any] = reports[0]
         if every:
             report = {"schema_version": SCHEMA_VERSION, "combinations": reports}
@@ -234,18 +220,6 @@ def verify(
         code = print_combinations(reports) if every else print_report(report, verbose)
         files.exit_code(code)
     raise typer.Exit(code)
-
-
-def _default_processes(device: str, interpreted: bool) -> int:
-    """Return the number of processes without --jobs: one per available core, at most 8, else 1.
-
-    Several processes help on a GPU and in Triton's interpreter, which is plain Python. Each one
-    holds half a gigabyte of GPU memory.
-    """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min(cores, 8) if device == "cuda" or interpreted else 1
 
 
 def _every_combination(
@@ -261,34 +235,12 @@ def _every_combination(
     return combinations
 
 
-def _accepted(
-    combos: Sequence[Combination], dtypes: Sequence[torch.dtype], phase: str
-) -> list[torch.dtype]:
-    """Return those of ``dtypes`` that at least one combination accepts."""
-    from nsa_verify.combination import accepted_dtypes
-
-    accepted = {d for c in combos for d in accepted_dtypes(c, dtypes, phase == "decode")}
-    return [dtype for dtype in dtypes if dtype in accepted]
-
-
 def _history(line: str | None) -> History | None:
     if line is None:
         return None
     from nsa_verify.histories.history import parse_history
 
     return parse_history(line)
-
-
-def _only_jobs(only: GeneratedCase | History, dtypes: Sequence[torch.dtype]) -> list[Job]:
-    """List the jobs of one generated case, or of one history in each dtype."""
-    from nsa_verify.generated import jobs as generated
-    from nsa_verify.generated.case import GeneratedCase
-    from nsa_verify.generated.shrink import ShrinkBudget
-    from nsa_verify.run import suite
-
-    if isinstance(only, GeneratedCase):
-        return [generated.job_of(only, suite.Job, ShrinkBudget(0))]
-    return suite.history_jobs(only, dtypes)
 
 
 def _dtypes(names: Sequence[str]) -> list[torch.dtype]:
@@ -325,125 +277,3 @@ def read_text(path: Path | None) -> tuple[str, bytes]:
     if not content:
         raise InvalidInput(f"--text {path} has 0 bytes; give a file with text")
     return path.name, content
-
-
-def _run(
-    combinations: Sequence[dict[str, str]],
-    device: str,
-    dtypes: Sequence[torch.dtype],
-    preset: str,
-    text: tuple[str, bytes],
-    seed: int,
-    phase: str,
-    reads: bool,
-    jobs: int | None,
-    stop: Interruption,
-    job_timeout: float | None,
-    *,
-    only_accepted: bool,
-    cases: int | None,
-    only: GeneratedCase | History | None,
-) -> list[dict[str, Any]]:
-    """Run the checks and return a report per combination.
-
-    After a signal (``stop``), the reports hold the checks that had ended by then. With
-    ``only_accepted``, dtypes that every combination refuses are left out. ``only`` runs alone.
-    """
-    import torch
-
-    from nsa_core.dtypes import dtype_name
-    from nsa_verify.combination import Combination
-    from nsa_verify.generated import jobs as generated
-    from nsa_verify.run import suite
-    from nsa_verify.run.runner import run_jobs
-
-    # Cases are small: starting more threads takes longer than the computation.
-    torch.set_num_threads(1 if device == "cpu" else min(4, torch.get_num_threads()))
-    registry = output.find_backends()
-    combos = [Combination(named, device, registry) for named in combinations]
-    isolated = is_isolated(combinations, registry)
-    interpreted, chosen = call_planning(isolated, plan_all, combos, dtypes, preset, phase)
-    preset, text = ("interpreter", ("none", b"")) if interpreted else (preset, text)
-    if only_accepted:
-        candidates = dtypes[:2] if interpreted else dtypes
-        dtypes = call_planning(isolated, _accepted, combos, candidates, phase) or dtypes
-    job_limit_s = job_timeout or default_job_limit_s(device, interpreted) if isolated else None
-    suite_jobs = (
-        _only_jobs(only, dtypes)
-        if only is not None
-        else suite.jobs(
-            preset,
-            dtypes,
-            text=text[1] or None,
-            seed=seed,
-            phase=phase,
-            cases_per_slot=cases,
-        )
-    )
-    processes = jobs or _default_processes(device, interpreted)
-    with output.progress(len(suite_jobs) * len(combos)) as advance:
-        results = run_jobs(
-            combos,
-            suite_jobs,
-            processes=processes,
-            job_limit_s=job_limit_s,
-            stop=stop,
-            advance=advance,
-        )
-    read_counts: list[dict[str, Any]] = [{} for _ in combos]
-    failed: list[list[Finding]] = [[] for _ in combos]
-    with stop.stop_on_interrupt():
-        for index, combination in enumerate(combos if reads else ()):
-            if not stop.received:
-                read_counts[index], failed[index] = reads_or_failure(
-                    combination, dtypes, job_limit_s
-                )
-    checks = len(suite_jobs) + reads
-    checks_left = [
-        checks - len(findings) - bool(counts)
-        for findings, counts in zip(results.findings, read_counts)
-    ]
-    common = {
-        "schema_version": SCHEMA_VERSION,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "interpreted": interpreted,
-        "dtypes": [dtype_name(dtype) for dtype in dtypes],
-        "preset": preset,
-        "phase": phase,
-        "seed": seed,
-        "text": {"name": text[0], "bytes": len(text[1])},
-        "environment": output.environment(),
-        "peak_memory_bytes": (
-            max(results.peak_bytes, torch.cuda.max_memory_allocated()) if device == "cuda" else None
-        ),
-    }
-    return [
-        {
-            **common,
-            **counts,
-            "backends": backends,
-            "named": named,
-            "seconds": round(seconds, 2),
-            "interrupted": (
-                {"signal": stop.name, "checks_left": left, "checks": checks} if left else None
-            ),
-            "generated": {
-                slot: dataclasses.asdict(count)
-                for slot, count in generated.count_cases(
-                    [finding for job in findings for finding in job]
-                ).items()
-            },
-            "findings": [
-                dataclasses.asdict(finding) for job in [*findings, fault] for finding in job
-            ],
-        }
-        for named, backends, seconds, findings, counts, fault, left in zip(
-            combinations,
-            chosen,
-            results.seconds,
-            results.findings,
-            read_counts,
-            failed,
-            checks_left,
-        )
-    ]
