@@ -99,7 +99,7 @@ def assert_command_is_readable(nsa, terminal, *arguments: str, code: int = 0) ->
 def test_verify_is_readable_and_prints_failures_first(nsa, terminal, monkeypatch, options, failed):
     every = "--every-combination" in options
     reports = [report(), report(*failed)] if every else [report(*failed)]
-    monkeypatch.setattr(verify, "_run", lambda *a: copy.deepcopy(reports))
+    monkeypatch.setattr(verify, "run_combinations", lambda *a: copy.deepcopy(reports))
     monkeypatch.setattr(verify, "_every_combination", lambda *a: [])
     out = assert_command_is_readable(
         nsa, terminal, "verify", "--device", "cpu", *options, code=1 if failed else 0
@@ -131,7 +131,7 @@ def test_verify_is_readable_and_prints_failures_first(nsa, terminal, monkeypatch
 
 
 def test_verify_counts_what_does_not_apply_in_its_row(nsa, monkeypatch):
-    monkeypatch.setattr(verify, "_run", lambda *a: [report()])
+    monkeypatch.setattr(verify, "run_combinations", lambda *a: [report()])
     rows = [line.split() for line in nsa("verify", "--device", "cpu").out.splitlines()]
     assert ["run", "to", "run", "all", "5", "1", "0.50", "ok"] in rows
     assert ["decode", "fused", "gates", "all", "0", "1", "-", "not", "run"] in rows
@@ -346,11 +346,11 @@ def test_mistyped_options_get_a_suggestion(nsa, arguments, sentence):
 def test_short_dtype_names_become_long_ones(nsa, monkeypatch):
     dtypes = []
 
-    def record(combinations, device, names, *others):
-        dtypes.extend(str(name) for name in names)
+    def record(combinations, options, stop):
+        dtypes.extend(str(dtype) for dtype in options.dtypes)
         return [report()]
 
-    monkeypatch.setattr(verify, "_run", record)
+    monkeypatch.setattr(verify, "run_combinations", record)
     assert nsa("verify", "--device", "cpu", "--dtype", "bf16,fp16,fp32,fp64,bfloat16").code == 0
     assert dtypes == [f"torch.{name}" for name in ("bfloat16", "float16", "float32", "float64")]
     done = nsa("backends", "explain", "--dtype", "fp64", "--device", "cpu", "--json")

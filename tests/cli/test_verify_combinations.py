@@ -81,20 +81,8 @@ def test_the_command_runs_each_combination_and_prints_a_summary(
     monkeypatch.setattr(verify.output, "find_backends", lambda: registry)
     remaining_verdicts = list(verdicts)
 
-    def run(
-        combinations: list[dict[str, str]],
-        device: str,
-        dtypes: Any,
-        preset: str,
-        text: Any,
-        seed: int,
-        phase: str,
-        reads: bool,
-        jobs: int | None,
-        stop: Any,
-        job_timeout: float | None,
-    ) -> list[dict[str, Any]]:
-        assert (phase, reads, jobs) == ("both", False, None)
+    def run(combinations: list[dict[str, str]], options: Any, stop: Any) -> list[dict[str, Any]]:
+        assert (options.phase, options.reads, options.jobs) == ("both", False, None)
         finding = {
             "check": "parity",
             "slot": "cmp",
@@ -113,13 +101,13 @@ def test_the_command_runs_each_combination_and_prints_a_summary(
                 "text": {"name": "t"},
                 "interpreted": False,
                 "named": named,
-                **{"preset": preset, "phase": phase, "seed": seed},
+                **{"preset": options.preset, "phase": options.phase, "seed": options.seed},
                 "findings": [{**finding, "ok": remaining_verdicts.pop(0)}],
             }
             for named in combinations
         ]
 
-    monkeypatch.setattr(verify, "_run", run)
+    monkeypatch.setattr(verify, "run_combinations", run)
     path = tmp_path / "r.json"
     arguments = [
         "verify",

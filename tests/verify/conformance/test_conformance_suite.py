@@ -273,6 +273,7 @@ def test_select_without_scores_fails_where_blocks_are_not_forced(
         "S=2w",
         "S=1",
         "S<l",
+        "large scores",  # every token has at most n candidates
     }
 
 

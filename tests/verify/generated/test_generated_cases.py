@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from generated_faults import FAULTS
 from nsa_backend_sdpa.plugin import nsa_register_backends
 from nsa_core.contract import DTYPES, SLOTS, Reason, Request
 from nsa_core.dispatch.registry import Registry
@@ -21,7 +22,6 @@ from nsa_verify.generated.jobs import count_cases
 from nsa_verify.generated.levels import generated_cases, slot_design
 from nsa_verify.generated.shrink import shrink
 from nsa_verify.run import suite
-from planted import FAULTS
 
 QUICK = {slot: generated_cases("quick", DTYPES, slots=[slot]) for slot in SLOTS}
 ALL = [case for cases in QUICK.values() for case in cases]

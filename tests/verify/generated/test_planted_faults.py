@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from generated_faults import FAULTS, Fault
 from nsa_core.contract import DTYPES, SLOTS
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.generated.checks import judge_generated
 from nsa_verify.generated.levels import generated_cases
-from planted import FAULTS, Fault
 
 
 def first_failure(combination: Combination, slot: str) -> Finding | None:

@@ -18,17 +18,9 @@ _PLOTS = ("png", "svg")
 OPTION_PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "verify": {
         "Backends": (*_SLOTS, "every"),
-        "Checks": (
-            "device",
-            "dtype",
-            "preset",
-            "phase",
-            "text",
-            "seed",
-            "reads",
-            "jobs",
-            "job_timeout",
-        ),
+        "Checks": ("preset", "phase", "dtype", "cases", "seed", "text", "reads"),
+        "One check": ("case", "history"),
+        "Machine": ("device", "jobs", "job_timeout"),
         "Output": ("verbose", "json_file", "force"),
     },
     "bench": {
