@@ -51,8 +51,8 @@ class Fault:
         spec = nsa_register_backends()
         own = dataclasses.replace(
             spec.slots[self.slot],
-            forward=f"planted:{backend}_forward",
-            backward=f"planted:{backend}_backward" if self.slot != "select" else None,
+            forward=f"generated_faults:{backend}_forward",
+            backward=f"generated_faults:{backend}_backward" if self.slot != "select" else None,
         )
         globals()[f"{backend}_forward"] = self._forward
         globals()[f"{backend}_backward"] = self._backward
