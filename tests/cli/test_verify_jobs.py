@@ -12,10 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import nsa_cli.verify
+import nsa_cli.verify_run
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_cli.app import app
-from nsa_cli.verify import _default_processes
+from nsa_cli.verify_run import _default_processes
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.util.interruption import deferred_signals
@@ -82,8 +82,13 @@ def test_default_processes_are_one_per_core_on_a_gpu_and_in_the_interpreter(monk
         monkeypatch.setattr(
             os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False
         )
-        assert _default_processes("cuda", False) == _default_processes("cpu", True) == expected
-        assert _default_processes("cpu", False) == 1
+        for device, interpreted, jobs in (
+            ("cuda", False, 1),
+            ("cpu", True, 1),
+            ("cpu", False, 999),
+        ):
+            assert _default_processes(device, interpreted, jobs) == expected
+        assert _default_processes("cpu", False, 99) == 1
 
 
 @pytest.mark.parametrize(("options", "expected"), [((), 7), (("--jobs", "3"), 3)])
@@ -91,7 +96,7 @@ def test_jobs_option_replaces_the_default_number_of_processes(monkeypatch, optio
     def run_nothing(*_, processes, **named):
         raise KeyError(processes)
 
-    monkeypatch.setattr(nsa_cli.verify, "_default_processes", lambda device, interpreted: 7)
+    monkeypatch.setattr(nsa_cli.verify_run, "_default_processes", lambda *others: 7)
     monkeypatch.setattr(runner, "run_jobs", run_nothing)
     done = CliRunner().invoke(app, ["verify", "--device", "cpu", *options])
     assert repr(done.exception) == f"KeyError({expected})"

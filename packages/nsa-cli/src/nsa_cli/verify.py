@@ -60,7 +60,7 @@ _Jobs = Annotated[
         show_default=False,
         help=(
             "Number of processes that run checks in parallel; the report does not depend on it."
-            " Default: one per core, at most 8, on cuda and in Triton's interpreter; else 1."
+            " Default: one per core, at most 8; on the CPU 1 for few checks."
         ),
     ),
 ]

@@ -9,6 +9,7 @@ from nsa_cli import output
 from nsa_cli.wrapping import shorten, wrap
 from nsa_core.contract import SLOTS
 from nsa_core.util.interruption import exit_code
+from nsa_core.util.text import escape_control
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,10 +20,23 @@ if TYPE_CHECKING:
 
 Finding = dict[str, Any]
 _LISTED_FAILURES = 20
+_LONGEST_DETAIL = 800
 _NOTE = (
     "worst: largest error as a fraction of its limit; above 1.00 a kernel is wrong. A dash: equal"
     " bits are required."
 )
+
+
+def _printable(report: dict[str, Any]) -> dict[str, Any]:
+    """Return ``report`` with details that a terminal can print: they may be messages of plugins."""
+
+    def text(detail: str) -> str:
+        escaped = escape_control(detail)
+        more = len(escaped) - _LONGEST_DETAIL
+        return f"{escaped[:_LONGEST_DETAIL]} ... ({more} more characters)" if more > 0 else escaped
+
+    findings = [{**finding, "detail": text(finding["detail"])} for finding in report["findings"]]
+    return {**report, "findings": findings}
 
 
 def print_report(report: dict[str, Any], verbose: bool) -> int:
@@ -32,6 +46,7 @@ def print_report(report: dict[str, Any], verbose: bool) -> int:
         report: The report of one combination.
         verbose: Print a row per check and slot, with each kind of error, instead of one per check.
     """
+    report = _printable(report)
     console = output.console()
     output.print_text(console, _setting(report))
     console.print()
@@ -56,6 +71,7 @@ def print_report(report: dict[str, Any], verbose: bool) -> int:
 
 def print_combinations(reports: list[dict[str, Any]]) -> int:
     """Print a row per combination, failures and the verdict. Return the exit code."""
+    reports = [_printable(report) for report in reports]
     console = output.console()
     output.print_text(console, _circumstances(reports[0]))
     console.print()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nsa_verify.run.suite import Job
 
 SCHEMA_VERSION = 1
+_MANY_JOBS = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def run_combinations(
     if isolated and options.job_timeout is not None:
         job_limit_s = options.job_timeout
     suite_jobs = _jobs(options, dtypes)
-    processes = options.jobs or _default_processes(device, interpreted)
+    processes = options.jobs or _default_processes(device, interpreted, len(suite_jobs))
     with output.progress(len(suite_jobs) * len(combos)) as advance:
         results = run_jobs(
             combos,
@@ -203,13 +204,14 @@ def _accepted(
     return [dtype for dtype in dtypes if dtype in accepted]
 
 
-def _default_processes(device: str, interpreted: bool) -> int:
-    """Return the number of processes without --jobs: one per available core, at most 8, else 1.
+def _default_processes(device: str, interpreted: bool, jobs: int) -> int:
+    """Return the number of processes without --jobs: one per available core, at most 8.
 
-    Several processes help on a GPU and in Triton's interpreter, which is plain Python. Each one
-    holds half a gigabyte of GPU memory.
+    A process takes two seconds to start, and holds half a gigabyte of GPU memory. On the CPU, few
+    jobs run in this process.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
-    return min(cores, 8) if device == "cuda" or interpreted else 1
+    parallel = device == "cuda" or interpreted or jobs >= _MANY_JOBS
+    return min(cores, 8) if parallel else 1

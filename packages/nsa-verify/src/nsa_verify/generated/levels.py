@@ -42,7 +42,7 @@ _LAYOUTS = {"layout": _LAYOUT, "do_layout": _DO_LAYOUT}
 # Lengths by name, because they depend on the block sizes; see _length.
 _LEVELS: Mapping[str, Mapping[str, Any]] = {
     "cmp": {
-        "length": (("many", "l", "l-1", "l+d-1", "l+d"), ("1", "several")),
+        "length": (("130 keys", "l", "l-1", "l+d-1", "l+d"), ("1", "several", "many")),
         "blocks": _BLOCKS,
         **_HEADS_ALONE,
         "widths": _WIDTHS,
@@ -67,7 +67,10 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         "poison": (("none", "nan_q", "nan_k"), ()),
     },
     "sel": {
-        "length": (("n blocks+", "n blocks", "block+1", "block", "1"), ("block-1", "many")),
+        "length": (
+            ("n blocks+", "n blocks", "block+1", "66 blocks", "1"),
+            ("block", "block-1", "many"),
+        ),
         "blocks": _BLOCKS,
         "free": _FREE,
         "block_kind": _BLOCK_KINDS,
@@ -81,7 +84,7 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         "poison": _POISON,
     },
     "win": {
-        "length": (("w+1", "w", "2w+3", "17", "1"), ("w-1", "130", "40")),
+        "length": (("w+1", "w", "2w+3", "129", "1"), ("w-1", "130", "17")),
         "w": _WINDOW,
         **_HEADS_ALONE,
         "widths": _WIDTHS,
@@ -242,7 +245,9 @@ def _length(row: Row) -> int:
     lengths = {
         "several": size + 4 * stride + 1,
         "many": max(size + 4 * stride, 3 * block) + 61,
+        "130 keys": size + 130 * stride + 1,  # more than the bits of an integer of 128
         "40 blocks": min(40 * block, _MOST_BLOCK_TOKENS) + 1,
+        "66 blocks": 66 * block + 1,
         "l": size,
         "l-1": size - 1,
         "l+d-1": size + stride - 1,

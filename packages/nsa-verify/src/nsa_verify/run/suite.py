@@ -203,8 +203,8 @@ def jobs(
         listed += _jobs(preset, dtypes, _STEP_CHECKS, [(sum(s.lengths), s.case, s) for s in steps])
         listed += [
             Job(generated_steps.NAME, OnStep(generated_steps.parity, step), step.case, dtype)
-            for step in generated_steps.draw_steps(preset, seed)
-            for dtype in dtypes
+            for number, step in enumerate(generated_steps.draw_steps(preset, seed))
+            for dtype in dict.fromkeys((dtypes[0], dtypes[number % len(dtypes)]))
         ]
         listed += histories.jobs_for(preset, dtypes, seed, Job)
     return listed
