@@ -132,9 +132,16 @@ def test_a_signal_before_the_first_file_leaves_nothing_and_says_how_to_start(
     assert checkpoint.read(out).facts["step"] == 1
 
 
-@pytest.mark.parametrize("where", ["nsa_models.lm.parallel.join", "measure_peaks"])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("nsa_models.lm.parallel.join", None),
+        ("nsa_models.lm.parallel.join", ImportError("cannot load module more than once")),
+        ("measure_peaks", None),
+    ],
+)
 def test_a_signal_that_an_import_swallows_ends_the_run_all_the_same(
-    nsa, tmp_path, monkeypatch, where
+    nsa, tmp_path, monkeypatch, where, error
 ):
     module, name = where.rpartition(".")[0], where.rpartition(".")[2]
     target = sys.modules[module] if module else train_module
@@ -143,6 +150,8 @@ def test_a_signal_that_an_import_swallows_ends_the_run_all_the_same(
     def swallows(*arguments: object) -> object:
         with contextlib.suppress(BaseException):
             signal.raise_signal(signal.SIGINT)
+        if error is not None:
+            raise error
         return original(*arguments)
 
     monkeypatch.setattr(target, name, swallows)
