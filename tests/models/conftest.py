@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pathlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from nsa_core import NSAConfig
+from nsa_models.lm import checkpoint
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.corpus import ListCorpus
 from nsa_models.lm.data import TextRows
-from nsa_models.lm.tokens import ByteTokenizer
+from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.task import DataSpec
+from nsa_models.lm.tokens import ByteTokenizer, Tokenizer
 
 LAYER = NSAConfig(
     dim=24,
@@ -51,6 +57,33 @@ def rows(documents):
     return lambda length, **options: TextRows(
         ListCorpus(documents, "words"), ByteTokenizer(), length, **options
     )
+
+
+@pytest.fixture
+def write_checkpoint(tmp_path):
+    """Return ``write_checkpoint(model, tokenizer, ...)``, which writes a run's checkpoint."""
+    pytest.importorskip("safetensors")
+
+    def write(
+        model: LanguageModel,
+        tokenizer: Tokenizer | None = None,
+        data: str = "some.txt",
+        length: int = 40,
+        step: int = 1234,
+    ) -> pathlib.Path:
+        facts = {
+            "train": dataclasses.asdict(Recipe()),
+            "data": dataclasses.asdict(DataSpec(data, length)),
+            "position": {},
+            "step": step,
+            "tokens": step * length,
+        }
+        tensors = checkpoint.collect_tensors(model, torch.optim.AdamW(model.parameters()))
+        path = tmp_path / checkpoint.FILE
+        checkpoint.write(path, tensors, model.config, facts, tokenizer)
+        return path
+
+    return write
 
 
 @pytest.fixture(autouse=True)

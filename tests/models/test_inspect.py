@@ -21,7 +21,6 @@ from nsa_models.inspect.draw import detail, overview
 from nsa_models.inspect.findings import UNTRAINED, headline, sentences
 from nsa_models.inspect.page import page
 from nsa_models.inspect.spans import Span, split_text
-from nsa_models.lm import checkpoint
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.tokens import ByteTokenizer
 
@@ -192,25 +191,9 @@ def test_a_model_without_nsa_layers_is_refused(config, tokens):
         inspect_model(nn.Linear(2, 2), tokens)
 
 
-@pytest.fixture
-def saved(config, tmp_path):
-    """Return ``saved(tokenizer, **changes)``, which writes a checkpoint and returns its path."""
-    pytest.importorskip("safetensors")
-
-    def write(tokenizer=None, data="some.txt", **changes) -> pathlib.Path:
-        changed = dataclasses.replace(config, **changes)
-        model = LanguageModel(changed)
-        tensors = checkpoint.collect_tensors(model, torch.optim.AdamW(model.parameters()))
-        facts = {"data": {"data": data, "length": 40}, "step": 1234}
-        path = tmp_path / "checkpoint.safetensors"
-        checkpoint.write(path, tensors, changed, facts, tokenizer)
-        return path
-
-    return write
-
-
-def test_a_checkpoint_is_read_with_its_tokenizer_and_length(saved):
-    result = inspect_text("a text of many words " * 5, saved(ByteTokenizer()), source="words.txt")
+def test_a_checkpoint_is_read_with_its_tokenizer_and_length(write_checkpoint, config):
+    file = write_checkpoint(LanguageModel(config), ByteTokenizer())
+    result = inspect_text("a text of many words " * 5, file, source="words.txt")
     assert (len(result.tokens), result.total_tokens, result.trained) == (40, 106, True)
     assert result.tokens[0] == ByteTokenizer.end
     assert (
@@ -218,15 +201,16 @@ def test_a_checkpoint_is_read_with_its_tokenizer_and_length(saved):
         == "⟨document⟩" + ("a text of many words " * 5)[:39]
     )
     assert result.weights == "2 layers, trained for 1,234 steps on some.txt"
-    longer = inspect_text("a text of many words " * 5, saved(ByteTokenizer()), max_tokens=50)
+    longer = inspect_text("a text of many words " * 5, file, max_tokens=50)
     assert len(longer.tokens) == 50
 
 
-def test_unusable_checkpoints_and_texts_are_refused(saved, tmp_path):
+def test_unusable_checkpoints_and_texts_are_refused(write_checkpoint, config, tmp_path):
+    dense = LanguageModel(dataclasses.replace(config, attention="dense"))
     with pytest.raises(InvalidInput, match="has dense attention, which selects no blocks"):
-        open_subject(saved(ByteTokenizer(), attention="dense"))
+        open_subject(write_checkpoint(dense, ByteTokenizer()))
     with pytest.raises(InvalidInput, match="trained on the task recall: it has no text"):
-        open_subject(saved(data="recall"))
+        open_subject(write_checkpoint(LanguageModel(config), data="recall"))
     (tmp_path / "other").write_text("x")
     with pytest.raises(InvalidInput, match="cannot be read as a checkpoint"):
         open_subject(tmp_path / "other")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from nsa_core import InvalidInput
-from nsa_models.lm import checkpoint
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.start import from_dense, read_dense
 
@@ -104,13 +103,12 @@ def test_the_error_names_every_tensor_that_does_not_fit(dense, config):
         from_dense(untied, config)
 
 
-def test_read_dense_reads_runs_checkpoints_and_llama_files(dense, config, tmp_path):
+def test_read_dense_reads_runs_checkpoints_and_llama_files(
+    dense, config, tmp_path, write_checkpoint
+):
     safetensors = pytest.importorskip("safetensors.torch")
     state = dense.state_dict()
-    run, theirs = tmp_path / checkpoint.FILE, tmp_path / "theirs.safetensors"
-    checkpoint.write(
-        run, {f"model.{name}": tensor for name, tensor in state.items()}, dense.config, {}, None
-    )
+    run, theirs = write_checkpoint(dense), tmp_path / "theirs.safetensors"
     safetensors.save_file(
         {name: tensor.contiguous().clone() for name, tensor in llama(dense).items()}, theirs
     )
@@ -122,6 +120,6 @@ def test_read_dense_reads_runs_checkpoints_and_llama_files(dense, config, tmp_pa
     theirs.write_bytes(theirs.read_bytes()[:-8])
     with pytest.raises(InvalidInput, match=r"theirs\.safetensors cannot be read as safetensors"):
         read_dense(theirs)
-    checkpoint.write(run, {}, config, {}, None)
+    write_checkpoint(LanguageModel(config))
     with pytest.raises(InvalidInput, match="is not a dense model; its attention is nsa"):
         read_dense(run)

@@ -22,6 +22,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.util import atomic_files
 from nsa_models.lm import checkpoint, log, run_folder
 from nsa_models.lm import train as train_module
+from nsa_models.lm.parallel import World
 
 pytest.importorskip("safetensors")
 SMALL = ["--device", "cpu", "--data", "uniform", "--length", "32", "--batch", "2"]
@@ -93,16 +94,19 @@ def test_a_folder_with_only_a_lock_or_leftovers_of_a_killed_process_is_free(nsa,
     assert {path.name for path in out.iterdir()} == {checkpoint.FILE, log.FILE}
 
 
-def test_only_the_first_process_under_torchrun_locks(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    monkeypatch.setenv("RANK", "0")
+def test_only_the_first_process_under_torchrun_locks(nsa, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise InvalidInput("this process opens its data")
+
+    monkeypatch.setattr("nsa_models.lm.task.open_data", refuse)
+    errors = {}
     with run_folder.locked(tmp_path):
-        monkeypatch.setenv("RANK", "1")
-        with run_folder.locked(tmp_path):
-            pass
-        monkeypatch.setenv("RANK", "0")
-        with pytest.raises(InvalidInput, match="in use by"), run_folder.locked(tmp_path):
-            pass
+        for rank in (0, 1):
+            world = World(torch.device("cpu"), rank)
+            monkeypatch.setattr("nsa_models.lm.parallel.join", lambda _, world=world: world)
+            errors[rank] = nsa("train", "--out", str(tmp_path), *SMALL).err
+    assert "in use by process" in errors[0]
+    assert "this process opens its data" in errors[1]
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
@@ -128,9 +132,16 @@ def test_a_signal_before_the_first_file_leaves_nothing_and_says_how_to_start(
     assert checkpoint.read(out).facts["step"] == 1
 
 
-@pytest.mark.parametrize("where", ["nsa_models.lm.parallel.join", "measure_peaks"])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("nsa_models.lm.parallel.join", None),
+        ("nsa_models.lm.parallel.join", ImportError("cannot load module more than once")),
+        ("measure_peaks", None),
+    ],
+)
 def test_a_signal_that_an_import_swallows_ends_the_run_all_the_same(
-    nsa, tmp_path, monkeypatch, where
+    nsa, tmp_path, monkeypatch, where, error
 ):
     module, name = where.rpartition(".")[0], where.rpartition(".")[2]
     target = sys.modules[module] if module else train_module
@@ -139,6 +150,8 @@ def test_a_signal_that_an_import_swallows_ends_the_run_all_the_same(
     def swallows(*arguments: object) -> object:
         with contextlib.suppress(BaseException):
             signal.raise_signal(signal.SIGINT)
+        if error is not None:
+            raise error
         return original(*arguments)
 
     monkeypatch.setattr(target, name, swallows)

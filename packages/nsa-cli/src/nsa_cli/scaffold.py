@@ -68,6 +68,7 @@ def create(name: str, folder: Path) -> list[Path]:
     _check_folder(folder)
     written: list[Path] = []
     new_folders: list[Path] = []
+    complete = False
     try:
         for path, text in texts.items():
             target = folder / path
@@ -76,13 +77,14 @@ def create(name: str, folder: Path) -> list[Path]:
                 with open(target, "x", encoding="utf-8", newline="\n") as file:
                     written.append(target)
                     file.write(text)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for target in written:
-                target.unlink()
-            for directory in reversed(new_folders):
-                directory.rmdir()
-        raise
+        complete = True
+    finally:
+        if not complete:
+            with contextlib.suppress(OSError):
+                for target in written:
+                    target.unlink()
+                for directory in reversed(new_folders):
+                    directory.rmdir()
     return written
 
 

@@ -78,33 +78,44 @@ def train(
     values = {name: value for name, value in locals().items() if name != "context"}
     typed = options_on_command_line(context)
     trainers: list[Trainer] = []
+    named = {name: name for name in values} | options.RENAMED
     with (
         output.exit_codes(),
         train_interrupted.explained(context, typed, trainers) as raise_again,
-        _locked(values, typed),
+        _world(values, typed, named) as world,
+        _locked(values, world),
     ):
-        with errors_name_options({name: name for name in values} | options.RENAMED):
-            world, trainer = _prepare(values, typed)
+        with errors_name_options(named):
+            trainer = _prepare(values, typed, world)
         trainers.append(trainer)
-        try:
-            raise_again()
-            history = _run(trainer, out, raise_again)
-            if world.rank == 0:
-                _print_summary(history, trainer, out)
-                _plot_losses(out, png, svg, force or resume)
-        finally:
-            world.close()
+        raise_again()
+        history = _run(trainer, out, raise_again)
+        if world.rank == 0:
+            _print_summary(history, trainer, out)
+            _plot_losses(out, png, svg, force or resume)
 
 
 @contextlib.contextmanager
-def _locked(values: Mapping[str, Any], typed: Set[str]) -> Iterator[None]:
-    """Lock the output folder, and check before torch loads that the run can write there."""
+def _world(values: Mapping[str, Any], typed: Set[str], named: Mapping[str, str]) -> Iterator[World]:
+    """Join the processes of the training; options and folders are checked before torch loads."""
     _check_options(values, typed)
+    _check_folder(values["out"], values["resume"])
+    with errors_name_options(named):
+        device = pick_device(values["device"], values["threads"])
+        from nsa_models.lm.parallel import join
+
+        world = join(device)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def _check_folder(out: Path, resume: bool) -> None:
+    """Refuse an output folder in which no file can be created."""
     from nsa_core.errors import InvalidInput
     from nsa_core.util.atomic_files import check_folder_writable
-    from nsa_models.lm import run_folder
 
-    out, resume = values["out"], values["resume"]
     if not out.exists():
         if resume:
             raise InvalidInput(f"--resume: {out} does not exist; leave --resume out to start a run")
@@ -113,9 +124,20 @@ def _locked(values: Mapping[str, Any], typed: Set[str]) -> Iterator[None]:
         raise InvalidInput(f"--out: {out} is not a folder")
     else:
         check_folder_writable(out)
+
+
+@contextlib.contextmanager
+def _locked(values: Mapping[str, Any], world: World) -> Iterator[None]:
+    """Lock the output folder and check what it holds; only the first process does so."""
+    if world.rank != 0:
+        yield
+        return
+    from nsa_core.errors import InvalidInput
+    from nsa_models.lm import run_folder
+
+    out, resume = values["out"], values["resume"]
     with run_folder.locked(out):
-        # Under torchrun the first process creates the folder, perhaps later.
-        empty = not out.exists() or run_folder.is_empty(out)
+        empty = run_folder.is_empty(out)
         if resume and not (out / run_folder.CHECKPOINT).exists():
             fix = "leave --resume out" if empty else "give --force instead of --resume"
             raise InvalidInput(
@@ -167,11 +189,9 @@ def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
         )
 
 
-def _prepare(values: Mapping[str, Any], typed: Set[str]) -> tuple[World, Trainer]:
-    """Build the trainer, refuse a backend that cannot run, and create the output folder."""
-    torch_device = pick_device(values["device"], values["threads"])
+def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Trainer:
+    """Build the trainer, and refuse a backend that cannot run."""
     from nsa_models.lm import checkpoint
-    from nsa_models.lm.parallel import join
     from nsa_models.lm.recipe import Recipe
     from nsa_models.lm.task import DataSpec, open_data
     from nsa_models.lm.tokens import read_tokenizer
@@ -208,7 +228,6 @@ def _prepare(values: Mapping[str, Any], typed: Set[str]) -> tuple[World, Trainer
         tokenizer = saved.load_tokenizer()
         changed = {name: values[name] for name in options.CHANGEABLE_ON_RESUME if name in typed}
         recipe = Recipe(**saved.facts["train"] | changed)
-    world = join(torch_device)
     rows = open_data(spec, tokenizer)
     model = _model(values, rows.vocab_size, saved)
     trainer = Trainer(model, rows, recipe, world, saved)
@@ -216,7 +235,7 @@ def _prepare(values: Mapping[str, Any], typed: Set[str]) -> tuple[World, Trainer
     if world.rank == 0 and saved is None:
         # With --force, the old checkpoint must not pass for one of the new run.
         (values["out"] / checkpoint.FILE).unlink(missing_ok=True)
-    return world, trainer
+    return trainer
 
 
 def _model(values: Mapping[str, Any], vocab_size: int, saved: Checkpoint | None) -> LanguageModel:

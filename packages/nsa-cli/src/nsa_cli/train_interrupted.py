@@ -87,6 +87,9 @@ def _signals_raise() -> Iterator[Callable[[], None]]:
     previous = {number: signal.signal(number, end) for number in numbers}
     try:
         yield raise_again
+    except (ImportError, AttributeError, RuntimeError):
+        raise_again()  # an import that swallowed it may have left modules that cannot be used
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -26,16 +26,13 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock ``folder`` for the training of the block; the lock ends with the process.
 
     The folder is created if it does not exist; afterwards it is removed if it is still empty. Files
-    that a killed process left half-written are removed. Under torchrun only the first process
-    locks.
+    that a killed process left half-written are removed. Of the processes of one training only the
+    first one may lock.
 
     Raises:
         InvalidInput: Another process trains in the folder; the message names it.
         NotWritten: The folder or the lock cannot be created.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":
-        yield
-        return
     from filelock import FileLock, Timeout
 
     with writing(folder):
