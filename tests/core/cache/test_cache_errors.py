@@ -93,10 +93,17 @@ def raise_at(number):
 
 @pytest.mark.parametrize(("position", "name"), list(enumerate(SCENARIOS)))
 def test_error_at_some_operator(attn, scenario_of, name, position):
-    """After the last change of the cache in every second scenario, and earlier in the others."""
+    """A step has one error, at its last operator or earlier; other operations have both.
+
+    What follows the second error does not repeat the operation, because a repeated load or reorder
+    writes the rows that an undo has lost.
+    """
     scenario = scenario_of(name)
     last = number_of_points(attn, scenario, 16, raise_at) - 1
-    check_injections(attn, scenario, 16, raise_at, [(last, 2 * last // 3)[position % 2]])
+    numbers = (2 * last // 3, last)
+    if Run(attn, scenario, 16).operate() is not None:
+        numbers = (numbers[position % 2],)
+    check_injections(attn, scenario, 16, raise_at, numbers)
 
 
 @pytest.mark.slow

@@ -171,9 +171,7 @@ FAULTS = [
         "dict.fromkeys(sequences, (0, 0))",
         "{b: (0, self.peaks[b]) for b in sequences}",
     ),
-    CacheFault(
-        "a crop loses its pages", Pages, "trim", "counts.release(rows[b][keep:])", "pass"
-    ),
+    CacheFault("a crop loses its pages", Pages, "trim", "counts.release(rows[b][keep:])", "pass"),
     CacheFault(
         "a crop frees a page that still has tokens",
         Pages,
