@@ -9,7 +9,6 @@ from injection import BATCH, ERRORS, SCENARIOS, RaiseAt, RaiseAtOpcode, Run, app
 from nsa_core import NSAError
 from nsa_core.cache import step
 
-STEPS = [name for name in SCENARIOS if SCENARIOS[name].operation.__qualname__.startswith("append.")]
 BLOCKS = ("prefill", "one token that completes a block", "several tokens", "cut into chunks")
 INTERRUPTED = ("one token that completes a block", "several tokens", "one token on shared pages",
     "cut into chunks", "crop", "reset", "reorder", "snapshot", "load", "reserve")  # fmt: skip
@@ -81,6 +80,7 @@ def check_injections(attn, scenario, page_size, injector, numbers):
 
 
 def number_of_points(attn, scenario, page_size, injector):
+    Run(attn, scenario, page_size).operate()  # the first one may resolve a plan
     run = Run(attn, scenario, page_size)
     with injector(None) as counter:
         run.operate()
@@ -91,11 +91,19 @@ def raise_at(number):
     return RaiseAt(number, ERRORS[(number or 0) % 3])
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_error_at_some_operators(attn, scenario_of, name):
+@pytest.mark.parametrize(("position", "name"), list(enumerate(SCENARIOS)))
+def test_error_at_some_operator(attn, scenario_of, name, position):
+    """A step has one error, at its last operator or earlier; other operations have both.
+
+    What follows the second error does not repeat the operation, because a repeated load or reorder
+    writes the rows that an undo has lost.
+    """
     scenario = scenario_of(name)
     last = number_of_points(attn, scenario, 16, raise_at) - 1
-    check_injections(attn, scenario, 16, raise_at, (last // 2, last))
+    numbers = (2 * last // 3, last)
+    if Run(attn, scenario, 16).operate() is not None:
+        numbers = (numbers[position % 2],)
+    check_injections(attn, scenario, 16, raise_at, numbers)
 
 
 @pytest.mark.slow
@@ -120,10 +128,10 @@ def test_error_at_operators_without_pages(attn, scenario_of, name, record_proper
 
 
 @pytest.mark.parametrize("name", INTERRUPTED)
-def test_interrupt_at_some_bytecodes(attn, scenario_of, name):
+def test_interrupt_at_some_bytecode(attn, scenario_of, name):
     scenario = scenario_of(name)
     count = number_of_points(attn, scenario, 16, RaiseAtOpcode)
-    check_injections(attn, scenario, 16, RaiseAtOpcode, (count // 3, 4 * count // 5))
+    check_injections(attn, scenario, 16, RaiseAtOpcode, [4 * count // 5])
 
 
 @pytest.mark.slow
@@ -144,11 +152,8 @@ def fail(*args):
     raise HookError
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [(name, "out") for name in STEPS]
-    + [(name, module) for name in BLOCKS for module in ("", "qkv", "gate", "phi_v")],
-)
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("module", ["", "out", "qkv", "gate", "phi_v"])
 def test_error_in_a_hook(attn, scenario_of, name, module):
     """Also in a hook of the layer itself, which runs after forward."""
     scenario = scenario_of(name)
@@ -182,7 +187,7 @@ def test_error_in_out_without_the_hooks_of_the_layer(attn, scenario_of, name, mo
 
 
 @pytest.mark.parametrize("name", ["several tokens", "cut into chunks", "reorder", "load"])
-@pytest.mark.parametrize("operator", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("operator", [0.3, 0.9])
 def test_error_while_an_error_is_undone(attn, scenario_of, name, operator):
     """For example a second interrupt: the next operation undoes the first one."""
     scenario = scenario_of(name)

@@ -30,7 +30,7 @@ class CacheFault:
 
     Attributes:
         name: Description of the fault.
-        owner: The class or module of the function.
+        owner: The class of the function, or the module that calls it.
         function: Name of the function.
         old: Source text that occurs exactly once in the function.
         new: Its faulty replacement.
@@ -91,8 +91,8 @@ FAULTS = [
         "reorder forgets the raw ring",
         Cache,
         "reorder",
-        "[self.kv.win, self.kv.raw]",
-        "[self.kv.win]",
+        "[(self.kv.win, None), (self.kv.raw, None)]",
+        "[(self.kv.win, None)]",
     ),
     CacheFault(
         "reorder forgets the lengths on the device",
@@ -105,11 +105,15 @@ FAULTS = [
         "reorder forgets the largest lengths",
         Cache,
         "reorder",
-        "[self._peaks[b] for b in order]",
-        "list(self._peaks)",
+        "[self.peaks[b] for b in order]",
+        "self.peaks",
     ),
     CacheFault(
-        "reorder shares pages without owning them", Pages, "replace", "self.share(pages)", "pass"
+        "reorder shares pages without owning them",
+        Pages,
+        "replace",
+        "counts.refs[page] += 1",
+        "pass",
     ),
     CacheFault(
         "the block table on the device is old after a reorder",
@@ -120,18 +124,29 @@ FAULTS = [
     ),
     CacheFault(
         "a snapshot aliases the cache",
-        KVBuffer,
-        "copy_rows",
-        "self.k[outer, :rows].clone(), self.v[outer, :rows].clone()",
-        "self.k[outer, :rows], self.v[outer, :rows]",
+        Cache,
+        "snapshot",
+        "(k.clone(), v.clone())",
+        "(k, v)",
     ),
     CacheFault(
-        "a snapshot does not own its pages", Table, "share", "self.pages.share(pages)", "pass"
+        "a snapshot does not own its pages",
+        Pages,
+        "hold",
+        "self._held[holder] = pages",
+        "pass",
+    ),
+    CacheFault(
+        "a released snapshot keeps its pages",
+        Pages,
+        "drop",
+        "self._held.pop(holder, None)",
+        "pass",
     ),
     CacheFault(
         "a snapshot has one compressed token too few",
         Cache,
-        "snapshot",
+        "_rows",
         "num_compressed(length)",
         "num_compressed(length - 1)",
     ),
@@ -139,8 +154,8 @@ FAULTS = [
         "load forgets the raw ring",
         Cache,
         "load",
-        "(self.kv.win, self.kv.raw, self.kv.sel, self.kv.cmp), snapshot.rows",
-        "(self.kv.win, self.kv.sel, self.kv.cmp), snapshot.rows[:1] + snapshot.rows[2:]",
+        "zip(self._rows(b, snapshot.length), snapshot.rows)",
+        "[p for i, p in enumerate(zip(self._rows(b, snapshot.length), snapshot.rows)) if i != 1]",
     ),
     CacheFault(
         "reset keeps the lengths on the device",
@@ -153,21 +168,21 @@ FAULTS = [
         "reset keeps the largest lengths",
         Cache,
         "reset",
-        "self.bounds[b] = self._peaks[b] = 0",
-        "self.bounds[b] = 0",
+        "dict.fromkeys(sequences, (0, 0))",
+        "{b: (0, self.peaks[b]) for b in sequences}",
     ),
-    CacheFault("a crop loses its pages", Pages, "trim", "self.release(row[keep:])", "pass"),
+    CacheFault("a crop loses its pages", Pages, "trim", "counts.release(rows[b][keep:])", "pass"),
     CacheFault(
         "a crop frees a page that still has tokens",
         Pages,
         "trim",
-        "keep, row = self.pages_of(tokens), self.rows[b]",
-        "keep, row = tokens // self.size, self.rows[b]",
+        "keep = self.pages_of(length)",
+        "keep = length // self.size",
     ),
     CacheFault(
         "a shared page is not copied for its writer",
         Pages,
-        "_allocate",
+        "own",
         "changes.copies.append((row[column], page))",
         "pass",
     ),
@@ -184,13 +199,6 @@ FAULTS = [
         "own",
         "self._geometry.num_compressed(length) * d // self.page",
         "length // self.page",
-    ),
-    CacheFault(
-        "a ragged prefill writes padding to the rings",
-        prefill_module,
-        "_fill",
-        "ring.in_ring(newest, newest >= ends, sequences)",
-        "ring.in_ring(newest, None, sequences)",
     ),
     CacheFault(
         "a prefill fills the ring from its first tokens",
@@ -229,7 +237,7 @@ FAULTS = [
     ),
     CacheFault(
         "a chunk writes one token too few back",
-        chunk,
+        step,
         "write_back_newest",
         "min(ring.rows, rows)",
         "min(ring.rows, rows) - 1",

@@ -22,7 +22,7 @@ from nsa_verify.cases import Case
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.histories.draw import draw_histories
-from nsa_verify.histories.history import History
+from nsa_verify.histories.history import History, parse_history
 from nsa_verify.histories.outputs import judge_output
 from nsa_verify.histories.replay import Failure, Plans, Replay
 from nsa_verify.histories.shrink import shrink
@@ -30,6 +30,13 @@ from nsa_verify.histories.shrink import shrink
 NAME = "cache histories"
 # Histories in float64, and in each other dtype.
 COUNTS = {"quick": (8, 3), "full": (72, 24), "interpreter": (0, 0)}
+# Edges of pages that random histories seldom reach; they run in float64.
+PAGE_EDGES = (
+    # Two sequences share a page that the first token of their next compression block is in.
+    "batch=2 page_size=4 step=5,0 reorder=0,0 step=1,1",
+    # A prefill ends with a page, and the padding after it has no page.
+    "batch=2 page_size=4 step=8,4",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +61,18 @@ def jobs_for(
 ) -> list[Any]:
     """List the histories of a preset, as ``job(name, check, case, dtype)``.
 
-    Those in float64 come first. The other dtypes share the rest of the design.
+    Those in float64 come first: the edges of pages, then the drawn ones. The other dtypes share the
+    rest of the design.
     """
     exact, others = COUNTS[preset]
     rest = [dtype for dtype in dtypes if dtype != torch.float64]
     histories = draw_histories(exact + others * len(rest), seed)
     wanted = [torch.float64] * exact + [dtype for dtype in rest for _ in range(others)]
+    edges = [parse_history(line) for line in PAGE_EDGES] if exact else []
     return [
+        history_job(history, torch.float64, f"history of a page edge {number}", job)
+        for number, history in enumerate(edges)
+    ] + [
         history_job(history, dtype, f"history {number}", job)
         for number, (history, dtype) in enumerate(zip(histories, wanted))
     ]
