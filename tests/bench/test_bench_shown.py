@@ -61,6 +61,7 @@ def boxes_overlap(artists) -> list[str]:
     return [f"{a[0]} / {b[0]}" for a, b in itertools.combinations(drawn, 2) if a[1].overlaps(b[1])]
 
 
+@pytest.mark.slow
 def test_the_commands_write_plots_and_a_page(nsa, run, tmp_path):
     file = tmp_path / "r.json"
     file.write_text(run(phases=["forward"]).to_json())

@@ -191,7 +191,7 @@ def test_columns_of_numbers_are_aligned_at_the_point(nsa):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param((), id="quiet"),
+        pytest.param((), id="quiet", marks=pytest.mark.slow),
         pytest.param(("-v",), id="verbose", marks=pytest.mark.slow),
     ],
 )

@@ -102,6 +102,7 @@ def test_jobs_option_replaces_the_default_number_of_processes(monkeypatch, optio
     assert repr(done.exception) == f"KeyError({expected})"
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_findings_of_one():
     twin = Registry(()).with_backend(sdpa()).with_backend(dataclasses.replace(sdpa(), name="twin"))
     combinations = [Combination({"win": name}, "cpu", twin) for name in ("sdpa", "twin")]

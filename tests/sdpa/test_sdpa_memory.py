@@ -92,7 +92,19 @@ EACH = pytest.mark.parametrize(
 )
 
 
-@EACH
+# The default run takes every third shape, the slow run all of them.
+SAMPLED = pytest.mark.parametrize(
+    ("slot", "shape"),
+    [
+        (slot, s) if i % 3 == 0 else pytest.param(slot, s, marks=pytest.mark.slow)
+        for slot in SLOTS
+        for i, s in enumerate(SHAPES)
+        if slot == "win" or not s.startswith("w>")
+    ],
+)
+
+
+@SAMPLED
 def test_shortened_loops_of_a_dry_run_reach_the_peak_of_complete_loops(
     slot: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def test_row_57_doctor_reports_each_plugin(nsa, site) -> None:
         assert problem["hint"]
 
 
+@pytest.mark.slow
 def test_row_57_list_and_verify_report_each_plugin(nsa, site) -> None:
     done = nsa(*LIMIT, "backends", "list", path=site)
     assert done.returncode == 0, done.stderr

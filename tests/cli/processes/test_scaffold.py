@@ -52,7 +52,8 @@ def test_the_generated_backend_is_listed_and_ready(nsa, fresh) -> None:
     ] == ["win"]
 
 
-@pytest.mark.parametrize("tests", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tests", [SHORT, LONG])
 def test_the_generated_three_line_test_passes(tests, nsa, fresh) -> None:
     home, site = fresh
     test = home / "tests" / "test_conformance.py"

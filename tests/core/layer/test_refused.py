@@ -12,7 +12,7 @@ from nsa_core.torch_ops.tensor_checks import check_cu_seqlens
 CONFIG = small()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_max_seqlen_below_the_longest_document_is_refused(compiled):
     torch._dynamo.reset()
     attn, x = layer_of(), torch.randn(30, 24, dtype=torch.float64)

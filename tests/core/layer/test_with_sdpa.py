@@ -127,7 +127,8 @@ def test_report_row_20_gradcheck_of_all_branches_through_the_packed_form():
     )
 
 
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
 def test_row_29_layer_compiles_without_graph_breaks_with_dynamic_length(packed):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")

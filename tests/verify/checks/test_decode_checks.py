@@ -85,6 +85,7 @@ def test_faulty_form_fails_its_check(check, forms):
     assert False in run(check, **forms)
 
 
+@pytest.mark.slow
 def test_jobs_contain_every_decode_check():
     names = {job.name for job in suite.jobs("quick", [torch.float32], text=None, phase="decode")}
     assert names == ALL
@@ -112,6 +113,7 @@ def test_decode_checks_do_not_apply_without_decode_forms():
     assert "has no decode form of cmp" in finding.detail
 
 
+@pytest.mark.slow
 def test_report_has_the_phase(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "STEPS", {"quick": lambda: (STEP,)})
     report = tmp_path / "report.json"
