@@ -48,6 +48,11 @@ def test_mutants_are_many_and_in_every_slot_and_phase() -> None:
     assert set(RECORDED) == {m.name for m in ALL}, "run record.py: the mutants changed"
 
 
+def test_quick_kills_at_least_95_percent() -> None:
+    killed = [name for name, entry in RECORDED.items() if entry["preset"] == "quick"]
+    assert len(killed) >= 0.95 * len(RECORDED)
+
+
 def test_documentation_shows_the_recorded_scores() -> None:
     assert record.section() == record.tables(record.load()), "run record.py"
 
