@@ -88,7 +88,7 @@ def measure(full_too: bool) -> dict[str, Any]:
             "preset": preset if kill else "",
             "check": kill.job if kill else "",
             "case": kill.case if kill else "",
-            "dtype": kill.finding.dtype if kill else "",
+            "dtype": kill.dtype if kill else "",
         }
     seconds = {name: round(value, 1) for name, value in quick.seconds_of_check.items()}
     return {"mutants": mutants, "seconds_of_check": seconds, "full": full_too}

@@ -11,6 +11,7 @@ import torch
 
 from nsa_core.contract import SLOTS, import_named
 from nsa_core.dispatch.registry import discover
+from nsa_core.dtypes import dtype_name
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.run import suite
@@ -33,6 +34,7 @@ class Kill:
     Attributes:
         job: Name of the check.
         case: Name of the job's case.
+        dtype: Name of the job's dtype; that of a shrunk finding may differ.
         finding: The finding.
         tried: Number of jobs in which the mutant's fault could act, this one included.
         seconds: Time of these jobs.
@@ -40,6 +42,7 @@ class Kill:
 
     job: str
     case: str
+    dtype: str
     finding: Finding
     tried: int
     seconds: float
@@ -153,7 +156,12 @@ def score(mutants: Sequence[SemanticMutant], todo: Sequence[suite.Job]) -> Score
                 tried[name] += 1
                 if finding is not None:
                     result.kills[name] = Kill(
-                        job.name, job.case.name, finding, tried[name], spent[name]
+                        job.name,
+                        job.case.name,
+                        dtype_name(job.dtype),
+                        finding,
+                        tried[name],
+                        spent[name],
                     )
                     del spy.waiting[name], combinations[name]
     result.survivors = {name: tried[name] for name in spy.waiting}
