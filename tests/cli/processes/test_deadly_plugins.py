@@ -144,7 +144,8 @@ def test_verify_fails_the_rows_of_a_faulty_kernel_and_runs_the_others(nsa, tmp_p
         {(f["check"], f["case"]) for f in document["findings"]}
         for document in (report, json.loads((tmp_path / "healthy.json").read_text()))
     ]
-    assert checks[0] == checks[1]
+    # A job that ended without a result names its case, although the check may not apply to it.
+    assert checks[0] >= checks[1]
 
 
 CASES = {

@@ -162,7 +162,7 @@ class Run:
         return self.scenario.operation(self.attn, self.cache, self.objects)
 
     def state(self) -> tuple[Any, ...]:
-        """What a caller can see of the cache, besides outputs."""
+        """Return the cache's public state: lengths, pages and capacity."""
         cache, table = self.cache, self.cache.table
         pages = None if cache.pages is None else (cache.pages.free, cache.pages.rows)
         entries = []

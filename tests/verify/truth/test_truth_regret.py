@@ -175,6 +175,25 @@ def test_flip_rate_is_limited_to_one_in_a_thousand() -> None:
     assert verdict.why.endswith("> 8 at (0, 900, 0)")
 
 
+@pytest.mark.parametrize(("height", "ok"), [(15.9, False), (16.1, True)])
+def test_flip_rate_is_not_judged_if_scores_saturate(height: float, ok: bool) -> None:
+    choice = near_tie(2.0**-22, height=height, length=1100)  # the largest score is `height`
+    blocks = choice.blocks.clone()
+    blocks[0, 900:1000, 0, 1] = 3
+    verdict = choice.judged(blocks=blocks)
+    assert 0 < verdict.regret <= 8
+    assert verdict.flip_rate == pytest.approx(100 / 1100)
+    assert bool(verdict) is ok, verdict
+
+
+def test_regret_is_judged_if_scores_saturate() -> None:
+    clear = near_tie(2.0**-10, height=16.1, length=1100)
+    verdict = clear.judged_with((0, 900, 0), [0, 3, 55, 56])
+    assert not verdict
+    assert verdict.regret > 8
+    assert verdict.why.startswith("regret")
+
+
 def test_float64_is_judged_by_the_noise_of_float64() -> None:
     assert near_tie(2.0**-40).judged_with((0, 195, 0), [0, 3, 11, 12]).regret <= 8
     double = near_tie(2.0**-40, torch.float64)

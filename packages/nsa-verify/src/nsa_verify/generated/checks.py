@@ -181,9 +181,8 @@ def _judge_blocks(check: str, generated: GeneratedCase, run: SlotRun, problem: P
     """Judge the blocks of select.
 
     The limit of 0.1 % on exchanged sets is for thousands of sets with random scores. In a case with
-    fewer, one set with a regret within its limit passes. If all logits are 0, or most probabilities
-    underflow, the scores of many blocks are equal but for rounding, and every set with such a
-    regret passes.
+    fewer, one set with a regret within its limit passes. If all logits are 0, the scores of many
+    blocks are equal but for rounding, and every set with such a regret passes.
     """
     verdict = judge_selection(
         **run.inputs,
@@ -193,7 +192,7 @@ def _judge_blocks(check: str, generated: GeneratedCase, run: SlotRun, problem: P
         cu_seqlens=problem.cu_seqlens,
     )
     exchanged = verdict.flip_rate * generated.rows
-    equal = generated.scale == 0 or generated.scores in ("zero", "large")
+    equal = generated.scale == 0 or generated.scores == "zero"
     legal = verdict.regret <= MAX_REGRET and (equal or exchanged < 1.5)
     detail = verdict.why or f"regret {verdict.regret:.2g}"
     return Finding(

@@ -11,7 +11,7 @@ from nsa_verify.generated.design import Row, longer_design
 from nsa_verify.histories.history import BASE, History, Operation, Sizes
 from nsa_verify.histories.model import Model
 
-# Of each pair of values of two parameters, one history has both.
+# For any two parameters and any value of each, at least one history has both values.
 LEVELS: dict[str, tuple[Any, ...]] = {
     "heads": ((1, 1), (2, 1), (2, 2), (6, 2), (9, 9)),  # query heads, kv heads
     "widths": ((8, 8), (16, 16), (6, 9)),  # Dk, Dv
