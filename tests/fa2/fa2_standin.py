@@ -66,9 +66,12 @@ def check_operands(*tensors: Tensor) -> None:
 
 
 def attend_document(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, splits: int = 1
 ) -> tuple[Tensor, ...]:
-    """Return o [Sq, H, D], lse [H, Sq], and q, k and v in float64, with k and v per query head."""
+    """Return o [Sq, H, D], lse [H, Sq], and q, k and v in float64, with k and v per query head.
+
+    With several ``splits`` of the keys, a split with a NaN sum is missing in the lse.
+    """
     repeat = q.shape[1] // k.shape[1]
     q, k, v = (
         q.double(),
@@ -84,8 +87,9 @@ def attend_document(
     )
     weight = (scores - row_max.masked_fill(row_max == -torch.inf, 0)).exp()
     row_sum = weight.sum(-1, keepdim=True)
-    no_sum = (row_sum == 0) | row_sum.isnan()
-    lse = torch.where(no_sum, torch.inf, row_max + row_sum.log()).squeeze(-1)
+    parts = torch.stack([x.logsumexp(-1) for x in scores.chunk(splits, -1)])
+    lse = parts.nan_to_num(nan=-torch.inf, neginf=-torch.inf).logsumexp(0)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # no keys, or NaN in every split
     p = weight / row_sum.masked_fill(row_sum == 0, 1)
     return torch.einsum("hqk,khd->qhd", p, v), lse, q, k, v
 
@@ -139,7 +143,7 @@ class Library:
             lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.nan, dtype=stats)
             mask = visible(q.shape[1], k.shape[1], causal, left, right, k.shape[1])
             for b in range(q.shape[0]):
-                o[b], lse[b] = attend_document(q[b], k[b], v[b], scale, mask)[:2]
+                o[b], lse[b] = attend_document(q[b], k[b], v[b], scale, mask, splits=2)[:2]
             return o, lse
         max_q, max_k = options["max_q"], options["max_k"]
         documents = list(
@@ -330,7 +334,7 @@ def with_kvcache(release: str, library: Library) -> Any:
             keys, values = (x[pages].flatten(0, 1)[:length] for x in (k, v))
             mask = torch.ones(1, length, dtype=torch.bool)
             scale = arguments["softmax_scale"]
-            o[b], lse[b] = attend_document(q[b], keys, values, scale, mask)[:2]
+            o[b], lse[b] = attend_document(q[b], keys, values, scale, mask, splits=2)[:2]
         return (o, lse) if arguments["return_softmax_lse"] else o
 
     function.__signature__ = signature  # type: ignore[attr-defined]

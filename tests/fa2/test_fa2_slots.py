@@ -124,6 +124,21 @@ def test_row_34_nan_in_one_query_stays_in_its_row(
 
 
 @pytest.mark.parametrize("slot", SLOTS)
+def test_nan_in_a_key_reaches_the_lse_of_every_row_that_sees_it(
+    slot: str, library: Library
+) -> None:
+    """The library leaves a split of the keys whose sum is NaN out of the LSE."""
+    problem = Problem((37,), batch=2)
+    inputs, do, cu = problem.inputs(slot, torch.float32)
+    inputs["k_cmp" if slot == "cmp" else "k"][0, 1] = torch.nan
+    outputs = run(slot, problem, inputs, do, cu)
+    nan = outputs["o"].isnan().any(-1)
+    assert nan[0].any()
+    assert not nan[1].any()
+    assert torch.equal(outputs["lse"].isnan(), nan.transpose(1, 2))
+
+
+@pytest.mark.parametrize("slot", SLOTS)
 def test_nan_of_one_document_does_not_reach_another(slot: str, library: Library) -> None:
     problem = PROBLEMS["packed"]  # the last run of its first document is incomplete
     inputs, do, cu = problem.inputs(slot, torch.float32)

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from nsa_backend_fa2 import providers
-from nsa_backend_fa2.padding import MAX_BATCH, fit, width_of, with_positive_scale
+from nsa_backend_fa2.padding import (
+    MAX_BATCH,
+    fit,
+    mark_nan_rows,
+    width_of,
+    with_positive_scale,
+)
 from nsa_core.contract import DecodeCall
 
 PAGE_ROWS = 256  # the page size of the library must be a multiple of this
@@ -48,6 +54,7 @@ def cmp(
     o, lse = (torch.cat(x) if len(parts) > 1 else x[0] for x in zip(*parts))
     # The library returns +inf for a row whose sum is 0 (no keys) or NaN.
     blank = (lengths == 0)[:, None, None]
+    mark_nan_rows(o, lse)
     lse = lse.masked_fill(lse == torch.inf, torch.nan).masked_fill(blank, -torch.inf)
     o = o.masked_fill(blank[..., None], 0)
     return o.view(batch, rows, heads, -1), lse.view(batch, rows, heads).transpose(1, 2).contiguous()

@@ -102,9 +102,34 @@ def attend(
         fit(v, width),
         dataclasses.replace(attention, scale=scale),
     )
+    if attention.packed is None and _may_split_keys(q):
+        mark_nan_rows(o, lse)
     # The library returns +inf for a row whose sum is NaN, as for a row without keys.
     lse.masked_fill_(lse == torch.inf, torch.nan)
     return o[..., : v.shape[-1]], lse
+
+
+def _may_split_keys(q: Tensor) -> bool:
+    """Return whether the library may split the keys of a row over several programs.
+
+    It does so for calls of fewer than 1.6 programs per multiprocessor, each of 64 rows.
+    """
+    if q.device.type != "cuda":
+        return True
+    programs = q.shape[0] * q.shape[2] * -(-q.shape[1] // 64)
+    return programs < 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
+
+
+def mark_nan_rows(
+    o: Tensor,  # [B, S, H, D]
+    lse: Tensor,  # [B, H, S]
+) -> None:
+    """Set the LSE to NaN in each row whose output is NaN.
+
+    The library leaves a split of the keys whose sum is NaN out of the LSE, so that it is the
+    finite LSE of the other splits. Such a row of o is NaN in every column.
+    """
+    lse.masked_fill_(o[..., 0].isnan().transpose(1, 2), torch.nan)
 
 
 def attend_backward(
