@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from generated_faults import FAULTS
+from generated_faults import FAULTS, Fault
 from nsa_backend_sdpa.plugin import nsa_register_backends
 from nsa_core.contract import DTYPES, SLOTS, Reason, Request
 from nsa_core.dispatch.registry import Registry
@@ -202,3 +202,20 @@ def test_number_of_generated_jobs_is_that_asked_for() -> None:
     assert len(names()) > 5 * 25  # every pair of five values takes 25 rows
     interpreted = suite.jobs("interpreter", [torch.float32], text=None)
     assert not any(job.name.startswith("generated") for job in interpreted)
+
+
+def test_equal_roundings_of_equal_probabilities_are_no_bias() -> None:
+    """fp16 rounds every 1/5 of a window of 5 down, so dv of a correct kernel is too small."""
+
+    def round_probabilities(grads: list[torch.Tensor], x: dict[str, torch.Tensor]) -> None:
+        token = torch.arange(x["do"].shape[1])
+        distance = token[:, None] - token
+        seen = ((distance >= 0) & (distance < 5)).float()
+        p = (seen / seen.sum(-1, keepdim=True)).half().float()
+        grads[2].copy_(torch.einsum("st,bshd->bthd", p, x["do"].float()))
+
+    fault = Fault("P is rounded", "win", grads=round_probabilities)
+    case = parse_case("slot=win,dtype=float16,w=5,dk=1,scale=0.0,tokens=55,seed=9")
+    findings = judge_generated(fault.combination(), case)
+    assert findings
+    assert all(f.ok for f in findings), findings
