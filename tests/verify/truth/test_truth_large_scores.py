@@ -14,10 +14,13 @@ import large_scores
 from large_scores import FAULTS, Kernel
 from nsa_core.contract import SLOTS
 from nsa_core.layout import BlockGeometry
+from nsa_verify import oracle
 from nsa_verify.cases import Case, config_of, quick_cases
 from nsa_verify.checks.decode_parity import Step, decode_parity
 from nsa_verify.checks.slots import parity
 from nsa_verify.combination import Combination
+from nsa_verify.generated.case import parse_case
+from nsa_verify.generated.data import problem_of
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.judge.tensor import Verdict, judge
 from nsa_verify.reference import attention, score_noise
@@ -154,14 +157,29 @@ def test_noise_equals_the_formulas(dtype: torch.dtype) -> None:
             o_noise[t] += error[j] * math.sqrt(sum((a - b) ** 2 for a, b in zip(v[j], o)) / width)
             ds = abs(scale) * (error[j] * gap[j] + p[j] * total_gap)
             for i in range(width):
-                noise["dq"][t][i] += ds * abs(k[j][i])
-                noise["dk"][j][i] += ds * abs(q[t][i])
-                noise["dv"][j][i] += error[j] * abs(do[t][i])
+                noise["dq"][t][i] += ds * abs(k[j][i]) + flushed
+                noise["dk"][j][i] += ds * abs(q[t][i]) + flushed
+                noise["dv"][j][i] += error[j] * abs(do[t][i]) + flushed
     assert magnitude.score_noise["o"].flatten().tolist() == pytest.approx(o_noise, rel=1e-6)
     for name, expected in noise.items():
         actual = magnitude.score_noise[name][0, :, 0]
         difference = (actual - torch.tensor(expected, dtype=FP64)).abs()
         assert difference.max() <= 1e-9 * actual.max()
+
+
+@pytest.mark.parametrize(("least", "ok"), [(2.0**-126, True), (2.0**-115, False)])
+def test_gradients_below_2_to_the_minus_126_may_be_flushed(least: float, ok: bool) -> None:
+    """An atomic addition of float32 flushes them on a GPU; the row of one key is all that small."""
+    case = parse_case(
+        "slot=sel,l=8,block=16,n=5,groups=3,tokens=17,batch=7,layout=expanded,do_layout=strided,"
+        "blocks=messy64,scores=large,values=small,seed=20"
+    )
+    drawn, geometry, scale = problem_of(case), case.config.geometry, case.config.softmax_scale
+    golden = oracle.sel(*drawn.inputs.values(), geometry, scale, do=drawn.do).grads["dk"]
+    assert 2.0**-128 < golden[1, 15, 0].abs().max() < 2.0**-125
+    flushed = golden.masked_fill(golden.abs() < least, 0).float()
+    verdict = judge_slot("sel", drawn.inputs, {"dk": flushed}, geometry, scale, do=drawn.do)["dk"]
+    assert bool(verdict) is ok, verdict
 
 
 def test_verdict_adds_the_noise_as_squares() -> None:

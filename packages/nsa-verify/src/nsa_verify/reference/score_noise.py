@@ -10,9 +10,9 @@ order::
     E_tj   = weight (4 * 2^-24 size_t P_tj + 2^-126)                         error of P
     F_tj   = E_tj |dP_tj - delta_t| + P_tj sum_i E_ti |dP_ti - delta_t|      error of dS
     o_t    : sum_j E_tj rms(v_j - o_t)
-    dv_j   : sum_t E_tj |dO_t|
-    dq_t   : |scale| sum_j F_tj |k_j|
-    dk_j   : |scale| sum_t F_tj |q_t|
+    dv_j   : sum_t E_tj |dO_t| + sum_t 2^-126
+    dq_t   : |scale| sum_j F_tj |k_j| + sum_j 2^-126
+    dk_j   : |scale| sum_t F_tj |q_t| + sum_t 2^-126
 
 - The second part of size_t is the error of products that cancel: the score is small, but its
   partial sums are not.
@@ -22,7 +22,8 @@ order::
   So the weight is 0 for a call whose scores stay below 16.
 - 4 * 2^-24 is the error that the rule for the LSE allows, 16 * 2^-24 |s|, divided by the row limit
   of float32.
-- exp flushes to 0 below 2^-126.
+- exp flushes to 0 below 2^-126. So does an atomic addition in float32, which adds the parts of a
+  gradient: each visible pair may lose 2^-126.
 
 In float64 the constants are 2^-53 and 2^-500; the squares in the verdict underflow below that.
 """
@@ -81,4 +82,11 @@ def score_noise(
         return (o_noise,)
     ds_error = error * (do @ v.T - (do * o).sum(-1, keepdim=True)).abs()
     ds_error = abs(scale) * (ds_error + p * ds_error.sum(-1, keepdim=True))
-    return o_noise, ds_error @ k.abs(), ds_error.T @ q.abs(), error.T @ do.abs()
+    lost = flushed * mask.to(p.dtype)
+    lost_q, lost_k = lost.sum(1, keepdim=True), lost.sum(0)[:, None]
+    return (
+        o_noise,
+        ds_error @ k.abs() + lost_q,
+        ds_error.T @ q.abs() + lost_k,
+        error.T @ do.abs() + lost_k,
+    )
