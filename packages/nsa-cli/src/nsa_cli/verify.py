@@ -60,7 +60,7 @@ _Jobs = Annotated[
         show_default=False,
         help=(
             "Number of processes that run checks in parallel; the report does not depend on it."
-            " Default: one per core, at most 8; on the CPU 1 for few checks."
+            " Default: one per core, at most 16; on the CPU 1 for few checks."
         ),
     ),
 ]

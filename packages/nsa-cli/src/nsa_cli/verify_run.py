@@ -205,7 +205,7 @@ def _accepted(
 
 
 def _default_processes(device: str, interpreted: bool, jobs: int) -> int:
-    """Return the number of processes without --jobs: one per available core, at most 8.
+    """Return the number of processes without --jobs: one per available core, at most 16.
 
     A process takes two seconds to start, and holds half a gigabyte of GPU memory. On the CPU, few
     jobs run in this process.
@@ -214,4 +214,4 @@ def _default_processes(device: str, interpreted: bool, jobs: int) -> int:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     parallel = device == "cuda" or interpreted or jobs >= _MANY_JOBS
-    return min(cores, 8) if parallel else 1
+    return min(cores, 16) if parallel else 1
