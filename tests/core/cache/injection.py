@@ -36,18 +36,23 @@ class RaiseAt(TorchDispatchMode):
 
 
 class RaiseAtOpcode:
-    """Raise KeyboardInterrupt before opcode number ``number`` of the layer's and cache's code."""
+    """Raise KeyboardInterrupt before opcode number ``number`` of the layer's and cache's code.
+
+    Python itself checks for signals at few opcodes. Before others, among them those that call
+    ``__exit__`` of a ``with torch.no_grad():``, the interrupt would leave gradients switched off.
+    """
 
     def __init__(self, number: int | None) -> None:
         self.number, self.count = number, 0
 
     def __enter__(self) -> RaiseAtOpcode:
-        self._former = sys.gettrace()
+        self._former, self._gradients = sys.gettrace(), torch.is_grad_enabled()
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *error: object) -> None:
         sys.settrace(self._former)
+        torch.set_grad_enabled(self._gradients)
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
         if "/nsa_core/cache/" not in frame.f_code.co_filename.replace("\\", "/"):
