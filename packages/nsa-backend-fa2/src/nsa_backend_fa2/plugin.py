@@ -23,7 +23,7 @@ def nsa_register_backends() -> BackendSpec:
     """Return the backend ``fa2``: FlashAttention-2 for the three attention branches."""
     return BackendSpec(
         name="fa2",
-        api_version=(1, 0),
+        api_version=(1, 1),
         slots={name: _slot(name) for name in ("cmp", "sel", "win")},
         probe=f"{_PACKAGE}.probe:probe",
         priority=20,

@@ -24,7 +24,7 @@ def nsa_register_backends() -> BackendSpec:
     """Return the backend ``sdpa``, which gives `auto` a candidate wherever PyTorch runs."""
     return BackendSpec(
         name="sdpa",
-        api_version=(1, 0),
+        api_version=(1, 1),
         slots={
             # The backwards of cuDNN and FlashAttention-2 use atomics. A deterministic request of
             # cmp runs on the tiles of engine.py instead.

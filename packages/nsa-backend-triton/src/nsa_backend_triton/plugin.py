@@ -38,7 +38,7 @@ def nsa_register_backends() -> BackendSpec:
     """Register the backend ``triton``, which has Triton kernels for every slot."""
     return BackendSpec(
         name="triton",
-        api_version=(1, 0),
+        api_version=(1, 1),
         slots={
             "cmp": _slot("cmp", "span_forward", "decode_span"),
             "select": _slot("select", "select_forward", "decode_span", backward=False),

@@ -48,6 +48,24 @@ and v_cmp have T // d rows. The rows of a document start at the sum of num_compr
 documents before it. The rows after those of the last document are never read, and their gradient is
 zero.
 
+Queries inside a sequence
+-------------------------
+With ``Request.partial``, q may hold only some rows of its sequences, for example a chunk of a long
+prompt, or the rows of one rank. A backend that supports this for a slot sets ``SlotSpec.partial``;
+others are not asked for such requests. ``call.first_query`` is the position of row 0 of q:
+
+    dense    q [B, S, ..] holds the tokens first_query .. first_query + S - 1 of each sequence.
+             k and v have N >= first_query + S rows, k_cmp and v_cmp at least
+             num_compressed(first_query + S). No query sees the rows after its own token.
+    packed   q [T, ..] holds the rows first_query .. first_query + T - 1 of the packed axis, which
+             ``cu_seqlens`` divides into documents and which has cu_seqlens[-1] >= first_query + T
+             rows. k and v have cu_seqlens[-1] rows, k_cmp and v_cmp cu_seqlens[-1] // d. The first
+             and the last of q's documents may be cut.
+
+blocks and lse have the rows of q, block indices count from the start of the sequence or document.
+The results are those of the same rows of the whole call. dk and dv have a row for each given key,
+and are the part of the gradient that these queries contribute; 0 for keys that none of them sees.
+
 Decode forms
 ------------
 A slot may also have a decode form, which is forward only. It computes the newest queries of B
@@ -104,7 +122,7 @@ if TYPE_CHECKING:
     import torch
 
 # (major, minor). A plugin for another major version, or for a later minor version, is not loaded.
-API_VERSION = (1, 0)
+API_VERSION = (1, 1)
 PROJECT = "nsa"
 ENTRY_POINT_GROUP = "nsa.backends"
 SLOTS = ("cmp", "select", "sel", "win", "combine")
@@ -156,6 +174,7 @@ class Request:
         needs_grad: whether the backward runs too.
         deterministic: whether every run must give the same bits.
         varlen: whether the tensors are packed documents.
+        partial: whether queries may begin inside a sequence, with more keys than queries.
         batch: number of sequences, or of documents if packed; None if unknown when planning.
         seq_len: tokens per sequence, or total tokens if packed; None if unknown when planning.
         page_size: tokens per page of the cache, for decode; None if each sequence is contiguous.
@@ -177,6 +196,7 @@ class Request:
     needs_grad: bool = False
     deterministic: bool = False
     varlen: bool = False
+    partial: bool = False
     batch: int | None = None
     seq_len: int | None = None
     page_size: int | None = None
@@ -196,10 +216,11 @@ class Request:
                 f"n_heads must be a multiple of n_kv_heads: {self.n_heads} query heads do not"
                 f" divide over {self.n_kv_heads} key/value heads"
             )
-        if self.phase == "decode" and (self.needs_grad or self.varlen):
+        if self.phase == "decode" and (self.needs_grad or self.varlen or self.partial):
             problems.append(
-                "decode has no gradient and takes no packed documents: needs_grad and varlen must"
-                f" be False, got {self.needs_grad} and {self.varlen}"
+                "decode has no gradient, takes no packed documents, and reads positions from the"
+                f" cache: needs_grad, varlen and partial must be False, got {self.needs_grad},"
+                f" {self.varlen} and {self.partial}"
             )
         if self.page_size is not None and self.page_size % self.geometry.select_block_size:
             size = self.geometry.select_block_size
@@ -223,7 +244,7 @@ class Request:
                 problems.append(
                     f"{name} must be an integer >= {minimum}{' or None' * optional}, got {value!r}"
                 )
-        for name in ("needs_grad", "deterministic", "varlen"):
+        for name in ("needs_grad", "deterministic", "varlen", "partial"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} must be True or False, got {getattr(self, name)!r}")
         return problems
@@ -240,6 +261,8 @@ class SlotCall:
             the number of rows T; None if the tensors are not packed.
         max_seqlen: length of the longest sequence or document, or an upper bound of it.
         deterministic: whether every run must give the same bits.
+        first_query: position of row 0 of q in its sequences, or in the packed axis; not 0 only if
+            the request is partial.
     """
 
     geometry: BlockGeometry
@@ -247,6 +270,7 @@ class SlotCall:
     cu_seqlens: torch.Tensor | None = None
     max_seqlen: int = 0
     deterministic: bool = False
+    first_query: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,6 +317,7 @@ class SlotSpec:
             :func:`nsa_core.packing.host_boundaries`. Such calls cannot be captured in a CUDA graph.
         warmup_tokens: number of tokens of a call that reaches every kernel of the slot.
             Plan.warmup() runs such a call.
+        partial: whether forward and backward take queries that begin inside a sequence.
     """
 
     forward: str
@@ -304,6 +329,7 @@ class SlotSpec:
     deterministic: bool = True
     reads_boundaries: bool = False
     warmup_tokens: int = 128
+    partial: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

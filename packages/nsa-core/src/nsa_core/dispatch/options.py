@@ -28,6 +28,7 @@ class PlanOptions:
         deterministic: Require bitwise-identical results in every run. None follows
             ``torch.are_deterministic_algorithms_enabled()``.
         varlen: Plan for packed documents.
+        partial: Plan for queries that begin inside a sequence.
         phase: "prefill", or "decode" for the decode forms over a cache.
         batch: Number of sequences, or of packed documents; None if unknown.
         seq_len: Tokens per sequence, or in all packed documents together; None if unknown.
@@ -41,6 +42,7 @@ class PlanOptions:
     needs_grad: bool = False
     deterministic: bool | None = None
     varlen: bool = False
+    partial: bool = False
     phase: str = "prefill"
     batch: int | None = None
     seq_len: int | None = None

@@ -217,6 +217,7 @@ def describe_request(request: Request) -> str:
         "gradients": request.needs_grad,
         "deterministic": request.deterministic,
         "packed": request.varlen,
+        "queries inside a sequence": request.partial,
         f"pages of {request.page_size} tokens": request.page_size,
     }
     flags = [flag for flag, holds in conditions.items() if holds]
@@ -238,7 +239,8 @@ def resolve(
             (:class:`nsa_core.dispatch.options.PlanOptions`); None: the defaults.
         registry: The registry of backends; None: the installed plugins.
         **fields: Fields of PlanOptions by name, which override those of ``options``: device,
-            dtype, backends, needs_grad, deterministic, varlen, phase, batch, seq_len, page_size.
+            dtype, backends, needs_grad, deterministic, varlen, partial, phase, batch, seq_len,
+            page_size.
 
     Returns:
         A plan with a kernel for every slot.
@@ -306,7 +308,8 @@ def _kernel(all_candidates: Candidates, slot: str, backend: str) -> Kernel | Dec
             return decode_kernel(backend, slot, slot_spec.decode)
         op = slot_op(backend, slot, slot_spec).op
     scale, geometry = all_candidates.config.softmax_scale, tuple(request.geometry.as_ints())
-    return Kernel(backend, slot, op, scale, geometry, request.deterministic)
+    partial = request.partial and slot != "combine"
+    return Kernel(backend, slot, op, scale, geometry, request.deterministic, partial)
 
 
 def _fused(all_candidates: Candidates, choices: Mapping[str, Choice]) -> dict[str, DecodeKernel]:

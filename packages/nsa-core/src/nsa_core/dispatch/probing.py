@@ -75,6 +75,9 @@ def reasons_against(
     slot = entry.spec.slots.get(request.slot)
     if slot is None:
         return (Reason("slot_not_offered", f"does not offer {request.slot}"),)
+    if request.partial and not slot.partial and request.slot != "combine":
+        text = f"does not take queries that begin inside a sequence in {request.slot}"
+        return (Reason("no_partial", text, "pass whole sequences, or use another backend"),)
     if request.phase == "decode" and slot.decode is None and request.slot != "combine":
         reasons.append(
             Reason(

@@ -23,7 +23,7 @@ import torch
 
 from nsa_core.contract import SlotCall, SlotSpec, import_named
 from nsa_core.dtypes import stats_dtype
-from nsa_core.errors import NSAError, Unsupported
+from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops import autograd
 from nsa_core.torch_ops.call_wrapper import call_function
@@ -33,16 +33,20 @@ from nsa_core.torch_ops.tensor_checks import (
     TensorOrMetadata,
     check_slot,
     check_slot_boundaries,
+    packed_total,
 )
 from nsa_core.torch_ops.torch_state import backend_state
-from nsa_core.torch_ops.vmap_rule import folding_rule
+from nsa_core.torch_ops.vmap_rule import TAIL_LENGTH, folding_rule
 
 INPUTS = {slot: tuple(axes) for slot, axes in SLOT_AXES.items()}
 DIFFERENTIABLE = {
     slot: tuple(n for n in names if n not in ("blocks", "lse")) for slot, names in INPUTS.items()
 }
 DIFFERENTIABLE["select"] = ()  # the selected block indices have no gradient
-_TAIL = "Tensor? cu_seqlens, SymInt max_seqlen, float scale, int[] geometry, bool deterministic"
+_TAIL = (
+    "Tensor? cu_seqlens, SymInt max_seqlen, float scale, int[] geometry, bool deterministic,"
+    " SymInt? first_query"
+)
 
 Shape = tuple[Any, ...]
 TensorSpec = tuple[Shape, torch.dtype]
@@ -154,7 +158,11 @@ def _checked_results(
 
 @functools.lru_cache(maxsize=4096)
 def _checked_output_specs(
-    slot: str, inputs: tuple[tuple[Any, ...], ...], cu: Metadata | None, geometry: BlockGeometry
+    slot: str,
+    inputs: tuple[tuple[Any, ...], ...],
+    cu: Metadata | None,
+    geometry: BlockGeometry,
+    first_query: int | None,
 ) -> list[TensorSpec]:
     """Check the inputs of ``slot``, given as fields of Metadata, and return its output specs.
 
@@ -164,7 +172,7 @@ def _checked_output_specs(
         InvalidInput: As check_slot.
     """
     tensors = [Metadata(*fields) for fields in inputs]
-    check_slot(slot, tensors, cu, geometry)
+    check_slot(slot, tensors, cu, geometry, first_query)
     return output_specs(slot, tensors, geometry.num_selected_blocks)
 
 
@@ -181,7 +189,8 @@ class SlotOp:
 
     Attributes:
         op: The overload of the forward operator. Its arguments are the slot's tensors, then
-            cu_seqlens, max_seqlen, scale, geometry and deterministic.
+            cu_seqlens, max_seqlen, scale, geometry, deterministic and first_query, which is None
+            for calls with whole sequences.
     """
 
     def __init__(self, backend: str, slot: str, spec: SlotSpec, name: str) -> None:
@@ -258,8 +267,10 @@ class SlotOp:
         cu, device = call.cu_seqlens, tensors[0].device
         metadata = tuple([(t.shape, t.dtype, t.device) for t in tensors])
         cu_metadata = None if cu is None else Metadata.of(cu)
-        specs = _checked_output_specs(self.slot, metadata, cu_metadata, call.geometry)
-        check_slot_boundaries(cu, tensors[0].shape[0], call.max_seqlen)
+        first_query = args[-1]
+        specs = _checked_output_specs(self.slot, metadata, cu_metadata, call.geometry, first_query)
+        total = packed_total(self.slot, tensors, call.geometry, first_query)
+        check_slot_boundaries(cu, total, call.max_seqlen)
         if _is_empty(self.slot, tensors):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
             if self._n_out == 2:
@@ -282,14 +293,15 @@ class SlotOp:
         """Return empty tensors with the shapes and dtypes of the forward's results."""
         tensors = args[: self._n_inputs]
         geometry = BlockGeometry.from_ints(args[self._n_inputs + 3])
-        check_slot(self.slot, tensors, args[self._n_inputs], geometry)
+        check_slot(self.slot, tensors, args[self._n_inputs], geometry, args[-1])
         specs = output_specs(self.slot, tensors, geometry.num_selected_blocks)
         outs = [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in specs]
         return outs[0] if self._n_out == 1 else tuple(outs)
 
     def _backward_impl(self, *args: Any) -> Any:
         """Call the backend's backward, and check its results."""
-        grad, saved, call = args[0], args[1:-5], _slot_call(args[-5:])
+        grad, saved = args[0], args[1:-TAIL_LENGTH]
+        call = _slot_call(args[-TAIL_LENGTH:])
         inputs = saved[: self._n_inputs]
         specs, device = [(inputs[i].shape, inputs[i].dtype) for i in self._grads], inputs[0].device
         assert self._backward is not None  # _setup_context refuses a forward-only slot
@@ -337,7 +349,7 @@ class SlotOp:
     def _autograd(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """Return the gradient of each argument of the forward operator, None if it has none."""
         *saved, cu_seqlens = ctx.saved_tensors
-        input_grads: list[Any] = [None] * (self._n_inputs + 5)
+        input_grads: list[Any] = [None] * (self._n_inputs + TAIL_LENGTH)
         if grads[0] is None:
             return tuple(input_grads)
         direct = not torch.is_grad_enabled() and autograd.is_unobserved(
@@ -360,8 +372,15 @@ class SlotOp:
 
 
 def _slot_call(tail: Sequence[Any]) -> SlotCall:
-    cu_seqlens, max_seqlen, scale, geometry, deterministic = tail
-    return SlotCall(BlockGeometry.from_ints(geometry), scale, cu_seqlens, max_seqlen, deterministic)
+    cu_seqlens, max_seqlen, scale, geometry, deterministic, first_query = tail
+    return SlotCall(
+        BlockGeometry.from_ints(geometry),
+        scale,
+        cu_seqlens,
+        max_seqlen,
+        deterministic,
+        first_query or 0,
+    )
 
 
 # Forward operator -> an equivalent function with autograd, for calls with autograd.is_unobserved().
@@ -390,7 +409,17 @@ def slot_op(backend: str, slot: str, spec: SlotSpec) -> SlotOp:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The kernel of a slot in a plan: a backend's operator with the layer's constants bound."""
+    """The kernel of a slot in a plan: a backend's operator with the layer's constants bound.
+
+    Attributes:
+        backend: Name of the backend.
+        slot: The slot.
+        op: The overload of its forward operator.
+        scale: Softmax scale.
+        geometry: The block sizes, as BlockGeometry.as_ints() gives them.
+        deterministic: Whether every run must give the same bits.
+        partial: Whether calls may pass ``first_query``.
+    """
 
     backend: str
     slot: str
@@ -398,31 +427,54 @@ class Kernel:
     scale: float
     geometry: tuple[int, ...]
     deterministic: bool
+    partial: bool = False
 
     def __call__(
         self,
         *tensors: torch.Tensor,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
+        first_query: int | None = None,
     ) -> Any:
         """Run the slot.
 
         Args:
             *tensors: Its inputs in order; :mod:`nsa_core.contract` gives their shapes.
             cu_seqlens: int32 [documents + 1], first token of each document, for packed calls.
-            max_seqlen: Length of the longest sequence, or an upper bound; None: S, or T if packed.
+            max_seqlen: Length of the longest sequence, or an upper bound; None: S, or T if packed,
+                plus ``first_query``.
+            first_query: Position of row 0 of q, for queries that begin inside a sequence; None: q
+                holds whole sequences.
 
         Raises:
-            InvalidInput: Shapes, dtypes or devices do not fit together.
+            InvalidInput: Shapes, dtypes or devices do not fit together, or ``first_query`` is given
+                although the plan is not partial.
             NSAError: The backend raised or returned a wrong result; the message names it.
         """
+        if first_query is not None and not self.partial:
+            raise InvalidInput(
+                f"first_query is {first_query}, but the plan is for whole sequences: resolve it"
+                " with partial=True"
+            )
         if max_seqlen is None:
             max_seqlen = tensors[0].shape[0] if cu_seqlens is not None else tensors[0].shape[1]
+            max_seqlen += first_query or 0
         if autograd.is_unobserved(*tensors, cu_seqlens) and type(max_seqlen) is int:
-            direct = _direct[self.op]
-            return direct(
-                *tensors, cu_seqlens, max_seqlen, self.scale, self.geometry, self.deterministic
+            return _direct[self.op](
+                *tensors,
+                cu_seqlens,
+                max_seqlen,
+                self.scale,
+                self.geometry,
+                self.deterministic,
+                first_query,
             )
         return self.op(
-            *tensors, cu_seqlens, max_seqlen, self.scale, list(self.geometry), self.deterministic
+            *tensors,
+            cu_seqlens,
+            max_seqlen,
+            self.scale,
+            list(self.geometry),
+            self.deterministic,
+            first_query,
         )

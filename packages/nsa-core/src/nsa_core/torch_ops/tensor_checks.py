@@ -107,6 +107,8 @@ def check_tensors(
 
 
 _Q, _K, _V = ("B", "S", "Hq", "Dk"), ("B", "S", "G", "Dk"), ("B", "S", "G", "Dv")
+# of calls with first_query, in which keys have an axis of their own
+_K_PART, _V_PART = ("B", "N", "G", "Dk"), ("B", "N", "G", "Dv")
 _O, _LSE = ("B", "S", "Hq", "Dv"), ("B", "Hq", "S")
 _K_CMP, _V_CMP = ("B", "C", "G", "Dk"), ("B", "C", "G", "Dv")
 # slot -> its input tensors in order -> the symbols of their axes
@@ -116,6 +118,10 @@ SLOT_AXES: dict[str, dict[str, tuple[str | int, ...]]] = {
     "sel": {"q": _Q, "k": _K, "v": _V, "blocks": ("B", "S", "G", "n")},
     "win": {"q": _Q, "k": _K, "v": _V},
     "combine": {"gates": ("B", "S", "Hq", 3), "o_cmp": _O, "o_sel": _O, "o_win": _O},
+}
+_PARTIAL_AXES = {
+    slot: {name: {"k": _K_PART, "v": _V_PART}.get(name, axes) for name, axes in named.items()}
+    for slot, named in SLOT_AXES.items()
 }
 
 
@@ -160,8 +166,17 @@ def check_slot(
     tensors: Sequence[TensorOrMetadata],
     cu_seqlens: TensorOrMetadata | None,
     geometry: BlockGeometry,
+    first_query: int | None = None,
 ) -> None:
     """Check the inputs of a slot against the contract, by metadata only.
+
+    Args:
+        slot: The slot.
+        tensors: Its inputs in order.
+        cu_seqlens: Document bounds; None if dense.
+        geometry: The block sizes.
+        first_query: Position of row 0 of q, for queries that begin inside a sequence; None: whole
+            sequences.
 
     Raises:
         InvalidInput: An axis count, size, dtype or device does not fit. The message describes every
@@ -169,24 +184,16 @@ def check_slot(
     """
     names = tuple(SLOT_AXES[slot])
     named = dict(zip(names, tensors))
-    check_tensors(names, tensors, tuple(SLOT_AXES[slot].values()), packed=cu_seqlens is not None)
+    axes = (SLOT_AXES if first_query is None else _PARTIAL_AXES)[slot]
+    check_tensors(names, tensors, tuple(axes.values()), packed=cu_seqlens is not None)
     check_dtypes(
         {n: t for n, t in named.items() if n not in ("lse", "gates", "blocks")},
         {n: t for n, t in named.items() if n in ("lse", "gates")},
     )
     if slot == "sel" and named["blocks"].dtype not in (torch.int32, torch.int64):
         raise InvalidInput(f"blocks must be int32 or int64 ({describe(names, tensors)})")
-    if slot in ("cmp", "select"):
-        length = named["q"].shape[-3]
-        rows = (
-            geometry.num_compressed(length)
-            if cu_seqlens is None
-            else geometry.max_compressed(length)
-        )
-        if named["k_cmp"].shape[-3] != rows:
-            raise InvalidInput(
-                f"k_cmp must have {rows} rows for {length} tokens ({describe(names, tensors)})"
-            )
+    if slot != "combine":
+        _check_key_rows(slot, named, cu_seqlens is not None, geometry, first_query)
     if cu_seqlens is not None and (
         cu_seqlens.dtype != torch.int32
         or cu_seqlens.dim() != 1
@@ -196,6 +203,54 @@ def check_slot(
             f"cu_seqlens must be int32 [documents + 1] on {tensors[0].device}, "
             f"got {dtype_name(cu_seqlens.dtype)} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
         )
+
+
+def _check_key_rows(
+    slot: str,
+    named: Mapping[str, TensorOrMetadata],
+    packed: bool,
+    geometry: BlockGeometry,
+    first_query: int | None,
+) -> None:
+    """Check the number of rows of k or k_cmp.
+
+    Raises:
+        InvalidInput: It does not fit the queries, or ``first_query`` is negative.
+    """
+    if first_query is not None and first_query < 0:
+        raise InvalidInput(f"first_query must be >= 0, got {first_query}")
+    length = named["q"].shape[-3] + (first_query or 0)
+    if slot in ("sel", "win"):
+        name, required, rows = "k", length, named["k"].shape[-3]
+    else:
+        count = geometry.max_compressed if packed else geometry.num_compressed
+        name, required, rows = "k_cmp", count(length), named["k_cmp"].shape[-3]
+    if rows < required or (first_query is None and rows != required):
+        needed = "at least " * (first_query is not None) + str(required)
+        raise InvalidInput(
+            f"{name} must have {needed} rows for {length} tokens, got {rows}"
+            f" ({describe(list(named), list(named.values()))})"
+        )
+
+
+def packed_total(
+    slot: str,
+    tensors: Sequence[torch.Tensor],
+    geometry: BlockGeometry,
+    first_query: int | None,
+) -> int | range:
+    """Return the number of rows of the packed axis, where the last boundary must be.
+
+    It is a range in cmp and select if q holds only some rows.
+    """
+    rows: int = tensors[0].shape[0]
+    if first_query is None or slot == "combine":
+        return rows
+    keys: int = tensors[1].shape[0]
+    if slot in ("sel", "win"):
+        return keys
+    stride = geometry.compress_stride
+    return range(max(keys * stride, first_query + rows), (keys + 1) * stride)
 
 
 def is_tensor(x: object) -> bool:
@@ -293,7 +348,7 @@ def check_layer_input(
 
 
 def check_cu_seqlens(
-    cu_seqlens: torch.Tensor | None, total: int, max_seqlen: int | None = None
+    cu_seqlens: torch.Tensor | None, total: int | range, max_seqlen: int | None = None
 ) -> None:
     """Check the values of packed boundaries.
 
@@ -303,7 +358,7 @@ def check_cu_seqlens(
 
     Args:
         cu_seqlens: int32 [documents + 1], or None if the call is not packed.
-        total: Rows of the packed tensors, T.
+        total: Rows of the packed tensors, T, or the possible numbers of rows.
         max_seqlen: Declared length of the longest document; None: not declared.
 
     Raises:
@@ -321,8 +376,10 @@ def check_cu_seqlens(
     for i, (a, b) in enumerate(itertools.pairwise(bounds)):
         if b < a:
             raise InvalidInput(f"cu_seqlens must not decrease, got {a} then {b} at index {i + 1}")
-    if bounds[-1] != total:
-        raise InvalidInput(f"cu_seqlens must end at the {total} tokens given, got {bounds[-1]}")
+    totals = range(total, total + 1) if isinstance(total, int) else total
+    if bounds[-1] not in totals:
+        needed = f"{total}" if isinstance(total, int) else f"{total.start} to {total.stop - 1}"
+        raise InvalidInput(f"cu_seqlens must end at the {needed} tokens given, got {bounds[-1]}")
     longest = max(b - a for a, b in itertools.pairwise(bounds))
     if max_seqlen is not None and longest > max_seqlen:
         raise InvalidInput(
@@ -363,7 +420,9 @@ def _marked(cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Iterator[N
         _checked.reset(token)
 
 
-def check_slot_boundaries(cu_seqlens: torch.Tensor | None, total: int, max_seqlen: int) -> None:
+def check_slot_boundaries(
+    cu_seqlens: torch.Tensor | None, total: int | range, max_seqlen: int
+) -> None:
     """Run :func:`check_cu_seqlens` for a slot, unless inside :func:`checked_boundaries`."""
     if cu_seqlens is None:
         return

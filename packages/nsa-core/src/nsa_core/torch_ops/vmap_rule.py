@@ -17,7 +17,7 @@ PACKED_UNDER_VMAP = (
     "packed documents (cu_seqlens) are not supported under torch.func.vmap: map over x"
     " [B, S, dim] without cu_seqlens, or call the function once per sample in a loop"
 )
-_TAIL_LENGTH = 5  # cu_seqlens, max_seqlen, scale, geometry and deterministic
+TAIL_LENGTH = 6  # cu_seqlens, max_seqlen, scale, geometry, deterministic and first_query
 
 
 def is_mapped(tensor: object) -> bool:
@@ -56,7 +56,7 @@ def folding_rule(op: Any) -> Callable[..., tuple[Any, Any]]:
     """
 
     def rule(info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
-        tensors, tail = arguments[:-_TAIL_LENGTH], arguments[-_TAIL_LENGTH:]
+        tensors, tail = arguments[:-TAIL_LENGTH], arguments[-TAIL_LENGTH:]
         if tail[0] is not None:
             raise Unsupported(PACKED_UNDER_VMAP)
         size, axes = info.batch_size, in_dims[: len(tensors)]
