@@ -225,7 +225,7 @@ def parts(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, call: SlotCall, settings: Tuned, quick: bool
 ) -> list[float]:
     """Return ms of the unions, the tile kernel, the pair lists, and the buckets with lists."""
-    seqs, group = Sequences.of(q, call), q.shape[2] // k.shape[2]
+    seqs, group = Sequences.of(q, k, call), q.shape[2] // k.shape[2]
     forward_settings = settings["sel_forward"]
     block_t = sel_forward.tile_tokens(forward_settings["BLOCK_M"], group)
     min_sharing = min(forward_settings["MIN_SHARING_TOKENS"], block_t)
@@ -334,7 +334,7 @@ def measure(case: int, kind: str, quick: bool, checkpoints: Path | None) -> None
     name, n_heads, groups, width, length = SHAPES[case]
     q, k, v, blocks = inputs(case, kind, checkpoints)
     call = SlotCall(GEOMETRY, width**-0.5)
-    group, seqs = n_heads // groups, Sequences.of(q, call)
+    group, seqs = n_heads // groups, Sequences.of(q, k, call)
     flops = 4 * width * n_heads * length * 1024
     union_sizes = {
         tokens: sel_union.build(blocks, seqs, GEOMETRY, tokens, 1)

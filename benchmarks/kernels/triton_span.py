@@ -197,7 +197,7 @@ class Case:
         shapes = ((length, heads, dk), (keys, groups, dk), (keys, groups, dv), (length, heads, dv))
         made = [torch.randn((1, *shape), device="cuda", dtype=torch.bfloat16) for shape in shapes]
         self.q, self.k, self.v, self.do = made
-        self.seqs = Sequences.of(self.q, SlotCall(GEOMETRY, self.scale))
+        self.seqs = Sequences.of(self.q, self.k, SlotCall(GEOMETRY, self.scale))
         self.o, self.lse = span_forward.forward(
             self.q, self.k, self.v, self.seqs, self.span, self.scale
         )

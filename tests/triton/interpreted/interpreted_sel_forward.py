@@ -228,7 +228,7 @@ def test_nan_query_changes_only_its_own_row(min_sharing: int) -> None:
 
 def test_unions_hold_blocks_that_enough_tokens_selected() -> None:
     x, call = problem([29], False, 1, 1, 8, 8)
-    seqs = Sequences.of(x["q"], call)
+    seqs = Sequences.of(x["q"], x["k"], call)
     unions = sel_union.build(x["blocks"], seqs, GEOMETRY, 6, 2, write_unshared=True)
     selected = x["blocks"][0, :, 0].tolist()
     for tile in range(5):
@@ -256,6 +256,6 @@ def test_bit_mask_holds_32_tokens() -> None:
     geometry = BlockGeometry(4, 2, 8, 1, 0, 1, 8)
     x, call = problem([37], False, 1, 1, 8, 8, geometry)
     x["blocks"].zero_()
-    unions = sel_union.build(x["blocks"], Sequences.of(x["q"], call), geometry, 32, 32)
+    unions = sel_union.build(x["blocks"], Sequences.of(x["q"], x["k"], call), geometry, 32, 32)
     assert unions.counts.tolist() == [[1, 1], [0, 0]]
     assert unions.entries[0, :, 0].tolist() == [0, -1]  # block 0, and the bits of all 32 tokens

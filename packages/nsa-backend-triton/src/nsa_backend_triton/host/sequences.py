@@ -115,8 +115,10 @@ class Sequences(NamedTuple):
         cu: int32 [n + 1], first token of each document; dense: any tensor, never read.
         cu_cmp: int32 [n + 1], first compressed row of each document; dense: never read.
         n: number of sequences (batch entries or documents).
-        seq_len: dense: tokens of each sequence; packed: all tokens T.
+        seq_len: rows of q: dense: S of each sequence; packed: T of all together.
         packed: whether the call has cu_seqlens.
+        first_query: position of row 0 of q, see SlotCall; 0 unless ``partial``.
+        partial: whether q holds only some rows of its sequences. Kernels are compiled for it.
     """
 
     cu: Tensor
@@ -124,35 +126,51 @@ class Sequences(NamedTuple):
     n: int
     seq_len: int
     packed: bool
+    first_query: int = 0
+    partial: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, call: SlotCall, *, compressed: bool = False) -> Sequences:
+    def of(cls, q: Tensor, k: Tensor, call: SlotCall, *, compressed: bool = False) -> Sequences:
         """Return the sequences of ``q`` [B, S, ...] or [T, ...].
 
-        ``compressed`` also computes cu_cmp, on the device.
+        ``k`` is the slot's k or k_cmp. ``compressed``: it is k_cmp, and cu_cmp is computed, on the
+        device.
         """
+        length, geometry, packed = q.shape[-3], call.geometry, call.cu_seqlens is not None
+        if compressed:
+            count = geometry.max_compressed if packed else geometry.num_compressed
+            whole = count(length)
+        else:
+            whole = length
+        place = (call.first_query, call.first_query > 0 or k.shape[-3] != whole)
         if call.cu_seqlens is None:
-            return cls(q, q, q.shape[0], q.shape[1], False)
+            return cls(q, q, q.shape[0], length, False, *place)
         cu = call.cu_seqlens
-        return cls(
-            cu,
-            compressed_starts(cu, call.geometry) if compressed else cu,
-            len(cu) - 1,
-            q.shape[0],
-            True,
-        )
+        cu_cmp = compressed_starts(cu, geometry) if compressed else cu
+        return cls(cu, cu_cmp, len(cu) - 1, length, True, *place)
+
+    @property
+    def end(self) -> int:
+        """Rows of the axis of the keys up to the last query; later keys are never seen."""
+        return self.first_query + self.seq_len
 
     def tiles(self, size: int) -> int:
         """Return the number of tiles of ``size`` rows that cover every sequence.
 
-        shared.rows.place computes the position of each tile.
+        shared.rows.place_queries computes the position of each tile.
         """
         if self.packed:
             return self.seq_len // size + self.n
         return self.n * -(-self.seq_len // size)
 
 
-launch_cache.METADATA[Sequences] = lambda x: (x.n, x.seq_len, x.packed)
+launch_cache.METADATA[Sequences] = lambda x: (
+    x.n,
+    x.seq_len,
+    x.packed,
+    x.first_query,
+    x.partial,
+)
 
 
 MAX_TILE_TOKENS = 256  # no table has larger tiles

@@ -299,7 +299,7 @@ def prepare(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, call: SlotCall
 ) -> Problem:
     """Compute delta and lse2, and return them with the inputs."""
-    seqs = Sequences.of(q, call)
+    seqs = Sequences.of(q, k, call)
     delta_rows, lse2 = delta.rows(do, o, lse, packed=seqs.packed)
     return Problem(do, q, k, v, lse2, delta_rows, seqs, call)
 

@@ -178,7 +178,7 @@ def forward(
 
     ``tuned`` replaces the settings that the table of this GPU holds.
     """
-    seqs = Sequences.of(q, call)
+    seqs = Sequences.of(q, k, call)
     tiles, tuned = _prepare(q, k, v, blocks, seqs, call, tuned, aligned(k, v))
     unions = sel_union.build(
         blocks,

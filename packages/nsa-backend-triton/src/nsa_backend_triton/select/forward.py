@@ -443,7 +443,7 @@ def forward(
 
     ``settings`` replace the tuned ones.
     """
-    seqs = Sequences.of(q, call, compressed=True)
+    seqs = Sequences.of(q, k_cmp, call, compressed=True)
     prepared = _prepare(q, k_cmp, lse, seqs, call, settings)
     out = q.new_empty(prepared.out, dtype=torch.int32)
     scores = lse.new_empty(prepared.scores)

@@ -15,16 +15,26 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def owner(BOUNDS, num_runs, index, TILE):
+def clamped(x, low, high):
+    """x, at least ``low`` and at most ``high``."""
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def owner(BOUNDS, num_runs, index, TILE, first=0, rows=0, PARTIAL: tl.constexpr = False):
     """The run that owns tile ``index``: the last one whose first tile is <= index.
 
-    Run i begins at BOUNDS[i], and its first tile is BOUNDS[i] // TILE + i.
+    Run i begins at BOUNDS[i], and its first tile is BOUNDS[i] // TILE + i. PARTIAL: only the rows
+    first .. first + rows - 1 are cut into tiles, and run i begins at its first one of these.
     """
     low = 0
     high = num_runs  # the result lies in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(BOUNDS + middle) // TILE + middle <= index:
+        bound = tl.load(BOUNDS + middle)
+        if PARTIAL:
+            bound = clamped(bound - first, 0, rows)
+        if bound // TILE + middle <= index:
             low = middle
         else:
             high = middle
@@ -55,6 +65,45 @@ def place(index, CU_SEQLENS, num_seqs, seq_len, TILE: tl.constexpr, VARLEN: tl.c
         length = seq_len
         row = (index % num_tiles) * TILE
     return seq, start, length, row
+
+
+@triton.jit
+def place_queries(
+    index, CU_SEQLENS, num_seqs, seq_len, first_query,
+    TILE: tl.constexpr, VARLEN: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Position of tile ``index`` of the queries; PARTIAL: q holds only some rows of its sequences.
+
+    Returns (sequence, its first row on the axis of the keys, its first row on the axis of the
+    queries, the end of its queries, the tile's first token). The last two are positions in the
+    sequence. Rows of q and of tensors like it lie at "first row on the axis of the queries" +
+    position, which is >= 0 for every token of the tile; the first row itself may be negative.
+    Without PARTIAL this is :func:`place`, and ``first_query`` is not read.
+
+    ``seq_len`` is S of q, packed T of q. Row 0 of q is the token ``first_query`` of each sequence,
+    packed the row ``first_query`` of the axis that CU_SEQLENS divides.
+    """
+    if not PARTIAL:
+        seq, start, length, row = place(index, CU_SEQLENS, num_seqs, seq_len, TILE, VARLEN)
+        return seq, start, start, length, row
+    if VARLEN:
+        seq = owner(CU_SEQLENS, num_seqs, index, TILE, first_query, seq_len, True)
+        start = tl.maximum(tl.load(CU_SEQLENS + seq), 0)
+        # The document's rows of q; malformed boundaries never lead outside q.
+        begin = clamped(start - first_query, 0, seq_len)
+        stop = tl.maximum(clamped(tl.load(CU_SEQLENS + seq + 1) - first_query, 0, seq_len), begin)
+        query_start = start - first_query
+        first = begin // TILE + seq
+        end = stop - query_start
+        row = tl.where(index < first, end, begin - query_start + (index - first) * TILE)
+    else:
+        num_tiles = tl.cdiv(seq_len, TILE)
+        seq = index // num_tiles
+        start = seq * 0
+        query_start = start - first_query
+        end = first_query + seq_len
+        row = first_query + (index % num_tiles) * TILE
+    return seq, start, query_start, end, row
 
 
 @triton.jit

@@ -23,7 +23,7 @@ def forward(
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
-    seqs = Sequences.of(q, call, compressed=True)
+    seqs = Sequences.of(q, k_cmp, call, compressed=True)
     return span_forward.forward(q, k_cmp, v_cmp, seqs, _span(call), call.scale)
 
 
@@ -41,5 +41,5 @@ def backward(
 
     Gradients are zero in packed rows that belong to no document.
     """
-    seqs = Sequences.of(q, call, compressed=True)
+    seqs = Sequences.of(q, k_cmp, call, compressed=True)
     return span_backward.backward(do, q, k_cmp, v_cmp, o, lse, seqs, _span(call), call.scale)

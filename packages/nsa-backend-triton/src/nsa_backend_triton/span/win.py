@@ -23,7 +23,7 @@ def forward(
     call: SlotCall,
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
-    return span_forward.forward(q, k, v, Sequences.of(q, call), _span(call), call.scale)
+    return span_forward.forward(q, k, v, Sequences.of(q, k, call), _span(call), call.scale)
 
 
 def backward(
@@ -38,5 +38,5 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the shapes of q, k, v."""
     return span_backward.backward(
-        do, q, k, v, o, lse, Sequences.of(q, call), _span(call), call.scale
+        do, q, k, v, o, lse, Sequences.of(q, k, call), _span(call), call.scale
     )
