@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_core.cache.chunk import chunk_store, write_back_newest
+from nsa_core.cache.chunk_attention import MIN_ROWS, attend_chunk, chunk_plan
 from nsa_core.cache.compress_step import compress
 from nsa_core.cache.new_tokens import New, NewTokens, new_tokens
 from nsa_core.cache.prefill import prefill
@@ -175,7 +176,7 @@ def _decode(
     layer: NSAProjections, x: torch.Tensor, cache: CacheState, tokens: NewTokens, plan: Plan | None
 ) -> torch.Tensor:
     """Append at most MAX_CHUNK_ROWS rows to the cache, and attend to all of its tokens."""
-    plan = _decode_plan(layer, cache, plan, tokens.counts is None)
+    explicit, plan = plan, _decode_plan(layer, cache, plan, tokens.counts is None)
     bounds, is_chunk = cache.bounds, tokens.rows > cache.max_step
     call = cache.advance(*tokens)
     positions, absent = _positions(cache, tokens, "append" not in plan.fused)
@@ -191,7 +192,12 @@ def _decode(
         q = _append(layer.config, store, q, pairs, call, positions, absent)
     if tokens.counts is None or not cache.exact or _completes_a_block(cache, bounds):
         compress(layer, store, call, tokens.rows)
-    o = _attend(plan, store, q, gates, call)
+    long = is_chunk and tokens.rows >= MIN_ROWS and tokens.counts is not None and cache.exact
+    partial = chunk_plan(layer, cache) if long and explicit is None else None
+    if partial is None:
+        o = _attend(plan, store, q, gates, call)
+    else:
+        o = attend_chunk(partial, cache, store, q, gates, bounds)
     if is_chunk:
         cache.save_rings()
         write_back_newest(cache, store, tokens.rows)
