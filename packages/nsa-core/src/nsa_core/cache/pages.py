@@ -94,8 +94,8 @@ class Pages:
             sequences = ", ".join(map(str, missing))
             raise InvalidInput(
                 f"out of pages: sequences {sequences} need {needed} more pages of {self.size}"
-                f" tokens, {free} of {self.total} are free; reset finished sequences, or"
-                " increase num_pages"
+                f" tokens, {free} of {self.total} are free; reset finished sequences, delete"
+                " snapshots that hold pages, or increase num_pages"
             )
         changes, rows = Changes([], []), list(self.rows)
         for b, columns in missing.items():
