@@ -240,7 +240,7 @@ def test_opcheck(slot: str, packed: bool) -> None:
     spec = default_registry().get("sdpa").spec
     assert spec is not None
     op = slot_op("sdpa", slot, spec.slots[slot]).op
-    tail = (data.cu_seqlens, 28, c.config.softmax_scale, c.config.geometry.as_ints(), False)
+    tail = (data.cu_seqlens, 28, c.config.softmax_scale, c.config.geometry.as_ints(), False, None)
     torch.library.opcheck(op, (*args, *tail))
 
 

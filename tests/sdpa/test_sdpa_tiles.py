@@ -233,12 +233,35 @@ def test_probe_returns_every_reason() -> None:
     assert str(limit) in reason.message
 
 
-def test_causal_requires_as_many_queries_as_keys() -> None:
-    q, k = torch.zeros(1, 1, 1, 8), torch.ones(1, 5, 8)
-    with pytest.raises(AssertionError, match="top-left"):
+@pytest.mark.parametrize("kernel", ["cpu", "tiles"])
+@pytest.mark.parametrize("queries", [1, 4, 9])
+def test_causal_aligns_the_last_query_with_the_last_key(
+    queries: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer queries than keys give the last rows of as many queries as keys."""
+    monkeypatch.setattr(aten, "route", lambda *request: kernel)
+    generator = torch.Generator().manual_seed(0)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q, k, v, do = values(2, 3, 9, 4), values(2, 9, 4), values(2, 9, 5), values(2, 3, 9, 5)
+    do[:, :, : 9 - queries] = 0
+    o, lse = aten.causal(q, k, v, 0.5)
+    dq, *dkv = aten.causal_backward(do, q, k, v, o, lse, 0.5, False)
+    q, do, *expected = (x[:, :, 9 - queries :] for x in (q, do, o, lse, dq))
+    results = aten.causal(q, k, v, 0.5)
+    gradients = aten.causal_backward(do, q, k, v, *results, 0.5, False)
+    for actual, rows in zip((*results, *gradients), (*expected, *dkv)):
+        torch.testing.assert_close(actual, rows, rtol=1e-12, atol=1e-14)
+
+
+def test_causal_requires_a_key_for_each_query() -> None:
+    q, k = torch.zeros(1, 1, 6, 8), torch.ones(1, 5, 8)
+    with pytest.raises(AssertionError, match="key of its own"):
         aten.causal(q, k, k, 1.0)
-    with pytest.raises(AssertionError, match="top-left"):
-        aten.causal_backward(q, q, k, k, q, torch.zeros(1, 1, 1), 1.0, False)
+    with pytest.raises(AssertionError, match="key of its own"):
+        aten.causal_backward(q, q, k, k, q, torch.zeros(1, 1, 6), 1.0, False)
 
 
 def test_malformed_cu_seqlens_cause_no_invalid_access() -> None:

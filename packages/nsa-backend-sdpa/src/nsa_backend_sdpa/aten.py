@@ -1,4 +1,8 @@
-"""Causal attention with as many queries as keys on PyTorch's attention operators, and its gradient.
+"""Causal attention on PyTorch's attention operators, and its gradient.
+
+The last query sees the last key. There may be more keys than queries: every query then sees the
+first keys, which come before the first query. The operators cannot align a causal mask at its end,
+so those keys take a second call, without a mask, and the two results are merged.
 
 The public scaled_dot_product_attention does not return the log-sum-exp, so this module calls the
 operators below it. :func:`route` chooses one of three:
@@ -9,8 +13,8 @@ operators below it. :func:`route` chooses one of three:
     otherwise                  tiles of engine.py, which keep fp32 products IEEE, support fp64 and
                                wide heads, and are deterministic
 
-The shapes are q [N, H, L, Dk], k [N, L, Dk], v [N, L, Dv]. N is batch size times kv heads, and the
-H query heads of an entry share its keys. cuDNN's operator has its own module, cudnn.py.
+The shapes are q [N, H, R, Dk], k [N, L, Dk], v [N, L, Dv], L >= R. N is batch size times kv heads,
+and the H query heads of an entry share its keys. cuDNN's operator has its own module, cudnn.py.
 """
 
 from __future__ import annotations
@@ -76,40 +80,69 @@ def _pad_to(x: Tensor, width: int) -> Tensor:
 
 
 def causal(
-    q: Tensor,  # [N, H, L, Dk]
-    k: Tensor,  # [N, L, Dk]
+    q: Tensor,  # [N, H, R, Dk]
+    k: Tensor,  # [N, L, Dk], L >= R
     v: Tensor,  # [N, L, Dv]
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return o [N, H, L, Dv] in q's dtype, with any strides, and lse [N, H, L]."""
-    assert q.shape[2] == k.shape[1] == v.shape[1], (
-        "is_causal aligns top-left: it requires as many queries as keys"
-    )
-    kernel, q_width, v_width = _route(q, v), q.shape[-1], v.shape[-1]
+    """Return o [N, H, R, Dv] in q's dtype, with any strides, and lse [N, H, R]."""
+    kernel, before = _route(q, v), _keys_before(q, k, v)
     if kernel == "tiles":
         return _tiles_forward(q, k, v, scale)
+    if not before:
+        o, lse = _attend(q, k, v, scale, kernel, causal=True)
+        return o.to(q.dtype), lse
+    stats = stats_dtype(q.dtype)
+    first = _attend(q, k[:, :before], v[:, :before], scale, kernel, causal=False)
+    second = _attend(q, k[:, before:], v[:, before:], scale, kernel, causal=True)
+    o, lse = engine.merge(*((o.to(stats), lse) for o, lse in (first, second)))
+    return o.to(q.dtype), lse
+
+
+def _keys_before(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Return how many keys come before the first query."""
+    before = k.shape[1] - q.shape[2]
+    assert before >= 0, "each query requires a key of its own"
+    assert k.shape[1] == v.shape[1], "k and v require equal lengths"
+    return before
+
+
+def _batches(count: int) -> list[slice]:
+    """Return slices of a batch that the CUDA operators support."""
+    return [slice(n, n + _MAX_BATCH) for n in range(0, count, _MAX_BATCH)]
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, kernel: str, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Run the operator. Causal: with as many queries as keys, because it aligns top-left.
+
+    o is in q's dtype on CUDA, and in the statistics' dtype on the CPU.
+    """
     if kernel == "flash" and len(q) > _MAX_BATCH:
-        chunks = [slice(n, n + _MAX_BATCH) for n in range(0, len(q), _MAX_BATCH)]
-        parts = [causal(q[n], k[n], v[n], scale) for n in chunks]
+        parts = [_attend(q[n], k[n], v[n], scale, kernel, causal=causal) for n in _batches(len(q))]
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
+    q_width, v_width = q.shape[-1], v.shape[-1]
     q, scale = _with_positive_scale(q, scale)
     if kernel == "cpu":
         stats, width = stats_dtype(q.dtype), max(q_width, v_width)
         q4, k4, v4 = _operands(q.to(stats), k.to(stats), v.to(stats), width)
         o, lse = _ops._scaled_dot_product_flash_attention_for_cpu(
-            q4, k4, v4, 0.0, True, scale=scale
+            q4, k4, v4, 0.0, causal, scale=scale
         )
         # The operator returns 0 for a row of NaN scores, as for a row without keys. Put NaN back
         # into rows whose query is NaN and rows that see a NaN key.
-        nan_rows = q4.isnan().any(-1) | k4[:, :1].isnan().any(-1).cummax(-1).values
+        nan_keys = k4[:, :1].isnan().any(-1)
+        nan_seen = nan_keys.cummax(-1).values if causal else nan_keys.any(-1, keepdim=True)
+        nan_rows = q4.isnan().any(-1) | nan_seen
         o = o.masked_fill(nan_rows.unsqueeze(-1), torch.nan)
         lse = lse.masked_fill(nan_rows, torch.nan)
     else:
         q4, k4, v4 = _operands(q, k, v, -(-max(q_width, v_width) // 8) * 8)
         o, lse = _ops._scaled_dot_product_flash_attention(
-            q4, k4, v4, 0.0, True, False, scale=scale
+            q4, k4, v4, 0.0, causal, False, scale=scale
         )[:2]
-    return o[..., :v_width].to(q.dtype), lse
+    return o[..., :v_width], lse
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,33 +156,55 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Tensor, Tens
 
 
 def causal_backward(
-    do: Tensor,  # [N, H, L, Dv]
-    q: Tensor,  # [N, H, L, Dk]
-    k: Tensor,  # [N, L, Dk]
+    do: Tensor,  # [N, H, R, Dv]
+    q: Tensor,  # [N, H, R, Dk]
+    k: Tensor,  # [N, L, Dk], L >= R
     v: Tensor,  # [N, L, Dv]
-    o: Tensor,  # [N, H, L, Dv]
-    lse: Tensor,  # [N, H, L]
+    o: Tensor,  # [N, H, R, Dv]
+    lse: Tensor,  # [N, H, R]
     scale: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq [N, H, L, Dk], dk [N, L, Dk] and dv [N, L, Dv].
+    """Return dq [N, H, R, Dk], dk [N, L, Dk] and dv [N, L, Dv].
 
     dk and dv are summed over the heads in the statistics' dtype, and returned in it.
     """
-    assert q.shape[2] == k.shape[1] == v.shape[1], (
-        "is_causal aligns top-left: it requires as many queries as keys"
-    )
-    kernel, q_width, v_width, stats = _route(q, v), q.shape[-1], v.shape[-1], stats_dtype(q.dtype)
+    kernel, before = _route(q, v), _keys_before(q, k, v)
     if kernel == "tiles" or (kernel == "flash" and deterministic):
         return _tiles_backward(do, q, k, v, o, lse, scale)
+    if not before:
+        dq, dk, dv = _attend_backward([do, q, k, v, o, lse], scale, kernel, causal=True)
+        return dq.to(q.dtype), dk, dv
+    # o and lse are those over all keys, so that each call returns its part of the gradient.
+    parts = [
+        _attend_backward([do, q, k[:, keys], v[:, keys], o, lse], scale, kernel, causal=masked)
+        for keys, masked in ((slice(before), False), (slice(before, None), True))
+    ]
+    dq = parts[0][0].to(stats_dtype(q.dtype)) + parts[1][0]
+    dk, dv = (torch.cat(grads, 1) for grads in list(zip(*parts))[1:])
+    return dq.to(q.dtype), dk, dv
+
+
+def _attend_backward(
+    tensors: list[Tensor],  # do, q, k, v, o, lse
+    scale: float,
+    kernel: str,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the gradient operator. Causal: with as many queries as keys, as :func:`_attend`.
+
+    dq is in q's dtype on CUDA, and in the statistics' dtype on the CPU.
+    """
+    do, q, k, v, o, lse = tensors
     if kernel == "flash" and len(q) > _MAX_BATCH:
-        chunks = [slice(n, n + _MAX_BATCH) for n in range(0, len(q), _MAX_BATCH)]
         grads = [
-            causal_backward(do[n], q[n], k[n], v[n], o[n], lse[n], scale, deterministic)
-            for n in chunks
+            _attend_backward([x[n] for x in tensors], scale, kernel, causal=causal)
+            for n in _batches(len(q))
         ]
         d_q, d_k, d_v = (torch.cat(parts) for parts in zip(*grads))
         return d_q, d_k, d_v
+    q_width, v_width, stats = q.shape[-1], v.shape[-1], stats_dtype(q.dtype)
     signed_q, positive_scale = _with_positive_scale(q, scale)
     if kernel == "cpu":
         width = max(q_width, v_width)
@@ -162,11 +217,11 @@ def causal_backward(
             _pad_to(o.to(stats), width),
             lse,
             0.0,
-            True,
+            causal,
             scale=positive_scale,
         )
     else:
-        width, length = -(-max(q_width, v_width) // 8) * 8, q.shape[2]
+        width = -(-max(q_width, v_width) // 8) * 8
         q4, k4, v4 = _operands(signed_q, k, v, width)
         # The state of the random generator for dropout, unused because dropout is 0.
         state = torch.zeros(2, dtype=torch.int64, device=q.device)
@@ -179,55 +234,55 @@ def causal_backward(
             lse.contiguous(),
             None,
             None,
-            length,
-            length,
+            q.shape[2],
+            k.shape[1],
             0.0,
-            True,
+            causal,
             state,
             state,
             scale=positive_scale,
         )
-    dq = dq[..., :q_width].to(q.dtype)
+    dq = dq[..., :q_width]
     if scale <= 0:
         dq = -dq if scale < 0 else dq * 0
     return dq, dk[..., :q_width].sum(1, dtype=stats), dv[..., :v_width].sum(1, dtype=stats)
 
 
 def tile_shape(
-    count: int, heads: int, length: int, itemsize: int, budget: int
+    count: int, heads: int, queries: int, keys: int, itemsize: int, budget: int
 ) -> tuple[int, int, int]:
     """Return (batch entries, query rows, keys) of a tile whose scores fit into ``budget`` bytes."""
-    keys = min(length, 1024)
-    rows = max(1, min(length, budget // (heads * keys * itemsize)))
+    keys = min(keys, 1024)
+    rows = max(1, min(queries, budget // (heads * keys * itemsize)))
     return max(1, min(count, budget // (heads * keys * rows * itemsize))), rows, keys
 
 
-def _tiles(q: Tensor) -> Iterator[tuple[slice, slice, list[slice]]]:
+def _tiles(q: Tensor, before: int) -> Iterator[tuple[slice, slice, list[slice]]]:
     """Yield (batch entries, query rows, chunks of the keys that these rows see) for each tile."""
     count, heads, length, _ = q.shape
     itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
-    entries, rows, keys = tile_shape(count, heads, length, itemsize, budget)
+    entries, rows, keys = tile_shape(count, heads, length, before + length, itemsize, budget)
     for n in device.chunks(count, entries):
         for r in device.chunks(length, rows):
-            yield n, r, list(device.chunks(r.stop, keys))
+            yield n, r, list(device.chunks(before + r.stop, keys))
 
 
-def _causal_mask(rows: slice, keys: slice, q: Tensor) -> Tensor:
-    """Return a mask [R, 1, L] that is True where the key comes after the row."""
-    row = torch.arange(rows.start, rows.stop, device=q.device)
+def _causal_mask(rows: slice, keys: slice, before: int, q: Tensor) -> Tensor:
+    """Return a mask [R, 1, L] that is True where the key comes after that of the row."""
+    row = torch.arange(before + rows.start, before + rows.stop, device=q.device)
     return (torch.arange(keys.start, keys.stop, device=q.device) > row[:, None]).unsqueeze(1)
 
 
 def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     count, heads, length, _ = q.shape
-    operand = engine.operand_dtype(q)
+    operand, before = engine.operand_dtype(q), _keys_before(q, k, v)
     o = q.new_empty((count, length, heads, v.shape[-1]))
     lse = q.new_empty((count, length, heads), dtype=stats_dtype(q.dtype))
-    for n, rows, key_chunks in _tiles(q):
+    for n, rows, key_chunks in _tiles(q, before):
         tile_q = engine.contiguous_as(q[n, :, rows].transpose(1, 2), operand)
         merged: tuple[Tensor, Tensor] | None = None
         for keys in key_chunks:
-            hidden = _causal_mask(rows, keys, q)
+            hidden = _causal_mask(rows, keys, before, q)
             partial = engine.attend(
                 tile_q, k[n, keys].to(operand), v[n, keys].to(operand), hidden, scale
             )
@@ -241,13 +296,13 @@ def _tiles_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
 def _tiles_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    count, heads, length, width = q.shape
+    (count, heads, length, width), before = q.shape, _keys_before(q, k, v)
     dq = torch.empty((count, length, heads, width), dtype=q.dtype, device=q.device).transpose(1, 2)
     dk, dv = (torch.zeros(x.shape, dtype=stats_dtype(x.dtype), device=x.device) for x in (k, v))
-    for n, rows, key_chunks in _tiles(q):
+    for n, rows, key_chunks in _tiles(q, before):
         queries = [x[n, :, rows].transpose(1, 2) for x in (do, q, o, lse.unsqueeze(-1))]
         dq[n, :, rows] = _tile_backward(
-            queries, k[n], v[n], dk[n], dv[n], rows, key_chunks, scale
+            queries, k[n], v[n], dk[n], dv[n], rows, key_chunks, before, scale
         ).transpose(1, 2)
     return dq, dk, dv
 
@@ -260,6 +315,7 @@ def _tile_backward(
     dv: Tensor,
     rows: slice,
     key_chunks: list[slice],
+    before: int,
     scale: float,
 ) -> Tensor:
     """Return dq [N, R, H, Dk] of the rows; add to dk and dv in place."""
@@ -272,7 +328,7 @@ def _tile_backward(
         tile_k, tile_v, hidden = (
             k[:, keys].to(operand),
             v[:, keys].to(operand),
-            _causal_mask(rows, keys, q),
+            _causal_mask(rows, keys, before, q),
         )
         grads = engine.attend_backward(do, delta, q, tile_k, tile_v, lse.squeeze(-1), hidden, scale)
         dq = grads[0] if dq is None else dq.add_(grads[0])

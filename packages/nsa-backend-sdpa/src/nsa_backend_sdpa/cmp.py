@@ -4,6 +4,9 @@ The d residues of a run are folded into the head axis: d * h heads share the key
 there are as many query rows as keys. If cuDNN supports the call, it reads the residues as views,
 without a copy.
 
+Queries that begin inside a document have fewer rows than keys, and run on aten.py: cuDNN's causal
+mask would be aligned at its start. Keys that no query sees are cut off first.
+
 Packed documents run one by one, which requires their lengths on the host. On CUDA, this takes one
 synchronisation per cu_seqlens tensor, whatever the number of layers. During CUDA graph capture, the
 call raises Unsupported.
@@ -11,8 +14,10 @@ call raises Unsupported.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,15 +29,45 @@ from nsa_core.fold import fold, unfold
 from nsa_core.packing import host_boundaries
 
 
-def _documents(call: SlotCall) -> Iterator[tuple[slice, slice]]:
-    """Yield the token rows and compressed rows of each document that has a compressed token."""
-    assert call.cu_seqlens is not None
+class _Piece(NamedTuple):
+    """The given queries of a document, of which at least one sees a key.
+
+    Attributes:
+        rows: their rows in q.
+        keys: rows of the compressed tokens that they see.
+        call: the call for this document alone.
+    """
+
+    rows: slice
+    keys: slice
+    call: SlotCall
+
+
+def _pieces(q: Tensor, call: SlotCall) -> Iterator[_Piece]:
+    """Yield the queries of each packed document, or of the sequences of a batch together."""
+    first, last = call.first_query, call.first_query + q.shape[-3]
+    bounds = (0, last) if call.cu_seqlens is None else host_boundaries(call.cu_seqlens)
     first_cmp = 0  # first compressed row of the document
-    for start, end in itertools.pairwise(host_boundaries(call.cu_seqlens)):
-        count = call.geometry.num_compressed(end - start)
-        if count:
-            yield slice(start, end), slice(first_cmp, first_cmp + count)
-        first_cmp += count
+    for start, end in itertools.pairwise(bounds):
+        begin, stop = max(start, first), min(end, last)
+        count = call.geometry.num_compressed(stop - start)
+        if count and begin < stop:
+            position = begin - start
+            part = call if position == first else dataclasses.replace(call, first_query=position)
+            rows = slice(begin - first, stop - first)
+            yield _Piece(rows, slice(first_cmp, first_cmp + count), part)
+        first_cmp += call.geometry.num_compressed(end - start)
+
+
+def _batched(x: Tensor, call: SlotCall) -> Tensor:
+    """Return packed rows [T, ..] as a batch [1, T, ..]."""
+    return x if call.cu_seqlens is None else x[None]
+
+
+def _fills_results(q: Tensor, keys: Tensor, call: SlotCall) -> bool:
+    """Return whether the pieces have every row of the results: every key of a batch is seen."""
+    seen = call.geometry.num_compressed(call.first_query + q.shape[-3])
+    return call.cu_seqlens is None and 0 < seen == keys.shape[-3]
 
 
 def _fold(
@@ -41,7 +76,8 @@ def _fold(
     call: SlotCall,
 ) -> Tensor:  # [B*G, d*h, I, D]
     """Fold the rows of ``x`` into runs, with the residues and the heads of a group in one axis."""
-    runs = fold(x, groups, call.geometry, group_major=True)  # [B, I, G, d, h, D]
+    # [B, I, G, d, h, D]
+    runs = fold(x, groups, call.geometry, first_query=call.first_query, group_major=True)
     return runs.permute(0, 2, 3, 4, 1, 5).flatten(2, 3).flatten(0, 1)
 
 
@@ -53,7 +89,14 @@ def _unfold(
 ) -> None:
     """Copy folded rows back into ``out``, and set rows that see no key to ``blank``."""
     runs = folded.unflatten(0, (out.shape[0], -1)).unflatten(2, (call.geometry.compress_stride, -1))
-    unfold(runs.permute(0, 4, 1, 2, 3, 5), out.shape[1], call.geometry, blank=blank, out=out)
+    unfold(
+        runs.permute(0, 4, 1, 2, 3, 5),
+        out.shape[1],
+        call.geometry,
+        first_query=call.first_query,
+        blank=blank,
+        out=out,
+    )
 
 
 def _keys(x: Tensor) -> Tensor:
@@ -68,7 +111,7 @@ def _lse_rows(lse: Tensor) -> Tensor:
 
 def _forward_dense(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: SlotCall) -> None:
     """Store the output and log-sum-exp of sequences of one length into ``o`` and ``lse``."""
-    if cudnn.supports_call(q, v, call):
+    if not call.first_query and cudnn.supports_call(q, v, call):
         cudnn.forward(q, k, v, o, lse, call)
         return
     folded_o, folded_lse = aten.causal(_fold(q, k.shape[2], call), _keys(k), _keys(v), call.scale)
@@ -88,22 +131,20 @@ def forward(
     o = q.new_empty((*lead, heads, v_cmp.shape[-1]))
     lse = q.new_empty((*lead[:-1], heads, lead[-1]), dtype=stats_dtype(q.dtype))
     with torch.profiler.record_function("nsa_sdpa.cmp"), ieee_products(q):
-        if call.cu_seqlens is None:
-            _forward_dense(q, k_cmp, v_cmp, o, lse, call)
-            return o, lse
-        o.zero_()
-        lse.fill_(-torch.inf)
-        for t, c in _documents(call):
-            _forward_dense(
-                q[None, t], k_cmp[None, c], v_cmp[None, c], o[None, t], lse[None, :, t], call
-            )
+        if not _fills_results(q, k_cmp, call):
+            o.zero_()
+            lse.fill_(-torch.inf)
+        tensors = [_batched(x, call) for x in (q, k_cmp, v_cmp, o)]
+        for t, c, part in _pieces(q, call):
+            inputs = [x[:, rows] for x, rows in zip(tensors, (t, c, c, t))]
+            _forward_dense(*inputs, _batched(lse, call)[:, :, t], part)
     return o, lse
 
 
 def _backward_dense(tensors: list[Tensor], grads: list[Tensor], call: SlotCall) -> None:
     """Store dq, dk and dv of sequences of one length into ``grads``."""
     do, q, k, v, o, lse = tensors
-    if cudnn.supports_call(q, v, call):
+    if not call.first_query and cudnn.supports_call(q, v, call):
         cudnn.backward(tensors, grads, call)
         return
     groups = k.shape[2]
@@ -138,15 +179,13 @@ def backward(
     Rows of k_cmp and v_cmp that belong to no document have zero gradients.
     """
     grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k_cmp, v_cmp)]
-    tensors = [do, q, k_cmp, v_cmp, o]
+    tensors = [_batched(x, call) for x in (do, q, k_cmp, v_cmp, o)]
     with torch.profiler.record_function("nsa_sdpa.cmp_backward"), ieee_products(q):
-        if call.cu_seqlens is None:
-            _backward_dense([*tensors, lse], grads, call)
-        else:
+        if not _fills_results(q, k_cmp, call):
             for grad in grads:
                 grad.zero_()
-            for t, c in _documents(call):
-                part = [x[None, rows] for x, rows in zip(tensors, (t, t, c, c, t))]
-                targets = [x[None, rows] for x, rows in zip(grads, (t, c, c))]
-                _backward_dense([*part, lse[None, :, t]], targets, call)
+        for t, c, part in _pieces(q, call):
+            inputs = [x[:, rows] for x, rows in zip(tensors, (t, t, c, c, t))]
+            targets = [_batched(x, call)[:, rows] for x, rows in zip(grads, (t, c, c))]
+            _backward_dense([*inputs, _batched(lse, call)[:, :, t]], targets, part)
     return grads[0], grads[1], grads[2]

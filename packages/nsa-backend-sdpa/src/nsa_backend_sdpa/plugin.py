@@ -16,6 +16,7 @@ def _slot(name: str, *evidence: str, backward: bool = True, deterministic: bool 
         workspace=f"{_PACKAGE}.workspace:{name}",
         deterministic=deterministic,
         reads_boundaries=name == "cmp",
+        partial=name != "combine",
     )
 
 

@@ -19,7 +19,8 @@ CUDNN_WIDE = 128
 def probe(request: Request) -> Sequence[Reason]:
     """Return all reasons against ``request``.
 
-    The backend accepts every slot, dtype, head width, head count and packing.
+    The backend accepts every slot, dtype, head width, head count and packing, and queries that
+    begin inside a sequence.
     """
     reasons = []
     if request.device not in ("cpu", "cuda", "meta"):
@@ -47,8 +48,9 @@ def rank(request: Request) -> int:
 
     The rank is highest for wide heads over long sequences.
     """
-    # Packed documents take one call each, and decode steps do not run on cuDNN.
-    if request.slot != "cmp" or request.varlen or request.phase == "decode":
+    # Packed documents take one call each. Decode steps and queries that begin inside a sequence do
+    # not run on cuDNN.
+    if request.slot != "cmp" or request.varlen or request.partial or request.phase == "decode":
         return 0
     import torch
 

@@ -3,11 +3,12 @@
 k and v are copied once into blocks of l' rows per document ([NB, G, l' * D]). Chunks of queries
 then gather n blocks each, so that extra memory is O(S) plus a bounded tile. The backward gathers
 again and recomputes the scores. The gradients of k and v accumulate in fp32 (fp64) in a fixed
-order.
+order. Keys after the last query, which no query sees, are cut off first.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from nsa_backend_sdpa import engine
 from nsa_backend_sdpa.device import chunks, device_type
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
-from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles
+from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, widened
 from nsa_core.contract import SlotCall
 from nsa_core.packing import token_positions
 
@@ -30,13 +31,25 @@ class _QueryChunk(NamedTuple):
     hidden: Tensor  # bool [t * G, 1, 1, n * l']
 
 
+def _key_call(q: Tensor, k: Tensor, call: SlotCall) -> tuple[int, SlotCall]:
+    """Return how many rows of the keys queries may see, and a call whose tiles are their blocks."""
+    end = call.first_query + q.shape[-3]
+    if not call.first_query and end == k.shape[-3]:
+        return end, call
+    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.clamp(max=end)
+    return end, dataclasses.replace(call, cu_seqlens=cu_seqlens, first_query=0)
+
+
 def _positions(q: Tensor, tiles: Tiles, call: SlotCall) -> tuple[Tensor, Tensor]:
-    """Return each row's position in its document, and its document's first tile, int64 [T]."""
+    """Return each query's position in its document, and its document's first tile, int64 [T]."""
     if call.cu_seqlens is None:
-        row = torch.arange(tiles.total, device=q.device)
+        row = torch.arange(q.shape[0] * q.shape[1], device=q.device)
         document = row // q.shape[1]
-        return row - document * q.shape[1], tiles.offsets[document]
-    positions = token_positions(call.cu_seqlens, tiles.total)
+        position = row - document * q.shape[1]
+        if call.first_query:
+            position += call.first_query
+        return position, tiles.offsets[document]
+    positions = token_positions(call.cu_seqlens, len(q), call.first_query)
     return positions.position, tiles.offsets[positions.document]
 
 
@@ -81,7 +94,7 @@ def queries_per_chunk(
 def _query_chunks(
     q: Tensor, blocks: Tensor, tiles: Tiles, width: int, call: SlotCall
 ) -> Iterator[_QueryChunk]:
-    """Yield chunks of queries with the blocks that they see."""
+    """Yield chunks of queries with the blocks that they see; ``tiles`` are the blocks."""
     groups, n = blocks.shape[-2:]
     stats, operand = stats_dtype(q.dtype).itemsize, operand_dtype(q).itemsize
     budget, size = engine.score_bytes(q), tiles.size
@@ -89,7 +102,7 @@ def _query_chunks(
     position, first_tile = _positions(q, tiles, call)
     offset = torch.arange(size, device=q.device)
     head = torch.arange(groups, device=q.device)[:, None]
-    for rows in chunks(tiles.total, count):
+    for rows in chunks(len(position), count):
         token = position[rows][:, None, None]
         index, valid = distinct(blocks[rows], token // size)
         block = (first_tile[rows][:, None, None] + index).clamp_(0, len(tiles) - 1) * groups + head
@@ -124,9 +137,12 @@ def forward(
     """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
     with torch.profiler.record_function("nsa_sdpa.sel"), ieee_products(q):
         packed, groups = call.cu_seqlens is not None, k.shape[-2]
-        tiles = make_tiles(q, call.geometry.select_block_size, call)
+        end, key_call = _key_call(q, k, call)
+        if key_call is not call:
+            k, v = k[..., :end, :, :], v[..., :end, :, :]
+        tiles = make_tiles(k, call.geometry.select_block_size, key_call)
         rows_q = as_rows(q, packed).unflatten(1, (groups, 1, -1))  # [T, G, 1, h, Dk]
-        o = q.new_empty((tiles.total, *rows_q.shape[1:-1], v.shape[-1]))
+        o = q.new_empty((*rows_q.shape[:-1], v.shape[-1]))
         lse = q.new_empty(rows_q.shape[:-1], dtype=stats_dtype(q.dtype))
         keys, values = (_in_blocks(as_rows(x, packed), tiles) for x in (k, v))
         width = k.shape[-1] + v.shape[-1]
@@ -178,7 +194,11 @@ def backward(
     """Return dq, dk and dv, shaped like q, k and v."""
     with torch.profiler.record_function("nsa_sdpa.sel_backward"), ieee_products(q):
         packed, groups, stats = call.cu_seqlens is not None, k.shape[-2], stats_dtype(q.dtype)
-        tiles = make_tiles(q, call.geometry.select_block_size, call)
+        end, key_call = _key_call(q, k, call)
+        whole_k, whole_v = k, v
+        if key_call is not call:
+            k, v = k[..., :end, :, :], v[..., :end, :, :]
+        tiles = make_tiles(k, call.geometry.select_block_size, key_call)
         rows = [
             as_rows(x, packed).unflatten(1, (groups, 1, -1))
             for x in (do, q, o, lse.transpose(-1, -2))
@@ -191,7 +211,10 @@ def backward(
             _backward_chunk(rows, keys, values, [dq, dk, dv], chunk, call.scale)
         del keys, values
         d_q = from_rows(dq.flatten(1, 3), q, packed)
-        return d_q, _from_blocks(dk, tiles, k, packed), _from_blocks(dv, tiles, v, packed)
+        d_k, d_v = _from_blocks(dk, tiles, k, packed), _from_blocks(dv, tiles, v, packed)
+        if key_call is call:
+            return d_q, d_k, d_v
+        return d_q, widened(d_k, whole_k, slice(end)), widened(d_v, whole_v, slice(end))
 
 
 def _backward_chunk(

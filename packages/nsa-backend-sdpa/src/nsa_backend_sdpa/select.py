@@ -42,6 +42,7 @@ class Tiling:
     def of(
         cls,
         geometry: BlockGeometry,
+        queries: int,
         longest: int,
         groups: int,
         heads: int,
@@ -50,9 +51,10 @@ class Tiling:
     ) -> Tiling:
         """Return tiles of at most 64 queries, and steps with ``budget`` bytes of probabilities.
 
-        A single tile may exceed the budget.
+        A single tile may exceed the budget. A document has at most ``queries`` queries, which see
+        at most ``longest`` tokens.
         """
-        size = max(1, min(64, longest))
+        size = max(1, min(64, queries))
         per_step = max(1, budget // (size * heads * columns(geometry, longest) * itemsize))
         return cls(size, max(1, per_step // groups), min(groups, per_step))
 
@@ -77,18 +79,21 @@ def forward(
     with torch.profiler.record_function("nsa_sdpa.select"), ieee_products(q):
         packed, geometry = call.cu_seqlens is not None, call.geometry
         groups, heads = k_cmp.shape[-2], q.shape[-2] // k_cmp.shape[-2]
-        longest = max(1, min(call.max_seqlen, len(q)) if packed else q.shape[1])
+        queries, seen = q.shape[-3], call.first_query + q.shape[-3]
+        if packed:
+            queries, seen = min(call.max_seqlen, queries), min(call.max_seqlen, seen)
         itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
-        tiling = Tiling.of(geometry, longest, groups, heads, itemsize, budget)
-        tiles, first_cmp = make_tiles(q, tiling.size, call), _first_compressed(k_cmp, call)
+        tiling = Tiling.of(geometry, queries, max(1, seen), groups, heads, itemsize, budget)
+        tiles = make_tiles(q, tiling.size, call, call.first_query + q.shape[-3])
+        first_cmp = _first_compressed(k_cmp, call)
         rows = [as_rows(q, packed).unflatten(1, (groups, -1)), as_rows(k_cmp, packed)]
         rows.append(as_rows(lse.transpose(-1, -2), packed).unflatten(1, (groups, -1)))
         shape = (tiles.total + 1, groups, geometry.num_selected_blocks)
         blocks = torch.empty(shape, dtype=torch.int32, device=q.device)
         for step in tiles.split(tiling.tiles):
-            position = step.clamp(step.rows()[0]) - step.start[:, None]
+            position = step.positions()
             for part in chunks(groups, tiling.groups):
-                scores = block_scores([x[:, part] for x in rows], first_cmp, step, call)
+                scores = block_scores([x[:, part] for x in rows], first_cmp, step, position, call)
                 scatter(blocks[:, part], step.targets(), choose(scores, position, geometry))
         return from_rows(blocks[:-1], q, packed)
 
@@ -104,10 +109,11 @@ def block_scores(
     rows: list[Tensor],  # q [T, g, h, Dk], k_cmp [R, g, Dk], lse [T, g, h]
     first_cmp: Tensor,  # int64 [documents]
     step: Tiles,
+    position: Tensor,  # int64 [tiles, size], of each query in its document
     call: SlotCall,
 ) -> Tensor:  # [g, tiles, size, NB]
     """Return the group scores (Eq. 9 and 10) of each block that a query of the step may see."""
-    p = _probabilities(rows, first_cmp, step, call)
+    p = _probabilities(rows, first_cmp, step, position, call)
     head_scores = tap_sums(p, call.geometry, step.longest)
     del p
     return head_sums(head_scores)
@@ -142,7 +148,9 @@ def head_sums(scores: Tensor) -> Tensor:
     return group_scores
 
 
-def _probabilities(rows: list[Tensor], first_cmp: Tensor, step: Tiles, call: SlotCall) -> Tensor:
+def _probabilities(
+    rows: list[Tensor], first_cmp: Tensor, step: Tiles, position: Tensor, call: SlotCall
+) -> Tensor:
     """Return the probabilities of Eq. 8, [g, tiles, size, h, columns].
 
     Column 0 is the first compressed token that would overlap block 0, whose index is negative or 0.
@@ -155,7 +163,7 @@ def _probabilities(rows: list[Tensor], first_cmp: Tensor, step: Tiles, call: Slo
         + geometry.overlap_weights()[0][0]
     )
     last = index * geometry.compress_stride + geometry.compress_block_size - 1
-    hidden = (last > (queries - step.start[:, None])[..., None]) | (index < 0)
+    hidden = (last > position[..., None]) | (index < 0)
     if not len(k):
         return lse.new_zeros((q.shape[1], *queries.shape, q.shape[2], len(index)))
     keys = (first_cmp[step.document][:, None] + index).clamp_(0, len(k) - 1)

@@ -4,6 +4,9 @@ The time is O(S * w). Extra memory is O(S) for fp32 gradients of k and v, plus a
 scores. A window that covers the whole sequence runs as one causal attention call. Tiles never cross
 a document, so that packed documents give the same results as separate calls: bitwise the same if
 both use the same c.
+
+Keys that no query sees are cut off first. Queries that begin inside a sequence then come at most
+w - 1 tokens after the first key.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 from nsa_backend_sdpa import aten, engine
 from nsa_backend_sdpa.device import chunks
 from nsa_backend_sdpa.engine import ieee_products, operand_dtype, stats_dtype
-from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, scatter
+from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles, scatter, widened
 from nsa_core.contract import SlotCall
 
 
@@ -51,10 +54,9 @@ class Tiling:
     ) -> Tiling:
         """Return steps with at most ``budget`` bytes of scores; short documents get small tiles.
 
-        Tiles have at least 64 queries if a document is that long, even if their scores exceed the
-        budget.
+        Tiles have at least 64 queries if a document has as many, ``longest``, even if their scores
+        exceed the budget.
         """
-        window = max(1, min(window, longest))
         min_size = max(1, min(64, longest))
         size = max(min_size, min(512, window, -(-tokens // documents)))
 
@@ -70,18 +72,34 @@ class Tiling:
 def _tiling(q: Tensor, k: Tensor, call: SlotCall) -> Tiling:
     if call.cu_seqlens is None:
         documents, longest = q.shape[:2]
-        tokens = documents * longest
+        tokens, seen = documents * longest, call.first_query + longest
     else:
         documents, tokens, longest = len(call.cu_seqlens) - 1, len(q), min(call.max_seqlen, len(q))
+        seen = min(call.max_seqlen, call.first_query + len(q))
     groups, heads = k.shape[-2], q.shape[-2] // k.shape[-2]
     itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
-    return Tiling.of(
-        call.geometry.window_size, tokens, documents, longest, groups, heads, itemsize, budget
+    window = max(1, min(call.geometry.window_size, seen))
+    return Tiling.of(window, tokens, documents, longest, groups, heads, itemsize, budget)
+
+
+def _visible_keys(q: Tensor, k: Tensor, call: SlotCall) -> tuple[slice, SlotCall]:
+    """Return the rows of the keys that queries may see, and the call for these rows alone."""
+    end = call.first_query + q.shape[-3]
+    start = max(0, call.first_query - call.geometry.window_size + 1)
+    if end - start == k.shape[-3]:
+        return slice(0, end), call
+    cu_seqlens = call.cu_seqlens
+    if cu_seqlens is not None:
+        cu_seqlens = (cu_seqlens - start).clamp_(0, end - start)
+    first_query = call.first_query - start
+    return slice(start, end), dataclasses.replace(
+        call, cu_seqlens=cu_seqlens, first_query=first_query
     )
 
 
 def _window_covers_sequence(q: Tensor, call: SlotCall) -> bool:
-    return call.cu_seqlens is None and call.geometry.window_size >= q.shape[1]
+    is_whole = call.cu_seqlens is None and not call.first_query
+    return is_whole and call.geometry.window_size >= q.shape[1]
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
@@ -105,6 +123,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T])."""
     with torch.profiler.record_function("nsa_sdpa.win"), ieee_products(q):
+        visible, part = _visible_keys(q, k, call)
+        if part is not call:
+            k, v, call = k[..., visible, :, :], v[..., visible, :, :], part
         if not _window_covers_sequence(q, call):
             return _tiled_forward(q, k, v, call)
         groups, batch = k.shape[2], q.shape[0]
@@ -116,7 +137,7 @@ def forward(
 def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> tuple[Tensor, Tensor]:
     packed, groups, heads = call.cu_seqlens is not None, k.shape[-2], q.shape[-2]
     tiling = _tiling(q, k, call)
-    tiles = make_tiles(q, tiling.size, call)
+    tiles = make_tiles(q, tiling.size, call, k.shape[-3])
     rows = [as_rows(q, packed).unflatten(1, (groups, -1)), as_rows(k, packed), as_rows(v, packed)]
     o = q.new_empty((tiles.total + 1, groups, heads // groups, v.shape[-1]))
     lse = q.new_empty((tiles.total + 1, groups, heads // groups), dtype=stats_dtype(q.dtype))
@@ -139,11 +160,11 @@ def _forward_step(
 ) -> None:
     """Store the step's rows of o [T + 1, g, h, Dv] and lse [T + 1, g, h]."""
     q, k, v = rows
-    operand = operand_dtype(q)
+    operand, on_keys = operand_dtype(q), step.on_keys()
     tile_q = gather(q, step.clamp(step.rows()[0]), operand)
     merged: tuple[Tensor, Tensor] | None = None
-    for keys, hidden in _key_chunks(step, window):
-        key_rows = step.clamp(keys)
+    for keys, hidden in _key_chunks(on_keys, window):
+        key_rows = on_keys.clamp(keys)
         partial = engine.attend(
             tile_q, gather(k, key_rows, operand), gather(v, key_rows, operand), hidden, scale
         )
@@ -156,8 +177,8 @@ def _forward_step(
 def _key_chunks(step: Tiles, window: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (key rows [tiles, L], hidden [tiles, R, 1, L]) for each chunk of at most MAX_KEYS keys.
 
-    A tile has w + c - 1 keys. Key j is row first - (w - 1) + j; query r of the tile sees it if
-    r <= j < r + w.
+    ``step`` has the rows of the keys. A tile has w + c - 1 keys. Key j is row first - (w - 1) + j;
+    query r of the tile sees it if r <= j < r + w.
     """
     device, count = step.first.device, window + step.size - 1
     query, no_query = torch.arange(step.size, device=device)[:, None], ~step.rows()[1]
@@ -181,6 +202,11 @@ def backward(
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv, shaped like q, k and v."""
+    visible, part = _visible_keys(q, k, call)
+    if part is not call:
+        keys, values = k[..., visible, :, :], v[..., visible, :, :]
+        dq, *grads = backward(do, q, keys, values, o, lse, call=part)
+        return dq, widened(grads[0], k, visible), widened(grads[1], v, visible)
     with torch.profiler.record_function("nsa_sdpa.win_backward"), ieee_products(q):
         if not _window_covers_sequence(q, call):
             return _tiled_backward(do, q, k, v, o, lse, call)
@@ -203,14 +229,15 @@ def _tiled_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     packed, groups, stats = call.cu_seqlens is not None, k.shape[-2], stats_dtype(q.dtype)
     tiling = _tiling(q, k, call)
-    tiles = make_tiles(q, tiling.size, call)
+    tiles = make_tiles(q, tiling.size, call, k.shape[-3])
     rows = [
         as_rows(x, packed).unflatten(1, (groups, -1)) for x in (do, q, o, lse.transpose(-1, -2))
     ]
     rows += [as_rows(k, packed), as_rows(v, packed)]
+    key_rows = rows[4].shape[0]
     dq = q.new_empty((tiles.total + 1, *rows[1].shape[1:]))
     dk, dv = (
-        torch.zeros((tiles.total + 1, *x.shape[1:]), dtype=stats, device=x.device) for x in rows[4:]
+        torch.zeros((key_rows + 1, *x.shape[1:]), dtype=stats, device=x.device) for x in rows[4:]
     )
     for step in tiles.split(tiling.tiles):
         for part in chunks(groups, tiling.groups):
@@ -233,16 +260,17 @@ def _backward_step(
     )
     delta = (tile_do.to(stats) * gather(o, queries, operand)).sum(-1)
     tile_dq: Tensor | None = None
-    for keys, hidden in _key_chunks(step, window):
-        key_rows = step.clamp(keys)
+    on_keys = step.on_keys()
+    for keys, hidden in _key_chunks(on_keys, window):
+        key_rows = on_keys.clamp(keys)
         tile_k, tile_v = gather(k, key_rows, operand), gather(v, key_rows, operand)
         dq, dk, dv = engine.attend_backward(
             tile_do, delta, tile_q, tile_k, tile_v, tile_lse, hidden, scale
         )
         del tile_k, tile_v, hidden
         tile_dq = dq if tile_dq is None else tile_dq.add_(dq)
-        _add(grads[1], keys, step, dk)
-        _add(grads[2], keys, step, dv)
+        _add(grads[1], keys, on_keys, dk)
+        _add(grads[2], keys, on_keys, dv)
     assert tile_dq is not None
     scatter(grads[0], step.targets(), tile_dq)
 

@@ -7,6 +7,10 @@ this module adds them.
 
 For packed requests, ``batch`` is the number of documents. The memory of packed cmp depends on their
 lengths, so its workspace is an upper bound: that of one document with all tokens.
+
+A partial request states no number of keys. Its workspace is that of whole sequences of ``seq_len``
+tokens: too small for ``seq_len`` queries over more keys, and an upper bound if ``seq_len`` counts
+the keys.
 """
 
 from __future__ import annotations

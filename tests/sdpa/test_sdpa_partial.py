@@ -1,0 +1,463 @@
+"""Queries that begin inside a sequence (contract 1.1) on sdpa: the rows of the whole call.
+
+A piece is given as rows [first, end) of q. The oracle computes the whole sequence, with an output
+gradient that is zero outside the piece.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+
+import pytest
+import torch
+
+from nsa_backend_sdpa import aten, cmp, cudnn, engine, probe, sel, select, win
+from nsa_backend_sdpa.device import simulated
+from nsa_core import NSAConfig, resolve
+from nsa_core.contract import Request, SlotCall
+from nsa_core.dispatch.registry import default_registry
+from nsa_core.dryrun import PeakBytes
+from nsa_core.errors import NSAError
+from nsa_core.torch_ops.slot_op import Kernel, slot_op
+from nsa_verify import oracle
+from nsa_verify.cases import Case
+from nsa_verify.judge.selection import judge_selection
+from nsa_verify.judge.slot import judge_slot
+
+BRANCHES = ("cmp", "sel", "win")
+NAMES = {
+    "cmp": ("q", "k_cmp", "v_cmp"),
+    "select": ("q", "k_cmp", "lse"),
+    "sel": ("q", "k", "v", "blocks"),
+    "win": ("q", "k", "v"),
+}
+CONFIG = NSAConfig(
+    dim=32,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    v_head_dim=6,
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=3,
+    window_size=12,
+    rope=False,
+)
+DENSE = Case("dense", CONFIG, (60,), batch=2)
+# Documents at rows 0, 3, 3, 45, 45, 46, 66; the last one is empty.
+PACKED = Case("packed", CONFIG, (3, 0, 42, 0, 1, 20, 0), packed=True)
+CASES = pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
+
+
+@functools.cache
+def plan_of(case: Case, dtype: torch.dtype):
+    return resolve(
+        case.config,
+        device="cpu",
+        dtype=dtype,
+        backends="sdpa",
+        partial=True,
+        needs_grad=True,
+        varlen=case.packed,
+    )
+
+
+@functools.cache
+def inputs_of(case: Case, dtype: torch.dtype) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the inputs of each slot for the whole sequences, and {"do": ..} under "do"."""
+    data, geometry, scale = case.data(dtype), case.config.geometry, case.config.softmax_scale
+    truth = oracle.cmp(data.q, data.k_cmp, data.v_cmp, geometry, scale, cu_seqlens=data.cu_seqlens)
+    lse = truth.lse.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    arguments = (data.q, data.k_cmp, lse, geometry, scale)
+    blocks = oracle.select(*arguments, cu_seqlens=data.cu_seqlens)
+    return {
+        "cmp": {"q": data.q, "k_cmp": data.k_cmp, "v_cmp": data.v_cmp},
+        "select": {"q": data.q, "k_cmp": data.k_cmp, "lse": lse},
+        "sel": {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": blocks},
+        "win": {"q": data.q, "k": data.k_win, "v": data.v_win},
+        "do": {"do": data.do},
+    }
+
+
+def rows_of(name: str, x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return ``rows`` of a tensor that has the rows of q."""
+    return x[..., rows] if name == "lse" else x[..., rows, :, :]
+
+
+def run_piece(
+    case: Case, slot: str, dtype: torch.dtype, first: int, end: int, **key_rows: int
+) -> dict[str, torch.Tensor]:
+    """Run ``slot`` for rows first .. end - 1, and return its results and gradients.
+
+    ``keys`` cuts the keys to their first rows; by default all rows of the whole call are given.
+    """
+    tensors, keys = inputs_of(case, dtype)[slot], key_rows.get("keys")
+    leaves = []
+    for name, x in tensors.items():
+        part = x[..., :keys, :, :] if name[0] in "kv" else rows_of(name, x, slice(first, end))
+        is_leaf = slot != "select" and name != "blocks"
+        leaves.append(part.detach().requires_grad_(is_leaf))
+    kernel: Kernel = getattr(plan_of(case, dtype), slot)
+    data = case.data(dtype)
+    packing = {"cu_seqlens": data.cu_seqlens, "max_seqlen": data.max_seqlen}
+    results = kernel(*leaves, **packing, first_query=first)
+    if slot == "select":
+        return {"blocks": results}
+    do = rows_of("do", inputs_of(case, dtype)["do"]["do"], slice(first, end))
+    grads = torch.autograd.grad(results[0], [x for x in leaves if x.requires_grad], do)
+    names = [f"d{n}" for n in NAMES[slot] if n != "blocks"]
+    return {"o": results[0].detach(), "lse": results[1], **dict(zip(names, grads))}
+
+
+def whole_do(case: Case, dtype: torch.dtype, first: int, end: int) -> torch.Tensor:
+    """Return the output gradient of the whole call, zero outside the piece."""
+    do = inputs_of(case, dtype)["do"]["do"]
+    masked = torch.zeros_like(do)
+    masked[..., first:end, :, :] = do[..., first:end, :, :]
+    return masked
+
+
+def assert_exact(case: Case, slot: str, first: int, end: int, **key_rows: int) -> None:
+    """Compare a piece in float64 with the oracle of the whole sequence, within 1e-12."""
+    dtype, geometry = torch.float64, case.config.geometry
+    actual = run_piece(case, slot, dtype, first, end, **key_rows)
+    tensors, cu_seqlens = inputs_of(case, dtype)[slot], case.data(dtype).cu_seqlens
+    if slot == "select":
+        expected = inputs_of(case, dtype)["sel"]["blocks"]
+        assert torch.equal(actual["blocks"], expected[..., first:end, :, :]), (first, end)
+        return
+    do = whole_do(case, dtype, first, end)
+    # The oracle takes rows of each sequence, or of the packed axis.
+    options = {"cu_seqlens": cu_seqlens, "do": do, "rows": range(first, end)}
+    truth = getattr(oracle, slot)(*tensors.values(), geometry, case.config.softmax_scale, **options)
+    expected = {"o": truth.o, "lse": truth.lse, **truth.grads}
+    for name, x in actual.items():
+        whole = expected[name]
+        if name in ("o", "lse", "dq"):
+            whole = rows_of(name, whole, slice(first, end))
+        elif (keys := key_rows.get("keys")) is not None:
+            assert not whole[..., keys:, :, :].any()
+            whole = whole[..., :keys, :, :]
+        where = f"{slot} {name} of rows [{first}, {end})"
+        torch.testing.assert_close(
+            x, whole, rtol=1e-12, atol=1e-12, msg=functools.partial("{}: {}".format, where)
+        )
+
+
+def random_cuts(total: int, count: int, seed: int) -> list[tuple[int, int]]:
+    """Return ``count`` pieces (first, end), among them pieces of one row."""
+    generator = random.Random(seed)
+    firsts = [generator.randrange(total) for _ in range(count)]
+    lengths = [generator.choice([1, 2, 7, 17, total]) for _ in range(count)]
+    return [(first, min(total, first + length)) for first, length in zip(firsts, lengths)]
+
+
+def edge_cuts() -> list[tuple[int, int]]:
+    """Return the pieces of PACKED between rows at, before and after the ends of documents."""
+    edges = sorted({b + i for b in (0, 3, 45, 46, 66) for i in (-1, 0, 1)} & {*range(67)})
+    return list(itertools.combinations(edges, 2))
+
+
+@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.parametrize("first", range(16))
+def test_every_residue_of_the_first_query(slot: str, first: int) -> None:
+    """16 is l', a multiple of d; also rows that see no compressed token, and cut keys."""
+    assert_exact(DENSE, slot, first, first + 3)
+    keys = 16 + first + 5
+    if slot in ("cmp", "select"):
+        keys = CONFIG.geometry.num_compressed(keys)
+    assert_exact(DENSE, slot, 16 + first, 16 + first + 5, keys=keys)
+
+
+@CASES
+@pytest.mark.parametrize("slot", NAMES)
+def test_random_cuts(slot: str, case: Case) -> None:
+    for first, end in [(0, case.tokens), *random_cuts(case.tokens, 6, seed=1)]:
+        assert_exact(case, slot, first, end)
+
+
+@pytest.mark.parametrize("slot", NAMES)
+def test_cuts_at_documents(slot: str) -> None:
+    for first, end in random.Random(2).sample(edge_cuts(), 12):
+        assert_exact(PACKED, slot, first, end)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slot", NAMES)
+def test_all_cuts_at_documents(slot: str) -> None:
+    for first, end in edge_cuts():
+        assert_exact(PACKED, slot, first, end)
+
+
+@pytest.mark.slow
+@CASES
+@pytest.mark.parametrize("slot", NAMES)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"window_size": 1},
+        {"window_size": 99},
+        {"compress_block_size": 4},
+        {"compress_stride": 1},
+        {"n_kv_heads": 4, "v_head_dim": 24},
+        {"scale": -0.3},
+        {"num_selected_blocks": 9},
+    ],
+    ids=str,
+)
+def test_random_cuts_of_other_configurations(fields: dict[str, int], slot: str, case: Case) -> None:
+    case = dataclasses.replace(case, config=dataclasses.replace(CONFIG, **fields))
+    for first, end in random_cuts(case.tokens, 8, seed=3):
+        assert_exact(case, slot, first, end)
+
+
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several steps, tiles, key chunks and query chunks, and the tiles of cmp as on CUDA."""
+    monkeypatch.setitem(engine.SCORE_BYTES, "cpu", 2_000)
+    monkeypatch.setattr(engine, "MAX_KEYS", 7)
+    monkeypatch.setattr(aten, "route", lambda *request: "tiles")
+
+
+@CASES
+@pytest.mark.parametrize("slot", NAMES)
+def test_random_cuts_in_small_tiles(slot: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    _small_tiles(monkeypatch)
+    for first, end in random_cuts(case.tokens, 3, seed=4):
+        assert_exact(case, slot, first, end)
+
+
+@CASES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_judged_in_every_dtype(case: Case, dtype: torch.dtype) -> None:
+    config, cu_seqlens = case.config, case.data(dtype).cu_seqlens
+    judged = {"cu_seqlens": cu_seqlens, "rows": range(19, 52)}
+    for slot in BRANCHES:
+        outputs = run_piece(case, slot, dtype, 19, 52)
+        for name in ("o", "lse", "dq"):
+            shape = (*outputs[name].shape[:-1], case.tokens)
+            if name != "lse":
+                shape = (*outputs[name].shape[:-3], case.tokens, *outputs[name].shape[-2:])
+            whole = outputs[name].new_zeros(shape)
+            rows_of(name, whole, slice(19, 52)).copy_(outputs[name])
+            outputs[name] = whole
+        tensors, do = inputs_of(case, dtype)[slot], whole_do(case, dtype, 19, 52)
+        verdicts = judge_slot(
+            slot, tensors, outputs, config.geometry, config.softmax_scale, do=do, **judged
+        )
+        assert {n: v.why for n, v in verdicts.items() if not v} == {}
+    blocks = inputs_of(case, dtype)["sel"]["blocks"].clone()
+    blocks[..., 19:52, :, :] = run_piece(case, "select", dtype, 19, 52)["blocks"]
+    tensors = inputs_of(case, dtype)["select"]
+    arguments = (*tensors.values(), blocks, config.geometry, config.softmax_scale)
+    verdict = judge_selection(*arguments, **judged)
+    assert verdict, verdict.why
+
+
+@CASES
+@pytest.mark.parametrize("slot", BRANCHES)
+def test_gradients_of_pieces_add_up(slot: str, case: Case) -> None:
+    cuts = [0, 1, 5, 22, 45, case.tokens]
+    whole = run_piece(case, slot, torch.float64, 0, case.tokens)
+    pieces = [
+        run_piece(case, slot, torch.float64, first, end) for first, end in itertools.pairwise(cuts)
+    ]
+    for name in whole:
+        axis = {"o": -3, "dq": -3, "lse": -1}.get(name)
+        parts = [piece[name] for piece in pieces]
+        joined = sum(parts) if axis is None else torch.cat(parts, axis)
+        torch.testing.assert_close(joined, whole[name], rtol=1e-12, atol=1e-13)
+
+
+@CASES
+@pytest.mark.parametrize("slot", NAMES)
+def test_whole_sequences_give_the_same_bits(slot: str, case: Case) -> None:
+    """A partial plan runs a whole call as other plans do, with and without first_query=0."""
+    tensors, data = list(inputs_of(case, torch.float32)[slot].values()), case.data(torch.float32)
+    plan = resolve(
+        case.config, device="cpu", dtype=torch.float32, backends="sdpa", varlen=case.packed
+    )
+    results = [
+        kernel(*tensors, cu_seqlens=data.cu_seqlens, max_seqlen=data.max_seqlen, **first)
+        for kernel, first in (
+            (getattr(plan, slot), {}),
+            (getattr(plan_of(case, torch.float32), slot), {}),
+            (getattr(plan_of(case, torch.float32), slot), {"first_query": 0}),
+        )
+    ]
+    for result in results[1:]:
+        for actual, expected in zip(result, results[0]):
+            assert torch.equal(actual, expected)
+
+
+@CASES
+@pytest.mark.parametrize("slot", NAMES)
+def test_nan_in_keys_after_the_last_query_reaches_nothing(slot: str, case: Case) -> None:
+    """Keys of later tokens, and of later documents."""
+    first, end, dtype = 20, 30, torch.float32
+    clean = run_piece(case, slot, dtype, first, end)
+    tensors = inputs_of(case, dtype)[slot]
+    seen = end
+    if slot in ("cmp", "select"):  # PACKED: rows 3 .. 29 of the document at row 3
+        seen = CONFIG.geometry.num_compressed(end - (3 if case.packed else 0))
+    saved = {name: tensors[name] for name in tensors if name[0] in "kv"}
+    try:
+        for name, x in saved.items():
+            tensors[name] = x.clone()
+            tensors[name][..., seen:, :, :] = torch.nan
+        for name, x in run_piece(case, slot, dtype, first, end).items():
+            assert torch.equal(x, clean[name]), name
+    finally:
+        tensors.update(saved)
+
+
+@pytest.mark.parametrize("slot", NAMES)
+def test_compiles_at_most_twice(slot: str) -> None:
+    import torch._dynamo.testing
+
+    tensors, kernel = (
+        inputs_of(DENSE, torch.float32)[slot],
+        getattr(plan_of(DENSE, torch.float32), slot),
+    )
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def call(first: int, *x: torch.Tensor):
+        return kernel(*x, first_query=first)
+
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for first in (5, 9, 16, 31):
+        part = [
+            x if name[0] in "kv" else rows_of(name, x, slice(first, first + 7)).contiguous()
+            for name, x in tensors.items()
+        ]
+        for actual, expected in zip(compiled(first, *part), call(first, *part)):
+            assert torch.equal(actual, expected)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize(
+    "case", [DENSE, pytest.param(PACKED, marks=pytest.mark.slow)], ids=["dense", "packed"]
+)
+@pytest.mark.parametrize("slot", NAMES)
+def test_opcheck(slot: str, case: Case) -> None:
+    tensors, data = inputs_of(case, torch.float32)[slot], case.data(torch.float32)
+    arguments = [
+        x if name[0] in "kv" else rows_of(name, x, slice(21, 47)) for name, x in tensors.items()
+    ]
+    leaves = [
+        x.clone().requires_grad_(slot != "select") if name not in ("blocks", "lse") else x
+        for name, x in zip(tensors, arguments)
+    ]
+    spec = default_registry().get("sdpa").spec
+    assert spec is not None
+    op = slot_op("sdpa", slot, spec.slots[slot]).op
+    scale, geometry = case.config.softmax_scale, case.config.geometry.as_ints()
+    torch.library.opcheck(op, (*leaves, data.cu_seqlens, case.tokens, scale, geometry, False, 21))
+
+
+class FlashOnCPU:
+    """FlashAttention-2's operators of PyTorch, on the operators for the CPU.
+
+    A causal mask requires as many queries as keys: where it is aligned differs between operators.
+    """
+
+    def __getattr__(self, name: str):
+        return getattr(torch.ops.aten, name)
+
+    def _scaled_dot_product_flash_attention(self, q, k, v, dropout, causal, debug, *, scale):
+        assert not causal or q.shape[2] == k.shape[2]
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return (*op(q, k, v, dropout, causal, scale=scale), None, None)
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, do, q, k, v, o, lse, cu_q, cu_k, queries, keys, dropout, causal, *state, scale
+    ):  # fmt: skip
+        assert (queries, keys) == (q.shape[2], k.shape[2])
+        assert not causal or queries == keys
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return op(do, q, k, v, o, lse, dropout, causal, scale=scale)
+
+
+@CASES
+def test_random_cuts_of_cmp_through_flash_attention(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls of CUDA, with at most 3 entries a call."""
+    monkeypatch.setattr(aten, "route", lambda *request: "flash")
+    monkeypatch.setattr(aten, "_ops", FlashOnCPU())
+    monkeypatch.setattr(aten, "_MAX_BATCH", 3)
+    for first, end in random_cuts(case.tokens, 4, seed=5):
+        assert_exact(case, "cmp", first, end)
+
+
+def test_cmp_inside_a_sequence_never_runs_on_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's calls are those of whole sequences."""
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("cuDNN was called")
+
+    monkeypatch.setattr(cudnn, "supports_call", lambda *arguments: True)
+    for direction in ("forward", "backward"):
+        monkeypatch.setattr(cudnn, direction, refuse)
+    assert_exact(DENSE, "cmp", 20, 30)
+    with pytest.raises(NSAError, match="cuDNN was called"):
+        run_piece(DENSE, "cmp", torch.float64, 0, 30)
+
+
+def meta_peak(slot: str, first: int, rows: int, device: str, deterministic: bool) -> int:
+    """Return the peak bytes of forward and backward of ``rows`` queries from token ``first``."""
+    geometry, end = NSAConfig(dim=512, n_heads=8, n_kv_heads=2, head_dim=64).geometry, first + rows
+    call = SlotCall(geometry, 0.1, None, end, deterministic, first)
+    keys = geometry.num_compressed(end) if slot in ("cmp", "select") else end
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k = tensor(1, rows, 8, 64), tensor(1, keys, 2, 64)
+    others = {
+        "select": [tensor(1, 8, rows, dtype=torch.float32)],
+        "sel": [k, tensor(1, rows, 2, geometry.num_selected_blocks, dtype=torch.int32)],
+    }.get(slot, [k])
+    module = {"cmp": cmp, "sel": sel, "win": win, "select": select}[slot]
+    with simulated(device, (9, 0) if device == "cuda" else None), PeakBytes() as count:
+        results = module.forward(q, k, *others, call=call)
+        if slot != "select":
+            module.backward(q, q, k, *others, *results, call=call)
+        del results
+    return count.peak
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda, deterministic"])
+@pytest.mark.parametrize("slot", NAMES)
+def test_memory_grows_linearly_with_the_keys(slot: str, device: str) -> None:
+    device, _, flag = device.partition(", ")
+    peaks = [meta_peak(slot, first, 256, device, bool(flag)) for first in (2**18, 2**19)]
+    results = 2 * 2 * (2**19 + 256) * 2 * 64  # dk and dv of the longer sequence
+    assert peaks[1] < 2.1 * peaks[0]
+    if slot == "win":  # nothing but the results grows
+        assert peaks[1] - peaks[0] < 0.6 * results
+
+
+@pytest.mark.parametrize("slot", NAMES)
+def test_probe_accepts_and_cmp_ranks_without_cudnn(
+    slot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    request = Request(
+        slot=slot,
+        geometry=CONFIG.geometry,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        device="cuda",
+        capability=(9, 0),
+        dtype="bfloat16",
+    )
+    assert probe.rank(request) == (probe.CUDNN_RANK if slot == "cmp" else 0)
+    request = dataclasses.replace(request, partial=True)
+    assert list(probe.probe(request)) == []
+    assert probe.rank(request) == 0
