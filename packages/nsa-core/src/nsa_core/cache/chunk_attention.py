@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.projection import NSAProjections
 
-MIN_ROWS = 128  # shorter chunks are left to the decode forms
+MIN_ROWS = 16  # shorter chunks are left to the decode forms
 
 
 def chunk_plan(layer: NSAProjections, cache: CacheState) -> Plan | None:
