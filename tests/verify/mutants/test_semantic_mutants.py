@@ -12,11 +12,10 @@ from collections.abc import Callable
 import pytest
 
 from nsa_core.contract import SLOTS
-from nsa_verify.combination import Combination
 from nsa_verify.run import suite
 from semantic import record
 from semantic.catalog import ALL, CONTROLS
-from semantic.model import HEALTHY, RAISED, SemanticMutant
+from semantic.model import RAISED, SemanticMutant, healthy_combination
 from semantic.score import combination_of, default_jobs, failure, score
 
 RECORDED = record.load()["mutants"]
@@ -59,7 +58,7 @@ def test_documentation_shows_the_recorded_scores() -> None:
 
 def test_jobs_of_the_sample_pass_on_the_healthy_backend() -> None:
     """A job that always fails would kill every mutant."""
-    healthy = Combination(dict.fromkeys(SLOTS, HEALTHY))
+    healthy = healthy_combination()
     jobs = {id(job): job for job in map(_recorded_job, SAMPLE)}
     for job in jobs.values():
         finding = failure(job, healthy)

@@ -14,7 +14,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import BRANCHES, SLOTS, BackendSpec
 from nsa_core.dispatch.candidates import find_candidates
 from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.plan import Plan, resolve
+from nsa_core.dispatch.plan import Plan, decide, resolve
 from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.util.text import did_you_mean
@@ -50,6 +50,39 @@ class Combination:
         """
         options = PlanOptions(device=self.device, dtype=dtype, backends=dict(self.backends))
         return resolve(config, options, registry=self.registry, **{"needs_grad": True, **fields})
+
+    def plan_partial(self, slot: str, config: NSAConfig, dtype: torch.dtype, **fields: Any) -> Plan:
+        """Plan ``slot`` for queries that begin inside a sequence, other slots for whole sequences.
+
+        The arguments after ``slot`` are those of :meth:`plan`.
+
+        Raises:
+            NSAError: A slot has no backend that accepts the request.
+        """
+        options = PlanOptions(device=self.device, dtype=dtype, backends=dict(self.backends))
+        options = dataclasses.replace(options, **{"needs_grad": True, **fields})
+        registry = self.registry or default_registry()
+        whole, partial = (
+            find_candidates(config, dataclasses.replace(options, partial=p), registry=registry)
+            for p in (False, True)
+        )
+        return decide(
+            dataclasses.replace(
+                whole,
+                requests={**whole.requests, slot: partial.requests[slot]},
+                by_slot={**whole.by_slot, slot: partial.by_slot[slot]},
+                tuned={**whole.tuned, slot: partial.tuned.get(slot, "")},
+            )
+        )
+
+    def declares_partial(self, slot: str) -> bool:
+        """Return whether a backend that may run ``slot`` declares queries inside a sequence."""
+        ready = (self.registry or default_registry()).ready()
+        names = {self.backends.get(slot, entry.name) for entry in ready}
+        specs = [
+            entry.spec.slots.get(slot) for entry in ready if entry.name in names and entry.spec
+        ]
+        return any(spec is not None and spec.partial for spec in specs)
 
 
 def accepted_dtypes(

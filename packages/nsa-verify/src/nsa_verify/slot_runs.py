@@ -62,14 +62,26 @@ def run_slot(
 
 
 def run_kernel(
-    kernel: Kernel, inputs: Mapping[str, torch.Tensor], do: torch.Tensor | None, data: Documents
+    kernel: Kernel,
+    inputs: Mapping[str, torch.Tensor],
+    do: torch.Tensor | None,
+    data: Documents,
+    first_query: int | None = None,
 ) -> SlotRun:
-    """Call ``kernel`` on ``inputs`` and, if ``do`` is given, its backward."""
+    """Call ``kernel`` on ``inputs`` and, if ``do`` is given, its backward.
+
+    ``first_query`` is the position of row 0 of q, if q holds only some rows.
+    """
     leaves = {n: t.detach() for n, t in inputs.items()}
     differentiated = [n for n in leaves if do is not None and n not in ("blocks", "lse")]
     for name in differentiated:
         leaves[name].requires_grad_()
-    result = kernel(*leaves.values(), cu_seqlens=data.cu_seqlens, max_seqlen=data.max_seqlen)
+    result = kernel(
+        *leaves.values(),
+        cu_seqlens=data.cu_seqlens,
+        max_seqlen=data.max_seqlen,
+        first_query=first_query,
+    )
     results = (result,) if isinstance(result, torch.Tensor) else tuple(result)
     outputs = {n: t.detach() for n, t in zip(OUTPUTS[kernel.slot], results)}
     if do is not None:

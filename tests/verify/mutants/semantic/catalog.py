@@ -7,6 +7,7 @@ from semantic import (
     combine_faults,
     decode_cmp_select,
     decode_sel_win,
+    partial_faults,
     sel_faults,
     select_faults,
     win_faults,
@@ -22,6 +23,7 @@ ALL: tuple[SemanticMutant, ...] = (
     *combine_faults.MUTANTS,
     *decode_cmp_select.MUTANTS,
     *decode_sel_win.MUTANTS,
+    *partial_faults.MUTANTS,
 )
 
 _MASKS = {"cmp": cmp_mask, "sel": sel_mask, "win": win_mask}
@@ -39,4 +41,5 @@ CONTROLS: tuple[SemanticMutant, ...] = (
     ),
     mutant("select", "forward", "the right choice", lambda c: selected(c)),
     mutant("select", "decode", "the right choice", lambda c: selected(c)),
+    *partial_faults.CONTROLS,
 )

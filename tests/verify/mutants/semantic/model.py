@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_core.contract import BackendSpec, SlotSpec, import_named
+from nsa_core.contract import SLOTS, BackendSpec, SlotSpec, import_named
 from nsa_core.dispatch.registry import discover
-from nsa_core.torch_ops.slot_op import INPUTS
+from nsa_verify.combination import Combination
+from semantic.padded import is_partial, names_of, padded_spec
 
 HEALTHY = "sdpa"
 # Faults that raised: (name, error). The tests demand that there are none.
@@ -70,6 +71,11 @@ class View:
         tensors = [changes.get(name, tensor) for name, tensor in self.tensors.items()]
         results = self.function(*tensors, call=call)
         return [results] if isinstance(results, torch.Tensor) else list(results)
+
+    @property
+    def partial(self) -> bool:
+        """Whether q holds only some rows of its sequences."""
+        return is_partial(self.slot, self.phase, self.tensors, self.call)
 
     # sizes
     @property
@@ -205,6 +211,7 @@ class SemanticMutant:
         phase: "forward", "backward" or "decode".
         fault: Computes the results of a call with the fault.
         when: Whether the fault can change a call's results; elsewhere the healthy function runs.
+        partial: Whether the fault is one of partial calls, and not one of whole calls.
     """
 
     name: str
@@ -212,6 +219,11 @@ class SemanticMutant:
     phase: str
     fault: Fault
     when: Condition
+    partial: bool = False
+
+    def acts(self, view: View) -> bool:
+        """Return whether the fault can change the results of the call of ``view``."""
+        return self.partial == view.partial and self.when(view)
 
     @property
     def backend(self) -> str:
@@ -225,24 +237,37 @@ def mutant(slot: str, phase: str, text: str, fault: Fault, when: Condition | Non
     return SemanticMutant(f"{slot} {phase}: {text}", slot, phase, fault, when or (lambda c: True))
 
 
+def partial_mutant(slot: str, phase: str, text: str, fault: Fault, when: Condition) -> Any:
+    """Return the mutant of partial calls that ``text`` describes."""
+    one = mutant(slot, phase, f"partial: {text}", fault, when)
+    return dataclasses.replace(one, partial=True)
+
+
 def healthy_spec() -> BackendSpec:
-    """Return the spec of the healthy backend, without promises about memory and event names."""
+    """Return the spec of the healthy backend, without promises about memory and event names.
+
+    Its partial calls are padded whole calls.
+    """
     spec = discover().get(HEALTHY).spec
     assert spec is not None
     slots = {
         slot: dataclasses.replace(s, workspace=None, evidence=()) for slot, s in spec.slots.items()
     }
-    return dataclasses.replace(spec, slots=slots, priority=0, rank=None)
+    spec = dataclasses.replace(spec, name="padded", slots=slots, priority=0, rank=None)
+    return padded_spec(spec, FUNCTIONS)
+
+
+def healthy_combination() -> Combination:
+    """Return the combination that runs the healthy backend in every slot."""
+    spec = healthy_spec()
+    return Combination(dict.fromkeys(SLOTS, spec.name), registry=discover().with_backend(spec))
 
 
 def view_of(
     slot: str, phase: str, healthy: Any, tensors: tuple[torch.Tensor, ...], call: Any
 ) -> View:
     """Return the view of one call of ``healthy``."""
-    names = list(INPUTS[slot])
-    if phase == "backward":
-        names = ["do", *names, *([] if slot == "combine" else ["o", "lse"])]
-    return View(slot, phase, dict(zip(names, tensors)), call, healthy)
+    return View(slot, phase, dict(zip(names_of(slot, phase), tensors)), call, healthy)
 
 
 def wrapped(one: SemanticMutant, healthy: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,7 +275,7 @@ def wrapped(one: SemanticMutant, healthy: Callable[..., Any]) -> Callable[..., A
 
     def function(*tensors: torch.Tensor, call: Any) -> Any:
         view = view_of(one.slot, one.phase, healthy, tensors, call)
-        if not one.when(view):
+        if not one.acts(view):
             return healthy(*tensors, call=call)
         try:
             results = one.fault(view)

@@ -120,7 +120,7 @@ class Spy:
             if (
                 (mutant.slot, mutant.phase) == (view.slot, view.phase)
                 and mutant.name not in self.acted
-                and mutant.when(view)
+                and mutant.acts(view)
             ):
                 self.acted.add(mutant.name)
 

@@ -18,6 +18,7 @@ SCORES = ("normal", "tiny", "zero", "large")
 VALUES = ("normal", "small", "outlier", "steep")
 GATES = ("sigmoid", "negative", "above1", "zero")
 POISONS = ("none", "nan_q", "nan_k", "nan_v", "inf_v")
+PARTIAL_CHECK = "partial queries"  # the check of cases with first_query
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,10 @@ class GeneratedCase:
         tokens: Tokens of each sequence of a dense case.
         batch: Sequences of a dense case.
         documents: Lengths of the packed documents; empty in a dense case.
+        first_query: Position of row 0 of q on the axis of the keys, for queries that begin inside a
+            sequence; None: q holds every row of that axis.
+        queries: Rows of q from ``first_query`` on; None: all of them. The keys behind the last
+            query are extra keys, which no query sees.
         layout: Memory layout of the inputs, one of LAYOUTS.
         do_layout: Memory layout of the gradient of o.
         blocks: Kind of the blocks that sel receives, one of BLOCKS.
@@ -69,6 +74,8 @@ class GeneratedCase:
     tokens: int = 8
     batch: int = 1
     documents: tuple[int, ...] = ()
+    first_query: int | None = None
+    queries: int | None = None
     layout: str = "plain"
     do_layout: str = "plain"
     blocks: str = "sorted"
@@ -113,9 +120,63 @@ class GeneratedCase:
         return self.documents or (self.tokens,) * self.batch
 
     @property
+    def check(self) -> str:
+        """Name of the check that runs the case."""
+        return f"generated {self.slot}" if self.first_query is None else PARTIAL_CHECK
+
+    @property
+    def axis(self) -> int:
+        """Length of the axis of the keys: of each dense sequence, or of all documents together."""
+        return sum(self.documents) if self.packed else self.tokens
+
+    @property
+    def query_rows(self) -> tuple[int, int]:
+        """The rows of the axis of the keys that q holds, as (first row, row behind the last)."""
+        first = self.first_query or 0
+        return first, self.axis if self.queries is None else first + self.queries
+
+    @property
+    def query_spans(self) -> list[tuple[int, int, int]]:
+        """The rows of q of each document or sequence.
+
+        Each is (first row, row behind the last, position of the first row in the document).
+        """
+        first, end = self.query_rows
+        if not self.packed:
+            return [(0, end - first, first)] * self.batch
+        spans, start = [], 0
+        for length in self.documents:
+            begin, stop = max(first, start), min(end, start + length)
+            spans.append((begin - first, max(stop, begin) - first, begin - start))
+            start += length
+        return spans
+
+    @property
     def rows(self) -> int:
         """Query rows times kv heads: the work of the oracle."""
-        return sum(self.lengths) * self.groups
+        return sum(end - begin for begin, end, _ in self.query_spans) * self.groups
+
+    def validate(self) -> None:
+        """Check that the sizes fit together.
+
+        Raises:
+            InvalidInput: They do not; the message names the sizes.
+        """
+        self.config.geometry  # noqa: B018  # raises InvalidInput for wrong block sizes
+        if self.first_query is None and self.queries is not None:
+            raise InvalidInput(
+                f"case: queries={self.queries} needs first_query, such as first_query=0"
+            )
+        if self.first_query is not None and self.slot == "combine":
+            raise InvalidInput(
+                "case: combine reads no keys; leave first_query out, or choose another slot"
+            )
+        first, end = self.query_rows
+        if not 0 <= first <= end <= self.axis:
+            raise InvalidInput(
+                f"case: the queries {first} .. {end} must lie in the {self.axis} rows of keys;"
+                " change first_query and queries, or tokens and documents"
+            )
 
     def as_case(self) -> Case:
         """Return a case with the name, the configuration and the lengths of this one."""
@@ -150,7 +211,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "gates": GATES,
     "poison": POISONS,
 }
-_FROM_ZERO = ("init", "local", "tokens", "batch", "seed")  # the other numbers start at 1
+# The other numbers start at 1.
+_FROM_ZERO = ("init", "local", "tokens", "batch", "seed", "first_query", "queries")
 _LARGEST = 1 << 20
 
 
@@ -184,7 +246,7 @@ def parse_case(text: str) -> GeneratedCase:
     case = GeneratedCase(**fields)
     if case.packed and ("tokens" in fields or "batch" in fields):
         raise InvalidInput("case: documents are packed; leave tokens and batch out")
-    case.config.geometry  # noqa: B018  # raises InvalidInput if the sizes do not fit together
+    case.validate()
     return case
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel
 from nsa_verify import oracle
@@ -36,15 +37,20 @@ class OnGenerated:
     Attributes:
         generated: The generated case.
         budget: Time for shrinking that the cases of a slot share.
+        if_declared: Whether a case with first_query is left out, without a finding, where no
+            backend of the slot declares such queries.
     """
 
     generated: GeneratedCase
     budget: ShrinkBudget
+    if_declared: bool = False
 
     def __call__(
         self, combination: Combination, case: Case, dtype: torch.dtype
     ) -> Iterator[Finding]:
         """Judge the case; a failing case is shrunk first. ``case`` and ``dtype`` are its own."""
+        if self.if_declared and not combination.declares_partial(self.generated.slot):
+            return
         findings = judge_generated(combination, self.generated)
         if any(finding.ok is False for finding in findings) and self.budget.seconds > 0:
             started = time.perf_counter()
@@ -61,15 +67,15 @@ class OnGenerated:
 def judge_generated(combination: Combination, generated: GeneratedCase) -> list[Finding]:
     """Judge one generated case.
 
-    The findings cover outputs, LSE and all gradients, a second run if the backend declares equal
-    bits, and the NaN or Inf of the case. A refused case gives one finding with ok None; a kernel
+    The findings cover outputs, LSE and all gradients, a second run of a whole call if the backend
+    declares equal bits, and the NaN or Inf of the case. A refused case gives one finding with ok None; a kernel
     that raises gives a failed one.
 
     Raises:
         InvalidInput: The case is wrong for every backend.
         BackendUnavailable: A backend cannot run on this machine.
     """
-    slot, check = generated.slot, f"generated {generated.slot}"
+    slot, check = generated.slot, generated.check
 
     def finding(quantity: str, ok: bool | None, detail: str) -> list[Finding]:
         name = generated.text()
@@ -102,13 +108,20 @@ def _kernel(combination: Combination, generated: GeneratedCase) -> tuple[Kernel,
     named = {slot: combination.backends[slot]} if slot in combination.backends else {}
     alone = dataclasses.replace(combination, backends=named)
     dtype, grad = getattr(torch, generated.dtype), bool(DIFFERENTIABLE[slot])
+
+    def plan_with(grad: bool) -> Plan:
+        fields = {"varlen": generated.packed, "needs_grad": grad}
+        if generated.first_query is None:
+            return alone.plan(generated.config, dtype, **fields)
+        return alone.plan_partial(slot, generated.config, dtype, **fields)
+
     try:
-        plan = alone.plan(generated.config, dtype, varlen=generated.packed, needs_grad=grad)
+        plan = plan_with(grad)
     except Unsupported:
         if not grad:
             raise
         grad = False
-        plan = alone.plan(generated.config, dtype, varlen=generated.packed, needs_grad=False)
+        plan = plan_with(grad)
     spec = spec_of(alone, plan, slot).slots[slot]
     return getattr(plan, slot), grad, spec.deterministic
 
@@ -123,17 +136,15 @@ def _findings(
 ) -> Iterator[Finding]:
     case, dtype, slot = generated.as_case(), getattr(torch, generated.dtype), generated.slot
     do = problem.do if grad else None
-    run = run_kernel(kernel, problem.inputs, do, problem)
-    if not sum(generated.lengths):
+    run = run_kernel(kernel, problem.inputs, do, problem, problem.first_query)
+    if not generated.rows:
+        # Without queries, the keys of a partial call have gradients, which are zero.
         for name, output in run.outputs.items():
-            if name[0] != "d":
-                yield same_bits(
-                    check, slot, case, dtype, name, output, output.new_empty(output.shape)
-                )
+            yield same_bits(check, slot, case, dtype, name, output, torch.zeros_like(output))
         return
     yield from _judge(check, generated, case, run, problem)
-    if deterministic:
-        again = run_kernel(kernel, problem.inputs, do, problem)
+    if deterministic and generated.first_query is None:
+        again = run_kernel(kernel, problem.inputs, do, problem, problem.first_query)
         for name, output in run.outputs.items():
             yield same_bits(
                 check, slot, case, dtype, f"{name} of a second run", again.outputs[name], output
@@ -152,7 +163,7 @@ def _judge(
         yield _judge_blocks(check, generated, run, problem)
         return
     verdicts = judge_slot(
-        slot, run.inputs, run.outputs, *sizes, cu_seqlens=problem.cu_seqlens, do=run.do
+        slot, run.inputs, run.outputs, *sizes, do=run.do, **_documents_of(problem)
     )
     few = _seeing_rows(generated) < _MIN_BIAS_ROWS
     verdicts = {
@@ -176,8 +187,13 @@ def _scores_equal(generated: GeneratedCase) -> bool:
 def _seeing_rows(generated: GeneratedCase) -> int:
     """Return the rows of a head that see a key: of all documents, or of one sequence."""
     hidden = generated.l - 1 if generated.slot == "cmp" else 0
-    lengths = generated.documents or (generated.tokens,)
-    return sum(max(0, length - hidden) for length in lengths)
+    spans = generated.query_spans if generated.packed else generated.query_spans[:1]
+    return sum(max(0, end - begin - max(0, hidden - position)) for begin, end, position in spans)
+
+
+def _documents_of(problem: Problem) -> dict[str, Any]:
+    """Return the arguments of the oracle and the judges that place the rows of ``problem``."""
+    return {"cu_seqlens": problem.cu_seqlens, "first_query": problem.first_query}
 
 
 def _without_bias(verdict: Verdict, dtype: torch.dtype) -> Verdict:
@@ -200,7 +216,7 @@ def _judge_blocks(check: str, generated: GeneratedCase, run: SlotRun, problem: P
         blocks=run.outputs["blocks"],
         geometry=generated.config.geometry,
         scale=generated.config.softmax_scale,
-        cu_seqlens=problem.cu_seqlens,
+        **_documents_of(problem),
     )
     exchanged = verdict.flip_rate * generated.rows
     legal = verdict.regret <= MAX_REGRET and (_scores_equal(generated) or exchanged < 1.5)
@@ -247,9 +263,10 @@ def _judge_poisoned(
         inputs["lse"] = inputs["lse"].clone().movedim(-2, -1)
         inputs["lse"][region] = math.nan
         inputs["lse"] = inputs["lse"].movedim(-1, -2).contiguous()
-        blocks = run_kernel(kernel, inputs, None, problem).outputs["blocks"]
+        run = run_kernel(kernel, inputs, None, problem, problem.first_query)
+        blocks = run.outputs["blocks"]
         expected = oracle.select(
-            **inputs, geometry=geometry, scale=scale, cu_seqlens=problem.cu_seqlens
+            **inputs, geometry=geometry, scale=scale, **_documents_of(problem)
         ).to(blocks)
         groups = _by_groups(generated, region, blocks)
         yield same_bits(check, slot, case, dtype, quantity, blocks[groups], expected[groups])
@@ -261,10 +278,8 @@ def _judge_poisoned(
             quantity=f"blocks beside {quantity}",
         )
         return
-    outputs = run_kernel(kernel, inputs, None, problem).outputs
-    golden = getattr(oracle, slot)(
-        *inputs.values(), geometry, scale, cu_seqlens=problem.cu_seqlens
-    ).o
+    outputs = run_kernel(kernel, inputs, None, problem, problem.first_query).outputs
+    golden = getattr(oracle, slot)(*inputs.values(), geometry, scale, **_documents_of(problem)).o
     reached = ~torch.isfinite(golden.to(outputs["o"].device))
     missed = int((reached & torch.isfinite(outputs["o"])).sum())
     detail = f"{missed} of {int(reached.sum())} outputs that read it are finite" if missed else ""
@@ -276,9 +291,7 @@ def _judge_poisoned(
         may = may[..., None].expand_as(outputs[key]) if key == "o" else may
         spread = may & ~torch.isfinite(outputs[key])
         beside[key] = torch.where(spread, clean.outputs[key], outputs[key])
-    verdicts = judge_slot(
-        slot, clean.inputs, beside, geometry, scale, cu_seqlens=problem.cu_seqlens
-    )
+    verdicts = judge_slot(slot, clean.inputs, beside, geometry, scale, **_documents_of(problem))
     renamed = {f"{key} beside {quantity}": verdict for key, verdict in verdicts.items()}
     yield from judged(check, slot, case, dtype, renamed)
 
@@ -288,21 +301,23 @@ def _place(
 ) -> tuple[tuple[int, ...], torch.Tensor] | None:
     """Return the index of the poisoned element, and the rows and heads that it may reach.
 
-    The element is in the middle of the longest document and in the last head. The mask is bool
-    [.., rows, heads]. Returns None if the document has no row of this tensor.
+    The element is in the middle of the document with the most queries and in the last head. The
+    mask is bool [.., rows, heads]. Returns None if the document has no row of this tensor.
     """
     lengths, device = generated.lengths, problem.inputs["q"].device
-    document = max(range(len(lengths)), key=lambda index: lengths[index])
-    starts = [0, *itertools.accumulate(lengths)]
+    spans = generated.query_spans
+    queries = [end - begin for begin, end, _ in spans]
+    document = max(range(len(lengths)), key=lambda index: queries[index])
     geometry = generated.config.geometry
     counts = [geometry.num_compressed(n) if name.endswith("_cmp") else n for n in lengths]
-    if not counts[document]:
+    counts = queries if name == "q" else counts
+    if not counts[document] or not queries[document]:
         return None
     row = counts[document] // 2
     region = torch.zeros(problem.inputs["q"].shape[:-1], dtype=torch.bool, device=device)
     head = -generated.h  # the first head of the last group
     if generated.packed:
-        span = slice(starts[document], starts[document + 1])
+        span = slice(*spans[document][:2])
         index: tuple[int, ...] = (sum(counts[:document]) + row,)
         lead: tuple[int | slice, ...] = (index[0],) if name == "q" else (span,)
     else:

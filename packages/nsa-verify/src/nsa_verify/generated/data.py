@@ -32,12 +32,14 @@ class Problem:
         do: Gradient of o; None for select.
         cu_seqlens: Document bounds; None if dense.
         max_seqlen: Length of the longest document.
+        first_query: Position of row 0 of q; None if q holds whole sequences.
     """
 
     inputs: dict[str, torch.Tensor]
     do: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
     max_seqlen: int
+    first_query: int | None = None
 
 
 def problem_of(case: GeneratedCase, device: str = "cpu") -> Problem:
@@ -46,6 +48,8 @@ def problem_of(case: GeneratedCase, device: str = "cpu") -> Problem:
     bounds = [0, *itertools.accumulate(case.documents)]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32) if case.packed else None
     inputs, do = source.inputs(cu_seqlens)
+    if case.first_query is not None:
+        inputs, do = _cut(inputs, do, *case.query_rows)
     for name, tensor in inputs.items():
         if (name == "blocks" and case.layout == "transposed") or name not in ("lse", "blocks"):
             inputs[name] = laid_out(tensor, case.layout, name)
@@ -55,7 +59,21 @@ def problem_of(case: GeneratedCase, device: str = "cpu") -> Problem:
         inputs = {name: _moved(tensor, device) for name, tensor in inputs.items()}
         do = None if do is None else _moved(do, device)
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(device)
-    return Problem(inputs, do, cu_seqlens, max(case.lengths, default=0))
+    return Problem(inputs, do, cu_seqlens, max(case.lengths, default=0), case.first_query)
+
+
+def _cut(
+    inputs: dict[str, torch.Tensor], do: torch.Tensor | None, first: int, end: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    """Return the inputs and the gradient of o with the rows first .. end - 1 of every query."""
+    axes = {"q": -3, "blocks": -3, "lse": -1}
+    cut = {
+        name: x.narrow(axes[name], first, end - first) if name in axes else x
+        for name, x in inputs.items()
+    }
+    # cmp and select return these, so they are contiguous; q and do may be views of longer ones.
+    cut |= {name: cut[name].contiguous() for name in ("lse", "blocks") if name in cut}
+    return cut, None if do is None else do.narrow(-3, first, end - first)
 
 
 class _Source:

@@ -14,6 +14,7 @@ from nsa_verify.findings import Finding
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.checks import OnGenerated
 from nsa_verify.generated.levels import generated_cases
+from nsa_verify.generated.partial import partial_cases
 from nsa_verify.generated.shrink import ShrinkBudget
 
 _Job = TypeVar("_Job")
@@ -33,25 +34,33 @@ def jobs_for(
             ``count`` asks for them.
         dtypes: Dtypes of the cases.
         seed: Seed of the design.
-        count: Cases of each slot; None takes the whole design.
+        count: Cases of each slot, and as many with first_query; None takes the whole designs.
         job: Creates a job from its name, check, case and dtype.
     """
     if count is None and preset == "interpreter":
         return []
-    cases = generated_cases(preset, [dtype_name(d) for d in dtypes], seed=seed, count=count)
+    names, options = [dtype_name(d) for d in dtypes], {"seed": seed, "count": count}
+    cases = generated_cases(preset, names, **options) + partial_cases(preset, names, **options)
     budgets = {slot: ShrinkBudget() for slot in SLOTS}
-    return [job_of(case, job, budgets[case.slot]) for case in cases]
+    return [job_of(case, job, budgets[case.slot], if_declared=True) for case in cases]
 
 
 def job_of(
     generated: GeneratedCase,
     job: Callable[[str, Any, Any, torch.dtype], _Job],
     budget: ShrinkBudget,
+    *,
+    if_declared: bool = False,
 ) -> _Job:
-    """Return the job of one generated case, made by ``job`` as in :func:`jobs_for`."""
-    case = dataclasses.replace(generated.as_case(), name=f"case {generated.seed}")
-    check = OnGenerated(generated, budget)
-    return job(f"generated {generated.slot}", check, case, getattr(torch, generated.dtype))
+    """Return the job of one generated case, made by ``job`` as in :func:`jobs_for`.
+
+    ``if_declared`` leaves a case with first_query out where no backend declares such queries.
+    """
+    partial = generated.first_query is not None
+    name = f"{generated.slot} {generated.seed}" if partial else f"case {generated.seed}"
+    case = dataclasses.replace(generated.as_case(), name=name)
+    check = OnGenerated(generated, budget, if_declared and partial)
+    return job(generated.check, check, case, getattr(torch, generated.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

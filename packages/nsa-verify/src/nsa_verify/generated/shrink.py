@@ -45,18 +45,22 @@ def shrink(
                 continue
             tried.add(candidate)
             with contextlib.suppress(InvalidInput):
-                candidate.config.geometry  # noqa: B018  # raises for sizes that do not fit
+                candidate.validate()
                 if fails(candidate):
                     case, improved = candidate, True
                     break
     return case
 
 
+_CUT = ("first_query", "queries")
 _FIRST = ("tokens", "batch", "documents", "groups", "h", "n")  # the size of the case
 
 
 def _simpler(case: GeneratedCase) -> Iterator[GeneratedCase]:
     """Yield simpler neighbours of ``case``, those that save most first."""
+    if case.first_query is not None:
+        yield dataclasses.replace(case, first_query=None, queries=None)
+        yield from _simpler_cuts(case)
     if case.packed:
         yield dataclasses.replace(case, documents=(), tokens=max(case.documents), batch=1)
         for index, length in enumerate(case.documents):
@@ -69,7 +73,7 @@ def _simpler(case: GeneratedCase) -> Iterator[GeneratedCase]:
     defaults = {f.name: f.default for f in dataclasses.fields(case)}
     for name in names:
         value, default = getattr(case, name), defaults[name]
-        if name in ("slot", "seed", "documents") or value == default:
+        if name in (*_CUT, "slot", "seed", "documents") or value == default:
             continue
         if case.packed and name in ("tokens", "batch"):
             continue
@@ -80,6 +84,28 @@ def _simpler(case: GeneratedCase) -> Iterator[GeneratedCase]:
             continue
         for smaller in _below(getattr(case, name), 1):
             yield _with(case, name, smaller)
+
+
+def _simpler_cuts(case: GeneratedCase) -> Iterator[GeneratedCase]:
+    """Yield neighbours with fewer queries, fewer keys, or fewer documents around the queries."""
+    first, end = case.query_rows
+    for queries in _below(end - first, 0):
+        yield dataclasses.replace(case, queries=queries)
+    if not case.packed:
+        if end < case.tokens:
+            yield dataclasses.replace(case, tokens=end, queries=end - first)
+        for smaller in _below(first, 0):
+            tokens = case.tokens - first + smaller
+            yield dataclasses.replace(case, first_query=smaller, tokens=tokens)
+        return
+    for smaller in _below(first, 0):
+        yield dataclasses.replace(case, first_query=smaller)
+    start = 0
+    for index, length in enumerate(case.documents):
+        others = (*case.documents[:index], *case.documents[index + 1 :])
+        start += length
+        if start <= first and length and others:  # a document before the queries
+            yield dataclasses.replace(case, documents=others, first_query=first - length)
 
 
 def _with(case: GeneratedCase, name: str, value: Any) -> GeneratedCase:

@@ -39,7 +39,7 @@ class SelectionVerdict:
         flip_rate: Fraction of the sets that omit a block with a better golden score than a selected
             one; the limit is 0.1 %, in calls whose scores stay below 16.
         why: The broken rules; empty if the selection is correct.
-        where: (batch entry, token, kv head), or (token, kv head) if packed, of the first broken
+        where: (batch entry, row, kv head), or (row, kv head) if packed, of the first broken
             rule, else of the largest regret.
     """
 
@@ -63,6 +63,7 @@ def judge_selection(
     *,
     cu_seqlens: torch.Tensor | None = None,
     rows: Sequence[int] | torch.Tensor | None = None,
+    first_query: int | None = None,
 ) -> SelectionVerdict:
     """Judge the blocks that `select` chose from bit for bit these tensors (Eq. 11 and 12).
 
@@ -79,12 +80,14 @@ def judge_selection(
         geometry: Block sizes.
         scale: Softmax scale.
         cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
-        rows: Token positions to judge; None judges all.
+        rows: Rows of q to judge; None judges all.
+        first_query: Position of row 0 of q, if q holds only some rows: see "Queries inside a
+            sequence" in nsa_core.contract. None: whole sequences.
 
     Raises:
         InvalidInput: S is too long to judge every row; pass sampled ``rows``.
     """
-    tensors = (q, k_cmp, lse, blocks, cu_seqlens, rows)
+    tensors = (q, k_cmp, lse, blocks, cu_seqlens, rows, first_query)
     return cached(
         ("judge_selection", geometry, scale),
         tensors,
@@ -99,6 +102,7 @@ def _judge_selection(
     blocks: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
     rows: Sequence[int] | torch.Tensor | None,
+    first_query: int | None,
     geometry: BlockGeometry,
     scale: float,
 ) -> SelectionVerdict:
@@ -108,12 +112,12 @@ def _judge_selection(
             f"blocks are {list(blocks.shape)} {blocks.dtype}, expected {list(expected)} torch.int32"
         )
         return SelectionVerdict(False, math.inf, 1.0, why)
-    starts = None if cu_seqlens is None else [int(x) for x in cu_seqlens.tolist()]
     unit = 2.0**-53 if q.dtype == torch.float64 else 2.0**-24
     exact, chosen = _exact_logits(q, k_cmp, unit), blocks.detach().cpu()
     worst, where, flips, sets, largest = 0.0, (), 0, 0, 0.0
-    for row in row_scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens, rows=rows):
-        lead = (row.document, row.token) if starts is None else (starts[row.document] + row.token,)
+    call = {"cu_seqlens": cu_seqlens, "rows": rows, "first_query": first_query}
+    for row in row_scores(q, k_cmp, lse, geometry, scale, **call):
+        lead = (row.document, row.row) if cu_seqlens is None else (row.row,)
         index = (*lead, row.kv_head)
         regret = _judge_row(row, chosen[index].tolist(), geometry, unit, exact)
         if isinstance(regret, str):

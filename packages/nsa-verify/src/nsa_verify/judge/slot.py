@@ -44,6 +44,7 @@ def judge_slot(
     cu_seqlens: torch.Tensor | None = None,
     do: torch.Tensor | None = None,
     rows: Sequence[int] | torch.Tensor | None = None,
+    first_query: int | None = None,
 ) -> dict[str, Verdict]:
     """Judge every tensor of ``outputs`` by the rule for its kind.
 
@@ -61,6 +62,8 @@ def judge_slot(
             gradients.
         rows: Query rows to judge; None judges all. Every key row of dk and dv is judged, so ``do``
             must be 0 in the other rows.
+        first_query: Position of row 0 of q, if q holds only some rows: see "Queries inside a
+            sequence" in nsa_core.contract. None: whole sequences. combine has no positions.
 
     Returns:
         A verdict per output. Its ``where`` is (batch entry, head, row), or (head, row) if packed.
@@ -78,12 +81,14 @@ def judge_slot(
         >>> verdicts = judge_slot("win", inputs, outputs, config.geometry, config.softmax_scale)
         >>> assert all(verdicts.values()), verdicts
     """
-    name = ("judge_slot", slot, geometry, scale, tuple(inputs), tuple(outputs))
+    name = ("judge_slot", slot, geometry, scale, tuple(inputs), tuple(outputs), first_query)
     tensors = (*inputs.values(), *outputs.values(), cu_seqlens, do, rows)
     return cached(
         name,
         tensors,
-        lambda: _judge_slot(slot, inputs, outputs, geometry, scale, cu_seqlens, do, rows),
+        lambda: _judge_slot(
+            slot, inputs, outputs, geometry, scale, cu_seqlens, do, rows, first_query
+        ),
     )
 
 
@@ -96,6 +101,7 @@ def _judge_slot(
     cu_seqlens: torch.Tensor | None,
     do: torch.Tensor | None,
     rows: Sequence[int] | torch.Tensor | None,
+    first_query: int | None,
 ) -> dict[str, Verdict]:
     ordered = _ordered(slot, inputs, outputs, do)
     sampled = None if rows is None else torch.as_tensor(rows, dtype=torch.long).unique()
@@ -105,7 +111,7 @@ def _judge_slot(
     arguments: list[Any] = list(ordered.values())
     if slot != "combine":
         arguments += [geometry, scale]
-        options |= {"cu_seqlens": cu_seqlens, "rows": sampled}
+        options |= {"cu_seqlens": cu_seqlens, "rows": sampled, "first_query": first_query}
     dtype = path_dtype([*ordered.values(), *([do] if do is not None else [])])
     golden, rounded, magnitude = cached(
         ("truths", slot, dtype, tuple(options)),

@@ -15,6 +15,7 @@ from nsa_verify.oracle.rows import (
     compressed_bounds,
     documents,
     f64,
+    queries_of,
     token_bounds,
 )
 
@@ -31,6 +32,7 @@ def cmp(
     cu_seqlens: torch.Tensor | None = None,
     do: torch.Tensor | None = None,
     rows: Rows = None,
+    first_query: int | None = None,
 ) -> Truth:
     """Attend to the compressed tokens; token i is visible to t if i*d + l - 1 <= t.
 
@@ -42,7 +44,9 @@ def cmp(
         scale: Softmax scale.
         cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
         do: Gradient of o, [B, S, Hq, Dv]. With it, the result has the gradients of all inputs.
-        rows: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
+        rows: Rows of q to evaluate; None evaluates all. Other rows of the result are 0.
+        first_query: Position of row 0 of q, if q holds only some rows: see "Queries inside a
+            sequence" in nsa_core.contract. None: whole sequences.
 
     Returns:
         o, lse, and with ``do`` the gradients dq, dk_cmp and dv_cmp.
@@ -55,15 +59,14 @@ def cmp(
     def visible(t: int, g: int) -> Keys:
         return slice(0, len(range(size - 1, t + 1, stride)))  # blocks whose last token is <= t
 
-    bounds = token_bounds(cu_seqlens)
     o, lse, grads = attend(
         q,
         k_cmp,
         v_cmp,
         lambda _: visible,
         scale,
-        bounds=bounds,
-        key_bounds=compressed_bounds(bounds, geometry),
+        queries=queries_of(q, cu_seqlens, first_query),
+        key_bounds=compressed_bounds(token_bounds(cu_seqlens), geometry),
         do=do,
         rows=rows,
     )
@@ -80,6 +83,7 @@ def win(
     cu_seqlens: torch.Tensor | None = None,
     do: torch.Tensor | None = None,
     rows: Rows = None,
+    first_query: int | None = None,
 ) -> Truth:
     """Attend to the keys t-w+1 .. t.
 
@@ -91,7 +95,9 @@ def win(
         scale: Softmax scale.
         cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
         do: Gradient of o, [B, S, Hq, Dv]. With it, the result has the gradients of all inputs.
-        rows: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
+        rows: Rows of q to evaluate; None evaluates all. Other rows of the result are 0.
+        first_query: Position of row 0 of q, if q holds only some rows: see "Queries inside a
+            sequence" in nsa_core.contract. None: whole sequences.
 
     Returns:
         o, lse, and with ``do`` the gradients dq, dk and dv.
@@ -103,9 +109,16 @@ def win(
     def visible(t: int, g: int) -> Keys:
         return slice(max(0, t - geometry.window_size + 1), t + 1)
 
-    bounds = token_bounds(cu_seqlens)
     o, lse, grads = attend(
-        q, k, v, lambda _: visible, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows
+        q,
+        k,
+        v,
+        lambda _: visible,
+        scale,
+        queries=queries_of(q, cu_seqlens, first_query),
+        key_bounds=token_bounds(cu_seqlens),
+        do=do,
+        rows=rows,
     )
     return Truth(o, lse, dict(zip(("dq", "dk", "dv"), grads)))
 
@@ -121,6 +134,7 @@ def sel(
     cu_seqlens: torch.Tensor | None = None,
     do: torch.Tensor | None = None,
     rows: Rows = None,
+    first_query: int | None = None,
 ) -> Truth:
     """Attend to the keys <= t in the union of the selected blocks.
 
@@ -136,7 +150,9 @@ def sel(
         scale: Softmax scale.
         cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
         do: Gradient of o, [B, S, Hq, Dv]. With it, the result has the gradients of all inputs.
-        rows: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
+        rows: Rows of q to evaluate; None evaluates all. Other rows of the result are 0.
+        first_query: Position of row 0 of q, if q holds only some rows: see "Queries inside a
+            sequence" in nsa_core.contract. None: whole sequences.
 
     Returns:
         o, lse, and with ``do`` the gradients dq, dk and dv.
@@ -144,21 +160,30 @@ def sel(
     Raises:
         InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
     """
-    size, bounds = geometry.select_block_size, token_bounds(cu_seqlens)
-    per_document = documents(blocks.detach().cpu(), bounds)
+    size, queries = geometry.select_block_size, queries_of(q, cu_seqlens, first_query)
+    per_document = documents(blocks.detach().cpu(), queries.bounds)
 
     def visible_in(document: int) -> Visibility:
-        block_lists = per_document[document].tolist()
+        block_lists, first = per_document[document].tolist(), queries.first[document]
 
         def visible(t: int, g: int) -> Keys:
-            distinct = sorted({int(j) for j in block_lists[t][g] if j >= 0 and j * size <= t})
+            selected = block_lists[t - first][g]
+            distinct = sorted({int(j) for j in selected if j >= 0 and j * size <= t})
             spans = [torch.arange(j * size, min((j + 1) * size, t + 1)) for j in distinct]
             return torch.cat(spans) if spans else slice(0, 0)
 
         return visible
 
     o, lse, grads = attend(
-        q, k, v, visible_in, scale, bounds=bounds, key_bounds=bounds, do=do, rows=rows
+        q,
+        k,
+        v,
+        visible_in,
+        scale,
+        queries=queries,
+        key_bounds=token_bounds(cu_seqlens),
+        do=do,
+        rows=rows,
     )
     return Truth(o, lse, dict(zip(("dq", "dk", "dv"), grads)))
 

@@ -12,7 +12,8 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 
 Keys = slice | torch.Tensor  # distinct positions, int64 [n]
-Visibility = Callable[[int, int], Keys]  # (token, kv head) -> visible keys of the document
+Visibility = Callable[[int, int], Keys]  # (token, kv head) -> visible keys of the document; the
+# token is a position in the document
 MAX_BYTES = 4 * 2**30
 
 
@@ -64,12 +65,57 @@ def documents(x: torch.Tensor, bounds: list[int] | None) -> list[torch.Tensor]:
     return [x[a:b] for a, b in itertools.pairwise(bounds)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """The rows of q that each batch entry or document has.
+
+    Attributes:
+        bounds: First row of q of each packed document, and the end of the last one; None if dense.
+        first: Position of its first row of q, in each batch entry or document.
+    """
+
+    bounds: list[int] | None
+    first: list[int]
+
+
+def queries_of(
+    q: torch.Tensor, cu_seqlens: torch.Tensor | None, first_query: int | None
+) -> Queries:
+    """Return the rows of ``q`` [B, S, Hq, Dk] or [T, Hq, Dk] that each document has.
+
+    Args:
+        q: Queries.
+        cu_seqlens: Document bounds of the axis of the keys; None if dense.
+        first_query: Position of row 0 of q on that axis; None: q has all of its rows.
+
+    Raises:
+        InvalidInput: ``first_query`` is negative, or a row of q lies behind the last document.
+    """
+    bounds, first = token_bounds(cu_seqlens), first_query or 0
+    if first < 0:
+        raise InvalidInput(f"first_query must be >= 0, got {first}")
+    if bounds is None:
+        return Queries(None, [first] * q.shape[0])
+    if first_query is None:
+        return Queries(bounds, [0] * (len(bounds) - 1))
+    rows = q.shape[0]
+    if first + rows > bounds[-1]:
+        raise InvalidInput(
+            f"{rows} queries from row {first} on need {first + rows} rows of keys, but cu_seqlens"
+            f" ends at {bounds[-1]}"
+        )
+    return Queries(
+        [min(max(bound - first, 0), rows) for bound in bounds],
+        [max(first - start, 0) for start in bounds[:-1]],
+    )
+
+
 def document_rows(
     rows: Sequence[int] | torch.Tensor | None, lengths: Sequence[int], bounds: list[int] | None
 ) -> list[list[int]]:
-    """Return the query rows to evaluate in each document, as positions in the document.
+    """Return the query rows to evaluate in each document, counted from its first row of q.
 
-    ``rows`` are positions in every batch entry of [B, S, ...], or rows of packed [T, ...]; None
+    ``rows`` are rows of q: of every batch entry of [B, S, ...], or of packed [T, ...]; None
     evaluates all.
 
     Raises:
@@ -154,22 +200,26 @@ def _attend_document(
     visible: Visibility,
     scale: float,
     rows: list[int],
+    first: int,
 ) -> None:
-    """Evaluate ``rows`` of one document and write o, lse and the gradients."""
+    """Evaluate ``rows`` of one document and write o, lse and the gradients.
+
+    Row 0 of q is the token ``first`` of the document.
+    """
     heads, groups = q.shape[1], k.shape[1]
     # A contiguous copy per kv head, because gathering strided rows costs more than the arithmetic.
     per_group = [[x[:, g].contiguous() for x in (k, v, *grads[1:])] for g in range(groups)]
-    for t, g in itertools.product(rows, range(groups)):
+    for row, g in itertools.product(rows, range(groups)):
         group = slice(g * (heads // groups), (g + 1) * (heads // groups))
-        keys_seen = visible(t, g)
+        keys_seen = visible(first + row, g)
         if (keys_seen.stop if isinstance(keys_seen, slice) else len(keys_seen)) == 0:
-            lse[t, group] = -torch.inf
+            lse[row, group] = -torch.inf
             continue
         keys, values, *key_grads = per_group[g]
-        row_do = do[t, group] if do is not None else None
-        row_grads = (grads[0][t, group], *key_grads) if grads else ()
-        o[t, group], lse[t, group] = _accumulate_row(
-            q[t, group], keys, values, keys_seen, scale, row_do, row_grads
+        row_do = do[row, group] if do is not None else None
+        row_grads = (grads[0][row, group], *key_grads) if grads else ()
+        o[row, group], lse[row, group] = _accumulate_row(
+            q[row, group], keys, values, keys_seen, scale, row_do, row_grads
         )
     for g, (_, _, *key_grads) in enumerate(per_group):
         for grad, group_grad in zip(grads[1:], key_grads):
@@ -183,7 +233,7 @@ def attend(
     visible: Callable[[int], Visibility],  # document -> its visibility
     scale: float,
     *,
-    bounds: list[int] | None,
+    queries: Queries,
     key_bounds: list[int] | None,
     do: torch.Tensor | None,
     rows: Sequence[int] | torch.Tensor | None,
@@ -196,7 +246,7 @@ def attend(
         v: Values.
         visible: Maps a document to its visibility.
         scale: Softmax scale.
-        bounds: Document bounds of queries; None if dense.
+        queries: The rows of q of each document, and their positions.
         key_bounds: Document bounds of keys; None if dense.
         do: Gradient of o, [B, S, Hq, Dv].
         rows: Rows to evaluate; None evaluates all.
@@ -205,6 +255,7 @@ def attend(
         (o, lse, grads) with grads = (dq, dk, dv), or () without ``do``. Rows that are not evaluated
         are 0. Rows without a visible key have o = 0 and lse = -inf.
     """
+    bounds = queries.bounds
     evaluated = document_rows(rows, [len(x) for x in documents(q, bounds)], bounds)
     check_size(evaluated, [len(x) for x in documents(k, key_bounds)], q.shape[-2])
     q, k, v = f64(q), f64(k), f64(v)
@@ -220,7 +271,8 @@ def attend(
             [x[index] for x in per_token],
             [x[index] for x in per_key],
         )
+        grads_, first = (*dq_, *dkv_), queries.first[index]
         _attend_document(
-            q_, k_, v_, o_, lse_, per_do[index], (*dq_, *dkv_), visible(index), scale, rows_
+            q_, k_, v_, o_, lse_, per_do[index], grads_, visible(index), scale, rows_, first
         )
     return o, lse.transpose(-1, -2).contiguous(), grads

@@ -19,6 +19,7 @@ from nsa_verify.oracle.rows import (
     document_rows,
     documents,
     f64,
+    queries_of,
     token_bounds,
 )
 
@@ -31,16 +32,18 @@ class RowScores(NamedTuple):
     Attributes:
         document: Batch entry, or index of the packed document.
         token: Token position in the document.
+        row: Row of q: of the batch entry, or of packed q.
         kv_head: Index of the kv head.
         terms: [h, weights, NB]: weight(i, j) * p[h, i] for the compressed blocks i that overlap
             selection block j, in ascending i; 0 where i < 0 or i is not visible. NB is the number
-            of selection blocks of the document.
+            of selection blocks of the document up to its last query.
         logits: [h, visible]: scale * q.k_cmp.
         spread: [h]: |scale| * max over visible i of sum_d |q_d k_id|.
     """
 
     document: int
     token: int
+    row: int
     kv_head: int
     terms: torch.Tensor
     logits: torch.Tensor
@@ -89,6 +92,7 @@ def row_scores(
     *,
     cu_seqlens: torch.Tensor | None = None,
     rows: Rows = None,
+    first_query: int | None = None,
 ) -> Iterator[RowScores]:
     """Yield the scores of every evaluated token and kv head (Eq. 8 and the terms of Eq. 9).
 
@@ -101,29 +105,34 @@ def row_scores(
         geometry: Block sizes.
         scale: Softmax scale.
         cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
-        rows: Token positions to evaluate; None evaluates all.
+        rows: Rows of q to evaluate; None evaluates all.
+        first_query: Position of row 0 of q, if q holds only some rows: see "Queries inside a
+            sequence" in nsa_core.contract. None: whole sequences.
 
     Raises:
         InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
     """
-    bounds = token_bounds(cu_seqlens)
-    key_bounds = compressed_bounds(bounds, geometry)
+    queries = queries_of(q, cu_seqlens, first_query)
+    bounds = queries.bounds
+    key_bounds = compressed_bounds(token_bounds(cu_seqlens), geometry)
     evaluated = document_rows(rows, [len(x) for x in documents(q, bounds)], bounds)
     check_size(evaluated, [len(x) for x in documents(k_cmp, key_bounds)], q.shape[-2])
     per_q, per_k = documents(f64(q), bounds), documents(f64(k_cmp), key_bounds)
     per_lse = documents(f64(lse).transpose(-1, -2), bounds)
     groups, h = k_cmp.shape[-2], q.shape[-2] // k_cmp.shape[-2]
     for document, rows_ in enumerate(evaluated):
-        length = len(per_q[document])
-        for t, g in itertools.product(rows_, range(groups)):
-            group = slice(g * h, (g + 1) * h)
+        first, start = queries.first[document], 0 if bounds is None else bounds[document]
+        length = first + len(per_q[document])
+        for row, g in itertools.product(rows_, range(groups)):
+            t, group = first + row, slice(g * h, (g + 1) * h)
             visible = len(range(geometry.compress_block_size - 1, t + 1, geometry.compress_stride))
-            queries, keys = per_q[document][t, group], per_k[document][:visible, g]
-            logits = scale * (queries @ keys.T)
-            p = (logits - per_lse[document][t, group, None]).exp()
-            sums = abs(scale) * (queries.abs() @ keys.abs().T)
+            heads, keys = per_q[document][row, group], per_k[document][:visible, g]
+            logits = scale * (heads @ keys.T)
+            p = (logits - per_lse[document][row, group, None]).exp()
+            sums = abs(scale) * (heads.abs() @ keys.abs().T)
             spread = sums.amax(-1) if visible else sums.new_zeros(h)
-            yield RowScores(document, t, g, _terms(p, length, geometry), logits, spread)
+            terms = _terms(p, length, geometry)
+            yield RowScores(document, t, start + row, g, terms, logits, spread)
 
 
 def _terms(p: torch.Tensor, length: int, geometry: BlockGeometry) -> torch.Tensor:
@@ -148,22 +157,31 @@ def scores(
     *,
     cu_seqlens: torch.Tensor | None = None,
     rows: Rows = None,
+    first_query: int | None = None,
 ) -> torch.Tensor:
     """Compute the group scores (Eq. 10); arguments as in :func:`row_scores`.
 
     Returns:
-        float64 [B, S, G, NB], packed [T, G, NB] with NB of the longest document. Scores are 0 in
+        float64 [B, S, G, NB], packed [T, G, NB] with the largest NB of a document. Scores are 0 in
         rows that are not evaluated, for future blocks, and without a visible compressed token.
     """
-    bounds, size = token_bounds(cu_seqlens), geometry.select_block_size
-    lengths = [q.shape[-3]] if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
-    blocks = max((len(range(0, n, size)) for n in lengths), default=0)
+    queries, size = queries_of(q, cu_seqlens, first_query), geometry.select_block_size
+    counts = [q.shape[-3]] * len(queries.first)
+    if queries.bounds is not None:
+        counts = [b - a for a, b in itertools.pairwise(queries.bounds)]
+    ends = [first + count for first, count in zip(queries.first, counts) if count]
+    blocks = max((len(range(0, end, size)) for end in ends), default=0)
     out = torch.zeros((*q.shape[:-2], k_cmp.shape[-2], blocks), dtype=torch.float64)
-    per_document = documents(out, bounds)
-    for row in row_scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens, rows=rows):
+    call = {"cu_seqlens": cu_seqlens, "rows": rows, "first_query": first_query}
+    for row in row_scores(q, k_cmp, lse, geometry, scale, **call):
         group = row.per_group()
-        per_document[row.document][row.token, row.kv_head, : len(group)] = group
+        out[(*_lead(row, cu_seqlens), row.kv_head)][: len(group)] = group
     return out
+
+
+def _lead(row: RowScores, cu_seqlens: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the index of ``row`` in the leading axes [B, S], or [T] if packed."""
+    return (row.document, row.row) if cu_seqlens is None else (row.row,)
 
 
 def choose(score: Sequence[float], t: int, geometry: BlockGeometry) -> list[int]:
@@ -195,6 +213,7 @@ def select(
     *,
     cu_seqlens: torch.Tensor | None = None,
     rows: Rows = None,
+    first_query: int | None = None,
 ) -> torch.Tensor:
     """Select blocks (Eq. 8 to 12); arguments as in :func:`row_scores`.
 
@@ -204,10 +223,9 @@ def select(
     """
     shape = (*q.shape[:-2], k_cmp.shape[-2], geometry.num_selected_blocks)
     out = torch.full(shape, -1, dtype=torch.int32)
-    per_document = documents(out, token_bounds(cu_seqlens))
-    for row in row_scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens, rows=rows):
+    call = {"cu_seqlens": cu_seqlens, "rows": rows, "first_query": first_query}
+    for row in row_scores(q, k_cmp, lse, geometry, scale, **call):
         blocks = choose(row.per_group().tolist(), row.token, geometry)
-        per_document[row.document][row.token, row.kv_head, : len(blocks)] = torch.tensor(
-            blocks, dtype=torch.int32
-        )
+        chosen = torch.tensor(blocks, dtype=torch.int32)
+        out[(*_lead(row, cu_seqlens), row.kv_head)][: len(blocks)] = chosen
     return out

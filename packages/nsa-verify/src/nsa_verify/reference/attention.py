@@ -13,7 +13,8 @@ Arguments that the branches share:
 - ``geometry``: Block sizes. ``scale``: Softmax scale.
 - ``cu_seqlens``: Document bounds, int32 [documents + 1]; None if dense.
 - ``do``: Gradient of o, [B, S, Hq, Dv]. With it, the result holds the gradients of all inputs.
-- ``rows``: Token positions to evaluate; None evaluates all. Other rows of the result are 0.
+- ``rows``: Rows of q to evaluate; None evaluates all. Other rows of the result are 0.
+- ``first_query``: Position of row 0 of q, if q holds only some rows; None: whole sequences.
 - ``arithmetic``: exact, rounded or magnitude. ``dtype``: The tested dtype, used by rounded.
 """
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -29,7 +30,8 @@ from nsa_core.layout import BlockGeometry
 from nsa_verify.reference.score_noise import COVERED, score_noise, score_sizes, weight
 
 Arithmetic = Literal["exact", "rounded", "magnitude"]
-Mask = Callable[[torch.Tensor, int], torch.Tensor]  # (rows int64 [R], kv head) -> bool [R, L]
+# (positions in the document int64 [R], kv head) -> bool [R, L]
+Mask = Callable[[torch.Tensor, int], torch.Tensor]
 Rows = Sequence[int] | torch.Tensor | None
 _CHUNK = 256
 
@@ -128,11 +130,11 @@ def _chunk(
 
 
 def _chunks(
-    rows: torch.Tensor, mask: Mask, g: int
+    rows: torch.Tensor, mask: Mask, g: int, first: int
 ) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
     """Yield (rows, columns, mask) of each chunk of rows; the mask covers only ``columns``."""
     for chunk in rows.split(_CHUNK):
-        full = mask(chunk, g)
+        full = mask(first + chunk, g)
         used = full.any(0).nonzero().flatten()
         columns = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 0)
         yield chunk, columns, full[:, columns]
@@ -149,12 +151,13 @@ def _document(
     mask: Mask,
     scale: float,
     rows: torch.Tensor,
+    first: int,
 ) -> None:
-    """Evaluate ``rows`` of one document and write the results."""
+    """Evaluate ``rows`` of one document, whose row 0 is its token ``first``; write the results."""
     (q, k, v), (o, lse, top, *grads) = tensors, results
     heads, groups = q.shape[1], k.shape[1]
     for g in range(groups):
-        for chunk, columns, visible in _chunks(rows, mask, g):
+        for chunk, columns, visible in _chunks(rows, mask, g, first):
             lse[chunk, g * (heads // groups) : (g + 1) * (heads // groups)] = -torch.inf
             if not visible.numel():
                 continue
@@ -193,10 +196,43 @@ def spans(x: torch.Tensor, bounds: torch.Tensor | None) -> list[torch.Tensor]:
     return list(x.narrow(0, 0, int(bounds[-1])).split(bounds.diff().tolist()))
 
 
+class QueryRows(NamedTuple):
+    """The rows of q that each batch entry or document has.
+
+    Attributes:
+        bounds: First row of q of each packed document, and the end of the last one; None if dense.
+        first: Position of its first row of q, in each batch entry or document.
+    """
+
+    bounds: torch.Tensor | None
+    first: list[int]
+
+
+def query_rows(q: torch.Tensor, bounds: torch.Tensor | None, first_query: int | None) -> QueryRows:
+    """Return the rows of ``q`` that each document has, from the position of every row.
+
+    ``bounds`` are those of the axis of the keys, on which row 0 of q has the position
+    ``first_query``.
+    """
+    if bounds is None:
+        return QueryRows(None, [first_query or 0] * len(q))
+    if first_query is None:
+        return QueryRows(bounds, [0] * (len(bounds) - 1))
+    position = torch.arange(len(q)) + first_query
+    # The last document that begins at or before the row; empty documents have none.
+    owner = torch.searchsorted(bounds, position, right=True) - 1
+    counts = torch.bincount(owner, minlength=len(bounds) - 1)
+    first = [
+        int((position[owner == document] - bounds[document]).amin()) if count else 0
+        for document, count in enumerate(counts.tolist())
+    ]
+    return QueryRows(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), first)
+
+
 def _document_rows(
     rows: Rows, bounds: torch.Tensor | None, batch: int, length: int
 ) -> list[torch.Tensor]:
-    """Return the rows to evaluate in each batch entry or document, as positions in it."""
+    """Return the rows to evaluate in each batch entry or document, from its first row of q on."""
     total = length if bounds is None else int(bounds[-1])
     evaluated = torch.zeros(total, dtype=torch.bool)
     evaluated[slice(None) if rows is None else torch.as_tensor(rows, dtype=torch.long)] = True
@@ -208,7 +244,7 @@ def _attend(
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mask: Callable[[int, int], Mask],  # (document, its number of keys) -> its mask
     scale: float,
-    bounds: tuple[torch.Tensor | None, torch.Tensor | None],  # of tokens, of keys
+    bounds: tuple[QueryRows, torch.Tensor | None],  # of queries, of keys
     names: tuple[str, str, str],
     do: torch.Tensor | None,
     rows: Rows,
@@ -216,7 +252,7 @@ def _attend(
 ) -> Dense:
     """Compute attention of the evaluated rows under ``mask``, and its gradients by ``names``."""
     q, k, v = (maths.load(x) for x in tensors)
-    token_bounds, key_bounds = bounds
+    (token_bounds, first), key_bounds = bounds
     o, lse = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros(q.shape[:-1])
     top, grads = (
         torch.zeros_like(lse),
@@ -234,7 +270,8 @@ def _attend(
         (q_, *results), (k_, v_, *dkv) = [x[i] for x in token_spans], [x[i] for x in key_spans]
         tensors_, results_ = (q_, k_, v_), (*results, *dkv)
         noises_ = tuple(x[i] for x in (*token_noises, *key_noises))
-        _document(maths, tensors_, results_, noises_, do_spans[i], mask(i, len(k_)), scale, rows_)
+        seen = mask(i, len(k_))
+        _document(maths, tensors_, results_, noises_, do_spans[i], seen, scale, rows_, first[i])
     stored = {name: maths.store(x) for name, x in zip(names, grads)}
     factor = weight(float(sizes.max()) if sizes.numel() else 0.0, q.shape[-1])
     top = torch.maximum(top, factor * sizes).transpose(-1, -2)
@@ -252,6 +289,7 @@ def cmp(
     cu_seqlens: torch.Tensor | None = None,
     do: torch.Tensor | None = None,
     rows: Rows = None,
+    first_query: int | None = None,
     arithmetic: Arithmetic = "exact",
     dtype: torch.dtype = torch.float64,
 ) -> Dense:
@@ -264,7 +302,10 @@ def cmp(
     bounds = host_bounds(cu_seqlens)
     names, all_bounds = (
         ("dq", "dk_cmp", "dv_cmp"),
-        (bounds, None if bounds is None else compressed_starts(bounds, geometry)),
+        (
+            query_rows(q, bounds, first_query),
+            None if bounds is None else compressed_starts(bounds, geometry),
+        ),
     )
     maths = _Maths(arithmetic, dtype)
     return _attend((q, k_cmp, v_cmp), mask, scale, all_bounds, names, do, rows, maths)
@@ -280,6 +321,7 @@ def win(
     cu_seqlens: torch.Tensor | None = None,
     do: torch.Tensor | None = None,
     rows: Rows = None,
+    first_query: int | None = None,
     arithmetic: Arithmetic = "exact",
     dtype: torch.dtype = torch.float64,
 ) -> Dense:
@@ -297,7 +339,7 @@ def win(
         (q, k, v),
         mask,
         scale,
-        (bounds, bounds),
+        (query_rows(q, bounds, first_query), bounds),
         ("dq", "dk", "dv"),
         do,
         rows,
@@ -316,19 +358,21 @@ def sel(
     cu_seqlens: torch.Tensor | None = None,
     do: torch.Tensor | None = None,
     rows: Rows = None,
+    first_query: int | None = None,
     arithmetic: Arithmetic = "exact",
     dtype: torch.dtype = torch.float64,
 ) -> Dense:
     """Compute the sel branch: key j is visible to t if j <= t and j // l' is a block of t."""
     bounds = host_bounds(cu_seqlens)
-    per_document = spans(blocks.detach().cpu().long(), bounds)
+    queries = query_rows(q, bounds, first_query)
+    per_document = spans(blocks.detach().cpu().long(), queries.bounds)
 
     def mask(document: int, keys: int) -> Mask:
         key = torch.arange(keys)
         count = -(-keys // geometry.select_block_size)
 
         def visible(rows: torch.Tensor, g: int) -> torch.Tensor:
-            selected = per_document[document][rows, g]
+            selected = per_document[document][rows - queries.first[document], g]
             # Entries that are not blocks go to one extra column.
             selected = torch.where((selected < 0) | (selected >= count), count, selected)
             member = torch.zeros(len(rows), count + 1, dtype=torch.bool)
@@ -341,7 +385,7 @@ def sel(
         (q, k, v),
         mask,
         scale,
-        (bounds, bounds),
+        (queries, bounds),
         ("dq", "dk", "dv"),
         do,
         rows,

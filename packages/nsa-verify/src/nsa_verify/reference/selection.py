@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 
 from nsa_core.layout import BlockGeometry
-from nsa_verify.reference.attention import compressed_starts, host_bounds, spans
+from nsa_verify.reference.attention import (
+    compressed_starts,
+    host_bounds,
+    query_rows,
+    spans,
+)
 
 
 def _overlap(n_c: int, blocks: int, geometry: BlockGeometry) -> torch.Tensor:
@@ -28,12 +33,16 @@ def _document_scores(
     lse: torch.Tensor,  # [S, Hq]
     geometry: BlockGeometry,
     scale: float,
+    first: int,
 ) -> torch.Tensor:
-    """Return the group scores [S, G, NB] of one document (Eq. 8 to 10)."""
-    length, groups = len(q), k_cmp.shape[1]
-    blocks = -(-length // geometry.select_block_size)
+    """Return the group scores [S, G, NB] of one document (Eq. 8 to 10).
+
+    Row 0 of q is the token ``first`` of the document.
+    """
+    positions, groups = first + torch.arange(len(q)), k_cmp.shape[1]
+    blocks = -(-(first + len(q)) // geometry.select_block_size)
     last = torch.arange(len(k_cmp)) * geometry.compress_stride + geometry.compress_block_size - 1
-    visible = last[None] <= torch.arange(length)[:, None]
+    visible = last[None] <= positions[:, None]
     logits = torch.einsum("sghd,igd->sghi", q.unflatten(1, (groups, -1)), k_cmp) * scale
     p = (
         (logits - lse.unflatten(1, (groups, -1))[..., None])
@@ -51,19 +60,29 @@ def scores(
     scale: float,
     *,
     cu_seqlens: torch.Tensor | None = None,
+    first_query: int | None = None,
 ) -> list[torch.Tensor]:
-    """Compute group scores [S, G, NB] in float64, one tensor per batch entry or document."""
+    """Compute group scores [S, G, NB] in float64, one tensor per batch entry or document.
+
+    ``first_query`` is the position of row 0 of q, if q holds only some rows.
+    """
     bounds = host_bounds(cu_seqlens)
+    queries = query_rows(q, bounds, first_query)
     q, k_cmp, lse = (x.detach().cpu().double() for x in (q, k_cmp, lse.transpose(-1, -2)))
     per_key = spans(k_cmp, None if bounds is None else compressed_starts(bounds, geometry))
-    parts = zip(spans(q, bounds), per_key, spans(lse, bounds))
-    return [_document_scores(*part, geometry, scale) for part in parts]
+    parts = zip(spans(q, queries.bounds), per_key, spans(lse, queries.bounds))
+    return [
+        _document_scores(*part, geometry, scale, first) for part, first in zip(parts, queries.first)
+    ]
 
 
-def choose(score: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
-    """Select the blocks int32 [S, G, n] of a document from its group scores [S, G, NB] (Eq. 11)."""
+def choose(score: torch.Tensor, geometry: BlockGeometry, first: int = 0) -> torch.Tensor:
+    """Select the blocks int32 [S, G, n] of a document from its group scores [S, G, NB] (Eq. 11).
+
+    Row 0 of ``score`` is the token ``first`` of the document.
+    """
     blocks = score.shape[-1]
-    t, j = torch.arange(len(score))[:, None, None], torch.arange(blocks)
+    t, j = first + torch.arange(len(score))[:, None, None], torch.arange(blocks)
     newest = t // geometry.select_block_size
     forced = (j < geometry.init_blocks) | (j > newest - geometry.local_blocks)
     key = (
@@ -86,14 +105,18 @@ def select(
     scale: float,
     *,
     cu_seqlens: torch.Tensor | None = None,
+    first_query: int | None = None,
 ) -> torch.Tensor:
     """Select blocks (Eq. 8 to 12); arguments as in :func:`scores`.
 
     Returns:
         int32 [B, S, G, n], packed [T, G, n]: blocks in ascending order, then -1.
     """
+    queries = query_rows(q, host_bounds(cu_seqlens), first_query)
+    call = {"cu_seqlens": cu_seqlens, "first_query": first_query}
     blocks = [
-        choose(s, geometry) for s in scores(q, k_cmp, lse, geometry, scale, cu_seqlens=cu_seqlens)
+        choose(score, geometry, first)
+        for score, first in zip(scores(q, k_cmp, lse, geometry, scale, **call), queries.first)
     ]
     if cu_seqlens is not None:
         return torch.cat(blocks)

@@ -1,0 +1,137 @@
+"""Generated cases of queries that begin inside a sequence, by a covering design of their own.
+
+The cut is described by where the queries begin, and how many there are. Most selection blocks
+have 8 tokens, and the parameter ``residue`` is the position of the first query in its block: with
+each of them the queries begin at every residue modulo d and l'.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nsa_verify.generated.case import GeneratedCase
+from nsa_verify.generated.design import Row, covering_design, longer_design
+
+SLOTS = ("cmp", "select", "sel", "win")  # combine reads no keys
+_RESIDUES = 8
+# Each first group of values is that of quick, the second is added in full.
+_SHARED: Mapping[str, Any] = {
+    "residue": (tuple(range(_RESIDUES)), ()),
+    # Positions from which the residue counts: the start of the axis, of a document, and its third
+    # block. With documents the first one puts the cut into those before the longest.
+    "begin": (("axis", "document", "third block"), ()),
+    # To the end of the document leaves nothing of it; to the end of the axis leaves no extra key.
+    "queries": (("1", "5", "to its end", "all", "all but 3"), ("0", "40")),
+    "documents": (("dense", "batch 2", "packed", "tiny documents"), ("batch 3", "one document")),
+    "h": ((2, 1, 3), (16,)),
+    "groups": ((2, 1), (3,)),
+    "widths": (((16, 16), (24, 8), (13, 13)), ((72, 24), (64, 64))),
+    "layout": (("plain", "gaps", "transposed"), ("offset", "expanded")),
+}
+_BLOCKS = ((4, 2, 8), (8, 4, 8), (2, 1, 8), (8, 8, 8)), ((8, 4, 16), (6, 3, 9), (32, 16, 64))
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "cmp": {"blocks": _BLOCKS, "poison": (("none",), ("nan_q", "nan_k"))},
+    "select": {
+        "blocks": _BLOCKS,
+        "forced": (((1, 1), (1, 2), (0, 0), (0, 3), (2, 0)), ()),  # init, local
+        "free": ((1, 2), (0, 5)),
+        "poison": (("none",), ("nan_q", "nan_k")),
+    },
+    "sel": {
+        "blocks": _BLOCKS,
+        "free": ((2, 1, 5), (17,)),
+        "block_kind": (("sorted", "messy", "sorted64"), ("messy64", "none")),
+        "poison": (("none",), ("nan_q", "nan_k", "nan_v")),
+    },
+    "win": {"w": ((5, 1, 8, 33), (2, 64)), "poison": (("none",), ("nan_q", "nan_k", "inf_v"))},
+}
+_TRIPLES = ("residue", "begin", "queries", "documents")
+
+
+def partial_cases(
+    preset: str,
+    dtypes: Sequence[str],
+    *,
+    seed: int = 0,
+    slots: Sequence[str] = SLOTS,
+    count: int | None = None,
+) -> list[GeneratedCase]:
+    """Return the cases of a preset whose queries begin inside a sequence, slot by slot.
+
+    Args:
+        preset: "quick" (every pair of values) or "full" (more values, and triples of those that
+            describe the cut).
+        dtypes: Names of the dtypes.
+        seed: Seed of the design and of the random numbers.
+        slots: Slots to draw cases for.
+        count: Cases of each slot; None takes the whole design.
+    """
+    return [case for slot in slots for case in _cases(slot, preset, tuple(dtypes), seed, count)]
+
+
+@functools.lru_cache(maxsize=32)
+def _cases(
+    slot: str, preset: str, dtypes: tuple[str, ...], seed: int, count: int | None
+) -> tuple[GeneratedCase, ...]:
+    levels = partial_levels(slot, preset, dtypes)
+    options: dict[str, Any] = {"seed": seed, "triples": _TRIPLES if preset == "full" else ()}
+    if count is None:
+        rows = covering_design(levels, **options)
+    else:
+        rows = longer_design(levels, count, **options)
+    return tuple(_case_of(slot, row, seed * 10_007 + index) for index, row in enumerate(rows))
+
+
+def partial_levels(slot: str, preset: str, dtypes: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Return the values of each parameter of ``slot`` in a preset."""
+    levels = {
+        name: (*quick, *(added if preset == "full" else ()))
+        for name, (quick, added) in {**_SHARED, **_OWN[slot]}.items()
+    }
+    return {"dtype": tuple(dtypes), **levels}
+
+
+def _case_of(slot: str, row: Row, seed: int) -> GeneratedCase:
+    """Return the case that ``row`` describes."""
+    size, stride, block = row.get("blocks", (4, 4, 8))
+    init, local = row.get("forced", (0, 0))
+    length = 3 * block + size + 3  # of the longest document
+    documents = {
+        "packed": (3, 0, length, 0, 1, (length + 1) // 2),
+        "tiny documents": (1, 0, 2, 1, 3, length, 0, 1, 5, 0),
+        "one document": (length,),
+    }.get(row["documents"], ())
+    longest = documents.index(length) if documents else 0
+    start = sum(documents[:longest])
+    axis = sum(documents) if documents else length
+    base = {"axis": 0, "document": start, "third block": start + 2 * block}[row["begin"]]
+    first = base + row["residue"] * block // _RESIDUES
+    rest = axis - first
+    to_end = start + length - first
+    queries = {"to its end": to_end, "all": rest, "all but 3": max(1, rest - 3)}.get(row["queries"])
+    if queries is None:
+        queries = min(int(row["queries"]), rest)
+    fields: dict[str, Any] = {"documents": documents} if documents else {"tokens": length}
+    if row["documents"].startswith("batch "):
+        fields["batch"] = int(row["documents"].removeprefix("batch "))
+    same = ("dtype", "h", "groups", "layout", "poison", "w")
+    fields |= {name: row[name] for name in same if name in row}
+    if "block_kind" in row:
+        fields["blocks"] = row["block_kind"]
+    return GeneratedCase(
+        slot=slot,
+        l=size,
+        d=stride,
+        block=block,
+        n=max(1, init + local + row.get("free", 1)),
+        init=init,
+        local=local,
+        dk=row["widths"][0],
+        dv=row["widths"][1],
+        first_query=first,
+        queries=queries,
+        seed=seed,
+        **fields,
+    )
