@@ -7,48 +7,16 @@ take contiguous sequences, so pages and rings are copied in the order of their t
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
-
-from nsa_core.dispatch.finite_checks import checked_plan
-from nsa_core.errors import BackendUnavailable, Unsupported
 
 if TYPE_CHECKING:
     from nsa_core.cache.kv_store import KVBuffer, KVStore
     from nsa_core.cache.state import CacheState
     from nsa_core.dispatch.plan import Plan
-    from nsa_core.layer.projection import NSAProjections
 
 MIN_ROWS = 16  # shorter chunks are left to the decode forms
-
-
-def chunk_plan(layer: NSAProjections, cache: CacheState) -> Plan | None:
-    """Return the plan for chunks of ``cache``, or None if no backend takes partial queries."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    plan = _resolve(layer.config, cache.device, cache.dtype, layer.backends, deterministic)
-    return checked_plan(plan, layer.layer) if plan is not None and layer.check else plan
-
-
-@functools.lru_cache(maxsize=64)
-def _resolve(
-    config: object, device: torch.device, dtype: torch.dtype, backends: object, deterministic: bool
-) -> Plan | None:
-    from nsa_core.dispatch.options import PlanOptions
-    from nsa_core.dispatch.plan import resolve
-
-    options = PlanOptions(
-        device=device,
-        dtype=dtype,
-        backends=dict(backends) if isinstance(backends, tuple) else backends,
-        deterministic=deterministic,
-        partial=True,
-    )
-    try:
-        return resolve(config, options)
-    except (Unsupported, BackendUnavailable):
-        return None
 
 
 def attend_chunk(

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_core.cache.chunk import chunk_store, write_back_newest
-from nsa_core.cache.chunk_attention import MIN_ROWS, attend_chunk, chunk_plan
+from nsa_core.cache.chunk_attention import MIN_ROWS, attend_chunk
 from nsa_core.cache.compress_step import compress
 from nsa_core.cache.new_tokens import New, NewTokens, new_tokens
 from nsa_core.cache.prefill import prefill
@@ -193,7 +193,7 @@ def _decode(
     if tokens.counts is None or not cache.exact or _completes_a_block(cache, bounds):
         compress(layer, store, call, tokens.rows)
     long = is_chunk and tokens.rows >= MIN_ROWS and tokens.counts is not None and cache.exact
-    partial = chunk_plan(layer, cache) if long and explicit is None else None
+    partial = layer.chunk_plan(cache.device, cache.dtype) if long and explicit is None else None
     if partial is None:
         o = _attend(plan, store, q, gates, call)
     else:

@@ -15,7 +15,7 @@ from nsa_core.dispatch.candidates import backends_problems
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dispatch.registry import check_backend_names
-from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Backends = str | tuple[tuple[str, str], ...] | None
@@ -101,6 +101,38 @@ def default_plan(
         _plans, _plan_name(config.values, device, dtype, varlen, wants_grad, backends, long)
     )
     return plan
+
+
+@functools.lru_cache(maxsize=64)
+def partial_plan(
+    config: NSAConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    backends: Backends,
+    deterministic: bool,
+) -> Plan | None:
+    """Return the forward-only plan for queries that begin inside a sequence.
+
+    It is None if no backend takes them in some slot, or if a backend of ``backends`` does not.
+
+    Args:
+        config: Configuration of the layer.
+        device: Device of the tensors.
+        dtype: dtype of q, k and v.
+        backends: Result of :func:`frozen_backends`.
+        deterministic: Whether every run must give the same bits.
+    """
+    options = PlanOptions(
+        device=device,
+        dtype=dtype,
+        backends=dict(backends) if isinstance(backends, tuple) else backends,
+        deterministic=deterministic,
+        partial=True,
+    )
+    try:
+        return resolve(config, options)
+    except (Unsupported, BackendUnavailable):
+        return None
 
 
 def constant_result(function: Function) -> Function:

@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa_core.config import NSAConfig, check_config
-from nsa_core.dispatch.default_plan import check_is_plan, default_plan, frozen_backends, is_long
+from nsa_core.dispatch.default_plan import (
+    check_is_plan,
+    default_plan,
+    frozen_backends,
+    is_long,
+    partial_plan,
+)
 from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.layer.fused_heads import rotated_heads
 from nsa_core.layer.gating import make_gate
@@ -266,3 +272,16 @@ class NSAProjections(nn.Module):
         else:
             check_is_plan(plan)
         return checked_plan(plan, self.layer) if self.check else plan
+
+    def chunk_plan(self, device: torch.device, dtype: torch.dtype) -> Plan | None:
+        """Return the plan for long chunks over a cache, of ``backends``.
+
+        None if they do not take queries that begin inside a sequence; then the decode forms serve.
+
+        Args:
+            device: device of the cache.
+            dtype: dtype of the cache.
+        """
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        plan = partial_plan(self.config, device, dtype, self.backends, deterministic)
+        return checked_plan(plan, self.layer) if plan is not None and self.check else plan

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nsa_core.dispatch.plan import resolve
+from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import Unsupported
 from nsa_verify.cases import Case
@@ -122,26 +122,28 @@ def replay(
 
 def _plans(combination: Combination, history: History, dtype: torch.dtype) -> Plans:
     """Return the plans of the combination, or in float64 the best ones that accept it."""
-    options: dict[str, Any] = {"needs_grad": False}
-    decode: dict[str, Any] = {"phase": "decode", "page_size": history.sizes.page_size or None}
-    device, config = combination.device, history.config
     if dtype == torch.float64:
         try:
-            if device != "cpu":
+            if combination.device != "cpu":
                 raise Unsupported("float64 runs on the CPU")
-            return Plans(
-                combination.plan(config, dtype, **options),
-                combination.plan(config, dtype, **options, **decode),
-                device,
-            )
+            return _plans_of(combination.plan, history, dtype, "cpu")
         except Unsupported:
-            return Plans(
-                resolve(config, dtype=dtype, **options),
-                resolve(config, dtype=dtype, **options, **decode),
-                "cpu",
-            )
+            return _plans_of(lambda c, d, **x: resolve(c, dtype=d, **x), history, dtype, "cpu")
+    return _plans_of(combination.plan, history, dtype, combination.device)
+
+
+def _plans_of(
+    plan: Callable[..., Plan], history: History, dtype: torch.dtype, device: str
+) -> Plans:
+    """Return the plans that ``plan(config, dtype, **options)`` resolves."""
+    page_size = history.sizes.page_size or None
+    try:
+        partial = plan(history.config, dtype, needs_grad=False, partial=True)
+    except Unsupported:
+        partial = None
     return Plans(
-        combination.plan(config, dtype, **options),
-        combination.plan(config, dtype, **options, **decode),
+        plan(history.config, dtype, needs_grad=False),
+        plan(history.config, dtype, needs_grad=False, phase="decode", page_size=page_size),
+        partial,
         device,
     )

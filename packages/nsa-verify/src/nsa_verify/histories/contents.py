@@ -168,13 +168,27 @@ def received_faults(
             continue
         visible = owned(config, length, start)
         for name, tensor in dense.items():
-            branch = name[2:] if name != "q" else "q"
-            rows = range(start, length) if name == "q" else visible[branch]
-            if not _is_comparable(config, branch, "k" if name == "q" else name[0], fused):
-                continue
+            rows = range(start, length) if name == "q" else visible[name[2:]]
             part = tensor[b, rows.start : rows.stop]
-            detail = _difference(
-                config, branch, name[0], part, expected[b][name].cpu(), rows, fused
-            )
-            if detail:
-                yield Fault("", f"{name} of a step", f"{detail} of sequence {b}")
+            yield from row_faults(config, name, part, expected[b], rows, b, fused)
+
+
+def row_faults(
+    config: NSAConfig,
+    name: str,
+    actual: torch.Tensor,  # [len(rows), heads, D], on the CPU
+    expected: Rows,
+    rows: range,
+    sequence: int,
+    fused: bool = False,
+) -> Iterator[Fault]:
+    """Compare ``rows`` of a tensor that a kernel received with those of a prefill.
+
+    ``name`` is q, or k or v, an underscore and sel, win or cmp.
+    """
+    branch, kind = ("q", "k") if name == "q" else (name[2:], name[0])
+    if not _is_comparable(config, branch, kind, fused):
+        return
+    detail = _difference(config, branch, name[0], actual, expected[name].cpu(), rows, fused)
+    if detail:
+        yield Fault("", f"{name} of a step", f"{detail} of sequence {sequence}")

@@ -42,13 +42,15 @@ def exact_v_cmp(config: NSAConfig) -> bool:
 
 
 class PlannedLayer(NSAttention):
-    """A layer whose prefills run a given plan.
+    """A layer whose prefills and long chunks run given plans.
 
     Attributes:
-        prefill_plan: The plan.
+        prefill_plan: The plan of prefills.
+        partial_plan: The plan of long chunks; None: the decode forms run them.
     """
 
     prefill_plan: Plan
+    partial_plan: Plan | None
 
     def resolve_plan(
         self, x: torch.Tensor, q: torch.Tensor, varlen: bool, plan: Plan | None = None
@@ -56,9 +58,17 @@ class PlannedLayer(NSAttention):
         """Return ``prefill_plan``."""
         return self.prefill_plan
 
+    def chunk_plan(self, device: torch.device, dtype: torch.dtype) -> Plan | None:
+        """Return ``partial_plan``."""
+        return self.partial_plan
+
 
 def exact_layer(
-    history: History, dtype: torch.dtype, device: torch.device | str, prefill_plan: Plan
+    history: History,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    prefill_plan: Plan,
+    partial_plan: Plan | None,
 ) -> PlannedLayer:
     """Return the layer of ``history``."""
     with torch.random.fork_rng(devices=[]):
@@ -70,7 +80,7 @@ def exact_layer(
             values = _exact_values(name, tuple(parameter.shape), generator)
             if values is not None:
                 parameter.copy_(values)
-    attn.prefill_plan = prefill_plan
+    attn.prefill_plan, attn.partial_plan = prefill_plan, partial_plan
     return attn.to(device, dtype).requires_grad_(False)
 
 

@@ -13,6 +13,7 @@ from nsa_verify.cases import Case
 from nsa_verify.checks.decode_fused import judge_composed
 from nsa_verify.checks.decode_parity import DECODE_SLOTS, Step, StepData, judge_step
 from nsa_verify.histories import layers
+from nsa_verify.histories.chunks import ChunkCall, chunk_faults, chunk_of
 from nsa_verify.histories.contents import Fault, received, received_faults
 from nsa_verify.histories.replay import Called, Done, Replay
 from nsa_verify.judge.tensor import judge
@@ -24,33 +25,49 @@ Group = dict[str, Called]
 def judge_output(replay: Replay, done: Done) -> Iterator[Fault]:
     """Yield the faults of a step.
 
-    The decode forms must receive the lengths of the model and the rows of a prefill. Their results
-    are judged given the tensors that they received. In float64, the output of the layer is judged
-    against the oracle on the whole sequences, given the selected blocks, which are judged too.
+    The decode forms, or the kernels of a long chunk, must receive the lengths of the model and the
+    rows of a prefill. Their results are judged given the tensors that they received. In float64,
+    the output of the layer is judged against the oracle on the whole sequences, given the selected
+    blocks, which are judged too.
     """
-    groups, lengths = _decode_groups(done.calls), list(done.before)
+    lengths, chunks, groups = list(done.before), [], []
     rows = [replay.rows.of(sequence.tokens) for sequence in done.model.sequences]
-    for group in groups:
+    for group in _groups(done.calls):
         call = next(iter(group.values())).call
-        assert call is not None  # a decode form has one
+        if call is None:
+            last = chunks[-1].sequences[-1] if chunks else -1
+            chunk = chunk_of(group, lengths, done.model.lengths, last)
+            yield from chunk_faults(
+                replay.history.config, replay.dtype, chunk, rows, replay.fused_append
+            )
+            if not chunk.sequences:
+                return
+            for b in chunk.sequences:
+                lengths[b] = chunk.end
+            chunks.append(chunk)
+            continue
+        groups.append(group)
         spans = list(zip(call.starts.tolist(), call.lengths.tolist()))
         if [start for start, _ in spans] != lengths:
             yield Fault("", "lengths of a step", f"it starts at {spans}, expected {lengths}")
             return
         lengths = [length for _, length in spans]
         yield from _group_faults(replay, group, spans, rows)
-    if groups and lengths != done.model.lengths:
+    if (groups or chunks) and lengths != done.model.lengths:
         yield Fault("", "lengths of a step", f"{lengths}, expected {done.model.lengths}")
         return
     if replay.dtype == torch.float64:
-        yield from _output_faults(replay, done, groups)
+        yield from _output_faults(replay, done, groups, chunks)
 
 
-def _decode_groups(calls: Sequence[Called]) -> list[Group]:
-    """Return the calls of the decode forms, one group per chunk; none in a prefill."""
+def _groups(calls: Sequence[Called]) -> list[Group]:
+    """Return the calls of decode forms and of long chunks, one group per chunk; none in a prefill.
+
+    The calls of a long chunk have no ``call``.
+    """
     groups: list[Group] = []
     for called in calls:
-        if called.call is None:
+        if called.call is None and called.first_query is None:
             continue
         if called.slot in ("cmp", "step"):
             groups.append({})
@@ -100,7 +117,9 @@ def _stores(group: Group) -> dict[str, torch.Tensor]:
     return {f"{kind}_{slot}": group[slot].tensors[1 + i] for slot, (i, kind) in branches}
 
 
-def _output_faults(replay: Replay, done: Done, groups: Sequence[Group]) -> Iterator[Fault]:
+def _output_faults(
+    replay: Replay, done: Done, groups: Sequence[Group], chunks: Sequence[ChunkCall]
+) -> Iterator[Fault]:
     """Judge the output of the new tokens in float64 against the oracle on whole sequences."""
     config, attn = replay.history.config, replay.attn
     active = [b for b, new in enumerate(done.operation.values) if new]
@@ -115,7 +134,7 @@ def _output_faults(replay: Replay, done: Done, groups: Sequence[Group]) -> Itera
     p = oracle.project(state, x, config, cu_seqlens=ends)
     first = {b: int(ends[i]) for i, b in enumerate(active)}
     rows = [first[b] + t for b in active for t in range(done.before[b], done.model.lengths[b])]
-    blocks = _blocks(done, groups, active, first, (len(x), config))
+    blocks = _blocks(done, groups, chunks, active, first, (len(x), config))
     options: dict[str, Any] = {"cu_seqlens": ends, "rows": rows}
 
     def output(absolute: bool) -> torch.Tensor:
@@ -147,6 +166,7 @@ def _output_faults(replay: Replay, done: Done, groups: Sequence[Group]) -> Itera
 def _blocks(
     done: Done,
     groups: Sequence[Group],
+    chunks: Sequence[ChunkCall],
     active: Sequence[int],
     first: dict[int, int],
     shape: tuple[int, Any],
@@ -163,7 +183,11 @@ def _blocks(
             if length > start:
                 at = slice(first[b] + start, first[b] + length)
                 blocks[at] = called.results[-1][b, : length - start].cpu()
-    if not groups:
+    for chunk in chunks:
+        for row, b in enumerate(chunk.sequences):
+            at = slice(first[b] + chunk.start, first[b] + chunk.end)
+            blocks[at] = chunk.calls["select"].results[0][row].cpu()
+    if not groups and not chunks:
         (selected,) = next(called for called in done.calls if called.slot == "select").results
         for i, b in enumerate(active):
             length = done.model.lengths[b]

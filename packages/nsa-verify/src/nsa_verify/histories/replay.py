@@ -28,14 +28,16 @@ class Called(NamedTuple):
     Attributes:
         slot: The slot, or "step" of a fused step.
         tensors: Its inputs.
-        call: Its arguments, with the lengths of that time; None in a prefill.
+        call: Its arguments, with the lengths of that time; None in a prefill and a long chunk.
         results: Its results.
+        first_query: Position of the first row of q in a long chunk, in the given keys; else None.
     """
 
     slot: str
     tensors: tuple[torch.Tensor, ...]
     call: DecodeCall | None
     results: tuple[torch.Tensor, ...]
+    first_query: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +78,13 @@ class Plans:
     Attributes:
         prefill: The plan of a prefill.
         decode: The plan of a decode step.
+        partial: The plan of a long chunk; None: decode steps serve.
         device: The device of the layer.
     """
 
     prefill: Plan
     decode: Plan
+    partial: Plan | None
     device: str
 
 
@@ -97,7 +101,7 @@ def recorded(plan: Plan, calls: list[Called]) -> Plan:
                 call = dataclasses.replace(call, **changing)
                 if slot in ("win", "step"):  # the next chunk overwrites the ring
                     tensors = (*tensors[:-2], *(ring.clone() for ring in tensors[-2:]))
-            calls.append(Called(slot, tensors, call, results))
+            calls.append(Called(slot, tensors, call, results, options.get("first_query")))
             return result
 
         return run
@@ -131,7 +135,11 @@ class Replay:
         sizes = history.sizes
         self._calls: list[Called] = []
         self.attn = layers.exact_layer(
-            history, dtype, plans.device, recorded(plans.prefill, self._calls)
+            history,
+            dtype,
+            plans.device,
+            recorded(plans.prefill, self._calls),
+            None if plans.partial is None else recorded(plans.partial, self._calls),
         )
         self.cache: NSACache = self.attn.new_cache(
             sizes.batch,
@@ -158,7 +166,9 @@ class Replay:
         """
         from nsa_core.cache import step as cache_step  # imported here: it imports the compiler
 
-        with mock.patch.object(cache_step, "MAX_CHUNK_ROWS", self.history.sizes.chunk_rows):
+        # With chunks this short, histories reach the decode forms and the kernels of long chunks.
+        limits = {"MAX_CHUNK_ROWS": self.history.sizes.chunk_rows, "MIN_ROWS": 4}
+        with mock.patch.multiple(cache_step, **limits):
             for number, operation in enumerate(self.history.operations):
                 for fault in self._faults_of(operation, judge):
                     return Failure(number, fault)
