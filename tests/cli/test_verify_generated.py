@@ -6,10 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from nsa_cli.app import app
-from nsa_cli.verify_report import _case_command, checks_rows, refusal_lines, summary
+from nsa_cli.verify_report import (
+    _case_command,
+    _print_failures,
+    checks_rows,
+    refusal_lines,
+    summary,
+)
+from nsa_core.dispatch.registry import default_registry
 
 
 def verify(*options: str) -> tuple[int, str]:
@@ -56,6 +64,28 @@ def _report(*findings: dict[str, object], refused: int = 0, cases: int = 2) -> d
         "seed": 3,
         "seconds": 1.0,
     }
+
+
+def test_a_case_of_partial_queries_is_judged_or_refused_with_its_reason(tmp_path: Path) -> None:
+    file = tmp_path / "verify.json"
+    line = "slot=win,w=3,tokens=9,first_query=5,queries=2"
+    code, text = verify("--win", "sdpa", "--case", line, "--json", str(file))
+    findings = json.loads(file.read_text())["findings"]
+    assert {(f["check"], f["case"]) for f in findings} == {("partial queries", line)}, text
+    if default_registry().get("sdpa").spec.slots["win"].partial:
+        assert (code, {f["ok"] for f in findings}) == (0, {True}), text
+    else:
+        assert code == 3
+        assert "does not take queries that begin inside a sequence" in " ".join(text.split())
+
+
+def test_a_failed_case_of_partial_queries_is_repeated_by_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    finding = _finding(False, "row 9 > 4") | {"check": "partial queries"}
+    _print_failures(Console(), [_report(finding)])
+    repeats = [x for x in capsys.readouterr().out.splitlines() if x.startswith("to repeat")]
+    assert repeats == ["to repeat: nsa verify --sel mine --device cpu --case 'slot=sel,w=3'"]
 
 
 def test_refusals_are_shown_and_refusing_everything_fails() -> None:

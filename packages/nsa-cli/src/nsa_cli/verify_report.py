@@ -232,6 +232,11 @@ def _is_generated(finding: Finding) -> bool:
     return bool(finding["check"] == f"generated {finding['slot']}")
 
 
+def _has_case_line(finding: Finding) -> bool:
+    """Return whether the case of ``finding`` is a line for --case."""
+    return _is_generated(finding) or bool(finding["check"] == "partial queries")
+
+
 def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None:
     """Print the first failed findings, each with what reproduces it."""
     failed = [
@@ -248,11 +253,11 @@ def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None
     if len(failed) > _LISTED_FAILURES:
         more = len(failed) - _LISTED_FAILURES
         output.print_text(console, f"and {more} more failures; --json FILE writes all", "red")
-    generated = [(report, finding) for report, finding in failed if _is_generated(finding)]
+    generated = [(report, finding) for report, finding in failed if _has_case_line(finding)]
     for command in dict.fromkeys(_case_command(*pair) for pair in generated[:_LISTED_FAILURES]):
         # One line, to be copied whole: a break inside the quotes would be part of the case.
         console.print(f"to repeat: {command}", no_wrap=True, overflow="ignore", crop=False)
-    failed = [pair for pair in failed if not _is_generated(pair[1])]
+    failed = [pair for pair in failed if not _has_case_line(pair[1])]
     if failed:
         # A backslash continues the command where the line is wrapped.
         lines = wrap(f"to repeat: {_command(*failed[0])}", output.text_width() - 2, rest="  ")

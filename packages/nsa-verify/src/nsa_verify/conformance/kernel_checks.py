@@ -45,6 +45,7 @@ def operator(subject: SlotUnderTest, point: Point, grad: bool) -> Iterator[str]:
         kernel.scale,
         list(kernel.geometry),
         kernel.deterministic,
+        None,  # first_query: whole sequences
     )
     leaves = [
         t.clone().requires_grad_(grad and n not in ("blocks", "lse")) for n, t in inputs.items()

@@ -21,6 +21,9 @@ from nsa_verify.combination import Combination
 from nsa_verify.conformance import kernel_checks
 from nsa_verify.conformance.grid import Point, StepPoint, grid, step_grid
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
+from nsa_verify.generated import partial
+from nsa_verify.generated.case import PARTIAL_CHECK
+from nsa_verify.generated.checks import judge_generated
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.run import suite
 from nsa_verify.run.contexts import context_of
@@ -93,6 +96,7 @@ class BackendConformance:
             preset = getattr(option, "nsa_preset", "quick")
             count = CASES_PER_SLOT if preset == "quick" else None
             todo = suite.jobs(preset, dtypes, text=None, cases_per_slot=count)
+            todo = [job for job in todo if job.name != PARTIAL_CHECK]  # they have their own test
             labels = [f"{job.name}-{job.case.name}-{dtype_name(job.dtype)}" for job in todo]
             metafunc.parametrize("job", todo, ids=labels)
         if "slot" in metafunc.fixturenames:
@@ -163,6 +167,23 @@ class BackendConformance:
         grad = _grad(subject, point)
         run: kernel_checks.Check = getattr(kernel_checks, check)
         _fail_if(list(run(subject, point, grad)), f"{slot}, {check}, {point.dtype}")
+
+    def test_partial_queries_are_correct(self, slot: str) -> None:
+        """Queries that begin inside a sequence give the rows of the whole call, if declared."""
+        subject = SlotUnderTest(self._entry(), slot, self._device)
+        if slot not in partial.SLOTS:
+            pytest.skip(f"{slot} reads no keys")
+        if not subject.spec.partial:
+            pytest.skip(f"the backend does not declare partial for {slot}")
+        dtypes = _accepted_dtypes(subject.entry, [slot], self._device)
+        drawn = partial.partial_cases("quick", [dtype_name(d) for d in dtypes], slots=[slot])
+        empty = [dataclasses.replace(case, queries=0) for case in drawn[:3]]
+        combination = Combination({slot: subject.entry.name}, self._device, self.registry)
+        findings = [f for case in (*drawn, *empty) for f in judge_generated(combination, case)]
+        failed = [f for f in findings if f.ok is False]
+        _fail_if([f"{f.case} {f.quantity}: {f.detail}" for f in failed], f"{slot}, partial")
+        if not any(f.ok for f in findings):
+            pytest.skip("; ".join(sorted({f.detail for f in findings})))
 
     def test_verify(self, job: suite.Job) -> None:
         """The checks of `nsa verify` pass with this backend in every slot that it offers."""

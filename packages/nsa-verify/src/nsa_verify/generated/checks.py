@@ -68,8 +68,8 @@ def judge_generated(combination: Combination, generated: GeneratedCase) -> list[
     """Judge one generated case.
 
     The findings cover outputs, LSE and all gradients, a second run of a whole call if the backend
-    declares equal bits, and the NaN or Inf of the case. A refused case gives one finding with ok None; a kernel
-    that raises gives a failed one.
+    declares equal bits, and the NaN or Inf of the case. A refused case gives one finding with ok
+    None; a kernel that raises gives a failed one.
 
     Raises:
         InvalidInput: The case is wrong for every backend.

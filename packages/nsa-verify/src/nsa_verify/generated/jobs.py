@@ -39,7 +39,8 @@ def jobs_for(
     """
     if count is None and preset == "interpreter":
         return []
-    names, options = [dtype_name(d) for d in dtypes], {"seed": seed, "count": count}
+    names = [dtype_name(d) for d in dtypes]
+    options: dict[str, Any] = {"seed": seed, "count": count}
     cases = generated_cases(preset, names, **options) + partial_cases(preset, names, **options)
     budgets = {slot: ShrinkBudget() for slot in SLOTS}
     return [job_of(case, job, budgets[case.slot], if_declared=True) for case in cases]

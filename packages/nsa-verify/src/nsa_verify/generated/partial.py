@@ -19,8 +19,8 @@ _RESIDUES = 8
 # Each first group of values is that of quick, the second is added in full.
 _SHARED: Mapping[str, Any] = {
     "residue": (tuple(range(_RESIDUES)), ()),
-    # Positions from which the residue counts: the start of the axis, of a document, and its third
-    # block. With documents the first one puts the cut into those before the longest.
+    # Positions from which the residue counts: the start of the axis, which is that of the first
+    # document, the start of the longest document, and its third block.
     "begin": (("axis", "document", "third block"), ()),
     # To the end of the document leaves nothing of it; to the end of the axis leaves no extra key.
     "queries": (("1", "5", "to its end", "all", "all but 3"), ("0", "40")),
@@ -99,8 +99,8 @@ def _case_of(slot: str, row: Row, seed: int) -> GeneratedCase:
     init, local = row.get("forced", (0, 0))
     length = 3 * block + size + 3  # of the longest document
     documents = {
-        "packed": (3, 0, length, 0, 1, (length + 1) // 2),
-        "tiny documents": (1, 0, 2, 1, 3, length, 0, 1, 5, 0),
+        "packed": (block, 0, length, 0, 1, (length + 1) // 3),
+        "tiny documents": (block, 1, 0, 2, 1, 3, length, 0, 1, 5, 0),
         "one document": (length,),
     }.get(row["documents"], ())
     longest = documents.index(length) if documents else 0

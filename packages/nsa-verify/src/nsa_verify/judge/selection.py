@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -115,7 +116,7 @@ def _judge_selection(
     unit = 2.0**-53 if q.dtype == torch.float64 else 2.0**-24
     exact, chosen = _exact_logits(q, k_cmp, unit), blocks.detach().cpu()
     worst, where, flips, sets, largest = 0.0, (), 0, 0, 0.0
-    call = {"cu_seqlens": cu_seqlens, "rows": rows, "first_query": first_query}
+    call: dict[str, Any] = {"cu_seqlens": cu_seqlens, "rows": rows, "first_query": first_query}
     for row in row_scores(q, k_cmp, lse, geometry, scale, **call):
         lead = (row.document, row.row) if cu_seqlens is None else (row.row,)
         index = (*lead, row.kv_head)

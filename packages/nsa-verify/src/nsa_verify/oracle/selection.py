@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -172,7 +172,7 @@ def scores(
     ends = [first + count for first, count in zip(queries.first, counts) if count]
     blocks = max((len(range(0, end, size)) for end in ends), default=0)
     out = torch.zeros((*q.shape[:-2], k_cmp.shape[-2], blocks), dtype=torch.float64)
-    call = {"cu_seqlens": cu_seqlens, "rows": rows, "first_query": first_query}
+    call: dict[str, Any] = {"cu_seqlens": cu_seqlens, "rows": rows, "first_query": first_query}
     for row in row_scores(q, k_cmp, lse, geometry, scale, **call):
         group = row.per_group()
         out[(*_lead(row, cu_seqlens), row.kv_head)][: len(group)] = group
@@ -223,7 +223,7 @@ def select(
     """
     shape = (*q.shape[:-2], k_cmp.shape[-2], geometry.num_selected_blocks)
     out = torch.full(shape, -1, dtype=torch.int32)
-    call = {"cu_seqlens": cu_seqlens, "rows": rows, "first_query": first_query}
+    call: dict[str, Any] = {"cu_seqlens": cu_seqlens, "rows": rows, "first_query": first_query}
     for row in row_scores(q, k_cmp, lse, geometry, scale, **call):
         blocks = choose(row.per_group().tolist(), row.token, geometry)
         chosen = torch.tensor(blocks, dtype=torch.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from nsa_core.layout import BlockGeometry
@@ -113,7 +115,7 @@ def select(
         int32 [B, S, G, n], packed [T, G, n]: blocks in ascending order, then -1.
     """
     queries = query_rows(q, host_bounds(cu_seqlens), first_query)
-    call = {"cu_seqlens": cu_seqlens, "first_query": first_query}
+    call: dict[str, Any] = {"cu_seqlens": cu_seqlens, "first_query": first_query}
     blocks = [
         choose(score, geometry, first)
         for score, first in zip(scores(q, k_cmp, lse, geometry, scale, **call), queries.first)

@@ -1,0 +1,227 @@
+"""Generated cases of queries that begin inside a sequence (contract 1.1)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nsa_core.contract import DTYPES, BackendSpec, import_named
+from nsa_core.dispatch.registry import Registry, discover
+from nsa_core.errors import InvalidInput
+from nsa_verify.combination import Combination
+from nsa_verify.generated.case import PARTIAL_CHECK, GeneratedCase, parse_case
+from nsa_verify.generated.checks import judge_generated
+from nsa_verify.generated.data import problem_of
+from nsa_verify.generated.design import covering_design, missing_tuples
+from nsa_verify.generated.jobs import job_of, jobs_for
+from nsa_verify.generated.partial import SLOTS, partial_cases, partial_levels
+from nsa_verify.generated.shrink import ShrinkBudget, shrink
+from nsa_verify.run import suite
+from semantic.model import FUNCTIONS, healthy_combination, healthy_spec
+
+QUICK = {slot: partial_cases("quick", DTYPES, slots=[slot]) for slot in SLOTS}
+ALL = [case for cases in QUICK.values() for case in cases]
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_queries_of_quick_begin_at_every_residue(slot: str) -> None:
+    """Modulo l' and d of every block sizes: the position of the first query in its document."""
+    residues: dict[tuple[int, int], set[int]] = {}
+    for case in QUICK[slot]:
+        position = next(start for begin, end, start in case.query_spans if end > begin)
+        residues.setdefault((case.d, case.block), set()).add(position % case.block)
+    assert residues == {sizes: set(range(8)) for sizes in residues}
+    assert slot == "win" or {d for d, _ in residues} == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_quick_cuts_everywhere(slot: str) -> None:
+    def some(condition: Callable[[GeneratedCase, int, int], bool]) -> bool:
+        return any(condition(case, *case.query_rows) for case in QUICK[slot])
+
+    def starts(case: GeneratedCase) -> set[int]:
+        return {sum(case.documents[:i]) for i in range(len(case.documents) + 1)}
+
+    assert some(lambda c, first, end: end == first + 1)
+    assert some(lambda c, first, end: first == 0 and end < c.axis)
+    assert some(lambda c, first, end: not c.packed and c.batch > 1 and 0 < first < end < c.axis)
+    assert some(lambda c, first, end: not c.packed and first > 0 and end == c.axis)
+    assert some(lambda c, first, end: c.packed and 0 < first in starts(c))
+    assert some(lambda c, first, end: c.packed and first not in starts(c) and end not in starts(c))
+    assert some(lambda c, first, end: c.packed and end < c.axis and end in starts(c))
+    assert some(lambda c, first, end: c.packed and sum(s[0] < s[1] for s in c.query_spans) >= 3)
+    assert {c.dtype for c in QUICK[slot]} == set(DTYPES)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_design_of_quick_has_every_pair_and_few_rows(slot: str) -> None:
+    levels = partial_levels(slot, "quick", DTYPES)
+    assert missing_tuples(levels, covering_design(levels)) == []
+    assert len(QUICK[slot]) == len(covering_design(levels)) <= 50
+
+
+def test_lines_come_back_as_the_same_cases() -> None:
+    for case in ALL:
+        assert parse_case(case.text()) == case
+        assert "first_query=" in case.text()
+    assert len({case.text() for case in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("slot=win,tokens=5,queries=2", "queries=2 needs first_query"),
+        ("slot=win,tokens=5,first_query=6", "must lie in the 5 rows of keys"),
+        ("slot=win,tokens=5,first_query=2,queries=4", "the queries 2 .. 6 must lie in the 5 rows"),
+        ("slot=win,documents=2+3,first_query=5,queries=1", "must lie in the 5 rows of keys"),
+        ("slot=win,tokens=5,first_query=-1", "first_query must be an integer from 0"),
+        ("slot=combine,tokens=5,first_query=1", "combine reads no keys"),
+    ],
+)
+def test_invalid_cuts_are_refused(line: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        parse_case(line)
+
+
+def test_tensors_are_those_rows_of_the_whole_problem() -> None:
+    line = "slot=sel,dk=3,dv=2,block=4,n=2,documents=3+0+9,seed=4"
+    whole, part = problem_of(parse_case(line)), problem_of(parse_case(line + ",first_query=5"))
+    assert (whole.first_query, part.first_query) == (None, 5)
+    for name in ("q", "blocks"):
+        assert torch.equal(part.inputs[name], whole.inputs[name][5:])
+    assert torch.equal(part.inputs["k"], whole.inputs["k"])
+    assert part.do is not None
+    assert whole.do is not None
+    assert torch.equal(part.do, whole.do[5:])
+    lse = problem_of(parse_case("slot=select,tokens=9,batch=2,first_query=2,queries=3")).inputs[
+        "lse"
+    ]
+    assert lse.shape == (2, 1, 3)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+def test_padded_calls_pass(slot: str) -> None:
+    """The padding backend is right; every fifteenth case, no query, and one with NaN or Inf."""
+    poisons = {"cmp": "nan_k", "select": "nan_q", "sel": "inf_v", "win": "nan_q"}
+    poisoned = dataclasses.replace(QUICK[slot][7], poison=poisons[slot])
+    empty = dataclasses.replace(QUICK[slot][0], queries=0)
+    for case in (*QUICK[slot][::15], poisoned, empty):
+        case.validate()
+        findings = judge_generated(healthy_combination(), case)
+        assert findings, case.text()
+        assert [f for f in findings if f.ok is not True] == []
+        assert {f.check for f in findings} == {PARTIAL_CHECK}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("slot", SLOTS)
+def test_padded_calls_pass_the_full_design(slot: str, seed: int) -> None:
+    for case in partial_cases("full", DTYPES, slots=[slot], seed=seed):
+        case.validate()
+        failed = [f for f in judge_generated(healthy_combination(), case) if f.ok is not True]
+        assert failed == []
+
+
+def planted(name: str, slot: str, change: Callable[[list[torch.Tensor], Any], None]) -> Combination:
+    """Return the padding backend with ``change`` of the results of partial forwards of ``slot``."""
+    spec = healthy_spec()
+    healthy = import_named(spec.slots[slot].forward)
+
+    def forward(*tensors: torch.Tensor, call: Any) -> Any:
+        results = healthy(*tensors, call=call)
+        listed = [results] if isinstance(results, torch.Tensor) else list(results)
+        change(listed, call)
+        return listed[0] if isinstance(results, torch.Tensor) else tuple(listed)
+
+    setattr(FUNCTIONS, name, forward)
+    own = dataclasses.replace(spec.slots[slot], forward=f"{FUNCTIONS.__name__}:{name}")
+    faulty = dataclasses.replace(spec, name=name, slots={**spec.slots, slot: own})
+    return Combination({slot: name}, registry=discover().with_backend(faulty))
+
+
+def test_nan_that_is_lost_in_a_cut_is_found() -> None:
+    line = "slot=win,w=3,tokens=12,first_query=5,queries=4,poison=nan_v"
+    case = parse_case(line)
+    assert all(f.ok for f in judge_generated(healthy_combination(), case))
+    finite = planted("partial_finite", "win", lambda out, call: out[0].nan_to_num_())
+    failed = [f for f in judge_generated(finite, case) if f.ok is False]
+    assert "nan in v" in [f.quantity for f in failed]
+
+
+def test_nan_of_a_query_that_leaves_its_row_is_found() -> None:
+    def spread(out: list[torch.Tensor], call: Any) -> None:
+        if bool(out[0].isnan().any()):
+            out[0][..., 0, :, :] = torch.nan
+
+    line = "slot=win,w=3,documents=4+12,first_query=6,queries=5,poison=nan_q"
+    failed = [
+        f
+        for f in judge_generated(planted("partial_spread", "win", spread), parse_case(line))
+        if f.ok is False
+    ]
+    assert [f.quantity for f in failed] == ["o beside nan in q"]
+
+
+def test_a_failing_cut_shrinks_and_stays_a_cut() -> None:
+    def wrong(out: list[torch.Tensor], call: Any) -> None:
+        if call.first_query >= 3:
+            out[0].mul_(2)
+
+    combination = planted("partial_wrong", "win", wrong)
+
+    def fails(case: GeneratedCase) -> bool:
+        return any(f.ok is False for f in judge_generated(combination, case))
+
+    large = next(c for c in QUICK["win"] if c.packed and c.groups > 1 and fails(c))
+    small = shrink(large, fails, 10)
+    assert (small.first_query, small.queries, small.groups) == (3, 1, 1), small.text()
+    assert small.axis <= 4, small.text()
+    assert fails(parse_case(small.text()))
+
+
+def without_partial(spec: BackendSpec, *slots: str) -> BackendSpec:
+    changed = {slot: dataclasses.replace(spec.slots[slot], partial=False) for slot in slots}
+    return dataclasses.replace(spec, slots={**spec.slots, **changed})
+
+
+def registry_of(spec: BackendSpec) -> Combination:
+    return Combination({}, registry=Registry(()).with_backend(spec))
+
+
+def test_a_slot_that_does_not_declare_partial_is_not_asked() -> None:
+    combination = registry_of(without_partial(healthy_spec(), "sel", "cmp"))
+    cases = [QUICK[slot][0] for slot in SLOTS]
+    todo = [job_of(case, suite.Job, ShrinkBudget(0), if_declared=True) for case in cases]
+    assert {job.name for job in todo} == {PARTIAL_CHECK}
+    findings = [finding for job in todo for finding in job.run(combination)]
+    assert {f.slot for f in findings} == {"select", "win"}
+    assert all(f.ok for f in findings)
+    assert [combination.declares_partial(slot) for slot in SLOTS] == [False, True, False, True]
+
+
+def test_a_slot_is_judged_although_no_other_slot_declares_partial() -> None:
+    combination = registry_of(without_partial(healthy_spec(), "cmp", "select", "sel"))
+    findings = judge_generated(combination, parse_case("slot=win,tokens=9,first_query=4"))
+    assert findings
+    assert all(f.ok for f in findings)
+
+
+def test_a_line_for_a_backend_without_partial_gives_its_reason() -> None:
+    combination = registry_of(without_partial(healthy_spec(), "win"))
+    (finding,) = judge_generated(combination, parse_case("slot=win,tokens=9,first_query=4"))
+    assert finding.ok is None
+    assert "does not take queries that begin inside a sequence in win" in finding.detail
+
+
+def test_number_of_partial_jobs_is_that_asked_for() -> None:
+    def count(preset: str, asked: int | None) -> int:
+        listed = jobs_for(preset, [torch.float32], 0, asked, suite.Job)
+        return sum(job.name == PARTIAL_CHECK for job in listed)
+
+    assert count("quick", 0) == count("interpreter", None) == 0
+    assert count("quick", 3) == 4 * 3
