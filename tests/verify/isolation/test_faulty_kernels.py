@@ -8,13 +8,14 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from faulty_kernels import BEHAVIOURS, CRASHES, ERRORS, FIRST_LENGTH, STATES
+from faulty_kernels import BEHAVIOURS, CRASHES, ERRORS, FIRST_LENGTH, STATES, own_signals
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.dispatch.registry import Registry
 from nsa_verify import cases
 from nsa_verify.checks import slots
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
+from nsa_verify.isolation.children import call_in_child
 from nsa_verify.isolation.global_state import GlobalState
 from nsa_verify.run import suite
 from nsa_verify.run.runner import run_jobs
@@ -22,10 +23,12 @@ from nsa_verify.run.runner import run_jobs
 
 @pytest.fixture(scope="module")
 def combination() -> Combination:
+    return combination_of("faulty_kernels:accept")
+
+
+def combination_of(probe: str) -> Combination:
     win = dataclasses.replace(sdpa().slots["win"], forward="faulty_kernels:forward")
-    spec = dataclasses.replace(
-        sdpa(), name="faulty", slots={"win": win}, probe="faulty_kernels:accept", fused={}
-    )
+    spec = dataclasses.replace(sdpa(), name="faulty", slots={"win": win}, probe=probe, fused={})
     return Combination(
         {"win": "faulty"}, "cpu", Registry(()).with_backend(sdpa()).with_backend(spec)
     )
@@ -56,14 +59,17 @@ def reasons(findings: list[list[Finding]]) -> dict[str, str]:
 
 def assert_reasons(actual: dict[str, str], behaviours: dict[str, tuple[object, str]]) -> None:
     assert actual.keys() == behaviours.keys()
-    for name, (_, expected) in behaviours.items():
-        assert expected in actual[name], name
-        assert bool(expected) == bool(actual[name]), name
-        assert (
-            name == "out of memory"
-            or "'faulty', slot 'win', forward" in actual[name]
-            or (not expected or name in CRASHES)
-        )
+    wrong = {
+        name: actual[name]
+        for name, (_, expected) in behaviours.items()
+        if expected not in actual[name] or bool(expected) != bool(actual[name])
+    }
+    assert not wrong
+    named = [n for n, (_, expected) in behaviours.items() if expected and n != "out of memory"]
+    unnamed = [
+        n for n in named if n not in CRASHES and "'faulty', slot 'win', forward" not in actual[n]
+    ]
+    assert not unnamed
 
 
 def test_a_faulty_kernel_is_a_failed_row_in_this_process(combination) -> None:
@@ -81,6 +87,21 @@ def test_a_faulty_kernel_is_a_failed_row_in_a_worker(combination, capfd) -> None
     (findings,) = run_jobs([combination], jobs_of(behaviours), job_limit_s=60).findings
     assert_reasons(reasons(findings), behaviours)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_probe_that_disturbs_its_process_fails_a_row() -> None:
+    disturbing = combination_of("faulty_kernels:disturb")
+    (findings,) = run_jobs([disturbing], jobs_of(["healthy"] * 2), job_limit_s=60).findings
+    for job in findings:
+        assert [f.detail for f in job if f.ok is False] == [
+            "a backend outside of its kernels' calls: it closed file descriptor 2 (standard error);"
+            " it sent SIGTERM to its own process"
+        ]
+        assert any(f.ok for f in job)
+
+
+def test_a_signal_of_another_process_is_not_the_kernels() -> None:
+    assert call_in_child(own_signals, limit_s=60, doing="in a test") == [[], ["SIGTERM"]]
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ from nsa_core.torch_ops.call_wrapper import Where, wrapped_calls
 from nsa_core.torch_ops.torch_state import is_capturing
 from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.text import describe_error, one_line
-from nsa_verify.isolation.captured_output import printed
+from nsa_verify.isolation.captured_output import printed, restore_streams
 from nsa_verify.isolation.global_state import GlobalState
+from nsa_verify.isolation.own_signals import take_signals
 
 _INTEGERS: dict[int, torch.dtype] = {
     1: torch.int8,
@@ -27,6 +28,7 @@ _INTEGERS: dict[int, torch.dtype] = {
     4: torch.int32,
     8: torch.int64,
 }
+_outside: list[str] = []  # faults of a child process outside of a kernel's calls
 _WRITTEN = {"append": (3, 4, 5)}  # fused form -> the arguments that it writes: raw, sel and win
 
 
@@ -63,11 +65,12 @@ class Guard:
         watched = [] if any(is_capturing(t.device) for t in inputs[:1]) else inputs
         copies, versions = [t.clone() for t in watched], [_version(t) for t in watched]
         printed()  # text from before this call
+        _outside.extend(_restore_process())
         state = GlobalState()
         try:
             results = self._run(where, function, arguments, options)
         finally:
-            changed_state = state.restore()
+            changed_state, process_faults = state.restore(), _restore_process()
         faults = _result_faults(results, inputs, slot)
         faults += [
             f"it changed its input {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} in place"
@@ -75,6 +78,7 @@ class Guard:
             if _version(t) != version or not _same_bits(t, copy)
         ]
         faults += [f"it changed {', '.join(changed_state)}"] * bool(changed_state)
+        faults += process_faults
         if text := printed():
             faults.append(f"it printed to standard output: {last_line(text)!r}")
         if faults:
@@ -99,6 +103,25 @@ class Guard:
                 raise
             # Unsupported would count as a refusal, and InvalidInput would end the command.
             raise NSAError(_message(where, f"it raised {describe_error(error)}")) from error
+
+
+def faults_outside_calls() -> list[str]:
+    """Restore this child process; list what closed its output or sent it signals since last time.
+
+    The faults are those of imports, probes and threads: a call of a kernel reports its own.
+    """
+    faults = list(dict.fromkeys([*_outside, *_restore_process()]))
+    _outside.clear()
+    return faults
+
+
+def _restore_process() -> list[str]:
+    """Open the output of a child process again and take the signals from itself; list the faults.
+
+    Does nothing in a process that :mod:`nsa_verify.isolation.children` did not start.
+    """
+    signals = [f"it sent {name} to its own process" for name in take_signals()]
+    return restore_streams() + signals
 
 
 @contextlib.contextmanager

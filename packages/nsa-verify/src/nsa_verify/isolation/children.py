@@ -21,6 +21,7 @@ from nsa_core.dispatch.trial import describe_exit
 from nsa_core.errors import BackendUnavailable, NSAError
 from nsa_core.util.interruption import signals_blocked_in_children
 from nsa_core.util.text import describe_error
+from nsa_verify.isolation.own_signals import watch_signals
 
 # A fork server imports torch once, and uses no GPU itself, so each of its children starts at once.
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -148,6 +149,7 @@ def _run(target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Only the parent receives a Ctrl-C; a KeyboardInterrupt here is raised by a kernel.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    watch_signals()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     target(*arguments)
 

@@ -25,6 +25,7 @@ from nsa_core.errors import BackendUnavailable, NSAError
 from nsa_core.util.interruption import Interruption
 from nsa_verify.combination import Combination
 from nsa_verify.isolation import children
+from nsa_verify.isolation.call_guard import faults_outside_calls
 from nsa_verify.isolation.captured_output import capture_output, forget_output, last_output
 from nsa_verify.run.schedule import Schedule
 from nsa_verify.run.suite import Job, JobResult, judge_one, shared_truths
@@ -272,8 +273,15 @@ def _work(
         while True:
             task: _Task = connection.recv()
             forget_output()
+            faults_outside_calls()
             try:
-                connection.send(judge_one(combinations, todo, task))
+                result = judge_one(combinations, todo, task)
             except NSAError as error:
                 failed = _failed(todo, task, f"{type(error).__name__}: {error}")
                 connection.send(failed if isolated else error)
+                continue
+            # A kernel's call is checked by its guard; the rest are probes, imports and threads.
+            if (faults := faults_outside_calls()) and isolated:
+                why = "a backend outside of its kernels' calls: " + "; ".join(faults)
+                result.findings.append(todo[task[0]].failure(why))
+            connection.send(result)
