@@ -18,6 +18,7 @@ from nsa_core.torch_ops.call_wrapper import Where, wrapped_calls
 from nsa_core.torch_ops.torch_state import is_capturing
 from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.text import describe_error, one_line
+from nsa_verify.isolation.activity import describe, running
 from nsa_verify.isolation.captured_output import printed, restore_streams
 from nsa_verify.isolation.global_state import GlobalState
 from nsa_verify.isolation.own_signals import take_signals
@@ -55,6 +56,9 @@ class Guard:
             NSAError: The function raised a BaseException that is no Exception, or an error that
                 only nsa_core may raise; or it broke a rule of the contract. Other exceptions pass.
         """
+        if where[2] in ("import", "plugin"):
+            with running(where):
+                return function(*arguments, **options)
         slot = where[1]
         inputs = _tensors(
             [a for i, a in enumerate(arguments) if i not in _WRITTEN.get(slot, ())], options
@@ -82,7 +86,7 @@ class Guard:
         if text := printed():
             faults.append(f"it printed to standard output: {last_line(text)!r}")
         if faults:
-            raise NSAError(_message(where, "; ".join(faults)))
+            raise NSAError(f"{describe(where)}: {'; '.join(faults)}")
         return results
 
     def _run(
@@ -93,7 +97,8 @@ class Guard:
         options: Mapping[str, Any],
     ) -> Any:
         try:
-            return function(*arguments, **options)
+            with running(where):
+                return function(*arguments, **options)
         except self._passing:
             raise
         except BaseException as error:
@@ -102,7 +107,8 @@ class Guard:
             if is_ordinary or type(error) is NSAError or is_ctrl_c(error):
                 raise
             # Unsupported would count as a refusal, and InvalidInput would end the command.
-            raise NSAError(_message(where, f"it raised {describe_error(error)}")) from error
+            text = f"{describe(where)}: it raised {describe_error(error)}"
+            raise NSAError(text) from error
 
 
 def faults_outside_calls() -> list[str]:
@@ -135,11 +141,6 @@ def last_line(text: str) -> str:
     """Return the last line of ``text`` that is not empty, of at most 200 characters."""
     lines = [line for line in text.splitlines() if line.strip()]
     return one_line(lines[-1])[:200] if lines else ""
-
-
-def _message(where: Where, text: str) -> str:
-    backend, slot, direction = where
-    return f"backend {backend!r}, slot {slot!r}, {direction}: {text}"
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:
