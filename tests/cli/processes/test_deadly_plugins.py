@@ -284,3 +284,15 @@ def test_bench_decode_fails_the_gate_of_a_faulty_kernel(nsa, tmp_path) -> None:
     combos = [m for m in json.loads(file.read_text())["measurements"] if m["kind"] == "combo"]
     reasons = {m["subject"]: m["reason"] for m in combos}
     assert (reasons["sdpa"], "failed" in reasons["win=faulty"]) == ("", True)
+
+
+@pytest.mark.slow
+def test_tune_fails_a_faulty_kernel_and_times_the_others(nsa, tmp_path) -> None:
+    install(tmp_path, "faulty", faulty(1, 2, 97, 3))  # the gate has 97 tokens
+    options = ("--shape", "2/1/8", "--blocks", "8,4,16,4,16", "--length", "48", "--device", "cpu")
+    done = nsa("tune", *options, "--budget", "0.001", path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    text = " ".join(done.stdout.split())
+    where = "NOT CORRECT win=faulty: backend 'faulty', slot 'win', forward: "
+    assert where + "killed its process with SIGSEGV in its gate" in text
+    assert "8 choices for" in text  # of four slots, each for inference and training
