@@ -17,6 +17,7 @@ from nsa_core.contract import DecodeCall
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
 from nsa_verify.cases import PAPER, SMALL, TINY, Case, config_of
+from nsa_verify.checks.calls import DECODE, may_call
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
@@ -182,6 +183,7 @@ def decode_plan(
     )
 
 
+@may_call(*DECODE)
 def decode_parity(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that every decode form equals the oracle, and that padding rows are empty.
 

@@ -12,6 +12,7 @@ import torch
 
 from nsa_core.errors import NSAError, Unsupported
 from nsa_verify.cases import Case, config_of
+from nsa_verify.checks.calls import DECODE, may_call
 from nsa_verify.checks.decode_fused import step_parity
 from nsa_verify.checks.decode_parity import Step, decode_parity, decode_plan
 from nsa_verify.combination import Combination
@@ -95,6 +96,7 @@ def _step(row: Row, number: int, seed: int) -> Step:
     )
 
 
+@may_call(*DECODE, ("step", "decode"))
 def parity(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Judge the decode forms, and the fused step if the backend has one; describe failures."""
     try:

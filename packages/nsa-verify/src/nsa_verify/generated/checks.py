@@ -14,6 +14,7 @@ from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel
 from nsa_verify import oracle
 from nsa_verify.cases import Case
+from nsa_verify.checks.calls import Call, prefill
 from nsa_verify.combination import Combination, spec_of
 from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.generated.case import GeneratedCase
@@ -40,6 +41,11 @@ class OnGenerated:
 
     generated: GeneratedCase
     budget: ShrinkBudget
+
+    @property
+    def calls(self) -> frozenset[Call]:
+        """The functions that the case may call: its slot's."""
+        return frozenset(prefill(self.generated.slot))
 
     def __call__(
         self, combination: Combination, case: Case, dtype: torch.dtype

@@ -25,6 +25,7 @@ from nsa_verify.checks import (
     reads,
 )
 from nsa_verify.checks import slots as checks
+from nsa_verify.checks.calls import Call, calls_of
 from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
@@ -138,6 +139,11 @@ class OnStep:
 
     check: StepCheck
     step: Step
+
+    @property
+    def calls(self) -> frozenset[Call]:
+        """The functions that the check may call."""
+        return calls_of(self.check)
 
     def __call__(
         self, combination: Combination, case: Case, dtype: torch.dtype
