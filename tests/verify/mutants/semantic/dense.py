@@ -36,7 +36,8 @@ def probabilities(
         scores = scores + (weight if weight.dim() == 3 else weight[:, None])[:, :, None].log()
     scores = scores.masked_fill(~visible[:, :, None], hidden)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None].masked_fill(lse[..., None] == -torch.inf, 0)).exp(), lse
+    # Not exp(scores - lse): the rounding of a large lse would scale the whole row.
+    return scores.softmax(-1).masked_fill(lse[..., None] == -torch.inf, 0), lse
 
 
 def attend(
