@@ -14,12 +14,13 @@ from nsa_core.contract import DTYPES, SLOTS, Reason, Request
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput
 from nsa_verify.combination import Combination
-from nsa_verify.generated.case import GeneratedCase, parse_case
+from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.checks import judge_generated
 from nsa_verify.generated.data import LARGE_SCORE, problem_of
 from nsa_verify.generated.design import missing_tuples
 from nsa_verify.generated.jobs import count_cases
 from nsa_verify.generated.levels import generated_cases, slot_design
+from nsa_verify.generated.parse import parse_case
 from nsa_verify.generated.shrink import shrink
 from nsa_verify.run import suite
 
@@ -79,7 +80,8 @@ def test_lines_come_back_as_the_same_cases() -> None:
     [
         ("win", "name=value"),
         ("slot=win,tokens", "name=value"),
-        ("tokens=5", "must have a slot"),
+        ("tokens=5", "must have either a slot"),
+        ("slot=win,phase=decode", "must have either a slot"),
         ("slot=wim", "slot must be one of"),
         ("slot=win,token=5", "unknown name 'token'"),
         ("slot=win,w=1,w=2", "names w twice"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +17,6 @@ from nsa_verify.combination import Combination, spec_of
 from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.data import Problem, problem_of
-from nsa_verify.generated.shrink import ShrinkBudget, shrink
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.judge.tensor import LIMITS, Verdict
@@ -27,35 +25,6 @@ from nsa_verify.slot_runs import SlotRun, run_kernel
 # The bias is a rule for many rows. With few, the error of one row decides it, and that may be
 # parallel to the row: the gradient of a query that sees two keys is a multiple of their difference.
 _MIN_BIAS_ROWS = 12
-
-
-@dataclasses.dataclass(frozen=True)
-class OnGenerated:
-    """Adapter that runs a generated case as a check of a case.
-
-    Attributes:
-        generated: The generated case.
-        budget: Time for shrinking that the cases of a slot share.
-    """
-
-    generated: GeneratedCase
-    budget: ShrinkBudget
-
-    def __call__(
-        self, combination: Combination, case: Case, dtype: torch.dtype
-    ) -> Iterator[Finding]:
-        """Judge the case; a failing case is shrunk first. ``case`` and ``dtype`` are its own."""
-        findings = judge_generated(combination, self.generated)
-        if any(finding.ok is False for finding in findings) and self.budget.seconds > 0:
-            started = time.perf_counter()
-
-            def still_fails(smaller: GeneratedCase) -> bool:
-                return any(f.ok is False for f in judge_generated(combination, smaller))
-
-            smallest = shrink(self.generated, still_fails, self.budget.seconds)
-            self.budget.seconds -= time.perf_counter() - started
-            findings = judge_generated(combination, smallest)
-        yield from findings
 
 
 def judge_generated(combination: Combination, generated: GeneratedCase) -> list[Finding]:

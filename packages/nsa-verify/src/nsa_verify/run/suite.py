@@ -29,6 +29,9 @@ from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.generated import jobs as generated
+from nsa_verify.generated.case import GeneratedCase
+from nsa_verify.generated.shrink import ShrinkBudget
+from nsa_verify.generated.step import GeneratedStep
 from nsa_verify.histories.history import History
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.judge.truth_cache import caching
@@ -201,13 +204,16 @@ def jobs(
             for s in STEPS[preset]()
         ]
         listed += _jobs(preset, dtypes, _STEP_CHECKS, [(sum(s.lengths), s.case, s) for s in steps])
-        listed += [
-            Job(generated_steps.NAME, OnStep(generated_steps.parity, step), step.case, dtype)
-            for number, step in enumerate(generated_steps.draw_steps(preset, seed))
-            for dtype in dict.fromkeys((dtypes[0], dtypes[number % len(dtypes)]))
-        ]
+        listed += generated_steps.jobs_for(preset, dtypes, seed, Job)
         listed += histories.jobs_for(preset, dtypes, seed, Job)
     return listed
+
+
+def generated_job(line: GeneratedCase | GeneratedStep) -> Job:
+    """Return the job of one generated case or decode step, which does not shrink."""
+    if isinstance(line, GeneratedStep):
+        return generated_steps.job_of(line, "given step", Job, ShrinkBudget(0))
+    return generated.job_of(line, Job, ShrinkBudget(0))
 
 
 def history_jobs(history: History, dtypes: Sequence[torch.dtype]) -> list[Job]:
