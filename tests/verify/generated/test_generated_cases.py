@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from generated_faults import FAULTS
+from generated_faults import FAULTS, Fault
 from nsa_backend_sdpa.plugin import nsa_register_backends
 from nsa_core.contract import DTYPES, SLOTS, Reason, Request
 from nsa_core.dispatch.registry import Registry
@@ -124,6 +124,34 @@ def test_scores_have_the_size_of_their_level_for_any_scale(scores: str, largest:
         assert float(products.abs().max()) * abs(case.config.softmax_scale) == pytest.approx(
             largest
         )
+
+
+def _finite(results: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
+    results[:] = [x.nan_to_num(0.0, 0.0, 0.0) for x in results]
+
+
+def _everywhere(results: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
+    results[:] = [x if x.isfinite().all() else torch.full_like(x, torch.nan) for x in results]
+
+
+@pytest.mark.parametrize("slot", ["cmp", "sel", "win"])
+@pytest.mark.parametrize("poison", ["nan_q", "nan_k", "nan_v", "inf_v", "nan_do"])
+def test_nan_reaches_the_gradients_that_read_it_and_no_others(slot: str, poison: str) -> None:
+    lengths = "tokens=12,batch=2" if slot == "win" else "documents=3+12+0+5"
+    case = parse_case(f"slot={slot},h=2,groups=2,n=2,{lengths},poison={poison}")
+
+    def failed(combination: Combination) -> set[str]:
+        findings = judge_generated(combination, case)
+        assert any(f"of {poison.split('_')[0]} in" in f.quantity for f in findings)
+        return {f.quantity.partition(" ")[0] for f in findings if f.ok is False}
+
+    assert failed(Combination({slot: "sdpa"}, "cpu")) == set()
+    gradients = {"dq", "dk", "dv", "dk_cmp", "dv_cmp"}
+    for fault in (_finite, _everywhere):
+        planted = Fault(f"{fault.__name__} {slot}", slot, grads=fault)
+        names = failed(planted.combination())
+        assert "dq" in names
+        assert names <= gradients
 
 
 def test_a_failing_case_shrinks_to_the_smallest_that_fails() -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from nsa_verify.histories.history import History
 
-# The first two also run the larger hand-written cases of quick.
+# The first two also run the larger hand-written cases.
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nsa_core.contract import DTYPES
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_verify.cases import Case
@@ -30,18 +31,19 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "stride": (2, 4, 8),  # d
     "compress": (1, 2, 3),  # l / d
     "select": (3, 4, 6),  # l' / d
-    "blocks": ((4, 1, 2), (1, 0, 0), (5, 3, 1), (19, 1, 2)),  # n, init, local
+    "blocks": ((4, 1, 2), (1, 0, 0), (5, 3, 1), (19, 1, 2), (6, 1, 3)),  # n, init, local
     "window": (1, 7, 24, 200),
     "batch": (1, 3, 7),  # at least
-    "rows": (1, 2, 3, 5),
+    "rows": (1, 2, 3, 5, 40),
     "pages": (0, 1, 3),  # blocks per page; 0: no pages
     "spare": (0, 1, 9),
     "scale": (None, 0.02, -0.1, 0.0),
     "gates": ("unit", "wide"),
     "scores": ("normal", "large"),
+    "order": ("ascending", "messy"),  # of the blocks that sel receives
 }
-# 32 rows have every pair; a test checks this.
-COUNTS = {"quick": 32, "full": 128, "interpreter": 0}
+# 48 rows have every pair, with four dtypes; a test checks this.
+COUNTS = {"quick": 48, "full": 192, "interpreter": 0}
 
 
 _Job = TypeVar("_Job")
@@ -53,22 +55,17 @@ def jobs_for(
     seed: int,
     job: Callable[[str, Any, Any, torch.dtype], _Job],
 ) -> list[_Job]:
-    """Return the jobs of the generated steps: each in the first dtype, and in one of the others.
+    """Return the jobs of the generated steps.
 
     Args:
         preset: "quick", "full" or "interpreter".
-        dtypes: Dtypes of q, k and v.
+        dtypes: Dtypes of q, k and v, a parameter of the design.
         seed: Seed of the design.
         job: Creates a job from its name, check, case and dtype.
     """
     budget = ShrinkBudget()
-    return [
-        job_of(
-            dataclasses.replace(step, dtype=dtype_name(dtype)), f"generated {number}", job, budget
-        )
-        for number, step in enumerate(draw_steps(preset, seed))
-        for dtype in dict.fromkeys((dtypes[0], dtypes[number % len(dtypes)]))
-    ]
+    steps = draw_steps(preset, seed, tuple(dtype_name(dtype) for dtype in dtypes))
+    return [job_of(step, f"generated {number}", job, budget) for number, step in enumerate(steps)]
 
 
 def job_of(
@@ -83,16 +80,19 @@ def job_of(
 
 
 @functools.lru_cache(maxsize=4)
-def draw_steps(preset: str, seed: int = 0) -> tuple[GeneratedStep, ...]:
-    """Return the generated steps of a preset, in float32; they depend on ``seed`` alone."""
+def draw_steps(
+    preset: str, seed: int = 0, dtypes: tuple[str, ...] = DTYPES
+) -> tuple[GeneratedStep, ...]:
+    """Return the generated steps of a preset, with the names ``dtypes`` as a parameter."""
     count = COUNTS[preset]
-    rows = longer_design(LEVELS, count, seed=seed) if count else []
+    rows = longer_design({"dtype": dtypes, **LEVELS}, count, seed=seed) if count else []
     return tuple(_step(row, number, seed) for number, row in enumerate(rows))
 
 
 # The bias is a rule for many rows: the error of one row is biased towards its largest weight.
 _MIN_ROWS = 12
 _MAX_LENGTH = 256
+_MOST_ROWS = 5  # of a sequence after the first
 
 
 def _step(row: Row, number: int, seed: int) -> GeneratedStep:
@@ -109,8 +109,11 @@ def _step(row: Row, number: int, seed: int) -> GeneratedStep:
         edge = rng.choice(edges) * rng.choice((1, 1, 2, 3)) + rng.choice((-1, 0, 0, 1))
         length = edge if 1 <= edge <= longest else rng.randint(1, longest)
         lengths.append(length)
-        new.append(min(length, rng.choice((row["rows"], row["rows"], rng.randint(0, row["rows"])))))
+        # Only the first sequence has many rows: the oracle takes 0.1 ms for a row and kv head.
+        most = min(row["rows"], _MOST_ROWS)
+        new.append(min(length, rng.choice((most, most, rng.randint(0, most)))))
     return GeneratedStep(
+        dtype=row["dtype"],
         l=size,
         d=stride,
         block=select,
@@ -131,6 +134,7 @@ def _step(row: Row, number: int, seed: int) -> GeneratedStep:
         spare=row["spare"],
         gates=row["gates"],
         scores=row["scores"],
+        order=row["order"],
     )
 
 
@@ -150,7 +154,8 @@ def judge_step(combination: Combination, generated: GeneratedStep) -> list[Findi
         return [Finding(NAME, "", step.case.name, generated.dtype, quantity, ok, detail=detail)]
 
     try:
-        findings = list(decode_parity(combination, step, dtype))
+        messy = messy_blocks if generated.order == "messy" else None
+        findings = list(decode_parity(combination, step, dtype, messy))
         if "step" in decode_plan(combination, step, dtype).fused:
             findings += step_parity(combination, step, dtype)
     except Unsupported as refusal:
@@ -161,6 +166,18 @@ def judge_step(combination: Combination, generated: GeneratedStep) -> list[Findi
         return finding("run", False, str(fault))
     few = sum(generated.new) < _MIN_ROWS
     return [_without_bias(f) if few else f for f in _named(findings)]
+
+
+def messy_blocks(blocks: torch.Tensor) -> torch.Tensor:
+    """Return blocks [.., n] in descending order, -1 first, with a duplicate or a hole.
+
+    In even rows -1 replaces the second block, in odd rows the third is named twice.
+    """
+    messy = blocks.flip(-1).clone()
+    if messy.shape[-1] > 2:
+        messy[:, ::2, :, 1] = -1
+        messy[:, 1::2, :, 1] = messy[:, 1::2, :, 2]
+    return messy
 
 
 def _named(findings: Sequence[Finding]) -> Iterator[Finding]:

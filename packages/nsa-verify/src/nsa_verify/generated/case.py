@@ -15,7 +15,7 @@ BLOCKS = ("sorted", "sorted64", "messy", "messy64", "none")
 SCORES = ("normal", "tiny", "zero", "large")
 VALUES = ("normal", "small", "outlier", "steep")
 GATES = ("sigmoid", "negative", "above1", "zero")
-POISONS = ("none", "nan_q", "nan_k", "nan_v", "inf_v")
+POISONS = ("none", "nan_q", "nan_k", "nan_v", "inf_v", "nan_do")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from nsa_verify.generated.line import Line, below
 SHARP = 100.0  # factor on q
 GATES = ("unit", "wide")
 SCORES = ("normal", "large")
+ORDERS = ("ascending", "messy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,8 @@ class GeneratedStep(Line):
         spare: Rows of the ring of win beyond the required ones.
         gates: "unit", from 0 to 1, or "wide", from -2 to 3.
         scores: "normal" or "large".
+        order: Order of the blocks that sel receives: "ascending", as select returns them, or
+            "messy", descending with -1 and duplicates.
     """
 
     FIRST: ClassVar[str] = "phase"
@@ -36,6 +39,7 @@ class GeneratedStep(Line):
         "phase": ("decode",),
         "gates": GATES,
         "scores": SCORES,
+        "order": ORDERS,
     }
     FROM_ZERO: ClassVar[tuple[str, ...]] = ("page", "spare")
     LISTS: ClassVar[tuple[str, ...]] = ("lengths", "new")
@@ -48,6 +52,7 @@ class GeneratedStep(Line):
     spare: int = 0
     gates: str = "unit"
     scores: str = "normal"
+    order: str = "ascending"
 
     def check(self) -> None:
         """Raise InvalidInput if the sizes do not fit together."""

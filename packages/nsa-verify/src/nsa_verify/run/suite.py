@@ -125,9 +125,9 @@ _CHECKS = (
     _CheckSize("dispatch", invariants.dispatch, 1 << 9, 1 << 10),
 )
 
-# In quick, larger cases run the checks of _FIRST in the first two dtypes and the others in the
-# first one. They take most of the time, and generated cases cover every dtype.
-_LARGE = 1 << 10
+# Cases above a size run the checks of _FIRST, and the others, in so many of the first dtypes. They
+# take most of the time, and generated cases cover every dtype.
+_LARGE = {"quick": (1 << 10, 2, 1), "full": (1 << 13, 4, 2), "interpreter": (1 << 20, 4, 4)}
 
 # Most faults fail one of these checks, so they run first.
 _FIRST = ("parity", "ties", "any blocks", "decode", "decode ties")
@@ -227,6 +227,7 @@ def _jobs(
     checks: Sequence[_CheckSize],
     problems: Sequence[tuple[int, Case, Step | None]],  # tokens, case, decode step
 ) -> list[Job]:
+    large, *counts = _LARGE[preset]
     sized = [(tokens * case.config.n_heads, case, step) for tokens, case, step in problems]
     return [
         Job(entry.name, entry.check if step is None else OnStep(entry.check, step), case, dtype)
@@ -238,7 +239,7 @@ def _jobs(
         and (entry.name in _FIRST) == first
         # The slow interpreter compares bits in the first dtype only.
         and (preset != "interpreter" or first or dtype == dtypes[0])
-        and (preset != "quick" or size <= _LARGE or dtype in dtypes[: 2 if first else 1])
+        and (size <= large or dtype in dtypes[: counts[not first]])
     ]
 
 
