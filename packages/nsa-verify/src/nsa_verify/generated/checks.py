@@ -196,10 +196,13 @@ def _judge_poisoned(
     if name not in ("q", "do") and generated.slot in ("cmp", "select"):
         name += "_cmp"
     place = _place(generated, problem, name)
-    if place is None or (name == "do" and clean.do is None):
+    if place is None:
         return
     inputs = dict(problem.inputs)
-    poisoned = (clean.do if name == "do" else inputs[name]).clone()
+    original = clean.do if name == "do" else inputs[name]
+    if original is None:  # the slot has no gradient
+        return
+    poisoned = original.clone()
     poisoned[place.index] = math.inf if kind == "inf" else math.nan
     do = poisoned if name == "do" else clean.do
     if name != "do":
@@ -312,7 +315,6 @@ def _place(generated: GeneratedCase, problem: Problem, name: str) -> _Place | No
         return None
     row_mask = torch.zeros(q.shape[:-1], dtype=torch.bool, device=q.device)
     key_mask = torch.zeros(k.shape[:-1], dtype=torch.bool, device=q.device)
-    heads = slice(-generated.h, None)
     if generated.packed:
         index: tuple[int, ...] = (bounds[document] + row,)
         reached: tuple[int | slice, ...] = (slice(tokens[document], tokens[document + 1]),)
@@ -320,7 +322,8 @@ def _place(generated: GeneratedCase, problem: Problem, name: str) -> _Place | No
     else:
         index, reached = (document, row), (document, slice(None))
         key_mask[document, :, -1] = True
-    row_mask[(*(index if of_query else reached), heads)] = True
+    lead = index if of_query else reached
+    row_mask[lead + (slice(-generated.h, None),)] = True  # noqa: RUF005  # Python 3.10
     return _Place((*index, -1, 0), row_mask, key_mask)
 
 
