@@ -10,11 +10,12 @@ import torch
 
 from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
+from nsa_verify.checks.calls import prefill
 from nsa_verify.findings import Finding
 from nsa_verify.generated.case import GeneratedCase
-from nsa_verify.generated.checks import OnGenerated
+from nsa_verify.generated.checks import judge_generated
 from nsa_verify.generated.levels import generated_cases
-from nsa_verify.generated.shrink import ShrinkBudget
+from nsa_verify.generated.shrink import OnGenerated, ShrinkBudget
 
 _Job = TypeVar("_Job")
 
@@ -50,7 +51,7 @@ def job_of(
 ) -> _Job:
     """Return the job of one generated case, made by ``job`` as in :func:`jobs_for`."""
     case = dataclasses.replace(generated.as_case(), name=f"case {generated.seed}")
-    check = OnGenerated(generated, budget)
+    check = OnGenerated(generated, judge_generated, budget, frozenset(prefill(generated.slot)))
     return job(f"generated {generated.slot}", check, case, getattr(torch, generated.dtype))
 
 
