@@ -8,12 +8,17 @@ import pytest
 import torch
 
 from nsa_bench.shapes import parse_shape
-from nsa_bench.tune import step_count, tune
+from nsa_bench.tune import tune
+from nsa_bench.tune_candidates import TuneCandidates, find_tune_candidates
 from nsa_cli import output
 from nsa_core.dispatch import tuned
 from nsa_core.dispatch.plan import resolve
 
 CONFIG = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
+
+
+def candidates_in(registry) -> TuneCandidates:
+    return find_tune_candidates(CONFIG, registry, device="cpu", dtype=torch.float32)
 
 
 @pytest.fixture
@@ -30,11 +35,11 @@ def measured(registry):
     """Return the registry after tuning; the records are measured once and saved for each test."""
     if not _records:
         labels: list[str] = []
-        options = {"device": "cpu", "dtype": torch.float32}
-        result = tune(CONFIG, registry, **options, length=48, budget_s=0.001, advance=labels.append)
+        candidates = candidates_in(registry)
+        result = tune(candidates, length=48, budget_s=0.001, advance=labels.append)
         _records.extend(result.records)
         # The command's progress bar needs the exact number of steps.
-        assert len(labels) == step_count(CONFIG, registry, **options)
+        assert len(labels) == candidates.steps
     tuned.save(_records)
     return registry
 
@@ -46,7 +51,7 @@ def window(registry, **changes) -> str:
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_auto_takes_the_fastest_measured_backend_and_explains_it(registry, needs_grad):
     assert window(registry, needs_grad=needs_grad) == "slow"  # by priority
-    tuning = tune(CONFIG, registry, device="cpu", dtype=torch.float32, length=48, budget_s=0.001)
+    tuning = tune(candidates_in(registry), length=48, budget_s=0.001)
     tuned.save(tuning.records)
     plan = resolve(CONFIG, registry=registry, needs_grad=needs_grad)
     assert plan.choices["win"].backend == "sdpa"
@@ -96,7 +101,7 @@ def test_a_corrupt_file_is_ignored_and_replaced(measured, content):
 
 def test_wrong_backends_are_neither_timed_nor_recorded(registry_with):
     registry = registry_with("wrong", lambda o: o * 1.01, priority=-5)
-    tuning = tune(CONFIG, registry, device="cpu", dtype=torch.float32, length=48, budget_s=0.001)
+    tuning = tune(candidates_in(registry), length=48, budget_s=0.001)
     wrong = [t for t in tuning.times if t.backend == "wrong"]
     assert {t.slot for t in wrong} == {"win"}
     assert {t.time_ms for t in wrong} == {None}

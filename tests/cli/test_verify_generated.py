@@ -37,7 +37,21 @@ def test_one_case_runs_alone(tmp_path: Path) -> None:
     assert report["generated"] == {"win": {"cases": 1, "refused": 0, "reasons": []}}
 
 
-@pytest.mark.parametrize("line", ["slot=win,tokens=x", "slot=wim", "win"])
+def test_one_decode_step_runs_alone(tmp_path: Path) -> None:
+    file = tmp_path / "verify.json"
+    line = "phase=decode,dtype=float16,n=3,h=2,lengths=29+0+7,new=2+0+1,rows=2,page=8,gates=wide"
+    code, text = verify("--win", "sdpa", "--case", line, "--json", str(file))
+    report = json.loads(file.read_text())
+    assert code == 0, text
+    assert {finding["check"] for finding in report["findings"]} == {"generated steps"}
+    assert {finding["case"] for finding in report["findings"]} == {line}
+    assert {finding["slot"] for finding in report["findings"]} == {"cmp", "select", "sel", "win"}
+    assert report["dtypes"] == ["float16"]
+
+
+@pytest.mark.parametrize(
+    "line", ["slot=win,tokens=x", "slot=wim", "win", "phase=decode,lengths=3,new=4"]
+)
 def test_a_wrong_case_is_a_usage_error(line: str) -> None:
     code, text = verify("--case", line)
     assert code == 2
@@ -103,3 +117,9 @@ def test_a_failed_case_is_repeated_by_one_line() -> None:
     finding = _finding(False, "row 9 > 4")
     command = _case_command(_report(finding), finding)
     assert command == "nsa verify --sel mine --device cpu --case 'slot=sel,w=3'"
+
+
+def test_a_failed_step_is_repeated_by_one_line_and_names_every_backend() -> None:
+    finding = _finding(False, "row 9 > 4") | {"check": "generated steps", "case": "phase=decode"}
+    command = _case_command(_report(finding), finding)
+    assert command == "nsa verify --sel mine --win sdpa --device cpu --case 'phase=decode'"

@@ -78,7 +78,7 @@ def test_each_job_runs_once_and_kernels_stay_with_a_worker():
 
 
 def test_default_processes_are_one_per_core_on_a_gpu_and_in_the_interpreter(monkeypatch):
-    for cores, expected in ((2, 2), (64, 8)):
+    for cores, expected in ((2, 2), (64, 16)):
         monkeypatch.setattr(
             os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False
         )

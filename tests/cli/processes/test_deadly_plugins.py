@@ -87,7 +87,7 @@ def test_row_57_verify_checks_the_other_backends(nsa, site) -> None:
 PRINTED = "standard output belongs to the command"
 # The number of tokens chooses what the kernel does; the other cases of the quick preset are right.
 FAULTY_KERNEL = """
-import ctypes, os, time
+import ctypes, os, sys, time
 from nsa_backend_sdpa import win
 from nsa_core.contract import BackendSpec, SlotSpec, hookimpl
 @hookimpl
@@ -98,7 +98,9 @@ def probe(request):
     return []
 def misbehave(tokens):
     print("standard output belongs to the command")
-    if tokens == {exits}: raise SystemExit(0)
+    if tokens == {exits}:
+        sys.stdout.close(); sys.stderr.close(); os.close(1)
+        raise SystemExit(0)
     if tokens == {ends}: os._exit(0)
     if tokens == {crashes}: ctypes.string_at(0)
     if tokens == {hangs}: time.sleep(600)
@@ -154,7 +156,7 @@ CASES = {
     "h=1": ("killed its process with SIGSEGV in this check",),
     "h=4, Dk != Dv": (
         "did not end within 5 s",
-        "not run: a check of this case did not end within 5 s",
+        "not run: a check of this case with slot 'win', prefill, did not end within 5 s",
     ),
 }
 NAMED = """
@@ -191,6 +193,38 @@ def test_a_backend_whose_probe_ends_its_process_is_known_by_its_name(nsa, tmp_pa
     assert "ended its process with exit status 0 while loading or probing" in done.stderr
 
 
+IMPORTED = """
+from nsa_core.contract import BackendSpec, SlotSpec, hookimpl
+@hookimpl
+def nsa_register_backends():
+    slot = SlotSpec("crashing_kernel:forward", backward="crashing_kernel:backward")
+    return BackendSpec("named", (1, 0), {"win": slot}, "plugged:probe", -9)
+def probe(request):
+    return []
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "code", "doing"),
+    [
+        ("verify --win named --phase prefill", 3, "while planning"),
+        ("bench --combo win=named --length 128 --phase forward", 3, "while planning"),
+        ("conformance named -k strided", 1, "in this test"),
+    ],
+)
+def test_a_crash_in_the_import_of_a_kernel_names_backend_and_module(
+    nsa, tmp_path, command, code, doing
+) -> None:
+    install(tmp_path, "plugged", IMPORTED)
+    (tmp_path / "crashing_kernel.py").write_text("import ctypes\nctypes.string_at(0)\n")
+    done = nsa(*command.split(), "--device", "cpu", path=tmp_path)
+    where = "backend 'named', import of module 'crashing_kernel'"
+    text = " ".join((done.stdout + done.stderr).split())
+    assert f"{where}: killed its process with SIGSEGV {doing}" in text
+    assert done.returncode == code
+
+
 @pytest.mark.slow
 def test_a_probe_that_ends_its_process_for_some_requests_is_unavailable(nsa, tmp_path) -> None:
     source = NAMED.replace("request.seq_len is None", "request.needs_grad").replace(
@@ -199,7 +233,8 @@ def test_a_probe_that_ends_its_process_for_some_requests_is_unavailable(nsa, tmp
     install(tmp_path, "plugged", source)
     done = nsa("verify", "--win", "named", "--phase", "prefill", path=tmp_path)
     assert done.returncode == 3, done.stderr
-    assert "ended its process with exit status 0 while planning" in done.stderr
+    reason = "call of 'plugged:probe': ended its process with exit status 0 while planning"
+    assert f"backend 'named', {reason}" in " ".join(done.stderr.split())
 
 
 @pytest.mark.slow
@@ -249,3 +284,15 @@ def test_bench_decode_fails_the_gate_of_a_faulty_kernel(nsa, tmp_path) -> None:
     combos = [m for m in json.loads(file.read_text())["measurements"] if m["kind"] == "combo"]
     reasons = {m["subject"]: m["reason"] for m in combos}
     assert (reasons["sdpa"], "failed" in reasons["win=faulty"]) == ("", True)
+
+
+@pytest.mark.slow
+def test_tune_fails_a_faulty_kernel_and_times_the_others(nsa, tmp_path) -> None:
+    install(tmp_path, "faulty", faulty(1, 2, 97, 3))  # the gate has 97 tokens
+    options = ("--shape", "2/1/8", "--blocks", "8,4,16,4,16", "--length", "48", "--device", "cpu")
+    done = nsa("tune", *options, "--budget", "0.001", path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    text = " ".join(done.stdout.split())
+    where = "NOT CORRECT win=faulty: backend 'faulty', slot 'win', forward: "
+    assert where + "killed its process with SIGSEGV in its gate" in text
+    assert "8 choices for" in text  # of four slots, each for inference and training

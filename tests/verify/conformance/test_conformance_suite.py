@@ -6,12 +6,14 @@ It tests a backend only on what the backend declares.
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import pytest
 import torch
 
 from nsa_core import NSAError
 from nsa_core.dispatch.registry import default_registry
+from nsa_core.dtypes import dtype_name
 from nsa_verify.cases import quick_cases
 from nsa_verify.conformance import BackendConformance
 from nsa_verify.conformance.grid import Point
@@ -232,6 +234,34 @@ def test_refused_requests_are_skipped_with_the_reason(make_suite) -> None:
     half = dataclasses.replace(job("parity", "S=1"), dtype=torch.float16)
     with pytest.raises(pytest.skip.Exception, match="takes no fp16"):
         refusing.test_verify(half)
+
+
+@pytest.mark.parametrize(
+    ("name", "refused", "expected"),
+    [
+        ("all-dtypes", "False", "float32 bfloat16 float16 float64"),
+        ("no-half", "request.dtype == 'float16'", "float32 bfloat16 float64"),
+        ("small-wide", "request.dtype == 'float64' and request.n_heads != 64", "float32 bfloat16"
+         " float16 float64"),
+        ("decode-half", "request.dtype == 'float16' and request.phase != 'decode'",
+         "float32 bfloat16 float16 float64"),
+        ("refuses-all", "True", "float32 bfloat16 float16 float64"),
+    ],
+)  # fmt: skip
+def test_verify_jobs_run_in_every_accepted_dtype(make_suite, name, refused, expected) -> None:
+    refuse = f"if {refused}:\n        reasons.append(Reason('no', 'no'))\n    return reasons"
+    conformance = make_suite(name, {"probe": ("return reasons", refuse)})
+    conformance.__class__.backend = name
+    arguments: list[suite.Job] = []
+    metafunc = types.SimpleNamespace(
+        fixturenames=["job"],
+        config=types.SimpleNamespace(option=types.SimpleNamespace(nsa_device="cpu")),
+        parametrize=lambda _, jobs, ids: arguments.extend(jobs),
+    )
+    conformance.pytest_generate_tests(metafunc)
+    for check in ("parity", "decode"):
+        dtypes = {dtype_name(job.dtype): 0 for job in arguments if job.name == check}
+        assert " ".join(dtypes) == expected
 
 
 def test_unknown_backend_fails() -> None:

@@ -14,12 +14,13 @@ from nsa_core.contract import DTYPES, SLOTS, Reason, Request
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput
 from nsa_verify.combination import Combination
-from nsa_verify.generated.case import GeneratedCase, parse_case
+from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.checks import judge_generated
 from nsa_verify.generated.data import LARGE_SCORE, problem_of
 from nsa_verify.generated.design import missing_tuples
 from nsa_verify.generated.jobs import count_cases
 from nsa_verify.generated.levels import generated_cases, slot_design
+from nsa_verify.generated.parse import parse_case
 from nsa_verify.generated.shrink import shrink
 from nsa_verify.run import suite
 
@@ -79,7 +80,8 @@ def test_lines_come_back_as_the_same_cases() -> None:
     [
         ("win", "name=value"),
         ("slot=win,tokens", "name=value"),
-        ("tokens=5", "must have a slot"),
+        ("tokens=5", "must have either a slot"),
+        ("slot=win,phase=decode", "must have either a slot"),
         ("slot=wim", "slot must be one of"),
         ("slot=win,token=5", "unknown name 'token'"),
         ("slot=win,w=1,w=2", "names w twice"),
@@ -122,6 +124,34 @@ def test_scores_have_the_size_of_their_level_for_any_scale(scores: str, largest:
         assert float(products.abs().max()) * abs(case.config.softmax_scale) == pytest.approx(
             largest
         )
+
+
+def _finite(results: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
+    results[:] = [x.nan_to_num(0.0, 0.0, 0.0) for x in results]
+
+
+def _everywhere(results: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
+    results[:] = [x if x.isfinite().all() else torch.full_like(x, torch.nan) for x in results]
+
+
+@pytest.mark.parametrize("slot", ["cmp", "sel", "win"])
+@pytest.mark.parametrize("poison", ["nan_q", "nan_k", "nan_v", "inf_v", "nan_do"])
+def test_nan_reaches_the_gradients_that_read_it_and_no_others(slot: str, poison: str) -> None:
+    lengths = "tokens=12,batch=2" if slot == "win" else "documents=3+12+0+5"
+    case = parse_case(f"slot={slot},h=2,groups=2,n=2,{lengths},poison={poison}")
+
+    def failed(combination: Combination) -> set[str]:
+        findings = judge_generated(combination, case)
+        assert any(f"of {poison.split('_')[0]} in" in f.quantity for f in findings)
+        return {f.quantity.partition(" ")[0] for f in findings if f.ok is False}
+
+    assert failed(Combination({slot: "sdpa"}, "cpu")) == set()
+    gradients = {"dq", "dk", "dv", "dk_cmp", "dv_cmp"}
+    for fault in (_finite, _everywhere):
+        planted = Fault(f"{fault.__name__} {slot}", slot, grads=fault)
+        names = failed(planted.combination())
+        assert "dq" in names
+        assert names <= gradients
 
 
 def test_a_failing_case_shrinks_to_the_smallest_that_fails() -> None:

@@ -13,11 +13,12 @@ from nsa_core.contract import DTYPES, BackendSpec, import_named
 from nsa_core.dispatch.registry import Registry, discover
 from nsa_core.errors import InvalidInput
 from nsa_verify.combination import Combination
-from nsa_verify.generated.case import PARTIAL_CHECK, GeneratedCase, parse_case
+from nsa_verify.generated.case import PARTIAL_CHECK, GeneratedCase
 from nsa_verify.generated.checks import judge_generated
 from nsa_verify.generated.data import problem_of
 from nsa_verify.generated.design import covering_design, missing_tuples
 from nsa_verify.generated.jobs import job_of, jobs_for
+from nsa_verify.generated.parse import parse_case
 from nsa_verify.generated.partial import SLOTS, partial_cases, partial_levels
 from nsa_verify.generated.shrink import ShrinkBudget, shrink
 from nsa_verify.run import suite
@@ -110,7 +111,7 @@ def test_padded_calls_pass(slot: str) -> None:
     poisoned = dataclasses.replace(QUICK[slot][7], poison=poisons[slot])
     empty = dataclasses.replace(QUICK[slot][0], queries=0)
     for case in (*QUICK[slot][::15], poisoned, empty):
-        case.validate()
+        case.check()
         findings = judge_generated(healthy_combination(), case)
         assert findings, case.text()
         assert [f for f in findings if f.ok is not True] == []
@@ -122,7 +123,7 @@ def test_padded_calls_pass(slot: str) -> None:
 @pytest.mark.parametrize("slot", SLOTS)
 def test_padded_calls_pass_the_full_design(slot: str, seed: int) -> None:
     for case in partial_cases("full", DTYPES, slots=[slot], seed=seed):
-        case.validate()
+        case.check()
         failed = [f for f in judge_generated(healthy_combination(), case) if f.ok is not True]
         assert failed == []
 

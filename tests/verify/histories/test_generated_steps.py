@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
+from nsa_core.contract import DTYPES
 from nsa_core.dispatch.plan import Plan
+from nsa_core.errors import InvalidInput, NSAError
 from nsa_verify.checks import generated_steps
-from nsa_verify.checks.decode_parity import decode_plan
 from nsa_verify.combination import Combination
 from nsa_verify.generated.design import longer_design, missing_tuples
+from nsa_verify.generated.parse import parse_case
+from nsa_verify.generated.shrink import OnGenerated, ShrinkBudget
+from nsa_verify.generated.step import GeneratedStep
 
 AUTO = Combination({}, name="auto")
 
@@ -48,6 +53,33 @@ def _four_kv_heads(kernel, tensors, call):
     return kernel(q, k[..., heads, :], v[..., heads, :], *rest, call=call)
 
 
+def _up_to_a_hole(kernel, tensors, call):
+    q, k, v, blocks = tensors
+    return kernel(q, k, v, blocks.masked_fill((blocks < 0).cumsum(-1) > 0, -1), call=call)
+
+
+def _repeats_count(kernel, tensors, call):
+    """A block that is named twice in a row adds its keys twice: lse grows."""
+    q, k, v, blocks = tensors
+    o, lse = kernel(q, k, v, blocks, call=call)
+    repeated = ((blocks[..., 1:] == blocks[..., :-1]) & (blocks[..., 1:] >= 0)).any(-1)
+    per_head = repeated.repeat_interleave(q.shape[-2] // k.shape[-2], -1)
+    return o, lse + per_head.transpose(-1, -2)
+
+
+def _first_rows(kernel, tensors, call):
+    o, lse = kernel(*tensors, call=call)
+    o[:, 32:] = 0
+    return o, lse
+
+
+def _two_local_blocks(kernel, tensors, call):
+    geometry = call.geometry
+    local = min(geometry.local_blocks, 2)
+    geometry = dataclasses.replace(geometry, local_blocks=local)
+    return kernel(*tensors, call=dataclasses.replace(call, geometry=geometry))
+
+
 FAULTS = [
     ("cmp", _without_scale),
     ("sel", _without_scale),
@@ -55,57 +87,127 @@ FAULTS = [
     ("sel", _sixteen_blocks),
     ("sel", _four_kv_heads),
     ("win", _four_kv_heads),
+    ("sel", _up_to_a_hole),
+    ("sel", _repeats_count),
+    ("win", _first_rows),
+    ("select", _two_local_blocks),
 ]
 
 
 @pytest.mark.parametrize("seed", [0, 4])
 def test_quick_steps_have_every_pair(seed):
-    rows = longer_design(generated_steps.LEVELS, generated_steps.COUNTS["quick"], seed=seed)
-    assert missing_tuples(generated_steps.LEVELS, rows) == []
+    levels = {"dtype": DTYPES, **generated_steps.LEVELS}
+    rows = longer_design(levels, generated_steps.COUNTS["quick"], seed=seed)
+    assert missing_tuples(levels, rows) == []
+    assert max(len(values) for values in levels.values()) <= 5
 
 
 def test_steps_are_valid_and_have_enough_rows_for_the_bias_rule():
     steps = generated_steps.draw_steps("quick", 0)
     assert len(steps) == generated_steps.COUNTS["quick"]
     for step in steps:
-        assert all(0 <= new <= min(n, step.rows) for n, new in zip(step.lengths, step.new))
+        step.check()
         assert sum(step.new) >= 12
     assert max(len(step.lengths) for step in steps) >= 7
     assert any(  # the blocks from the 17th on are read
-        max(step.lengths) > 17 * step.case.config.select_block_size
-        for step in steps
-        if step.case.config.num_selected_blocks > 16
+        max(step.lengths) > 17 * step.block for step in steps if step.n > 16
     )
-    assert any(step.wide_gates for step in steps)
+    assert {step.gates for step in steps} == {"unit", "wide"}
 
 
-def _first_failure(combination, steps, dtype=torch.float32):
+def test_lines_come_back_as_the_same_steps():
+    steps = generated_steps.draw_steps("quick", 0)
     for step in steps:
-        for finding in generated_steps.parity(combination, step, dtype):
+        assert parse_case(step.text()) == step
+    assert len({step.text() for step in steps}) == len(steps)
+    assert GeneratedStep().text() == "phase=decode"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("phase=prefill", "phase must be one of decode"),
+        ("phase=decode,tokens=5", "unknown name 'tokens'"),
+        ("phase=decode,lengths=0", "one of lengths must be at least 1"),
+        ("phase=decode,lengths=3+4", "new must have one entry per sequence"),
+        ("phase=decode,lengths=3+4,new=1+2", "at most its length and rows=1"),
+        ("phase=decode,page=6,block=4", "page must be a multiple of block=4, got 6"),
+    ],
+)
+def test_invalid_lines_are_refused(line, message):
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        parse_case(line)
+
+
+def _first_failure(combination, steps):
+    for step in steps:
+        for finding in generated_steps.judge_step(combination, step):
             if finding.ok is False:
                 return finding
     return None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_healthy_backend_passes(dtype):
-    assert _first_failure(AUTO, generated_steps.draw_steps("quick", 3)[:2], dtype) is None
+    steps = [
+        dataclasses.replace(step, dtype=dtype)
+        for step in generated_steps.draw_steps("quick", 3)
+        if step.groups < 5 and step.order == "messy"
+    ]
+    assert _first_failure(AUTO, steps[:2]) is None
 
 
 @pytest.mark.parametrize(
     ("slot", "change"), FAULTS, ids=[f"{slot} {change.__name__}" for slot, change in FAULTS]
 )
-def test_fault_is_found_and_described(slot, change):
+def test_fault_is_found(slot, change):
     steps = generated_steps.draw_steps("quick", 0)
+    if change is _first_rows:
+        steps = [step for step in steps if step.rows > 32]
+    if change is _two_local_blocks:
+        steps = [step for step in steps if step.local > 2 and step.groups < 9]
     if change is _sixteen_blocks:
-        steps = [
-            step
-            for step in steps
-            if step.case.config.num_selected_blocks * step.case.config.select_block_size < 250
-            and step.case.config.num_selected_blocks > 16
-        ]
+        steps = [step for step in steps if step.n > 16 and step.n * step.block < 250]
     failure = _first_failure(Changed({}, slot=slot, change=change), steps)
     assert failure is not None
     assert failure.slot == slot
-    assert "--seed 0: Hq=" in failure.detail
-    assert "decode" in decode_plan(AUTO, steps[0], torch.float32).requests["cmp"].phase
+
+
+def test_a_failing_step_shrinks_and_its_line_repeats_the_failure():
+    faulty = Changed({}, slot="win", change=_four_kv_heads)
+    steps = [step for step in generated_steps.draw_steps("quick", 0) if step.groups == 9]
+    large = min(steps, key=lambda step: (step.dtype != "float32", step.h, sum(step.new)))
+    check = OnGenerated(large, generated_steps.judge_step, ShrinkBudget(20.0))
+    failed = [f for f in check(faulty, None, None) if f.ok is False]
+    small = parse_case(failed[0].case)
+    assert (small.groups, small.h, small.rows, len(small.lengths)) == (5, 1, 1, 1), small.text()
+    assert max(small.lengths) == 1, small.text()
+    assert _first_failure(faulty, [small]).slot == "win"
+    assert _first_failure(AUTO, [small]) is None
+
+
+def _slightly_larger(kernel, tensors, call):
+    o, lse = kernel(*tensors, call=call)
+    return (o.double() * (1 + 2.5 * 2**-24)).float(), lse
+
+
+@pytest.mark.parametrize(("count", "found"), [(11, False), (12, True)])
+def test_the_bias_is_a_rule_for_twelve_rows(count, found):
+    """The error of one row is biased towards its largest weight; shrinking reaches such steps."""
+    step = GeneratedStep(dv=128, w=9, lengths=(9,) * count, new=(1,) * count)
+    failure = _first_failure(Changed({}, slot="win", change=_slightly_larger), [step])
+    assert (failure is not None) == found
+    assert not found or failure.detail.startswith("bias ")
+
+
+def test_the_error_of_a_kernel_is_a_finding_with_the_line():
+    def refuse(kernel, tensors, call):
+        raise NSAError("a kernel fault")
+
+    step = GeneratedStep()
+    finding = _first_failure(Changed({}, slot="win", change=refuse), [step])
+    assert (finding.case, finding.quantity, finding.detail) == (
+        step.text(),
+        "run",
+        "a kernel fault",
+    )

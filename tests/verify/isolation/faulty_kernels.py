@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ import torch
 
 from nsa_backend_sdpa import win
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
+from nsa_verify.isolation.own_signals import take_signals
 
 FIRST_LENGTH = 17  # tokens of the case of the first behaviour
 
@@ -58,6 +60,11 @@ def _prints_in_c() -> None:
 
 def _restores_streams() -> None:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _takes_descriptor() -> None:
+    os.close(1)
+    os.open(os.devnull, os.O_WRONLY)  # takes the lowest free number
 
 
 def _hangs() -> None:
@@ -117,6 +124,26 @@ STATES = {
     ),
     "warnings": (_do(lambda: warnings.simplefilter("error")), "the filters of warnings"),
     "streams": (_do(_restores_streams), "sys.stdout"),
+    "denormals": (_do(lambda: torch.set_flush_denormal(True)), "treatment of subnormal numbers"),
+}
+# What only a child process survives or notices.
+PROCESS = {
+    "SIGTERM": (_do(lambda: os.kill(os.getpid(), signal.SIGTERM)), "it sent SIGTERM to its own"),
+    "SIGINT": (_do(lambda: signal.raise_signal(signal.SIGINT)), "it sent SIGINT to its own"),
+    "signal mask": (
+        _do(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])),
+        "the blocked signals",
+    ),
+    "closes sys.stdout": (_do(lambda: sys.stdout.close()), "it closed sys.stdout"),
+    "closes sys.stderr": (_do(lambda: sys.stderr.close()), "it closed sys.stderr"),
+    "closes the buffer": (_do(lambda: sys.stdout.buffer.close()), "it closed sys.stdout"),
+    "closes descriptors": (
+        _do(lambda: os.closerange(1, 3)),
+        "it closed file descriptor 1 (standard output); it closed file descriptor 2 (standard",
+    ),
+    "replaces descriptor": (_do(lambda: os.dup2(0, 2)), "it replaced file descriptor 2"),
+    "takes descriptor": (_do(_takes_descriptor), "it replaced file descriptor 1"),
+    "prints after all": (_do(lambda: print("still captured")), "output: 'still captured'"),
 }
 CRASHES = {
     "_exit": (_do(lambda: os._exit(0)), "ended its process with exit status 0 in this check"),
@@ -127,7 +154,7 @@ CRASHES = {
     ),
     "hang": (_do(_hangs), "did not end within 4 s"),
 }
-BEHAVIOURS = ERRORS | STATES | CRASHES
+BEHAVIOURS = ERRORS | STATES | PROCESS | CRASHES
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, call: Any) -> Any:
@@ -144,6 +171,13 @@ def accept(request: Any) -> list[Any]:
     return []
 
 
+def disturb(request: Any) -> list[Any]:
+    """Accept every request, but close standard error and send a signal to this process."""
+    os.close(2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return []
+
+
 def end_process(request: Any) -> list[Any]:
     """End the process instead of answering."""
     os._exit(0)
@@ -153,3 +187,11 @@ def sleep(request: Any) -> list[Any]:
     """Answer after the time limit of a probe."""
     time.sleep(60)
     return []
+
+
+def own_signals() -> list[list[str]]:
+    """Return the own signals after a SIGTERM of another process, and after an own one."""
+    subprocess.run(["kill", "-TERM", str(os.getpid())], check=True)
+    taken = [take_signals()]
+    os.kill(os.getpid(), signal.SIGTERM)
+    return [*taken, take_signals()]

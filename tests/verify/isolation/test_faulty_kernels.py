@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable
 
 import pytest
 import torch
 
-from faulty_kernels import BEHAVIOURS, CRASHES, ERRORS, FIRST_LENGTH, STATES
+from faulty_kernels import BEHAVIOURS, CRASHES, ERRORS, FIRST_LENGTH, STATES, own_signals
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.dispatch.registry import Registry
+from nsa_core.errors import BackendUnavailable
 from nsa_verify import cases
-from nsa_verify.checks import slots
+from nsa_verify.checks import decode_parity, slots
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
+from nsa_verify.generated import jobs as generated_jobs
+from nsa_verify.isolation.children import call_in_child
 from nsa_verify.isolation.global_state import GlobalState
 from nsa_verify.run import suite
 from nsa_verify.run.runner import run_jobs
@@ -22,10 +26,12 @@ from nsa_verify.run.runner import run_jobs
 
 @pytest.fixture(scope="module")
 def combination() -> Combination:
-    win = dataclasses.replace(sdpa().slots["win"], forward="faulty_kernels:forward")
-    spec = dataclasses.replace(
-        sdpa(), name="faulty", slots={"win": win}, probe="faulty_kernels:accept", fused={}
-    )
+    return combination_of("faulty_kernels:accept")
+
+
+def combination_of(probe: str, forward: str = "faulty_kernels:forward") -> Combination:
+    win = dataclasses.replace(sdpa().slots["win"], forward=forward)
+    spec = dataclasses.replace(sdpa(), name="faulty", slots={"win": win}, probe=probe, fused={})
     return Combination(
         {"win": "faulty"}, "cpu", Registry(()).with_backend(sdpa()).with_backend(spec)
     )
@@ -56,14 +62,17 @@ def reasons(findings: list[list[Finding]]) -> dict[str, str]:
 
 def assert_reasons(actual: dict[str, str], behaviours: dict[str, tuple[object, str]]) -> None:
     assert actual.keys() == behaviours.keys()
-    for name, (_, expected) in behaviours.items():
-        assert expected in actual[name], name
-        assert bool(expected) == bool(actual[name]), name
-        assert (
-            name == "out of memory"
-            or "'faulty', slot 'win', forward" in actual[name]
-            or (not expected or name in CRASHES)
-        )
+    wrong = {
+        name: actual[name]
+        for name, (_, expected) in behaviours.items()
+        if expected not in actual[name] or bool(expected) != bool(actual[name])
+    }
+    assert not wrong
+    named = [n for n, (_, expected) in behaviours.items() if expected and n != "out of memory"]
+    unnamed = [
+        n for n in named if n not in CRASHES and "'faulty', slot 'win', forward" not in actual[n]
+    ]
+    assert not unnamed
 
 
 def test_a_faulty_kernel_is_a_failed_row_in_this_process(combination) -> None:
@@ -83,20 +92,75 @@ def test_a_faulty_kernel_is_a_failed_row_in_a_worker(combination, capfd) -> None
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_probe_that_disturbs_its_process_fails_a_row() -> None:
+    disturbing = combination_of("faulty_kernels:disturb")
+    (findings,) = run_jobs([disturbing], jobs_of(["healthy"] * 2), job_limit_s=60).findings
+    for job in findings:
+        assert [f.detail for f in job if f.ok is False] == [
+            "a backend outside of its kernels' calls: it closed file descriptor 2 (standard error);"
+            " it sent SIGTERM to its own process"
+        ]
+        assert any(f.ok for f in job)
+
+
+def test_a_signal_of_another_process_is_not_the_kernels() -> None:
+    assert call_in_child(own_signals, limit_s=60, doing="in a test") == [[], ["SIGTERM"]]
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        ("crash", "killed its process with SIGSEGV while planning"),
+        ("exit", "ended its process with exit status 0 while planning"),
+        pytest.param("hang", "did not end within 8 s while planning", marks=pytest.mark.slow),
+    ],
+)
+def test_a_module_that_ends_its_process_is_named_with_its_backend(action, reason) -> None:
+    limit_s = 8 if action == "hang" else 60
+    with pytest.raises(BackendUnavailable) as caught:
+        call_in_child(plan_deadly, action, limit_s=limit_s, doing="while planning")
+    assert str(caught.value) == f"backend 'faulty', import of module 'deadly_module': {reason}"
+
+
+def plan_deadly(action: str) -> None:
+    os.environ["DEADLY_MODULE"] = action
+    combination = combination_of("faulty_kernels:accept", "deadly_module:forward")
+    combination.plan(cases.config_of(2, 1, 8, 8, (8, 4, 8, 3, 8)), torch.float32)
+
+
 @pytest.mark.slow
-def test_a_combination_that_hangs_in_three_cases_is_not_run_further(combination) -> None:
+def test_after_three_hangs_of_a_slot_only_the_jobs_that_call_it_are_not_run(combination) -> None:
     hang, fine = jobs_of(["hang", "healthy"])
     first, again, second, third = (
         dataclasses.replace(hang, case=dataclasses.replace(hang.case, name=f"case {number}"))
         for number in (1, 1, 2, 3)
     )
-    jobs = [first, again, fine, second, third, dataclasses.replace(fine, name="last")]
+    # It calls sel only, on a case in which win hangs.
+    other = dataclasses.replace(first, name="any blocks", check=slots.any_blocks)
+    combine = next(job for job in generated() if job.name == "generated combine")
+    last = dataclasses.replace(fine, name="last")
+    jobs = [first, again, other, fine, second, third, last, other, combine, decode_job()]
     healthy = Combination({}, "cpu", Registry(()).with_backend(sdpa()))
     faulty, ours = run_jobs([combination, healthy], jobs, job_limit_s=2).findings
-    hung = "did not end within 2 s"
-    assert [job[0].detail for job in faulty] == [
-        *(hung, f"not run: a check of this case {hung}", "", hung, hung),
-        f"not run: a check of 3 cases {hung}",
+    hung = "backend 'faulty', slot 'win', forward: did not end within 2 s"
+    limit = "slot 'win', prefill, did not end within 2 s"
+    assert [
+        next((f.detail for f in job if f.quantity == "run"), "" if job[0].ok else "?")
+        for job in faulty
+    ] == [
+        *(hung, f"not run: a check of this case with {limit}", "", "", hung, hung),
+        f"not run: checks of 3 cases with {limit}",
+        *("", "", ""),
     ]
     assert all(f.ok for job in ours for f in job)
     assert len(ours) == len(jobs)
+
+
+def generated() -> list[suite.Job]:
+    return generated_jobs.jobs_for("quick", [torch.float32], 0, 3, suite.Job)
+
+
+def decode_job() -> suite.Job:
+    step = decode_parity.quick_steps()[0]
+    check = suite.OnStep(decode_parity.decode_parity, step)
+    return suite.Job("decode", check, step.case, torch.float32)

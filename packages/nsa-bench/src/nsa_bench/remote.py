@@ -52,6 +52,7 @@ class RemoteCall:
     ) -> None:
         self._limits, self._stop = limits, stop
         self._process: Any = None
+        self._sample_limit_s = float("inf")
         self._connection, child_end = children.processes.Pipe()
         arguments = (child_end, make, device, torch.get_num_threads())
         try:
@@ -80,12 +81,19 @@ class RemoteCall:
                 raise CannotStart(str(error)) from error
             begun |= message == _BEGIN
             limit_s = self._limits.first_call_s if message == _BEGIN else float("inf")
+        self._sample_limit_s = self._limits.max_call_s * message.calls
         return dataclasses.replace(message, take=self.sample)
 
     def sample(self) -> float:
-        """Take a sample in the child; return milliseconds per call."""
-        self._connection.send(None)
-        return float(self._receive(float("inf")))
+        """Take a sample in the child; return milliseconds per call.
+
+        Raises:
+            TimeUp: A limit or an interruption ended the child.
+            RuntimeError: The child ended.
+        """
+        with contextlib.suppress(OSError):  # the next receive detects a dead child
+            self._connection.send(None)
+        return float(self._receive(self._sample_limit_s))
 
     def end(self) -> None:
         """End the child at once."""

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Mapping
 
-import torch
-
-from nsa_bench.cells import kernel_workload
+from nsa_bench import isolation
 from nsa_bench.clocks import clock_for
 from nsa_bench.environment import device_name
-from nsa_bench.gate import NOT_CORRECT, Gate, gate_case, run_gate
-from nsa_bench.inputs import make_inputs
+from nsa_bench.gate import NOT_CORRECT, Gate, gate_case
+from nsa_bench.limits import Limits
+from nsa_bench.remote import CannotStart, RemoteCall
 from nsa_bench.shapes import Shape
-from nsa_bench.timing import measure
-from nsa_core.config import NSAConfig
-from nsa_core.contract import SLOTS
+from nsa_bench.timing import FAILED, Prepared, TimeUp, Workload, measure
+from nsa_bench.tune_candidates import (
+    PHASES,
+    TuneCandidate,
+    TuneCandidates,
+    isolated_workload,
+    judge_candidate,
+    workload_of,
+)
+from nsa_core.contract import SLOTS, Request
 from nsa_core.dispatch import tuned
-from nsa_core.dispatch.candidates import find_candidates
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.plan import Plan, resolve
-from nsa_core.dispatch.registry import Registry
+from nsa_core.util.interruption import NEVER
+from nsa_verify.cases import Case
 
-PHASES = {"inference": "forward", "training": "both"}
+CALL_LIMIT_S = 60.0  # longest call of an isolated candidate, in seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +53,17 @@ class Tuning:
     gates: list[Gate]
     records: list[tuned.Record]
 
+    @property
+    def failed(self) -> bool:
+        """Return whether a backend is not correct, or failed while it was probed or timed."""
+        return any(not gate.ok for gate in self.gates) or any(
+            time.reason.startswith(FAILED) for time in self.times
+        )
+
 
 def tune(
-    config: NSAConfig,
-    registry: Registry,
+    candidates: TuneCandidates,
     *,
-    device: str,
-    dtype: torch.dtype,
     length: int,
     seed: int = 0,
     budget_s: float = 0.5,
@@ -63,101 +73,140 @@ def tune(
 
     Inference is forward; training is forward and backward. A backend that fails its gate is not
     timed, and its slot gets no record: `auto` must neither prefer nor avoid a backend that is wrong
-    here.
+    here. Third-party backends run in child processes: one that crashes, exits or hangs has that as
+    its reason, and the others are timed.
 
     Args:
-        config: The layer.
-        registry: The installed backends.
-        device: "cpu", "cuda" or "cuda:N".
-        dtype: Dtype of the inputs.
+        candidates: The backends to compare.
         length: Tokens of the one sequence.
         seed: Seed of the random inputs.
         budget_s: Seconds of samples per workload.
-        advance: Called with a label after each gate and each use, :func:`step_count` times in all.
+        advance: Called with a label after each gate and each use, ``candidates.steps`` times.
 
     Raises:
         Unsupported, BackendUnavailable: No backend accepts a slot.
     """
-    times: list[SlotTime] = []
+    times = [
+        SlotTime(c.slot, c.backend, c.version, c.use, None, f"{FAILED}: {why}")
+        for c, why in candidates.failed
+    ]
     gates: list[Gate] = []
     records: list[tuned.Record] = []
-    name = device_name(device)
-    for use, phase in PHASES.items():
-        training = use == "training"
-        plans = _plans(config, registry, device, dtype, training)
-        case = gate_case(config, device, seed)
-        gate_failures: dict[tuple[str, str], str] = {}
-        for slot, backend in plans:
-            gate_plan = resolve(
-                case.config,
-                device=device,
-                dtype=dtype,
-                backends={slot: backend},
-                needs_grad=training,
-                registry=registry,
-            )
-            gate = run_gate(
-                f"{slot}={backend}", gate_plan, case, dtype, device, training, Shape.of(config).name
-            )
+    name = device_name(candidates.device)
+    case = gate_case(candidates.config, candidates.device, seed)
+    for use in PHASES:
+        of_use = [c for c in candidates.accepted if c.use == use]
+        correct = []
+        for candidate in of_use:
+            gate = _gate(candidates, candidate, case)
             gates.append(gate)
-            # How a failed verdict and an exception name the backend.
-            mentions = (f"{slot} ({backend})", f"backend {backend!r}, slot {slot!r}")
-            if any(mention in line for line in gate.failures for mention in mentions):
-                gate_failures[slot, backend] = NOT_CORRECT
-            advance(f"gate {slot}={backend}, {use}")
-        x = make_inputs(
-            "random", config, batch=1, length=length, dtype=dtype, device=device, seed=seed
-        )
-        workloads = [
-            kernel_workload(x, config, plan, slot, "forward" if slot == "select" else phase)
-            for (slot, backend), plan in plans.items()
-            if (slot, backend) not in gate_failures
-        ]
-        outcomes = measure(workloads, clock_for(device), budget_s=budget_s)
-        for (slot, backend), plan in plans.items():
-            outcome = outcomes.get(f"{slot} {backend}")
-            reason = gate_failures.get((slot, backend)) or (outcome.reason if outcome else "")
-            median = outcome.performance.median_ms if outcome and outcome.performance else None
-            times.append(SlotTime(slot, backend, plan.choices[slot].version, use, median, reason))
-        records += _records([t for t in times if t.use == use], plans, name, length)
+            if not _is_at_fault(candidate, gate):
+                correct.append(candidate)
+            advance(f"gate {candidate.slot}={candidate.backend}, {use}")
+        times += _timed(candidates, of_use, correct, length, seed, budget_s)
+        of_slots = [time for time in times if time.use == use]
+        records += _records(of_slots, candidates.requests[use], name, length)
         advance(f"timed {use}")
     return Tuning(name, times, gates, records)
 
 
-def step_count(config: NSAConfig, registry: Registry, device: str, dtype: torch.dtype) -> int:
-    """Return how often :func:`tune` calls ``advance``.
-
-    It calls it once per slot, accepting backend and use, and once more per use.
-    """
-    options = [
-        PlanOptions(device=device, dtype=dtype, needs_grad=needs_grad)
-        for needs_grad in (False, True)
-    ]
-    candidates_by_slot = [
-        find_candidates(config, option, registry=registry).by_slot for option in options
-    ]
-    all_candidates = [
-        c for by_slot in candidates_by_slot for of_slot in by_slot.values() for c in of_slot
-    ]
-    return len(PHASES) + sum(c.accepted for c in all_candidates)
+def _gate(candidates: TuneCandidates, candidate: TuneCandidate, case: Case) -> Gate:
+    """Judge a candidate, in a child process if it is isolated."""
+    if not candidate.isolated:
+        return judge_candidate(candidates, candidate, case)
+    combo, shape = f"{candidate.slot}={candidate.backend}", Shape.of(candidates.config).name
+    return isolation.gate_in_child(
+        judge_candidate,
+        candidates,
+        candidate,
+        case,
+        failed=isolation.failed_gate(combo, shape, candidates.dtype, case.name),
+        device=candidates.device,
+        deadline=float("inf"),
+    )
 
 
-def _plans(
-    config: NSAConfig, registry: Registry, device: str, dtype: torch.dtype, training: bool
-) -> dict[tuple[str, str], Plan]:
-    """Return, per slot and accepting backend, a plan with that backend there and auto elsewhere."""
-    options = PlanOptions(device=device, dtype=dtype, needs_grad=training)
-    by_slot = find_candidates(config, options, registry=registry).by_slot
-    return {
-        (slot, c.backend): resolve(config, options, registry=registry, backends={slot: c.backend})
-        for slot in SLOTS
-        for c in by_slot[slot]
-        if c.accepted
-    }
+def _is_at_fault(candidate: TuneCandidate, gate: Gate) -> bool:
+    """Return whether the candidate itself failed its gate, not a backend of another slot."""
+    if candidate.isolated:
+        return not gate.ok
+    slot, backend = candidate.slot, candidate.backend
+    # How a failed verdict and an exception name the backend.
+    mentions = (f"{slot} ({backend})", f"backend {backend!r}, slot {slot!r}")
+    return any(mention in line for line in gate.failures for mention in mentions)
+
+
+def _timed(
+    candidates: TuneCandidates,
+    of_use: list[TuneCandidate],
+    correct: list[TuneCandidate],
+    length: int,
+    seed: int,
+    budget_s: float,
+) -> list[SlotTime]:
+    """Time the ``correct`` ones of the candidates of a use, interleaved."""
+    x = candidates.inputs(length, seed)
+    with contextlib.ExitStack() as children:
+        workloads = [
+            _workload_in_child(candidates, candidate, length, seed, children)
+            if candidate.isolated
+            else workload_of(candidates, candidate, x)
+            for candidate in correct
+        ]
+        outcomes = measure(workloads, clock_for(candidates.device), budget_s=budget_s)
+    times = []
+    for c in of_use:
+        outcome = outcomes.get(c.key)
+        reason = outcome.reason if outcome else NOT_CORRECT
+        median = outcome.performance.median_ms if outcome and outcome.performance else None
+        times.append(SlotTime(c.slot, c.backend, c.version, c.use, median, reason))
+    return times
+
+
+def _workload_in_child(
+    candidates: TuneCandidates,
+    candidate: TuneCandidate,
+    length: int,
+    seed: int,
+    children: contextlib.ExitStack,
+) -> Workload:
+    """Return the workload of a candidate that runs in a child process, which ``children`` ends."""
+    device = candidates.device
+    limits = Limits.of_run(float("inf"), CALL_LIMIT_S, device)
+    make = functools.partial(isolated_workload, candidates, candidate, length, seed)
+
+    def start() -> Prepared:
+        with _end_is_failure():
+            call = RemoteCall(make, device, limits, NEVER)
+            children.callback(call.end)
+            prepared = call.prepare()
+
+        def take() -> float:
+            with _end_is_failure():
+                return call.sample()
+
+        return dataclasses.replace(prepared, take=take)
+
+    return Workload(candidate.key, _not_here, start=start)
+
+
+@contextlib.contextmanager
+def _end_is_failure() -> Iterator[None]:
+    """Raise RuntimeError if a child process could not begin, or was ended at the limit."""
+    try:
+        yield
+    except CannotStart as error:
+        raise RuntimeError(str(error)) from error
+    except TimeUp:
+        raise RuntimeError(f"a call did not end within {CALL_LIMIT_S:g} s") from None
+
+
+def _not_here() -> Callable[[], None]:
+    raise AssertionError("this workload runs in a child process")
 
 
 def _records(
-    times: list[SlotTime], plans: dict[tuple[str, str], Plan], device: str, length: int
+    times: list[SlotTime], requests: Mapping[str, Request], device: str, length: int
 ) -> list[tuned.Record]:
     records = []
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
@@ -166,13 +215,12 @@ def _records(
         time_of = {t.backend: t.time_ms for t in slot_times if t.time_ms is not None}
         if len(time_of) < len(slot_times) or not slot_times:
             continue
-        request = plans[slot, slot_times[0].backend].requests[slot]
         versions = {t.backend: t.version for t in slot_times}
         records.append(
             tuned.Record(
                 device,
                 tuned.torch_version(),
-                tuned.shape_class(request),
+                tuned.shape_class(requests[slot]),
                 slot,
                 time_of,
                 versions,

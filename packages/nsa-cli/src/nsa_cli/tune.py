@@ -49,7 +49,8 @@ def tune(
 
     `auto` then picks the fastest backend on this device (see `nsa backends explain`). A backend
     that fails its check against the float64 oracle is not timed: its slot keeps the order of
-    the stated priorities, and the exit code is 1.
+    the stated priorities, and the exit code is 1. A third-party backend runs in child processes:
+    a crash, an exit or a hang is its failure, and the others are timed.
     """
     with output.exit_codes():
         torch_device = pick_device(device, threads)
@@ -60,20 +61,18 @@ def tune(
         import torch
 
         from nsa_bench.shapes import parse_shape
-        from nsa_bench.tune import step_count
         from nsa_bench.tune import tune as run_tuning
+        from nsa_bench.tune_candidates import find_tune_candidates
         from nsa_core.dispatch import tuned
 
         config = parse_shape(shape).config(block_sizes(blocks))
         tuned.check_writable()
         registry = output.find_backends()
         torch_dtype = getattr(torch, name)
-        with output.progress(step_count(config, registry, torch_device, torch_dtype)) as advance:
+        candidates = find_tune_candidates(config, registry, device=torch_device, dtype=torch_dtype)
+        with output.progress(candidates.steps) as advance:
             result = run_tuning(
-                config,
-                registry,
-                device=torch_device,
-                dtype=torch_dtype,
+                candidates,
                 length=length or (8192 if cuda else 1024),
                 seed=seed,
                 budget_s=budget,
@@ -82,7 +81,7 @@ def tune(
         files = ResultFiles()
         files.write(tuned.path(), lambda _: tuned.save(result.records))
         _print_tuning(result, files.written)
-        code = files.exit_code(0 if all(gate.ok for gate in result.gates) else output.FAILED)
+        code = files.exit_code(output.FAILED if result.failed else 0)
     raise typer.Exit(code)
 
 

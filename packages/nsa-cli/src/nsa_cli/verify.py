@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from nsa_verify.histories.history import History
 
-# The first two also run the larger hand-written cases of quick.
+# The first two also run the larger hand-written cases.
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -122,7 +122,10 @@ def verify(
         typer.Option(
             metavar="LINE",
             show_default=False,
-            help="Run one generated case alone, such as slot=win,w=3,tokens=5.",
+            help=(
+                "Run one generated case alone, such as slot=win,w=3,tokens=5, or one decode step,"
+                " such as phase=decode,lengths=9+5,new=1+1."
+            ),
         ),
     ] = None,
     reads: Annotated[
@@ -186,7 +189,7 @@ def verify(
     with output.exit_codes(), deferred_signals() as stop:
         output.check_writable(json_file, force)
         prepare_children(named)
-        from nsa_verify.generated.case import parse_case
+        from nsa_verify.generated.parse import parse_case
 
         generated = parse_case(case) if case is not None else None
         names = [generated.dtype] if generated else dtype_names(dtype or ",".join(_DTYPES))

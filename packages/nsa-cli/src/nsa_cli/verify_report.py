@@ -234,7 +234,12 @@ def _is_generated(finding: Finding) -> bool:
 
 def _has_case_line(finding: Finding) -> bool:
     """Return whether the case of ``finding`` is a line for --case."""
-    return _is_generated(finding) or bool(finding["check"] == "partial queries")
+    return _is_generated(finding) or _is_step(finding) or finding["check"] == "partial queries"
+
+
+def _is_step(finding: Finding) -> bool:
+    """Return whether the case of ``finding`` is the line of a generated decode step."""
+    return finding["check"] == "generated steps" and bool(finding["case"].startswith("phase="))
 
 
 def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None:
@@ -253,11 +258,11 @@ def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None
     if len(failed) > _LISTED_FAILURES:
         more = len(failed) - _LISTED_FAILURES
         output.print_text(console, f"and {more} more failures; --json FILE writes all", "red")
-    generated = [(report, finding) for report, finding in failed if _has_case_line(finding)]
+    generated = [pair for pair in failed if _has_case_line(pair[1])]
     for command in dict.fromkeys(_case_command(*pair) for pair in generated[:_LISTED_FAILURES]):
         # One line, to be copied whole: a break inside the quotes would be part of the case.
         console.print(f"to repeat: {command}", no_wrap=True, overflow="ignore", crop=False)
-    failed = [pair for pair in failed if not _has_case_line(pair[1])]
+    failed = [pair for pair in failed if pair not in generated]
     if failed:
         # A backslash continues the command where the line is wrapped.
         lines = wrap(f"to repeat: {_command(*failed[0])}", output.text_width() - 2, rest="  ")
@@ -289,9 +294,11 @@ def _command(report: dict[str, Any], finding: Finding) -> str:
 
 
 def _case_command(report: dict[str, Any], finding: Finding) -> str:
-    """Return the command that runs the generated case of ``finding`` alone."""
+    """Return the command that runs the generated case or decode step of ``finding`` alone."""
     named = "".join(
-        f" --{slot} {name}" for slot, name in report["named"].items() if slot == finding["slot"]
+        f" --{slot} {name}"
+        for slot, name in report["named"].items()
+        if _is_step(finding) or slot == finding["slot"]
     )
     device = "cpu" if report["device"] == "cpu" else "cuda"
     interpreter = "TRITON_INTERPRET=1 " if report["interpreted"] else ""

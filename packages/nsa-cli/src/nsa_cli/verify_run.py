@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nsa_verify.combination import Combination
     from nsa_verify.findings import Finding
     from nsa_verify.generated.case import GeneratedCase
+    from nsa_verify.generated.step import GeneratedStep
     from nsa_verify.histories.history import History
     from nsa_verify.run.suite import Job
 
@@ -46,7 +47,7 @@ class RunOptions:
         jobs: Processes; None chooses by device.
         job_timeout: Seconds of a check of a third-party backend; None chooses by device.
         cases: Generated cases per slot; None is the design of the preset.
-        only: The one generated case, or history of a cache, that runs; None runs the preset.
+        only: The one generated case, decode step or history that runs; None runs the preset.
     """
 
     device: str
@@ -60,7 +61,7 @@ class RunOptions:
     jobs: int | None
     job_timeout: float | None
     cases: int | None
-    only: GeneratedCase | History | None
+    only: GeneratedCase | GeneratedStep | History | None
 
 
 def run_combinations(
@@ -174,16 +175,14 @@ def _count_generated(findings: Sequence[Sequence[Finding]]) -> dict[str, Any]:
 
 
 def _jobs(options: RunOptions, dtypes: Sequence[torch.dtype]) -> list[Job]:
-    """List the jobs of the preset, or those of the one case or history of ``options``."""
-    from nsa_verify.generated import jobs as generated
-    from nsa_verify.generated.case import GeneratedCase
-    from nsa_verify.generated.shrink import ShrinkBudget
+    """List the jobs of the preset, or those of the one case, step or history of ``options``."""
+    from nsa_verify.histories.history import History
     from nsa_verify.run import suite
 
-    if isinstance(options.only, GeneratedCase):
-        return [generated.job_of(options.only, suite.Job, ShrinkBudget(0))]
-    if options.only is not None:
+    if isinstance(options.only, History):
         return suite.history_jobs(options.only, dtypes)
+    if options.only is not None:
+        return [suite.generated_job(options.only)]
     return suite.jobs(
         options.preset,
         dtypes,

@@ -37,7 +37,7 @@ class Kill:
         dtype: Name of the job's dtype; that of a shrunk finding may differ.
         finding: The finding.
         tried: Number of jobs in which the mutant's fault could act, this one included.
-        seconds: Time of these jobs.
+        seconds: CPU time of these jobs.
     """
 
     job: str
@@ -55,8 +55,8 @@ class Score:
     Attributes:
         kills: The kill of each killed mutant, by name.
         survivors: The other mutants, with the number of jobs in which their fault could act.
-        seconds_of_check: Time of the healthy backend in each check.
-        seconds: Time of the healthy backend in all checks that ran.
+        seconds_of_check: CPU time of the healthy backend in each check.
+        seconds: CPU time of the healthy backend in all checks that ran.
     """
 
     kills: dict[str, Kill] = dataclasses.field(default_factory=dict)
@@ -142,17 +142,17 @@ def score(mutants: Sequence[SemanticMutant], todo: Sequence[suite.Job]) -> Score
         spy.acted.clear()
         # The spy and the mutants share the truths of one job; all truths would take gigabytes.
         with suite.shared_truths([spy.combination, spy.combination]):
-            started = time.perf_counter()
+            started = time.process_time()
             healthy = failure(job, spy.combination)
             assert healthy is None, f"the healthy backend fails: {healthy}"
-            elapsed = time.perf_counter() - started
+            elapsed = time.process_time() - started
             result.seconds_of_check[job.name] = result.seconds_of_check.get(job.name, 0) + elapsed
             result.seconds += elapsed
             for name in [n for n in spy.waiting if n in spy.acted]:
                 combination = combinations.setdefault(name, combination_of(spy.waiting[name]))
-                started = time.perf_counter()
+                started = time.process_time()
                 finding = failure(job, combination)
-                spent[name] += time.perf_counter() - started
+                spent[name] += time.process_time() - started
                 tried[name] += 1
                 if finding is not None:
                     result.kills[name] = Kill(

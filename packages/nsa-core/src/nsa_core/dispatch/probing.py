@@ -11,8 +11,9 @@ import queue
 import threading
 from typing import Any
 
-from nsa_core.contract import Reason, Request, import_named
+from nsa_core.contract import Reason, Request
 from nsa_core.dispatch.loading import BackendEntry, is_reason, report_hint
+from nsa_core.torch_ops.call_wrapper import call_function, import_function
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE
 from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.plugin_output import stdout_to_stderr
@@ -180,13 +181,14 @@ def _call_limited(entry: BackendEntry, path: str, *arguments: Any) -> Any:
 
     def call() -> None:
         try:
-            outcomes.put((function(*arguments), None))
+            where = (entry.name, path, "plugin")
+            outcomes.put((call_function(where, function, arguments), None))
         except BaseException as error:  # noqa: BLE001  raised again in the calling thread
             outcomes.put((None, error))
 
     with contextlib.nullcontext() if entry.first_party else stdout_to_stderr():
         try:
-            function = import_named(path)
+            function = import_function(entry.name, path)
         except BaseException as failure:
             if is_ctrl_c(failure):
                 raise

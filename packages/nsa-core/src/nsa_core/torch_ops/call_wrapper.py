@@ -1,4 +1,4 @@
-"""A wrapper around every call of a backend's function; nsa_verify installs one to check the call.
+"""A wrapper around each call of a backend's function; nsa_verify installs one to check the call.
 
 Without a wrapper a call costs one test of a list.
 """
@@ -9,7 +9,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-Where = tuple[str, str, str]  # backend, slot, and "forward", "backward" or "decode"
+from nsa_core.contract import import_named
+
+# Backend, slot, and "forward", "backward" or "decode". For other functions of a plugin: backend,
+# "module:function", and "import" or "plugin" (a call of its probe, rank or detail).
+Where = tuple[str, str, str]
 Wrapper = Callable[[Where, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 
 _wrappers: list[Wrapper] = []
@@ -37,3 +41,8 @@ def call_function(
     if not _wrappers:
         return function(*arguments, **options)
     return _wrappers[-1](where, function, arguments, options)
+
+
+def import_function(backend: str, path: str) -> Any:
+    """Import the function of ``backend`` that ``path``, "module:function", names."""
+    return call_function((backend, path, "import"), import_named, (path,))

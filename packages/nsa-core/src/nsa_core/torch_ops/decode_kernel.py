@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from nsa_core.contract import DecodeCall, import_named
+from nsa_core.contract import DecodeCall
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import NSAError
-from nsa_core.torch_ops.call_wrapper import call_function
+from nsa_core.torch_ops.call_wrapper import call_function, import_function
 from nsa_core.torch_ops.slot_op import BackendCall
 
 
@@ -87,4 +87,4 @@ def decode_kernel(backend: str, slot: str, path: str) -> DecodeKernel:
     Raises:
         ImportError, AttributeError: The function cannot be imported.
     """
-    return DecodeKernel(backend, slot, import_named(path))
+    return DecodeKernel(backend, slot, import_function(backend, path))

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from nsa_core.contract import SlotCall, SlotSpec, import_named
+from nsa_core.contract import SlotCall, SlotSpec
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops import autograd
-from nsa_core.torch_ops.call_wrapper import call_function
+from nsa_core.torch_ops.call_wrapper import call_function, import_function
 from nsa_core.torch_ops.tensor_checks import (
     SLOT_AXES,
     Metadata,
@@ -195,9 +195,9 @@ class SlotOp:
 
     def __init__(self, backend: str, slot: str, spec: SlotSpec, name: str) -> None:
         self.backend, self.slot, self.spec = backend, slot, spec
-        self._forward: Callable[..., Any] = import_named(spec.forward)
+        self._forward: Callable[..., Any] = import_function(backend, spec.forward)
         self._backward: Callable[..., Any] | None = (
-            import_named(spec.backward) if spec.backward else None
+            import_function(backend, spec.backward) if spec.backward else None
         )
         self._n_inputs = len(INPUTS[slot])
         self._grads = [INPUTS[slot].index(name) for name in DIFFERENTIABLE[slot]]

@@ -15,6 +15,7 @@ from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name, stats_dtype
 from nsa_core.layer.rope import RopeTable, rope_table, rotate
 from nsa_verify import oracle
+from nsa_verify.checks.calls import may_call
 from nsa_verify.checks.decode_parity import Step, StepData, decode_plan, packed, step_data
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding, judged, same_bits
@@ -25,6 +26,7 @@ from nsa_verify.reference import attention
 _DIM = 200  # layer width of the gates check: larger than a tile, and not a multiple of one
 
 
+@may_call(("step", "decode"))
 def fused_step(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Run :func:`step_parity` if the backend of the combination has a fused step."""
     plan = decode_plan(combination, step, dtype)
@@ -34,6 +36,7 @@ def fused_step(combination: Combination, step: Step, dtype: torch.dtype) -> Iter
         yield _missing(plan, "step", step, dtype)
 
 
+@may_call(("append", "decode"))
 def fused_append(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Run :func:`append_parity` with and without rotary if the backend has a fused append."""
     plan = decode_plan(combination, step, dtype)
@@ -47,6 +50,7 @@ def fused_append(combination: Combination, step: Step, dtype: torch.dtype) -> It
         )
 
 
+@may_call(("gates", "decode"))
 def fused_gates(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Judge sigmoid(x W^T + b) in the dtype of gates, if the backend has fused gates."""
     plan, data = decode_plan(combination, step, dtype), step_data(step, dtype, combination.device)

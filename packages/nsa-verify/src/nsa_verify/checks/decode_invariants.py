@@ -13,6 +13,7 @@ import torch
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
 from nsa_core.torch_ops.slot_op import record_dispatch
+from nsa_verify.checks.calls import DECODE, may_call
 from nsa_verify.checks.decode_parity import (
     DECODE_SLOTS,
     Results,
@@ -44,6 +45,7 @@ def _same_results(
             yield same_bits(check, slot, step.case, dtype, name, x, y)
 
 
+@may_call(*DECODE)
 def ties(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that equal scores select the lowest blocks; zero queries make all scores equal."""
     data = step_data(step, dtype, combination.device)
@@ -53,6 +55,7 @@ def ties(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[F
         yield dataclasses.replace(finding, check="decode ties")
 
 
+@may_call(*DECODE)
 def run_to_run(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that three runs have equal bits.
 
@@ -82,6 +85,7 @@ def run_to_run(combination: Combination, step: Step, dtype: torch.dtype) -> Iter
             yield from _same_results("decode run to run", step, dtype, other, first, declared)
 
 
+@may_call(*DECODE)
 def page_order(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that the order of pages does not change the bits."""
     plan = decode_plan(combination, step, dtype, deterministic=True)
@@ -91,6 +95,7 @@ def page_order(combination: Combination, step: Step, dtype: torch.dtype) -> Iter
     yield from _same_results("decode page order", step, dtype, other, first)
 
 
+@may_call(*DECODE)
 def replayed(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Check a second call with new lengths in the same tensors, as in a CUDA graph replay.
 
@@ -112,6 +117,7 @@ def replayed(combination: Combination, step: Step, dtype: torch.dtype) -> Iterat
     )
 
 
+@may_call(*DECODE)
 def inputs_untouched(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that no decode form writes to the cache, the queries or the tensors of the call."""
     data = step_data(step, dtype, combination.device)
@@ -127,6 +133,7 @@ def _tensors(data: StepData) -> dict[str, torch.Tensor]:
     return {"q": data.q, **data.stores, **call}
 
 
+@may_call(*DECODE)
 def dispatch(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that the requested decode forms ran, by the dispatch record and by a profile."""
     data, plan = step_data(step, dtype, combination.device), decode_plan(combination, step, dtype)

@@ -17,6 +17,7 @@ from nsa_core.contract import DecodeCall
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
 from nsa_verify.cases import PAPER, SMALL, TINY, Case, config_of
+from nsa_verify.checks.calls import DECODE, may_call
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
@@ -155,10 +156,19 @@ def decode_inputs(slot: str, data: StepData, upstream: Results) -> tuple[torch.T
     return data.q, s["k_win"], s["v_win"]
 
 
-def run_step(plan: Plan, data: StepData) -> Results:
-    """Run every decode form of ``plan`` once, in the order of the data flow."""
-    results: Results = {}
-    for slot in DECODE_SLOTS:
+def run_step(
+    plan: Plan, data: StepData, slots: Sequence[str] = DECODE_SLOTS, results: Results | None = None
+) -> Results:
+    """Run the decode forms of ``slots`` once, in the order of the data flow.
+
+    Args:
+        plan: A plan for decoding.
+        data: Tensors of the step.
+        slots: Slots to run.
+        results: Results of the slots before them.
+    """
+    results = dict(results or {})
+    for slot in slots:
         result = getattr(plan, slot)(*decode_inputs(slot, data, results), call=data.call)
         results[slot] = (result,) if isinstance(result, torch.Tensor) else tuple(result)
     return results
@@ -182,14 +192,31 @@ def decode_plan(
     )
 
 
-def decode_parity(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+@may_call(*DECODE)
+def decode_parity(
+    combination: Combination,
+    step: Step,
+    dtype: torch.dtype,
+    reorder: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Iterator[Finding]:
     """Check that every decode form equals the oracle, and that padding rows are empty.
 
     Memory outside the sequences holds NaN, so this check includes the poison check of prefill.
+
+    Args:
+        combination: Combination to judge.
+        step: The step.
+        dtype: Dtype of q, k and v.
+        reorder: Changes the blocks that sel receives; None passes on those of select.
     """
     data = step_data(step, dtype, combination.device)
-    results = run_step(decode_plan(combination, step, dtype), data)
-    yield from judge_step(step, dtype, data, results, DECODE_SLOTS)
+    plan = decode_plan(combination, step, dtype)
+    results = run_step(plan, data, ("cmp", "select", "win"))
+    yield from judge_step(step, dtype, data, results, ("cmp", "select", "win"))
+    if reorder is not None:
+        results["select"] = (reorder(results["select"][0]),)
+    results = run_step(plan, data, ("sel",), results)
+    yield from judge_step(step, dtype, data, results, ("sel",))
 
 
 def judge_step(

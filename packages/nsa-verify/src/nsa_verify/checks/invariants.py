@@ -14,6 +14,7 @@ from nsa_core.dtypes import dtype_name
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import Case, CaseData
+from nsa_verify.checks.calls import PREFILL, may_call
 from nsa_verify.combination import Combination, spec_of
 from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.slot import judge_slot
@@ -22,6 +23,7 @@ from nsa_verify.slot_runs import SlotRun, masked_do, run_slot, run_slots, slot_i
 HUGE = {torch.float16: 6e4}  # finite poison; 1e30 in other dtypes
 
 
+@may_call(*PREFILL)
 def composition(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that nsa_attention equals the five slots in order, bit for bit, with gradients."""
     data = case.data(dtype, combination.device)
@@ -80,6 +82,7 @@ def _longest(data: CaseData) -> int | None:
     return None if data.cu_seqlens is None else data.max_seqlen
 
 
+@may_call(*PREFILL)
 def causality(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that no row before t0 depends on tokens from t0 on, by equal bits and by autograd."""
     if case.packed or case.tokens < 2 or case.rows is not None:
@@ -155,6 +158,7 @@ def _splice(data: CaseData, other: CaseData, t0: int) -> CaseData:
     return _replaced(data, **joined)
 
 
+@may_call(*PREFILL)
 def finite_poison(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that huge keys and values after t do not change o, LSE and dq of rows <= t, bitwise.
 
@@ -184,6 +188,7 @@ def finite_poison(combination: Combination, case: Case, dtype: torch.dtype) -> I
         yield same_bits("poison", slot, case, dtype, f"lse up to {t}", actual, clean)
 
 
+@may_call(*PREFILL)
 def nan_storage(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Judge slots on inputs with NaN beyond S and between rows, and on outputs filled with NaN."""
     if case.rows is not None:
@@ -233,6 +238,7 @@ def _poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
+@may_call(*PREFILL)
 def run_to_run(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that three runs have equal bits, forward and backward.
 
@@ -260,6 +266,7 @@ def run_to_run(combination: Combination, case: Case, dtype: torch.dtype) -> Iter
                 yield same_bits("run to run", slot, case, dtype, quantity, actual, expected)
 
 
+@may_call(*PREFILL)
 def inputs_untouched(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that no slot writes to its inputs, forward or backward."""
     data = case.data(dtype, combination.device)
@@ -273,6 +280,7 @@ def inputs_untouched(combination: Combination, case: Case, dtype: torch.dtype) -
             yield same_bits("inputs untouched", slot, case, dtype, name, tensor, before[name])
 
 
+@may_call(*PREFILL)
 def dispatch(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that the requested kernels ran, by the dispatch record and by a profile."""
     data = case.data(dtype, combination.device)

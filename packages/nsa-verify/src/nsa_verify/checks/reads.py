@@ -20,6 +20,7 @@ from nsa_core.contract import BRANCHES
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
 from nsa_verify.cases import PAPER, Case, config_of
+from nsa_verify.checks.calls import DECODE, may_call
 from nsa_verify.checks.decode_parity import (
     Results,
     Step,
@@ -137,6 +138,7 @@ def count_reads(
     return entries
 
 
+@may_call(*DECODE)
 def reads(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
     """Check at each length of the step that every branch reads exactly the predicted tokens."""
     if step.rows > 1:

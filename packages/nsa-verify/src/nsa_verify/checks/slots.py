@@ -12,6 +12,7 @@ from nsa_core.dtypes import dtype_name
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
 from nsa_verify.cases import Case, CaseData
+from nsa_verify.checks.calls import PREFILL, may_call, prefill
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
@@ -19,6 +20,7 @@ from nsa_verify.judge.slot import judge_slot
 from nsa_verify.slot_runs import SlotRun, run_slot, run_slots
 
 
+@may_call(*PREFILL)
 def parity(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Compare every slot with the oracle on the same inputs: outputs, LSE and all gradients."""
     data = case.data(dtype, combination.device)
@@ -74,6 +76,7 @@ def _judge_run(
     yield from judged(check, slot, case, dtype, verdicts)
 
 
+@may_call(*PREFILL)
 def coverage(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Compare branches that see every key with dense causal attention.
 
@@ -126,6 +129,7 @@ def _judge_dense(
     yield from judged(check, slot, case, dtype, verdicts)
 
 
+@may_call(*PREFILL)
 def packed_equals_separate(
     combination: Combination, case: Case, dtype: torch.dtype
 ) -> Iterator[Finding]:
@@ -162,6 +166,7 @@ def _document(run: SlotRun, rows: slice, cmp_rows: slice) -> SlotRun:
     return SlotRun(inputs, outputs, None if run.do is None else run.do[None, rows])
 
 
+@may_call(*prefill("cmp", "select"))
 def ties(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Check that equal scores select the lower block: with zero keys, and with exact logits."""
     if case.rows is not None or case.text is not None:
@@ -194,6 +199,7 @@ def ties(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[F
         yield same_bits("ties", "select", case, dtype, label, blocks.cpu(), expected)
 
 
+@may_call(*prefill("sel"))
 def any_blocks(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Judge sel on unsorted blocks with duplicates, -1, out-of-range and future entries."""
     if case.tokens == 0 or case.rows is not None:
@@ -218,6 +224,7 @@ def any_blocks(combination: Combination, case: Case, dtype: torch.dtype) -> Iter
         yield from _judge_run("any blocks", "sel", case, dtype, run, data.cu_seqlens)
 
 
+@may_call(*prefill("cmp", "sel"))
 def empty_rows(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Check rows without a visible key: output exactly 0, LSE -inf, and gradients exactly 0."""
     if case.packed or case.tokens == 0 or case.rows is not None:

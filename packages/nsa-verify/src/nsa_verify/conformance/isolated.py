@@ -18,7 +18,9 @@ import pytest
 from nsa_core.dispatch.trial import describe_exit
 from nsa_core.errors import BackendUnavailable
 from nsa_verify.isolation import children
-from nsa_verify.isolation.captured_output import capture_output, forget_output, last_output
+from nsa_verify.isolation.activity import record_activity
+from nsa_verify.isolation.call_guard import guarded_calls
+from nsa_verify.isolation.captured_output import capture_output, forget_output
 
 TEST_LIMIT_S = {"cpu": 120.0, "cuda": 600.0}
 COLLECT_LIMIT_S = 120.0
@@ -59,7 +61,7 @@ class IsolatedTests:
             try:
                 self._start()
             except _Ended as error:
-                raise BackendUnavailable(f"a third-party backend {error}") from None
+                raise BackendUnavailable(str(error)) from None
             try:
                 yield
             finally:
@@ -128,13 +130,13 @@ class IsolatedTests:
             raise _Ended(self._end(describe_exit(status, doing))) from None
 
     def _end(self, why: str = "") -> str:
-        """End the child; return ``why`` with its last line of output."""
+        """End the child; return ``why`` with what it ran and its last line of output."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
             self._connection.close()
             self._process = None
-        return children.with_last_line(why, last_output(self._folder))
+        return children.describe_end(why, self._folder, "a third-party backend ")
 
 
 class _Server:
@@ -173,6 +175,8 @@ def _serve(
     import torch
 
     capture_output(folder)
+    record_activity(folder)
     torch.set_num_threads(1)
     # Without pytest's capture, the guard of the calls sees what a kernel prints.
-    pytest.main([*arguments, "-s"], plugins=[_Server(connection, options)])
+    with guarded_calls():  # of the probes that run while tests are collected
+        pytest.main([*arguments, "-s"], plugins=[_Server(connection, options)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -241,22 +242,27 @@ def _device(option: Any) -> str:
 def _accepted_dtypes(
     entry: BackendEntry | None, offered: list[str], device: str
 ) -> list[torch.dtype]:
-    """Return two dtypes for the verify jobs in which the backend accepts the base request.
+    """Return the dtypes of the verify jobs: those in which the probe accepts a request.
 
-    The grid covers all four dtypes.
+    If it accepts none, the result is every dtype: each job is skipped with the reasons.
     """
-    by_dtype = {getattr(torch, point.dtype): point for point in GRID[:4]}
-    if entry is None or not offered:
-        return list(_DTYPES[:2])
-    probes = [
-        (dtype, SlotUnderTest(entry, slot, device), by_dtype[dtype])
-        for dtype in _DTYPES
-        for slot in offered
-    ]
-    accepted = [
-        dtype for dtype, subject, point in probes if subject.probe(point, needs_grad=False).accepted
-    ]
-    return list(dict.fromkeys(accepted))[:2] or list(_DTYPES[:2])
+    if entry is None:
+        return list(_DTYPES)
+    subjects = [SlotUnderTest(entry, slot, device) for slot in offered]
+    accepted = [d for d in _DTYPES if any(_accepts(s, dtype_name(d)) for s in subjects)]
+    return accepted or list(_DTYPES)
+
+
+def _accepts(subject: SlotUnderTest, dtype: str) -> bool:
+    """Return whether the probe accepts a request of the grid in ``dtype``."""
+    answers = itertools.chain(
+        (subject.probe(dataclasses.replace(point, dtype=dtype), False) for point in GRID),
+        (subject.probe_step(dataclasses.replace(step, dtype=dtype)) for step in STEPS),
+    )
+    for answer in answers:
+        if answer.accepted or any(reason.code == "probe_too_slow" for reason in answer.reasons):
+            return answer.accepted
+    return False
 
 
 def _first_accepted(subject: SlotUnderTest) -> Point:

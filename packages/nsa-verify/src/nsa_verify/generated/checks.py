@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from nsa_verify.combination import Combination, spec_of
 from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.data import Problem, problem_of
-from nsa_verify.generated.shrink import ShrinkBudget, shrink
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.judge.tensor import LIMITS, Verdict
+from nsa_verify.judge.truth_cache import cached, caching
 from nsa_verify.slot_runs import SlotRun, run_kernel
 
 # The bias is a rule for many rows. With few, the error of one row decides it, and that may be
@@ -30,38 +30,11 @@ from nsa_verify.slot_runs import SlotRun, run_kernel
 _MIN_BIAS_ROWS = 12
 
 
-@dataclasses.dataclass(frozen=True)
-class OnGenerated:
-    """Adapter that runs a generated case as a check of a case.
-
-    Attributes:
-        generated: The generated case.
-        budget: Time for shrinking that the cases of a slot share.
-        if_declared: Whether a case with first_query is left out, without a finding, where no
-            backend of the slot declares such queries.
-    """
-
-    generated: GeneratedCase
-    budget: ShrinkBudget
-    if_declared: bool = False
-
-    def __call__(
-        self, combination: Combination, case: Case, dtype: torch.dtype
-    ) -> Iterator[Finding]:
-        """Judge the case; a failing case is shrunk first. ``case`` and ``dtype`` are its own."""
-        if self.if_declared and not combination.declares_partial(self.generated.slot):
-            return
-        findings = judge_generated(combination, self.generated)
-        if any(finding.ok is False for finding in findings) and self.budget.seconds > 0:
-            started = time.perf_counter()
-
-            def still_fails(smaller: GeneratedCase) -> bool:
-                return any(f.ok is False for f in judge_generated(combination, smaller))
-
-            smallest = shrink(self.generated, still_fails, self.budget.seconds)
-            self.budget.seconds -= time.perf_counter() - started
-            findings = judge_generated(combination, smallest)
-        yield from findings
+def judge_if_declared(combination: Combination, generated: GeneratedCase) -> list[Finding]:
+    """Judge a generated case with first_query; nothing where no backend declares such queries."""
+    if not combination.declares_partial(generated.slot):
+        return []
+    return judge_generated(combination, generated)
 
 
 def judge_generated(combination: Combination, generated: GeneratedCase) -> list[Finding]:
@@ -75,7 +48,7 @@ def judge_generated(combination: Combination, generated: GeneratedCase) -> list[
         InvalidInput: The case is wrong for every backend.
         BackendUnavailable: A backend cannot run on this machine.
     """
-    slot, check = generated.slot, generated.check
+    slot, check = generated.slot, generated.check_name
 
     def finding(quantity: str, ok: bool | None, detail: str) -> list[Finding]:
         name = generated.text()
@@ -87,7 +60,8 @@ def judge_generated(combination: Combination, generated: GeneratedCase) -> list[
         return finding("plan", None, _reasons(refusal))
     try:
         problem = problem_of(generated, combination.device)
-        return list(_findings(check, generated, problem, kernel, grad, deterministic))
+        with caching():  # the second run, with NaN, needs the truths of the first
+            return list(_findings(check, generated, problem, kernel, grad, deterministic))
     except InvalidInput:
         raise
     except NSAError as fault:  # a kernel raised, or returned an invalid result
@@ -243,92 +217,146 @@ def _judge_poisoned(
 ) -> Iterator[Finding]:
     """Check that NaN or Inf in one row reaches every output that reads it, and no distant one.
 
-    A NaN in q stays in its row and kv head. One in k or v may spread to rows of its document and kv
-    head, because 0 x NaN is NaN, and must reach the rows that see it.
+    A NaN in q or do stays in its row and kv head, and in the keys that the row sees. One in k or v
+    may spread to rows of its document and kv head, because 0 x NaN is NaN, and must reach the rows
+    that see it. The same holds for gradients.
     """
     kind, name = generated.poison.split("_")
-    if name != "q" and generated.slot in ("cmp", "select"):
+    if name not in ("q", "do") and generated.slot in ("cmp", "select"):
         name += "_cmp"
     place = _place(generated, problem, name)
     if place is None:
         return
-    where, region = place
     inputs = dict(problem.inputs)
-    poisoned = inputs[name].clone()
-    poisoned[where] = math.inf if kind == "inf" else math.nan
-    inputs[name] = poisoned
-    slot, dtype, quantity = generated.slot, getattr(torch, generated.dtype), f"{kind} in {name}"
-    geometry, scale = generated.config.geometry, generated.config.softmax_scale
+    original = clean.do if name == "do" else inputs[name]
+    if original is None:  # the slot has no gradient
+        return
+    poisoned = original.clone()
+    poisoned[place.index] = math.inf if kind == "inf" else math.nan
+    do = poisoned if name == "do" else clean.do
+    if name != "do":
+        inputs[name] = poisoned
+    slot, quantity = generated.slot, f"{kind} in {name}"
     if slot == "select":
-        inputs["lse"] = inputs["lse"].clone().movedim(-2, -1)
-        inputs["lse"][region] = math.nan
-        inputs["lse"] = inputs["lse"].movedim(-1, -2).contiguous()
-        run = run_kernel(kernel, inputs, None, problem, problem.first_query)
-        blocks = run.outputs["blocks"]
-        expected = oracle.select(
-            **inputs, geometry=geometry, scale=scale, **_documents_of(problem)
-        ).to(blocks)
-        groups = _by_groups(generated, region, blocks)
-        yield same_bits(check, slot, case, dtype, quantity, blocks[groups], expected[groups])
-        merged = torch.where(groups[..., None], clean.outputs["blocks"], blocks)
-        yield dataclasses.replace(
-            _judge_blocks(
-                check, generated, SlotRun(clean.inputs, {"blocks": merged}, None), problem
-            ),
-            quantity=f"blocks beside {quantity}",
+        yield from _judge_poisoned_blocks(
+            check, generated, case, kernel, clean, problem, inputs, place, quantity
         )
         return
-    outputs = run_kernel(kernel, inputs, None, problem, problem.first_query).outputs
-    golden = getattr(oracle, slot)(*inputs.values(), geometry, scale, **_documents_of(problem)).o
-    reached = ~torch.isfinite(golden.to(outputs["o"].device))
-    missed = int((reached & torch.isfinite(outputs["o"])).sum())
-    detail = f"{missed} of {int(reached.sum())} outputs that read it are finite" if missed else ""
-    yield Finding(check, slot, case.name, generated.dtype, quantity, not missed, detail=detail)
-    # With the clean results where NaN may be, the rest must be as right as without NaN.
-    beside = {}
-    for key in ("o", "lse"):
-        may = region if key == "o" else region.movedim(-1, -2)
-        may = may[..., None].expand_as(outputs[key]) if key == "o" else may
-        spread = may & ~torch.isfinite(outputs[key])
-        beside[key] = torch.where(spread, clean.outputs[key], outputs[key])
-    verdicts = judge_slot(slot, clean.inputs, beside, geometry, scale, **_documents_of(problem))
-    renamed = {f"{key} beside {quantity}": verdict for key, verdict in verdicts.items()}
-    yield from judged(check, slot, case, dtype, renamed)
+    sizes = (generated.config.geometry, generated.config.softmax_scale)
+    outputs = run_kernel(kernel, inputs, do, problem, problem.first_query).outputs
+    options = {**_documents_of(problem), "do": do}
+    golden = cached(
+        ("poisoned", slot, *sizes, problem.first_query),
+        [*inputs.values(), problem.cu_seqlens, do],
+        lambda: getattr(oracle, slot)(*inputs.values(), *sizes, **options),
+    )
+    truths, beside = {"o": golden.o, "lse": golden.lse, **golden.grads}, {}
+    for key, actual in outputs.items():
+        label = quantity if key == "o" else f"{key} of {quantity}"
+        reached = ~torch.isfinite(truths[key].to(actual.device))
+        missed = int((reached & torch.isfinite(actual)).sum()) if key != "lse" else 0
+        detail = f"{missed} of {int(reached.sum())} elements that read it are finite"
+        yield Finding(
+            check,
+            slot,
+            case.name,
+            generated.dtype,
+            label,
+            not missed,
+            detail=detail if missed else "",
+        )
+        # With the clean results where NaN may be, the rest must be as right as without NaN.
+        spread = place.region(key, actual) & ~torch.isfinite(actual)
+        beside[key] = torch.where(spread, clean.outputs[key], actual)
+    for finding in _judge(check, generated, case, SlotRun(clean.inputs, beside, clean.do), problem):
+        yield dataclasses.replace(finding, quantity=f"{finding.quantity} beside {quantity}")
 
 
-def _place(
-    generated: GeneratedCase, problem: Problem, name: str
-) -> tuple[tuple[int, ...], torch.Tensor] | None:
-    """Return the index of the poisoned element, and the rows and heads that it may reach.
+def _judge_poisoned_blocks(
+    check: str,
+    generated: GeneratedCase,
+    case: Case,
+    kernel: Kernel,
+    clean: SlotRun,
+    problem: Problem,
+    inputs: dict[str, torch.Tensor],
+    place: _Place,
+    quantity: str,
+) -> Iterator[Finding]:
+    """Judge the blocks that select returns for NaN in ``inputs``."""
+    dtype = getattr(torch, generated.dtype)
+    inputs["lse"] = inputs["lse"].clone().movedim(-2, -1)
+    inputs["lse"][place.rows] = math.nan
+    inputs["lse"] = inputs["lse"].movedim(-1, -2).contiguous()
+    blocks = run_kernel(kernel, inputs, None, problem, problem.first_query).outputs["blocks"]
+    expected = oracle.select(
+        **inputs,
+        geometry=generated.config.geometry,
+        scale=generated.config.softmax_scale,
+        **_documents_of(problem),
+    ).to(blocks)
+    groups = _by_groups(generated, place.rows, blocks)
+    yield same_bits(check, "select", case, dtype, quantity, blocks[groups], expected[groups])
+    merged = torch.where(groups[..., None], clean.outputs["blocks"], blocks)
+    run = SlotRun(clean.inputs, {"blocks": merged}, None)
+    yield dataclasses.replace(
+        _judge_blocks(check, generated, run, problem), quantity=f"blocks beside {quantity}"
+    )
 
-    The element is in the middle of the document with the most queries and in the last head. The
-    mask is bool [.., rows, heads]. Returns None if the document has no row of this tensor.
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A poisoned element, and the rows that it may reach.
+
+    Attributes:
+        index: Index of the element.
+        rows: Mask of the query rows and heads, bool [.., rows, heads].
+        keys: Mask of the key rows and kv heads, bool [.., keys, kv heads].
     """
-    lengths, device = generated.lengths, problem.inputs["q"].device
-    spans = generated.query_spans
-    queries = [end - begin for begin, end, _ in spans]
-    document = max(range(len(lengths)), key=lambda index: queries[index])
-    geometry = generated.config.geometry
-    counts = [geometry.num_compressed(n) if name.endswith("_cmp") else n for n in lengths]
-    counts = queries if name == "q" else counts
-    if not counts[document] or not queries[document]:
+
+    index: tuple[int, ...]
+    rows: torch.Tensor
+    keys: torch.Tensor
+
+    def region(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the mask of the elements of the output ``name`` that the poison may reach."""
+        if name == "lse":
+            return self.rows.movedim(-1, -2)
+        return (self.rows if name in ("o", "dq") else self.keys)[..., None].expand_as(tensor)
+
+
+def _place(generated: GeneratedCase, problem: Problem, name: str) -> _Place | None:
+    """Return the poisoned element of ``name`` and the rows that it may reach.
+
+    The element is in the last kv head, in the middle of the document with the most queries, or of
+    these queries. Returns None if the document has no row of this tensor, or no query.
+    """
+    lengths, (q, k) = generated.lengths, list(problem.inputs.values())[:2]
+    spans, compressed = generated.query_spans, generated.slot in ("cmp", "select")
+    document = max(range(len(lengths)), key=lambda index: spans[index][1] - spans[index][0])
+    counts = map(generated.config.geometry.num_compressed, lengths) if compressed else lengths
+    keys, queries = _bounds(list(counts)), spans[document][:2]
+    of_query = name in ("q", "do")
+    begin, end = queries if of_query else keys[document : document + 2]
+    row = (end - begin) // 2
+    if begin == end or queries[0] == queries[1]:
         return None
-    row = counts[document] // 2
-    region = torch.zeros(problem.inputs["q"].shape[:-1], dtype=torch.bool, device=device)
-    head = -generated.h  # the first head of the last group
+    row_mask = torch.zeros(q.shape[:-1], dtype=torch.bool, device=q.device)
+    key_mask = torch.zeros(k.shape[:-1], dtype=torch.bool, device=q.device)
     if generated.packed:
-        span = slice(*spans[document][:2])
-        index: tuple[int, ...] = (sum(counts[:document]) + row,)
-        lead: tuple[int | slice, ...] = (index[0],) if name == "q" else (span,)
+        index: tuple[int, ...] = (begin + row,)
+        reached: tuple[int | slice, ...] = (slice(*queries),)
+        key_mask[keys[document] : keys[document + 1], -1] = True
     else:
-        index = (document, row)
-        lead = index if name == "q" else (document,)
-    if name == "q":
-        heads = (*lead, slice(head, None))
-        region[heads] = True
-    else:
-        region[lead][..., head:] = True
-    return (*index, -1, 0), region
+        index, reached = (document, row), (document, slice(None))
+        key_mask[document, :, -1] = True
+    lead = index if of_query else reached
+    row_mask[lead + (slice(-generated.h, None),)] = True  # noqa: RUF005  # Python 3.10
+    return _Place((*index, -1, 0), row_mask, key_mask)
+
+
+def _bounds(lengths: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(lengths)]
 
 
 def _by_groups(

@@ -10,12 +10,13 @@ import torch
 
 from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
+from nsa_verify.checks.calls import prefill
 from nsa_verify.findings import Finding
 from nsa_verify.generated.case import GeneratedCase
-from nsa_verify.generated.checks import OnGenerated
+from nsa_verify.generated.checks import judge_generated, judge_if_declared
 from nsa_verify.generated.levels import generated_cases
 from nsa_verify.generated.partial import partial_cases
-from nsa_verify.generated.shrink import ShrinkBudget
+from nsa_verify.generated.shrink import OnGenerated, ShrinkBudget
 
 _Job = TypeVar("_Job")
 
@@ -60,8 +61,9 @@ def job_of(
     partial = generated.first_query is not None
     name = f"{generated.slot} {generated.seed}" if partial else f"case {generated.seed}"
     case = dataclasses.replace(generated.as_case(), name=name)
-    check = OnGenerated(generated, budget, if_declared and partial)
-    return job(generated.check, check, case, getattr(torch, generated.dtype))
+    judge = judge_if_declared if if_declared and partial else judge_generated
+    check = OnGenerated(generated, judge, budget, frozenset(prefill(generated.slot)))
+    return job(generated.check_name, check, case, getattr(torch, generated.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ _VALUES = (("normal", "small", "outlier", "steep"), ())
 _COMBINE_POISON = (("none", "nan_v", "inf_v"), ())
 _BLOCK_KINDS = (("sorted", "sorted64", "messy", "messy64", "none"), ())
 _GATES = (("sigmoid", "negative", "above1", "zero"), ())
-_POISON = (("none", "nan_q", "nan_k", "nan_v", "inf_v"), ())
+_POISON = (("none", "nan_q", "nan_k", "nan_v", "inf_v"), ("nan_do",))
 _HEADS_ALONE = {"h": _HEADS, "groups": _GROUPS}
 _LAYOUTS = {"layout": _LAYOUT, "do_layout": _DO_LAYOUT}
 # Lengths by name, because they depend on the block sizes; see _length.
@@ -150,7 +150,7 @@ class SlotDesign:
 
     def allowed(self, row: Row) -> bool:
         """Return whether the case of ``row`` is small enough for the oracle."""
-        return _rows(self.slot, row) <= self.most_rows
+        return _rows(row) <= self.most_rows
 
     def rows(self, seed: int, count: int | None = None) -> list[Row]:
         """Return the rows of the design, or ``count`` rows that begin with them."""
@@ -277,9 +277,8 @@ def _documents(name: str, length: int) -> tuple[int, ...]:
     }.get(name, ())
 
 
-def _rows(slot: str, row: Row) -> int:
+def _rows(row: Row) -> int:
     length = _length(row)
     documents = _documents(row["documents"], length)
     tokens = sum(documents) if documents else length * _batch(row["documents"])
-    # combine has no loop over rows in the oracle.
-    return tokens * (1 if slot == "combine" else int(row["groups"]))
+    return tokens * int(row["groups"])

@@ -18,8 +18,10 @@ from nsa_core.torch_ops.call_wrapper import Where, wrapped_calls
 from nsa_core.torch_ops.torch_state import is_capturing
 from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.text import describe_error, one_line
-from nsa_verify.isolation.captured_output import printed
+from nsa_verify.isolation.activity import describe, running
+from nsa_verify.isolation.captured_output import printed, restore_streams
 from nsa_verify.isolation.global_state import GlobalState
+from nsa_verify.isolation.own_signals import take_signals
 
 _INTEGERS: dict[int, torch.dtype] = {
     1: torch.int8,
@@ -27,6 +29,7 @@ _INTEGERS: dict[int, torch.dtype] = {
     4: torch.int32,
     8: torch.int64,
 }
+_outside: list[str] = []  # faults of a child process outside of a kernel's calls
 _WRITTEN = {"append": (3, 4, 5)}  # fused form -> the arguments that it writes: raw, sel and win
 
 
@@ -53,6 +56,9 @@ class Guard:
             NSAError: The function raised a BaseException that is no Exception, or an error that
                 only nsa_core may raise; or it broke a rule of the contract. Other exceptions pass.
         """
+        if where[2] in ("import", "plugin"):
+            with running(where):
+                return function(*arguments, **options)
         slot = where[1]
         inputs = _tensors(
             [a for i, a in enumerate(arguments) if i not in _WRITTEN.get(slot, ())], options
@@ -63,11 +69,12 @@ class Guard:
         watched = [] if any(is_capturing(t.device) for t in inputs[:1]) else inputs
         copies, versions = [t.clone() for t in watched], [_version(t) for t in watched]
         printed()  # text from before this call
+        _outside.extend(_restore_process())
         state = GlobalState()
         try:
             results = self._run(where, function, arguments, options)
         finally:
-            changed_state = state.restore()
+            changed_state, process_faults = state.restore(), _restore_process()
         faults = _result_faults(results, inputs, slot)
         faults += [
             f"it changed its input {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} in place"
@@ -75,10 +82,11 @@ class Guard:
             if _version(t) != version or not _same_bits(t, copy)
         ]
         faults += [f"it changed {', '.join(changed_state)}"] * bool(changed_state)
+        faults += process_faults
         if text := printed():
             faults.append(f"it printed to standard output: {last_line(text)!r}")
         if faults:
-            raise NSAError(_message(where, "; ".join(faults)))
+            raise NSAError(f"{describe(where)}: {'; '.join(faults)}")
         return results
 
     def _run(
@@ -89,7 +97,8 @@ class Guard:
         options: Mapping[str, Any],
     ) -> Any:
         try:
-            return function(*arguments, **options)
+            with running(where):
+                return function(*arguments, **options)
         except self._passing:
             raise
         except BaseException as error:
@@ -98,7 +107,27 @@ class Guard:
             if is_ordinary or type(error) is NSAError or is_ctrl_c(error):
                 raise
             # Unsupported would count as a refusal, and InvalidInput would end the command.
-            raise NSAError(_message(where, f"it raised {describe_error(error)}")) from error
+            text = f"{describe(where)}: it raised {describe_error(error)}"
+            raise NSAError(text) from error
+
+
+def faults_outside_calls() -> list[str]:
+    """Restore this child process; list what closed its output or sent it signals since last time.
+
+    The faults are those of imports, probes and threads: a call of a kernel reports its own.
+    """
+    faults = list(dict.fromkeys([*_outside, *_restore_process()]))
+    _outside.clear()
+    return faults
+
+
+def _restore_process() -> list[str]:
+    """Open the output of a child process again and take the signals from itself; list the faults.
+
+    Does nothing in a process that :mod:`nsa_verify.isolation.children` did not start.
+    """
+    signals = [f"it sent {name} to its own process" for name in take_signals()]
+    return restore_streams() + signals
 
 
 @contextlib.contextmanager
@@ -112,11 +141,6 @@ def last_line(text: str) -> str:
     """Return the last line of ``text`` that is not empty, of at most 200 characters."""
     lines = [line for line in text.splitlines() if line.strip()]
     return one_line(lines[-1])[:200] if lines else ""
-
-
-def _message(where: Where, text: str) -> str:
-    backend, slot, direction = where
-    return f"backend {backend!r}, slot {slot!r}, {direction}: {text}"
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:

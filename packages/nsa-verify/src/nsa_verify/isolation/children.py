@@ -21,6 +21,7 @@ from nsa_core.dispatch.trial import describe_exit
 from nsa_core.errors import BackendUnavailable, NSAError
 from nsa_core.util.interruption import signals_blocked_in_children
 from nsa_core.util.text import describe_error
+from nsa_verify.isolation.own_signals import watch_signals
 
 # A fork server imports torch once, and uses no GPU itself, so each of its children starts at once.
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -97,8 +98,6 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, limit_s: float,
         NSAError: The function raised it.
         BackendUnavailable: The child ended without a result, or did not end in time.
     """
-    from nsa_verify.isolation.captured_output import last_output
-
     with tempfile.TemporaryDirectory(prefix="nsa-") as folder:
         connection, child_end = processes.Pipe()
         process = start(_serve_call, child_end, Path(folder), function, arguments)
@@ -107,17 +106,18 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, limit_s: float,
             end = time.monotonic() + limit_s
             while not connection.poll(_POLL_S):
                 if time.monotonic() > end:
+                    why = f"did not end within {limit_s:g} s {doing}"
                     raise BackendUnavailable(
-                        f"a third-party backend did not end within {limit_s:g} s {doing}"
+                        describe_end(why, Path(folder), "a third-party backend ")
                     )
                 if process.exitcode is not None and not connection.poll():
                     raise EOFError
             result, error = connection.recv()
         except (EOFError, OSError):
-            why = with_last_line(
-                describe_exit(end_status(process), doing), last_output(Path(folder))
-            )
-            raise BackendUnavailable(f"a third-party backend {why}") from None
+            why = describe_exit(end_status(process), doing)
+            raise BackendUnavailable(
+                describe_end(why, Path(folder), "a third-party backend ")
+            ) from None
         finally:
             process.kill()
             process.join()
@@ -127,12 +127,21 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, limit_s: float,
     return result
 
 
-def with_last_line(why: str, text: str) -> str:
-    """Return ``why`` with the last line of the output ``text``, if there is one."""
-    from nsa_verify.isolation.call_guard import last_line
+def describe_end(why: str, folder: Path, subject: str = "") -> str:
+    """Return ``why`` a child ended, with the function that it ran and its last line of output.
 
-    line = last_line(text)
-    return f"{why}; its last line of output: {line!r}" if line else why
+    Args:
+        why: How the child ended.
+        folder: The folder of its output and activity.
+        subject: Begins the message if the child ran no function of a backend.
+    """
+    from nsa_verify.isolation.activity import describe, last_activity
+    from nsa_verify.isolation.call_guard import last_line
+    from nsa_verify.isolation.captured_output import last_output
+
+    where, line = last_activity(folder), last_line(last_output(folder))
+    subject = f"{describe(where)}: " if where else subject
+    return subject + why + (f"; its last line of output: {line!r}" if line else "")
 
 
 def _run(target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -148,6 +157,7 @@ def _run(target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Only the parent receives a Ctrl-C; a KeyboardInterrupt here is raised by a kernel.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    watch_signals()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     target(*arguments)
 
@@ -165,13 +175,17 @@ def _serve_call(
 ) -> None:
     import torch
 
+    from nsa_verify.isolation.activity import record_activity
+    from nsa_verify.isolation.call_guard import guarded_calls
     from nsa_verify.isolation.captured_output import capture_output
 
     capture_output(folder)
+    record_activity(folder)
     torch.set_num_threads(1)
     result, error = None, None
     try:
-        result = function(*arguments)
+        with guarded_calls():
+            result = function(*arguments)
     except NSAError as raised:
         error = raised
     except BaseException as raised:  # noqa: BLE001  a plugin may raise anything

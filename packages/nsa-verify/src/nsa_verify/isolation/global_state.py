@@ -80,6 +80,18 @@ def _restore_signal_handlers(handlers: Any) -> None:
             signal.signal(number, handler)
 
 
+def _blocked_signals() -> Any:
+    if not hasattr(signal, "pthread_sigmask"):
+        return None
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def _flushes_subnormals() -> bool:
+    """Return whether subnormal results or inputs count as 0; PyTorch has no getter."""
+    smallest_normal, subnormal = sys.float_info.min, float.fromhex("0x1p-1074")
+    return smallest_normal * 0.5 == 0.0 or subnormal * 2.0**64 == 0.0
+
+
 def _restore_filters(filters: Any) -> None:
     warnings.filters[:] = filters  # type: ignore[index]
     warnings._filters_mutated()  # type: ignore[attr-defined]
@@ -108,6 +120,7 @@ _ITEMS = {
         lambda: (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
         lambda value: torch.backends.cudnn.set_flags(_deterministic=value[0], _benchmark=value[1]),
     ),
+    "the treatment of subnormal numbers": _Item(_flushes_subnormals, torch.set_flush_denormal),
     "PyTorch's number of threads": _Item(torch.get_num_threads, torch.set_num_threads),
     "PyTorch's random state": _Item(torch.get_rng_state, torch.set_rng_state),
     "the GPU's random state": _Item(_cuda_random, _restore_cuda_random),
@@ -117,6 +130,9 @@ _ITEMS = {
     "the working directory": _Item(_working_directory, os.chdir),
     "the signal handlers": _Item(
         lambda: tuple([signal.getsignal(number) for number in _SIGNALS]), _restore_signal_handlers
+    ),
+    "the blocked signals": _Item(
+        _blocked_signals, lambda mask: signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     ),
     "the filters of warnings": _Item(lambda: list(warnings.filters), _restore_filters),
     "sys.stdout and sys.stderr": _Item(lambda: (sys.stdout, sys.stderr), _restore_streams),

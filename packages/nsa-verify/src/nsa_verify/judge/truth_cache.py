@@ -47,7 +47,10 @@ class _Cache:
 
 @contextlib.contextmanager
 def caching() -> Iterator[None]:
-    """Cache results inside the block, in this context; drop them when it ends."""
+    """Cache results inside the block, in this context; drop them when the outermost one ends."""
+    if _active.get() is not None:
+        yield
+        return
     token = _active.set(_Cache())
     try:
         yield

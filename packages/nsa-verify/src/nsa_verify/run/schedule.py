@@ -6,6 +6,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Hashable, Sequence
 
+from nsa_verify.checks import generated_steps
 from nsa_verify.run.suite import Job, OnStep
 
 
@@ -43,7 +44,7 @@ def _kernel_key(job: Job) -> Hashable:
     config = dataclasses.replace(
         job.case.config, init_blocks=0, local_blocks=0, num_selected_blocks=1
     )
-    return config, job.dtype, isinstance(job.check, OnStep)
+    return config, job.dtype, isinstance(job.check, OnStep) or job.name == generated_steps.NAME
 
 
 def _work(job: Job) -> int:

@@ -25,10 +25,14 @@ from nsa_verify.checks import (
     reads,
 )
 from nsa_verify.checks import slots as checks
+from nsa_verify.checks.calls import Call, calls_of
 from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.generated import jobs as generated
+from nsa_verify.generated.case import GeneratedCase
+from nsa_verify.generated.shrink import ShrinkBudget
+from nsa_verify.generated.step import GeneratedStep
 from nsa_verify.histories.history import History
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.judge.truth_cache import caching
@@ -122,9 +126,9 @@ _CHECKS = (
     _CheckSize("dispatch", invariants.dispatch, 1 << 9, 1 << 10),
 )
 
-# In quick, larger cases run the checks of _FIRST in the first two dtypes and the others in the
-# first one. They take most of the time, and generated cases cover every dtype.
-_LARGE = 1 << 10
+# Cases above a size run the checks of _FIRST, and the others, in so many of the first dtypes. They
+# take most of the time, and generated cases cover every dtype.
+_LARGE = {"quick": (1 << 10, 2, 1), "full": (1 << 13, 4, 2), "interpreter": (1 << 20, 4, 4)}
 
 # Most faults fail one of these checks, so they run first.
 _FIRST = ("parity", "ties", "any blocks", "decode", "decode ties")
@@ -138,6 +142,11 @@ class OnStep:
 
     check: StepCheck
     step: Step
+
+    @property
+    def calls(self) -> frozenset[Call]:
+        """The functions that the check may call."""
+        return calls_of(self.check)
 
     def __call__(
         self, combination: Combination, case: Case, dtype: torch.dtype
@@ -201,13 +210,16 @@ def jobs(
             for s in STEPS[preset]()
         ]
         listed += _jobs(preset, dtypes, _STEP_CHECKS, [(sum(s.lengths), s.case, s) for s in steps])
-        listed += [
-            Job(generated_steps.NAME, OnStep(generated_steps.parity, step), step.case, dtype)
-            for number, step in enumerate(generated_steps.draw_steps(preset, seed))
-            for dtype in dict.fromkeys((dtypes[0], dtypes[number % len(dtypes)]))
-        ]
+        listed += generated_steps.jobs_for(preset, dtypes, seed, Job)
         listed += histories.jobs_for(preset, dtypes, seed, Job)
     return listed
+
+
+def generated_job(line: GeneratedCase | GeneratedStep) -> Job:
+    """Return the job of one generated case or decode step, which does not shrink."""
+    if isinstance(line, GeneratedStep):
+        return generated_steps.job_of(line, "given step", Job, ShrinkBudget(0))
+    return generated.job_of(line, Job, ShrinkBudget(0))
 
 
 def history_jobs(history: History, dtypes: Sequence[torch.dtype]) -> list[Job]:
@@ -221,6 +233,7 @@ def _jobs(
     checks: Sequence[_CheckSize],
     problems: Sequence[tuple[int, Case, Step | None]],  # tokens, case, decode step
 ) -> list[Job]:
+    large, *counts = _LARGE[preset]
     sized = [(tokens * case.config.n_heads, case, step) for tokens, case, step in problems]
     return [
         Job(entry.name, entry.check if step is None else OnStep(entry.check, step), case, dtype)
@@ -232,7 +245,7 @@ def _jobs(
         and (entry.name in _FIRST) == first
         # The slow interpreter compares bits in the first dtype only.
         and (preset != "interpreter" or first or dtype == dtypes[0])
-        and (preset != "quick" or size <= _LARGE or dtype in dtypes[: 2 if first else 1])
+        and (size <= large or dtype in dtypes[: counts[not first]])
     ]
 
 

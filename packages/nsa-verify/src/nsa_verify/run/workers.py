@@ -23,15 +23,18 @@ import torch
 from nsa_core.dispatch.trial import describe_exit
 from nsa_core.errors import BackendUnavailable, NSAError
 from nsa_core.util.interruption import Interruption
+from nsa_verify.checks.calls import Call, calls_of
 from nsa_verify.combination import Combination
 from nsa_verify.isolation import children
-from nsa_verify.isolation.captured_output import capture_output, forget_output, last_output
+from nsa_verify.isolation.activity import last_activity, record_activity
+from nsa_verify.isolation.call_guard import faults_outside_calls
+from nsa_verify.isolation.captured_output import capture_output, forget_output
 from nsa_verify.run.schedule import Schedule
 from nsa_verify.run.suite import Job, JobResult, judge_one, shared_truths
 
 _Task = tuple[int, int]  # (job index, combination index)
 _POLL_S = 1.0  # a worker whose pipe a process of the kernel holds open is found after this time
-MAX_TIMEOUTS = 3  # after hanging in so many cases, a combination's other jobs are not run
+MAX_TIMEOUTS = 3  # a function that hung in so many cases of a combination is not called again
 
 
 @dataclasses.dataclass
@@ -126,7 +129,8 @@ class _Pool:
         self._schedule = Schedule(todo)
         self._processes: list[Any] = []
         self._folder, self._limit_s = folder, job_limit_s
-        self._hung: dict[int, set[tuple[str, torch.dtype]]] = defaultdict(set)  # per combination
+        # combination -> function that hung, None: unknown -> the cases
+        self._hung: dict[int, dict[Call | None, set[tuple[str, torch.dtype]]]] = defaultdict(dict)
         self._skipped: list[tuple[_Task, str]] = []
         self.workers: dict[Connection, _Worker] = {}
         children.preload([__name__])
@@ -163,18 +167,20 @@ class _Pool:
         if self._limit_s is not None and time.monotonic() > worker.deadline:
             worker.process.kill()
             worker.process.join()
-            self._hung[worker.task[1]].add(self._case_of(worker.task))
+            hung = self._hung[worker.task[1]]
+            cases = hung.setdefault(_hung_call(worker.folder), set())
+            cases.add(self._case_of(worker.task))
             why = f"did not end within {self._limit_s:g} s"
         else:
             doing = "in this check" if worker.started else "while it started"
             why = describe_exit(children.end_status(worker.process), doing)
-        return children.with_last_line(why, last_output(worker.folder))
+        return children.describe_end(why, worker.folder)
 
     def next_task(self, number: int, task: _Task | None = None) -> _Task | None:
         """Return the task of worker ``number`` after ``task``, or None if no task is left.
 
-        Other tasks on a case in which the combination hung are skipped, and all tasks of a
-        combination that hung in too many cases.
+        If a function of a backend hung, other tasks that call it are skipped on that case, and on
+        all cases once it hung in too many of them.
         """
         while True:
             if task and task[1] + 1 < len(self._arguments[0]):
@@ -184,12 +190,26 @@ class _Pool:
                 if job is None:
                     return None
                 task = job, 0
-            hung = self._hung[task[1]]
-            if len(hung) < MAX_TIMEOUTS and self._case_of(task) not in hung:
+            reason = self._reason_to_skip(task)
+            if not reason:
                 return task
-            cases = f"{MAX_TIMEOUTS} cases" if len(hung) >= MAX_TIMEOUTS else "this case"
-            limit = f"did not end within {self._limit_s or 0:g} s"
-            self._skipped.append((task, f"not run: a check of {cases} {limit}"))
+            self._skipped.append((task, reason))
+
+    def _reason_to_skip(self, task: _Task) -> str:
+        """Return why ``task`` is not run; "" if it is run."""
+        calls = calls_of(self._arguments[1][task[0]].check)
+        for call, cases in self._hung[task[1]].items():
+            if call is not None and call not in calls:
+                continue
+            if len(cases) >= MAX_TIMEOUTS:
+                which = f"checks of {MAX_TIMEOUTS} cases"
+            elif self._case_of(task) in cases:
+                which = "a check of this case"
+            else:
+                continue
+            function = f" with slot {call[0]!r}, {call[1]}," if call else ""
+            return f"not run: {which}{function} did not end within {self._limit_s or 0:g} s"
+        return ""
 
     def take_skipped(self) -> list[tuple[_Task, str]]:
         """Return the tasks that were skipped since the last call, and the reason of each."""
@@ -233,6 +253,14 @@ class _Pool:
             process.join()
 
 
+def _hung_call(folder: Path) -> Call | None:
+    """Return the function in which the worker of ``folder`` hung; None outside of a kernel."""
+    where = last_activity(folder)
+    if where is None or where[2] in ("import", "plugin"):
+        return None
+    return where[1], "decode" if where[2] == "decode" else "prefill"
+
+
 def _send(connection: Connection, task: _Task) -> None:
     with contextlib.suppress(OSError):  # a worker that died is detected by the next receive
         connection.send(task)
@@ -261,6 +289,7 @@ def _work(
             no error is the user's.
     """
     capture_output(folder)
+    record_activity(folder)
     torch.set_num_threads(1)
     for combination in combinations[:1]:
         torch.zeros(1, device=combination.device)  # fails on a GPU that accepts no more processes
@@ -272,8 +301,15 @@ def _work(
         while True:
             task: _Task = connection.recv()
             forget_output()
+            faults_outside_calls()
             try:
-                connection.send(judge_one(combinations, todo, task))
+                result = judge_one(combinations, todo, task)
             except NSAError as error:
                 failed = _failed(todo, task, f"{type(error).__name__}: {error}")
                 connection.send(failed if isolated else error)
+                continue
+            # A kernel's call is checked by its guard; the rest are probes, imports and threads.
+            if (faults := faults_outside_calls()) and isolated:
+                why = "a backend outside of its kernels' calls: " + "; ".join(faults)
+                result.findings.append(todo[task[0]].failure(why))
+            connection.send(result)
