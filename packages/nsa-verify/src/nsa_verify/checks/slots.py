@@ -38,8 +38,9 @@ def _judge_run(
     """Judge the results of one slot call."""
     geometry, scale = case.config.geometry, case.config.softmax_scale
     if slot == "select":
+        inputs: dict[str, Any] = dict(run.inputs)
         verdict = judge_selection(
-            **run.inputs,
+            **inputs,
             blocks=run.outputs["blocks"],
             geometry=geometry,
             scale=scale,

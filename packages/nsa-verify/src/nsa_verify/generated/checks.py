@@ -211,8 +211,9 @@ def _judge_blocks(check: str, generated: GeneratedCase, run: SlotRun, problem: P
     fewer, one set with a regret within its limit passes. If all logits are 0, the scores of many
     blocks are equal but for rounding, and every set with such a regret passes.
     """
+    inputs: dict[str, Any] = dict(run.inputs)
     verdict = judge_selection(
-        **run.inputs,
+        **inputs,
         blocks=run.outputs["blocks"],
         geometry=generated.config.geometry,
         scale=generated.config.softmax_scale,
@@ -253,7 +254,7 @@ def _judge_poisoned(
     if place is None:
         return
     where, region = place
-    inputs = dict(problem.inputs)
+    inputs: dict[str, Any] = dict(problem.inputs)
     poisoned = inputs[name].clone()
     poisoned[where] = math.inf if kind == "inf" else math.nan
     inputs[name] = poisoned
