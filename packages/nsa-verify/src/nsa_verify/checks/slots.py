@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -40,8 +41,9 @@ def _judge_run(
     """Judge the results of one slot call."""
     geometry, scale = case.config.geometry, case.config.softmax_scale
     if slot == "select":
+        inputs: dict[str, Any] = dict(run.inputs)
         verdict = judge_selection(
-            **run.inputs,
+            **inputs,
             blocks=run.outputs["blocks"],
             geometry=geometry,
             scale=scale,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -156,9 +157,9 @@ def faults(slot: str, case: Case, run: SlotRun, data: CaseData) -> list[str]:
         ]
     geometry, scale = case.config.geometry, case.config.softmax_scale
     if slot == "select":
-        blocks = run.outputs["blocks"]
+        blocks, inputs = run.outputs["blocks"], dict[str, Any](run.inputs)
         selection = judge_selection(
-            **run.inputs, blocks=blocks, geometry=geometry, scale=scale, cu_seqlens=data.cu_seqlens
+            **inputs, blocks=blocks, geometry=geometry, scale=scale, cu_seqlens=data.cu_seqlens
         )
         why = selection.why or f"regret {selection.regret}, flips {selection.flip_rate}"
         return [] if selection.ok else [f"blocks: {why}"]

@@ -185,8 +185,9 @@ def _judge_blocks(check: str, generated: GeneratedCase, run: SlotRun, problem: P
     fewer, one set with a regret within its limit passes. If all logits are 0, the scores of many
     blocks are equal but for rounding, and every set with such a regret passes.
     """
+    inputs: dict[str, Any] = dict(run.inputs)
     verdict = judge_selection(
-        **run.inputs,
+        **inputs,
         blocks=run.outputs["blocks"],
         geometry=generated.config.geometry,
         scale=generated.config.softmax_scale,
@@ -227,7 +228,7 @@ def _judge_poisoned(
     place = _place(generated, problem, name)
     if place is None:
         return
-    inputs = dict(problem.inputs)
+    inputs: dict[str, Any] = dict(problem.inputs)
     original = clean.do if name == "do" else inputs[name]
     if original is None:  # the slot has no gradient
         return
@@ -279,7 +280,7 @@ def _judge_poisoned_blocks(
     kernel: Kernel,
     clean: SlotRun,
     problem: Problem,
-    inputs: dict[str, torch.Tensor],
+    inputs: dict[str, Any],
     place: _Place,
     quantity: str,
 ) -> Iterator[Finding]:

@@ -175,13 +175,14 @@ def scores(
     call: dict[str, Any] = {"cu_seqlens": cu_seqlens, "rows": rows, "first_query": first_query}
     for row in row_scores(q, k_cmp, lse, geometry, scale, **call):
         group = row.per_group()
-        out[(*_lead(row, cu_seqlens), row.kv_head)][: len(group)] = group
+        out[_index(row, cu_seqlens)][: len(group)] = group
     return out
 
 
-def _lead(row: RowScores, cu_seqlens: torch.Tensor | None) -> tuple[int, ...]:
-    """Return the index of ``row`` in the leading axes [B, S], or [T] if packed."""
-    return (row.document, row.row) if cu_seqlens is None else (row.row,)
+def _index(row: RowScores, cu_seqlens: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the index of ``row`` in the leading axes [B, S, G], or [T, G] if packed."""
+    packed = (row.row, row.kv_head)
+    return packed if cu_seqlens is not None else (row.document, *packed)
 
 
 def choose(score: Sequence[float], t: int, geometry: BlockGeometry) -> list[int]:
@@ -227,5 +228,5 @@ def select(
     for row in row_scores(q, k_cmp, lse, geometry, scale, **call):
         blocks = choose(row.per_group().tolist(), row.token, geometry)
         chosen = torch.tensor(blocks, dtype=torch.int32)
-        out[(*_lead(row, cu_seqlens), row.kv_head)][: len(blocks)] = chosen
+        out[_index(row, cu_seqlens)][: len(blocks)] = chosen
     return out
