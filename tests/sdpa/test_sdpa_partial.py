@@ -186,6 +186,13 @@ def test_cuts_at_documents(slot: str) -> None:
         assert_exact(PACKED, slot, first, end)
 
 
+def test_window_of_one_key() -> None:
+    """Without earlier keys, the rows of queries and keys are the same."""
+    case = dataclasses.replace(PACKED, config=dataclasses.replace(CONFIG, window_size=1))
+    for first, end in ((1, 50), (40, 45)):
+        assert_exact(case, "win", first, end)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("slot", NAMES)
 def test_all_cuts_at_documents(slot: str) -> None:
@@ -437,6 +444,8 @@ def test_memory_grows_linearly_with_the_keys(slot: str, device: str) -> None:
     peaks = [meta_peak(slot, first, 256, device, bool(flag)) for first in (2**18, 2**19)]
     results = 2 * 2 * (2**19 + 256) * 2 * 64  # dk and dv of the longer sequence
     assert peaks[1] < 2.1 * peaks[0]
+    if slot == "select" and device == "cpu":  # the probabilities of a tile
+        assert peaks[1] < 3 * 64 * 4 * 4 * 2**19 // 16
     if slot == "win":  # nothing but the results grows
         assert peaks[1] - peaks[0] < 0.6 * results
 

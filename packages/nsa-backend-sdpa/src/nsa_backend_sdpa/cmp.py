@@ -56,7 +56,7 @@ def _pieces(q: Tensor, call: SlotCall) -> Iterator[_Piece]:
             part = call if position == first else dataclasses.replace(call, first_query=position)
             rows = slice(begin - first, stop - first)
             yield _Piece(rows, slice(first_cmp, first_cmp + count), part)
-        first_cmp += call.geometry.num_compressed(end - start)
+        first_cmp += count  # the last document may be cut, but none follows it
 
 
 def _batched(x: Tensor, call: SlotCall) -> Tensor:
@@ -109,8 +109,9 @@ def _lse_rows(lse: Tensor) -> Tensor:
     return lse.transpose(1, 2).unsqueeze(-1)
 
 
-def _forward_dense(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: SlotCall) -> None:
-    """Store the output and log-sum-exp of sequences of one length into ``o`` and ``lse``."""
+def _forward_dense(tensors: list[Tensor], call: SlotCall) -> None:
+    """Store o and lse of sequences of one length into the last two of q, k, v, o and lse."""
+    q, k, v, o, lse = tensors
     if not call.first_query and cudnn.supports_call(q, v, call):
         cudnn.forward(q, k, v, o, lse, call)
         return
@@ -134,10 +135,10 @@ def forward(
         if not _fills_results(q, k_cmp, call):
             o.zero_()
             lse.fill_(-torch.inf)
-        tensors = [_batched(x, call) for x in (q, k_cmp, v_cmp, o)]
+        tensors = [_batched(x, call) for x in (q, k_cmp, v_cmp, o, lse)]
         for t, c, part in _pieces(q, call):
-            inputs = [x[:, rows] for x, rows in zip(tensors, (t, c, c, t))]
-            _forward_dense(*inputs, _batched(lse, call)[:, :, t], part)
+            pieces = [x[:, rows] for x, rows in zip(tensors, (t, c, c, t))]
+            _forward_dense([*pieces, tensors[4][:, :, t]], part)
     return o, lse
 
 

@@ -32,12 +32,14 @@ class _QueryChunk(NamedTuple):
 
 
 def _key_call(q: Tensor, k: Tensor, call: SlotCall) -> tuple[int, SlotCall]:
-    """Return how many rows of the keys queries may see, and a call whose tiles are their blocks."""
+    """Return how many rows of the keys queries may see, and a call whose tiles are their blocks.
+
+    Boundaries may lie after these rows, because tiles clamp rows.
+    """
     end = call.first_query + q.shape[-3]
     if not call.first_query and end == k.shape[-3]:
         return end, call
-    cu_seqlens = None if call.cu_seqlens is None else call.cu_seqlens.clamp(max=end)
-    return end, dataclasses.replace(call, cu_seqlens=cu_seqlens, first_query=0)
+    return end, dataclasses.replace(call, first_query=0)
 
 
 def _positions(q: Tensor, tiles: Tiles, call: SlotCall) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,8 @@ def from_rows(rows: Tensor, x: Tensor, packed: bool) -> Tensor:
 
 def widened(grad: Tensor, x: Tensor, rows: slice) -> Tensor:
     """Return the gradient of all rows of ``x``; ``grad`` is that of some rows, others have 0."""
+    if grad.shape == x.shape:
+        return grad
     whole = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     whole[..., rows, :, :] = grad
     return whole

@@ -205,8 +205,8 @@ def backward(
     visible, part = _visible_keys(q, k, call)
     if part is not call:
         keys, values = k[..., visible, :, :], v[..., visible, :, :]
-        dq, *grads = backward(do, q, keys, values, o, lse, call=part)
-        return dq, widened(grads[0], k, visible), widened(grads[1], v, visible)
+        d_q, d_k, d_v = backward(do, q, keys, values, o, lse, call=part)
+        return d_q, widened(d_k, k, visible), widened(d_v, v, visible)
     with torch.profiler.record_function("nsa_sdpa.win_backward"), ieee_products(q):
         if not _window_covers_sequence(q, call):
             return _tiled_backward(do, q, k, v, o, lse, call)
