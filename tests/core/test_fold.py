@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nsa_core import BlockGeometry
-from nsa_core.fold import PackedFold, Residues, fold, unfold
+from nsa_core.fold import PackedFold, Residues, fold, partial_fold, unfold
 
 GEOMETRIES = {
     "l=8 d=4": BlockGeometry(8, 4, 16, 4),
@@ -69,6 +69,29 @@ def test_causal_attention_over_folded_queries(
         out[:, geometry.compress_block_size - 1 :],
         unfold(o, length, geometry)[:, geometry.compress_block_size - 1 :],
     )
+
+
+@EACH
+@pytest.mark.parametrize("first_query", range(14))
+def test_fold_of_queries_inside_a_sequence(first_query: int, geometry: BlockGeometry) -> None:
+    """Each run holds the rows of the whole fold that are given, and 0 elsewhere."""
+    x = values(2, 24, 4, 3) + 9  # no zeros
+    for end in range(first_query + 1, 25):
+        part = partial_fold(first_query, end - first_query, geometry)
+        rows = x[:, first_query:end]
+        expected = torch.full_like(rows, 7.0)
+        if part.first < part.stop:
+            runs = fold(rows, 2, geometry, first_query=first_query)
+            given = torch.zeros_like(x)
+            given[:, first_query:end] = rows
+            whole = fold(given[:, :end], 2, geometry)
+            assert torch.equal(runs, whole[:, part.first : part.stop])
+            assert not whole[:, : part.first].any()
+            unfolded = unfold(runs, end - first_query, geometry, first_query=first_query, blank=7.0)
+            expected[:, part.blank :] = rows[:, part.blank :]
+            assert torch.equal(unfolded, expected)
+        hidden = geometry.compress_block_size - 1
+        assert part.blank == len(range(first_query, min(end, hidden)))
 
 
 @EACH

@@ -10,7 +10,8 @@ may have fewer than d tokens. The queries of one residue, one per run, therefore
 under an ordinary causal mask with as many queries as keys. The residues become heads or a batch
 axis:
 
-    fold, unfold    copies between [B, S, Hq, D] and [B, I, G, d, h, D]
+    fold, unfold    copies between [B, S, Hq, D] and [B, I, G, d, h, D]; also of queries that begin
+                    inside a sequence
     PackedFold      the same for packed documents, computed on the device: [R, G, d, h, D]
     Residues        views of one sequence without a copy: [residues, runs, Hq, D]
 
@@ -29,16 +30,81 @@ from nsa_core.layout import BlockGeometry
 from nsa_core.packing import compressed_cu_seqlens, token_positions
 
 
-def fold(x: Tensor, groups: int, geometry: BlockGeometry, *, group_major: bool = False) -> Tensor:
+class PartialFold(NamedTuple):
+    """The runs of the queries of one sequence that begin at token ``first_query``.
+
+    Run r of the sequence sees the keys 0 .. r. The folded queries are therefore causal over the
+    keys 0 .. ``stop`` - 1, with the last run aligned to the last key. The first and the last run
+    may hold fewer than d of these queries.
+
+    Attributes:
+        blank: number of rows at the start that see no key.
+        first: the first run.
+        stop: end of the runs, exclusive, and number of keys that the last query sees; at least
+            ``first``. Equal to ``first`` if no query sees a key.
+        lead: number of entries of the first run whose tokens come before ``first_query``.
+    """
+
+    blank: int
+    first: int
+    stop: int
+    lead: int
+
+    def spans(self, length: int, stride: int) -> list[tuple[slice, slice, slice]]:
+        """Return (rows, runs, entries of each run) of the first, the full and the last runs.
+
+        Rows count without the blank ones. Spans without a row are left out.
+        """
+        count, runs = length - self.blank, self.stop - self.first
+        spans, row, run = [], 0, 0
+        if self.lead and count:
+            row, run = min(stride - self.lead, count), 1
+            spans.append((slice(0, row), slice(0, 1), slice(self.lead, self.lead + row)))
+        full, remainder = divmod(count - row, stride)
+        if full:
+            rows = slice(row, row + full * stride)
+            spans.append((rows, slice(run, run + full), slice(0, stride)))
+        if remainder:
+            rows = slice(count - remainder, count)
+            spans.append((rows, slice(runs - 1, runs), slice(0, remainder)))
+        return spans
+
+
+def partial_fold(first_query: int, length: int, geometry: BlockGeometry) -> PartialFold:
+    """Return the runs of the queries ``first_query`` .. ``first_query + length - 1``.
+
+    Args:
+        first_query: position of the first query in its sequence; 0 for a whole sequence.
+        length: number of queries.
+        geometry: the block sizes.
+    """
+    stride, hidden = geometry.compress_stride, geometry.compress_block_size - 1
+    blank = min(length, max(0, hidden - first_query))
+    stop = geometry.num_compressed(first_query + length)
+    if blank == length:
+        return PartialFold(blank, stop, stop, 0)
+    first, lead = divmod(first_query + blank - hidden, stride)
+    return PartialFold(blank, first, stop, lead)
+
+
+def fold(
+    x: Tensor,
+    groups: int,
+    geometry: BlockGeometry,
+    *,
+    first_query: int = 0,
+    group_major: bool = False,
+) -> Tensor:
     """Copy the rows of ``x`` into runs.
 
-    Entries of the last run without a token are 0. A zero query attends to keys, but its output is
+    Entries of a run without a row are 0. A zero query attends to keys, but its output is
     discarded, and a zero output gradient contributes nothing.
 
     Args:
-        x: rows of query heads of S >= l tokens.
+        x: rows of query heads of S tokens, of which at least one sees a key.
         groups: number of kv heads, G.
         geometry: the block sizes.
+        first_query: position of row 0 in its sequence. The runs are those of :func:`partial_fold`.
         group_major: use the memory layout [B, G, I, d, h, D] instead of [B, I, G, d, h, D].
 
     Shapes:
@@ -47,19 +113,21 @@ def fold(x: Tensor, groups: int, geometry: BlockGeometry, *, group_major: bool =
     Returns:
         [B, I, G, d, h, D], a view of one new tensor.
     """
-    stride, first = geometry.compress_stride, geometry.compress_block_size - 1
-    batch, length, heads, width = x.shape
-    runs, run_shape = geometry.num_compressed(length), (stride, heads // groups, width)
+    stride, (batch, length, heads, width) = geometry.compress_stride, x.shape
+    part = partial_fold(first_query, length, geometry)
+    runs, run_shape = part.stop - part.first, (stride, heads // groups, width)
     if group_major:
         folded = x.new_empty((batch, groups, runs, *run_shape)).transpose(1, 2)
     else:
         folded = x.new_empty((batch, runs, groups, *run_shape))
-    tokens, entries = x[:, first:].unflatten(2, (groups, -1)), folded.transpose(2, 3)
-    full_runs, remainder = divmod(length - first, stride)
-    entries[:, :full_runs] = tokens[:, : full_runs * stride].unflatten(1, (full_runs, stride))
-    if remainder:
-        entries[:, full_runs, :remainder] = tokens[:, full_runs * stride :]
-        entries[:, full_runs, remainder:] = 0
+    tokens, entries = x[:, part.blank :].unflatten(2, (groups, -1)), folded.transpose(2, 3)
+    for rows, run, entry in part.spans(length, stride):
+        if entry.start:
+            entries[:, run, : entry.start] = 0
+        if entry.stop < stride:
+            entries[:, run, entry.stop :] = 0
+        rows_per_run = entry.stop - entry.start
+        entries[:, run, entry] = tokens[:, rows].unflatten(1, (-1, rows_per_run))
     return folded
 
 
@@ -68,6 +136,7 @@ def unfold(
     length: int,
     geometry: BlockGeometry,
     *,
+    first_query: int = 0,
     blank: float = 0.0,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -75,9 +144,10 @@ def unfold(
 
     Args:
         folded: runs, with any strides.
-        length: number of tokens of the sequence, S.
+        length: number of rows, S.
         geometry: the block sizes.
-        blank: value of the first l - 1 rows, which see no key.
+        first_query: position of row 0 in its sequence.
+        blank: value of the rows that see no key.
         out: tensor for the result; None allocates one.
 
     Shapes:
@@ -87,16 +157,15 @@ def unfold(
     Returns:
         [B, S, Hq, D]
     """
-    stride, first = geometry.compress_stride, geometry.compress_block_size - 1
     batch, _, groups, _, per_group, width = folded.shape
     if out is None:
         out = folded.new_empty((batch, length, groups * per_group, width))
-    out[:, :first] = blank
-    tokens, entries = out[:, first:].unflatten(2, (groups, -1)), folded.transpose(2, 3)
-    full_runs, remainder = divmod(length - first, stride)
-    tokens[:, : full_runs * stride].unflatten(1, (full_runs, stride)).copy_(entries[:, :full_runs])
-    if remainder:
-        tokens[:, full_runs * stride :] = entries[:, full_runs, :remainder]
+    part = partial_fold(first_query, length, geometry)
+    out[:, : part.blank] = blank
+    tokens, entries = out[:, part.blank :].unflatten(2, (groups, -1)), folded.transpose(2, 3)
+    for rows, run, entry in part.spans(length, geometry.compress_stride):
+        rows_per_run = entry.stop - entry.start
+        tokens[:, rows].unflatten(1, (-1, rows_per_run)).copy_(entries[:, run, entry])
     return out
 
 
