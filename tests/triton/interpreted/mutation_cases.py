@@ -88,7 +88,7 @@ class Tiny:
             pair_lists.build(self._blocks(total), Sequences.of(q, k, call), self.geometry)
             return
         if self.slot == "starts":
-            document_starts.compressed_starts(call.cu_seqlens, self.geometry)
+            document_starts.compressed_starts(call.cu_seqlens, self.geometry, total)
             return
         rows = total
         if self.slot in ("cmp", "select"):
