@@ -49,9 +49,7 @@ def all_launches(architecture: int):
         )
         yield from compile_table.launches(request, architecture)
     for slot, varlen in itertools.product(("cmp", "select", "win"), (False, True)):
-        request = dataclasses.replace(
-            compile_table._BASE, slot=slot, varlen=varlen, partial=True
-        )
+        request = dataclasses.replace(compile_table._BASE, slot=slot, varlen=varlen, partial=True)
         yield from compile_table.launches(request, architecture)
     far = dataclasses.replace(compile_table._BASE, slot="sel", seq_len=2**18)  # offsets of 64 bits
     yield from compile_table.launches(far, architecture)
