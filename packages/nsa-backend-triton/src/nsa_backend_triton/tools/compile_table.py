@@ -51,8 +51,12 @@ SERIALIZED: Mapping[str, tuple[str, ...]] = {
     # H200.
     "span_forward | sm_90 | cmp | 128/128 bfloat16": ("C7512",),
     "span_forward | sm_90 | cmp, packed | 128/128 bfloat16": ("C7512",),
+    "span_forward | sm_90 | cmp, partial | 128/128 bfloat16": ("C7512",),
+    "span_forward | sm_90 | cmp, partial, packed | 128/128 bfloat16": ("C7512",),
     "span_forward | sm_90 | win | 128/128 bfloat16": ("C7512",),
     "span_forward | sm_90 | win, packed | 128/128 bfloat16": ("C7512",),
+    "span_forward | sm_90 | win, partial | 128/128 bfloat16": ("C7512",),
+    "span_forward | sm_90 | win, partial, packed | 128/128 bfloat16": ("C7512",),
 }
 _BASE = Request(
     slot="cmp",
