@@ -31,7 +31,10 @@ BUCKETS = {
 
 
 def all_launches(architecture: int):
-    """Launches of every slot, dense and packed, and of decode steps of one and of four tokens."""
+    """Launches of every slot, dense and packed, and of decode steps of one and of four tokens.
+
+    Those whose queries begin inside a sequence come too.
+    """
     for slot, varlen, groups, deterministic in itertools.product(
         SLOTS, (False, True), (4, 16), (False, True)
     ):
@@ -44,6 +47,9 @@ def all_launches(architecture: int):
             n_kv_heads=groups,
             deterministic=deterministic,
         )
+        yield from compile_table.launches(request, architecture)
+    for slot, varlen in itertools.product(("cmp", "select", "win"), (False, True)):
+        request = dataclasses.replace(compile_table._BASE, slot=slot, varlen=varlen, partial=True)
         yield from compile_table.launches(request, architecture)
     far = dataclasses.replace(compile_table._BASE, slot="sel", seq_len=2**18)  # offsets of 64 bits
     yield from compile_table.launches(far, architecture)

@@ -20,6 +20,7 @@ def _slot(
     backward: bool = True,
     deterministic: bool = True,
     warmup_tokens: int = 128,
+    partial: bool = False,
 ) -> SlotSpec:
     return SlotSpec(
         forward=f"{_HOME}.{MODULES[name]}:forward",
@@ -30,6 +31,7 @@ def _slot(
         decode_workspace=None if name == "combine" else f"{_HOME}.tools.workspace:{name}",
         deterministic=deterministic,
         warmup_tokens=warmup_tokens,
+        partial=partial,
     )
 
 
@@ -40,8 +42,10 @@ def nsa_register_backends() -> BackendSpec:
         name="triton",
         api_version=(1, 1),
         slots={
-            "cmp": _slot("cmp", "span_forward", "decode_span"),
-            "select": _slot("select", "select_forward", "decode_span", backward=False),
+            "cmp": _slot("cmp", "span_forward", "decode_span", partial=True),
+            "select": _slot(
+                "select", "select_forward", "decode_span", backward=False, partial=True
+            ),
             # Longer than every SHARE_ALL_MAX_LEN, so that warm-up also runs the bucket path.
             "sel": _slot(
                 "sel",
@@ -50,7 +54,7 @@ def nsa_register_backends() -> BackendSpec:
                 deterministic=False,
                 warmup_tokens=1 << 14,
             ),
-            "win": _slot("win", "span_forward", "decode_span"),
+            "win": _slot("win", "span_forward", "decode_span", partial=True),
             "combine": _slot("combine", "combine_forward"),
         },
         probe=f"{_HOME}.probe:probe",
