@@ -85,7 +85,7 @@ class Tiny:
             combine.backward(do[..., : self.heads, :], *inputs, call=call)
             return
         if self.slot == "lists":
-            pair_lists.build(self._blocks(total), Sequences.of(q, k, call), self.geometry)
+            pair_lists.build(self._blocks(total), Sequences.of(q, q, call), self.geometry)
             return
         if self.slot == "starts":
             document_starts.compressed_starts(call.cu_seqlens, self.geometry)

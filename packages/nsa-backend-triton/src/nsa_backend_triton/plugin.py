@@ -20,6 +20,7 @@ def _slot(
     backward: bool = True,
     deterministic: bool = True,
     warmup_tokens: int = 128,
+    partial: bool = False,
 ) -> SlotSpec:
     return SlotSpec(
         forward=f"{_HOME}.{MODULES[name]}:forward",
@@ -30,6 +31,7 @@ def _slot(
         decode_workspace=None if name == "combine" else f"{_HOME}.tools.workspace:{name}",
         deterministic=deterministic,
         warmup_tokens=warmup_tokens,
+        partial=partial,
     )
 
 
@@ -49,6 +51,7 @@ def nsa_register_backends() -> BackendSpec:
                 "decode_sel",
                 deterministic=False,
                 warmup_tokens=1 << 14,
+                partial=True,
             ),
             "win": _slot("win", "span_forward", "decode_span"),
             "combine": _slot("combine", "combine_forward"),

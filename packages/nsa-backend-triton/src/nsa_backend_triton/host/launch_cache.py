@@ -153,7 +153,13 @@ def _tensor(x: Tensor) -> Hashable:
 # Metadata of an argument by its type; arguments of other types are compared by equality.
 METADATA: dict[type, Callable[[Any], Hashable]] = {
     Tensor: _tensor,
-    SlotCall: lambda x: (x.geometry, x.scale, x.max_seqlen, x.deterministic),
+    SlotCall: lambda x: (
+        x.geometry,
+        x.scale,
+        x.max_seqlen,
+        x.deterministic,
+        x.first_query,
+    ),
     DecodeCall: lambda x: (
         x.geometry,
         x.scale,
