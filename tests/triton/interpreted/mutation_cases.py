@@ -53,6 +53,7 @@ class Tiny:
     ties: bool = False  # every compressed key except one is 0
     nan_key: int | None = None  # index of a compressed key of NaN; lse is finite
     full: bool = False  # every token has a key: with one block per token no pair is left out
+    piece: tuple[int, int] | None = None  # first row and end of the queries; None: all rows
     run: int = 0  # rows whose partial outputs are computed at a time; 0: all
     bounds: tuple[int, ...] = ()  # cu_seqlens that differ from ``lengths``
     tiles: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict, hash=False)
@@ -64,7 +65,12 @@ class Tiny:
     def call(self) -> SlotCall:
         bounds = self.bounds or [0, *itertools.accumulate(self.lengths)]
         cu = torch.tensor(bounds, dtype=torch.int32) if self.packed else None
-        return SlotCall(self.geometry, self.scale, cu, max(self.lengths), self.deterministic)
+        first = self.piece[0] if self.piece else 0
+        return SlotCall(self.geometry, self.scale, cu, max(self.lengths), self.deterministic, first)
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Return the rows of x [.., S, heads, width] that ``piece`` selects."""
+        return apart(x[..., slice(*self.piece), :, :]) if self.piece else x
 
     def random(self, *shape: int) -> Tensor:
         """Return random [B, *shape], packed [*shape], with gaps between rows and heads."""
@@ -76,7 +82,8 @@ class Tiny:
         torch.manual_seed(len(self.slot) + sum(self.lengths))
         total, call = sum(self.lengths), self.call()
         q, do = (
-            self.random(total, self.heads * self.groups, width) for width in (self.dk, self.dv)
+            self.queries(self.random(total, self.heads * self.groups, width))
+            for width in (self.dk, self.dv)
         )
         if self.slot == "combine":
             outputs = [self.random(total, self.heads, self.dv) for _ in range(3)]
@@ -101,9 +108,10 @@ class Tiny:
         if self.slot == "select":
             self._select(q, k, v, call)
         elif self.slot == "sel":
-            blocks = self._blocks(total)
+            blocks = self.queries(self._blocks(total))
             if not self.full:
                 q[..., :2, :, :] = torch.nan  # queries of tokens without a key
+                blocks[..., :2, :, :] = -1
             bytes_per_row = (
                 8 * self.heads * self.groups * self.geometry.num_selected_blocks * self.dv
             )
@@ -372,6 +380,37 @@ SEL_CASES = {
         "sel", (10, 2, 6), bounds=(0, -20, 7, 18), deterministic=True, geometry=ODD, tiles=BUCKETS
     ),
 }
+PARTIAL_CASES = {
+    "sel partial": Tiny(
+        "sel",
+        (19,),
+        batch=2,
+        heads=3,
+        groups=2,
+        piece=(7, 16),
+        geometry=ODD,
+        tiles=FIVE_SHARING,
+    ),
+    "sel partial packed": Tiny(
+        "sel", (2, 0, 13, 4), run=6, piece=(6, 18), geometry=ODD, tiles=BUCKETS
+    ),
+    "sel partial ordered": Tiny(
+        "sel",
+        (11,),
+        batch=2,
+        piece=(3, 9),
+        geometry=ODD,
+        tiles=SHARE_ALL,
+        deterministic=True,
+    ),
+    "sel partial ordered packed": Tiny(
+        "sel", (4, 0, 9), piece=(2, 11), geometry=ODD, tiles=SHARE_ALL, deterministic=True
+    ),
+    "sel partial malformed": Tiny(
+        "sel", (4, 0, 9, 5), bounds=(0, 9, -2, 4, 30), piece=(2, 16), geometry=ODD, tiles=BUCKETS
+    ),
+}
+SEL_CASES |= PARTIAL_CASES
 COMBINE_CASES = {
     "combine dense": Tiny("combine", (9,), batch=2),
     "combine packed": Tiny("combine", (2, 0, 7)),
