@@ -31,7 +31,10 @@ BUCKETS = {
 
 
 def all_launches(architecture: int):
-    """Launches of every slot, dense and packed, and of decode steps of one and of four tokens."""
+    """Launches of every slot, dense and packed, and of decode steps of one and of four tokens.
+
+    Those whose queries begin inside a sequence come too.
+    """
     for slot, varlen, groups, deterministic in itertools.product(
         SLOTS, (False, True), (4, 16), (False, True)
     ):
@@ -45,6 +48,12 @@ def all_launches(architecture: int):
             deterministic=deterministic,
         )
         yield from compile_table.launches(request, architecture)
+    for slot, varlen in itertools.product(("cmp", "select", "sel", "win"), (False, True)):
+        request = dataclasses.replace(compile_table._BASE, slot=slot, varlen=varlen, partial=True)
+        yield from compile_table.launches(request, architecture)
+        if slot == "sel":
+            few = dataclasses.replace(request, n_kv_heads=16, seq_len=16384)
+            yield from compile_table.launches(few, architecture)
     far = dataclasses.replace(compile_table._BASE, slot="sel", seq_len=2**18)  # offsets of 64 bits
     yield from compile_table.launches(far, architecture)
     for rows in (1, 4):

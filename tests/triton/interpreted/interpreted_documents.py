@@ -28,5 +28,13 @@ MANY = (
 def test_compressed_starts_match_nsa_core(bounds: list[int], geometry: BlockGeometry) -> None:
     cu = torch.tensor(bounds, dtype=torch.int32)
     with strict():
-        starts = document_starts.compressed_starts(cu, geometry)
+        starts = document_starts.compressed_starts(cu, geometry, max(bounds))
     assert torch.equal(starts, compressed_cu_seqlens(cu, geometry))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 31, 32, 62, 63, 94, 95, 110, 999])
+def test_tokens_past_the_last_query_do_not_count(num_tokens: int) -> None:
+    cu, geometry = torch.tensor([0, 32, 63, 111, 111, 1000], dtype=torch.int32), BlockGeometry()
+    with strict():
+        starts = document_starts.compressed_starts(cu, geometry, num_tokens)
+    assert torch.equal(starts, compressed_cu_seqlens(cu.clamp(max=num_tokens), geometry))

@@ -230,8 +230,8 @@ def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.Monke
 
 
 def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They read whole key tiles, so keys after the last query must be finite here."""
-    part = piece(17, 30, lengths=(37, 37), groups=2, width=16, geometry=EVEN)
+    """They read whole key tiles, of which the keys after the last query must be zeros."""
+    part = piece(17, 30, lengths=(37, 37), groups=2, width=16, geometry=EVEN, extra=7)
     settings = {**tuned(2), "sel_forward": {**tuned(2)["sel_forward"], "USE_TMA": 1}}
     part.assert_forward(settings)
     rows = dict(configs.table(0))

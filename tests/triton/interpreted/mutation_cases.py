@@ -53,9 +53,9 @@ class Tiny:
     ties: bool = False  # every compressed key except one is 0
     nan_key: int | None = None  # index of a compressed key of NaN; lse is finite
     full: bool = False  # every token has a key: with one block per token no pair is left out
-    piece: tuple[int, int] | None = None  # first row and end of the queries; None: all rows
     run: int = 0  # rows whose partial outputs are computed at a time; 0: all
     bounds: tuple[int, ...] = ()  # cu_seqlens that differ from ``lengths``
+    piece: tuple[int, int] | None = None  # first and end of the rows of q; None: all
     tiles: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
@@ -66,11 +66,13 @@ class Tiny:
         bounds = self.bounds or [0, *itertools.accumulate(self.lengths)]
         cu = torch.tensor(bounds, dtype=torch.int32) if self.packed else None
         first = self.piece[0] if self.piece else 0
-        return SlotCall(self.geometry, self.scale, cu, max(self.lengths), self.deterministic, first)
+        longest = max(self.lengths)
+        return SlotCall(self.geometry, self.scale, cu, longest, self.deterministic, first)
 
-    def queries(self, x: Tensor) -> Tensor:
-        """Return the rows of x [.., S, heads, width] that ``piece`` selects."""
-        return apart(x[..., slice(*self.piece), :, :]) if self.piece else x
+    def part(self, x: Tensor, axis: int = -3) -> Tensor:
+        """Return the rows of ``x`` that belong to ``piece``."""
+        first, end = self.piece or (0, x.shape[axis])
+        return x.narrow(axis, first, end - first)
 
     def random(self, *shape: int) -> Tensor:
         """Return random [B, *shape], packed [*shape], with gaps between rows and heads."""
@@ -82,8 +84,7 @@ class Tiny:
         torch.manual_seed(len(self.slot) + sum(self.lengths))
         total, call = sum(self.lengths), self.call()
         q, do = (
-            self.queries(self.random(total, self.heads * self.groups, width))
-            for width in (self.dk, self.dv)
+            self.random(total, self.heads * self.groups, width) for width in (self.dk, self.dv)
         )
         if self.slot == "combine":
             outputs = [self.random(total, self.heads, self.dv) for _ in range(3)]
@@ -95,7 +96,7 @@ class Tiny:
             pair_lists.build(self._blocks(total), Sequences.of(q, q, call), self.geometry)
             return
         if self.slot == "starts":
-            document_starts.compressed_starts(call.cu_seqlens, self.geometry)
+            document_starts.compressed_starts(call.cu_seqlens, self.geometry, total)
             return
         rows = total
         if self.slot in ("cmp", "select"):
@@ -108,7 +109,8 @@ class Tiny:
         if self.slot == "select":
             self._select(q, k, v, call)
         elif self.slot == "sel":
-            blocks = self.queries(self._blocks(total))
+            whole = q, do, self._blocks(total)
+            q, do, blocks = (apart(self.part(x)) for x in whole)
             if not self.full:
                 q[..., :2, :, :] = torch.nan  # queries of tokens without a key
                 blocks[..., :2, :, :] = -1
@@ -122,7 +124,7 @@ class Tiny:
             with mock.patch.object(sel_backward, "ROUND_BLOCK", 64):
                 sel.backward(do, q, k, v, blocks, apart(o), lse, call=call)
         else:
-            module = MODULES[self.slot]
+            module, q, do = MODULES[self.slot], self.part(q), self.part(do)
             o, lse = module.forward(q, k, v, call=call)
             module.backward(do, q, k, v, apart(o), lse, call=call)
 
@@ -131,10 +133,10 @@ class Tiny:
         k[..., -1, :, :] = 4 * q[..., -1, :: self.heads, :]
         if self.ties:
             k[..., torch.arange(k.shape[-3]) != 20, :, :] = 0
-        _, lse = cmp.forward(q, k, v, call=call)
+        _, lse = cmp.forward(q, k, v, call=dataclasses.replace(call, first_query=0))
         if self.nan_key is not None:
             k[..., self.nan_key, :, :] = torch.nan
-        select.forward(q, k, lse, call=call)
+        select.forward(self.part(q), k, self.part(lse, -1), call=call)
 
     def _blocks(self, total: int) -> Tensor:
         """Return blocks that are unsorted, repeated, negative, in the future or out of range."""
@@ -166,6 +168,8 @@ def _rows(
 SPANS = ("span_forward", "span_dq", "span_dkdv")
 SMALL = {"span_forward": {"BLOCK_M": 8, "BLOCK_N": 4}, "span_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4}}
 SMALL |= {"span_dq": SMALL["span_forward"]}
+# tiles of one token with two heads
+ONE_TOKEN = {**SMALL, "span_forward": {"BLOCK_M": 2, "BLOCK_N": 4}}
 DESCRIBED = {kernel: {**tile, "USE_TMA": 1} for kernel, tile in SMALL.items()}
 WIDE = dataclasses.replace(GEOMETRY, window_size=18)
 MALFORMED = {
@@ -207,6 +211,21 @@ SPAN_CASES = {
     "win w=1": Tiny(
         "win", (9,), geometry=dataclasses.replace(GEOMETRY, window_size=1), tiles=SMALL
     ),
+}
+SPAN_CASES |= {
+    "cmp piece": Tiny("cmp", (24,), batch=2, piece=(7, 20), tiles=SMALL),
+    "cmp piece packed": Tiny("cmp", (3, 0, 22, 9), piece=(9, 27), tiles=ONE_TOKEN),
+    "cmp piece at the start": Tiny("cmp", (5, 9), piece=(0, 8), tiles=SMALL),
+    "win piece": Tiny("win", (23,), batch=2, piece=(9, 17), tiles=SMALL),
+    "win piece described": Tiny(
+        "win", (29,), batch=2, dk=32, dv=16, geometry=WIDE, tiles=DESCRIBED, piece=(6, 27)
+    ),
+    "win piece packed": Tiny("win", (3, 0, 22, 9), piece=(9, 27), tiles=SMALL),
+}
+SPAN_CASES |= {
+    f"{s} piece {bounds}": dataclasses.replace(case, slot=s, piece=(8, 21))
+    for s in ("cmp", "win")
+    for bounds, case in MALFORMED.items()
 }
 SPAN_CASES |= {
     f"{s} {bounds}": dataclasses.replace(case, slot=s)
@@ -262,6 +281,10 @@ SELECT_CASES = {
     "select nan": Tiny(
         "select", (44,), geometry=BlockGeometry(4, 2, 8, 3, 0, 0), tiles=ROWS_OF_TAPS, nan_key=6
     ),
+}
+SELECT_CASES |= {
+    "select piece": Tiny("select", (25,), batch=2, geometry=RANKED, piece=(7, 22)),
+    "select piece packed": Tiny("select", (3, 0, 25, 9), geometry=RANKED, piece=(9, 30)),
 }
 SELECT_CASES |= {
     f"select {bounds}": dataclasses.replace(case, slot="select", geometry=RANKED)

@@ -42,8 +42,10 @@ def nsa_register_backends() -> BackendSpec:
         name="triton",
         api_version=(1, 1),
         slots={
-            "cmp": _slot("cmp", "span_forward", "decode_span"),
-            "select": _slot("select", "select_forward", "decode_span", backward=False),
+            "cmp": _slot("cmp", "span_forward", "decode_span", partial=True),
+            "select": _slot(
+                "select", "select_forward", "decode_span", backward=False, partial=True
+            ),
             # Longer than every SHARE_ALL_MAX_LEN, so that warm-up also runs the bucket path.
             "sel": _slot(
                 "sel",
@@ -53,7 +55,7 @@ def nsa_register_backends() -> BackendSpec:
                 warmup_tokens=1 << 14,
                 partial=True,
             ),
-            "win": _slot("win", "span_forward", "decode_span"),
+            "win": _slot("win", "span_forward", "decode_span", partial=True),
             "combine": _slot("combine", "combine_forward"),
         },
         probe=f"{_HOME}.probe:probe",

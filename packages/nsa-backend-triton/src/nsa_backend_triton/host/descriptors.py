@@ -30,12 +30,14 @@ class _Descriptor(TensorDescriptor):  # type: ignore[misc]  # triton has no type
         """Skip the validation of the base class."""
 
 
-def key_descriptor(x: Tensor, block: int) -> TensorDescriptor:
+def key_descriptor(x: Tensor, block: int, length: int | None = None) -> TensorDescriptor:
     """Describe x [B, L, G, D] in tiles of ``block`` rows of one head and one band of columns.
 
-    Reads past the end give zero.
+    Reads past the end give zero, and so do reads past the first ``length`` rows.
     """
-    return _Descriptor(x, list(x.shape), list(x.stride()), [1, block, 1, band(x.shape[3])])
+    batch, rows, heads, width = x.shape
+    rows = rows if length is None else max(1, length)  # a descriptor cannot be empty
+    return _Descriptor(x, [batch, rows, heads, width], list(x.stride()), [1, block, 1, band(width)])
 
 
 def stats_descriptor(stats: Tensor, length: int, block: int) -> TensorDescriptor:

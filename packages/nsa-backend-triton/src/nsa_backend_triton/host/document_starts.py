@@ -14,12 +14,14 @@ from nsa_backend_triton.shared.rows import num_compressed
 from nsa_core.layout import BlockGeometry
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def span_starts(
-    CU_SEQLENS, STARTS, num_seqs,
+    CU_SEQLENS, STARTS, num_seqs, num_tokens,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """STARTS [num_seqs + 1]: running sum of num_compressed over the documents' lengths.
+
+    Only the first ``num_tokens`` tokens count.
 
     One program reads BLOCK_SIZE documents at a time: 8 bytes read and 4 written per document.
     Latency is the limit.
@@ -30,7 +32,7 @@ def span_starts(
     while first < num_seqs:
         offs = first + tl.arange(0, BLOCK_SIZE)
         mask = offs < num_seqs
-        end = tl.load(CU_SEQLENS + offs + 1, mask=mask, other=0)
+        end = tl.minimum(tl.load(CU_SEQLENS + offs + 1, mask=mask, other=0), num_tokens)
         count = num_compressed(
             end - tl.load(CU_SEQLENS + offs, mask=mask, other=0), COMPRESS_BLOCK, STRIDE
         )
@@ -40,15 +42,22 @@ def span_starts(
 
 
 @cached_by_metadata
-def _prepare(cu: Tensor, compress_block: int, stride: int) -> Launch:
+def _prepare(cu: Tensor, num_tokens: int, compress_block: int, stride: int) -> Launch:
     return Launch(
-        span_starts, (1,), cu.numel() - 1,
+        span_starts, (1,), cu.numel() - 1, num_tokens,
         COMPRESS_BLOCK=compress_block, STRIDE=stride, BLOCK_SIZE=1024, num_warps=4,
     )  # fmt: skip
 
 
-def compressed_starts(cu_seqlens: Tensor, geometry: BlockGeometry) -> Tensor:
-    """Return int32 [documents + 1], as :func:`nsa_core.packing.compressed_cu_seqlens`."""
+def compressed_starts(cu_seqlens: Tensor, geometry: BlockGeometry, num_tokens: int) -> Tensor:
+    """Return int32 [documents + 1], as :func:`nsa_core.packing.compressed_cu_seqlens`.
+
+    Compressed tokens that end after the first ``num_tokens`` tokens do not count, since no query
+    sees them. They come last, so that all others have the row that they have in the whole call.
+    """
     starts = cu_seqlens.new_empty(cu_seqlens.shape)
-    _prepare(cu_seqlens, geometry.compress_block_size, geometry.compress_stride)(cu_seqlens, starts)
+    launch = _prepare(
+        cu_seqlens, num_tokens, geometry.compress_block_size, geometry.compress_stride
+    )
+    launch(cu_seqlens, starts)
     return starts

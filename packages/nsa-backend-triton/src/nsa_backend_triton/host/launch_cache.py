@@ -153,13 +153,7 @@ def _tensor(x: Tensor) -> Hashable:
 # Metadata of an argument by its type; arguments of other types are compared by equality.
 METADATA: dict[type, Callable[[Any], Hashable]] = {
     Tensor: _tensor,
-    SlotCall: lambda x: (
-        x.geometry,
-        x.scale,
-        x.max_seqlen,
-        x.deterministic,
-        x.first_query,
-    ),
+    SlotCall: lambda x: (x.geometry, x.scale, x.max_seqlen, x.deterministic, x.first_query),
     DecodeCall: lambda x: (
         x.geometry,
         x.scale,

@@ -151,13 +151,18 @@ class Sequences(NamedTuple):
             # Kernels find the document of a tile of queries, and of a tile of keys. Malformed
             # boundaries that do not ascend could give two documents, and rows outside q.
             cu = cu.clamp(min=0).cummax(0).values
-        cu_cmp = compressed_starts(cu, geometry) if compressed else cu
+        end = call.first_query + length
+        cu_cmp = compressed_starts(cu, geometry, end) if compressed else cu
         return cls(cu, cu_cmp, len(cu) - 1, length, True, *place)
 
     @property
     def end(self) -> int:
         """Rows of the axis of the keys up to the last query; later keys are never seen."""
         return self.first_query + self.seq_len
+
+    def num_keys(self, compress_block: int, stride: int) -> int:
+        """Return the keys up to the last query of a dense sequence; see span.geometry."""
+        return max((self.end - compress_block) // stride + 1, 0)
 
     def tiles(self, size: int) -> int:
         """Return the number of tiles of ``size`` rows that cover every sequence.
@@ -167,6 +172,13 @@ class Sequences(NamedTuple):
         if self.packed:
             return self.seq_len // size + self.n
         return self.n * -(-self.seq_len // size)
+
+    def key_tiles(self, size: int) -> int:
+        """Return the number of tiles of ``size`` rows that cover the keys up to the last query.
+
+        shared.rows.place computes the position of each tile.
+        """
+        return self._replace(seq_len=self.end, first_query=0).tiles(size)
 
 
 launch_cache.METADATA[Sequences] = lambda x: (

@@ -293,7 +293,10 @@ def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings)
     )
     unions = sel_union.build(blocks, seqs, problem.call.geometry, block_t, 1)
     dq = q.new_empty(q.shape)
-    descs = [descriptors.key_descriptor(x, desc_block_n) if desc_block_n else None for x in (k, v)]
+    descs = [
+        descriptors.key_descriptor(x, desc_block_n, seqs.end) if desc_block_n else None
+        for x in (k, v)
+    ]
     rows = (problem.do, problem.lse2, problem.delta)
     launch(q, k, v, *descs, *rows, unions.entries, unions.counts, seqs.cu, dq)
     return dq

@@ -191,7 +191,8 @@ def forward(
     o = q.new_empty(tiles.o_shape)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(tiles.lse_shape, dtype=lse_dtype)
-    descs = (key_descriptor(x, tiles.desc_block_n) if tiles.desc_block_n else None for x in (k, v))
+    block_n = tiles.desc_block_n
+    descs = (key_descriptor(x, block_n, seqs.end) if block_n else None for x in (k, v))
     tiles.launch(q, k, v, *descs, unions.entries, unions.counts, o, lse, seqs.cu)
     if tiles.min_sharing > 1:
         for rows in _row_runs(o, q.shape[-2] // k.shape[-2], blocks.shape[-1]):

@@ -50,7 +50,7 @@ from nsa_backend_triton.shared.rows import (
     dot_columns,
     load_at,
     num_compressed,
-    place,
+    place_queries,
     row_offset,
     transpose,
     with_batch,
@@ -216,7 +216,7 @@ def _load_queries(
 def _choose(
     index, Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
     stride_q, stride_k, stride_lse_b, stride_lse_h,
-    qk_scale, num_seqs, seq_len, max_seqlen, num_keys, stride_scores, num_tiles,
+    qk_scale, num_seqs, seq_len, max_seqlen, num_keys, first_query, stride_scores, num_tiles,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr,
@@ -225,7 +225,7 @@ def _choose(
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
     INIT_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr,
     RANK_ROWS: tl.constexpr, RANK_CHUNKS: tl.constexpr, RANK_LANES: tl.constexpr,
-    VARLEN: tl.constexpr, NUM_WARPS: tl.constexpr, ACC: tl.constexpr,
+    VARLEN: tl.constexpr, PARTIAL: tl.constexpr, NUM_WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks of tile ``index``.
 
@@ -233,15 +233,16 @@ def _choose(
     """
     CMP_PER_BLOCK: tl.constexpr = SELECT_BLOCK // STRIDE
     kv_head = index % NUM_KV_HEADS
-    seq, start, length, row = place(
-        num_tiles - 1 - index // NUM_KV_HEADS, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN
-    )
+    seq, _, query_start, length, row = place_queries(
+        num_tiles - 1 - index // NUM_KV_HEADS, CU_SEQLENS, num_seqs, seq_len, first_query,
+        BLOCK_T, VARLEN, PARTIAL,
+    )  # fmt: skip
     length = tl.minimum(length, max_seqlen)
     if row < length:
         batch = 0 if VARLEN else seq
         key_start = tl.minimum(tl.load(CU_KEYS + seq), num_keys) if VARLEN else 0
         seq_keys = tl.minimum(num_compressed(length, COMPRESS_BLOCK, STRIDE), num_keys - key_start)
-        first_row = tl.cast(start + row, tl.int64)
+        first_row = tl.cast(query_start + row, tl.int64)
         K += row_offset(batch, key_start, kv_head, stride_k)
         last = tl.minimum(row + BLOCK_T, length)  # a token t sees the keys of t + 1 tokens
         if last > NUM_SELECTED * SELECT_BLOCK:  # otherwise every token selects all of its blocks
@@ -302,6 +303,7 @@ def _choose(
         "seq_len",
         "max_seqlen",
         "num_keys",
+        "first_query",
         "stride_scores",
         "num_tiles",
         "stride_lse_b",
@@ -312,7 +314,7 @@ def select_forward(
     Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
     stride_qb: tl.int64, stride_q, stride_kb: tl.int64, stride_k,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
-    qk_scale, num_seqs, seq_len, max_seqlen, num_keys, stride_scores, num_tiles,
+    qk_scale, num_seqs, seq_len, max_seqlen, num_keys, first_query, stride_scores, num_tiles,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr,
@@ -321,7 +323,7 @@ def select_forward(
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
     INIT_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr,
     RANK_ROWS: tl.constexpr, RANK_CHUNKS: tl.constexpr, RANK_LANES: tl.constexpr,
-    VARLEN: tl.constexpr, NUM_WARPS: tl.constexpr, ACC: tl.constexpr,
+    VARLEN: tl.constexpr, PARTIAL: tl.constexpr, NUM_WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Blocks [.., NUM_KV_HEADS, NUM_SELECTED] of all tokens, see the module.
 
@@ -338,11 +340,11 @@ def select_forward(
                 index, Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
                 with_batch(stride_qb, stride_q), with_batch(stride_kb, stride_k),
                 stride_lse_b, stride_lse_h,
-                qk_scale, num_seqs, seq_len, max_seqlen, num_keys, stride_scores, num_tiles,
-                NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES,
+                qk_scale, num_seqs, seq_len, max_seqlen, num_keys, first_query,
+                stride_scores, num_tiles, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES,
                 BLOCK_T, CMP_PER_BLOCK_PAD, COMPRESS_BLOCK, STRIDE, SELECT_BLOCK,
                 NUM_SELECTED, NUM_SELECTED_PAD, INIT_BLOCKS, LOCAL_BLOCKS,
-                RANK_ROWS, RANK_CHUNKS, RANK_LANES, VARLEN, NUM_WARPS, ACC,
+                RANK_ROWS, RANK_CHUNKS, RANK_LANES, VARLEN, PARTIAL, NUM_WARPS, ACC,
             )  # fmt: skip
 
 
@@ -400,7 +402,7 @@ def _prepare(
     block_t = settings["BLOCK_M"] // block_h
     block_n = max(settings["BLOCK_N"], cmp_per_block)
     chunks = max(settings["RANK_CHUNKS"], triton.cdiv(2 * num_selected_pad, settings["RANK_LANES"]))
-    max_seqlen = min(call.max_seqlen, seqs.seq_len) if seqs.packed else seqs.seq_len
+    max_seqlen = min(call.max_seqlen, seqs.end) if seqs.packed else seqs.end
     stride_scores = scratch_row(
         geometry.num_select_blocks(max_seqlen),
         block_n // cmp_per_block,
@@ -414,7 +416,7 @@ def _prepare(
         *batch_apart(strides(q, seqs.packed)), *batch_apart(strides(k_cmp, seqs.packed)),
         *lse_strides(lse, seqs.packed),
         call.scale * LOG2E.value, seqs.n, seqs.seq_len, max_seqlen, k_cmp.shape[-3],
-        stride_scores, num_tiles,
+        seqs.first_query, stride_scores, num_tiles,
         NUM_KV_HEADS=groups, GROUP=group, HEAD_DIM=head_dim, HEAD_DIM_BAND=head_dim_band,
         BLOCK_N=block_n, BLOCK_H=block_h, NUM_HEAD_TILES=num_head_tiles, BLOCK_T=block_t,
         CMP_PER_BLOCK_PAD=cmp_per_block, COMPRESS_BLOCK=geometry.compress_block_size,
@@ -423,7 +425,7 @@ def _prepare(
         INIT_BLOCKS=geometry.init_blocks, LOCAL_BLOCKS=geometry.local_blocks,
         RANK_ROWS=min(block_t, settings["RANK_ROWS"]), RANK_CHUNKS=chunks,
         RANK_LANES=settings["RANK_LANES"],
-        VARLEN=seqs.packed, NUM_WARPS=settings["num_warps"], ACC=accumulator(q.dtype),
+        VARLEN=seqs.packed, PARTIAL=seqs.partial, NUM_WARPS=settings["num_warps"], ACC=accumulator(q.dtype),
         **launch_options(settings),
     )  # fmt: skip
     return _Call(

@@ -97,7 +97,12 @@ def _dq(
         q, k, v, o, do, lse, seqs, span, scale, aligned(k, v), settings, store_lse
     )
     dq, stats = q.new_empty(q.shape), lse.new_empty((2 if store_lse else 1, *_padded(lse)))
-    descriptors = (key_descriptor(k, rows), key_descriptor(v, rows)) if rows else (None, None)
+    num_keys = seqs.num_keys(*span[:2])
+    descriptors = (
+        (key_descriptor(k, rows, num_keys), key_descriptor(v, rows, num_keys))
+        if rows
+        else (None, None)
+    )
     launch(q, k, v, *descriptors, o, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
     return dq, stats
 
@@ -138,6 +143,9 @@ def _dkdv(
         )  # fmt: skip
     for add, partials, grad in zip(plan.add, outputs, grads):
         add(partials, grad, seqs.cu_cmp)
+    if plan.num_rows < k.shape[-3]:
+        for grad in grads:
+            grad.narrow(-3, plan.num_rows, k.shape[-3] - plan.num_rows).zero_()
     return grads
 
 
@@ -183,10 +191,11 @@ def _launch_dq(
         *batch_apart(new_strides(q.shape, seqs.packed)),
         *lse_strides(lse, seqs.packed), *new_lse_strides(stats, seqs.packed), math.prod(stats),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
+        seqs.first_query,
         NUM_HEADS=heads, GROUP=group, **_widths(q.shape[-1], v.shape[-1]),
         BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_N=settings["BLOCK_N"],
         COMPRESS_BLOCK=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed,
-        ACC=accumulator(q.dtype), USE_TMA=use_tma, STORE_LSE=store_lse,
+        PARTIAL=seqs.partial, ACC=accumulator(q.dtype), USE_TMA=use_tma, STORE_LSE=store_lse,
         **launch_options(settings),
     )  # fmt: skip
     return launch, settings["BLOCK_N"] if use_tma else 0
@@ -200,12 +209,14 @@ class _DkdvPlan(NamedTuple):
         add: span_sum for each gradient, if they come in parts.
         num_parts: partial sums; 0: span_dkdv writes the gradients.
         rows: rows of a descriptor's tile; 0: pointers.
+        num_rows: rows of the gradients that the launches write; the others are 0.
     """
 
     dkdv: tuple[Launch, ...]
     add: tuple[Launch, ...]
     num_parts: int
     rows: int
+    num_rows: int
 
 
 @cached_by_metadata
@@ -223,17 +234,18 @@ def _launch_dkdv(
     direct, use_tma = bool(span[2]), bool(settings.get("USE_TMA"))
     passes = ((True, False), (False, True)) if settings.get("SEPARATE_DK_DV") else ((True, True),)
     launches = tuple(Launch(
-        span_dkdv, (seqs.tiles(settings["BLOCK_N"] * span[1]) * groups * num_parts,),
+        span_dkdv, (seqs.key_tiles(settings["BLOCK_N"] * span[1]) * groups * num_parts,),
         *(n for x in (q, k, v, do) for n in batch_apart(strides(x, seqs.packed))),
         *(n for x in (k, v) for n in batch_apart(new_strides(x.shape, seqs.packed))),
         *(0 if direct else x.numel() for x in (k, v)),
         *lse_strides(lse, seqs.packed), *new_lse_strides(_padded(lse), seqs.packed),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
+        seqs.first_query,
         NUM_KV_HEADS=groups, GROUP=group, BLOCK_H=block_h, QUERY_SPLITS=query_splits,
         **_widths(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
         COMPRESS_BLOCK=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed,
-        ACC=accumulator(q.dtype), USE_TMA=use_tma, COMPUTE_DK=compute_dk, COMPUTE_DV=compute_dv,
+        PARTIAL=seqs.partial, ACC=accumulator(q.dtype), USE_TMA=use_tma, COMPUTE_DK=compute_dk, COMPUTE_DV=compute_dv,
         **launch_options(settings),
     ) for compute_dk, compute_dv in passes)  # fmt: skip
     add = [
@@ -243,6 +255,10 @@ def _launch_dkdv(
         )
         for x in (k, v) if not direct
     ]  # fmt: skip
+    # span_sum writes 0 to the packed rows that no query sees.
+    fills = seqs.packed and not direct
+    num_rows = k.shape[-3] if fills else seqs.num_keys(*span[:2])
     return _DkdvPlan(
-        launches, tuple(add), 0 if direct else num_parts, settings["BLOCK_M"] if use_tma else 0
+        launches, tuple(add), 0 if direct else num_parts, settings["BLOCK_M"] if use_tma else 0,
+        num_rows,
     )

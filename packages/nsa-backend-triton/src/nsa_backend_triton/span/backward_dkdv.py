@@ -21,6 +21,7 @@ from nsa_backend_triton.shared.rows import (
 )
 from nsa_backend_triton.span.geometry import (
     fetch_rows,
+    held_queries,
     load_rows,
     locate_keys,
     mask_scores,
@@ -32,7 +33,7 @@ from nsa_backend_triton.span.geometry import (
 @triton.jit
 def _walk_queries(
     k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
-    low, skip_from, skip_to, num_tiles, first_head, num_heads, length, first_query, end_query,
+    low, skip_from, skip_to, num_tiles, first_head, num_heads, end, visible_from, visible_to,
     qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -41,9 +42,9 @@ def _walk_queries(
 ):  # fmt: skip
     """dk [N, Dk], dv [N, Dv] plus the sums over ``num_tiles`` tiles of queries of each head.
 
-    The last tile comes first. Tile i starts at token low + i * BLOCK_M; tiles skip_from .. skip_to
-    are left out (the later ones move up). Key r is seen by the queries first_query[r] ..
-    end_query[r]; no query exists from ``length`` on.
+    The last tile comes first. Tile i starts at query low + i * BLOCK_M; tiles skip_from .. skip_to
+    are left out (the later ones move up). Key r is seen by the queries visible_from[r] ..
+    visible_to[r]; none from ``end`` on counts. Queries are counted from the one at Q.
     """
     stride_qt, stride_qh = stride_q
     stride_dot, stride_doh = stride_do
@@ -71,7 +72,7 @@ def _walk_queries(
             q = load_rows(
                 Q + first_row * stride_qt + head_64 * stride_qh,
                 offs_m,
-                length - start_m,
+                end - start_m,
                 stride_qt,
                 HEAD_DIM,
                 HEAD_DIM_BAND,
@@ -80,7 +81,7 @@ def _walk_queries(
             do = load_rows(
                 DO + first_row * stride_dot + head_64 * stride_doh,
                 offs_m,
-                length - start_m,
+                end - start_m,
                 stride_dot,
                 V_HEAD_DIM,
                 V_HEAD_DIM_BAND,
@@ -89,8 +90,8 @@ def _walk_queries(
             lse_at = LSE + head_64 * stride_lse_h + first_row
             delta_at = DELTA + head_64 * stride_delta_h + first_row
             if MASKED:
-                lse = tl.load(lse_at + offs_m, mask=start_m + offs_m < length, other=float("inf"))
-                delta = tl.load(delta_at + offs_m, mask=start_m + offs_m < length, other=0.0)
+                lse = tl.load(lse_at + offs_m, mask=start_m + offs_m < end, other=float("inf"))
+                delta = tl.load(delta_at + offs_m, mask=start_m + offs_m < end, other=0.0)
             else:
                 lse, delta = tl.load(lse_at + offs_m), tl.load(delta_at + offs_m)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
@@ -101,7 +102,9 @@ def _walk_queries(
             )
         s = s * qk_scale - lse[None, :]
         if MASKED:
-            s = mask_scores(s, offs_m, first_query - start_m, end_query - start_m, True, WINDOW > 0)
+            s = mask_scores(
+                s, offs_m, visible_from - start_m, visible_to - start_m, True, WINDOW > 0
+            )
         p = tl.exp2(s)
         if COMPUTE_DV:
             dv = add_dot(dv, p.to(do[0].dtype), do, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
@@ -123,6 +126,7 @@ def _walk_queries(
         "num_seqs",
         "seq_len",
         "num_keys",
+        "first_query",
         "stride_lse_b",
         "stride_lse_h",
         "stride_delta_b",
@@ -137,13 +141,13 @@ def span_dkdv(
     stride_dk_part: tl.int64, stride_dv_part: tl.int64,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     stride_delta_b: tl.int64, stride_delta_h: tl.int64,
-    qk_scale, scale, num_seqs, seq_len, num_keys,
+    qk_scale, scale, num_seqs, seq_len, num_keys, first_query,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr,
     QUERY_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    VARLEN: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr,
+    VARLEN: tl.constexpr, PARTIAL: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr,
     COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of BLOCK_N keys from BLOCK_H heads and one of QUERY_SPLITS parts of the queries.
@@ -154,7 +158,7 @@ def span_dkdv(
     fastest and walk the queries from the end, where all of them begin: neighbouring programs read
     the same tiles at the same time. With USE_TMA the statistics of span_dq come by descriptor as
     well. The output is partial sums in fp32, which span_sum adds, or the gradients if there is only
-    one part.
+    one part. PARTIAL: tiles cover the keys up to the last query, and walk the queries that q holds.
 
     COMPUTE_DK, COMPUTE_DV select the outputs. Together at 256 columns they leave no registers for
     scores: two launches compute s twice (5 products in place of 4), and took 4.2 ms instead of 11.2
@@ -165,8 +169,9 @@ def span_dkdv(
     outer = tl.program_id(0) // num_tiles
     part, kv_head = outer % num_parts, outer // num_parts
     seq, start, length, row = place(
-        tl.program_id(0) % num_tiles, CU_SEQLENS, num_seqs, seq_len, BLOCK_N * STRIDE, VARLEN
-    )
+        tl.program_id(0) % num_tiles, CU_SEQLENS, num_seqs,
+        first_query + seq_len if PARTIAL else seq_len, BLOCK_N * STRIDE, VARLEN,
+    )  # fmt: skip
     key_start, seq_keys = locate_keys(
         seq, start, length, CU_KEYS, num_keys, COMPRESS_BLOCK, STRIDE, VARLEN
     )
@@ -185,6 +190,11 @@ def span_dkdv(
     low, inner_low, inner_high, high = query_span(
         start_n, tl.minimum(start_n + BLOCK_N, seq_keys) - 1, length, COMPRESS_BLOCK, STRIDE, WINDOW
     )
+    # Queries are counted from the first one of the sequence, or, if PARTIAL, from row 0 of q.
+    query_start = start
+    if PARTIAL:
+        query_start, first = start * 0, first_query - start
+        low, inner_low, inner_high, high = held_queries(low, inner_low, inner_high, high, first)
     if USE_TMA:
         low = low // 4 * 4  # descriptors read statistics from 16-byte boundaries
     split_size = tl.cdiv(tl.cdiv(high - low, QUERY_SPLITS), BLOCK_M) * BLOCK_M
@@ -194,18 +204,20 @@ def span_dkdv(
     skip_from = tl.minimum(tl.cdiv(tl.maximum(inner_low - low, 0), BLOCK_M), query_tiles)
     skip_to = tl.maximum(tl.maximum(tl.minimum(inner_high, high) - low, 0) // BLOCK_M, skip_from)
     head = kv_head * GROUP + part // QUERY_SPLITS * BLOCK_H
-    Q += row_offset(batch, start, head, with_batch(stride_qb, stride_q))
-    DO += row_offset(batch, start, head, with_batch(stride_dob, stride_do))
-    LSE += batch * stride_lse_b + start + head * stride_lse_h
-    DELTA += batch * stride_delta_b + start + head * stride_delta_h
+    Q += row_offset(batch, query_start, head, with_batch(stride_qb, stride_q))
+    DO += row_offset(batch, query_start, head, with_batch(stride_dob, stride_do))
+    LSE += batch * stride_lse_b + query_start + head * stride_lse_h
+    DELTA += batch * stride_delta_b + query_start + head * stride_delta_h
     dk = zero_rows(BLOCK_N, HEAD_DIM, HEAD_DIM_BAND, ACC)
     dv = zero_rows(BLOCK_N, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
-    first_query = (start_n + offs_n) * STRIDE + COMPRESS_BLOCK - 1
-    end_query = start_n + offs_n + WINDOW
+    visible_from = (start_n + offs_n) * STRIDE + COMPRESS_BLOCK - 1
+    visible_to = start_n + offs_n + WINDOW
+    if PARTIAL:
+        visible_from, visible_to = visible_from - first, visible_to - first
     dk, dv = _walk_queries(
         k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
-        low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from, head, BLOCK_H, length,
-        first_query, end_query,
+        low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from, head, BLOCK_H, high,
+        visible_from, visible_to,
         qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_M, WINDOW, ACC, USE_TMA,
         COMPUTE_DK, COMPUTE_DV, False,
@@ -213,7 +225,7 @@ def span_dkdv(
     dk, dv = _walk_queries(
         k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
         low, skip_from, skip_to, query_tiles - (skip_to - skip_from), head, BLOCK_H, high,
-        first_query, end_query,
+        visible_from, visible_to,
         qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_M, WINDOW, ACC, USE_TMA,
         COMPUTE_DK, COMPUTE_DV, True,

@@ -14,7 +14,7 @@ from nsa_backend_triton.shared.rows import (
     dot_columns,
     load_at,
     num_compressed,
-    place,
+    place_queries,
     row_offset,
     scale_rows,
     store_at,
@@ -106,6 +106,7 @@ def sum_products(x, y, HEAD_DIM: tl.constexpr, BAND: tl.constexpr, ACC: tl.const
         "num_seqs",
         "seq_len",
         "num_keys",
+        "first_query",
         "stride_lse_b",
         "stride_lse_h",
         "stride_stats_b",
@@ -119,13 +120,14 @@ def span_dq(
     stride_ob: tl.int64, stride_o, stride_dob: tl.int64, stride_do, stride_dqb: tl.int64, stride_dq,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     stride_stats_b: tl.int64, stride_stats_h: tl.int64, stride_stats_kind: tl.int64,
-    qk_scale, scale, num_seqs, seq_len, num_keys,
+    qk_scale, scale, num_seqs, seq_len, num_keys, first_query,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    VARLEN: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr, STORE_LSE: tl.constexpr,
+    VARLEN: tl.constexpr, PARTIAL: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr,
+    STORE_LSE: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_T tokens x BLOCK_H heads, and STATS for span_dkdv, which runs afterwards.
 
@@ -137,7 +139,9 @@ def span_dq(
     num_head_tiles: tl.constexpr = NUM_HEADS // BLOCK_H
     tile = tl.num_programs(0) // num_head_tiles - 1 - tl.program_id(0) // num_head_tiles
     head = tl.program_id(0) % num_head_tiles * BLOCK_H
-    seq, start, length, row = place(tile, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN)
+    seq, start, query_start, length, row = place_queries(
+        tile, CU_SEQLENS, num_seqs, seq_len, first_query, BLOCK_T, VARLEN, PARTIAL
+    )
     if row >= length:
         return
     key_start, seq_keys = locate_keys(
@@ -148,13 +152,13 @@ def span_dq(
     offs_t, offs_h = offs_m // BLOCK_H, offs_m % BLOCK_H
     token = row + offs_t
     mask_m = token < length
-    Q += row_offset(batch, start + row, head, with_batch(stride_qb, stride_q))
+    Q += row_offset(batch, query_start + row, head, with_batch(stride_qb, stride_q))
     stride_qt, stride_qh = stride_q
     q = load_at(Q, offs_t * stride_qt + offs_h * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
-    DO += row_offset(batch, start + row, head, with_batch(stride_dob, stride_do))
+    DO += row_offset(batch, query_start + row, head, with_batch(stride_dob, stride_do))
     stride_dot, stride_doh = stride_do
     do = load_at(DO, offs_t * stride_dot + offs_h * stride_doh, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
-    O += row_offset(batch, start + row, head, with_batch(stride_ob, stride_o))
+    O += row_offset(batch, query_start + row, head, with_batch(stride_ob, stride_o))
     stride_ot, stride_oh = stride_o
     delta = sum_products(
         load_at(O, offs_t * stride_ot + offs_h * stride_oh, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND),
@@ -163,10 +167,10 @@ def span_dq(
         V_HEAD_DIM_BAND,
         ACC,
     )
-    stats = STATS + batch * stride_stats_b + start + token + (head + offs_h) * stride_stats_h
+    stats = STATS + batch * stride_stats_b + query_start + token + (head + offs_h) * stride_stats_h
     tl.store(stats, delta, mask=mask_m)
     lse = tl.load(
-        LSE + batch * stride_lse_b + start + token + (head + offs_h) * stride_lse_h,
+        LSE + batch * stride_lse_b + query_start + token + (head + offs_h) * stride_lse_h,
         mask=mask_m,
         other=float("inf"),
     )
@@ -198,7 +202,7 @@ def span_dq(
         qk_scale, stride_k, stride_v,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, True,
     )  # fmt: skip
-    DQ += row_offset(batch, start + row, head, with_batch(stride_dqb, stride_dq))
+    DQ += row_offset(batch, query_start + row, head, with_batch(stride_dqb, stride_dq))
     stride_dqt, stride_dqh = stride_dq
     dq = scale_rows(dq, scale, HEAD_DIM, HEAD_DIM_BAND)
     store_at(DQ, offs_t * stride_dqt + offs_h * stride_dqh, dq, mask_m, HEAD_DIM, HEAD_DIM_BAND)

@@ -41,7 +41,7 @@ from nsa_backend_triton.shared.rows import (
     load_at,
     num_compressed,
     online_softmax_update,
-    place,
+    place_queries,
     row_offset,
     scale_rows,
     store_at,
@@ -115,19 +115,29 @@ def _walk(
     return m_i, l_i, acc
 
 
-@triton.jit(do_not_specialize=["num_seqs", "seq_len", "num_keys", "stride_lse_b", "stride_lse_h"])
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs",
+        "seq_len",
+        "num_keys",
+        "first_query",
+        "stride_lse_b",
+        "stride_lse_h",
+    ]
+)
 def span_forward(
     Q, K, V, K_DESC, V_DESC, O, LSE, CU_SEQLENS, CU_KEYS,
     stride_qb: tl.int64, stride_q, stride_kb: tl.int64, stride_k,
     stride_vb: tl.int64, stride_v, stride_ob: tl.int64, stride_o,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
-    qk_scale, num_seqs, seq_len, num_keys,
+    qk_scale, num_seqs, seq_len, num_keys, first_query,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
-    VARLEN: tl.constexpr, NEGATIVE_SCALE: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr,
+    VARLEN: tl.constexpr, PARTIAL: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
+    ACC: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """o and lse of BLOCK_T tokens x BLOCK_H heads.
 
@@ -137,7 +147,9 @@ def span_forward(
     num_head_tiles: tl.constexpr = NUM_HEADS // BLOCK_H
     tile = tl.num_programs(0) // num_head_tiles - 1 - tl.program_id(0) // num_head_tiles
     head = tl.program_id(0) % num_head_tiles * BLOCK_H
-    seq, start, length, row = place(tile, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN)
+    seq, start, query_start, length, row = place_queries(
+        tile, CU_SEQLENS, num_seqs, seq_len, first_query, BLOCK_T, VARLEN, PARTIAL
+    )
     if row >= length:
         return
     key_start, seq_keys = locate_keys(
@@ -148,7 +160,7 @@ def span_forward(
     offs_t, offs_h = offs_m // BLOCK_H, offs_m % BLOCK_H
     token = row + offs_t
     mask_m = token < length
-    Q += row_offset(batch, start + row, head, with_batch(stride_qb, stride_q))
+    Q += row_offset(batch, query_start + row, head, with_batch(stride_qb, stride_q))
     stride_qt, stride_qh = stride_q
     q = load_at(Q, offs_t * stride_qt + offs_h * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
     if NEGATIVE_SCALE:
@@ -182,12 +194,12 @@ def span_forward(
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, True,
     )  # fmt: skip
     divisor, lse = finish_softmax(m_i, l_i)
-    O += row_offset(batch, start + row, head, with_batch(stride_ob, stride_o))
+    O += row_offset(batch, query_start + row, head, with_batch(stride_ob, stride_o))
     stride_ot, stride_oh = stride_o
     o = divide_rows(acc, divisor, V_HEAD_DIM, V_HEAD_DIM_BAND)
     store_at(O, offs_t * stride_ot + offs_h * stride_oh, o, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
     tl.store(
-        LSE + batch * stride_lse_b + (start + row) + offs_t + (head + offs_h) * stride_lse_h,
+        LSE + batch * stride_lse_b + (query_start + row) + offs_t + (head + offs_h) * stride_lse_h,
         lse,
         mask=mask_m,
     )
@@ -232,11 +244,12 @@ def _launch(
         *batch_apart(new_strides(o, seqs.packed)),
         *new_lse_strides(lse, seqs.packed),
         max(abs(scale) * LOG2E.value, TINY), seqs.n, seqs.seq_len, k.shape[-3],
+        seqs.first_query,
         NUM_HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
         HEAD_DIM_BAND=band(head_dim), V_HEAD_DIM_BAND=band(v_head_dim),
         BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_N=block_n,
         COMPRESS_BLOCK=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed,
-        NEGATIVE_SCALE=scale < 0, ACC=accumulator(q.dtype), USE_TMA=use_tma,
+        PARTIAL=seqs.partial, NEGATIVE_SCALE=scale < 0, ACC=accumulator(q.dtype), USE_TMA=use_tma,
         **launch_options(settings),
     )  # fmt: skip
     return launch, block_n if use_tma else 0, o, lse
@@ -256,7 +269,12 @@ def forward(
     ``settings`` replace the tuned ones.
     """
     launch, rows, o_shape, lse_shape = _launch(q, k, v, seqs, span, scale, aligned(k, v), settings)
-    descriptors = (key_descriptor(k, rows), key_descriptor(v, rows)) if rows else (None, None)
+    num_keys = seqs.num_keys(*span[:2])
+    descriptors = (
+        (key_descriptor(k, rows, num_keys), key_descriptor(v, rows, num_keys))
+        if rows
+        else (None, None)
+    )
     o = q.new_empty(o_shape)
     lse = q.new_empty(lse_shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     launch(q, k, v, *descriptors, o, lse, seqs.cu, seqs.cu_cmp)

@@ -73,6 +73,17 @@ def query_span(
 
 
 @triton.jit
+def held_queries(low, inner_low, inner_high, high, first):
+    """The limits of :func:`query_span` in rows of q, which holds no query before ``first``.
+
+    ``first`` is the position of row 0 of q in the sequence; it is negative if the sequence begins
+    after row 0. [low, high) is empty if q holds none of its queries.
+    """
+    low = tl.maximum(low - first, 0)
+    return low, inner_low - first, inner_high - first, tl.maximum(high - first, low)
+
+
+@triton.jit
 def mask_scores(s, offs, first, end, CHECK_FIRST: tl.constexpr, CHECK_END: tl.constexpr):
     """s [R, C] where first[r] <= offs[c] < end[r], -inf elsewhere; each limit only if CHECKed.
 

@@ -4,7 +4,8 @@
 
 Each kernel is compiled for sm_80 and sm_90 with the tile shapes that ship, from the launches that a
 call of its slot makes: 64 query heads over 4 kv heads (``h=4``: over 16), 8192 tokens, l=32, d=16,
-l'=64, n=16, w=512, forward and backward. ``step`` is a decode step and its append, 32 sequences of
+l'=64, n=16, w=512, forward and backward. In ``partial`` rows the queries are the second half of
+their sequences. ``step`` is a decode step and its append, 32 sequences of
 65536 tokens, one new token each; ``steps`` has four each. This needs no GPU: kernels are compiled
 for GPUs that are not present, see nsa_backend_triton.tools.offline.
 
@@ -195,6 +196,9 @@ def _slot_rows(base: Request, architecture: int) -> Iterator[Row]:
     if base.slot in ("cmp", "win") and architecture == 90 and base.dtype != "float32":
         # descriptors serve dense calls only, so packed calls have rows of their own
         variants.append((", packed", {"varlen": True}))
+    if base.slot != "combine" and (base.head_dim, base.dtype) == (128, "bfloat16"):
+        variants.append((", partial", {"partial": True}))
+        variants.append((", partial, packed", {"partial": True, "varlen": True}))
     for variant, changes in variants:
         request = dataclasses.replace(base, **changes)  # type: ignore[arg-type]
         if configs.missing(request, architecture):

@@ -21,16 +21,20 @@ def inputs(
 ) -> tuple[torch.Tensor, list[torch.Tensor], SlotCall]:
     """Return (do, the slot's tensors, the call) of ``request``, uninitialised.
 
-    A packed request has ``batch`` documents.
+    A packed request has ``batch`` documents. The queries of a partial one begin after as many
+    tokens as they are themselves.
     """
     geometry, length, batch = request.geometry, request.seq_len or 0, request.batch or 1
     dtype = getattr(torch, request.dtype)
     stats = torch.float64 if dtype == torch.float64 else torch.float32
+    first_query = length if request.partial else 0
+    total = first_query + length
     lead = [length] if request.varlen else [batch, length]
+    tokens = [*lead[:-1], total]
     keys = (
-        [geometry.max_compressed(length)]
+        [geometry.max_compressed(total)]
         if request.varlen
-        else [batch, geometry.num_compressed(length)]
+        else [batch, geometry.num_compressed(total)]
     )
 
     def tensor(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
@@ -45,8 +49,8 @@ def inputs(
     k_cmp, v_cmp, k, v = (
         tensor(*keys, g, dk),
         tensor(*keys, g, dv),
-        tensor(*lead, g, dk),
-        tensor(*lead, g, dv),
+        tensor(*tokens, g, dk),
+        tensor(*tokens, g, dv),
     )
     tensors = {
         "cmp": [q, k_cmp, v_cmp],
@@ -56,7 +60,8 @@ def inputs(
         "combine": [tensor(*lead, hq, 3, kind=stats), do, do, do],
     }[request.slot]
     cu = tensor(batch + 1, kind=torch.int32) if request.varlen else None
-    return do, tensors, SlotCall(geometry, 0.125, cu, length, request.deterministic)
+    call = SlotCall(geometry, 0.125, cu, total, request.deterministic, first_query)
+    return do, tensors, call
 
 
 def step_inputs(
