@@ -412,7 +412,7 @@ PARTIAL_CASES = {
         groups=2,
         piece=(7, 16),
         geometry=ODD,
-        tiles=FIVE_SHARING,
+        tiles={**FIVE_SHARING, "sel_block_backward": BUCKETS["sel_block_backward"]},
     ),
     "sel partial packed": Tiny(
         "sel", (2, 0, 13, 4), run=6, piece=(6, 18), geometry=ODD, tiles=BUCKETS
