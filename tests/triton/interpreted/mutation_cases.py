@@ -415,7 +415,7 @@ PARTIAL_CASES = {
         tiles={**FIVE_SHARING, "sel_block_backward": BUCKETS["sel_block_backward"]},
     ),
     "sel partial packed": Tiny(
-        "sel", (2, 0, 13, 4), run=6, piece=(6, 18), geometry=ODD, tiles=BUCKETS
+        "sel", (2, 0, 13, 4), run=6, piece=(6, 16), geometry=ODD, tiles=BUCKETS
     ),
     "sel partial ordered": Tiny(
         "sel",
