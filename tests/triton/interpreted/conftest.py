@@ -80,3 +80,18 @@ def strictly() -> Iterator[None]:
 
     with strict() if INTERPRETED else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, int]]:
+    """Settings by kernel that replace those of the table."""
+    from nsa_backend_triton.host import configs
+
+    override: dict[str, dict[str, int]] = {}
+    pick = configs.pick
+
+    def picked(kernel: str, architecture: int, **traits: int) -> configs.Settings:
+        return {**pick(kernel, architecture, **traits), **override.get(kernel, {})}
+
+    monkeypatch.setattr(configs, "pick", picked)
+    return override

@@ -73,19 +73,6 @@ def assert_right(
     assert [f"{n}: {v.why}" for n, v in verdicts.items() if not v.ok] == []
 
 
-@pytest.fixture
-def tiles(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, int]]:
-    """Settings by kernel that replace those of the table."""
-    override: dict[str, dict[str, int]] = {}
-    pick = configs.pick
-
-    def picked(kernel: str, architecture: int, **traits: int) -> configs.Settings:
-        return {**pick(kernel, architecture, **traits), **override.get(kernel, {})}
-
-    monkeypatch.setattr(configs, "pick", picked)
-    return override
-
-
 @pytest.mark.parametrize(
     ("size", "stride", "window"), [(1, 1, 1), (8, 1, 7), (4, 4, 16), (16, 8, 17), (8, 4, 33)]
 )

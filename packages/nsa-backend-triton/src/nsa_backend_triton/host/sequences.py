@@ -161,7 +161,10 @@ class Sequences(NamedTuple):
         return self.first_query + self.seq_len
 
     def num_keys(self, compress_block: int, stride: int) -> int:
-        """Return the keys up to the last query of a dense sequence; see span.geometry."""
+        """Return the number of keys up to the last query, if keys are counted as in span.geometry.
+
+        Those of a dense sequence, or, with 1 and 1, of the whole packed axis.
+        """
         return max((self.end - compress_block) // stride + 1, 0)
 
     def tiles(self, size: int) -> int:

@@ -341,7 +341,8 @@ def select_forward(
                 with_batch(stride_qb, stride_q), with_batch(stride_kb, stride_k),
                 stride_lse_b, stride_lse_h,
                 qk_scale, num_seqs, seq_len, max_seqlen, num_keys, first_query,
-                stride_scores, num_tiles, NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES,
+                stride_scores, num_tiles,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES,
                 BLOCK_T, CMP_PER_BLOCK_PAD, COMPRESS_BLOCK, STRIDE, SELECT_BLOCK,
                 NUM_SELECTED, NUM_SELECTED_PAD, INIT_BLOCKS, LOCAL_BLOCKS,
                 RANK_ROWS, RANK_CHUNKS, RANK_LANES, VARLEN, PARTIAL, NUM_WARPS, ACC,
@@ -425,7 +426,8 @@ def _prepare(
         INIT_BLOCKS=geometry.init_blocks, LOCAL_BLOCKS=geometry.local_blocks,
         RANK_ROWS=min(block_t, settings["RANK_ROWS"]), RANK_CHUNKS=chunks,
         RANK_LANES=settings["RANK_LANES"],
-        VARLEN=seqs.packed, PARTIAL=seqs.partial, NUM_WARPS=settings["num_warps"], ACC=accumulator(q.dtype),
+        VARLEN=seqs.packed, PARTIAL=seqs.partial,
+        NUM_WARPS=settings["num_warps"], ACC=accumulator(q.dtype),
         **launch_options(settings),
     )  # fmt: skip
     return _Call(

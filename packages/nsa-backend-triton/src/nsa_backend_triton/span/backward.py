@@ -245,7 +245,8 @@ def _launch_dkdv(
         **_widths(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
         COMPRESS_BLOCK=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed,
-        PARTIAL=seqs.partial, ACC=accumulator(q.dtype), USE_TMA=use_tma, COMPUTE_DK=compute_dk, COMPUTE_DV=compute_dv,
+        PARTIAL=seqs.partial, ACC=accumulator(q.dtype), USE_TMA=use_tma,
+        COMPUTE_DK=compute_dk, COMPUTE_DV=compute_dv,
         **launch_options(settings),
     ) for compute_dk, compute_dv in passes)  # fmt: skip
     add = [
@@ -259,6 +260,9 @@ def _launch_dkdv(
     fills = seqs.packed and not direct
     num_rows = k.shape[-3] if fills else seqs.num_keys(*span[:2])
     return _DkdvPlan(
-        launches, tuple(add), 0 if direct else num_parts, settings["BLOCK_M"] if use_tma else 0,
+        launches,
+        tuple(add),
+        0 if direct else num_parts,
+        settings["BLOCK_M"] if use_tma else 0,
         num_rows,
     )
