@@ -251,7 +251,7 @@ def slot_steps(
     for slot, tensors in inputs.items():
         kernel = getattr(plan, slot)
         op = slot_op(kernel.backend, slot, plan._slots[slot])
-        tail = (cu, tokens, kernel.scale, kernel.geometry, kernel.deterministic)
+        tail = (cu, tokens, kernel.scale, kernel.geometry, kernel.deterministic, None)
         yield (
             f"{slot}.forward",
             lambda kernel=kernel, tensors=tensors: kernel(*tensors, cu_seqlens=cu),

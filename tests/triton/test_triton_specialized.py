@@ -48,9 +48,12 @@ def all_launches(architecture: int):
             deterministic=deterministic,
         )
         yield from compile_table.launches(request, architecture)
-    for slot, varlen in itertools.product(("cmp", "select", "win"), (False, True)):
+    for slot, varlen in itertools.product(("cmp", "select", "sel", "win"), (False, True)):
         request = dataclasses.replace(compile_table._BASE, slot=slot, varlen=varlen, partial=True)
         yield from compile_table.launches(request, architecture)
+        if slot == "sel":
+            few = dataclasses.replace(request, n_kv_heads=16, seq_len=16384)
+            yield from compile_table.launches(few, architecture)
     far = dataclasses.replace(compile_table._BASE, slot="sel", seq_len=2**18)  # offsets of 64 bits
     yield from compile_table.launches(far, architecture)
     for rows in (1, 4):

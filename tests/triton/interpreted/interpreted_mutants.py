@@ -13,12 +13,14 @@ from mutation_suite import FUNCTIONS, OF_DECODE, OF_SEL, OF_THE_REST, Mutants
 
 class TestTheRest(Mutants):
     names = tuple(name for name in FUNCTIONS if name.startswith(OF_THE_REST))
-    # one case of sel reaches the row masks of the shared online softmax
+    # one case of sel reaches the row masks of the shared online softmax; others place tiles of
+    # queries that begin inside a sequence
     cases = (
         mutation_cases.SPAN_CASES
         | mutation_cases.SELECT_CASES
         | mutation_cases.COMBINE_CASES
         | {"sel dense": mutation_cases.SEL_CASES["sel dense"]}
+        | mutation_cases.PARTIAL_CASES
     )
 
     @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ class Tiny:
             combine.backward(do[..., : self.heads, :], *inputs, call=call)
             return
         if self.slot == "lists":
-            pair_lists.build(self._blocks(total), Sequences.of(q, k, call), self.geometry)
+            pair_lists.build(self._blocks(total), Sequences.of(q, q, call), self.geometry)
             return
         if self.slot == "starts":
             document_starts.compressed_starts(call.cu_seqlens, self.geometry, total)
@@ -109,9 +109,11 @@ class Tiny:
         if self.slot == "select":
             self._select(q, k, v, call)
         elif self.slot == "sel":
-            blocks = self._blocks(total)
+            whole = q, do, self._blocks(total)
+            q, do, blocks = (apart(self.part(x)) for x in whole)
             if not self.full:
                 q[..., :2, :, :] = torch.nan  # queries of tokens without a key
+                blocks[..., :2, :, :] = -1
             bytes_per_row = (
                 8 * self.heads * self.groups * self.geometry.num_selected_blocks * self.dv
             )
@@ -401,6 +403,37 @@ SEL_CASES = {
         "sel", (10, 2, 6), bounds=(0, -20, 7, 18), deterministic=True, geometry=ODD, tiles=BUCKETS
     ),
 }
+PARTIAL_CASES = {
+    "sel partial": Tiny(
+        "sel",
+        (19,),
+        batch=2,
+        heads=3,
+        groups=2,
+        piece=(7, 16),
+        geometry=ODD,
+        tiles={**FIVE_SHARING, "sel_block_backward": BUCKETS["sel_block_backward"]},
+    ),
+    "sel partial packed": Tiny(
+        "sel", (2, 0, 13, 4), run=6, piece=(6, 16), geometry=ODD, tiles=BUCKETS
+    ),
+    "sel partial ordered": Tiny(
+        "sel",
+        (11,),
+        batch=2,
+        piece=(3, 9),
+        geometry=ODD,
+        tiles=SHARE_ALL,
+        deterministic=True,
+    ),
+    "sel partial ordered packed": Tiny(
+        "sel", (4, 0, 9), piece=(2, 11), geometry=ODD, tiles=SHARE_ALL, deterministic=True
+    ),
+    "sel partial malformed": Tiny(
+        "sel", (4, 0, 9, 5), bounds=(0, 9, -2, 4, 30), piece=(2, 16), geometry=ODD, tiles=BUCKETS
+    ),
+}
+SEL_CASES |= PARTIAL_CASES
 COMBINE_CASES = {
     "combine dense": Tiny("combine", (9,), batch=2),
     "combine packed": Tiny("combine", (2, 0, 7)),

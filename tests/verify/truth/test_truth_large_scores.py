@@ -19,8 +19,8 @@ from nsa_verify.cases import Case, config_of, quick_cases
 from nsa_verify.checks.decode_parity import Step, decode_parity
 from nsa_verify.checks.slots import parity
 from nsa_verify.combination import Combination
-from nsa_verify.generated.parse import parse_case
 from nsa_verify.generated.data import problem_of
+from nsa_verify.generated.parse import parse_case
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.judge.tensor import Verdict, judge
 from nsa_verify.reference import attention, score_noise

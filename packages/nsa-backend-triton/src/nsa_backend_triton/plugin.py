@@ -53,6 +53,7 @@ def nsa_register_backends() -> BackendSpec:
                 "decode_sel",
                 deterministic=False,
                 warmup_tokens=1 << 14,
+                partial=True,
             ),
             "win": _slot("win", "span_forward", "decode_span", partial=True),
             "combine": _slot("combine", "combine_forward"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import torch
 
@@ -81,8 +82,9 @@ def judge_plan(
         )
         label = f"{slot} ({plan.choices[slot].backend})"
         if slot == "select":
+            inputs: dict[str, Any] = dict(run.inputs)
             selection = judge_selection(
-                **run.inputs,
+                **inputs,
                 blocks=run.outputs["blocks"],
                 geometry=geometry,
                 scale=scale,

@@ -142,10 +142,15 @@ class Sequences(NamedTuple):
             whole = count(length)
         else:
             whole = length
-        place = (call.first_query, call.first_query > 0 or k.shape[-3] != whole)
+        partial = call.first_query > 0 or k.shape[-3] != whole
+        place = (call.first_query, partial)
         if call.cu_seqlens is None:
             return cls(q, q, q.shape[0], length, False, *place)
         cu = call.cu_seqlens
+        if partial:
+            # Kernels find the document of a tile of queries, and of a tile of keys. Malformed
+            # boundaries that do not ascend could give two documents, and rows outside q.
+            cu = cu.clamp(min=0).cummax(0).values
         end = call.first_query + length
         cu_cmp = compressed_starts(cu, geometry, end) if compressed else cu
         return cls(cu, cu_cmp, len(cu) - 1, length, True, *place)

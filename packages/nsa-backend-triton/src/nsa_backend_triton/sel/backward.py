@@ -74,6 +74,7 @@ class Problem(NamedTuple):
             "HEAD_DIM_BAND": sequences.band(head_dim),
             "V_HEAD_DIM_BAND": sequences.band(v_head_dim),
             "SELECT_BLOCK": self.call.geometry.select_block_size, "VARLEN": self.seqs.packed,
+            "PARTIAL": self.seqs.partial,
             "ACC": sequences.accumulator(self.q.dtype),
         }  # fmt: skip
 
@@ -143,13 +144,13 @@ def _needs_int64_offsets(problem: Problem) -> bool:
     (262144 at 64 heads of 128).
     """
     q, seqs = problem.q, problem.seqs
-    last_token = seqs.seq_len - 1
+    last_token = seqs.end - 1
     ends = [
         last_token * stride_t + (problem.group - 1) * stride_h + x.shape[-1]
         for x in (q, problem.do)
         for _, stride_t, stride_h in (sequences.strides(x, seqs.packed, int64_products=True),)
     ]
-    return max(*ends, seqs.seq_len * q.shape[-2] * q.shape[-1]) >= 2**31
+    return max(*ends, seqs.end * q.shape[-2] * q.shape[-1]) >= 2**31
 
 
 @cached_by_metadata
@@ -167,7 +168,8 @@ def _prepare_blocks(
     gradients = Launch(
         sel_block_backward, (items * key_tiles,),
         *problem.strides(),
-        call.scale, seqs.n, seqs.seq_len, num_buckets, per_head, num_segments, chunk_pairs,
+        call.scale, seqs.n, seqs.seq_len, seqs.first_query, k.shape[-3],
+        num_buckets, per_head, num_segments, chunk_pairs,
         **problem.constants(),
         **{**kernel_settings, "ORDERED": ordered, "INT64_OFFSETS": _needs_int64_offsets(problem)},
     )  # fmt: skip
@@ -175,17 +177,17 @@ def _prepare_blocks(
     if not ordered:
         segments = Launch(
             sel_segments, (num_buckets,),
-            segment_tokens, num_segments,
-            NUM_BOUNDS_PAD=2 * MAX_SEGMENTS,
+            segment_tokens, num_segments, 0 if seqs.packed else seqs.first_query,
+            NUM_BOUNDS_PAD=2 * MAX_SEGMENTS, PARTIAL=seqs.partial,
             num_warps=2,
         )  # fmt: skip
     add_chunks = [
         Launch(
             sel_add_chunks, (num_buckets * key_tiles,),
-            seqs.n, seqs.seq_len, per_head, chunk_pairs,
+            seqs.n, seqs.seq_len, seqs.first_query, k.shape[-3], per_head, chunk_pairs,
             NUM_KV_HEADS=x.shape[-2], WIDTH=x.shape[-1], BAND=sequences.band(x.shape[-1]),
             SELECT_BLOCK=call.geometry.select_block_size, BLOCK_N=settings["BLOCK_N"],
-            VARLEN=seqs.packed, ACC=sequences.accumulator(x.dtype),
+            VARLEN=seqs.packed, PARTIAL=seqs.partial, ACC=sequences.accumulator(x.dtype),
         )
         for x in (k, v) if ordered
     ]  # fmt: skip
@@ -239,7 +241,9 @@ def block_gradients(
     launches.gradients(
         q, k, v, *rows, lists.tokens, lists.offsets, bounds, problem.seqs.cu, sums, *partial
     )
-    grads = [x.new_empty(x.shape) for x in (k, v)]
+    # No program writes the keys after the last query.
+    unseen = ordered and k.shape[-3] > problem.seqs.end
+    grads = [x.new_zeros(x.shape) if unseen else x.new_empty(x.shape) for x in (k, v)]
     dq = None if ordered else q.new_empty(q.shape)
     for add_chunks, chunks, grad in zip(launches.add_chunks, partial, grads):
         add_chunks(chunks, lists.offsets, problem.seqs.cu, grad)
@@ -271,7 +275,7 @@ def _prepare_tiles(
     launch = Launch(
         sel_tile_backward, (tiles * problem.k.shape[-2],),
         *problem.strides(),
-        problem.call.scale, seqs.n, seqs.seq_len, tiles,
+        problem.call.scale, seqs.n, seqs.seq_len, seqs.first_query, tiles,
         BLOCK_T=block_t, MAX_ENTRIES=block_t * n,
         **problem.constants(), **{**settings, **tile, "USE_TMA": use_tma},
     )  # fmt: skip
@@ -289,7 +293,10 @@ def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings)
     )
     unions = sel_union.build(blocks, seqs, problem.call.geometry, block_t, 1)
     dq = q.new_empty(q.shape)
-    descs = [descriptors.key_descriptor(x, desc_block_n) if desc_block_n else None for x in (k, v)]
+    descs = [
+        descriptors.key_descriptor(x, desc_block_n, seqs.end) if desc_block_n else None
+        for x in (k, v)
+    ]
     rows = (problem.do, problem.lse2, problem.delta)
     launch(q, k, v, *descs, *rows, unions.entries, unions.counts, seqs.cu, dq)
     return dq

@@ -45,6 +45,7 @@ from nsa_backend_triton.shared.rows import (
     add_dot,
     dot_columns,
     owner,
+    row_of_start,
     scale_rows,
     transpose,
     zero_rows,
@@ -53,26 +54,29 @@ from nsa_backend_triton.shared.rows import (
 INTERPRETED = tl.constexpr(interpreted())  # fixed when triton is imported
 
 
-@triton.jit(do_not_specialize=["segment_tokens", "num_segments"])
+@triton.jit(do_not_specialize=["segment_tokens", "num_segments", "first_token"])
 def sel_segments(
-    TOKENS, OFFSETS, BOUNDS, segment_tokens, num_segments, NUM_BOUNDS_PAD: tl.constexpr
-):
+    TOKENS, OFFSETS, BOUNDS, segment_tokens, num_segments, first_token,
+    NUM_BOUNDS_PAD: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
     """Write BOUNDS [num_buckets, num_segments + 1]: each bucket's first pair of each segment.
 
-    The tokens of a bucket ascend in TOKENS. A program owns one bucket and searches all its segments
-    at once: log2(pairs) loads that depend on each other. Bound by latency.
+    The tokens of a bucket ascend in TOKENS. The first segment begins at 0; PARTIAL: at
+    ``first_token``, before which no bucket has a token. A program owns one bucket and searches all
+    its segments at once: log2(pairs) loads that depend on each other. Bound by latency.
     """
     bucket = tl.program_id(0)
     segment = tl.arange(0, NUM_BOUNDS_PAD)
     low = tl.load(OFFSETS + bucket) + tl.zeros([NUM_BOUNDS_PAD], tl.int32)
     high = tl.load(OFFSETS + bucket + 1) + tl.zeros([NUM_BOUNDS_PAD], tl.int32)
     low = tl.where(segment >= num_segments, high, low)
+    first = segment * segment_tokens
+    if PARTIAL:
+        first += first_token
     while tl.max(high - low, 0) > 0:
         middle = (low + high) // 2
         searching = low < high
-        before = searching & (
-            tl.load(TOKENS + middle, mask=searching, other=0) < segment * segment_tokens
-        )
+        before = searching & (tl.load(TOKENS + middle, mask=searching, other=0) < first)
         low, high = (
             tl.where(before, middle + 1, low),
             tl.where(before, high, tl.where(searching, middle, high)),
@@ -313,24 +317,27 @@ def _accumulate_tiles(
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "seq_len", "num_buckets", "buckets_per_head", "num_segments", "chunk_pairs",
+        "num_seqs", "seq_len", "first_query", "num_keys",
+        "num_buckets", "buckets_per_head", "num_segments", "chunk_pairs",
     ]
 )  # fmt: skip
 def sel_block_backward(
     Q, K, V, DO, LSE2, DELTA, TOKENS, OFFSETS, BOUNDS, CU_SEQLENS, DQ, DK, DV,
     stride_q, stride_k, stride_v, stride_do,
-    scale, num_seqs, seq_len, num_buckets, buckets_per_head, num_segments, chunk_pairs,
+    scale, num_seqs, seq_len, first_query, num_keys,
+    num_buckets, buckets_per_head, num_segments, chunk_pairs,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
     SELECT_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     ORDERED: tl.constexpr, QUERY_MAJOR: tl.constexpr, INT64_OFFSETS: tl.constexpr,
-    VARLEN: tl.constexpr, ACC: tl.constexpr,
+    VARLEN: tl.constexpr, PARTIAL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write or add dk and dv of BLOCK_N keys of a block, from one segment or chunk of its tokens.
 
-    LSE2, DELTA [B, S, Hq]; DQ [B, S, Hq, HEAD_DIM]; DK, DV [B, S, G, D], or if ORDERED [items, key
-    tiles, BLOCK_N, D]. sel_segments writes BOUNDS. If ORDERED, BOUNDS and DQ are not used.
+    LSE2, DELTA [B, S, Hq]; DQ [B, S, Hq, HEAD_DIM]; DK, DV [B, num_keys, G, D], or if ORDERED
+    [items, key tiles, BLOCK_N, D]. ``num_keys`` is S unless PARTIAL. sel_segments writes BOUNDS.
+    If ORDERED, BOUNDS and DQ are not used.
 
     A block is cut into key tiles of BLOCK_N keys, one program each, so that blocks of up to 128
     keys take no more registers than blocks of 64.
@@ -352,9 +359,10 @@ def sel_block_backward(
             + (num_segments - 1 - outer % num_segments)
         )
         begin, end = tl.load(bound_ptr), tl.load(bound_ptr + 1)
-    seq, kv_head, start, length, first_key = locate_bucket(
-        bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, NUM_KV_HEADS, SELECT_BLOCK, VARLEN
-    )
+    seq, kv_head, start, query_start, length, first_key = locate_bucket(
+        bucket, CU_SEQLENS, num_seqs, seq_len, first_query, buckets_per_head, NUM_KV_HEADS,
+        SELECT_BLOCK, VARLEN, PARTIAL,
+    )  # fmt: skip
     if begin < end:
         stride_qb, stride_qt, stride_qh = stride_q
         stride_kb, stride_kt, stride_kh = stride_k
@@ -364,22 +372,22 @@ def sel_block_backward(
         key = first_key + offs_n
         mask_n = (offs_n < SELECT_BLOCK) & (key < length)
         batch = seq.to(tl.int64)
-        seq_row = start.to(tl.int64) if VARLEN else batch * seq_len
         K += batch * stride_kb + start.to(tl.int64) * stride_kt + kv_head.to(tl.int64) * stride_kh
         V += batch * stride_vb + start.to(tl.int64) * stride_vt + kv_head.to(tl.int64) * stride_vh
         k = gather_rows(K, key.to(tl.int64) * stride_kt, None, mask_n, HEAD_DIM, HEAD_DIM_BAND)
         v = gather_rows(V, key.to(tl.int64) * stride_vt, None, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND)
         Q += (
             batch * stride_qb
-            + start.to(tl.int64) * stride_qt
+            + query_start.to(tl.int64) * stride_qt
             + kv_head.to(tl.int64) * GROUP * stride_qh
         )
         DO += (
             batch * stride_dob
-            + start.to(tl.int64) * stride_dot
+            + query_start.to(tl.int64) * stride_dot
             + kv_head.to(tl.int64) * GROUP * stride_doh
         )
-        first_row = seq_row * (NUM_KV_HEADS * GROUP) + kv_head * GROUP
+        first_row = row_of_start(seq, query_start, seq_len, VARLEN)
+        first_row = first_row * (NUM_KV_HEADS * GROUP) + kv_head * GROUP
         LSE2 += first_row
         DELTA += first_row
         DQ += first_row * HEAD_DIM
@@ -416,7 +424,9 @@ def sel_block_backward(
         if ORDERED:
             key_row = (item.to(tl.int64) * KEY_TILES + key_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
         else:
-            key_row = (seq_row + key) * NUM_KV_HEADS + kv_head
+            key_rows = num_keys if PARTIAL else seq_len
+            key_row = row_of_start(seq, start, key_rows, VARLEN) + key
+            key_row = key_row * NUM_KV_HEADS + kv_head
         dk = scale_rows(dk, scale, HEAD_DIM, HEAD_DIM_BAND)
         scatter_rows(DK, key_row * HEAD_DIM, None, dk, mask_n, HEAD_DIM, HEAD_DIM_BAND, not ORDERED)
         scatter_rows(
@@ -433,25 +443,30 @@ def _add_rows(x, y, WIDTH: tl.constexpr, BAND: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["num_seqs", "seq_len", "buckets_per_head", "chunk_pairs"])
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "seq_len", "first_query", "num_keys", "buckets_per_head", "chunk_pairs",
+    ]
+)  # fmt: skip
 def sel_add_chunks(
-    PARTIAL, OFFSETS, CU_SEQLENS, OUT,
-    num_seqs, seq_len, buckets_per_head, chunk_pairs,
+    CHUNKS, OFFSETS, CU_SEQLENS, OUT,
+    num_seqs, seq_len, first_query, num_keys, buckets_per_head, chunk_pairs,
     NUM_KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, BAND: tl.constexpr,
     SELECT_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    VARLEN: tl.constexpr, ACC: tl.constexpr,
+    VARLEN: tl.constexpr, PARTIAL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Add the chunks of each block in order: OUT [B, S, G, WIDTH], rounded once.
+    """Add the chunks of each block in order: OUT [B, num_keys, G, WIDTH], rounded once.
 
-    PARTIAL [items, key tiles, BLOCK_N, WIDTH] is dk or dv of sel_block_backward. A program owns one
+    CHUNKS [items, key tiles, BLOCK_N, WIDTH] is dk or dv of sel_block_backward. A program owns one
     key tile of a block. Bound by memory.
     """
     KEY_TILES: tl.constexpr = (SELECT_BLOCK + BLOCK_N - 1) // BLOCK_N
     key_tile = tl.program_id(0) % KEY_TILES
     bucket = tl.program_id(0) // KEY_TILES
-    seq, kv_head, start, length, first_key = locate_bucket(
-        bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, NUM_KV_HEADS, SELECT_BLOCK, VARLEN
-    )
+    seq, kv_head, start, _, length, first_key = locate_bucket(
+        bucket, CU_SEQLENS, num_seqs, seq_len, first_query, buckets_per_head, NUM_KV_HEADS,
+        SELECT_BLOCK, VARLEN, PARTIAL,
+    )  # fmt: skip
     offs_n = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_n = (offs_n < SELECT_BLOCK) & (first_key + offs_n < length)
     first_pair = tl.load(OFFSETS + bucket)
@@ -460,9 +475,9 @@ def sel_add_chunks(
     total = zero_rows(BLOCK_N, WIDTH, BAND, ACC)
     for chunk in tl.range(0, num_chunks):
         row = ((item + chunk) * KEY_TILES + key_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
-        partial = gather_rows(PARTIAL, row * WIDTH, None, mask_n, WIDTH, BAND)
+        partial = gather_rows(CHUNKS, row * WIDTH, None, mask_n, WIDTH, BAND)
         total = _add_rows(total, partial, WIDTH, BAND)
-    seq_row = start.to(tl.int64) if VARLEN else seq.to(tl.int64) * seq_len
+    seq_row = row_of_start(seq, start, num_keys if PARTIAL else seq_len, VARLEN)
     offs_out = ((seq_row + first_key + offs_n) * NUM_KV_HEADS + kv_head) * WIDTH
     scatter_rows(OUT, offs_out, None, total, mask_n, WIDTH, BAND, False)
 

@@ -24,7 +24,8 @@ from nsa_backend_triton.sel.backward_blocks import gather_rows, scatter_rows, so
 from nsa_backend_triton.shared.rows import (
     add_dot,
     dot_columns,
-    place,
+    place_queries,
+    row_of_start,
     scale_rows,
     transpose,
     zero_rows,
@@ -108,17 +109,18 @@ def _accumulate_entries(
     return dq
 
 
-@triton.jit(do_not_specialize=["num_seqs", "seq_len", "tiles"])
+@triton.jit(do_not_specialize=["num_seqs", "seq_len", "first_query", "tiles"])
 def sel_tile_backward(
     Q, K, V, K_DESC, V_DESC, DO, LSE2, DELTA, ENTRIES, COUNTS, CU_SEQLENS, DQ,
     stride_q, stride_k, stride_v, stride_do,
-    scale, num_seqs, seq_len, tiles,
+    scale, num_seqs, seq_len, first_query, tiles,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
     SELECT_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
-    MAX_ENTRIES: tl.constexpr, USE_TMA: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    MAX_ENTRIES: tl.constexpr, USE_TMA: tl.constexpr,
+    VARLEN: tl.constexpr, PARTIAL: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write DQ [B, S, Hq, HEAD_DIM], rounded once, for one tile of tokens of one kv head.
 
@@ -126,9 +128,10 @@ def sel_tile_backward(
     causal mask come last. Kv heads are the outermost index, so that K and V of one head stay in L2.
     """
     kv_head = tl.program_id(0) // tiles
-    seq, start, length, first_t = place(
-        tl.program_id(0) % tiles, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN
-    )
+    seq, start, query_start, length, first_t = place_queries(
+        tl.program_id(0) % tiles, CU_SEQLENS, num_seqs, seq_len, first_query,
+        BLOCK_T, VARLEN, PARTIAL,
+    )  # fmt: skip
     if first_t >= length:
         return
     stride_qb, stride_qt, stride_qh = stride_q
@@ -140,7 +143,7 @@ def sel_tile_backward(
     offs_t = first_t + local_t
     mask_m = (local_t < BLOCK_T) & (offs_t < length)
     batch, head = seq.to(tl.int64), kv_head * GROUP + offs_m % GROUP
-    row_t = start.to(tl.int64) + offs_t
+    row_t = query_start.to(tl.int64) + offs_t
     q = gather_rows(
         Q, batch * stride_qb + row_t * stride_qt, head * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND
     )
@@ -148,7 +151,8 @@ def sel_tile_backward(
         DO, batch * stride_dob + row_t * stride_dot, head * stride_doh, mask_m,
         V_HEAD_DIM, V_HEAD_DIM_BAND,
     )  # fmt: skip
-    offs_row = (row_t if VARLEN else batch * seq_len + row_t) * (NUM_KV_HEADS * GROUP) + head
+    first_row = row_of_start(seq, query_start, seq_len, VARLEN)
+    offs_row = (first_row + offs_t) * (NUM_KV_HEADS * GROUP) + head
     lse2 = tl.load(LSE2 + offs_row, mask=mask_m, other=float("inf"))
     delta = tl.load(DELTA + offs_row, mask=mask_m, other=0.0)
     token_bit = tl.where(mask_m, tl.full([BLOCK_M], 1, tl.int32) << local_t, 0)

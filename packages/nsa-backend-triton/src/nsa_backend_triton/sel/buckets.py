@@ -19,22 +19,25 @@ from nsa_backend_triton.shared.rows import (
     finite_shift,
     load_at,
     place,
+    row_of_start,
     transpose,
 )
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "seq_len", "num_buckets", "buckets_per_head", "num_pairs", "first_row",
+        "num_seqs", "seq_len", "first_query", "num_buckets", "buckets_per_head", "num_pairs",
+        "first_row",
     ]
 )  # fmt: skip
 def sel_bucket_kernel(
     Q, K, V, TOKENS, CHOICES, OFFSETS, PARTIAL_O, PARTIAL_LSE, CU_SEQLENS,
-    num_seqs, seq_len, num_buckets, buckets_per_head, num_pairs, first_row, num_kv_heads, qk_scale,
+    num_seqs, seq_len, first_query, num_buckets, buckets_per_head, num_pairs, first_row,
+    num_kv_heads, qk_scale,
     stride_q, stride_k, stride_v,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
-    GROUP: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    GROUP: tl.constexpr, VARLEN: tl.constexpr, PARTIAL: tl.constexpr, ACC: tl.constexpr,
     NUM_SELECTED: tl.constexpr, SELECT_BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
     TILES_PER_PROGRAM: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
@@ -53,14 +56,17 @@ def sel_bucket_kernel(
     )
     if first_pair >= bucket_pairs:
         return
-    seq, kv_head, start, length, first_key = locate_bucket(
-        bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, num_kv_heads, SELECT_BLOCK, VARLEN
-    )
+    seq, kv_head, start, query_start, length, first_key = locate_bucket(
+        bucket, CU_SEQLENS, num_seqs, seq_len, first_query, buckets_per_head, num_kv_heads,
+        SELECT_BLOCK, VARLEN, PARTIAL,
+    )  # fmt: skip
     stride_qb, stride_qt, stride_qh = stride_q
     stride_kb, stride_kt, stride_kh = stride_k
     stride_vb, stride_vt, stride_vh = stride_v
     batch, start = seq.to(tl.int64), start.to(tl.int64)
-    seq_row = (start if VARLEN else batch * seq_len) - first_row
+    seq_row = row_of_start(seq, query_start, seq_len, VARLEN) - first_row
+    # The sequence's first token whose query exists.
+    first_token = tl.maximum(-query_start, 0) if PARTIAL else 0
     offs_n = tl.arange(0, BLOCK_N)
     key = first_key + offs_n
     mask_n = (offs_n < SELECT_BLOCK) & (key < length)
@@ -71,7 +77,9 @@ def sel_bucket_kernel(
         HEAD_DIM, HEAD_DIM_BAND,
     )  # fmt: skip
     v = load_at(v_base, offs_n * stride_vt, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND)
-    q_base = Q + batch * stride_qb + start * stride_qt + kv_head * GROUP * stride_qh
+    q_base = (
+        Q + batch * stride_qb + query_start.to(tl.int64) * stride_qt + kv_head * GROUP * stride_qh
+    )
     tokens = TOKENS + bucket_start.to(tl.int64)
     choices = CHOICES + bucket_start.to(tl.int64)
     tiles = tl.minimum(tl.cdiv(bucket_pairs - first_pair, BLOCK_T), TILES_PER_PROGRAM)
@@ -81,7 +89,8 @@ def sel_bucket_kernel(
         masked_tiles = tl.minimum(tl.cdiv(tl.maximum(SELECT_BLOCK - first_pair, 0), BLOCK_T), tiles)
     _attend_pairs(
         q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, kv_head, num_kv_heads,
-        first_pair, masked_tiles, bucket_pairs, key, mask_n, stride_qt, stride_qh, qk_scale,
+        first_pair, masked_tiles, bucket_pairs, key, mask_n, first_token,
+        stride_qt, stride_qh, qk_scale,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
         GROUP, NUM_SELECTED, BLOCK_T, BLOCK_M, NEGATIVE_SCALE, True, ACC,
     )  # fmt: skip
@@ -89,7 +98,7 @@ def sel_bucket_kernel(
         _attend_pairs(
             q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, kv_head, num_kv_heads,
             first_pair + masked_tiles * BLOCK_T, tiles - masked_tiles, bucket_pairs, key, mask_n,
-            stride_qt, stride_qh, qk_scale,
+            first_token, stride_qt, stride_qh, qk_scale,
             HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             GROUP, NUM_SELECTED, BLOCK_T, BLOCK_M, NEGATIVE_SCALE, False, ACC,
         )  # fmt: skip
@@ -98,7 +107,7 @@ def sel_bucket_kernel(
 @triton.jit
 def _attend_pairs(
     q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, kv_head, num_kv_heads,
-    first_pair, tiles, bucket_pairs, key, mask_n, stride_qt, stride_qh, qk_scale,
+    first_pair, tiles, bucket_pairs, key, mask_n, first_token, stride_qt, stride_qh, qk_scale,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
     GROUP: tl.constexpr, NUM_SELECTED: tl.constexpr,
@@ -116,14 +125,14 @@ def _attend_pairs(
     # a load is not prefetched.
     pair = first_pair + offs_m // GROUP
     mask_m = (offs_m < BLOCK_T * GROUP) & (pair < bucket_pairs)
-    t = tl.load(tokens + pair, mask=mask_m, other=0)
+    t = tl.load(tokens + pair, mask=mask_m, other=first_token)
     choice = tl.load(choices + pair, mask=mask_m, other=0)
     for _ in tl.range(0, tiles):
         pair += BLOCK_T
         next_mask_m = (offs_m < BLOCK_T * GROUP) & (pair < bucket_pairs)
-        next_t = tl.load(tokens + pair, mask=next_mask_m, other=0)
+        next_t = tl.load(tokens + pair, mask=next_mask_m, other=first_token)
         next_choice = tl.load(choices + pair, mask=next_mask_m, other=0)
-        # Padding rows load the queries of token 0 and are not stored, so no mask is needed.
+        # Padding rows load the queries of ``first_token`` and are not stored: no mask is needed.
         q = load_at(
             q_base, t.to(tl.int64) * stride_qt + head * stride_qh, None, HEAD_DIM, HEAD_DIM_BAND
         )

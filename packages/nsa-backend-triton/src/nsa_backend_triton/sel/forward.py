@@ -48,7 +48,7 @@ from nsa_backend_triton.shared.rows import (
     finish_softmax,
     load_at,
     online_softmax_update,
-    place,
+    place_queries,
     scale_rows,
     store_at,
     transpose,
@@ -89,13 +89,13 @@ def tile_tokens(block_m: int, group: int) -> int:
     return power_of_two if power_of_two * 10 >= tokens * 9 else tokens
 
 
-def min_sharing_tokens(tuned: Settings, seq_len: int) -> int:
+def min_sharing_tokens(tuned: Settings, num_keys: int) -> int:
     """Return how many tokens of a tile must select a block for the tile to read it.
 
     One in short sequences, so that tiles read every block and the path over buckets is skipped.
     """
     tile_settings = tuned["sel_forward"]
-    if seq_len > tile_settings["SHARE_ALL_MAX_LEN"]:
+    if num_keys > tile_settings["SHARE_ALL_MAX_LEN"]:
         return tile_settings["MIN_SHARING_TOKENS"]
     return 1
 
@@ -130,7 +130,7 @@ def _prepare(
     select_block = call.geometry.select_block_size
     group = q.shape[-2] // num_kv_heads
     tuned = tuned or settings(q, v, group, call)
-    tile_settings, min_sharing = tuned["sel_forward"], min_sharing_tokens(tuned, seqs.seq_len)
+    tile_settings, min_sharing = tuned["sel_forward"], min_sharing_tokens(tuned, seqs.end)
     block_t = tile_tokens(tile_settings["BLOCK_M"], group)
     tiles = seqs.tiles(block_t)
     o_shape = (*q.shape[:-1], v.shape[-1])
@@ -144,7 +144,7 @@ def _prepare(
     )
     launch = Launch(
         sel_forward_kernel, (num_kv_heads * tiles,),
-        seqs.n, seqs.seq_len, tiles, call.scale * LOG2E.value,
+        seqs.n, seqs.seq_len, seqs.first_query, tiles, call.scale * LOG2E.value,
         *(n for x in (q, k, v) for n in batch_apart(strides(x, seqs.packed))),
         *batch_apart(new_strides(o_shape, seqs.packed)),
         *new_lse_strides(lse_shape, seqs.packed),
@@ -191,7 +191,8 @@ def forward(
     o = q.new_empty(tiles.o_shape)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(tiles.lse_shape, dtype=lse_dtype)
-    descs = (key_descriptor(x, tiles.desc_block_n) if tiles.desc_block_n else None for x in (k, v))
+    block_n = tiles.desc_block_n
+    descs = (key_descriptor(x, block_n, seqs.end) if block_n else None for x in (k, v))
     tiles.launch(q, k, v, *descs, unions.entries, unions.counts, o, lse, seqs.cu)
     if tiles.min_sharing > 1:
         for rows in _row_runs(o, q.shape[-2] // k.shape[-2], blocks.shape[-1]):
@@ -220,7 +221,8 @@ def _common_constants(q: Tensor, v: Tensor, group: int, seqs: Sequences) -> dict
     return {
         "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
         "HEAD_DIM_BAND": band(head_dim), "V_HEAD_DIM_BAND": band(v_head_dim),
-        "GROUP": group, "VARLEN": seqs.packed, "ACC": accumulator(q.dtype),
+        "GROUP": group, "VARLEN": seqs.packed, "PARTIAL": seqs.partial,
+        "ACC": accumulator(q.dtype),
     }  # fmt: skip
 
 
@@ -244,8 +246,9 @@ def _prepare_buckets(
     tiles_per_program = bucket_settings["TILES_PER_PROGRAM"]
     attend = Launch(
         sel_bucket_kernel, (num_pairs // (block_t * tiles_per_program) + num_buckets,),
-        seqs.n, seqs.seq_len, num_buckets, pair_lists.buckets_per_head(seqs, call.geometry),
-        num_pairs, rows[0], num_kv_heads, call.scale * LOG2E.value,
+        seqs.n, seqs.seq_len, seqs.first_query, num_buckets,
+        pair_lists.buckets_per_head(seqs, call.geometry), num_pairs, rows[0], num_kv_heads,
+        call.scale * LOG2E.value,
         *(strides(x, seqs.packed) for x in (q, k, v)),
         **constants,
         NUM_SELECTED=n, SELECT_BLOCK=select_block,
@@ -367,16 +370,20 @@ def _zero_rows_unless(x, mask_m, WIDTH: tl.constexpr, BAND: tl.constexpr):
     return masked
 
 
-@triton.jit(do_not_specialize=["num_seqs", "seq_len", "tiles", "stride_lse_b", "stride_lse_h"])
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "seq_len", "first_query", "tiles", "stride_lse_b", "stride_lse_h",
+    ]
+)  # fmt: skip
 def sel_forward_kernel(
     Q, K, V, K_DESC, V_DESC, ENTRIES, COUNTS, O, LSE, CU_SEQLENS,
-    num_seqs, seq_len, tiles, qk_scale,
+    num_seqs, seq_len, first_query, tiles, qk_scale,
     stride_qb: tl.int64, stride_q, stride_kb: tl.int64, stride_k,
     stride_vb: tl.int64, stride_v, stride_ob: tl.int64, stride_o,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
-    GROUP: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
+    GROUP: tl.constexpr, VARLEN: tl.constexpr, PARTIAL: tl.constexpr, ACC: tl.constexpr,
     NUM_SELECTED: tl.constexpr, SELECT_BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr, USE_TMA: tl.constexpr,
@@ -393,7 +400,9 @@ def sel_forward_kernel(
     """
     pid = tl.program_id(0)
     kv_head = pid // tiles
-    seq, start, length, first_t = place(pid % tiles, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN)
+    seq, start, query_start, length, first_t = place_queries(
+        pid % tiles, CU_SEQLENS, num_seqs, seq_len, first_query, BLOCK_T, VARLEN, PARTIAL
+    )
     if first_t >= length:
         return
     stride_qt, stride_qh = stride_q
@@ -405,9 +414,9 @@ def sel_forward_kernel(
     local_t = offs_m // GROUP
     offs_t = first_t + local_t
     mask_m = (offs_t < length) & (offs_m < BLOCK_T * GROUP)
-    seq_start = start.to(tl.int64)
+    seq_start, query_start = start.to(tl.int64), query_start.to(tl.int64)
     head = kv_head * GROUP + offs_m % GROUP
-    q_base = Q + batch * stride_qb + (seq_start + first_t) * stride_qt
+    q_base = Q + batch * stride_qb + (query_start + first_t) * stride_qt
     q = load_at(q_base, local_t * stride_qt + head * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
     k_base = K + batch * stride_kb + seq_start * stride_kt + kv_head * stride_kh
     v_base = V + batch * stride_vb + seq_start * stride_vt + kv_head * stride_vh
@@ -434,8 +443,9 @@ def sel_forward_kernel(
     # A token that selected no entry has m = -inf, l = 0 and acc = 0, or NaN where its query is NaN.
     has_keys = (seen_tokens & token_bit) != 0
     divisor, lse = finish_softmax(m_i, tl.where(has_keys, l_i, 0.0))
-    o_base = O + batch * stride_ob + (seq_start + first_t) * stride_ot
+    o_base = O + batch * stride_ob + (query_start + first_t) * stride_ot
     acc = _zero_rows_unless(acc, has_keys, V_HEAD_DIM, V_HEAD_DIM_BAND)
     o = divide_rows(acc, divisor, V_HEAD_DIM, V_HEAD_DIM_BAND)
     store_at(o_base, local_t * stride_ot + head * stride_oh, o, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
-    tl.store(LSE + seq * stride_lse_b + head * stride_lse_h + seq_start + offs_t, lse, mask=mask_m)
+    lse_base = LSE + seq * stride_lse_b + query_start
+    tl.store(lse_base + head * stride_lse_h + offs_t, lse, mask=mask_m)

@@ -5,7 +5,8 @@ Kernels that hold one block and walk the tokens that selected it read these list
 A bucket is one selection block of one sequence and one kv head. Dense: block j of kv head g in
 batch entry b is bucket (b * G + g) * NB + j, with NB blocks in a sequence. Packed: every kv head
 has T // l' + num_docs buckets, and those of document i begin at cu_seqlens[i] // l' + i, as in
-shared.rows.place. A pair counts once, and only if the token may select the block
+shared.rows.place. If q holds only some rows of its sequences, buckets cover the keys up to its last
+row (Sequences.end). A pair counts once, and only if the token may select the block
 (0 <= j <= t // l'). All other pairs are sorted after the last bucket and never read.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
-from nsa_backend_triton.shared.rows import place
+from nsa_backend_triton.shared.rows import place, place_queries, row_of_start
 from nsa_core.layout import BlockGeometry
 
 TOKENS_PER_PROGRAM = 32
@@ -32,7 +33,7 @@ class PairLists(NamedTuple):
     P is the number of all pairs: B*S*G*n, packed T*G*n.
 
     Attributes:
-        tokens: int32 [P] the pair's token, as a row of its sequence.
+        tokens: int32 [P] the pair's token, as a position in its sequence.
         choices: int32 [P] the index 0 .. n-1 of the pair's block in blocks[token].
         offsets: int32 [num_buckets + 1] the first pair of each bucket; the last element is the
             number of pairs that count.
@@ -45,8 +46,8 @@ class PairLists(NamedTuple):
 
 def buckets_per_head(seqs: Sequences, geometry: BlockGeometry) -> int:
     """Return the buckets of one kv head: of one batch entry, packed of all documents."""
-    num_blocks = seqs.tiles(geometry.select_block_size)
-    return num_blocks if seqs.packed else num_blocks // seqs.n
+    size = geometry.select_block_size
+    return seqs.end // size + seqs.n if seqs.packed else -(-seqs.end // size)
 
 
 def build(
@@ -67,8 +68,8 @@ def build(
         geometry: the block sizes.
         mask: int8 in the shape of ``blocks``, contiguous: 1 for the pairs that count, all of them
             valid. Without it, every valid pair counts.
-        rows: (first, count) of the rows to sort, with the sequences concatenated; the lists then
-            hold the pairs of these rows only.
+        rows: (first, count) of the rows of q to sort, with the sequences concatenated; the lists
+            then hold the pairs of these rows only.
     """
     prepared = _prepare(blocks, seqs, geometry, mask is not None, rows)
     sort_keys = blocks.new_empty(prepared.num_pairs, dtype=torch.int32)
@@ -111,12 +112,12 @@ def _prepare(
     num_pairs = num_rows * num_kv_heads * n
     write_keys = Launch(
         sel_keys_kernel, (seqs.tiles(TOKENS_PER_PROGRAM) * num_kv_heads,),
-        seqs.n, seqs.seq_len, first_row, num_rows,
+        seqs.n, seqs.seq_len, seqs.first_query, first_row, num_rows,
         0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2),
         per_head, num_buckets, num_kv_heads,
         NUM_SELECTED=n, NUM_SELECTED_PAD=triton.next_power_of_2(n),
         SELECT_BLOCK=geometry.select_block_size, BLOCK_T=TOKENS_PER_PROGRAM,
-        VARLEN=seqs.packed, USE_MASK=masked,
+        VARLEN=seqs.packed, PARTIAL=seqs.partial, USE_MASK=masked,
         num_warps=4,
     )  # fmt: skip
     write_pairs = Launch(
@@ -131,18 +132,23 @@ def _prepare(
 
 @triton.jit
 def locate_bucket(
-    bucket, CU_SEQLENS, num_seqs, seq_len, buckets_per_head, num_kv_heads,
-    SELECT_BLOCK: tl.constexpr, VARLEN: tl.constexpr,
+    bucket, CU_SEQLENS, num_seqs, seq_len, first_query, buckets_per_head, num_kv_heads,
+    SELECT_BLOCK: tl.constexpr, VARLEN: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """(sequence, kv head, the sequence's first packed row, its length, first key) of a bucket."""
+    """The sequence and the keys of a bucket.
+
+    Returns (sequence, kv head, its first row on the axis of the keys, its first row on the axis of
+    the queries, the end of its keys, the bucket's first key). The last two are positions in the
+    sequence; PARTIAL and the first rows are those of shared.rows.place_queries.
+    """
     outer = bucket // buckets_per_head
     index = bucket % buckets_per_head
     if not VARLEN:
         index += outer // num_kv_heads * buckets_per_head
-    seq, start, length, first_key = place(
-        index, CU_SEQLENS, num_seqs, seq_len, SELECT_BLOCK, VARLEN
-    )
-    return seq, outer % num_kv_heads, start, length, first_key
+    end = first_query + seq_len if PARTIAL else seq_len
+    seq, start, length, first_key = place(index, CU_SEQLENS, num_seqs, end, SELECT_BLOCK, VARLEN)
+    query_start = start - first_query if PARTIAL else start
+    return seq, outer % num_kv_heads, start, query_start, length, first_key
 
 
 @triton.jit
@@ -173,20 +179,20 @@ def load_candidates(
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "seq_len", "first_row", "num_rows", "stride_blocks_b", "buckets_per_head",
-        "num_buckets",
+        "num_seqs", "seq_len", "first_query", "first_row", "num_rows", "stride_blocks_b",
+        "buckets_per_head", "num_buckets",
     ]
 )  # fmt: skip
 def sel_keys_kernel(
     BLOCKS, MASK, SORT_KEYS, LOCAL_TOKENS, CU_SEQLENS,
-    num_seqs, seq_len, first_row, num_rows,
+    num_seqs, seq_len, first_query, first_row, num_rows,
     stride_blocks_b, stride_blocks_t, stride_blocks_h,
     buckets_per_head, num_buckets, num_kv_heads,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
     SELECT_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
-    VARLEN: tl.constexpr, USE_MASK: tl.constexpr,
+    VARLEN: tl.constexpr, PARTIAL: tl.constexpr, USE_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Write the bucket of every pair and the local row of every token.
+    """Write the bucket of every pair and the position of every token in its sequence.
 
     The bucket of a pair that does not count is ``num_buckets``, so that it is sorted last.
 
@@ -196,24 +202,22 @@ def sel_keys_kernel(
     """
     pid = tl.program_id(0)
     kv_head = pid % num_kv_heads
-    seq, start, length, first_t = place(
-        pid // num_kv_heads, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN
+    seq, start, query_start, length, first_t = place_queries(
+        pid // num_kv_heads, CU_SEQLENS, num_seqs, seq_len, first_query, BLOCK_T, VARLEN, PARTIAL
     )
-    seq_start = start.to(tl.int64)
     blocks_base = (
         BLOCKS
         + seq.to(tl.int64) * stride_blocks_b
-        + seq_start * stride_blocks_t
+        + query_start.to(tl.int64) * stride_blocks_t
         + kv_head * stride_blocks_h
     )
     offs_t = first_t + tl.arange(0, BLOCK_T)
     choice = tl.arange(0, NUM_SELECTED_PAD)
     if VARLEN:
         first_bucket = kv_head * buckets_per_head + start // SELECT_BLOCK + seq
-        row = seq_start + offs_t
     else:
         first_bucket = (seq * num_kv_heads + kv_head) * buckets_per_head
-        row = seq.to(tl.int64) * seq_len + offs_t
+    row = row_of_start(seq, query_start, seq_len, VARLEN) + offs_t
     mask_t = (offs_t < length) & (row >= first_row) & (row < first_row + num_rows)
     if USE_MASK:
         mask = mask_t[:, None] & (choice < NUM_SELECTED)[None, :]

@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel.pair_lists import load_candidates
-from nsa_backend_triton.shared.rows import place
+from nsa_backend_triton.shared.rows import place_queries, row_of_start
 from nsa_core.layout import BlockGeometry
 
 
@@ -85,13 +85,13 @@ def _prepare(
     num_pairs = triton.next_power_of_2(block_t) * triton.next_power_of_2(n)
     launch = Launch(
         sel_union_kernel, (num_kv_heads * tiles,),
-        seqs.n, seqs.seq_len, tiles, min_sharing,
+        seqs.n, seqs.seq_len, seqs.first_query, tiles, min_sharing,
         0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2),
         num_kv_heads,
         NUM_SELECTED=n, NUM_SELECTED_PAD=triton.next_power_of_2(n),
         SELECT_BLOCK=geometry.select_block_size,
         BLOCK_T=block_t, BLOCK_T_PAD=triton.next_power_of_2(block_t),
-        VARLEN=seqs.packed, WRITE_UNSHARED=write_unshared,
+        VARLEN=seqs.packed, PARTIAL=seqs.partial, WRITE_UNSHARED=write_unshared,
         num_warps=min(8, max(1, num_pairs // 128)),
     )  # fmt: skip
     return launch, num_kv_heads * tiles
@@ -103,16 +103,20 @@ def _combine_runs(block, bits, next_block, next_bits):
     return next_block, next_bits | tl.where(block == next_block, bits, 0)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "seq_len", "tiles", "min_sharing", "stride_blocks_b"])
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "seq_len", "first_query", "tiles", "min_sharing", "stride_blocks_b",
+    ]
+)  # fmt: skip
 def sel_union_kernel(
     BLOCKS, ENTRIES, COUNTS, UNSHARED, CU_SEQLENS,
-    num_seqs, seq_len, tiles, min_sharing,
+    num_seqs, seq_len, first_query, tiles, min_sharing,
     stride_blocks_b, stride_blocks_t, stride_blocks_h,
     num_kv_heads,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
     SELECT_BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_T_PAD: tl.constexpr,
-    VARLEN: tl.constexpr, WRITE_UNSHARED: tl.constexpr,
+    VARLEN: tl.constexpr, PARTIAL: tl.constexpr, WRITE_UNSHARED: tl.constexpr,
 ):  # fmt: skip
     """Write the union of one tile of BLOCK_T tokens of one kv head.
 
@@ -122,12 +126,13 @@ def sel_union_kernel(
     """
     pid = tl.program_id(0)
     kv_head = pid // tiles
-    seq, start, length, first_t = place(pid % tiles, CU_SEQLENS, num_seqs, seq_len, BLOCK_T, VARLEN)
-    seq_start = start.to(tl.int64)
+    seq, _, query_start, length, first_t = place_queries(
+        pid % tiles, CU_SEQLENS, num_seqs, seq_len, first_query, BLOCK_T, VARLEN, PARTIAL
+    )
     blocks_base = (
         BLOCKS
         + seq.to(tl.int64) * stride_blocks_b
-        + seq_start * stride_blocks_t
+        + query_start.to(tl.int64) * stride_blocks_t
         + kv_head * stride_blocks_h
     )
     NO_BLOCK: tl.constexpr = 2**30 // (BLOCK_T_PAD * NUM_SELECTED_PAD)  # greater than every block
@@ -177,7 +182,7 @@ def sel_union_kernel(
     tl.store(COUNTS + pid * 2, num_entries)
     tl.store(COUNTS + pid * 2 + 1, num_masked)
     if WRITE_UNSHARED:
-        seq_row = seq_start if VARLEN else seq.to(tl.int64) * seq_len
+        seq_row = row_of_start(seq, query_start, seq_len, VARLEN)
         pair = (
             (seq_row + first_t + local_t) * num_kv_heads + kv_head
         ) * NUM_SELECTED + sort_keys % NUM_SELECTED_PAD

@@ -107,6 +107,16 @@ def place_queries(
 
 
 @triton.jit
+def row_of_start(seq, start, rows, VARLEN: tl.constexpr):
+    """Row, in 64 bits, of position 0 of a sequence in a tensor that joins all sequences.
+
+    ``start`` is the sequence's first row on its axis and ``rows`` the rows of a dense sequence.
+    """
+    start = start.to(tl.int64)
+    return start if VARLEN else seq.to(tl.int64) * rows + start
+
+
+@triton.jit
 def row_offset(batch, token, head, stride):
     """Offset of a row in a tensor of strides (batch, token, head); batch and token in 64 bits."""
     stride_b, stride_t, stride_h = stride

@@ -200,7 +200,7 @@ def _slot_rows(base: Request, architecture: int) -> Iterator[Row]:
     if base.slot in ("cmp", "win") and architecture == 90 and base.dtype != "float32":
         # descriptors serve dense calls only, so packed calls have rows of their own
         variants.append((", packed", {"varlen": True}))
-    if base.slot in ("cmp", "select", "win") and (base.head_dim, base.dtype) == (128, "bfloat16"):
+    if base.slot != "combine" and (base.head_dim, base.dtype) == (128, "bfloat16"):
         variants.append((", partial", {"partial": True}))
         variants.append((", partial, packed", {"partial": True, "varlen": True}))
     for variant, changes in variants:

@@ -155,8 +155,8 @@ class GeneratedCase(Line):
                     yield dataclasses.replace(self, documents=(*before, *after))
                 for smaller in below(document, 0):
                     yield dataclasses.replace(self, documents=(*before, smaller, *after))
-        without = ("documents", "tokens", "n", "w", "first_query", "queries")
-        without += ("batch",) if self.packed else ()
+        fixed = ("documents", "tokens", "n", "w", "first_query", "queries")
+        without = (*fixed, *(("batch",) if self.packed else ()))
         yield from self.with_defaults(("batch", "groups", "h"), without)
         yield from self.with_smaller(*length, "groups", "h", "n", "w", "dk", "dv")
 

@@ -30,7 +30,9 @@ def judge_output(replay: Replay, done: Done) -> Iterator[Fault]:
     the output of the layer is judged against the oracle on the whole sequences, given the selected
     blocks, which are judged too.
     """
-    lengths, chunks, groups = list(done.before), [], []
+    lengths = list(done.before)
+    chunks: list[ChunkCall] = []
+    groups: list[Group] = []
     rows = [replay.rows.of(sequence.tokens) for sequence in done.model.sequences]
     for group in _groups(done.calls):
         call = next(iter(group.values())).call

@@ -167,7 +167,10 @@ class Replay:
         from nsa_core.cache import step as cache_step  # imported here: it imports the compiler
 
         # With chunks this short, histories reach the decode forms and the kernels of long chunks.
-        limits = {"MAX_CHUNK_ROWS": self.history.sizes.chunk_rows, "MIN_ROWS": 4}
+        limits: dict[str, Any] = {
+            "MAX_CHUNK_ROWS": self.history.sizes.chunk_rows,
+            "MIN_ROWS": 4,
+        }
         with mock.patch.multiple(cache_step, **limits):
             for number, operation in enumerate(self.history.operations):
                 for fault in self._faults_of(operation, judge):
