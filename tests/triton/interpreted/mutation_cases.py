@@ -111,6 +111,7 @@ class Tiny:
         elif self.slot == "sel":
             whole = q, do, self._blocks(total)
             q, do, blocks = (apart(self.part(x)) for x in whole)
+            blocks[..., -1, :, :] = torch.arange(blocks.shape[-1])
             if not self.full:
                 q[..., :2, :, :] = torch.nan  # queries of tokens without a key
                 blocks[..., :2, :, :] = -1
