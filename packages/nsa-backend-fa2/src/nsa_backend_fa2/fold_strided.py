@@ -2,12 +2,14 @@
 
 q, o and do are views [d residues, runs, Hq, D] (see nsa_core.fold). They attend causally to k and
 v, which all residues share through stride 0. The tokens of an incomplete last run see all keys, and
-take a second, small call without a mask. Only o and dq are copied into their rows. dk and dv are
-computed per residue and summed in fp32.
+take a second, small call without a mask. So do those of an incomplete first run, for the keys up to
+their own; only queries that begin inside a sequence have one. Only o and dq are copied into their
+rows. dk and dv are computed per residue and summed in fp32.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -16,19 +18,33 @@ from torch import Tensor
 from nsa_backend_fa2.padding import attend, attend_backward, fit, width_of
 from nsa_backend_fa2.providers import Attention
 from nsa_core.contract import SlotCall
-from nsa_core.fold import Residues
+from nsa_core.fold import Residues, partial_fold
 
 
 def _parts(length: int, call: SlotCall) -> Iterator[tuple[Residues, Attention]]:
-    """Yield the complete runs with a causal mask, then the incomplete run without a mask."""
-    stride, first = call.geometry.compress_stride, call.geometry.compress_block_size - 1
-    complete, remainder = divmod(length - first, stride)
+    """Yield the complete runs with a causal mask, and the incomplete runs without a mask.
+
+    Queries that begin inside a run have an incomplete first one. The complete runs have more keys
+    than queries if runs precede them; the causal mask is aligned bottom-right.
+    """
+    stride = call.geometry.compress_stride
+    blank, before, _, lead = partial_fold(call.first_query, length, call.geometry)
+    causal = Attention(call.scale, deterministic=call.deterministic)
+    unmasked = dataclasses.replace(causal, causal=False)
+    head = min(-lead % stride, length - blank)
+    if head:
+        yield Residues(blank, 1, head, before + 1, 1), unmasked
+        before += 1
+    complete, remainder = divmod(length - blank - head, stride)
     if complete:
-        causal = Attention(call.scale, deterministic=call.deterministic)
-        yield Residues(first, stride, complete, complete, stride), causal
+        yield Residues(blank + head, stride, complete, before + complete, stride), causal
     if remainder:
-        unmasked = Attention(call.scale, causal=False, deterministic=call.deterministic)
-        yield Residues(length - remainder, 1, remainder, complete + 1, 1), unmasked
+        yield Residues(length - remainder, 1, remainder, before + complete + 1, 1), unmasked
+
+
+def _blank(q: Tensor, call: SlotCall) -> int:
+    """Return the number of rows before the first that sees a key."""
+    return partial_fold(call.first_query, q.shape[1], call.geometry).blank
 
 
 def _lse_view(
@@ -46,7 +62,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return o [1, S, Hq, Dv] and lse [1, Hq, S]."""
     _, length, heads, _ = q.shape
-    blank, width = call.geometry.compress_block_size - 1, width_of(q.shape[-1], v_cmp.shape[-1])
+    blank, width = _blank(q, call), width_of(q.shape[-1], v_cmp.shape[-1])
     o = q.new_empty((1, length, heads, v_cmp.shape[-1]))
     lse = torch.empty((1, heads, length), dtype=torch.float32, device=q.device)
     o[:, :blank] = 0
@@ -74,7 +90,7 @@ def backward(
     """Return dq, dk_cmp and dv_cmp, shaped like q, k_cmp and v_cmp."""
     length, width = q.shape[1], width_of(q.shape[-1], v_cmp.shape[-1])
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dq[:, : call.geometry.compress_block_size - 1] = 0
+    dq[:, : _blank(q, call)] = 0
     sums = [torch.zeros(x.shape[1:], dtype=torch.float32, device=q.device) for x in (k_cmp, v_cmp)]
     keys, values = fit(k_cmp, width), fit(v_cmp, width)
     for part, attention in _parts(length, call):

@@ -32,6 +32,16 @@ def safe_boundaries(
     return cu_seqlens.clamp(0, total).cummax(0).values
 
 
+def pad_rows(
+    x: Tensor,  # [..., rows, G, D]
+    before: int,
+    total: int,
+) -> Tensor:  # [..., total, G, D]
+    """Return ``x`` with ``before`` rows of zeros before it and zeros after it, ``total`` in all."""
+    after = total - before - x.shape[-3]
+    return pad(x, (0, 0, 0, 0, before, after)) if before or after else x
+
+
 def width_of(head_dim: int, v_head_dim: int) -> int:
     """Return the head width of the library call for these widths of q, k and of v."""
     return -(-max(head_dim, v_head_dim) // 8) * 8

@@ -15,6 +15,7 @@ def _slot(name: str) -> SlotSpec:
         evidence=("flash_fwd", "flash_bwd"),
         workspace=f"{_PACKAGE}.workspace:{name}",
         deterministic=False,  # the backward adds to dq with atomics, unless SlotCall.deterministic
+        partial=True,
     )
 
 

@@ -56,17 +56,19 @@ class Chunk(NamedTuple):
 
 def _chunks(q: Tensor, k: Tensor, blocks: Tensor, call: SlotCall) -> Iterator[Chunk]:
     """Split the tokens of q [B, S, ...] into chunks; packed tensors have B = 1."""
-    batch, length, groups, _ = k.shape
-    bound = length if call.cu_seqlens is None else min(call.max_seqlen, length)
+    (batch, length), (key_rows, groups) = q.shape[:2], k.shape[1:3]
+    end = call.first_query + length
+    bound = end if call.cu_seqlens is None else min(call.max_seqlen, end)
     keys = keys_per_token(call.geometry, blocks.shape[-1], bound)
     step = tokens_per_chunk(groups, keys)
     flat_blocks = blocks.reshape(batch * length, groups, -1)
     if call.cu_seqlens is None:
         rows = torch.arange(batch * length, device=q.device)
-        position = rows % length
-        start = rows - position
+        position = rows % length + call.first_query
+        start = rows // length * key_rows
     else:
-        positions = token_positions(safe_boundaries(call.cu_seqlens, length), length)
+        bounds = safe_boundaries(call.cu_seqlens, end)
+        positions = token_positions(bounds, length, call.first_query)
         position, start = positions.position, positions.start
     for first in range(0, batch * length, step):
         last = min(first + step, batch * length)
@@ -125,7 +127,7 @@ def _rows(
 
 
 def _gather(
-    x: Tensor,  # [B, S, G, D], any strides
+    x: Tensor,  # [B, N, G, D], any strides
     key: Tensor,
 ) -> Tensor:  # [N*K, 1, D]
     batch, length, groups, _ = x.shape
@@ -192,14 +194,14 @@ def backward(
     """Return dq, dk and dv, shaped like q, k and v; dk and dv are summed in fp32."""
     shapes = [x.shape for x in (q, k, v)]
     do, q, k, v, blocks, o, lse = _batched(call, do, q, k, v, blocks, o, lse)
-    heads, (batch, length, groups, _) = q.shape[2], k.shape
+    heads, (batch, key_rows, groups, _) = q.shape[2], k.shape
     flat_do, flat_q, flat_o, flat_lse = (
         x.flatten(0, 1) for x in (do, q, o, lse.transpose(1, 2).unsqueeze(-1))
     )
     dq = torch.empty(flat_q.shape, dtype=q.dtype, device=q.device)
     # The extra last row receives the undefined gradients of entries without a key.
     sums = [
-        torch.zeros((batch * length * groups + 1, x.shape[-1]), dtype=lse.dtype, device=q.device)
+        torch.zeros((batch * key_rows * groups + 1, x.shape[-1]), dtype=lse.dtype, device=q.device)
         for x in (k, v)
     ]
     for chunk in _chunks(q, k, blocks, call):
@@ -220,7 +222,7 @@ def backward(
         dq[chunk.first : chunk.last] = (
             grads[0].reshape(-1, heads, q.shape[-1]).masked_fill(blank, 0)
         )
-        target = chunk.key.clamp(max=batch * length * groups)
+        target = chunk.key.clamp(max=batch * key_rows * groups)
         for total, grad in zip(sums, grads[1:]):
             _add(total, target, grad.squeeze(1), call.deterministic)
     dk, dv = (total[:-1].to(q.dtype) for total in sums)

@@ -3,7 +3,7 @@
 A dry run calls the slot's own functions with tensors without data. The allocations inside a library
 call are modelled on flash-attn 2.8.3; 2.5 to 2.7 and PyTorch's copy allocate alike. The outputs of
 the forward stay alive during the backward. A ``seq_len`` of None counts as one token, and a
-``batch`` of None as one sequence or document.
+``batch`` of None as one sequence or document. A partial request counts as whole sequences.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import compressed_cu_seqlens, token_positions
@@ -172,19 +173,23 @@ def unfold(
 class PackedFold(NamedTuple):
     """The fold of packed documents, computed on the device without synchronisation.
 
-    There are R = T // d runs; the first cu[-1] of them belong to documents. An entry of a run
-    without a token repeats the last token of the document, which sees the same keys.
+    There are R runs, T // d for whole documents; the first cu[-1] of them belong to documents. An
+    entry of a run without a token repeats the nearest token of the document in this run, which sees
+    the same keys.
 
     Attributes:
-        cu: int32 [documents + 1], the first run, and the first compressed token, of each document.
-        token: int64 [R, d], the token of each entry.
+        cu: int32 [documents + 1], the first run of each document.
+        cu_keys: int32 [documents + 1], the first compressed token of each document; ``cu`` for
+            whole documents. Documents that end before row 0 have keys but no run.
+        token: int64 [R, d], the row of each entry in x.
         empty: bool [R, d], whether an entry has no token.
-        run: int64 [T], the run of each token.
-        place: int64 [T], the index of each token in its run.
-        blank: bool [T], whether a token sees no compressed token.
+        run: int64 [T], the run of each row of x.
+        place: int64 [T], the index of each row in its run.
+        blank: bool [T], whether a row sees no compressed token.
     """
 
     cu: Tensor
+    cu_keys: Tensor
     token: Tensor
     empty: Tensor
     run: Tensor
@@ -192,30 +197,55 @@ class PackedFold(NamedTuple):
     blank: Tensor
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, total: int, geometry: BlockGeometry) -> PackedFold:
+    def of(
+        cls, cu_seqlens: Tensor, total: int, geometry: BlockGeometry, first_query: int = 0
+    ) -> PackedFold:
         """Compute the fold of documents with the boundaries ``cu_seqlens``.
 
         Args:
-            cu_seqlens: int32 [documents + 1], not decreasing, within [0, total].
+            cu_seqlens: int32 [documents + 1], not decreasing, within [0, first_query + total].
             total: number of packed rows, T.
             geometry: the block sizes.
+            first_query: row 0 of x on the axis that ``cu_seqlens`` divides.
         """
         stride, first = geometry.compress_stride, geometry.compress_block_size - 1
-        bounds, cu = cu_seqlens.long(), compressed_cu_seqlens(cu_seqlens, geometry)
-        runs = token_positions(cu, geometry.max_compressed(total))
+        bounds, cu_keys = cu_seqlens.long(), compressed_cu_seqlens(cu_seqlens, geometry)
+        cu, before = cu_keys, None
+        if first_query:
+            before = _runs_before(cu_seqlens, cu_keys, first_query, geometry)
+            cu = pad((cu_keys.diff() - before).cumsum(0, dtype=torch.int32), (1, 0))
+        runs = token_positions(cu, cls.max_runs(total, geometry, first_query))
+        tokens = token_positions(cu_seqlens, total, first_query)
         start = bounds[runs.document] + first + runs.position * stride
+        run = cu.long()[tokens.document]
+        run += (tokens.position - first).div(stride, rounding_mode="floor")
+        if before is not None:
+            start += before[runs.document] * stride
+            run -= before[tokens.document]
         token = start[:, None] + torch.arange(stride, device=cu.device)
         end = bounds[runs.document + 1, None]
-        tokens = token_positions(cu_seqlens, total)
-        run = (tokens.position - first).div(stride, rounding_mode="floor")
+        empty = token >= end
+        if first_query:
+            empty |= token < first_query
         return cls(
             cu,
-            torch.minimum(token, end - 1).clamp(0, total - 1),
-            token >= end,
-            (cu.long()[tokens.document] + run).clamp(0, max(0, len(token) - 1)),
+            cu_keys,
+            (torch.minimum(token, end - 1) - first_query).clamp(0, total - 1),
+            empty,
+            run.clamp(0, max(0, len(token) - 1)),
             (tokens.position - first) % stride,
             tokens.position < first,
         )
+
+    @staticmethod
+    def max_runs(total: int, geometry: BlockGeometry, first_query: int = 0) -> int:
+        """Return R, an upper bound of the runs of ``total`` rows that needs no boundaries.
+
+        The rows of a document cut at ``first_query`` may begin with the last token of a run.
+        """
+        if not first_query:
+            return geometry.max_compressed(total)
+        return (total + geometry.compress_stride - 2) // geometry.compress_stride + 1
 
     def fold(self, x: Tensor, groups: int) -> Tensor:
         """Gather the rows of ``x`` into runs.
@@ -247,9 +277,29 @@ class PackedFold(NamedTuple):
         out: Tensor = folded[self.run[:, None], group, self.place[:, None]].flatten(1, 2)
         return out.masked_fill_(self.blank[:, None, None], blank)
 
-    def is_tail(self) -> Tensor:
-        """Return bool [R], whether a run belongs to no document."""
-        return torch.arange(len(self.token), device=self.cu.device) >= self.cu[-1]
+    def is_tail(self, rows: int) -> Tensor:
+        """Return bool [rows], whether a compressed row belongs to no document."""
+        return torch.arange(rows, device=self.cu.device) >= self.cu_keys[-1]
+
+
+def _runs_before(
+    cu_seqlens: Tensor, cu_cmp: Tensor, first_query: int, geometry: BlockGeometry
+) -> Tensor:
+    """Return the number of runs of each document that end before row ``first_query``.
+
+    Args:
+        cu_seqlens: int32 [documents + 1], the first row of each document.
+        cu_cmp: int32 [documents + 1], the first compressed token of each document.
+        first_query: a row.
+        geometry: the block sizes.
+
+    Returns:
+        int32 [documents]
+    """
+    first = cu_seqlens[:-1] + geometry.compress_block_size - 1
+    runs = ((first_query - first) // geometry.compress_stride).clamp(min=0)
+    # The last run of a document may have fewer than d tokens.
+    return torch.where(cu_seqlens[1:] <= first_query, cu_cmp.diff(), runs)
 
 
 class Residues(NamedTuple):

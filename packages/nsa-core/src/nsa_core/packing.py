@@ -30,8 +30,8 @@ class TokenPositions(NamedTuple):
     start: torch.Tensor
 
 
-def token_positions(cu_seqlens: torch.Tensor, total: int) -> TokenPositions:
-    """Compute the document and position of each of ``total`` rows.
+def token_positions(cu_seqlens: torch.Tensor, total: int, first: int = 0) -> TokenPositions:
+    """Compute the document and position of each of the rows ``first`` .. ``first + total - 1``.
 
     Rows after the last boundary belong to the last document. Malformed boundaries give meaningless
     positions, but every document index is inside [0, documents).
@@ -39,8 +39,9 @@ def token_positions(cu_seqlens: torch.Tensor, total: int) -> TokenPositions:
     Args:
         cu_seqlens: int32 [documents + 1].
         total: number of rows, T.
+        first: the first row.
     """
-    rows = torch.arange(total, device=cu_seqlens.device)
+    rows = torch.arange(first, first + total, device=cu_seqlens.device)
     # Search all boundaries, not only the inner ones: inductor of torch 2.11 cannot lower a search
     # in a slice of a computed tensor.
     document = torch.searchsorted(cu_seqlens, rows.to(cu_seqlens.dtype), right=True)
