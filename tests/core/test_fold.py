@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nsa_core import BlockGeometry
 from nsa_core.fold import PackedFold, Residues, fold, partial_fold, unfold
+from nsa_core.packing import compressed_cu_seqlens
 
 GEOMETRIES = {
     "l=8 d=4": BlockGeometry(8, 4, 16, 4),
@@ -121,8 +122,53 @@ def test_packed_fold_equals_compressed_attention_per_document(
             )
             o[key:end] = causal(runs[key:end], k[key:end], v[key:end])
     torch.testing.assert_close(packed.unfold(o), expected)
-    assert packed.is_tail().tolist() == [row >= packed.cu[-1] for row in range(rows)]
+    assert packed.is_tail(rows).tolist() == [row >= packed.cu[-1] for row in range(rows)]
     assert int((~packed.empty[: packed.cu[-1]]).sum()) == int((~packed.blank).sum())
+
+
+@EACH
+@pytest.mark.parametrize("first_query", range(27))
+def test_packed_fold_of_rows_inside_the_packed_axis(
+    first_query: int, geometry: BlockGeometry
+) -> None:
+    """Causal attention of the runs, aligned at the last key, equals rows of the whole result."""
+    lengths = (0, 9, 3, 0, 14, 1)
+    bounds = [0, *itertools.accumulate(lengths)]
+    q = values(bounds[-1], 4, 3)
+    rows = geometry.max_compressed(bounds[-1])
+    k, v = values(rows, 2, 3), values(rows, 2, 3) + 1
+    cu = torch.tensor(bounds, dtype=torch.int32)
+    starts = compressed_cu_seqlens(cu, geometry).tolist()
+    expected = torch.zeros_like(q)
+    for (first, last), key in zip(itertools.pairwise(bounds), starts):
+        count = geometry.num_compressed(last - first)
+        document_k, document_v = k[key : key + count], v[key : key + count]
+        if count:
+            expected[first:last] = compressed_attention(
+                q[first:last], document_k, document_v, geometry
+            )
+    # Before row l, no document has a compressed token.
+    for stop in range(max(first_query + 1, geometry.compress_block_size), bounds[-1] + 1):
+        total = stop - first_query
+        part = PackedFold.of(cu.clamp(max=stop), total, geometry, first_query)
+        runs = part.fold(q[first_query:stop], 2)
+        o = torch.full_like(runs, torch.nan)
+        for i in range(len(lengths)):
+            run, key = (
+                slice(part.cu[i], part.cu[i + 1]),
+                slice(part.cu_keys[i], part.cu_keys[i + 1]),
+            )
+            count, keys = run.stop - run.start, key.stop - key.start
+            if not count:
+                continue
+            assert key.start == starts[i]
+            before = runs.new_zeros((keys - count, *runs.shape[1:]))
+            aligned = causal(torch.cat([before, runs[run]]), k[key], v[key])
+            o[run] = aligned[keys - count :]
+        assert part.cu[-1] <= len(runs) == PackedFold.max_runs(total, geometry, first_query)
+        torch.testing.assert_close(part.unfold(o), expected[first_query:stop])
+        entries = part.empty[: part.cu[-1]]
+        assert int((~entries).sum()) == int((~part.blank).sum())
 
 
 def test_residues_are_views() -> None:

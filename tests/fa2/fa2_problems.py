@@ -80,13 +80,14 @@ class Problem:
         return self.Dk**-0.5 if self.scale is None else self.scale
 
 
-def kernel(slot: str, problem: Problem, deterministic: bool = False) -> Kernel:
+def kernel(
+    slot: str, problem: Problem, deterministic: bool = False, partial: bool = False
+) -> Kernel:
     """Return the operator of fa2 for ``slot`` with the problem's constants bound."""
     spec = nsa_register_backends().slots[slot]
     geometry = tuple(problem.geometry.as_ints())
-    return Kernel(
-        "fa2", slot, slot_op("fa2", slot, spec).op, problem.factor, geometry, deterministic
-    )
+    op = slot_op("fa2", slot, spec).op
+    return Kernel("fa2", slot, op, problem.factor, geometry, deterministic, partial)
 
 
 def run(
@@ -106,6 +107,84 @@ def run(
     names = [n for n in leaves if n != "blocks"]
     grads = torch.autograd.grad(o, [leaves[n] for n in names], do)
     return {"o": o.detach(), "lse": lse, **{f"d{n}": g for n, g in zip(names, grads)}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Queries inside the sequences of a problem.
+
+    Attributes:
+        problem: the whole sequences.
+        first: position of the first query on the axis of the keys.
+        stop: end of the queries.
+        spare: rows of k, or of k_cmp, behind those that the contract requires; None: as many as the
+            whole sequences have. Packed calls always have as many.
+    """
+
+    problem: Problem
+    first: int
+    stop: int
+    spare: int | None = None
+
+    def inputs(self, slot: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the piece's inputs of the inputs of the whole sequences."""
+        piece = {
+            n: x[..., self.first : self.stop, :, :] if n in ("q", "blocks") else x
+            for n, x in inputs.items()
+        }
+        if self.problem.batch is None or self.spare is None:
+            return piece
+        compressed = slot == "cmp"
+        needed = self.problem.geometry.num_compressed(self.stop) if compressed else self.stop
+        rows = needed + self.spare
+        return {n: x if n in ("q", "blocks") else x[:, :rows] for n, x in piece.items()}
+
+    def run(
+        self,
+        slot: str,
+        inputs: dict[str, Tensor],
+        do: Tensor,
+        cu: Tensor | None,
+        deterministic: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return o, lse and the gradients of the piece.
+
+        Args:
+            slot: the slot.
+            inputs: inputs of the whole sequences.
+            do: gradient of o of the whole sequences; only the piece's rows are used.
+            cu: cu_seqlens.
+            deterministic: as in :func:`run`.
+        """
+        piece = self.inputs(slot, inputs)
+        leaves = {n: x.detach().requires_grad_(n != "blocks") for n, x in piece.items()}
+        longest = max(self.problem.lengths) if cu is not None else None
+        o, lse = kernel(slot, self.problem, deterministic, partial=True)(
+            *leaves.values(), cu_seqlens=cu, max_seqlen=longest, first_query=self.first
+        )
+        names = [n for n in leaves if n != "blocks"]
+        rows = do[..., self.first : self.stop, :, :]
+        grads = torch.autograd.grad(o, [leaves[n] for n in names], rows)
+        return {"o": o.detach(), "lse": lse, **{f"d{n}": g for n, g in zip(names, grads)}}
+
+    def in_whole(self, outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``outputs`` of :meth:`run` in tensors of the whole sequences, 0 elsewhere."""
+        total, first, whole = sum(self.problem.lengths), self.first, {}
+        for name, x in outputs.items():
+            axis = x.dim() - (1 if name == "lse" else 3)
+            rows = total if name in ("o", "lse", "dq") else inputs[name[1:]].shape[axis]
+            shape = [*x.shape[:axis], rows, *x.shape[axis + 1 :]]
+            start = first if name in ("o", "lse", "dq") else 0
+            whole[name] = x.new_zeros(shape)
+            whole[name].narrow(axis, start, x.shape[axis]).copy_(x)
+        return whole
+
+    def outside(self, do: Tensor) -> Tensor:
+        """Return ``do`` with zeros in the rows outside of the piece."""
+        inside = torch.zeros_like(do)
+        rows = slice(self.first, self.stop)
+        inside[..., rows, :, :] = do[..., rows, :, :]
+        return inside
 
 
 def assert_judged(

@@ -97,7 +97,10 @@ def attend_document(
 def attend_document_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq [Sq, H, D], and dk and dv [Sk, G, D] of one document."""
+    """Return dq [Sq, H, D], and dk and dv [Sk, G, D] of one document.
+
+    dk and dv are 0 if it has no query, as in the library (flash_bwd_kernel.h of 2.5.0 and later).
+    """
     groups = k.shape[1]
     repeat = q.shape[1] // groups
     q, k, v = (

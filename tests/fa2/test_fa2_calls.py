@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fa2_problems import PACKED, PROBLEMS, SLOTS, SMALL, Problem, assert_correct, assert_judged, run
+from fa2_problems import (
+    PACKED,
+    PROBLEMS,
+    SLOTS,
+    SMALL,
+    Piece,
+    Problem,
+    assert_correct,
+    assert_judged,
+    run,
+)
 from fa2_standin import PROVIDERS, Library, make
 from nsa_backend_fa2 import providers
 from nsa_core.contract import SlotCall
@@ -185,6 +195,7 @@ class NoSynchronisation(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("first_query", [0, 6])
 @pytest.mark.parametrize(
     "problem", [Problem((9,)), Problem((11,), batch=1, Dv=5), Problem((9, 3, 4), batch=None)]
 )
@@ -197,6 +208,7 @@ def test_no_call_synchronises(
     deterministic: bool,
     library: Library,
     problem: Problem,
+    first_query: int,
     slot: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -214,12 +226,15 @@ def test_no_call_synchronises(
 
     for method in ("forward", "backward"):
         monkeypatch.setattr(library, method, unchecked(getattr(library, method)))
-    inputs, do, cu = problem.inputs(slot, torch.float32)
-    call = SlotCall(problem.geometry, problem.factor, cu, max(problem.lengths), deterministic)
+    whole_inputs, do, cu = problem.inputs(slot, torch.float32)
+    longest = max(problem.lengths)
+    call = SlotCall(problem.geometry, problem.factor, cu, longest, deterministic, first_query)
+    inputs = Piece(problem, first_query, sum(problem.lengths)).inputs(slot, whole_inputs)
     module = importlib.import_module(f"nsa_backend_fa2.{slot}")
     with mode:
         o, lse = module.forward(*inputs.values(), call=call)
-        module.backward(do, *inputs.values(), o.contiguous(), lse, call=call)
+        rows = do[..., first_query:, :, :]
+        module.backward(rows, *inputs.values(), o.contiguous(), lse, call=call)
     assert len(library.calls) >= 2
 
 

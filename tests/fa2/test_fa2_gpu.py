@@ -13,6 +13,7 @@ from fa2_problems import (
     PROBLEMS,
     SLOTS,
     TINY,
+    Piece,
     Problem,
     assert_compiled_correct,
     assert_correct,
@@ -133,6 +134,61 @@ def test_small_problems_match_the_oracle(
     name: str, slot: str, provider: providers.Provider
 ) -> None:
     assert_judged(slot, PROBLEMS[name], torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", LARGE)
+def test_pieces_of_large_problems_match_the_oracle(
+    name: str, slot: str, provider: providers.Provider
+) -> None:
+    """Queries that begin inside a sequence, some of one row, with keys behind them."""
+    problem = LARGE[name]
+    inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
+    total = sum(problem.lengths)
+    for first, stop in ((1, total - 37), (137, total), (63, 64), (200, 203)):
+        piece = Piece(problem, first, stop)
+        rows = sorted({t for t in (*sampled(problem), first, stop - 1) if first <= t < stop})
+        sampled_do = torch.zeros_like(do)
+        sampled_do[..., rows, :, :] = do[..., rows, :, :]
+        outputs = piece.in_whole(piece.run(slot, inputs, sampled_do, cu), inputs)
+        verdicts = judge_slot(
+            slot,
+            inputs,
+            outputs,
+            problem.geometry,
+            problem.factor,
+            cu_seqlens=cu,
+            do=sampled_do,
+            rows=rows,
+        )
+        wrong = {name: verdict.why for name, verdict in verdicts.items() if not verdict.ok}
+        assert not wrong, (slot, piece, wrong)
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", ["one", "batch", "packed"])
+def test_pieces_of_small_problems_match_the_oracle(
+    name: str, slot: str, provider: providers.Provider
+) -> None:
+    """Every residue of d and l', and documents without a query row, which get zero gradients."""
+    problem = {**TINY, "one": Problem((29,), batch=1, Dk=64, Dv=64)}[name]
+    inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
+    total = sum(problem.lengths)
+    for first in range(total):
+        piece = Piece(problem, first, total if first % 2 else min(total, first + 1 + first % 9))
+        outputs = piece.in_whole(piece.run(slot, inputs, do, cu), inputs)
+        verdicts = judge_slot(
+            slot,
+            inputs,
+            outputs,
+            problem.geometry,
+            problem.factor,
+            cu_seqlens=cu,
+            do=piece.outside(do),
+            rows=range(piece.first, piece.stop),
+        )
+        wrong = {name: verdict.why for name, verdict in verdicts.items() if not verdict.ok}
+        assert not wrong, (slot, piece, wrong)
 
 
 def test_historic_0_766_sliding_window_of_flash_attention_2(provider: providers.Provider) -> None:

@@ -70,6 +70,8 @@ def test_probe_accepts_what_flash_attention_supports(slot: str, name: str, use_p
         {"batch": None},
         {"batch": 65536},
         {"varlen": True, "batch": 65535},
+        {"partial": True},
+        {"partial": True, "varlen": True},
     ):
         assert codes(dataclasses.replace(GOOD, slot=slot, **change)) == []
 

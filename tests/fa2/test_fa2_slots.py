@@ -184,7 +184,7 @@ def test_operator_passes_opcheck(packed: bool, slot: str, library: Library) -> N
     inputs, _, cu = problem.inputs(slot, torch.float32)
     leaves = [x.requires_grad_(n != "blocks") for n, x in inputs.items()]
     bound = kernel(slot, problem)
-    arguments = (*leaves, cu, max(problem.lengths), bound.scale, list(bound.geometry), False)
+    arguments = (*leaves, cu, max(problem.lengths), bound.scale, list(bound.geometry), False, None)
     torch.library.opcheck(bound.op, arguments)
 
 
