@@ -441,8 +441,8 @@ class Kernel:
         Args:
             *tensors: Its inputs in order; :mod:`nsa_core.contract` gives their shapes.
             cu_seqlens: int32 [documents + 1], first token of each document, for packed calls.
-            max_seqlen: Length of the longest sequence, or an upper bound; None: S, or T if packed,
-                plus ``first_query``.
+            max_seqlen: Length of the longest sequence, or an upper bound; None: the tokens of the
+                given keys.
             first_query: Position of row 0 of q, for queries that begin inside a sequence; None: q
                 holds whole sequences.
 
@@ -457,8 +457,7 @@ class Kernel:
                 " with partial=True"
             )
         if max_seqlen is None:
-            max_seqlen = tensors[0].shape[0] if cu_seqlens is not None else tensors[0].shape[1]
-            max_seqlen += first_query or 0
+            max_seqlen = self._longest(tensors, cu_seqlens is not None, first_query)
         if autograd.is_unobserved(*tensors, cu_seqlens) and type(max_seqlen) is int:
             return _direct[self.op](
                 *tensors,
@@ -478,3 +477,13 @@ class Kernel:
             self.deterministic,
             first_query,
         )
+
+    def _longest(
+        self, tensors: Sequence[torch.Tensor], packed: bool, first_query: int | None
+    ) -> int:
+        """Return an upper bound of the length of a sequence, from the shapes."""
+        if not packed:
+            return int(tensors[0].shape[1]) + (first_query or 0)
+        geometry = BlockGeometry.from_ints(self.geometry)
+        total = packed_total(self.slot, tensors, geometry, first_query)
+        return total if isinstance(total, int) else total.stop - 1
