@@ -42,9 +42,16 @@ def nsa_register_backends() -> BackendSpec:
         name="triton",
         api_version=(1, 1),
         slots={
-            "cmp": _slot("cmp", "span_forward", "decode_span", partial=True),
+            "cmp": _slot(
+                "cmp",
+                "span_forward",
+                "decode_span",
+            ),
             "select": _slot(
-                "select", "select_forward", "decode_span", backward=False, partial=True
+                "select",
+                "select_forward",
+                "decode_span",
+                backward=False,
             ),
             # Longer than every SHARE_ALL_MAX_LEN, so that warm-up also runs the bucket path.
             "sel": _slot(
@@ -53,9 +60,12 @@ def nsa_register_backends() -> BackendSpec:
                 "decode_sel",
                 deterministic=False,
                 warmup_tokens=1 << 14,
-                partial=True,
             ),
-            "win": _slot("win", "span_forward", "decode_span", partial=True),
+            "win": _slot(
+                "win",
+                "span_forward",
+                "decode_span",
+            ),
             "combine": _slot("combine", "combine_forward"),
         },
         probe=f"{_HOME}.probe:probe",

@@ -192,8 +192,8 @@ def _decode(
         q = _append(layer.config, store, q, pairs, call, positions, absent)
     if tokens.counts is None or not cache.exact or _completes_a_block(cache, bounds):
         compress(layer, store, call, tokens.rows)
-    long = is_chunk and tokens.rows >= MIN_ROWS and tokens.counts is not None and cache.exact
-    partial = layer.chunk_plan(cache.device, cache.dtype) if long and explicit is None else None
+    long = is_chunk and explicit is None and tokens.counts is not None and cache.exact
+    partial = _chunk_plan(layer, cache, plan, tokens.rows) if long else None
     if partial is None:
         o = _attend(plan, store, q, gates, call)
     else:
@@ -203,6 +203,21 @@ def _decode(
         write_back_newest(cache, store, tokens.rows)
     y: torch.Tensor = layer.out(o.flatten(-2))
     return y
+
+
+def _chunk_plan(layer: NSAProjections, cache: CacheState, plan: Plan, rows: int) -> Plan | None:
+    """Return the plan of prefill kernels for a chunk of ``rows`` rows, or None.
+
+    It must have the backends of the decode plan: other ones may be slower than its decode forms.
+    """
+    if rows < MIN_ROWS.get(cache.device.type, MIN_ROWS["cuda"]):
+        return None
+    partial = layer.chunk_plan(cache.device, cache.dtype)
+    same = partial is not None and all(
+        partial.choices[slot].backend == plan.choices[slot].backend
+        for slot in ("cmp", "select", "sel", "win")
+    )
+    return partial if same else None
 
 
 def _decode_plan(

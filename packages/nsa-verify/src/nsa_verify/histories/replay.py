@@ -169,7 +169,7 @@ class Replay:
         # With chunks this short, histories reach the decode forms and the kernels of long chunks.
         limits: dict[str, Any] = {
             "MAX_CHUNK_ROWS": self.history.sizes.chunk_rows,
-            "MIN_ROWS": 4,
+            "MIN_ROWS": {"cpu": 4, "cuda": 4},
         }
         with mock.patch.multiple(cache_step, **limits):
             for number, operation in enumerate(self.history.operations):
