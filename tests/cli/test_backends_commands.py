@@ -101,7 +101,7 @@ def test_show_prints_all_details_of_one_backend(nsa):
     for text in (
         "nsa-backend-sdpa",
         "nsa_backend_sdpa.plugin",
-        "contract      1.0",
+        "contract      1.1",
         "ready",
         "combine",
     ):

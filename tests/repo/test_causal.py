@@ -43,6 +43,12 @@ def asserts_equal_lengths(function: ast.AST, before: int) -> bool:
             and "is_causal" in ast.unparse(node.msg)
         ):
             test = node.test
+            if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
+                *others, test = test.values  # "not causal or" the comparison
+                if not all(
+                    isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.Not) for x in others
+                ):
+                    return False
             if isinstance(test, ast.Compare) and all(isinstance(op, ast.Eq) for op in test.ops):
                 return all(
                     ".shape[" in ast.unparse(side) for side in (test.left, *test.comparators)
@@ -99,6 +105,11 @@ GUARD = 'assert q.shape[2] == k.shape[2], "is_causal"'
         (f"{GUARD}\n    aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)", False),
         (f"{GUARD}\n    sdpa(q, k, v, is_causal=True)", False),
         (f"sdpa(q, k, v, is_causal=True)\n    {GUARD}", True),
+        (
+            f"{GUARD.replace('assert', 'assert not causal or')}\n    sdpa(q, is_causal=causal)",
+            False,
+        ),
+        (f"{GUARD.replace('assert', 'assert causal or')}\n    sdpa(q, is_causal=causal)", True),
         ('assert q.shape[2] >= k.shape[2], "is_causal"\n    sdpa(q, k, v, is_causal=True)', True),
     ],
 )

@@ -114,8 +114,11 @@ def command_error(words: list[str], repo: Any) -> str:
         if not script.is_file():
             return f"{words[1]} does not exist"
         text = script.read_text(encoding="utf-8")
-        unknown = [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in text]
-        return f"{words[1]} has no {', '.join(unknown)}" if unknown else ""
+        end = words.index("--") if "--" in words else len(words)  # another command may follow
+        unknown = [w for w in words[2:end] if w.startswith("--") and f'"{w}"' not in text]
+        if unknown or end == len(words):
+            return f"{words[1]} has no {', '.join(unknown)}" if unknown else ""
+        return command_error(words[end + 1 :], repo)
     if words[0] != "nsa":
         return f"{words[0]} is not nsa, python or pytest"
     from nsa_cli.app import app

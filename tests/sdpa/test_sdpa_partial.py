@@ -379,9 +379,8 @@ class FlashOnCPU:
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return (*op(q, k, v, dropout, causal, scale=scale), None, None)
 
-    def _scaled_dot_product_flash_attention_backward(
-        self, do, q, k, v, o, lse, cu_q, cu_k, queries, keys, dropout, causal, *state, scale
-    ):  # fmt: skip
+    def _scaled_dot_product_flash_attention_backward(self, *arguments, scale):
+        do, q, k, v, o, lse, _, _, queries, keys, dropout, causal, *_ = arguments
         assert (queries, keys) == (q.shape[2], k.shape[2])
         assert not causal or queries == keys
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -58,7 +58,7 @@ _observed: list[bool] = []
 def test_select_runs_without_gradient():
     op = slot_op("observer", "select", SlotSpec(f"{__name__}:_observing_select", None)).op
     q, k = torch.randn(1, 40, 4, 6, requires_grad=True), torch.randn(1, 9, 2, 6, requires_grad=True)
-    blocks = op(q, k, torch.zeros(1, 4, 40), None, 40, 1.0, CONFIG.geometry.as_ints(), False)
+    blocks = op(q, k, torch.zeros(1, 4, 40), None, 40, 1.0, CONFIG.geometry.as_ints(), False, None)
     assert _observed == [False]
     assert not blocks.requires_grad
 

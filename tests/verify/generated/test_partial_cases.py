@@ -165,7 +165,7 @@ def test_nan_of_a_query_that_leaves_its_row_is_found() -> None:
         for f in judge_generated(planted("partial_spread", "win", spread), parse_case(line))
         if f.ok is False
     ]
-    assert [f.quantity for f in failed] == ["o beside nan in q"]
+    assert [f.quantity for f in failed] == ["o beside nan in q", "dq beside nan in q"]
 
 
 def test_a_failing_cut_shrinks_and_stays_a_cut() -> None:

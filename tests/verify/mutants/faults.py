@@ -13,8 +13,8 @@ MUTANTS = (
     Mutant(
         "cmp uses the query of the previous token",
         _CMP,
-        "fold(x, groups, call.geometry, group_major=True)",
-        "fold(x.roll(1, 1), groups, call.geometry, group_major=True)",
+        "fold(x, groups, call.geometry, first_query",
+        "fold(x.roll(1, 1), groups, call.geometry, first_query",
     ),
     Mutant(
         "cmp rows without a visible key are not zero",
@@ -32,14 +32,15 @@ MUTANTS = (
     Mutant(
         "cmp drops the queries of an incomplete run",
         "nsa_core.fold",
-        "        entries[:, full_runs, :remainder] = tokens[:, full_runs * stride :]",
-        "        entries[:, full_runs, :remainder] = 0",
+        "            spans.append((rows, slice(runs - 1, runs), slice(0, remainder)))",
+        "            pass",
     ),
     Mutant(
         "cmp reads one token of the previous run",
         "nsa_core.fold",
-        "    entries[:, :full_runs] = tokens[:, : full_runs * stride]",
-        "    entries[:, :full_runs] = tokens.roll(1, 1)[:, : full_runs * stride]",
+        "        entries[:, run, entry] = tokens[:, rows].unflatten(1, (-1, rows_per_run))",
+        "        entries[:, run, entry] = tokens.roll(1, 1)[:, rows].unflatten("
+        "1, (-1, rows_per_run))",
     ),
     Mutant(
         "cmp reads a token of the previous document",
@@ -50,8 +51,8 @@ MUTANTS = (
     Mutant(
         "scale from the padded width if V is wider",
         _ATEN,
-        "q4, k4, v4, 0.0, True, scale=scale",
-        "q4, k4, v4, 0.0, True, scale=width**-0.5",
+        "q4, k4, v4, 0.0, causal, scale=scale",
+        "q4, k4, v4, 0.0, causal, scale=width**-0.5",
     ),
     # win
     Mutant(
@@ -120,8 +121,8 @@ MUTANTS = (
     Mutant(
         "select scores invisible tokens",
         _SELECT,
-        "hidden = (last > (queries - step.start[:, None])[..., None]) | (index < 0)",
-        "hidden = (last > (queries - step.start[:, None])[..., None] ) & (last < 0) | (index < 0)",
+        "hidden = (last > position[..., None]) | (index < 0)",
+        "hidden = (last > position[..., None]) & (last < 0) | (index < 0)",
     ),
     Mutant(
         "select reads Eq. 9 with 0-based indices",

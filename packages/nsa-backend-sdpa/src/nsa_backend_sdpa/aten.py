@@ -119,6 +119,7 @@ def _attend(
 
     o is in q's dtype on CUDA, and in the statistics' dtype on the CPU.
     """
+    assert not causal or q.shape[2] == k.shape[1], "is_causal aligns the mask top-left"
     if kernel == "flash" and len(q) > _MAX_BATCH:
         parts = [_attend(q[n], k[n], v[n], scale, kernel, causal=causal) for n in _batches(len(q))]
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
@@ -197,6 +198,7 @@ def _attend_backward(
     dq is in q's dtype on CUDA, and in the statistics' dtype on the CPU.
     """
     do, q, k, v, o, lse = tensors
+    assert not causal or q.shape[2] == k.shape[1], "is_causal aligns the mask top-left"
     if kernel == "flash" and len(q) > _MAX_BATCH:
         grads = [
             _attend_backward([x[n] for x in tensors], scale, kernel, causal=causal)

@@ -483,7 +483,7 @@ class Kernel:
     ) -> int:
         """Return an upper bound of the length of a sequence, from the shapes."""
         if not packed:
-            return int(tensors[0].shape[1]) + (first_query or 0)
+            return tensors[0].shape[1] + (first_query or 0)
         geometry = BlockGeometry.from_ints(self.geometry)
         total = packed_total(self.slot, tensors, geometry, first_query)
-        return total if isinstance(total, int) else total.stop - 1
+        return total.stop - 1 if isinstance(total, range) else total
