@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +15,8 @@ from nsa_core.contract import DTYPES, SLOTS, Reason, Request
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput
 from nsa_verify.combination import Combination
+from nsa_verify.findings import Finding
+from nsa_verify.generated.bias import without_bias
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.checks import judge_generated
 from nsa_verify.generated.data import LARGE_SCORE, problem_of
@@ -249,3 +252,19 @@ def test_equal_roundings_of_equal_probabilities_are_no_bias() -> None:
     findings = judge_generated(fault.combination(), case)
     assert findings
     assert all(f.ok for f in findings), findings
+
+
+@pytest.mark.parametrize(
+    ("quantity", "row", "elem", "passes"),
+    [
+        ("dv", 0.5, 0.5, True),
+        ("dv", 1.1, 0.5, False),
+        ("dv", 0.5, 1.1, False),
+        ("dv", math.nan, 0.5, False),
+        ("dv", 0.5, math.nan, False),
+        ("lse", 0.5, 0.5, False),
+    ],
+)
+def test_only_a_bias_is_forgiven(quantity: str, row: float, elem: float, passes: bool) -> None:
+    finding = Finding("c", "win", "case", "float16", quantity, False, row, elem, 1.2, "bias 1.2")
+    assert without_bias(finding).ok is passes

@@ -126,7 +126,7 @@ STATES = {
     "streams": (_do(_restores_streams), "sys.stdout"),
     "denormals": (_do(lambda: torch.set_flush_denormal(True)), "treatment of subnormal numbers"),
 }
-# What only a child process survives or notices.
+# Only a child process survives or notices these.
 PROCESS = {
     "SIGTERM": (_do(lambda: os.kill(os.getpid(), signal.SIGTERM)), "it sent SIGTERM to its own"),
     "SIGINT": (_do(lambda: signal.raise_signal(signal.SIGINT)), "it sent SIGINT to its own"),

@@ -82,4 +82,4 @@ def _in_pages(
     if cache.pages is None:
         return buffer.k[sequences, :rows], buffer.v[sequences, :rows]
     pages = cache.table.entries[sequences, : -(-rows // buffer.rows)].long()
-    return tuple(x[pages].flatten(1, 2)[:, :rows] for x in (buffer.k, buffer.v))  # type: ignore[return-value]
+    return buffer.k[pages].flatten(1, 2)[:, :rows], buffer.v[pages].flatten(1, 2)[:, :rows]

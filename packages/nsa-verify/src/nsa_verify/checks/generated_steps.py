@@ -19,6 +19,7 @@ from nsa_verify.checks.decode_fused import step_parity
 from nsa_verify.checks.decode_parity import decode_parity, decode_plan
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
+from nsa_verify.generated.bias import MIN_ROWS, without_bias
 from nsa_verify.generated.design import Row, longer_design
 from nsa_verify.generated.shrink import OnGenerated, ShrinkBudget
 from nsa_verify.generated.step import GeneratedStep
@@ -91,8 +92,6 @@ def draw_steps(
     return tuple(_step(row, number, seed) for number, row in enumerate(rows))
 
 
-# The bias is a rule for many rows: the error of one row is biased towards its largest weight.
-_MIN_ROWS = 12
 _MAX_LENGTH = 256
 _MOST_ROWS = 5  # of a sequence after the first
 
@@ -107,7 +106,7 @@ def _step(row: Row, number: int, seed: int) -> GeneratedStep:
     longest = min(max(edges) + 2, _MAX_LENGTH)
     # One sequence has more blocks than are selected, if that is not too long.
     lengths, new = [longest], [min(longest, row["rows"])]
-    while len(lengths) < row["batch"] or sum(new) < _MIN_ROWS:
+    while len(lengths) < row["batch"] or sum(new) < MIN_ROWS:
         edge = rng.choice(edges) * rng.choice((1, 1, 2, 3)) + rng.choice((-1, 0, 0, 1))
         length = edge if 1 <= edge <= longest else rng.randint(1, longest)
         lengths.append(length)
@@ -166,8 +165,8 @@ def judge_step(combination: Combination, generated: GeneratedStep) -> list[Findi
         raise
     except NSAError as fault:  # a kernel raised, or returned an invalid result
         return finding("run", False, str(fault))
-    few = sum(generated.new) < _MIN_ROWS
-    return [_without_bias(f) if few else f for f in _named(findings)]
+    few = sum(generated.new) < MIN_ROWS
+    return [without_bias(f) if few else f for f in _named(findings)]
 
 
 def messy_blocks(blocks: torch.Tensor) -> torch.Tensor:
@@ -185,12 +184,3 @@ def messy_blocks(blocks: torch.Tensor) -> torch.Tensor:
 def _named(findings: Sequence[Finding]) -> Iterator[Finding]:
     for finding in findings:
         yield dataclasses.replace(finding, check=NAME)
-
-
-def _without_bias(finding: Finding) -> Finding:
-    """Return ``finding``, passed if only its bias is too large."""
-    if finding.ok is not False or finding.row is None or finding.elem is None:
-        return finding
-    if finding.bias is None or finding.quantity == "lse" or max(finding.row, finding.elem) > 1:
-        return finding
-    return dataclasses.replace(finding, ok=True, bias=1.0, detail="")

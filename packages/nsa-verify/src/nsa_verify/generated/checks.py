@@ -17,17 +17,13 @@ from nsa_verify import oracle
 from nsa_verify.cases import Case
 from nsa_verify.combination import Combination, spec_of
 from nsa_verify.findings import Finding, judged, same_bits
+from nsa_verify.generated.bias import MIN_ROWS, without_bias
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.data import Problem, problem_of
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.judge.tensor import LIMITS, Verdict
 from nsa_verify.judge.truth_cache import cached, caching
 from nsa_verify.slot_runs import SlotRun, run_kernel
-
-# The bias is a rule for many rows. With few, the error of one row decides it, and that may be
-# parallel to the row: the gradient of a query that sees two keys is a multiple of their difference.
-_MIN_BIAS_ROWS = 12
 
 
 def judge_if_declared(combination: Combination, generated: GeneratedCase) -> list[Finding]:
@@ -139,14 +135,10 @@ def _judge(
     verdicts = judge_slot(
         slot, run.inputs, run.outputs, *sizes, do=run.do, **_documents_of(problem)
     )
-    few = _seeing_rows(generated) < _MIN_BIAS_ROWS
-    verdicts = {
-        name: _without_bias(verdict, dtype)
-        if name != "lse" and (few or (name.startswith("dv") and _scores_equal(generated)))
-        else verdict
-        for name, verdict in verdicts.items()
-    }
-    yield from judged(check, slot, case, dtype, verdicts)
+    few = _seeing_rows(generated) < MIN_ROWS
+    for finding in judged(check, slot, case, dtype, verdicts):
+        equal_roundings = finding.quantity.startswith("dv") and _scores_equal(generated)
+        yield without_bias(finding) if few or equal_roundings else finding
 
 
 def _scores_equal(generated: GeneratedCase) -> bool:
@@ -168,14 +160,6 @@ def _seeing_rows(generated: GeneratedCase) -> int:
 def _documents_of(problem: Problem) -> dict[str, Any]:
     """Return the arguments of the oracle and the judges that place the rows of ``problem``."""
     return {"cu_seqlens": problem.cu_seqlens, "first_query": problem.first_query}
-
-
-def _without_bias(verdict: Verdict, dtype: torch.dtype) -> Verdict:
-    """Return ``verdict``, passed if only its bias is too large."""
-    limits = LIMITS[dtype]
-    if verdict.row <= limits.row and verdict.elem <= limits.elem:
-        return dataclasses.replace(verdict, ok=True, bias=min(verdict.bias, 1.0), why="")
-    return verdict
 
 
 def _judge_blocks(check: str, generated: GeneratedCase, run: SlotRun, problem: Problem) -> Finding:
