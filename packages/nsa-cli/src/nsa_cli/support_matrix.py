@@ -60,6 +60,7 @@ def _requests() -> Iterator[tuple[str, Request]]:
         yield dtype, dataclasses.replace(_BASE, dtype=dtype)
     yield "deterministic", dataclasses.replace(_BASE, deterministic=True)
     yield "packed documents", dataclasses.replace(_BASE, varlen=True)
+    yield "queries that begin inside a sequence", dataclasses.replace(_BASE, partial=True)
     yield "float64, 65536 tokens", dataclasses.replace(_BASE, dtype="float64", seq_len=65536)
     yield "batch of 100000", dataclasses.replace(_BASE, batch=100_000)
     for heads, groups in ((2, 2), (7, 1), (64, 4), (64, 1)):
