@@ -15,6 +15,7 @@ from nsa_core.layout import BlockGeometry
 triton = pytest.importorskip("triton")
 compile_table = importlib.import_module("nsa_backend_triton.tools.compile_table")
 offline = importlib.import_module("nsa_backend_triton.tools.offline")
+sass = importlib.import_module("nsa_backend_triton.tools.sass")
 configs = importlib.import_module("nsa_backend_triton.host.configs")
 
 TABLE = json.loads(compile_table.FILE.read_text())
@@ -33,6 +34,9 @@ def check(rows) -> int:
         assert cost.shared <= offline.SHARED[row.launch.architecture], row.title
         assert cost.spills <= row.max_spills, row.title
         assert set(cost.serialized) <= set(row.accepted_serialized), row.title
+        if "wgmma.mma_async" in cost.instructions:
+            cubin = offline.compile_launch(row.launch).asm["cubin"]
+            assert sass.lost_descriptors(sass.disassemble(cubin)) == [], row.title
         if SAME_TRITON:
             assert row.entry(cost) in ENTRIES[row.title]
     return count

@@ -35,6 +35,7 @@ from nsa_backend_triton.host.sequences import (
     new_lse_strides,
     new_strides,
     strides,
+    value_band,
 )
 from nsa_backend_triton.sel import pair_lists
 from nsa_backend_triton.sel import unions as sel_union
@@ -148,7 +149,7 @@ def _prepare(
         *(n for x in (q, k, v) for n in batch_apart(strides(x, seqs.packed))),
         *batch_apart(new_strides(o_shape, seqs.packed)),
         *new_lse_strides(lse_shape, seqs.packed),
-        **_common_constants(q, v, group, seqs),
+        **_common_constants(q, v, group, seqs, use_tma=use_tma),
         NUM_SELECTED=n, SELECT_BLOCK=select_block,
         BLOCK_T=block_t, BLOCK_M=max(16, triton.next_power_of_2(block_t * group)),
         BLOCK_N=block_n, NEGATIVE_SCALE=call.scale < 0, USE_TMA=use_tma,
@@ -215,12 +216,15 @@ def _compiler_options(settings: Mapping[str, int]) -> dict[str, int]:
     return {name: settings[name] for name in names if name in settings}
 
 
-def _common_constants(q: Tensor, v: Tensor, group: int, seqs: Sequences) -> dict[str, object]:
+def _common_constants(
+    q: Tensor, v: Tensor, group: int, seqs: Sequences, *, use_tma: bool
+) -> dict[str, object]:
     """Return the constexpr arguments that the attention kernels of this file share."""
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+    v_band = value_band(head_dim, v_head_dim, architecture(q.device), use_tma=use_tma)
     return {
         "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
-        "HEAD_DIM_BAND": band(head_dim), "V_HEAD_DIM_BAND": band(v_head_dim),
+        "HEAD_DIM_BAND": band(head_dim), "V_HEAD_DIM_BAND": v_band,
         "GROUP": group, "VARLEN": seqs.packed, "PARTIAL": seqs.partial,
         "ACC": accumulator(q.dtype),
     }  # fmt: skip
@@ -241,7 +245,8 @@ def _prepare_buckets(
 ) -> _BucketLaunches:  # fmt: skip
     num_kv_heads, select_block = k.shape[-2], call.geometry.select_block_size
     group = q.shape[-2] // num_kv_heads
-    constants, bucket_settings = _common_constants(q, v, group, seqs), tuned["sel_bucket"]
+    bucket_settings = tuned["sel_bucket"]
+    constants = _common_constants(q, v, group, seqs, use_tma=False)
     block_t = max(1, bucket_settings["BLOCK_M"] // group)
     tiles_per_program = bucket_settings["TILES_PER_PROGRAM"]
     attend = Launch(

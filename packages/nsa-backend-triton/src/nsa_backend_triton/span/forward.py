@@ -31,6 +31,7 @@ from nsa_backend_triton.host.sequences import (
     new_lse_strides,
     new_strides,
     strides,
+    value_band,
 )
 from nsa_backend_triton.shared.rows import (
     LOG2E,
@@ -237,6 +238,7 @@ def _launch(
     use_tma, block_n = bool(settings.get("USE_TMA")), settings["BLOCK_N"]
     block_h = heads_together(heads // groups, settings["BLOCK_H"])
     block_t = settings["BLOCK_M"] // block_h
+    v_band = value_band(head_dim, v_head_dim, architecture(q.device), use_tma=use_tma)
     o, lse = (*lead, heads, v_head_dim), (*lead[:-1], heads, lead[-1])
     launch = Launch(
         span_forward, (seqs.tiles(block_t) * (heads // block_h),),
@@ -246,7 +248,7 @@ def _launch(
         max(abs(scale) * LOG2E.value, TINY), seqs.n, seqs.seq_len, k.shape[-3],
         seqs.first_query,
         NUM_HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
-        HEAD_DIM_BAND=band(head_dim), V_HEAD_DIM_BAND=band(v_head_dim),
+        HEAD_DIM_BAND=band(head_dim), V_HEAD_DIM_BAND=v_band,
         BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_N=block_n,
         COMPRESS_BLOCK=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed,
         PARTIAL=seqs.partial, NEGATIVE_SCALE=scale < 0, ACC=accumulator(q.dtype), USE_TMA=use_tma,

@@ -1,0 +1,95 @@
+"""Matrix products of sm_90 read the tiles that the PTX names, for every width of K and V.
+
+The ptxas of CUDA 12.8 gets them wrong where V's tiles are narrower than K's; see value_band.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from unittest import mock
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+compile_table = importlib.import_module("nsa_backend_triton.tools.compile_table")
+meta_inputs = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
+offline = importlib.import_module("nsa_backend_triton.tools.offline")
+sass = importlib.import_module("nsa_backend_triton.tools.sass")
+sequences = importlib.import_module("nsa_backend_triton.host.sequences")
+span_forward = importlib.import_module("nsa_backend_triton.span.forward")
+
+# One width of each kind: 16 columns, 32, 64, and three bands of 32; none is a multiple of a band.
+WIDTHS = (13, 24, 56, 72)
+LOOPS = ("span_forward", "sel_forward_kernel", "sel_bucket_kernel")  # kernels that read K, then V
+
+
+def lost(slot: str, head_dim: int, v_head_dim: int, **changes: object) -> list[str]:
+    """Compile the forward kernels of ``slot`` and return their products without an address."""
+    request = dataclasses.replace(
+        compile_table._BASE,
+        slot=slot,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        needs_grad=False,
+        **changes,
+    )
+    launches = [x for x in compile_table.launches(request, 90) if x.name in LOOPS]
+    assert launches
+    found = []
+    for launch in launches:
+        code = sass.disassemble(offline.compile_launch(launch).asm["cubin"])
+        assert any(line.name.startswith("HGMMA") for line in code), launch.name
+        found += [f"{launch.name} {line}" for line in sass.lost_descriptors(code)]
+    return found
+
+
+def test_a_narrow_v_keeps_its_address() -> None:
+    assert lost("cmp", 24, 8) == []
+
+
+@pytest.mark.skipif(triton.__version__ != "3.6.0", reason="a later ptxas has no such fault")
+def test_the_fault_of_ptxas_is_seen_without_value_band() -> None:
+    with mock.patch.object(
+        span_forward, "value_band", lambda k, v, architecture, use_tma: sequences.band(v)
+    ):
+        assert "ULDC.64" in lost("cmp", 24, 8)[0]
+
+
+def test_value_band_changes_only_narrow_v_on_sm_90() -> None:
+    band, value_band = sequences.band, sequences.value_band
+    assert value_band(24, 8, 90, use_tma=False) == band(24) == 32
+    assert value_band(250, 13, 90, use_tma=False) == 64
+    assert value_band(24, 8, 90, use_tma=True) == value_band(24, 8, 80, use_tma=False) == 16
+    for dk, dv in ((64, 64), (192, 128), (128, 128), (13, 250)):
+        assert value_band(dk, dv, 90, use_tma=False) == band(dv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("slot", ["cmp", "win", "sel"])
+@pytest.mark.parametrize("head_dim", WIDTHS)
+def test_masked_columns_of_any_width(head_dim: int, slot: str, packed: bool) -> None:
+    for v_head_dim in WIDTHS:
+        assert lost(slot, head_dim, v_head_dim, varlen=packed) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 96])
+def test_rows_that_are_not_aligned(head_dim: int) -> None:
+    """Odd strides forbid asynchronous copies of whole columns too."""
+
+    def odd(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype != torch.bfloat16:
+            return tensor
+        wider = tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 1)
+        return wider[..., :-1]
+
+    def inputs(request: object) -> tuple[object, ...]:
+        do, tensors, call = meta_inputs.inputs(request)
+        return odd(do), tuple(map(odd, tensors)), call
+
+    with mock.patch.object(compile_table, "inputs", inputs):
+        for v_head_dim in (16, 32, 64, 96):
+            assert lost("cmp", head_dim, v_head_dim) == []
