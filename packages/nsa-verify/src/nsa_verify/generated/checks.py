@@ -135,8 +135,9 @@ def _judge(
     verdicts = judge_slot(
         slot, run.inputs, run.outputs, *sizes, do=run.do, **_documents_of(problem)
     )
-    few = _seeing_rows(generated) < MIN_ROWS
     for finding in judged(check, slot, case, dtype, verdicts):
+        # A row that sees one key has the probability 1, and no gradient of q or k.
+        few = _rows_that_see(2 if finding.quantity in ("dq", "dk") else 1, generated) < MIN_ROWS
         equal_roundings = finding.quantity.startswith("dv") and _scores_equal(generated)
         yield without_bias(finding) if few or equal_roundings else finding
 
@@ -150,9 +151,11 @@ def _scores_equal(generated: GeneratedCase) -> bool:
     return generated.scale == 0 or generated.scores == "zero"
 
 
-def _seeing_rows(generated: GeneratedCase) -> int:
-    """Return the rows of a head that see a key: of all documents, or of one sequence."""
-    hidden = generated.l - 1 if generated.slot == "cmp" else 0
+def _rows_that_see(keys: int, generated: GeneratedCase) -> int:
+    """Return the rows of a head that see ``keys`` keys: of all documents, or of one sequence."""
+    hidden = keys - 1
+    if generated.slot == "cmp":
+        hidden = generated.l - 1 + (keys - 1) * generated.d
     spans = generated.query_spans if generated.packed else generated.query_spans[:1]
     return sum(max(0, end - begin - max(0, hidden - position)) for begin, end, position in spans)
 

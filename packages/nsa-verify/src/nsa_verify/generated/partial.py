@@ -1,8 +1,8 @@
 """Generated cases of queries that begin inside a sequence, by a covering design of their own.
 
-The cut is described by where the queries begin, and how many there are. Most selection blocks
-have 8 tokens, and the parameter ``residue`` is the position of the first query in its block: with
-each of them the queries begin at every residue modulo d and l'.
+The cut is described by where the queries begin, and how many there are. The parameter ``residue``
+is the position of the first query modulo 8: with each of its values the queries begin at every
+residue modulo d, and modulo blocks of 8 tokens. See :func:`_position` for larger blocks.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ _SHARED: Mapping[str, Any] = {
     "widths": (((16, 16), (24, 8), (13, 13)), ((72, 24), (64, 64))),
     "layout": (("plain", "gaps", "transposed"), ("offset", "expanded")),
 }
-_BLOCKS = ((4, 2, 8), (8, 4, 8), (2, 1, 8), (8, 8, 8)), ((8, 4, 16), (6, 3, 9), (32, 16, 64))
+_MORE_BLOCKS = ((6, 3, 9), (32, 16, 64))
+_BLOCKS = ((4, 2, 8), (8, 4, 8), (2, 1, 8), (8, 8, 8)), ((8, 4, 16), *_MORE_BLOCKS)
+# Kernels that read whole selection blocks may refuse those below 16 tokens.
+_SELECTED = ((4, 2, 16), (8, 4, 16), (2, 1, 8), (8, 8, 16)), ((2, 1, 16), *_MORE_BLOCKS)
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "cmp": {"blocks": _BLOCKS, "poison": (("none",), ("nan_q", "nan_k"))},
     "select": {
-        "blocks": _BLOCKS,
+        "blocks": _SELECTED,
         "forced": (((1, 1), (1, 2), (0, 0), (0, 3), (2, 0)), ()),  # init, local
         "free": ((1, 2), (0, 5)),
         "poison": (("none",), ("nan_q", "nan_k")),
     },
     "sel": {
-        "blocks": _BLOCKS,
+        "blocks": _SELECTED,
         "free": ((2, 1, 5), (17,)),
         "block_kind": (("sorted", "messy", "sorted64"), ("messy64", "none")),
         "poison": (("none",), ("nan_q", "nan_k", "nan_v")),
@@ -107,7 +110,7 @@ def _case_of(slot: str, row: Row, seed: int) -> GeneratedCase:
     start = sum(documents[:longest])
     axis = sum(documents) if documents else length
     base = {"axis": 0, "document": start, "third block": start + 2 * block}[row["begin"]]
-    first = base + row["residue"] * block // _RESIDUES
+    first = base + _position(row["residue"], block, row["begin"] == "third block")
     rest = axis - first
     to_end = start + length - first
     queries = {"to its end": to_end, "all": rest, "all but 3": max(1, rest - 3)}.get(row["queries"])
@@ -135,3 +138,14 @@ def _case_of(slot: str, row: Row, seed: int) -> GeneratedCase:
         seed=seed,
         **fields,
     )
+
+
+def _position(residue: int, block: int, third: bool) -> int:
+    """Return the position of the first query in its selection block of ``block`` tokens.
+
+    Eight residues are half of the positions in a block of 16: every second one of each half block.
+    The third block has the others.
+    """
+    if block >= 2 * _RESIDUES:
+        return (residue + _RESIDUES * ((residue + third) % 2)) * block // (2 * _RESIDUES)
+    return residue * block // _RESIDUES
