@@ -126,7 +126,7 @@ def faulty(exits: int, ends: int, crashes: int, hangs: int) -> str:
 def test_verify_fails_the_rows_of_a_faulty_kernel_and_runs_the_others(nsa, tmp_path) -> None:
     install(tmp_path, "faulty", faulty(24, 48, 93, 77))
     file = tmp_path / "report.json"
-    options = ("--device", "cpu", "--dtype", "float32", "--phase", "prefill", "--job-timeout", "5")
+    options = ("--device", "cpu", "--dtype", "float32", "--phase", "prefill", "--job-timeout", "20")
     done = nsa("verify", "--win", "faulty", *options, "--json", str(file), path=tmp_path)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr
     assert not any(line.startswith(PRINTED) for line in (done.stdout + done.stderr).splitlines())
@@ -146,8 +146,14 @@ def test_verify_fails_the_rows_of_a_faulty_kernel_and_runs_the_others(nsa, tmp_p
         {(f["check"], f["case"]) for f in document["findings"]}
         for document in (report, json.loads((tmp_path / "healthy.json").read_text()))
     ]
-    # A job that ended without a result names its case, although the check may not apply to it.
-    assert checks[0] >= checks[1]
+    # A job that ended without a result names its case, although the check may not apply to it. The
+    # faulty backend does not take queries that begin inside a sequence.
+    assert checks[0] >= {name for name in checks[1] if not is_partial_win(*name)}
+
+
+def is_partial_win(check: str, case: str) -> bool:
+    """Return whether a finding is one of win and of queries that begin inside a sequence."""
+    return check == "partial queries" and case.startswith("slot=win")
 
 
 CASES = {
@@ -155,8 +161,8 @@ CASES = {
     "S=2w": ("ended its process with exit status 0 in this check",),
     "h=1": ("killed its process with SIGSEGV in this check",),
     "h=4, Dk != Dv": (
-        "did not end within 5 s",
-        "not run: a check of this case with slot 'win', prefill, did not end within 5 s",
+        "did not end within 20 s",
+        "not run: a check of this case with slot 'win', prefill, did not end within 20 s",
     ),
 }
 NAMED = """

@@ -52,9 +52,10 @@ def test_correct_backend_passes(make_suite) -> None:
     conformance.test_verify(job("decode page order", "h=1"))
 
 
+WIDE_WINDOW = ("torch.arange(window,", "torch.arange(window + 1,")
 FAULTS = {
-    "window-one-too-wide": ("win", "distance < window", "distance <= window"),
-    "sees-the-future": ("win", "(distance >= 0) & ", ""),
+    "window-one-too-wide": ("win", *WIDE_WINDOW),
+    "sees-the-future": ("win", "keys = rows -", "keys = (rows + 1).clamp(max=tokens - 1) -"),
     "log2": ("win", "scores.logsumexp(-1)", "scores.logsumexp(-1) * 1.4426950408889634"),
     "gradient-twice": (
         "win",
@@ -139,7 +140,7 @@ class TestThreads:
 
 def test_attention_across_documents_fails_the_packed_point(make_suite) -> None:
     faulty = make_suite(
-        "mixes-documents", {"win": (" & (document[rows, None] == document[keys])", "")}
+        "mixes-documents", {"win": (" & (document[keys.clamp(min=0)] == document[rows])", "")}
     )
     faulty.test_accepted_requests_are_correct("win", POINTS["packed, one document"])
     with pytest.raises(FAILURES, match="win, packed"):
@@ -216,7 +217,7 @@ def test_backend_without_backward_is_judged_on_its_forward(make_suite) -> None:
     forward_only.test_kernel("win", "operator")
     faulty = make_suite(
         "forward-faulty",
-        {"plugin": WITHOUT_BACKWARD, "win": ("distance < window", "distance <= window")},
+        {"plugin": WITHOUT_BACKWARD, "win": WIDE_WINDOW},
     )
     with pytest.raises(FAILURES):
         faulty.test_accepted_requests_are_correct("win", POINTS["float32"])

@@ -19,8 +19,8 @@ MUTANTS = (
     Mutant(
         "cmp rows without a visible key are not zero",
         _CMP,
-        "call.geometry, blank=blank, out=out)",
-        "call.geometry, blank=blank + 1e-20, out=out)",
+        "blank=blank,",
+        "blank=blank + 1e-20,",
     ),
     Mutant(
         "cmp interleaves heads over the groups",
@@ -45,8 +45,8 @@ MUTANTS = (
     Mutant(
         "cmp reads a token of the previous document",
         _CMP,
-        "yield slice(start, end), slice(first_cmp, first_cmp + count)",
-        "yield slice(start, end), slice(max(first_cmp - 1, 0), max(first_cmp - 1, 0) + count)",
+        "yield _Piece(rows, slice(first_cmp, first_cmp + count), part)",
+        "yield _Piece(rows, slice(max(first_cmp - 1, 0), max(first_cmp - 1, 0) + count), part)",
     ),
     Mutant(
         "scale from the padded width if V is wider",

@@ -26,6 +26,8 @@ def test_faults_are_distinct_and_numerous() -> None:
     assert len(MUTANTS) >= 20
     assert len(DECODE_MUTANTS) >= 15
     assert len(MUTANTS + DECODE_MUTANTS) > 50  # the README says so
+    for fault in MUTANTS + DECODE_MUTANTS:
+        assert fault.source()  # its text is in the module, which may have changed
 
 
 @pytest.mark.parametrize(
