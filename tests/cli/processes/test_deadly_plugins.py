@@ -293,6 +293,28 @@ def test_bench_decode_fails_the_gate_of_a_faulty_kernel(nsa, tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_bench_decode_survives_a_kernel_that_crashes_late(nsa, tmp_path) -> None:
+    """The gate and the first steps are right; the process ends while the step is timed."""
+    late = """    if call.max_len == 128: calls.append(q.shape)
+    if len(calls) > 9: os._exit(0)
+    from nsa_backend_sdpa import decode"""
+    source = faulty(1, 2, 3, 4).replace("def decode(", "calls = []\ndef decode_form(")
+    source = source.replace("faulty:decode", "faulty:decode_form")
+    source = source.replace("    if q.shape[0] == 1: misbehave(1)\n", "")
+    install(tmp_path, "faulty", source.replace("    from nsa_backend_sdpa import decode", late))
+    file = tmp_path / "result.json"
+    options = ("--phase", "decode", "--shape", "4/2/16", "--length", "128", "--device", "cpu")
+    combos = ("--combo", "win=faulty", "--combo", "sdpa", "--budget", "0.05")
+    done = nsa("bench", *options, *combos, "--json", str(file), path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = json.loads(file.read_text())
+    assert all(gate["ok"] for gate in result["gates"])
+    reasons = {m["subject"]: m["reason"] for m in result["measurements"]}
+    assert (reasons["sdpa"], reasons["dense SDPA"]) == ("", "")
+    assert "ended its process with exit status 0" in reasons["win=faulty"]
+
+
+@pytest.mark.slow
 def test_tune_fails_a_faulty_kernel_and_times_the_others(nsa, tmp_path) -> None:
     install(tmp_path, "faulty", faulty(1, 2, 97, 3))  # the gate has 97 tokens
     options = ("--shape", "2/1/8", "--blocks", "8,4,16,4,16", "--length", "48", "--device", "cpu")

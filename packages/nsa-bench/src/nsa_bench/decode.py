@@ -5,26 +5,27 @@ A cell times whole steps, the slots within a step, one step of a layer, and dens
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from nsa_bench import entries, isolation, roofline
+from nsa_bench import entries, isolation, remote, roofline
 from nsa_bench.clocks import EagerClock, clock_for
 from nsa_bench.decode_workloads import (
     DecodeCell,
+    State,
     default_cells,
     dense_workloads,
-    fused_step,
     layer_config,
-    layer_step,
     make_state,
-    one_by_one,
     step_costs,
+    step_workloads,
     within_step,
 )
 from nsa_bench.environment import machine
@@ -38,7 +39,10 @@ from nsa_bench.timing import (
     INTERRUPTED,
     LATE,
     METHODS,
+    MIN_ROUNDS,
+    Clock,
     Outcome,
+    Prepared,
     TimeUp,
     Workload,
     measure,
@@ -58,6 +62,8 @@ from nsa_verify.combination import Combination
 from nsa_verify.isolation.call_guard import guarded_calls
 
 REPEATS = 5  # minimum number of rounds; the spread of this many repeats is reported
+# A workload, and the steps that run it in a child process
+_Timed: TypeAlias = tuple[Workload, isolation.StepsInChild | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -267,9 +273,9 @@ class DecodeBench:
         outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in failed_combos}
         subjects: dict[str, str] = dict.fromkeys(plans, "combo")
         config, cuda = layer_config(cell.shape, tuple(s.blocks)), s.device.startswith("cuda")
-        faults = self._step_faults(timed, config, cell, dtype)
-        outcomes |= faults
-        timed = {name: plan for name, plan in timed.items() if name not in faults}
+        steps = {
+            name: self._in_child(name, plan, config, cell, dtype) for name, plan in timed.items()
+        }
         try:
             with self._limits.until_deadline():
                 x = make_state(cell, config, dtype, s.device, s.seed)
@@ -278,26 +284,23 @@ class DecodeBench:
                 f"{name}, {cell.shape.name} {dtype_text}": why for name, why in skipped.items()
             }
             subjects |= dict.fromkeys((work.key for work in rivals), "dense")
-            workloads = [*rivals]
+            workloads: list[_Timed] = [(work, None) for work in rivals]
             for name, plan in timed.items():
-                workloads += self._steps(name, plan, x, cell, dtype)
-            workloads = [dataclasses.replace(w, limited=self._limits.first_call) for w in workloads]
+                workloads += [
+                    (work, steps[name])
+                    for work in step_workloads(name, plan, lambda: x, cell, dtype, s.device)
+                ]
             limits: dict[str, Any] = {"budget_s": s.budget_s, "deadline": self._deadline}
             limits |= {"limit_s": s.cell_limit_s, "stop": self._stop}
-            outcomes |= measure(workloads, self._clock, **limits, min_rounds=REPEATS)
+            outcomes |= self._timed(workloads, self._clock, limits)
             if cuda:
                 eager = [
-                    dataclasses.replace(w, key=w.key + EAGER)
-                    for w in workloads
-                    if w.key not in subjects or w.key in plans
+                    (dataclasses.replace(work, key=work.key + EAGER), child)
+                    for work, child in workloads
+                    if work.key not in subjects or work.key in plans
                 ]
-                outcomes |= measure(eager, EagerClock(), **limits)
-            for name, plan in timed.items():
-                if self._stop.received or time.monotonic() > self._deadline:
-                    break  # a part without a time then has its step's reason, or none
-                with self._limits.until_deadline():
-                    slot_times = within_step(plan, x, self._clock, s.budget_s)
-                outcomes |= {slot_key(name, slot): Outcome(t) for slot, t in slot_times.items()}
+                outcomes |= self._timed(eager, EagerClock(), limits)
+            self._time_slots(timed, steps, x, outcomes)
         except TimeUp:  # _record() gives the reason
             pass
         except torch.OutOfMemoryError:
@@ -309,10 +312,50 @@ class DecodeBench:
             outcomes |= {name: Outcome(reason=reason) for name in subjects if name not in outcomes}
         self._record(cell, dtype_text, plans, subjects, outcomes, peaks)
 
-    def _step_faults(
-        self, plans: dict[str, Plan], config: NSAConfig, cell: DecodeCell, dtype: torch.dtype
+    def _time_slots(
+        self,
+        plans: dict[str, Plan],
+        steps: dict[str, isolation.StepsInChild | None],
+        x: State,
+        outcomes: dict[str, Outcome],
+    ) -> None:
+        """Add the time of each slot within the step of each plan to ``outcomes``."""
+        for name, plan in plans.items():
+            if self._stop.received or time.monotonic() > self._deadline:
+                return  # a part without a time then has its step's reason, or none
+            child, budget_s = steps[name], self.settings.budget_s
+            if child is not None:
+                times = child.slot_times(budget_s, self._deadline - time.monotonic())
+            else:
+                with self._limits.until_deadline():
+                    measured = within_step(plan, x, self._clock, budget_s)
+                times = {slot: Outcome(time) for slot, time in measured.items()}
+            outcomes |= {slot_key(name, slot): outcome for slot, outcome in times.items()}
+
+    def _timed(
+        self,
+        workloads: Sequence[_Timed],
+        clock: Clock,
+        limits: dict[str, Any],
     ) -> dict[str, Outcome]:
-        """Run the steps of third-party backends in a child first; return those that fail."""
+        """Time workloads together, those of third-party backends in children."""
+        with contextlib.ExitStack() as children:
+            prepared = []
+            for workload, steps in workloads:
+                limited = dataclasses.replace(workload, limited=self._limits.first_call)
+                if steps is not None:
+                    is_eager = isinstance(clock, EagerClock)
+                    limited = self._started_in_child(limited, steps, children, eager=is_eager)
+                prepared.append(limited)
+            rounds = MIN_ROUNDS if isinstance(clock, EagerClock) else REPEATS
+            return measure(prepared, clock, min_rounds=rounds, **limits)
+
+    def _in_child(
+        self, name: str, plan: Plan, config: NSAConfig, cell: DecodeCell, dtype: torch.dtype
+    ) -> isolation.StepsInChild | None:
+        """Return the steps of a plan that run in a child: those of third-party backends."""
+        if not isolation.is_foreign(self.registry, plan):
+            return None
         options = PlanOptions(
             device=self.settings.device,
             dtype=dtype,
@@ -320,31 +363,39 @@ class DecodeBench:
             page_size=cell.page_size,
             batch=cell.batch,
             seq_len=cell.length,
+            backends={slot: choice.backend for slot, choice in plan.choices.items()},
         )
-        arguments = (config, cell, options, self.settings.seed)
-        reasons = {
-            name: isolation.step_fault(self.registry, plan, *arguments)
-            for name, plan in plans.items()
-            if isolation.is_foreign(self.registry, plan)
-        }
-        return {n: Outcome(reason=f"{FAILED}: {why}") for n, why in reasons.items() if why}
+        return isolation.StepsInChild(
+            name, self.registry, config, options, cell, self.settings.seed
+        )
 
-    def _steps(
-        self, name: str, plan: Plan, x: Any, cell: DecodeCell, dtype: torch.dtype
-    ) -> list[Workload]:
-        """Return workloads: the step, its slots one by one if it is fused, and a layer's step."""
-        device = self.settings.device
-        slots = Workload(name, lambda: lambda: one_by_one(plan, x), True)
-        workloads = [slots]
-        if "step" in plan.fused:
-            workloads = [
-                Workload(name, lambda: lambda: fused_step(plan, x), True),
-                dataclasses.replace(slots, key=name + UNFUSED),
-            ]
-        return [
-            *workloads,
-            Workload(name + LAYER, lambda: layer_step(plan, cell, dtype, device), True),
-        ]
+    def _started_in_child(
+        self,
+        workload: Workload,
+        steps: isolation.StepsInChild,
+        children: contextlib.ExitStack,
+        *,
+        eager: bool,
+    ) -> Workload:
+        """Let a child process prepare ``workload`` and take its samples."""
+        make = functools.partial(steps.workload, workload.key.removesuffix(EAGER))
+
+        def start() -> Prepared:
+            try:
+                call = remote.RemoteCall(
+                    make,
+                    self.settings.device,
+                    self._limits,
+                    self._stop,
+                    eager=eager,
+                    inference=True,
+                )
+                children.callback(call.end)
+                return call.prepare()
+            except remote.CannotStart as error:
+                raise RuntimeError(str(error)) from error
+
+        return dataclasses.replace(workload, start=start)
 
     def _record(
         self,

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_bench.clocks import CpuClock, CudaClock
+from nsa_bench.result import LAYER, UNFUSED
 from nsa_bench.roofline import Cost
 from nsa_bench.shapes import PAPER_BLOCKS, Shape
 from nsa_bench.timing import MAX_ROUNDS, Performance, Workload, summarise
@@ -151,6 +152,42 @@ def fused_step(plan: Plan, x: State) -> Any:
     s = x.stores
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
     return plan.fused["step"](x.q, x.gates, *(s[name] for name in names), call=x.call)
+
+
+def step_workloads(
+    name: str,
+    plan: Plan,
+    state: Callable[[], State],
+    cell: DecodeCell,
+    dtype: torch.dtype,
+    device: str,
+) -> list[Workload]:
+    """Return workloads: the step, its slots one by one if it is fused, and a layer's step.
+
+    Args:
+        name: Name of the plan's combination, the first workload's key.
+        plan: The plan.
+        state: Returns the cache and the queries; called when a workload is set up.
+        cell: The cell of ``state``.
+        dtype: Its dtype.
+        device: Its device.
+    """
+
+    def of_state(step: Callable[[Plan, State], Any]) -> Callable[[], Callable[[], Any]]:
+        def make() -> Callable[[], Any]:
+            x = state()
+            return lambda: step(plan, x)
+
+        return make
+
+    workloads = [Workload(name, of_state(one_by_one), True)]
+    if "step" in plan.fused:
+        workloads = [
+            Workload(name, of_state(fused_step), True),
+            dataclasses.replace(workloads[0], key=name + UNFUSED),
+        ]
+    layer = Workload(name + LAYER, lambda: layer_step(plan, cell, dtype, device), True)
+    return [*workloads, layer]
 
 
 def layer_step(plan: Plan, cell: DecodeCell, dtype: torch.dtype, device: str) -> Callable[[], Any]:

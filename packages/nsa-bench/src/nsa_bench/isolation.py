@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 
-from nsa_bench.decode_workloads import DecodeCell, fused_step, layer_step, make_state, one_by_one
+from nsa_bench.clocks import clock_for
+from nsa_bench.decode_workloads import (
+    DecodeCell,
+    State,
+    make_state,
+    step_workloads,
+    within_step,
+)
 from nsa_bench.gate import Gate
+from nsa_bench.timing import FAILED, Outcome, Performance, Workload
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.options import PlanOptions
@@ -20,7 +28,6 @@ from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, NSAError
 from nsa_core.util.text import describe_error
 from nsa_verify.combination import Combination, ready_combinations
-from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.isolation.children import PLAN_LIMIT_S, call_in_child, needs_isolation
 
 GATE_LIMIT_S = {"cpu": 60.0, "cuda": 300.0}
@@ -98,34 +105,56 @@ def failed_gate(combo: str, shape: str, dtype: Any, case: str) -> Gate:
     return Gate(combo, shape, dtype_name(dtype), False, case, 0.0, [])
 
 
-def step_fault(
-    registry: Registry,
-    plan: Plan,
-    config: NSAConfig,
-    cell: DecodeCell,
-    options: PlanOptions,
-    seed: int,
-) -> str:
-    """Run every form of a decode step that is timed in a child; return how it failed, or ""."""
-    backends = {slot: choice.backend for slot, choice in plan.choices.items()}
-    arguments = (registry, dataclasses.replace(options, backends=backends), config, cell, seed)
-    limit_s = GATE_LIMIT_S[str(options.device).partition(":")[0]]
-    try:
-        call_in_child(_run_steps, *arguments, limit_s=limit_s, doing="in a step")
-    except NSAError as error:
-        return describe_error(error)
-    return ""
+@dataclasses.dataclass(frozen=True)
+class StepsInChild:
+    """The timed steps of a plan with a third-party backend; every field can be pickled.
+
+    Attributes:
+        name: Name of the plan's combination.
+        registry: The backends.
+        config: Configuration of the layer.
+        options: Options of the plan, with the backend of each slot.
+        cell: The cell.
+        seed: Seed of its random tensors.
+    """
+
+    name: str
+    registry: Registry
+    config: NSAConfig
+    options: PlanOptions
+    cell: DecodeCell
+    seed: int
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, dtype_name(self.options.dtype))
+        return dtype
+
+    def _plan(self) -> Plan:
+        return resolve(self.config, self.options, registry=self.registry)
+
+    def _state(self) -> State:
+        device = str(self.options.device)
+        return make_state(self.cell, self.config, self._dtype, device, self.seed)
+
+    def workload(self, key: str) -> Workload:
+        """Return the workload ``key`` of the plan; call it in a child process."""
+        device, plan = str(self.options.device), self._plan()
+        steps = step_workloads(self.name, plan, self._state, self.cell, self._dtype, device)
+        return next(step for step in steps if step.key == key)
+
+    def slot_times(self, budget_s: float, limit_s: float) -> dict[str, Outcome]:
+        """Time each slot within the step in a child process; return the outcome of each slot."""
+        try:
+            times: dict[str, Performance] = call_in_child(
+                _slot_times, self, budget_s, limit_s=limit_s, doing="in a step"
+            )
+        except NSAError as error:
+            return dict.fromkeys(SLOTS, Outcome(reason=f"{FAILED}: {describe_error(error)}"))
+        return {slot: Outcome(time) for slot, time in times.items()}
 
 
-def _run_steps(
-    registry: Registry, options: PlanOptions, config: NSAConfig, cell: DecodeCell, seed: int
-) -> None:
-    plan = resolve(config, options, registry=registry)
-    dtype, device = getattr(torch, dtype_name(options.dtype)), str(options.device)
-    with torch.inference_mode(), guarded_calls():
-        state = make_state(cell, config, dtype, device, seed)
-        for _ in range(2):
-            one_by_one(plan, state)
-            if "step" in plan.fused:
-                fused_step(plan, state)
-        layer_step(plan, cell, dtype, device)()
+def _slot_times(steps: StepsInChild, budget_s: float) -> dict[str, Performance]:
+    with torch.inference_mode():
+        clock = clock_for(str(steps.options.device))
+        return within_step(steps._plan(), steps._state(), clock, budget_s)

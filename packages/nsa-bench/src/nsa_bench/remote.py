@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nsa_bench.clocks import clock_for
+from nsa_bench.clocks import EagerClock, clock_for
 from nsa_bench.limits import Limits
 from nsa_bench.timing import INTERRUPTED, LATE, Prepared, TimeUp, Workload
 from nsa_core.dispatch.trial import describe_exit
@@ -45,16 +45,25 @@ class RemoteCall:
         device: Device of its clock.
         limits: When the child is ended.
         stop: Reports an interruption, which also ends the child.
+        eager: Take the samples with an EagerClock; otherwise with the device's clock.
+        inference: Run everything in inference mode.
     """
 
     def __init__(
-        self, make: Callable[[], Workload], device: str, limits: Limits, stop: Interruption
+        self,
+        make: Callable[[], Workload],
+        device: str,
+        limits: Limits,
+        stop: Interruption,
+        *,
+        eager: bool = False,
+        inference: bool = False,
     ) -> None:
         self._limits, self._stop = limits, stop
         self._process: Any = None
         self._sample_limit_s = float("inf")
         self._connection, child_end = children.processes.Pipe()
-        arguments = (child_end, make, device, torch.get_num_threads())
+        arguments = (child_end, make, device, torch.get_num_threads(), eager, inference)
         try:
             with limits.until_deadline():
                 self._process = children.start(_serve, *arguments)
@@ -127,7 +136,14 @@ class RemoteCall:
         return message
 
 
-def _serve(connection: Connection, make: Callable[[], Workload], device: str, threads: int) -> None:
+def _serve(
+    connection: Connection,
+    make: Callable[[], Workload],
+    device: str,
+    threads: int,
+    eager: bool,
+    inference: bool,
+) -> None:
     """Run in the child: prepare the workload, and take samples until the pipe closes."""
     torch.set_num_threads(threads)
 
@@ -137,9 +153,10 @@ def _serve(connection: Connection, make: Callable[[], Workload], device: str, th
         yield
         connection.send(_END)
 
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    mode = torch.inference_mode() if inference else contextlib.nullcontext()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError), mode:
         try:
-            clock = clock_for(device)
+            clock = EagerClock() if eager else clock_for(device)
             prepared = clock.prepare(dataclasses.replace(make(), limited=announced))
             connection.send(dataclasses.replace(prepared, call=_in_child))
             while True:
