@@ -130,6 +130,14 @@ STATES = {
 PROCESS = {
     "SIGTERM": (_do(lambda: os.kill(os.getpid(), signal.SIGTERM)), "it sent SIGTERM to its own"),
     "SIGINT": (_do(lambda: signal.raise_signal(signal.SIGINT)), "it sent SIGINT to its own"),
+    "signals its parent": (
+        _do(lambda: os.kill(os.getppid(), signal.SIGTERM)),
+        "PermissionError: a kernel must not send signal SIGTERM to the command",
+    ),
+    "signals everything": (
+        _do(lambda: os.kill(-1, signal.SIGCONT)),
+        "PermissionError: a kernel must not send signal SIGCONT to the command",
+    ),
     "signal mask": (
         _do(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])),
         "the blocked signals",
@@ -152,6 +160,7 @@ CRASHES = {
         _do(lambda: (os.write(2, b"assertion failed\n"), os.abort())),
         "SIGABRT in this check; its last line of output: 'assertion failed'",
     ),
+    "group": (_do(lambda: os.killpg(0, signal.SIGKILL)), "SIGKILL in this check"),
     "hang": (_do(_hangs), "did not end within 4 s"),
 }
 BEHAVIOURS = ERRORS | STATES | PROCESS | CRASHES

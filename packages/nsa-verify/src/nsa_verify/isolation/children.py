@@ -21,7 +21,7 @@ from nsa_core.dispatch.trial import describe_exit
 from nsa_core.errors import BackendUnavailable, NSAError
 from nsa_core.util.interruption import signals_blocked_in_children
 from nsa_core.util.text import describe_error
-from nsa_verify.isolation.own_signals import watch_signals
+from nsa_verify.isolation.own_signals import keep_signals_inside, watch_signals
 
 # A fork server imports torch once, and uses no GPU itself, so each of its children starts at once.
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -158,6 +158,7 @@ def _run(target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     # Only the parent receives a Ctrl-C; a KeyboardInterrupt here is raised by a kernel.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watch_signals()
+    keep_signals_inside()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     target(*arguments)
 

@@ -1,9 +1,12 @@
-"""The signals that a kernel sends to its own process, which blocks or ignores them."""
+"""The signals that a kernel sends: to its own process, which blocks them, or to its parents."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import sys
+from typing import Any
 
 # Child processes block them: a terminal and `timeout` send them to all processes of a command.
 _BLOCKED = (signal.SIGINT, signal.SIGTERM)
@@ -30,3 +33,21 @@ def take_signals() -> list[str]:
             if info is not None and info.si_pid == os.getpid():
                 names.append(number.name)
     return names
+
+
+def keep_signals_inside() -> None:
+    """Let no signal of this process reach the command; for child processes.
+
+    The process gets a session of its own, so that a signal to its group ends nothing else. Python
+    code that sends one to its parent, or to every process, gets a PermissionError.
+    """
+    if hasattr(os, "setsid"):
+        os.setsid()
+    command = multiprocessing.parent_process()
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.kill" and arguments[0] in (-1, os.getppid(), command and command.pid):
+            number = signal.Signals(arguments[1]).name if arguments[1] else "0"
+            raise PermissionError(f"a kernel must not send signal {number} to the command")
+
+    sys.addaudithook(refuse)
