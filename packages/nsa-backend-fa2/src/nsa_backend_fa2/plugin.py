@@ -27,8 +27,7 @@ def nsa_register_backends() -> BackendSpec:
         api_version=(1, 1),
         slots={name: _slot(name) for name in ("cmp", "sel", "win")},
         probe=f"{_PACKAGE}.probe:probe",
-        priority=20,
-        slot_priority={"sel": -10},  # slow: one varlen document per token and group
+        rank=f"{_PACKAGE}.rank:rank",
         summary="FlashAttention-2, from the flash-attn package or PyTorch's own",
         detail=f"{_PACKAGE}.probe:detail",
     )

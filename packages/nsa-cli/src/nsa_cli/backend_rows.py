@@ -165,6 +165,7 @@ def _slot_row(
         "workspace": spec is not None and spec.workspace is not None,
         "priority": entry.spec.priority_of(slot) if entry.spec and spec else None,
         "rank": candidate.rank if candidate else None,
+        "rank_reason": candidate.rank_reason if candidate else "",
         "reasons": rows,
     }
 

@@ -82,6 +82,7 @@ def _candidate_row(candidate: Candidate, here: frozenset[Reason]) -> dict[str, A
         "version": candidate.version,
         "status": candidate.status,
         "accepted": candidate.accepted,
+        "rank_reason": candidate.rank_reason,
         "reasons": [
             {**dataclasses.asdict(reason), "here": reason in here} for reason in candidate.reasons
         ],
@@ -124,8 +125,18 @@ def print_explained(document: dict[str, Any]) -> None:
         for slot in slots:
             if tuned := document["slots"][slot]["tuned"]:
                 wrapping.print_paragraph(console, f"{slot} was tuned: {tuned}", "  ", "    ")
+            elif why := _rank_reason(document["slots"][slot]):
+                wrapping.print_paragraph(console, f"{slot}: {why}", "  ", "    ")
     console.print()
     wrapping.print_paragraph(console, "* chosen; the others in the order in which auto takes them")
+
+
+def _rank_reason(row: dict[str, Any]) -> str:
+    """Return why `auto` prefers the chosen backend of a slot, if that backend says so."""
+    chosen = [c for c in row["candidates"] if c["backend"] == row["chosen"] and not row["asked"]]
+    return "".join(
+        f"{c['backend']}, {output.one_line(c['rank_reason'])}" for c in chosen if c["rank_reason"]
+    )
 
 
 def _gaps(document: dict[str, Any], name: str, version: str) -> tuple[int, int, int]:

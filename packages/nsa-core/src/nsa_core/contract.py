@@ -111,7 +111,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import pluggy
 
@@ -154,6 +154,19 @@ class Reason:
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class Rank(NamedTuple):
+    """What a backend's rank function may return in place of a number.
+
+    Attributes:
+        value: the rank; `auto` takes the backend with the highest one.
+        reason: a short sentence that says why, for example "faster than triton on an A100". It is
+            shown if the backend is chosen.
+    """
+
+    value: int
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -348,8 +361,8 @@ class BackendSpec:
         priority: rank among the backends that support a request; `auto` takes the highest.
         slot_priority: priorities of single slots, which override ``priority``.
         summary: one line about the backend, for tables.
-        rank: a function Request -> int, as cheap as the probe, whose result overrides the
-            priorities. It is called only for requests that the probe accepts.
+        rank: a function Request -> int or :class:`Rank`, as cheap as the probe, whose result
+            overrides the priorities. It is called only for requests that the probe accepts.
         fused: name of a fused decode form to its function, see below.
         detail: a function () -> lines of text about this machine, for `nsa backends show`.
         judge_context: a function of a torch device type that returns the context manager in which

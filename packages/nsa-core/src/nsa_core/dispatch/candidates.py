@@ -99,9 +99,9 @@ def find_candidates(
             probe_timeout = next(timeouts, probe_timeout)  # for all later slots
             rank, reasons = rank_of(entry, request, reasons)
             has_rank_function = entry.spec is not None and entry.spec.rank is not None
-            shown_rank = rank if has_rank_function and not reasons else None
-            candidate = Candidate(entry.name, entry.version, entry.status, reasons, shown_rank)
-            ranked[slot].append(((entry.spec is None, -rank, entry.name), candidate))
+            shown = (rank.value, rank.reason) if has_rank_function and not reasons else (None, "")
+            candidate = Candidate(entry.name, entry.version, entry.status, reasons, *shown)
+            ranked[slot].append(((entry.spec is None, -rank.value, entry.name), candidate))
     by_slot = {
         slot: tuple(candidate for _, candidate in sorted(pairs, key=lambda pair: pair[0]))
         for slot, pairs in ranked.items()

@@ -53,6 +53,11 @@ class Choice:
     candidates: tuple[Candidate, ...]
     tuned: str = ""
 
+    @property
+    def rank_reason(self) -> str:
+        """Why the chosen backend has its rank for this request, if it says so."""
+        return next(c.rank_reason for c in self.candidates if c.backend == self.backend)
+
 
 # A Kernel. In a plan for decode, a DecodeKernel for every slot except combine.
 SlotKernel = Any
@@ -97,11 +102,8 @@ class Plan:
         """
         lines = [describe_request(self.requests["cmp"])]
         for slot, choice in self.choices.items():
-            chosen_by = (
-                "asked for"
-                if choice.explicit
-                else "auto" + (f", tuned: {choice.tuned}" if choice.tuned else "")
-            )
+            why = f"tuned: {choice.tuned}" if choice.tuned else one_line(choice.rank_reason)
+            chosen_by = "asked for" if choice.explicit else "auto" + (f", {why}" if why else "")
             title = f"{one_line(choice.backend)} {one_line(choice.version)}"
             lines.append(f"{slot}: {title} ({chosen_by})")
             lines += [

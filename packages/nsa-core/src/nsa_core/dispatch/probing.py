@@ -11,7 +11,7 @@ import queue
 import threading
 from typing import Any
 
-from nsa_core.contract import Reason, Request
+from nsa_core.contract import Rank, Reason, Request
 from nsa_core.dispatch.loading import BackendEntry, is_reason, report_hint
 from nsa_core.torch_ops.call_wrapper import call_function, import_function
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE
@@ -32,6 +32,7 @@ class Candidate:
         status: Status of the backend, one of loading.STATUSES.
         reasons: Every reason against the request.
         rank: Rank of the backend for this request, if it accepts and has a rank function.
+        rank_reason: Why it has this rank, if its rank function says so.
     """
 
     backend: str
@@ -39,6 +40,7 @@ class Candidate:
     status: str
     reasons: tuple[Reason, ...]
     rank: int | None = None
+    rank_reason: str = ""
 
     @property
     def accepted(self) -> bool:
@@ -100,15 +102,15 @@ def reasons_against(
 
 def rank_of(
     entry: BackendEntry, request: Request, reasons: tuple[Reason, ...]
-) -> tuple[int, tuple[Reason, ...]]:
+) -> tuple[Rank, tuple[Reason, ...]]:
     """Return the rank of ``entry`` for ``request``, and the reasons against it.
 
     The reasons are ``reasons``, or the failure of the backend's rank function. `auto` prefers the
     highest rank.
     """
     if entry.spec is None:
-        return 0, reasons
-    priority = entry.spec.priority_of(request.slot)
+        return Rank(0), reasons
+    priority = Rank(entry.spec.priority_of(request.slot))
     if reasons or entry.spec.rank is None:
         return priority, reasons
     hint = report_hint(entry.distribution)
@@ -120,10 +122,11 @@ def rank_of(
     except _RaisedError as error:
         text = f"its rank raised {describe_error(error.error)}"
         return priority, (Reason("rank_raised", text, hint),)
-    if type(rank) is not int:
-        text = f"its rank returned {type(rank).__name__}, not an integer"
+    value, why = rank if type(rank) is Rank else (rank, "")
+    if type(value) is not int or type(why) is not str:
+        text = f"its rank returned {type(rank).__name__}, not an integer or a Rank"
         return priority, (Reason("rank_nonsense", text, hint),)
-    return rank, reasons
+    return Rank(value, why), reasons
 
 
 def details(entry: BackendEntry) -> list[str]:
