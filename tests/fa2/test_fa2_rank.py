@@ -68,7 +68,7 @@ def test_sel_comes_last() -> None:
 
 
 def test_ranks_follow_the_measurement() -> None:
-    """No shape of the result file is slower with the choice by more than its noise of 3 %."""
+    """In the result file fa2 is at least as fast as triton wherever it ranks first."""
     rows = json.loads(RESULTS.read_text())["rows"]
     chosen = 0
     for row in rows:
@@ -87,7 +87,7 @@ def test_ranks_follow_the_measurement() -> None:
             if ranks.rank(request) != ranks.PRIORITY:
                 chosen += 1
                 ratio = row[f"triton_{phase}_ms"] / row[f"fa2_{phase}_ms"]
-                assert ratio > 0.97, (row, phase)
+                assert ratio >= 1, (row, phase)
     assert len(rows) == 96
     assert chosen >= 40
 

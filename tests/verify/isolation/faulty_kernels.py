@@ -134,6 +134,10 @@ PROCESS = {
         _do(lambda: os.kill(os.getppid(), signal.SIGTERM)),
         "PermissionError: a kernel must not send signal SIGTERM to the command",
     ),
+    "signals its parent's group": (
+        _do(lambda: os.killpg(os.getpgid(os.getppid()), signal.SIGCONT)),
+        "PermissionError: a kernel must not send signal SIGCONT to the command",
+    ),
     "signals everything": (
         _do(lambda: os.kill(-1, signal.SIGCONT)),
         "PermissionError: a kernel must not send signal SIGCONT to the command",

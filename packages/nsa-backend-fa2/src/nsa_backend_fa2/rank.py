@@ -1,8 +1,9 @@
 """The rank of the backend for a request: where FlashAttention-2 is faster than Triton's kernels.
 
-Measured for sm_80 (benchmarks/rehearse.py on an H200): twelve shapes of 8 to 64 heads and 64 to 256
-columns, 1024 to 65536 tokens, bf16, l=32, d=16, w=512. cmp costs a copy into runs of queries and
-1.5 ms of launches, so that it gains from a number of operations on; win gains from 128 columns on.
+Measured with sm_80 code on an H200 (benchmarks/rehearse.py): twelve shapes of 8 to 64 heads and 64
+to 256 columns, 1024 to 65536 tokens, bf16, l=32, d=16, w=512. The times are in
+benchmarks/results/h200_as_sm80/branch_ranks.json. Forward and backward of cmp take about 2 ms on
+fa2 at up to 4096 tokens and 0.5 to 1.2 ms on triton; only long sequences make up for that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from nsa_core.contract import Rank, Request
 PRIORITY = 20
 SEL_PRIORITY = -10  # slow: one varlen document per token and group
 FASTER = 40  # above the triton backend
-WIDE = 192  # columns from which Triton's kernels for sm_80 spill registers
+WIDE = 192  # between the widths of 128 and 256, which have limits of their own
 # Products q . k, in units of query heads x tokens x keys x columns, from which FlashAttention-2 is
 # faster: (slot, training, wide) -> number. cmp of 64/4/128: 16384 tokens in training, ratio 1.03;
 # 65536 tokens, 1.33 and 1.25 in inference. win of 28/4/128: 4096 tokens, 1.15 and 1.02.

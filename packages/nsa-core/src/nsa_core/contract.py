@@ -157,7 +157,7 @@ class Reason:
 
 
 class Rank(NamedTuple):
-    """What a backend's rank function may return in place of a number.
+    """A rank and its reason; a rank function may return one in place of an integer.
 
     Attributes:
         value: the rank; `auto` takes the backend with the highest one.

@@ -22,9 +22,8 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?\s*([A-Z0-9_.]+)\s*([^;]*);")
 _REGISTER = re.compile(r"-?UR(\d+)")
 _DESCRIPTOR = re.compile(r"gdesc\[UR(\d+)\]")
-# Operations that copy a descriptor or add a constant to it. The first one before them makes it:
-_COPY = ("UIADD3", "UMOV")
-# the low 14 bits of (address >> 4), taken by one of these, or by a constant.
+_COPY = ("UIADD3", "UMOV")  # copy a descriptor, or add a constant to it
+# Make the low register of a descriptor: the low 14 bits of (address >> 4), or a constant.
 _MAKE = ("USGXT", "ULOP3", "R2UR", *_COPY)
 
 

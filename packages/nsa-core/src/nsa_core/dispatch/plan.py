@@ -55,7 +55,7 @@ class Choice:
 
     @property
     def rank_reason(self) -> str:
-        """Why the chosen backend has its rank for this request, if it says so."""
+        """Return the reason that the chosen backend gives for its rank, or ""."""
         return next(c.rank_reason for c in self.candidates if c.backend == self.backend)
 
 

@@ -1,4 +1,4 @@
-"""The signals that a kernel sends: to its own process, which blocks them, or to its parents."""
+"""Notice the signals that a kernel sends to its own process, and refuse those to the command."""
 
 from __future__ import annotations
 
@@ -39,15 +39,22 @@ def keep_signals_inside() -> None:
     """Let no signal of this process reach the command; for child processes.
 
     The process gets a session of its own, so that a signal to its group ends nothing else. Python
-    code that sends one to its parent, or to every process, gets a PermissionError.
+    code that sends one to a parent, to a parent's group or to every process gets a PermissionError.
     """
-    if hasattr(os, "setsid"):
-        os.setsid()
+    if not hasattr(os, "setsid"):
+        return
+    os.setsid()
     command = multiprocessing.parent_process()
+    parents = {os.getppid(), *([command.pid] if command and command.pid else [])}
+    groups = {os.getpgid(parent) for parent in parents}
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "os.kill" and arguments[0] in (-1, os.getppid(), command and command.pid):
-            number = signal.Signals(arguments[1]).name if arguments[1] else "0"
-            raise PermissionError(f"a kernel must not send signal {number} to the command")
+        if event not in ("os.kill", "os.killpg"):
+            return
+        target, number = arguments
+        to_group = event == "os.killpg" or target < 0
+        if target == -1 or abs(target) in (groups if to_group else parents):
+            name = signal.Signals(number).name if number in [*signal.Signals] else number
+            raise PermissionError(f"a kernel must not send signal {name} to the command")
 
     sys.addaudithook(refuse)
