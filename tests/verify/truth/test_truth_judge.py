@@ -64,27 +64,60 @@ def test_error_in_one_small_row_is_found(dtype: torch.dtype, scale: float) -> No
     assert "(1, 0)" in verdict.why
 
 
+def narrow_example() -> tuple[torch.Tensor, ...]:
+    """Return golden, rounded and magnitude of rows of one element, which cancels."""
+    g = 2.0**-9 * normal(1, 60, 1)
+    m = torch.ones_like(g)
+    return g, g + 2.0**-10 * normal(1, 60, 1, seed=1), m
+
+
+def test_one_draw_of_the_noise_does_not_decide_a_narrow_row() -> None:
+    """A correct result errs by 2.4 times the noise where `rounded` happens to be exact."""
+    g, r, m = narrow_example()
+    r[0, 30] = g[0, 30]
+    noise = torch.maximum((r - g).abs(), 2.0**-8 * g.abs() + (2.0**-11 + 2.0**-22) * m)
+    a = r.clone()
+    a[0, 30] = g[0, 30] + 2.4 * noise[0, 30]
+    verdict = judge(a, g, r, m, BF16, grad=True)
+    assert verdict, verdict
+    assert verdict.row > 1  # the row counts in the rms of its window
+
+
+def test_errors_of_narrow_rows_are_found() -> None:
+    """An error of 7.5 times the noise in one row, and of 2.4 times in every row."""
+    g, r, m = narrow_example()
+    noise = torch.maximum((r - g).abs(), 2.0**-8 * g.abs() + (2.0**-11 + 2.0**-22) * m)
+    a = r.clone()
+    a[0, 30] = g[0, 30] + 7.5 * noise[0, 30]
+    verdict = judge(a, g, r, m, BF16, grad=True)
+    assert not verdict
+    assert "row" in verdict.why
+    verdict = judge(g + 2.4 * noise * normal(1, 60, 1, seed=2).sign(), g, r, m, BF16, grad=True)
+    assert not verdict
+    assert "row" in verdict.why
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_verdict_equals_the_formulas(dtype: torch.dtype, grad: bool) -> None:
     """Compute the verdict in plain Python; each term of the noise is the largest in some rows."""
     u, fine = torch.finfo(dtype).eps / 2, 2.0 ** (-53 if dtype == FP64 else -24)
     limit, kappa = LIMITS[dtype].bias, 1 / 8 if grad else 0.0
-    g, parts = normal(2, 6, 5), torch.tensor([0.1, 30.0], dtype=FP64)
-    r = g + u * parts.repeat(3)[:, None] * normal(2, 6, 5, seed=1)
+    g, parts = normal(2, 6, 12), torch.tensor([0.1, 30.0], dtype=FP64)
+    r = g + u * parts.repeat(3)[:, None] * normal(2, 6, 12, seed=1)
     m = g.abs() * torch.tensor([1.0, 1, 50, 50, 1, 1], dtype=FP64)[:, None]
     for size in (1e-3, 1.0):
-        a = g * (1 + u) + size * u * normal(2, 6, 5, seed=2)
+        a = g * (1 + u) + size * u * normal(2, 6, 12, seed=2)
         row, elem, bias = 0.0, 0.0, 0.0
         for head in range(2):
             projection = norm = chance = 0.0
             for i in range(6):
                 rows = [x[head, i].tolist() for x in (a, g, r, m)]
-                rms_g, rms_m = (math.sqrt(sum(y * y for y in x) / 5) for x in (rows[1], rows[3]))
-                rms_r = math.sqrt(sum((x - y) ** 2 for x, y in zip(rows[2], rows[1])) / 5)
+                rms_g, rms_m = (math.sqrt(sum(y * y for y in x) / 12) for x in (rows[1], rows[3]))
+                rms_r = math.sqrt(sum((x - y) ** 2 for x, y in zip(rows[2], rows[1])) / 12)
                 n = max(rms_r, u * rms_g + (kappa * u + 4 * fine) * rms_m)
                 errors = [x - y for x, y in zip(rows[0], rows[1])]
-                row = max(row, math.sqrt(sum(e * e for e in errors) / 5) / n)
+                row = max(row, math.sqrt(sum(e * e for e in errors) / 12) / n)
                 elem = max(elem, max(abs(e) for e in errors) / n)
                 projection += sum(e * y for e, y in zip(errors, rows[1]))
                 norm += sum(y * y for y in rows[1])

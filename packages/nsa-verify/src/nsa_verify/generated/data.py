@@ -135,7 +135,8 @@ class _Source:
         do = self._normal(tokens, self._config.n_heads, self._case.dv)
         if self._case.values == "small" and self._case.slot == "combine":
             do = do * SUBNORMAL
-        if self._case.values == "steep" and self._case.scores != "large":  # dk fits fp16
+        # dk must fit fp16: large queries, or queries that no score limits, would make it too large.
+        if self._case.values == "steep" and self._case.scores not in ("large", "zero"):
             do = do * STEEP
         return do.to(self._dtype)
 

@@ -48,6 +48,7 @@ LIMITS: Mapping[torch.dtype, Limits] = MappingProxyType(
     }
 )
 LSE_LIMIT = 16
+MIN_ELEMENTS = 12  # the rms of fewer elements is unreliable, so narrow rows are joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +90,11 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
 def gate_rows(x: torch.Tensor) -> torch.Tensor:
     """Reshape gate gradients [.., S, Hq, 3] to [.., 3, rows, elements].
 
-    A row holds the heads of one token. The rms of a few elements is unreliable, so neighbouring
-    tokens are joined until a row has at least 12 elements. The last row overlaps the one before it
-    if tokens are left over.
+    A row holds the heads of one token. Neighbouring tokens are joined until a row has at least
+    MIN_ELEMENTS elements. The last row overlaps the one before it if tokens are left over.
     """
     *lead, tokens, heads, three = x.shape
-    joined = min(max(tokens, 1), -(-12 // heads))
+    joined = min(max(tokens, 1), -(-MIN_ELEMENTS // heads))
     starts = [min(i, tokens - joined) for i in range(0, tokens, joined)]
     rows = [
         x[..., a : a + joined, :, :].movedim(-1, -3).reshape(*lead, three, joined * heads)
@@ -121,6 +121,20 @@ def _same_nonfinite(a: torch.Tensor, g: torch.Tensor) -> Verdict | None:
 
 def _rms(x: torch.Tensor) -> torch.Tensor:
     return x.square().mean(-1).sqrt()
+
+
+def _joined(row: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the rms of ``row`` [.., rows] over each row and the rows after it.
+
+    As many rows are joined as have MIN_ELEMENTS elements of ``width`` each; the last rows of a head
+    share their window.
+    """
+    rows = row.shape[-1]
+    joined = min(rows, -(-MIN_ELEMENTS // width))
+    if joined == 1:
+        return row
+    starts = torch.arange(rows).clamp(max=rows - joined)
+    return _rms(row.unfold(-1, joined, 1))[..., starts]
 
 
 def _over(x: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
@@ -152,7 +166,9 @@ def judge(
         bias = |<a - g, g>| / (lim u <g, g> + 4 sqrt(sum over rows of n^2 |g_row|^2))    per head
 
     kappa is 1/8 for gradients and 0 for outputs; 2^-24 becomes 2^-53 in float64. NaN and Inf must
-    be in the same places as in ``golden``, and an error in a row of zero noise is infinite.
+    be in the same places as in ``golden``, and an error in a row of zero noise is infinite. In rows
+    of fewer than 12 elements, ``row`` is the rms of this quotient over as many rows as have 12: of
+    one element, r - g is a single draw of the noise, which may be far below the noise's size.
 
     With ``score_noise`` x, n^2 grows by rms(x)^2. In the bias of rows with x > 0, n^2 grows by
     D (rms(x)^2 + c^2) with c = (kappa u + 4 * 2^-24) rms(m): an error of P or dS multiplies all D
@@ -197,7 +213,7 @@ def judge(
         noise = (variance + further).sqrt()
         parallel = torch.where(further > 0, further + cancelling.square(), 0.0)
         variance = variance + g.shape[-1] * parallel
-    row = _over(_rms(a - g), noise)
+    row = _joined(_over(_rms(a - g), noise), g.shape[-1])
     elem = _over((a - g).abs(), noise[..., None].expand_as(g))
     # Scaled to 1, because the squares of small gradients underflow.
     unit = torch.nan_to_num(g / g.abs().amax((-1, -2), keepdim=True))
