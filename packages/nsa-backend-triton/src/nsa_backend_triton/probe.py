@@ -178,6 +178,6 @@ def detail() -> list[str]:
             if number in configs.TABLES
             else "no tile shapes"
         )
-        measured = "measured" if number in configs.MEASURED else "not measured on this architecture"
+        measured = configs.MEASURED.get(number, "not measured on this architecture")
         lines.append(f"GPU {index}, {name}, sm_{number}: {shapes}, {measured}")
     return lines if len(lines) > 1 else [*lines, "no CUDA GPU is visible"]

@@ -1,0 +1,243 @@
+"""Time settings of one kernel of the Triton backend, to fill a row of its tables in `tuned/`.
+
+    python benchmarks/kernels/tune_tables.py SWEEPS [--json FILE] [--processes 14]
+    python benchmarks/rehearse.py --arch 80 -- python benchmarks/kernels/tune_tables.py SWEEPS
+
+SWEEPS is a text file. A line names a kernel, a slot, a shape Hq/G/D or Hq/G/Dk/Dv, a number of
+tokens, and the settings to vary; every combination of their values replaces those of the tuned row:
+
+    span_dkdv cmp 64/4/128 65536 BLOCK_N=64,128 BLOCK_M=32,64 num_warps=4,8 num_stages=2
+
+A name such as sel_block_backward.ORDERED is a setting of another kernel of the slot.
+
+Every candidate first runs on a short sequence, in a pool of processes that compiles all of them. It
+is compared with the tuned row there: `nsa verify` judges the row that is chosen in the end. A
+candidate that does not fit the GPU prints its error. Then the slot is timed in bf16 at batch 1 with
+all other kernels as tuned: its forward or its backward, median ms of do_bench, fastest first. The
+blocks of sel are those that select chooses for random queries and keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa_backend_triton.host import configs, launch_cache
+from nsa_backend_triton.host.sequences import architecture
+from nsa_core import NSAConfig, resolve
+from nsa_core.contract import BRANCHES
+
+CHECKED_TOKENS = 1500  # length of the compared calls: several tiles and partial ones
+MAX_DISTANCE = 0.01  # rms of the difference relative to the tuned row's rms; bf16 rounds to 2**-9
+SLOTS = tuple(configs.FORWARD)
+Settings = dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """A line of SWEEPS.
+
+    Attributes:
+        kernel: Name of the kernel in the tables.
+        slot: The slot that launches it.
+        shape: Hq/G/D or Hq/G/Dk/Dv.
+        tokens: Length of the timed sequence.
+        grid: Setting -> its values.
+    """
+
+    kernel: str
+    slot: str
+    shape: str
+    tokens: int
+    grid: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @classmethod
+    def parse(cls, line: str) -> Sweep:
+        """Return the sweep of a line.
+
+        Raises:
+            ValueError: The line is no sweep.
+        """
+        kernel, slot, shape, tokens, *settings = line.split()
+        if kernel not in (*configs.FORWARD.get(slot, ()), *configs.BACKWARD.get(slot, ())):
+            raise ValueError(f"slot {slot!r} launches no kernel {kernel!r}")
+        grid = []
+        for setting in settings:
+            name, values = setting.split("=")
+            grid.append((name, tuple(map(int, values.split(",")))))
+        return cls(kernel, slot, shape, int(tokens), tuple(grid))
+
+    def changes(self) -> list[Settings]:
+        """Return what each candidate changes; the first one, the tuned row, changes nothing."""
+        names = [name for name, _ in self.grid]
+        products = itertools.product(*(values for _, values in self.grid))
+        return [{}, *(dict(zip(names, values)) for values in products)]
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the kernel belongs to the slot's forward."""
+        return self.kernel in configs.FORWARD[self.slot]
+
+    def __str__(self) -> str:
+        direction = "forward" if self.is_forward else "backward"
+        return f"{self.kernel}, {self.slot} {direction} {self.shape} {self.tokens} tokens"
+
+
+class TunedRows:
+    """The rows that the calls of a sweep use, with changes."""
+
+    def __init__(self, kernel: str) -> None:
+        self._kernel, self._pick = kernel, configs.pick
+
+    def change(self, settings: Settings) -> None:
+        """Replace settings of the rows that the tables give; maxnreg=0 removes the limit."""
+
+        def pick(kernel: str, architecture: int, **traits: int) -> configs.Settings:
+            row = dict(self._pick(kernel, architecture, **traits))
+            for name, value in settings.items():
+                of, _, setting = name.rpartition(".")
+                if (of or self._kernel) == kernel:
+                    row[setting] = value
+            return {name: value for name, value in row.items() if value or name != "maxnreg"}
+
+        configs.pick = pick if settings else self._pick
+        launch_cache.clear()
+
+
+def slot_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
+    """Return the call that the sweep times, for ``tokens`` tokens."""
+    heads, groups, dk, *dv = map(int, sweep.shape.split("/"))
+    width = dv[0] if dv else dk
+    config = NSAConfig(
+        dim=heads * dk, n_heads=heads, n_kv_heads=groups, head_dim=dk, v_head_dim=width
+    )
+    plan = resolve(
+        config,
+        device="cuda",
+        dtype=torch.bfloat16,
+        backends=dict.fromkeys(SLOTS, "triton"),
+        needs_grad=True,
+        batch=1,
+        seq_len=tokens,
+    )
+    torch.manual_seed(0)
+
+    def normal(rows: int, count: int, width: int) -> Tensor:
+        return torch.randn((1, rows, count, width), device="cuda", dtype=torch.bfloat16)
+
+    q, do = normal(tokens, heads, dk), normal(tokens, heads, width)
+    rows = config.geometry.num_compressed(tokens) if sweep.slot in ("cmp", "select") else tokens
+    k, v = normal(rows, groups, dk), normal(rows, groups, width)
+    extra: list[Tensor] = []
+    if sweep.slot in ("select", "sel"):
+        short = config.geometry.num_compressed(tokens)
+        k_cmp, v_cmp = (k, v) if rows == short else (normal(short, groups, x) for x in (dk, width))
+        with torch.no_grad():
+            lse = plan.cmp(q, k_cmp, v_cmp)[1]
+            extra = [lse] if sweep.slot == "select" else [plan.select(q, k_cmp, lse)]
+    kernel = getattr(plan, sweep.slot)
+    inputs = [q, k] if sweep.slot == "select" else [q, k, v]
+    if sweep.slot == "combine":
+        gates = torch.rand((1, tokens, heads, 3), device="cuda")
+        inputs = [gates, *(normal(tokens, heads, width) for _ in BRANCHES)]
+    if sweep.is_forward:
+        return functools.partial(_forward, kernel, [*inputs, *extra])
+    leaves = [x.requires_grad_() for x in inputs]
+    out = kernel(*leaves, *extra)
+    o = out[0] if isinstance(out, tuple) else out
+    return lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+
+@torch.no_grad()
+def _forward(kernel: Any, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    out = kernel(*inputs)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def distance(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """Return the largest rms of a difference, relative to the rms of what is expected."""
+    worst = 0.0
+    for x, y in zip(found, expected):
+        same = (x == y) & ~y.isfinite()
+        x, y = (z.double().masked_fill(same, 0.0) for z in (x, y))
+        worst = max(worst, float((x - y).square().mean().sqrt() / y.square().mean().sqrt()))
+    return worst
+
+
+def problem_of(sweep: Sweep, change: Settings) -> str:
+    """Compile and check a candidate; return why it cannot be used, or ""."""
+    rows = TunedRows(sweep.kernel)
+    try:
+        call = slot_call(sweep, CHECKED_TOKENS)
+        expected = call()
+        rows.change(change)
+        found = distance(call(), expected)
+    except Exception as error:  # noqa: BLE001  it may not fit: report it and go on
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:90]}"
+    finally:
+        rows.change({})
+    return "" if found < MAX_DISTANCE else f"WRONG: distance {found:.2g} from the tuned row"
+
+
+def measure(sweep: Sweep, problems: list[str]) -> dict[str, Any]:
+    """Time the candidates without a problem; print and return the results."""
+    from triton.testing import do_bench
+
+    rows, times = TunedRows(sweep.kernel), []
+    call = slot_call(sweep, sweep.tokens)
+    print(f"\n{sweep}", flush=True)
+    for change, problem in zip(sweep.changes(), problems):
+        label = " ".join(f"{name}={value}" for name, value in change.items()) or "tuned"
+        if problem:
+            print(f"           {label}  {problem}", flush=True)
+            continue
+        rows.change(change)
+        times.append((float(do_bench(call, warmup=10, rep=60, return_mode="median")), label))
+    rows.change({})
+    for ms, label in sorted(times):
+        print(f"{ms:9.3f}  {label}", flush=True)
+    return dataclasses.asdict(sweep) | {"ms": {label: round(ms, 4) for ms, label in times}}
+
+
+def main() -> None:
+    """Check every candidate in parallel, then time them one after the other."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sweeps", type=Path, metavar="SWEEPS")
+    parser.add_argument("--json", type=Path, help="also write the times to this file")
+    parser.add_argument("--processes", type=int, default=14)
+    options = parser.parse_args()
+    lines = options.sweeps.read_text().splitlines()
+    sweeps = [Sweep.parse(line) for line in lines if line.strip() and line[0] != "#"]
+    device = torch.device("cuda", torch.cuda.current_device())
+    facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    print(f"{facts['gpu']}, table of sm_{architecture(device)}", flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=spawn) as pool:
+        checked = [[pool.submit(problem_of, s, change) for change in s.changes()] for s in sweeps]
+        results = []
+        for sweep, tasks in zip(sweeps, checked):
+            problems = [task.result() for task in tasks]
+            results.append((sweep, problems))
+    rows = []
+    for sweep, problems in results:
+        rows.append(measure(sweep, problems))
+        torch.cuda.empty_cache()
+        if options.json:
+            options.json.write_text(json.dumps(facts | {"sweeps": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
