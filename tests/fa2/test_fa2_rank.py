@@ -35,9 +35,15 @@ A100 = Request(
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results/h200_as_sm80/branch_ranks.json"
 
 
-@pytest.mark.parametrize("slot", ["cmp", "win"])
-def test_long_sequences_of_wide_heads_prefer_fa2_on_an_a100(slot: str) -> None:
-    answer = ranks.rank(dataclasses.replace(A100, slot=slot))
+WIDE = {"n_heads": 8, "n_kv_heads": 1, "head_dim": 256, "v_head_dim": 256}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, WIDE, {**WIDE, "needs_grad": False}, {**WIDE, "slot": "win"}],
+)
+def test_long_sequences_of_wide_heads_prefer_fa2_on_an_a100(changes: dict[str, object]) -> None:
+    answer = ranks.rank(dataclasses.replace(A100, **changes))
     assert isinstance(answer, Rank)
     assert answer.value > triton_backend().priority
     assert answer.reason == "measured faster than triton on sm_80"
@@ -54,8 +60,10 @@ def test_long_sequences_of_wide_heads_prefer_fa2_on_an_a100(slot: str) -> None:
         {"varlen": True},
         {"partial": True},
         {"deterministic": True},
-        {"slot": "win", "head_dim": 64, "v_head_dim": 64},
-        {"slot": "win", "seq_len": 1024},
+        {"needs_grad": False},
+        {"head_dim": 64, "v_head_dim": 64},
+        {"slot": "win"},
+        {**WIDE, "slot": "win", "seq_len": 4096},
     ],
 )
 def test_other_requests_keep_the_usual_rank(changes: dict[str, object]) -> None:
@@ -89,7 +97,7 @@ def test_ranks_follow_the_measurement() -> None:
                 ratio = row[f"triton_{phase}_ms"] / row[f"fa2_{phase}_ms"]
                 assert ratio >= 1, (row, phase)
     assert len(rows) == 96
-    assert chosen >= 40
+    assert chosen >= 10
 
 
 def registry_of_a_ready_fa2(monkeypatch: pytest.MonkeyPatch) -> Registry:
@@ -103,7 +111,7 @@ def test_explain_says_why_auto_took_fa2(monkeypatch: pytest.MonkeyPatch) -> None
     options = PlanOptions(device="cuda", dtype="bfloat16", needs_grad=True, batch=1, seq_len=65536)
     found = find_candidates(config, options, registry=registry, gpu=gpu_named("a100"))
     first = {slot: candidates[0] for slot, candidates in found.by_slot.items()}
-    assert (first["cmp"].backend, first["win"].backend) == ("fa2", "fa2")
+    assert (first["cmp"].backend, first["win"].backend) == ("fa2", "triton")
     assert "measured faster than triton" in first["cmp"].rank_reason
     assert "fa2" not in (first["sel"].backend, first["select"].backend)
 

@@ -2,8 +2,8 @@
 
 Measured with sm_80 code on an H200 (benchmarks/rehearse.py): twelve shapes of 8 to 64 heads and 64
 to 256 columns, 1024 to 65536 tokens, bf16, l=32, d=16, w=512. The times are in
-benchmarks/results/h200_as_sm80/branch_ranks.json. Forward and backward of cmp take about 2 ms on
-fa2 at up to 4096 tokens and 0.5 to 1.2 ms on triton; only long sequences make up for that.
+benchmarks/results/h200_as_sm80/branch_ranks.json. Forward and backward of cmp take 2 ms or more on
+fa2 at up to 4096 tokens and 0.5 to 1.1 ms on triton; only long sequences make up for that.
 """
 
 from __future__ import annotations
@@ -14,20 +14,17 @@ PRIORITY = 20
 SEL_PRIORITY = -10  # slow: one varlen document per token and group
 FASTER = 40  # above the triton backend
 WIDE = 192  # between the widths of 128 and 256, which have limits of their own
+COLUMNS = 128  # fewest columns with a gain
 # Products q . k, in units of query heads x tokens x keys x columns, from which FlashAttention-2 is
-# faster: (slot, training, wide) -> number. cmp of 64/4/128: 16384 tokens in training, ratio 1.03;
-# 65536 tokens, 1.33 and 1.25 in inference. win of 28/4/128: 4096 tokens, 1.15 and 1.02.
+# faster: (slot, training, wide) -> number. Slots that are missing are faster on triton. cmp of
+# 64/4/128 in training: 16384 tokens, ratio 0.83; 65536 tokens, 1.11. cmp of 8/1/256: 0.92 and 1.58.
 LEAST_PRODUCTS = {
-    ("cmp", True, False): 1.5e11,
-    ("cmp", False, False): 3.0e11,
-    ("cmp", True, True): 2.0e10,
-    ("cmp", False, True): 2.0e10,
-    ("win", True, False): 7.5e9,
-    ("win", False, False): 1.5e10,
-    ("win", True, True): 4.0e9,
-    ("win", False, True): 4.0e9,
+    ("cmp", True, False): 6.0e11,
+    ("cmp", True, True): 2.0e11,
+    ("cmp", False, True): 2.0e11,
+    ("win", True, True): 1.0e10,
+    ("win", False, True): 1.0e10,
 }
-WIN_COLUMNS = 128  # fewest columns with a gain in win
 
 
 def rank(request: Request) -> int | Rank:
@@ -44,15 +41,13 @@ def _is_faster(request: Request) -> bool:
     unmeasured = request.varlen or request.partial or request.deterministic
     if request.capability != (8, 0) or request.phase == "decode" or unmeasured:
         return False
-    if request.seq_len is None:
-        return False
     tokens, columns, geometry = request.seq_len, request.head_dim, request.geometry
-    if request.slot == "win" and columns < WIN_COLUMNS:
+    least = LEAST_PRODUCTS.get((request.slot, request.needs_grad, columns >= WIDE))
+    if tokens is None or columns < COLUMNS or least is None:
         return False
     keys = (
         geometry.num_compressed(tokens)
         if request.slot == "cmp"
         else min(tokens, geometry.window_size)
     )
-    products = (request.batch or 1) * request.n_heads * columns * tokens * keys
-    return products >= LEAST_PRODUCTS[request.slot, request.needs_grad, columns >= WIDE]
+    return (request.batch or 1) * request.n_heads * columns * tokens * keys >= least
