@@ -16,8 +16,9 @@ FASTER = 40  # above the triton backend
 WIDE = 192  # between the widths of 128 and 256, which have limits of their own
 COLUMNS = 128  # fewest columns with a gain
 # Products q . k, in units of query heads x tokens x keys x columns, from which FlashAttention-2 is
-# faster: (slot, training, wide) -> number. Slots that are missing are faster on triton. cmp of
-# 64/4/128 in training: 16384 tokens, ratio 0.83; 65536 tokens, 1.11. cmp of 8/1/256: 0.92 and 1.58.
+# faster: (slot, training, wide) -> number. cmp of 64/4/128 in training: 16384 tokens, ratio 0.83;
+# 65536 tokens, 1.11. cmp of 8/1/256: 0.92 and 1.58. In the cases that are missing triton is faster
+# in most shapes; fa2 gains at most 1.11 (win of 28/4/128 in training) and takes more memory.
 LEAST_PRODUCTS = {
     ("cmp", True, False): 6.0e11,
     ("cmp", True, True): 2.0e11,
