@@ -60,7 +60,8 @@ class Verdict:
         row: Largest row error, in units of noise.
         elem: Largest element error, in units of noise.
         bias: Largest bias of a head, as a fraction of its bound (the limit is 1).
-        where: Index of the worst row, or of the first wrong element, in the judged layout.
+        where: Index of the worst row, or of the first wrong element, in the judged layout. Of
+            narrow rows that are judged together, the first.
         why: The violated limits and their place; empty if the tensor is correct.
     """
 
@@ -166,9 +167,10 @@ def judge(
         bias = |<a - g, g>| / (lim u <g, g> + 4 sqrt(sum over rows of n^2 |g_row|^2))    per head
 
     kappa is 1/8 for gradients and 0 for outputs; 2^-24 becomes 2^-53 in float64. NaN and Inf must
-    be in the same places as in ``golden``, and an error in a row of zero noise is infinite. In rows
-    of fewer than 12 elements, ``row`` is the rms of this quotient over as many rows as have 12: of
-    one element, r - g is a single draw of the noise, which may be far below the noise's size.
+    be in the same places as in ``golden``, and an error in a row of zero noise is infinite. If a
+    row has fewer than 12 elements, ``row`` is the rms of its quotient and those of the rows after
+    it, as many as have 12 elements together: one element alone would be measured by one rounding
+    error of r, which may be 0.
 
     With ``score_noise`` x, n^2 grows by rms(x)^2. In the bias of rows with x > 0, n^2 grows by
     D (rms(x)^2 + c^2) with c = (kappa u + 4 * 2^-24) rms(m): an error of P or dS multiplies all D
