@@ -67,16 +67,20 @@ class Sweep:
         """Return the sweep of a line.
 
         Raises:
-            ValueError: The line is no sweep.
+            ValueError: The line is no sweep; the message names it.
         """
-        kernel, slot, shape, tokens, *settings = line.split()
+        words = line.split()
+        try:
+            kernel, slot, shape, tokens, *settings = words
+            pairs = [setting.split("=") for setting in settings]
+            grid = tuple((name, tuple(map(int, values.split(",")))) for name, values in pairs)
+            length = int(tokens)
+        except ValueError:
+            form = "KERNEL SLOT SHAPE TOKENS NAME=VALUE,VALUE ..."
+            raise ValueError(f"{line.strip()!r} is not of the form {form!r}") from None
         if kernel not in (*configs.FORWARD.get(slot, ()), *configs.BACKWARD.get(slot, ())):
-            raise ValueError(f"slot {slot!r} launches no kernel {kernel!r}")
-        grid = []
-        for setting in settings:
-            name, values = setting.split("=")
-            grid.append((name, tuple(map(int, values.split(",")))))
-        return cls(kernel, slot, shape, int(tokens), tuple(grid))
+            raise ValueError(f"{line.strip()!r}: slot {slot!r} launches no kernel {kernel!r}")
+        return cls(kernel, slot, shape, length, grid)
 
     def changes(self) -> list[Settings]:
         """Return what each candidate changes; the first one, the tuned row, changes nothing."""
@@ -220,7 +224,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=14)
     options = parser.parse_args()
     lines = options.sweeps.read_text().splitlines()
-    sweeps = [Sweep.parse(line) for line in lines if line.strip() and line[0] != "#"]
+    try:
+        sweeps = [Sweep.parse(line) for line in lines if line.strip() and line[0] != "#"]
+    except ValueError as error:
+        parser.error(str(error))
     device = torch.device("cuda", torch.cuda.current_device())
     facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     print(f"{facts['gpu']}, table of sm_{architecture(device)}", flush=True)

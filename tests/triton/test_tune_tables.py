@@ -1,0 +1,66 @@
+"""The sweeps of benchmarks/kernels/tune_tables.py and the rows that they change."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("triton")
+from nsa_backend_triton.host import configs
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels" / "tune_tables.py"
+TRAITS = {"head_dim": 128, "v_head_dim": 128, "itemsize": 2, "heads": 64, "window": 0}
+LINE = "span_dkdv cmp 64/4/128 65536 BLOCK_N=64,128 num_warps=4,8 span_dq.BLOCK_M=64"
+
+
+@pytest.fixture(scope="module")
+def tune_tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tune_tables", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tune_tables"] = module  # dataclasses look up their module by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_line_gives_the_tuned_row_and_every_combination(tune_tables: ModuleType) -> None:
+    sweep = tune_tables.Sweep.parse(LINE)
+    assert str(sweep) == "span_dkdv, cmp backward 64/4/128 65536 tokens"
+    changes = sweep.changes()
+    assert changes[0] == {}
+    assert len(changes) == 5
+    assert {"BLOCK_N": 128, "num_warps": 8, "span_dq.BLOCK_M": 64} in changes
+
+
+def test_a_change_reaches_its_kernels_until_it_is_taken_back(tune_tables: ModuleType) -> None:
+    names = ("span_dkdv", "span_dq", "span_forward")
+
+    def rows() -> list[dict[str, int]]:
+        return [dict(configs.pick(name, 80, **TRAITS)) for name in names]
+
+    before, pick = rows(), configs.pick
+    changed = tune_tables.TunedRows("span_dkdv")
+    changed.change({"BLOCK_N": 16, "span_dq.BLOCK_M": 32, "maxnreg": 0})
+    assert rows() == [{**before[0], "BLOCK_N": 16}, {**before[1], "BLOCK_M": 32}, before[2]]
+    changed.change({})
+    assert configs.pick is pick
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("span_dkdv cmp 64/4/128", "is not of the form"),
+        ("span_dkdv cmp 64/4/128 64k BLOCK_N=64", "is not of the form"),
+        ("span_dkdv cmp 64/4/128 65536 BLOCK_N", "is not of the form"),
+        ("span_dkdv sel 64/4/128 65536 BLOCK_N=64", "slot 'sel' launches no kernel 'span_dkdv'"),
+    ],
+)
+def test_a_wrong_line_is_named(tune_tables: ModuleType, line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        tune_tables.Sweep.parse(line)
+    assert line in str(error.value)
