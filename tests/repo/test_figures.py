@@ -366,3 +366,19 @@ def test_a_stamped_file_of_one_shape_replaces_the_file_of_all_shapes(figures, pa
     after = figures.Results(folder).core("12/2/64")
     assert {m.length for m in before} == {8192, 32768, 65536}
     assert {m.length for m in after} == {65536}
+
+
+def test_the_table_of_the_a100_path_has_the_medians_of_its_file():
+    text = (ROOT / "benchmarks" / "README.md").read_text().partition("## The A100 path")[2]
+    rows = re.findall(r"(?m)^\| (\S+), (\d+)k \| (\S+) \| (\S+) \| (\S+) \|$", text)
+    file = ROOT / "benchmarks" / "results" / "h200_as_sm80" / "core.json"
+    medians = {
+        (m["shape"], m["length"], m["subject"]): m["performance"]["median_ms"]
+        for m in json.loads(file.read_text())["measurements"]
+        if m["performance"]
+    }
+    assert len(rows) == 9
+    for shape, length, *cells in rows:
+        for subject, cell in zip(("triton", "auto", "dense flash"), cells, strict=True):
+            median = medians[shape, 1024 * int(length), subject]
+            assert cell == f"{median:#.3g}".rstrip("."), (shape, length)

@@ -17,8 +17,9 @@ WIDE = 192  # between the widths of 128 and 256, which have limits of their own
 COLUMNS = 128  # fewest columns with a gain
 # Products q . k, in units of query heads x tokens x keys x columns, from which FlashAttention-2 is
 # faster: (slot, training, wide) -> number. cmp of 64/4/128 in training: 16384 tokens, ratio 0.83;
-# 65536 tokens, 1.11. cmp of 8/1/256: 0.92 and 1.58. In the cases that are missing triton is faster
-# in most shapes; fa2 gains at most 1.11 (win of 28/4/128 in training) and takes more memory.
+# 65536 tokens, 1.11. cmp of 8/1/256: 0.92 and 1.58. Elsewhere triton is faster in most shapes. From
+# 16384 tokens on, the largest ratio left to triton is 1.11 (win of 28/4/128 in training); at 1024
+# and 4096 tokens, where a call takes about 1 ms, it is 1.30 (win of 16/1/128 in training).
 LEAST_PRODUCTS = {
     ("cmp", True, False): 6.0e11,
     ("cmp", True, True): 2.0e11,
