@@ -53,9 +53,11 @@ PUBLIC_NAMES = {
     "Unavailable",
     "Unsupported",
     "__version__",
+    "block_attention",
     "hookimpl",
     "nsa_attention",
     "pad",
+    "plan_block_attention",
     "resolve",
     "unpad",
 }

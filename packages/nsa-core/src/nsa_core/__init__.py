@@ -23,6 +23,8 @@ _MODULE_OF = {
     "Plan": "dispatch.plan",
     "resolve": "dispatch.plan",
     "nsa_attention": "layer.attention",
+    "block_attention": "layer.block_attention",
+    "plan_block_attention": "layer.block_attention",
     "NSAttention": "layer.module",
     "NSACache": "cache",
     "pad": "packing",

@@ -101,16 +101,8 @@ class Plan:
             Plain text of several lines. Each other candidate is listed with its reasons.
         """
         lines = [describe_request(self.requests["cmp"])]
-        for slot, choice in self.choices.items():
-            why = f"tuned: {choice.tuned}" if choice.tuned else one_line(choice.rank_reason)
-            chosen_by = "asked for" if choice.explicit else "auto" + (f", {why}" if why else "")
-            title = f"{one_line(choice.backend)} {one_line(choice.version)}"
-            lines.append(f"{slot}: {title} ({chosen_by})")
-            lines += [
-                f"  {candidate}"
-                for candidate in choice.candidates
-                if candidate.backend != choice.backend
-            ]
+        for choice in self.choices.values():
+            lines += _explain_choice(choice)
         lines += [
             f"{name}: {one_line(kernel.backend)} (fused)" for name, kernel in self.fused.items()
         ]
@@ -199,18 +191,50 @@ class Plan:
         return (resolve, (self.config, options))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlotPlan:
+    """The kernel of one slot, chosen by :func:`resolve_slot`.
+
+    Attributes:
+        request: The request that the backend accepted.
+        choice: The chosen backend, and all candidates.
+        kernel: The kernel.
+    """
+
+    request: Request
+    choice: Choice
+    kernel: SlotKernel
+
+    def explain(self) -> str:
+        """Describe the plan as :meth:`Plan.explain` does."""
+        return "\n".join([describe_request(self.request), *_explain_choice(self.choice)])
+
+
+def _explain_choice(choice: Choice) -> list[str]:
+    """Return a line about the chosen backend, and one for each other candidate."""
+    why = f"tuned: {choice.tuned}" if choice.tuned else one_line(choice.rank_reason)
+    chosen_by = "asked for" if choice.explicit else "auto" + (f", {why}" if why else "")
+    title = f"{one_line(choice.backend)} {one_line(choice.version)}"
+    others = [c for c in choice.candidates if c.backend != choice.backend]
+    return [f"{choice.slot}: {title} ({chosen_by})", *(f"  {c}" for c in others)]
+
+
 def _size(value: int | None) -> str:
     return "?" if value is None else str(value)
 
 
 def describe_request(request: Request) -> str:
-    """Return the request as one line: sizes under the contract's symbols, dtype, device, flags."""
+    """Return the request as one line: sizes under the contract's symbols, dtype, device, flags.
+
+    A request of sel has the sizes that it depends on, any other one those of a layer.
+    """
     g = request.geometry
+    blocks = f"l'={g.select_block_size} n={g.num_selected_blocks}"
+    if request.slot != "sel":
+        blocks = f"l={g.compress_block_size} d={g.compress_stride} {blocks} w={g.window_size}"
     shape = (
         f"B={_size(request.batch)} S={_size(request.seq_len)} Hq={request.n_heads}"
-        f" G={request.n_kv_heads} Dk={request.head_dim} Dv={request.v_head_dim}"
-        f" l={g.compress_block_size} d={g.compress_stride} l'={g.select_block_size}"
-        f" n={g.num_selected_blocks} w={g.window_size}"
+        f" G={request.n_kv_heads} Dk={request.head_dim} Dv={request.v_head_dim} {blocks}"
     )
     device = request.device + (
         f" sm_{request.capability[0]}{request.capability[1]}" if request.capability else ""
@@ -263,30 +287,37 @@ def resolve(
     return decide(find_candidates(config, options, registry=registry))
 
 
+def resolve_slot(
+    config: NSAConfig,
+    slot: str,
+    options: PlanOptions | None = None,
+    *,
+    registry: Registry | None = None,
+    **fields: Any,
+) -> SlotPlan:
+    """Choose the backend of one slot, whatever backends say about the others.
+
+    Arguments and errors are those of :func:`resolve`.
+    """
+    options = dataclasses.replace(options or PlanOptions(), **fields)
+    registry = default_registry() if registry is None else registry
+    found = find_candidates(config, options, registry=registry)
+    choice, kernel = _choose(found, {slot: _decide_slot(found, slot)})[slot]
+    _log_once(found, {slot: choice})
+    return SlotPlan(found.requests[slot], choice, kernel)
+
+
 def decide(all_candidates: Candidates) -> Plan:
     """Choose one of the candidates of each slot, and return the plan; raises as :func:`resolve`."""
     outcomes = {slot: _decide_slot(all_candidates, slot) for slot in SLOTS}
-    refused = {slot: error for slot, (_, _, error) in outcomes.items() if error is not None}
-    if refused:
-        text = _report(all_candidates, {slot: outcomes[slot][1] for slot in refused})
-        if BackendUnavailable not in refused.values():
-            raise Unsupported(text)
-        unavailable_error = BackendUnavailable(text)
-        unavailable_error.nothing_usable = not all_candidates.registry.ready()
-        raise unavailable_error
-    choices, kernels, slots = {}, {}, {}
-    for slot, (chosen, candidates, _) in outcomes.items():
-        assert chosen is not None  # a slot without an error has a chosen candidate
-        candidate, kernel = chosen
-        explicit = all_candidates.chosen_by_name[slot] is not None
-        is_auto_first = not explicit and candidates[0].backend == candidate.backend
-        measurement = all_candidates.tuned.get(slot, "") if is_auto_first else ""
-        choices[slot] = Choice(
-            slot, candidate.backend, candidate.version, explicit, candidates, measurement
-        )
-        spec = all_candidates.registry.get(candidate.backend).spec
+    chosen = _choose(all_candidates, outcomes)
+    choices = {slot: choice for slot, (choice, _) in chosen.items()}
+    kernels = {slot: kernel for slot, (_, kernel) in chosen.items()}
+    slots = {}
+    for slot, choice in choices.items():
+        spec = all_candidates.registry.get(choice.backend).spec
         assert spec is not None  # an accepted candidate is ready
-        kernels[slot], slots[slot] = kernel, spec.slots[slot]
+        slots[slot] = spec.slots[slot]
     _log_once(all_candidates, choices)
     fused = MappingProxyType(_fused(all_candidates, choices))
     frozen = (MappingProxyType(choices), MappingProxyType(slots))
@@ -298,6 +329,38 @@ def decide(all_candidates: Candidates) -> Plan:
         fused=fused,
         **kernels,
     )
+
+
+def _choose(
+    all_candidates: Candidates, outcomes: Mapping[str, _Outcome]
+) -> dict[str, tuple[Choice, SlotKernel]]:
+    """Return the choice and the kernel of each slot of ``outcomes``; raises as :func:`resolve`."""
+    refused = {slot: error for slot, (_, _, error) in outcomes.items() if error is not None}
+    if refused:
+        request = _request_of(all_candidates, outcomes)
+        text = _report(all_candidates, request, {slot: outcomes[slot][1] for slot in refused})
+        if BackendUnavailable not in refused.values():
+            raise Unsupported(text)
+        unavailable_error = BackendUnavailable(text)
+        unavailable_error.nothing_usable = not all_candidates.registry.ready()
+        raise unavailable_error
+    chosen: dict[str, tuple[Choice, SlotKernel]] = {}
+    for slot, (first, candidates, _) in outcomes.items():
+        assert first is not None  # a slot without an error has a chosen candidate
+        candidate, kernel = first
+        explicit = all_candidates.chosen_by_name[slot] is not None
+        is_auto_first = not explicit and candidates[0].backend == candidate.backend
+        measurement = all_candidates.tuned.get(slot, "") if is_auto_first else ""
+        choice = Choice(
+            slot, candidate.backend, candidate.version, explicit, candidates, measurement
+        )
+        chosen[slot] = choice, kernel
+    return chosen
+
+
+def _request_of(all_candidates: Candidates, slots: Mapping[str, object]) -> Request:
+    """Return the request that stands for the planned ``slots`` in messages."""
+    return all_candidates.requests["cmp" if "cmp" in slots else next(iter(slots))]
 
 
 def _kernel(all_candidates: Candidates, slot: str, backend: str) -> Kernel | DecodeKernel:
@@ -360,7 +423,9 @@ def _decide_slot(all_candidates: Candidates, slot: str) -> _Outcome:
     return None, tuple(candidates), error
 
 
-def _report(all_candidates: Candidates, refused: Mapping[str, tuple[Candidate, ...]]) -> str:
+def _report(
+    all_candidates: Candidates, request: Request, refused: Mapping[str, tuple[Candidate, ...]]
+) -> str:
     """Return the error message: a summary, the request, and each refused slot's candidates.
 
     Slots whose candidates have the same reasons share one list of candidates.
@@ -383,7 +448,7 @@ def _report(all_candidates: Candidates, refused: Mapping[str, tuple[Candidate, .
         )
     lines = [
         "; ".join(sorted(sentences)),
-        f"  request: {describe_request(all_candidates.requests['cmp'])}",
+        f"  request: {describe_request(request)}",
     ]
     slots_by_answers: dict[tuple[str, ...], list[str]] = {}  # (named backend, *candidates) -> slots
     for slot, candidates in refused.items():
@@ -397,7 +462,7 @@ def _report(all_candidates: Candidates, refused: Mapping[str, tuple[Candidate, .
 def _log_once(all_candidates: Candidates, choices: Mapping[str, Choice]) -> None:
     """Log the choices of `auto`, once per device, dtype and set of choices."""
     chosen = {slot: f"{c.backend} {c.version}" for slot, c in choices.items() if not c.explicit}
-    request = all_candidates.requests["cmp"]
+    request = _request_of(all_candidates, choices)
     key = (
         request.device,
         request.dtype,

@@ -88,13 +88,13 @@ def call_config(
         return plan.config
     values: Numbers = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], *numbers)
     if torch.compiler.is_compiling():
-        values = tuple([_constant(value) for value in values])
+        values = tuple([as_constant(value) for value in values])
     name = _config_name(*values)
     built: NSAConfig = getattr(_configs, name)
     return built
 
 
-def _constant(value: Any) -> Any:
+def as_constant(value: Any) -> Any:
     """Return ``value``, which torch.compile may have made symbolic, as a constant with a guard."""
     if isinstance(value, int) and not isinstance(value, bool):
         return operator.index(value)
