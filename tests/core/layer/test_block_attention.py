@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import functools
+import pickle
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +22,9 @@ from nsa_core import (
     plan_block_attention,
     resolve,
 )
+from nsa_core.dispatch.options import PlanOptions
+from nsa_core.dispatch.plan import resolve_slot
+from nsa_core.layer.block_plans import BlockSizes, _store_plan, resolve_blocks
 from nsa_core.layout import BlockGeometry
 from nsa_verify.judge.slot import judge_slot
 
@@ -45,6 +52,7 @@ def problem(
     }
     blocks = torch.randint(-1, count, (*lead, 2, n))
     blocks[..., :1][torch.rand(*lead, 2, 1) < 0.1] = 2**40
+    blocks[..., 1:2][torch.rand(*lead, 2, 1) < 0.1] = -(2**31)
     return {**{name: t.requires_grad_() for name, t in x.items()}, "blocks": blocks}
 
 
@@ -95,10 +103,11 @@ def test_output_and_gradients_match_the_oracle(case: str, dtype: torch.dtype) ->
     assert all(verdicts.values()), verdicts
 
 
-@pytest.mark.parametrize("size", [5, 16, 128, 256, 384])
+@pytest.mark.parametrize("size", [5, 16, 128, 192, 256, 300, 384, 528])
 def test_blocks_of_any_size_match_a_dense_mask(size: int) -> None:
-    """Blocks above 128 keys are split."""
-    x = problem((1, 1600), n=3, count=1600 // size + 2)
+    """Blocks above 128 keys are split, into blocks of 128, 64, 32 or 16 keys."""
+    tokens = 2 * size + 90
+    x = problem((1, tokens), n=3, count=tokens // size + 2)
     o = block_attention(**x, block_size=size)
     expected = masked(**x, size=size)
     assert float((o - expected).detach().abs().max()) < 1e-5
@@ -140,6 +149,7 @@ def test_it_is_the_selected_branch_of_nsa() -> None:
     )  # fmt: skip
     o = nsa_attention(x["q"], x["k"], x["v"], gates, config=config, blocks=x["blocks"])
     assert torch.equal(block_attention(**x, block_size=SIZE), o)
+    assert torch.equal(block_attention(**x, block_size=SIZE, first_query=0), o)
 
 
 def test_a_scale_is_used() -> None:
@@ -160,32 +170,128 @@ def test_a_plan_names_its_backend_and_serves_its_calls() -> None:
     x = problem()
     expected = block_attention(**x, block_size=512)
     assert torch.equal(block_attention(**x, block_size=512, plan=plan), expected)
-    with pytest.raises(InvalidInput, match="plan is for 128 keys a block, the call has 64"):
-        block_attention(**x, block_size=64, plan=plan)
-    with pytest.raises(InvalidInput, match="resolve it with partial=True"):
-        block_attention(
-            **{**x, "q": x["q"][:, :9], "blocks": x["blocks"][:, :9]}, block_size=512, plan=plan
-        )
-    whole = resolve(NSAConfig(64, 4, 2), device="cpu")
-    with pytest.raises(InvalidInput, match=r"plan_block_attention\(\) returns, got Plan"):
-        block_attention(**x, block_size=512, plan=whole)  # type: ignore[arg-type]
+    assert plan.explain().splitlines()[-1].strip() == "5 blocks of 512 keys run as 20 blocks of 128"
+
+
+@pytest.mark.parametrize(
+    ("planned", "called", "message"),
+    [
+        ({}, {"block_size": 64}, "plan is for 5 blocks of 512 keys, the call has 5 blocks of 64"),
+        ({"n_blocks": 4}, {}, "plan is for 4 blocks of 512 keys, the call has 5 blocks of 512"),
+        ({"n_kv_heads": 1}, {}, "plan is for n_kv_heads 1, the call has 2"),
+        ({"v_head_dim": None}, {}, "plan is for v_head_dim 24, the call has 8"),
+        ({"scale": 2.0}, {"scale": 3}, r"plan is for scale 2\.0, the call has 3\.0"),
+        ({}, {"scale": float("nan")}, r"scale must be finite \(a number\) or None, got nan"),
+        ({"dtype": "bfloat16"}, {}, "plan is for bfloat16 on cpu, but the tensors are float32"),
+        ({"needs_grad": False}, {}, "plan was made without needs_grad=True, but the call needs a"),
+        ({}, {"first_query": 2}, "plan was made without partial=True, but q begins inside"),
+        ({}, {"cu_seqlens": 0}, "plan was made without varlen=True, but cu_seqlens is passed"),
+        ({}, {"backends": "sdpa"}, "plan and backends='sdpa' are both passed"),
+        (
+            {},
+            {"plan": "sdpa"},
+            r"plan_block_attention\(\) returns, got str; pass the name of a back",
+        ),
+        ({}, {"plan": resolve(NSAConfig(64, 4, 2))}, r"_attention\(\) returns, got Plan"),
+    ],
+)
+def test_a_plan_for_another_call_is_refused(
+    planned: dict[str, Any], called: dict[str, Any], message: str
+) -> None:
+    sizes: dict[str, Any] = {"n_heads": 6, "n_kv_heads": 2, "head_dim": 24, "v_head_dim": 8}
+    options: dict[str, Any] = {"block_size": 512, "n_blocks": 5, "needs_grad": True}
+    plan = plan_block_attention(**{**sizes, **options, **planned})
+    x = problem()
+    if "first_query" in called:
+        x["q"], x["blocks"] = x["q"][:, 2:], x["blocks"][:, 2:]
+    if "cu_seqlens" in called:
+        x = {name: t[0] for name, t in x.items()}
+        called = {"cu_seqlens": torch.tensor([0, 150], dtype=torch.int32)}
+    with pytest.raises(InvalidInput, match=message):
+        block_attention(**{**x, "block_size": 512, "plan": plan, **called})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_blocks": 0}, "n_blocks must be an integer >= 1, got 0"),
+        ({"v_head_dim": 0}, "v_head_dim must be an integer >= 1, got 0"),
+        ({"n_heads": 6.0}, r"n_heads must be an integer >= 1, got 6\.0"),
+        ({"n_heads": 5}, "5 query heads do not divide over 2"),
+        ({"block_size": -1}, "block_size must be an integer >= 1, got -1"),
+        ({"scale": float("inf")}, "scale must be finite"),
+    ],
+)
+def test_bad_sizes_of_a_plan_are_named(changes: dict[str, Any], message: str) -> None:
+    sizes: dict[str, Any] = {"n_heads": 6, "n_kv_heads": 2, "head_dim": 24}
+    with pytest.raises(InvalidInput, match=message):
+        plan_block_attention(**{**sizes, "block_size": 64, "n_blocks": 4, **changes})
+
+
+def test_a_plan_of_the_layer_is_refused() -> None:
+    plan: Any = resolve(NSAConfig(64, 4, 2))
+    with pytest.raises(InvalidInput, match=r"_attention\(\) returns, got Plan"):
+        block_attention(**problem(), block_size=SIZE, plan=plan)
+
+
+def test_plans_are_immutable_values() -> None:
+    plan = plan_block_attention(
+        6, 2, 24, block_size=512, n_blocks=5, scale=0.5, backends="sdpa", needs_grad=True
+    )
+    assert copy.copy(plan) is plan
+    assert copy.deepcopy(plan) is plan
+    again = pickle.loads(pickle.dumps(plan))
+    assert again is not plan
+    assert (again.sizes, again.request) == (plan.sizes, plan.request)
+    assert again.choice.explicit
+    slot = resolve_slot(NSAConfig(64, 4, 2), "win", device="cpu", varlen=True)
+    assert pickle.loads(pickle.dumps(slot)).request == slot.request
+    assert copy.deepcopy(slot) is slot
+
+
+def test_threads_share_no_name_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two first calls at once: both name their plans, then both store them, then both read them."""
+    barrier = threading.Barrier(2, timeout=60)
+
+    class Plans:
+        def __setattr__(self, name: str, plan: object) -> None:
+            barrier.wait()
+            super().__setattr__(name, plan)
+            barrier.wait()
+
+    monkeypatch.setattr("nsa_core.layer.block_plans._plans", Plans())
+    x = {name: t.detach() for name, t in problem().items()}
+    calls = [functools.partial(block_attention, **x, block_size=size) for size in (23, 29)]
+    with ThreadPoolExecutor(2) as pool:
+        results = [future.result() for future in [pool.submit(call) for call in calls]]
+    _store_plan.cache_clear()  # later calls must not read the plans of this test
+    for size, o in zip((23, 29), results):
+        assert torch.allclose(o.double(), masked(**x, size=size), atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"block_size": 0}, "block_size must be an integer >= 1, got 0"),
-        ({"block_size": 300}, "block_size above 128 must be a multiple of 128, got 300"),
+        ({"scale": "a"}, "scale must be finite"),
         ({"block_size": 16.0}, "block_size must be an integer >= 1, got 16.0"),
         ({"first_query": -1}, "first_query must be an integer >= 0, got -1"),
+        ({"first_query": 1.0}, r"first_query must be an integer >= 0, got 1\.0"),
+        ({"first_query": 100}, "k has 150 rows, but the 150 rows of q from first_query = 100 on"),
+        ({"k": torch.zeros(2, 160, 2, 24), "v": torch.zeros(2, 160, 2, 8)}, "pass first_query, th"),
         ({"blocks": "first"}, "blocks must be a tensor, got str"),
-        ({"blocks": torch.zeros(2, 150, 2, 5)}, "blocks must be integers, got torch.float32"),
-        ({"q": torch.zeros(150, 6, 24)}, r"q must have 4 axes \[B, S, heads, width\]"),
-        ({"k": torch.zeros(2, 150, 4, 24)}, "6 query heads do not divide over 4"),
+        ({"blocks": torch.zeros(2, 150, 2, 5)}, "blocks must be integers, got float32"),
+        ({"blocks": torch.zeros(2, 150, 2, 5).bool()}, r"blocks must be integers, got bool \(q \["),
+        ({"q": torch.zeros(150, 6, 24)}, r"q must have 4 axes \['B', 'S', 'Hq', 'Dk'\], got 3"),
+        ({"k": torch.zeros(2, 150, 3, 24)}, "v has G = 2, expected 3"),
         ({"v": torch.zeros(2, 150, 2, 8, dtype=torch.float64)}, "q, k, v must share one dtype"),
         ({"backends": "spda"}, "sdpa"),
         ({"backends": {"sel": "sdpa"}}, "backends must be None or the name of a backend, got {"),
-        ({"first_query": 100}, "k"),
+        ({"backends": {"cmb": "sdpa"}}, "unknown slot 'cmb'"),
+        ({"max_seqlen": 9}, "max_seqlen goes with cu_seqlens"),
+        ({"cu_seqlens": [0, 150]}, r"pass torch\.tensor\(cu_seqlens, dtype=torch\.int32"),
+        ({"q": torch.zeros(2, 150, 6, 24).to_sparse()}, r"q is sparse .*pass q\.to_dense\(\)"),
+        ({"q": torch.zeros(2, 150, 7, 24)}, "7 query heads do not divide over 2 kv heads"),
     ],
 )
 def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
@@ -212,10 +318,98 @@ def test_it_compiles_without_graph_breaks() -> None:
         assert torch.equal(compiled(**x), call(**x))
 
 
-def test_plans_are_for_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward-only backend serves calls without gradient."""
-    plan = plan_block_attention(
-        6, 2, 24, v_head_dim=8, block_size=SIZE, n_blocks=5, backends="sdpa"
+def test_chunks_compile_without_graph_breaks() -> None:
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, first: int
+    ) -> Any:
+        return block_attention(q, k, v, blocks, block_size=SIZE, first_query=first)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+    x = {name: t.detach() for name, t in problem().items()}
+    whole = block_attention(**x, block_size=SIZE)
+    for first, end in ((0, 40), (40, 90), (90, 150)):
+        chunk = {name: x[name][:, first:end] for name in ("q", "blocks")}
+        o = compiled(**{**x, **chunk}, first=first)
+        assert torch.allclose(o, whole[:, first:end], atol=1e-6)
+
+
+def test_a_forward_only_backend_serves_calls_without_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The default plan asks for gradients first, and does without them if the call does."""
+    asked = []
+
+    def forward_only(sizes: BlockSizes, options: PlanOptions) -> Any:
+        asked.append(options.needs_grad)
+        if options.needs_grad:
+            raise Unsupported("has no backward")
+        return resolve_blocks(sizes, options)
+
+    monkeypatch.setattr("nsa_core.layer.block_plans.resolve_blocks", forward_only)
+    x = problem()
+    with pytest.raises(Unsupported, match="has no backward"):
+        block_attention(**x, block_size=31)
+    with torch.no_grad():
+        o = block_attention(**x, block_size=31)
+    assert torch.allclose(o.double(), masked(**x, size=31), atol=1e-5)
+    assert asked == [True, True, False]
+
+
+def test_forward_mode_differentiation_is_refused() -> None:
+    """The operators would drop the tangent."""
+    x = {name: t.detach() for name, t in problem().items()}
+
+    def of_k(k: torch.Tensor) -> Any:
+        return block_attention(**{**x, "k": k}, block_size=SIZE)
+
+    with pytest.raises(Unsupported, match="forward-mode differentiation"):
+        torch.func.jvp(of_k, (x["k"],), (torch.ones_like(x["k"]),))
+
+
+def test_packed_documents_are_refused_under_vmap() -> None:
+    x = {name: t.detach()[0] for name, t in problem().items()}
+    bounds = torch.tensor([0, 70, 150], dtype=torch.int32)
+
+    def of_q(q: torch.Tensor) -> Any:
+        return block_attention(**{**x, "q": q}, block_size=SIZE, cu_seqlens=bounds)
+
+    with pytest.raises(Unsupported, match="not supported under"):
+        torch.vmap(of_q)(torch.stack([x["q"], x["q"]]))
+
+
+class Blocks(torch.nn.Module):
+    """block_attention as a module, which torch.export requires."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        return block_attention(q, k, v, blocks, block_size=192, cu_seqlens=cu_seqlens)
+
+
+def test_it_exports_with_a_dynamic_length() -> None:
+    tokens = {1: torch.export.Dim("S", min=2, max=2**17)}
+    program = torch.export.export(
+        Blocks(), tuple(problem((2, 150)).values()), dynamic_shapes=(tokens,) * 4
     )
-    assert not plan.request.needs_grad
-    assert dataclasses.asdict(plan.choice)["explicit"]
+    for length in (90, 333):
+        x = problem((2, length))
+        assert torch.equal(program.module()(*x.values()), Blocks()(**x))
+
+
+def test_packed_documents_do_not_export_with_a_dynamic_length() -> None:
+    tokens = {0: torch.export.Dim("T", min=2, max=2**17)}
+    bounds = torch.tensor([0, 70, 150], dtype=torch.int32)
+    with pytest.raises(Unsupported, match="cannot be exported with a dynamic number of rows"):
+        torch.export.export(
+            Blocks(),
+            (*problem((150,)).values(), bounds),
+            dynamic_shapes=(*(tokens,) * 4, None),
+            strict=False,
+        )
+
+
+def test_block_sizes_without_a_divisor_run_whole() -> None:
+    plan = plan_block_attention(6, 2, 24, block_size=300, n_blocks=3)
+    assert plan.request.geometry.select_block_size == 300
+    assert (plan.choice.backend, len(plan.explain().splitlines())) == ("sdpa", 4)

@@ -20,7 +20,7 @@ COMPRESS_KINDS = ("mlp", "linear", "conv", "mean", "attn_pool")
 GATE_KINDS = ("linear", "mlp")
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: object) -> bool:
     """Return whether ``value`` is a real number, of Python or numpy, and finite as a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
@@ -214,11 +214,11 @@ class NSAConfig:
                 f"head_dim must be even for rotary embedding, got {self.head_dim}; or set"
                 " rope=False"
             )
-        if not (_is_finite(self.rope_base) and self.rope_base > 0):
+        if not (is_finite(self.rope_base) and self.rope_base > 0):
             problems.append(f"rope_base must be a finite number > 0, got {self.rope_base!r}")
-        if self.scale is not None and not _is_finite(self.scale):
+        if self.scale is not None and not is_finite(self.scale):
             problems.append(f"scale must be finite (a number) or None, got {self.scale!r}")
-        if not (_is_finite(self.dropout) and self.dropout == 0):
+        if not (is_finite(self.dropout) and self.dropout == 0):
             problems.append(
                 f"dropout is not part of NSA, got dropout={self.dropout!r}; apply dropout outside"
                 " the layer"

@@ -182,32 +182,48 @@ class Plan:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        request = self.requests["cmp"]
-        explicit = {
-            slot: choice.backend for slot, choice in self.choices.items() if choice.explicit
-        }
-        names = {field.name for field in dataclasses.fields(PlanOptions)} - {"backends"}
-        options = PlanOptions(backends=explicit, **{name: getattr(request, name) for name in names})
-        return (resolve, (self.config, options))
+        return (resolve, (self.config, _options_of(self.requests["cmp"], self.choices)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SlotPlan:
-    """The kernel of one slot, chosen by :func:`resolve_slot`.
+    """The kernel of one slot, chosen by :func:`resolve_slot`; immutable and copied as a Plan is.
 
     Attributes:
+        config: The sizes that it was chosen for.
         request: The request that the backend accepted.
         choice: The chosen backend, and all candidates.
         kernel: The kernel.
     """
 
+    config: NSAConfig
     request: Request
     choice: Choice
     kernel: SlotKernel
 
+    def options(self) -> PlanOptions:
+        """Return the options that give this plan again."""
+        return _options_of(self.request, {self.request.slot: self.choice})
+
     def explain(self) -> str:
         """Describe the plan as :meth:`Plan.explain` does."""
         return "\n".join([describe_request(self.request), *_explain_choice(self.choice)])
+
+    def __copy__(self) -> SlotPlan:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlotPlan:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (resolve_slot, (self.config, self.request.slot, self.options()))
+
+
+def _options_of(request: Request, choices: Mapping[str, Choice]) -> PlanOptions:
+    """Return the options of a plan: those of ``request``, and the backends chosen by name."""
+    explicit = {slot: choice.backend for slot, choice in choices.items() if choice.explicit}
+    names = {field.name for field in dataclasses.fields(PlanOptions)} - {"backends"}
+    return PlanOptions(backends=explicit, **{name: getattr(request, name) for name in names})
 
 
 def _explain_choice(choice: Choice) -> list[str]:
@@ -304,7 +320,7 @@ def resolve_slot(
     found = find_candidates(config, options, registry=registry)
     choice, kernel = _choose(found, {slot: _decide_slot(found, slot)})[slot]
     _log_once(found, {slot: choice})
-    return SlotPlan(found.requests[slot], choice, kernel)
+    return SlotPlan(config, found.requests[slot], choice, kernel)
 
 
 def decide(all_candidates: Candidates) -> Plan:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
-_INTEGERS = (
+INTEGERS = (
     torch.int8,
     torch.uint8,
     torch.int16,
@@ -88,7 +88,7 @@ def check_inputs(
     if config is not None:
         check_config(config)
     inputs = {n: t for n, t in inputs.items() if t is not None or n in ("q", "gates")}
-    _check_types(inputs)
+    check_types(inputs)
     if cu_seqlens is not None:
         check_packed_transforms(cu_seqlens, *inputs.values())
     packed, passed = cu_seqlens is not None, config
@@ -173,7 +173,7 @@ def _causes(inputs: dict[str, torch.Tensor], sizes: Sizes, problems: list[str]) 
     causes = shape_errors({n: tuple(t.shape) for n, t in tensors.items()}, sizes)
     causes += dtype_errors(tensors) + device_errors(tensors)
     blocks = inputs.get("blocks")
-    if blocks is not None and blocks.dtype not in _INTEGERS:
+    if blocks is not None and blocks.dtype not in INTEGERS:
         causes.append(f"blocks must be integers, got {dtype_name(blocks.dtype)}")
     if ("k_cmp" in inputs) != ("v_cmp" in inputs):
         causes.append("k_cmp and v_cmp must be passed together: pass both or neither")
@@ -207,7 +207,7 @@ def _problems(
     problems = tensor_problems(names, tensors, shapes, packed, sizes)
     floats = {n: t for n, t in inputs.items() if n not in ("gates", "blocks")}
     problems += dtype_problems(floats, {"gates": inputs["gates"]})
-    if "blocks" in inputs and inputs["blocks"].dtype not in _INTEGERS:
+    if "blocks" in inputs and inputs["blocks"].dtype not in INTEGERS:
         problems.append(f"blocks must be integers, got {dtype_name(inputs['blocks'].dtype)}")
     if ("k_cmp" in inputs) != ("v_cmp" in inputs):
         problems.append("k_cmp and v_cmp must be passed together: pass both or neither")
@@ -222,7 +222,7 @@ def _cached_problems(
     return _problems(config, names, tuple(Metadata(*fields) for fields in metadata), packed)
 
 
-def _check_types(inputs: dict[str, torch.Tensor]) -> None:
+def check_types(inputs: dict[str, torch.Tensor]) -> None:
     """Check that all inputs are dense tensors, not DTensors or dual tensors.
 
     The operators would silently drop the tangent of a dual tensor.

@@ -1,0 +1,229 @@
+"""Plans of block_attention: the sizes of a call, and the backend that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+
+from nsa_core.config import NSAConfig, is_finite
+from nsa_core.contract import LONG_SEQUENCE
+from nsa_core.dispatch.default_plan import constant_result, frozen_backends
+from nsa_core.dispatch.options import PlanOptions
+from nsa_core.dispatch.plan import SlotPlan, resolve_slot
+from nsa_core.errors import InvalidInput, NSAError, Unsupported
+
+# Blocks of more keys are split into blocks of one of these sizes, which all kernels take.
+LARGEST_BLOCK = 128
+_PART_SIZES = (128, 64, 32, 16)
+
+
+class BlockSizes(NamedTuple):
+    """The sizes of a call that its plan depends on."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    block_size: int
+    n_blocks: int
+    scale: float | None
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor of q k^T."""
+        return float(self.head_dim**-0.5 if self.scale is None else self.scale)
+
+    @property
+    def kernel_blocks(self) -> tuple[int, int]:
+        """(keys of a block, number of blocks) of the calls of the kernel."""
+        size = kernel_block(self.block_size)
+        return size, max(1, self.n_blocks * (self.block_size // size))
+
+    def config(self) -> NSAConfig:
+        """Return a config whose selected branch is the call; the other branches are not planned."""
+        size, count = self.kernel_blocks
+        return NSAConfig(
+            self.n_heads * self.head_dim,
+            self.n_heads,
+            self.n_kv_heads,
+            self.head_dim,
+            self.v_head_dim,
+            compress_block_size=size,
+            compress_stride=size,
+            select_block_size=size,
+            num_selected_blocks=count,
+            init_blocks=0,
+            local_blocks=0,
+            window_size=1,
+            rope=False,
+            scale=self.scale,
+        )
+
+
+def kernel_block(block_size: int) -> int:
+    """Return the keys of a block as the kernels see it: a divisor of ``block_size``."""
+    if block_size <= LARGEST_BLOCK:
+        return block_size
+    return next((size for size in _PART_SIZES if block_size % size == 0), block_size)
+
+
+def check_block_size(block_size: object) -> None:
+    """Check an argument ``block_size``.
+
+    Raises:
+        InvalidInput: it is not an integer >= 1.
+    """
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise InvalidInput(f"block_size must be an integer >= 1, got {block_size!r}")
+
+
+def check_scale(scale: object) -> None:
+    """Check an argument ``scale``, as NSAConfig does.
+
+    Raises:
+        InvalidInput: it is neither None nor a finite number.
+    """
+    # torch.compile cannot trace the test, and a call without a plan checks the scale anyway.
+    if scale is not None and not torch.compiler.is_compiling() and not is_finite(scale):
+        raise InvalidInput(f"scale must be finite (a number) or None, got {scale!r}")
+
+
+def split_blocks(blocks: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return ``blocks`` as int32 or int64, as indices of the blocks that the kernels see.
+
+    No value wraps around into the range of valid indices.
+    """
+    parts = block_size // kernel_block(block_size)
+    if blocks.dtype not in (torch.int32, torch.int64):
+        blocks = blocks.to(torch.int64)
+    if parts == 1:
+        return blocks
+    # A block that no sequence reaches stays out of reach: it holds the tokens from about 2^31 on.
+    first = blocks.clamp(-1, 2**31 // parts - 1).to(torch.int32)[..., None] * parts
+    return (first + torch.arange(parts, device=blocks.device, dtype=torch.int32)).flatten(-2)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockPlan(SlotPlan):
+    """The backend of calls of block_attention, chosen by :func:`nsa_core.plan_block_attention`.
+
+    A plan is immutable. copy() and deepcopy() return the plan itself. Unpickling resolves a new
+    plan from the same sizes, options and explicitly chosen backend.
+
+    Attributes:
+        request: The request that the backend accepted. Its block size and number of blocks are
+            those of the kernel: blocks of more than 128 keys are split.
+        choice: The chosen backend, and all candidates.
+        kernel: The kernel.
+        sizes: The sizes as passed.
+    """
+
+    sizes: BlockSizes
+
+    def explain(self) -> str:
+        """Describe the plan: the request, the chosen backend and the other candidates.
+
+        Returns:
+            Plain text of several lines. Each other candidate is listed with its reasons.
+        """
+        return "\n".join(filter(None, [super().explain(), _split_note(self.sizes)]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return resolve_blocks, (self.sizes, self.options())
+
+
+def resolve_blocks(sizes: BlockSizes, options: PlanOptions) -> BlockPlan:
+    """Choose the backend of calls of ``sizes``; raises as :func:`nsa_core.resolve`."""
+    try:
+        plan = resolve_slot(sizes.config(), "sel", options)
+    except NSAError as error:
+        if note := _split_note(sizes):
+            error.args = (f"{error}\n{note}",)
+        raise
+    return BlockPlan(plan.config, plan.request, plan.choice, plan.kernel, sizes)
+
+
+def _split_note(sizes: BlockSizes) -> str:
+    """Return a line about the split of blocks; "" if none are split."""
+    size, count = sizes.kernel_blocks
+    if size == sizes.block_size:
+        return ""
+    return f"  {sizes.n_blocks} blocks of {sizes.block_size} keys run as {count} blocks of {size}"
+
+
+class _Plans:
+    """Holds every default plan as an attribute, which torch.compile can read and guard on."""
+
+
+_plans = _Plans()
+_numbers = itertools.count()
+
+
+def default_block_plan(
+    sizes: BlockSizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    varlen: bool,
+    partial: bool,
+    wants_grad: bool,
+    backends: str | None,
+    long: bool,
+) -> BlockPlan:
+    """Return the plan of calls without an explicit plan, resolved once per process and arguments.
+
+    The plan supports gradients if a backend does, so that a call runs the same kernels with and
+    without grad mode.
+
+    Raises:
+        Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
+    """
+    name = _plan_name(
+        tuple(sizes), device, dtype, varlen, partial, wants_grad, backends, long
+    )  # fmt: skip
+    plan: BlockPlan = getattr(_plans, name)
+    return plan
+
+
+@constant_result  # planning calls plugin code, which torch.compile must not trace
+def _plan_name(
+    sizes: tuple[Any, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    varlen: bool,
+    partial: bool,
+    wants_grad: bool,
+    backends: str | None,
+    long: bool,
+) -> str:
+    """Return the name of the attribute of ``_plans`` that holds the plan."""
+    device = torch.device("cpu") if device.type == "meta" else device
+    frozen_backends(backends)  # an unknown name is refused before any probe runs
+    options = PlanOptions(
+        device=device,
+        dtype=dtype,
+        backends=backends,
+        needs_grad=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        varlen=varlen,
+        partial=partial,
+        seq_len=LONG_SEQUENCE if long else None,
+    )
+    try:
+        return _store_plan(sizes, options)
+    except Unsupported:
+        if wants_grad:
+            raise
+        return _store_plan(sizes, dataclasses.replace(options, needs_grad=False))
+
+
+@functools.lru_cache(maxsize=None, typed=True)  # typed, so that 1 and 1.0 are distinct scales
+def _store_plan(sizes: tuple[Any, ...], options: PlanOptions) -> str:
+    """Resolve a plan and set it as an attribute of ``_plans``; return the attribute's name."""
+    plan = resolve_blocks(BlockSizes(*sizes), options)
+    name = f"plan_{next(_numbers)}"
+    setattr(_plans, name, plan)
+    return name
