@@ -75,11 +75,43 @@ def test_row_49_refusal_of_other_gpus_names_both_numbers(
         ({"slot": "win", "n_heads": 65, "n_kv_heads": 1}, "too_many_heads"),
         ({"slot": "sel", "geometry": BlockGeometry(8, 8, 8)}, "select_block_size"),
         ({"slot": "select", "geometry": BlockGeometry(select_block_size=256)}, "select_block_size"),
-        ({"slot": "sel", "geometry": BlockGeometry(num_selected_blocks=65)}, "num_selected_blocks"),
+        (
+            {"slot": "select", "geometry": BlockGeometry(num_selected_blocks=65)},
+            "num_selected_blocks",
+        ),
+        (
+            {"slot": "sel", "geometry": BlockGeometry(num_selected_blocks=513)},
+            "num_selected_blocks",
+        ),
+        (
+            {
+                "slot": "sel",
+                "geometry": BlockGeometry(num_selected_blocks=512),
+                "batch": 2,
+                "seq_len": 2**20,
+            },
+            "too_many_pairs",
+        ),
     ],
 )
 def test_unsupported_request_is_refused(fields: dict[str, Any], code: str) -> None:
     assert code in codes(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seq_len": 2**20},
+        {"needs_grad": False},
+        {"varlen": True, "batch": 100, "seq_len": 2**20},
+        {"seq_len": None, "batch": None},
+        {"phase": "decode", "needs_grad": False, "page_size": 128},
+    ],
+)
+def test_sel_takes_lists_of_512_blocks(fields: dict[str, Any]) -> None:
+    geometry = BlockGeometry(128, 128, 128, 512)
+    many = {"slot": "sel", "geometry": geometry, "batch": 1, "seq_len": 2**21 - 1, "n_kv_heads": 2}
+    assert codes(**many | fields) == []
 
 
 @pytest.mark.parametrize(("stride", "refused"), [(16, []), (1, ["no_configuration"])])

@@ -119,6 +119,15 @@ def test_blocks_of_any_size_match_a_dense_mask(size: int) -> None:
         assert float((a - b).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("size", [16, 256])
+def test_256_blocks_match_a_dense_mask(size: int) -> None:
+    x = problem((1, 400), n=256, count=400 // size + 2)
+    x["blocks"][:, 300] = -1
+    x["blocks"][:, 300, :, 255] = 0
+    o = block_attention(**x, block_size=size)
+    assert float((o - masked(**x, size=size)).detach().abs().max()) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.uint8])
 def test_blocks_may_have_any_integer_dtype(dtype: torch.dtype) -> None:
     x = problem()

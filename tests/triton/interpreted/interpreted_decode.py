@@ -270,6 +270,25 @@ def test_sel_accepts_unsorted_repeated_and_invalid_blocks():
     assert equal_bits(o_future, o_wild)
 
 
+def test_sel_takes_more_blocks_than_it_compares_at_once():
+    """Slots 64 and more repeat blocks of the slots below 64, and of each other."""
+    data = step_data(dataclasses.replace(STEPS["one token"], lengths=(75, 40), new=(1, 1)), FP64)
+    k, v = data.stores["k_sel"], data.stores["v_sel"]
+    few = torch.tensor([[4, 2, 0, 3], [2, -1, 0, 1]])[:, None, None].expand(2, 1, 2, 4)
+    many = torch.full((2, 1, 2, 140), -1)
+    many[..., [7, 70, 90, 139]] = few
+    many[..., 75] = few[..., 0]
+    many[..., 100:104] = few
+    call = dataclasses.replace(
+        data.call, geometry=dataclasses.replace(data.call.geometry, num_selected_blocks=140)
+    )
+    with strict():
+        o, lse = forms.sel(data.q, k, v, few, call=data.call)
+        o_many, lse_many = forms.sel(data.q, k, v, many, call=call)
+    assert torch.allclose(o_many, o, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(lse_many, lse, rtol=1e-12, atol=1e-12)
+
+
 def test_nan_in_a_query_affects_only_its_token_and_group():
     data = step_data(dataclasses.replace(ONE, lengths=(40, 30), new=(2, 2), rows=2), FP32)
     with strict():

@@ -82,6 +82,9 @@ PROBLEMS = {
     ),
     "two-key-tiles": Problem((70,), groups=1, geometry=BlockGeometry(8, 4, 32, 2, 1, 1, 5)),
     "odd-block": Problem((50,), groups=1, geometry=BlockGeometry(8, 4, 24, 3, 1, 1, 5)),
+    "many-blocks": Problem(
+        (20,), heads=1, groups=1, geometry=BlockGeometry(8, 4, 16, 130, 1, 1, 5)
+    ),
     "zero-scale": Problem((21,), groups=1, scale=0.0),
     "negative-scale": Problem((21,), groups=1, scale=-0.3),
     "documents": Problem((0, 18, 1, 0, 5), batch=None, heads=2, groups=1),
@@ -92,7 +95,7 @@ PROBLEMS = {
 }
 
 
-QUICK = {"four-tokens", "narrow-v", "wide-v", "h7", "documents"}
+QUICK = {"four-tokens", "narrow-v", "wide-v", "h7", "documents", "many-blocks"}
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PROBLEMS]
 
 

@@ -259,3 +259,58 @@ def test_bit_mask_holds_32_tokens() -> None:
     unions = sel_union.build(x["blocks"], Sequences.of(x["q"], x["k"], call), geometry, 32, 32)
     assert unions.counts.tolist() == [[1, 1], [0, 0]]
     assert unions.entries[0, :, 0].tolist() == [0, -1]  # block 0, and the bits of all 32 tokens
+
+
+@pytest.mark.parametrize("min_sharing", [1, 2])
+def test_lists_of_many_blocks_take_tiles_of_fewer_tokens(
+    min_sharing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sort of a tile holds 128 pairs here: 4 tokens of 20 blocks, where 16 rows fit."""
+    monkeypatch.setattr(sel_union, "MAX_TILE_PAIRS", 128)
+    x, call = problem([13, 30], True, 1, 1, 8, 8, BlockGeometry(4, 2, 8, 20, 1, 2, 8))
+    sizes = []
+    build = sel_union.build
+    monkeypatch.setattr(
+        sel_union, "build", lambda *a, **options: sizes.append(a[3]) or build(*a, **options)
+    )
+    assert_equals_oracle(x, call, tuned(min_sharing))
+    assert sizes == [4]
+
+
+@pytest.mark.parametrize("min_sharing", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_lists_of_512_blocks(min_sharing: int) -> None:
+    x, call = problem([21], False, 1, 2, 8, 8, BlockGeometry(4, 2, 8, 512, 1, 2, 8))
+    assert_equals_oracle(x, call, tuned(min_sharing))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "num_blocks", "fitting"),
+    [
+        (32, 64, 2**19, 32),
+        (32, 64, 2**19 + 1, 16),
+        (32, 65, 100, 32),
+        (32, 128, 1, 32),
+        (32, 129, 0, 16),
+        (10, 256, 100, 10),
+        (20, 256, 100, 16),
+        (32, 512, 100, 8),
+        (7, 4096, 100, 1),
+        (32, 10_000, 100, 1),
+        (32, 512, 2**20, 2),
+        (32, 5, 2**30 // 250, 16),
+    ],
+)
+def test_tiles_fit_their_sort(tokens: int, n: int, num_blocks: int, fitting: int) -> None:
+    assert sel_union.fitting_tokens(tokens, n, num_blocks) == fitting
+
+
+def test_sort_keys_of_the_last_blocks_do_not_overflow() -> None:
+    """A block whose number times the pairs of a tile is just below the keys of no block."""
+    geometry = BlockGeometry(1, 1, 1, 2, 0, 0, 8)
+    first = 2**29 - 4  # of a sequence of almost 2^29 blocks; a sort key has 2 pairs
+    assert sel_union.fitting_tokens(16, 2, first + 4) == 1
+    blocks = torch.tensor([first, first + 1], dtype=torch.int32).view(1, 1, 1, 2)
+    seqs = Sequences(blocks, blocks, 1, 1, False, first + 3, True)
+    unions = sel_union.build(blocks, seqs, geometry, 1, 1)
+    assert unions.counts[0, 0] == 2
+    assert unions.entries[0, 0].tolist() == [first + 1, first]

@@ -78,7 +78,8 @@ def test_pairs_are_sorted_by_block(packed: bool, lengths: list[int], dtype: torc
 
 
 def test_more_than_2_15_buckets_sort_int32_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_lists, "TOKENS_PER_PROGRAM", 4096)
+    monkeypatch.setattr(pair_lists, "MAX_TOKENS", 4096)
+    monkeypatch.setattr(pair_lists, "MAX_TILE_PAIRS", 4096)
     groups, rows = 2, 2**14 * 8 + 1  # 2 * 16385 buckets do not fit 15 bits
     blocks = torch.zeros(1, rows, groups, 1, dtype=torch.int32)
     blocks[0, :, :, 0] = (torch.arange(rows) // 8)[:, None]
@@ -86,3 +87,26 @@ def test_more_than_2_15_buckets_sort_int32_keys(monkeypatch: pytest.MonkeyPatch)
     lists = pair_lists.build(blocks, seqs, BlockGeometry(4, 2, 8, 1, 0, 1, 8))
     assert lists.offsets.diff().tolist() == ([8] * (2**14) + [1]) * 2
     assert lists.tokens.tolist() == list(range(rows)) * 2
+
+
+def test_lists_of_many_blocks_take_tiles_of_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_lists, "MAX_TILE_PAIRS", 64)
+    assert [pair_lists._tokens_per_program(n) for n in (1, 2, 3, 16, 17, 100)] == [
+        32, 32, 16, 4, 2, 1,
+    ]  # fmt: skip
+    rows = _any_blocks(61, 2, 20, seed=2, dtype=torch.int32)
+    seqs = Sequences(rows, rows, 1, 61, False)
+    lists = pair_lists.build(rows[None], seqs, BlockGeometry(4, 2, 8, 20, 1, 2, 8))
+    edges = lists.offsets.tolist()
+    pairs = [
+        list(zip(lists.tokens[a:b].tolist(), lists.choices[a:b].tolist()))
+        for a, b in itertools.pairwise(edges)
+    ]
+    assert pairs == _expected_pairs(rows, [61], 2, False)
+
+
+def test_more_pairs_than_positions_are_refused() -> None:
+    blocks = torch.empty((1, 2**20, 4, 512), dtype=torch.int32, device="meta")
+    seqs = Sequences(blocks, blocks, 1, 2**20, False)
+    with pytest.raises(ValueError, match=r"1048576 tokens with 4 lists of 512 blocks are 21474836"):
+        pair_lists.build(blocks, seqs, BlockGeometry(128, 128, 128, 512, 0, 0, 8))

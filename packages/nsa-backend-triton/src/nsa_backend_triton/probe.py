@@ -14,8 +14,8 @@ OLDEST_GPU, NEWEST_GPU = min(a for a in configs.TABLES if a), max(configs.TABLES
 MAX_WIDTH = 256
 MAX_HEADS = 64  # query heads per group
 SELECT_BLOCKS = (16, 128)  # l'
-MAX_SELECTED = 64  # n
-_BLOCK_SLOTS = ("select", "sel")  # the slots that l' and n matter to
+MAX_PAIRS = 2**31 - 1  # tokens x kv heads x n
+MAX_SELECTED = {"select": 64, "sel": 512}  # n, in the slots that l' and n matter to
 _SHARED_KIB = {"sm80": 163, "sm86": 99, "sm90": 227}  # per table, shared memory of a block
 
 _version: str | None = None
@@ -145,16 +145,24 @@ def _shape_reasons(request: Request) -> list[Reason]:
         reasons.append(Reason("too_many_heads", message, "use more kv heads, or sdpa"))
     low, high = SELECT_BLOCKS
     block, num_selected = geometry.select_block_size, geometry.num_selected_blocks
-    if request.slot in _BLOCK_SLOTS and not low <= block <= high:
+    if request.slot in MAX_SELECTED and not low <= block <= high:
         message = f"select_block_size must be from {low} to {high}, got {block}"
         reasons.append(
             Reason("select_block_size", message, "choose a size in this range, or use sdpa")
         )
-    if request.slot in _BLOCK_SLOTS and num_selected > MAX_SELECTED:
-        message = f"num_selected_blocks must be at most {MAX_SELECTED}, got {num_selected}"
+    most = MAX_SELECTED.get(request.slot, num_selected)
+    if num_selected > most:
+        message = f"num_selected_blocks must be at most {most}, got {num_selected}"
+        hint = f"select at most {most} blocks, or use sdpa"
+        reasons.append(Reason("num_selected_blocks", message, hint))
+    # The backward lists them all; batch is the number of documents of a packed request.
+    batch = 1 if request.varlen else request.batch or 1
+    pairs = batch * (request.seq_len or 0) * request.n_kv_heads * num_selected
+    if request.slot == "sel" and request.needs_grad and pairs > MAX_PAIRS:
+        message = f"{pairs} (token, block) pairs exceed the {MAX_PAIRS} of a backward"
         reasons.append(
             Reason(
-                "num_selected_blocks", message, f"select at most {MAX_SELECTED} blocks, or use sdpa"
+                "too_many_pairs", message, "pass the queries in parts (first_query), or use sdpa"
             )
         )
     return reasons

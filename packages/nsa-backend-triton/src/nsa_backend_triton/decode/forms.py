@@ -32,6 +32,9 @@ BOUND = 256
 # Upper limit of the sums that the selection reads back; a step runs in chunks of tokens within it.
 MAX_SUM_BYTES = 2**28
 
+# Most blocks of a token that decode_sel compares with each other; longer lists are sorted first.
+MAX_COMPARED = 64
+
 Settings = configs.Settings | None
 
 
@@ -142,15 +145,29 @@ def sel(
     q = _unit_stride(q)
     branch = Sel(q, q.shape[1], k, v, call, settings)
     o, lse = _new_outputs(q, v)
+    distinct = call.geometry.num_selected_blocks > MAX_COMPARED
     branch.launch(
         q,
         0,
-        _unit_stride(blocks),
+        _distinct(blocks) if distinct else _unit_stride(blocks),
         o,
         lse,
         *allocate(q, aligned_slices(*branch.sizes()), branch.split),
+        distinct=distinct,
     )
     return o, lse
+
+
+def _distinct(blocks: Tensor) -> Tensor:
+    """Return the blocks of each token in ascending order without repetition.
+
+    Places that are left over hold a number beyond every block, at the end.
+    """
+    beyond = torch.iinfo(blocks.dtype).max
+    ordered = blocks.masked_fill(blocks < 0, beyond).sort(-1).values
+    repeated = ordered[..., 1:] == ordered[..., :-1]
+    ordered[..., 1:].masked_fill_(repeated, beyond)
+    return ordered.sort(-1).values
 
 
 def step(

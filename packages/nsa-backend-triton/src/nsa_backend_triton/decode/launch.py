@@ -318,12 +318,12 @@ class Sel:
     def launch(
         self, q: Tensor, first_token: int, blocks: Tensor, o: Tensor, lse: Tensor,
         scratch: Sequence[Tensor], counters: Sequence[Tensor],
-        gates: Tensor | None = None, other_branches: Pair | None = None,
+        gates: Tensor | None = None, other_branches: Pair | None = None, *, distinct: bool = True,
     ) -> None:  # fmt: skip
         """Run on ``q`` [B, num_tokens, Hq, Dk], from token ``first_token`` of the step on.
 
         With ``gates``, o is the gated sum with ``other_branches``: o_cmp and o_win
-        [B, num_tokens, Hq, Dv] in fp32.
+        [B, num_tokens, Hq, Dv] in fp32. ``distinct``: the blocks are ascending and distinct.
         """
         call, k, v, n = self.call, self.k, self.v, self.call.geometry.num_selected_blocks
         o_cmp, o_win = other_branches or (o, o)
@@ -342,7 +342,7 @@ class Sel:
             HEAD_DIM=q.shape[3], V_HEAD_DIM=v.shape[3],
             HEAD_DIM_BAND=_padded(q.shape[3]), V_HEAD_DIM_BAND=self.v_head_dim_band,
             SELECT_BLOCK=call.geometry.select_block_size,
-            NUM_SELECTED=n, NUM_SELECTED_PAD=_padded(n), DISTINCT=gates is not None,
+            NUM_SELECTED=n, NUM_SELECTED_PAD=_padded(n), DISTINCT=distinct,
             GATED=gates is not None, ACC=accumulator(q.dtype),
             **launch_options(self.settings),
         )  # fmt: skip

@@ -260,7 +260,9 @@ def _prepare_tiles(
 
     The last is 0 if the kernel takes no descriptors.
     """
-    seqs, block_t = problem.seqs, sel_forward.tile_tokens(settings["BLOCK_M"], problem.group)
+    seqs = problem.seqs
+    num_blocks = triton.cdiv(seqs.end, problem.call.geometry.select_block_size)
+    block_t = sel_forward.tile_tokens(settings["BLOCK_M"], problem.group, n, num_blocks)
     tiles = seqs.tiles(block_t)
     tile = {
         "BLOCK_M": max(16, triton.next_power_of_2(block_t * problem.group)),

@@ -80,14 +80,16 @@ def settings(q: Tensor, v: Tensor, group: int, call: SlotCall) -> Settings:
     return {name: configs.pick(name, architecture(q.device), **traits) for name in names}
 
 
-def tile_tokens(block_m: int, group: int) -> int:
+def tile_tokens(block_m: int, group: int, n: int, num_blocks: int) -> int:
     """Return the number of tokens whose ``group`` queries each fill a tile of ``block_m`` rows.
 
-    It is rounded down to a power of two if that loses at most a tenth of the tokens.
+    It is rounded down to a power of two if that loses at most a tenth of the tokens. ``n`` and
+    ``num_blocks`` limit it as in :func:`nsa_backend_triton.sel.unions.fitting_tokens`.
     """
     tokens = min(max(1, block_m // group), MAX_BLOCK_T)
     power_of_two = 1 << (tokens.bit_length() - 1)
-    return power_of_two if power_of_two * 10 >= tokens * 9 else tokens
+    tokens = power_of_two if power_of_two * 10 >= tokens * 9 else tokens
+    return sel_union.fitting_tokens(tokens, n, num_blocks)
 
 
 def min_sharing_tokens(tuned: Settings, num_keys: int) -> int:
@@ -132,7 +134,8 @@ def _prepare(
     group = q.shape[-2] // num_kv_heads
     tuned = tuned or settings(q, v, group, call)
     tile_settings, min_sharing = tuned["sel_forward"], min_sharing_tokens(tuned, seqs.end)
-    block_t = tile_tokens(tile_settings["BLOCK_M"], group)
+    num_blocks = triton.cdiv(seqs.end, select_block)
+    block_t = tile_tokens(tile_settings["BLOCK_M"], group, n, num_blocks)
     tiles = seqs.tiles(block_t)
     o_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if seqs.packed else (q.shape[0], q.shape[2], q.shape[1])

@@ -24,7 +24,9 @@ from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.shared.rows import place, place_queries, row_of_start
 from nsa_core.layout import BlockGeometry
 
-TOKENS_PER_PROGRAM = 32
+# Of a program that writes keys: its tile [tokens, n] stays in registers.
+MAX_TOKENS, MAX_TILE_PAIRS = 32, 2048
+MAX_PAIRS = 2**31 - 1  # positions in the lists are int32
 
 
 class PairLists(NamedTuple):
@@ -48,6 +50,11 @@ def buckets_per_head(seqs: Sequences, geometry: BlockGeometry) -> int:
     """Return the buckets of one kv head: of one batch entry, packed of all documents."""
     size = geometry.select_block_size
     return seqs.end // size + seqs.n if seqs.packed else -(-seqs.end // size)
+
+
+def _tokens_per_program(n: int) -> int:
+    """Return the tokens of a program that writes the keys of ``n`` blocks each."""
+    return max(1, min(MAX_TOKENS, MAX_TILE_PAIRS // triton.next_power_of_2(n)))
 
 
 def build(
@@ -110,13 +117,19 @@ def _prepare(
     num_buckets = per_head * num_kv_heads * (1 if seqs.packed else seqs.n)
     first_row, num_rows = rows or (0, blocks.numel() // (num_kv_heads * n))
     num_pairs = num_rows * num_kv_heads * n
+    if num_pairs > MAX_PAIRS:
+        raise ValueError(
+            f"{num_rows} tokens with {num_kv_heads} lists of {n} blocks are {num_pairs} pairs, at"
+            f" most {MAX_PAIRS} are supported: pass the queries in parts (first_query)"
+        )
+    block_t = _tokens_per_program(n)
     write_keys = Launch(
-        sel_keys_kernel, (seqs.tiles(TOKENS_PER_PROGRAM) * num_kv_heads,),
+        sel_keys_kernel, (seqs.tiles(block_t) * num_kv_heads,),
         seqs.n, seqs.seq_len, seqs.first_query, first_row, num_rows,
         0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2),
         per_head, num_buckets, num_kv_heads,
         NUM_SELECTED=n, NUM_SELECTED_PAD=triton.next_power_of_2(n),
-        SELECT_BLOCK=geometry.select_block_size, BLOCK_T=TOKENS_PER_PROGRAM,
+        SELECT_BLOCK=geometry.select_block_size, BLOCK_T=block_t,
         VARLEN=seqs.packed, PARTIAL=seqs.partial, USE_MASK=masked,
         num_warps=4,
     )  # fmt: skip

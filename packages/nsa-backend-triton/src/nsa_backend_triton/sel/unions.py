@@ -21,6 +21,10 @@ from nsa_backend_triton.sel.pair_lists import load_candidates
 from nsa_backend_triton.shared.rows import place_queries, row_of_start
 from nsa_core.layout import BlockGeometry
 
+# Of a tile: larger sorts spill registers and compile for long.
+MAX_TILE_PAIRS = 4096
+_SORT_KEYS = 2**30  # a sort key is block * pairs + pair, below 2^31
+
 
 class Unions(NamedTuple):
     """The unions of all tiles, kv head by kv head.
@@ -40,6 +44,19 @@ class Unions(NamedTuple):
     unshared: Tensor
 
 
+def fitting_tokens(tokens: int, n: int, num_blocks: int) -> int:
+    """Return the tokens of a tile: ``tokens``, or fewer if their pairs exceed the sort.
+
+    Args:
+        tokens: tokens of a tile.
+        n: blocks of each token.
+        num_blocks: upper bound of the blocks of a sequence.
+    """
+    pairs = min(MAX_TILE_PAIRS, _SORT_KEYS // max(1, num_blocks))
+    most = max(1, pairs // triton.next_power_of_2(n))
+    return min(tokens, 1 << (most.bit_length() - 1))
+
+
 def build(
     blocks: Tensor,
     seqs: Sequences,
@@ -55,7 +72,7 @@ def build(
         blocks: int32 or int64 [B, S, G, n], packed [T, G, n].
         seqs: the sequences of the call.
         geometry: the block sizes.
-        block_t: tokens of a tile, at most 32.
+        block_t: tokens of a tile, at most 32 and :func:`fitting_tokens`.
         min_sharing: tokens of a tile that must select a block for it to become an entry.
         write_unshared: whether to write ``Unions.unshared``.
     """

@@ -4,10 +4,10 @@
 
 Each kernel is compiled for sm_80 and sm_90 with the tile shapes that ship, from the launches that a
 call of its slot makes: 64 query heads over 4 kv heads (``h=4``: over 16), 8192 tokens, l=32, d=16,
-l'=64, n=16, w=512, forward and backward. In ``partial`` rows the queries are the second half of
-their sequences. ``step`` is a decode step and its append, 32 sequences of
-65536 tokens, one new token each; ``steps`` has four each. This needs no GPU: kernels are compiled
-for GPUs that are not present, see nsa_backend_triton.tools.offline.
+l'=64, n=16, w=512, forward and backward. Two variants of sel have l'=128 and n=256. In ``partial``
+rows the queries are the second half of their sequences. ``step`` is a decode step and its append,
+32 sequences of 65536 tokens, one new token each; ``steps`` has four each. This needs no GPU:
+kernels are compiled for GPUs that are not present, see nsa_backend_triton.tools.offline.
 
 The file is not part of the wheel. The tests compile a part of the table again in every run, and all
 of it in ``nox -s full``. Each row must stay within its GPU's shared memory and the limit of spilled
@@ -191,7 +191,7 @@ def _step_rows(base: Request, architecture: int, slot: str) -> Iterator[Row]:
 
 def _slot_rows(base: Request, architecture: int) -> Iterator[Row]:
     seen: set[object] = set()
-    variants: list[tuple[str, dict[str, int]]] = [("", {})]
+    variants: list[tuple[str, dict[str, Any]]] = [("", {})]
     if base.slot == "sel":
         variants.append((", deterministic", {"deterministic": True}))
     # small groups have tile shapes of their own, and kernels that larger groups never launch
@@ -203,8 +203,12 @@ def _slot_rows(base: Request, architecture: int) -> Iterator[Row]:
     if base.slot != "combine" and (base.head_dim, base.dtype) == (128, "bfloat16"):
         variants.append((", partial", {"partial": True}))
         variants.append((", partial, packed", {"partial": True, "varlen": True}))
+        if base.slot == "sel":  # longer lists have tiles of fewer tokens
+            blocks = {"geometry": BlockGeometry(128, 128, 128, 256, 0, 0)}
+            variants.append((", l'=128, n=256", blocks))
+            variants.append((", l'=128, n=256, h=4", {**blocks, "n_kv_heads": base.n_heads // 4}))
     for variant, changes in variants:
-        request = dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+        request = dataclasses.replace(base, **changes)
         if configs.missing(request, architecture):
             continue
         for launch in launches(request, architecture):
