@@ -54,7 +54,7 @@ def buckets_per_head(seqs: Sequences, geometry: BlockGeometry) -> int:
 
 def _tokens_per_program(n: int) -> int:
     """Return the tokens of a program that writes the keys of ``n`` blocks each."""
-    return max(1, min(MAX_TOKENS, MAX_TILE_PAIRS // triton.next_power_of_2(n)))
+    return int(max(1, min(MAX_TOKENS, MAX_TILE_PAIRS // triton.next_power_of_2(n))))
 
 
 def build(

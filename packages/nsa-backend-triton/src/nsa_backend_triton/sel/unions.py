@@ -53,7 +53,7 @@ def fitting_tokens(tokens: int, n: int, num_blocks: int) -> int:
         num_blocks: upper bound of the blocks of a sequence.
     """
     pairs = min(MAX_TILE_PAIRS, _SORT_KEYS // max(1, num_blocks))
-    most = max(1, pairs // triton.next_power_of_2(n))
+    most = int(max(1, pairs // triton.next_power_of_2(n)))
     return min(tokens, 1 << (most.bit_length() - 1))
 
 
