@@ -14,6 +14,7 @@ from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.dispatch.default_plan import constant_result, frozen_backends
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import SlotPlan, resolve_slot
+from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
 
 # Blocks of more keys are split into blocks of one of these sizes, which all kernels take.
@@ -136,10 +137,12 @@ class BlockPlan(SlotPlan):
         return resolve_blocks, (self.sizes, self.options())
 
 
-def resolve_blocks(sizes: BlockSizes, options: PlanOptions) -> BlockPlan:
-    """Choose the backend of calls of ``sizes``; raises as :func:`nsa_core.resolve`."""
+def resolve_blocks(
+    sizes: BlockSizes, options: PlanOptions, *, registry: Registry | None = None
+) -> BlockPlan:
+    """Choose the backend of calls of ``sizes``, as :func:`nsa_core.resolve` does."""
     try:
-        plan = resolve_slot(sizes.config(), "sel", options)
+        plan = resolve_slot(sizes.config(), "sel", options, registry=registry)
     except NSAError as error:
         if note := _split_note(sizes):
             error.args = (f"{error}\n{note}",)

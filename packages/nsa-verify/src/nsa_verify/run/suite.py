@@ -16,6 +16,7 @@ from nsa_core.util.interruption import NEVER, Interruption, is_ctrl_c
 from nsa_core.util.text import describe_error
 from nsa_verify.cases import PRESETS, Case, text_case
 from nsa_verify.checks import (
+    block_attention,
     decode_fused,
     decode_invariants,
     generated_steps,
@@ -203,6 +204,7 @@ def jobs(
             cases.append(dataclasses.replace(text_case(text), seed=seed))
         listed += layer.jobs_for(preset, seed, Job) if preset != "interpreter" else []
         listed += _jobs(preset, dtypes, _CHECKS, [(c.batch * c.tokens, c, None) for c in cases])
+        listed += block_attention.jobs_for(preset, dtypes, seed, Job)
         listed += generated.jobs_for(preset, dtypes, seed, cases_per_slot, Job)
     if phase != "prefill":
         steps = [
