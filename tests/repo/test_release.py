@@ -54,6 +54,7 @@ PUBLIC_NAMES = {
     "Unsupported",
     "__version__",
     "block_attention",
+    "block_attention_decode",
     "hookimpl",
     "nsa_attention",
     "pad",

@@ -10,7 +10,6 @@ import torch
 
 import toy_blocks
 from nsa_core.layer import block_attention as core
-from nsa_core.layer.block_plans import BlockSizes
 from nsa_verify.checks import block_attention
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
@@ -46,18 +45,16 @@ def test_a_faulty_kernel_fails(kernel: str) -> None:
         assert failed <= {"dq", "dk", "dv"}
 
 
-def _unsplit(blocks: torch.Tensor, size: int) -> torch.Tensor:
-    parts = size // BlockSizes(1, 1, 1, 1, size, 1, None).kernel_blocks[0]
+def _unsplit(blocks: torch.Tensor, parts: int) -> torch.Tensor:
     return blocks.long().repeat_interleave(parts, -1)
 
 
-def _first_parts(blocks: torch.Tensor, size: int) -> torch.Tensor:
-    parts = size // BlockSizes(1, 1, 1, 1, size, 1, None).kernel_blocks[0]
+def _first_parts(blocks: torch.Tensor, parts: int) -> torch.Tensor:
     return torch.where(blocks.long() < 2**30, blocks.long() * parts, -1)
 
 
-def _wrapping(blocks: torch.Tensor, size: int) -> torch.Tensor:
-    return split(blocks.long().to(torch.int8), size)
+def _wrapping(blocks: torch.Tensor, parts: int) -> torch.Tensor:
+    return split(blocks.long().to(torch.int8), parts)
 
 
 split = core.split_blocks

@@ -56,6 +56,7 @@ BROKEN = {
 }
 _FORMS = {"step": "step", "append": "append", "gates": "gates"}
 ALL = {
+    "block attention decode",
     "generated steps",
     "cache histories",
     "decode",

@@ -7,24 +7,26 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from nsa_backend_sdpa import decode as decode_forms
 from nsa_backend_sdpa import sel
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
-from nsa_core.contract import SlotCall, SlotSpec
+from nsa_core.contract import DecodeCall, SlotCall, SlotSpec
 from nsa_core.dispatch.registry import Registry
 from nsa_core.packing import token_positions
 from nsa_verify.combination import Combination
 
 
-def subject(forward: str = "forward", backward: str = "backward", **fields: bool) -> Combination:
+def subject(
+    forward: str = "forward", backward: str = "backward", decode: str = "decode", **fields: bool
+) -> Combination:
     """Return a combination whose backend for sel runs these functions of this file."""
-    slot = SlotSpec(
-        f"{__name__}:{forward}", f"{__name__}:{backward}", **{"partial": True, **fields}
-    )
+    paths = (f"{__name__}:{name}" for name in (forward, backward, decode))
+    slot = SlotSpec(*paths, **{"partial": True, **fields})
     spec = dataclasses.replace(sdpa(), name="toy", slots={"sel": slot})
     return Combination({"sel": "toy"}, registry=Registry(()).with_backend(spec))
 
 
-forward, backward = sel.forward, sel.backward
+forward, backward, decode = sel.forward, sel.backward, decode_forms.sel
 
 
 def _current(q: Tensor, call: SlotCall) -> Tensor:
@@ -48,7 +50,7 @@ def forward_clamping_the_future(q, k, v, blocks, *, call):
     return forward(q, k, v, blocks.minimum(_current(q, call)), call=call)
 
 
-def forward_with_32_bits(q, k, v, blocks, *, call):
+def forward_with_16_bits(q, k, v, blocks, *, call):
     return forward(q, k, v, blocks.to(torch.int16), call=call)
 
 
@@ -90,7 +92,7 @@ def forward_without_zeros(q, k, v, blocks, *, call):
     return o + 1e-6 * torch.isinf(lse).transpose(-1, -2)[..., None].to(o.dtype), lse
 
 
-def backward_with_32_bits(do, q, k, v, blocks, o, lse, *, call):
+def backward_with_16_bits(do, q, k, v, blocks, o, lse, *, call):
     return backward(do, q, k, v, blocks.to(torch.int16), o, lse, call=call)
 
 
@@ -105,3 +107,43 @@ def backward_reading_minus_one(do, q, k, v, blocks, o, lse, *, call):
 
 def backward_with_one_list(do, q, k, v, blocks, o, lse, *, call):
     return backward(do, q, k, v, blocks[..., :1, :].expand_as(blocks), o, lse, call=call)
+
+
+def decode_reading_minus_one(q, k, v, blocks, *, call: DecodeCall):
+    return decode(q, k, v, torch.where(blocks == -1, 0, blocks), call=call)
+
+
+def decode_with_16_bits(q, k, v, blocks, *, call: DecodeCall):
+    return decode(q, k, v, blocks.to(torch.int16), call=call)
+
+
+def decode_with_one_list(q, k, v, blocks, *, call: DecodeCall):
+    return decode(q, k, v, blocks[..., :1, :].expand_as(blocks), call=call)
+
+
+def decode_with_many_cut_off(q, k, v, blocks, *, call: DecodeCall):
+    return decode(q, k, v, blocks[..., :64], call=call)
+
+
+def decode_one_token_early(q, k, v, blocks, *, call: DecodeCall):
+    earlier = (call.starts - 1).clamp(min=0)
+    return decode(q, k, v, blocks, call=dataclasses.replace(call, starts=earlier))
+
+
+def decode_without_the_newest(q, k, v, blocks, *, call: DecodeCall):
+    fewer = (call.lengths - 1).clamp(min=0)
+    return decode(q, k, v, blocks, call=dataclasses.replace(call, lengths=fewer))
+
+
+def decode_in_the_first_pages(q, k, v, blocks, *, call: DecodeCall):
+    table = torch.arange(call.block_table.numel(), dtype=torch.int32).view_as(call.block_table)
+    return decode(q, k, v, blocks, call=dataclasses.replace(call, block_table=table))
+
+
+def decode_with_written_padding(q, k, v, blocks, *, call: DecodeCall):
+    o, lse = decode(q, k, v, blocks, call=call)
+    return o + 1e-3 * torch.isinf(lse).transpose(1, 2)[..., None].to(o.dtype), lse
+
+
+def decode_with_the_default_scale(q, k, v, blocks, *, call: DecodeCall):
+    return decode(q, k, v, blocks, call=dataclasses.replace(call, scale=q.shape[-1] ** -0.5))

@@ -162,7 +162,9 @@ def _shape_reasons(request: Request) -> list[Reason]:
         message = f"{pairs} (token, block) pairs exceed the {MAX_PAIRS} of a backward"
         reasons.append(
             Reason(
-                "too_many_pairs", message, "pass the queries in parts (first_query), or use sdpa"
+                "too_many_pairs",
+                message,
+                "pass fewer sequences or queries (first_query) a call, or use sdpa",
             )
         )
     return reasons

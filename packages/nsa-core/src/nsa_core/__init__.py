@@ -24,6 +24,7 @@ _MODULE_OF = {
     "resolve": "dispatch.plan",
     "nsa_attention": "layer.attention",
     "block_attention": "layer.block_attention",
+    "block_attention_decode": "layer.block_decode",
     "plan_block_attention": "layer.block_attention",
     "NSAttention": "layer.module",
     "NSACache": "cache",

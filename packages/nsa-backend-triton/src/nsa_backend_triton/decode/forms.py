@@ -149,7 +149,7 @@ def sel(
     branch.launch(
         q,
         0,
-        _distinct(blocks) if distinct else _unit_stride(blocks),
+        _distinct(blocks, call) if distinct else _unit_stride(blocks),
         o,
         lse,
         *allocate(q, aligned_slices(*branch.sizes()), branch.split),
@@ -158,13 +158,13 @@ def sel(
     return o, lse
 
 
-def _distinct(blocks: Tensor) -> Tensor:
+def _distinct(blocks: Tensor, call: DecodeCall) -> Tensor:
     """Return the blocks of each token in ascending order without repetition.
 
     Places that are left over hold a number beyond every block, at the end.
     """
-    beyond = torch.iinfo(blocks.dtype).max
-    ordered = blocks.masked_fill(blocks < 0, beyond).sort(-1).values
+    beyond = 2**31 // call.geometry.select_block_size - 1  # the last key fits 32 bits
+    ordered = blocks.masked_fill(blocks < 0, beyond).clamp_(max=beyond).sort(-1).values
     repeated = ordered[..., 1:] == ordered[..., :-1]
     ordered[..., 1:].masked_fill_(repeated, beyond)
     return ordered.sort(-1).values

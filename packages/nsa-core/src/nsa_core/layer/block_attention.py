@@ -161,7 +161,7 @@ def block_attention(
         q,
         k,
         v,
-        split_blocks(blocks, sizes.block_size),
+        split_blocks(blocks, sizes.parts),
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
         first_query=first_query if partial else None,
@@ -181,7 +181,7 @@ def plan_block_attention(
     options: PlanOptions | None = None,
     **fields: Any,
 ) -> BlockPlan:
-    """Choose the backend of :func:`block_attention`.
+    """Choose the backend of :func:`block_attention`, or of its decode form.
 
     Args:
         n_heads: number of query heads, Hq.
@@ -194,7 +194,8 @@ def plan_block_attention(
         options: The other choices about the plan; ``backends`` is the name of a backend.
         **fields: fields of PlanOptions by name, as in :func:`nsa_core.resolve`: among them
             needs_grad for calls with a gradient, varlen for packed documents and partial for calls
-            with first_query.
+            with first_query. phase="decode" plans :func:`block_attention_decode`; page_size is then
+            the rows of a page, None for a contiguous cache.
 
     Returns:
         A plan; its ``explain()`` lists every backend with its reasons.
@@ -226,9 +227,8 @@ def plan_block_attention(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1
     ]
     options = dataclasses.replace(options or PlanOptions(), **fields)
-    if options.phase != "prefill":
-        problems.append(f"phase must be 'prefill', got {options.phase!r}")
     if problems:
         raise InvalidInput("; ".join(problems))
-    sizes = BlockSizes(n_heads, n_kv_heads, head_dim, width, block_size, n_blocks, scale)
+    page = options.page_size if options.phase == "decode" else None
+    sizes = BlockSizes(n_heads, n_kv_heads, head_dim, width, block_size, n_blocks, scale, page)
     return resolve_blocks(sizes, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,15 +60,26 @@ def check_arguments(
     if not problems:
         problems = _row_problems(tensors["q"], tensors["k"], first_query)
     problems += packing_problems(cu_seqlens, max_seqlen, tensors["q"].device)
+    problems += _backend_problems(plan, backends)
+    _raise(problems, tensors)
+
+
+def _backend_problems(plan: object, backends: object) -> list[str]:
+    """Problems of the argument ``backends``."""
     if plan is not None and backends is not None:
-        problems.append(
+        return [
             f"plan and backends={backends!r} are both passed: plan with"
             f" plan_block_attention(..., backends={backends!r})"
-        )
-    elif not (backends is None or isinstance(backends, str)):
-        problems += backends_problems(backends) or [
-            f"backends must be None or the name of a backend, got {backends!r}"
         ]
+    if backends is None or isinstance(backends, str):
+        return []
+    return backends_problems(backends) or [
+        f"backends must be None or the name of a backend, got {backends!r}"
+    ]
+
+
+def _raise(problems: list[str], tensors: dict[str, Any]) -> None:
+    """Raise InvalidInput with ``problems``, if there are any, and the metadata of all tensors."""
     if problems:
         described = describe(list(tensors), list(tensors.values()))
         raise InvalidInput("; ".join(problems) + f" ({described})")
@@ -111,6 +123,63 @@ def _row_problems(q: torch.Tensor, k: torch.Tensor, first_query: int | None) -> 
     return []
 
 
+# In these axes, P is the number of pages (contiguous: of sequences, B), and N the rows of each.
+_DECODE_AXES: dict[str, tuple[str, ...]] = {
+    "q": ("B", "m", "Hq", "Dk"),
+    "k": ("P", "N", "G", "Dk"),
+    "v": ("P", "N", "G", "Dv"),
+    "blocks": ("B", "m", "G", "n"),
+    "lengths": ("B",),
+    "starts": ("B",),
+    "block_table": ("B", "pages"),
+}
+
+
+def check_decode_arguments(tensors: dict[str, Any], plan: object, backends: object) -> None:
+    """Check the arguments of block_attention_decode, as :func:`check_arguments` does."""
+    check_types(tensors)
+    metadata = tuple([(t.shape, t.dtype, t.device) for t in tensors.values()])
+    problems = [*_decode_problems(tuple(tensors), metadata)]
+    problems += [
+        f"the columns of {name} must be contiguous, its strides are {tensors[name].stride()}: pass"
+        f" a cache with the layout [..., heads, width]"
+        for name in ("k", "v")
+        if tensors[name].numel() and tensors[name].stride(-1) != 1
+    ]
+    if torch.is_grad_enabled() and any(tensors[name].requires_grad for name in ("q", "k", "v")):
+        problems.append(
+            "q, k or v requires grad, but the decode form has no gradient: call it under"
+            " torch.no_grad(), or block_attention with first_query"
+        )
+    problems += _backend_problems(plan, backends)
+    _raise(problems, tensors)
+
+
+@functools.lru_cache(maxsize=1024)
+def _decode_problems(names: tuple[str, ...], metadata: tuple[tuple[Any, ...], ...]) -> list[str]:
+    """Problems that the metadata of the tensors shows."""
+    tensors = tuple(Metadata(*fields) for fields in metadata)
+    named = dict(zip(names, tensors))
+    axes = dict(_DECODE_AXES)
+    if "block_table" not in named:
+        axes |= {name: ("B", *axes[name][1:]) for name in ("k", "v")}
+    problems = tensor_problems(names, tensors, [axes[name] for name in names], False)
+    problems += dtype_problems({name: named[name] for name in ("q", "k", "v")}, {})
+    if named["blocks"].dtype not in INTEGERS:
+        problems.append(f"blocks must be integers, got {dtype_name(named['blocks'].dtype)}")
+    problems += [
+        f"{name} must be int32, got {dtype_name(tensor.dtype)}: pass {name}.int()"
+        for name, tensor in named.items()
+        if name in ("lengths", "starts", "block_table") and tensor.dtype != torch.int32
+    ]
+    return problems
+
+
+def check_decode_plan(plan: object, sizes: BlockSizes, q: torch.Tensor) -> None:
+    """Check that ``plan`` fits this decode step; otherwise as :func:`check_plan`."""
+    _check_fit(plan, sizes, q, "decode", {})
+
+
 def check_plan(
     plan: object, sizes: BlockSizes, q: torch.Tensor, packed: bool, partial: bool, needs_grad: bool
 ) -> None:
@@ -119,6 +188,22 @@ def check_plan(
     Raises:
         InvalidInput: it does not; the message names what the plan is for and what the call needs.
     """
+    reasons = {
+        "needs_grad": needs_grad and "the call needs a gradient",
+        "varlen": packed and "cu_seqlens is passed",
+        "partial": partial and "q begins inside its sequences or k has more rows",
+    }
+    _check_fit(plan, sizes, q, "prefill", reasons)
+
+
+def _check_fit(
+    plan: object,
+    sizes: BlockSizes,
+    q: torch.Tensor,
+    phase: str,
+    reasons: Mapping[str, str | bool],
+) -> None:
+    """Check that ``plan`` fits a call of ``phase`` that needs the fields ``reasons`` of a plan."""
     if not isinstance(plan, BlockPlan):
         hint = "; pass the name of a backend as backends=" * isinstance(plan, str)
         raise InvalidInput(
@@ -127,7 +212,12 @@ def check_plan(
         )
     check_scale(sizes.scale)
     planned, request = plan.sizes, plan.request
-    problems = [
+    problems = []
+    if request.phase != phase:
+        problems.append(
+            f"plan is for {request.phase}, but this call is {phase}: plan with phase={phase!r}"
+        )
+    problems += [
         f"plan is for {name} {theirs}, the call has {ours}"
         for name, theirs, ours in (
             ("n_heads", planned.n_heads, sizes.n_heads),
@@ -135,6 +225,7 @@ def check_plan(
             ("head_dim", planned.head_dim, sizes.head_dim),
             ("v_head_dim", planned.v_head_dim, sizes.v_head_dim),
             ("scale", planned.softmax_scale, sizes.softmax_scale),
+            ("page_size", planned.page_size, sizes.page_size),
         )
         if theirs != ours
     ]
@@ -149,20 +240,10 @@ def check_plan(
             f"plan is for {request.dtype} on {request.device}, but the tensors are {dtype} on"
             f" {device}"
         )
-    missing = {
-        "needs_grad=True": needs_grad and not request.needs_grad,
-        "varlen=True": packed and not request.varlen,
-        "partial=True": partial and not request.partial,
-    }
-    reasons = {
-        "needs_grad=True": "the call needs a gradient",
-        "varlen=True": "cu_seqlens is passed",
-        "partial=True": "q begins inside its sequences or k has more rows",
-    }
     problems += [
-        f"plan was made without {option}, but {reasons[option]}: make another plan"
-        for option, is_missing in missing.items()
-        if is_missing
+        f"plan was made without {field}=True, but {reason}: make another plan"
+        for field, reason in reasons.items()
+        if reason and not getattr(request, field)
     ]
     if problems:
         raise InvalidInput("; ".join(problems))

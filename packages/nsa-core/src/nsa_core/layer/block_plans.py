@@ -32,6 +32,7 @@ class BlockSizes(NamedTuple):
     block_size: int
     n_blocks: int
     scale: float | None
+    page_size: int | None = None  # of a paged cache: a block lies inside a page
 
     @property
     def softmax_scale(self) -> float:
@@ -41,8 +42,13 @@ class BlockSizes(NamedTuple):
     @property
     def kernel_blocks(self) -> tuple[int, int]:
         """(keys of a block, number of blocks) of the calls of the kernel."""
-        size = kernel_block(self.block_size)
-        return size, max(1, self.n_blocks * (self.block_size // size))
+        size = kernel_block(self.block_size, self.page_size)
+        return size, max(1, self.n_blocks * self.parts)
+
+    @property
+    def parts(self) -> int:
+        """The blocks of the kernel that make one block of the call."""
+        return self.block_size // kernel_block(self.block_size, self.page_size)
 
     def config(self) -> NSAConfig:
         """Return a config whose selected branch is the call; the other branches are not planned."""
@@ -65,11 +71,15 @@ class BlockSizes(NamedTuple):
         )
 
 
-def kernel_block(block_size: int) -> int:
-    """Return the keys of a block as the kernels see it: a divisor of ``block_size``."""
-    if block_size <= LARGEST_BLOCK:
+def kernel_block(block_size: int, page_size: int | None = None) -> int:
+    """Return the keys of a block as the kernels see it: a divisor of ``block_size``.
+
+    It divides ``page_size`` too if any size of a part does.
+    """
+    if block_size <= LARGEST_BLOCK and (page_size or 0) % block_size == 0:
         return block_size
-    return next((size for size in _PART_SIZES if block_size % size == 0), block_size)
+    fitting = (s for s in _PART_SIZES if block_size % s == 0 and (page_size or 0) % s == 0)
+    return next(fitting, block_size)
 
 
 def check_block_size(block_size: object) -> None:
@@ -93,12 +103,11 @@ def check_scale(scale: object) -> None:
         raise InvalidInput(f"scale must be finite (a number) or None, got {scale!r}")
 
 
-def split_blocks(blocks: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return ``blocks`` as int32 or int64, as indices of the blocks that the kernels see.
+def split_blocks(blocks: torch.Tensor, parts: int) -> torch.Tensor:
+    """Return ``blocks`` as int32 or int64, each as its ``parts`` blocks that the kernels see.
 
     No value wraps around into the range of valid indices.
     """
-    parts = block_size // kernel_block(block_size)
     if blocks.dtype not in (torch.int32, torch.int64):
         blocks = blocks.to(torch.int64)
     if parts == 1:
@@ -230,3 +239,31 @@ def _store_plan(sizes: tuple[Any, ...], options: PlanOptions) -> str:
     name = f"plan_{next(_numbers)}"
     setattr(_plans, name, plan)
     return name
+
+
+def default_decode_plan(
+    sizes: BlockSizes, device: torch.device, dtype: torch.dtype, backends: str | None
+) -> BlockPlan:
+    """Return the plan of decode steps without an explicit plan; raises as for other calls."""
+    frozen_backends(backends)  # an unknown name is refused before any probe runs
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _decode_plan(sizes, device, dtype, backends, deterministic)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _decode_plan(
+    sizes: BlockSizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    backends: str | None,
+    deterministic: bool,
+) -> BlockPlan:
+    options = PlanOptions(
+        device=device,
+        dtype=dtype,
+        backends=backends,
+        deterministic=deterministic,
+        phase="decode",
+        page_size=sizes.page_size,
+    )
+    return resolve_blocks(sizes, options)

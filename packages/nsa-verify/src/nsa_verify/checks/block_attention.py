@@ -27,6 +27,27 @@ CHECK = "block attention"
 _Job = TypeVar("_Job")
 
 
+def chosen_blocks(
+    shape: tuple[int, ...],
+    longest: int,
+    size: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    limits: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return random blocks of ``size`` keys of sequences of up to ``longest`` tokens.
+
+    Among them are repeated and future ones, -1, and the limits of the dtype ``limits``, which is
+    ``dtype`` by default.
+    """
+    last, limit = -(-longest // size), torch.iinfo(limits or dtype)
+    blocks = torch.randint(-1, last + 1, shape, generator=generator)
+    odd = torch.randint(0, 20, shape, generator=generator)
+    for number, value in enumerate((limit.min, limit.max, limit.max // 2, last + 7)):
+        blocks[odd == number] = value
+    return blocks.to(dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockCall:
     """A call of block_attention, and the check of it on a combination.
@@ -81,16 +102,13 @@ class BlockCall:
         """Return blocks [*lead, G, n], with everything that a caller may pass.
 
         The first queries have no block at all, or future and negative ones alone, and some others
-        only in the second half of the list. Blocks repeat, are -1, in the future or out of range.
+        only in the second half of the list.
         """
         generator = torch.Generator().manual_seed(seed)
-        last = -(-max(self.lengths) // self.size)
+        longest = max(self.lengths)
+        last = -(-longest // self.size)
         shape = (*lead, self.groups, self.n)
-        blocks = torch.randint(-1, last + 1, shape, generator=generator)
-        odd = torch.randint(0, 20, shape, generator=generator)
-        limit = torch.iinfo(self.index)
-        for number, value in enumerate((limit.min, limit.max, limit.max // 2, last + 7)):
-            blocks[odd == number] = value
+        blocks = chosen_blocks(shape, longest, self.size, torch.int64, generator, self.index)
         blocks[..., ::2, :, -1] = blocks[..., ::2, :, 0]
         blocks[..., 3::4, :, : self.n // 2] = -1
         blocks[..., :2, :, :] = -1

@@ -17,6 +17,7 @@ from nsa_core.util.text import describe_error
 from nsa_verify.cases import PRESETS, Case, text_case
 from nsa_verify.checks import (
     block_attention,
+    block_decode,
     decode_fused,
     decode_invariants,
     generated_steps,
@@ -212,6 +213,7 @@ def jobs(
             for s in STEPS[preset]()
         ]
         listed += _jobs(preset, dtypes, _STEP_CHECKS, [(sum(s.lengths), s.case, s) for s in steps])
+        listed += block_decode.jobs_for(preset, dtypes, seed, Job)
         listed += generated_steps.jobs_for(preset, dtypes, seed, Job)
         listed += histories.jobs_for(preset, dtypes, seed, Job)
     return listed
