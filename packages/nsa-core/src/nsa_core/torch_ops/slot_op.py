@@ -191,6 +191,7 @@ class SlotOp:
         op: The overload of the forward operator. Its arguments are the slot's tensors, then
             cu_seqlens, max_seqlen, scale, geometry, deterministic and first_query, which is None
             for calls with whole sequences.
+        direct: A function equivalent to ``op``, for calls that are autograd.is_unobserved().
     """
 
     def __init__(self, backend: str, slot: str, spec: SlotSpec, name: str) -> None:
@@ -238,7 +239,21 @@ class SlotOp:
                 lambda *_: None,
                 self._double,
             )
-        _direct[self.op] = direct
+        self.direct: Callable[..., Any] = direct
+        _operators[self.op] = self
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the backend has a backward for the slot."""
+        return self._backward is not None
+
+    def forward(self, *args: Any) -> Any:
+        """Run the forward without autograd and without the dispatcher; arguments as ``op``."""
+        return self._forward_impl(*args)
+
+    def gradients(self, direct: bool) -> Callable[..., Any]:
+        """Return the backward: its operator, or with ``direct`` its function alone."""
+        return self._backward_impl if direct else self.backward_op
 
     def _define(
         self,
@@ -383,10 +398,14 @@ def _slot_call(tail: Sequence[Any]) -> SlotCall:
     )
 
 
-# Forward operator -> an equivalent function with autograd, for calls with autograd.is_unobserved().
-_direct: dict[Any, Callable[..., Any]] = {}
+_operators: dict[Any, SlotOp] = {}  # by the overload of the forward operator
 _ops: dict[tuple[str, str], list[SlotOp]] = {}
 _ops_lock = threading.Lock()
+
+
+def operator_of(op: Any) -> SlotOp:
+    """Return the operator pair whose forward overload is ``op``."""
+    return _operators[op]
 
 
 def slot_op(backend: str, slot: str, spec: SlotSpec) -> SlotOp:
@@ -459,14 +478,8 @@ class Kernel:
         if max_seqlen is None:
             max_seqlen = self._longest(tensors, cu_seqlens is not None, first_query)
         if autograd.is_unobserved(*tensors, cu_seqlens) and type(max_seqlen) is int:
-            return _direct[self.op](
-                *tensors,
-                cu_seqlens,
-                max_seqlen,
-                self.scale,
-                self.geometry,
-                self.deterministic,
-                first_query,
+            return _operators[self.op].direct(
+                *tensors, cu_seqlens, *self.tail(max_seqlen, first_query)
             )
         return self.op(
             *tensors,
@@ -477,6 +490,16 @@ class Kernel:
             self.deterministic,
             first_query,
         )
+
+    def direct(
+        self, *tensors: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int
+    ) -> Any:
+        """Run the slot below autograd; for calls that are autograd.is_unobserved()."""
+        return _operators[self.op].forward(*tensors, cu_seqlens, *self.tail(max_seqlen))
+
+    def tail(self, max_seqlen: int, first_query: int | None = None) -> tuple[Any, ...]:
+        """Return the arguments of the operator after cu_seqlens, for a call without dispatcher."""
+        return (max_seqlen, self.scale, self.geometry, self.deterministic, first_query)
 
     def _longest(
         self, tensors: Sequence[torch.Tensor], packed: bool, first_query: int | None

@@ -1,0 +1,286 @@
+"""The core as one autograd node computes what the nodes of its slots compute, bit for bit."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
+
+from nsa_core import NSAConfig, Unsupported, nsa_attention, resolve
+from nsa_core.contract import BRANCHES
+from nsa_core.torch_ops import core_node
+from nsa_core.torch_ops.call_wrapper import wrapped_calls
+from nsa_core.torch_ops.slot_op import record_dispatch, slot_op
+
+CONFIG = NSAConfig(
+    64, 4, 2, head_dim=16, compress_block_size=8, compress_stride=4, select_block_size=16,
+    num_selected_blocks=4, window_size=24,
+)  # fmt: skip
+TOKENS = 150
+
+
+def leaves(packed: bool, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Return q, k, v (three of each) and gates that require gradients."""
+    torch.manual_seed(0)
+    lead = [TOKENS] if packed else [2, TOKENS]
+
+    def leaf(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*lead, *shape, dtype=kind).requires_grad_()
+
+    k, v = ([leaf(2, 16) for _ in range(3)] for _ in range(2))
+    return {"q": leaf(4, 16), "k": k, "v": v, "gates": leaf(4, 3, kind=torch.float32)}
+
+
+def flat(inputs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors of ``inputs`` in a list."""
+    return [inputs["q"], *inputs["k"], *inputs["v"], inputs["gates"]]
+
+
+def run(inputs: dict[str, Any], **options: Any) -> list[torch.Tensor]:
+    """Return o, the LSEs, the blocks and all gradients."""
+    o, lse, blocks = nsa_attention(
+        **inputs, config=CONFIG, return_lse=True, return_blocks=True, **options
+    )
+    assert not any(x.requires_grad for x in (*lse, blocks))
+    torch.manual_seed(1)
+    return [o, *lse, blocks, *torch.autograd.grad(o, flat(inputs), torch.randn_like(o))]
+
+
+@pytest.fixture
+def separate_nodes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that computes as ``run`` with a node for each slot."""
+
+    def run_separately(*args: Any, **options: Any) -> list[torch.Tensor]:
+        with monkeypatch.context() as patch:
+            patch.setattr(core_node, "_may_be_one_node", lambda *_: False)
+            return run(*args, **options)
+
+    return run_separately
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["dense", "packed", "blocks", "shared"])
+def test_results_and_gradients_have_the_same_bits(
+    case: str, dtype: torch.dtype, separate_nodes: Any
+) -> None:
+    inputs, options = leaves(case == "packed", dtype), {}
+    if case == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 40, 40, TOKENS], dtype=torch.int32)
+    if case == "blocks":
+        options["blocks"] = torch.randint(-1, 12, (2, TOKENS, 2, 4))
+    if case == "shared":
+        inputs["k"], inputs["v"] = inputs["k"][:1] * 3, inputs["v"][:1] * 3
+    actual, expected = run(inputs, **options), separate_nodes(inputs, **options)
+    for x, y in zip(actual, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_training_call_records_one_node() -> None:
+    o = nsa_attention(**leaves(False), config=CONFIG)
+    assert type(o.grad_fn).__name__ == "_CoreNodeBackward"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "directions"),
+    [
+        ("gates", ["combine"]),
+        ("k_win", ["combine", "win"]),
+        ("v_cmp", ["combine", "cmp"]),
+        ("q", ["combine", "win", "sel", "cmp"]),
+    ],
+)
+def test_a_branch_without_wanted_gradients_does_not_run(wanted: str, directions: Any) -> None:
+    inputs = leaves(False)
+    tensors = dict(
+        zip(("q", "k_cmp", "k_sel", "k_win", "v_cmp", "v_sel", "v_win", "gates"), flat(inputs))
+    )
+    for name, x in tensors.items():
+        x.requires_grad_(name == wanted)
+    if wanted == "v_cmp":  # the compressed values come from v[cmp], outside of the core
+        assert tensors["v_cmp"] is inputs["v"][0]
+    o = nsa_attention(**inputs, config=CONFIG)
+    with record_dispatch() as trace:
+        o.sum().backward()
+    assert [record.slot for record in trace] == directions
+    assert tensors[wanted].grad is not None
+
+
+def test_the_backward_can_be_repeated_but_not_differentiated() -> None:
+    inputs = leaves(False)
+    o = nsa_attention(**inputs, config=CONFIG)
+    first, second = (torch.autograd.grad(o.sum(), inputs["q"], retain_graph=True) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    (dq,) = torch.autograd.grad(o.square().sum(), inputs["q"], create_graph=True)
+    with pytest.raises(Unsupported, match="differentiable once"):
+        dq.sum().backward()
+
+
+def test_saved_tensors_can_be_offloaded_and_recomputed(separate_nodes: Any) -> None:
+    expected = separate_nodes(leaves(False))[-8]
+    inputs = leaves(False)
+    with torch.autograd.graph.save_on_cpu():
+        o = nsa_attention(**inputs, config=CONFIG)
+    torch.manual_seed(1)
+    do = torch.randn_like(o)
+    assert torch.equal(torch.autograd.grad(o, inputs["q"], do)[0], expected)
+
+    def core(q: torch.Tensor) -> torch.Tensor:
+        return nsa_attention(**{**inputs, "q": q}, config=CONFIG)
+
+    o = torch.utils.checkpoint.checkpoint(core, inputs["q"], use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(o, inputs["q"], do)[0], expected)
+
+
+@pytest.mark.parametrize("how", ["one node", "separate nodes"])
+def test_tensors_are_freed_as_soon_as_with_a_node_for_each_slot(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch keeps the arguments of a backward, but do lives no longer than `combine` runs."""
+    storages: dict[str, StorageWeakRef] = {}
+    alive: dict[str, list[str]] = {}
+
+    def watch(where: Any, function: Any, arguments: Any, options: Any) -> Any:
+        _, slot, direction = where
+        if direction == "backward":
+            if slot == "combine":
+                storages["do"] = StorageWeakRef(arguments[0].untyped_storage())
+            alive[slot] = [name for name, storage in storages.items() if not storage.expired()]
+        result = function(*arguments, **options)
+        if direction == "forward" and slot in BRANCHES:
+            storages[f"o_{slot}"] = StorageWeakRef(result[0].untyped_storage())
+        elif slot == "combine" and direction == "backward":
+            for branch, do in zip(BRANCHES, result[1:], strict=True):
+                storages[f"do_{branch}"] = StorageWeakRef(do.untyped_storage())
+        return result
+
+    if how == "separate nodes":
+        monkeypatch.setattr(core_node, "_may_be_one_node", lambda *_: False)
+    with wrapped_calls(watch):
+        core = partial(nsa_attention, **leaves(False), config=CONFIG)
+        core().square().sum().backward()
+    assert alive == {
+        "combine": ["o_cmp", "o_sel", "o_win", "do"],
+        "win": ["o_cmp", "o_sel", "o_win", "do_cmp", "do_sel", "do_win"],
+        "sel": ["o_cmp", "o_sel", "do_cmp", "do_sel"],
+        "cmp": ["o_cmp", "do_cmp"],
+    }
+
+
+def profiled() -> Any:
+    """Return a profiler of the CPU."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+WATCHERS = {
+    "nobody": contextlib.nullcontext,
+    "profiler": profiled,
+    "flop counter": lambda: FlopCounterMode(display=False),
+    "device": lambda: torch.device("cpu"),
+}
+
+
+@pytest.mark.parametrize("watcher", WATCHERS)
+def test_an_observed_call_records_the_same_node(watcher: str) -> None:
+    kept: list[tuple[int, ...]] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(x.shape))
+        return x
+
+    records = []
+    for context in (WATCHERS[watcher], contextlib.nullcontext):
+        with context(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            o = nsa_attention(**leaves(False), config=CONFIG)
+        records.append((type(o.grad_fn).__name__, tuple(kept)))
+        kept.clear()
+    assert records[0] == records[1]
+    assert records[0][0] == "_CoreNodeBackward"
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [(w, "nobody") for w in WATCHERS] + [("nobody", w) for w in WATCHERS if w != "nobody"],
+)
+def test_checkpoint_repeats_a_forward_that_somebody_else_observed(
+    forward: str, backward: str, early_stop: bool
+) -> None:
+    inputs = leaves(False)
+    torch.manual_seed(1)
+    do = torch.randn(2, TOKENS, 4, 16)
+    core = partial(nsa_attention, **inputs, config=CONFIG)
+    expected = torch.autograd.grad(core(), flat(inputs), do)
+    with WATCHERS[forward](), torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+        o = torch.utils.checkpoint.checkpoint(core, use_reentrant=False)
+    with WATCHERS[backward]():
+        gradients = torch.autograd.grad(o, flat(inputs), do)
+    for x, y in zip(gradients, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_profiler_sees_the_operators_of_the_slots() -> None:
+    with profiled() as profile:
+        nsa_attention(**leaves(False), config=CONFIG).sum().backward()
+    names = {event.key for event in profile.key_averages() if event.key.startswith("nsa_sdpa::")}
+    slots = {"cmp", "select", "sel", "win", "combine"}
+    backwards = {f"{slot}_backward" for slot in slots - {"select"}}
+    assert names == {f"nsa_sdpa::{name}" for name in slots | backwards}
+
+
+def test_threads_may_run_the_backward_of_one_graph_at_a_time() -> None:
+    """Each of two threads has its gradient of o before either runs its backward."""
+    inputs = leaves(False)
+    o = nsa_attention(**inputs, config=CONFIG)
+    dos = torch.randn(2, *o.shape)
+    expected = [torch.autograd.grad(o, inputs["q"], do, retain_graph=True)[0] for do in dos]
+    both_hold = threading.Barrier(2, timeout=30)
+    release = core_node._HeldGradient.release
+
+    def wait(self: Any) -> torch.Tensor | None:
+        both_hold.wait()
+        return release(self)
+
+    def train(do: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(o, inputs["q"], do, retain_graph=True)[0]
+
+    with pytest.MonkeyPatch.context() as patch, concurrent.futures.ThreadPoolExecutor(2) as threads:
+        patch.setattr(core_node._HeldGradient, "release", wait)
+        actual = list(threads.map(train, dos))
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+def test_hooks_of_the_node_receive_and_replace_the_gradient() -> None:
+    inputs = leaves(False)
+    o = nsa_attention(**inputs, config=CONFIG)
+    do = torch.randn_like(o)
+    expected = torch.autograd.grad(o, inputs["q"], 2 * do, retain_graph=True)[0]
+    seen: list[torch.Tensor] = []
+
+    def double(grads: Any) -> Any:
+        seen.append(grads[0])
+        return (2 * grads[0], *grads[1:])
+
+    assert o.grad_fn is not None
+    handle = o.grad_fn.register_prehook(double)
+    assert torch.equal(torch.autograd.grad(o, inputs["q"], do, retain_graph=True)[0], expected)
+    assert torch.equal(seen[0], do)
+    handle.remove()
+    assert torch.equal(torch.autograd.grad(o, inputs["q"], 2 * do)[0], expected)
+    assert len(seen) == 1
+
+
+def test_a_slot_without_backward_is_refused_as_before() -> None:
+    plan = resolve(CONFIG, device="cpu", dtype="float32", needs_grad=True, backends="sdpa")
+    forward_only = dataclasses.replace(plan._slots["win"], backward=None)
+    kernel = dataclasses.replace(plan.win, op=slot_op("sdpa", "win", forward_only).op)
+    with pytest.raises(Unsupported, match="no backward for 'win'"):
+        nsa_attention(**leaves(False), config=CONFIG, plan=dataclasses.replace(plan, win=kernel))
