@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import io
 import threading
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from nsa_core import NSAConfig, Unsupported, nsa_attention, resolve
+from nsa_core import NSAConfig, NSAttention, Unsupported, nsa_attention, resolve
 from nsa_core.contract import BRANCHES
 from nsa_core.torch_ops import core_node
 from nsa_core.torch_ops.call_wrapper import wrapped_calls
@@ -140,7 +141,7 @@ def test_saved_tensors_can_be_offloaded_and_recomputed(separate_nodes: Any) -> N
     assert torch.equal(torch.autograd.grad(o, inputs["q"], do)[0], expected)
 
 
-@pytest.mark.parametrize("how", ["one node", "separate nodes"])
+@pytest.mark.parametrize("how", ["one node", "separate nodes", "recompute"])
 def test_tensors_are_freed_as_soon_as_with_a_node_for_each_slot(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +167,7 @@ def test_tensors_are_freed_as_soon_as_with_a_node_for_each_slot(
         monkeypatch.setattr(core_node, "_may_be_one_node", lambda *_: False)
     with wrapped_calls(watch):
         core = partial(nsa_attention, **leaves(False), config=CONFIG)
-        core().square().sum().backward()
+        core(recompute=how == "recompute").square().sum().backward()
     assert alive == {
         "combine": ["o_cmp", "o_sel", "o_win", "do"],
         "win": ["o_cmp", "o_sel", "o_win", "do_cmp", "do_sel", "do_win"],
@@ -206,13 +207,14 @@ def test_an_observed_call_records_the_same_node(watcher: str) -> None:
     assert records[0][0] == "_CoreNodeBackward"
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize(
     ("forward", "backward"),
     [(w, "nobody") for w in WATCHERS] + [("nobody", w) for w in WATCHERS if w != "nobody"],
 )
 def test_checkpoint_repeats_a_forward_that_somebody_else_observed(
-    forward: str, backward: str, early_stop: bool
+    forward: str, backward: str, early_stop: bool, recompute: bool
 ) -> None:
     inputs = leaves(False)
     torch.manual_seed(1)
@@ -220,7 +222,7 @@ def test_checkpoint_repeats_a_forward_that_somebody_else_observed(
     core = partial(nsa_attention, **inputs, config=CONFIG)
     expected = torch.autograd.grad(core(), flat(inputs), do)
     with WATCHERS[forward](), torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
-        o = torch.utils.checkpoint.checkpoint(core, use_reentrant=False)
+        o = torch.utils.checkpoint.checkpoint(core, use_reentrant=False, recompute=recompute)
     with WATCHERS[backward]():
         gradients = torch.autograd.grad(o, flat(inputs), do)
     for x, y in zip(gradients, expected, strict=True):
@@ -276,6 +278,143 @@ def test_hooks_of_the_node_receive_and_replace_the_gradient() -> None:
     handle.remove()
     assert torch.equal(torch.autograd.grad(o, inputs["q"], 2 * do)[0], expected)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("case", ["dense", "packed", "blocks"])
+def test_recomputed_branches_give_the_same_bits(case: str) -> None:
+    inputs, options = leaves(case == "packed"), {}
+    if case == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 40, 40, TOKENS], dtype=torch.int32)
+    if case == "blocks":
+        options["blocks"] = torch.randint(-1, 12, (2, TOKENS, 2, 4))
+    expected = run(inputs, **options)
+    with record_dispatch() as trace:
+        actual = run(inputs, recompute=True, **options)
+    for x, y in zip(actual, expected, strict=True):
+        assert torch.equal(x, y)
+    calls = [(record.slot, record.direction) for record in trace]
+    again = calls[calls.index(("combine", "forward")) + 1 : calls.index(("combine", "backward"))]
+    assert again == [(slot, "forward") for slot in ("cmp", "sel", "win")]
+
+
+def test_recompute_keeps_the_inputs_and_the_blocks() -> None:
+    inputs, kept = leaves(False), {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.data_ptr()] = x.nbytes
+        return x
+
+    compressed = {"k_cmp": inputs["k"][0][:, :36], "v_cmp": inputs["v"][0][:, :36]}
+    core = partial(nsa_attention, **inputs, **compressed, config=CONFIG, return_blocks=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        _, blocks = core(recompute=True)
+    own = [inputs["q"], *compressed.values(), *inputs["k"][1:], *inputs["v"][1:], inputs["gates"]]
+    assert kept == {x.data_ptr(): x.nbytes for x in [*own, blocks]}
+    with_recompute = sum(kept.values())
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        core()
+    outputs, statistics = inputs["q"].nbytes, 4 * 2 * TOKENS * 4
+    assert sum(kept.values()) == with_recompute + 3 * (outputs + statistics)
+
+
+FORWARDS = [(slot, "forward") for slot in ("cmp", "select", "sel", "win", "combine")]
+AGAIN = [(slot, "forward") for slot in ("cmp", "sel", "win")]
+BACKWARDS = [(slot, "backward") for slot in ("combine", "win", "sel", "cmp")]
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["plain", "profiler", "profiler forward", "profiler backward", "flop counter", "compile"],
+)
+def test_recompute_runs_the_branches_again_and_nothing_else(how: str) -> None:
+    inputs = leaves(False)
+    torch.manual_seed(1)
+    do = torch.randn(2, TOKENS, 4, 16)
+
+    def core(q: torch.Tensor, recompute: bool = True) -> torch.Tensor:
+        return nsa_attention(**{**inputs, "q": q}, config=CONFIG, recompute=recompute)
+
+    expected = torch.autograd.grad(core(inputs["q"], False), flat(inputs), do)
+    watcher = {"profiler": profiled, "flop counter": WATCHERS["flop counter"]}
+    during = dict.fromkeys(("forward", "backward"), watcher.get(how, contextlib.nullcontext))
+    if how.startswith("profiler "):
+        during[how.split()[1]] = profiled
+    call: Any = core
+    if how == "compile":
+        call = torch.compile(core, backend="aot_eager", fullgraph=True)
+    with record_dispatch() as trace:
+        with during["forward"]():
+            o = call(inputs["q"])
+        with during["backward"]():
+            gradients = torch.autograd.grad(o, flat(inputs), do)
+    for x, y in zip(gradients, expected, strict=True):
+        assert torch.equal(x, y)
+    assert [(record.slot, record.direction) for record in trace] == FORWARDS + AGAIN + BACKWARDS
+
+
+def test_recompute_has_no_effect_under_torch_func() -> None:
+    inputs = leaves(False)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return nsa_attention(**{**inputs, "q": q}, config=CONFIG, recompute=True)
+
+    with record_dispatch() as trace:
+        o, vjp = torch.func.vjp(call, inputs["q"].detach())
+        (dq,) = vjp(torch.ones_like(o))
+    assert sum(record.direction == "forward" for record in trace) == len(FORWARDS)
+    assert torch.equal(dq, torch.autograd.grad(call(inputs["q"]).sum(), inputs["q"])[0])
+
+
+class Core(torch.nn.Module):
+    """The core as a module, for torch.export."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Return o."""
+        return nsa_attention(q, k, k, gates, config=CONFIG, recompute=True)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_call_with_recompute_can_be_exported(strict: bool) -> None:
+    inputs = leaves(False)
+    tensors = tuple(x.detach() for x in (inputs["q"], inputs["k"][0], inputs["gates"]))
+    exported = torch.export.export(Core(), tensors, strict=strict)
+    assert not any("checkpoint" in str(node.target) for node in exported.graph.nodes)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(*tensors), Core()(*tensors))
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_layer_recomputes_if_its_attribute_says_so(check: bool) -> None:
+    torch.manual_seed(0)
+    layer = NSAttention(CONFIG, recompute=True, check=check)
+    x = torch.randn(1, TOKENS, 64)
+
+    def train() -> tuple[list[tuple[str, str]], tuple[torch.Tensor, ...]]:
+        with record_dispatch() as trace:
+            gradients = torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
+        return [(record.slot, record.direction) for record in trace], gradients
+
+    calls, gradients = train()
+    assert calls == FORWARDS + AGAIN + BACKWARDS
+    layer.recompute = False
+    calls, expected = train()
+    assert calls == FORWARDS + BACKWARDS
+    for a, b in zip(gradients, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_recomputed_graph_can_be_used_twice_and_offloaded() -> None:
+    inputs = leaves(False)
+    core = partial(nsa_attention, **inputs, config=CONFIG)
+    expected = torch.autograd.grad(core().sum(), flat(inputs))
+    with torch.autograd.graph.save_on_cpu():
+        o = core(recompute=True).sum()
+    for retain in (True, False):
+        gradients = torch.autograd.grad(o, flat(inputs), retain_graph=retain)
+        assert all(torch.equal(x, y) for x, y in zip(gradients, expected, strict=True))
 
 
 def test_a_slot_without_backward_is_refused_as_before() -> None:

@@ -39,6 +39,7 @@ def nsa_attention(
     max_seqlen: int | None = None,
     blocks: torch.Tensor | None = None,
     plan: Plan | None = None,
+    recompute: bool = False,
     return_lse: Literal[False] = False,
     return_blocks: Literal[False] = False,
 ) -> torch.Tensor: ...
@@ -58,6 +59,7 @@ def nsa_attention(
     max_seqlen: int | None = None,
     blocks: torch.Tensor | None = None,
     plan: Plan | None = None,
+    recompute: bool = False,
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Any: ...
@@ -84,6 +86,7 @@ def nsa_attention(
     max_seqlen: int | None = None,
     blocks: torch.Tensor | None = None,
     plan: Plan | None = None,
+    recompute: bool = False,
     return_lse: Literal[False] = False,
     return_blocks: Literal[False] = False,
 ) -> torch.Tensor: ...
@@ -110,6 +113,7 @@ def nsa_attention(
     max_seqlen: int | None = None,
     blocks: torch.Tensor | None = None,
     plan: Plan | None = None,
+    recompute: bool = False,
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Any: ...
@@ -136,6 +140,7 @@ def nsa_attention(
     max_seqlen: int | None = None,
     blocks: torch.Tensor | None = None,  # any integer dtype, [B, S, G, any length]
     plan: Plan | None = None,
+    recompute: bool = False,
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Any:
@@ -207,6 +212,9 @@ def nsa_attention(
             resolved once per config, device and dtype and cached. It includes the backward if some
             backend supports it. Unpacked calls of ``contract.LONG_SEQUENCE`` tokens or more have
             their own cached plan.
+        recompute: keep only the inputs and the blocks for the backward, which then runs the three
+            branches again: a third of the memory, about a quarter more time, the same bits
+            (docs/explanation/memory.md). Exported calls and torch.func transforms ignore it.
         return_lse: also return the log-sum-exp of the three branches.
         return_blocks: also return the selected blocks.
 
@@ -257,9 +265,8 @@ def nsa_attention(
 
     tensors = CoreInputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     with checked_boundaries(cu_seqlens, q.shape[0], max_seqlen):
-        core = run_core(
-            plan, tensors, None if blocks is None else _widen(blocks), cu_seqlens, max_seqlen
-        )
+        given = None if blocks is None else _widen(blocks)
+        core = run_core(plan, tensors, given, cu_seqlens, max_seqlen, recompute)
 
     extras: list[Any] = [core.lse] if return_lse else []
     extras += [core.blocks if blocks is None else blocks] if return_blocks else []

@@ -52,6 +52,8 @@ class NSAttention(NSAProjections):
         layer: name or index of the layer, for error messages.
         check: raise an NSAError at the first branch output that is not finite. This synchronises
             once per branch, and works in eager mode only.
+        recompute: keep less for the backward, which runs the branches again: see
+            :func:`nsa_core.nsa_attention`. The attribute of this name may be changed at any time.
 
     Raises:
         InvalidInput: ``config`` is not an NSAConfig, or ``backends`` is malformed or names an
@@ -146,6 +148,7 @@ class NSAttention(NSAProjections):
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             plan=plan,
+            recompute=self.recompute,
         )
         y = self.out(o.flatten(-2))
         return y

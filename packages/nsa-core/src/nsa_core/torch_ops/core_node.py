@@ -7,6 +7,9 @@ Results and gradients have the same bits; the host does less.
 An eager training call records this node whoever observes it. A profiler or dispatch mode sees the
 operators of the slots inside the node. So torch.utils.checkpoint may run the forward and its
 repetition under different observers. Compilers, tracers and torch.func see the operators alone.
+
+With ``recompute`` the node keeps only the inputs and the selected blocks, and runs the three
+branches again in the backward.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
+from torch.utils.checkpoint import CheckpointPolicy
 
 from nsa_core.contract import BRANCHES
 from nsa_core.torch_ops import autograd
-from nsa_core.torch_ops.slot_op import Kernel, SlotOp, operator_of
+from nsa_core.torch_ops.slot_op import Kernel, SlotOp, operator_of, slot_of
 from nsa_core.torch_ops.torch_state import is_eager
 
 if TYPE_CHECKING:
@@ -73,6 +78,7 @@ def run_core(
     blocks: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
+    recompute: bool = False,
 ) -> CoreResults:
     """Run the five slots of ``plan``.
 
@@ -82,6 +88,8 @@ def run_core(
         blocks: int32 or int64 blocks that replace the selection; None runs `select`.
         cu_seqlens: int32 [documents + 1], for packed calls.
         max_seqlen: Length of the longest document, or an upper bound; None: the number of tokens.
+        recompute: Whether to run the branches again in the backward and not keep their outputs.
+            Exported and traced calls and transforms of torch.func ignore it.
 
     Raises:
         InvalidInput, NSAError: As a call of :class:`nsa_core.torch_ops.slot_op.Kernel`.
@@ -92,13 +100,36 @@ def run_core(
     if kernels is not None:
         if not isinstance(max_seqlen, torch.SymInt):
             max_seqlen = int(max_seqlen)  # of a numpy integer
-        arguments = (kernels, max_seqlen, blocks, cu_seqlens, *inputs)
+        arguments = (kernels, max_seqlen, recompute, blocks, cu_seqlens, *inputs)
         o, *lse_and_blocks = _CoreNode.apply(*arguments)  # type: ignore[no-untyped-call]
         lse_cmp, lse_sel, lse_win, *selected = lse_and_blocks
         used = selected[0] if blocks is None else blocks
         return CoreResults(o, (lse_cmp, lse_sel, lse_win), used)
+    run = functools.partial(
+        _run_slots, plan, blocks=blocks, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
+    )
+    if not (recompute and torch.is_grad_enabled()) or _ignores_recompute():
+        return run(*inputs)
+    results: CoreResults = torch.utils.checkpoint.checkpoint(
+        run,
+        *inputs,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=_keeping_the_blocks,
+    )
+    return results
+
+
+def _run_slots(
+    plan: Plan,
+    *tensors: torch.Tensor,
+    blocks: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int,
+) -> CoreResults:
+    """Run the slots on the tensors of CoreInputs, each with its own gradient."""
     packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-    o, branches = _run_all(plan, inputs, blocks, packing)
+    o, branches = _run_all(plan, CoreInputs(*tensors), blocks, packing)
     return CoreResults(o, (branches.lse_cmp, branches.lse_sel, branches.lse_win), branches.blocks)
 
 
@@ -189,6 +220,26 @@ def _plain(plan: Plan, slot: str) -> Kernel | None:
     return kernel if type(kernel) is Kernel else None
 
 
+def _ignores_recompute() -> bool:
+    """Return whether the call is exported, traced or transformed, which keeps nothing."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_exporting()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _policy(_: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    """Keep the selected blocks, and compute everything else again."""
+    is_select = slot_of(op) == "select"
+    return CheckpointPolicy.MUST_SAVE if is_select else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_keeping_the_blocks = functools.partial(
+    torch.utils.checkpoint.create_selective_checkpoint_contexts, _policy
+)
+
+
 class _HeldGradient:
     """The gradient of o on its way into the backward of a node.
 
@@ -219,7 +270,7 @@ class _HeldGradient:
 class _CoreNode(torch.autograd.Function):
     """The core as one node.
 
-    It maps (kernels, max_seqlen, blocks, cu_seqlens, *CoreInputs) to o, the branches'
+    It maps (kernels, max_seqlen, recompute, blocks, cu_seqlens, *CoreInputs) to o, the branches'
     log-sum-exps, and the blocks if it selected them.
     """
 
@@ -228,6 +279,7 @@ class _CoreNode(torch.autograd.Function):
         ctx: Any,
         kernels: _Kernels,
         max_seqlen: int,
+        recompute: bool,
         blocks: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
         *tensors: torch.Tensor,
@@ -243,7 +295,7 @@ class _CoreNode(torch.autograd.Function):
         ctx.mark_non_differentiable(*lse, *selected)
         # Without this, every backward would fill unused gradients of the log-sum-exps.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, cu_seqlens, *branches)
+        ctx.save_for_backward(*inputs, cu_seqlens, *(branches[:1] if recompute else branches))
         ctx.kernels, ctx.max_seqlen = kernels, max_seqlen
         ctx.held_do = _HeldGradient(ctx)
         return o, *lse, *selected
@@ -251,12 +303,19 @@ class _CoreNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
         """Return the gradients of the inputs; a branch whose inputs need none does not run."""
-        constants = (None,) * 4  # the arguments before the tensors
+        constants = (None,) * 5  # the arguments before the tensors
         grads = [ctx.held_do.release() if do is None else do]
         if grads[0] is None:
             return (*constants, *(None for _ in CoreInputs._fields))
         saved = dict(zip(_SAVED, ctx.saved_tensors))
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        if "o_win" not in saved:
+            packing = {"cu_seqlens": saved["cu_seqlens"], "max_seqlen": ctx.max_seqlen}
+            inputs = CoreInputs(*[saved[name] for name in CoreInputs._fields])
+            slots = ctx.kernels.slots(*saved.values())
+            with torch.no_grad(), _AutoDispatchBelowAutograd():
+                saved |= _run_branches(slots, inputs, saved["blocks"], packing)._asdict()
+            del inputs
         needs = ctx.needs_input_grad[len(constants) :]
         with autograd.backward_context():
             return (*constants, *_gradients(ctx.kernels, ctx.max_seqlen, grads, saved, needs))

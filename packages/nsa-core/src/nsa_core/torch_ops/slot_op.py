@@ -408,6 +408,11 @@ def operator_of(op: Any) -> SlotOp:
     return _operators[op]
 
 
+def slot_of(op: Any) -> str | None:
+    """Return the slot whose forward overload is ``op``; None for other operators."""
+    return _operators[op].slot if op in _operators else None
+
+
 def slot_op(backend: str, slot: str, spec: SlotSpec) -> SlotOp:
     """Return the operator of a backend's slot, defined once per process and spec.
 
