@@ -203,6 +203,30 @@ MUTANTS = (
         "slots.select(q, k_cmp, lse_cmp.roll(1, -2)",
     ),
     Mutant(
+        "dq of the first branch alone",
+        _CORE,
+        "dq = dq.add_(of_branch[0]) if direct",
+        "dq = dq if direct",
+    ),
+    Mutant(
+        "the backward exchanges the outputs of sel and win",
+        _CORE,
+        '"cu_seqlens", *_Branches._fields)',
+        '"cu_seqlens", "blocks", "o_cmp", "lse_cmp", "o_win", "lse_sel", "o_sel", "lse_win")',
+    ),
+    Mutant(
+        "gradients of the outputs of cmp and win exchanged",
+        _CORE,
+        "of_outputs.pop()",
+        "of_outputs.pop(0)",
+    ),
+    Mutant(
+        "gradients of keys and values of sel and win exchanged",
+        _CORE,
+        "return (dq, *of_keys, dgates)",
+        "return (dq, *of_keys[:2], *of_keys[4:], *of_keys[2:4], dgates)",
+    ),
+    Mutant(
         "rotary embedding over concatenated heads",
         "nsa_core.layer.fused_heads",
         "joint.roll(dk // 2, -1)",
