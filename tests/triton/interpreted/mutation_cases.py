@@ -118,9 +118,8 @@ class Tiny:
             bytes_per_row = (
                 8 * self.heads * self.groups * self.geometry.num_selected_blocks * self.dv
             )
-            with mock.patch.object(
-                sel_forward, "PARTIAL_BYTES", (self.run or total * self.batch) * bytes_per_row
-            ):
+            run_bytes = (self.run or total * self.batch) * bytes_per_row
+            with mock.patch.multiple(sel_forward, PARTIAL_BYTES=run_bytes, MAX_RUNS=total):
                 o, lse = sel.forward(q, k, v, blocks, call=call)
             with mock.patch.object(sel_backward, "ROUND_BLOCK", 64):
                 sel.backward(do, q, k, v, blocks, apart(o), lse, call=call)
