@@ -58,8 +58,8 @@ from nsa_backend_triton.shared.rows import (
 from nsa_backend_triton.span.geometry import fetch_rows
 from nsa_core.contract import SlotCall
 
-# Rows are processed in runs, so that their partial outputs take PARTIAL_BYTES, or more if there were
-# more than MAX_RUNS runs: the tiles at the end of a bucket are partly empty in each run.
+# Rows are processed in runs whose partial outputs take PARTIAL_BYTES, or more so that there are at
+# most MAX_RUNS: in each run, the tiles at the end of a bucket are partly empty.
 PARTIAL_BYTES, MAX_RUNS = 2**28, 8
 MAX_BLOCK_T = 32  # tokens of a tile: one bit each of an int32
 

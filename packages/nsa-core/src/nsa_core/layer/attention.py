@@ -40,6 +40,7 @@ def nsa_attention(
     blocks: torch.Tensor | None = None,
     plan: Plan | None = None,
     recompute: bool = False,
+    nonnegative_gates: bool = False,
     return_lse: Literal[False] = False,
     return_blocks: Literal[False] = False,
 ) -> torch.Tensor: ...
@@ -60,6 +61,7 @@ def nsa_attention(
     blocks: torch.Tensor | None = None,
     plan: Plan | None = None,
     recompute: bool = False,
+    nonnegative_gates: bool = False,
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Any: ...
@@ -87,6 +89,7 @@ def nsa_attention(
     blocks: torch.Tensor | None = None,
     plan: Plan | None = None,
     recompute: bool = False,
+    nonnegative_gates: bool = False,
     return_lse: Literal[False] = False,
     return_blocks: Literal[False] = False,
 ) -> torch.Tensor: ...
@@ -114,6 +117,7 @@ def nsa_attention(
     blocks: torch.Tensor | None = None,
     plan: Plan | None = None,
     recompute: bool = False,
+    nonnegative_gates: bool = False,
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Any: ...
@@ -141,6 +145,7 @@ def nsa_attention(
     blocks: torch.Tensor | None = None,  # any integer dtype, [B, S, G, any length]
     plan: Plan | None = None,
     recompute: bool = False,
+    nonnegative_gates: bool = False,
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Any:
@@ -215,6 +220,9 @@ def nsa_attention(
         recompute: keep only the inputs and the blocks for the backward, which then runs the three
             branches again: a third of the memory, about a quarter more time, the same bits
             (docs/explanation/memory.md). Exported calls and torch.func transforms ignore it.
+        nonnegative_gates: state that no gate is negative, as gates from a sigmoid are. If one
+            backend runs every slot, its backward may then be faster and take less memory. A
+            negative gate would make gradients NaN.
         return_lse: also return the log-sum-exp of the three branches.
         return_blocks: also return the selected blocks.
 
@@ -266,7 +274,8 @@ def nsa_attention(
     tensors = CoreInputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     with checked_boundaries(cu_seqlens, q.shape[0], max_seqlen):
         given = None if blocks is None else _widen(blocks)
-        core = run_core(plan, tensors, given, cu_seqlens, max_seqlen, recompute)
+        options = (cu_seqlens, max_seqlen, recompute, nonnegative_gates)
+        core = run_core(plan, tensors, given, *options)
 
     extras: list[Any] = [core.lse] if return_lse else []
     extras += [core.blocks if blocks is None else blocks] if return_blocks else []

@@ -10,7 +10,7 @@ import torch
 from nsa_core.cache.new_cache import make_cache
 from nsa_core.cache.sizes import CacheSizes
 from nsa_core.layer.attention import nsa_attention
-from nsa_core.layer.gating import compute_gates
+from nsa_core.layer.gating import compute_gates, has_sigmoid
 from nsa_core.layer.other_keywords import check_other_keywords
 from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.layer.projection import NSAProjections
@@ -149,6 +149,7 @@ class NSAttention(NSAProjections):
             max_seqlen=max_seqlen,
             plan=plan,
             recompute=self.recompute,
+            nonnegative_gates=has_sigmoid(self.gate),
         )
         y = self.out(o.flatten(-2))
         return y

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
 from torch.utils.checkpoint import CheckpointPolicy
 
 from nsa_core.contract import BRANCHES
-from nsa_core.torch_ops import autograd
+from nsa_core.torch_ops import autograd, core_backward
+from nsa_core.torch_ops.core_backward import CoreBackward
 from nsa_core.torch_ops.slot_op import Kernel, SlotOp, operator_of, slot_of
 from nsa_core.torch_ops.torch_state import is_eager
 
@@ -79,6 +80,7 @@ def run_core(
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
     recompute: bool = False,
+    nonnegative_gates: bool = False,
 ) -> CoreResults:
     """Run the five slots of ``plan``.
 
@@ -90,6 +92,8 @@ def run_core(
         max_seqlen: Length of the longest document, or an upper bound; None: the number of tokens.
         recompute: Whether to run the branches again in the backward and not keep their outputs.
             Exported and traced calls and transforms of torch.func ignore it.
+        nonnegative_gates: Whether no gate is negative. One node then runs the fused backward of the
+            plan, if it has one.
 
     Raises:
         InvalidInput, NSAError: As a call of :class:`nsa_core.torch_ops.slot_op.Kernel`.
@@ -100,7 +104,8 @@ def run_core(
     if kernels is not None:
         if not isinstance(max_seqlen, torch.SymInt):
             max_seqlen = int(max_seqlen)  # of a numpy integer
-        arguments = (kernels, max_seqlen, recompute, blocks, cu_seqlens, *inputs)
+        options = (recompute, nonnegative_gates)
+        arguments = (kernels, max_seqlen, options, blocks, cu_seqlens, *inputs)
         o, *lse_and_blocks = _CoreNode.apply(*arguments)  # type: ignore[no-untyped-call]
         lse_cmp, lse_sel, lse_win, *selected = lse_and_blocks
         used = selected[0] if blocks is None else blocks
@@ -150,11 +155,13 @@ class _Kernels(NamedTuple):
         plan: The plan.
         direct: The slots without autograd and dispatcher; None if a wrapper checks their results.
         backwards: The operators of cmp, sel, win and combine, with the constants of the layer.
+        fused: The fused backward; None if the plan has none.
     """
 
     plan: Plan
     direct: _Slots | None
     backwards: dict[str, tuple[SlotOp, Kernel]]
+    fused: CoreBackward | None
 
     def slots(self, *tensors: torch.Tensor | None) -> _Slots | Plan:
         """Return the slots for calls without gradient; observers see their operators."""
@@ -176,7 +183,7 @@ def _kernels(plan: Plan) -> _Kernels | None:
     direct = None
     if all(type(kernel) is Kernel for kernel in kernels):
         direct = _Slots(*[kernel.direct for kernel in kernels])
-    return _Kernels(plan, direct, backwards)
+    return _Kernels(plan, direct, backwards, plan.fused.get("backward"))
 
 
 def _run_branches(
@@ -270,8 +277,8 @@ class _HeldGradient:
 class _CoreNode(torch.autograd.Function):
     """The core as one node.
 
-    It maps (kernels, max_seqlen, recompute, blocks, cu_seqlens, *CoreInputs) to o, the branches'
-    log-sum-exps, and the blocks if it selected them.
+    It maps (kernels, max_seqlen, (recompute, nonnegative_gates), blocks, cu_seqlens, *CoreInputs)
+    to o, the branches' log-sum-exps, and the blocks if it selected them.
     """
 
     @staticmethod
@@ -279,13 +286,14 @@ class _CoreNode(torch.autograd.Function):
         ctx: Any,
         kernels: _Kernels,
         max_seqlen: int,
-        recompute: bool,
+        options: tuple[bool, bool],
         blocks: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Run the slots, and save what their backwards read."""
         inputs = CoreInputs(*tensors)
+        recompute, ctx.nonnegative_gates = options
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         slots = kernels.slots(*inputs, blocks, cu_seqlens)
         with _AutoDispatchBelowAutograd():
@@ -317,8 +325,11 @@ class _CoreNode(torch.autograd.Function):
                 saved |= _run_branches(slots, inputs, saved["blocks"], packing)._asdict()
             del inputs
         needs = ctx.needs_input_grad[len(constants) :]
+        fused = ctx.nonnegative_gates and all(needs) and _has_work(saved)
+        fused = fused and ctx.kernels.fused is not None
+        gradients = _fused_gradients if fused else _gradients
         with autograd.backward_context():
-            return (*constants, *_gradients(ctx.kernels, ctx.max_seqlen, grads, saved, needs))
+            return (*constants, *gradients(ctx.kernels, ctx.max_seqlen, grads, saved, needs))
 
 
 _SAVED = (*CoreInputs._fields, "cu_seqlens", *_Branches._fields)
@@ -329,6 +340,31 @@ _BACKWARD = (
     ("sel", ("k_sel", "v_sel", "blocks", "o_sel", "lse_sel"), 3),
     ("cmp", ("k_cmp", "v_cmp", "o_cmp", "lse_cmp"), 1),
 )
+
+
+def _has_work(saved: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether there are queries, compressed tokens and blocks, so that no slot is empty."""
+    q, k_cmp, blocks = saved["q"], saved["k_cmp"], saved["blocks"]
+    return bool(q.numel() and k_cmp.shape[-3] and blocks.shape[-1])
+
+
+def _fused_gradients(
+    kernels: _Kernels,
+    max_seqlen: int,
+    grads: list[torch.Tensor],
+    saved: dict[str, Any],
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor, ...]:
+    """Return what :func:`_gradients` does, by the fused backward of the plan."""
+    assert kernels.fused is not None
+    assert all(needs)
+    direct = not torch.is_grad_enabled() and autograd.is_unobserved(*grads, *saved.values())
+    _, kernel = kernels.backwards["cmp"]
+    tensors = [saved.pop(name) for name in (*core_backward.DIFFERENTIABLE, *core_backward.RESULTS)]
+    results: tuple[torch.Tensor, ...] = kernels.fused.gradients(direct)(
+        grads.pop(), *tensors, saved["cu_seqlens"], *kernel.tail(max_seqlen)
+    )
+    return results
 
 
 def _gradients(

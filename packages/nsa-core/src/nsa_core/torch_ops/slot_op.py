@@ -43,7 +43,7 @@ DIFFERENTIABLE = {
     slot: tuple(n for n in names if n not in ("blocks", "lse")) for slot, names in INPUTS.items()
 }
 DIFFERENTIABLE["select"] = ()  # the selected block indices have no gradient
-_TAIL = (
+TAIL = (
     "Tensor? cu_seqlens, SymInt max_seqlen, float scale, int[] geometry, bool deterministic,"
     " SymInt? first_query"
 )
@@ -122,11 +122,12 @@ class BackendCall:
         raise NSAError(text) from error
 
 
-def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` with elements of its last axis next to each other."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _checked_results(
+def checked_results(
     backend: str,
     slot: str,
     direction: str,
@@ -266,7 +267,7 @@ class SlotOp:
         """Define the operator ``short`` with its implementation and its shape inference."""
         result = "Tensor" if outputs == 1 else "(" + ", ".join(["Tensor"] * outputs) + ")"
         self._lib.define(
-            f"{short}({', '.join(tensors)}, {_TAIL}) -> {result}",
+            f"{short}({', '.join(tensors)}, {TAIL}) -> {result}",
             tags=(torch.Tag.pt2_compliant_tag,),
         )
         self._lib.impl(short, impl, "CompositeExplicitAutograd")
@@ -277,8 +278,8 @@ class SlotOp:
 
     def _forward_impl(self, *args: Any) -> Any:
         """Check the inputs, call the backend's forward, and check its results."""
-        tensors = [_unit_stride(t) for t in args[: self._n_inputs]]
-        call = _slot_call(args[self._n_inputs :])
+        tensors = [unit_stride(t) for t in args[: self._n_inputs]]
+        call = slot_call(args[self._n_inputs :])
         cu, device = call.cu_seqlens, tensors[0].device
         metadata = tuple([(t.shape, t.dtype, t.device) for t in tensors])
         cu_metadata = None if cu is None else Metadata.of(cu)
@@ -292,7 +293,7 @@ class SlotOp:
                 outs[1].fill_(-torch.inf)
         else:
             with BackendCall(self.backend, self.slot, "forward", device):
-                outs = _checked_results(
+                outs = checked_results(
                     self.backend,
                     self.slot,
                     "forward",
@@ -316,16 +317,16 @@ class SlotOp:
     def _backward_impl(self, *args: Any) -> Any:
         """Call the backend's backward, and check its results."""
         grad, saved = args[0], args[1:-TAIL_LENGTH]
-        call = _slot_call(args[-TAIL_LENGTH:])
+        call = slot_call(args[-TAIL_LENGTH:])
         inputs = saved[: self._n_inputs]
         specs, device = [(inputs[i].shape, inputs[i].dtype) for i in self._grads], inputs[0].device
         assert self._backward is not None  # _setup_context refuses a forward-only slot
         if _is_empty(self.slot, inputs):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
         else:
-            tensors = [_unit_stride(t) for t in (grad, *saved)]
+            tensors = [unit_stride(t) for t in (grad, *saved)]
             with BackendCall(self.backend, self.slot, "backward", device):
-                outs = _checked_results(
+                outs = checked_results(
                     self.backend,
                     self.slot,
                     "backward",
@@ -386,7 +387,8 @@ class SlotOp:
         )
 
 
-def _slot_call(tail: Sequence[Any]) -> SlotCall:
+def slot_call(tail: Sequence[Any]) -> SlotCall:
+    """Return the arguments TAIL of an operator as backends take them."""
     cu_seqlens, max_seqlen, scale, geometry, deterministic, first_query = tail
     return SlotCall(
         BlockGeometry.from_ints(geometry),
