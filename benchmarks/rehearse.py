@@ -22,6 +22,7 @@ The exit code is the command's, or 1 if a kernel was compiled for another archit
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -174,9 +175,14 @@ def main() -> int:
         path = pathlib.Path(folder)
         variables = prepare(path, arguments.arch, real)
         try:
-            code = subprocess.run(command, env={**os.environ, **variables}, check=False).returncode
+            process = subprocess.Popen(command, env={**os.environ, **variables})
         except FileNotFoundError:
             parser.error(f"{command[0]} is not a command")
+        code = None
+        while code is None:
+            # Ctrl-C reaches the command too, which may still write its report.
+            with contextlib.suppress(KeyboardInterrupt):
+                code = process.wait()
         count, foreign = foreign_kernels(path / "cache", arguments.arch)
     print(f"rehearsed sm_{arguments.arch} on sm_{real}: {count} kernels", file=sys.stderr)
     if foreign:

@@ -51,7 +51,7 @@ def test_row_46_the_widest_common_heads_fit(slot: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slot", [*SLOTS, "steps"])
+@pytest.mark.parametrize("slot", [*SLOTS, "core", "steps"])
 def test_every_width_and_dtype_fits_shared_memory(slot: str) -> None:
     assert check(compile_table.rows(slots=(slot,)))
 

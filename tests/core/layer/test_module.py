@@ -166,6 +166,17 @@ def test_copies_and_pickles_carry_no_plan():
         assert duplicate.qkv.weight is not attn.qkv.weight
 
 
+def test_pickled_module_without_newer_options_runs():
+    """A module that was saved whole by a version without ``recompute`` has no such attribute."""
+    attn, x = layer_of(), torch.randn(1, 30, 24, dtype=torch.float64)
+    before = attn(x)
+    del attn.__dict__["recompute"]
+    again = pickle.loads(pickle.dumps(attn))
+    assert "recompute" not in vars(again)
+    assert torch.equal(again(x), before)
+    assert again.recompute is False
+
+
 @pytest.mark.parametrize("lengths", [(20, 1, 16), (0, 30, 0, 7)])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_row_18_packed_equals_separate_forward_and_backward(name, lengths):

@@ -166,7 +166,29 @@ def test_descriptors_are_used_for_whole_key_tiles_of_dense_inputs(
 def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, call = problem([15, 15], packed, 2, 2, 8, 8)
     monkeypatch.setattr(sel_forward, "PARTIAL_BYTES", 13 * 4 * 4 * 8 * 8)  # 13 of 30 rows at a time
+    monkeypatch.setattr(sel_forward, "MAX_RUNS", 100)
     assert_equals_oracle(x, call, tuned(7))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_runs_of_any_length_give_the_same_bits(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, call = problem([22], packed, 1, 2, 8, 8)
+    size, n = call.geometry.select_block_size, call.geometry.num_selected_blocks
+    # Each token selects all blocks that it may: with 3, 7 or 21 rows, the last run needs every
+    # program of its launch.
+    blocks = torch.arange(22)[:, None, None] // size - torch.arange(n)
+    x["blocks"] = blocks.reshape(x["blocks"].shape).contiguous()
+    settings = tuned(40)  # no block is shared
+    settings["sel_bucket"] = {**settings["sel_bucket"], "TILES_PER_PROGRAM": 1}
+    expected = sel_forward.forward(**x, call=call, tuned=settings)
+    row_bytes = x["q"].shape[-2] * x["v"].shape[-1] * x["blocks"].shape[-1] * x["q"].itemsize
+    monkeypatch.setattr(sel_forward, "MAX_RUNS", 100)
+    for rows in (1, 3, 5, 7, 21):
+        monkeypatch.setattr(sel_forward, "PARTIAL_BYTES", rows * row_bytes)
+        found = sel_forward.forward(**x, call=call, tuned=settings)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected)), rows
 
 
 @pytest.mark.parametrize("scale", [0.0, -300.0])

@@ -225,6 +225,7 @@ def test_gradients_of_pieces_add_up_to_those_of_the_whole_call(packed: bool) -> 
 @pytest.mark.parametrize("packed", [False, True])
 def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sel_forward, "PARTIAL_BYTES", 5 * 4 * 2 * 8 * 8)  # 5 rows at a time
+    monkeypatch.setattr(sel_forward, "MAX_RUNS", 100)
     lengths = (3, 10, 16) if packed else (15, 15)
     piece(2, 14, lengths=lengths, packed=packed).assert_forward(tuned(7))
 

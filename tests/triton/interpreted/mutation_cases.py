@@ -14,6 +14,7 @@ from torch import Tensor
 from launches import InterpretedLaunch, apart, recorded
 from mutation import reached
 from nsa_backend_triton.combine import kernels as combine
+from nsa_backend_triton.core import backward as core
 from nsa_backend_triton.host import configs, document_starts
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import backward as sel_backward
@@ -92,6 +93,9 @@ class Tiny:
             combine.forward(*inputs, call=call)
             combine.backward(do[..., : self.heads, :], *inputs, call=call)
             return
+        if self.slot == "core":
+            self._core(q, do, call)
+            return
         if self.slot == "lists":
             pair_lists.build(self._blocks(total), Sequences.of(q, q, call), self.geometry)
             return
@@ -118,9 +122,8 @@ class Tiny:
             bytes_per_row = (
                 8 * self.heads * self.groups * self.geometry.num_selected_blocks * self.dv
             )
-            with mock.patch.object(
-                sel_forward, "PARTIAL_BYTES", (self.run or total * self.batch) * bytes_per_row
-            ):
+            run_bytes = (self.run or total * self.batch) * bytes_per_row
+            with mock.patch.multiple(sel_forward, PARTIAL_BYTES=run_bytes, MAX_RUNS=total):
                 o, lse = sel.forward(q, k, v, blocks, call=call)
             with mock.patch.object(sel_backward, "ROUND_BLOCK", 64):
                 sel.backward(do, q, k, v, blocks, apart(o), lse, call=call)
@@ -128,6 +131,20 @@ class Tiny:
             module, q, do = MODULES[self.slot], self.part(q), self.part(do)
             o, lse = module.forward(q, k, v, call=call)
             module.backward(do, q, k, v, apart(o), lse, call=call)
+
+    def _core(self, q: Tensor, do: Tensor, call: SlotCall) -> None:
+        total, pairs = q.shape[-3], []
+        count = self.geometry.max_compressed if self.packed else self.geometry.num_compressed
+        for rows in (count(total), total, total):
+            pairs.append([self.random(rows, self.groups, width) for width in (self.dk, self.dv)])
+        o, lse = cmp.forward(q, *pairs[0], call=call)
+        blocks = select.forward(q, pairs[0][0], lse, call=call)
+        outputs = o, lse, *sel.forward(q, *pairs[1], blocks, call=call)
+        outputs += win.forward(q, *pairs[2], call=call)
+        gates = self.random(total, self.heads * self.groups, 3).abs()
+        gates[..., 0, 1] = 0
+        results = gates, blocks, *(apart(x) for x in outputs)
+        core.backward(do, q, *itertools.chain(*pairs), *results, call=call)
 
     def _select(self, q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> None:
         # makes the last key decide the last token's selection
@@ -438,6 +455,9 @@ SEL_CASES |= PARTIAL_CASES
 COMBINE_CASES = {
     "combine dense": Tiny("combine", (9,), batch=2),
     "combine packed": Tiny("combine", (2, 0, 7)),
+    "core": Tiny("core", (13,), batch=2, heads=3, groups=2, dk=33, tiles=SMALL),
+    "core packed": Tiny("core", (2, 0, 11), heads=3, dv=5, tiles=SMALL),
+    "core described": Tiny("core", (11,), heads=2, dk=16, dv=16, tiles=DESCRIBED),
 }
 
 

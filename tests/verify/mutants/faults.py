@@ -6,6 +6,7 @@ from harness import Mutant
 
 _CMP, _WIN, _SEL = "nsa_backend_sdpa.cmp", "nsa_backend_sdpa.win", "nsa_backend_sdpa.sel"
 _SELECT, _COMBINE = "nsa_backend_sdpa.select", "nsa_backend_sdpa.combine"
+_CORE = "nsa_core.torch_ops.core_node"
 _ENGINE, _ATEN = "nsa_backend_sdpa.engine", "nsa_backend_sdpa.aten"
 
 MUTANTS = (
@@ -182,24 +183,48 @@ MUTANTS = (
         "(wide * gate).to(do.dtype) for gate in gates",
         "(wide * gates[..., None, 0]).to(do.dtype) for _ in gates",
     ),
-    # nsa_attention and the layer
+    # the core
     Mutant(
         "win receives the keys of sel",
-        "nsa_core.layer.attention",
-        "plan.win(q, k_win, v_win",
-        "plan.win(q, k_sel, v_win",
+        _CORE,
+        "slots.win(q, k_win, v_win",
+        "slots.win(q, k_sel, v_win",
     ),
     Mutant(
         "outputs of sel and win exchanged before the gates",
-        "nsa_core.layer.attention",
-        "plan.combine(gates, o_cmp, o_sel, o_win",
-        "plan.combine(gates, o_cmp, o_win, o_sel",
+        _CORE,
+        "outputs = branches.o_cmp, branches.o_sel, branches.o_win",
+        "outputs = branches.o_cmp, branches.o_win, branches.o_sel",
     ),
     Mutant(
         "select receives the lse of another head",
-        "nsa_core.layer.attention",
-        "plan.select(q, k_cmp, lse_cmp",
-        "plan.select(q, k_cmp, lse_cmp.roll(1, -2)",
+        _CORE,
+        "slots.select(q, k_cmp, lse_cmp",
+        "slots.select(q, k_cmp, lse_cmp.roll(1, -2)",
+    ),
+    Mutant(
+        "dq of the first branch alone",
+        _CORE,
+        "dq = dq.add_(of_branch[0]) if direct",
+        "dq = dq if direct",
+    ),
+    Mutant(
+        "the backward exchanges the outputs of sel and win",
+        _CORE,
+        '"cu_seqlens", *_Branches._fields)',
+        '"cu_seqlens", "blocks", "o_cmp", "lse_cmp", "o_win", "lse_sel", "o_sel", "lse_win")',
+    ),
+    Mutant(
+        "gradients of the outputs of cmp and win exchanged",
+        _CORE,
+        "of_outputs.pop()",
+        "of_outputs.pop(0)",
+    ),
+    Mutant(
+        "gradients of keys and values of sel and win exchanged",
+        _CORE,
+        "return (dq, *of_keys, dgates)",
+        "return (dq, *of_keys[:2], *of_keys[4:], *of_keys[2:4], dgates)",
     ),
     Mutant(
         "rotary embedding over concatenated heads",

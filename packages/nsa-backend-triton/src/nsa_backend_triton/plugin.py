@@ -77,6 +77,7 @@ def nsa_register_backends() -> BackendSpec:
             "step": f"{_HOME}.decode.forms:step",
             "append": f"{_HOME}.decode.append:append",
             "gates": f"{_HOME}.decode.gates:gates",
+            "backward": f"{_HOME}.core.backward:backward",
         },
         detail=f"{_HOME}.probe:detail",
         judge_context=f"{_HOME}.strict.interpreter:judge_context",

@@ -140,7 +140,7 @@ def _leaves(x: Inputs) -> list[torch.Tensor]:
 
 def _core(x: Inputs, config: NSAConfig, plan: Plan, phase: str) -> Callable[[], Call]:
     def forward(*leaves: torch.Tensor) -> torch.Tensor:
-        return nsa_attention(*leaves, config=config, plan=plan)
+        return nsa_attention(*leaves, config=config, plan=plan, nonnegative_gates=True)
 
     return _phased(forward, _leaves(x), x.do, phase)
 

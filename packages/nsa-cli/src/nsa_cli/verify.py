@@ -158,6 +158,17 @@ def verify(
             ),
         ),
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            show_default=False,
+            help=(
+                "Run the I-th of N equal parts of the checks, such as 1/4. The parts together are"
+                " the whole run."
+            ),
+        ),
+    ] = None,
     jobs: _Jobs = None,
     job_timeout: Annotated[
         float | None,
@@ -192,6 +203,7 @@ def verify(
         from nsa_verify.generated.parse import parse_case
 
         generated = parse_case(case) if case is not None else None
+        part = _shard(shard)
         names = [generated.dtype] if generated else dtype_names(dtype or ",".join(_DTYPES))
         torch_device, content = pick_device(device.value), read_text(text)
         dtypes = _dtypes(names)
@@ -211,6 +223,7 @@ def verify(
             job_timeout=job_timeout,
             cases=cases,
             only=generated or _history(history),
+            shard=part,
         )
         reports = run_combinations(combinations, options, stop)
         report: dict[str, Any] = reports[0]
@@ -236,6 +249,19 @@ def _every_combination(
         is_isolated([named], registry), every_combination, *arguments
     )
     return combinations
+
+
+def _shard(text: str | None) -> tuple[int, int] | None:
+    """Return (I, N) of --shard I/N."""
+    if text is None:
+        return None
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise typer.BadParameter(
+            f"{text!r} is not I/N with 1 <= I <= N, such as 1/4, the first of four parts",
+            param_hint="--shard",
+        )
+    return int(index), int(count)
 
 
 def _history(line: str | None) -> History | None:

@@ -105,7 +105,8 @@ def _setting(report: dict[str, Any]) -> str:
 def _circumstances(report: dict[str, Any]) -> str:
     device = report["device"] + (", triton interpreted" if report["interpreted"] else "")
     dtypes = "/".join(report["dtypes"])
-    return f"{device}, {dtypes}, text {report['text']['name']}, seed {report['seed']}"
+    shard = f", shard {report['shard']}" if report.get("shard") else ""
+    return f"{device}, {dtypes}, text {report['text']['name']}, seed {report['seed']}{shard}"
 
 
 def checks_rows(findings: Sequence[Finding], interrupted: bool = False) -> Rows:

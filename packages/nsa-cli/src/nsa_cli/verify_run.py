@@ -48,6 +48,7 @@ class RunOptions:
         job_timeout: Seconds of a check of a third-party backend; None chooses by device.
         cases: Generated cases per slot; None is the design of the preset.
         only: The one generated case, decode step or history that runs; None runs the preset.
+        shard: (I, N) runs the I-th of N parts of the jobs, I from 1; None runs all.
     """
 
     device: str
@@ -62,6 +63,7 @@ class RunOptions:
     job_timeout: float | None
     cases: int | None
     only: GeneratedCase | GeneratedStep | History | None
+    shard: tuple[int, int] | None = None
 
 
 def run_combinations(
@@ -92,6 +94,9 @@ def run_combinations(
     if isolated and options.job_timeout is not None:
         job_limit_s = options.job_timeout
     suite_jobs = _jobs(options, dtypes)
+    if options.shard is not None:
+        index, count = options.shard
+        suite_jobs = suite_jobs[index - 1 :: count]
     processes = options.jobs or _default_processes(device, interpreted, len(suite_jobs))
     with output.progress(len(suite_jobs) * len(combos)) as advance:
         results = run_jobs(
@@ -160,6 +165,7 @@ def _common(
         "preset": options.preset,
         "phase": options.phase,
         "seed": options.seed,
+        "shard": "/".join(map(str, options.shard)) if options.shard else None,
         "text": {"name": options.text[0], "bytes": len(options.text[1])},
         "environment": output.environment(),
         "peak_memory_bytes": (max(peak_bytes, torch.cuda.max_memory_allocated()) if cuda else None),

@@ -131,7 +131,8 @@ BRANCHES = ("cmp", "sel", "win")
 # from it on.
 LONG_SEQUENCE = 49152
 PHASES = ("prefill", "decode")
-FUSED = ("step", "append", "gates")
+FUSED_DECODE = ("step", "append", "gates")
+FUSED = (*FUSED_DECODE, "backward")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -363,7 +364,7 @@ class BackendSpec:
         summary: one line about the backend, for tables.
         rank: a function Request -> int or :class:`Rank`, as cheap as the probe, whose result
             overrides the priorities. It is called only for requests that the probe accepts.
-        fused: name of a fused decode form to its function, see below.
+        fused: name of a fused form to its function, see below.
         detail: a function () -> lines of text about this machine, for `nsa backends show`.
         judge_context: a function of a torch device type that returns the context manager in which
             nsa_verify judges this backend, or None if it needs none. It serves kernels that run in
@@ -384,6 +385,15 @@ class BackendSpec:
         gates    (x, weight, bias, *, call) -> gates
                  Computes sigmoid(x weight^T + bias) in fp32 (fp64 for fp64 x) as [B, m, Hq, 3], for
                  steps of few tokens. x [B, m, dim], weight [3 Hq, dim], bias [3 Hq].
+
+    The fused backward is used if one backend runs every slot of a prefill plan, every input needs a
+    gradient, and the caller states that no gate is negative:
+
+        backward (do, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, blocks, o_cmp, lse_cmp,
+                 o_sel, lse_sel, o_win, lse_win, *, call)
+                 -> dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
+                 Computes what the backwards of combine, cmp, sel and win do together; dq is the sum
+                 over the branches. ``do`` is the gradient of the gated sum.
     """
 
     name: str

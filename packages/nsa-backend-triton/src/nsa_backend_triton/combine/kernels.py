@@ -20,7 +20,7 @@ from torch import Tensor
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import accumulator, architecture, strides
-from nsa_backend_triton.shared.rows import row_offset
+from nsa_backend_triton.shared.rows import LOG2E, row_offset
 from nsa_core.contract import SlotCall
 
 
@@ -65,6 +65,77 @@ def combine_forward(
     total += g_win[:, None] * _load_rows(O_WIN, seq, token, head, stride_win, offs_d, mask).to(ACC)
     out = OUT + row[:, None] * V_HEAD_DIM + offs_d[None, :]
     tl.store(out, total.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _statistics(
+    do, gate, O, LSE, DGATE, DELTA, LSE2,
+    seq, token, head, stride_o, stride_lse, offs_out, offs_row, row_exists, offs_d, mask,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """Store dg_c = sum over columns of do o_c of one branch c, and the statistics of its backward.
+
+    These are, at ``offs_out``, dg_c as DELTA, and LSE2 = log2(exp(lse) / g_c), inf in a row without
+    keys or with the gate 0.
+    """
+    stride_b, stride_h = stride_lse
+    o = _load_rows(O, seq, token, head, stride_o, offs_d, mask).to(ACC)
+    delta = tl.sum(do * o, 1)
+    tl.store(DGATE + offs_row * 3, delta, mask=row_exists)
+    tl.store(DELTA + offs_out, delta, mask=row_exists)
+    offs_lse = seq * tl.cast(stride_b, tl.int64) + head * tl.cast(stride_h, tl.int64) + token
+    lse = tl.load(LSE + offs_lse, mask=row_exists)
+    weight = tl.load(gate, mask=row_exists).to(ACC)
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E - tl.log2(weight))
+    tl.store(LSE2 + offs_out, lse2, mask=row_exists)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "seq_len", "num_rows", "stats_size"])
+def combine_statistics(
+    DO, GATES, O_CMP, O_SEL, O_WIN, LSE_CMP, LSE_SEL, LSE_WIN,
+    DGATES, STATS_CMP, STATS_SEL, STATS_WIN,
+    stride_do, stride_gates, stride_cmp, stride_sel, stride_win,
+    stride_lse_cmp, stride_lse_sel, stride_lse_win, stride_stats,
+    num_tokens, seq_len, num_rows, stats_size,
+    NUM_HEADS: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """dgates [num_tokens, Hq, 3], and the statistics of each branch: delta and LSE in base 2.
+
+    STATS_SEL is [2, num_tokens, Hq], STATS_CMP and STATS_WIN are [2, B, Hq, S padded]. A program
+    owns BLOCK_T tokens x BLOCK_H heads, so that both layouts fill sectors of memory. A row takes 4
+    Dv elements and 15 numbers of memory traffic and 6 operations a column; do stays in registers.
+    """
+    HEAD_TILES: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
+    offs_m = tl.arange(0, BLOCK_T * BLOCK_H)
+    row_token = tl.cast(tl.program_id(0) // HEAD_TILES, tl.int64) * BLOCK_T + offs_m % BLOCK_T
+    head = tl.program_id(0) % HEAD_TILES * BLOCK_H + offs_m // BLOCK_T
+    row_exists = (row_token < num_tokens) & (head < NUM_HEADS)
+    seq, token = row_token // seq_len, row_token % seq_len
+    offs_d = tl.arange(0, V_HEAD_DIM_PAD)
+    mask = row_exists[:, None] & (offs_d < V_HEAD_DIM)[None, :]
+    do = _load_rows(DO, seq, token, head, stride_do, offs_d, mask).to(ACC)
+    gate = GATES + row_offset(seq, token, head, stride_gates)
+    row = row_token * NUM_HEADS + head
+    stride_b, stride_h = stride_stats
+    offs_stats = seq * tl.cast(stride_b, tl.int64) + head * tl.cast(stride_h, tl.int64) + token
+    size = tl.cast(stats_size, tl.int64)
+    _statistics(
+        do, gate, O_CMP, LSE_CMP, DGATES, STATS_CMP, STATS_CMP + size,
+        seq, token, head, stride_cmp, stride_lse_cmp, offs_stats, row, row_exists, offs_d, mask,
+        ACC,
+    )  # fmt: skip
+    _statistics(
+        do, gate + 1, O_SEL, LSE_SEL, DGATES + 1, STATS_SEL,
+        STATS_SEL + tl.cast(num_rows, tl.int64),
+        seq, token, head, stride_sel, stride_lse_sel, row, row, row_exists, offs_d, mask,
+        ACC,
+    )  # fmt: skip
+    _statistics(
+        do, gate + 2, O_WIN, LSE_WIN, DGATES + 2, STATS_WIN, STATS_WIN + size,
+        seq, token, head, stride_win, stride_lse_win, offs_stats, row, row_exists, offs_d, mask,
+        ACC,
+    )  # fmt: skip
 
 
 @triton.jit

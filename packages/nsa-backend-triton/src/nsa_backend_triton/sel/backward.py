@@ -50,7 +50,7 @@ class Problem(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    lse2: Tensor  # [B, S, Hq], contiguous; see delta.rows
+    lse2: Tensor  # [B, S, Hq], contiguous; see delta.rows and core.backward
     delta: Tensor  # [B, S, Hq], contiguous
     seqs: Sequences
     call: SlotCall
@@ -325,7 +325,12 @@ def backward(
     call: SlotCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv in the shapes and dtypes of q, k and v."""
-    problem = prepare(do, q, k, v, o, lse, call=call)
+    return gradients(prepare(do, q, k, v, o, lse, call=call), blocks)
+
+
+def gradients(problem: Problem, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv in the shapes and dtypes of q, k and v."""
+    q, k, v, call = problem.q, problem.k, problem.v, problem.call
     select_block = call.geometry.select_block_size
     lists = pair_lists.build(blocks, problem.seqs, call.geometry)
     settings = tuned(q, k, v, select_block, "sel_block_backward")

@@ -43,6 +43,7 @@ from nsa_backend_triton.sel.pair_lists import locate_bucket
 from nsa_backend_triton.shared.rows import (
     LOG2E,
     add_dot,
+    add_rows,
     dot_columns,
     owner,
     row_of_start,
@@ -434,15 +435,6 @@ def sel_block_backward(
         )
 
 
-@triton.jit
-def _add_rows(x, y, WIDTH: tl.constexpr, BAND: tl.constexpr):
-    """Rows x + y [M, WIDTH]."""
-    total = ()
-    for i in tl.static_range((WIDTH + BAND - 1) // BAND):
-        total = total + (x[i] + y[i],)
-    return total
-
-
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "seq_len", "first_query", "num_keys", "buckets_per_head", "chunk_pairs",
@@ -476,7 +468,7 @@ def sel_add_chunks(
     for chunk in tl.range(0, num_chunks):
         row = ((item + chunk) * KEY_TILES + key_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
         partial = gather_rows(CHUNKS, row * WIDTH, None, mask_n, WIDTH, BAND)
-        total = _add_rows(total, partial, WIDTH, BAND)
+        total = add_rows(total, partial, WIDTH, BAND)
     seq_row = row_of_start(seq, start, num_keys if PARTIAL else seq_len, VARLEN)
     offs_out = ((seq_row + first_key + offs_n) * NUM_KV_HEADS + kv_head) * WIDTH
     scatter_rows(OUT, offs_out, None, total, mask_n, WIDTH, BAND, False)

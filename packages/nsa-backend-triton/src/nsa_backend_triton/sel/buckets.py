@@ -27,12 +27,12 @@ from nsa_backend_triton.shared.rows import (
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "seq_len", "first_query", "num_buckets", "buckets_per_head", "num_pairs",
-        "first_row",
+        "run", "first_row",
     ]
 )  # fmt: skip
 def sel_bucket_kernel(
     Q, K, V, TOKENS, CHOICES, OFFSETS, PARTIAL_O, PARTIAL_LSE, CU_SEQLENS,
-    num_seqs, seq_len, first_query, num_buckets, buckets_per_head, num_pairs, first_row,
+    num_seqs, seq_len, first_query, num_buckets, buckets_per_head, num_pairs, run, first_row,
     num_kv_heads, qk_scale,
     stride_q, stride_k, stride_v,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
@@ -49,10 +49,14 @@ def sel_bucket_kernel(
     [BLOCK_M, HEAD_DIM], gathered in rows of GROUP * HEAD_DIM elements. Registers hold the scores
     [BLOCK_M, BLOCK_N] and o [BLOCK_M, V_HEAD_DIM]. A tile moves BLOCK_M * (HEAD_DIM + V_HEAD_DIM)
     elements, Q from L2 and partial outputs to memory, and takes 2 * BLOCK_M * BLOCK_N *
-    (HEAD_DIM + V_HEAD_DIM) operations: bound by the writes.
+    (HEAD_DIM + V_HEAD_DIM) operations: bound by the writes. A launch takes one run of rows, which
+    begins at ``first_row``; OFFSETS has ``num_buckets`` buckets for each run.
     """
+    PAIRS: tl.constexpr = BLOCK_T * TILES_PER_PROGRAM
+    OFFSETS += run * num_buckets
+    index = tl.program_id(0) + tl.load(OFFSETS) // PAIRS
     bucket, bucket_start, bucket_pairs, first_pair = place(
-        tl.program_id(0), OFFSETS, num_buckets, num_pairs, BLOCK_T * TILES_PER_PROGRAM, True
+        index, OFFSETS, num_buckets, num_pairs, PAIRS, True
     )
     if first_pair >= bucket_pairs:
         return

@@ -14,7 +14,7 @@ uses the matrix units as well as a bucket does, so tiles share every block (min_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -58,7 +58,9 @@ from nsa_backend_triton.shared.rows import (
 from nsa_backend_triton.span.geometry import fetch_rows
 from nsa_core.contract import SlotCall
 
-PARTIAL_BYTES = 2**31  # limit of the partial outputs in memory: rows are processed in runs below it
+# Rows are processed in runs whose partial outputs take PARTIAL_BYTES, or more so that there are at
+# most MAX_RUNS: in each run, the tiles at the end of a bucket are partly empty.
+PARTIAL_BYTES, MAX_RUNS = 2**28, 8
 MAX_BLOCK_T = 32  # tokens of a tile: one bit each of an int32
 
 Settings = Mapping[str, Mapping[str, int]]
@@ -199,18 +201,16 @@ def forward(
     descs = (key_descriptor(x, block_n, seqs.end) if block_n else None for x in (k, v))
     tiles.launch(q, k, v, *descs, unions.entries, unions.counts, o, lse, seqs.cu)
     if tiles.min_sharing > 1:
-        for rows in _row_runs(o, q.shape[-2] // k.shape[-2], blocks.shape[-1]):
-            _attend_buckets(q, k, v, blocks, unions.unshared, o, lse, seqs, call, rows, tuned)
+        _attend_buckets(q, k, v, blocks, unions.unshared, o, lse, seqs, call, tuned)
     return o, lse
 
 
-def _row_runs(o: Tensor, group: int, n: int) -> Iterator[tuple[int, int]]:
-    """Yield runs (first, count) of rows whose partial outputs fit PARTIAL_BYTES."""
+def _run_rows(o: Tensor, n: int) -> tuple[int, int]:
+    """Return the rows of a run, and of all runs."""
     row_bytes = o.shape[-1] * o.shape[-2] * n * o.itemsize
     num_rows = o.numel() // (o.shape[-1] * o.shape[-2])
-    count = max(1, PARTIAL_BYTES // row_bytes)
-    for first in range(0, num_rows, count):
-        yield first, min(count, num_rows - first)
+    run_rows = max(1, PARTIAL_BYTES // row_bytes, triton.cdiv(num_rows, MAX_RUNS))
+    return min(run_rows, num_rows), num_rows
 
 
 def _compiler_options(settings: Mapping[str, int]) -> dict[str, int]:
@@ -244,7 +244,7 @@ class _BucketLaunches(NamedTuple):
 @cached_by_metadata
 def _prepare_buckets(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seqs: Sequences, call: SlotCall,
-    rows: tuple[int, int], n: int, num_pairs: int, num_buckets: int, tuned: Settings,
+    run: int, rows: tuple[int, int], n: int, num_pairs: int, num_buckets: int, tuned: Settings,
 ) -> _BucketLaunches:  # fmt: skip
     num_kv_heads, select_block = k.shape[-2], call.geometry.select_block_size
     group = q.shape[-2] // num_kv_heads
@@ -252,10 +252,11 @@ def _prepare_buckets(
     constants = _common_constants(q, v, group, seqs, use_tma=False)
     block_t = max(1, bucket_settings["BLOCK_M"] // group)
     tiles_per_program = bucket_settings["TILES_PER_PROGRAM"]
+    run_pairs, pairs_per_program = rows[1] * num_kv_heads * n, block_t * tiles_per_program
     attend = Launch(
-        sel_bucket_kernel, (num_pairs // (block_t * tiles_per_program) + num_buckets,),
+        sel_bucket_kernel, (run_pairs // pairs_per_program + num_buckets + (run > 0),),
         seqs.n, seqs.seq_len, seqs.first_query, num_buckets,
-        pair_lists.buckets_per_head(seqs, call.geometry), num_pairs, rows[0], num_kv_heads,
+        pair_lists.buckets_per_head(seqs, call.geometry), num_pairs, run, rows[0], num_kv_heads,
         call.scale * LOG2E.value,
         *(strides(x, seqs.packed) for x in (q, k, v)),
         **constants,
@@ -283,16 +284,25 @@ def _prepare_buckets(
 
 def _attend_buckets(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, unshared: Tensor, o: Tensor, lse: Tensor,
-    seqs: Sequences, call: SlotCall, rows: tuple[int, int], tuned: Settings,
+    seqs: Sequences, call: SlotCall, tuned: Settings,
 ) -> None:  # fmt: skip
-    """Add the pairs marked in ``unshared`` to o and lse, for the rows (first, count)."""
-    lists = pair_lists.build(blocks, seqs, call.geometry, mask=unshared, rows=rows)
-    n, num_pairs, num_buckets = blocks.shape[-1], lists.tokens.numel(), lists.offsets.numel() - 1
-    launches = _prepare_buckets(q, k, v, lse, seqs, call, rows, n, num_pairs, num_buckets, tuned)
-    partial_o = q.new_empty(launches.partial_shape)
-    partial_lse = lse.new_empty(launches.partial_shape[:2])
-    launches.attend(q, k, v, *lists, partial_o, partial_lse, seqs.cu)
-    launches.merge(partial_o, partial_lse, unshared, o, lse)
+    """Add the pairs marked in ``unshared`` to o and lse, run by run."""
+    n = blocks.shape[-1]
+    run_rows, num_rows = _run_rows(o, n)
+    lists = pair_lists.build(blocks, seqs, call.geometry, mask=unshared, run_rows=run_rows)
+    num_runs = triton.cdiv(num_rows, run_rows)
+    num_pairs, num_buckets = lists.tokens.numel(), (lists.offsets.numel() - 1) // num_runs
+    partial_o, partial_lse = None, None
+    for run, first in enumerate(range(0, num_rows, run_rows)):
+        rows = first, min(run_rows, num_rows - first)
+        launches = _prepare_buckets(
+            q, k, v, lse, seqs, call, run, rows, n, num_pairs, num_buckets, tuned
+        )
+        if partial_o is None or partial_lse is None:  # the first run is the longest
+            partial_o = q.new_empty(launches.partial_shape)
+            partial_lse = lse.new_empty(launches.partial_shape[:2])
+        launches.attend(q, k, v, *lists, partial_o, partial_lse, seqs.cu)
+        launches.merge(partial_o, partial_lse, unshared, o, lse)
 
 
 @triton.jit

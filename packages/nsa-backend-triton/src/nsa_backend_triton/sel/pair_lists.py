@@ -37,8 +37,9 @@ class PairLists(NamedTuple):
     Attributes:
         tokens: int32 [P] the pair's token, as a position in its sequence.
         choices: int32 [P] the index 0 .. n-1 of the pair's block in blocks[token].
-        offsets: int32 [num_buckets + 1] the first pair of each bucket; the last element is the
-            number of pairs that count.
+        offsets: int32 [num_runs * num_buckets + 1] the first pair of each bucket, run by run; the
+            last element is the number of pairs that count. A run is a number of neighbouring rows;
+            there is one run unless more are asked for.
     """
 
     tokens: Tensor
@@ -63,11 +64,11 @@ def build(
     geometry: BlockGeometry,
     *,
     mask: Tensor | None = None,
-    rows: tuple[int, int] | None = None,
+    run_rows: int | None = None,
 ) -> PairLists:
-    """Sort the pairs of ``blocks`` by bucket, on the device.
+    """Sort the pairs of ``blocks`` by run and bucket, on the device.
 
-    Bound by the sort: two radix passes over int16 keys below 2^15 buckets, else four.
+    Bound by the sort: two radix passes over int16 keys below 2^15 buckets of all runs, else four.
 
     Args:
         blocks: int32 or int64 [B, S, G, n], packed [T, G, n].
@@ -75,10 +76,9 @@ def build(
         geometry: the block sizes.
         mask: int8 in the shape of ``blocks``, contiguous: 1 for the pairs that count, all of them
             valid. Without it, every valid pair counts.
-        rows: (first, count) of the rows of q to sort, with the sequences concatenated; the lists
-            then hold the pairs of these rows only.
+        run_rows: rows of q in a run, with the sequences concatenated; None: all.
     """
-    prepared = _prepare(blocks, seqs, geometry, mask is not None, rows)
+    prepared = _prepare(blocks, seqs, geometry, mask is not None, run_rows)
     sort_keys = blocks.new_empty(prepared.num_pairs, dtype=torch.int32)
     local_tokens = blocks.new_empty(prepared.num_rows, dtype=torch.int32)
     if seqs.packed:  # malformed boundaries may leave rows out: define their keys
@@ -110,12 +110,14 @@ def _prepare(
     seqs: Sequences,
     geometry: BlockGeometry,
     masked: bool,
-    rows: tuple[int, int] | None,
+    run_rows: int | None,
 ) -> _Prepared:
     num_kv_heads, n = blocks.shape[-2:]
     per_head = buckets_per_head(seqs, geometry)
-    num_buckets = per_head * num_kv_heads * (1 if seqs.packed else seqs.n)
-    first_row, num_rows = rows or (0, blocks.numel() // (num_kv_heads * n))
+    run_buckets = per_head * num_kv_heads * (1 if seqs.packed else seqs.n)
+    num_rows = blocks.numel() // (num_kv_heads * n)
+    run_rows = run_rows or num_rows
+    num_buckets = triton.cdiv(num_rows, run_rows) * run_buckets
     num_pairs = num_rows * num_kv_heads * n
     if num_pairs > MAX_PAIRS:
         raise ValueError(
@@ -125,9 +127,9 @@ def _prepare(
     block_t = _tokens_per_program(n)
     write_keys = Launch(
         sel_keys_kernel, (seqs.tiles(block_t) * num_kv_heads,),
-        seqs.n, seqs.seq_len, seqs.first_query, first_row, num_rows,
+        seqs.n, seqs.seq_len, seqs.first_query, run_rows, num_rows,
         0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2),
-        per_head, num_buckets, num_kv_heads,
+        per_head, run_buckets, num_buckets, num_kv_heads,
         NUM_SELECTED=n, NUM_SELECTED_PAD=triton.next_power_of_2(n),
         SELECT_BLOCK=geometry.select_block_size, BLOCK_T=block_t,
         VARLEN=seqs.packed, PARTIAL=seqs.partial, USE_MASK=masked,
@@ -192,22 +194,23 @@ def load_candidates(
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "seq_len", "first_query", "first_row", "num_rows", "stride_blocks_b",
-        "buckets_per_head", "num_buckets",
+        "num_seqs", "seq_len", "first_query", "run_rows", "num_rows", "stride_blocks_b",
+        "buckets_per_head", "run_buckets", "num_buckets",
     ]
 )  # fmt: skip
 def sel_keys_kernel(
     BLOCKS, MASK, SORT_KEYS, LOCAL_TOKENS, CU_SEQLENS,
-    num_seqs, seq_len, first_query, first_row, num_rows,
+    num_seqs, seq_len, first_query, run_rows, num_rows,
     stride_blocks_b, stride_blocks_t, stride_blocks_h,
-    buckets_per_head, num_buckets, num_kv_heads,
+    buckets_per_head, run_buckets, num_buckets, num_kv_heads,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
     SELECT_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
     VARLEN: tl.constexpr, PARTIAL: tl.constexpr, USE_MASK: tl.constexpr,
 ):  # fmt: skip
     """Write the bucket of every pair and the position of every token in its sequence.
 
-    The bucket of a pair that does not count is ``num_buckets``, so that it is sorted last.
+    The bucket of a pair that does not count is ``num_buckets``, so that it is sorted last. Each run
+    of ``run_rows`` rows has ``run_buckets`` buckets of its own.
 
     A program owns BLOCK_T tokens of one kv head, [BLOCK_T, NUM_SELECTED_PAD] in registers. It does
     NUM_SELECTED + 1 loads of BLOCK_T rows from L1 and NUM_SELECTED comparisons of the tile. Blocks
@@ -231,7 +234,8 @@ def sel_keys_kernel(
     else:
         first_bucket = (seq * num_kv_heads + kv_head) * buckets_per_head
     row = row_of_start(seq, query_start, seq_len, VARLEN) + offs_t
-    mask_t = (offs_t < length) & (row >= first_row) & (row < first_row + num_rows)
+    mask_t = (offs_t < length) & (row < num_rows)
+    first_bucket += (row // run_rows).to(tl.int32) * run_buckets
     if USE_MASK:
         mask = mask_t[:, None] & (choice < NUM_SELECTED)[None, :]
         counts = (
@@ -254,17 +258,13 @@ def sel_keys_kernel(
             NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, BLOCK_T,
         )  # fmt: skip
         counts = mask_t[:, None] & (block >= 0)
-    key_ptrs = (
-        SORT_KEYS
-        + ((row - first_row)[:, None] * num_kv_heads + kv_head) * NUM_SELECTED
-        + choice[None, :]
-    )
+    key_ptrs = SORT_KEYS + (row[:, None] * num_kv_heads + kv_head) * NUM_SELECTED + choice[None, :]
     tl.store(
         key_ptrs,
-        tl.where(counts, first_bucket + block, num_buckets),
+        tl.where(counts, first_bucket[:, None] + block, num_buckets),
         mask=mask_t[:, None] & (choice < NUM_SELECTED)[None, :],
     )
-    tl.store(LOCAL_TOKENS + row - first_row, offs_t, mask=mask_t & (kv_head == 0))
+    tl.store(LOCAL_TOKENS + row, offs_t, mask=mask_t & (kv_head == 0))
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_buckets"])

@@ -261,3 +261,12 @@ def scale_rows(x, factor, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
     for i in tl.static_range((HEAD_DIM + BAND - 1) // BAND):
         scaled = scaled + (x[i] * factor,)
     return scaled
+
+
+@triton.jit
+def add_rows(x, y, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
+    """Rows x + y [R, HEAD_DIM], in the wider of their dtypes."""
+    total = ()
+    for i in tl.static_range((HEAD_DIM + BAND - 1) // BAND):
+        total = total + (x[i] + y[i],)
+    return total

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor, stats_descriptor
@@ -37,6 +38,8 @@ from nsa_backend_triton.shared.rows import LOG2E
 from nsa_backend_triton.span.backward_dkdv import span_dkdv, span_sum
 from nsa_backend_triton.span.backward_dq import span_dq
 from nsa_backend_triton.span.forward import heads_together, launch_options
+
+_GIVEN = 0
 
 
 def backward(
@@ -66,6 +69,31 @@ def backward(
     return dq, *_dkdv(dkdv_plan, do, q, k, v, lse, stats, seqs)
 
 
+def add_backward(
+    do: Tensor,  # [B, S, Hq, Dv], packed [T, Hq, Dv]
+    q: Tensor,  # [B, S, Hq, Dk]
+    k: Tensor,  # [B, L, G, Dk], packed [L, G, Dk]
+    v: Tensor,  # [B, L, G, Dv]
+    lse: Tensor,  # [B, Hq, S], packed [Hq, T]
+    stats: Tensor,  # [2, *padded_rows(lse)]
+    dq: Tensor,  # [B, S, Hq, Dk], contiguous
+    seqs: Sequences,
+    span: tuple[int, int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Add to ``dq``, and return dk and dv, with given statistics.
+
+    ``stats`` are delta, and the log-sum-exp in base 2, inf in a row without keys. P is 2 to the
+    power of the scores in base 2 less the latter. :func:`dq_of` computes such statistics.
+    """
+    launch, rows = _launch_dq(q, k, v, do, do, lse, seqs, span, scale, aligned(k, v), None, _GIVEN)
+    described = _key_descriptors(k, v, seqs, span, rows)
+    launch(q, k, v, *described, None, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
+    tensors_aligned, lse2 = aligned(q, do), stats[1]
+    plan = _launch_dkdv(q, k, v, do, lse2, seqs, span, scale, tensors_aligned, None, True)
+    return _dkdv(plan, do, q, k, v, lse2, stats, seqs)
+
+
 def dq_of(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
     span: tuple[int, int, int], scale: float, settings: configs.Settings | None = None,
@@ -93,21 +121,27 @@ def _dq(
     scale: float, settings: configs.Settings | None, store_lse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return dq and the statistics: delta and, with ``store_lse``, lse in base 2."""
+    kinds = 2 if store_lse else 1
     launch, rows = _launch_dq(
-        q, k, v, o, do, lse, seqs, span, scale, aligned(k, v), settings, store_lse
+        q, k, v, o, do, lse, seqs, span, scale, aligned(k, v), settings, kinds
     )
-    dq, stats = q.new_empty(q.shape), lse.new_empty((2 if store_lse else 1, *_padded(lse)))
-    num_keys = seqs.num_keys(*span[:2])
-    descriptors = (
-        (key_descriptor(k, rows, num_keys), key_descriptor(v, rows, num_keys))
-        if rows
-        else (None, None)
-    )
-    launch(q, k, v, *descriptors, o, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
+    dq, stats = q.new_empty(q.shape), lse.new_empty((kinds, *padded_rows(lse)))
+    described = _key_descriptors(k, v, seqs, span, rows)
+    launch(q, k, v, *described, o, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
     return dq, stats
 
 
-def _padded(lse: Tensor) -> tuple[int, ...]:
+def _key_descriptors(
+    k: Tensor, v: Tensor, seqs: Sequences, span: tuple[int, int, int], rows: int
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Return descriptors of k and v in tiles of ``rows`` keys; None for 0 rows."""
+    if not rows:
+        return None, None
+    num_keys = seqs.num_keys(*span[:2])
+    return key_descriptor(k, rows, num_keys), key_descriptor(v, rows, num_keys)
+
+
+def padded_rows(lse: Tensor) -> tuple[int, ...]:
     """Return the shape of lse [B, H, S] (packed [H, T]) with rows padded to 16 bytes.
 
     Descriptors require that rows begin on 16 bytes.
@@ -176,15 +210,18 @@ def _widths(head_dim: int, v_head_dim: int) -> dict[str, int]:
 def _launch_dq(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, seqs: Sequences,
     span: tuple[int, int, int], scale: float, tensors_aligned: bool,
-    settings: configs.Settings | None, store_lse: bool,
+    settings: configs.Settings | None, kinds: int,
 ) -> tuple[Launch, int]:  # fmt: skip
-    """Return the launch of span_dq, and the rows of a descriptor's tile (0: pointers)."""
+    """Return the launch of span_dq, and the rows of a descriptor's tile (0: pointers).
+
+    ``kinds`` of statistics: 1, store delta; 2, store delta and lse; _GIVEN, read both.
+    """
     described = tensors_aligned and descriptors_fit(seqs.packed, k, v)
     settings = settings or _pick("span_dq", q, v, span[2], described)
     heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     use_tma = bool(settings.get("USE_TMA"))
     block_h = heads_together(group, settings["BLOCK_H"])
-    block_t, stats = settings["BLOCK_M"] // block_h, _padded(lse)
+    block_t, stats = settings["BLOCK_M"] // block_h, padded_rows(lse)
     launch = Launch(
         span_dq, (seqs.tiles(block_t) * (heads // block_h),),
         *(n for x in (q, k, v, o, do) for n in batch_apart(strides(x, seqs.packed))),
@@ -195,7 +232,8 @@ def _launch_dq(
         NUM_HEADS=heads, GROUP=group, **_widths(q.shape[-1], v.shape[-1]),
         BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_N=settings["BLOCK_N"],
         COMPRESS_BLOCK=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed,
-        PARTIAL=seqs.partial, ACC=accumulator(q.dtype), USE_TMA=use_tma, STORE_LSE=store_lse,
+        PARTIAL=seqs.partial, ACC=accumulator(q.dtype), USE_TMA=use_tma, STORE_LSE=kinds == 2,
+        GIVEN=kinds == _GIVEN,
         **launch_options(settings),
     )  # fmt: skip
     return launch, settings["BLOCK_N"] if use_tma else 0
@@ -223,7 +261,7 @@ class _DkdvPlan(NamedTuple):
 def _launch_dkdv(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, seqs: Sequences,
     span: tuple[int, int, int], scale: float, tensors_aligned: bool,
-    settings: configs.Settings | None,
+    settings: configs.Settings | None, given: bool = False,
 ) -> _DkdvPlan:  # fmt: skip
     described = tensors_aligned and descriptors_fit(seqs.packed, q, do)
     settings = settings or _pick("span_dkdv", q, v, span[2], described)
@@ -238,7 +276,7 @@ def _launch_dkdv(
         *(n for x in (q, k, v, do) for n in batch_apart(strides(x, seqs.packed))),
         *(n for x in (k, v) for n in batch_apart(new_strides(x.shape, seqs.packed))),
         *(0 if direct else x.numel() for x in (k, v)),
-        *lse_strides(lse, seqs.packed), *new_lse_strides(_padded(lse), seqs.packed),
+        *lse_strides(lse, seqs.packed), *new_lse_strides(padded_rows(lse), seqs.packed),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         seqs.first_query,
         NUM_KV_HEADS=groups, GROUP=group, BLOCK_H=block_h, QUERY_SPLITS=query_splits,
@@ -246,7 +284,7 @@ def _launch_dkdv(
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
         COMPRESS_BLOCK=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed,
         PARTIAL=seqs.partial, ACC=accumulator(q.dtype), USE_TMA=use_tma,
-        COMPUTE_DK=compute_dk, COMPUTE_DV=compute_dv,
+        COMPUTE_DK=compute_dk, COMPUTE_DV=compute_dv, GIVEN=given,
         **launch_options(settings),
     ) for compute_dk, compute_dv in passes)  # fmt: skip
     add = [

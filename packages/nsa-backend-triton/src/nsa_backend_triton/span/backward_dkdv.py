@@ -38,13 +38,14 @@ def _walk_queries(
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, BLOCK_M: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr,
-    COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr, MASKED: tl.constexpr,
+    COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk [N, Dk], dv [N, Dv] plus the sums over ``num_tiles`` tiles of queries of each head.
 
     The last tile comes first. Tile i starts at query low + i * BLOCK_M; tiles skip_from .. skip_to
     are left out (the later ones move up). Key r is seen by the queries visible_from[r] ..
-    visible_to[r]; none from ``end`` on counts. Queries are counted from the one at Q.
+    visible_to[r]; none from ``end`` on counts. Queries are counted from the one at Q. GIVEN: LSE is
+    in base 2, inf in a row without keys.
     """
     stride_qt, stride_qh = stride_q
     stride_dot, stride_doh = stride_do
@@ -94,7 +95,8 @@ def _walk_queries(
                 delta = tl.load(delta_at + offs_m, mask=start_m + offs_m < end, other=0.0)
             else:
                 lse, delta = tl.load(lse_at + offs_m), tl.load(delta_at + offs_m)
-            lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+            if not GIVEN:
+                lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
         s = dot_columns(k, transpose(q, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
         if USE_TMA and COMPUTE_DK:  # keeps the matrix units busy before p follows from s
             dp = dot_columns(
@@ -148,7 +150,7 @@ def span_dkdv(
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     VARLEN: tl.constexpr, PARTIAL: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr,
-    COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr,
+    COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of BLOCK_N keys from BLOCK_H heads and one of QUERY_SPLITS parts of the queries.
 
@@ -220,7 +222,7 @@ def span_dkdv(
         visible_from, visible_to,
         qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_M, WINDOW, ACC, USE_TMA,
-        COMPUTE_DK, COMPUTE_DV, False,
+        COMPUTE_DK, COMPUTE_DV, GIVEN, False,
     )  # fmt: skip
     dk, dv = _walk_queries(
         k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
@@ -228,7 +230,7 @@ def span_dkdv(
         visible_from, visible_to,
         qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_M, WINDOW, ACC, USE_TMA,
-        COMPUTE_DK, COMPUTE_DV, True,
+        COMPUTE_DK, COMPUTE_DV, GIVEN, True,
     )  # fmt: skip
     DK += part * stride_dk_part + row_offset(
         batch, key_start + start_n, kv_head, with_batch(stride_dkb, stride_dk)

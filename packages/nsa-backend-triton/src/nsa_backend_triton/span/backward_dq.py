@@ -11,6 +11,7 @@ import triton.language as tl
 from nsa_backend_triton.shared.rows import (
     LOG2E,
     add_dot,
+    add_rows,
     dot_columns,
     load_at,
     num_compressed,
@@ -127,11 +128,12 @@ def span_dq(
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     VARLEN: tl.constexpr, PARTIAL: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr,
-    STORE_LSE: tl.constexpr,
+    STORE_LSE: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_T tokens x BLOCK_H heads, and STATS for span_dkdv, which runs afterwards.
 
-    STATS holds delta and, if STORE_LSE, lse in base 2, which is inf in a row without keys. q and do
+    STATS holds delta and, if STORE_LSE, lse in base 2, which is inf in a row without keys. GIVEN:
+    STATS already holds both, and dq is added to DQ. q and do
     stay in shared memory or registers, dq [M, Dk] in registers. A tile of BLOCK_N keys takes
     (Dk + Dv) * BLOCK_N * itemsize bytes through L2 and 2 * M * BLOCK_N * (2 Dk + Dv) operations for
     M = BLOCK_T * BLOCK_H rows. The matrix units are the limit, then exp2.
@@ -158,25 +160,25 @@ def span_dq(
     DO += row_offset(batch, query_start + row, head, with_batch(stride_dob, stride_do))
     stride_dot, stride_doh = stride_do
     do = load_at(DO, offs_t * stride_dot + offs_h * stride_doh, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
-    O += row_offset(batch, query_start + row, head, with_batch(stride_ob, stride_o))
-    stride_ot, stride_oh = stride_o
-    delta = sum_products(
-        load_at(O, offs_t * stride_ot + offs_h * stride_oh, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND),
-        do,
-        V_HEAD_DIM,
-        V_HEAD_DIM_BAND,
-        ACC,
-    )
     stats = STATS + batch * stride_stats_b + query_start + token + (head + offs_h) * stride_stats_h
-    tl.store(stats, delta, mask=mask_m)
-    lse = tl.load(
-        LSE + batch * stride_lse_b + query_start + token + (head + offs_h) * stride_lse_h,
-        mask=mask_m,
-        other=float("inf"),
-    )
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # a row without keys: p = 0
-    if STORE_LSE:
-        tl.store(stats + stride_stats_kind, lse, mask=mask_m)
+    if GIVEN:
+        delta = tl.load(stats, mask=mask_m)
+        lse = tl.load(stats + stride_stats_kind, mask=mask_m, other=float("inf"))
+    else:
+        O += row_offset(batch, query_start + row, head, with_batch(stride_ob, stride_o))
+        stride_ot, stride_oh = stride_o
+        o_offs = offs_t * stride_ot + offs_h * stride_oh
+        o = load_at(O, o_offs, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
+        delta = sum_products(o, do, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
+        tl.store(stats, delta, mask=mask_m)
+        lse = tl.load(
+            LSE + batch * stride_lse_b + query_start + token + (head + offs_h) * stride_lse_h,
+            mask=mask_m,
+            other=float("inf"),
+        )
+        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # no keys: p = 0
+        if STORE_LSE:
+            tl.store(stats + stride_stats_kind, lse, mask=mask_m)
 
     K += row_offset(batch, key_start, head // GROUP, with_batch(stride_kb, stride_k))
     V += row_offset(batch, key_start, head // GROUP, with_batch(stride_vb, stride_v))
@@ -204,5 +206,9 @@ def span_dq(
     )  # fmt: skip
     DQ += row_offset(batch, query_start + row, head, with_batch(stride_dqb, stride_dq))
     stride_dqt, stride_dqh = stride_dq
+    dq_offs = offs_t * stride_dqt + offs_h * stride_dqh
     dq = scale_rows(dq, scale, HEAD_DIM, HEAD_DIM_BAND)
-    store_at(DQ, offs_t * stride_dqt + offs_h * stride_dqh, dq, mask_m, HEAD_DIM, HEAD_DIM_BAND)
+    if GIVEN:
+        others = load_at(DQ, dq_offs, mask_m, HEAD_DIM, HEAD_DIM_BAND)
+        dq = add_rows(dq, others, HEAD_DIM, HEAD_DIM_BAND)
+    store_at(DQ, dq_offs, dq, mask_m, HEAD_DIM, HEAD_DIM_BAND)

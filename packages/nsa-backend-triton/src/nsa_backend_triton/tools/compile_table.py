@@ -5,9 +5,11 @@
 Each kernel is compiled for sm_80 and sm_90 with the tile shapes that ship, from the launches that a
 call of its slot makes: 64 query heads over 4 kv heads (``h=4``: over 16), 8192 tokens, l=32, d=16,
 l'=64, n=16, w=512, forward and backward. Two variants of sel have l'=128 and n=256. In ``partial``
-rows the queries are the second half of their sequences. ``step`` is a decode step and its append,
-32 sequences of 65536 tokens, one new token each; ``steps`` has four each. This needs no GPU:
-kernels are compiled for GPUs that are not present, see nsa_backend_triton.tools.offline.
+rows the queries are the second half of their sequences. ``core`` is the backward of all slots
+together, without the kernels that the backwards of the slots launch alike. ``step`` is a decode
+step and its append, 32 sequences of 65536 tokens, one new token each; ``steps`` has four each. This
+needs no GPU: kernels are compiled for GPUs that are not present, see
+nsa_backend_triton.tools.offline.
 
 The file is not part of the wheel. The tests compile a part of the table again in every run, and all
 of it in ``nox -s full``. Each row must stay within its GPU's shared memory and the limit of spilled
@@ -25,6 +27,7 @@ from typing import Any
 
 import triton
 
+from nsa_backend_triton.core import backward as core_backward
 from nsa_backend_triton.decode import append, forms, gates
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.tools import offline
@@ -39,6 +42,7 @@ SHAPES = {
     "bfloat16": ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
     "float32": ((64, 64), (256, 256)),
 }
+CORE = "core"  # the fused backward
 STEPS = {"step": 1, "steps": 4}  # new tokens per sequence
 # Limits in bytes per thread, stores and loads together. The fp32 kernels verify the compiled logic;
 # they need not be fast.
@@ -82,6 +86,21 @@ def launches(request: Request, architecture: int) -> list[offline.RecordedLaunch
         if request.needs_grad and request.slot != "select":
             module.backward(do, *tensors, *(out if request.slot != "combine" else ()), call=call)
     return recorded
+
+
+def core_launches(request: Request, architecture: int) -> list[offline.RecordedLaunch]:
+    """Return the launches of the fused backward whose kernels its slots do not launch alike."""
+    of_slot = {
+        slot: inputs(dataclasses.replace(request, slot=slot))
+        for slot in ("cmp", "select", "sel", "win", "combine")
+    }
+    do, (q, *k_cmp), call = of_slot["cmp"]
+    (_, *k_sel, blocks), (_, *k_win) = of_slot["sel"][1], of_slot["win"][1]
+    lse, gates = of_slot["select"][1][2], of_slot["combine"][1][0]
+    results = (do, lse) * 3
+    with offline.recording(architecture) as recorded:
+        core_backward.backward(do, q, *k_cmp, *k_sel, *k_win, gates, blocks, *results, call=call)
+    return [x for x in recorded if x.name in ("combine_statistics", "span_dq", "span_dkdv")]
 
 
 def step_launches(
@@ -167,7 +186,7 @@ def title(entry: Mapping[str, Any]) -> str:
 
 def rows(
     shapes: Mapping[str, Sequence[tuple[int, int]]] = SHAPES,
-    slots: tuple[str, ...] = (*SLOTS, *STEPS),
+    slots: tuple[str, ...] = (*SLOTS, CORE, *STEPS),
 ) -> Iterator[Row]:
     """Yield every kernel of ``slots`` for each architecture, dtype and width with settings."""
     for slot in slots:
@@ -177,6 +196,8 @@ def rows(
                     base = dataclasses.replace(_BASE, dtype=dtype, head_dim=dk, v_head_dim=dv)
                     if slot in STEPS:
                         yield from _step_rows(base, architecture, slot)
+                    elif slot == CORE:
+                        yield from _core_rows(base, architecture)
                     else:
                         yield from _slot_rows(dataclasses.replace(base, slot=slot), architecture)
 
@@ -187,6 +208,12 @@ def _step_rows(base: Request, architecture: int, slot: str) -> Iterator[Row]:
     )
     for launch in step_launches(request, architecture, STEPS[slot]):
         yield Row(launch, slot, base.head_dim, base.v_head_dim, base.dtype)
+
+
+def _core_rows(base: Request, architecture: int) -> Iterator[Row]:
+    for variant, varlen in (("", False), (", packed", True)):
+        for launch in core_launches(dataclasses.replace(base, varlen=varlen), architecture):
+            yield Row(launch, CORE + variant, base.head_dim, base.v_head_dim, base.dtype)
 
 
 def _slot_rows(base: Request, architecture: int) -> Iterator[Row]:

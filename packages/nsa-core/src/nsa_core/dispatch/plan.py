@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.contract import SLOTS, Reason, Request, SlotSpec, import_named
+from nsa_core.contract import FUSED_DECODE, SLOTS, Reason, Request, SlotSpec, import_named
 from nsa_core.dispatch.candidates import Candidates, find_candidates
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.probing import Candidate
 from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
+from nsa_core.torch_ops.core_backward import core_backward
 from nsa_core.torch_ops.decode_kernel import DecodeKernel, decode_kernel
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 from nsa_core.util.interruption import is_ctrl_c
@@ -79,8 +80,9 @@ class Plan:
         sel: Kernel of the selected branch.
         win: Kernel of the sliding-window branch.
         combine: Kernel of the gated sum (Eq. 5).
-        fused: Name of a fused decode form (contract.FUSED) -> its kernel. Empty unless the plan is
-            for decode and one backend runs every slot.
+        fused: Name of a fused form (contract.FUSED) -> its kernel. Empty unless one backend runs
+            every slot. A plan for decode has the decode forms of this backend, a plan with backward
+            its fused backward.
     """
 
     config: NSAConfig
@@ -92,7 +94,7 @@ class Plan:
     win: SlotKernel
     combine: SlotKernel
     _slots: Mapping[str, SlotSpec] = dataclasses.field(repr=False)
-    fused: Mapping[str, DecodeKernel] = dataclasses.field(default_factory=dict)
+    fused: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def explain(self) -> str:
         """Describe the plan: the request, and each slot's backend and other candidates.
@@ -393,13 +395,22 @@ def _kernel(all_candidates: Candidates, slot: str, backend: str) -> Kernel | Dec
     return Kernel(backend, slot, op, scale, geometry, request.deterministic, partial)
 
 
-def _fused(all_candidates: Candidates, choices: Mapping[str, Choice]) -> dict[str, DecodeKernel]:
-    """Return the fused decode forms of the backend if one backend runs every slot; else {}."""
+def _fused(all_candidates: Candidates, choices: Mapping[str, Choice]) -> dict[str, Any]:
+    """Return the fused forms for the plan if one backend runs every slot; else {}."""
     names = {choice.backend for choice in choices.values()}
     spec = all_candidates.registry.get(names.pop()).spec if len(names) == 1 else None
-    if spec is None or all_candidates.requests["cmp"].phase != "decode":
+    if spec is None:
         return {}
-    return {name: decode_kernel(spec.name, name, path) for name, path in spec.fused.items()}
+    request, forms = all_candidates.requests["cmp"], spec.fused.items()
+    if request.phase == "decode":
+        return {
+            name: decode_kernel(spec.name, name, path)
+            for name, path in forms
+            if name in FUSED_DECODE
+        }
+    if request.needs_grad and not request.partial and "backward" in spec.fused:
+        return {"backward": core_backward(spec.name, spec.fused["backward"])}
+    return {}
 
 
 _Outcome = tuple[tuple[Candidate, Any] | None, tuple[Candidate, ...], type[NSAError] | None]

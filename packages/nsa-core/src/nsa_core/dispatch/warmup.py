@@ -9,6 +9,7 @@ import torch
 
 from nsa_core.contract import DecodeCall, Request, SlotSpec
 from nsa_core.dtypes import stats_dtype
+from nsa_core.torch_ops.core_backward import CoreBackward
 from nsa_core.torch_ops.decode_kernel import DecodeKernel
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, INPUTS, Kernel
 from nsa_core.torch_ops.tensor_checks import SLOT_AXES
@@ -16,7 +17,7 @@ from nsa_core.torch_ops.tensor_checks import SLOT_AXES
 
 def warm(
     kernels: Mapping[str, Any],
-    fused: Mapping[str, DecodeKernel],
+    fused: Mapping[str, Any],
     requests: Mapping[str, Request],
     specs: Mapping[str, SlotSpec],
     scale: float,
@@ -24,12 +25,12 @@ def warm(
 ) -> None:
     """Run every slot of a plan once.
 
-    A plan for prefill runs the forward of each slot, and the backward if the request needs
-    gradients. A plan for decode runs its decode forms and its fused forms.
+    A plan for prefill runs the forward of each slot, and if the request needs gradients, the
+    backwards and the fused backward. A plan for decode runs its decode forms and its fused forms.
 
     Args:
         kernels: slot -> the plan's kernel.
-        fused: Name of a fused decode form -> its kernel.
+        fused: Name of a fused form -> its kernel.
         requests: slot -> the plan's request.
         specs: slot -> the specification of the backend's slot.
         scale: Scale of the attention scores.
@@ -39,6 +40,8 @@ def warm(
         _warm_decode(kernels, fused, requests["cmp"], scale, device)
     else:
         _warm_slots(kernels, requests, specs, device)
+        if "backward" in fused:
+            _warm_backward(kernels, fused["backward"], requests, specs, device)
 
 
 def _warm_slots(
@@ -67,6 +70,29 @@ def _warm_slots(
         if differentiated:
             o = result if isinstance(result, torch.Tensor) else result[0]
             torch.autograd.grad(o, differentiated, torch.zeros_like(o))
+
+
+def _warm_backward(
+    kernels: Mapping[str, Kernel],
+    fused: CoreBackward,
+    requests: Mapping[str, Request],
+    specs: Mapping[str, SlotSpec],
+    device: torch.device,
+) -> None:
+    """Run the fused backward on zeros."""
+    request = requests["cmp"]
+    length = max(spec.warmup_tokens for spec in specs.values())
+    length = max(length, 2 * request.geometry.compress_block_size)
+    cmp, select, sel, win, combine = (_zeros(r, length, device) for r in requests.values())
+    inputs = (cmp["q"], cmp["k_cmp"], cmp["v_cmp"], sel["k"], sel["v"], win["k"], win["v"])
+    o, lse = combine["o_cmp"], select["lse"]
+    cu_seqlens = None
+    if request.varlen:
+        bounds = [0, length // 2, length]
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    results = (sel["blocks"], o, lse, o, lse, o, lse)
+    tail = kernels["cmp"].tail(length)
+    fused.gradients(direct=True)(o, *inputs, combine["gates"], *results, cu_seqlens, *tail)
 
 
 def _zeros(request: Request, length: int, device: torch.device) -> dict[str, torch.Tensor]:

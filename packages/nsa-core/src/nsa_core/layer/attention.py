@@ -16,6 +16,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.input_checks import check_inputs, check_plan
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.layer.phi.kinds import mean_compress
+from nsa_core.torch_ops.core_node import CoreInputs, run_core
 from nsa_core.torch_ops.tensor_checks import checked_boundaries
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def nsa_attention(
     max_seqlen: int | None = None,
     blocks: torch.Tensor | None = None,
     plan: Plan | None = None,
+    recompute: bool = False,
+    nonnegative_gates: bool = False,
     return_lse: Literal[False] = False,
     return_blocks: Literal[False] = False,
 ) -> torch.Tensor: ...
@@ -57,6 +60,8 @@ def nsa_attention(
     max_seqlen: int | None = None,
     blocks: torch.Tensor | None = None,
     plan: Plan | None = None,
+    recompute: bool = False,
+    nonnegative_gates: bool = False,
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Any: ...
@@ -83,6 +88,8 @@ def nsa_attention(
     max_seqlen: int | None = None,
     blocks: torch.Tensor | None = None,
     plan: Plan | None = None,
+    recompute: bool = False,
+    nonnegative_gates: bool = False,
     return_lse: Literal[False] = False,
     return_blocks: Literal[False] = False,
 ) -> torch.Tensor: ...
@@ -109,6 +116,8 @@ def nsa_attention(
     max_seqlen: int | None = None,
     blocks: torch.Tensor | None = None,
     plan: Plan | None = None,
+    recompute: bool = False,
+    nonnegative_gates: bool = False,
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Any: ...
@@ -135,6 +144,8 @@ def nsa_attention(
     max_seqlen: int | None = None,
     blocks: torch.Tensor | None = None,  # any integer dtype, [B, S, G, any length]
     plan: Plan | None = None,
+    recompute: bool = False,
+    nonnegative_gates: bool = False,
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Any:
@@ -206,6 +217,12 @@ def nsa_attention(
             resolved once per config, device and dtype and cached. It includes the backward if some
             backend supports it. Unpacked calls of ``contract.LONG_SEQUENCE`` tokens or more have
             their own cached plan.
+        recompute: keep only the inputs and the blocks for the backward, which then runs the three
+            branches again: a third of the memory, about a quarter more time, the same bits
+            (docs/explanation/memory.md). Exported calls and torch.func transforms ignore it.
+        nonnegative_gates: state that no gate is negative, as gates from a sigmoid are. If one
+            backend runs every slot, its backward may then be faster and take less memory. A
+            negative gate would make gradients NaN.
         return_lse: also return the log-sum-exp of the three branches.
         return_blocks: also return the selected blocks.
 
@@ -254,18 +271,15 @@ def nsa_attention(
             packed = packed_blocks(cu_seqlens, q.shape[0], config.geometry)
         k_cmp, v_cmp = (mean_compress(x, config.geometry, packed) for x in (k_raw, v_raw))
 
-    packing: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    tensors = CoreInputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     with checked_boundaries(cu_seqlens, q.shape[0], max_seqlen):
-        o_cmp, lse_cmp = plan.cmp(q, k_cmp, v_cmp, **packing)
-        if blocks is None:
-            blocks = plan.select(q, k_cmp, lse_cmp, **packing)
-        o_sel, lse_sel = plan.sel(q, k_sel, v_sel, _widen(blocks), **packing)
-        o_win, lse_win = plan.win(q, k_win, v_win, **packing)
-        o = plan.combine(gates, o_cmp, o_sel, o_win, **packing)
+        given = None if blocks is None else _widen(blocks)
+        options = (cu_seqlens, max_seqlen, recompute, nonnegative_gates)
+        core = run_core(plan, tensors, given, *options)
 
-    extras: list[Any] = [(lse_cmp, lse_sel, lse_win)] if return_lse else []
-    extras += [blocks] if return_blocks else []
-    return (o, *extras) if extras else o
+    extras: list[Any] = [core.lse] if return_lse else []
+    extras += [core.blocks if blocks is None else blocks] if return_blocks else []
+    return (core.o, *extras) if extras else core.o
 
 
 def _per_branch(name: str, x: KV, compressed: torch.Tensor | None) -> tuple[Any, Any, Any]:

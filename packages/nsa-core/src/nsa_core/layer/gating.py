@@ -114,6 +114,16 @@ def plain_linear_gate(gate: nn.Module) -> LinearGate | None:
     return gate
 
 
+def has_sigmoid(gate: nn.Module) -> bool:
+    """Return whether the gates are a sigmoid: a gate of this module, which nothing has altered."""
+    return (
+        type(gate) in (LinearGate, MLPGate)
+        and "forward" not in vars(gate)
+        and not gate._forward_hooks
+        and not nn.modules.module._global_forward_hooks
+    )
+
+
 def compute_gates(gate: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return the gates [..., Hq, 3] of x [..., dim].
 

@@ -10,7 +10,7 @@ import torch
 from nsa_core.cache.new_cache import make_cache
 from nsa_core.cache.sizes import CacheSizes
 from nsa_core.layer.attention import nsa_attention
-from nsa_core.layer.gating import compute_gates
+from nsa_core.layer.gating import compute_gates, has_sigmoid
 from nsa_core.layer.other_keywords import check_other_keywords
 from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.layer.projection import NSAProjections
@@ -52,6 +52,8 @@ class NSAttention(NSAProjections):
         layer: name or index of the layer, for error messages.
         check: raise an NSAError at the first branch output that is not finite. This synchronises
             once per branch, and works in eager mode only.
+        recompute: keep less for the backward, which runs the branches again: see
+            :func:`nsa_core.nsa_attention`. The attribute of this name may be changed at any time.
 
     Raises:
         InvalidInput: ``config`` is not an NSAConfig, or ``backends`` is malformed or names an
@@ -146,6 +148,8 @@ class NSAttention(NSAProjections):
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             plan=plan,
+            recompute=self.recompute,
+            nonnegative_gates=has_sigmoid(self.gate),
         )
         y = self.out(o.flatten(-2))
         return y

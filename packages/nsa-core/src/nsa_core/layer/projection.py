@@ -83,12 +83,16 @@ class NSAProjections(nn.Module):
         backends: the requested backends, in hashable form.
         layer: name or index of the layer, for error messages.
         check: whether every branch output is checked for NaN and Inf.
+        recompute: whether the backward runs the branches again.
         qkv: the linear layer from x to q and a key/value pair per branch (or one shared pair).
         q_norm, k_norm: HeadNorm, or nn.Identity without ``config.qk_norm``.
         phi_k, phi_v: the compression of keys and values.
         gate: the gates of the branches.
         out: the linear layer from all heads to the output.
     """
+
+    # Modules that were pickled whole before this option existed have no attribute of their own.
+    recompute: bool = False
 
     def __init__(
         self,
@@ -97,10 +101,12 @@ class NSAProjections(nn.Module):
         *,
         layer: str | int | None = None,
         check: bool = False,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         check_config(config)
         self.config, self.layer, self.check = config, layer, check
+        self.recompute = recompute
         self.backends = frozen_backends(backends)
         pairs = 1 if config.shared_kv else 3
         q_width, k_width = config.n_heads * config.qk_dim, config.n_kv_heads * config.qk_dim

@@ -43,7 +43,7 @@ DIFFERENTIABLE = {
     slot: tuple(n for n in names if n not in ("blocks", "lse")) for slot, names in INPUTS.items()
 }
 DIFFERENTIABLE["select"] = ()  # the selected block indices have no gradient
-_TAIL = (
+TAIL = (
     "Tensor? cu_seqlens, SymInt max_seqlen, float scale, int[] geometry, bool deterministic,"
     " SymInt? first_query"
 )
@@ -122,11 +122,12 @@ class BackendCall:
         raise NSAError(text) from error
 
 
-def _unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` with elements of its last axis next to each other."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _checked_results(
+def checked_results(
     backend: str,
     slot: str,
     direction: str,
@@ -191,6 +192,7 @@ class SlotOp:
         op: The overload of the forward operator. Its arguments are the slot's tensors, then
             cu_seqlens, max_seqlen, scale, geometry, deterministic and first_query, which is None
             for calls with whole sequences.
+        direct: A function equivalent to ``op``, for calls that are autograd.is_unobserved().
     """
 
     def __init__(self, backend: str, slot: str, spec: SlotSpec, name: str) -> None:
@@ -238,7 +240,21 @@ class SlotOp:
                 lambda *_: None,
                 self._double,
             )
-        _direct[self.op] = direct
+        self.direct: Callable[..., Any] = direct
+        _operators[self.op] = self
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the backend has a backward for the slot."""
+        return self._backward is not None
+
+    def forward(self, *args: Any) -> Any:
+        """Run the forward without autograd and without the dispatcher; arguments as ``op``."""
+        return self._forward_impl(*args)
+
+    def gradients(self, direct: bool) -> Callable[..., Any]:
+        """Return the backward: its operator, or with ``direct`` its function alone."""
+        return self._backward_impl if direct else self.backward_op
 
     def _define(
         self,
@@ -251,7 +267,7 @@ class SlotOp:
         """Define the operator ``short`` with its implementation and its shape inference."""
         result = "Tensor" if outputs == 1 else "(" + ", ".join(["Tensor"] * outputs) + ")"
         self._lib.define(
-            f"{short}({', '.join(tensors)}, {_TAIL}) -> {result}",
+            f"{short}({', '.join(tensors)}, {TAIL}) -> {result}",
             tags=(torch.Tag.pt2_compliant_tag,),
         )
         self._lib.impl(short, impl, "CompositeExplicitAutograd")
@@ -262,8 +278,8 @@ class SlotOp:
 
     def _forward_impl(self, *args: Any) -> Any:
         """Check the inputs, call the backend's forward, and check its results."""
-        tensors = [_unit_stride(t) for t in args[: self._n_inputs]]
-        call = _slot_call(args[self._n_inputs :])
+        tensors = [unit_stride(t) for t in args[: self._n_inputs]]
+        call = slot_call(args[self._n_inputs :])
         cu, device = call.cu_seqlens, tensors[0].device
         metadata = tuple([(t.shape, t.dtype, t.device) for t in tensors])
         cu_metadata = None if cu is None else Metadata.of(cu)
@@ -277,7 +293,7 @@ class SlotOp:
                 outs[1].fill_(-torch.inf)
         else:
             with BackendCall(self.backend, self.slot, "forward", device):
-                outs = _checked_results(
+                outs = checked_results(
                     self.backend,
                     self.slot,
                     "forward",
@@ -301,16 +317,16 @@ class SlotOp:
     def _backward_impl(self, *args: Any) -> Any:
         """Call the backend's backward, and check its results."""
         grad, saved = args[0], args[1:-TAIL_LENGTH]
-        call = _slot_call(args[-TAIL_LENGTH:])
+        call = slot_call(args[-TAIL_LENGTH:])
         inputs = saved[: self._n_inputs]
         specs, device = [(inputs[i].shape, inputs[i].dtype) for i in self._grads], inputs[0].device
         assert self._backward is not None  # _setup_context refuses a forward-only slot
         if _is_empty(self.slot, inputs):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
         else:
-            tensors = [_unit_stride(t) for t in (grad, *saved)]
+            tensors = [unit_stride(t) for t in (grad, *saved)]
             with BackendCall(self.backend, self.slot, "backward", device):
-                outs = _checked_results(
+                outs = checked_results(
                     self.backend,
                     self.slot,
                     "backward",
@@ -371,7 +387,8 @@ class SlotOp:
         )
 
 
-def _slot_call(tail: Sequence[Any]) -> SlotCall:
+def slot_call(tail: Sequence[Any]) -> SlotCall:
+    """Return the arguments TAIL of an operator as backends take them."""
     cu_seqlens, max_seqlen, scale, geometry, deterministic, first_query = tail
     return SlotCall(
         BlockGeometry.from_ints(geometry),
@@ -383,10 +400,19 @@ def _slot_call(tail: Sequence[Any]) -> SlotCall:
     )
 
 
-# Forward operator -> an equivalent function with autograd, for calls with autograd.is_unobserved().
-_direct: dict[Any, Callable[..., Any]] = {}
+_operators: dict[Any, SlotOp] = {}  # by the overload of the forward operator
 _ops: dict[tuple[str, str], list[SlotOp]] = {}
 _ops_lock = threading.Lock()
+
+
+def operator_of(op: Any) -> SlotOp:
+    """Return the operator pair whose forward overload is ``op``."""
+    return _operators[op]
+
+
+def slot_of(op: Any) -> str | None:
+    """Return the slot whose forward overload is ``op``; None for other operators."""
+    return _operators[op].slot if op in _operators else None
 
 
 def slot_op(backend: str, slot: str, spec: SlotSpec) -> SlotOp:
@@ -459,14 +485,8 @@ class Kernel:
         if max_seqlen is None:
             max_seqlen = self._longest(tensors, cu_seqlens is not None, first_query)
         if autograd.is_unobserved(*tensors, cu_seqlens) and type(max_seqlen) is int:
-            return _direct[self.op](
-                *tensors,
-                cu_seqlens,
-                max_seqlen,
-                self.scale,
-                self.geometry,
-                self.deterministic,
-                first_query,
+            return _operators[self.op].direct(
+                *tensors, cu_seqlens, *self.tail(max_seqlen, first_query)
             )
         return self.op(
             *tensors,
@@ -477,6 +497,16 @@ class Kernel:
             self.deterministic,
             first_query,
         )
+
+    def direct(
+        self, *tensors: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int
+    ) -> Any:
+        """Run the slot below autograd; for calls that are autograd.is_unobserved()."""
+        return _operators[self.op].forward(*tensors, cu_seqlens, *self.tail(max_seqlen))
+
+    def tail(self, max_seqlen: int, first_query: int | None = None) -> tuple[Any, ...]:
+        """Return the arguments of the operator after cu_seqlens, for a call without dispatcher."""
+        return (max_seqlen, self.scale, self.geometry, self.deterministic, first_query)
 
     def _longest(
         self, tensors: Sequence[torch.Tensor], packed: bool, first_query: int | None

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from nsa_core.contract import FUSED, SLOTS
+from nsa_core.contract import FUSED_DECODE, SLOTS
 
-# A slot and "prefill" (forward and backward), or a slot or fused form and "decode".
+# A slot and "prefill" (forward and backward), a slot or fused form and "decode", or the fused
+# backward, ("core", "prefill").
 Call = tuple[str, str]
-PREFILL: tuple[Call, ...] = tuple((slot, "prefill") for slot in SLOTS)
+PREFILL: tuple[Call, ...] = tuple((slot, "prefill") for slot in (*SLOTS, "core"))
 DECODE: tuple[Call, ...] = tuple((slot, "decode") for slot in SLOTS if slot != "combine")
-EVERY: frozenset[Call] = frozenset((*PREFILL, *DECODE, *((name, "decode") for name in FUSED)))
+EVERY: frozenset[Call] = frozenset(
+    (*PREFILL, *DECODE, *((name, "decode") for name in FUSED_DECODE))
+)
 
 _Check = TypeVar("_Check", bound=Callable[..., Any])
 

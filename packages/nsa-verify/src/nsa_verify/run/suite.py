@@ -18,6 +18,7 @@ from nsa_verify.cases import PRESETS, Case, text_case
 from nsa_verify.checks import (
     block_attention,
     block_decode,
+    core,
     decode_fused,
     decode_invariants,
     generated_steps,
@@ -119,6 +120,7 @@ _CHECKS = (
     _CheckSize("any blocks", checks.any_blocks, 1 << 10, 1 << 13),
     _CheckSize("empty rows", checks.empty_rows, 1 << 10, 1 << 13),
     _CheckSize("composition", invariants.composition, 1 << 14, 1 << 15),
+    _CheckSize("core gradients", core.core_gradients, 1 << 11, 1 << 14),
     _CheckSize("causality", invariants.causality, 1 << 11, 1 << 14),
     _CheckSize("coverage", checks.coverage, 1 << 9, 1 << 13),
     _CheckSize("poison", invariants.finite_poison, 1 << 11, 1 << 14),

@@ -1,0 +1,1 @@
+"""Kernels of several slots as one: the backward of the whole core."""

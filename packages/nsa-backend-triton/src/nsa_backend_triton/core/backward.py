@@ -1,0 +1,132 @@
+"""Backward of the whole core: the gated sum and its three branches (Eq. 5).
+
+    dg_c = sum over columns of do o_c,   do_c = g_c do   for each branch c
+
+do_c enters a branch's backward only with P as a factor of the same row, so the gate may belong to P
+in its place:
+
+    P = g_c exp(s - lse) = exp(s - (lse - ln g_c))
+    dv = P^T do,  dS = P (do v^T - dg_c),  dq = scale dS k,  dk = scale dS^T q
+
+These are the kernels of the slots with do, delta = dg_c and lse - ln g_c as their statistics, which
+one pass over do and the three outputs computes (combine_statistics). Gates must not be negative.
+Beside the slots' own backwards, no do_c is written and read, do and o_c are not read again for
+delta, and cmp and win add their dq to that of sel, which saves the additions of three gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+
+from nsa_backend_triton.combine.kernels import combine_statistics
+from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
+from nsa_backend_triton.host.sequences import (
+    Sequences,
+    accumulator,
+    architecture,
+    lse_strides,
+    new_lse_strides,
+    strides,
+)
+from nsa_backend_triton.sel import backward as sel_backward
+from nsa_backend_triton.span import backward as span_backward
+from nsa_core.contract import SlotCall
+
+_TOKENS = 8  # tokens of a program of combine_statistics: 32 bytes of a row of statistics
+
+
+class Gradients(NamedTuple):
+    """The gradients of the core, in the shapes and dtypes of what they belong to."""
+
+    dq: Tensor
+    dk_cmp: Tensor
+    dv_cmp: Tensor
+    dk_sel: Tensor
+    dv_sel: Tensor
+    dk_win: Tensor
+    dv_win: Tensor
+    dgates: Tensor
+
+
+class Tensors(NamedTuple):
+    """What the backward reads besides do: the inputs of the core, and its results."""
+
+    q: Tensor  # [B, S, Hq, Dk], packed [T, Hq, Dk]
+    k_cmp: Tensor  # [B, n_c, G, Dk]
+    v_cmp: Tensor
+    k_sel: Tensor  # [B, S, G, Dk]
+    v_sel: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    gates: Tensor  # [B, S, Hq, 3]
+    blocks: Tensor  # int32 or int64 [B, S, G, n]
+    o_cmp: Tensor  # [B, S, Hq, Dv]
+    lse_cmp: Tensor  # [B, Hq, S], packed [Hq, T]
+    o_sel: Tensor
+    lse_sel: Tensor
+    o_win: Tensor
+    lse_win: Tensor
+
+
+def backward(do: Tensor, *tensors: Tensor, call: SlotCall) -> Gradients:
+    """Return the gradients of the inputs; no gate is negative.
+
+    ``do`` is [B, S, Hq, Dv], packed [T, Hq, Dv]; ``tensors`` are those of :class:`Tensors`.
+    """
+    x, packed, geometry = Tensors(*tensors), call.cu_seqlens is not None, call.geometry
+    stats_shape = (2, *span_backward.padded_rows(x.lse_cmp))
+    stats_cmp, stats_win = x.lse_cmp.new_empty(stats_shape), x.lse_cmp.new_empty(stats_shape)
+    stats_sel = x.lse_cmp.new_empty((2, *do.shape[:-1]))
+    dgates = x.gates.new_empty(x.gates.shape)
+    rows = (do, x.gates, x.o_cmp, x.o_sel, x.o_win, x.lse_cmp, x.lse_sel, x.lse_win)
+    _prepare(*rows, packed)(*rows, dgates, stats_cmp, stats_sel, stats_win)
+    delta, lse2 = stats_sel.unbind()
+    seqs = Sequences.of(x.q, x.k_sel, call)
+    problem = sel_backward.Problem(do, x.q, x.k_sel, x.v_sel, lse2, delta, seqs, call)
+    dq, dk_sel, dv_sel = sel_backward.gradients(problem, x.blocks)
+    span = 1, 1, geometry.window_size
+    dk_win, dv_win = span_backward.add_backward(
+        do, x.q, x.k_win, x.v_win, x.lse_win, stats_win, dq, seqs, span, call.scale
+    )
+    span = geometry.compress_block_size, geometry.compress_stride, 0
+    seqs = Sequences.of(x.q, x.k_cmp, call, compressed=True)
+    dk_cmp, dv_cmp = span_backward.add_backward(
+        do, x.q, x.k_cmp, x.v_cmp, x.lse_cmp, stats_cmp, dq, seqs, span, call.scale
+    )
+    return Gradients(dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates)
+
+
+@cached_by_metadata
+def _prepare(
+    do: Tensor, gates: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor,
+    lse_cmp: Tensor, lse_sel: Tensor, lse_win: Tensor, packed: bool,
+) -> Launch:  # fmt: skip
+    """Return the launch of combine_statistics; the inputs may have any strides."""
+    *lead, heads, width = do.shape
+    num_tokens, padded = math.prod(lead), span_backward.padded_rows(lse_cmp)
+    settings = dict(
+        configs.pick(
+            "combine_backward",
+            architecture(do.device),
+            v_head_dim=width,
+            itemsize=do.element_size(),
+        )
+    )
+    block_m = settings.pop("BLOCK_M")
+    block_t = min(_TOKENS, block_m)
+    block_h = min(block_m // block_t, triton.next_power_of_2(heads))
+    tensors = (do, gates, o_cmp, o_sel, o_win)
+    return Launch(
+        combine_statistics, (triton.cdiv(num_tokens, block_t) * triton.cdiv(heads, block_h),),
+        *(strides(x, packed, int64_products=True) for x in tensors),
+        *(lse_strides(x, packed) for x in (lse_cmp, lse_sel, lse_win)),
+        new_lse_strides(padded, packed),
+        num_tokens, lead[-1], num_tokens * heads, math.prod(padded),
+        NUM_HEADS=heads, V_HEAD_DIM=width, V_HEAD_DIM_PAD=triton.next_power_of_2(width),
+        BLOCK_T=block_t, BLOCK_H=block_h, ACC=accumulator(do.dtype), **settings,
+    )  # fmt: skip

@@ -1,0 +1,95 @@
+"""The fused backward of the core, ``nsa_<backend>::core_backward``: one operator for five slots.
+
+A backend that has it (``BackendSpec.fused``, "backward") computes all gradients of the core at
+once. The node of the core (:mod:`nsa_core.torch_ops.core_node`) calls it if no gate is negative and
+all inputs need a gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nsa_core.errors import Unsupported
+from nsa_core.torch_ops import autograd
+from nsa_core.torch_ops.call_wrapper import call_function, import_function
+from nsa_core.torch_ops.slot_op import (
+    TAIL,
+    BackendCall,
+    checked_results,
+    slot_call,
+    unit_stride,
+)
+from nsa_core.torch_ops.vmap_rule import TAIL_LENGTH
+
+# The tensors that the backward takes after the gradient of o, and those that have a gradient.
+DIFFERENTIABLE = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+RESULTS = ("blocks", "o_cmp", "lse_cmp", "o_sel", "lse_sel", "o_win", "lse_win")
+
+
+class CoreBackward:
+    """The fused backward of one backend.
+
+    Attributes:
+        backend: Name of the backend.
+        op: The overload of its operator. Its arguments are the gradient of o, the tensors of
+            DIFFERENTIABLE and of RESULTS, cu_seqlens, max_seqlen, scale, geometry, deterministic
+            and first_query, which is None. It returns a gradient for each of DIFFERENTIABLE.
+    """
+
+    def __init__(self, backend: str, path: str, name: str) -> None:
+        self.backend = backend
+        self._function: Callable[..., Any] = import_function(backend, path)
+        namespace, short = name.split("::")
+        self._lib = torch.library.Library(namespace, "FRAGMENT")
+        tensors = ", ".join(f"Tensor {n}" for n in ("do", *DIFFERENTIABLE, *RESULTS))
+        results = ", ".join(["Tensor"] * len(DIFFERENTIABLE))
+        self._lib.define(
+            f"{short}({tensors}, {TAIL}) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,)
+        )
+        self._lib.impl(short, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(name, self._fake, lib=self._lib)
+        self.op = getattr(getattr(torch.ops, namespace), short).default
+        autograd.register(
+            self._lib, short, self.op, self._run, lambda *_: None, self._refuse_double
+        )
+
+    def gradients(self, direct: bool) -> Callable[..., Any]:
+        """Return the operator, or with ``direct`` its function alone."""
+        return self._run if direct else self.op
+
+    def _run(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        """Call the backend's function, and check its results."""
+        tensors = [unit_stride(t) for t in args[:-TAIL_LENGTH]]
+        inputs = tensors[1 : 1 + len(DIFFERENTIABLE)]
+        specs, device = [(t.shape, t.dtype) for t in inputs], inputs[0].device
+        call, where = slot_call(args[-TAIL_LENGTH:]), (self.backend, "core", "backward")
+        with BackendCall(*where, device):
+            results = call_function(where, self._function, tensors, call=call)
+            return tuple(checked_results(*where, results, specs, device))
+
+    def _fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        """Return empty tensors with the shapes and dtypes of the results."""
+        return tuple(t.new_empty(t.shape) for t in args[1 : 1 + len(DIFFERENTIABLE)])
+
+    def _refuse_double(self, ctx: Any, *grads: Any) -> Any:
+        """Refuse to differentiate the backward."""
+        raise Unsupported(
+            f"backend {self.backend!r}, core: NSA kernels are differentiable once, not twice"
+        )
+
+
+@functools.cache
+def core_backward(backend: str, path: str) -> CoreBackward:
+    """Return the fused backward ``path`` of a backend, defined once per process.
+
+    Raises:
+        ImportError, AttributeError: The function cannot be imported.
+    """
+    suffix = re.sub(r"[^0-9a-zA-Z_]", "_", path)
+    namespace = f"nsa_{re.sub(r'[^0-9a-zA-Z_]', '_', backend)}"
+    return CoreBackward(backend, path, f"{namespace}::core_backward_{suffix}")

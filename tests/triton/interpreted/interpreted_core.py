@@ -1,0 +1,99 @@
+"""The backward of the whole core against the backwards of its slots."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa_backend_triton.combine import kernels as combine
+from nsa_backend_triton.core import backward as core
+from nsa_backend_triton.sel import slot as sel
+from nsa_backend_triton.select import forward as select
+from nsa_backend_triton.span import cmp, win
+from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
+
+GEOMETRY = BlockGeometry(8, 4, 16, 2, 0, 1, 18)
+DOCUMENTS = (0, 5, 36, 1, 9)
+
+
+def tensors(
+    call: SlotCall, total: int, batch: int, heads: tuple[int, int], widths: tuple[int, int]
+) -> dict[str, Tensor]:
+    """Return the inputs and the results of the forward in float64."""
+    generator = torch.Generator().manual_seed(3)
+    packed = call.cu_seqlens is not None
+    lead = () if packed else (batch,)
+    num_compressed = call.geometry.max_compressed if packed else call.geometry.num_compressed
+
+    def rand(rows: int, num_heads: int, width: int) -> Tensor:
+        shape = (*lead, rows, num_heads, width)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    (hq, g), (dk, dv), n_c = heads, widths, num_compressed(total)
+    x = {"do": rand(total, hq, dv), "q": rand(total, hq, dk)}
+    for name, rows in (("cmp", n_c), ("sel", total), ("win", total)):
+        x |= {f"k_{name}": rand(rows, g, dk), f"v_{name}": rand(rows, g, dv)}
+    x["gates"] = rand(total, hq, 3).abs()
+    x["gates"][..., 0, 1] = 0.0
+    q = x["q"]
+    o_cmp, lse_cmp = cmp.forward(q, x["k_cmp"], x["v_cmp"], call=call)
+    x["blocks"] = select.forward(q, x["k_cmp"], lse_cmp, call=call)
+    o_sel, lse_sel = sel.forward(q, x["k_sel"], x["v_sel"], x["blocks"], call=call)
+    o_win, lse_win = win.forward(q, x["k_win"], x["v_win"], call=call)
+    x |= {"o_cmp": o_cmp, "lse_cmp": lse_cmp, "o_sel": o_sel, "lse_sel": lse_sel}
+    return x | {"o_win": o_win, "lse_win": lse_win}
+
+
+def by_slots(x: dict[str, Tensor], call: SlotCall) -> dict[str, Tensor]:
+    """Return the gradients as the backwards of the slots compute them."""
+    outputs = (x["o_cmp"], x["o_sel"], x["o_win"])
+    dgates, do_cmp, do_sel, do_win = combine.backward(x["do"], x["gates"], *outputs, call=call)
+    q, grads = x["q"], {"dgates": dgates}
+    dq_cmp, grads["dk_cmp"], grads["dv_cmp"] = cmp.backward(
+        do_cmp, q, x["k_cmp"], x["v_cmp"], x["o_cmp"], x["lse_cmp"], call=call
+    )
+    dq_sel, grads["dk_sel"], grads["dv_sel"] = sel.backward(
+        do_sel, q, x["k_sel"], x["v_sel"], x["blocks"], x["o_sel"], x["lse_sel"], call=call
+    )
+    dq_win, grads["dk_win"], grads["dv_win"] = win.backward(
+        do_win, q, x["k_win"], x["v_win"], x["o_win"], x["lse_win"], call=call
+    )
+    return grads | {"dq": dq_cmp + dq_sel + dq_win}
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "batch", "heads", "widths"),
+    [
+        ((43,), 2, (6, 2), (16, 24)),
+        ((43,), 1, (16, 1), (16, 16)),
+        ((7,), 1, (2, 2), (16, 8)),
+        (DOCUMENTS, 1, (3, 1), (24, 16)),
+    ],
+)
+def test_gradients_equal_those_of_the_slots(
+    lengths: tuple[int, ...],
+    batch: int,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    ordered: bool,
+) -> None:
+    bounds = [0, *itertools.accumulate(lengths)]
+    cu = torch.tensor(bounds, dtype=torch.int32) if len(lengths) > 1 else None
+    call = SlotCall(GEOMETRY, 0.3, cu, max(lengths), deterministic=ordered)
+    x = tensors(call, sum(lengths), batch, heads, widths)
+    expected = by_slots(x, call)
+    gradients = core.backward(*x.values(), call=call)._asdict()
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            gradient,
+            expected[name],
+            rtol=1e-12,
+            atol=1e-12,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )

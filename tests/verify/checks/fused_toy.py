@@ -1,0 +1,45 @@
+"""sdpa's slots with a fused backward, made of their backwards, in which a fault can be planted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from nsa_backend_sdpa import cmp, combine, sel, win
+from nsa_backend_sdpa.plugin import nsa_register_backends
+from nsa_core.contract import BackendSpec, SlotCall
+
+Gradients = list[torch.Tensor]
+_faults: list[Callable[[Gradients], Any]] = []
+
+
+@contextlib.contextmanager
+def fault(plant: Callable[[Gradients], Any]) -> Iterator[None]:
+    """Return what ``plant`` makes of dq, dk_cmp, dv_cmp, .., dgates inside the block."""
+    _faults.append(plant)
+    try:
+        yield
+    finally:
+        _faults.remove(plant)
+
+
+def backward(do: torch.Tensor, *tensors: torch.Tensor, call: SlotCall) -> Any:
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, blocks, *results = tensors
+    o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win = results
+    dgates, do_cmp, do_sel, do_win = combine.backward(do, gates, o_cmp, o_sel, o_win, call=call)
+    of_cmp = cmp.backward(do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, call=call)
+    of_sel = sel.backward(do_sel, q, k_sel, v_sel, blocks, o_sel, lse_sel, call=call)
+    of_win = win.backward(do_win, q, k_win, v_win, o_win, lse_win, call=call)
+    dq = of_cmp[0] + of_sel[0] + of_win[0]
+    gradients = [dq, *of_cmp[1:], *of_sel[1:], *of_win[1:], dgates]
+    return _faults[0](gradients) if _faults else gradients
+
+
+def spec() -> BackendSpec:
+    """Return the backend "fused-toy"."""
+    sdpa = nsa_register_backends()
+    return dataclasses.replace(sdpa, name="fused-toy", fused={"backward": "fused_toy:backward"})
