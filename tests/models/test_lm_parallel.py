@@ -35,29 +35,28 @@ def train_records(folder, steps, *options, together=True):
     return log.read_log(folder / log.FILE)[1]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_have_the_losses_of_one(tmp_path, kind):
+@pytest.fixture
+def data(tmp_path) -> list[str]:
+    """Return the options of small training on forty text files.
+
+    The learning rate of its warm-up does not depend on the number of steps.
+    """
     text = tmp_path / "text"
     text.mkdir()
     for number in range(40):
         (text / f"{number}.txt").write_text(f"document {number} " + "says a little " * number)
-    data = [
-        "--data",
-        str(text),
-        "--length",
-        "32",
-        "--batch",
-        "4",
-        "--accumulate",
-        "2",
-        "--warmup",
-        "1",
-    ]
-    data += ["--eval-every", "2", "--held-out", "0.2", "--held-out-rows", "2"]
-    alone = train_records(tmp_path / "alone", 4, *data, together=False)
-    train_records(tmp_path / "shared", 2, *data, "--parallel", kind)
-    shared = train_records(tmp_path / "shared", 4, "--resume")
-    assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4]
+    options = f"--data {text} --length 32 --batch 4 --accumulate 2 --warmup 9 --eval-every 2"
+    return [*options.split(), "--held-out", "0.2", "--held-out-rows", "2"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_one_two_and_one_processes_have_the_losses_of_one(tmp_path, data, kind):
+    alone = train_records(tmp_path / "alone", 6, *data, together=False)
+    out = tmp_path / "shared"
+    train_records(out, 2, *data, "--parallel", kind, together=False)
+    train_records(out, 4, "--resume")
+    shared = train_records(out, 6, "--resume", together=False)
+    assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4, 5, 6]
     for one, two in zip(alone, shared):
         for name in ("loss", "held_out_loss", "grad_norm"):
             assert two.get(name) == pytest.approx(one.get(name), abs=2e-4), (name, one, two)

@@ -22,7 +22,7 @@ from nsa_models.lm.parallel import load_unsharded, shard_like, unshard
 from nsa_models.lm.run_folder import CHECKPOINT
 from nsa_models.lm.tokens import Tokenizer, tokenizer_from_dict
 
-FORMAT = "nsa-language-model 1"
+FORMAT = "nsa-language-model 2"
 FILE = CHECKPOINT
 _FACTS = ("train", "data", "position", "step", "tokens")
 _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from nsa_core.errors import InvalidInput
 from nsa_models.lm.model import LanguageModel
 
 KINDS = ("ddp", "fsdp")
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,22 @@ class World:
         """Sum a tensor over all processes, in place."""
         if self.size > 1:
             dist.all_reduce(values)
+        return values
+
+    def sum_on_host(self, *values: int) -> list[int]:
+        """Return the sums of integers over all processes, without waiting for a GPU."""
+        sums = torch.tensor(values, dtype=torch.int64)
+        if self.size > 1:
+            dist.all_reduce(sums)
+        numbers: list[int] = sums.tolist()
+        return numbers
+
+    def collect(self, value: Value) -> list[Value]:
+        """Return the JSON-like value of each process, by rank; every process must call this."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
         return values
 
     def close(self) -> None:
@@ -65,7 +82,8 @@ def join(device: str) -> World:
         own_device = usable_device(torch.device("cuda", dist.get_node_local_rank()))
         torch.cuda.set_device(own_device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if own_device.type == "cuda" else "gloo")
+        # Counts and positions travel between hosts without a GPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo")
     return World(own_device, dist.get_rank(), dist.get_world_size())
 
 

@@ -18,10 +18,11 @@ from nsa_core.layer.module import NSAttention
 from nsa_core.util.atomic_files import NotWritten, write_somewhere
 from nsa_models.lm import checkpoint
 from nsa_models.lm.checkpoint import Checkpoint
-from nsa_models.lm.data import Batch, Row, batch_of
+from nsa_models.lm.data import Batch, batch_of
 from nsa_models.lm.graph import GraphedWork
+from nsa_models.lm.lanes import Lanes
 from nsa_models.lm.mass import Mass, selected_mass
-from nsa_models.lm.model import IGNORED, LanguageModel
+from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import Replica, World, unshard
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.task import Data
@@ -87,13 +88,13 @@ class Trainer:
         world: World,
         resume_from: Checkpoint | None = None,
     ) -> None:
-        recipe.rows_of(world.rank, 0, world.size)
         if recipe.graph and (world.device.type != "cuda" or world.size > 1):
             actual = f"{world.size} process(es) on {world.device.type}"
             raise InvalidInput(
                 f"graph=True needs one process on one GPU, got {actual}; leave it out"
             )
         usable_device(world.device)
+        self.lanes = Lanes(data.rows, recipe, world)
         self.data, self.recipe, self.world = data, recipe, world
         self.model = model.to(world.device)
         self.model.recompute = recipe.recompute
@@ -111,7 +112,7 @@ class Trainer:
         self._scale = torch.ones((), device=world.device)
         if resume_from is not None:
             resume_from.restore(self.model, self.optimizer)
-            data.rows.load_state_dict(resume_from.facts["position"])
+            self.lanes.load_state(resume_from.facts["position"])
             self.step_number, self.tokens = resume_from.facts["step"], resume_from.facts["tokens"]
             self.saved_step = self.step_number
 
@@ -138,12 +139,10 @@ class Trainer:
 
         Raises:
             InvalidInput, OSError: A document cannot be read; model, optimizer and position are
-                unchanged.
+                unchanged. All processes raise this together.
         """
         recipe, world = self.recipe, self.world
-        rows = self._rows()
-        parts = [rows[recipe.rows_of(world.rank, p, world.size)] for p in range(recipe.accumulate)]
-        counted = sum(len(row.targets) - row.targets.count(IGNORED) for row in rows)
+        parts, counted = self.lanes.step()
         # Gradients are averaged over processes, so scale by their number to get the sum.
         self._scale.fill_(world.size / max(1, counted))
         rate = recipe.rate(self.step_number)
@@ -168,15 +167,6 @@ class Trainer:
         return StepResult.of(
             self.step_number, torch.cat((world.total(sums), norm.reshape(1))), rate
         )
-
-    def _rows(self) -> list[Row]:
-        """Read the rows of a step; if one cannot be read, restore the position before them."""
-        position = self.data.rows.state_dict()
-        try:
-            return [next(self.data.rows) for _ in range(self.recipe.batch)]
-        except (InvalidInput, OSError):
-            self.data.rows.load_state_dict(position)
-            raise
 
     def _forward_backward(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one part of a step; return its summed loss."""
@@ -256,7 +246,7 @@ class Trainer:
         facts: dict[str, Any] = {
             "train": dataclasses.asdict(self.recipe),
             "data": dataclasses.asdict(self.data.spec),
-            "position": self.data.rows.state_dict(),
+            "position": self.lanes.state(),
             "step": self.step_number,
             "tokens": self.tokens,
         }
