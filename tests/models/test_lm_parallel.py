@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nsa_core.errors import InvalidInput
-from nsa_models.lm import log
+from nsa_models.lm import checkpoint, log
 from nsa_models.lm.parallel import join
 
 pytest.importorskip("safetensors")
@@ -54,12 +54,18 @@ def test_one_two_and_one_processes_have_the_losses_of_one(tmp_path, data, kind):
     alone = train_records(tmp_path / "alone", 6, *data, together=False)
     out = tmp_path / "shared"
     train_records(out, 2, *data, "--parallel", kind, together=False)
+    assert not list(out.glob("checkpoint-*"))  # one process writes one file
     train_records(out, 4, "--resume")
+    shards = list(out.glob("checkpoint-*"))
+    assert len(shards) == 2
+    whole = 3 * sum(p.nbytes for p in checkpoint.read(out).model().parameters())
+    assert all(0.3 * whole < path.stat().st_size < 0.7 * whole for path in shards)
     shared = train_records(out, 6, "--resume", together=False)
     assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4, 5, 6]
     for one, two in zip(alone, shared):
         for name in ("loss", "held_out_loss", "grad_norm"):
             assert two.get(name) == pytest.approx(one.get(name), abs=2e-4), (name, one, two)
+    assert not list(out.glob("checkpoint-*"))
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

@@ -191,13 +191,13 @@ def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
 
 def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Trainer:
     """Build the trainer, and refuse a backend that cannot run."""
-    from nsa_models.lm import checkpoint
+    from nsa_models.lm import checkpoint, run_folder
     from nsa_models.lm.recipe import Recipe
     from nsa_models.lm.task import DataSpec, open_data
     from nsa_models.lm.tokens import read_tokenizer
     from nsa_models.lm.trainer import Trainer
 
-    saved = checkpoint.read(values["out"]) if values["resume"] else None
+    saved = checkpoint.read(values["out"], world.rank, world.size) if values["resume"] else None
     tokenizer: Tokenizer | None = None
     if saved is None:
         _check_effect(values, typed)
@@ -234,7 +234,7 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
     trainer.plan()  # a backend that cannot run is refused before anything is written
     if world.rank == 0 and saved is None:
         # With --force, the old checkpoint must not pass for one of the new run.
-        (values["out"] / checkpoint.FILE).unlink(missing_ok=True)
+        run_folder.remove_checkpoint(values["out"])
     return trainer
 
 
@@ -247,7 +247,7 @@ def _model(values: Mapping[str, Any], vocab_size: int, saved: Checkpoint | None)
 
     backends = parse_backends(values["backends"])
     if saved is not None:
-        return saved.model(backends)
+        return LanguageModel(saved.config, backends)  # the trainer restores its parameters
     config = size(values["size"], vocab_size=vocab_size, attention=values["attention"])
     torch.manual_seed(values["seed"])
     if values["from_dense"] is not None:

@@ -110,7 +110,9 @@ def _explain(end: str, context: typer.Context, typed: Set[str], trainers: list[T
         text = (
             f"step {trainer.step_number} is kept in {trainer.rescued}. To go on, first make room:"
         )
-        commands.insert(0, ["cp", str(trainer.rescued), str(out / CHECKPOINT)])
+        files = sorted(map(str, trainer.rescued.parent.iterdir()))
+        target = out / CHECKPOINT if len(files) == 1 else out
+        commands.insert(0, ["cp", *files, str(target)])
     elif trainer is None or trainer.saved_step is None:
         text = "nothing is saved yet. To start again:"
         again = _typed_options(context, [name for name in context.params if name in typed])

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_core.dispatch.device import usable_device
@@ -143,21 +142,3 @@ def unshard(tensor: torch.Tensor) -> torch.Tensor:
     """Return an unsharded tensor, gathered from all processes; every process must call this."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered.detach()
-
-
-def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of an unsharded tensor, with the placement of ``like``."""
-    tensor = tensor.to(device=like.device, dtype=like.dtype)
-    if not hasattr(like, "full_tensor"):
-        return tensor
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(like, DTensor)  # nothing else has full_tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements)
-
-
-def load_unsharded(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Copy unsharded tensors into the parameters of a model, sharded or not."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(shard_like(state[name], parameter))

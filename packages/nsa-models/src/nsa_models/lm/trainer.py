@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -236,11 +238,14 @@ class Trainer:
             return selected_mass(self.model, batch.tokens, batch.cu_seqlens)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint that resumes exactly; every process must call this, rank 0 writes.
+        """Write a checkpoint that resumes exactly; every process must call this.
+
+        Of several processes each writes its own shards, so that none holds the whole state.
 
         Raises:
-            NotWritten: The file cannot be written, and is unchanged. ``rescued`` is a checkpoint in
-                the temporary folder, or None if that failed too.
+            NotWritten: A file cannot be written, and the old checkpoint is unchanged. ``rescued``
+                is a checkpoint in the temporary folder, or None if that failed too. All processes
+                raise this.
         """
         tensors = checkpoint.collect_tensors(self.model, self.optimizer)
         facts: dict[str, Any] = {
@@ -250,17 +255,27 @@ class Trainer:
             "step": self.step_number,
             "tokens": self.tokens,
         }
-        if self.world.rank == 0:
+        together = self.world.size > 1
 
-            def write(file: Path) -> None:
-                checkpoint.write(file, tensors, self.model.config, facts, self.data.tokenizer)
+        def write(file: Path) -> None:
+            checkpoint.write(file, tensors, self.model.config, facts, self.data.tokenizer, together)
 
-            try:
-                write(path)
-            except NotWritten:
-                self.rescued = write_somewhere(path, write)
-                raise
+        try:
+            write(path)
+        except NotWritten:
+            self.rescued = (self._write_somewhere if together else write_somewhere)(path, write)
+            raise
         self.saved_step = self.step_number
+
+    def _write_somewhere(self, path: Path, write: Callable[[Path], None]) -> Path | None:
+        """Write a checkpoint of several processes to the temporary folder of the first one."""
+        own = tempfile.mkdtemp(prefix="nsa-") if self.world.rank == 0 else ""
+        folder = Path(self.world.collect(own)[0])
+        try:
+            write(folder / path.name)
+        except NotWritten:
+            return None
+        return folder / path.name
 
     def memory(self) -> int:
         """Return the peak memory so far, in bytes: of the GPU, or of this process."""
