@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -66,6 +67,49 @@ def test_one_two_and_one_processes_have_the_losses_of_one(tmp_path, data, kind):
         for name in ("loss", "held_out_loss", "grad_norm"):
             assert two.get(name) == pytest.approx(one.get(name), abs=2e-4), (name, one, two)
     assert not list(out.glob("checkpoint-*"))
+
+
+END = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed or is stuck: nothing heard"),
+    "raises": ("raise ZeroDivisionError('planted')", "ended: ZeroDivisionError: planted"),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("end", END)
+def test_a_process_that_ends_is_named_and_the_run_goes_on_after_it(tmp_path, data, rank, end):
+    """The process ends in step 3, while the others wait for it in a collective."""
+    out, (statement, message) = tmp_path / "run", END[end]
+    (tmp_path / "ends.py").write_text(
+        "import os, signal, sys\n"
+        "from nsa_cli.app import main\n"
+        "from nsa_models.lm.lanes import Lanes\n"
+        "step, steps = Lanes.step, []\n"
+        "def broken(self):\n"
+        "    steps.append(0)\n"
+        f"    if os.environ['RANK'] == '{rank}' and len(steps) == 3:\n"
+        f"        {statement}\n"
+        "    return step(self)\n"
+        "Lanes.step = broken\n"
+        "main(sys.argv[1:])\n"
+    )
+    options = ["--device", "cpu", *data, "--steps", "6", "--save-every", "1"]
+    command = [*TWO[:-1], "2", str(tmp_path / "ends.py"), "train", "--out", str(out), *options]
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 1
+    assert time.monotonic() - started < 60
+    lines = done.stderr.splitlines()
+    said = [line for line in lines if line.startswith(f"nsa: process {rank} of 2 {message}")]
+    assert len(said) == 1, done.stderr
+    assert f"step 2 of 6 is saved in {out / checkpoint.FILE}" in said[0]
+    again = lines[lines.index(said[0]) + 2]
+    assert again.startswith("torchrun --nproc-per-node 2 -m nsa_cli train --out")
+    assert again.endswith("--resume")
+    records = train_records(out, 3, "--resume")
+    assert [r["step"] for r in records] == [0, 1, 2, 3]
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

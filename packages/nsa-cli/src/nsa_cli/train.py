@@ -83,6 +83,7 @@ def train(
         output.exit_codes(),
         train_interrupted.explained(context, typed, trainers) as raise_again,
         _world(values, typed, named) as world,
+        _watching(world, train_interrupted.end_of(context, typed, trainers, world)),
         _locked(values, world),
     ):
         with errors_name_options(named):
@@ -90,8 +91,10 @@ def train(
         trainers.append(trainer)
         raise_again()
         history = _run(trainer, out, raise_again)
+        # A sharded model computes on all processes together.
+        accuracy = trainer.accuracy() if trainer.data.spec.data == "recall" else None
         if world.rank == 0:
-            _print_summary(history, trainer, out)
+            _print_summary(history, trainer, out, accuracy)
             _plot_losses(out, png, svg, force or resume)
 
 
@@ -109,6 +112,18 @@ def _world(values: Mapping[str, Any], typed: Set[str], named: Mapping[str, str])
         yield world
     finally:
         world.close()
+
+
+@contextlib.contextmanager
+def _watching(world: World, end: Callable[[int, str], None]) -> Iterator[None]:
+    """End this process with a message if another process of the training ends."""
+    if world.size == 1:
+        yield
+        return
+    from nsa_models.lm.watch import watching
+
+    with watching(world, end):
+        yield
 
 
 def _check_folder(out: Path, resume: bool) -> None:
@@ -274,7 +289,9 @@ def _run(trainer: Trainer, out: Path, raise_again: Callable[[], None]) -> list[P
         return run(trainer, out, show_progress)
 
 
-def _print_summary(history: list[Progress], trainer: Trainer, out: Path) -> None:
+def _print_summary(
+    history: list[Progress], trainer: Trainer, out: Path, accuracy: float | None
+) -> None:
     console = output.console()
     columns = ("step", "loss", "held out", "lr", "tokens/s", "of matrix rate", "MiB")
     rows = []
@@ -294,8 +311,8 @@ def _print_summary(history: list[Progress], trainer: Trainer, out: Path) -> None
         step, steps = trainer.step_number, trainer.recipe.steps
         done = f"nothing to do: step {step} of {steps} is done; give more --steps to go on"
         output.print_text(console, done)
-    if trainer.data.spec.data == "recall":
-        console.print(f"right answers on held-out rows: {trainer.accuracy():.2%}")
+    if accuracy is not None:
+        console.print(f"right answers on held-out rows: {accuracy:.2%}")
     if trainer.data.tokenizer is not None:
         from nsa_models.lm.data import unigram_entropy
 
