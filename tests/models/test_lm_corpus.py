@@ -13,7 +13,8 @@ from nsa_bench.python_docs import library_documents, library_text
 from nsa_core import InvalidInput
 from nsa_core.errors import BackendUnavailable
 from nsa_models.lm import corpus as corpus_module
-from nsa_models.lm.corpus import Lane, ListCorpus, open_corpus
+from nsa_models.lm.corpus import Lane, ListCorpus
+from nsa_models.lm.sources import open_corpus
 from nsa_models.lm.task import DataSpec, open_data
 from nsa_models.lm.tokens import ByteTokenizer, FileTokenizer, read_tokenizer, tokenizer_from_dict
 

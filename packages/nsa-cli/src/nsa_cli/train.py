@@ -114,16 +114,15 @@ def _world(values: Mapping[str, Any], typed: Set[str], named: Mapping[str, str])
         world.close()
 
 
-@contextlib.contextmanager
-def _watching(world: World, end: Callable[[int, str], None]) -> Iterator[None]:
-    """End this process with a message if another process of the training ends."""
+def _watching(
+    world: World, end: Callable[[int, str], None]
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that ends this process with a message if another one of several ends."""
     if world.size == 1:
-        yield
-        return
+        return contextlib.nullcontext()
     from nsa_models.lm.watch import watching
 
-    with watching(world, end):
-        yield
+    return watching(world, end)
 
 
 def _check_folder(out: Path, resume: bool) -> None:

@@ -21,7 +21,6 @@ from nsa_core.errors import InvalidInput
 from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
 
-FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"
 # Bytes. A text of more than 2 * _CUT bytes is cut after _CUT to 2 * _CUT bytes: at the first blank
 # line there, else at a line end, else at a space, else at the limit.
 _CUT = 16384
@@ -145,55 +144,6 @@ class FileCorpus:
         return table.rows(group)
 
 
-def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
-    """Open a corpus.
-
-    A text file of more than 32 KiB is split into documents of 16 to 32 KiB, at blank lines if
-    possible. A folder gives all its text, JSONL and parquet files, except hidden ones.
-
-    Args:
-        data: A file, a folder, ``python-docs``, ``fineweb-edu`` or ``hf:NAME[:CONFIG]``.
-        field: Name of the text field of JSONL, parquet and Hugging Face rows.
-        seed: Seed of the document order.
-
-    Raises:
-        InvalidInput: The data does not exist, or contains no supported file.
-        BackendUnavailable: A required library is not installed.
-    """
-    if data == "python-docs":
-        from nsa_bench.python_docs import library_documents
-
-        return ListCorpus(library_documents(), data, seed)
-    if data == "fineweb-edu" or data.startswith("hf:"):
-        from nsa_models.lm.hub import open_hub
-
-        name = FINEWEB_EDU if data == "fineweb-edu" else data.removeprefix("hf:")
-        return open_hub(name, field, seed)
-    path = Path(data)
-    if not path.exists():
-        raise InvalidInput(
-            f"--data {data}: no such file or folder; give an existing path, python-docs,"
-            " fineweb-edu or hf:NAME"
-        )
-    paths = [path]
-    if path.is_dir():
-        visible_paths = (
-            p
-            for p in sorted(path.rglob("*"))
-            if not any(part[0] == "." for part in p.relative_to(path).parts)
-        )
-        paths = [
-            p
-            for p in visible_paths
-            if p.is_file() and (p.suffix.lower() == ".parquet" or _is_text(p))
-        ]
-    elif path.suffix.lower() != ".parquet" and not _is_text(path):
-        raise InvalidInput(f"{path} is not a UTF-8 text, JSONL or parquet file")
-    if not paths:
-        raise InvalidInput(f"{path} contains no text, JSONL or parquet file")
-    return FileCorpus(paths, path.name, field, seed)
-
-
 def permutation(count: int, *seeds: int) -> torch.Tensor:
     """Return 0 .. count-1 in an order that the seeds determine."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(combine_seeds(*seeds)))
@@ -314,7 +264,8 @@ def field_of(row: Any, field: str, where: str) -> str:
     return str(row[field])
 
 
-def _is_text(path: Path) -> bool:
+def is_text(path: Path) -> bool:
+    """Return whether a file begins as UTF-8 text."""
     with open(path, "rb") as file:
         head = file.read(8192)
     try:

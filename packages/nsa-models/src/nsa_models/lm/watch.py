@@ -8,13 +8,13 @@ the store of torchrun, and looks at the counts of the others.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Protocol
 
-import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from nsa_core.errors import NSAError
 from nsa_core.util.text import describe_error
@@ -24,14 +24,32 @@ _EVERY_S = 0.5
 # A process whose main thread keeps the lock of Python, for example while it writes a large file,
 # counts late.
 SILENT_S, SILENT_AFTER_ERROR_S = 25.0, 4.0
-_LEFT = "left"
+_LEFT, _COUNT = "nsa-watch/left", "nsa-watch/count"
+_STORE_TIMEOUT = timedelta(seconds=10)
 
 # Called with the index of a lost process, or -1 for torchrun itself, and with the reason.
 End = Callable[[int, str], None]
 
 
+class Store(Protocol):
+    """What is used of a store of torch.distributed."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set a value."""
+
+    def get(self, key: str) -> bytes:
+        """Return a value."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are set."""
+
+
 class Watch:
-    """A thread that watches the processes of a training.
+    """A context with a thread that watches the processes of a training.
+
+    An error of the block is told to the others. After a signal, and after an error of PyTorch such
+    as that of a collective whose other side is gone, this waits whether another process is lost:
+    torchrun ends all processes when one ends.
 
     Args:
         store: A store of this process's own: a call blocks other users of the same one.
@@ -40,12 +58,26 @@ class Watch:
         end: Called if another process ended before its time; it ends this one.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, end: End) -> None:
+    def __init__(self, store: Store, rank: int, size: int, end: End) -> None:
         self._store, self._rank, self._size, self._end = store, rank, size, end
         self._silent_s, self._left = SILENT_S, set[int]()
         self._stopped, self._all_left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="nsa-watch", daemon=True)
+
+    def __enter__(self) -> None:
         self._thread.start()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            self.leave()
+            self.await_end()
+        elif error is not None:
+            if isinstance(error, RuntimeError) and not isinstance(error, NSAError):
+                self.await_end()
+            self.leave(describe_error(error))
+        else:
+            self.leave()
+        self.stop()
 
     def leave(self, reason: str = "") -> None:
         """Tell the others why this process ends; "" is its regular end."""
@@ -74,7 +106,7 @@ class Watch:
         while not self._stopped.wait(_EVERY_S):
             count += 1
             try:
-                self._store.set(f"count/{self._rank}", str(count))
+                self._store.set(f"{_COUNT}/{self._rank}", str(count))
                 reasons = {rank: self._reason(rank, counts, heard) for rank in others}
             except RuntimeError:
                 reasons = {-1: "torchrun, which started the processes, ended"}
@@ -95,8 +127,8 @@ class Watch:
             reason = self._store.get(f"{_LEFT}/{rank}").decode(errors="replace")
             self._left.add(rank)
             return "" if reason == _LEFT else f"{name} ended: {reason}"
-        if self._store.check([f"count/{rank}"]):
-            count = self._store.get(f"count/{rank}").decode()
+        if self._store.check([f"{_COUNT}/{rank}"]):
+            count = self._store.get(f"{_COUNT}/{rank}").decode()
             if count != counts[rank]:
                 counts[rank], heard[rank] = count, now
         silent = now - heard[rank]
@@ -105,42 +137,7 @@ class Watch:
         return f"{name} was killed or is stuck: nothing heard of it for {silent:.0f} s"
 
 
-@contextlib.contextmanager
-def watching(world: World, end: End) -> Iterator[None]:
-    """Watch the processes that torchrun started, through its store, during the block.
-
-    An error of the block is told to the others. After a signal, and after an error of PyTorch such
-    as that of a collective whose other side is gone, this waits whether another process is lost:
-    torchrun ends all processes when one ends.
-
-    Args:
-        world: The processes; one process watches nothing.
-        end: Ends this process if another one ended before its time.
-    """
-    if world.size == 1:
-        yield
-        return
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=10),
-    )
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = dist.PrefixStore(f"nsa-watch/{restart}", store)
-    watch = Watch(prefix, world.rank, world.size, end)
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        watch.leave()
-        watch.await_end()
-        raise
-    except BaseException as error:
-        if isinstance(error, RuntimeError) and not isinstance(error, NSAError):
-            watch.await_end()
-        watch.leave(describe_error(error))
-        raise
-    else:
-        watch.leave()
-    finally:
-        watch.stop()
+def watching(world: World, end: End) -> Watch:
+    """Return a context in which the processes of torchrun are watched, through its store."""
+    store = next(iter(rendezvous("env://", world.rank, world.size, timeout=_STORE_TIMEOUT)))[0]
+    return Watch(store, world.rank, world.size, end)
