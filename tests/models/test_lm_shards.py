@@ -158,6 +158,40 @@ def test_a_tensor_of_several_chunks_is_read_in_any_cut(group, tmp_path):
             shards.load(tmp_path, {name: torch.zeros(7, 6)}, index)
 
 
+def test_a_process_reads_the_cut_of_a_shard_that_it_needs(tmp_path):
+    """The plan of a process that reads rows 2 and 3 of a shard with the rows 3 to 6 of a tensor."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+    from nsa_core.util import safetensors_io
+
+    class Planner:
+        def resolve_tensor(self, item):
+            return target.narrow(0, item.dest_offsets[0], item.lengths[0])
+
+        def commit_tensor(self, item, tensor):
+            committed.append(item)
+
+    target, committed, rows = torch.zeros(4, 2), [], torch.arange(14.0).reshape(7, 2)
+    safetensors_io.write(tmp_path / "shard", shards.FORMAT, {"x": rows[3:].clone()}, {})
+    chunks = [
+        shards.Chunk([0, 0], [3, 2], "other", "x"),
+        shards.Chunk([3, 0], [4, 2], "shard", "x"),
+    ]
+    reader = shards._Reader(tmp_path, {"x": shards.Entry("float32", [7, 2], chunks)})
+    where = MetadataIndex("x", torch.Size([3, 0])), torch.Size([2, 0])
+    item = ReadItem(
+        LoadItemType.TENSOR,
+        MetadataIndex("x"),
+        torch.Size([1, 0]),
+        *where,
+        torch.Size([2, 2]),
+    )
+    reader.read_data(LoadPlan([item]), Planner()).wait()
+    assert target.tolist() == [[0, 0], *rows[5:7].tolist(), [0, 0]]
+    assert committed == [item]
+
+
 def test_absent_and_altered_shards_are_refused(group, config, tmp_path):
     save(tmp_path, *trained(config))
     shard = next(path for path in tmp_path.iterdir() if path.name != checkpoint.FILE)
