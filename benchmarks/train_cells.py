@@ -180,6 +180,10 @@ class Repeated:
         self._next += 1
         return self._rows[self._next % len(self._rows)]
 
+    def lane(self, number: int, count: int) -> Repeated:
+        """Return these rows: every row of a step is one of the few."""
+        return self
+
     def state_dict(self) -> Row:
         """Return the position; a trainer needs nothing else of rows that never fail."""
         return {"next": self._next}

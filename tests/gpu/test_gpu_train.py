@@ -18,6 +18,7 @@ from nsa_core.dispatch.registry import default_registry
 from nsa_models.lm import log
 from nsa_models.lm.config import LMConfig, size
 from nsa_models.lm.data import batch_of
+from nsa_models.lm.lanes import Lanes
 from nsa_models.lm.model import IGNORED, LanguageModel
 from nsa_models.lm.parallel import World
 from nsa_models.lm.recipe import Recipe
@@ -111,6 +112,9 @@ class SomeIgnored:
     def __getattr__(self, name):
         return getattr(self._rows, name)
 
+    def lane(self, number, count):
+        return SomeIgnored(self._rows.lane(number, count))
+
     def __next__(self):
         row, self._count = next(self._rows), self._count + 1
         few_targets = [IGNORED] * (len(row.targets) - 8) + row.targets[-8:]
@@ -121,7 +125,7 @@ def test_a_graph_weights_each_batch_by_its_own_targets():
     gradient_norms = []
     for graph in (False, True):
         trainer = make_trainer(task="uniform", precision="bfloat16", batch=1, graph=graph)
-        trainer.data.rows = SomeIgnored(trainer.data.rows)
+        trainer.lanes = Lanes(SomeIgnored(trainer.data.rows), trainer.recipe, trainer.world)
         gradient_norms.append(torch.tensor([trainer.step().read()[2] for _ in range(6)]))
     torch.testing.assert_close(gradient_norms[1], gradient_norms[0], rtol=2e-2, atol=0)
 

@@ -13,7 +13,8 @@ from nsa_bench.python_docs import library_documents, library_text
 from nsa_core import InvalidInput
 from nsa_core.errors import BackendUnavailable
 from nsa_models.lm import corpus as corpus_module
-from nsa_models.lm.corpus import open_corpus
+from nsa_models.lm.corpus import Lane, ListCorpus
+from nsa_models.lm.sources import open_corpus
 from nsa_models.lm.task import DataSpec, open_data
 from nsa_models.lm.tokens import ByteTokenizer, FileTokenizer, read_tokenizer, tokenizer_from_dict
 
@@ -106,32 +107,113 @@ def test_a_missing_library_is_named_with_its_hint(tmp_path, monkeypatch, library
         open_corpus(data if ":" in data else str(tmp_path / data))
 
 
-class Stream:
-    """A fake of a streamed Hugging Face data set."""
+@pytest.fixture
+def hub(monkeypatch):
+    """Return ``hub(files, rows)``, which fakes `datasets` with these data files and rows."""
 
-    def __init__(self, rows):
-        self.rows = rows
+    def fake(files, rows=None):
+        calls = []
 
-    def skip(self, count):
-        return self.rows[count:]
+        def load_dataset_builder(*arguments):
+            calls.append(arguments)
+            return types.SimpleNamespace(config=types.SimpleNamespace(data_files=files))
+
+        library = types.SimpleNamespace(
+            load_dataset_builder=load_dataset_builder, load_dataset=lambda *_, split: rows[split]
+        )
+        monkeypatch.setitem(sys.modules, "datasets", library)
+        return calls
+
+    return fake
 
 
-def test_a_streamed_data_set_starts_at_any_row(monkeypatch):
-    calls = []
-
-    def load_dataset(*arguments, **options):
-        calls.append((arguments, options))
-        return Stream([{"text": f"row {n}"} for n in range(9)])
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+def test_a_data_set_of_parquet_is_read_by_row_group(tmp_path, hub):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pytest.importorskip("fsspec")
+    names = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    for name in names:
+        texts = [f"{name.stem}{n}" for n in range(30)]
+        parquet.write_table(arrow.table({"text": texts}), name, row_group_size=10)
+    calls = hub({"train": [f"file://{name}" for name in names], "test": ["x.csv"]})
     corpus = open_corpus("fineweb-edu")
-    assert list(corpus.epoch(0, 6)) == ["row 6", "row 7", "row 8"]
+    documents = list(corpus.epoch(0, 0))
+    assert sorted(documents) == sorted(f"{stem}{n}" for stem in "ab" for n in range(30))
+    assert documents != list(corpus.epoch(1, 0))
+    read, groups = type(corpus._tables[0]).read, []
+    corpus._tables[0].read = corpus._tables[1].read = lambda group, rows: groups.append(group) or []
+    list(corpus.epoch(0, 35))
+    assert len(groups) == 3  # of 6: nothing before document 35 is read
+    del corpus._tables[0].read, corpus._tables[1].read
+    assert corpus._tables[0].read.__func__ is read
+    assert list(corpus.epoch(0, 35)) == documents[35:]
     open_corpus("hf:someone/plain")
-    streamed = {"split": "train", "streaming": True}
-    assert calls == [
-        (("HuggingFaceFW/fineweb-edu", "sample-10BT"), streamed),
-        (("someone/plain", None), streamed),
-    ]
+    assert calls == [("HuggingFaceFW/fineweb-edu", "sample-10BT"), ("someone/plain", None)]
+
+
+def test_a_data_set_of_other_files_is_read_from_its_arrow_table(hub):
+    hub({"train": ["x.json.gz"]}, {"train": [{"text": f"row {n}"} for n in range(9)]})
+    corpus = open_corpus("hf:someone/else")
+    documents = list(corpus.epoch(0, 0))
+    assert sorted(documents) == [f"row {n}" for n in range(9)]
+    assert list(corpus.epoch(0, 6)) == documents[6:]
+    assert corpus.documents[2:4] == ["row 2", "row 3"]
+    hub({}, {"train": [{"body": "x"}]})
+    with pytest.raises(InvalidInput, match="someone/else, row 1 has no text under 'text'"):
+        list(open_corpus("hf:someone/else").epoch(0, 0))
+    hub({}, {})
+    with pytest.raises(InvalidInput, match="data set someone/else cannot be opened: KeyError"):
+        open_corpus("hf:someone/else")
+
+
+@pytest.mark.slow
+def test_the_library_opens_local_data_sets(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for kind in ("tables", "lines"):
+        (tmp_path / kind).mkdir()
+    texts = [f"row {n}" for n in range(20)]
+    parquet.write_table(arrow.table({"text": texts}), tmp_path / "tables" / "a.parquet")
+    (tmp_path / "lines" / "a.jsonl").write_text("".join(f'{{"text": "{t}"}}\n' for t in texts))
+    tables, lines = (open_corpus(f"hf:{tmp_path / kind}") for kind in ("tables", "lines"))
+    assert isinstance(tables, corpus_module.FileCorpus)
+    assert isinstance(lines, corpus_module.ListCorpus)
+    for corpus in (tables, lines):
+        assert sorted(corpus.epoch(0, 0)) == sorted(texts)
+
+
+@pytest.mark.parametrize("kind", ["list", "text", "few groups", "many groups"])
+@pytest.mark.parametrize("lanes", [1, 3, 8])
+def test_lanes_share_an_epoch_without_overlap(tmp_path, kind, lanes):
+    texts = [f"row {n}" for n in range(70)]
+    if kind == "list":
+        corpus = ListCorpus(texts, "list")
+    elif kind == "text":
+        (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "{t}"}}\n' for t in texts))
+        corpus = open_corpus(str(tmp_path))
+    else:
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        rows = {"few groups": 30, "many groups": 2}[kind]
+        parquet.write_table(
+            arrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=rows
+        )
+        corpus = open_corpus(str(tmp_path))
+    for number in (0, 1, 5):
+        parts = [list(corpus.epoch(number, 0, Lane(lane, lanes))) for lane in range(lanes)]
+        assert sorted(text for part in parts for text in part) == sorted(texts)
+        assert all(parts)
+        for start in (1, len(parts[0]) // 2, len(parts[0])):
+            assert list(corpus.epoch(number, start, Lane(0, lanes))) == parts[0][start:]
+    if kind == "many groups":  # each lane reads whole groups if it gets four or more of them
+        numbers = {int(text.split()[1]) for text in parts[0]}
+        assert all({n, n ^ 1} <= numbers for n in numbers)
+
+
+def test_a_lane_of_a_small_corpus_has_every_document_in_some_epoch():
+    corpus = ListCorpus(["one", "two"], "small")
+    for lane in range(5):
+        texts = {text for number in range(60) for text in corpus.epoch(number, 0, Lane(lane, 5))}
+        assert texts == {"one", "two"}
 
 
 @pytest.fixture(params=["the library", "a stand-in"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from nsa_core.errors import InvalidInput
-from nsa_models.lm import log
+from nsa_models.lm import checkpoint, log
 from nsa_models.lm.parallel import join
 
 pytest.importorskip("safetensors")
@@ -35,32 +36,80 @@ def train_records(folder, steps, *options, together=True):
     return log.read_log(folder / log.FILE)[1]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_have_the_losses_of_one(tmp_path, kind):
+@pytest.fixture
+def data(tmp_path) -> list[str]:
+    """Return the options of small training on forty text files.
+
+    The learning rate of its warm-up does not depend on the number of steps.
+    """
     text = tmp_path / "text"
     text.mkdir()
     for number in range(40):
         (text / f"{number}.txt").write_text(f"document {number} " + "says a little " * number)
-    data = [
-        "--data",
-        str(text),
-        "--length",
-        "32",
-        "--batch",
-        "4",
-        "--accumulate",
-        "2",
-        "--warmup",
-        "1",
-    ]
-    data += ["--eval-every", "2", "--held-out", "0.2", "--held-out-rows", "2"]
-    alone = train_records(tmp_path / "alone", 4, *data, together=False)
-    train_records(tmp_path / "shared", 2, *data, "--parallel", kind)
-    shared = train_records(tmp_path / "shared", 4, "--resume")
-    assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4]
+    options = f"--data {text} --length 32 --batch 4 --accumulate 2 --warmup 9 --eval-every 2"
+    return [*options.split(), "--held-out", "0.2", "--held-out-rows", "2"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_one_two_and_one_processes_have_the_losses_of_one(tmp_path, data, kind):
+    alone = train_records(tmp_path / "alone", 6, *data, together=False)
+    out = tmp_path / "shared"
+    train_records(out, 2, *data, "--parallel", kind, together=False)
+    assert not list(out.glob("checkpoint-*"))  # one process writes one file
+    train_records(out, 4, "--resume")
+    shards = list(out.glob("checkpoint-*"))
+    assert len(shards) == 2
+    whole = 3 * sum(p.nbytes for p in checkpoint.read(out).model().parameters())
+    assert all(0.3 * whole < path.stat().st_size < 0.7 * whole for path in shards)
+    shared = train_records(out, 6, "--resume", together=False)
+    assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4, 5, 6]
     for one, two in zip(alone, shared):
         for name in ("loss", "held_out_loss", "grad_norm"):
             assert two.get(name) == pytest.approx(one.get(name), abs=2e-4), (name, one, two)
+    assert not list(out.glob("checkpoint-*"))
+
+
+END = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed or is stuck: nothing heard"),
+    "raises": ("raise ZeroDivisionError('planted')", "ended: ZeroDivisionError: planted"),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("end", END)
+def test_a_process_that_ends_is_named_and_the_run_goes_on_after_it(tmp_path, data, rank, end):
+    """The process ends in step 3, while the others wait for it in a collective."""
+    out, (statement, message) = tmp_path / "run", END[end]
+    (tmp_path / "ends.py").write_text(
+        "import os, signal, sys\n"
+        "from nsa_cli.app import main\n"
+        "from nsa_models.lm.lanes import Lanes\n"
+        "step, steps = Lanes.step, []\n"
+        "def broken(self):\n"
+        "    steps.append(0)\n"
+        f"    if os.environ['RANK'] == '{rank}' and len(steps) == 3:\n"
+        f"        {statement}\n"
+        "    return step(self)\n"
+        "Lanes.step = broken\n"
+        "main(sys.argv[1:])\n"
+    )
+    options = ["--device", "cpu", *data, "--steps", "6", "--save-every", "1"]
+    command = [*TWO[:-1], "2", str(tmp_path / "ends.py"), "train", "--out", str(out), *options]
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 1
+    assert time.monotonic() - started < 60
+    lines = done.stderr.splitlines()
+    said = [line for line in lines if line.startswith(f"nsa: process {rank} of 2 {message}")]
+    assert len(said) == 1, done.stderr
+    assert f"step 2 of 6 is saved in {out / checkpoint.FILE}" in said[0]
+    again = lines[lines.index(said[0]) + 2]
+    assert again.startswith("torchrun --nproc-per-node 2 -m nsa_cli train --out")
+    assert again.endswith("--resume")
+    records = train_records(out, 3, "--resume")
+    assert [r["step"] for r in records] == [0, 1, 2, 3]
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

@@ -91,7 +91,10 @@ def test_names_and_debug_information_do_not_count(compare_ptx):
 
 @pytest.mark.parametrize(
     ("only", "kernels"),
-    [("^combine_.*sm_90 .*128/128 bf", {"combine_forward", "combine_backward"}), ("no row", set())],
+    [
+        ("^combine_.*ward .*sm_90 .*128/128 bf", {"combine_forward", "combine_backward"}),
+        ("no row", set()),
+    ],
 )
 def test_rows_are_selected_by_title(compare_ptx, only, kernels):
     rows = compare_ptx.selected_rows(only)

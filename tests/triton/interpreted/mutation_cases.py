@@ -88,8 +88,7 @@ class Tiny:
             self.random(total, self.heads * self.groups, width) for width in (self.dk, self.dv)
         )
         if self.slot == "combine":
-            outputs = [self.random(total, self.heads, self.dv) for _ in range(3)]
-            inputs = self.random(total, self.heads, 3), *outputs
+            inputs = [self.random(total, self.heads, width) for width in (3, *[self.dv] * 3)]
             combine.forward(*inputs, call=call)
             combine.backward(do[..., : self.heads, :], *inputs, call=call)
             return

@@ -83,6 +83,7 @@ def train(
         output.exit_codes(),
         train_interrupted.explained(context, typed, trainers) as raise_again,
         _world(values, typed, named) as world,
+        _watching(world, train_interrupted.end_of(context, typed, trainers, world)),
         _locked(values, world),
     ):
         with errors_name_options(named):
@@ -90,8 +91,10 @@ def train(
         trainers.append(trainer)
         raise_again()
         history = _run(trainer, out, raise_again)
+        # A sharded model computes on all processes together.
+        accuracy = trainer.accuracy() if trainer.data.spec.data == "recall" else None
         if world.rank == 0:
-            _print_summary(history, trainer, out)
+            _print_summary(history, trainer, out, accuracy)
             _plot_losses(out, png, svg, force or resume)
 
 
@@ -109,6 +112,17 @@ def _world(values: Mapping[str, Any], typed: Set[str], named: Mapping[str, str])
         yield world
     finally:
         world.close()
+
+
+def _watching(
+    world: World, end: Callable[[int, str], None]
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that ends this process with a message if another one of several ends."""
+    if world.size == 1:
+        return contextlib.nullcontext()
+    from nsa_models.lm.watch import watching
+
+    return watching(world, end)
 
 
 def _check_folder(out: Path, resume: bool) -> None:
@@ -191,13 +205,13 @@ def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
 
 def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Trainer:
     """Build the trainer, and refuse a backend that cannot run."""
-    from nsa_models.lm import checkpoint
+    from nsa_models.lm import checkpoint, run_folder
     from nsa_models.lm.recipe import Recipe
     from nsa_models.lm.task import DataSpec, open_data
     from nsa_models.lm.tokens import read_tokenizer
     from nsa_models.lm.trainer import Trainer
 
-    saved = checkpoint.read(values["out"]) if values["resume"] else None
+    saved = checkpoint.read(values["out"], world.rank, world.size) if values["resume"] else None
     tokenizer: Tokenizer | None = None
     if saved is None:
         _check_effect(values, typed)
@@ -234,7 +248,7 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
     trainer.plan()  # a backend that cannot run is refused before anything is written
     if world.rank == 0 and saved is None:
         # With --force, the old checkpoint must not pass for one of the new run.
-        (values["out"] / checkpoint.FILE).unlink(missing_ok=True)
+        run_folder.remove_checkpoint(values["out"])
     return trainer
 
 
@@ -247,7 +261,7 @@ def _model(values: Mapping[str, Any], vocab_size: int, saved: Checkpoint | None)
 
     backends = parse_backends(values["backends"])
     if saved is not None:
-        return saved.model(backends)
+        return LanguageModel(saved.config, backends)  # the trainer restores its parameters
     config = size(values["size"], vocab_size=vocab_size, attention=values["attention"])
     torch.manual_seed(values["seed"])
     if values["from_dense"] is not None:
@@ -274,7 +288,9 @@ def _run(trainer: Trainer, out: Path, raise_again: Callable[[], None]) -> list[P
         return run(trainer, out, show_progress)
 
 
-def _print_summary(history: list[Progress], trainer: Trainer, out: Path) -> None:
+def _print_summary(
+    history: list[Progress], trainer: Trainer, out: Path, accuracy: float | None
+) -> None:
     console = output.console()
     columns = ("step", "loss", "held out", "lr", "tokens/s", "of matrix rate", "MiB")
     rows = []
@@ -294,8 +310,8 @@ def _print_summary(history: list[Progress], trainer: Trainer, out: Path) -> None
         step, steps = trainer.step_number, trainer.recipe.steps
         done = f"nothing to do: step {step} of {steps} is done; give more --steps to go on"
         output.print_text(console, done)
-    if trainer.data.spec.data == "recall":
-        console.print(f"right answers on held-out rows: {trainer.accuracy():.2%}")
+    if accuracy is not None:
+        console.print(f"right answers on held-out rows: {accuracy:.2%}")
     if trainer.data.tokenizer is not None:
         from nsa_models.lm.data import unigram_entropy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -19,6 +20,7 @@ from nsa_core.util.interruption import exit_code
 from nsa_models.lm.run_folder import CHECKPOINT, is_empty
 
 if TYPE_CHECKING:
+    from nsa_models.lm.parallel import World
     from nsa_models.lm.trainer import Trainer
 
 # Options of a resumed run that its checkpoint does not hold.
@@ -95,13 +97,48 @@ def _signals_raise() -> Iterator[Callable[[], None]]:
             signal.signal(number, handler)
 
 
-def _explain(end: str, context: typer.Context, typed: Set[str], trainers: list[Trainer]) -> None:
-    """Print the end of the run, the saved step, and the commands that go on or start again."""
+def end_of(
+    context: typer.Context, typed: Set[str], trainers: list[Trainer], world: World
+) -> Callable[[int, str], None]:
+    """Return a function that ends this process because another one is lost.
+
+    It does not return to the training, which may wait for the lost process for ever. One of the
+    processes that are left explains the end.
+    """
+
+    def end(lost: int, reason: str) -> None:
+        try:
+            if world.rank == (1 if lost == 0 else 0):
+                _explain(reason, context, typed, trainers, world)
+        finally:
+            os._exit(output.FAILED)
+
+    return end
+
+
+def _explain(
+    end: str,
+    context: typer.Context,
+    typed: Set[str],
+    trainers: list[Trainer],
+    world: World | None = None,
+) -> None:
+    """Print the end of the run, the saved step, and the commands that go on or start again.
+
+    Args:
+        end: Why the run ended.
+        context: The command.
+        typed: Names of the options that the user gave.
+        trainers: The trainer, once it exists.
+        world: The processes, if this one speaks for all; None lets only the first one speak.
+    """
     trainer = trainers[0] if trainers else None
-    if trainer is not None and trainer.world.rank:
-        return
+    if world is None and trainer is not None:
+        world = trainer.world
+        if world.rank:
+            return
     out: Path = context.params["out"]
-    start = _program(trainer.world.size if trainer else 1)
+    start = _program(world.size if world else 1)
     on = [name for name in ("out", *NOT_IN_CHECKPOINT) if name in typed]
     commands = [[*start, *_typed_options(context, on), "--resume"]]
     if trainer is None and context.params["resume"]:
@@ -110,7 +147,9 @@ def _explain(end: str, context: typer.Context, typed: Set[str], trainers: list[T
         text = (
             f"step {trainer.step_number} is kept in {trainer.rescued}. To go on, first make room:"
         )
-        commands.insert(0, ["cp", str(trainer.rescued), str(out / CHECKPOINT)])
+        files = sorted(map(str, trainer.rescued.parent.iterdir()))
+        target = out / CHECKPOINT if len(files) == 1 else out
+        commands.insert(0, ["cp", *files, str(target)])
     elif trainer is None or trainer.saved_step is None:
         text = "nothing is saved yet. To start again:"
         again = _typed_options(context, [name for name in context.params if name in typed])

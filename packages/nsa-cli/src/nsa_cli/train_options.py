@@ -36,7 +36,10 @@ Vocab = Annotated[int, typer.Option(help="Vocabulary size of uniform and recall.
 Steps = Annotated[
     int, typer.Option(help="Number of updates; the cosine schedule ends there.", min=1)
 ]
-Batch = Annotated[int, typer.Option(help="Rows per step, summed over all processes.", min=1)]
+Batch = Annotated[
+    int,
+    typer.Option(help="Rows per step over all processes; each process reads only its own.", min=1),
+]
 Accumulate = Annotated[
     int, typer.Option(help="Gradient accumulation: parts into which a step is split.", min=1)
 ]
@@ -54,7 +57,12 @@ Compile = Annotated[bool, typer.Option("--compile", help="Compile the model with
 Graph = Annotated[
     bool, typer.Option("--cuda-graph", help="Run each step as one CUDA graph (one GPU only).")
 ]
-Parallel = Annotated[str, typer.Option(help="Data parallelism under torchrun: ddp or fsdp.")]
+Parallel = Annotated[
+    str,
+    typer.Option(
+        help="Data parallelism under torchrun: ddp (copies of the model) or fsdp (shards of it)."
+    ),
+]
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.", min=1)]
 SaveEvery = Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and the data order.")]

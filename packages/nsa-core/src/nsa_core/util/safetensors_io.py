@@ -20,6 +20,17 @@ from nsa_core.util.text import describe_error
 # Header entries: the kind of file, and a digest of each JSON value and each tensor.
 _FORMAT, _DIGESTS = "format", "digests"
 _SHOWN_CHANGES = 4
+# Names of safetensors -> names of PyTorch.
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
 
 
 def write(
@@ -49,6 +60,50 @@ def write(
     write_bytes_atomic(path, _library("safetensors.torch").save(dict(tensors), header), force)
 
 
+class TensorFile:
+    """An open file of :func:`write`, whose tensors are read one by one.
+
+    Attributes:
+        path: the file.
+        facts: the JSON values of the header; their digests match.
+    """
+
+    def __init__(self, path: Path, file: Any, facts: dict[str, Any]) -> None:
+        self.path, self._file = path, file
+        stored = facts.pop(_DIGESTS, None)
+        self.facts, self.names = facts, sorted(file.keys())
+        known = stored if isinstance(stored, Mapping) else {}
+        unread = {key: known.get(key, "") for key in (f"tensor {name}" for name in self.names)}
+        self._digests = unread
+        present = {key: value for key, value in unread.items() if key in known}
+        added = {key: "" for key in unread if key not in known}
+        _check_digests(path, stored, _digests(facts, {}) | present | added)
+
+    def describe(self, name: str) -> tuple[str, list[int]]:
+        """Return the dtype, as PyTorch names it, and the shape of a tensor."""
+        part = self._file.get_slice(name)
+        return _DTYPES[part.get_dtype()], list(part.get_shape())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor.
+
+        Raises:
+            InvalidInput: the tensor was altered since it was written.
+        """
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        key = f"tensor {name}"
+        _check_digests(self.path, {key: self._digests[key]}, {key: _tensor_digest(tensor)})
+        return tensor
+
+
+@contextlib.contextmanager
+def opened(path: Path, kind: str) -> Iterator[TensorFile]:
+    """Open a file of :func:`write`, without reading its tensors; errors as :func:`reading`."""
+    library = _library("safetensors")
+    with _explained(path), library.safe_open(path, framework="pt") as file:
+        yield TensorFile(path, file, _header(path, file, kind))
+
+
 @contextlib.contextmanager
 def reading(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
     """Read a file of :func:`write`: the header values and the tensors.
@@ -61,17 +116,38 @@ def reading(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, t
             or the body raised an error.
     """
     library = _library("safetensors")
-    try:
+    with _explained(path):
         with library.safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            if header.get(_FORMAT) != kind:
-                raise InvalidInput(
-                    f"{path} is no {kind!r}: its header says {header.get(_FORMAT)!r}"
-                )
-            facts = {name: json.loads(value) for name, value in header.items() if name != _FORMAT}
+            facts = _header(path, file, kind)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         _check_digests(path, facts.pop(_DIGESTS, None), _digests(facts, tensors))
         yield facts, tensors
+
+
+def read_tensor(path: Path, name: str) -> torch.Tensor:
+    """Read one tensor of a file that :func:`opened` has checked, without its digest.
+
+    Raises:
+        InvalidInput: the file cannot be read or has no such tensor.
+    """
+    library = _library("safetensors")
+    with _explained(path), library.safe_open(path, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+
+def _header(path: Path, file: Any, kind: str) -> dict[str, Any]:
+    header = file.metadata() or {}
+    if header.get(_FORMAT) != kind:
+        raise InvalidInput(f"{path} is no {kind!r}: its header says {header.get(_FORMAT)!r}")
+    return {name: json.loads(value) for name, value in header.items() if name != _FORMAT}
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    library = _library("safetensors")
+    try:
+        yield
     except NSAError:
         raise
     except (

@@ -1,7 +1,8 @@
-"""Checkpoints: one safetensors file with the model, the optimizer and the random states.
+"""Checkpoints: a safetensors file with the model, the optimizer and the random states.
 
-All other facts are JSON in the file's header. A checkpoint is never a pickle and is written
-atomically.
+All other facts are JSON in the file's header. Of several processes each writes a further file, a
+shard, with its part of the model and the optimizer, and the header has their index. A checkpoint is
+never a pickle and is written atomically: the file with the index replaces the old one at last.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import torch
 from nsa_core.errors import InvalidInput
 from nsa_core.util import safetensors_io
 from nsa_core.util.text import describe_error
+from nsa_models.lm import shards
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
-from nsa_models.lm.parallel import load_unsharded, shard_like, unshard
-from nsa_models.lm.run_folder import CHECKPOINT
+from nsa_models.lm.run_folder import CHECKPOINT, remove_shards
 from nsa_models.lm.tokens import Tokenizer, tokenizer_from_dict
 
-FORMAT = "nsa-language-model 1"
+FORMAT = "nsa-language-model 2"
 FILE = CHECKPOINT
 _FACTS = ("train", "data", "position", "step", "tokens")
 _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
@@ -30,13 +31,18 @@ _MODEL, _OPTIMIZER, _RANDOM = "model.", "optimizer.", "random."
 
 @dataclasses.dataclass
 class Checkpoint:
-    """A checkpoint read from a file; its tensors are on the CPU."""
+    """A checkpoint whose header is read; its tensors stay in its files until they are needed."""
 
     path: Path
     config: LMConfig
     facts: dict[str, Any]  # JSON of the header: train, data, position, step, tokens
     tokenizer: dict[str, str] | None
-    tensors: dict[str, torch.Tensor]
+    index: shards.Index
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Read all tensors, whole, to the CPU."""
+        return self._with_prefix("")
 
     def model(self, backends: str | Mapping[str, str] | None = None) -> LanguageModel:
         """Build the model on the CPU.
@@ -66,47 +72,59 @@ class Checkpoint:
         return None if self.tokenizer is None else tokenizer_from_dict(self.tokenizer)
 
     def restore(self, model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
-        """Restore parameters, optimizer moments and random states; every process must call this."""
-        load_unsharded(model, self._with_prefix(_MODEL))
-        state = self._with_prefix(_OPTIMIZER)
+        """Restore parameters, optimizer moments and random states; every process must call this.
+
+        A process reads the parts of its own shards only, tensor by tensor, in whatever layout they
+        were written.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        fused = any(group.get("fused") for group in optimizer.param_groups)
         # The optimizer has no state before the first step.
-        for name, parameter in model.named_parameters() if state else ():
-            moments = optimizer.state[parameter]
-            for key in ("exp_avg", "exp_avg_sq"):
-                moments[key] = shard_like(state[f"{name}.{key}"], parameter)
-            step = state[f"{name}.step"]
-            fused = any(group.get("fused") for group in optimizer.param_groups)
-            moments["step"] = step.to(parameter.device) if fused else step
+        has_moments = any(name.startswith(_OPTIMIZER) for name in self.index)
+        for name, parameter in model.named_parameters():
+            tensors[f"{_MODEL}{name}"] = parameter
+            if has_moments:
+                moments = optimizer.state[parameter]
+                for key in ("exp_avg", "exp_avg_sq"):
+                    moments[key] = torch.zeros_like(parameter, requires_grad=False)
+                moments["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
+                tensors |= {f"{_OPTIMIZER}{name}.{key}": value for key, value in moments.items()}
+        shards.load(self.path.parent, tensors, self.index)
         set_random_state(self._with_prefix(_RANDOM))
 
     def _with_prefix(self, prefix: str) -> dict[str, torch.Tensor]:
-        return {n.removeprefix(prefix): t for n, t in self.tensors.items() if n.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): shards.whole(self.path.parent, entry)
+            for name, entry in self.index.items()
+            if name.startswith(prefix)
+        }
 
 
 def collect_tensors(
     model: LanguageModel, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Collect a checkpoint's tensors, unsharded and on the CPU; every process must call this."""
-    tensors = {f"{_RANDOM}{name}": state for name, state in random_state().items()}
+    """Collect the tensors of model and optimizer, without copies; sharded ones are DTensors."""
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        tensors[f"{_MODEL}{name}"] = unshard(parameter)
+        tensors[f"{_MODEL}{name}"] = parameter.detach()
         # During a forward FSDP shows gathered parameters, which are not those that it trains.
         assert parameter in optimizer.state or not optimizer.state, (
             f"{name} is not a parameter of the optimizer; reshard the model first"
         )
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{_OPTIMIZER}{name}.{key}"] = unshard(value)
-    return {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
+            tensors[f"{_OPTIMIZER}{name}.{key}"] = value
+    return tensors
 
 
 def write(
     path: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
     config: LMConfig,
     facts: Mapping[str, Any],
     tokenizer: Tokenizer | None,
+    together: bool = False,
 ) -> None:
-    """Write a checkpoint to ``path``, replacing an existing one.
+    """Write a checkpoint to ``path``, replacing an existing one and its shards.
 
     Args:
         path: The file.
@@ -114,33 +132,65 @@ def write(
         config: Sizes of the model.
         facts: JSON values for the header: train, data, position, step, tokens.
         tokenizer: Tokenizer of text; None for a task.
+        together: Whether all processes call this and write shards beside ``path``; the folder must
+            be on a disk that all of them see.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
-        OSError: Writing failed; the old file is unchanged.
+        OSError: Writing failed; the old file and its shards are unchanged.
     """
     header = {"config": config.to_dict(), "facts": dict(facts)}
     if tokenizer is not None:
         header["tokenizer"] = tokenizer.to_dict()
-    safetensors_io.write(path, FORMAT, tensors, header, force=True)
+
+    def commit(own: Mapping[str, torch.Tensor], index: shards.Index) -> None:
+        own = {name: t.cpu().contiguous().clone() for name, t in own.items()}
+        own |= {f"{_RANDOM}{name}": state for name, state in random_state().items()}
+        values = {name: dataclasses.asdict(entry) for name, entry in index.items()}
+        safetensors_io.write(path, FORMAT, own, header | {"shards": values}, force=True)
+        # Until here the old checkpoint was whole, from here the new one is.
+        remove_shards(path.parent, {chunk.file for e in index.values() for chunk in e.chunks})
+
+    if together:
+        shards.save(path.parent, tensors, lambda index: commit({}, index))
+    else:
+        commit(tensors, {})
 
 
-def read(path: str | Path) -> Checkpoint:
+def read(path: str | Path, rank: int = 0, size: int = 1) -> Checkpoint:
     """Read a checkpoint from a file, or from the folder of a run; never unpickles.
+
+    Args:
+        path: The file or the folder.
+        rank: Index of this process among those that read the checkpoint together.
+        size: Number of these processes; each checks the digests of its share of the files.
 
     Raises:
         BackendUnavailable: safetensors is not installed.
-        InvalidInput: The file cannot be read, is not a language model's checkpoint, or was altered
+        InvalidInput: A file cannot be read, is not a language model's checkpoint, or was altered
             since it was written; the message names the fields.
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
-    with safetensors_io.reading(path, FORMAT) as (header, tensors):
+    with safetensors_io.opened(path, FORMAT) as file:
+        header = file.facts
         missing = [f"facts.{name}" for name in _FACTS if name not in header["facts"]]
         if missing:
             raise InvalidInput(f"{path} lacks {', '.join(missing)}; train again")
+        index = {name: shards.Entry.of(values) for name, values in header["shards"].items()}
+        files = {chunk.file for entry in index.values() for chunk in entry.chunks}
+        index |= {name: shards.Entry.of_file(file, name) for name in file.names}
         config = LMConfig.from_dict(header["config"])
-        return Checkpoint(path, config, dict(header["facts"]), header.get("tokenizer"), tensors)
+    if absent := sorted(name for name in files if not (path.parent / name).is_file()):
+        raise InvalidInput(
+            f"{path} needs {', '.join(absent)} beside it; put back all files of the checkpoint"
+        )
+    kinds = {path.name: FORMAT} | dict.fromkeys(files, shards.FORMAT)
+    for name in sorted(kinds)[rank::size]:
+        with safetensors_io.opened(path.parent / name, kinds[name]) as file:
+            for tensor in file.names:
+                file.tensor(tensor)
+    return Checkpoint(path, config, dict(header["facts"]), header.get("tokenizer"), index)
 
 
 def random_state() -> dict[str, torch.Tensor]:

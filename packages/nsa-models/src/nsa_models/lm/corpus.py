@@ -1,15 +1,17 @@
 """Corpora: text files, folders, JSONL, parquet, Hugging Face data sets, Python's documentation.
 
-The seed fixes the order of an epoch's documents, and an epoch can start at any document. A position
-in a corpus is therefore two integers.
+The seed fixes the order of an epoch's documents. An epoch is dealt to lanes, one per row of a step,
+and a lane can start at any of its documents, which arithmetic finds. A position in a lane is
+therefore two integers, and a process reads the documents of its own lanes only.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import mmap
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,10 +21,30 @@ from nsa_core.errors import InvalidInput
 from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
 
-FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"
 # Bytes. A text of more than 2 * _CUT bytes is cut after _CUT to 2 * _CUT bytes: at the first blank
 # line there, else at a line end, else at a space, else at the limit.
 _CUT = 16384
+# Whole row groups of parquet are dealt to lanes if each lane gets at least so many.
+_GROUPS_PER_LANE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """Lane ``number`` of ``count`` lanes, to which the documents of an epoch are dealt.
+
+    Of a shuffled order, a lane takes every ``count``-th item. The first one moves with the epoch,
+    so that a lane of a corpus with fewer items than lanes has documents in some epochs.
+    """
+
+    number: int = 0
+    count: int = 1
+
+    def items(self, epoch: int) -> slice:
+        """Return which positions of an order belong to this lane."""
+        return slice((self.number - epoch) % self.count, None, self.count)
+
+
+WHOLE = Lane()
 
 
 class Corpus(Protocol):
@@ -30,138 +52,96 @@ class Corpus(Protocol):
 
     name: str
 
-    def epoch(self, epoch: int, start: int) -> Iterator[str]:
-        """Yield the documents of an epoch in its order, beginning with number ``start``."""
+    def epoch(self, epoch: int, start: int, lane: Lane = WHOLE) -> Iterator[str]:
+        """Yield a lane's documents of an epoch in their order, beginning with number ``start``."""
         ...
 
 
 class ListCorpus:
-    """Documents held in memory."""
+    """Documents of a sequence, such as a list or a column of a table on the disk."""
 
-    def __init__(self, documents: list[str], name: str, seed: int = 0) -> None:
+    def __init__(self, documents: Sequence[str], name: str, seed: int = 0) -> None:
         self.documents, self.name, self.seed = documents, name, seed
 
-    def epoch(self, epoch: int, start: int) -> Iterator[str]:
+    def epoch(self, epoch: int, start: int, lane: Lane = WHOLE) -> Iterator[str]:
         """Yield the documents in a new order per epoch; see :class:`Corpus`."""
-        for number in permutation(len(self.documents), self.seed, epoch)[start:].tolist():
+        order = permutation(len(self.documents), self.seed, epoch)[lane.items(epoch)]
+        for number in order[start:].tolist():
             yield self.documents[number]
 
 
 class FileCorpus:
-    """Documents of local files; only their positions are held in memory.
+    """Documents of files; only their positions are held in memory.
 
-    Each epoch has its own order. Lines of JSONL and parts of text files are permutation together.
+    Each epoch has its own order. Lines of JSONL and parts of text files are shuffled together.
     Parquet is expensive to read at random, so its row groups are read one after another in a
-    permutation order, and the rows are permutation within each group.
+    shuffled order, and the rows are shuffled within each group. Lanes get whole row groups, or,
+    if there are too few for that, rows of every group.
+
+    Args:
+        paths: Files; a parquet file may be a URL that fsspec opens.
+        name: Name of the corpus in messages.
+        field: Name of the text field of JSONL and parquet.
+        seed: Seed of the order.
     """
 
-    def __init__(self, paths: list[Path], name: str, field: str = "text", seed: int = 0) -> None:
+    def __init__(
+        self, paths: Sequence[Path | str], name: str, field: str = "text", seed: int = 0
+    ) -> None:
         self.name, self.seed = name, seed
         self._spans: list[_TextFile] = []
         self._tables: list[_ParquetFile] = []
         for path in paths:
-            kind = path.suffix.lower()
+            kind = Path(path).suffix.lower()
             if kind == ".parquet":
                 self._tables.append(_ParquetFile(path, field))
             else:
                 self._spans.append(
-                    _JsonLines(path, field) if kind in (".jsonl", ".ndjson") else _TextFile(path)
+                    _JsonLines(Path(path), field)
+                    if kind in (".jsonl", ".ndjson")
+                    else _TextFile(Path(path))
                 )
         self._firsts = torch.tensor([0, *(len(s) for s in self._spans)]).cumsum(0)
         self._groups = [(table, group) for table in self._tables for group in range(table.groups)]
 
-    def epoch(self, epoch: int, start: int) -> Iterator[str]:
+    def epoch(self, epoch: int, start: int, lane: Lane = WHOLE) -> Iterator[str]:
         """Yield the documents of an epoch; see :class:`Corpus`."""
-        # Source 0 is all JSONL lines and text parts; source i is parquet row group i - 1.
-        sources = permutation(len(self._groups) + 1, self.seed, epoch).tolist()
-        for source in sources:
-            size = (
-                self._groups[source - 1][0].rows(self._groups[source - 1][1])
-                if source
-                else int(self._firsts[-1])
-            )
+        for source, rows in self._sources(epoch, lane):
+            size = len(range(self._size(source))[rows])
             if start >= size:
                 start -= size
                 continue
-            order_in_source = permutation(size, self.seed, epoch, source)[start:]
+            order = permutation(self._size(source), self.seed, epoch, source)[rows]
+            order = order[start:].contiguous()
             start = 0
             if source:
                 table, group = self._groups[source - 1]
-                yield from table.read(group, order_in_source.tolist())
+                yield from table.read(group, order.tolist())
                 continue
-            files = torch.searchsorted(self._firsts, order_in_source, right=True) - 1
-            for file, number in zip(
-                files.tolist(), (order_in_source - self._firsts[files]).tolist()
-            ):
+            files = torch.searchsorted(self._firsts, order, right=True) - 1
+            for file, number in zip(files.tolist(), (order - self._firsts[files]).tolist()):
                 yield self._spans[file].read(number)
 
+    def _sources(self, epoch: int, lane: Lane) -> Iterator[tuple[int, slice]]:
+        """Yield a lane's sources of documents, in order, and which shuffled rows of them it gets.
 
-class HubCorpus:
-    """A Hugging Face data set, streamed in its own order, which is the same in every epoch."""
+        Source 0 is all JSONL lines and text parts; source i is parquet row group i - 1.
+        """
+        whole_groups = len(self._groups) >= _GROUPS_PER_LANE * lane.count
+        turn = 0
+        for source in permutation(len(self._groups) + 1, self.seed, epoch).tolist():
+            if not source or not whole_groups:
+                yield source, lane.items(epoch)
+                continue
+            if (turn + epoch) % lane.count == lane.number:
+                yield source, slice(None)
+            turn += 1
 
-    def __init__(self, name: str, field: str = "text") -> None:
-        self.name, self.field = name, field
-        library = require_module("datasets", "Hugging Face data sets need", "nsa-models[train]")
-        path, _, part = name.partition(":")
-        try:
-            self._stream: Any = library.load_dataset(
-                path, part or None, split="train", streaming=True
-            )
-        except (OSError, ValueError, RuntimeError, LookupError) as error:
-            raise InvalidInput(
-                f"data set {name} cannot be opened: {describe_error(error)}"
-            ) from error
-
-    def epoch(self, epoch: int, start: int) -> Iterator[str]:
-        """Yield the documents of an epoch; rows before ``start`` are skipped."""
-        for row in self._stream.skip(start):
-            yield _field_of(row, self.field, self.name)
-
-
-def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
-    """Open a corpus.
-
-    A text file of more than 32 KiB is split into documents of 16 to 32 KiB, at blank lines if
-    possible. A folder gives all its text, JSONL and parquet files, except hidden ones.
-
-    Args:
-        data: A file, a folder, ``python-docs``, ``fineweb-edu`` or ``hf:NAME[:CONFIG]``.
-        field: Name of the text field of JSONL, parquet and Hugging Face rows.
-        seed: Seed of the document order.
-
-    Raises:
-        InvalidInput: The data does not exist, or contains no supported file.
-        BackendUnavailable: A required library is not installed.
-    """
-    if data == "python-docs":
-        from nsa_bench.python_docs import library_documents
-
-        return ListCorpus(library_documents(), data, seed)
-    if data == "fineweb-edu" or data.startswith("hf:"):
-        return HubCorpus(FINEWEB_EDU if data == "fineweb-edu" else data.removeprefix("hf:"), field)
-    path = Path(data)
-    if not path.exists():
-        raise InvalidInput(
-            f"--data {data}: no such file or folder; give an existing path, python-docs,"
-            " fineweb-edu or hf:NAME"
-        )
-    paths = [path]
-    if path.is_dir():
-        visible_paths = (
-            p
-            for p in sorted(path.rglob("*"))
-            if not any(part[0] == "." for part in p.relative_to(path).parts)
-        )
-        paths = [
-            p
-            for p in visible_paths
-            if p.is_file() and (p.suffix.lower() == ".parquet" or _is_text(p))
-        ]
-    elif path.suffix.lower() != ".parquet" and not _is_text(path):
-        raise InvalidInput(f"{path} is not a UTF-8 text, JSONL or parquet file")
-    if not paths:
-        raise InvalidInput(f"{path} contains no text, JSONL or parquet file")
-    return FileCorpus(paths, path.name, field, seed)
+    def _size(self, source: int) -> int:
+        if not source:
+            return int(self._firsts[-1])
+        table, group = self._groups[source - 1]
+        return table.rows(group)
 
 
 def permutation(count: int, *seeds: int) -> torch.Tensor:
@@ -229,7 +209,7 @@ class _JsonLines(_TextFile):
         if not line.strip():
             return ""
         try:
-            return _field_of(json.loads(line), self._field, f"{self.path}, line {number + 1}")
+            return field_of(json.loads(line), self._field, f"{self.path}, line {number + 1}")
         except json.JSONDecodeError as error:
             raise InvalidInput(f"{self.path}, line {number + 1} is not JSON: {error}") from error
 
@@ -241,12 +221,12 @@ class _JsonLines(_TextFile):
 class _ParquetFile:
     """A parquet file, read one row group at a time."""
 
-    def __init__(self, path: Path, field: str) -> None:
+    def __init__(self, path: Path | str, field: str) -> None:
         library = _arrow("pyarrow.parquet")
         errors = (OSError, ValueError, _arrow("pyarrow").ArrowException)
         self._field, self._path = field, path
         try:
-            self._file: Any = library.ParquetFile(path)
+            self._file: Any = library.ParquetFile(_opened(path))
         except errors as error:
             raise InvalidInput(
                 f"{path} cannot be read as parquet: {describe_error(error)}"
@@ -270,7 +250,12 @@ class _ParquetFile:
             yield column[number].as_py() or ""
 
 
-def _field_of(row: Any, field: str, where: str) -> str:
+def field_of(row: Any, field: str, where: str) -> str:
+    """Return the text of a row.
+
+    Raises:
+        InvalidInput: The row has no text under ``field``; the message says what it has.
+    """
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         content = type(row).__name__
         if isinstance(row, dict):
@@ -279,7 +264,8 @@ def _field_of(row: Any, field: str, where: str) -> str:
     return str(row[field])
 
 
-def _is_text(path: Path) -> bool:
+def is_text(path: Path) -> bool:
+    """Return whether a file begins as UTF-8 text."""
     with open(path, "rb") as file:
         head = file.read(8192)
     try:
@@ -288,6 +274,17 @@ def _is_text(path: Path) -> bool:
         # An error in the last bytes only means that the head ends inside a character.
         return error.start > len(head) - 4 and b"\0" not in head
     return b"\0" not in head
+
+
+def _opened(path: Path | str) -> Any:
+    """Return a local path as it is, and a URL as an open file."""
+    if "://" not in str(path):
+        return path
+    return (
+        require_module("fsspec", "parquet files of a URL need", "nsa-models[train]")
+        .open(str(path), "rb")
+        .open()
+    )
 
 
 def _arrow(name: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nsa_core.errors import InvalidInput
-from nsa_models.lm.corpus import Corpus
+from nsa_models.lm.corpus import WHOLE, Corpus, Lane
 from nsa_models.lm.model import IGNORED
 from nsa_models.lm.tokens import Tokenizer
 
@@ -66,6 +66,14 @@ class Rows(Protocol):
     packed: bool  # rows hold several documents
 
     def __next__(self) -> Row: ...
+
+    def lane(self, number: int, count: int) -> Rows:
+        """Return lane ``number`` of ``count`` from the beginning; lanes share no row.
+
+        Row ``number`` of each step of ``count`` rows comes from this lane, whichever process reads
+        it.
+        """
+        ...
 
     def state_dict(self) -> dict[str, int]:
         """Return the position after the last row."""
@@ -124,6 +132,7 @@ class TextRows:
         share: Share of held-out documents.
         epochs: Number of epochs, after which the rest of the last row has IGNORED targets. None
             repeats the corpus without end; a row may then hold documents of two epochs.
+        lane: Which documents of each epoch to use.
 
     Raises:
         InvalidInput: ``length`` is below 2; or, when rows are taken, a whole epoch has no document
@@ -141,11 +150,13 @@ class TextRows:
         held_out: bool = False,
         share: float = 0.05,
         epochs: int | None = None,
+        lane: Lane = WHOLE,
     ) -> None:
         if length < 2:
             raise InvalidInput(f"length must be at least 2, got {length}")
         self.corpus, self.tokenizer, self.length = corpus, tokenizer, length
         self._held_out, self._share, self._epochs = held_out, share, epochs
+        self._lane = lane
         self.load_state_dict({"epoch": 0, "document": 0, "offset": 0})
 
     def __iter__(self) -> Iterator[Row]:
@@ -169,6 +180,23 @@ class TextRows:
             documents.append(left)
         return Row(tokens, targets, documents)
 
+    def lane(self, number: int, count: int) -> TextRows:
+        """Return the rows of a lane of the documents; see :class:`Rows`.
+
+        Raises:
+            InvalidInput: The corpus has no document on this side of the split.
+        """
+        self.begin()
+        return TextRows(
+            self.corpus,
+            self.tokenizer,
+            self.length,
+            held_out=self._held_out,
+            share=self._share,
+            epochs=self._epochs,
+            lane=Lane(number, count),
+        )
+
     def begin(self) -> None:
         """Read the first document, so that an empty corpus raises before training starts.
 
@@ -187,8 +215,9 @@ class TextRows:
             int(state[k]) for k in ("epoch", "document", "offset")
         )
         self._sequence: list[int] = []
-        self._documents = self.corpus.epoch(self._epoch, self._document)
-        self._found = self._epoch > 0 or self._document > 0
+        self._documents = self.corpus.epoch(self._epoch, self._document, self._lane)
+        # A lane may have no document in an epoch; `lane` has checked that the corpus has one.
+        self._found = self._epoch > 0 or self._document > 0 or self._lane.count > 1
 
     def _advance_to_token(self) -> bool:
         """Move to the next document if this one is consumed; return whether a token is left."""
@@ -232,4 +261,4 @@ class TextRows:
             self._epoch, self._document = self._epoch + 1, 0
             if self._epochs is not None and self._epoch >= self._epochs:
                 return
-            self._documents = self.corpus.epoch(self._epoch, 0)
+            self._documents = self.corpus.epoch(self._epoch, 0, self._lane)

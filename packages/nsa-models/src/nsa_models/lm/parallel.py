@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_core.dispatch.device import usable_device
@@ -21,6 +20,7 @@ from nsa_core.errors import InvalidInput
 from nsa_models.lm.model import LanguageModel
 
 KINDS = ("ddp", "fsdp")
+Value = TypeVar("Value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,22 @@ class World:
         """Sum a tensor over all processes, in place."""
         if self.size > 1:
             dist.all_reduce(values)
+        return values
+
+    def sum_on_host(self, *values: int) -> list[int]:
+        """Return the sums of integers over all processes, without waiting for a GPU."""
+        sums = torch.tensor(values, dtype=torch.int64)
+        if self.size > 1:
+            dist.all_reduce(sums)
+        numbers: list[int] = sums.tolist()
+        return numbers
+
+    def collect(self, value: Value) -> list[Value]:
+        """Return the JSON-like value of each process, by rank; every process must call this."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
         return values
 
     def close(self) -> None:
@@ -65,7 +81,8 @@ def join(device: str) -> World:
         own_device = usable_device(torch.device("cuda", dist.get_node_local_rank()))
         torch.cuda.set_device(own_device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if own_device.type == "cuda" else "gloo")
+        # Counts and positions travel between hosts without a GPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo")
     return World(own_device, dist.get_rank(), dist.get_world_size())
 
 
@@ -125,21 +142,3 @@ def unshard(tensor: torch.Tensor) -> torch.Tensor:
     """Return an unsharded tensor, gathered from all processes; every process must call this."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered.detach()
-
-
-def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of an unsharded tensor, with the placement of ``like``."""
-    tensor = tensor.to(device=like.device, dtype=like.dtype)
-    if not hasattr(like, "full_tensor"):
-        return tensor
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(like, DTensor)  # nothing else has full_tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements)
-
-
-def load_unsharded(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Copy unsharded tensors into the parameters of a model, sharded or not."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(shard_like(state[name], parameter))

@@ -5,20 +5,40 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from nsa_core.errors import InvalidInput
 from nsa_core.util.atomic_files import is_leftover, writing
 
 CHECKPOINT = "checkpoint.safetensors"
-_LEFTOVERS = (f".{CHECKPOINT}.", ".log.jsonl.")  # of this folder's own files
+_SHARDS = "checkpoint-*.safetensors"
+_LEFTOVERS = (f".{CHECKPOINT}.", ".checkpoint-", ".log.jsonl.")  # of this folder's own files
 _LOCK, _HOLDER = ".nsa-train.lock", ".nsa-train.json"
 
 
 def is_empty(folder: Path) -> bool:
     """Return whether ``folder`` holds no files of a run; locks and leftovers do not count."""
     return all(path.name in (_LOCK, _HOLDER) or is_leftover(path) for path in folder.iterdir())
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint, its first file first, without which its shards are no checkpoint."""
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+    remove_shards(folder)
+
+
+def remove_shards(folder: Path, used: Collection[str] = ()) -> None:
+    """Remove the shards of earlier saves and of saves that did not end.
+
+    Args:
+        folder: The folder.
+        used: File names of the shards that stay.
+    """
+    for path in folder.glob(_SHARDS):
+        if path.name not in used:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 @contextlib.contextmanager

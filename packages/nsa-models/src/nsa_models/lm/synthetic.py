@@ -1,11 +1,13 @@
 """Synthetic tasks with a known best loss: uniform random tokens and associative recall.
 
-Row i depends only on the seed and i, so a position is one integer and no row is repeated.
+Row i depends only on the seed and i, so a position is one integer and no row is repeated. Lane j of
+n has the rows j, j + n, j + 2n and so on.
 """
 
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,13 +28,19 @@ class SyntheticRows(abc.ABC):
         self, vocab_size: int, length: int, *, seed: int = 0, held_out: bool = False
     ) -> None:
         self.vocab_size, self.length = vocab_size, length
-        self._seed, self._held_out, self._row = seed, held_out, 0
+        self._seed, self._held_out, self._row, self._stride = seed, held_out, 0, 1
 
     def __next__(self) -> Row:
         seed = combine_seeds(type(self).__name__, self._seed, self._held_out, self._row)
-        self._row += 1
+        self._row += self._stride
         tokens, targets = self.make(torch.Generator().manual_seed(seed))
         return Row(tokens.tolist(), targets.tolist(), [self.length])
+
+    def lane(self, number: int, count: int) -> SyntheticRows:
+        """Return the rows of a lane; see :class:`nsa_models.lm.data.Rows`."""
+        rows = copy.copy(self)
+        rows._row, rows._stride = number, count
+        return rows
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of the next row."""

@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 
 from nsa_core.errors import InvalidInput
-from nsa_models.lm.corpus import open_corpus
 from nsa_models.lm.data import Row, Rows, TextRows
+from nsa_models.lm.sources import open_corpus
 from nsa_models.lm.synthetic import RecallRows, SyntheticRows, UniformRows
 from nsa_models.lm.tokens import ByteTokenizer, Tokenizer
 
@@ -19,7 +19,7 @@ class DataSpec:
     """A description of training data.
 
     Attributes:
-        data: A task in TASKS, or data that :func:`nsa_models.lm.corpus.open_corpus` accepts.
+        data: A task in TASKS, or data that :func:`nsa_models.lm.sources.open_corpus` accepts.
         length: Tokens per row.
         text_field: Name of the text field of JSONL, parquet and Hugging Face rows.
         held_out: Share of held-out documents, chosen by a hash of their text.

@@ -22,6 +22,7 @@ from nsa_core.util.atomic_files import NotWritten
 from nsa_core.util.interruption import deferred_signals, exit_code
 from nsa_models.lm import checkpoint, log
 from nsa_models.lm.flops import row_flops
+from nsa_models.lm.lanes import Unreadable
 from nsa_models.lm.trainer import StepResult, Trainer
 
 
@@ -73,8 +74,7 @@ def train(trainer: Trainer, out: Path, report: Report | None = None) -> list[Pro
         before training.
 
     Raises:
-        InvalidInput, OSError: A document cannot be read. A run on one process first saves the steps
-            before it.
+        InvalidInput, OSError: A document cannot be read. The steps before it are saved first.
         NotWritten: The log or the checkpoint cannot be written. A run on one process first saves
             its steps to ``trainer.rescued``, in the temporary folder.
         NotFinite: The loss or the gradient norm is not finite; the last checkpoint is unchanged.
@@ -115,8 +115,9 @@ class _Run:
                 while trainer.step_number < recipe.steps:
                     try:
                         result = trainer.step(stopping=interruption.received)
-                    except (InvalidInput, OSError):
-                        self._save_previous_steps(pending)
+                    except (InvalidInput, OSError) as error:
+                        together = trainer.world.size == 1 or isinstance(error, Unreadable)
+                        self._save_previous_steps(pending, together)
                         raise
                     # On a GPU this step is queued before the previous result is read, so the GPU
                     # never waits for the host.
@@ -146,20 +147,23 @@ class _Run:
         except NotWritten:
             if trainer.rescued is None and trainer.saved_step != trainer.step_number:
                 with contextlib.suppress(NotWritten):
-                    self._save_previous_steps(None)
+                    self._save_previous_steps(None, trainer.world.size == 1)
             raise
         finally:
             if self._log is not None:
                 self._log.close()
         return self._progress
 
-    def _save_previous_steps(self, pending: StepResult | None) -> None:
-        """Save the steps before one whose documents cannot be read or whose log is not written."""
+    def _save_previous_steps(self, pending: StepResult | None, together: bool) -> None:
+        """Save the steps before one whose documents cannot be read or whose log is not written.
+
+        Args:
+            pending: The last step, if its numbers are not read yet.
+            together: Whether all processes do this, because a save needs all.
+        """
         if pending is not None:
             self._finish_step(pending)
-        # With several processes the others may have read their documents, and a save needs all
-        # processes.
-        if self.trainer.world.size == 1 and self.trainer.step_number:
+        if together and self.trainer.step_number:
             self.trainer.save(self.file)
 
     def _evaluate_before_training(self) -> None:

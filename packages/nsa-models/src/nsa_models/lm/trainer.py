@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from nsa_core.layer.module import NSAttention
 from nsa_core.util.atomic_files import NotWritten, write_somewhere
 from nsa_models.lm import checkpoint
 from nsa_models.lm.checkpoint import Checkpoint
-from nsa_models.lm.data import Batch, Row, batch_of
+from nsa_models.lm.data import Batch, batch_of
 from nsa_models.lm.graph import GraphedWork
+from nsa_models.lm.lanes import Lanes
 from nsa_models.lm.mass import Mass, selected_mass
-from nsa_models.lm.model import IGNORED, LanguageModel
+from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import Replica, World, unshard
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.task import Data
@@ -87,13 +90,13 @@ class Trainer:
         world: World,
         resume_from: Checkpoint | None = None,
     ) -> None:
-        recipe.rows_of(world.rank, 0, world.size)
         if recipe.graph and (world.device.type != "cuda" or world.size > 1):
             actual = f"{world.size} process(es) on {world.device.type}"
             raise InvalidInput(
                 f"graph=True needs one process on one GPU, got {actual}; leave it out"
             )
         usable_device(world.device)
+        self.lanes = Lanes(data.rows, recipe, world)
         self.data, self.recipe, self.world = data, recipe, world
         self.model = model.to(world.device)
         self.model.recompute = recipe.recompute
@@ -111,7 +114,7 @@ class Trainer:
         self._scale = torch.ones((), device=world.device)
         if resume_from is not None:
             resume_from.restore(self.model, self.optimizer)
-            data.rows.load_state_dict(resume_from.facts["position"])
+            self.lanes.load_state(resume_from.facts["position"])
             self.step_number, self.tokens = resume_from.facts["step"], resume_from.facts["tokens"]
             self.saved_step = self.step_number
 
@@ -138,12 +141,10 @@ class Trainer:
 
         Raises:
             InvalidInput, OSError: A document cannot be read; model, optimizer and position are
-                unchanged.
+                unchanged. All processes raise this together.
         """
         recipe, world = self.recipe, self.world
-        rows = self._rows()
-        parts = [rows[recipe.rows_of(world.rank, p, world.size)] for p in range(recipe.accumulate)]
-        counted = sum(len(row.targets) - row.targets.count(IGNORED) for row in rows)
+        parts, counted = self.lanes.step()
         # Gradients are averaged over processes, so scale by their number to get the sum.
         self._scale.fill_(world.size / max(1, counted))
         rate = recipe.rate(self.step_number)
@@ -168,15 +169,6 @@ class Trainer:
         return StepResult.of(
             self.step_number, torch.cat((world.total(sums), norm.reshape(1))), rate
         )
-
-    def _rows(self) -> list[Row]:
-        """Read the rows of a step; if one cannot be read, restore the position before them."""
-        position = self.data.rows.state_dict()
-        try:
-            return [next(self.data.rows) for _ in range(self.recipe.batch)]
-        except (InvalidInput, OSError):
-            self.data.rows.load_state_dict(position)
-            raise
 
     def _forward_backward(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one part of a step; return its summed loss."""
@@ -246,31 +238,44 @@ class Trainer:
             return selected_mass(self.model, batch.tokens, batch.cu_seqlens)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint that resumes exactly; every process must call this, rank 0 writes.
+        """Write a checkpoint that resumes exactly; every process must call this.
+
+        Of several processes each writes its own shards, so that none holds the whole state.
 
         Raises:
-            NotWritten: The file cannot be written, and is unchanged. ``rescued`` is a checkpoint in
-                the temporary folder, or None if that failed too.
+            NotWritten: A file cannot be written, and the old checkpoint is unchanged. ``rescued``
+                is a checkpoint in the temporary folder, or None if that failed too. All processes
+                raise this.
         """
         tensors = checkpoint.collect_tensors(self.model, self.optimizer)
         facts: dict[str, Any] = {
             "train": dataclasses.asdict(self.recipe),
             "data": dataclasses.asdict(self.data.spec),
-            "position": self.data.rows.state_dict(),
+            "position": self.lanes.state(),
             "step": self.step_number,
             "tokens": self.tokens,
         }
-        if self.world.rank == 0:
+        together = self.world.size > 1
 
-            def write(file: Path) -> None:
-                checkpoint.write(file, tensors, self.model.config, facts, self.data.tokenizer)
+        def write(file: Path) -> None:
+            checkpoint.write(file, tensors, self.model.config, facts, self.data.tokenizer, together)
 
-            try:
-                write(path)
-            except NotWritten:
-                self.rescued = write_somewhere(path, write)
-                raise
+        try:
+            write(path)
+        except NotWritten:
+            self.rescued = (self._write_somewhere if together else write_somewhere)(path, write)
+            raise
         self.saved_step = self.step_number
+
+    def _write_somewhere(self, path: Path, write: Callable[[Path], None]) -> Path | None:
+        """Write a checkpoint of several processes to the temporary folder of the first one."""
+        own = tempfile.mkdtemp(prefix="nsa-") if self.world.rank == 0 else ""
+        folder = Path(self.world.collect(own)[0])
+        try:
+            write(folder / path.name)
+        except NotWritten:
+            return None
+        return folder / path.name
 
     def memory(self) -> int:
         """Return the peak memory so far, in bytes: of the GPU, or of this process."""
