@@ -78,6 +78,7 @@ def default_plan(
     wants_grad: bool,
     backends: Backends = None,
     long: bool = False,
+    partial: bool = False,
 ) -> Plan:
     """Return the plan of calls without an explicit plan, resolved once per process and arguments.
 
@@ -93,12 +94,14 @@ def default_plan(
         wants_grad: Whether the call needs gradients.
         backends: Result of :func:`frozen_backends`.
         long: Whether to plan for sequences of contract.LONG_SEQUENCE tokens; see :func:`is_long`.
+        partial: Whether queries may begin inside a sequence.
 
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
     """
     plan: Plan = getattr(
-        _plans, _plan_name(config.values, device, dtype, varlen, wants_grad, backends, long)
+        _plans,
+        _plan_name(config.values, device, dtype, varlen, wants_grad, backends, long, partial),
     )
     return plan
 
@@ -155,6 +158,7 @@ def _plan_name(
     wants_grad: bool,
     backends: Backends,
     long: bool,
+    partial: bool,
 ) -> str:
     """Return the name of the attribute of ``_plans`` that holds the default plan."""
     device = torch.device("cpu") if device.type == "meta" else device
@@ -166,6 +170,7 @@ def _plan_name(
         torch.are_deterministic_algorithms_enabled(),
         backends,
         long,
+        partial,
     )
     try:
         return _store_plan(_plans, True, *arguments)
@@ -186,6 +191,7 @@ def _store_plan(
     deterministic: bool,
     backends: Backends,
     long: bool,
+    partial: bool,
 ) -> str:
     """Resolve a plan and set it as an attribute of ``plans``; return the attribute's name."""
     options = PlanOptions(
@@ -195,6 +201,7 @@ def _store_plan(
         needs_grad=needs_grad,
         deterministic=deterministic,
         varlen=varlen,
+        partial=partial,
         seq_len=LONG_SEQUENCE if long else None,
     )
     plan = resolve(NSAConfig(*values), options)

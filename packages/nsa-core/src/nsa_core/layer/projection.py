@@ -159,24 +159,43 @@ class NSAProjections(nn.Module):
             packed = packed_blocks(cu_seqlens, x.shape[0], config.geometry)
         product = self.qkv(x)
         table = self._rope_of_tokens(product, cu_seqlens) if config.rope else None
-        split_separately = config.shared_kv or config.rope_before_compress or self._norms()
-        if table is not None and is_eager() and not split_separately:
-            q, k_raw, k_sel, k_win, v_raw, v_sel, v_win = rotated_heads(
-                product, table, config.n_heads, config.n_kv_heads, config.qk_dim
-            )
-            ks, vs = [k_sel, k_win], [v_sel, v_win]
-        else:
-            q, k_raw, k, v_raw, v = self._split(product)
-            # v is copied, so that saving it for backward does not keep the whole product alive.
-            ks, vs = unbind_branches(k, table), unbind_branches(v, None)
-            if table is not None:
-                q = rotate(q, table)
-                k_raw = rotate(k_raw, table) if config.rope_before_compress else k_raw
+        q, (k_raw, v_raw), ks, vs = self.rotated(product, table)
         k_cmp, v_cmp = compress_pair(self.phi_k, self.phi_v, k_raw, v_raw, packed)
         if config.rope and not config.rope_before_compress:
             k_cmp = rotate(k_cmp, self._rope_of_blocks(k_cmp, packed, table))
         projected = Projected(q, (None, ks[0], ks[-1]), (None, vs[0], vs[-1]), k_cmp, v_cmp)
         return projected, (k_raw, v_raw)
+
+    def rotated(
+        self, product: torch.Tensor, table: Table | None
+    ) -> tuple[
+        torch.Tensor, tuple[torch.Tensor, torch.Tensor], list[torch.Tensor], list[torch.Tensor]
+    ]:
+        """Split the product of qkv [..., R, W] into heads, and rotate them.
+
+        Args:
+            product: output of ``qkv``.
+            table: the angles of the R rows; None without rotary embedding.
+
+        Returns:
+            q; the pair of keys and values that phi compresses; and lists of the keys and of the
+            values of (sel, win), or of the shared pair. Only keys are rotated; those of phi with
+            ``config.rope_before_compress``.
+        """
+        config = self.config
+        split_separately = config.shared_kv or config.rope_before_compress or self._norms()
+        if table is not None and is_eager() and not split_separately:
+            q, k_raw, k_sel, k_win, v_raw, v_sel, v_win = rotated_heads(
+                product, table, config.n_heads, config.n_kv_heads, config.qk_dim
+            )
+            return q, (k_raw, v_raw), [k_sel, k_win], [v_sel, v_win]
+        q, k_raw, k, v_raw, v = self._split(product)
+        # v is copied, so that saving it for backward does not keep the whole product alive.
+        ks, vs = unbind_branches(k, table), unbind_branches(v, None)
+        if table is not None:
+            q = rotate(q, table)
+            k_raw = rotate(k_raw, table) if config.rope_before_compress else k_raw
+        return q, (k_raw, v_raw), ks, vs
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Project x to the heads of a decode step: views of one product, not rotated.
