@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -20,6 +20,23 @@ if TYPE_CHECKING:
     from nsa_core.cache.cache import NSACache
     from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.stats import NSAStats
+
+
+class ParallelForward(Protocol):
+    """The forward of a layer whose sequence or heads are divided over several ranks."""
+
+    def forward(
+        self,
+        layer: NSAttention,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int | None,
+        plan: Plan | None,
+    ) -> torch.Tensor:
+        """Apply the layer to the rows of this rank; arguments as NSAttention.forward."""
+
+    def refuse(self, action: str) -> NoReturn:
+        """Raise Unsupported for something that one rank cannot do alone."""
 
 
 class NSAttention(NSAProjections):
@@ -66,6 +83,9 @@ class NSAttention(NSAProjections):
         >>> attn(torch.randn(1, 1024, 256)).shape
         torch.Size([1, 1024, 256])
     """
+
+    # The forward over several ranks, set by a style of nsa_core.parallel.
+    parallel: ParallelForward | None = None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the module. A call with a cache that raises, in a hook too, leaves it unchanged."""
@@ -119,7 +139,8 @@ class NSAttention(NSAProjections):
                 another attention layer asks for a padding mask, cross-attention or the like, and
                 the message gives the alternative; or the cache has no room for the tokens.
             TypeError: a keyword is unknown.
-            Unsupported: no backend supports the request.
+            Unsupported: no backend supports the request; or a cache is passed to a layer that a
+                style of :mod:`nsa_core.parallel` divided.
             BackendUnavailable: no backend is usable on this machine.
             NSAError: a backend failed while it ran; or, with ``check``, an output is not finite.
 
@@ -130,6 +151,10 @@ class NSAttention(NSAProjections):
         weight = dtype_and_device_from(self.qkv)
         check_layer_input(x, self.config.dim, weight, cu_seqlens, max_seqlen)
         packed = cu_seqlens is not None
+        if self.parallel is not None:
+            if cache is not None or new is not None:
+                self.parallel.refuse("a call with a cache")
+            return self.parallel.forward(self, x, cu_seqlens, max_seqlen, plan)
         if cache is not None or new is not None:
             from nsa_core.cache.step import step  # imported here, because it imports the compiler
 
@@ -196,6 +221,8 @@ class NSAttention(NSAProjections):
             >>> y = attn(torch.randn(1, 1000, 256), cache=cache)  # prompt
             >>> y = attn(torch.randn(1, 1, 256), cache=cache)  # next token
         """
+        if self.parallel is not None:
+            self.parallel.refuse("new_cache")
         sizes = CacheSizes(batch, max_len, page_size, num_pages, max_rollback, max_step)
         return make_cache(self, sizes, self.out_dtype if dtype is None else dtype, device, plan)
 
@@ -217,6 +244,8 @@ class NSAttention(NSAProjections):
         """
         from nsa_core.layer.stats import summarize
 
+        if self.parallel is not None:
+            self.parallel.refuse("stats")
         with torch.no_grad():
             check_layer_input(x, self.config.dim, dtype_and_device_from(self.qkv), cu_seqlens)
             q, _, _, k_cmp, v_cmp = self.project(x, cu_seqlens)

@@ -1,0 +1,329 @@
+"""The collectives of context parallelism as torch operators, with shape inference and gradients.
+
+    gather_rows   the rows of all ranks             gradient: scatter_sum
+    scatter_sum   this rank's rows of a sum         gradient: gather_rows
+    exchange      rows to other ranks               gradient: the reverse exchange
+    extend        rows to the left of each piece    gradient: extend_back
+    extend_back   rows back, and added              gradient: extend
+    sum_ranks     the sum over all ranks            gradient: sum_ranks
+
+The results of each operator are used on every rank. A compiler would remove an operator whose
+result only some ranks use, and the other ranks would wait for ever.
+
+Operators carry the name of their process group, because schemas have no groups. torch.distributed
+renamed two functions in torch 2.13; this file is the only one that calls them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nsa_core.errors import InvalidInput
+from nsa_core.parallel.halo import halo_plan
+from nsa_core.parallel.layouts import pieces_per_rank
+
+_groups: dict[str, dist.ProcessGroup] = {}
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+def group_name(group: dist.ProcessGroup | None) -> str:
+    """Return the name under which the operators find ``group``; None: all processes.
+
+    Raises:
+        InvalidInput: there is no default process group.
+    """
+    if group is None:
+        if not dist.is_initialized():
+            raise InvalidInput(
+                "group is None, but torch.distributed has no process group: call"
+                " torch.distributed.init_process_group() first"
+            )
+        group = dist.group.WORLD
+        assert group is not None  # it is initialized
+    _groups[group.group_name] = group
+    return str(group.group_name)
+
+
+def group_size(name: str) -> int:
+    """Return the number of ranks of the group with this name."""
+    return _groups[name].size()
+
+
+@torch.library.custom_op("nsa_parallel::gather_rows", mutates_args=())
+def gather_rows(x: torch.Tensor, group: str, world: int, reduce: torch.dtype) -> torch.Tensor:
+    """Concatenate the rows of all ranks, in the order of the ranks.
+
+    Args:
+        x: [n, ...], contiguous, of one shape on all ranks.
+        group: name of the process group.
+        world: number of ranks, P.
+        reduce: dtype in which gradients are summed over the ranks, if it is wider than x's.
+
+    Returns:
+        [P * n, ...]
+    """
+    out = x.new_empty((world * x.shape[0], *x.shape[1:]))
+    _all_gather(out, x.contiguous(), group=_groups[group])
+    return out
+
+
+@gather_rows.register_fake
+def _(x: torch.Tensor, group: str, world: int, reduce: torch.dtype) -> torch.Tensor:
+    return x.new_empty((world * x.shape[0], *x.shape[1:]))
+
+
+@torch.library.custom_op("nsa_parallel::scatter_sum", mutates_args=())
+def scatter_sum(x: torch.Tensor, group: str, world: int) -> torch.Tensor:
+    """Sum a tensor over all ranks in its dtype, and return the part of this rank.
+
+    Args:
+        x: [P * n, ...], of one shape on all ranks.
+        group: name of the process group.
+        world: number of ranks, P.
+
+    Returns:
+        [n, ...]
+    """
+    out = x.new_empty((x.shape[0] // world, *x.shape[1:]))
+    _reduce_scatter(out, x.contiguous(), group=_groups[group])
+    return out
+
+
+@scatter_sum.register_fake
+def _(x: torch.Tensor, group: str, world: int) -> torch.Tensor:
+    return x.new_empty((x.shape[0] // world, *x.shape[1:]))
+
+
+@torch.library.custom_op("nsa_parallel::exchange", mutates_args=())
+def exchange(x: torch.Tensor, sends: list[int], receives: list[int], group: str) -> torch.Tensor:
+    """Send rows to every rank, and receive rows from every rank.
+
+    Args:
+        x: [n, ...], contiguous: the rows for rank 0, then those for rank 1, and so on.
+        sends: number of rows for each rank; their sum is n.
+        receives: number of rows from each rank.
+        group: name of the process group.
+
+    Returns:
+        [m, ...]: the rows from rank 0, then those from rank 1, and so on.
+    """
+    out = x.new_empty((sum(receives), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), receives, sends, group=_groups[group])
+    return out
+
+
+@exchange.register_fake
+def _(x: torch.Tensor, sends: list[int], receives: list[int], group: str) -> torch.Tensor:
+    return x.new_empty((sum(receives), *x.shape[1:]))
+
+
+@torch.library.custom_op("nsa_parallel::sum_ranks", mutates_args=())
+def sum_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Sum a tensor over all ranks in its dtype.
+
+    Args:
+        x: a tensor of one shape on all ranks.
+        group: name of the process group.
+
+    Returns:
+        The sum, of x's shape, on every rank.
+    """
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=_groups[group])
+    return out
+
+
+@sum_ranks.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _row_sizes(win: torch.Tensor, raw: torch.Tensor, leading: int) -> tuple[int, int]:
+    """Return the number of elements of a row after ``leading`` axes."""
+    return math.prod(win.shape[leading:]), math.prod(raw.shape[leading:])
+
+
+def _send_segments(
+    tensors: Sequence[torch.Tensor], out: Sequence[int], into: Sequence[int], group: str
+) -> torch.Tensor:
+    """Send the elements of ``tensors``, ``out[r]`` to rank r, and receive ``into[r]`` from it."""
+    buffer = torch.cat([x.reshape(-1) for x in tensors])
+    received = buffer.new_empty(sum(into))
+    dist.all_to_all_single(received, buffer, list(into), list(out), group=_groups[group])
+    return received
+
+
+@torch.library.custom_op("nsa_parallel::extend", mutates_args=())
+def extend(
+    win: torch.Tensor,
+    raw: torch.Tensor,
+    total: int,
+    rank: int,
+    layout: str,
+    widths: list[int],
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Extend each piece of two tensors by the rows to its left, in one all-to-all.
+
+    Args:
+        win: [n, ...], the rows of this rank.
+        raw: [n, ...], the rows of this rank, of win's dtype.
+        total: number of rows of all ranks, T.
+        rank: this rank.
+        layout: "head_tail" or "contiguous".
+        widths: number of rows to the left, for each tensor.
+        group: name of the process group.
+
+    Returns:
+        For each tensor [pieces, width + chunk, ...]; rows before row 0 of all are zero.
+    """
+    pieces, world = pieces_per_rank(layout), group_size(group)
+    plan = halo_plan(total, world, rank, layout, tuple(widths))
+    tensors, sizes = (win, raw), _row_sizes(win, raw, 1)
+    extended = []
+    for rows, width in zip(tensors, widths):
+        own = rows.unflatten(0, (pieces, -1))
+        zeros = rows.new_zeros((pieces, width, *rows.shape[1:]))
+        extended.append(torch.cat((zeros, own), 1))
+    if any(widths):
+        sent = [tensors[s.tensor].narrow(0, s.source, s.rows) for s in plan.sent]
+        sent.append(win.new_empty(0))
+        counts = plan.send_sizes(world, sizes), plan.receive_sizes(world, sizes)
+        received = _send_segments(sent, *counts, group)
+        for s, part in zip(plan.received, received.split(plan.received_counts(sizes))):
+            target = extended[s.tensor][s.piece].narrow(0, s.target, s.rows)
+            target.copy_(part.view(target.shape))
+    return extended[0], extended[1]
+
+
+@extend.register_fake
+def _(
+    win: torch.Tensor,
+    raw: torch.Tensor,
+    total: int,
+    rank: int,
+    layout: str,
+    widths: list[int],
+    group: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    pieces = pieces_per_rank(layout)
+    shapes = [
+        (pieces, width + x.shape[0] // pieces, *x.shape[1:]) for x, width in zip((win, raw), widths)
+    ]
+    return win.new_empty(shapes[0]), raw.new_empty(shapes[1])
+
+
+@torch.library.custom_op("nsa_parallel::extend_back", mutates_args=())
+def extend_back(
+    win: torch.Tensor,
+    raw: torch.Tensor,
+    total: int,
+    rank: int,
+    layout: str,
+    widths: list[int],
+    group: str,
+    precise: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Send the rows to the left of each piece back, and add them to the rows of their rank.
+
+    Additions have a fixed order and no atomics.
+
+    Args:
+        win: [pieces, width + chunk, ...].
+        raw: [pieces, width + chunk, ...], of win's dtype.
+        total, rank, layout, widths, group: as in :func:`extend`.
+        precise: dtype of the sum.
+
+    Returns:
+        For each tensor [n, ...] of dtype ``precise``.
+    """
+    world = group_size(group)
+    plan = halo_plan(total, world, rank, layout, tuple(widths))
+    tensors, sizes = (win, raw), _row_sizes(win, raw, 2)
+    totals = [
+        x[:, width:].flatten(0, 1).to(precise, copy=True) for x, width in zip(tensors, widths)
+    ]
+    if any(widths):
+        sent = [tensors[s.tensor][s.piece].narrow(0, s.target, s.rows) for s in plan.received]
+        sent.append(win.new_empty(0))
+        counts = plan.receive_sizes(world, sizes), plan.send_sizes(world, sizes)
+        returned = _send_segments(sent, *counts, group)
+        for s, part in zip(plan.sent, returned.split(plan.sent_counts(sizes))):
+            target = totals[s.tensor].narrow(0, s.source, s.rows)
+            target.add_(part.view(target.shape))
+    return totals[0], totals[1]
+
+
+@extend_back.register_fake
+def _(
+    win: torch.Tensor,
+    raw: torch.Tensor,
+    total: int,
+    rank: int,
+    layout: str,
+    widths: list[int],
+    group: str,
+    precise: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    outs = [
+        x.new_empty((x.shape[0] * (x.shape[1] - width), *x.shape[2:]), dtype=precise)
+        for x, width in zip((win, raw), widths)
+    ]
+    return outs[0], outs[1]
+
+
+def sum_dtype(dtype: torch.dtype, reduce: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients of ``dtype`` are summed."""
+    return torch.promote_types(dtype, reduce)
+
+
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.dtype, ctx.arguments = inputs[0].dtype, inputs[1:]
+
+
+def _gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    group, world, reduce = ctx.arguments
+    total = scatter_sum(grad.to(sum_dtype(ctx.dtype, reduce)), group, world)
+    return total.to(ctx.dtype), None, None, None
+
+
+def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    group, world = ctx.arguments
+    return gather_rows(grad, group, world, grad.dtype), None, None
+
+
+def _exchange_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    sends, receives, group = ctx.arguments
+    return exchange(grad, receives, sends, group), None, None, None
+
+
+def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return sum_ranks(grad, *ctx.arguments), None
+
+
+def _extend_backward(ctx: Any, win: torch.Tensor, raw: torch.Tensor) -> tuple[Any, ...]:
+    d_win, d_raw = extend_back(win, raw, *ctx.arguments[1:], sum_dtype(ctx.dtype, torch.float32))
+    return (d_win.to(ctx.dtype), d_raw.to(ctx.dtype), *[None] * 5)
+
+
+def _extend_back_backward(ctx: Any, win: torch.Tensor, raw: torch.Tensor) -> tuple[Any, ...]:
+    d_win, d_raw = extend(win, raw, *ctx.arguments[1:-1])
+    return (d_win.to(ctx.dtype), d_raw.to(ctx.dtype), *[None] * 6)
+
+
+gather_rows.register_autograd(_gather_backward, setup_context=_save_group)
+scatter_sum.register_autograd(_scatter_backward, setup_context=_save_group)
+exchange.register_autograd(_exchange_backward, setup_context=_save_group)
+extend.register_autograd(_extend_backward, setup_context=_save_group)
+extend_back.register_autograd(_extend_back_backward, setup_context=_save_group)
+sum_ranks.register_autograd(_sum_backward, setup_context=_save_group)

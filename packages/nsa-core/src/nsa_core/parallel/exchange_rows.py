@@ -1,0 +1,184 @@
+"""The rows that a rank needs from others, as autograd nodes around the collectives.
+
+A row that several pieces read receives several gradients. These nodes add them in fp32 before they
+round once, and without atomics, so that the result has the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nsa_core.parallel.collectives import (
+    extend,
+    extend_back,
+    gather_rows,
+    scatter_sum,
+    sum_dtype,
+)
+from nsa_core.parallel.layouts import chunks_of, in_order, in_rank_order, pieces_per_rank
+
+
+class Ranks(NamedTuple):
+    """The rows of this rank in a call, and the process group; torch.compile can trace it.
+
+    Attributes:
+        total: number of rows of all ranks together, T.
+        world: number of ranks, P.
+        rank: this rank.
+        layout: "head_tail" or "contiguous".
+        chunk: number of rows of a piece.
+        pieces: the rows of this rank as ranges (first, end), in order.
+        group: name of the process group.
+        reduce: dtype in which gradients are summed, if it is wider than that of the tensors.
+    """
+
+    total: int
+    world: int
+    rank: int
+    layout: str
+    chunk: int
+    pieces: tuple[tuple[int, int], ...]
+    group: str
+    reduce: torch.dtype
+
+    @classmethod
+    def of(
+        cls, total: int, world: int, rank: int, layout: str, group: str, reduce: torch.dtype
+    ) -> Ranks:
+        """Return the ranks of a call; ``total`` divides over them."""
+        chunk = total // (world * pieces_per_rank(layout))
+        pieces = tuple([(k * chunk, (k + 1) * chunk) for k in chunks_of(rank, world, layout)])
+        return cls(total, world, rank, layout, chunk, pieces, group, reduce)
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Gathered(torch.autograd.Function):
+    """See :func:`gather_pairs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        at: torch.Tensor | None,
+        ranks: Ranks,
+        copies: int,
+    ) -> tuple[torch.Tensor, ...]:
+        width, world = k.shape[-1], ranks.world
+        joint = torch.cat((k, v), -1)
+        rows = gather_rows(joint, ranks.group, world, ranks.reduce)
+        rows = in_order(rows, world, ranks.layout) if at is None else rows.index_select(0, at)
+        ctx.save_for_backward(at)
+        ctx.ranks, ctx.width, ctx.dtype = ranks, width, k.dtype
+        ctx.gathered = (world * k.shape[0], *joint.shape[1:])
+        pairs = [(rows[..., :width], rows[..., width:]) for _ in range(copies)]
+        return tuple(x for pair in pairs for x in pair)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (at,), ranks = ctx.saved_tensors, ctx.ranks
+        precise = sum_dtype(ctx.dtype, ranks.reduce)
+        total = torch.cat((_sum(grads[::2], precise), _sum(grads[1::2], precise)), -1)
+        if at is None:
+            total = in_rank_order(total, ranks.world, ranks.layout)
+        else:
+            # Rows that no query reads repeat an index, and their gradient is 0.
+            total = total.new_zeros(ctx.gathered).index_add_(0, at, total)
+        mine = scatter_sum(total, ranks.group, ranks.world).to(ctx.dtype)
+        return mine[..., : ctx.width], mine[..., ctx.width :], None, None, None
+
+
+def _sum(grads: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    total = grads[0].to(dtype)
+    for grad in grads[1:]:
+        total = total + grad
+    return total
+
+
+def gather_pairs(
+    k: torch.Tensor, v: torch.Tensor, at: torch.Tensor | None, ranks: Ranks, copies: int
+) -> list[Pair]:
+    """Gather keys and values of all ranks in one collective, in the order of the sequence.
+
+    Args:
+        k: keys of this rank [n, B, G, Dk].
+        v: values of this rank [n, B, G, Dv].
+        at: int64, the gathered rows to return, where gathered rows lie in the order of the ranks;
+            None: all rows of the sequence.
+        ranks: the rows and the group.
+        copies: number of pairs to return; they share memory, and their gradients are added in fp32.
+
+    Returns:
+        ``copies`` pairs of keys and values, [T, B, G, D] or one row for each entry of ``at``.
+    """
+    flat = _Gathered.apply(k, v, at, ranks, copies)  # type: ignore[no-untyped-call]
+    return list(zip(flat[::2], flat[1::2]))
+
+
+class Extended(NamedTuple):
+    """Pieces of this rank with the rows to their left; rows before row 0 of all are zero.
+
+    Attributes:
+        win: for each piece its keys and values of win, [w - 1 + chunk, B, G, D].
+        raw: the keys and values that phi compresses, all pieces in one tensor each,
+            [pieces * (l - 1 + chunk), B, G, D].
+    """
+
+    win: list[Pair]
+    raw: Pair
+
+
+class _Extended(torch.autograd.Function):
+    """See :func:`extend_pieces`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        k_win: torch.Tensor,
+        v_win: torch.Tensor,
+        k_raw: torch.Tensor,
+        v_raw: torch.Tensor,
+        ranks: Ranks,
+        widths: list[int],
+    ) -> tuple[torch.Tensor, ...]:
+        joint = [torch.cat(pair, -1) for pair in ((k_win, v_win), (k_raw, v_raw))]
+        win, raw = extend(*joint, ranks.total, ranks.rank, ranks.layout, widths, ranks.group)
+        ctx.ranks, ctx.widths, ctx.dtype = ranks, widths, k_win.dtype
+        dk, dk_raw, raw = k_win.shape[-1], k_raw.shape[-1], raw.flatten(0, 1)
+        pairs = [(win[j][..., :dk], win[j][..., dk:]) for j in range(len(ranks.pieces))]
+        return (*[x for pair in pairs for x in pair], raw[..., :dk_raw], raw[..., dk_raw:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ranks, pieces = ctx.ranks, len(ctx.ranks.pieces)
+        win = torch.stack([torch.cat(grads[j : j + 2], -1) for j in range(0, 2 * pieces, 2)])
+        raw = torch.cat(grads[-2:], -1).unflatten(0, (pieces, -1))
+        precise = sum_dtype(ctx.dtype, ranks.reduce)
+        arguments = (ranks.total, ranks.rank, ranks.layout, ctx.widths, ranks.group, precise)
+        d_win, d_raw = (total.to(ctx.dtype) for total in extend_back(win, raw, *arguments))
+        dk, dk_raw = grads[0].shape[-1], grads[-2].shape[-1]
+        gradients = (d_win[..., :dk], d_win[..., dk:], d_raw[..., :dk_raw], d_raw[..., dk_raw:])
+        return (*gradients, None, None)
+
+
+def extend_pieces(
+    win: Pair,  # each [n, B, G, D]
+    raw: Pair,  # each [n, B, G, D]
+    ranks: Ranks,
+    widths: list[int],
+) -> Extended:
+    """Extend the pieces of this rank by rows to their left, in one collective.
+
+    Args:
+        win: keys and values of win of this rank's rows.
+        raw: keys and values of this rank's rows that phi compresses.
+        ranks: the rows and the group.
+        widths: number of rows, w - 1 for win and l - 1 for phi.
+    """
+    flat = _Extended.apply(*win, *raw, ranks, widths)  # type: ignore[no-untyped-call]
+    return Extended(list(zip(flat[:-2:2], flat[1:-2:2])), (flat[-2], flat[-1]))

@@ -1,0 +1,262 @@
+"""HeadParallel: tensor parallelism of NSAttention layers over their key/value heads."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.layer.attention import nsa_attention
+from nsa_core.layer.gating import LinearGate, MLPGate, compute_gates
+from nsa_core.layer.module import NSAttention
+from nsa_core.layer.plain_linear import are_plain
+from nsa_core.layer.projection import Projected
+from nsa_core.parallel.collectives import gather_rows, group_name, sum_dtype, sum_ranks
+from nsa_core.parallel.context import check_layer, check_mesh, heads_of_one_rank
+
+if TYPE_CHECKING:
+    from nsa_core.dispatch.plan import Plan
+
+
+class HeadParallel(ParallelStyle):
+    """Divide the heads of an :class:`nsa_core.NSAttention` over the ranks of a mesh.
+
+    Each rank holds the rows of ``qkv`` and of the gate, and the columns of ``out``, that belong to
+    its n_kv_heads / P groups. x, its gradient and the output are whole on every rank, and equal to
+    those of one process up to rounding: the partial outputs are summed in fp32, and so is the
+    gradient of x. Compression, norms and the hidden layer of an MLP gate have the same parameters
+    on all ranks, and their gradients are summed. All other modules of a model stay as they are.
+
+    Parameters become those of the rank: load a checkpoint before, and create the optimizer after
+    ``parallelize_module``. :func:`whole_parameters` returns those of one process. Shard the model
+    with ``fully_shard`` afterwards, over a mesh of the data-parallel ranks only.
+
+    A mesh of one rank changes nothing. Over a cache, a layer of this style raises Unsupported.
+    torch.compile cannot trace such a layer as one graph (``fullgraph=True``).
+
+    Raises:
+        InvalidInput: from ``parallelize_module``: the module is not an NSAttention, is divided
+            already or has wrapped linear layers, the mesh has several dimensions, or its size does
+            not divide n_kv_heads.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))
+        >>> parallelize_module(model, mesh["tp"], {"blocks.*.attn": HeadParallel()})
+        >>> for block in model.blocks:
+        ...     fully_shard(block, mesh=mesh["dp"])
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layer = check_layer("HeadParallel", module)
+        check_mesh("HeadParallel", device_mesh)
+        world, rank, config = device_mesh.size(), device_mesh.get_local_rank(), layer.config
+        if config.n_kv_heads % world:
+            raise InvalidInput(
+                "HeadParallel needs a mesh whose size divides n_kv_heads:"
+                f" {world} ranks do not divide {config.n_kv_heads} key/value heads"
+            )
+        linears = [layer.qkv, layer.out, _last_of_gate(layer)]
+        wrapped = [type(m).__name__ for m in linears if not _is_plain(m)]
+        if wrapped:
+            raise InvalidInput(
+                f"HeadParallel needs plain layers qkv, out and gate, got {', '.join(wrapped)}:"
+                " apply the style before wrapping or sharding the layer"
+            )
+        if world == 1:
+            return module
+        sections = tuple(layer._widths)
+        group = group_name(device_mesh.get_group())
+        layer.parallel = DividedHeads(world, rank, group, sections, _Inputs(layer))
+        layer.config = heads_of_one_rank(config, world)
+        layer._widths = [width // world for width in layer._widths]
+        _replace(layer.qkv, "weight", _rows(layer.qkv.weight, sections, world, rank))
+        _replace(layer.out, "weight", layer.out.weight.chunk(world, 1)[rank])
+        gate = _last_of_gate(layer)
+        for name in ("weight", "bias"):
+            _replace(gate, name, getattr(gate, name).chunk(world)[rank])
+        for linear in (layer.qkv, layer.out, gate):
+            linear.out_features, linear.in_features = linear.weight.shape
+        return module
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Return whether a linear layer has no wrapper, no hooks and no sharded parameter."""
+    if type(linear) not in (nn.Linear, LinearGate):
+        return False
+    return are_plain(type(linear), linear) and type(linear.weight) is nn.Parameter
+
+
+def _last_of_gate(layer: NSAttention) -> Any:
+    """Return the linear layer of the gate whose rows are heads."""
+    return layer.gate if isinstance(layer.gate, LinearGate) else layer.gate[-1]
+
+
+def _rows(weight: torch.Tensor, sections: tuple[int, ...], world: int, rank: int) -> torch.Tensor:
+    """Return the rows of a rank's groups in every section of the fused projection."""
+    return torch.cat([section.chunk(world)[rank] for section in weight.split(list(sections))])
+
+
+def _replace(linear: nn.Linear, name: str, value: torch.Tensor) -> None:
+    """Replace a parameter by a copy of a part of it."""
+    old = getattr(linear, name)
+    copy = value.detach().clone(memory_format=torch.contiguous_format)
+    setattr(linear, name, nn.Parameter(copy, requires_grad=old.requires_grad))
+
+
+class _Replicated(torch.autograd.Function):
+    """Tensors with the same values on all ranks; their gradients are summed, in one collective."""
+
+    @staticmethod
+    def forward(ctx: Any, group: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.dtypes = group, [x.dtype for x in tensors]
+        return tuple([x.view_as(x) for x in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        precise = torch.float32
+        for dtype in ctx.dtypes:
+            precise = sum_dtype(dtype, precise)
+        total = sum_ranks(torch.cat([g.flatten().to(precise) for g in grads]), ctx.group)
+        parts = total.split([g.numel() for g in grads])
+        return (None, *[p.view(g.shape).to(g.dtype) for p, g in zip(parts, grads)])
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the ranks, whose gradient is the same on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        total: torch.Tensor = sum_ranks(x.to(sum_dtype(x.dtype, torch.float32)), group)
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Inputs(nn.Module):
+    """The part of a layer before the core; functional_call replaces its parameters."""
+
+    def __init__(self, layer: NSAttention) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None
+    ) -> tuple[Projected, torch.Tensor]:
+        """Return the inputs of nsa_attention, and the gates."""
+        return self.layer.project(x, cu_seqlens), compute_gates(self.layer.gate, x)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DividedHeads:
+    """The forward of a layer whose heads are divided over ranks.
+
+    Attributes:
+        world: number of ranks.
+        rank: this rank.
+        group: name of the process group.
+        sections: rows of the undivided ``qkv`` of q, of each key and of each value.
+        inputs: the part of the layer before the core.
+    """
+
+    world: int
+    rank: int
+    group: str
+    sections: tuple[int, ...]
+    inputs: _Inputs
+
+    def refuse(self, action: str) -> NoReturn:
+        """Raise Unsupported for ``action``, which needs all heads on one rank.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported(
+            f"{action} is not head parallel: this layer holds some of the heads, by HeadParallel;"
+            " load whole_parameters() into a model without the style"
+        )
+
+    def forward(
+        self,
+        layer: NSAttention,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int | None,
+        plan: Plan | None,
+    ) -> torch.Tensor:
+        """Apply ``layer`` to x, as NSAttention.forward."""
+        replicated = {
+            f"layer.{name}": parameter
+            for name, parameter in layer.named_parameters()
+            if _is_replicated(name, layer)
+        }
+        tensors = _Replicated.apply(self.group, x, *replicated.values())  # type: ignore[no-untyped-call]
+        (projected, gates) = torch.func.functional_call(
+            self.inputs, dict(zip(replicated, tensors[1:])), (tensors[0], cu_seqlens)
+        )
+        q, k, v, k_cmp, v_cmp = projected
+        o = nsa_attention(
+            q,
+            k,
+            v,
+            gates,
+            k_cmp=k_cmp,
+            v_cmp=v_cmp,
+            config=layer.config,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            plan=layer.resolve_plan(x, q, cu_seqlens is not None, plan),
+        )
+        y: torch.Tensor = _Summed.apply(layer.out(o.flatten(-2)), self.group)  # type: ignore[no-untyped-call]
+        return y
+
+
+def _is_replicated(name: str, layer: NSAttention) -> bool:
+    """Return whether a parameter has the same values on all ranks."""
+    first, _, rest = name.partition(".")
+    if first == "gate":
+        return isinstance(layer.gate, MLPGate) and rest.startswith("0.")
+    return first not in ("qkv", "out")
+
+
+def whole_parameters(layer: NSAttention) -> dict[str, torch.Tensor]:
+    """Return the parameters that the layer would have on one process, on every rank.
+
+    All ranks must call it. The parameters must not be sharded otherwise: call it before
+    ``fully_shard``, or on a model that was unsharded.
+
+    Args:
+        layer: a layer that :class:`HeadParallel` divided; any other layer returns its own.
+
+    Returns:
+        name -> copy of the parameter, for ``load_state_dict``.
+    """
+    state = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    divided = layer.parallel
+    if not isinstance(divided, DividedHeads):
+        return state
+    world = divided.world
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = gather_rows(x.contiguous(), divided.group, world, torch.float32)
+        return rows
+
+    for name, local in state.items():
+        if _is_replicated(name, layer):
+            continue
+        if name == "qkv.weight":
+            ranks = gathered(local).chunk(world)
+            widths = [section // world for section in divided.sections]
+            sections = zip(*[part.split(widths) for part in ranks])
+            state[name] = torch.cat([x for parts in sections for x in parts])
+        elif name == "out.weight":
+            state[name] = gathered(local.t()).t().contiguous()
+        else:
+            state[name] = gathered(local)
+    return state

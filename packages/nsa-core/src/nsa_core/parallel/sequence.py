@@ -1,0 +1,243 @@
+"""Sequence mode: every rank keeps its queries, and the keys travel.
+
+A forward has three collectives: rows to the left of each piece for win and phi, all compressed keys
+and values, and all keys and values of sel. Each piece of the rank is then one call of every slot,
+with queries that begin inside the sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from nsa_core.layer.gating import compute_gates
+from nsa_core.layer.phi.kinds import compress_pair
+from nsa_core.layer.rope import Table, rope_table, rotate, wide_if_eager
+from nsa_core.packing import token_positions
+from nsa_core.parallel.compressed_rows import blocks_of_pieces, gathered_rows
+from nsa_core.parallel.exchange_rows import Extended, Pair, Ranks, extend_pieces, gather_pairs
+from nsa_core.torch_ops.torch_state import is_eager
+
+if TYPE_CHECKING:
+    from nsa_core.dispatch.plan import Plan
+    from nsa_core.layer.module import NSAttention
+
+
+class _Packing(NamedTuple):
+    """The documents of a call.
+
+    Attributes:
+        bounds: int32 [documents + 1]; those of one document for a call that is not packed.
+        packed: whether the call is packed.
+        max_seqlen: for the slots; None if the call is not packed.
+    """
+
+    bounds: torch.Tensor
+    packed: bool
+    max_seqlen: int | None
+
+    @property
+    def of_slots(self) -> dict[str, Any]:
+        """The packing arguments of a slot over all keys."""
+        return {"cu_seqlens": self.bounds if self.packed else None, "max_seqlen": self.max_seqlen}
+
+    def rows_first(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [B, n, G, D], or packed [n, G, D], as [n, B, G, D]."""
+        return x.unsqueeze(1) if self.packed else x.transpose(0, 1)
+
+    def slot_form(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [n, B, G, D] as the slots take it: the inverse of :meth:`rows_first`."""
+        return x.squeeze(1) if self.packed else x.transpose(0, 1)
+
+
+def forward(
+    layer: NSAttention,
+    x: torch.Tensor,  # [B, n, dim], or packed [n, dim]
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+    plan: Plan,
+    ranks: Ranks,
+) -> torch.Tensor:
+    """Apply ``layer`` to the rows of this rank.
+
+    Args:
+        layer: the layer.
+        x: the rows of this rank.
+        cu_seqlens: int32 [documents + 1], the documents of all ranks.
+        max_seqlen: length of the longest document, or an upper bound.
+        plan: a plan for queries that begin inside a sequence.
+        ranks: the rows and the process group.
+
+    Returns:
+        The output of x's shape.
+    """
+    config = layer.config
+    packing = _packing_of(x, cu_seqlens, max_seqlen, ranks.total)
+    product, table = layer.qkv(x), None
+    if config.rope:
+        table = _rope_of_rows(packing.bounds, ranks, config.qk_dim, config.rope_base, product.dtype)
+    q, raw, ks, vs = layer.rotated(product, table)
+    raw, sel, win = (
+        (packing.rows_first(k), packing.rows_first(v))
+        for k, v in (raw, (ks[0], vs[0]), (ks[-1], vs[-1]))
+    )
+    widths = [config.window_size - 1, config.compress_block_size - 1]
+    extended = extend_pieces(win, raw, ranks, widths)
+    compressed = _compressed(layer, extended, packing, ranks)
+    gates = compute_gates(layer.gate, x)
+    queries, gate_pieces = _pieces(q, ranks), _pieces(gates, ranks)
+    branches = _cmp_and_select(plan, queries, compressed, packing, ranks)
+    o_sel = _sel(plan, queries, sel, [blocks for _, blocks in branches], packing, ranks)
+    o_win = _win(plan, queries, extended.win, packing, ranks)
+    outputs = [
+        _combined(plan, gate, o_cmp, *others)
+        for gate, (o_cmp, _), *others in zip(gate_pieces, branches, o_sel, o_win)
+    ]
+    o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -3)
+    y: torch.Tensor = layer.out(o.flatten(-2))
+    return y
+
+
+def _packing_of(
+    x: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None, total: int
+) -> _Packing:
+    if cu_seqlens is None:
+        bounds = torch.arange(2, device=x.device, dtype=torch.int32) * total
+        return _Packing(bounds, False, None)
+    return _Packing(cu_seqlens, True, total if max_seqlen is None else max_seqlen)
+
+
+def _rope_of_rows(
+    bounds: torch.Tensor, ranks: Ranks, dim: int, base: float, dtype: torch.dtype
+) -> Table:
+    """Return the angles of this rank's rows by their positions in their documents."""
+    positions = [
+        token_positions(bounds, end - first, first).position for first, end in ranks.pieces
+    ]
+    return wide_if_eager(rope_table(torch.cat(positions), dim, base, dtype))
+
+
+def _pieces(x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, ...]:
+    """Return the rows of each piece of x [..., n, heads, D]."""
+    pieces: tuple[torch.Tensor, ...] = x.split(ranks.chunk, -3)
+    return pieces
+
+
+def _compressed(
+    layer: NSAttention, extended: Extended, packing: _Packing, ranks: Ranks
+) -> list[Pair]:
+    """Return the compressed keys and values of all ranks, a pair for each piece."""
+    config, geometry = layer.config, layer.config.geometry
+    blocks = blocks_of_pieces(packing.bounds, ranks, geometry)
+    batch = extended.raw[0].shape[1]
+    k_raw, v_raw = (x.flatten(1, 2) for x in extended.raw)
+    k, v = compress_pair(layer.phi_k, layer.phi_v, k_raw, v_raw, blocks)
+    if config.rope and not config.rope_before_compress:
+        k = rotate(k, rope_table(blocks.starts, config.qk_dim, config.rope_base, k.dtype))
+    k, v = (x.unflatten(1, (batch, -1)) for x in (k, v))
+    rows = geometry.max_compressed if packing.packed else geometry.num_compressed
+    at = gathered_rows(packing.bounds, ranks, geometry, rows(ranks.total))
+    return [
+        (packing.slot_form(k), packing.slot_form(v))
+        for k, v in gather_pairs(k, v, at, ranks, len(ranks.pieces))
+    ]
+
+
+def _cmp_and_select(
+    plan: Plan,
+    queries: Sequence[torch.Tensor],
+    compressed: Sequence[Pair],
+    packing: _Packing,
+    ranks: Ranks,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the output of cmp and the selected blocks of each piece."""
+    results = []
+    for q, (k, v), (first, _) in zip(queries, compressed, ranks.pieces):
+        o, lse = plan.cmp(q, k, v, **packing.of_slots, first_query=first)
+        results.append((o, plan.select(q, k, lse, **packing.of_slots, first_query=first)))
+    return results
+
+
+def _sel(
+    plan: Plan,
+    queries: Sequence[torch.Tensor],
+    local: Pair,
+    blocks: Sequence[torch.Tensor],
+    packing: _Packing,
+    ranks: Ranks,
+) -> list[torch.Tensor]:
+    """Return the output of sel of each piece.
+
+    Only the keys and values of this rank are kept for backward, which gathers the others again.
+    """
+
+    def run(k: torch.Tensor, v: torch.Tensor, *queries: torch.Tensor) -> list[torch.Tensor]:
+        outputs = []
+        pairs = gather_pairs(k, v, None, ranks, len(queries))
+        for q, pair, chosen, (first, _) in zip(queries, pairs, blocks, ranks.pieces):
+            keys, values = map(packing.slot_form, pair)
+            o, _ = plan.sel(q, keys, values, chosen, **packing.of_slots, first_query=first)
+            outputs.append(o)
+        return outputs
+
+    if not torch.is_grad_enabled() or not is_eager():
+        return run(*local, *queries)
+    kernel: Any = getattr(plan.sel, "kernel", plan.sel)  # that of a checked plan is inside
+    policy = functools.partial(_keep_results_of, kernel.op)
+    outputs: list[torch.Tensor] = checkpoint(
+        run,
+        *local,
+        *queries,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
+    )
+    return outputs
+
+
+def _keep_results_of(kept: Any, _: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op == kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _win(
+    plan: Plan,
+    queries: Sequence[torch.Tensor],
+    extended: Sequence[Pair],
+    packing: _Packing,
+    ranks: Ranks,
+) -> list[torch.Tensor]:
+    """Return the output of win of each piece, over its own rows and those to their left."""
+    outputs = []
+    for q, pair, (first, end) in zip(queries, extended, ranks.pieces):
+        k, v = map(packing.slot_form, pair)
+        rows, chunk = k.shape[-3], end - first
+        halo = rows - chunk
+        if packing.packed:
+            # A document of its own holds the rows before row 0, which no query sees.
+            bounds = F.pad((packing.bounds - (first - halo)).clamp(0, rows), (1, 0))
+            o, _ = plan.win(q, k, v, cu_seqlens=bounds, max_seqlen=rows, first_query=halo)
+        else:
+            skipped = max(0, halo - first)
+            k, v = (x.narrow(-3, skipped, rows - skipped) for x in (k, v))
+            o, _ = plan.win(q, k, v, first_query=halo - skipped)
+        outputs.append(o)
+    return outputs
+
+
+def _combined(plan: Plan, gates: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
+    """Return the gated sum of the branches of one piece."""
+    if gates.dim() == 4:
+        o: torch.Tensor = plan.combine(gates, *outputs)
+        return o
+    # Packed rows as one sequence: the sum does not depend on documents.
+    o = plan.combine(gates.unsqueeze(0), *[x.unsqueeze(0) for x in outputs])
+    return o.squeeze(0)

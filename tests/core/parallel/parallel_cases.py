@@ -1,0 +1,375 @@
+"""Cases that run on every rank: a layer on several ranks against the same layer on one process."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import nsa_core.parallel
+from cases import layer_of
+from nsa_core import NSAError, NSAttention
+from nsa_core.parallel import HeadParallel, Shards, whole_parameters
+
+# name -> rows, and documents or None for a batch of two sequences
+FORMS: dict[str, tuple[int, list[int] | None]] = {
+    "batch": (112, None),
+    "packed": (112, [0, 5, 55, 55, 58, 80, 112]),
+    "one document and a tail": (112, [0, 1, 108, 112]),
+    "documents end at pieces": (112, [0, 28, 56, 84, 112]),
+    "pieces shorter than l and w": (24, [0, 3, 20, 24]),
+    "short batch": (24, None),
+    "uneven pieces": (104, [0, 104]),  # the stride does not divide a piece
+}
+
+
+class Problem(NamedTuple):
+    """A layer, its input, the output gradient, and the results of one process.
+
+    Attributes:
+        options: fields of the config.
+        x, up: [2, T, dim], or packed [T, dim].
+        cu_seqlens: the documents.
+        y, dx: the output and the gradient of x.
+        grads: gradients of the parameters.
+    """
+
+    options: dict[str, Any]
+    x: torch.Tensor
+    up: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    y: torch.Tensor
+    dx: torch.Tensor
+    grads: dict[str, torch.Tensor]
+
+    def layer(self) -> NSAttention:
+        """Return the layer, with the same parameters each time."""
+        torch.manual_seed(1)
+        return layer_of(self.x.dtype, **self.options)
+
+
+def problem(form: str, dtype: torch.dtype = torch.float64, **options: Any) -> Problem:
+    """Return a problem and its results on one process."""
+    total, bounds = FORMS[form]
+    torch.manual_seed(2)
+    shape = (2, total, 24) if bounds is None else (total, 24)
+    x, up = torch.randn(2, *shape, dtype=torch.float64).to(dtype).unbind(0)
+    documents = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    return _solved(Problem(options, x, up, documents, x, x, {}))
+
+
+def _solved(case: Problem) -> Problem:
+    layer, x = case.layer(), case.x.clone().requires_grad_()
+    y = layer(x, case.cu_seqlens)
+    (y * case.up).sum().backward()
+    assert x.grad is not None
+    grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return case._replace(y=y.detach(), dx=x.grad, grads=grads)
+
+
+def divided(world: int, layer: Any, **style: Any) -> Any:
+    """Return ``layer`` with the style ContextParallel over all ranks."""
+    from nsa_core.parallel import context  # mutants replace the class
+
+    mesh = init_device_mesh("cpu", (world,))
+    return parallelize_module(layer, mesh, context.ContextParallel(**style))
+
+
+def _error(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+    """Return the largest error relative to the largest element, or to ``least`` if it is larger."""
+    size = expected.abs().max().clamp(min=max(least, 1e-12))
+    return float((actual.detach() - expected).abs().max() / size)
+
+
+def _gradient_errors(
+    grads: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Return the error of each gradient; those that are 0 by construction hold rounding errors."""
+    least = 0.01 * max(float(grad.abs().max()) for grad in expected.values())
+    return {name: _error(grads[name], expected[name], least) for name in expected}
+
+
+def _summed(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Sum gradients over the ranks, in float64."""
+    result = {}
+    for name, grad in grads.items():
+        result[name] = grad.double()
+        dist.all_reduce(result[name])
+    return result
+
+
+def equality(
+    rank: int, world: int, *, form: str, wrap: str = "", layout: str, mode: str, **options: Any
+) -> dict[str, Any]:
+    """Return the relative errors of y, dx and the parameters' gradients in float64.
+
+    Args:
+        rank: this rank.
+        world: number of ranks.
+        form: name of the documents.
+        wrap: "compile" or "checkpoint" runs the layer in it.
+        layout: the layout.
+        mode: the mode.
+        options: fields of the config.
+    """
+    case = problem(form, **options)
+    shards = Shards(len(case.x) if case.x.dim() == 2 else case.x.shape[1], world, rank, layout)
+    layer = divided(world, case.layer(), mode=mode, layout=layout)
+    x = shards.take(case.x, -2).clone().requires_grad_()
+    if wrap == "compile":
+        torch._dynamo.reset()
+        y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, case.cu_seqlens)
+    elif wrap == "checkpoint":
+        y = checkpoint(layer, x, case.cu_seqlens, use_reentrant=False)
+    else:
+        y = layer(x, case.cu_seqlens)
+    (y * shards.take(case.up, -2)).sum().backward()
+    expected = shards.take(case.y, -2)
+    grads = _summed({n: p.grad for n, p in layer.named_parameters() if p.grad is not None})
+    return {
+        "y": _error(y, expected),
+        "dx": _error(x.grad, shards.take(case.dx, -2)),
+        "parameters": max(_gradient_errors(grads, case.grads).values()),
+        "equal": torch.equal(y, expected),
+    }
+
+
+def rounded(rank: int, world: int, *, dtype: torch.dtype, layout: str, mode: str) -> dict[str, Any]:
+    """Return y, dx and the parameters' gradients of several ranks, one process, and float64.
+
+    All blocks are selected, because roundings may swap blocks of nearly equal scores.
+    """
+    case = problem("packed", dtype, num_selected_blocks=14)
+    exact = _solved(case._replace(x=case.x.double(), up=case.up.double()))
+    truth_layer = case.layer().double()
+    x64 = exact.x.clone().requires_grad_()
+    y64 = truth_layer(x64, case.cu_seqlens)
+    (y64 * exact.up).sum().backward()
+    shards = Shards(len(case.x), world, rank, layout)
+    layer = divided(world, case.layer(), mode=mode, layout=layout)
+    x = shards.take(case.x).clone().requires_grad_()
+    y = layer(x, case.cu_seqlens)
+    (y * shards.take(case.up)).sum().backward()
+    grads = _summed({n: p.grad for n, p in layer.named_parameters()})
+    whole = [shards.whole(t.detach()) for t in (y, x.grad)]
+    truth = {n: p.grad for n, p in truth_layer.named_parameters()}
+    return {
+        "y": (whole[0], case.y, y64.detach()),
+        "dx": (whole[1], case.dx, x64.grad),
+        **{name: (grads[name], case.grads[name], truth[name]) for name in grads},
+    }
+
+
+def data_parallel(rank: int, world: int, *, kind: str, layout: str, mode: str) -> dict[str, float]:
+    """Return the errors of the gradients of two accumulated parts under DDP or FSDP2.
+
+    Both divide the sum over the ranks by their number.
+    """
+    case = problem("packed")
+    shards = Shards(len(case.x), world, rank, layout)
+    layer = divided(world, case.layer(), mode=mode, layout=layout)
+    model: Any = fully_shard(layer) if kind == "fsdp" else DistributedDataParallel(layer)
+    for last in (False, True):
+        if kind == "fsdp":
+            model.set_requires_gradient_sync(last)
+        waits = kind == "ddp" and not last
+        with model.no_sync() if waits else contextlib.nullcontext():
+            y = model(shards.take(case.x), case.cu_seqlens)
+            (y * shards.take(case.up)).sum().backward()
+    grads = {}
+    for name, parameter in layer.named_parameters():
+        grad = parameter.grad.full_tensor() if kind == "fsdp" else parameter.grad
+        grads[name] = grad * world / 2
+    return _gradient_errors(grads, case.grads)
+
+
+def grid(rank: int, world: int, *, mode: str) -> float:
+    """Return the error of the gradients of 2 x P / 2 ranks: data parallel x context parallel."""
+    both = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "cp"))
+    case, style = problem("packed"), nsa_core.parallel.ContextParallel(mode)
+    layer = parallelize_module(case.layer(), both["cp"], style)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
+    shards = Shards(len(case.x), world // 2, both["cp"].get_local_rank())
+    sign = 1 - 2 * both["dp"].get_local_rank()  # the second sequence is the first, negated
+    second = _solved(case._replace(x=-case.x))
+    y = layer(shards.take(sign * case.x), case.cu_seqlens)
+    (y * shards.take(case.up)).sum().backward()
+    expected = {name: case.grads[name] + second.grads[name] for name in case.grads}
+    grads = {n: p.grad.full_tensor() * world for n, p in layer.named_parameters()}  # type: ignore[union-attr]
+    return max(_gradient_errors(grads, expected).values())
+
+
+class _Collectives(TorchDispatchMode):
+    """Count the operators of nsa_core.parallel; torch's own collectives run inside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("nsa_parallel", "c10d", "_c10d_functional"):
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(rank: int, world: int, *, layout: str, mode: str) -> tuple[dict[str, int], ...]:
+    """Return the number of collectives of each kind in the forward and in the backward."""
+    case = problem("packed")
+    layer = divided(world, case.layer(), mode=mode, layout=layout)
+    x = Shards(len(case.x), world, rank, layout).take(case.x).requires_grad_()
+    with _Collectives() as forward:
+        y = layer(x, case.cu_seqlens)
+    with _Collectives() as backward:
+        y.sum().backward()
+    return dict(forward.counts), dict(backward.counts)
+
+
+def disagreement(rank: int, world: int, *, about: str) -> str:
+    """Return the error of a call on which the ranks disagree, with NSA_CHECK=1."""
+    case, other = problem("packed"), rank == 1
+    options = {"window_size": 10} if about == "config" and other else {}
+    layout = "contiguous" if about == "layout" and other else "head_tail"
+    layer = divided(world, case._replace(options=options).layer(), mode="sequence", layout=layout)
+    documents = case.cu_seqlens
+    assert documents is not None
+    if about == "documents" and other:
+        documents = torch.tensor([0, 5, 56, 56, 58, 80, 112], dtype=torch.int32)
+    os.environ["NSA_CHECK"] = "1"
+    try:
+        with _Collectives() as seen:
+            rows = Shards(112, world, rank, layout).take(case.x)
+            layer(rows[:-1] if about == "rows" and other else rows, documents)
+    except nsa_core.parallel.context.InvalidInput as error:
+        return f"{sum(seen.counts.values())} collective: {error}"
+    finally:
+        del os.environ["NSA_CHECK"]
+    return "no error"
+
+
+def refusal(rank: int, world: int, *, of: str) -> str:
+    """Return the error of something that the style refuses."""
+    layer = divided(world, problem("packed").layer(), mode="sequence")
+    x, mesh = torch.zeros(2, 8, 24, dtype=torch.float64), init_device_mesh("cpu", (world,))
+
+    def heads(module: Any) -> Any:
+        return parallelize_module(module, mesh, HeadParallel())
+
+    def sharded(module: Any) -> Any:
+        for linear in (module.qkv, module.out, module.gate):
+            fully_shard(linear, mesh=mesh)
+        return module
+
+    actions = {
+        "new_cache": lambda: layer.new_cache(1, 64),
+        "a cache": lambda: layer(x, cache=object()),
+        "new": lambda: layer(x, new=[1, 2]),
+        "stats": lambda: layer.stats(x),
+        "an odd number of rows": lambda: layer(x[:, :7]),
+        "a plan for whole sequences": lambda: layer(x, plan=problem("packed").layer().plan),
+        "documents of other rows": lambda: layer(x[0], torch.tensor([0, 8], dtype=torch.int32)),
+        "a second style": lambda: divided(world, layer),
+        "another module": lambda: divided(world, torch.nn.Linear(2, 2)),
+        "too many ranks for heads": lambda: divided(
+            world, layer_of(n_heads=3, n_kv_heads=3), mode="heads"
+        ),
+        "another module for heads": lambda: heads(torch.nn.Linear(2, 2)),
+        "too many ranks for groups": lambda: heads(layer_of(n_heads=3, n_kv_heads=3)),
+        "a sharded layer for heads": lambda: heads(sharded(problem("packed").layer())),
+        "a cache of divided heads": lambda: heads(problem("packed").layer()).new_cache(1, 64),
+        "a mesh of two dimensions": lambda: parallelize_module(
+            problem("packed").layer(),
+            init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp")),
+            nsa_core.parallel.ContextParallel(),
+        ),
+    }
+    try:
+        actions[of]()
+    except NSAError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def gathered(rank: int, world: int, *, layout: str) -> bool:
+    """Return whether Shards.whole inverts take, with the gradient of one process."""
+    shards = Shards(16, world, rank, layout)
+    x = torch.randn(3, 16, 2, generator=torch.Generator().manual_seed(0))
+    local = shards.take(x, 1).clone().requires_grad_()
+    whole = shards.whole(local, 1)
+    (whole * x).sum().backward()
+    assert local.grad is not None
+    return torch.equal(whole, x) and torch.equal(local.grad, world * shards.take(x, 1))
+
+
+def head_parallel(
+    rank: int, world: int, *, form: str, wrap: str = "", **options: Any
+) -> dict[str, Any]:
+    """Return the errors of a layer whose heads are divided, and of its gathered parameters."""
+    case = problem(form, **options)
+    mesh = init_device_mesh("cpu", (world,))
+    layer = parallelize_module(case.layer(), mesh, HeadParallel())
+    whole = whole_parameters(layer)
+    if wrap == "fsdp":  # over data-parallel ranks, of which there is one
+        both = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+        fully_shard(layer, mesh=both["dp"])
+    x = case.x.clone().requires_grad_()
+    y = layer(x, case.cu_seqlens)
+    (y * case.up).sum().backward()
+    original = dict(case.layer().named_parameters())
+    grads = {}
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        grads[name] = getattr(parameter.grad, "full_tensor", lambda g=parameter.grad: g)()
+    divided = parallelize_module(case.layer(), mesh, HeadParallel())
+    with torch.no_grad():
+        for name, parameter in divided.named_parameters():
+            parameter.copy_(grads[name])
+    return {
+        "y": _error(y, case.y),
+        "dx": _error(x.grad, case.dx),
+        "parameters": max(_gradient_errors(whole_parameters(divided), case.grads).values()),
+        "whole": all(torch.equal(whole[name], original[name]) for name in original),
+    }
+
+
+_MODULES = ("halo", "exchange_rows", "compressed_rows", "sequence", "context")
+
+
+def _load(changes: dict[str, str], module_name: str) -> None:
+    """Execute the modules of the sequence mode again, one of them changed."""
+    for name in _MODULES:
+        module = importlib.import_module(f"nsa_core.parallel.{name}")
+        source = pathlib.Path(str(module.__file__)).read_text(encoding="utf-8")
+        for old, new in changes.items() if name == module_name else ():
+            assert source.count(old) == 1, (name, old, source.count(old))
+            source = source.replace(old, new)
+        exec(compile(source, str(module.__file__), "exec"), module.__dict__)
+
+
+@contextlib.contextmanager
+def _mutated(module_name: str, changes: dict[str, str]) -> Iterator[None]:
+    _load(changes, module_name)
+    try:
+        yield
+    finally:
+        _load({}, module_name)
+
+
+def mutant(
+    rank: int, world: int, *, module: str, changes: dict[str, str], form: str, layout: str
+) -> dict[str, Any]:
+    """Return the errors of :func:`equality` with a planted fault."""
+    with _mutated(module, changes):
+        return equality(rank, world, form=form, layout=layout, mode="sequence")
