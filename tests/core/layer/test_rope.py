@@ -1,9 +1,11 @@
 """Rotary embedding against complex multiplication."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from nsa_core import NSAConfig, NSAttention
+from nsa_core import InvalidInput, NSAConfig, NSAttention
 from nsa_core.layer import rope
 from nsa_core.layer.fused_heads import rotated_heads
 from nsa_core.layer.rope import rope_table, rotate, table_for, unbind_branches
@@ -100,7 +102,37 @@ def test_table_is_one_operator_in_a_compiled_graph():
     )
     assert "nsa_core.rope_table.default" in targets
     assert not [t for t in targets if "cos" in t or "pow" in t]
-    torch.library.opcheck(torch.ops.nsa_core.rope_table.default, (positions, 8, 1e4, torch.float32))
+    for listed in (None, [1.0, 0.5, 0.25, 0.125]):
+        torch.library.opcheck(
+            torch.ops.nsa_core.rope_table.default, (positions, 8, 1e4, listed, torch.float32)
+        )
+
+
+@pytest.mark.parametrize("by", ["eager", "compiled", "chunk", "cache"])
+def test_listed_frequencies_rotate_every_key_of_a_layer(by):
+    """Frequencies that are the powers of a base give what the base gives; others do not."""
+    base = NSAConfig(32, 2, 1, 16, rope_base=70.0, compress_stride=4, compress_block_size=8,
+                     select_block_size=8, num_selected_blocks=3, window_size=7)  # fmt: skip
+    powers = tuple(70.0 ** (-m / 8) for m in range(8))
+    x, outputs = torch.randn(1, 60, 32, dtype=torch.float64), []
+    for frequencies in (None, powers, (*powers[:-1], 0.5)):
+        torch.manual_seed(1)
+        attn = NSAttention(dataclasses.replace(base, rope_frequencies=frequencies)).double()
+        with torch.no_grad():
+            if by in ("chunk", "cache"):
+                cache, step = attn.new_cache(1, 60), 30 if by == "chunk" else 1
+                y = torch.cat([attn(part, cache=cache) for part in x.split(step, 1)], 1)
+            else:
+                y = (torch.compile(attn, backend="eager") if by == "compiled" else attn)(x)
+        outputs.append(y)
+    assert torch.allclose(outputs[0], outputs[1], rtol=0, atol=1e-10)
+    assert (outputs[0] - outputs[2]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("wrong", [[1.0] * 8, (1.0,) * 7, (1.0,) * 7 + (float("nan"),)])
+def test_config_names_wrong_frequencies(wrong):
+    with pytest.raises(InvalidInput, match=r"rope_frequencies must be a tuple of .* = 8 finite"):
+        NSAConfig(32, 2, 1, 16, rope_frequencies=wrong)
 
 
 @pytest.mark.parametrize("with_table", [True, False])
@@ -125,13 +157,16 @@ def test_unbind_branches_equals_single_rotations(with_table):
 
 
 def test_table_cache_key():
+    listed = (1.0, 0.5, 0.25, 0.125)
+
     def cached_table(rows=5, step=1, width=8, base=1e4, dtype=torch.float32):
         return table_for(torch.empty(1, dtype=dtype), rows, step, width, base)
 
     first = cached_table()
     assert cached_table() is first
     assert cached_table(dtype=torch.bfloat16) is first  # the same fp32 angles
-    for other in ({"rows": 6}, {"step": 2}, {"width": 6}, {"base": 7.0}, {"dtype": torch.float64}):
+    others = ({"rows": 6}, {"step": 2}, {"width": 6}, {"base": 7.0}, {"base": listed})
+    for other in (*others, {"dtype": torch.float64}):
         key = {"rows": 5, "step": 1, "width": 8, "base": 1e4, "dtype": torch.float32} | other
         positions = torch.arange(key["rows"]) * key["step"]
         expected = rope_table(positions, key["width"], key["base"], key["dtype"]).wide()

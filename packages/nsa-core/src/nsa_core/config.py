@@ -119,6 +119,8 @@ class NSAConfig:
         gate: the map from the layer's input to the gate logits: "linear" or "mlp".
         rope: whether q and k are rotated (rotary embedding on half-split pairs).
         rope_base: base of the rotary frequencies.
+        rope_frequencies: the head_dim / 2 rotary frequencies in radians per token, for scaled
+            rotary embeddings such as those of Llama 3 and YaRN; default: powers of ``rope_base``.
         rope_before_compress: rotate k before phi. By default phi takes unrotated k, and k_cmp[i] is
             rotated at position i * d.
         qk_norm: apply RMS norms to the heads of q and k.
@@ -153,6 +155,7 @@ class NSAConfig:
     gate: str = "linear"
     rope: bool = True
     rope_base: float = 10000.0
+    rope_frequencies: tuple[float, ...] | None = None
     rope_before_compress: bool = False
     qk_norm: bool = False
     shared_kv: bool = False
@@ -216,6 +219,15 @@ class NSAConfig:
             )
         if not (is_finite(self.rope_base) and self.rope_base > 0):
             problems.append(f"rope_base must be a finite number > 0, got {self.rope_base!r}")
+        if (frequencies := self.rope_frequencies) is not None and not (
+            isinstance(frequencies, tuple)
+            and len(frequencies) == self.qk_dim // 2
+            and all(is_finite(frequency) for frequency in frequencies)
+        ):
+            problems.append(
+                f"rope_frequencies must be a tuple of head_dim / 2 = {self.qk_dim // 2} finite"
+                f" numbers, got {frequencies!r:.80}"
+            )
         if self.scale is not None and not is_finite(self.scale):
             problems.append(f"scale must be finite (a number) or None, got {self.scale!r}")
         if not (is_finite(self.dropout) and self.dropout == 0):
@@ -311,6 +323,11 @@ class NSAConfig:
         """Width of a value head, Dv."""
         assert self.v_head_dim is not None  # set in __post_init__
         return self.v_head_dim
+
+    @property
+    def frequencies(self) -> float | tuple[float, ...]:
+        """``rope_frequencies``, or ``rope_base`` if they are None."""
+        return self.rope_base if self.rope_frequencies is None else self.rope_frequencies
 
     @property
     def softmax_scale(self) -> float:

@@ -49,7 +49,7 @@ class BlockLocations:
         self.firsts = torch.arange(batch, device=device)[:, None] * (ring * heads)
         self.angles: torch.Tensor | None = None
         if config.rope and not config.rope_before_compress:
-            table = rope_table(block * stride, config.qk_dim, config.rope_base, dtype)
+            table = rope_table(block * stride, config.qk_dim, config.frequencies, dtype)
             self.angles = torch.cat(table.wide(), -1).squeeze(1)
 
 

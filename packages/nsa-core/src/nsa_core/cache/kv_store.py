@@ -129,7 +129,7 @@ class _Positions:
         self.compressed = past.div(config.compress_stride, rounding_mode="floor").clamp(min=0)
         self.rope: RopeTable | None = None
         if config.rope:
-            self.rope = rope_table(self.count, config.qk_dim, config.rope_base, dtype)
+            self.rope = rope_table(self.count, config.qk_dim, config.frequencies, dtype)
 
 
 _shared: weakref.WeakValueDictionary[tuple[Any, ...], _Positions] = weakref.WeakValueDictionary()
@@ -139,7 +139,7 @@ def _positions(
     config: NSAConfig, max_len: int, longest: int, dtype: torch.dtype, device: torch.device
 ) -> _Positions:
     """Return position tensors, shared by the caches of all layers of a model."""
-    rotary = (config.qk_dim, config.rope_base, stats_dtype(dtype)) if config.rope else None
+    rotary = (config.qk_dim, config.frequencies, stats_dtype(dtype)) if config.rope else None
     key = (config.compress_block_size, config.compress_stride, rotary, max_len, longest, device)
     positions = _shared.get(key)
     if positions is None:

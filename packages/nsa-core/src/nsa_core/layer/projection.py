@@ -41,16 +41,16 @@ if TYPE_CHECKING:
 
 
 class HeadNorm(nn.Module):
-    """RMS norm of a head: x / sqrt(mean(x^2) + 1e-6) * weight, with fp32 statistics."""
+    """RMS norm of a head: x / sqrt(mean(x^2) + eps) * weight, with fp32 statistics."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x [..., D]; shape and dtype are unchanged."""
         weight = self.weight  # read once: a parametrisation computes it
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), 1e-6)
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps)
 
 
 class Projected(NamedTuple):
@@ -244,20 +244,24 @@ class NSAProjections(nn.Module):
 
     def _rope_of_tokens(self, product: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Table:
         """Return the angles of every token's position in its sequence or document."""
-        rows, dim, base = product.shape[-2], self.config.qk_dim, self.config.rope_base
+        rows, dim, frequencies = product.shape[-2], self.config.qk_dim, self.config.frequencies
         if cu_seqlens is None:
-            return table_for(product, rows, 1, dim, base)
+            return table_for(product, rows, 1, dim, frequencies)
         positions = token_positions(cu_seqlens, rows).position
-        return wide_if_eager(rope_table(positions, dim, base, product.dtype))
+        return wide_if_eager(rope_table(positions, dim, frequencies, product.dtype))
 
     def _rope_of_blocks(
         self, k_cmp: torch.Tensor, packed: PackedBlocks | None, token_table: Table | None
     ) -> Table:
         """Return the angles of the first token of every compression block."""
-        step, dim, base = self.config.compress_stride, self.config.qk_dim, self.config.rope_base
+        step, dim, frequencies = (
+            self.config.compress_stride,
+            self.config.qk_dim,
+            self.config.frequencies,
+        )
         if packed is None:
-            return table_for(k_cmp, k_cmp.shape[-3], step, dim, base, token_table)
-        return rope_table(packed.starts, dim, base, k_cmp.dtype)
+            return table_for(k_cmp, k_cmp.shape[-3], step, dim, frequencies, token_table)
+        return rope_table(packed.starts, dim, frequencies, k_cmp.dtype)
 
     @property
     def plan(self) -> Plan:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa_core.dtypes import stats_dtype
-from nsa_core.layer.rope_op import cos_sin
+from nsa_core.layer.rope_op import Frequencies, cos_sin
 from nsa_core.torch_ops.torch_state import is_capturing, is_eager
 
 # Longer tables are not cached. A table of this length takes 8 MiB at D = 128, and eight are cached.
@@ -45,18 +45,18 @@ Table = RopeTable | WideTable
 def rope_table(
     positions: torch.Tensor,  # integer [R]
     dim: int,
-    base: float,
+    frequencies: Frequencies,
     dtype: torch.dtype,
 ) -> RopeTable:
-    """Compute the angles position * base^(-2i/D), 0 <= i < D/2.
+    """Compute the angles position * frequency.
 
     Args:
         positions: integer positions [R].
         dim: head width D, even.
-        base: base of the frequencies.
+        frequencies: the base b of the frequencies b^(-2i/D), 0 <= i < D/2, or these frequencies.
         dtype: dtype of the tensors to rotate; the table is fp32, or fp64 for fp64.
     """
-    return RopeTable(*cos_sin(positions, dim, base, stats_dtype(dtype)))
+    return RopeTable(*cos_sin(positions, dim, frequencies, stats_dtype(dtype)))
 
 
 def wide_if_eager(table: RopeTable) -> Table:
@@ -69,7 +69,7 @@ def table_for(
     rows: int,
     step: int,
     dim: int,
-    base: float,
+    frequencies: Frequencies,
     token_table: Table | None = None,
 ) -> Table:
     """Return the angles of the ``rows`` positions 0, step, 2 * step, ...
@@ -81,14 +81,14 @@ def table_for(
         rows: number of positions.
         step: difference between two positions.
         dim: head width D.
-        base: base of the frequencies.
+        frequencies: the base b of the frequencies b^(-2i/D), 0 <= i < D/2, or these frequencies.
         token_table: a table of all positions up to the last one, if it exists. Compiled code takes
             rows of it, because another table would add ten kernels to every layer.
     """
     # The bounds of a slice would become guards of torch.export on S.
     if token_table is not None and not is_eager() and not torch.compiler.is_exporting():
         return RopeTable(*(angles[::step].narrow(0, 0, rows) for angles in token_table))
-    arguments = (rows, step, dim, base, stats_dtype(x.dtype), x.device)
+    arguments = (rows, step, dim, frequencies, stats_dtype(x.dtype), x.device)
     if not is_eager() or rows > MAX_CACHED_ROWS:
         return _new_table(*arguments)
     if type(x) is not torch.Tensor or is_capturing(x.device):  # a graph owns its memory
@@ -98,10 +98,15 @@ def table_for(
 
 
 def _new_table(
-    rows: int, step: int, dim: int, base: float, dtype: torch.dtype, device: torch.device
+    rows: int,
+    step: int,
+    dim: int,
+    frequencies: Frequencies,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> RopeTable:
     positions = torch.arange(rows, device=device)
-    return rope_table(positions if step == 1 else positions * step, dim, base, dtype)
+    return rope_table(positions if step == 1 else positions * step, dim, frequencies, dtype)
 
 
 @functools.lru_cache(maxsize=8)
@@ -109,14 +114,14 @@ def _cached_table(
     rows: int,
     step: int,
     dim: int,
-    base: float,
+    frequencies: Frequencies,
     dtype: torch.dtype,
     device: torch.device,
     stream: int,
 ) -> WideTable:
     """One table per CUDA stream: another stream would not wait for the kernels that fill it."""
     with torch.inference_mode(False):  # backward cannot save an inference tensor
-        return _new_table(rows, step, dim, base, dtype, device).wide()
+        return _new_table(rows, step, dim, frequencies, dtype, device).wide()
 
 
 def _rotate_by_operators(x: torch.Tensor, table: Table) -> torch.Tensor:

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
+
+# The base b of the frequencies b^(-2i/D), 0 <= i < D/2, or these D/2 frequencies.
+Frequencies = float | tuple[float, ...]
 
 
 def _table(
-    positions: torch.Tensor, dim: int, base: float, dtype: torch.dtype
+    positions: torch.Tensor,
+    dim: int,
+    base: float,
+    listed: Sequence[float] | None,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    exponents = torch.arange(0, dim, 2, device=positions.device).to(dtype) / dim
-    angles = positions.to(dtype)[:, None, None] * torch.pow(base, -exponents)
+    if listed is None:
+        exponents = torch.arange(0, dim, 2, device=positions.device).to(dtype) / dim
+        frequencies = torch.pow(base, -exponents)
+    elif type(positions) is torch.Tensor:
+        frequencies = _cached_frequencies(tuple(listed), dtype, positions.device)
+    else:  # a fake tensor must not be cached
+        frequencies = torch.tensor(listed, dtype=dtype, device=positions.device)
+    angles = positions.to(dtype)[:, None, None] * frequencies
     return angles.cos(), angles.sin()
 
 
+@functools.lru_cache(maxsize=32)
+def _cached_frequencies(
+    listed: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Copy a list to the device once, because a copy from the host cannot be captured."""
+    with torch.inference_mode(False):
+        return torch.tensor(listed, dtype=dtype, device=device)
+
+
 def _table_fake(
-    positions: torch.Tensor, dim: int, base: float, dtype: torch.dtype
+    positions: torch.Tensor,
+    dim: int,
+    base: float,
+    listed: Sequence[float] | None,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (positions.shape[0], 1, (dim + 1) // 2)
     return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
@@ -25,7 +54,8 @@ def _table_fake(
 # twice 220 us per layer instead of 12 us.
 _lib = torch.library.Library("nsa_core", "DEF")
 _lib.define(
-    "rope_table(Tensor positions, int dim, float base, ScalarType dtype) -> (Tensor, Tensor)",
+    "rope_table(Tensor positions, int dim, float base, float[]? listed, ScalarType dtype)"
+    " -> (Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _lib.impl("rope_table", _table, "CompositeExplicitAutograd")
@@ -35,9 +65,11 @@ torch.library.register_fake("nsa_core::rope_table", _table_fake, lib=_lib)
 def cos_sin(
     positions: torch.Tensor,  # integer [R]
     dim: int,
-    base: float,
+    frequencies: Frequencies,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin [R, 1, dim / 2] of position * base^(-2i/dim), in ``dtype``."""
+    """Return cos and sin [R, 1, dim / 2] of position * frequency, in ``dtype``."""
     table = torch.ops.nsa_core.rope_table.default if torch.compiler.is_compiling() else _table
-    return table(positions, dim, base, dtype)
+    if isinstance(frequencies, tuple):
+        return table(positions, dim, 0.0, frequencies, dtype)
+    return table(positions, dim, frequencies, None, dtype)

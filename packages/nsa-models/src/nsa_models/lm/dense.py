@@ -99,13 +99,13 @@ class DenseAttention(nn.Module):
         )
         if config.rope:
             if cu_seqlens is None and not first:
-                table = table_for(q, rows, 1, config.qk_dim, config.rope_base)
+                table = table_for(q, rows, 1, config.qk_dim, config.frequencies)
             else:
                 positions = torch.arange(first, first + rows, device=x.device)
                 if cu_seqlens is not None:
                     positions = token_positions(cu_seqlens, rows).position
                 table = wide_if_eager(
-                    rope_table(positions, config.qk_dim, config.rope_base, q.dtype)
+                    rope_table(positions, config.qk_dim, config.frequencies, q.dtype)
                 )
             q, k = rotate(q, table), rotate(k, table)
         if cache is not None:

@@ -204,7 +204,7 @@ def append_parity(
     plan, table = decode_plan(combination, step, dtype), None
     if rope:
         positions = torch.arange(max(step.lengths) + step.rows, device=combination.device)
-        table = rope_table(positions, config.qk_dim, config.rope_base, dtype)
+        table = rope_table(positions, config.qk_dim, config.frequencies, dtype)
     rows, stores = _append_tensors(step, data, raw_ring)
     expected = {name: (k.clone(), v.clone()) for name, (k, v) in stores.items()}
     expected_q = _plain_append(step, data, rows, expected, table, rotate_raw)

@@ -27,7 +27,7 @@ BASE = NSAConfig(
 _CONFIG_FIELDS = tuple(
     field.name
     for field in dataclasses.fields(NSAConfig)
-    if field.name not in ("dropout", "causal", "rope_base")
+    if field.name not in ("dropout", "causal", "rope_base", "rope_frequencies")
 )
 
 

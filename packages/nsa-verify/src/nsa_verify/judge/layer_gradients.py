@@ -202,7 +202,7 @@ def _norm_magnitudes(
 
     def unrotated(name: str, rotated: bool) -> torch.Tensor:
         return (
-            oracle.rope(grads[name], -positions, config.rope_base)
+            oracle.rope(grads[name], -positions, config.frequencies)
             if config.rope and rotated
             else grads[name]
         )
@@ -242,7 +242,7 @@ def _phi_magnitudes(
     config, dk_cmp = attn.config, grads["k_cmp"]
     if config.rope and not config.rope_before_compress:
         positions = compressed_positions(p.q.shape[-3], config.geometry, cu_seqlens)
-        dk_cmp = oracle.rope(dk_cmp, -positions, config.rope_base)
+        dk_cmp = oracle.rope(dk_cmp, -positions, config.frequencies)
     magnitudes: Tensors = {}
     for prefix, raw, delta in (("phi_k.", p.k[0], dk_cmp), ("phi_v.", p.v[0], grads["v_cmp"])):
         params = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}

@@ -204,7 +204,7 @@ def project(
     )
 
     def rotate(y: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        return rope(y, at, config.rope_base) if config.rope else y
+        return rope(y, at, config.frequencies) if config.rope else y
 
     k_phi = rotate(k_raw[0], positions) if config.rope_before_compress else k_raw[0]
     k_cmp = compress(

@@ -12,18 +12,22 @@ from nsa_core.layout import BlockGeometry
 from nsa_verify.oracle.rows import compressed_bounds, compressed_count, documents, token_bounds
 
 
-def rope(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
+def rope(
+    x: torch.Tensor, positions: torch.Tensor, frequencies: float | tuple[float, ...]
+) -> torch.Tensor:
     """Apply the half-split rotary embedding.
 
-    The pair (x[m], x[m + D/2]) is rotated by the angle positions[s] * base^(-2m/D).
+    The pair (x[m], x[m + D/2]) is rotated by the angle positions[s] * frequency[m].
 
     Args:
         x: [.., S, H, D].
         positions: Token positions [S].
-        base: Base of the frequencies.
+        frequencies: The D/2 frequencies, or the base b of the frequencies b^(-2m/D).
     """
     half = x.shape[-1] // 2
-    frequency = torch.tensor([base ** (-m / half) for m in range(half)], dtype=torch.float64)
+    if not isinstance(frequencies, tuple):
+        frequencies = tuple(frequencies ** (-m / half) for m in range(half))
+    frequency = torch.tensor(frequencies, dtype=torch.float64)
     angle = positions.to("cpu", torch.float64)[:, None, None] * frequency  # [S, 1, D/2]
     a, b = x.to("cpu", torch.float64).split(half, -1)
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
