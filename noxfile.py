@@ -33,6 +33,8 @@ TEST_TOOLS = (
     "plotly>=6.0",
     "pyyaml>=6",
     "sybil>=9",  # runs the code blocks of docs
+    "transformers>=5.20",
+    "peft>=0.17",  # with accelerate, which the Trainer of transformers needs
     "safetensors>=0.4",
     "setuptools>=77",
     "wheel",

@@ -116,7 +116,10 @@ _REFUSALS: dict[str, _Refusal] = {
 
 
 def read_fields(
-    source: object, ignore: Collection[str], overrides: Mapping[str, Any]
+    source: object,
+    ignore: Collection[str],
+    overrides: Mapping[str, Any],
+    remedy: str = "To build a layer without it, pass ignore={names!r}",
 ) -> dict[str, Any]:
     """Return the fields of an NSAConfig for ``source``; see :meth:`nsa_core.NSAConfig.from_hf`.
 
@@ -124,6 +127,7 @@ def read_fields(
         source: a configuration object, a mapping, or a path.
         ignore: names of properties that are dropped and not refused.
         overrides: fields of NSAConfig that replace those read.
+        remedy: the sentence of the error message about refused properties, ``{names}``.
 
     Raises:
         InvalidInput: as :meth:`nsa_core.NSAConfig.from_hf`.
@@ -141,7 +145,7 @@ def read_fields(
         raise InvalidInput(
             "NSA cannot express this attention: "
             + "; ".join(f"{n} = {values[n]!r} ({_REFUSALS[n].reason})" for n in names)
-            + f". To build a layer without it, pass ignore={names!r}"
+            + f". {remedy.format(names=names)}"
         )
     fields = {ours: values[theirs] for theirs, ours in FIELDS.items() if theirs in values}
     fields = {name: value for name, value in fields.items() if value is not None}

@@ -79,42 +79,60 @@ def selected_mass(
         )
     if cu_seqlens is None:
         cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32, device=tokens.device)
-    positions, selected_tokens = (
-        token_positions(cu_seqlens, len(tokens)),
-        layer.num_selected_blocks * layer.select_block_size,
-    )
-    query_rows = (positions.position >= selected_tokens).nonzero().flatten()
-    if not len(query_rows):
-        raise InvalidInput(
-            "tokens must hold a document longer than num_selected_blocks blocks,"
-            f" {selected_tokens} tokens"
-        )
-    query_rows = query_rows[
-        torch.linspace(0, len(query_rows) - 1, min(rows, len(query_rows)))
-        .long()
-        .to(query_rows.device)
-    ]
+    query_rows = measured_rows(layer, cu_seqlens, len(tokens), rows)
     masses, longest = [], int(cu_seqlens.diff().max())
     x = model.embed(tokens)
     for block in model.blocks:
         assert isinstance(block, Block)  # LanguageModel builds them
-        masses.append(_layer_mass(block, x, cu_seqlens, longest, positions, query_rows))
+        assert isinstance(block.attn, NSAttention)  # attention is "nsa"
+        masses.append(layer_mass(block.attn, block.attn_norm(x), cu_seqlens, longest, query_rows))
         x = block(x, cu_seqlens, longest)
     return masses
 
 
-def _layer_mass(
-    block: Block,
-    x: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    longest: int,
-    positions: TokenPositions,
-    rows: torch.Tensor,
+def measured_rows(
+    layer: NSAConfig, cu_seqlens: torch.Tensor, total: int, limit: int
+) -> torch.Tensor:
+    """Return at most ``limit`` query rows with more candidate blocks than a layer selects.
+
+    They are spread evenly over the tokens.
+
+    Args:
+        layer: The layer's sizes.
+        cu_seqlens: int32 [documents + 1] boundaries of packed documents.
+        total: Number of tokens.
+        limit: Maximum number of rows.
+
+    Raises:
+        InvalidInput: There is no such row.
+    """
+    selected_tokens = layer.num_selected_blocks * layer.select_block_size
+    positions = token_positions(cu_seqlens, total)
+    rows = (positions.position >= selected_tokens).nonzero().flatten()
+    if not len(rows):
+        raise InvalidInput(
+            "tokens must hold a document longer than num_selected_blocks blocks,"
+            f" {selected_tokens} tokens"
+        )
+    spread = torch.linspace(0, len(rows) - 1, min(limit, len(rows))).long()
+    return rows[spread.to(rows.device)]
+
+
+@torch.no_grad()
+def layer_mass(
+    attn: NSAttention, x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, rows: torch.Tensor
 ) -> Mass:
-    attn = block.attn
-    assert isinstance(attn, NSAttention)  # checked by selected_mass
-    projected, blocks = select_blocks(attn, block.attn_norm(x), cu_seqlens, longest)
-    k = projected.k[1]
+    """Measure the mass of the blocks that a layer selects.
+
+    Args:
+        attn: The layer.
+        x: Its input, packed [T, dim].
+        cu_seqlens: int32 [documents + 1] boundaries of packed documents.
+        longest: Length of the longest document, or an upper bound.
+        rows: Integer [R], the query rows, from :func:`measured_rows`.
+    """
+    projected, blocks = select_blocks(attn, x, cu_seqlens, longest)
+    k, positions = projected.k[1], token_positions(cu_seqlens, len(x))
     chunks = [
         row_mass(attn.config, projected.q, k, blocks, positions, chunk)
         for chunk in rows.split(ROWS_AT_ONCE)

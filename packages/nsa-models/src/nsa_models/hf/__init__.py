@@ -1,0 +1,39 @@
+"""NSA in Hugging Face transformers: models nsa_llama, nsa_qwen2 and nsa_qwen3, and conversion.
+
+Importing this package registers the models with AutoConfig and AutoModelForCausalLM. It needs
+transformers (``pip install 'nsa-models[hf]'``).
+"""
+
+from nsa_core.util.extras import require_module
+
+require_module("transformers", "nsa_models.hf needs", "nsa-models[hf]")
+
+from nsa_models.hf.attention import NSASelfAttention  # noqa: E402
+from nsa_models.hf.cache import NSAModelCache  # noqa: E402
+from nsa_models.hf.configs import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config  # noqa: E402
+from nsa_models.hf.conversion import Conversion, convert, convert_checkpoint  # noqa: E402
+from nsa_models.hf.first_stage import selected_mass, train_new_parameters  # noqa: E402
+from nsa_models.hf.models import (  # noqa: E402
+    NSALlamaForCausalLM,
+    NSAQwen2ForCausalLM,
+    NSAQwen3ForCausalLM,
+    register,
+)
+
+register()
+
+__all__ = [
+    "Conversion",
+    "NSALlamaConfig",
+    "NSALlamaForCausalLM",
+    "NSAModelCache",
+    "NSAQwen2Config",
+    "NSAQwen2ForCausalLM",
+    "NSAQwen3Config",
+    "NSAQwen3ForCausalLM",
+    "NSASelfAttention",
+    "convert",
+    "convert_checkpoint",
+    "selected_mass",
+    "train_new_parameters",
+]

@@ -1,0 +1,100 @@
+"""NSAttention with the call and the parameters of an attention layer of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nsa_core.errors import InvalidInput
+from nsa_core.layer.module import NSAttention
+from nsa_models.hf.cache import NSAModelCache
+from nsa_models.hf.configs import LayerSpec
+from nsa_models.hf.rows import TokenRows
+
+
+class NSASelfAttention(NSAttention):
+    """The attention layer of an NSA model; a :class:`nsa_core.NSAttention` with optional biases.
+
+    Args:
+        spec: Shapes and options.
+        layer_idx: Index of the layer.
+    """
+
+    def __init__(self, spec: LayerSpec, layer_idx: int) -> None:
+        super().__init__(spec.config, spec.backends, layer=layer_idx)
+        self.spec, self.layer_idx = spec, layer_idx
+        for linear, has_bias in ((self.qkv, spec.qkv_bias), (self.out, spec.out_bias)):
+            if has_bias:
+                linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+        for norm in (self.q_norm, self.k_norm):
+            if spec.config.qk_norm:
+                norm.eps = spec.norm_eps
+        for module in self.modules():  # reset_uninitialized initialises them
+            if module is not self:
+                module._is_hf_initialized = True  # type: ignore[assignment]
+
+    def forward(  # type: ignore[override]  # the call of transformers
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: TokenRows | None = None,
+        past_key_values: NSAModelCache | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        max_length_q: int | None = None,
+        **other: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Apply the layer.
+
+        Args:
+            hidden_states: The input [B, S, dim].
+            position_embeddings: Ignored; NSA rotates at the positions of the tokens.
+            attention_mask: The rows that are tokens, from :func:`nsa_models.hf.rows.nsa_mask`; None
+                if all are.
+            past_key_values: The cache, to which the tokens are appended.
+            cu_seq_lens_q: int32 [documents + 1], the boundaries of packed documents; B is then 1.
+            max_length_q: Length of the longest packed document.
+            **other: Arguments of other attention layers, ignored.
+
+        Returns:
+            The output [B, S, dim], and None in place of the attention weights.
+
+        Raises:
+            InvalidInput: ``attention_mask`` is a tensor, because the model does not have the
+                attention implementation "nsa" or because it was called with a mask that is not 2-D.
+        """
+        x, rows = hidden_states, attention_mask
+        if rows is not None and not isinstance(rows, TokenRows):
+            raise InvalidInput(
+                f"attention_mask reached an NSA layer as {type(rows).__name__}"
+                f" {list(getattr(rows, 'shape', []))}: pass a 2-D mask [B, S] to the model, and"
+                ' keep its attention implementation "nsa"'
+            )
+        if past_key_values is not None:
+            cache = past_key_values.layers[self.layer_idx]
+            return cache.attend(super().forward, x, rows), None
+        if cu_seq_lens_q is not None:
+            return super().forward(x[0], cu_seq_lens_q, max_length_q)[None], None
+        if rows is None:
+            return super().forward(x), None
+        return rows.restore(super().forward(rows.to_front(x))), None
+
+    @torch.no_grad()
+    def reset_uninitialized(self) -> None:
+        """Initialise the parameters that a checkpoint did not have, as a new layer does.
+
+        transformers marks the parameters that it has loaded.
+        """
+        missing = {
+            name: parameter
+            for name, parameter in self.named_parameters()
+            if not getattr(parameter, "_is_hf_initialized", False)
+        }
+        if not missing:
+            return
+        with torch.device("cpu"):
+            fresh = dict(NSASelfAttention(self.spec, self.layer_idx).named_parameters())
+        for name, parameter in missing.items():
+            parameter.copy_(fresh[name])
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]

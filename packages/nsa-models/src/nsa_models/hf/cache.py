@@ -1,0 +1,188 @@
+"""The cache of an NSA model for `generate`: one NSACache per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from nsa_core.cache import NSACache
+from nsa_core.cache.resize import resized
+from nsa_core.errors import InvalidInput
+from nsa_core.layer.module import NSAttention
+from nsa_models.hf.rows import TokenRows
+
+
+class NSACacheLayer(CacheLayerMixin):
+    """The cache of one layer, allocated by the first call and enlarged on demand.
+
+    Columns are the rows of the batch that the layer has seen, padding included. They differ from
+    the lengths of the NSACache, which holds tokens only.
+
+    Args:
+        attn: The layer.
+        max_len: Number of columns for which the first call allocates memory.
+        max_rollback: Maximum number of columns that :meth:`crop` can remove.
+
+    Attributes:
+        state: The tokens; None before the first call.
+        columns: Number of columns.
+        padded: Number of columns up to the last one with padding.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, attn: NSAttention, max_len: int, max_rollback: int) -> None:
+        super().__init__()
+        self.attn, self.max_len, self.max_rollback = attn, max_len, max_rollback
+        self.state: NSACache | None = None
+        self.columns = self.padded = 0
+
+    def attend(
+        self, forward: Callable[..., torch.Tensor], x: torch.Tensor, rows: TokenRows | None
+    ) -> torch.Tensor:
+        """Append the tokens of x [B, S, dim] and return the layer's output for them.
+
+        Args:
+            forward: The forward of the layer, as NSAttention.forward.
+            x: The input; under torch.no_grad() if it requires grad.
+            rows: The rows of x that are tokens; None if all are.
+        """
+        state = self._state_for(x)
+        if rows is None:
+            y = forward(x, cache=state)
+        else:
+            counts = rows.is_token.sum(1).tolist() if rows.counts is None else rows.counts
+            y = rows.restore(forward(rows.to_front(x), cache=state, new=counts))
+        self.columns += x.shape[1]
+        if rows is not None:
+            self.padded = self.columns
+        return y
+
+    def _state_for(self, x: torch.Tensor) -> NSACache:
+        """Return the NSACache with room for the rows of x."""
+        needed = self.columns + x.shape[1]
+        if self.state is None:
+            self.state = self.attn.new_cache(
+                x.shape[0],
+                max(self.max_len, needed),
+                max_rollback=self.max_rollback,
+                device=x.device,
+            )
+            self.is_initialized = True
+        elif needed > self.state.max_len:
+            self.state = resized(self.state, max(needed, 2 * self.state.max_len))
+        return self.state
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences; -1 before the first call."""
+        return -1 if self.state is None else self.state.batch
+
+    def lazy_initialization(self, key_states: Any, value_states: Any) -> NoReturn:
+        """Refuse: :meth:`attend` allocates the cache."""
+        raise InvalidInput("an NSACacheLayer is initialised by the first call of its layer")
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **options: Any) -> NoReturn:
+        """Refuse: NSAttention writes its own cache."""
+        raise InvalidInput(
+            "an NSACacheLayer holds the keys of an NSA layer, but a dense layer called update():"
+            " pass the cache to the model that created it"
+        )
+
+    def get_seq_length(self) -> int:
+        """Return the number of columns."""
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of columns after a call of ``query_length`` rows, and the first one."""
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: the cache grows."""
+        return -1
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        if self.state is not None:
+            self.state.reset()
+        self.columns = self.padded = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last columns.
+
+        Args:
+            tokens_to_remove: 0, or a negative integer: minus the number of columns.
+
+        Raises:
+            InvalidInput: The number is positive, a removed column has padding, or the number is
+                more than ``max_rollback``.
+        """
+        count = -tokens_to_remove
+        if self.state is None or count == 0:
+            return
+        if not 0 <= count <= self.columns - self.padded:
+            raise InvalidInput(
+                f"crop: tokens_to_remove must be from {self.padded - self.columns} to 0, got"
+                f" {tokens_to_remove}; columns with padding stay in the cache"
+            )
+        self.state.crop([length - count for length in self.state.host_lengths()])
+        self.columns -= count
+
+    def reorder_cache(self, beam_idx: Sequence[int] | torch.Tensor) -> None:
+        """Replace each sequence b by the former sequence ``beam_idx[b]``."""
+        if self.state is not None:
+            self.state.reorder(beam_idx)
+
+    def batch_select_indices(self, indices: Sequence[int] | torch.Tensor) -> None:
+        """Keep only the sequences ``indices``, integers or a bool mask [B]."""
+        if self.state is None:
+            return
+        if isinstance(indices, torch.Tensor):
+            indices = (indices.nonzero() if indices.dtype == torch.bool else indices).flatten()
+            indices = indices.tolist()
+        self.state = resized(self.state, self.state.max_len, list(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence ``repeats`` times."""
+        self.batch_select_indices(
+            [b for b in range(max(self.batch_size, 0)) for _ in range(repeats)]
+        )
+
+    def offload(self) -> NoReturn:
+        """Refuse: the cache stays on the device of its layer."""
+        raise InvalidInput("an NSACacheLayer cannot be offloaded to the CPU")
+
+    prefetch = offload
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NSACacheLayer:
+        copied = NSACacheLayer(self.attn, self.max_len, self.max_rollback)
+        if self.state is not None:
+            copied.state = resized(self.state, self.state.max_len)
+            copied.is_initialized = True
+        copied.columns, copied.padded = self.columns, self.padded
+        return copied
+
+
+class NSAModelCache(Cache):
+    """The cache of an NSA model, created by ``model.new_cache()`` and by ``generate``.
+
+    Args:
+        layers: The attention layers of the model, in order.
+        max_len: Number of tokens per sequence for which memory is allocated; the cache grows.
+        max_rollback: Maximum number of tokens that ``crop`` can remove.
+    """
+
+    layers: list[NSACacheLayer]
+
+    def __init__(self, layers: Sequence[NSAttention], max_len: int = 0, max_rollback: int = 0):
+        super().__init__(layers=[NSACacheLayer(attn, max_len, max_rollback) for attn in layers])
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the sequences for beam search. Synchronises once."""
+        super().reorder_cache(beam_idx.tolist())

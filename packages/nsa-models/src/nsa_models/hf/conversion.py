@@ -1,0 +1,310 @@
+"""Convert dense Llama, Qwen2 and Qwen3 models of transformers to NSA."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from nsa_core.errors import InvalidInput, NSAError
+from nsa_models.hf.attention import NSASelfAttention
+from nsa_models.hf.configs import LayerSpec, layer_spec
+from nsa_models.hf.models import MODELS
+
+# Files beside the weights that a converted folder needs too; transformers writes the others.
+_COPIED = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template*", "LICENSE*", "NOTICE*"),
+)
+# Fields of a configuration that describe the dense model's class and file.
+_NOT_CARRIED = ("model_type", "architectures", "transformers_version", "_name_or_path")
+
+
+class Conversion(NamedTuple):
+    """The result of :func:`convert`.
+
+    Attributes:
+        model: The model with NSA.
+        carried: Names of the dense model's parameters, all of which were carried over.
+        new: Names of the parameters that the dense model did not have: phi and the gates. They are
+            newly initialised, so the model needs training before use.
+    """
+
+    model: Any
+    carried: list[str]
+    new: list[str]
+
+
+def convert(
+    model: Any,
+    nsa: Mapping[str, Any] | None = None,
+    backends: str | Mapping[str, str] | None = None,
+) -> Conversion:
+    """Convert a dense model to NSA.
+
+    Embeddings, norms, MLPs, queries, the output projection and all biases are carried over. Each of
+    the three branches gets a copy of the dense key and value projections. The dense model is not
+    changed and shares no memory with the new one.
+
+    Args:
+        model: A LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM of transformers.
+        nsa: Fields of :class:`nsa_core.NSAConfig` such as ``{"window_size": 512}``; default: those
+            of NSAConfig.
+        backends: The backends of the slots, as in :class:`nsa_core.NSAttention`.
+
+    Returns:
+        The model with NSA in the dtype and on the device of the dense model, and the names of the
+        parameters that were carried over and of the new ones.
+
+    Raises:
+        InvalidInput: The model is of another kind, is quantised or has adapters, or NSA cannot
+            express its attention; the message names the field or the parameters.
+
+    Example:
+        >>> dense = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
+        >>> model, carried, new = convert(dense)
+        >>> model.save_pretrained("qwen3-nsa")
+    """
+    config_class, model_class = _classes(model)
+    values = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_CARRIED}
+    plain_backends = dict(backends) if isinstance(backends, Mapping) else backends
+    config = config_class.from_dict(
+        {**values, "nsa": dict(nsa) if nsa else None, "nsa_backends": plain_backends}
+    )
+    spec = layer_spec(config)
+    dense = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    carried = _with_our_names(dense, spec, model.config.num_hidden_layers)
+    converted = model_class._from_config(config, dtype=model.dtype)
+    converted.generation_config = model.generation_config
+    ours = dict(converted.named_parameters(remove_duplicate=False))
+    _check_names(carried, ours)
+    with torch.no_grad():
+        for name, parameter in ours.items():
+            if name in carried:  # a model may have parameters of several dtypes and devices
+                parameter.data = carried[name].clone()
+        converted.tie_weights()
+        _move_new_parameters(converted, ours.keys() - carried.keys(), model)
+    _check_carried(converted, dense)
+    converted.train(model.training)
+    return Conversion(converted, list(dense), sorted(ours.keys() - carried.keys()))
+
+
+def _classes(model: Any) -> tuple[type[Any], type[Any]]:
+    """Return the classes of the configuration and of the model with NSA.
+
+    Raises:
+        InvalidInput: The model cannot be converted.
+    """
+    kinds = ", ".join(MODELS)
+    if not isinstance(model, PreTrainedModel):
+        hint = "; merge the adapters first, with model.merge_and_unload()"
+        raise InvalidInput(
+            f"model must be a causal language model of transformers, got {type(model).__name__}"
+            + hint * hasattr(model, "merge_and_unload")
+        )
+    if model.config.model_type not in MODELS:
+        raise InvalidInput(
+            f"model_type must be one of {kinds}, got {model.config.model_type!r}; NSA has no model"
+            " of this type"
+        )
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise InvalidInput(
+            "quantization_config: a quantised model cannot be converted; load the model in bfloat16"
+        )
+    config_class, model_class = MODELS[model.config.model_type]
+    dense_class = model_class.__mro__[2]
+    if not isinstance(model, dense_class):
+        raise InvalidInput(f"model must be a {dense_class.__name__}, got {type(model).__name__}")
+    return config_class, model_class
+
+
+def _with_our_names(
+    dense: Mapping[str, torch.Tensor], spec: LayerSpec, layers: int
+) -> dict[str, torch.Tensor]:
+    """Return the parameters of a dense model as those of the model with NSA."""
+    carried = dict(dense)
+    copies = 1 if spec.config.shared_kv else 3
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}.self_attn."
+        for kind in ("weight", "bias"):
+            names = [f"{prefix}{name}_proj.{kind}" for name in "qkv"]
+            if all(name in carried for name in names):
+                q, k, v = (carried.pop(name) for name in names)
+                carried[f"{prefix}qkv.{kind}"] = torch.cat([q, *[k] * copies, *[v] * copies])
+            out = carried.pop(f"{prefix}o_proj.{kind}", None)
+            if out is not None:
+                carried[f"{prefix}out.{kind}"] = out
+    return carried
+
+
+def _check_names(carried: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]) -> None:
+    """Check that the model has every parameter carried over, in its shape."""
+    is_new = (".self_attn.phi_k.", ".self_attn.phi_v.", ".self_attn.gate.")
+    problems = [f"{name} has no place in the model with NSA" for name in carried.keys() - ours]
+    problems += [
+        f"{name} is missing"
+        for name in ours.keys() - carried.keys()
+        if not any(part in name for part in is_new)
+    ]
+    problems += [
+        f"{name} must be {list(ours[name].shape)}, got {list(carried[name].shape)}"
+        for name in ours.keys() & carried.keys()
+        if ours[name].shape != carried[name].shape
+    ]
+    if problems:
+        raise InvalidInput("the model cannot be carried over: " + "; ".join(sorted(problems)))
+
+
+def _move_new_parameters(converted: Any, new: set[str], dense: Any) -> None:
+    """Move new parameters and buffers to the dtype and device of the layer's other parameters."""
+    if dense.device.type != "meta":
+        for name, buffer in dense.named_buffers():
+            owner, _, leaf = name.rpartition(".")
+            setattr(converted.get_submodule(owner), leaf, buffer.clone())
+    for name in new:
+        parameter, attention = converted.get_parameter(name), name.split(".self_attn.")[0]
+        reference = converted.get_parameter(f"{attention}.self_attn.out.weight")
+        parameter.data = parameter.data.to(reference.device, reference.dtype)
+
+
+def _check_carried(converted: Any, dense: Mapping[str, torch.Tensor]) -> None:
+    """Check that the model has every value of the dense model, bit by bit.
+
+    Raises:
+        NSAError: It does not, for example because a name was mapped wrongly.
+    """
+    different = []
+    for name, tensor in dense.items():
+        for copy in _copies(converted, name):
+            if copy.dtype != tensor.dtype or not torch.equal(_bits(copy), _bits(tensor)):
+                different.append(name)
+    if different:
+        raise NSAError(f"conversion changed parameters: {', '.join(dict.fromkeys(different))}")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _copies(converted: Any, name: str) -> list[torch.Tensor]:
+    """Return the parts of the model that hold the dense model's parameter ``name``."""
+    prefix, _, part = name.rpartition(".self_attn.")
+    projection, _, kind = part.partition(".")
+    if not prefix or projection not in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        return [converted.get_parameter(name).detach()]
+    attn: NSASelfAttention = converted.get_submodule(f"{prefix}.self_attn")
+    if projection == "o_proj":
+        return [getattr(attn.out, kind).detach()]
+    layer, joint = attn.config, getattr(attn.qkv, kind).detach()
+    pairs = 1 if layer.shared_kv else 3
+    q = layer.n_heads * layer.qk_dim
+    k, v = layer.n_kv_heads * layer.qk_dim, layer.n_kv_heads * layer.v_dim
+    of_q, *rest = joint.split([q, *[k] * pairs, *[v] * pairs])
+    parts = {"q_proj": [of_q], "k_proj": rest[:pairs], "v_proj": rest[pairs:]}
+    return parts[projection]
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    nsa: Mapping[str, Any] | None = None,
+    backends: str | Mapping[str, str] | None = None,
+    dtype: str | torch.dtype = "auto",
+) -> Conversion:
+    """Convert the checkpoint of a dense model to NSA and write it with its tokenizer.
+
+    Args:
+        source: The folder of a dense model: config.json and safetensors, in one file or sharded.
+        target: The folder of the new model; must be empty or not exist.
+        nsa: As in :func:`convert`.
+        backends: As in :func:`convert`.
+        dtype: The dtype of the new model; "auto": that of the checkpoint.
+
+    Returns:
+        The result of :func:`convert`, whose model has been written.
+
+    Raises:
+        InvalidInput: The folder has no model, the model cannot be converted, the checkpoint lacks a
+            parameter or has one that the model lacks, or ``target`` is not empty. The message names
+            the fields and the parameters.
+    """
+    source, target = Path(source), Path(target)
+    check_target(target)
+    dense = read_dense(source, dtype)
+    conversion = convert(dense, nsa, backends)
+    write(conversion.model, source, target)
+    return conversion
+
+
+def check_target(target: Path) -> None:
+    """Check that a folder is empty or does not exist.
+
+    Raises:
+        InvalidInput: It is not.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise InvalidInput(f"{target} exists and is not an empty folder; give a new folder")
+
+
+def read_dense(source: Path, dtype: str | torch.dtype = "auto") -> Any:
+    """Read a dense model, all of whose parameters must be in the checkpoint.
+
+    Args:
+        source: Its folder.
+        dtype: The dtype of the model; "auto": that of the checkpoint.
+
+    Raises:
+        InvalidInput: There is no model, or it is of another kind, or its parameters do not fit its
+            configuration; the message names them.
+    """
+    if not (source / "config.json").is_file():
+        raise InvalidInput(
+            f"{source} has no config.json: give the folder of a model that save_pretrained wrote or"
+            " that was downloaded from the Hub"
+        )
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise InvalidInput(f"{source / 'config.json'} cannot be read: {error}") from error
+    if config.model_type not in MODELS:
+        raise InvalidInput(
+            f"{source}: model_type must be one of {', '.join(MODELS)}, got {config.model_type!r}"
+        )
+    layer_spec(config)  # refuses before the weights are read
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, RuntimeError) as error:
+        raise InvalidInput(f"{source}: the weights cannot be read: {error}") from error
+    problems = [
+        f"{what}: {', '.join(sorted(map(str, info[key])))}"
+        for key, what in (
+            ("missing_keys", "missing from the weights"),
+            ("unexpected_keys", "not a parameter of the model"),
+            ("mismatched_keys", "of another shape than config.json says"),
+        )
+        if info.get(key)
+    ]
+    if problems:
+        raise InvalidInput(f"{source} cannot be carried over: {'; '.join(problems)}")
+    return model
+
+
+def write(model: Any, source: Path, target: Path) -> None:
+    """Write a converted model, and copy the tokenizer of the dense one.
+
+    Args:
+        model: The model with NSA.
+        source: The folder of the dense model.
+        target: The folder to write.
+    """
+    model.save_pretrained(target)
+    for pattern in _COPIED:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                shutil.copy2(file, target / file.name)

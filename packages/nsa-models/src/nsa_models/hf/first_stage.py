@@ -1,0 +1,175 @@
+"""The first training stage of a converted model: phi and the gates, with all else frozen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from nsa_core.errors import InvalidInput
+from nsa_models.hf.attention import NSASelfAttention
+from nsa_models.lm.mass import Mass, layer_mass, measured_rows
+
+
+class Progress(NamedTuple):
+    """The state of the first stage after a step.
+
+    Attributes:
+        step: Number of updates so far.
+        loss: Mean loss of the step in nats per token; NaN before the first step.
+        selected_mass: Mean over the layers of the share of dense attention's probability inside the
+            selected blocks; None if it was not measured after this step.
+        random_mass: The same for blocks chosen at random, that is the share of the keys inside the
+            selected blocks; None like ``selected_mass``.
+    """
+
+    step: int
+    loss: float
+    selected_mass: float | None = None
+    random_mass: float | None = None
+
+
+def train_new_parameters(
+    model: Any,
+    batches: Iterable[torch.Tensor],
+    *,
+    learning_rate: float = 1e-3,
+    measure: torch.Tensor | None = None,
+    measure_every: int = 50,
+) -> Iterator[Progress]:
+    """Train phi and the gates of a converted model on the user's tokens, with all else frozen.
+
+    The model learns the next token with AdamW. Consume the iterator to train:
+    ``for progress in train_new_parameters(...): print(progress)``. When it ends, or is closed, the
+    other parameters require a gradient again as before.
+
+    Args:
+        model: A model with NSA, for example from :func:`nsa_models.hf.convert`.
+        batches: Token batches, integer [B, S], one per step, on any device.
+        learning_rate: The learning rate of AdamW.
+        measure: Integer [T], a text on which :func:`selected_mass` is measured; None: never.
+        measure_every: Number of steps between two measurements. The first is before training, and
+            one is after the last step.
+
+    Yields:
+        The progress: before training if ``measure`` is given, and after every step.
+
+    Raises:
+        InvalidInput: The model has no NSA layer, or a number is out of range.
+    """
+    if not learning_rate > 0 or measure_every < 1:
+        raise InvalidInput(
+            "learning_rate must be > 0 and measure_every >= 1, got"
+            f" {learning_rate!r} and {measure_every!r}"
+        )
+    parameters = new_parameters(model)
+    if measure is not None:
+        yield _measured(model, measure, Progress(0, float("nan")))
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+    progress = None
+    with _only_trainable(model, parameters):
+        for step, batch in enumerate(batches, 1):
+            model.train()
+            tokens = batch.to(model.device)
+            with torch.enable_grad():
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            progress = Progress(step, float(loss.detach()))
+            if measure is not None and step % measure_every == 0:
+                progress = _measured(model, measure, progress)
+            yield progress
+        if measure is not None and progress is not None and progress.selected_mass is None:
+            yield _measured(model, measure, progress)
+
+
+def new_parameters(model: Any) -> list[torch.nn.Parameter]:
+    """Return the parameters that a dense model does not have: those of phi and of the gates.
+
+    Raises:
+        InvalidInput: The model has no NSA layer.
+    """
+    return [
+        parameter
+        for layer in _layers(model)
+        for part in (layer.phi_k, layer.phi_v, layer.gate)
+        for parameter in part.parameters()
+    ]
+
+
+def _layers(model: Any) -> list[NSASelfAttention]:
+    layers = [module for module in model.modules() if isinstance(module, NSASelfAttention)]
+    if not layers:
+        raise InvalidInput(
+            f"model must have NSA layers, got {type(model).__name__}; convert a dense model with"
+            " nsa_models.hf.convert(model)"
+        )
+    return layers
+
+
+@contextlib.contextmanager
+def _only_trainable(model: Any, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """Let only ``parameters`` require a gradient inside the block."""
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    was_training = model.training
+    model.requires_grad_(False)
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter, required in before:
+            parameter.requires_grad_(required)
+        model.train(was_training)
+
+
+def _measured(model: Any, tokens: torch.Tensor, progress: Progress) -> Progress:
+    masses = selected_mass(model, tokens)
+    selected, random = (sum(values) / len(masses) for values in zip(*masses))
+    return progress._replace(selected_mass=selected, random_mass=random)
+
+
+@torch.no_grad()
+def selected_mass(model: Any, tokens: torch.Tensor, rows: int = 256) -> list[Mass]:
+    """Measure the share of dense attention's probability inside the selected blocks.
+
+    Args:
+        model: A model with NSA.
+        tokens: Integer [T], one document.
+        rows: Maximum number of query rows, spread evenly over the tokens.
+
+    Returns:
+        One entry per layer; see :class:`nsa_models.lm.mass.Mass`.
+
+    Raises:
+        InvalidInput: The model has no NSA layer, ``tokens`` is not 1-D, or the text is not longer
+            than the blocks that a token selects.
+    """
+    layers = _layers(model)
+    if tokens.dim() != 1:
+        raise InvalidInput(f"tokens must be one document [T], got {list(tokens.shape)}")
+    inputs: dict[int, torch.Tensor] = {}
+
+    def keep_input(layer: Any, args: Any, options: dict[str, Any]) -> None:
+        inputs[layer.layer_idx] = options["hidden_states"][0]
+
+    hooks = [layer.register_forward_pre_hook(keep_input, with_kwargs=True) for layer in layers]
+    was_training = model.training
+    try:
+        model.eval()
+        model(input_ids=tokens[None].to(model.device), use_cache=False, logits_to_keep=1)
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    masses = []
+    for layer in layers:
+        x = inputs.pop(layer.layer_idx)
+        cu_seqlens = torch.tensor([0, len(tokens)], dtype=torch.int32, device=x.device)
+        query_rows = measured_rows(layer.config, cu_seqlens, len(tokens), rows)
+        masses.append(layer_mass(layer, x, cu_seqlens, len(tokens), query_rows))
+    return masses

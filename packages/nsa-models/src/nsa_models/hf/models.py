@@ -1,0 +1,199 @@
+"""Llama, Qwen2 and Qwen3 of transformers with NSA in place of dense attention."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+from transformers.generation import GenerationMode
+
+from nsa_core.errors import InvalidInput
+from nsa_models.hf.attention import NSASelfAttention
+from nsa_models.hf.cache import NSAModelCache
+from nsa_models.hf.configs import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config, layer_spec
+from nsa_models.hf.packed import packed_boundaries
+from nsa_models.hf.rows import nsa_mask
+
+ATTENTION = "nsa"  # the attention implementation of transformers
+# Assisted generation removes at most the candidates of one round, of which there are few.
+MAX_ROLLBACK = 1024
+
+
+class _NSACausalLM:
+    """What the NSA models add to the dense models of transformers."""
+
+    _supports_flash_attn = False
+    _supports_sdpa = False
+    _supports_flex_attn = False
+
+    def __init__(self, config: Any) -> None:
+        requested = config._attn_implementation
+        if requested not in (None, ATTENTION):
+            raise InvalidInput(
+                f"attn_implementation must be {ATTENTION!r} or None, got {requested!r}; choose the"
+                " kernels of NSA with config.nsa_backends"
+            )
+        config._attn_implementation = ATTENTION
+        spec = layer_spec(config)
+        super().__init__(config)  # type: ignore[call-arg]
+        for index, layer in enumerate(self._decoder_layers()):
+            layer.self_attn = NSASelfAttention(spec, index)
+
+    def _decoder_layers(self) -> Any:
+        return self.model.layers  # type: ignore[attr-defined]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: NSAModelCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """Apply the model, as the dense model of transformers does.
+
+        Args:
+            input_ids: Integer [B, S].
+            attention_mask: [B, S] with the tokens of a cache before the input; 0 marks padding, on
+                either side.
+            position_ids: [B, S]. Only positions that count the tokens of each sequence or packed
+                document from 0 are supported.
+            past_key_values: A cache from :meth:`new_cache` or from an earlier output.
+            inputs_embeds: Embeddings [B, S, dim] in place of ``input_ids``.
+            labels: Integer [B, S], for the loss.
+            use_cache: Return a cache in the output. Default: only if ``past_key_values`` is passed.
+            logits_to_keep: Number of last rows with logits; 0 for all.
+            **kwargs: ``cu_seq_lens_q`` int32 [documents + 1] and ``max_length_q`` for documents
+                packed in one row, and other arguments of the dense model.
+
+        Raises:
+            InvalidInput: The cache is of another kind, the attention weights are requested, or the
+                positions are not supported.
+        """
+        if kwargs.get("output_attentions"):
+            raise InvalidInput(
+                "output_attentions is not supported, because NSA computes no attention matrix; see"
+                " docs/how-to/inspect.md for the gates and the selected blocks"
+            )
+        if past_key_values is None and use_cache:
+            past_key_values = self.new_cache()
+        if past_key_values is not None and not isinstance(past_key_values, NSAModelCache):
+            raise InvalidInput(
+                "past_key_values must be a cache of an NSA model, got"
+                f" {type(past_key_values).__name__}: create it with model.new_cache()"
+            )
+        packed = packed_boundaries(
+            attention_mask, position_ids, past_key_values is not None, kwargs
+        )
+        return super().forward(  # type: ignore[misc]
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=past_key_values is not None,
+            logits_to_keep=logits_to_keep,
+            **{**kwargs, **packed},
+        )
+
+    def new_cache(self, max_len: int = 0, max_rollback: int = 0) -> NSAModelCache:
+        """Create an empty cache for ``past_key_values``.
+
+        Args:
+            max_len: Number of tokens per sequence for which the first call allocates memory; the
+                cache grows when it is full.
+            max_rollback: Maximum number of tokens that ``crop`` can remove.
+        """
+        layers = [layer.self_attn for layer in self._decoder_layers()]
+        return NSAModelCache(layers, max_len, max_rollback)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Put a cache into ``model_kwargs``; `generate` calls this function."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise InvalidInput(
+                "cache_implementation must be None for an NSA model, which has a cache of its own,"
+                f" got {generation_config.cache_implementation!r}"
+            )
+        if model_kwargs.get("past_key_values") is not None:
+            model_kwargs["past_key_values"]._is_user_defined = True
+            return
+        if generation_config.use_cache is False:
+            return
+        rolls_back = generation_config.is_assistant or (
+            generation_mode == GenerationMode.ASSISTED_GENERATION
+        )
+        model_kwargs["past_key_values"] = self.new_cache(
+            max_cache_length, min(max_cache_length, MAX_ROLLBACK) if rolls_back else 0
+        )
+
+    def initialize_weights(self) -> None:
+        """Initialise the parameters that a checkpoint did not have; transformers calls this."""
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, NSASelfAttention):
+                module.reset_uninitialized()
+        super().initialize_weights()  # type: ignore[misc]
+
+
+class NSALlamaForCausalLM(_NSACausalLM, LlamaForCausalLM):
+    """Llama with NSA; a LlamaForCausalLM whose ``self_attn`` are :class:`NSASelfAttention`."""
+
+    config_class = NSALlamaConfig
+    config: NSALlamaConfig
+
+
+class NSAQwen2ForCausalLM(_NSACausalLM, Qwen2ForCausalLM):
+    """Qwen2 with NSA; a Qwen2ForCausalLM whose ``self_attn`` are :class:`NSASelfAttention`."""
+
+    config_class = NSAQwen2Config
+    config: NSAQwen2Config
+
+
+class NSAQwen3ForCausalLM(_NSACausalLM, Qwen3ForCausalLM):
+    """Qwen3 with NSA; a Qwen3ForCausalLM whose ``self_attn`` are :class:`NSASelfAttention`."""
+
+    config_class = NSAQwen3Config
+    config: NSAQwen3Config
+
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "llama": (NSALlamaConfig, NSALlamaForCausalLM),
+    "qwen2": (NSAQwen2Config, NSAQwen2ForCausalLM),
+    "qwen3": (NSAQwen3Config, NSAQwen3ForCausalLM),
+}
+
+
+def _refuse(*args: Any, **options: Any) -> NoReturn:
+    raise InvalidInput(
+        'the attention implementation "nsa" is for the models nsa_llama, nsa_qwen2 and nsa_qwen3;'
+        " convert a dense model with nsa_models.hf.convert(model)"
+    )
+
+
+def register() -> None:
+    """Register the models with transformers; a second call has no effect."""
+    AttentionInterface.register(ATTENTION, _refuse)
+    AttentionMaskInterface.register(ATTENTION, nsa_mask)
+    for config, model in MODELS.values():
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        AutoModelForCausalLM.register(config, model, exist_ok=True)

@@ -1,0 +1,72 @@
+"""Tiny dense and NSA models of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+import nsa_models.hf as hf
+
+NSA = {
+    "compress_block_size": 8,
+    "compress_stride": 4,
+    "select_block_size": 16,
+    "num_selected_blocks": 3,
+    "window_size": 20,
+}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+NSA_CONFIGS = {
+    "llama": hf.NSALlamaConfig,
+    "qwen2": hf.NSAQwen2Config,
+    "qwen3": hf.NSAQwen3Config,
+}
+DENSE_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+NSA_MODELS = {
+    "llama": hf.NSALlamaForCausalLM,
+    "qwen2": hf.NSAQwen2ForCausalLM,
+    "qwen3": hf.NSAQwen3ForCausalLM,
+}
+
+
+def nsa_model(kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """An NSA model with random weights, in eval mode; biases and norms are random too."""
+    values = {**SIZES, "nsa": NSA, **changes}
+    model = NSA_MODELS[kind](NSA_CONFIGS[kind](**values))
+    randomize(model)
+    return model.to(dtype).eval()
+
+
+@torch.no_grad()
+def randomize(model: Any) -> None:
+    """Add noise to biases and norms, whose initial values hide errors."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def padded_batch(
+    lengths: tuple[int, ...], side: str = "left"
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Random prompts as (input_ids, attention_mask, prompts without padding)."""
+    longest = max(lengths)
+    ids = torch.zeros(len(lengths), longest, dtype=torch.long)
+    mask, prompts = torch.zeros_like(ids), []
+    for row, length in enumerate(lengths):
+        place = slice(longest - length, None) if side == "left" else slice(0, length)
+        prompt = torch.randint(1, 61, (length,))
+        ids[row, place], mask[row, place] = prompt, 1
+        prompts.append(prompt[None])
+    return ids, mask, prompts

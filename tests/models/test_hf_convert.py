@@ -1,0 +1,229 @@
+"""Conversion of dense models of transformers, and the first training stage."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config
+
+import nsa_models.hf as hf
+from hf_models import DENSE_CONFIGS, NSA, SIZES, nsa_model, randomize
+from nsa_core import InvalidInput, NSAError
+from nsa_models.hf import conversion
+
+ROTARY = {
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "linear": {"factor": 4.0},
+}
+# Every key is in the window, so that NSA with the gates of the window only is dense attention.
+DENSE_WINDOW = NSA | {"window_size": 150}
+
+
+def dense_model(kind="llama", dtype=torch.float32, **changes):
+    model = AutoModelForCausalLM.from_config(DENSE_CONFIGS[kind](**{**SIZES, **changes}))
+    randomize(model)
+    return model.to(dtype).eval()
+
+
+@torch.no_grad()
+def only_window(model):
+    """Set the gates to 0, 0 and 1."""
+    for layer in model.model.layers:
+        gate = layer.self_attn.gate
+        gate.weight.zero_()
+        gate.bias.view(-1, 3).copy_(torch.tensor([-60.0, -60.0, 60.0]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": None}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {"head_dim": 16, "attention_bias": True, "rms_norm_eps": 1e-2}),
+        *[
+            ("llama", {"rope_parameters": {"rope_type": name, "rope_theta": 500.0, **values}})
+            for name, values in ROTARY.items()
+        ],
+    ],
+)
+def test_a_converted_model_whose_window_sees_all_keys_is_the_dense_model(kind, changes):
+    dense = dense_model(kind, torch.float64, **changes)
+    ids = torch.randint(1, 61, (2, 150))
+    expected = dense(ids).logits
+    model, carried, new = hf.convert(dense, DENSE_WINDOW)
+    assert carried == [name for name, _ in dense.named_parameters(remove_duplicate=False)]
+    assert new
+    assert all(any(x in name for x in ("phi_k", "phi_v", "gate")) for name in new)
+    assert (model(ids).logits - expected).abs().max() > 1e-3
+    only_window(model)
+    # transformers computes the angles in single precision
+    assert torch.allclose(model(ids).logits, expected, rtol=0, atol=2e-6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(dense(ids).logits, expected)
+    assert (model.dtype, model.training) == (torch.float64, False)
+
+
+def test_a_sharded_checkpoint_is_converted_with_its_tokenizer(tmp_path):
+    source, target = tmp_path / "dense", tmp_path / "nsa"
+    dense = dense_model("qwen2", torch.bfloat16)
+    dense.generation_config.max_new_tokens = 7
+    dense.save_pretrained(source, max_shard_size="10KB")
+    assert len(list(source.glob("*.safetensors"))) > 2
+    (source / "tokenizer.json").write_text("{}")
+    converted = hf.convert_checkpoint(source, target, NSA, backends="sdpa")
+    again = AutoModelForCausalLM.from_pretrained(target)
+    pairs = zip(again.state_dict().items(), converted.model.state_dict().values(), strict=True)
+    assert all(torch.equal(tensor, saved) for (_, tensor), saved in pairs)
+    assert again.dtype == torch.bfloat16
+    assert again.config.nsa_backends == "sdpa"
+    assert again.generation_config.max_new_tokens == 7
+    assert (target / "tokenizer.json").read_text() == "{}"
+    with pytest.raises(InvalidInput, match="is not an empty folder"):
+        hf.convert_checkpoint(source, target, NSA)
+
+
+def change_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def change_weights(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: change_config(f, attention_dropout=0.1), "attention_dropout = 0.1"),
+        (lambda f: change_config(f, model_type="gpt2"), "model_type must be one of llama, qwen2"),
+        (
+            lambda f: change_config(
+                f, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+            ),
+            "rope_type 'dynamic' is not supported",
+        ),
+        (
+            lambda f: change_weights(f, lambda t: t.pop("model.layers.1.mlp.up_proj.weight")),
+            "missing from the weights: model.layers.1.mlp.up_proj.weight",
+        ),
+        (
+            lambda f: change_weights(f, lambda t: t.update(extra=torch.ones(2))),
+            "not a parameter of the model: extra",
+        ),
+        (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_carried_over_is_refused(damage, message, tmp_path):
+    dense_model().save_pretrained(tmp_path / "dense")
+    damage(tmp_path / "dense")
+    with pytest.raises(InvalidInput, match=message):
+        hf.convert_checkpoint(tmp_path / "dense", tmp_path / "nsa")
+    assert not (tmp_path / "nsa").exists()
+
+
+def test_models_of_other_kinds_are_refused():
+    adapters = get_peft_model(dense_model(), LoraConfig(target_modules=["q_proj"], r=2))
+    other = AutoModelForCausalLM.from_config(
+        GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9)
+    )
+    quantised = dense_model()
+    quantised.config.quantization_config = {"quant_method": "bitsandbytes"}
+    extra = dense_model()
+    extra.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    for model, message in (
+        (adapters, r"got PeftModel; merge the adapters first"),
+        (other, "model_type must be one of llama, qwen2, qwen3, got 'gpt2'"),
+        (nsa_model(), "got 'nsa_llama'"),
+        (quantised, "quantization_config"),
+        (extra, r"0.self_attn.sinks has no place in the model with NSA"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            hf.convert(model)
+
+
+@pytest.mark.parametrize(
+    ("swapped", "reported"),
+    [
+        (("k_proj.bias", "v_proj.bias"), r"k_proj.bias, \S+0.self_attn.v_proj.bias"),
+        (("q_proj.weight", "o_proj.weight"), r"q_proj.weight, \S+0.self_attn.o_proj.weight"),
+    ],
+)
+def test_a_parameter_in_the_wrong_place_is_reported(swapped, reported, monkeypatch):
+    names = conversion._with_our_names
+
+    def wrong_names(dense, *args):
+        one, other = (f"model.layers.0.self_attn.{name}" for name in swapped)
+        return names({**dense, one: dense[other], other: dense[one]}, *args)
+
+    monkeypatch.setattr(conversion, "_with_our_names", wrong_names)
+    with pytest.raises(NSAError, match=rf"^conversion changed parameters: \S+{reported}$"):
+        hf.convert(dense_model(attention_bias=True))
+
+
+def test_the_first_stage_trains_only_new_parameters_and_measures_the_mass():
+    torch.manual_seed(0)
+    model, _, new = hf.convert(dense_model("qwen3"), NSA)
+    model.model.norm.weight.requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    text = torch.randint(1, 61, (20,)).repeat(6)
+    stages = hf.train_new_parameters(
+        model, [text.view(1, -1)] * 6, learning_rate=0.05, measure=text, measure_every=4
+    )
+    progress = list(stages)
+    assert [entry.step for entry in progress] == [0, 1, 2, 3, 4, 5, 6, 6]
+    measured = [entry.step for entry in progress if entry.selected_mass is not None]
+    assert measured == [0, 4, 6]
+    assert progress[-1].loss < progress[1].loss
+    for entry in progress:
+        if entry.selected_mass is not None:
+            assert 0 < entry.random_mass < entry.selected_mass + 0.2 < 1.2
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed
+    assert changed <= set(new)
+    assert any("phi_k" in name for name in changed)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert frozen == ["model.norm.weight"]
+
+
+@torch.no_grad()
+def test_selected_mass_is_the_softmax_over_the_selected_blocks():
+    """The mass of a layer is that of softmax(q k_sel) over the selected blocks."""
+    model = nsa_model()
+    text = torch.randint(1, 61, (64,))
+    (first, _) = hf.selected_mass(model, text, rows=4)
+    attn = model.model.layers[0].self_attn
+    x = model.model.layers[0].input_layernorm(model.model.embed_tokens(text))[None]
+    projected = attn.project(x)
+    scores = torch.einsum("rghd,tgd->ghrt", projected.q[0].unflatten(1, (2, 2)), projected.k[1][0])
+    scores = scores * attn.config.softmax_scale
+    p = scores.masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf).softmax(-1).mean(1)
+    plan = attn.resolve_plan(x, projected.q, False)
+    _, lse = plan.cmp(projected.q, projected.k_cmp, projected.v_cmp)
+    blocks = plan.select(projected.q, projected.k_cmp, lse)[0]
+    rows = torch.linspace(48, 63, 4).long()
+    expected = [
+        sum(p[g, r, b * 16 : b * 16 + 16].sum() for b in blocks[r, g].tolist() if b >= 0)
+        for r in rows.tolist()
+        for g in range(2)
+    ]
+    assert first.selected == pytest.approx(float(torch.stack(expected).mean()), abs=1e-5)
+    with pytest.raises(InvalidInput, match="longer than num_selected_blocks blocks, 48 tokens"):
+        hf.selected_mass(model, text[:48])
+    with pytest.raises(InvalidInput, match="must have NSA layers, got LlamaForCausalLM"):
+        hf.selected_mass(dense_model(), text)

@@ -1,0 +1,225 @@
+"""NSA models of transformers: configurations, saving, padded and packed training, LoRA, Trainer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    Trainer,
+    TrainingArguments,
+)
+
+import nsa_models.hf as hf
+from hf_models import NSA, NSA_CONFIGS, NSA_MODELS, nsa_model, padded_batch
+from nsa_core import InvalidInput
+from nsa_core.layer.module import NSAttention
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", NSA_MODELS)
+def test_a_saved_model_has_the_same_logits(kind, tied, tmp_path):
+    extra = {} if kind == "qwen2" else {"attention_bias": True, "head_dim": 16}
+    model = nsa_model(kind, tie_word_embeddings=tied, rope_parameters=YARN, **extra)
+    ids = torch.randint(1, 61, (2, 70))
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(config) is NSA_CONFIGS[kind]
+    assert config.nsa == NSA
+    assert type(again) is NSA_MODELS[kind]
+    pairs = zip(again.state_dict().items(), model.state_dict().values(), strict=True)
+    assert all(torch.equal(tensor, saved) for (_, tensor), saved in pairs)
+    assert torch.allclose(again(ids).logits, expected, rtol=0, atol=1e-6)
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) is tied
+    biases = {name.split(".")[-2] for name in again.state_dict() if name.endswith("bias")}
+    assert biases & {"qkv", "out"} == ({"qkv"} if kind == "qwen2" else {"qkv", "out"})
+
+
+def test_dtype_and_device_arguments(tmp_path):
+    nsa_model().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model(torch.ones(1, 40, dtype=torch.long)).logits.isfinite().all()
+    assert model.generate(torch.ones(1, 40, dtype=torch.long), max_new_tokens=3).shape == (1, 43)
+
+
+def test_parameters_that_a_checkpoint_lacks_are_initialised_as_in_a_new_layer(tmp_path):
+    """Models load on the meta device, where the layer's own initial values are lost."""
+    model = nsa_model()
+    tensors = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if "phi_k" not in name and "1.self_attn.gate" not in name
+    }
+    model.save_pretrained(tmp_path, state_dict=tensors)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, parameter in again.named_parameters():
+        if name in tensors:
+            assert torch.equal(parameter, tensors[name]), name
+    first, second = (layer.self_attn for layer in again.model.layers)
+    fresh = NSAttention(first.config)
+    for attn, parts in ((first, ["phi_k"]), (second, ["phi_k", "gate"])):
+        for part in parts:
+            pairs = zip(
+                attn.get_submodule(part).named_parameters(),
+                fresh.get_submodule(part).parameters(),
+                strict=True,
+            )
+            for (name, parameter), reference in pairs:
+                assert parameter.isfinite().all(), name
+                close = pytest.approx(reference.std().item(), rel=0.5, abs=1e-6)
+                assert parameter.std().item() == close, name
+
+
+@pytest.mark.parametrize("kind", NSA_MODELS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_neither_logits_nor_gradients(kind, side):
+    model = nsa_model(kind, torch.float64)
+    ids, mask, prompts = padded_batch((75, 60, 9, 75), side)
+    labels = ids.masked_fill(mask == 0, -100)
+    batch = model(ids, attention_mask=mask)
+    for row, prompt in enumerate(prompts):
+        actual = batch.logits[row][mask[row].bool()]
+        assert torch.allclose(actual, model(prompt).logits[0], rtol=0, atol=1e-12)
+    tokens = mask.sum() - len(prompts)
+    model(ids, attention_mask=mask, labels=labels, num_items_in_batch=tokens).loss.backward()
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    for prompt in prompts:
+        model(prompt, labels=prompt, num_items_in_batch=tokens).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, grads[name], rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("boundaries", ["cu_seq_lens_q", "position_ids"])
+def test_packed_documents_do_not_see_each_other(boundaries):
+    model = nsa_model("qwen3", torch.float64)
+    documents = [torch.randint(1, 61, (n,)) for n in (40, 1, 70, 33)]
+    collate = DataCollatorWithFlattening(
+        return_flash_attn_kwargs=boundaries == "cu_seq_lens_q", return_tensors="pt"
+    )
+    batch = collate([{"input_ids": document.tolist()} for document in documents])
+    assert ("cu_seq_lens_q" in batch) is (boundaries == "cu_seq_lens_q")
+    logits = model(**batch).logits[0].split([len(document) for document in documents])
+    for actual, document in zip(logits, documents):
+        assert torch.allclose(actual, model(document[None]).logits[0], rtol=0, atol=1e-12)
+    whole = model(batch["input_ids"]).logits[0]
+    assert (whole[-1] - logits[-1][-1]).abs().max() > 1e-6
+
+
+def test_checkpointing_and_packing_give_the_same_gradients():
+    grads, ids = [], torch.randint(1, 61, (1, 90))
+    model = nsa_model("qwen2", torch.float64).train()
+    for recompute in (False, True):
+        if recompute:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids, position_ids=torch.arange(90)[None] % 50).loss.backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=0) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.slow
+def test_compiled_forward_equals_the_eager_one():
+    model = nsa_model()
+    compiled = torch.compile(model, backend="inductor")
+    ids, mask, _ = padded_batch((75, 30))
+    for arguments in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
+        expected, actual = (m(**arguments).logits for m in (model, compiled))
+        assert torch.allclose(actual, expected, rtol=0, atol=1e-5)
+
+
+def test_lora_trains_adapters_and_new_parameters_only():
+    model = get_peft_model(
+        nsa_model(),
+        LoraConfig(target_modules=["qkv", "out"], modules_to_save=["phi_k", "phi_v", "gate"], r=2),
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ids = torch.randint(1, 61, (2, 70))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):  # the first update makes the factor B of LoRA other than 0
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert changed <= trainable
+    for part in ("qkv.lora_A", "qkv.lora_B", "out.lora_B", "phi_k", "phi_v", "gate"):
+        assert any(part in name for name in changed), part
+    assert model.generate(input_ids=ids, max_new_tokens=4).shape == (2, 74)
+
+
+def test_trainer_lowers_the_loss_and_writes_a_model(tmp_path):
+    row = [*range(1, 41)] * 2
+    data = [{"input_ids": row, "labels": row, "attention_mask": [1] * 80}] * 8
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "run"),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        learning_rate=0.02,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        gradient_checkpointing=True,
+    )
+    trainer = Trainer(model=nsa_model(), args=arguments, train_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.9 * losses[0]
+    assert trainer.evaluate(data[:2])["eval_loss"] < losses[0]
+    trainer.save_model(str(tmp_path / "model"))
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (config["model_type"], config["architectures"]) == ("nsa_llama", ["NSALlamaForCausalLM"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {**YARN, "rope_type": "dynamic"}}, r"rope_type 'dynamic' is not supp"),
+        ({"attention_dropout": 0.1}, r"attention_dropout = 0.1 \(NSA has no dropout\)"),
+        ({"nsa": {"head_dim": 8}}, r"config.nsa: head_dim must not be set"),
+        ({"nsa": {"window": 8}}, r"no field 'window'"),
+        ({"attn_implementation": "sdpa"}, r"attn_implementation must be 'nsa' or None, got 'sdpa'"),
+    ],
+)
+def test_a_configuration_that_nsa_cannot_express_is_refused(changes, message):
+    with pytest.raises((InvalidInput, TypeError), match=message):
+        nsa_model(**changes)
+    with pytest.raises(InvalidInput, match=r"sliding_window = 8 \(NSA attends to the whole past"):
+        nsa_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)
+
+
+def test_calls_that_nsa_cannot_serve_are_refused():
+    model, ids = nsa_model(), torch.ones(2, 20, dtype=torch.long)
+    for arguments, message in (
+        ({"output_attentions": True}, "output_attentions is not supported"),
+        ({"past_key_values": DynamicCache()}, "must be a cache of an NSA model, got DynamicCache"),
+        ({"attention_mask": torch.ones(2, 1, 20, 20)}, "pass a 2-D mask"),
+        ({"position_ids": torch.arange(5, 25)[None]}, "must count the tokens of each sequence"),
+        ({"attention_mask": torch.ones(2, 19)}, r"must be \[2, 20\], .* got \[2, 19\]"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 20]), "attention_mask": torch.ones(2, 20)},
+            "cu_seq_lens_q and attention_mask",
+        ),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            model(ids, **arguments)
+    assert hf.NSASelfAttention is type(model.model.layers[0].self_attn)
