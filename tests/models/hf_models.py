@@ -28,6 +28,8 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+# head_dim other than hidden_size / num_attention_heads = 8
+SIZES_OF_KIND: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 16}}
 NSA_CONFIGS = {
     "llama": hf.NSALlamaConfig,
     "qwen2": hf.NSAQwen2Config,
@@ -43,7 +45,7 @@ NSA_MODELS = {
 
 def nsa_model(kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """An NSA model with random weights, in eval mode; biases and norms are random too."""
-    values = {**SIZES, "nsa": NSA, **changes}
+    values = {**SIZES, **SIZES_OF_KIND[kind], "nsa": NSA, **changes}
     model = NSA_MODELS[kind](NSA_CONFIGS[kind](**values))
     randomize(model)
     return model.to(dtype).eval()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import nsa_models.hf as hf
-from hf_models import DENSE_CONFIGS, NSA, SIZES, nsa_model, randomize
+from hf_models import DENSE_CONFIGS, NSA, SIZES, SIZES_OF_KIND, nsa_model, randomize
 from nsa_core import InvalidInput, NSAError
 from nsa_models.hf import conversion
 
@@ -30,7 +30,9 @@ DENSE_WINDOW = NSA | {"window_size": 150}
 
 
 def dense_model(kind="llama", dtype=torch.float32, **changes):
-    model = AutoModelForCausalLM.from_config(DENSE_CONFIGS[kind](**{**SIZES, **changes}))
+    model = AutoModelForCausalLM.from_config(
+        DENSE_CONFIGS[kind](**{**SIZES, **SIZES_OF_KIND[kind], **changes})
+    )
     randomize(model)
     return model.to(dtype).eval()
 

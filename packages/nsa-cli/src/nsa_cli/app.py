@@ -11,6 +11,7 @@ import typer
 from nsa_cli import backends, bench, completion, output
 from nsa_cli.commands import App
 from nsa_cli.conformance import conformance
+from nsa_cli.convert import convert
 from nsa_cli.doctor import doctor, env
 from nsa_cli.generate import generate
 from nsa_cli.inspect import inspect
@@ -52,6 +53,7 @@ app.command(
 )(tune)
 app.command(short_help="Train a small language model.", rich_help_panel=TRAIN)(train)
 app.command(short_help="Generate text from a checkpoint.", rich_help_panel=TRAIN)(generate)
+app.command(short_help="Convert a Hugging Face model to NSA.", rich_help_panel=TRAIN)(convert)
 app.command(
     short_help="Run the conformance suite on a backend; `nsa backends new` writes one.",
     rich_help_panel=EXTEND,

@@ -1,4 +1,4 @@
-"""Optional libraries of `nsa train` and `nsa generate`: name the missing ones before any work."""
+"""Optional libraries of commands: name the missing ones before any work."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _EXTRA_OF = {
     "tokenizers": "train",
     "datasets": "train",
     "pyarrow": "train",
+    "transformers": "hf",
     "matplotlib": "plot",
 }
 

@@ -42,6 +42,11 @@ OPTION_PANELS: dict[str, dict[str, tuple[str, ...]]] = {
         "Machine": ("device", "threads", "dtype", "recompute", "compile", "graph", "parallel"),
         "Output": ("out", *_PLOTS, "force"),
     },
+    "convert": {
+        "Model": ("hf", "out", "nsa", "dtype", "backends"),
+        "Training of new parameters": ("text", "steps", "length", "batch", "lr", "seed"),
+        "Machine": ("device", "threads"),
+    },
     "explain": {
         "Backends": _SLOTS,
         "Layer": ("n_heads", "n_kv_heads", "head_dim", "v_head_dim"),

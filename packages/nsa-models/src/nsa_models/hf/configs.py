@@ -103,7 +103,10 @@ def layer_spec(config: PreTrainedConfig) -> LayerSpec:
     fields = read_fields(
         values, _SUPPORTED, options, "Set these fields of the configuration to their defaults"
     )
-    layer = NSAConfig(**fields)
+    try:
+        layer = NSAConfig(**fields)
+    except TypeError as error:  # an unknown field
+        raise InvalidInput(f"config.nsa: {error}") from error
     if factor != 1.0:  # of both cos and sin, so of q and of k
         layer = NSAConfig(**{**fields, "scale": layer.softmax_scale * factor**2})
     is_qwen2 = values["model_type"] == "qwen2"

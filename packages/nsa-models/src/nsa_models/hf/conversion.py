@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -204,7 +205,11 @@ def _copies(converted: Any, name: str) -> list[torch.Tensor]:
     q = layer.n_heads * layer.qk_dim
     k, v = layer.n_kv_heads * layer.qk_dim, layer.n_kv_heads * layer.v_dim
     of_q, *rest = joint.split([q, *[k] * pairs, *[v] * pairs])
-    parts = {"q_proj": [of_q], "k_proj": rest[:pairs], "v_proj": rest[pairs:]}
+    parts: dict[str, list[torch.Tensor]] = {
+        "q_proj": [of_q],
+        "k_proj": rest[:pairs],
+        "v_proj": rest[pairs:],
+    }
     return parts[projection]
 
 
@@ -298,13 +303,22 @@ def read_dense(source: Path, dtype: str | torch.dtype = "auto") -> Any:
 def write(model: Any, source: Path, target: Path) -> None:
     """Write a converted model, and copy the tokenizer of the dense one.
 
+    The folder appears when it is complete.
+
     Args:
         model: The model with NSA.
         source: The folder of the dense model.
-        target: The folder to write.
+        target: The folder to write; empty, or does not exist.
     """
-    model.save_pretrained(target)
-    for pattern in _COPIED:
-        for file in sorted(source.glob(pattern)):
-            if file.is_file():
-                shutil.copy2(file, target / file.name)
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        model.save_pretrained(partial)
+        for pattern in _COPIED:
+            for file in sorted(source.glob(pattern)):
+                if file.is_file():
+                    shutil.copy2(file, partial / file.name)
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

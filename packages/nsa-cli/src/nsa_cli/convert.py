@@ -1,0 +1,234 @@
+"""`nsa convert`: convert a dense model of Hugging Face transformers to NSA."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nsa_cli import output
+from nsa_cli import train_options as options
+from nsa_cli.choices import (
+    dtype_names,
+    options_on_command_line,
+    parse_backends,
+    pick_device,
+)
+from nsa_cli.extras import need_extras
+
+if TYPE_CHECKING:
+    import torch
+
+    from nsa_models.hf.conversion import Conversion
+    from nsa_models.hf.first_stage import Progress
+
+_STAGE = ("steps", "length", "batch", "lr", "seed")  # options of the first stage
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def convert(
+    context: typer.Context,
+    hf: Annotated[
+        Path,
+        typer.Option(
+            "--hf", help="Folder of a dense Llama, Qwen2 or Qwen3: config.json and safetensors."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the model with NSA; new or empty.")],
+    nsa: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--nsa",
+            metavar="NAME=VALUE",
+            help="Field of NSAConfig, such as window_size=512. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of the model. auto: that of the checkpoint.")
+    ] = "auto",
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text file: train phi and the gates on it, with all else frozen.",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Updates of the training.", min=1)] = 200,
+    length: Annotated[int, typer.Option(help="Tokens per row of the training.", min=2)] = 4096,
+    batch: Annotated[int, typer.Option(help="Rows per step of the training.", min=1)] = 1,
+    lr: Annotated[float, typer.Option(help="Learning rate of the training.", min=0.0)] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Seed of the new parameters and of the rows.")] = 0,
+    device: options.Device = "auto",
+    threads: options.Threads = 1,
+    backends: options.Backends = "auto",
+) -> None:
+    """Convert a dense model of Hugging Face transformers to NSA.
+
+    All parameters of the dense model are carried over and compared. The compression and the gates
+    are new: train the model before you use it. --text does the first part of that training.
+    """
+    with output.exit_codes():
+        typed = options_on_command_line(context)
+        _check_options(text, typed)
+        need_extras("nsa convert", ["transformers"])
+        fields = _fields(nsa or [])
+        torch_device = pick_device(device, threads)
+        import torch
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        from nsa_models.hf.conversion import check_target, read_dense, write
+        from nsa_models.hf.conversion import convert as convert_model
+
+        check_target(out)
+        tokens = None if text is None else _read_tokens(hf, text, length)
+        torch.manual_seed(seed)
+        dense = read_dense(hf, _one_dtype(dtype))
+        conversion = convert_model(dense, fields, parse_backends(backends))
+        del dense
+        _print_conversion(conversion)
+        if tokens is not None:
+            conversion.model.to(torch_device)
+            _train(conversion, tokens, (steps, length, batch, lr, seed))
+            conversion.model.to("cpu")
+        write(conversion.model, hf, out)
+        output.print_text(output.console(), f"Written to {out}", "bold green")
+
+
+def _check_options(text: Path | None, typed: set[str]) -> None:
+    from nsa_core.errors import InvalidInput
+
+    unused = sorted(typed & set(_STAGE[:-1]))
+    if text is None and unused:
+        names = ", ".join(f"--{name}" for name in unused)
+        raise InvalidInput(f"{names}: there is no training without --text; give a text file")
+
+
+def _one_dtype(text: str) -> str:
+    from nsa_core.errors import InvalidInput
+
+    names = ["auto"] if text == "auto" else dtype_names(text)
+    if len(names) > 1:
+        raise InvalidInput(f"--dtype must be one dtype, got {', '.join(names)}")
+    return names[0]
+
+
+def _fields(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return the fields NAME=VALUE; a value is JSON, or else a string."""
+    from nsa_core.errors import InvalidInput
+
+    fields = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator or not name:
+            raise InvalidInput(f"--nsa must be NAME=VALUE such as window_size=512, got {pair!r}")
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            fields[name] = value
+    return fields
+
+
+def _print_conversion(conversion: Conversion) -> None:
+    console, model = output.console(), conversion.model
+    parameters = dict(model.named_parameters())
+    total = sum(parameter.numel() for parameter in parameters.values())
+    new = sum(parameters[name].numel() for name in conversion.new)
+    first = ".".join(conversion.new[0].split(".")[:3]) + "."  # model.layers.0.
+    layers = model.config.num_hidden_layers
+    output.print_text(
+        console,
+        f"{model.config.model_type}: {total:,} parameters, {layers} layers. Carried over and"
+        f" compared: all {len(conversion.carried):,} tensors of the dense model. Each branch has a"
+        " copy of the dense keys and values.",
+        indent="",
+    )
+    rows = [
+        [name.removeprefix(first), "x".join(map(str, parameters[name].shape))]
+        for name in conversion.new
+        if name.startswith(first)
+    ]
+    title = f"New in each layer, {new:,} parameters in all ({new / total:.2%}):"
+    output.print_table(console, ("parameter", "shape"), rows, title)
+
+
+def _read_tokens(folder: Path, text: Path, length: int) -> torch.Tensor:
+    """Return the tokens of the text [T], by the tokenizer of the dense model."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from nsa_core.errors import InvalidInput
+    from nsa_core.util.text import describe_error
+
+    try:
+        content = text.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InvalidInput(f"--text: {text} cannot be read: {describe_error(error)}") from error
+    problem = InvalidInput(
+        f"--hf: {folder} has no tokenizer that can be read, which --text needs: copy the"
+        " tokenizer.json of the model there"
+    )
+    if not any(file for name in _TOKENIZERS for file in folder.glob(name)):
+        raise problem  # transformers would build an empty tokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise problem from error
+    tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"])
+    if len(tokens) < 2 * length:
+        raise InvalidInput(
+            f"--text: {text} has {len(tokens):,} tokens, but rows of --length {length:,} and a"
+            f" measurement need {2 * length:,}: give a longer text or a smaller --length"
+        )
+    return tokens
+
+
+def _rows(tokens: torch.Tensor, steps: int, length: int, batch: int) -> Iterator[torch.Tensor]:
+    """Yield ``steps`` batches of random rows [batch, length]."""
+    import torch
+
+    for _ in range(steps):
+        starts = torch.randint(len(tokens) - length + 1, (batch,)).tolist()
+        yield torch.stack([tokens[start : start + length] for start in starts])
+
+
+def _train(
+    conversion: Conversion, tokens: torch.Tensor, sizes: tuple[int, int, int, float, int]
+) -> None:
+    """Train the new parameters on all tokens but the last row, which measures the mass."""
+    import torch
+
+    from nsa_models.hf.first_stage import train_new_parameters
+
+    steps, length, batch, lr, seed = sizes
+    torch.manual_seed(seed)
+    stages = train_new_parameters(
+        conversion.model,
+        _rows(tokens[:-length], steps, length, batch),
+        learning_rate=lr,
+        measure=tokens[-length:],
+        measure_every=max(1, -(-steps // 8)),
+    )
+    measured: list[Progress] = []
+    with output.progress(steps) as advance:
+        for progress in stages:
+            if progress.selected_mass is not None:
+                measured.append(progress)
+            if progress.step and not (measured[1:] and measured[-2].step == progress.step):
+                advance(f"loss {progress.loss:.3f}, selected mass {measured[-1].selected_mass:.1%}")
+    rows = [
+        [
+            str(progress.step),
+            f"{progress.loss:.4f}" if progress.step else "",
+            f"{progress.selected_mass:.1%}",
+            f"{progress.random_mass:.1%}",
+        ]
+        for progress in measured
+    ]
+    title = "Training of the new parameters; mass of dense attention in the selected blocks:"
+    output.print_table(output.console(), ("step", "loss", "selected", "random"), rows, title)

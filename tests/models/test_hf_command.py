@@ -1,0 +1,103 @@
+"""`nsa convert`: its output, its files and its errors."""
+
+from __future__ import annotations
+
+import re
+import string
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import nsa_models.hf as hf
+from hf_models import DENSE_CONFIGS, NSA, SIZES
+
+SET = [word for name, value in NSA.items() for word in ("--nsa", f"{name}={value}")]
+
+
+@pytest.fixture
+def dense(tmp_path):
+    """Return the folder of a dense Qwen2 with a tokenizer of characters."""
+    folder = tmp_path / "dense"
+    AutoModelForCausalLM.from_config(DENSE_CONFIGS["qwen2"](**SIZES)).save_pretrained(folder)
+    characters = Tokenizer(
+        models.WordLevel({c: i for i, c in enumerate("?" + string.ascii_lowercase + " ")}, "?")
+    )
+    characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=characters, unk_token="?").save_pretrained(folder)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 20)
+    return folder
+
+
+def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stage = ["--text", "text.txt", "--steps", "9", "--length", "200", "--lr", "0.02"]
+    result = nsa("convert", "--hf", "dense", "--out", "trained", *SET, *stage)
+    assert (result.code, result.err) == (0, "")
+    plain = nsa("convert", "--hf", "dense", "--out", "plain", *SET)
+    assert plain.code == 0
+    assert result.out.startswith(plain.out.partition("Written")[0])
+    assert "Carried over and compared: all 27 tensors" in result.out.replace("\n", " ")
+    model, trained = (AutoModelForCausalLM.from_pretrained(name) for name in ("plain", "trained"))
+    assert {name: getattr(model.model.layers[0].self_attn.config, name) for name in NSA} == NSA
+    new = {name for name, _ in model.named_parameters() if re.search("phi_|gate[.]", name)}
+    for name in dict(model.named_parameters()):
+        if ".0." in name:
+            short = name.removeprefix("model.layers.0.")
+            assert (f"\n{short} " in result.out) is (name in new), name
+    pairs = zip(model.named_parameters(), trained.parameters(), strict=True)
+    changed = {name for (name, one), other in pairs if not torch.equal(one, other)}
+    assert changed
+    assert changed <= new
+    rows = re.findall(r"(?m)^ *(\d+) +(?:([\d.]+) +)?([\d.]+)% +([\d.]+)%$", result.out)
+    assert [row[0] for row in rows] == ["0", "2", "4", "6", "8", "9"]
+    assert float(rows[-1][1]) < float(rows[1][1])
+    text = torch.tensor(
+        AutoTokenizer.from_pretrained("trained")((tmp_path / "text.txt").read_text())["input_ids"]
+    )
+    mass = [entry.selected for entry in hf.selected_mass(trained, text[-200:])]
+    assert rows[-1][2] == f"{100 * sum(mass) / 2:.1f}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hf", "none"], "none has no config.json"),
+        (["--nsa", "window=3"], "NSAConfig has no field 'window'"),
+        (["--nsa", "window_size"], "--nsa must be NAME=VALUE such as window_size=512"),
+        (["--nsa", "window_size=0"], "window_size must be an integer >= 1, got 0"),
+        (["--steps", "3"], "--steps: there is no training without --text"),
+        (["--text", "none.txt"], "--text: none.txt cannot be read"),
+        (["--text", "text.txt"], "tokens, but rows of --length 4,096"),
+        (["--dtype", "fp32,bf16"], "--dtype must be one dtype, got float32, bfloat16"),
+        (["--out", "dense"], "dense exists and is not an empty folder"),
+    ],
+)
+def test_errors_name_the_option_and_write_nothing(
+    arguments, message, dense, nsa, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    result = nsa("convert", "--hf", "dense", "--out", "new", *arguments)
+    assert result.code == 2
+    assert message in " ".join(result.err.split())
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_a_folder_without_a_tokenizer_cannot_be_trained(dense, nsa, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in dense.glob("tokenizer*"):
+        file.unlink()
+    result = nsa("convert", "--hf", "dense", "--out", "new", "--text", "text.txt")
+    assert (result.code, "has no tokenizer that can be read" in result.err) == (2, True)
+
+
+def test_an_interrupted_write_leaves_no_folder(dense, tmp_path, monkeypatch):
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.copy2", fail)
+    with pytest.raises(KeyboardInterrupt):
+        hf.convert_checkpoint(dense, tmp_path / "new", NSA)
+    assert not list(tmp_path.glob("*new*"))
