@@ -79,8 +79,9 @@ def test_a_cache_grows_is_copied_cropped_and_continued():
     copied = copy.deepcopy(cache)
     model(ids[:, :7], past_key_values=cache)
     cache.crop(-7)
+    with_room = copy.deepcopy(cache)
     for end in (61, 70, 120):
-        for one in (cache, copied):
+        for one in (cache, copied, with_room):
             start = one.get_seq_length()
             logits = model(ids[:, start:end], past_key_values=one).logits
             assert torch.allclose(logits, expected[:, start:end], rtol=0, atol=1e-10)

@@ -108,22 +108,37 @@ def test_table_is_one_operator_in_a_compiled_graph():
         )
 
 
-@pytest.mark.parametrize("by", ["eager", "compiled", "chunk", "cache"])
+@pytest.mark.parametrize("by", ["eager", "compiled", "packed", "chunks", "steps"])
 def test_listed_frequencies_rotate_every_key_of_a_layer(by):
-    """Frequencies that are the powers of a base give what the base gives; others do not."""
-    base = NSAConfig(32, 2, 1, 16, rope_base=70.0, compress_stride=4, compress_block_size=8,
-                     select_block_size=8, num_selected_blocks=3, window_size=7)  # fmt: skip
+    """The powers of a base give what the base gives; other frequencies do not.
+
+    Steps over a cache agree with the call on the whole sequence.
+    """
+    base = NSAConfig(
+        *(32, 2, 1, 16),
+        rope_base=70.0,
+        compress_block_size=8,
+        compress_stride=4,
+        select_block_size=8,
+        num_selected_blocks=3,
+        window_size=7,
+    )
     powers = tuple(70.0 ** (-m / 8) for m in range(8))
     x, outputs = torch.randn(1, 60, 32, dtype=torch.float64), []
     for frequencies in (None, powers, (*powers[:-1], 0.5)):
         torch.manual_seed(1)
         attn = NSAttention(dataclasses.replace(base, rope_frequencies=frequencies)).double()
         with torch.no_grad():
-            if by in ("chunk", "cache"):
-                cache, step = attn.new_cache(1, 60), 30 if by == "chunk" else 1
-                y = torch.cat([attn(part, cache=cache) for part in x.split(step, 1)], 1)
+            whole = attn(x)
+            if by in ("chunks", "steps"):
+                cache = attn.new_cache(1, 60)
+                parts = x.split(20 if by == "chunks" else 1, 1)
+                y = torch.cat([attn(part, cache=cache) for part in parts], 1)
+            elif by == "packed":
+                y = attn(x[0], torch.tensor([0, 60], dtype=torch.int32))[None]
             else:
                 y = (torch.compile(attn, backend="eager") if by == "compiled" else attn)(x)
+        assert torch.allclose(y, whole, rtol=0, atol=1e-10)
         outputs.append(y)
     assert torch.allclose(outputs[0], outputs[1], rtol=0, atol=1e-10)
     assert (outputs[0] - outputs[2]).abs().max() > 1e-3
