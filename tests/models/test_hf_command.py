@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import nsa_models.hf as hf
 from hf_models import DENSE_CONFIGS, NSA, SIZES
+from nsa_models.hf.first_stage import Progress
 
 SET = [word for name, value in NSA.items() for word in ("--nsa", f"{name}={value}")]
 
@@ -101,3 +102,29 @@ def test_an_interrupted_write_leaves_no_folder(dense, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         hf.convert_checkpoint(dense, tmp_path / "new", NSA)
     assert not list(tmp_path.glob("*new*"))
+
+
+def test_the_last_row_of_the_text_is_measured_and_never_trained_on(
+    dense, nsa, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a" * 300 + "b" * 300 + "c" * 200)
+    calls = []
+
+    def stage(model, batches, **settings):
+        calls.append((list(batches), settings))
+        yield Progress(0, float("nan"), 0.5, 0.25)
+
+    monkeypatch.setattr("nsa_models.hf.first_stage.train_new_parameters", stage)
+    sizes = ["--steps", "9", "--length", "200", "--batch", "2", "--lr", "0.02"]
+    result = nsa("convert", "--hf", "dense", "--out", "new", "--text", "text.txt", *sizes)
+    assert result.code == 0
+    assert re.search(r"(?m)^ +0 +50.0% +25.0%$", result.out)
+    ((batches, settings),) = calls
+    assert (settings["learning_rate"], settings["measure_every"]) == (0.02, 2)
+    (measured,) = settings["measure"].unique().tolist()
+    assert len(settings["measure"]) == 200
+    assert [tuple(batch.shape) for batch in batches] == [(2, 200)] * 9
+    trained = torch.stack(batches).unique().tolist()
+    assert len(trained) == 2
+    assert measured not in trained

@@ -199,6 +199,8 @@ def test_the_first_stage_trains_only_new_parameters_and_measures_the_mass():
     assert changed
     assert changed <= set(new)
     assert any("phi_k" in name for name in changed)
+    graded = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert graded <= set(new)
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
     assert frozen == ["model.norm.weight"]
 

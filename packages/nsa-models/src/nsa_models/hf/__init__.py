@@ -4,9 +4,16 @@ Importing this package registers the models with AutoConfig and AutoModelForCaus
 transformers (``pip install 'nsa-models[hf]'``).
 """
 
+from nsa_core.errors import BackendUnavailable
 from nsa_core.util.extras import require_module
 
-require_module("transformers", "nsa_models.hf needs", "nsa-models[hf]")
+_OLDEST = (5, 20)
+_version = require_module("transformers", "nsa_models.hf needs", "nsa-models[hf]").__version__
+if tuple(int(part) for part in _version.split(".")[:2]) < _OLDEST:
+    raise BackendUnavailable(
+        f"nsa_models.hf needs transformers {_OLDEST[0]}.{_OLDEST[1]} or newer, but {_version} is"
+        " installed; pip install 'nsa-models[hf]'"
+    )
 
 from nsa_models.hf.attention import NSASelfAttention  # noqa: E402
 from nsa_models.hf.cache import NSAModelCache  # noqa: E402
