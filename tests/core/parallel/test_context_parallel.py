@@ -27,6 +27,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"shared_kv": True, "qk_norm": True},
     {"rope_before_compress": True},
     {"rope": False, "window_size": 1},
+    {"rope_frequencies": (1.0, 0.3, 0.05, 0.01)},
     {"compress_block_size": 4},
     {"compress_block_size": 1, "compress_stride": 1, "window_size": 1},
 )

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layer.attention import nsa_attention
-from nsa_core.layer.gating import LinearGate, MLPGate, compute_gates
+from nsa_core.layer.gating import LinearGate, MLPGate, compute_gates, has_sigmoid
 from nsa_core.layer.module import NSAttention
 from nsa_core.layer.plain_linear import are_plain
 from nsa_core.layer.projection import Projected
@@ -212,6 +212,8 @@ class DividedHeads:
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             plan=layer.resolve_plan(x, q, cu_seqlens is not None, plan),
+            recompute=layer.recompute,
+            nonnegative_gates=has_sigmoid(layer.gate),
         )
         y: torch.Tensor = _Summed.apply(layer.out(o.flatten(-2)), self.group)  # type: ignore[no-untyped-call]
         return y

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nsa_core.layer.attention import nsa_attention
-from nsa_core.layer.gating import compute_gates
+from nsa_core.layer.gating import compute_gates, has_sigmoid
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.layer.phi.kinds import compress_pair
 from nsa_core.layer.rope import rope_table, rotate
@@ -61,7 +61,7 @@ def forward(
     else:
         positions = torch.arange(q.shape[1], device=q.device)
     if config.rope:
-        table = rope_table(positions, config.qk_dim, config.rope_base, q.dtype)
+        table = rope_table(positions, config.qk_dim, config.frequencies, q.dtype)
         q, *ks = (rotate(t, table) for t in (q, *ks))
         if config.rope_before_compress:
             k_raw = rotate(k_raw, table)
@@ -69,7 +69,7 @@ def forward(
     if config.rope and not config.rope_before_compress:
         starts = positions[:: config.compress_stride][: k_cmp.shape[-3]]
         starts = starts if packed is None else packed.starts
-        k_cmp = rotate(k_cmp, rope_table(starts, config.qk_dim, config.rope_base, k_cmp.dtype))
+        k_cmp = rotate(k_cmp, rope_table(starts, config.qk_dim, config.frequencies, k_cmp.dtype))
     o = nsa_attention(
         q,
         (None, ks[0], ks[-1]),
@@ -81,6 +81,8 @@ def forward(
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
         plan=plan,
+        recompute=layer.recompute,
+        nonnegative_gates=has_sigmoid(layer.gate),
     )
     y: torch.Tensor = layer.out(_to_rows(o, ranks).flatten(-2))
     return y

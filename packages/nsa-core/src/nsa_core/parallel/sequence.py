@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.phi.kinds import compress_pair
 from nsa_core.layer.rope import Table, rope_table, rotate, wide_if_eager
+from nsa_core.layer.rope_op import Frequencies
 from nsa_core.packing import token_positions
 from nsa_core.parallel.compressed_rows import blocks_of_pieces, gathered_rows
 from nsa_core.parallel.exchange_rows import Extended, Pair, Ranks, extend_pieces, gather_pairs
@@ -84,7 +85,9 @@ def forward(
     packing = _packing_of(x, cu_seqlens, max_seqlen, ranks.total)
     product, table = layer.qkv(x), None
     if config.rope:
-        table = _rope_of_rows(packing.bounds, ranks, config.qk_dim, config.rope_base, product.dtype)
+        table = _rope_of_rows(
+            packing.bounds, ranks, config.qk_dim, config.frequencies, product.dtype
+        )
     q, raw, ks, vs = layer.rotated(product, table)
     raw, sel, win = (
         (packing.rows_first(k), packing.rows_first(v))
@@ -117,13 +120,13 @@ def _packing_of(
 
 
 def _rope_of_rows(
-    bounds: torch.Tensor, ranks: Ranks, dim: int, base: float, dtype: torch.dtype
+    bounds: torch.Tensor, ranks: Ranks, dim: int, frequencies: Frequencies, dtype: torch.dtype
 ) -> Table:
     """Return the angles of this rank's rows by their positions in their documents."""
     positions = [
         token_positions(bounds, end - first, first).position for first, end in ranks.pieces
     ]
-    return wide_if_eager(rope_table(torch.cat(positions), dim, base, dtype))
+    return wide_if_eager(rope_table(torch.cat(positions), dim, frequencies, dtype))
 
 
 def _pieces(x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, ...]:
@@ -142,7 +145,7 @@ def _compressed(
     k_raw, v_raw = (x.flatten(1, 2) for x in extended.raw)
     k, v = compress_pair(layer.phi_k, layer.phi_v, k_raw, v_raw, blocks)
     if config.rope and not config.rope_before_compress:
-        k = rotate(k, rope_table(blocks.starts, config.qk_dim, config.rope_base, k.dtype))
+        k = rotate(k, rope_table(blocks.starts, config.qk_dim, config.frequencies, k.dtype))
     k, v = (x.unflatten(1, (batch, -1)) for x in (k, v))
     rows = geometry.max_compressed if packing.packed else geometry.num_compressed
     at = gathered_rows(packing.bounds, ranks, geometry, rows(ranks.total))
