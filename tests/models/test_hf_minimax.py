@@ -1,0 +1,382 @@
+"""MiniMax-M3 with "nsa_blocks": the same outputs and gradients as transformers' eager attention.
+
+Bounds are for the model of the fixture: logits of about 1, gradients of about 0.005, float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, StaticCache
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
+    MiniMaxM3VLConfig,
+    MiniMaxM3VLTextConfig,
+    MiniMaxM3VLVisionConfig,
+)
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
+    MiniMaxM3SparseForConditionalGeneration,
+    MiniMaxM3VLForCausalLM,
+)
+
+from nsa_core.errors import InvalidInput
+from nsa_core.layout import BlockGeometry
+from nsa_models.hf import minimax
+from nsa_verify.judge.slot import judge_slot
+
+SIZE, TOKENS = 16, 150
+LOGITS, GRADIENTS = 1e-6, 1e-8
+minimax.register()
+
+# padding on the left, padding on the right, whether positions count tokens only
+ROWS = {
+    "no padding": (0, 0, False),
+    "right": (0, 37, False),
+    "left": (37, 0, False),
+    "left, own positions": (9, 0, True),
+}
+LEFT = pytest.mark.filterwarnings("ignore:rows are padded on the left")
+
+
+def text_config(**changes: Any) -> MiniMaxM3VLTextConfig:
+    """Return a config of one dense layer and two whose indexer chooses 4 blocks of 16 keys."""
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "dense_intermediate_size": 64,
+        "shared_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "index_n_heads": 2,
+        "index_head_dim": 32,
+        "index_block_size": SIZE,
+        "index_topk_blocks": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "dense", "sparse"],
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    return MiniMaxM3VLTextConfig(**(sizes | changes))
+
+
+def new_model(**changes: Any) -> MiniMaxM3VLForCausalLM:
+    torch.manual_seed(0)
+    return MiniMaxM3VLForCausalLM(text_config(**changes)).float().eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> MiniMaxM3VLForCausalLM:
+    return new_model()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(3, 128, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+
+
+def inputs(left: int, right: int, own_positions: bool) -> dict[str, torch.Tensor]:
+    """Return the arguments of a batch whose first row is padded."""
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, :left] = 0
+    mask[0, TOKENS - right :] = 0
+    if own_positions:
+        return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    return {"attention_mask": mask} if left or right else {}
+
+
+def run(
+    model: MiniMaxM3VLForCausalLM, name: str, ids: torch.Tensor, **options: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of all tokens, and the gradients of their mean square."""
+    model.set_attn_implementation(name)
+    model.zero_grad()
+    logits = model(ids, **options).logits
+    if "attention_mask" in options:
+        logits = logits[options["attention_mask"].bool()]
+    logits.square().mean().backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return logits.detach(), torch.cat(gradients)
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).abs().max())
+
+
+@LEFT
+@pytest.mark.parametrize("rows", ROWS)
+def test_logits_and_gradients_match_eager(model, tokens, rows):
+    options = inputs(*ROWS[rows])
+    logits, gradients = run(model, "nsa_blocks", tokens, **options)
+    expected, expected_gradients = run(model, "eager", tokens, **options)
+    assert float(expected.abs().max()) > 0.3
+    assert difference(logits, expected) < LOGITS
+    assert difference(gradients, expected_gradients) < GRADIENTS
+
+
+def test_the_layers_with_an_indexer_run_block_attention(model, tokens, monkeypatch):
+    calls = []
+
+    def record(*arguments: torch.Tensor, **options: Any) -> Any:
+        calls.append((arguments[3].shape, options["block_size"], options["first_query"]))
+        return block_attention(*arguments, **options)
+
+    block_attention = minimax.block_attention
+    monkeypatch.setattr(minimax, "block_attention", record)
+    model.set_attn_implementation("nsa_blocks")
+    with torch.no_grad():
+        model(tokens[:, :20])
+    # 20 keys are 2 blocks; a fixed number of columns needs one plan and one kernel
+    assert calls == [((2, 20, 2, 4), SIZE, 0)] * 2
+
+
+@LEFT
+def test_queries_whose_blocks_hold_no_token_match_eager(model, tokens):
+    """transformers counts blocks from the padding: the first tokens see only padding."""
+    options = inputs(40, 0, True)
+    with torch.no_grad():
+        model.set_attn_implementation("nsa_blocks")
+        logits = model(tokens, **options).logits
+        model.set_attn_implementation("eager")
+        assert difference(logits, model(tokens, **options).logits) < LOGITS
+
+
+@pytest.mark.parametrize(("heads", "chosen"), [(2, 1), (4, 2), (2, 4)])
+def test_the_indexer_may_have_fewer_or_more_heads(tokens, heads, chosen):
+    model = new_model(num_key_value_heads=heads, index_n_heads=chosen)
+    logits, gradients = run(model, "nsa_blocks", tokens)
+    expected, expected_gradients = run(model, "eager", tokens)
+    assert difference(logits, expected) < LOGITS
+    assert difference(gradients, expected_gradients) < GRADIENTS
+
+
+def in_parts(
+    model: MiniMaxM3VLForCausalLM, ids: torch.Tensor, **options: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits of a prompt, a chunk and single tokens over a cache."""
+    cache, bounds, logits = DynamicCache(config=model.config), [0, 70, 147, 148, 149, 150], []
+    for start, end in itertools.pairwise(bounds):
+        part = {
+            name: x[:, :end] if name == "attention_mask" else x[:, start:end]
+            for name, x in options.items()
+        }
+        logits.append(model(ids[:, start:end], past_key_values=cache, **part).logits)
+    return torch.cat(logits, 1)
+
+
+@LEFT
+@pytest.mark.parametrize("rows", ROWS)
+@torch.no_grad()
+def test_a_cache_changes_nothing(model, tokens, rows):
+    """Rows padded on the left see other blocks without a cache, in eager attention as well."""
+    options = inputs(*ROWS[rows])
+    usable = options.get("attention_mask", torch.ones_like(tokens)).bool()
+    model.set_attn_implementation("nsa_blocks")
+    logits = in_parts(model, tokens, **options)[usable]
+    whole = model(tokens, **options).logits[usable]
+    model.set_attn_implementation("eager")
+    assert difference(logits, in_parts(model, tokens, **options)[usable]) < LOGITS
+    if "left" not in rows:
+        assert difference(logits, whole) < LOGITS
+
+
+@LEFT
+@pytest.mark.parametrize("rows", ["no padding", "left"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}],
+    ids=["greedy", "beams", "static cache", "no cache"],
+)
+def test_generation_matches_eager(model, tokens, rows, options):
+    results = {}
+    left = 9 if rows == "left" else 0
+    mask = inputs(left, 0, True)["attention_mask"]
+    for name in ("eager", "nsa_blocks"):
+        model.set_attn_implementation(name)
+        results[name] = model.generate(
+            tokens,
+            attention_mask=mask,
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+        )
+    assert torch.equal(results["nsa_blocks"].sequences, results["eager"].sequences)
+    for logits, expected in zip(results["nsa_blocks"].logits, results["eager"].logits):
+        assert difference(logits, expected) < 2 * LOGITS
+
+
+@pytest.mark.parametrize("queries", [TOKENS, 40])
+def test_bfloat16_passes_the_verdict(model, tokens, monkeypatch, queries):
+    """The attention of each sparse layer, given its own q, k, v and blocks, against float64."""
+    seen = []
+
+    def record(module, query, key, value, attention_mask, **options):
+        if options["block_indices"] is not None:
+            seen.append([query, key, value, options["block_indices"]])
+        return minimax.attend(module, query, key, value, attention_mask, **options)
+
+    low = copy.deepcopy(model).to(torch.bfloat16)
+    monkeypatch.setitem(minimax.AttentionInterface._global_mapping, "nsa_blocks", record)
+    low.set_attn_implementation("nsa_blocks")
+    cache = DynamicCache(config=low.config)
+    with torch.no_grad():
+        for part in tokens.split([TOKENS - queries, queries], 1):
+            if part.shape[1]:
+                low(part, past_key_values=cache)
+    layers = [layer.self_attn for layer in low.model.layers[1:]]
+    for layer, (query, key, value, blocks) in zip(layers, seen[-2:], strict=True):
+        assert query.dtype == torch.bfloat16
+        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+        scale = query.shape[-1] ** -0.5
+        output = minimax.attend(layer, *leaves, None, scaling=scale, block_indices=blocks)[0]
+        do = torch.randn(output.shape).to(output.dtype)
+        gradients = torch.autograd.grad(output, leaves, do)
+        names = ("q", "k", "v")
+        slot_inputs = {n: x.detach().transpose(1, 2) for n, x in zip(names, leaves)}
+        slot_inputs["blocks"] = blocks.transpose(1, 2)
+        outputs = {"o": output.detach()}
+        outputs |= {f"d{n}": x.transpose(1, 2) for n, x in zip(names, gradients)}
+        n = blocks.shape[-1]
+        geometry = BlockGeometry(SIZE, SIZE, SIZE, n, 0, 0, 1)
+        verdicts = judge_slot(
+            "sel", slot_inputs, outputs, geometry, scale, do=do, first_query=TOKENS - queries
+        )
+        assert set(verdicts) == {"o", "dq", "dk", "dv"}
+        assert all(verdicts.values()), verdicts
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
+def test_training_follows_eager(tokens):
+    """With AdamW, gradient checkpointing and padding on the right."""
+    losses = {}
+    mask = inputs(0, 37, False)["attention_mask"]
+    labels = tokens.masked_fill(mask == 0, -100)
+    for name in ("eager", "nsa_blocks"):
+        model = new_model().train()
+        model.set_attn_implementation(name)
+        model.gradient_checkpointing_enable()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        losses[name] = []
+        for _ in range(8):
+            loss = model(tokens, attention_mask=mask, labels=labels, use_cache=False).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[name].append(float(loss.detach()))
+    assert losses["eager"][-1] < losses["eager"][0] - 0.3
+    assert max(abs(a - b) for a, b in zip(*losses.values())) < 1e-4
+
+
+def test_images_run_dense_attention():
+    vision = MiniMaxM3VLVisionConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        patch_size=4, image_size=16,
+    )  # fmt: skip
+    config = MiniMaxM3VLConfig(
+        text_config=text_config().to_dict(),
+        vision_config=vision.to_dict(),
+        image_token_index=120,
+        video_token_index=121,
+        projector_hidden_size=64,
+    )
+    torch.manual_seed(0)
+    model = MiniMaxM3SparseForConditionalGeneration(config).float().eval()
+    ids = torch.randint(3, 100, (1, 40))
+    ids[0, 3:7] = 120  # 16 patches, merged 2 by 2
+    pixels = torch.randn(16, 3 * 2 * 4 * 4)
+    logits = {}
+    for name in ("eager", "nsa_blocks"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            logits[name] = model(
+                input_ids=ids, pixel_values=pixels, image_grid_thw=torch.tensor([[1, 4, 4]])
+            ).logits
+    assert difference(*logits.values()) < LOGITS
+
+
+def test_left_padding_warns_once_per_prompt_and_right_padding_does_not(model, tokens):
+    model.set_attn_implementation("nsa_blocks")
+    with pytest.warns(UserWarning, match="padded on the left") as caught, torch.no_grad():
+        model(tokens, **inputs(9, 0, False))
+    assert len(caught) == 1
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        model(tokens, **inputs(0, 37, False))
+
+
+def test_packed_rows_are_refused(model, tokens):
+    model.set_attn_implementation("nsa_blocks")
+    positions = torch.cat([torch.arange(100), torch.arange(50)])[None]
+    with pytest.raises(InvalidInput, match="give each document a row of its own"):
+        model(tokens, position_ids=positions, use_cache=False)
+
+
+def test_a_mask_of_pairs_is_refused(model, tokens):
+    model.set_attn_implementation("nsa_blocks")
+    mask = torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.bool)
+    with pytest.raises(InvalidInput, match=r"got attention_mask of shape \[2, 1, 150, 150\]"):
+        model(tokens, attention_mask=mask)
+
+
+def test_dropout_is_refused(tokens):
+    model = new_model(attention_dropout=0.1).train()
+    model.set_attn_implementation("nsa_blocks")
+    with pytest.raises(InvalidInput, match=r"got dropout 0\.1; set config\.attention_dropout to 0"):
+        model(tokens)
+
+
+def test_heads_that_do_not_divide_are_refused(tokens):
+    model = new_model(index_n_heads=3)
+    model.set_attn_implementation("nsa_blocks")
+    with pytest.raises(InvalidInput, match="must divide one another, got 3 and 2"):
+        model(tokens)
+
+
+@LEFT
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ROWS)
+def test_it_compiles_without_graph_breaks(model, tokens, rows):
+    options = inputs(*ROWS[rows])
+    logits, gradients = run(model, "nsa_blocks", tokens, **options)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    model.zero_grad()
+    result = compiled(tokens, use_cache=False, **options).logits
+    if "attention_mask" in options:
+        result = result[options["attention_mask"].bool()]
+    result.square().mean().backward()
+    assert difference(result.detach(), logits) < LOGITS
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert difference(found, gradients) < GRADIENTS
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_steps_over_a_static_cache_compile_without_graph_breaks(model, tokens):
+    model.set_attn_implementation("nsa_blocks")
+    expected = model(tokens).logits[:, 100:]
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    cache = StaticCache(config=model.config, max_cache_len=TOKENS + 20)
+    model(tokens[:, :100], past_key_values=cache)
+    for i in range(3):
+        logits = compiled(tokens[:, 100 + i : 101 + i], past_key_values=cache).logits
+        assert difference(logits, expected[:, i : i + 1]) < LOGITS
