@@ -24,7 +24,7 @@ TEST_TOOLS = (
     "pytest>=8",
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
-    "transformers>=5.20",
+    "lm-eval[hf,ruler]>=0.4.13",
     "import-linter>=2.1",
     "grimp>=3.5",
     "numpy",

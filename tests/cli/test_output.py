@@ -44,7 +44,8 @@ WITHOUT_TORCH = [
     ["backends", "list", "--help"],
     ["verify", "--help"],
 ]
-WITHOUT_TORCH += [["train", "--help"], ["generate", "--help"], ["convert", "--help"]]
+WITHOUT_TORCH += [["train", "--help"], ["generate", "--help"]]
+WITHOUT_TORCH += [["convert", "--help"], ["eval", "--help"]]
 WITHOUT_TORCH += [["backends", "list", "--no-probe"], ["backends", "list", "--no-probe", "--json"]]
 
 

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import DynamicCache, StaticCache
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
     MiniMaxM3VLConfig,

@@ -13,6 +13,7 @@ _EXTRA_OF = {
     "pyarrow": "train",
     "transformers": "hf",
     "matplotlib": "plot",
+    "lm_eval": "eval",
 }
 
 

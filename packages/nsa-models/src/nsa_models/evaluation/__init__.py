@@ -1,0 +1,1 @@
+"""Score checkpoints on tasks of the lm-evaluation-harness."""
