@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import pathlib
+import sys
 import types
 from typing import Any
 
@@ -350,6 +351,14 @@ def test_arguments_that_do_not_fit_are_named(tmp_path):
         evaluate(tmp_path, ["capitals"], task_folder="missing")
     with pytest.raises(InvalidInput, match=r"tasks must name tasks .* got none"):
         evaluate(tmp_path, [])
+
+
+@pytest.mark.parametrize("library", ["lm_eval", "transformers"])
+def test_missing_libraries_are_named(trained, monkeypatch, library):
+    monkeypatch.setitem(sys.modules, "lm_eval", types.ModuleType("lm_eval"))
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(BackendUnavailable, match=rf"needs {library}, .*'nsa-models\[eval\]'"):
+        evaluate(trained, ["capitals"])
 
 
 def test_a_score_is_json() -> None:

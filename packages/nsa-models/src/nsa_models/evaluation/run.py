@@ -79,7 +79,8 @@ def evaluate(
         raise InvalidInput(f"task_folder must be a folder, got {task_folder}")
     if not tasks:
         raise InvalidInput("tasks must name tasks or groups of the lm-evaluation-harness, got none")
-    require_module("lm_eval", "an evaluation needs", EXTRA)
+    for library in ("lm_eval", "transformers"):
+        require_module(library, "an evaluation needs", EXTRA)
     metadata: dict[str, Any] = {"max_seq_lengths": list(lengths)} if lengths else {}
     if not trained_here:
         metadata["tokenizer"] = str(checkpoint)  # sizes the texts that tasks make
@@ -144,13 +145,14 @@ def _load(folder: Path, longest: int | None, batch: int, dtype: str, device: str
     Raises:
         InvalidInput: transformers cannot load it.
     """
-    transformers = require_module("transformers", "a checkpoint of transformers needs", EXTRA)
+    import transformers
+
     importlib.import_module("nsa_models.hf")  # registers the models with NSA
     from lm_eval.models.huggingface import HFLM
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=dtype
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
