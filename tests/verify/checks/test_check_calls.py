@@ -47,5 +47,5 @@ def test_a_check_without_a_declaration_may_call_every_function() -> None:
     def check(*arguments: Any) -> None: ...
 
     assert calls_of(check) == EVERY == {*PREFILL, *DECODE} | FUSED
-    assert {slot for slot, _ in PREFILL} == {*SLOTS}
+    assert {slot for slot, _ in PREFILL} == {*SLOTS, "core"}
     assert calls_of(may_call(("win", "decode"))(check)) == {("win", "decode")}

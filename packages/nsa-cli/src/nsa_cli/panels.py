@@ -18,7 +18,7 @@ _PLOTS = ("png", "svg")
 OPTION_PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "verify": {
         "Backends": (*_SLOTS, "every"),
-        "Checks": ("preset", "phase", "dtype", "cases", "seed", "text", "reads"),
+        "Checks": ("preset", "phase", "dtype", "cases", "shard", "seed", "text", "reads"),
         "One check": ("case", "history"),
         "Machine": ("device", "jobs", "job_timeout"),
         "Output": ("verbose", "json_file", "force"),
