@@ -47,6 +47,12 @@ STEPS = {"step": 1, "steps": 4}  # new tokens per sequence
 # Limits in bytes per thread, stores and loads together. The fp32 kernels verify the compiled logic;
 # they need not be fast.
 MAX_SPILLS = {"bfloat16": 512, "float32": 1152}
+# Rows that may spill more. The tile of the window was the fastest of those tried on sm_80 in its own
+# backward, which spills 408 bytes; it has not been tuned for given statistics.
+MORE_SPILLS: Mapping[str, int] = {
+    "span_dq | sm_80 | core | 64/64 bfloat16": 520,
+    "span_dq | sm_80 | core, packed | 64/64 bfloat16": 520,
+}
 # Rows whose asynchronous products (wgmma, sm_90 alone) ptxas serializes, with the codes of its
 # warnings: C7512, too few registers, and C7515, sums that other instructions define while products
 # are in flight. A test fails on any other warning.
@@ -162,7 +168,7 @@ class Row:
     @property
     def max_spills(self) -> int:
         """Bytes per thread that it may spill."""
-        return MAX_SPILLS[self.dtype]
+        return MORE_SPILLS.get(self.title, MAX_SPILLS[self.dtype])
 
     @property
     def accepted_serialized(self) -> tuple[str, ...]:
