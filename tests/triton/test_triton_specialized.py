@@ -54,6 +54,9 @@ def all_launches(architecture: int):
         if slot == "sel":
             few = dataclasses.replace(request, n_kv_heads=16, seq_len=16384)
             yield from compile_table.launches(few, architecture)
+    for varlen in (False, True):
+        request = dataclasses.replace(compile_table._BASE, varlen=varlen)
+        yield from compile_table.core_launches(request, architecture)
     far = dataclasses.replace(compile_table._BASE, slot="sel", seq_len=2**18)  # offsets of 64 bits
     yield from compile_table.launches(far, architecture)
     for rows in (1, 4):

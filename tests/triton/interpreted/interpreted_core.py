@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mutation_cases import DESCRIBED, _rows
 from nsa_backend_triton.combine import kernels as combine
 from nsa_backend_triton.core import backward as core
+from nsa_backend_triton.host import configs
 from nsa_backend_triton.sel import slot as sel
 from nsa_backend_triton.select import forward as select
 from nsa_backend_triton.span import cmp, win
@@ -97,3 +99,45 @@ def test_gradients_equal_those_of_the_slots(
             atol=1e-12,
             msg=lambda text, name=name: f"{name}: {text}",
         )
+
+
+@pytest.mark.parametrize("tokens", [21, 24])
+def test_descriptors_read_no_padding_of_the_statistics(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of statistics are padded to 16 bytes; the padding is never written."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(configs, "table", lambda _: _rows(DESCRIBED))
+    call = SlotCall(GEOMETRY, 0.3, None, tokens, deterministic=True)
+    x = {
+        name: value.float() if value.dtype == torch.float64 else value
+        for name, value in tensors(call, tokens, 2, (4, 2), (16, 16)).items()
+    }
+    expected = by_slots(x, call)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        gradients = core.backward(*x.values(), call=call)._asdict()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("gate", [1e-6, 1e5])
+def test_small_and_large_gates_in_fp16(gate: float) -> None:
+    call = SlotCall(GEOMETRY, 0.3, None, 43, deterministic=True)
+    x = tensors(call, 43, 1, (4, 2), (16, 16))
+    x["gates"].fill_(gate)
+    x["do"] /= gate
+    expected = core.backward(*x.values(), call=call)._asdict()
+    halved = {k: v.half() if v.dtype == torch.float64 else v for k, v in x.items()}
+    halved |= {k: v.float() for k, v in x.items() if k == "gates" or k.startswith("lse")}
+    if not halved["do"].isfinite().all():
+        halved["do"] = x["do"].clamp(-6e4, 6e4).half()
+        expected = core.backward(
+            *({**x, "do": halved["do"].double()}).values(), call=call
+        )._asdict()
+    for name, gradient in core.backward(*halved.values(), call=call)._asdict().items():
+        if name != "dgates":
+            error = (gradient.double() - expected[name]).norm() / expected[name].norm()
+            assert error < 5e-3, (name, error)

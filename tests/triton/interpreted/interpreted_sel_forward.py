@@ -170,6 +170,17 @@ def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.Monke
     assert_equals_oracle(x, call, tuned(7))
 
 
+def test_runs_are_few_even_if_their_partial_outputs_are_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    o = torch.empty(2, 50, 4, 16)  # 100 rows
+    row_bytes = 16 * 4 * 3 * 4
+    monkeypatch.setattr(sel_forward, "PARTIAL_BYTES", 40 * row_bytes)
+    for max_runs, rows in ((8, 40), (2, 50), (1, 100)):
+        monkeypatch.setattr(sel_forward, "MAX_RUNS", max_runs)
+        assert sel_forward._run_rows(o, 3) == (rows, 100)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_runs_of_any_length_give_the_same_bits(
     packed: bool, monkeypatch: pytest.MonkeyPatch

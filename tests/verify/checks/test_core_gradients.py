@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 from typing import Any
 
@@ -10,10 +11,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_toy
-from nsa_core import NSAConfig, NSAError, NSAttention, Unsupported, nsa_attention, resolve
+from nsa_core import (
+    BackendUnavailable,
+    InvalidInput,
+    NSAConfig,
+    NSAError,
+    NSAttention,
+    Unsupported,
+    nsa_attention,
+    resolve,
+)
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dispatch.registry import Registry, default_registry
+from nsa_core.torch_ops.core_backward import core_backward
 from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import Case
 from nsa_verify.checks.core import core_gradients
@@ -171,3 +182,23 @@ def test_the_operator_has_shapes_without_data() -> None:
     tensors = (o, q, k_cmp, v_cmp, k, v, k, v, gates, blocks, o, lse, o, lse, o, lse)
     results = op(*tensors, None, 30, 0.5, list(CONFIG.geometry.as_ints()), False, None)
     assert [x.shape for x in results] == [x.shape for x in tensors[1:9]]
+
+
+def test_a_negative_gate_is_refused_where_values_can_be_read() -> None:
+    inputs = leaves()
+    inputs[3] = (inputs[3] - 0.5).detach().requires_grad_()
+    with pytest.raises(InvalidInput, match="nonnegative_gates is True, but the smallest of gates"):
+        nsa_attention(*inputs, config=CONFIG, nonnegative_gates=True)
+
+
+def test_threads_define_one_operator() -> None:
+    path = "fused_toy:another"
+    fused_toy.another = fused_toy.backward
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: core_backward("fused-toy", path), range(16)))
+    assert len({id(fused) for fused in found}) == 1
+
+
+def test_a_function_that_cannot_be_imported_is_refused_with_its_backend() -> None:
+    with pytest.raises(BackendUnavailable, match="'fused-toy': its fused backward nowhere:no"):
+        core_backward("fused-toy", "nowhere:no")

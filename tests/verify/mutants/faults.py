@@ -241,8 +241,8 @@ MUTANTS = (
     Mutant(
         "compressed keys rotated at i*l",
         "nsa_core.layer.projection",
-        "step, dim, base = self.config.compress_stride,",
-        "step, dim, base = self.config.compress_block_size,",
+        "            self.config.compress_stride,\n            self.config.qk_dim,",
+        "            self.config.compress_block_size,\n            self.config.qk_dim,",
     ),
     Mutant(
         "phi without its position encoding",

@@ -393,7 +393,9 @@ class BackendSpec:
                  o_sel, lse_sel, o_win, lse_win, *, call)
                  -> dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
                  Computes what the backwards of combine, cmp, sel and win do together; dq is the sum
-                 over the branches. ``do`` is the gradient of the gated sum.
+                 over the branches. ``do`` is the gradient of the gated sum and may have any strides
+                 but that of its last axis. A gate may be 0, or above 1. It is not called without
+                 queries, compressed tokens or blocks, nor for queries inside a sequence.
     """
 
     name: str

@@ -10,7 +10,8 @@ in its place:
 
 These are the kernels of the slots with do, delta = dg_c and lse - ln g_c as their statistics, which
 one pass over do and the three outputs computes (combine_statistics). Gates must not be negative.
-Beside the slots' own backwards, no do_c is written and read, do and o_c are not read again for
+In fp16 a P below 6e-5 would underflow, which do_c does not if the loss is scaled, so fp16 takes the
+backwards of the slots. Beside these, no do_c is written and read, do and o_c are not read again for
 delta, and cmp and win add their dq to that of sel, which saves the additions of three gradients.
 """
 
@@ -19,9 +20,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 
+from nsa_backend_triton.combine import kernels as combine
 from nsa_backend_triton.combine.kernels import combine_statistics
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
@@ -35,6 +38,7 @@ from nsa_backend_triton.host.sequences import (
 )
 from nsa_backend_triton.sel import backward as sel_backward
 from nsa_backend_triton.span import backward as span_backward
+from nsa_backend_triton.span import cmp, win
 from nsa_core.contract import SlotCall
 
 _TOKENS = 8  # tokens of a program of combine_statistics: 32 bytes of a row of statistics
@@ -79,6 +83,8 @@ def backward(do: Tensor, *tensors: Tensor, call: SlotCall) -> Gradients:
     ``do`` is [B, S, Hq, Dv], packed [T, Hq, Dv]; ``tensors`` are those of :class:`Tensors`.
     """
     x, packed, geometry = Tensors(*tensors), call.cu_seqlens is not None, call.geometry
+    if do.dtype == torch.float16:
+        return _by_slots(do, x, call)
     stats_shape = (2, *span_backward.padded_rows(x.lse_cmp))
     stats_cmp, stats_win = x.lse_cmp.new_empty(stats_shape), x.lse_cmp.new_empty(stats_shape)
     stats_sel = x.lse_cmp.new_empty((2, *do.shape[:-1]))
@@ -98,6 +104,22 @@ def backward(do: Tensor, *tensors: Tensor, call: SlotCall) -> Gradients:
     dk_cmp, dv_cmp = span_backward.add_backward(
         do, x.q, x.k_cmp, x.v_cmp, x.lse_cmp, stats_cmp, dq, seqs, span, call.scale
     )
+    return Gradients(dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates)
+
+
+def _by_slots(do: Tensor, x: Tensors, call: SlotCall) -> Gradients:
+    """Return the gradients as the backwards of the slots compute them."""
+    outputs = (x.o_cmp, x.o_sel, x.o_win)
+    dgates, do_cmp, do_sel, do_win = combine.backward(do, x.gates, *outputs, call=call)
+    dq, dk_win, dv_win = win.backward(do_win, x.q, x.k_win, x.v_win, x.o_win, x.lse_win, call=call)
+    dq_sel, dk_sel, dv_sel = sel_backward.backward(
+        do_sel, x.q, x.k_sel, x.v_sel, x.blocks, x.o_sel, x.lse_sel, call=call
+    )
+    dq_cmp, dk_cmp, dv_cmp = cmp.backward(
+        do_cmp, x.q, x.k_cmp, x.v_cmp, x.o_cmp, x.lse_cmp, call=call
+    )
+    dq += dq_sel
+    dq += dq_cmp
     return Gradients(dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates)
 
 

@@ -89,7 +89,8 @@ def add_backward(
     launch, rows = _launch_dq(q, k, v, do, do, lse, seqs, span, scale, aligned(k, v), None, _GIVEN)
     described = _key_descriptors(k, v, seqs, span, rows)
     launch(q, k, v, *described, None, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
-    tensors_aligned, lse2 = aligned(q, do), stats[1]
+    # Descriptors end at the last query: span_dkdv must read zeros after it.
+    tensors_aligned, lse2 = aligned(q, do), stats[1].narrow(-1, 0, lse.shape[-1])
     plan = _launch_dkdv(q, k, v, do, lse2, seqs, span, scale, tensors_aligned, None, True)
     return _dkdv(plan, do, q, k, v, lse2, stats, seqs)
 

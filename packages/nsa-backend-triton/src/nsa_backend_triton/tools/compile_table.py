@@ -47,8 +47,8 @@ STEPS = {"step": 1, "steps": 4}  # new tokens per sequence
 # Limits in bytes per thread, stores and loads together. The fp32 kernels verify the compiled logic;
 # they need not be fast.
 MAX_SPILLS = {"bfloat16": 512, "float32": 1152}
-# Rows that may spill more. The tile of the window was the fastest of those tried on sm_80 in its own
-# backward, which spills 408 bytes; it has not been tuned for given statistics.
+# Rows that may spill more. The tile was the fastest of those tried for the window on sm_80, which
+# spills 408 bytes; none has been tried with given statistics.
 MORE_SPILLS: Mapping[str, int] = {
     "span_dq | sm_80 | core | 64/64 bfloat16": 520,
     "span_dq | sm_80 | core, packed | 64/64 bfloat16": 520,

@@ -13,7 +13,7 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch.default_plan import default_plan, is_long
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.input_checks import check_inputs, check_plan
+from nsa_core.layer.input_checks import check_inputs, check_nonnegative, check_plan
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.layer.phi.kinds import mean_compress
 from nsa_core.torch_ops.core_node import CoreInputs, run_core
@@ -187,7 +187,7 @@ def nsa_attention(
             (cmp, sel, win). With ``k_cmp`` the cmp entry is not read and may be None.
         v: values [B, S, G, Dv] of q's dtype, one tensor or three, as for ``k``.
         gates: factors of the branches [B, S, Hq, 3] in the order cmp, sel, win; float32, or float64
-            for float64 q. They need not lie in [0, 1].
+            for float64 q. They need not lie in [0, 1]; see ``nonnegative_gates``.
         config: head counts, head widths, block sizes and softmax scale, instead of the eight
             keywords below. The fields of the projections, such as ``dim``, ``compress`` and
             ``rope``, are not used. Without ``config`` and the keywords, a ``plan`` brings its own.
@@ -220,9 +220,11 @@ def nsa_attention(
         recompute: keep only the inputs and the blocks for the backward, which then runs the three
             branches again: a third of the memory, about a quarter more time, the same bits
             (docs/explanation/memory.md). Exported calls and torch.func transforms ignore it.
-        nonnegative_gates: state that no gate is negative, as gates from a sigmoid are. If one
-            backend runs every slot, its backward may then be faster and take less memory. A
-            negative gate would make gradients NaN.
+        nonnegative_gates: state that no gate is negative, as gates from a sigmoid are. An eager
+            backward then takes less time and memory if one backend runs every slot and has a fused
+            backward (``plan.fused``), and all of q, k, v and gates need a gradient. A negative
+            gate is an error on the CPU, and on a GPU with NSA_CHECK=1; else it gives gradients of
+            NaN.
         return_lse: also return the log-sum-exp of the three branches.
         return_blocks: also return the selected blocks.
 
@@ -259,6 +261,8 @@ def nsa_attention(
     blocking = (compress_block_size, compress_stride, select_block_size, num_selected_blocks)
     numbers = (*blocking, init_blocks, local_blocks, window_size, scale)
     config, needs_grad = check_inputs(inputs, config, numbers, plan, cu_seqlens, max_seqlen)
+    if nonnegative_gates:
+        check_nonnegative(gates)
     varlen = cu_seqlens is not None
     if plan is None:
         long = is_long(q.shape[1], varlen)

@@ -7,14 +7,14 @@ all inputs need a gradient.
 
 from __future__ import annotations
 
-import functools
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from nsa_core.errors import Unsupported
+from nsa_core.errors import BackendUnavailable, Unsupported
 from nsa_core.torch_ops import autograd
 from nsa_core.torch_ops.call_wrapper import call_function, import_function
 from nsa_core.torch_ops.slot_op import (
@@ -25,6 +25,7 @@ from nsa_core.torch_ops.slot_op import (
     unit_stride,
 )
 from nsa_core.torch_ops.vmap_rule import TAIL_LENGTH
+from nsa_core.util.text import describe_error
 
 # The tensors that the backward takes after the gradient of o, and those that have a gradient.
 DIFFERENTIABLE = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
@@ -83,13 +84,26 @@ class CoreBackward:
         )
 
 
-@functools.cache
+_of_path: dict[tuple[str, str], CoreBackward] = {}
+_lock = threading.Lock()
+
+
 def core_backward(backend: str, path: str) -> CoreBackward:
     """Return the fused backward ``path`` of a backend, defined once per process.
 
     Raises:
-        ImportError, AttributeError: The function cannot be imported.
+        BackendUnavailable: The function cannot be imported.
     """
-    suffix = re.sub(r"[^0-9a-zA-Z_]", "_", path)
-    namespace = f"nsa_{re.sub(r'[^0-9a-zA-Z_]', '_', backend)}"
-    return CoreBackward(backend, path, f"{namespace}::core_backward_{suffix}")
+    with _lock:
+        if (backend, path) not in _of_path:
+            namespace = f"nsa_{re.sub(r'[^0-9a-zA-Z_]', '_', backend)}"
+            number = f"_{len(_of_path) + 1}" if _of_path else ""
+            try:
+                fused = CoreBackward(backend, path, f"{namespace}::core_backward{number}")
+            except (ImportError, AttributeError) as error:
+                raise BackendUnavailable(
+                    f"backend {backend!r}: its fused backward {path} cannot be imported:"
+                    f" {describe_error(error)}; choose another backend by name"
+                ) from error
+            _of_path[backend, path] = fused
+        return _of_path[backend, path]

@@ -10,10 +10,11 @@ from nsa_core.contract import FUSED_DECODE, SLOTS
 # A slot and "prefill" (forward and backward), a slot or fused form and "decode", or the fused
 # backward, ("core", "prefill").
 Call = tuple[str, str]
-PREFILL: tuple[Call, ...] = tuple((slot, "prefill") for slot in (*SLOTS, "core"))
+PREFILL: tuple[Call, ...] = tuple((slot, "prefill") for slot in SLOTS)
+CORE: Call = ("core", "prefill")
 DECODE: tuple[Call, ...] = tuple((slot, "decode") for slot in SLOTS if slot != "combine")
 EVERY: frozenset[Call] = frozenset(
-    (*PREFILL, *DECODE, *((name, "decode") for name in FUSED_DECODE))
+    (*PREFILL, CORE, *DECODE, *((name, "decode") for name in FUSED_DECODE))
 )
 
 _Check = TypeVar("_Check", bound=Callable[..., Any])

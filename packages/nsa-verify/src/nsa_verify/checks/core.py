@@ -8,18 +8,20 @@ import torch
 
 from nsa_core.layer.attention import nsa_attention
 from nsa_verify.cases import Case
-from nsa_verify.checks.calls import PREFILL, may_call
+from nsa_verify.checks.calls import CORE, PREFILL, may_call
+from nsa_verify.checks.invariants import poisoned_memory
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding, judged
 from nsa_verify.judge.core import judge_core
 from nsa_verify.slot_runs import masked_do
 
 
-@may_call(*PREFILL)
+@may_call(*PREFILL, CORE)
 def core_gradients(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Judge the gradients of nsa_attention, given the blocks that it selected.
 
-    A combination with a fused backward runs it, the others run the backwards of their slots.
+    A combination with a fused backward runs it, the others run the backwards of their slots. New
+    memory holds NaN, so that a gradient of memory that nobody wrote is seen.
     """
     data = case.data(dtype, combination.device)
     plan = combination.plan(case.config, dtype, varlen=case.packed)
@@ -40,7 +42,8 @@ def core_gradients(combination: Combination, case: Case, dtype: torch.dtype) -> 
         nonnegative_gates=True,
         return_blocks=True,
     )
-    grads = torch.autograd.grad(o, list(leaves.values()), do)
+    with poisoned_memory():
+        grads = torch.autograd.grad(o, list(leaves.values()), do)
     verdicts = judge_core(
         {**{name: leaf.detach() for name, leaf in leaves.items()}, "blocks": blocks},
         do,

@@ -196,7 +196,7 @@ def nan_storage(combination: Combination, case: Case, dtype: torch.dtype) -> Ite
     data = case.data(dtype, combination.device)
     plan = combination.plan(case.config, dtype, varlen=case.packed)
     runs = run_slots(plan, case, data)
-    with _poisoned_memory():
+    with poisoned_memory():
         for slot in ("cmp", "sel", "win"):
             inputs = {
                 n: t if n in ("blocks",) else _between_nans(t) for n, t in runs[slot].inputs.items()
@@ -227,7 +227,7 @@ def _between_nans(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _poisoned_memory() -> Iterator[None]:
+def poisoned_memory() -> Iterator[None]:
     """Make torch.empty return NaN, so that unwritten outputs are visible."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
