@@ -163,14 +163,13 @@ class Tiny:
             draw.choice([-1, -3, 2**29, *range(last), *range(last)])
             for _ in range(total * self.groups * n)
         ]
-        lead = () if self.packed else (1,)
-        blocks = torch.tensor(values, dtype=torch.int32).view(*lead, total, self.groups, n)
+        blocks = torch.tensor(values, dtype=torch.int32).view(-1, total, self.groups, n)
         if self.full:
             blocks[:] = 0
         else:
             blocks[..., :2, :, :] = -1  # tokens without a key
         blocks[..., -1, :, :] = torch.arange(n)  # the last token selects n blocks
-        return apart(blocks if self.packed else blocks.expand(self.batch, -1, -1, -1))
+        return apart(blocks[0] if self.packed else blocks.expand(self.batch, -1, -1, -1))
 
 
 def _rows(
@@ -456,6 +455,7 @@ COMBINE_CASES = {
     "combine packed": Tiny("combine", (2, 0, 7)),
     "core": Tiny("core", (13,), batch=2, heads=3, groups=2, dk=33, tiles=SMALL),
     "core packed": Tiny("core", (2, 0, 11), heads=3, dv=5, tiles=SMALL),
+    "core short": Tiny("core", (4,), heads=1),
     "core described": Tiny("core", (11,), heads=2, dk=16, dv=16, tiles=DESCRIBED),
 }
 
