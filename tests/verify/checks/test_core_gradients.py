@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from nsa_core import (
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dispatch.registry import Registry, default_registry
+from nsa_core.layer.gating import LinearGate, MLPGate
 from nsa_core.torch_ops.core_backward import core_backward
 from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import Case
@@ -105,23 +107,62 @@ def test_it_runs_only_if_no_gate_is_negative_and_all_inputs_need_a_gradient() ->
     assert backwards(inputs, nonnegative_gates=True) == slots
     no_compressed = leaves(3)
     assert backwards(no_compressed, nonnegative_gates=True) == ["combine", "win", "sel"]
+    no_blocks = torch.empty(1, 30, 2, 0, dtype=torch.int32)
+    assert backwards(leaves(), nonnegative_gates=True, blocks=no_blocks) == [
+        "combine",
+        "win",
+        "cmp",
+    ]
+    no_sequences = [x[:0].detach().requires_grad_() for x in leaves()]
+    assert "core" not in backwards(no_sequences, nonnegative_gates=True)
 
 
-def test_a_layer_runs_it_unless_its_gate_was_altered() -> None:
-    layer = NSAttention(CONFIG)
-    x = torch.randn(1, 30, 16)
+def altered(how: str, monkeypatch: pytest.MonkeyPatch) -> NSAttention:
+    """Return a layer whose gates are negative."""
+    layer = NSAttention(dataclasses.replace(CONFIG, gate="mlp" if how == "mlp hook" else "linear"))
 
-    def slots() -> set[str]:
-        with record_dispatch() as trace:
-            layer(x, plan=plan()).sum().backward()
-        return {call.slot for call in trace if call.direction == "backward"}
+    def negative(module: Any, args: Any, output: Any) -> Any:
+        return -output if isinstance(module, (LinearGate, MLPGate)) else output
 
-    assert slots() == {"core"}
-    handle = layer.gate.register_forward_hook(lambda module, args, output: -output)
-    assert slots() == {"combine", "cmp", "sel", "win"}
-    handle.remove()
-    layer.gate = torch.nn.Sequential(layer.gate, torch.nn.Identity())
-    assert slots() == {"combine", "cmp", "sel", "win"}
+    if "hook" in how:
+        layer.gate.register_forward_hook(negative)
+    elif how == "global":
+        hooks = torch.nn.modules.module
+        handle = hooks.register_module_forward_hook(negative)
+        monkeypatch.setattr(layer, "remove_hook", handle.remove, raising=False)
+    elif how == "instance":
+        forward = layer.gate.forward
+        monkeypatch.setattr(layer.gate, "forward", lambda x: -forward(x))
+    elif how == "subclass":
+        layer.gate.__class__ = type("Negative", (LinearGate,), {"forward": negated})
+    return layer
+
+
+def negated(self: LinearGate, x: torch.Tensor) -> torch.Tensor:
+    return -LinearGate.forward(self, x)
+
+
+def slots_of(layer: NSAttention) -> set[str]:
+    """Return the slots whose backward a training call of ``layer`` runs."""
+    with record_dispatch() as trace:
+        layer(torch.randn(1, 30, 16), plan=plan()).sum().backward()
+    return {call.slot for call in trace if call.direction == "backward"}
+
+
+@pytest.mark.parametrize("gate", ["linear", "mlp"])
+def test_a_layer_runs_it(gate: str) -> None:
+    assert slots_of(NSAttention(dataclasses.replace(CONFIG, gate=gate))) == {"core"}
+
+
+@pytest.mark.parametrize("how", ["hook", "mlp hook", "global", "instance", "subclass"])
+def test_a_layer_with_an_altered_gate_runs_the_slots(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = altered(how, monkeypatch)
+    try:
+        assert slots_of(layer) == {"combine", "cmp", "sel", "win"}
+    finally:
+        getattr(layer, "remove_hook", lambda: None)()
 
 
 def test_gradients_are_those_of_the_slots_and_observers_change_nothing() -> None:
@@ -145,11 +186,15 @@ def test_gradients_are_those_of_the_slots_and_observers_change_nothing() -> None
 def test_wrong_results_and_second_derivatives_are_refused_by_name() -> None:
     inputs = leaves()
     o = nsa_attention(*inputs, config=CONFIG, plan=plan(), nonnegative_gates=True)
-    with (
-        fused_toy.fault(lambda g: [g[0][:, :-1], *g[1:]]),
-        pytest.raises(NSAError, match=r"'fused-toy', slot 'core', backward returned result 0 is"),
-    ):
-        torch.autograd.grad(o, inputs, torch.ones_like(o), retain_graph=True)
+    faults = {
+        "returned result 0 is": lambda g: [g[0][:, :-1], *g[1:]],
+        "returned result 7 is .* torch.float64": lambda g: [*g[:7], g[7].double()],
+        "returned 7 tensors, expected 8": lambda g: g[:7],
+    }
+    for message, plant in faults.items():
+        wrong = pytest.raises(NSAError, match=f"'fused-toy', slot 'core', backward {message}")
+        with fused_toy.fault(plant), wrong:
+            torch.autograd.grad(o, inputs, torch.ones_like(o), retain_graph=True)
     grads = torch.autograd.grad(o, inputs, torch.ones_like(o), create_graph=True)
     with pytest.raises(Unsupported, match="differentiable once, not twice"):
         grads[0].sum().backward()

@@ -5,9 +5,11 @@
     backward  dg_c = sum over columns of do o_c,  do_c = g_c do  for each branch c
               a row reads do and the 3 outputs once and writes 3 output gradients and 3 gate
               gradients: 7 Dv elements and 6 gates
+    statistics  dg_c as above, and lse_c / ln 2 - log2 g_c, for the backward of the whole core
+              (core/backward.py): a row reads do and the 3 outputs and writes numbers alone
 
 A row is one query head of one token. A program owns BLOCK_M rows with all their Dv columns and
-keeps them in registers. Memory bandwidth limits both kernels. Sums are fp32 (fp64 for fp64) and
+keeps them in registers. Memory bandwidth limits all kernels. Sums are fp32 (fp64 for fp64) and
 rounded once. No two programs write to one element, so equal inputs give equal bits.
 """
 

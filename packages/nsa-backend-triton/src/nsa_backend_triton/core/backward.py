@@ -2,17 +2,19 @@
 
     dg_c = sum over columns of do o_c,   do_c = g_c do   for each branch c
 
-do_c enters a branch's backward only with P as a factor of the same row, so the gate may belong to P
-in its place:
+In the backward of a branch, every do_c is multiplied by a P of the same row. So P can take the gate
+instead of do:
 
     P = g_c exp(s - lse) = exp(s - (lse - ln g_c))
     dv = P^T do,  dS = P (do v^T - dg_c),  dq = scale dS k,  dk = scale dS^T q
 
-These are the kernels of the slots with do, delta = dg_c and lse - ln g_c as their statistics, which
-one pass over do and the three outputs computes (combine_statistics). Gates must not be negative.
-In fp16 a P below 6e-5 would underflow, which do_c does not if the loss is scaled, so fp16 takes the
-backwards of the slots. Beside these, no do_c is written and read, do and o_c are not read again for
-delta, and cmp and win add their dq to that of sel, which saves the additions of three gradients.
+The kernels of the slots compute this from do, delta = dg_c and lse - ln g_c. combine_statistics
+computes both statistics in one pass over do and the three outputs. Compared with the backwards of
+the slots, no do_c is written and read, and delta takes no second pass over do and o_c. cmp and win
+add to the dq of sel, so that no kernel adds three gradients.
+
+Gates must not be negative, because their logarithm is needed. In fp16, P g_c would underflow below
+6e-5, even if the loss is scaled; do_c would not. So fp16 takes the backwards of the slots.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Gradients(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the backward reads besides do: the inputs of the core, and its results."""
+    """The inputs of the core and its results, in the order of the contract."""
 
     q: Tensor  # [B, S, Hq, Dk], packed [T, Hq, Dk]
     k_cmp: Tensor  # [B, n_c, G, Dk]

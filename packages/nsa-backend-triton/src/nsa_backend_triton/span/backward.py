@@ -39,7 +39,7 @@ from nsa_backend_triton.span.backward_dkdv import span_dkdv, span_sum
 from nsa_backend_triton.span.backward_dq import span_dq
 from nsa_backend_triton.span.forward import heads_together, launch_options
 
-_GIVEN = 0
+_GIVEN = 0  # kinds of statistics that span_dq stores if the caller gives them
 
 
 def backward(
@@ -81,10 +81,10 @@ def add_backward(
     span: tuple[int, int, int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Add to ``dq``, and return dk and dv, with given statistics.
+    """Add to ``dq`` and return dk, dv in the shapes of k, v; the caller computes the statistics.
 
-    ``stats`` are delta, and the log-sum-exp in base 2, inf in a row without keys. P is 2 to the
-    power of the scores in base 2 less the latter. :func:`dq_of` computes such statistics.
+    ``stats`` are laid out as those of :func:`dq_of`: delta, and a log-sum-exp in base 2 that is inf
+    in a row without keys. It need not be ``lse``: P is exp2(scores in base 2 - stats[1]).
     """
     launch, rows = _launch_dq(q, k, v, do, do, lse, seqs, span, scale, aligned(k, v), None, _GIVEN)
     described = _key_descriptors(k, v, seqs, span, rows)

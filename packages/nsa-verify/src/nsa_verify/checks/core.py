@@ -20,8 +20,8 @@ from nsa_verify.slot_runs import masked_do
 def core_gradients(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Judge the gradients of nsa_attention, given the blocks that it selected.
 
-    A combination with a fused backward runs it, the others run the backwards of their slots. New
-    memory holds NaN, so that a gradient of memory that nobody wrote is seen.
+    A combination with a fused backward runs it; the others run the backwards of their slots. During
+    the backward, new memory holds NaN: a gradient that reads memory before it is written fails.
     """
     data = case.data(dtype, combination.device)
     plan = combination.plan(case.config, dtype, varlen=case.packed)

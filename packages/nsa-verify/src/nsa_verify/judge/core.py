@@ -57,11 +57,12 @@ def judge_core(
         rows: Query rows that are judged in dq and dgates; None: all.
 
     Returns:
-        A verdict per gradient.
+        A verdict per gradient. Its ``where`` is (batch entry, head, row), or (head, row) if packed;
+        a row is a position in ``rows`` if they are given.
     """
     dtype = inputs["q"].dtype
     golden, rounded, magnitude = cached(
-        ("core truths", dtype, geometry, scale, tuple(inputs), rows),
+        ("core truths", dtype, geometry, scale, tuple(inputs), rows and tuple(rows)),
         (*inputs.values(), do, cu_seqlens),
         lambda: _truths(inputs, do, geometry, scale, cu_seqlens, rows),
     )
