@@ -153,6 +153,17 @@ def foreign_kernels(cache: pathlib.Path, arch: int) -> tuple[int, list[str]]:
     return len(files), foreign
 
 
+def run_to_its_end(command: list[str], variables: dict[str, str]) -> int:
+    """Run ``command`` with further environment variables and return its exit code.
+
+    Ctrl-C reaches the command too, which may still write its report.
+    """
+    process = subprocess.Popen(command, env={**os.environ, **variables})
+    while True:
+        with contextlib.suppress(KeyboardInterrupt):
+            return process.wait()
+
+
 def main() -> int:
     """Run the command, and check its kernels."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -175,14 +186,9 @@ def main() -> int:
         path = pathlib.Path(folder)
         variables = prepare(path, arguments.arch, real)
         try:
-            process = subprocess.Popen(command, env={**os.environ, **variables})
+            code = run_to_its_end(command, variables)
         except FileNotFoundError:
             parser.error(f"{command[0]} is not a command")
-        code = None
-        while code is None:
-            # Ctrl-C reaches the command too, which may still write its report.
-            with contextlib.suppress(KeyboardInterrupt):
-                code = process.wait()
         count, foreign = foreign_kernels(path / "cache", arguments.arch)
     print(f"rehearsed sm_{arguments.arch} on sm_{real}: {count} kernels", file=sys.stderr)
     if foreign:

@@ -117,3 +117,19 @@ def test_command_needs_a_gpu(rehearse: types.ModuleType) -> None:
     )
     assert done.returncode == 2
     assert "torch sees no GPU" in done.stderr
+
+
+def test_an_interrupted_command_may_write_its_report(
+    rehearse: types.ModuleType, tmp_path: pathlib.Path
+) -> None:
+    report = tmp_path / "report"
+    code = (
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: None)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(0.5)\n"
+        f"pathlib.Path({str(report)!r}).write_text(os.environ['SAID'])\n"
+        "sys.exit(7)"
+    )
+    assert rehearse.run_to_its_end([sys.executable, "-c", code], {"SAID": "checked"}) == 7
+    assert report.read_text() == "checked"
