@@ -92,6 +92,10 @@ REFUSALS: dict[str, str] = {
     "a mesh of two dimensions": "InvalidInput: ContextParallel needs a mesh of one dimension, got 2"
     " dimensions (1, 2): pass one of them, for example mesh['cp']",
 }
+NO_ROWS: list[Case] = [
+    ("no_rows", {"mode": mode, "packed": packed})
+    for mode, packed in itertools.product(MODES, (False, True))
+]
 GATHERED: list[Case] = [("gathered", {"layout": layout}) for layout in LAYOUTS]
 ROUNDED: list[Case] = [
     ("rounded", {"dtype": dtype, "layout": layout, "mode": mode})
@@ -141,6 +145,7 @@ def two() -> Processes:
         WRAPPED,
         COUNTED,
         GATHERED,
+        NO_ROWS,
         ROUNDED,
         HEADS,
         disagreements,
@@ -192,6 +197,12 @@ def test_divided_heads_compute_the_layer_of_one(two: Processes, case: Case) -> N
 @pytest.mark.parametrize("case", GATHERED, ids=named)
 def test_whole_inverts_take(two: Processes, case: Case) -> None:
     assert two.outcomes(case) == [True, True]
+
+
+@pytest.mark.parametrize("case", NO_ROWS, ids=named)
+def test_a_sequence_without_rows_has_an_output_without_rows(two: Processes, case: Case) -> None:
+    shape = [0, 24] if case[1]["packed"] else [2, 0, 24]
+    assert two.outcomes(case) == [(shape, shape)] * 2
 
 
 @pytest.mark.parametrize("about", DISAGREEMENTS)

@@ -91,9 +91,10 @@ def gathered_rows(
     stride, size = geometry.compress_stride, geometry.compress_block_size
     block = token_positions(compressed_cu_seqlens(cu_seqlens, geometry), count)
     last = cu_seqlens.long()[block.document] + block.position * stride + size - 1
-    chunk = last.clamp(0, ranks.total - 1).div(ranks.chunk, rounding_mode="floor")
-    bounds = range(0, ranks.total, ranks.chunk)
-    before = torch.stack([blocks_before(cu_seqlens, row, geometry).sum() for row in bounds])
+    length = max(1, ranks.chunk)  # a sequence without rows has chunks without rows
+    chunk = last.clamp(0, max(0, ranks.total - 1)).div(length, rounding_mode="floor")
+    firsts = range(0, max(1, ranks.total), length)
+    before = torch.stack([blocks_before(cu_seqlens, row, geometry).sum() for row in firsts])
     sent, number = capacity(ranks, geometry), torch.arange(count, device=cu_seqlens.device)
     return _place(chunk, ranks) * sent + (number - before[chunk]).clamp(0, sent - 1)
 
