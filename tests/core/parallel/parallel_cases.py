@@ -370,8 +370,8 @@ def _load(changes: dict[str, str], module_name: str) -> None:
 
 @contextlib.contextmanager
 def _mutated(module_name: str, changes: dict[str, str]) -> Iterator[None]:
-    _load(changes, module_name)
     try:
+        _load(changes, module_name)
         yield
     finally:
         _load({}, module_name)
