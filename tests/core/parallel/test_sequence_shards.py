@@ -22,7 +22,7 @@ CONFIG = NSAConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "world"), itertools.product(LAYOUTS, (1, 2, 3, 8)))
+@pytest.mark.parametrize(("layout", "world"), [*itertools.product(LAYOUTS, (1, 2, 3, 8))])
 def test_pieces_partition_the_rows(layout: str, world: int) -> None:
     x = torch.arange(48 * 3).view(48, 3)
     shards = [Shards(48, world, rank, layout) for rank in range(world)]
@@ -44,7 +44,7 @@ def test_head_tail_pairs_an_early_with_a_late_chunk() -> None:
     ]
 
 
-@pytest.mark.parametrize(("layout", "world"), itertools.product(LAYOUTS, (2, 4)))
+@pytest.mark.parametrize(("layout", "world"), [*itertools.product(LAYOUTS, (2, 4))])
 @pytest.mark.parametrize("width", [0, 1, 5, 23, 100])
 def test_segments_are_the_rows_to_the_left_of_each_piece(
     layout: str, world: int, width: int
@@ -62,7 +62,7 @@ def test_segments_are_the_rows_to_the_left_of_each_piece(
             assert arrived.get((rank, index), {}) == expected
 
 
-@pytest.mark.parametrize(("layout", "world"), itertools.product(LAYOUTS, (2, 4)))
+@pytest.mark.parametrize(("layout", "world"), [*itertools.product(LAYOUTS, (2, 4))])
 @pytest.mark.parametrize("lengths", [[104], [5, 50, 0, 3, 22, 24], [1] * 8 + [96], [26] * 4])
 def test_each_compressed_token_comes_from_the_rank_of_its_last_token(
     layout: str, world: int, lengths: list[int]

@@ -1,4 +1,4 @@
-"""Heads mode: an all-to-all gives every rank all rows of some key/value heads, and one brings back.
+"""Heads mode: all-to-alls give every rank all rows of some key/value heads, and bring rows back.
 
 The core is that of one process on G / P groups. Every element of its results has the bits of one
 process, because no sum crosses groups.
@@ -14,8 +14,7 @@ from nsa_core.layer.attention import nsa_attention
 from nsa_core.layer.gating import compute_gates, has_sigmoid
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.layer.phi.kinds import compress_pair
-from nsa_core.layer.rope import rope_table, rotate
-from nsa_core.packing import token_positions
+from nsa_core.layer.rope import rotate
 from nsa_core.parallel.collectives import exchange
 from nsa_core.parallel.exchange_rows import Ranks
 from nsa_core.parallel.layouts import in_order, in_rank_order
@@ -57,19 +56,15 @@ def forward(
     packed = None
     if cu_seqlens is not None:
         packed = packed_blocks(cu_seqlens, q.shape[0], config.geometry)
-        positions = token_positions(cu_seqlens, q.shape[0]).position
-    else:
-        positions = torch.arange(q.shape[1], device=q.device)
+    table = None
     if config.rope:
-        table = rope_table(positions, config.qk_dim, config.frequencies, q.dtype)
+        table = layer._rope_of_tokens(q[..., 0, :], cu_seqlens)
         q, *ks = (rotate(t, table) for t in (q, *ks))
         if config.rope_before_compress:
             k_raw = rotate(k_raw, table)
     k_cmp, v_cmp = compress_pair(layer.phi_k, layer.phi_v, k_raw, v_raw, packed)
     if config.rope and not config.rope_before_compress:
-        starts = positions[:: config.compress_stride][: k_cmp.shape[-3]]
-        starts = starts if packed is None else packed.starts
-        k_cmp = rotate(k_cmp, rope_table(starts, config.qk_dim, config.frequencies, k_cmp.dtype))
+        k_cmp = rotate(k_cmp, layer._rope_of_blocks(k_cmp, packed, table))
     o = nsa_attention(
         q,
         (None, ks[0], ks[-1]),
