@@ -36,8 +36,8 @@ def check_agreement(
         x, cu_seqlens, max_seqlen: the arguments of the call.
 
     Raises:
-        InvalidInput: they do not; the message names what differs, and on which ranks. It is raised
-            on all ranks.
+        InvalidInput: the calls differ; the message names the arguments that differ, and their
+            ranks. It is raised on all ranks.
     """
     values: dict[str, object] = {
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.tolist(),
@@ -52,16 +52,17 @@ def check_agreement(
     }
     mine = torch.tensor([[_digest(v) for v in values.values()]], device=x.device)
     every = gather_rows(mine, ranks.group, ranks.world, torch.float32).tolist()
-    problems = []
+    problems, differing = [], {}
     for index, name in enumerate(values):
         other = [rank for rank in range(ranks.world) if every[rank][index] != every[0][index]]
         if other:
             listed = ", ".join(map(str, other))
             problems.append(f"{name} on rank {listed} differs from that on rank 0")
+            differing[name] = values[name]
     if problems:
         raise InvalidInput(
             "; ".join(problems)
-            + f" (rank {ranks.rank} has {_described(values, problems)}): all ranks of a"
+            + f" (rank {ranks.rank} has {_described(differing)}): all ranks of a"
             " context-parallel mesh must make the same call"
         )
 
@@ -71,10 +72,9 @@ def _digest(value: object) -> int:
     return int.from_bytes(digest, "big")
 
 
-def _described(values: dict[str, object], problems: list[str]) -> str:
-    """Return the values of this rank that differ, shortened."""
-    named = [n for n in values if any(p.startswith(n) for p in problems)]
-    texts = {name: repr(values[name]) for name in named}
+def _described(values: dict[str, object]) -> str:
+    """Return names and values as text, each value shortened to 200 characters."""
+    texts = {name: repr(value) for name, value in values.items()}
     return ", ".join(
         f"{name} = {text if len(text) < 200 else text[:200] + '...'}"
         for name, text in texts.items()

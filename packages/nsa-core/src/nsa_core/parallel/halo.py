@@ -89,17 +89,13 @@ class HaloPlan(NamedTuple):
             world: number of ranks.
             row_sizes: elements per row of each tensor.
         """
-        sizes = [0] * world
-        for segment in self.sent:
-            sizes[segment.receiver] += segment.rows * row_sizes[segment.tensor]
-        return sizes
+        receivers = [segment.receiver for segment in self.sent]
+        return _sum_by_rank(receivers, self.sent_counts(row_sizes), world)
 
     def receive_sizes(self, world: int, row_sizes: tuple[int, ...]) -> list[int]:
         """Return the number of elements received from each rank; arguments as send_sizes."""
-        sizes = [0] * world
-        for segment in self.received:
-            sizes[segment.sender] += segment.rows * row_sizes[segment.tensor]
-        return sizes
+        senders = [segment.sender for segment in self.received]
+        return _sum_by_rank(senders, self.received_counts(row_sizes), world)
 
     def sent_counts(self, row_sizes: tuple[int, ...]) -> list[int]:
         """Return the number of elements of each sent segment."""
@@ -108,6 +104,14 @@ class HaloPlan(NamedTuple):
     def received_counts(self, row_sizes: tuple[int, ...]) -> list[int]:
         """Return the number of elements of each received segment."""
         return [segment.rows * row_sizes[segment.tensor] for segment in self.received]
+
+
+def _sum_by_rank(ranks: list[int], counts: list[int], world: int) -> list[int]:
+    """Return for each of ``world`` ranks the sum of its counts."""
+    sums = [0] * world
+    for rank, count in zip(ranks, counts):
+        sums[rank] += count
+    return sums
 
 
 @functools.lru_cache(maxsize=256)

@@ -60,7 +60,8 @@ class HeadParallel(ParallelStyle):
                 "HeadParallel needs a mesh whose size divides n_kv_heads:"
                 f" {world} ranks do not divide {config.n_kv_heads} key/value heads"
             )
-        linears = [layer.qkv, layer.out, _last_of_gate(layer)]
+        gate = _last_of_gate(layer)
+        linears = (layer.qkv, layer.out, gate)
         wrapped = [type(m).__name__ for m in linears if not _is_plain(m)]
         if wrapped:
             raise InvalidInput(
@@ -76,10 +77,9 @@ class HeadParallel(ParallelStyle):
         layer._widths = [width // world for width in layer._widths]
         _replace(layer.qkv, "weight", _rows(layer.qkv.weight, sections, world, rank))
         _replace(layer.out, "weight", layer.out.weight.chunk(world, 1)[rank])
-        gate = _last_of_gate(layer)
         for name in ("weight", "bias"):
             _replace(gate, name, getattr(gate, name).chunk(world)[rank])
-        for linear in (layer.qkv, layer.out, gate):
+        for linear in linears:
             linear.out_features, linear.in_features = linear.weight.shape
         return module
 
