@@ -12,11 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch.default_plan import (
-    check_is_plan,
-    default_plan,
-    is_long,
-)
+from nsa_core.dispatch.default_plan import check_is_plan, default_plan, is_long
 from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layer.module import NSAttention
@@ -45,7 +41,8 @@ class ContextParallel(ParallelStyle):
     Modes:
 
         heads     an all-to-all gives each rank all rows of n_kv_heads / P key/value heads. The
-                  number of ranks P must divide n_kv_heads. Results have the bits of one process.
+                  number of ranks P must divide n_kv_heads. The attention has the bits of one
+                  process; linear layers may round differently, because they see fewer rows.
         sequence  each rank keeps its queries and gets the keys that they read. P is not limited.
         auto      heads if P divides n_kv_heads, else sequence.
 
@@ -157,10 +154,10 @@ class DividedSequence:
 
     Attributes:
         mode: "heads" or "sequence".
-        rank: number of ranks, this rank and the layout, for no rows.
+        rank: the Shards of this rank with no rows; it holds P, the rank and the layout.
         group: name of the process group.
         reduce: dtype in which gradients are summed.
-        share: in mode heads, the layer's config with the heads of one rank; else the config.
+        share: the config of the plan: in mode heads with the heads of one rank, else the layer's.
     """
 
     mode: str

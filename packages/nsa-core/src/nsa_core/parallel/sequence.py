@@ -39,7 +39,7 @@ class _Packing(NamedTuple):
     Attributes:
         bounds: int32 [documents + 1]; those of one document for a call that is not packed.
         packed: whether the call is packed.
-        max_seqlen: for the slots; None if the call is not packed.
+        max_seqlen: length of the longest document, or an upper bound; None if not packed.
     """
 
     bounds: torch.Tensor
@@ -180,7 +180,8 @@ def _sel(
 ) -> list[torch.Tensor]:
     """Return the output of sel of each piece.
 
-    Only the keys and values of this rank are kept for backward, which gathers the others again.
+    In eager mode, only the keys and values of this rank are kept for backward, which gathers the
+    others again. torch.compile decides itself which tensors it keeps.
     """
 
     def run(k: torch.Tensor, v: torch.Tensor, *queries: torch.Tensor) -> list[torch.Tensor]:
