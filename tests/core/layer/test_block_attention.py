@@ -112,9 +112,9 @@ def test_blocks_of_any_size_match_a_dense_mask(size: int) -> None:
     expected = masked(**x, size=size)
     assert float((o - expected).detach().abs().max()) < 1e-5
     o.sum().backward()
-    found = [x[name].grad for name in ("q", "k", "v")]
+    grads = [x[name].grad for name in ("q", "k", "v")]
     wanted = torch.autograd.grad(expected.sum(), [x["q"], x["k"], x["v"]])
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(grads, wanted, strict=True):
         assert a is not None
         assert float((a - b).abs().max()) < 1e-4
 
@@ -229,6 +229,7 @@ def test_a_plan_for_another_call_is_refused(
         ({"n_heads": 5}, "5 query heads do not divide over 2"),
         ({"block_size": -1}, "block_size must be an integer >= 1, got -1"),
         ({"scale": float("inf")}, "scale must be finite"),
+        ({"phase": "decode", "page_size": "a"}, "page_size must be an integer >= 1, got 'a'"),
     ],
 )
 def test_bad_sizes_of_a_plan_are_named(changes: dict[str, Any], message: str) -> None:
@@ -283,6 +284,7 @@ def test_threads_share_no_name_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ({"block_size": 0}, "block_size must be an integer >= 1, got 0"),
         ({"scale": "a"}, "scale must be finite"),
+        ({"scale": [1.0]}, "scale must be finite"),
         ({"block_size": 16.0}, "block_size must be an integer >= 1, got 16.0"),
         ({"first_query": -1}, "first_query must be an integer >= 0, got -1"),
         ({"first_query": 1.0}, r"first_query must be an integer >= 0, got 1\.0"),

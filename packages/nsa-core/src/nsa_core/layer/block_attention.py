@@ -19,6 +19,7 @@ from nsa_core.layer.block_plans import (
     BlockPlan,
     BlockSizes,
     check_block_size,
+    check_scale,
     default_block_plan,
     resolve_blocks,
     split_blocks,
@@ -139,6 +140,7 @@ def block_attention(
     """
     tensors = {"q": q, "k": k, "v": v, "blocks": blocks}
     check_block_size(block_size)
+    check_scale(scale)
     check_arguments(tensors, first_query, cu_seqlens, max_seqlen, plan, backends)
     # A conditional expression makes torch.compile guard on symbolic sizes and return a constant.
     partial = (
@@ -191,7 +193,7 @@ def plan_block_attention(
         n_blocks: number of blocks of a query and kv head, n.
         v_head_dim: width of a value head, Dv; default ``head_dim``.
         scale: softmax scale; default 1 / sqrt(Dk).
-        options: The other choices about the plan; ``backends`` is the name of a backend.
+        options: the other choices about the plan; ``backends`` is the name of a backend.
         **fields: fields of PlanOptions by name, as in :func:`nsa_core.resolve`: among them
             needs_grad for calls with a gradient, varlen for packed documents and partial for calls
             with first_query. phase="decode" plans :func:`block_attention_decode`; page_size is then
@@ -201,7 +203,7 @@ def plan_block_attention(
         A plan; its ``explain()`` lists every backend with its reasons.
 
     Raises:
-        InvalidInput: a size is no integer >= 1, or as :func:`nsa_core.resolve`.
+        InvalidInput: a size is not an integer >= 1, or as :func:`nsa_core.resolve`.
         BackendUnavailable, Unsupported: as :func:`nsa_core.resolve`.
 
     Example:
@@ -221,14 +223,15 @@ def plan_block_attention(
         "v_head_dim": width,
         "n_blocks": n_blocks,
     }
+    options = dataclasses.replace(options or PlanOptions(), **fields)
+    page = options.page_size if options.phase == "decode" else None
+    counts |= {} if page is None else {"page_size": page}
     problems = [
         f"{name} must be an integer >= 1, got {value!r}"
         for name, value in counts.items()
         if isinstance(value, bool) or not isinstance(value, int) or value < 1
     ]
-    options = dataclasses.replace(options or PlanOptions(), **fields)
     if problems:
         raise InvalidInput("; ".join(problems))
-    page = options.page_size if options.phase == "decode" else None
     sizes = BlockSizes(n_heads, n_kv_heads, head_dim, width, block_size, n_blocks, scale, page)
     return resolve_blocks(sizes, options)

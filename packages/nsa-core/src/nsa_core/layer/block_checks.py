@@ -11,7 +11,7 @@ import torch
 from nsa_core.dispatch.candidates import backends_problems
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.block_plans import BlockPlan, BlockSizes, check_scale
+from nsa_core.layer.block_plans import BlockPlan, BlockSizes
 from nsa_core.layer.input_checks import INTEGERS, check_types
 from nsa_core.torch_ops.tensor_checks import (
     Metadata,
@@ -142,7 +142,7 @@ def check_decode_arguments(tensors: dict[str, Any], plan: object, backends: obje
     problems = [*_decode_problems(tuple(tensors), metadata)]
     problems += [
         f"the columns of {name} must be contiguous, its strides are {tensors[name].stride()}: pass"
-        f" a cache with the layout [..., heads, width]"
+        " a cache with the layout [..., heads, width]"
         for name in ("k", "v")
         if tensors[name].numel() and tensors[name].stride(-1) != 1
     ]
@@ -203,14 +203,21 @@ def _check_fit(
     phase: str,
     reasons: Mapping[str, str | bool],
 ) -> None:
-    """Check that ``plan`` fits a call of ``phase`` that needs the fields ``reasons`` of a plan."""
+    """Check that ``plan`` fits a call.
+
+    Args:
+        plan: The argument ``plan``.
+        sizes: The sizes of the call.
+        q: The queries of the call.
+        phase: "prefill" or "decode".
+        reasons: A field that the plan's request must set -> the reason; falsy: not required.
+    """
     if not isinstance(plan, BlockPlan):
         hint = "; pass the name of a backend as backends=" * isinstance(plan, str)
         raise InvalidInput(
             f"plan must be what nsa_core.plan_block_attention() returns, got"
             f" {type(plan).__name__}{hint}"
         )
-    check_scale(sizes.scale)
     planned, request = plan.sizes, plan.request
     problems = []
     if request.phase != phase:
@@ -241,7 +248,7 @@ def _check_fit(
             f" {device}"
         )
     problems += [
-        f"plan was made without {field}=True, but {reason}: make another plan"
+        f"plan was made without {field}=True, but {reason}: plan with {field}=True"
         for field, reason in reasons.items()
         if reason and not getattr(request, field)
     ]

@@ -74,7 +74,7 @@ class BlockSizes(NamedTuple):
 def kernel_block(block_size: int, page_size: int | None = None) -> int:
     """Return the keys of a block as the kernels see it: a divisor of ``block_size``.
 
-    It divides ``page_size`` too if any size of a part does.
+    It also divides ``page_size`` if one of ``block_size``, 128, 64, 32 and 16 can.
     """
     if block_size <= LARGEST_BLOCK and (page_size or 0) % block_size == 0:
         return block_size

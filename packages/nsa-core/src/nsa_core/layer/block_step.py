@@ -12,6 +12,7 @@ from nsa_core.layer.block_plans import (
     BlockPlan,
     BlockSizes,
     check_block_size,
+    check_scale,
     default_decode_plan,
     split_blocks,
 )
@@ -35,6 +36,7 @@ def run_step(
         backends: As above.
     """
     check_block_size(block_size)
+    check_scale(scale)
     check_decode_arguments(tensors, plan, backends)
     q, k, v, blocks, lengths = (tensors[n] for n in ("q", "k", "v", "blocks", "lengths"))
     starts, block_table = tensors.get("starts"), tensors.get("block_table")
@@ -52,7 +54,8 @@ def run_step(
     else:
         check_decode_plan(plan, sizes, q)
     with torch.no_grad():
-        if not (q.numel() and blocks.shape[-1]):
+        arguments = (q, k, blocks, block_table)
+        if not all(tensor.numel() for tensor in arguments if tensor is not None):
             shape, stats = (len(q), q.shape[2], q.shape[1]), stats_dtype(q.dtype)
             lse = q.new_full(shape, -torch.inf, dtype=stats)
             return q.new_zeros((*q.shape[:3], v.shape[3])), lse
