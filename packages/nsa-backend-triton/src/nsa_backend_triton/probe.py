@@ -155,7 +155,7 @@ def _shape_reasons(request: Request) -> list[Reason]:
         message = f"num_selected_blocks must be at most {most}, got {num_selected}"
         hint = f"select at most {most} blocks, or use sdpa"
         reasons.append(Reason("num_selected_blocks", message, hint))
-    # The backward lists them all; batch is the number of documents of a packed request.
+    # The backward lists every pair. The seq_len of a packed request counts all its documents.
     batch = 1 if request.varlen else request.batch or 1
     pairs = batch * (request.seq_len or 0) * request.n_kv_heads * num_selected
     if request.slot == "sel" and request.needs_grad and pairs > MAX_PAIRS:

@@ -32,7 +32,7 @@ BOUND = 256
 # Upper limit of the sums that the selection reads back; a step runs in chunks of tokens within it.
 MAX_SUM_BYTES = 2**28
 
-# Most blocks of a token that decode_sel compares with each other; longer lists are sorted first.
+# decode_sel compares up to so many blocks of a token with each other; longer lists are sorted.
 MAX_COMPARED = 64
 
 Settings = configs.Settings | None
@@ -161,7 +161,7 @@ def sel(
 def _distinct(blocks: Tensor, call: DecodeCall) -> Tensor:
     """Return the blocks of each token in ascending order without repetition.
 
-    Places that are left over hold a number beyond every block, at the end.
+    The places that remain at the end hold a number beyond every block.
     """
     beyond = 2**31 // call.geometry.select_block_size - 1  # the last key fits 32 bits
     ordered = blocks.masked_fill(blocks < 0, beyond).clamp_(max=beyond).sort(-1).values

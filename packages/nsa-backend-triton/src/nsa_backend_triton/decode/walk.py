@@ -72,7 +72,7 @@ def _locate_keys(
                 other_slot[None, :] < slot[:, None]
             )
             valid = valid & (tl.max(repeated.to(tl.int32), 1) == 0)
-            block = tl.where(valid, block, current_block)  # whose product below fits 32 bits
+            block = tl.where(valid, block, current_block)  # so that the product fits 32 bits
         key = tl.where(valid, block.to(tl.int32) * SELECT_BLOCK + offs_n % SELECT_BLOCK, high)
     elif CMP_PER_BLOCK < CMP_PER_BLOCK_PAD:
         key = tl.where(

@@ -24,7 +24,7 @@ from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.shared.rows import place, place_queries, row_of_start
 from nsa_core.layout import BlockGeometry
 
-# Of a program that writes keys: its tile [tokens, n] stays in registers.
+# Limits of a program that writes keys, so that its tile [tokens, n] stays in registers.
 MAX_TOKENS, MAX_TILE_PAIRS = 32, 2048
 MAX_PAIRS = 2**31 - 1  # positions in the lists are int32
 

@@ -21,7 +21,7 @@ from nsa_backend_triton.sel.pair_lists import load_candidates
 from nsa_backend_triton.shared.rows import place_queries, row_of_start
 from nsa_core.layout import BlockGeometry
 
-# Of a tile: larger sorts spill registers and compile for long.
+# Limit of a tile: a larger sort spills registers and takes long to compile.
 MAX_TILE_PAIRS = 4096
 _SORT_KEYS = 2**30  # a sort key is block * pairs + pair, below 2^31
 

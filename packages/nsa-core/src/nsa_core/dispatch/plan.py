@@ -319,10 +319,11 @@ def resolve_slot(
     """
     options = dataclasses.replace(options or PlanOptions(), **fields)
     registry = default_registry() if registry is None else registry
-    found = find_candidates(config, options, registry=registry)
-    choice, kernel = _choose(found, {slot: _decide_slot(found, slot)})[slot]
-    _log_once(found, {slot: choice})
-    return SlotPlan(config, found.requests[slot], choice, kernel)
+    all_candidates = find_candidates(config, options, registry=registry)
+    outcomes = {slot: _decide_slot(all_candidates, slot)}
+    choice, kernel = _choose(all_candidates, outcomes)[slot]
+    _log_once(all_candidates, {slot: choice})
+    return SlotPlan(config, all_candidates.requests[slot], choice, kernel)
 
 
 def decide(all_candidates: Candidates) -> Plan:

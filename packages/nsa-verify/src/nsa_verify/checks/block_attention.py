@@ -1,7 +1,8 @@
 """Compare `nsa_core.block_attention` with the oracle: output, LSE and gradients.
 
-The oracle sees the call as the user makes it. What the function adds to the slot sel is judged with
-it: the split of large blocks, index dtypes, queries inside a sequence, and the plan.
+The oracle sees the call as the user makes it. The check therefore also judges the steps that the
+function adds to the slot sel: the split of large blocks, index dtypes, queries inside a sequence,
+and the plan.
 """
 
 from __future__ import annotations
@@ -99,10 +100,10 @@ class BlockCall:
         )
 
     def blocks(self, lead: Sequence[int], seed: int) -> torch.Tensor:
-        """Return blocks [*lead, G, n], with everything that a caller may pass.
+        """Return blocks [*lead, G, n], among them repeated, future, negative and far ones.
 
-        The first queries have no block at all, or future and negative ones alone, and some others
-        only in the second half of the list.
+        Query 0 has no block. Query 1 has only future and negative ones. Every fourth query from
+        query 3 on has blocks only in the second half of its list.
         """
         generator = torch.Generator().manual_seed(seed)
         longest = max(self.lengths)
@@ -194,7 +195,7 @@ _QUICK = (
     BlockCall((70,), 16, 130, heads=8, groups=1, index=torch.uint8),
     BlockCall((90,), 32, 4, heads=16, groups=1, batch=2, rows=(45, 80), index=_INT64),
     BlockCall((40, 3, 60), 128, 2, batch=0, rows=(17, 90), widths=(24, 16)),
-    BlockCall((700,), 512, 3, heads=1, groups=2, rows=(500, 700), index=torch.int64),
+    BlockCall((700,), 512, 3, heads=1, groups=2, rows=(500, 700), index=_INT64),
 )
 _FULL = (
     *_QUICK,

@@ -89,7 +89,8 @@ class BlockStep:
         blocks = chosen_blocks(
             (batch, self.rows, self.groups, self.n), longest, self.size, self.index, generator
         )
-        # The first sequence has its own block alone, at the end; the last one has a list of none.
+        # The first sequence has only its newest block, at the end of its list. Kv head 0 of the
+        # last sequence has no block.
         blocks[-1, :, 0] = -1
         blocks[0] = torch.iinfo(self.index).min
         blocks[0, ..., -1] = (self.lengths[0] - 1) // self.size
