@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -10,12 +11,14 @@ import pathlib
 import pickle
 import signal
 import sys
+import tempfile
 
 import pytest
 import torch
 
 from nsa_core import InvalidInput
 from nsa_core.errors import BackendUnavailable
+from nsa_core.util.atomic_files import NotWritten
 from nsa_models.lm import checkpoint, log
 from nsa_models.lm import train as train_module
 from nsa_models.lm.data import TextRows, batch_of
@@ -325,3 +328,30 @@ def test_files_that_are_not_checkpoints_are_refused(trainer, tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(BackendUnavailable, match="pip install"):
         checkpoint.read(tmp_path)
+
+
+class TwoProcesses(World):
+    """The first of two processes; the second one answers with an empty text."""
+
+    def collect(self, value):
+        return [value, ""]
+
+
+def test_without_a_temporary_folder_the_first_error_of_a_save_is_raised(
+    trainer, tmp_path, monkeypatch
+):
+    """The first process creates the folder; it must tell the others if it cannot."""
+    path, instance = tmp_path / "run" / checkpoint.FILE, trainer()
+    instance.world = TwoProcesses(torch.device("cpu"), 0, 2)
+
+    def write(file, *_):
+        raise NotWritten(errno.ENOSPC, "No space left on device", str(file))
+
+    def no_folder(prefix):
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(tempfile, "mkdtemp", no_folder)
+    with pytest.raises(NotWritten, match=f"could not write {path}: No space left"):
+        instance.save(path)
+    assert instance.rescued is None

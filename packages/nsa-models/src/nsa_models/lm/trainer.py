@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -240,7 +241,7 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Write a checkpoint that resumes exactly; every process must call this.
 
-        Of several processes each writes its own shards, so that none holds the whole state.
+        If there are several processes, each writes its own shards, and none holds the whole state.
 
         Raises:
             NotWritten: A file cannot be written, and the old checkpoint is unchanged. ``rescued``
@@ -268,9 +269,19 @@ class Trainer:
         self.saved_step = self.step_number
 
     def _write_somewhere(self, path: Path, write: Callable[[Path], None]) -> Path | None:
-        """Write a checkpoint of several processes to the temporary folder of the first one."""
-        own = tempfile.mkdtemp(prefix="nsa-") if self.world.rank == 0 else ""
-        folder = Path(self.world.collect(own)[0])
+        """Write a checkpoint of several processes to the temporary folder of the first one.
+
+        Returns:
+            The file; None on all processes if it could not be written either.
+        """
+        own = ""
+        if self.world.rank == 0:
+            with contextlib.suppress(OSError):
+                own = tempfile.mkdtemp(prefix="nsa-")
+        name = self.world.collect(own)[0]
+        if not name:
+            return None
+        folder = Path(name)
         try:
             write(folder / path.name)
         except NotWritten:
