@@ -66,6 +66,7 @@ class TensorFile:
     Attributes:
         path: the file.
         facts: the JSON values of the header; their digests match.
+        names: the names of the tensors, sorted.
     """
 
     def __init__(self, path: Path, file: Any, facts: dict[str, Any]) -> None:
@@ -73,11 +74,10 @@ class TensorFile:
         stored = facts.pop(_DIGESTS, None)
         self.facts, self.names = facts, sorted(file.keys())
         known = stored if isinstance(stored, Mapping) else {}
-        unread = {key: known.get(key, "") for key in (f"tensor {name}" for name in self.names)}
-        self._digests = unread
-        present = {key: value for key, value in unread.items() if key in known}
-        added = {key: "" for key in unread if key not in known}
-        _check_digests(path, stored, _digests(facts, {}) | present | added)
+        keys = (f"tensor {name}" for name in self.names)
+        self._digests = {key: known.get(key, "") for key in keys}
+        # Tensors are not read here; only the names of those missing or added can differ.
+        _check_digests(path, stored, _digests(facts, {}) | self._digests)
 
     def describe(self, name: str) -> tuple[str, list[int]]:
         """Return the dtype, as PyTorch names it, and the shape of a tensor."""
@@ -85,7 +85,7 @@ class TensorFile:
         return _DTYPES[part.get_dtype()], list(part.get_shape())
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor.
+        """Read a tensor and check its digest.
 
         Raises:
             InvalidInput: the tensor was altered since it was written.

@@ -1,8 +1,9 @@
 """Checkpoints: a safetensors file with the model, the optimizer and the random states.
 
-All other facts are JSON in the file's header. Of several processes each writes a further file, a
-shard, with its part of the model and the optimizer, and the header has their index. A checkpoint is
-never a pickle and is written atomically: the file with the index replaces the old one at last.
+All other facts are JSON in the file's header. If there are several processes, each writes a further
+file, a shard, with its part of the model and the optimizer, and the header has the index of the
+shards. A checkpoint is never a pickle and is written atomically: the file with the index is written
+last, and replaces the old one.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ _GROUPS_PER_LANE = 4
 class Lane:
     """Lane ``number`` of ``count`` lanes, to which the documents of an epoch are dealt.
 
-    Of a shuffled order, a lane takes every ``count``-th item. The first one moves with the epoch,
-    so that a lane of a corpus with fewer items than lanes has documents in some epochs.
+    A lane takes every ``count``-th item of a shuffled order. Its first item moves with the epoch,
+    so that every lane has documents in some epochs, even of a corpus with fewer items than lanes.
     """
 
     number: int = 0

@@ -3,8 +3,8 @@
 torch.distributed.checkpoint plans which process writes which part of each tensor, and which parts a
 process reads into its own shards. The storage is ours, because that of PyTorch pickles its metadata
 or overwrites the last checkpoint: every shard is a safetensors file with digests and a name that no
-other save uses, and the index of the shards is JSON. The caller writes the index at last, and this
-makes the save valid.
+other save uses, and the index of the shards is JSON. The caller writes the index last, which makes
+the save valid.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], commit: Callable[[Index
 
     Args:
         folder: A folder that all processes see.
-        tensors: Tensors by name; a DTensor is written in its shards, and of copies of a tensor one
-            is written.
+        tensors: Tensors by name. Each process writes its shard of a DTensor; one process writes a
+            tensor that all of them hold.
         commit: Called by one process with the index, when all shards are on the disk.
 
     Raises:

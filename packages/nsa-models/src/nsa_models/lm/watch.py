@@ -2,7 +2,9 @@
 
 A process that is killed cannot say so, and the others would wait for it in a collective: in gloo
 until an error without its name, in NCCL for minutes. A thread of each process therefore counts in
-the store of torchrun, and looks at the counts of the others.
+the store of torchrun, and looks at the counts of the others. The thread counts while the main
+thread waits, so processes that wait for each other are not noticed; the timeout of the collective
+ends them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ End = Callable[[int, str], None]
 
 
 class Store(Protocol):
-    """What is used of a store of torch.distributed."""
+    """The methods of a store of torch.distributed that a watch uses."""
 
     def set(self, key: str, value: str) -> None:
         """Set a value."""
@@ -47,9 +49,9 @@ class Store(Protocol):
 class Watch:
     """A context with a thread that watches the processes of a training.
 
-    An error of the block is told to the others. After a signal, and after an error of PyTorch such
-    as that of a collective whose other side is gone, this waits whether another process is lost:
-    torchrun ends all processes when one ends.
+    The watch tells the others of an error of the block. After a signal, and after an error
+    of PyTorch such as that of a collective whose other side is gone, it waits a while to see
+    whether another process is lost, because torchrun ends all processes when one fails.
 
     Args:
         store: A store of this process's own: a call blocks other users of the same one.
