@@ -84,17 +84,18 @@ def test_the_table_fits_the_terminal(terminal, calls, columns):
     assert [line.rstrip() for line in text.splitlines()] == TABLE.strip().splitlines()
 
 
-def test_missing_libraries_are_named(nsa, monkeypatch):
+@pytest.mark.parametrize(("library", "extra"), [("lm_eval", "eval"), ("transformers", "hf")])
+def test_missing_libraries_are_named(nsa, monkeypatch, library, extra):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *rest: None if name == "lm_eval" else find_spec(name, *rest),
+        lambda name, *rest: None if name == library else find_spec(name, *rest),
     )
     done = nsa("eval", "--checkpoint", "run", "--tasks", "ruler")
     assert done.code == 3
-    assert "nsa eval needs lm_eval, which is not installed" in done.err
-    assert "pip install 'nsa-cli[eval]'" in done.err
+    assert f"nsa eval needs {library}, which is not installed" in done.err
+    assert f"pip install 'nsa-cli[{extra}]'" in done.err
 
 
 @pytest.mark.parametrize("length", ["5k", "4096,0", "1", "-3"])

@@ -76,7 +76,7 @@ def evaluate(
     with output.exit_codes():
         lengths, names = _lengths(length), split_commas(tasks)
         output.check_writable(json_file, force)
-        need_extras("nsa eval", ["lm_eval"])
+        need_extras("nsa eval", ["lm_eval", "transformers"])
         _quieten()
         torch_device = pick_device(device, threads)
         from nsa_models.evaluation.run import evaluate as evaluate_checkpoint
