@@ -29,7 +29,7 @@ MAX_ROLLBACK = 1024
 
 
 class _NSACausalLM:
-    """What the NSA models add to the dense models of transformers."""
+    """Put NSA layers and their cache into a dense model of transformers; a mixin."""
 
     _supports_flash_attn = False
     _supports_sdpa = False

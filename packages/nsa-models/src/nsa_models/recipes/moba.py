@@ -25,7 +25,7 @@ def moba_blocks(
         first_query: Position of row 0 of q.
 
     Returns:
-        int64 [B, S, H, min(topk, number of blocks)], the own block first, -1 padded.
+        int64 [B, S, H, min(topk, 1 + number of full blocks)], the own block first, -1 padded.
 
     Raises:
         InvalidInput: ``topk`` or ``block_size`` is below 1.
