@@ -330,6 +330,41 @@ def test_a_folder_that_transformers_cannot_load_is_named(tmp_path, task_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_model_without_a_tokenizer_is_named(tmp_path, task_folder, kind):
+    """transformers builds an empty tokenizer for Qwen2, with which every text has loss 0."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(kind, vocab_size=257, num_key_value_heads=1, **sizes)
+    folder = tmp_path / kind
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with pytest.raises(InvalidInput, match=f"{folder} has no tokenizer that can be read"):
+        evaluate(folder, ["text"], task_folder=task_folder)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_converted_model_scores_as_by_hand(llama, task_folder, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import nsa_models.hf as hf
+    from hf_models import NSA
+
+    folder = tmp_path / "nsa"
+    hf.convert_checkpoint(llama, folder, NSA)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert isinstance(model, hf.NSALlamaForCausalLM)
+    encode = AutoTokenizer.from_pretrained(folder).encode
+    expected = by_hand(lambda ids: model(torch.tensor([ids])).logits[0], encode, None)
+    for batch in (1, 4):
+        scores = evaluate(folder, ["capitals", "text"], task_folder=task_folder, batch=batch)
+        check_scores(scores, expected)
+    (score,) = evaluate(folder, ["spell"], task_folder=task_folder, batch=3)
+    assert score.examples == 3
+
+
+@pytest.mark.slow
 def test_a_checkpoint_without_text_is_refused(write_checkpoint, config, task_folder):
     path = write_checkpoint(LanguageModel(config), data="uniform")
     with pytest.raises(InvalidInput, match="trained on the task uniform: it has no text"):
@@ -345,7 +380,9 @@ def test_what_is_no_checkpoint_is_named(tmp_path):
 
 def test_arguments_that_do_not_fit_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InvalidInput, match=r"backends must be None .* got {'sel': 'sdpa'}"):
+    with pytest.raises(
+        InvalidInput, match=r"backends must be None .* got {'sel': 'sdpa'}; .*config\.json"
+    ):
         evaluate(tmp_path, ["capitals"], backends={"sel": "sdpa"})
     with pytest.raises(InvalidInput, match="task_folder must be a folder, got missing"):
         evaluate(tmp_path, ["capitals"], task_folder="missing")

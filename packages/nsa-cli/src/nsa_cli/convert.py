@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from nsa_models.hf.first_stage import Progress
 
 _STAGE = ("steps", "length", "batch", "lr", "seed")  # options of the first stage
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def convert(
@@ -160,25 +159,19 @@ def _print_conversion(conversion: Conversion) -> None:
 def _read_tokens(folder: Path, text: Path, length: int) -> torch.Tensor:
     """Return the tokens of the text [T], by the tokenizer of the dense model."""
     import torch
-    from transformers import AutoTokenizer
 
     from nsa_core.errors import InvalidInput
     from nsa_core.util.text import describe_error
+    from nsa_models.hf.tokenizer import read_tokenizer
 
     try:
         content = text.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise InvalidInput(f"--text: {text} cannot be read: {describe_error(error)}") from error
-    problem = InvalidInput(
-        f"--hf: {folder} has no tokenizer that can be read, which --text needs: copy the"
-        " tokenizer.json of the model there"
-    )
-    if not any(file for name in _TOKENIZERS for file in folder.glob(name)):
-        raise problem  # transformers would build an empty tokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise problem from error
+        tokenizer = read_tokenizer(folder)
+    except InvalidInput as error:
+        raise InvalidInput(f"--hf: {error}; --text needs it") from error
     tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"])
     if len(tokens) < 2 * length:
         raise InvalidInput(

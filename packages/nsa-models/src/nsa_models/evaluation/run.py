@@ -73,7 +73,7 @@ def evaluate(
     if backends and not trained_here:
         raise InvalidInput(
             f"backends must be None (auto) for checkpoint {checkpoint}, because it is not of"
-            f" `nsa train`, got {backends}"
+            f" `nsa train`, got {backends}; for a model with NSA, set nsa_backends in config.json"
         )
     if task_folder is not None and not Path(task_folder).is_dir():
         raise InvalidInput(f"task_folder must be a folder, got {task_folder}")
@@ -143,15 +143,16 @@ def _load(folder: Path, longest: int | None, batch: int, dtype: str, device: str
     """Return the model of a folder of transformers, as the harness calls it.
 
     Raises:
-        InvalidInput: transformers cannot load it.
+        InvalidInput: transformers cannot load it, or it has no tokenizer.
     """
     import transformers
 
     importlib.import_module("nsa_models.hf")  # registers the models with NSA
     from lm_eval.models.huggingface import HFLM
 
+    from nsa_models.hf.tokenizer import read_tokenizer
+
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=dtype
         )
@@ -161,6 +162,7 @@ def _load(folder: Path, longest: int | None, batch: int, dtype: str, device: str
         raise InvalidInput(
             f"transformers cannot load checkpoint {folder}: {describe_error(error)}"
         ) from error
+    tokenizer = read_tokenizer(folder)
     model = model.to(device)  # from_pretrained has called eval()
     log = logging.getLogger("lm_eval")
     level = log.level
