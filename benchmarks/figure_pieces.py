@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 CHECKPOINTS = "build/figures/checkpoints"
+PUBLISHED = "h200"  # folder of benchmarks/results with the figures of README.md and the docs
 
 _BENCH = "nsa bench --device cuda --dtype bfloat16 --threads 8"
 _CORE = (

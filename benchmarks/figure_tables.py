@@ -93,6 +93,12 @@ def tokens(count: int) -> str:
     return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 
 
+def gpu(results: Results) -> str:
+    """Return the GPU of the results without the vendor and the memory type: H100 80GB."""
+    device: str = results.bench("backends.json").environment["device"]
+    return device.removeprefix("NVIDIA ").partition(" HBM")[0]
+
+
 def core(results: Results) -> str:
     """Tabulate forward + backward of NSA and of dense attention, by shape and inputs."""
     lengths = _core_lengths(results)
@@ -484,6 +490,7 @@ _ALL = (512, 1024, 2048)
 _ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
 
 TABLES: dict[str, Callable[[Results], str]] = {
+    "gpu": gpu,
     "core": core,
     "core-memory": core_memory,
     "core-memory-ratio": core_memory_ratio,

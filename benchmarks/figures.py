@@ -40,7 +40,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_pieces import PIECES, Piece
+from figure_pieces import PIECES, PUBLISHED, Piece
 from figure_tables import TABLES, Results
 
 from nsa_bench.provenance import command_output, tree_id
@@ -375,7 +375,7 @@ def parser() -> argparse.ArgumentParser:
     collect = verbs.add_parser("collect", help="copy new results to benchmarks/results")
     render = verbs.add_parser("render", help="write the tables of README.md and the docs")
     for verb in (listing, run, collect, render):
-        verb.add_argument("--gpu", default="h200", help="folder of the results (default: h200)")
+        verb.add_argument("--gpu", default=PUBLISHED, help=f"results folder (default: {PUBLISHED})")
         verb.add_argument("--allow-dirty", action="store_true", help="accept a dirty checkout")
     run.add_argument("--only", nargs="+", metavar="PIECE", help="run only these pieces")
     run.add_argument("--minutes", type=float, default=10.0, help="time for this call (default: 10)")
