@@ -148,9 +148,10 @@ class Figures:
         """Return "done", "other source" or "missing"."""
         state = "missing"
         for folder in (self.fresh, self.results):
-            record = read_stamp(folder / piece.file)
+            file = piece.inside(folder)
+            record = read_stamp(file)
             if record is None:
-                state = "other source" if (folder / piece.file).exists() else state
+                state = "other source" if file.exists() else state
                 continue
             matches = all(record.get(key) == value for key, value in self.stamp(piece).items())
             if matches and (record.get("clean") or self.allow_dirty):
@@ -214,8 +215,9 @@ class Figures:
 
     def run_piece(self, piece: Piece, seconds: float) -> bool:
         """Run one piece; return whether it wrote a complete result file."""
-        self.fresh.mkdir(parents=True, exist_ok=True)
-        partial_file = self.fresh / f"part-{piece.file}"
+        file = piece.inside(self.fresh)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = file.with_name(f"part-{file.name}")
         partial_file.unlink(missing_ok=True)
         for path in piece.makes:
             (self.root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +247,7 @@ class Figures:
         stamp = self.stamp(piece)
         stamp |= {"commit": self.source.commit, "clean": self.source.clean}
         partial_file.write_text(stamped(text, stamp), encoding="utf-8")
-        os.replace(partial_file, self.fresh / piece.file)
+        os.replace(partial_file, file)
         cut = sum(text.count(reason) for reason in CUT)
         note = f", {cut} cells skipped by the time limit" if cut else ""
         print(f"{piece.name}: {elapsed:.1f} minutes{note}", flush=True)
@@ -266,17 +268,18 @@ class Figures:
         Raises:
             Refused: A result was measured on a dirty checkout.
         """
-        new = [piece for piece in self.pieces if (self.fresh / piece.file).exists()]
-        records = {piece: read_stamp(self.fresh / piece.file) or {} for piece in new}
+        new = [piece for piece in self.pieces if piece.inside(self.fresh).exists()]
+        records = {piece: read_stamp(piece.inside(self.fresh)) or {} for piece in new}
         dirty = [piece.name for piece, record in records.items() if not record.get("clean")]
         if dirty and not self.allow_dirty:
             raise Refused(
                 f"{', '.join(dirty)}: measured on a dirty checkout; --allow-dirty collects anyway"
             )
-        self.results.mkdir(parents=True, exist_ok=True)
         for piece, record in records.items():
-            shutil.copyfile(self.fresh / piece.file, self.results / piece.file)
-            print(f"{piece.file}: measured at commit {record.get('commit')}")
+            target = piece.inside(self.results)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(piece.inside(self.fresh), target)
+            print(f"{target.parent.name}/{target.name}: measured at commit {record.get('commit')}")
         print(f"{len(new)} files copied; next: python benchmarks/figures.py render")
         return 0
 
