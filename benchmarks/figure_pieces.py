@@ -152,4 +152,18 @@ PIECES = (
         6,
         rehearses="sm80",
     ),
+    Piece(
+        "hf-convert",
+        "held-out loss, recall and selected mass of a dense model that becomes NSA",
+        "python benchmarks/hugging_face/convert_learning.py --json {file}",
+        "hf_convert.json",
+        4,
+    ),
+    Piece(
+        "hf-minimax",
+        "training losses of MiniMax-M3 with nsa_blocks and with eager",
+        "python benchmarks/hugging_face/minimax_learning.py --json {file}",
+        "hf_minimax.json",
+        1.5,
+    ),
 )

@@ -28,7 +28,7 @@ PAGES = (
 def figures(monkeypatch):
     """The module benchmarks/figures.py."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    for name in ("figures", "figure_pieces", "figure_tables"):
+    for name in ("figures", "figure_learning", "figure_pieces", "figure_tables"):
         sys.modules.pop(name, None)
     import figures
 
