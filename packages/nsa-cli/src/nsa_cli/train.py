@@ -55,6 +55,8 @@ def train(
     compile: options.Compile = False,
     graph: options.Graph = False,
     parallel: options.Parallel = "ddp",
+    context_parallel: options.ContextParallel = 1,
+    tensor_parallel: options.TensorParallel = 1,
     eval_every: options.EvalEvery = 100,
     save_every: options.SaveEvery = 500,
     seed: options.Seed = 0,

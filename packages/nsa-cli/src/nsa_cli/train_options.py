@@ -63,6 +63,18 @@ Parallel = Annotated[
         help="Data parallelism under torchrun: ddp (copies of the model) or fsdp (shards of it)."
     ),
 ]
+ContextParallel = Annotated[
+    int,
+    typer.Option(
+        help="Context parallelism under torchrun: processes that share the tokens of a row.", min=1
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        help="Tensor parallelism under torchrun: processes that share the heads of a layer.", min=1
+    ),
+]
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.", min=1)]
 SaveEvery = Annotated[int, typer.Option(help="Steps between checkpoints.", min=1)]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and the data order.")]
@@ -100,6 +112,8 @@ CHANGEABLE_ON_RESUME = (
     "compile",
     "graph",
     "parallel",
+    "context_parallel",
+    "tensor_parallel",
     "eval_every",
     "save_every",
 )

@@ -1,7 +1,9 @@
-"""Training on one process, or on several under torchrun with DDP or FSDP2.
+"""Training on one process, or on several under torchrun.
 
-The number of processes does not change the result: the rows of a step are divided among the
-processes, and the loss is divided by the number of targets of the whole step.
+The processes form a grid of data, context and tensor parallel ranks. Data parallel ranks (DDP or
+FSDP2) have rows of their own, context parallel ranks tokens of the same rows, and tensor parallel
+ranks heads of the same tokens. The grid does not change the result: the loss is divided by the
+number of targets of the whole step.
 """
 
 from __future__ import annotations
@@ -13,13 +15,18 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_core.dispatch.device import usable_device
 from nsa_core.errors import InvalidInput
+from nsa_core.parallel import ContextParallel
+from nsa_models.lm.head_shards import HeadShards, unshard
 from nsa_models.lm.model import LanguageModel
 
 KINDS = ("ddp", "fsdp")
+DIMENSIONS = ("dp", "cp", "tp")  # data, context and tensor parallel
 Value = TypeVar("Value")
 
 
@@ -27,20 +34,75 @@ Value = TypeVar("Value")
 class World:
     """The processes of a training run.
 
+    Rank ``(data * context_parallel + context) * tensor_parallel + tensor`` has these places in the
+    grid.
+
     Attributes:
         device: Device of this process.
         rank: Index of this process; rank 0 writes files.
         size: Number of processes.
+        mesh: The grid, with the dimensions "dp", "cp" and "tp"; None if all ranks are data
+            parallel.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
+    mesh: DeviceMesh | None = None
+
+    def arranged(self, context_parallel: int, tensor_parallel: int) -> World:
+        """Return the same processes as a grid; every process must call this.
+
+        Args:
+            context_parallel: Number of ranks that share the tokens of a row.
+            tensor_parallel: Number of ranks that share the heads of a layer.
+
+        Raises:
+            InvalidInput: They do not divide the number of processes.
+        """
+        ranks = context_parallel * tensor_parallel
+        if ranks == 1:
+            return self
+        if self.size % ranks:
+            name = "context_parallel" if context_parallel > 1 else "tensor_parallel"
+            raise InvalidInput(
+                f"{name} must divide the number of processes, got {ranks} for {self.size}: start a"
+                f" multiple of {ranks} processes with torchrun --nproc-per-node, or set it to 1"
+            )
+        sizes = (self.size // ranks, context_parallel, tensor_parallel)
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=DIMENSIONS)
+        return dataclasses.replace(self, mesh=mesh)
+
+    def ranks_of(self, dimension: str) -> int:
+        """Return the number of ranks along a dimension of the grid: "dp", "cp" or "tp"."""
+        if self.mesh is None:
+            return self.size if dimension == "dp" else 1
+        return self.mesh.shape[DIMENSIONS.index(dimension)]
+
+    def place_in(self, dimension: str) -> int:
+        """Return the place of this process along a dimension of the grid."""
+        if self.mesh is None:
+            return self.rank if dimension == "dp" else 0
+        return self.mesh.get_local_rank(dimension)
+
+    @property
+    def averaged(self) -> int:
+        """Number of processes over which DDP and FSDP2 average gradients: those with other tokens.
+
+        Tensor parallel ranks have the same tokens, and their layers sum gradients.
+        """
+        return self.size // self.ranks_of("tp")
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all processes, in place."""
         if self.size > 1:
             dist.all_reduce(values)
+        return values
+
+    def total_of_context(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the ranks that share the tokens of a row, in place."""
+        if self.mesh is not None and self.ranks_of("cp") > 1:
+            dist.all_reduce(values, group=self.mesh.get_group("cp"))
         return values
 
     def sum_on_host(self, *values: int) -> list[int]:
@@ -87,13 +149,17 @@ def join(device: str) -> World:
 
 
 class Replica:
-    """A model wrapped for training on this process: DDP, FSDP2, or neither.
+    """A model on this process of several: divided over the grid, and wrapped in DDP or FSDP2.
 
     Args:
-        model: The model; FSDP2 shards it in place.
+        model: The model; it is divided and sharded in place.
         world: The processes.
-        kind: "ddp" or "fsdp"; used if there are several processes.
+        kind: "ddp" or "fsdp"; used if gradients of several processes are averaged.
         compiled: Compile the blocks with torch.compile.
+
+    Attributes:
+        heads: The parameters that tensor parallelism divides; None without it.
+        sharded: Whether FSDP2 shards the model.
 
     Raises:
         InvalidInput: ``kind`` is unknown.
@@ -104,25 +170,43 @@ class Replica:
     ) -> None:
         if kind not in KINDS:
             raise InvalidInput(f"parallel must be one of {', '.join(KINDS)}, got {kind!r}")
-        self.model, self.sharded = model, world.size > 1 and kind == "fsdp"
+        self.model, self._world = model, world
+        self.sharded = world.averaged > 1 and kind == "fsdp"
         self._wrapped: Any = model
+        self.heads: HeadShards | None = None
+        if world.mesh is not None and world.ranks_of("cp") > 1:
+            parallelize_module(model, world.mesh["cp"], {"blocks.*.attn": ContextParallel()})
+        if world.mesh is not None and world.ranks_of("tp") > 1:
+            self.heads = HeadShards(model, world.mesh["tp"])
         # Compile per block: one compilation serves all blocks, and collectives stay outside of it.
         if compiled:
             for block in model.blocks:
                 block.compile()
         if self.sharded:
             self._shard()
-        elif world.size > 1:
+        elif world.averaged > 1:
             ids = [world.device.index] if world.device.type == "cuda" else None
-            self._wrapped = DistributedDataParallel(model, device_ids=ids)
+            self._wrapped = DistributedDataParallel(
+                model, device_ids=ids, process_group=self._group_of_copies()
+            )
         self.forward: Callable[..., torch.Tensor] = self._wrapped
+
+    def _group_of_copies(self) -> dist.ProcessGroup | None:
+        """Return the processes that average gradients; None for all of them."""
+        if self.heads is None or self._world.mesh is None:
+            return None
+        return self._world.mesh.get_group("dp")
 
     def _shard(self) -> None:
         from torch.distributed.fsdp import fully_shard
 
+        # Without a mesh, fully_shard shards over all processes, those of one row included.
+        over = {}
+        if self.heads is not None and self._world.mesh is not None:
+            over["mesh"] = self._world.mesh["dp"]
         for block in self.model.blocks:
-            fully_shard(block)
-        fully_shard(self.model)
+            fully_shard(block, **over)
+        fully_shard(self.model, **over)
 
     def reshard(self) -> None:
         """Free parameters that FSDP gathered for a forward without a backward."""
@@ -137,8 +221,12 @@ class Replica:
             return self._wrapped.no_sync()
         return contextlib.nullcontext()
 
+    def clip_gradients(self, limit: float) -> torch.Tensor:
+        """Scale the gradients of the whole model to a norm of at most ``limit``.
 
-def unshard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an unsharded tensor, gathered from all processes; every process must call this."""
-    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered.detach()
+        Returns:
+            Their norm before, an fp32 scalar.
+        """
+        if self.heads is not None:
+            return self.heads.clip_gradients(limit)
+        return unshard(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
