@@ -69,6 +69,32 @@ def test_one_two_and_one_processes_have_the_losses_of_one(tmp_path, data, kind):
     assert not list(out.glob("checkpoint-*"))
 
 
+@pytest.mark.parametrize("name", ["context-parallel", "tensor-parallel"])
+def test_processes_that_share_rows_have_the_losses_of_one(tmp_path, data, name):
+    alone = train_records(tmp_path / "alone", 4, *data, together=False)
+    out = tmp_path / "shared"
+    train_records(out, 2, *data, f"--{name}", "2")
+    command = [sys.executable, "-m", "nsa_cli", "train", "--out", str(out), "--resume"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert f"--{name} must divide the number of processes, got 2 for 1" in done.stderr
+    train_records(out, 3, "--resume", f"--{name}", "1", together=False)
+    shared = train_records(out, 4, "--resume", f"--{name}", "2")
+    assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4]
+    for one, two in zip(alone, shared):
+        for field in ("loss", "held_out_loss", "grad_norm"):
+            assert two.get(field) == pytest.approx(one.get(field), rel=1e-5, nan_ok=True)
+    command = [sys.executable, "-m", "nsa_cli", "generate", "--checkpoint", str(out)]
+    done = subprocess.run(
+        [*command, "--max-new-tokens", "2", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 END = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed or is stuck: nothing heard"),
     "raises": ("raise ZeroDivisionError('planted')", "ended: ZeroDivisionError: planted"),
