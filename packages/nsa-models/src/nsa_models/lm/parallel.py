@@ -186,27 +186,24 @@ class Replica:
             self._shard()
         elif world.averaged > 1:
             ids = [world.device.index] if world.device.type == "cuda" else None
-            self._wrapped = DistributedDataParallel(
-                model, device_ids=ids, process_group=self._group_of_copies()
-            )
+            mesh = self._mesh_of_copies()
+            group = None if mesh is None else mesh.get_group()
+            self._wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group)
         self.forward: Callable[..., torch.Tensor] = self._wrapped
 
-    def _group_of_copies(self) -> dist.ProcessGroup | None:
-        """Return the processes that average gradients; None for all of them."""
+    def _mesh_of_copies(self) -> DeviceMesh | None:
+        """Return the processes that average gradients; None for all, those of one row included."""
         if self.heads is None or self._world.mesh is None:
             return None
-        return self._world.mesh.get_group("dp")
+        return self._world.mesh["dp"]
 
     def _shard(self) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        # Without a mesh, fully_shard shards over all processes, those of one row included.
-        over = {}
-        if self.heads is not None and self._world.mesh is not None:
-            over["mesh"] = self._world.mesh["dp"]
+        mesh = self._mesh_of_copies()
         for block in self.model.blocks:
-            fully_shard(block, **over)
-        fully_shard(self.model, **over)
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
 
     def reshard(self) -> None:
         """Free parameters that FSDP gathered for a forward without a backward."""
