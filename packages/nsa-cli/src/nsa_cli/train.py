@@ -73,7 +73,7 @@ def train(
 
     Documents are packed into rows with their boundaries; a document that does not fit continues in
     the next row. A document is either trained on or held out, never both. Under torchrun, the same
-    command trains on several GPUs. Ctrl-C and SIGTERM save a checkpoint and print the command that
+    command trains on several GPUs, with the losses of one. Ctrl-C and SIGTERM save a checkpoint and print the command that
     continues from it.
     """
     # After typer's conversion, so that paths are Path objects.

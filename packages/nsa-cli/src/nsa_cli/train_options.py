@@ -38,7 +38,7 @@ Steps = Annotated[
 ]
 Batch = Annotated[
     int,
-    typer.Option(help="Rows per step over all processes; each process reads only its own.", min=1),
+    typer.Option(help="Rows per step over all processes; a process reads only its own.", min=1),
 ]
 Accumulate = Annotated[
     int, typer.Option(help="Gradient accumulation: parts into which a step is split.", min=1)
@@ -66,13 +66,13 @@ Parallel = Annotated[
 ContextParallel = Annotated[
     int,
     typer.Option(
-        help="Context parallelism under torchrun: processes that share the tokens of a row.", min=1
+        help="Context parallelism: number of processes that share the tokens of a row.", min=1
     ),
 ]
 TensorParallel = Annotated[
     int,
     typer.Option(
-        help="Tensor parallelism under torchrun: processes that share the heads of a layer.", min=1
+        help="Tensor parallelism: number of processes that share the heads of a layer.", min=1
     ),
 ]
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.", min=1)]
