@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,11 @@ from nsa_models.lm.head_shards import HeadShards, unshard
 from nsa_models.lm.model import LanguageModel
 
 KINDS = ("ddp", "fsdp")
+# The longest wait of a process for another one. The watch (nsa_models.lm.watch) notices within half
+# a minute that a process was killed or stopped; this ends a run in which one hangs while its
+# threads go on, or in which all wait for each other. Processes of a healthy run may be minutes
+# apart when they compile, read documents over a network or write to a slow disk.
+TIMEOUT = timedelta(minutes=5)
 DIMENSIONS = ("dp", "cp", "tp")  # data, context and tensor parallel
 Value = TypeVar("Value")
 
@@ -144,7 +150,8 @@ def join(device: str) -> World:
         torch.cuda.set_device(own_device)
     if not dist.is_initialized():
         # Counts and positions travel between hosts without a GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo")
+        backends = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
+        dist.init_process_group(backends, timeout=TIMEOUT)
     return World(own_device, dist.get_rank(), dist.get_world_size())
 
 

@@ -4,7 +4,7 @@ A process that is killed cannot say so, and the others would wait for it in a co
 until an error without its name, in NCCL for minutes. A thread of each process therefore counts in
 the store of torchrun, and looks at the counts of the others. The thread counts while the main
 thread waits, so processes that wait for each other are not noticed; the timeout of the collective
-ends them.
+(:data:`nsa_models.lm.parallel.TIMEOUT`) ends them.
 """
 
 from __future__ import annotations
