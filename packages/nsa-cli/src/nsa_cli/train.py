@@ -73,8 +73,8 @@ def train(
 
     Documents are packed into rows with their boundaries; a document that does not fit continues in
     the next row. A document is either trained on or held out, never both. Under torchrun, the same
-    command trains on several GPUs, with the losses of one. Ctrl-C and SIGTERM save a checkpoint and print the command that
-    continues from it.
+    command trains on several GPUs, with the losses of one. Ctrl-C and SIGTERM save a checkpoint and
+    print the command that continues from it.
     """
     # After typer's conversion, so that paths are Path objects.
     values = {name: value for name, value in locals().items() if name != "context"}
