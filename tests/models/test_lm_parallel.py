@@ -69,20 +69,50 @@ def test_one_two_and_one_processes_have_the_losses_of_one(tmp_path, data, kind):
     assert not list(out.glob("checkpoint-*"))
 
 
+@pytest.mark.parametrize("name", ["context-parallel", "tensor-parallel"])
+def test_processes_that_share_rows_have_the_losses_of_one(tmp_path, data, name):
+    alone = train_records(tmp_path / "alone", 4, *data, together=False)
+    out = tmp_path / "shared"
+    train_records(out, 2, *data, f"--{name}", "2")
+    command = [sys.executable, "-m", "nsa_cli", "train", "--out", str(out), "--resume"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert f"--{name} must divide the number of processes, got 2 for 1" in done.stderr
+    train_records(out, 3, "--resume", f"--{name}", "1", together=False)
+    shared = train_records(out, 4, "--resume", f"--{name}", "2")
+    assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4]
+    for one, two in zip(alone, shared):
+        for field in {"loss", "held_out_loss", "grad_norm"} & one.keys():
+            assert two[field] == pytest.approx(one[field], rel=1e-5, nan_ok=True)
+    command = [sys.executable, "-m", "nsa_cli", "generate", "--checkpoint", str(out)]
+    done = subprocess.run(
+        [*command, "--max-new-tokens", "2", "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 END = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed or is stuck: nothing heard"),
     "raises": ("raise ZeroDivisionError('planted')", "ended: ZeroDivisionError: planted"),
 }
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("end", END)
-def test_a_process_that_ends_is_named_and_the_run_goes_on_after_it(tmp_path, data, rank, end):
-    """The process ends in step 3, while the others wait for it in a collective."""
-    out, (statement, message) = tmp_path / "run", END[end]
-    (tmp_path / "ends.py").write_text(
-        "import os, signal, sys\n"
+def lines_of_a_run_that_ends(out, data, rank, statement, timeout_s=300):
+    """Run a training of two processes, one of which executes ``statement`` in step 3.
+
+    Returns:
+        The lines of the error output.
+    """
+    script = out.parent / "ends.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "from datetime import timedelta\n"
         "from nsa_cli.app import main\n"
+        "from nsa_models.lm import parallel\n"
         "from nsa_models.lm.lanes import Lanes\n"
         "step, steps = Lanes.step, []\n"
         "def broken(self):\n"
@@ -90,26 +120,43 @@ def test_a_process_that_ends_is_named_and_the_run_goes_on_after_it(tmp_path, dat
         f"    if os.environ['RANK'] == '{rank}' and len(steps) == 3:\n"
         f"        {statement}\n"
         "    return step(self)\n"
-        "Lanes.step = broken\n"
+        f"Lanes.step, parallel.TIMEOUT = broken, timedelta(seconds={timeout_s})\n"
         "main(sys.argv[1:])\n"
     )
     options = ["--device", "cpu", *data, "--steps", "6", "--save-every", "1"]
-    command = [*TWO[:-1], "2", str(tmp_path / "ends.py"), "train", "--out", str(out), *options]
+    command = [*TWO[:-1], "2", str(script), "train", "--out", str(out), *options]
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 1
     assert time.monotonic() - started < 60
-    lines = done.stderr.splitlines()
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("end", END)
+def test_a_process_that_ends_is_named_and_the_run_goes_on_after_it(tmp_path, data, rank, end):
+    """The process ends in step 3, while the others wait for it in a collective."""
+    out, (statement, message) = tmp_path / "run", END[end]
+    lines = lines_of_a_run_that_ends(out, data, rank, statement)
     said = [line for line in lines if line.startswith(f"nsa: process {rank} of 2 {message}")]
-    assert len(said) == 1, done.stderr
+    assert len(said) == 1, lines
     assert f"step 2 of 6 is saved in {out / checkpoint.FILE}" in said[0]
     again = lines[lines.index(said[0]) + 2]
     assert again.startswith("torchrun --nproc-per-node 2 -m nsa_cli train --out")
     assert again.endswith("--resume")
     records = train_records(out, 3, "--resume")
     assert [r["step"] for r in records] == [0, 1, 2, 3]
+
+
+def test_a_process_that_hangs_ends_the_run_after_the_timeout(tmp_path, data):
+    out = tmp_path / "run"
+    lines = lines_of_a_run_that_ends(out, data, 1, "time.sleep(600)", timeout_s=15)
+    said = [line for line in lines if line.startswith("nsa: process 0 of 2 ended: RuntimeError")]
+    assert len(said) == 1, lines
+    assert "imed out" in said[0]
+    assert "step 2 of 6 is saved in" in said[0]
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

@@ -36,6 +36,7 @@ def start(monkeypatch):
     monkeypatch.setattr(watch_module, "_EVERY_S", 0.01)
     monkeypatch.setattr(watch_module, "SILENT_S", 60.0)
     monkeypatch.setattr(watch_module, "SILENT_AFTER_ERROR_S", 0.3)
+    monkeypatch.setattr(watch_module, "COMMON_ERROR_S", 0.3)
     store, ends = Store(), []
 
     def make(rank):
@@ -60,6 +61,18 @@ def test_an_error_of_one_process_is_told_to_the_others(start):
     assert sorted(ends) == [
         (rank, 2, "process 2 of 3 ended: InvalidInput: line 3 is not JSON") for rank in (0, 1)
     ]
+
+
+def test_an_error_that_all_processes_meet_ends_none_of_the_others(start, monkeypatch):
+    monkeypatch.setattr(watch_module, "COMMON_ERROR_S", 20.0)
+    make, _, ends = start
+    watches = [make(rank) for rank in range(3)]
+    for watch in watches:
+        watch.__enter__()
+    for watch in watches:
+        time.sleep(0.1)  # the others hear of the error before they meet it
+        watch.__exit__(None, InvalidInput("refused"), None)
+    assert ends == []
 
 
 def test_regular_ends_are_no_loss(start):

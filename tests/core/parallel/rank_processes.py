@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import pathlib
 import tempfile
 import traceback
@@ -16,23 +17,28 @@ import torch.multiprocessing as mp
 Outcome = Any  # the result of a case on a rank, or the text of its exception after "raised "
 
 
-def run_on_ranks(world: int, cases: Sequence[tuple[str, dict[str, Any]]]) -> list[list[Outcome]]:
-    """Run functions of parallel_cases on ``world`` processes, in order.
+def run_on_ranks(
+    world: int, cases: Sequence[tuple[str, dict[str, Any]]], module: str = "parallel_cases"
+) -> list[list[Outcome]]:
+    """Run functions of a module on ``world`` processes, in order.
 
     Args:
         world: number of processes.
         cases: names of functions and their keyword arguments.
+        module: name of the module.
 
     Returns:
         For each case, the results of all ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world, folder, cases), nprocs=world)
+        mp.spawn(_rank, (world, folder, cases, module), nprocs=world)
         results = [torch.load(pathlib.Path(folder, f"{r}.pt")) for r in range(world)]
     return [[results[rank][index] for rank in range(world)] for index in range(len(cases))]
 
 
-def _rank(rank: int, world: int, folder: str, cases: Sequence[tuple[str, dict[str, Any]]]) -> None:
+def _rank(
+    rank: int, world: int, folder: str, cases: Sequence[tuple[str, dict[str, Any]]], module: str
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -41,12 +47,11 @@ def _rank(rank: int, world: int, folder: str, cases: Sequence[tuple[str, dict[st
         init_method=f"file://{folder}/store",
         timeout=datetime.timedelta(seconds=60),
     )
-    import parallel_cases
-
+    functions = importlib.import_module(module)
     results: list[Outcome] = []
     for name, arguments in cases:
         try:
-            results.append(getattr(parallel_cases, name)(rank, world, **arguments))
+            results.append(getattr(functions, name)(rank, world, **arguments))
         except Exception as error:  # noqa: BLE001  (the parent process reports it)
             traceback.print_exc()
             results.append(f"raised {type(error).__name__}: {error}")

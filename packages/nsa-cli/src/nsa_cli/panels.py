@@ -39,7 +39,8 @@ OPTION_PANELS: dict[str, dict[str, tuple[str, ...]]] = {
             *("steps", "batch", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed"),
             *("eval_every", "save_every", "resume"),
         ),
-        "Machine": ("device", "threads", "dtype", "recompute", "compile", "graph", "parallel"),
+        "Machine": ("device", "threads", "dtype", "recompute", "compile", "graph"),
+        "Several processes": ("parallel", "context_parallel", "tensor_parallel"),
         "Output": ("out", *_PLOTS, "force"),
     },
     "convert": {

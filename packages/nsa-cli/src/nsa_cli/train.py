@@ -55,6 +55,8 @@ def train(
     compile: options.Compile = False,
     graph: options.Graph = False,
     parallel: options.Parallel = "ddp",
+    context_parallel: options.ContextParallel = 1,
+    tensor_parallel: options.TensorParallel = 1,
     eval_every: options.EvalEvery = 100,
     save_every: options.SaveEvery = 500,
     seed: options.Seed = 0,
@@ -71,8 +73,8 @@ def train(
 
     Documents are packed into rows with their boundaries; a document that does not fit continues in
     the next row. A document is either trained on or held out, never both. Under torchrun, the same
-    command trains on several GPUs. Ctrl-C and SIGTERM save a checkpoint and print the command that
-    continues from it.
+    command trains on several GPUs, with the losses of one. Ctrl-C and SIGTERM save a checkpoint and
+    print the command that continues from it.
     """
     # After typer's conversion, so that paths are Path objects.
     values = {name: value for name, value in locals().items() if name != "context"}

@@ -38,7 +38,7 @@ Steps = Annotated[
 ]
 Batch = Annotated[
     int,
-    typer.Option(help="Rows per step over all processes; each process reads only its own.", min=1),
+    typer.Option(help="Rows per step over all processes; a process reads only its own.", min=1),
 ]
 Accumulate = Annotated[
     int, typer.Option(help="Gradient accumulation: parts into which a step is split.", min=1)
@@ -61,6 +61,18 @@ Parallel = Annotated[
     str,
     typer.Option(
         help="Data parallelism under torchrun: ddp (copies of the model) or fsdp (shards of it)."
+    ),
+]
+ContextParallel = Annotated[
+    int,
+    typer.Option(
+        help="Context parallelism: number of processes that share the tokens of a row.", min=1
+    ),
+]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        help="Tensor parallelism: number of processes that share the heads of a layer.", min=1
     ),
 ]
 EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations.", min=1)]
@@ -100,6 +112,8 @@ CHANGEABLE_ON_RESUME = (
     "compile",
     "graph",
     "parallel",
+    "context_parallel",
+    "tensor_parallel",
     "eval_every",
     "save_every",
 )

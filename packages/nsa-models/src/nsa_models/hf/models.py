@@ -21,6 +21,7 @@ from nsa_core.errors import InvalidInput
 from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.hf.cache import NSAModelCache
 from nsa_models.hf.configs import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config, layer_spec
+from nsa_models.hf.divided import check_divided_call
 from nsa_models.hf.packed import packed_boundaries
 from nsa_models.hf.rows import nsa_mask
 
@@ -83,11 +84,14 @@ class _NSACausalLM:
             cache: The same as ``past_key_values``, under the name that transformers uses from 5.24
                 on.
             **kwargs: ``cu_seq_lens_q`` int32 [documents + 1] and ``max_length_q`` for documents
-                packed in one row, and other arguments of the dense model.
+                packed in one row; ``shift_labels`` [B, S], the label of each row, in place of
+                ``labels``; and other arguments of the dense model.
 
         Raises:
-            InvalidInput: The cache is of another kind, the attention weights are requested, or the
-                positions are not supported.
+            InvalidInput: The cache is of another kind, the attention weights are requested, the
+                positions are not supported, or an argument does not go with layers that hold a part
+                of each sequence (:class:`nsa_core.parallel.ContextParallel`).
+            Unsupported: Layers that are divided over ranks do not support the call.
         """
         if kwargs.get("output_attentions"):
             raise InvalidInput(
@@ -97,6 +101,15 @@ class _NSACausalLM:
         cache = past_key_values if cache is None else cache
         if cache is None and use_cache:
             cache = self.new_cache()
+        if labels is None:  # transformers computes a loss only if there are labels
+            labels = kwargs.get("shift_labels")
+        arguments = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": cache,
+            "labels": labels,
+        }
+        check_divided_call(self._decoder_layers()[0].self_attn, arguments, kwargs)
         if cache is not None and not isinstance(cache, NSAModelCache):
             raise InvalidInput(
                 "past_key_values must be a cache of an NSA model, got"
@@ -121,8 +134,14 @@ class _NSACausalLM:
             max_len: Number of tokens per sequence for which the first call allocates memory; the
                 cache grows when it is full.
             max_rollback: Maximum number of tokens that ``crop`` can remove.
+
+        Raises:
+            Unsupported: A style of nsa_core.parallel divided the layers.
         """
         layers = [layer.self_attn for layer in self._decoder_layers()]
+        for layer in layers:
+            if layer.parallel is not None:
+                layer.parallel.refuse("a cache")
         return NSAModelCache(layers, max_len, max_rollback)
 
     def _prepare_cache_for_generation(
@@ -134,6 +153,9 @@ class _NSACausalLM:
         max_cache_length: int,
     ) -> None:
         """Put a cache into ``model_kwargs``; `generate` calls this function."""
+        parallel = self._decoder_layers()[0].self_attn.parallel
+        if parallel is not None:
+            parallel.refuse("generation")
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise InvalidInput(
                 "cache_implementation must be None for an NSA model, which has a cache of its own,"

@@ -9,17 +9,20 @@ last, and replaces the old one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nsa_core.errors import InvalidInput
 from nsa_core.util import safetensors_io
 from nsa_core.util.text import describe_error
 from nsa_models.lm import shards
 from nsa_models.lm.config import LMConfig
+from nsa_models.lm.head_shards import HeadShards
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.run_folder import CHECKPOINT, remove_shards
 from nsa_models.lm.tokens import Tokenizer, tokenizer_from_dict
@@ -72,12 +75,30 @@ class Checkpoint:
         """Build the tokenizer; None if the model was trained on a synthetic task."""
         return None if self.tokenizer is None else tokenizer_from_dict(self.tokenizer)
 
-    def restore(self, model: LanguageModel, optimizer: torch.optim.Optimizer) -> None:
+    def restore(
+        self,
+        model: LanguageModel,
+        optimizer: torch.optim.Optimizer,
+        heads: HeadShards | None = None,
+    ) -> None:
         """Restore parameters, optimizer moments and random states; every process must call this.
 
         A process reads the parts of its own shards only, tensor by tensor, in whatever layout they
         were written.
+
+        Args:
+            model: The model.
+            optimizer: Its optimizer.
+            heads: The parameters that are divided over tensor parallel ranks; None if none are.
+
+        Raises:
+            InvalidInput: The tensors do not match the model, or a file cannot be read.
         """
+        if model.config != self.config:
+            raise InvalidInput(
+                f"{self.path} is of a model with other sizes: its config is {self.config}, the"
+                f" model's is {model.config}"
+            )
         tensors: dict[str, torch.Tensor] = {}
         fused = any(group.get("fused") for group in optimizer.param_groups)
         # The optimizer has no state before the first step.
@@ -90,8 +111,15 @@ class Checkpoint:
                     moments[key] = torch.zeros_like(parameter, requires_grad=False)
                 moments["step"] = torch.zeros((), device=parameter.device if fused else "cpu")
                 tensors |= {f"{_OPTIMIZER}{name}.{key}": value for key, value in moments.items()}
+        divided = _take_divided(tensors, heads)
         shards.load(self.path.parent, tensors, self.index)
+        for form, own in divided.items():
+            assert heads is not None  # else nothing is divided
+            heads.fill(own, functools.partial(self._whole, form))
         set_random_state(self._with_prefix(_RANDOM))
+
+    def _whole(self, form: str, name: str) -> torch.Tensor:
+        return shards.whole(self.path.parent, self.index[form.format(name)])
 
     def _with_prefix(self, prefix: str) -> dict[str, torch.Tensor]:
         return {
@@ -102,9 +130,18 @@ class Checkpoint:
 
 
 def collect_tensors(
-    model: LanguageModel, optimizer: torch.optim.Optimizer
+    model: LanguageModel, optimizer: torch.optim.Optimizer, heads: HeadShards | None = None
 ) -> dict[str, torch.Tensor]:
-    """Collect the tensors of model and optimizer, without copies; sharded ones are DTensors."""
+    """Collect the tensors of model and optimizer, without copies; sharded ones are DTensors.
+
+    With ``heads``, every process must call this, and each divided tensor is gathered to the CPU of
+    one process.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        heads: The parameters that are divided over tensor parallel ranks; None if none are.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors[f"{_MODEL}{name}"] = parameter.detach()
@@ -114,7 +151,24 @@ def collect_tensors(
         )
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{_OPTIMIZER}{name}.{key}"] = value
+    for form, own in _take_divided(tensors, heads).items():
+        assert heads is not None  # else nothing is divided
+        for number, (name, whole) in enumerate(heads.whole(own)):
+            if number % dist.get_world_size() == dist.get_rank():
+                tensors[form.format(name)] = whole.cpu()
     return tensors
+
+
+def _take_divided(
+    tensors: dict[str, torch.Tensor], heads: HeadShards | None
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Remove divided tensors from ``tensors``, and return them by form and parameter name."""
+    divided: dict[str, dict[str, torch.Tensor]] = {}
+    for name in sorted(heads.names) if heads is not None else ():
+        for form in (f"{_MODEL}{{}}", f"{_OPTIMIZER}{{}}.exp_avg", f"{_OPTIMIZER}{{}}.exp_avg_sq"):
+            if (tensor := tensors.pop(form.format(name), None)) is not None:
+                divided.setdefault(form, {})[name] = tensor
+    return divided
 
 
 def write(

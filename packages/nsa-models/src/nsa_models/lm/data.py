@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from nsa_core.errors import InvalidInput
+from nsa_core.parallel import Shards, pad_to
 from nsa_models.lm.corpus import WHOLE, Corpus, Lane
 from nsa_models.lm.model import IGNORED
 from nsa_models.lm.tokens import Tokenizer
@@ -37,7 +39,19 @@ class Batch(NamedTuple):
     # int32 with a power of two + 1 entries; the last documents are empty
     cu_seqlens: torch.Tensor | None
     max_seqlen: int | None
-    counted: int  # targets that are not IGNORED
+    counted: int  # targets of all ranks that are not IGNORED
+
+    def part(self, ranks: int, rank: int) -> Batch:
+        """Return one rank's tokens of a batch that is padded for ``ranks`` ranks.
+
+        The documents stay those of the whole batch.
+        """
+        if ranks == 1:
+            return self
+        shards = Shards(self.tokens.shape[-1], ranks, rank)
+        return self._replace(
+            tokens=shards.take(self.tokens, -1), targets=shards.take(self.targets, -1)
+        )
 
     def to(self, device: torch.device | str) -> Batch:
         """Copy to ``device`` without waiting for the device."""
@@ -84,11 +98,14 @@ class Rows(Protocol):
         ...
 
 
-def batch_of(rows: Sequence[Row], packed: bool) -> Batch:
+def batch_of(rows: Sequence[Row], packed: bool, ranks: int = 1) -> Batch:
     """Build a batch from rows of one length.
 
     Args:
         rows: The rows.
+        ranks: Number of ranks that share the tokens (:meth:`Batch.part`). The tokens are padded to
+            a number that they can share: with a document of its own if packed, else at the end of
+            each row. Padding has no target.
         packed: Whether rows hold several documents. If so, the batch is packed [T] with
             ``cu_seqlens``, padded with empty documents to a power of two, so that torch.compile
             sees few different shapes. Otherwise it is [B, S].
@@ -98,14 +115,21 @@ def batch_of(rows: Sequence[Row], packed: bool) -> Batch:
         torch.tensor([r.targets for r in rows]),
     )
     counted = int((targets != IGNORED).sum())
+    longest = tokens.shape[1]
+    if packed:
+        tokens, targets = tokens.flatten(), targets.flatten()
+    padding = pad_to(tokens.shape[-1], ranks) - tokens.shape[-1] if ranks > 1 else 0
+    if padding:
+        tokens, targets = F.pad(tokens, (0, padding)), F.pad(targets, (0, padding), value=IGNORED)
     if not packed:
         return Batch(tokens, targets, None, None, counted)
     lengths = [length for row in rows for length in row.documents]
+    lengths += [padding] * (padding > 0)
     padded_count = max(8, 1 << (len(lengths) - 1).bit_length())
     bounds = (
         torch.tensor([0, *lengths, *[0] * (padded_count - len(lengths))]).cumsum(0).to(torch.int32)
     )
-    return Batch(tokens.flatten(), targets.flatten(), bounds, tokens.shape[1], counted)
+    return Batch(tokens, targets, bounds, max(longest, padding), counted)
 
 
 def unigram_entropy(rows: Sequence[Row]) -> float:

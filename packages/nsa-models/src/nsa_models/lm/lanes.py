@@ -20,7 +20,7 @@ class Lanes:
     """The rows that one process reads: row i of every step comes from lane i of the data.
 
     The lanes are as many as ``recipe.batch``, so they do not depend on the number of processes, and
-    neither do the rows of a step.
+    neither do the rows of a step. Context and tensor parallel ranks read the same rows.
 
     Args:
         rows: The rows of the data.
@@ -33,10 +33,11 @@ class Lanes:
 
     def __init__(self, rows: Rows, recipe: Recipe, world: World) -> None:
         self._world = world
+        rank, ranks = world.place_in("dp"), world.ranks_of("dp")
         self._parts = [
             {
                 number: rows.lane(number, recipe.batch)
-                for number in range(recipe.batch)[recipe.rows_of(world.rank, part, world.size)]
+                for number in range(recipe.batch)[recipe.rows_of(rank, part, ranks)]
             }
             for part in range(recipe.accumulate)
         ]
@@ -63,13 +64,14 @@ class Lanes:
                 raise
             error = str(reason)
         targets = sum(len(r.targets) - r.targets.count(IGNORED) for part in parts for r in part)
+        # Counted once by each process that reads the rows.
         counted, failed = self._world.sum_on_host(targets, bool(error))
         if failed:
             self._move(positions)
             errors = self._world.collect(error)
             rank = next(rank for rank, text in enumerate(errors) if text)
             raise Unreadable(f"process {rank} of {self._world.size}: {errors[rank]}")
-        return parts, counted
+        return parts, counted * self._world.ranks_of("dp") // self._world.size
 
     def state(self) -> list[dict[str, int]]:
         """Return the position of each lane of all processes; every process must call this."""

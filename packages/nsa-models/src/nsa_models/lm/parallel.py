@@ -1,7 +1,9 @@
-"""Training on one process, or on several under torchrun with DDP or FSDP2.
+"""Training on one process, or on several under torchrun.
 
-The number of processes does not change the result: the rows of a step are divided among the
-processes, and the loss is divided by the number of targets of the whole step.
+The processes form a grid of data, context and tensor parallel ranks. Data parallel ranks (DDP or
+FSDP2) have rows of their own, context parallel ranks tokens of the same rows, and tensor parallel
+ranks heads of the same tokens. The grid does not change the result: the loss is divided by the
+number of targets of the whole step.
 """
 
 from __future__ import annotations
@@ -9,17 +11,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_core.dispatch.device import usable_device
 from nsa_core.errors import InvalidInput
+from nsa_core.parallel import ContextParallel
+from nsa_models.lm.head_shards import HeadShards, unshard
 from nsa_models.lm.model import LanguageModel
 
 KINDS = ("ddp", "fsdp")
+# The longest wait of a process for another one. The watch (nsa_models.lm.watch) notices within half
+# a minute that a process was killed or stopped; this ends a run in which one hangs while its
+# threads go on, or in which all wait for each other. Processes of a healthy run may be minutes
+# apart when they compile, read documents over a network or write to a slow disk.
+TIMEOUT = timedelta(minutes=5)
+DIMENSIONS = ("dp", "cp", "tp")  # data, context and tensor parallel
 Value = TypeVar("Value")
 
 
@@ -27,20 +40,75 @@ Value = TypeVar("Value")
 class World:
     """The processes of a training run.
 
+    Rank ``(data * context_parallel + context) * tensor_parallel + tensor`` has these places in the
+    grid.
+
     Attributes:
         device: Device of this process.
         rank: Index of this process; rank 0 writes files.
         size: Number of processes.
+        mesh: The grid, with the dimensions "dp", "cp" and "tp"; None if all ranks are data
+            parallel.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
+    mesh: DeviceMesh | None = None
+
+    def arranged(self, context_parallel: int, tensor_parallel: int) -> World:
+        """Return the same processes as a grid; every process must call this.
+
+        Args:
+            context_parallel: Number of ranks that share the tokens of a row.
+            tensor_parallel: Number of ranks that share the heads of a layer.
+
+        Raises:
+            InvalidInput: They do not divide the number of processes.
+        """
+        ranks = context_parallel * tensor_parallel
+        if ranks == 1:
+            return self
+        if self.size % ranks:
+            name = "context_parallel" if context_parallel > 1 else "tensor_parallel"
+            raise InvalidInput(
+                f"{name} must divide the number of processes, got {ranks} for {self.size}: start a"
+                f" multiple of {ranks} processes with torchrun --nproc-per-node, or set it to 1"
+            )
+        sizes = (self.size // ranks, context_parallel, tensor_parallel)
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=DIMENSIONS)
+        return dataclasses.replace(self, mesh=mesh)
+
+    def ranks_of(self, dimension: str) -> int:
+        """Return the number of ranks along a dimension of the grid: "dp", "cp" or "tp"."""
+        if self.mesh is None:
+            return self.size if dimension == "dp" else 1
+        return self.mesh.shape[DIMENSIONS.index(dimension)]
+
+    def place_in(self, dimension: str) -> int:
+        """Return the place of this process along a dimension of the grid."""
+        if self.mesh is None:
+            return self.rank if dimension == "dp" else 0
+        return self.mesh.get_local_rank(dimension)
+
+    @property
+    def averaged(self) -> int:
+        """Number of processes over which DDP and FSDP2 average gradients: those with other tokens.
+
+        Tensor parallel ranks have the same tokens, and their layers sum gradients.
+        """
+        return self.size // self.ranks_of("tp")
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all processes, in place."""
         if self.size > 1:
             dist.all_reduce(values)
+        return values
+
+    def total_of_context(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over the ranks that share the tokens of a row, in place."""
+        if self.mesh is not None and self.ranks_of("cp") > 1:
+            dist.all_reduce(values, group=self.mesh.get_group("cp"))
         return values
 
     def sum_on_host(self, *values: int) -> list[int]:
@@ -82,18 +150,23 @@ def join(device: str) -> World:
         torch.cuda.set_device(own_device)
     if not dist.is_initialized():
         # Counts and positions travel between hosts without a GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo")
+        backends = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
+        dist.init_process_group(backends, timeout=TIMEOUT)
     return World(own_device, dist.get_rank(), dist.get_world_size())
 
 
 class Replica:
-    """A model wrapped for training on this process: DDP, FSDP2, or neither.
+    """A model on this process of several: divided over the grid, and wrapped in DDP or FSDP2.
 
     Args:
-        model: The model; FSDP2 shards it in place.
+        model: The model; it is divided and sharded in place.
         world: The processes.
-        kind: "ddp" or "fsdp"; used if there are several processes.
+        kind: "ddp" or "fsdp"; used if gradients of several processes are averaged.
         compiled: Compile the blocks with torch.compile.
+
+    Attributes:
+        heads: The parameters that tensor parallelism divides; None without it.
+        sharded: Whether FSDP2 shards the model.
 
     Raises:
         InvalidInput: ``kind`` is unknown.
@@ -104,25 +177,40 @@ class Replica:
     ) -> None:
         if kind not in KINDS:
             raise InvalidInput(f"parallel must be one of {', '.join(KINDS)}, got {kind!r}")
-        self.model, self.sharded = model, world.size > 1 and kind == "fsdp"
+        self.model, self._world = model, world
+        self.sharded = world.averaged > 1 and kind == "fsdp"
         self._wrapped: Any = model
+        self.heads: HeadShards | None = None
+        if world.mesh is not None and world.ranks_of("cp") > 1:
+            parallelize_module(model, world.mesh["cp"], {"blocks.*.attn": ContextParallel()})
+        if world.mesh is not None and world.ranks_of("tp") > 1:
+            self.heads = HeadShards(model, world.mesh["tp"])
         # Compile per block: one compilation serves all blocks, and collectives stay outside of it.
         if compiled:
             for block in model.blocks:
                 block.compile()
         if self.sharded:
             self._shard()
-        elif world.size > 1:
+        elif world.averaged > 1:
             ids = [world.device.index] if world.device.type == "cuda" else None
-            self._wrapped = DistributedDataParallel(model, device_ids=ids)
+            mesh = self._mesh_of_copies()
+            group = None if mesh is None else mesh.get_group()
+            self._wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group)
         self.forward: Callable[..., torch.Tensor] = self._wrapped
+
+    def _mesh_of_copies(self) -> DeviceMesh | None:
+        """Return the processes that average gradients; None for all, those of one row included."""
+        if self.heads is None or self._world.mesh is None:
+            return None
+        return self._world.mesh["dp"]
 
     def _shard(self) -> None:
         from torch.distributed.fsdp import fully_shard
 
+        mesh = self._mesh_of_copies()
         for block in self.model.blocks:
-            fully_shard(block)
-        fully_shard(self.model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
 
     def reshard(self) -> None:
         """Free parameters that FSDP gathered for a forward without a backward."""
@@ -137,8 +225,12 @@ class Replica:
             return self._wrapped.no_sync()
         return contextlib.nullcontext()
 
+    def clip_gradients(self, limit: float) -> torch.Tensor:
+        """Scale the gradients of the whole model to a norm of at most ``limit``.
 
-def unshard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an unsharded tensor, gathered from all processes; every process must call this."""
-    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered.detach()
+        Returns:
+            Their norm before, an fp32 scalar.
+        """
+        if self.heads is not None:
+            return self.heads.clip_gradients(limit)
+        return unshard(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))

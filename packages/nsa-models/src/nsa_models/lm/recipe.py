@@ -8,6 +8,7 @@ import math
 import torch
 
 from nsa_core.errors import InvalidInput
+from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import KINDS
 
@@ -18,14 +19,15 @@ PRECISIONS = ("float32", "bfloat16")
 class Recipe:
     """The options of a training run.
 
-    ``batch`` counts the rows of a step over all processes. Each process runs ``accumulate`` parts
-    of batch / (accumulate * processes) rows. More processes or parts change the speed and the
-    memory, but not the loss.
+    ``batch`` counts the rows of a step over all processes. A data parallel rank is a group of
+    ``context_parallel`` or ``tensor_parallel`` processes with the same rows, and runs
+    ``accumulate`` parts of batch / (accumulate * data parallel ranks) rows. More processes or parts
+    change the speed and the memory, but not the loss.
 
     Attributes:
         steps: Number of optimizer steps.
         batch: Rows per step, over all processes.
-        accumulate: Parts per step and process (gradient accumulation).
+        accumulate: Parts per step (gradient accumulation).
         learning_rate: Peak learning rate.
         final_rate: Final learning rate of the cosine, as a share of the peak.
         warmup: Steps of the linear ramp before the cosine.
@@ -38,6 +40,9 @@ class Recipe:
         compile: Compile the blocks with torch.compile.
         graph: Run forward and backward as a CUDA graph; needs one process on one GPU.
         parallel: "ddp" or "fsdp", for several processes.
+        context_parallel: Processes that share the tokens of a row.
+        tensor_parallel: Processes that share the heads of each attention layer; not together with
+            ``context_parallel``.
         eval_every: Steps between evaluations of the held-out loss.
         save_every: Steps between checkpoints.
         seed: Seed of the run.
@@ -61,13 +66,16 @@ class Recipe:
     compile: bool = False
     graph: bool = False
     parallel: str = "ddp"
+    context_parallel: int = 1
+    tensor_parallel: int = 1
     eval_every: int = 100
     save_every: int = 500
     seed: int = 0
 
     def __post_init__(self) -> None:
         errors = []
-        for name in ("steps", "batch", "accumulate", "eval_every", "save_every"):
+        counts = ("steps", "batch", "accumulate", "eval_every", "save_every")
+        for name in (*counts, "context_parallel", "tensor_parallel"):
             if getattr(self, name) < 1:
                 errors.append(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("learning_rate", "clip"):
@@ -86,25 +94,60 @@ class Recipe:
                 errors.append(
                     f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
+        if self.context_parallel > 1 and self.tensor_parallel > 1:
+            errors.append(
+                f"context_parallel must be 1 with tensor_parallel {self.tensor_parallel}, got"
+                f" {self.context_parallel}: an attention layer divides its tokens or its heads"
+            )
+        if errors:
+            raise InvalidInput("; ".join(errors))
+
+    def check_divisible(self, config: LMConfig, length: int) -> None:
+        """Check that a model and rows of ``length`` tokens divide as this recipe says.
+
+        Raises:
+            InvalidInput: They do not; the message gives values that would.
+        """
+        errors = []
+        for name in ("context_parallel", "tensor_parallel"):
+            if getattr(self, name) > 1 and config.attention != "nsa":
+                errors.append(
+                    f"{name} must be 1 with attention {config.attention!r}, got"
+                    f" {getattr(self, name)}: only NSA layers can be divided"
+                )
+        groups = config.layer.n_kv_heads
+        if groups % self.tensor_parallel and not errors:
+            divisors = [str(n) for n in range(1, groups + 1) if groups % n == 0]
+            errors.append(
+                f"tensor_parallel must divide the model's {groups} key/value heads, got"
+                f" {self.tensor_parallel}: choose {' or '.join(divisors)}"
+            )
+        if length < 2 * self.context_parallel:
+            errors.append(
+                f"context_parallel must be at most {max(1, length // 2)} for rows of {length}"
+                f" tokens, got {self.context_parallel}: each process has two pieces of a row"
+            )
         if errors:
             raise InvalidInput("; ".join(errors))
 
     def rows_of(self, rank: int, part: int, world: int) -> slice:
-        """Return which rows of a step belong to one accumulated part of one process.
+        """Return which rows of a step belong to one accumulated part of one data parallel rank.
 
         Args:
-            rank: Index of the process.
+            rank: Index of the data parallel rank.
             part: Index of its accumulated part.
-            world: Number of processes.
+            world: Number of data parallel ranks.
 
         Raises:
-            InvalidInput: The rows of a step do not divide over parts and processes.
+            InvalidInput: The rows of a step do not divide over parts and ranks.
         """
         parts = self.accumulate * world
         if self.batch % parts:
+            shared = self.context_parallel * self.tensor_parallel
+            of = "processes" if shared == 1 else f"groups of {shared} processes"
             raise InvalidInput(
                 f"batch {self.batch} does not divide over accumulate {self.accumulate} x {world}"
-                " processes"
+                f" {of}"
             )
         first, rows = part * world + rank, self.batch // parts
         return slice(first * rows, (first + 1) * rows)

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,16 @@ from nsa_core.dispatch.device import usable_device
 from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
+from nsa_core.parallel.context import DividedSequence
 from nsa_core.util.atomic_files import NotWritten, write_somewhere
 from nsa_models.lm import checkpoint
 from nsa_models.lm.checkpoint import Checkpoint
-from nsa_models.lm.data import Batch, batch_of
+from nsa_models.lm.data import Batch, Row, batch_of
 from nsa_models.lm.graph import GraphedWork
 from nsa_models.lm.lanes import Lanes
 from nsa_models.lm.mass import Mass, selected_mass
 from nsa_models.lm.model import LanguageModel
-from nsa_models.lm.parallel import Replica, World, unshard
+from nsa_models.lm.parallel import Replica, World
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.task import Data
 
@@ -73,7 +74,8 @@ class Trainer:
         resume_from: A checkpoint to resume from; None for a new run.
 
     Raises:
-        InvalidInput: Rows do not divide over processes, or a CUDA graph is not possible.
+        InvalidInput: Rows do not divide over processes, the model does not divide as the recipe
+            says, or a CUDA graph is not possible.
         BackendUnavailable: The device does not exist.
 
     Example:
@@ -97,6 +99,8 @@ class Trainer:
                 f"graph=True needs one process on one GPU, got {actual}; leave it out"
             )
         usable_device(world.device)
+        recipe.check_divisible(model.config, data.rows.length)
+        world = world.arranged(recipe.context_parallel, recipe.tensor_parallel)
         self.lanes = Lanes(data.rows, recipe, world)
         self.data, self.recipe, self.world = data, recipe, world
         self.model = model.to(world.device)
@@ -114,7 +118,7 @@ class Trainer:
         # A tensor, because a CUDA graph would capture a Python number as a constant.
         self._scale = torch.ones((), device=world.device)
         if resume_from is not None:
-            resume_from.restore(self.model, self.optimizer)
+            resume_from.restore(self.model, self.optimizer, self.replica.heads)
             self.lanes.load_state(resume_from.facts["position"])
             self.step_number, self.tokens = resume_from.facts["step"], resume_from.facts["tokens"]
             self.saved_step = self.step_number
@@ -129,9 +133,11 @@ class Trainer:
         if not isinstance(attn, NSAttention):
             return None
         dtype, packed = getattr(torch, self.recipe.precision), self.data.rows.packed
-        long = is_long(self.data.rows.length, packed)
+        long, config, partial = is_long(self.data.rows.length, packed), attn.config, False
+        if isinstance(attn.parallel, DividedSequence):
+            config, partial = attn.parallel.share, attn.parallel.mode == "sequence"
         return default_plan(
-            attn.config, self.world.device, dtype, packed, True, attn.backends, long
+            config, self.world.device, dtype, packed, True, attn.backends, long, partial
         )
 
     def step(self, stopping: bool = False) -> StepResult:
@@ -147,7 +153,7 @@ class Trainer:
         recipe, world = self.recipe, self.world
         parts, counted = self.lanes.step()
         # Gradients are averaged over processes, so scale by their number to get the sum.
-        self._scale.fill_(world.size / max(1, counted))
+        self._scale.fill_(world.averaged / max(1, counted))
         rate = recipe.rate(self.step_number)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -156,20 +162,29 @@ class Trainer:
         total = torch.zeros((), device=world.device)
         for number, part in enumerate(parts):
             with self.replica.gradient_sync(last=number == len(parts) - 1):
-                batch = batch_of(part, self.data.rows.packed).to(world.device)
+                batch = self._batch_of(part)
                 total += (
                     self._forward_backward(batch)
                     if self._graphed_work is None
                     else self._graphed_work(batch, add=number > 0)
                 )
-        norm = unshard(torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip))
+        norm = self.replica.clip_gradients(recipe.clip)
         self.optimizer.step()
         self.step_number += 1
         self.tokens += recipe.batch * self.data.rows.length
-        sums = torch.stack((total / max(1, counted), torch.full_like(total, float(stopping))))
+        # Tensor parallel ranks have the same loss.
+        mean = total / (max(1, counted) * world.ranks_of("tp"))
+        sums = torch.stack((mean, torch.full_like(mean, float(stopping))))
         return StepResult.of(
             self.step_number, torch.cat((world.total(sums), norm.reshape(1))), rate
         )
+
+    def _batch_of(self, rows: Sequence[Row]) -> Batch:
+        """Return this process's tokens of rows, on its device."""
+        world = self.world
+        ranks, rank = world.ranks_of("cp"), world.place_in("cp")
+        batch = batch_of(rows, self.data.rows.packed, ranks).part(ranks, rank)
+        return batch.to(world.device)
 
     def _forward_backward(self, batch: Batch) -> torch.Tensor:
         """Run forward and backward of one part of a step; return its summed loss."""
@@ -193,17 +208,14 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Return the mean held-out loss in nats per target; every process computes all of it."""
+        """Return the mean held-out loss in nats per target; every process computes its tokens."""
         rows, size = self.data.held_out, max(1, self.recipe.batch // self.recipe.accumulate)
         loss, counted = 0.0, 0
         for first in range(0, len(rows), size):
-            batch = batch_of(rows[first : first + size], self.data.rows.packed).to(
-                self.world.device
-            )
+            batch = self._batch_of(rows[first : first + size])
             with self._autocast():
-                loss += float(
-                    self.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, batch.targets)
-                )
+                total = self.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen, batch.targets)
+            loss += float(self.world.total_of_context(total))
             counted += batch.counted
         self.replica.reshard()
         return loss / counted if counted else math.nan
@@ -213,10 +225,11 @@ class Trainer:
         """Return the share of held-out targets that are the model's most likely token."""
         correct = counted = 0
         for row in self.data.held_out:
-            batch = batch_of([row], self.data.rows.packed).to(self.world.device)
+            batch = self._batch_of([row])
             with self._autocast():
                 predicted = self.model(batch.tokens, batch.cu_seqlens, batch.max_seqlen).argmax(-1)
-            correct += int((predicted == batch.targets).sum())
+            hits = self.world.total_of_context((predicted == batch.targets).sum())
+            correct += int(hits)
             counted += batch.counted
         self.replica.reshard()
         return correct / counted if counted else math.nan
@@ -226,11 +239,13 @@ class Trainer:
 
         Returns:
             :func:`nsa_models.lm.mass.selected_mass`; None if the document is too short, the model
-            is dense, or its parameters are sharded.
+            is dense, its parameters are sharded, or its layers are divided.
         """
         layer = self.model.config.layer
         row = max(self.data.held_out, key=lambda r: max(r.documents), default=None)
         if self.replica.sharded or self.model.config.attention != "nsa" or row is None:
+            return None
+        if self.world.mesh is not None:
             return None
         if max(row.documents) <= layer.num_selected_blocks * layer.select_block_size:
             return None
@@ -248,7 +263,7 @@ class Trainer:
                 is a checkpoint in the temporary folder, or None if that failed too. All processes
                 raise this.
         """
-        tensors = checkpoint.collect_tensors(self.model, self.optimizer)
+        tensors = checkpoint.collect_tensors(self.model, self.optimizer, self.replica.heads)
         facts: dict[str, Any] = {
             "train": dataclasses.asdict(self.recipe),
             "data": dataclasses.asdict(self.data.spec),

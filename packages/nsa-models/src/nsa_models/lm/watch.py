@@ -4,7 +4,7 @@ A process that is killed cannot say so, and the others would wait for it in a co
 until an error without its name, in NCCL for minutes. A thread of each process therefore counts in
 the store of torchrun, and looks at the counts of the others. The thread counts while the main
 thread waits, so processes that wait for each other are not noticed; the timeout of the collective
-ends them.
+(:data:`nsa_models.lm.parallel.TIMEOUT`) ends them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _EVERY_S = 0.5
 # A process whose main thread keeps the lock of Python, for example while it writes a large file,
 # counts late.
 SILENT_S, SILENT_AFTER_ERROR_S = 25.0, 4.0
+# An error that all processes meet, such as a refused option, ends each of them by itself.
+COMMON_ERROR_S = 3.0
 _LEFT, _COUNT = "nsa-watch/left", "nsa-watch/count"
 _STORE_TIMEOUT = timedelta(seconds=10)
 
@@ -115,9 +117,12 @@ class Watch:
             if self._stopped.is_set():
                 return
             for rank, reason in reasons.items():
-                if reason:
-                    self._end(rank, reason)
+                if not reason:
+                    continue
+                if rank in self._left and self._stopped.wait(COMMON_ERROR_S):
                     return
+                self._end(rank, reason)
+                return
             if self._left.issuperset(others):
                 self._all_left.set()
                 return

@@ -1,0 +1,127 @@
+"""Models of transformers whose layers are divided over ranks, against the model of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from hf_models import nsa_model
+from nsa_core import NSAError
+from nsa_core.parallel import ContextParallel, HeadParallel, Shards, whole_parameters
+
+LAYERS = "model.layers.*.self_attn"
+LENGTH, DOCUMENTS = 96, [0, 5, 51, 96]
+
+
+def _model(kind: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    return nsa_model(kind, torch.float64, **changes).train()
+
+
+def _row() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens [1, S], and the label of each row; the last row of a document has none."""
+    ids = torch.randint(1, 61, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    labels[:, [end - 1 for end in DOCUMENTS[1:]]] = -100
+    return ids, labels
+
+
+def _packing(packed: bool) -> dict[str, Any]:
+    if not packed:
+        return {}
+    return {"cu_seq_lens_q": torch.tensor(DOCUMENTS, dtype=torch.int32), "max_length_q": 46}
+
+
+def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.detach() - b.detach()).abs().max() / b.detach().abs().max().clamp(min=1e-12))
+
+
+def tokens(
+    rank: int, world: int, *, kind: str, packed: bool, recompute: bool = False, mode: str = "auto"
+) -> Any:
+    """Return the errors of the logits, the loss and the gradients under ContextParallel."""
+    ids, labels = _row()
+    options = {**_packing(packed), "num_items_in_batch": (labels != -100).sum()}
+    alone, model = _model(kind), _model(kind)
+    if recompute:
+        enable = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23
+        (enable or model.gradient_checkpointing_enable)()
+    expected = alone(ids, shift_labels=labels, **options)
+    expected.loss.backward()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    parallelize_module(model, mesh["cp"], {LAYERS: ContextParallel(mode)})
+    shards = Shards(LENGTH, world, rank)
+    actual = model(shards.take(ids, 1), shift_labels=shards.take(labels, 1), **options)
+    actual.loss.backward()
+    loss = actual.loss.detach().clone()
+    dist.all_reduce(loss)
+    errors = {
+        "logits": _largest(actual.logits, shards.take(expected.logits, 1)),
+        "loss": _largest(loss, expected.loss),
+    }
+    for (name, parameter), of_one in zip(model.named_parameters(), alone.parameters()):
+        dist.all_reduce(parameter.grad)
+        errors[name] = _largest(parameter.grad, of_one.grad)
+    return errors
+
+
+def heads(rank: int, world: int, *, kind: str, padded: bool) -> Any:
+    """Return the errors of the logits, the loss and the gradients under HeadParallel."""
+    ids, labels = _row()
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[:, :20], labels[:, :20] = 0, -100
+    alone, model = _model(kind), _model(kind)
+    expected = alone(ids, attention_mask=mask, shift_labels=labels)
+    expected.loss.backward()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh["tp"], {LAYERS: HeadParallel()})
+    actual = model(ids, attention_mask=mask, shift_labels=labels)
+    actual.loss.backward()
+    errors = {
+        "logits": _largest(actual.logits, expected.logits),
+        "loss": _largest(actual.loss, expected.loss),
+    }
+    for one, divided in zip(alone.model.layers, model.model.layers):
+        with torch.no_grad():
+            for parameter in divided.self_attn.parameters():
+                parameter.copy_(parameter.grad)
+        whole = whole_parameters(divided.self_attn)
+        for name, parameter in one.self_attn.named_parameters():
+            errors[name] = _largest(whole[name], parameter.grad)
+    grads = {n: p.grad for n, p in model.named_parameters() if "self_attn" not in n}
+    errors |= {n: _largest(grad, alone.get_parameter(n).grad) for n, grad in grads.items()}
+    return errors
+
+
+def refusal(rank: int, world: int, *, of: str) -> str:
+    """Return the error of a call that a divided model refuses."""
+    mesh = init_device_mesh("cpu", (world,))
+    ids = torch.ones(1, LENGTH // world, dtype=torch.long)
+
+    def divided(style: Any, kind: str = "llama", **changes: Any) -> Any:
+        return parallelize_module(_model(kind, **changes), mesh, {LAYERS: style})
+
+    actions = {
+        "a mask": lambda: divided(ContextParallel())(ids, attention_mask=torch.ones_like(ids)),
+        "positions": lambda: divided(ContextParallel())(ids, position_ids=torch.arange(48)[None]),
+        "labels": lambda: divided(ContextParallel())(ids, labels=ids),
+        "a cache": lambda: divided(ContextParallel())(ids, use_cache=True),
+        "generation": lambda: divided(ContextParallel()).generate(ids, max_new_tokens=2),
+        "generation without a cache": lambda: divided(ContextParallel()).generate(
+            ids, max_new_tokens=2, use_cache=False
+        ),
+        "generation of divided heads": lambda: divided(HeadParallel()).generate(ids),
+        "a bias": lambda: divided(HeadParallel(), "qwen2")(ids),
+        "a bias of the output": lambda: divided(HeadParallel(), attention_bias=True)(ids),
+    }
+    try:
+        actions[of]()
+    except NSAError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
