@@ -42,8 +42,8 @@ from typing import Any
 
 from figure_learning import LEARNING
 from figure_pieces import PIECES, PUBLISHED, Piece
-from figure_tables import Results
 from figure_tables import TABLES as OTHER_TABLES
+from figure_tables import Results
 
 from nsa_bench.provenance import command_output, tree_id
 

@@ -150,9 +150,7 @@ class Lesson:
         self.scale, self.device = scale, torch.device(device)
         self.text, held_out_text = library_sources()
         self.keys = max(scale.pairs, *(part.pairs for part in scale.before))
-        held_out = TextWithPairs(
-            held_out_text, scale.length, scale.pairs, self.keys, held_out=True
-        )
+        held_out = TextWithPairs(held_out_text, scale.length, scale.pairs, self.keys, held_out=True)
         self.held_out = [next(held_out) for _ in range(scale.held_out)]
 
     def rows(self, part: Part, seed: int) -> TextWithPairs:

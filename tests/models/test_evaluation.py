@@ -163,9 +163,7 @@ def check_scores(scores: list[Any], expected: dict[str, float]) -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_model_of_transformers_scores_as_by_hand(
-    llama, task_folder, monkeypatch, caplog, capfd
-):
+def test_a_model_of_transformers_scores_as_by_hand(llama, task_folder, monkeypatch, caplog, capfd):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     imported, import_module = [], importlib.import_module

@@ -129,7 +129,6 @@ def test_a_divided_checkpoint_is_that_of_one_process(two):
     assert saved.facts["train"]["tensor_parallel"] == 2
 
 
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

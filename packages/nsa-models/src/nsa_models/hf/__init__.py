@@ -20,13 +20,13 @@ from nsa_models.hf.cache import NSAModelCache  # noqa: E402
 from nsa_models.hf.configs import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config  # noqa: E402
 from nsa_models.hf.conversion import Conversion, convert, convert_checkpoint  # noqa: E402
 from nsa_models.hf.first_stage import selected_mass, train_new_parameters  # noqa: E402
-from nsa_models.hf.trained_run import from_run, run_tokenizer  # noqa: E402
 from nsa_models.hf.models import (  # noqa: E402
     NSALlamaForCausalLM,
     NSAQwen2ForCausalLM,
     NSAQwen3ForCausalLM,
     register,
 )
+from nsa_models.hf.trained_run import from_run, run_tokenizer  # noqa: E402
 
 register()
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.hf.configs import LayerSpec, layer_spec
-from nsa_models.hf.trained_run import dense_from_run, fields_of_run, run_tokenizer
 from nsa_models.hf.models import MODELS
+from nsa_models.hf.trained_run import dense_from_run, fields_of_run, run_tokenizer
 from nsa_models.lm.run_folder import is_run
 
 # Files beside the weights that a converted folder needs too; transformers writes the others.

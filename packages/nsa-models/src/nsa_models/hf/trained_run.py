@@ -103,8 +103,7 @@ def _nsa_fields(config: LMConfig) -> dict[str, Any]:
     return {
         field.name: getattr(layer, field.name)
         for field in dataclasses.fields(layer)
-        if field.name not in _STATED
-        and getattr(layer, field.name) != getattr(defaults, field.name)
+        if field.name not in _STATED and getattr(layer, field.name) != getattr(defaults, field.name)
     }
 
 
@@ -135,9 +134,7 @@ def _tokens_of(saved: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _with_their_names(
-    state: dict[str, torch.Tensor], config: LMConfig
-) -> dict[str, torch.Tensor]:
+def _with_their_names(state: dict[str, torch.Tensor], config: LMConfig) -> dict[str, torch.Tensor]:
     """Return the parameters of a LanguageModel under the names of transformers."""
     layer = config.layer
     q, kv = layer.n_heads * layer.qk_dim, layer.n_kv_heads * layer.qk_dim
