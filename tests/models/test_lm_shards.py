@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_format_is_refused_with_a_remedy(tmp_path, kind)
         checkpoint.read(tmp_path)
     other = tmp_path / "other"
     safetensors_io.write(other, "nsa-tensors 2", {}, {})
-    with pytest.raises(InvalidInput, match="header says 'nsa-tensors 2'$"):
+    with pytest.raises(InvalidInput, match=r"header says 'nsa-tensors 2'$"):
         checkpoint.read(other)
 
 
