@@ -13,11 +13,12 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch.default_plan import default_plan, is_long
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.input_checks import check_inputs, check_nonnegative, check_plan
+from nsa_core.layer.input_checks import check_inputs, check_plan
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.layer.phi.kinds import mean_compress
-from nsa_core.torch_ops.core_node import CoreInputs, run_core
-from nsa_core.torch_ops.tensor_checks import checked_boundaries
+from nsa_core.torch_ops.core_kernels import CoreInputs
+from nsa_core.torch_ops.core_node import run_core
+from nsa_core.torch_ops.tensor_checks import check_nonnegative, checked_boundaries
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan

@@ -58,6 +58,7 @@ class CoreBackward:
         autograd.register(
             self._lib, short, self.op, self._run, lambda *_: None, self._refuse_double
         )
+        _operators[self.op] = self
 
     def gradients(self, direct: bool) -> Callable[..., Any]:
         """Return the operator, or with ``direct`` its function alone."""
@@ -84,8 +85,14 @@ class CoreBackward:
         )
 
 
+_operators: dict[Any, CoreBackward] = {}  # by the overload of the operator
 _of_path: dict[tuple[str, str], CoreBackward] = {}
 _lock = threading.Lock()
+
+
+def operator_of(op: Any) -> CoreBackward:
+    """Return the fused backward whose overload is ``op``."""
+    return _operators[op]
 
 
 def core_backward(backend: str, path: str) -> CoreBackward:
