@@ -27,9 +27,11 @@ def fault(plant: Callable[[Gradients], Any]) -> Iterator[None]:
         _faults.remove(plant)
 
 
-def backward(do: torch.Tensor, *tensors: torch.Tensor, call: SlotCall) -> Any:
-    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, blocks, *results = tensors
-    o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win = results
+def backward(
+    do: torch.Tensor, *tensors: torch.Tensor, outputs: list[torch.Tensor], call: SlotCall
+) -> Any:
+    q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, blocks, *statistics = tensors
+    (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win) = outputs, statistics
     dgates, do_cmp, do_sel, do_win = combine.backward(do, gates, o_cmp, o_sel, o_win, call=call)
     of_cmp = cmp.backward(do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, call=call)
     of_sel = sel.backward(do_sel, q, k_sel, v_sel, blocks, o_sel, lse_sel, call=call)

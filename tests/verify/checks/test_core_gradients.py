@@ -224,7 +224,7 @@ def test_the_operator_has_shapes_without_data() -> None:
     blocks = torch.zeros(1, 30, 2, 3, dtype=torch.int32, device="meta")
     o, lse = q.new_empty(1, 30, 4, 6), q.new_empty(1, 4, 30)
     k_cmp, v_cmp = k[:, :14], v[:, :14]
-    tensors = (o, q, k_cmp, v_cmp, k, v, k, v, gates, blocks, o, lse, o, lse, o, lse)
+    tensors = (o, q, k_cmp, v_cmp, k, v, k, v, gates, blocks, lse, lse, lse, o, o, o)
     results = op(*tensors, None, 30, 0.5, list(CONFIG.geometry.as_ints()), False, None)
     assert [x.shape for x in results] == [x.shape for x in tensors[1:9]]
 

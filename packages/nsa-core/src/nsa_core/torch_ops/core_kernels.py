@@ -255,10 +255,10 @@ def _fused_gradients(
     assert kernels.fused is not None
     direct = not torch.is_grad_enabled() and autograd.is_unobserved(*grads, *saved.values())
     _, kernel = kernels.backwards["cmp"]
-    tensors = [saved.pop(name) for name in (*core_backward.DIFFERENTIABLE, *core_backward.RESULTS)]
-    results: tuple[torch.Tensor, ...] = kernels.fused.gradients(direct)(
-        grads.pop(), *tensors, saved["cu_seqlens"], *kernel.tail(max_seqlen)
-    )
+    names = (*core_backward.DIFFERENTIABLE, *core_backward.STATISTICS, *core_backward.OUTPUTS)
+    tensors = [grads.pop(), *(saved.pop(name) for name in names)]
+    tail = (saved["cu_seqlens"], *kernel.tail(max_seqlen))
+    results: tuple[torch.Tensor, ...] = kernels.fused.gradients(direct, tensors, tail)
     return results
 
 
