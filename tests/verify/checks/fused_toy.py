@@ -14,12 +14,19 @@ from nsa_backend_sdpa.plugin import nsa_register_backends
 from nsa_core.contract import BackendSpec, SlotCall
 
 Gradients = list[torch.Tensor]
-_faults: list[Callable[[Gradients], Any]] = []
+_faults: list[Callable[..., Any]] = []
 
 
 @contextlib.contextmanager
 def fault(plant: Callable[[Gradients], Any]) -> Iterator[None]:
     """Return what ``plant`` makes of dq, dk_cmp, dv_cmp, .., dgates inside the block."""
+    with fault_on(lambda gradients, *_: plant(gradients)):
+        yield
+
+
+@contextlib.contextmanager
+def fault_on(plant: Callable[[Gradients, Gradients, Gradients], Any]) -> Iterator[None]:
+    """As :func:`fault`; ``plant`` also gets q, k_cmp, .., gates, and o_cmp, o_sel, o_win."""
     _faults.append(plant)
     try:
         yield
@@ -36,9 +43,10 @@ def backward(
     of_cmp = cmp.backward(do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, call=call)
     of_sel = sel.backward(do_sel, q, k_sel, v_sel, blocks, o_sel, lse_sel, call=call)
     of_win = win.backward(do_win, q, k_win, v_win, o_win, lse_win, call=call)
+    del o_cmp, o_sel, o_win  # a plant may free them
     dq = of_cmp[0] + of_sel[0] + of_win[0]
     gradients = [dq, *of_cmp[1:], *of_sel[1:], *of_win[1:], dgates]
-    return _faults[0](gradients) if _faults else gradients
+    return _faults[0](gradients, list(tensors[:8]), outputs) if _faults else gradients
 
 
 def spec() -> BackendSpec:

@@ -193,7 +193,7 @@ def run_all(
     return slots.combine(inputs.gates, *outputs, **packing), branches
 
 
-SAVED = (*CoreInputs._fields, "cu_seqlens", *Branches._fields)
+_SAVED = (*CoreInputs._fields, "cu_seqlens", *Branches._fields)
 # The order in which autograd would run the nodes of the slots, and add up dq: the branch, what its
 # backward reads besides do and q, and the position of its keys in CoreInputs.
 _BACKWARD = (
@@ -201,6 +201,14 @@ _BACKWARD = (
     ("sel", ("k_sel", "v_sel", "blocks", "o_sel", "lse_sel"), 3),
     ("cmp", ("k_cmp", "v_cmp", "o_cmp", "lse_cmp"), 1),
 )
+
+
+def by_name(saved: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+    """Return the tensors that a forward saved, by name: the inputs, cu_seqlens and the results.
+
+    With ``recompute``, the results are the blocks alone.
+    """
+    return dict(zip(_SAVED, saved))
 
 
 def gradients(
@@ -221,8 +229,8 @@ def gradients(
         max_seqlen: As in the forward.
         nonnegative_gates: Whether no gate is negative.
         grads: The gradient of o alone; emptied, so that it lives until its last use.
-        saved: The tensors of the forward by name, those of SAVED; emptied likewise. Without the
-            outputs of the branches, the branches run again.
+        saved: The tensors of the forward as :func:`by_name` returns them; emptied likewise. Without
+            the outputs of the branches, the branches run again.
         needs: Whether each input needs a gradient, in the order of CoreInputs.
     """
     if "o_win" not in saved:

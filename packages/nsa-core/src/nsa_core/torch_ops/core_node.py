@@ -6,7 +6,9 @@ Results and gradients have the same bits; the host does less.
 
 An eager training call records this node whoever observes it. A profiler or dispatch mode sees the
 operators of the slots inside the node. So torch.utils.checkpoint may run the forward and its
-repetition under different observers. Compilers, tracers and torch.func see the operators alone.
+repetition under different observers. torch.compile sees one operator with its own gradient
+(:mod:`nsa_core.torch_ops.core_op`) instead of the node; compiled calls without gradient, exporters,
+tracers and torch.func see the operators of the slots.
 
 With ``recompute`` the node keeps only the inputs and the selected blocks, and runs the three
 branches again in the backward.
@@ -26,10 +28,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from nsa_core.torch_ops import core_op
 from nsa_core.torch_ops.core_kernels import (
-    SAVED,
     Branches,
     CoreInputs,
     CoreKernels,
+    by_name,
     gradients,
     kernels_of_plan,
     run_all,
@@ -74,7 +76,7 @@ def run_core(
         max_seqlen: Length of the longest document, or an upper bound; None: the number of tokens.
         recompute: Whether to run the branches again in the backward and not keep their outputs.
             Exported and traced calls and transforms of torch.func ignore it.
-        nonnegative_gates: Whether no gate is negative. One node then runs the fused backward of the
+        nonnegative_gates: Whether no gate is negative. The backward is then the fused one of the
             plan, if it has one.
 
     Raises:
@@ -130,7 +132,7 @@ def _results(o: torch.Tensor, branches: Branches) -> CoreResults:
 
 
 def _may_be_one_node(inputs: CoreInputs) -> bool:
-    """Return whether an eager call with gradient records one node; separate nodes otherwise.
+    """Return whether an eager call with gradient records one node.
 
     The answer must not depend on a profiler or dispatch mode: torch.utils.checkpoint compares the
     tensors that two runs save.
@@ -237,7 +239,7 @@ class _CoreNode(torch.autograd.Function):
         grads = [ctx.held_do.release() if do is None else do]
         if grads[0] is None:
             return (*constants, *(None for _ in CoreInputs._fields))
-        saved = dict(zip(SAVED, ctx.saved_tensors))
+        saved = by_name(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         needs = ctx.needs_input_grad[len(constants) :]
         options = (ctx.max_seqlen, ctx.nonnegative_gates)

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from nsa_core.errors import Unsupported
 from nsa_core.torch_ops import autograd
 from nsa_core.torch_ops.core_kernels import (
-    SAVED,
     Branches,
     CoreConstants,
     CoreInputs,
     CoreKernels,
+    by_name,
     gradients,
     gradients_by_slots,
     kernels_of_constants,
@@ -48,6 +48,7 @@ _BACKWARD = (
     f" bool nonnegative_gates, bool[] needs)"
     f" -> ({', '.join(['Tensor'] * len(CoreInputs._fields))})"
 )
+_SAVED = (*CoreInputs._fields, *Branches._fields)  # by the forward, for the backward operator
 _NUM_INPUTS = len(CoreInputs._fields)
 _NUM_ARGUMENTS = _NUM_INPUTS + 9  # of the forward
 
@@ -152,17 +153,17 @@ def _autograd(ctx: Any, do: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
     if do is None:
         return (*(None for _ in CoreInputs._fields), *none)
     needs = ctx.needs_input_grad[1 : 1 + _NUM_INPUTS]  # after the key set of the dispatcher
-    saved = dict.fromkeys(SAVED) | dict(zip(SAVED, ctx.saved_tensors))
+    saved = by_name(ctx.saved_tensors)
     kernels = _kernels(ctx.constants)
     fused = kernels.fused is not None and ctx.nonnegative_gates and all(needs)
     with autograd.backward_context():
-        if not fused and saved["o_win"] is not None:
+        if not fused and "o_win" in saved:
             grads = gradients_by_slots(kernels, ctx.max_seqlen, [do], saved, needs)
             return (*grads, *none)
-        cu_seqlens = saved.pop("cu_seqlens")
+        tensors = [saved.get(name) for name in _SAVED]
         options = (*ctx.constants, ctx.nonnegative_gates, list(needs))
         results = torch.ops.nsa_core.core_backward.default(
-            do, *saved.values(), cu_seqlens, ctx.max_seqlen, *options
+            do, *tensors, saved["cu_seqlens"], ctx.max_seqlen, *options
         )
     grads = tuple(grad if needed else None for grad, needed in zip(results, needs))
     return (*grads, *none)
@@ -197,8 +198,7 @@ def _backward(*args: Any) -> tuple[torch.Tensor, ...]:
     """Compute the gradients; the result is empty for an input that needs none."""
     do, *tensors, cu_seqlens, max_seqlen = args[:18]
     *constants, nonnegative_gates, needs = args[18:]
-    names = (*CoreInputs._fields, *Branches._fields)
-    saved = {n: t for n, t in zip(names, tensors) if t is not None} | {"cu_seqlens": cu_seqlens}
+    saved = {n: t for n, t in zip(_SAVED, tensors) if t is not None} | {"cu_seqlens": cu_seqlens}
     kernels = _kernels(constants)
     with torch.no_grad():
         grads = gradients(kernels, max_seqlen, nonnegative_gates, [do], saved, needs)
