@@ -221,11 +221,10 @@ def nsa_attention(
         recompute: keep only the inputs and the blocks for the backward, which then runs the three
             branches again: a third of the memory, about a quarter more time, the same bits
             (docs/explanation/memory.md). Exported calls and torch.func transforms ignore it.
-        nonnegative_gates: state that no gate is negative, as gates from a sigmoid are. An eager
-            backward then takes less time and memory if one backend runs every slot and has a fused
-            backward (``plan.fused``), and all of q, k, v and gates need a gradient. A negative
-            gate is an error on the CPU, and on a GPU with NSA_CHECK=1; else it gives gradients of
-            NaN.
+        nonnegative_gates: state that no gate is negative, as gates from a sigmoid are. The backward
+            then takes less time and memory if one backend runs every slot and has a fused backward
+            (``plan.fused``), and all of q, k, v and gates need a gradient. A negative gate is an
+            error on the CPU, and on a GPU with NSA_CHECK=1; else it gives gradients of NaN.
         return_lse: also return the log-sum-exp of the three branches.
         return_blocks: also return the selected blocks.
 
