@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch._C import _AutoDispatchBelowAutograd
@@ -19,8 +19,8 @@ from nsa_core.torch_ops import autograd, core_backward
 from nsa_core.torch_ops.core_backward import CoreBackward
 from nsa_core.torch_ops.slot_op import Kernel, SlotOp, operator_of
 
-if TYPE_CHECKING:
-    from nsa_core.dispatch.plan import Plan
+# Slots, or a Plan, whose kernels have the names of the slots.
+SlotsOrPlan: TypeAlias = Any
 
 
 class CoreInputs(NamedTuple):
@@ -85,12 +85,12 @@ class CoreKernels(NamedTuple):
         fused: The fused backward; None if the plan has none.
     """
 
-    observed: Slots | Plan
+    observed: SlotsOrPlan
     direct: Slots | None
     backwards: dict[str, tuple[SlotOp, Kernel]]
     fused: CoreBackward | None
 
-    def slots(self, *tensors: torch.Tensor | None) -> Slots | Plan:
+    def slots(self, *tensors: torch.Tensor | None) -> SlotsOrPlan:
         """Return the slots for calls without gradient; observers see their operators."""
         if self.direct is not None and autograd.is_unobserved(*tensors):
             return self.direct
@@ -98,7 +98,7 @@ class CoreKernels(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def kernels_of_plan(plan: Plan) -> CoreKernels | None:
+def kernels_of_plan(plan: Any) -> CoreKernels | None:
     """Return the kernels of ``plan``; None if one is unknown or has no backward."""
     kernels = [_plain(getattr(plan, slot)) for slot in SLOTS]
     backwards = _backwards(kernels)
@@ -172,7 +172,7 @@ def _plain(kernel: Any) -> Kernel | None:
 
 
 def run_branches(
-    slots: Slots | Plan, inputs: CoreInputs, blocks: torch.Tensor | None, packing: dict[str, Any]
+    slots: SlotsOrPlan, inputs: CoreInputs, blocks: torch.Tensor | None, packing: dict[str, Any]
 ) -> Branches:
     """Run cmp, sel and win, and `select` if ``blocks`` is None."""
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _ = inputs
@@ -185,7 +185,7 @@ def run_branches(
 
 
 def run_all(
-    slots: Slots | Plan, inputs: CoreInputs, blocks: torch.Tensor | None, packing: dict[str, Any]
+    slots: SlotsOrPlan, inputs: CoreInputs, blocks: torch.Tensor | None, packing: dict[str, Any]
 ) -> tuple[torch.Tensor, Branches]:
     """Run the branches and `combine`."""
     branches = run_branches(slots, inputs, blocks, packing)
