@@ -15,7 +15,8 @@ from nsa_backend_triton.host import configs
 from nsa_backend_triton.sel import slot as sel
 from nsa_backend_triton.select import forward as select
 from nsa_backend_triton.span import cmp, win
-from nsa_core.contract import SlotCall
+from nsa_core.contract import BRANCHES, SlotCall
+from nsa_core.dryrun import PeakBytes, rounded
 from nsa_core.layout import BlockGeometry
 
 GEOMETRY = BlockGeometry(8, 4, 16, 2, 0, 1, 18)
@@ -48,6 +49,15 @@ def tensors(
     o_win, lse_win = win.forward(q, x["k_win"], x["v_win"], call=call)
     x |= {"o_cmp": o_cmp, "lse_cmp": lse_cmp, "o_sel": o_sel, "lse_sel": lse_sel}
     return x | {"o_win": o_win, "lse_win": lse_win}
+
+
+def by_core(x: dict[str, Tensor], call: SlotCall) -> dict[str, Tensor]:
+    """Return the gradients as the backward of the core computes them."""
+    outputs = [x[f"o_{branch}"] for branch in BRANCHES]
+    tensors = [tensor for name, tensor in x.items() if not name.startswith("o_")]
+    gradients = core.backward(*tensors, outputs=outputs, call=call)._asdict()
+    assert outputs == []
+    return gradients
 
 
 def by_slots(x: dict[str, Tensor], call: SlotCall) -> dict[str, Tensor]:
@@ -89,7 +99,7 @@ def test_gradients_equal_those_of_the_slots(
     call = SlotCall(GEOMETRY, 0.3, cu, max(lengths), deterministic=ordered)
     x = tensors(call, sum(lengths), batch, heads, widths)
     expected = by_slots(x, call)
-    gradients = core.backward(*x.values(), call=call)._asdict()
+    gradients = by_core(x, call)
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(
@@ -116,7 +126,7 @@ def test_descriptors_read_no_padding_of_the_statistics(
     expected = by_slots(x, call)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        gradients = core.backward(*x.values(), call=call)._asdict()
+        gradients = by_core(x, call)
     finally:
         torch.use_deterministic_algorithms(False)
     for name, gradient in gradients.items():
@@ -129,15 +139,35 @@ def test_small_and_large_gates_in_fp16(gate: float) -> None:
     x = tensors(call, 43, 1, (4, 2), (16, 16))
     x["gates"].fill_(gate)
     x["do"] /= gate
-    expected = core.backward(*x.values(), call=call)._asdict()
+    expected = by_core(x, call)
     halved = {k: v.half() if v.dtype == torch.float64 else v for k, v in x.items()}
     halved |= {k: v.float() for k, v in x.items() if k == "gates" or k.startswith("lse")}
     if not halved["do"].isfinite().all():
         halved["do"] = x["do"].clamp(-6e4, 6e4).half()
-        expected = core.backward(
-            *({**x, "do": halved["do"].double()}).values(), call=call
-        )._asdict()
-    for name, gradient in core.backward(*halved.values(), call=call)._asdict().items():
+        expected = by_core({**x, "do": halved["do"].double()}, call)
+    for name, gradient in by_core(halved, call).items():
         if name != "dgates":
             error = (gradient.double() - expected[name]).norm() / expected[name].norm()
             assert error < 5e-3, (name, error)
+
+
+@pytest.mark.parametrize("lengths", [(96,), (40, 56)])
+def test_the_outputs_of_the_branches_are_freed_before_the_peak(lengths: tuple[int, ...]) -> None:
+    """Three tensors of q's size less at the peak than with outputs that live until the end."""
+    cu = None
+    if len(lengths) > 1:
+        cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    call = SlotCall(GEOMETRY, 0.3, cu, max(lengths), deterministic=True)
+    x = tensors(call, sum(lengths), 1, (4, 1), (16, 16))
+    names = [f"o_{branch}" for branch in BRANCHES]
+    others = [tensor for name, tensor in x.items() if name not in names]
+    existing = [*x.values()] + ([] if cu is None else [cu])
+    peaks = []
+    for alive in (False, True):
+        with PeakBytes(*existing) as counter:
+            outputs = [x[name].clone() for name in names]
+            kept = list(outputs) if alive else []
+            gradients = core.backward(*others, outputs=outputs, call=call)
+        peaks.append(counter.peak)
+        del outputs, kept, gradients
+    assert peaks[1] - peaks[0] == 3 * rounded(x["q"].nbytes)

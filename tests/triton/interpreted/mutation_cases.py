@@ -138,12 +138,14 @@ class Tiny:
             pairs.append([self.random(rows, self.groups, width) for width in (self.dk, self.dv)])
         o, lse = cmp.forward(q, *pairs[0], call=call)
         blocks = select.forward(q, pairs[0][0], lse, call=call)
-        outputs = o, lse, *sel.forward(q, *pairs[1], blocks, call=call)
-        outputs += win.forward(q, *pairs[2], call=call)
+        results = o, lse, *sel.forward(q, *pairs[1], blocks, call=call)
+        results += win.forward(q, *pairs[2], call=call)
         gates = self.random(total, self.heads * self.groups, 3).abs()
         gates[..., 0, 1] = 0
-        results = gates, blocks, *(apart(x) for x in outputs)
-        core.backward(do, q, *itertools.chain(*pairs), *results, call=call)
+        outputs, statistics = ([apart(x) for x in results[i::2]] for i in (0, 1))
+        core.backward(
+            do, q, *itertools.chain(*pairs), gates, blocks, *statistics, outputs=outputs, call=call
+        )
 
     def _select(self, q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> None:
         # makes the last key decide the last token's selection

@@ -5,10 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_toy
@@ -29,7 +31,13 @@ from nsa_core.layer.gating import LinearGate, MLPGate
 from nsa_core.torch_ops.core_backward import core_backward
 from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import Case
-from nsa_verify.checks.core import core_gradients
+from nsa_verify.checks.core import (
+    core_gradients,
+    finite_poison,
+    inputs_untouched,
+    nan_storage,
+    run_to_run,
+)
 from nsa_verify.combination import Combination
 
 CONFIG = NSAConfig(
@@ -91,6 +99,85 @@ def test_a_fault_of_a_fused_backward_is_found(name: str) -> None:
     assert len(wrong) == 1, wrong
 
 
+def changed_output(g: Any, _: Any, outputs: Any) -> Any:
+    outputs[1].data.mul_(1.5)  # like a kernel, without PyTorch's notice
+    return g
+
+
+def changed_input(g: Any, inputs: Any, _: Any) -> Any:
+    inputs[5].data.mul_(1.5)
+    return g
+
+
+def read_beside(g: Any, inputs: Any, _: Any) -> Any:
+    """Read memory half a row beside k_sel, which the check fills with NaN."""
+    k = inputs[3]
+    beside = k.as_strided(k.shape, k.stride(), k.storage_offset() + k.stride(-3) // 2)
+    return [*g[:3], g[3] + 0 * beside, *g[4:]]
+
+
+def without_gates(which: Any) -> Any:
+    """Return a fault that drops dgates where ``which`` holds for the gate."""
+    return lambda g, inputs, _: [*g[:7], g[7].masked_fill(which(inputs[7]), 0)]
+
+
+CHECK_FAULTS = {
+    "future keys": (finite_poison, lambda g, x, _: [g[0] + 1e-3 * x[3].mean(), *g[1:]], {"dq"}),
+    "memory beside keys": (nan_storage, read_beside, {"dk_sel"}),
+    "changed keys": (inputs_untouched, changed_input, {"k_win"}),
+    "changed outputs": (run_to_run, changed_output, {"dgates"}),
+    "gates of 0": (core_gradients, without_gates(lambda gate: gate == 0), {"dgates"}),
+    "small gates": (
+        core_gradients,
+        without_gates(lambda gate: (gate > 0) & (gate < 0.002)),
+        {"dgates"},
+    ),
+    "gates above 1": (core_gradients, without_gates(lambda gate: gate > 1), {"dgates"}),
+}
+
+
+@pytest.mark.parametrize("name", CHECK_FAULTS)
+def test_a_fault_is_found_by_its_check(name: str) -> None:
+    check, plant, quantities = CHECK_FAULTS[name]
+    with fused_toy.fault_on(plant):
+        findings = list(check(COMBINATION, CASES["dense"], torch.float32))
+    wrong = {finding.quantity.split()[0] for finding in findings if finding.ok is False}
+    assert quantities <= wrong, findings
+
+
+def test_a_backward_that_differs_from_run_to_run_is_found() -> None:
+    runs = itertools.count()
+    with fused_toy.fault(lambda g: [g[0] * (1 + next(runs) * 2**-20), *g[1:]]):
+        findings = list(run_to_run(COMBINATION, CASES["packed"], torch.float32))
+    assert {finding.quantity for finding in findings if finding.ok is False} == {"dq"}
+
+
+@pytest.mark.parametrize("check", [finite_poison, nan_storage, inputs_untouched, run_to_run])
+@pytest.mark.parametrize("case", ["dense", "packed"])
+def test_right_backwards_pass_the_other_checks(check: Any, case: str) -> None:
+    findings = list(check(COMBINATION, CASES[case], torch.bfloat16))
+    assert all(finding.ok is not False for finding in findings), findings
+    assert bool(findings) != (check is finite_poison and case == "packed")
+    slots = Combination(dict.fromkeys(SLOTS, "sdpa"), registry=default_registry())
+    assert not list(check(slots, CASES[case], torch.bfloat16))  # no fused backward
+
+
+def test_the_outputs_of_the_branches_are_freed_in_the_backward() -> None:
+    """Nothing but the list holds them, so that a backward frees them as soon as it can."""
+    alive: list[bool] = []
+
+    def free(g: Any, _: Any, outputs: Any) -> Any:
+        storages = [StorageWeakRef(o.untyped_storage()) for o in outputs]
+        outputs.clear()
+        alive.extend(not storage.expired() for storage in storages)
+        return g
+
+    for options in ({}, {"recompute": True}):
+        with fused_toy.fault_on(free):
+            assert backwards(leaves(), nonnegative_gates=True, **options)[-1] == "core"
+    assert alive == [False] * 6
+
+
 def test_slots_without_a_fused_backward_are_judged_too() -> None:
     sdpa = Combination(dict.fromkeys(SLOTS, "sdpa"), registry=default_registry())
     findings = list(core_gradients(sdpa, CASES["dense"], torch.bfloat16))
@@ -117,9 +204,21 @@ def test_it_runs_only_if_no_gate_is_negative_and_all_inputs_need_a_gradient() ->
     assert "core" not in backwards(no_sequences, nonnegative_gates=True)
 
 
+class Signed(torch.nn.Module):
+    """A user's gate, whose gates may be negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates: torch.Tensor = self.linear(x).tanh().unflatten(-1, (4, 3))
+        return gates
+
+
 def altered(how: str, monkeypatch: pytest.MonkeyPatch) -> NSAttention:
-    """Return a layer whose gates are negative."""
-    layer = NSAttention(dataclasses.replace(CONFIG, gate="mlp" if how == "mlp hook" else "linear"))
+    """Return a layer whose gates may be negative."""
+    layer = NSAttention(dataclasses.replace(CONFIG, gate="mlp" if "mlp" in how else "linear"))
 
     def negative(module: Any, args: Any, output: Any) -> Any:
         return -output if isinstance(module, (LinearGate, MLPGate)) else output
@@ -135,34 +234,73 @@ def altered(how: str, monkeypatch: pytest.MonkeyPatch) -> NSAttention:
         monkeypatch.setattr(layer.gate, "forward", lambda x: -forward(x))
     elif how == "subclass":
         layer.gate.__class__ = type("Negative", (LinearGate,), {"forward": negated})
+    elif how == "mlp subclass":
+        layer.gate.__class__ = type("Negative", (MLPGate,), {"forward": negated})
+    elif how == "user's":
+        layer.gate = Signed()
     return layer
 
 
-def negated(self: LinearGate, x: torch.Tensor) -> torch.Tensor:
-    return -LinearGate.forward(self, x)
+def negated(self: LinearGate | MLPGate, x: torch.Tensor) -> torch.Tensor:
+    return -type(self).__base__.forward(self, x)
 
 
-def slots_of(layer: NSAttention) -> set[str]:
-    """Return the slots whose backward a training call of ``layer`` runs."""
+def slots_of(layer: NSAttention, how: str) -> set[str]:
+    """Return the slots whose backward a training call of ``layer`` runs, eager or compiled."""
+    call: Any = layer
+    if how == "compiled":
+        torch._dynamo.reset()
+        call = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with record_dispatch() as trace:
-        layer(torch.randn(1, 30, 16), plan=plan()).sum().backward()
+        call(torch.randn(1, 30, 16), plan=plan()).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.gate.parameters())
     return {call.slot for call in trace if call.direction == "backward"}
 
 
+@pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("gate", ["linear", "mlp"])
-def test_a_layer_runs_it(gate: str) -> None:
-    assert slots_of(NSAttention(dataclasses.replace(CONFIG, gate=gate))) == {"core"}
+def test_a_layer_runs_it(gate: str, how: str) -> None:
+    layer = NSAttention(dataclasses.replace(CONFIG, gate=gate))
+    assert slots_of(layer, how) == {"core"}
+    if gate == "mlp":  # its last operation is still the sigmoid
+        layer.gate[1] = torch.nn.Tanh()
+        assert slots_of(layer, how) == {"core"}
 
 
-@pytest.mark.parametrize("how", ["hook", "mlp hook", "global", "instance", "subclass"])
+ALTERED = ["hook", "mlp hook", "global", "instance", "subclass", "mlp subclass", "user's"]
+
+
+@pytest.mark.parametrize(
+    ("gate", "how"),
+    [(gate, "eager") for gate in ALTERED]
+    + [(gate, "compiled") for gate in ("mlp hook", "subclass", "user's")],
+)
 def test_a_layer_with_an_altered_gate_runs_the_slots(
-    how: str, monkeypatch: pytest.MonkeyPatch
+    gate: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = altered(how, monkeypatch)
+    layer = altered(gate, monkeypatch)
     try:
-        assert slots_of(layer) == {"combine", "cmp", "sel", "win"}
+        assert slots_of(layer, how) == {"combine", "cmp", "sel", "win"}
     finally:
         getattr(layer, "remove_hook", lambda: None)()
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("shape", [(1, 0, 16), (0, 30, 16), (1, 3, 16)])
+def test_a_layer_without_tokens_or_compressed_tokens_runs_no_fused_backward(
+    shape: tuple[int, int, int], how: str
+) -> None:
+    torch._dynamo.reset()
+    layer = NSAttention(CONFIG)
+    call = layer if how == "eager" else torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = torch.randn(shape, requires_grad=True)
+    with record_dispatch() as trace:
+        call(x, plan=plan()).sum().backward()
+    slots = [call.slot for call in trace if call.direction == "backward"]
+    assert slots == (["combine", "win", "sel"] if x.numel() else [])
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.gate.parameters())
 
 
 def test_gradients_are_those_of_the_slots_and_observers_change_nothing() -> None:
@@ -224,7 +362,7 @@ def test_the_operator_has_shapes_without_data() -> None:
     blocks = torch.zeros(1, 30, 2, 3, dtype=torch.int32, device="meta")
     o, lse = q.new_empty(1, 30, 4, 6), q.new_empty(1, 4, 30)
     k_cmp, v_cmp = k[:, :14], v[:, :14]
-    tensors = (o, q, k_cmp, v_cmp, k, v, k, v, gates, blocks, o, lse, o, lse, o, lse)
+    tensors = (o, q, k_cmp, v_cmp, k, v, k, v, gates, blocks, lse, lse, lse, o, o, o)
     results = op(*tensors, None, 30, 0.5, list(CONFIG.geometry.as_ints()), False, None)
     assert [x.shape for x in results] == [x.shape for x in tensors[1:9]]
 

@@ -6,7 +6,7 @@ from harness import Mutant
 
 _CMP, _WIN, _SEL = "nsa_backend_sdpa.cmp", "nsa_backend_sdpa.win", "nsa_backend_sdpa.sel"
 _SELECT, _COMBINE = "nsa_backend_sdpa.select", "nsa_backend_sdpa.combine"
-_CORE = "nsa_core.torch_ops.core_node"
+_CORE = "nsa_core.torch_ops.core_kernels"
 _ENGINE, _ATEN = "nsa_backend_sdpa.engine", "nsa_backend_sdpa.aten"
 
 MUTANTS = (
@@ -183,6 +183,18 @@ MUTANTS = (
         "(wide * gate).to(do.dtype) for gate in gates",
         "(wide * gates[..., None, 0]).to(do.dtype) for _ in gates",
     ),
+    Mutant(
+        "combine backward limits the gates to 1",
+        _COMBINE,
+        "(wide * gate).to(do.dtype) for gate in gates",
+        "(wide * gate.clamp(max=1)).to(do.dtype) for gate in gates",
+    ),
+    Mutant(
+        "combine backward treats small gates as 0",
+        _COMBINE,
+        "(wide * gate).to(do.dtype) for gate in gates",
+        "(wide * gate * (gate > 0.002)).to(do.dtype) for gate in gates",
+    ),
     # the core
     Mutant(
         "win receives the keys of sel",
@@ -211,7 +223,7 @@ MUTANTS = (
     Mutant(
         "the backward exchanges the outputs of sel and win",
         _CORE,
-        '"cu_seqlens", *_Branches._fields)',
+        '"cu_seqlens", *Branches._fields)',
         '"cu_seqlens", "blocks", "o_cmp", "lse_cmp", "o_win", "lse_sel", "o_sel", "lse_win")',
     ),
     Mutant(

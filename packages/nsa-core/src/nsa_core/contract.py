@@ -389,12 +389,14 @@ class BackendSpec:
     The fused backward is used if one backend runs every slot of a prefill plan, every input needs a
     gradient, and the caller states that no gate is negative:
 
-        backward (do, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, blocks, o_cmp, lse_cmp,
-                 o_sel, lse_sel, o_win, lse_win, *, call)
+        backward (do, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, blocks, lse_cmp, lse_sel,
+                 lse_win, *, outputs, call)
                  -> dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
                  Computes what the backwards of combine, cmp, sel and win do together; dq is the sum
                  over the branches. ``do`` is the gradient of the gated sum and may have any strides
-                 but that of its last axis. A gate may be 0, or above 1. It is not called without
+                 but that of its last axis. ``outputs`` is the list [o_cmp, o_sel, o_win]; clear()
+                 frees their memory after their last use. A gate may be 0, or above 1. It is not
+                 called without
                  queries, compressed tokens or blocks, nor for queries inside a sequence.
     """
 

@@ -14,7 +14,9 @@ the slots, no do_c is written and read, and delta takes no second pass over do a
 add to the dq of sel, so that no kernel adds three gradients.
 
 Gates must not be negative, because their logarithm is needed. In fp16, P g_c would underflow below
-6e-5, even if the loss is scaled; do_c would not. So fp16 takes the backwards of the slots.
+6e-5, even if the loss is scaled; do_c would not. In fp32, ln g_c of a gate of 1e-6 adds 14 roundings
+to the exponent, which is more than a row with only such gates may err. So both take the backwards
+of the slots.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from nsa_backend_triton.span import backward as span_backward
 from nsa_backend_triton.span import cmp, win
 from nsa_core.contract import SlotCall
 
+_TAKES_SLOTS = (torch.float16, torch.float32)
 _TOKENS = 8  # tokens of a program of combine_statistics: 32 bytes of a row of statistics
 
 
@@ -60,7 +63,7 @@ class Gradients(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The inputs of the core and its results, in the order of the contract."""
+    """The inputs of the core and its statistics, in the order of the contract."""
 
     q: Tensor  # [B, S, Hq, Dk], packed [T, Hq, Dk]
     k_cmp: Tensor  # [B, n_c, G, Dk]
@@ -71,28 +74,33 @@ class Tensors(NamedTuple):
     v_win: Tensor
     gates: Tensor  # [B, S, Hq, 3]
     blocks: Tensor  # int32 or int64 [B, S, G, n]
-    o_cmp: Tensor  # [B, S, Hq, Dv]
     lse_cmp: Tensor  # [B, Hq, S], packed [Hq, T]
-    o_sel: Tensor
     lse_sel: Tensor
-    o_win: Tensor
     lse_win: Tensor
 
 
-def backward(do: Tensor, *tensors: Tensor, call: SlotCall) -> Gradients:
+def backward(do: Tensor, *tensors: Tensor, outputs: list[Tensor], call: SlotCall) -> Gradients:
     """Return the gradients of the inputs; no gate is negative.
 
-    ``do`` is [B, S, Hq, Dv], packed [T, Hq, Dv]; ``tensors`` are those of :class:`Tensors`.
+    Args:
+        do: Gradient of the gated sum [B, S, Hq, Dv], packed [T, Hq, Dv].
+        *tensors: Those of :class:`Tensors`.
+        outputs: o_cmp, o_sel and o_win, of do's shape; emptied, so that they live until their last
+            use.
+        call: The call.
     """
     x, packed, geometry = Tensors(*tensors), call.cu_seqlens is not None, call.geometry
-    if do.dtype == torch.float16:
-        return _by_slots(do, x, call)
+    if do.dtype in _TAKES_SLOTS:
+        return _by_slots(do, x, outputs, call)
     stats_shape = (2, *span_backward.padded_rows(x.lse_cmp))
     stats_cmp, stats_win = x.lse_cmp.new_empty(stats_shape), x.lse_cmp.new_empty(stats_shape)
     stats_sel = x.lse_cmp.new_empty((2, *do.shape[:-1]))
     dgates = x.gates.new_empty(x.gates.shape)
-    rows = (do, x.gates, x.o_cmp, x.o_sel, x.o_win, x.lse_cmp, x.lse_sel, x.lse_win)
+    o_cmp, o_sel, o_win = outputs
+    rows = (do, x.gates, o_cmp, o_sel, o_win, x.lse_cmp, x.lse_sel, x.lse_win)
     _prepare(*rows, packed)(*rows, dgates, stats_cmp, stats_sel, stats_win)
+    del rows, o_cmp, o_sel, o_win
+    outputs.clear()
     delta, lse2 = stats_sel.unbind()
     seqs = Sequences.of(x.q, x.k_sel, call)
     problem = sel_backward.Problem(do, x.q, x.k_sel, x.v_sel, lse2, delta, seqs, call)
@@ -109,16 +117,17 @@ def backward(do: Tensor, *tensors: Tensor, call: SlotCall) -> Gradients:
     return Gradients(dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates)
 
 
-def _by_slots(do: Tensor, x: Tensors, call: SlotCall) -> Gradients:
+def _by_slots(do: Tensor, x: Tensors, outputs: list[Tensor], call: SlotCall) -> Gradients:
     """Return the gradients as the backwards of the slots compute them."""
-    outputs = (x.o_cmp, x.o_sel, x.o_win)
-    dgates, do_cmp, do_sel, do_win = combine.backward(do, x.gates, *outputs, call=call)
-    dq, dk_win, dv_win = win.backward(do_win, x.q, x.k_win, x.v_win, x.o_win, x.lse_win, call=call)
+    dgates, *of_outputs = combine.backward(do, x.gates, *outputs, call=call)
+    dq, dk_win, dv_win = win.backward(
+        of_outputs.pop(), x.q, x.k_win, x.v_win, outputs.pop(), x.lse_win, call=call
+    )
     dq_sel, dk_sel, dv_sel = sel_backward.backward(
-        do_sel, x.q, x.k_sel, x.v_sel, x.blocks, x.o_sel, x.lse_sel, call=call
+        of_outputs.pop(), x.q, x.k_sel, x.v_sel, x.blocks, outputs.pop(), x.lse_sel, call=call
     )
     dq_cmp, dk_cmp, dv_cmp = cmp.backward(
-        do_cmp, x.q, x.k_cmp, x.v_cmp, x.o_cmp, x.lse_cmp, call=call
+        of_outputs.pop(), x.q, x.k_cmp, x.v_cmp, outputs.pop(), x.lse_cmp, call=call
     )
     dq += dq_sel
     dq += dq_cmp

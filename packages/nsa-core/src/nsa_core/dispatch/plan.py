@@ -20,6 +20,7 @@ from nsa_core.dispatch.probing import Candidate
 from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.torch_ops.core_backward import core_backward
+from nsa_core.torch_ops.core_kernels import CoreConstants, constants_of
 from nsa_core.torch_ops.decode_kernel import DecodeKernel, decode_kernel
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 from nsa_core.util.interruption import is_ctrl_c
@@ -83,6 +84,8 @@ class Plan:
         fused: Name of a fused form (contract.FUSED) -> its kernel. Empty unless one backend runs
             every slot. A plan for decode has the decode forms of this backend, a plan with backward
             its fused backward.
+        core: The plan as strings and numbers, for the operator of the whole core. None if the slots
+            cannot run as one operator: a slot has no backward, or its kernel is wrapped.
     """
 
     config: NSAConfig
@@ -95,6 +98,11 @@ class Plan:
     combine: SlotKernel
     _slots: Mapping[str, SlotSpec] = dataclasses.field(repr=False)
     fused: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    core: CoreConstants | None = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        kernels = [getattr(self, slot) for slot in SLOTS]
+        object.__setattr__(self, "core", constants_of(kernels, self.fused.get("backward")))
 
     def explain(self) -> str:
         """Describe the plan: the request, and each slot's backend and other candidates.

@@ -90,9 +90,8 @@ def _warm_backward(
     if request.varlen:
         bounds = [0, length // 2, length]
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-    results = (sel["blocks"], o, lse, o, lse, o, lse)
-    tail = kernels["cmp"].tail(length)
-    fused.gradients(direct=True)(o, *inputs, combine["gates"], *results, cu_seqlens, *tail)
+    tensors = [o, *inputs, combine["gates"], sel["blocks"], lse, lse, lse, o, o, o]
+    fused.gradients(True, tensors, (cu_seqlens, *kernels["cmp"].tail(length)))
 
 
 def _zeros(request: Request, length: int, device: torch.device) -> dict[str, torch.Tensor]:

@@ -13,11 +13,12 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch.default_plan import default_plan, is_long
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.input_checks import check_inputs, check_nonnegative, check_plan
+from nsa_core.layer.input_checks import check_inputs, check_plan
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.layer.phi.kinds import mean_compress
-from nsa_core.torch_ops.core_node import CoreInputs, run_core
-from nsa_core.torch_ops.tensor_checks import checked_boundaries
+from nsa_core.torch_ops.core_kernels import CoreInputs
+from nsa_core.torch_ops.core_node import run_core
+from nsa_core.torch_ops.tensor_checks import check_nonnegative, checked_boundaries
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
@@ -220,11 +221,10 @@ def nsa_attention(
         recompute: keep only the inputs and the blocks for the backward, which then runs the three
             branches again: a third of the memory, about a quarter more time, the same bits
             (docs/explanation/memory.md). Exported calls and torch.func transforms ignore it.
-        nonnegative_gates: state that no gate is negative, as gates from a sigmoid are. An eager
-            backward then takes less time and memory if one backend runs every slot and has a fused
-            backward (``plan.fused``), and all of q, k, v and gates need a gradient. A negative
-            gate is an error on the CPU, and on a GPU with NSA_CHECK=1; else it gives gradients of
-            NaN.
+        nonnegative_gates: state that no gate is negative, as gates from a sigmoid are. The backward
+            then takes less time and memory if one backend runs every slot and has a fused backward
+            (``plan.fused``), and all of q, k, v and gates need a gradient. A negative gate is an
+            error on the CPU, and on a GPU with NSA_CHECK=1; else it gives gradients of NaN.
         return_lse: also return the log-sum-exp of the three branches.
         return_blocks: also return the selected blocks.
 

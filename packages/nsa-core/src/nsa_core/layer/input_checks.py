@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from nsa_core.layer.short_config import (
     build_config,
     call_config,
 )
-from nsa_core.torch_ops.autograd import is_unobserved
 from nsa_core.torch_ops.tensor_checks import (
     Metadata,
     TensorOrMetadata,
@@ -339,20 +337,3 @@ def check_plan(
         )
     if problems:
         raise InvalidInput("; ".join(problems))
-
-
-def check_nonnegative(gates: torch.Tensor) -> None:
-    """Check that no gate is negative, on the CPU, or with NSA_CHECK=1 on every device.
-
-    Raises:
-        InvalidInput: The message has the smallest gate.
-    """
-    if gates.device.type != "cpu" and os.environ.get("NSA_CHECK") != "1":
-        return
-    if not gates.numel() or not is_unobserved(gates):
-        return
-    smallest = gates.detach().min().item()
-    if smallest < 0:
-        raise InvalidInput(
-            f"nonnegative_gates is True, but the smallest of gates is {smallest:.3g}; leave it out"
-        )

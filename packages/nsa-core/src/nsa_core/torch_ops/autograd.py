@@ -90,6 +90,7 @@ def register(
     function: Callable[..., Any],
     setup_context: Callable[[Any, tuple[Any, ...], Any], None],
     backward: Callable[..., tuple[Any, ...]],
+    instead: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Register the gradient of an operator.
 
@@ -100,6 +101,8 @@ def register(
         function: The implementation of its forward.
         setup_context: ``setup_context(ctx, arguments, result)`` saves the inputs of ``backward``.
         backward: ``backward(ctx, *grads)`` returns a gradient or None for each argument.
+        instead: ``instead(*arguments)`` returns the result by other operators, whose gradients
+            autograd records; None to run this one.
 
     Returns:
         A function equivalent to ``op``, for calls that are :func:`is_unobserved`.
@@ -129,6 +132,8 @@ def register(
     node = new_node(torch.autograd.Function, forward)
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
+        if instead is not None and (result := instead(*arguments)) is not None:
+            return result
         if torch.is_grad_enabled() and _any_requires_grad(*arguments):
             if keyset is None or not torch._C._are_functorch_transforms_active():
                 return node.apply(keyset, *arguments)

@@ -27,9 +27,10 @@ from nsa_core.torch_ops.slot_op import (
 from nsa_core.torch_ops.vmap_rule import TAIL_LENGTH
 from nsa_core.util.text import describe_error
 
-# The tensors that the backward takes after the gradient of o, and those that have a gradient.
+# The tensors that the backward takes after the gradient of o, in this order.
 DIFFERENTIABLE = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
-RESULTS = ("blocks", "o_cmp", "lse_cmp", "o_sel", "lse_sel", "o_win", "lse_win")
+STATISTICS = ("blocks", "lse_cmp", "lse_sel", "lse_win")
+OUTPUTS = ("o_cmp", "o_sel", "o_win")
 
 
 class CoreBackward:
@@ -38,8 +39,9 @@ class CoreBackward:
     Attributes:
         backend: Name of the backend.
         op: The overload of its operator. Its arguments are the gradient of o, the tensors of
-            DIFFERENTIABLE and of RESULTS, cu_seqlens, max_seqlen, scale, geometry, deterministic
-            and first_query, which is None. It returns a gradient for each of DIFFERENTIABLE.
+            DIFFERENTIABLE, STATISTICS and OUTPUTS, cu_seqlens, max_seqlen, scale, geometry,
+            deterministic and first_query, which is None. It returns a gradient for each of
+            DIFFERENTIABLE.
     """
 
     def __init__(self, backend: str, path: str, name: str) -> None:
@@ -47,7 +49,7 @@ class CoreBackward:
         self._function: Callable[..., Any] = import_function(backend, path)
         namespace, short = name.split("::")
         self._lib = torch.library.Library(namespace, "FRAGMENT")
-        tensors = ", ".join(f"Tensor {n}" for n in ("do", *DIFFERENTIABLE, *RESULTS))
+        tensors = ", ".join(f"Tensor {n}" for n in ("do", *DIFFERENTIABLE, *STATISTICS, *OUTPUTS))
         results = ", ".join(["Tensor"] * len(DIFFERENTIABLE))
         self._lib.define(
             f"{short}({tensors}, {TAIL}) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,)
@@ -58,19 +60,36 @@ class CoreBackward:
         autograd.register(
             self._lib, short, self.op, self._run, lambda *_: None, self._refuse_double
         )
+        _operators[self.op] = self
 
-    def gradients(self, direct: bool) -> Callable[..., Any]:
-        """Return the operator, or with ``direct`` its function alone."""
-        return self._run if direct else self.op
+    def gradients(self, direct: bool, tensors: list[torch.Tensor], tail: Any) -> Any:
+        """Return a gradient for each of DIFFERENTIABLE.
+
+        Args:
+            direct: Whether to call the backend's function without the dispatcher, which would hold
+                the outputs of the branches until the function returns.
+            tensors: The tensors of the operator; emptied, so that the outputs live until their last
+                use.
+            tail: The other arguments of the operator.
+        """
+        if direct:
+            return self._call(tensors, tail)
+        return self.op(*tensors, *tail)
 
     def _run(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        """Call the backend's function, and check its results."""
-        tensors = [unit_stride(t) for t in args[:-TAIL_LENGTH]]
-        inputs = tensors[1 : 1 + len(DIFFERENTIABLE)]
-        specs, device = [(t.shape, t.dtype) for t in inputs], inputs[0].device
-        call, where = slot_call(args[-TAIL_LENGTH:]), (self.backend, "core", "backward")
+        """Run the operator."""
+        return self._call(list(args[:-TAIL_LENGTH]), args[-TAIL_LENGTH:])
+
+    def _call(self, tensors: list[torch.Tensor], tail: Any) -> tuple[torch.Tensor, ...]:
+        """Call the backend's function, and check its results; ``tensors`` is emptied."""
+        call, where = slot_call(tail), (self.backend, "core", "backward")
+        arguments = [unit_stride(t) for t in tensors]
+        tensors.clear()
+        arguments, outputs = arguments[: -len(OUTPUTS)], arguments[-len(OUTPUTS) :]
+        specs = [(t.shape, t.dtype) for t in arguments[1 : 1 + len(DIFFERENTIABLE)]]
+        device = arguments[0].device
         with BackendCall(*where, device):
-            results = call_function(where, self._function, tensors, call=call)
+            results = call_function(where, self._function, arguments, outputs=outputs, call=call)
             return tuple(checked_results(*where, results, specs, device))
 
     def _fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -84,8 +103,14 @@ class CoreBackward:
         )
 
 
+_operators: dict[Any, CoreBackward] = {}  # by the overload of the operator
 _of_path: dict[tuple[str, str], CoreBackward] = {}
 _lock = threading.Lock()
+
+
+def operator_of(op: Any) -> CoreBackward:
+    """Return the fused backward whose overload is ``op``."""
+    return _operators[op]
 
 
 def core_backward(backend: str, path: str) -> CoreBackward:

@@ -14,6 +14,7 @@ import torch
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_core.torch_ops.autograd import is_unobserved
 from nsa_core.torch_ops.tensor_kinds import (
     boundaries_hint,
     check_kind,
@@ -429,3 +430,20 @@ def check_slot_boundaries(
     checked = _checked.get()
     if checked is None or checked[0] is not cu_seqlens or checked[1:] != (total, max_seqlen):
         check_cu_seqlens(cu_seqlens, total, max_seqlen)
+
+
+def check_nonnegative(gates: torch.Tensor) -> None:
+    """Check that no gate is negative, on the CPU, or with NSA_CHECK=1 on every device.
+
+    Raises:
+        InvalidInput: The message has the smallest gate.
+    """
+    if gates.device.type != "cpu" and os.environ.get("NSA_CHECK") != "1":
+        return
+    if not gates.numel() or not is_unobserved(gates):
+        return
+    smallest = gates.detach().min().item()
+    if smallest < 0:
+        raise InvalidInput(
+            f"nonnegative_gates is True, but the smallest of gates is {smallest:.3g}; leave it out"
+        )

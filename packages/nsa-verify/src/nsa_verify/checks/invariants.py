@@ -199,7 +199,7 @@ def nan_storage(combination: Combination, case: Case, dtype: torch.dtype) -> Ite
     with poisoned_memory():
         for slot in ("cmp", "sel", "win"):
             inputs = {
-                n: t if n in ("blocks",) else _between_nans(t) for n, t in runs[slot].inputs.items()
+                n: t if n in ("blocks",) else between_nans(t) for n, t in runs[slot].inputs.items()
             }
             run = run_slot(plan, slot, inputs, data.do, data)
             verdicts = judge_slot(
@@ -214,7 +214,7 @@ def nan_storage(combination: Combination, case: Case, dtype: torch.dtype) -> Ite
             yield from judged("nan storage", slot, case, dtype, verdicts)
 
 
-def _between_nans(tensor: torch.Tensor) -> torch.Tensor:
+def between_nans(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor into storage that has NaN before, after and between the token rows."""
     axis = tensor.dim() - 3
     shape = list(tensor.shape)

@@ -127,6 +127,10 @@ _CHECKS = (
     _CheckSize("nan storage", invariants.nan_storage, 1 << 9, 1 << 13),
     _CheckSize("inputs untouched", invariants.inputs_untouched, 1 << 9, 1 << 10),
     _CheckSize("run to run", invariants.run_to_run, 1 << 11, 1 << 14),
+    _CheckSize("core poison", core.finite_poison, 1 << 11, 1 << 14),
+    _CheckSize("core nan storage", core.nan_storage, 1 << 9, 1 << 13),
+    _CheckSize("core inputs", core.inputs_untouched, 1 << 9, 1 << 10),
+    _CheckSize("core run to run", core.run_to_run, 1 << 11, 1 << 14),
     _CheckSize("dispatch", invariants.dispatch, 1 << 9, 1 << 10),
 )
 
