@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nsa_bench.parallel.settings import ParallelSettings
-from nsa_bench.parallel.worker import Answer, Setup, serve
+from nsa_bench.parallel.worker import OUT_OF_MEMORY, Answer, Setup, serve
 from nsa_bench.timing import FAILED, INTERRUPTED, LATE, NOT_MEASURED
 from nsa_core.dispatch.trial import describe_exit
 from nsa_core.util.interruption import Interruption
@@ -144,17 +144,25 @@ class Workers:
 
 
 def reason_of(answers: list[Answer]) -> str:
-    """Return why a task has no result, with the ranks that failed; empty if all succeeded."""
-    first = [(rank, a.reason) for rank, a in enumerate(answers) if a.reason and not a.follows]
-    if not first:
-        return next((a.reason for a in answers if a.reason), "")
-    reasons = dict.fromkeys(reason for _, reason in first)
-    if len(reasons) > 1 or len(first) == len(answers):
-        return "; ".join(reasons)
-    (reason,) = reasons
-    if reason.startswith(NOT_MEASURED):
-        return reason
-    return f"{reason} on rank {', '.join(str(rank) for rank, _ in first)}"
+    """Return why a task has no result, with the ranks that failed; empty if all succeeded.
+
+    A rank whose memory ran out is the cause of all other failures.
+    """
+    failed = {rank: a for rank, a in enumerate(answers) if a.reason}
+    causes = (
+        {r: a for r, a in failed.items() if a.reason == OUT_OF_MEMORY}
+        or {r: a for r, a in failed.items() if not a.follows}
+        or failed
+    )
+    ranks: dict[str, list[int]] = {}
+    for rank, answer in causes.items():
+        ranks.setdefault(answer.reason, []).append(rank)
+    return "; ".join(
+        reason
+        if len(where) == len(answers) or reason.startswith(NOT_MEASURED)
+        else f"{reason} on rank {', '.join(map(str, where))}"
+        for reason, where in ranks.items()
+    )
 
 
 def control_group(limit_s: float) -> None:
