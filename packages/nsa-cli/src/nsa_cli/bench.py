@@ -217,9 +217,12 @@ def report(
     Exit code 1 if a combination in the file failed its check.
     """
     with output.exit_codes():
-        from nsa_bench.result import read_result
+        from nsa_bench.parallel.result import KIND
+        from nsa_bench.result import kind_of, read_result
 
         _check_outputs([html, png, svg], html or png or svg, force)
+        if kind_of(file) == KIND:
+            raise typer.Exit(_report_parallel(file, html, png, svg, force))
         result = read_result(file)
         files = _write_files(result, None, html, png, svg, force)
         _print_result(result)
@@ -298,6 +301,24 @@ def _context_parallel(
     bench_parallel.print_result(result)
     _print_written(written)
     return written.exit_code(code)
+
+
+def _report_parallel(
+    file: Path, html: Path | None, png: Path | None, svg: Path | None, force: bool
+) -> int:
+    """Print a result of --context-parallel and write its chart; return the exit code."""
+    from nsa_bench.parallel.result import read_parallel_result
+    from nsa_core.errors import InvalidInput
+
+    if html is not None:
+        raise InvalidInput(
+            "--html: a result of --context-parallel has no page; give --png or --svg for its chart"
+        )
+    result, written = read_parallel_result(file), ResultFiles()
+    _write_parallel_plots(result, written, png, svg, force)
+    bench_parallel.print_result(result)
+    _print_written(written)
+    return written.exit_code(output.FAILED if result.failed else 0)
 
 
 def _write_parallel_plots(
