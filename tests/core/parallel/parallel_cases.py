@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import datetime
 import importlib
 import os
 import pathlib
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa_core.parallel
 from cases import layer_of
-from nsa_core import NSAError, NSAttention
-from nsa_core.parallel import HeadParallel, Shards, whole_parameters
+from nsa_core import NSAError, NSAttention, resolve
+from nsa_core.parallel import HeadParallel, Shards, collectives, pad_to, whole_parameters
 
 # name -> rows, and documents or None for a batch of two sequences
 FORMS: dict[str, tuple[int, list[int] | None]] = {
@@ -218,14 +221,16 @@ class _Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: collections.Counter[str] = collections.Counter()
+        self.elements: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("nsa_parallel", "c10d", "_c10d_functional"):
             self.counts[func._opname] += 1
+            self.elements.append(args[0].numel())
         return func(*args, **(kwargs or {}))
 
 
-def collectives(rank: int, world: int, *, layout: str, mode: str) -> tuple[dict[str, int], ...]:
+def counted(rank: int, world: int, *, layout: str, mode: str) -> tuple[dict[str, int], ...]:
     """Return the number of collectives of each kind in the forward and in the backward."""
     case = problem("packed")
     layer = divided(world, case.layer(), mode=mode, layout=layout)
@@ -243,6 +248,14 @@ def disagreement(rank: int, world: int, *, about: str) -> str:
     options = {"window_size": 10} if about == "config" and other else {}
     layout = "contiguous" if about == "layout" and other else "head_tail"
     layer = divided(world, case._replace(options=options).layer(), mode="sequence", layout=layout)
+    plan = None
+    if about == "plan":
+        partial = resolve(layer.config, partial=True, varlen=True, dtype=torch.float64, needs_grad=True)
+        renamed = dataclasses.replace(partial.choices["sel"], version="9")
+        plan = dataclasses.replace(partial, choices=partial.choices | {"sel": renamed}) if other else partial
+    layer.recompute = about == "recompute" and other
+    if about == "requires_grad" and other:
+        layer.phi_k.requires_grad_(False)
     documents = case.cu_seqlens
     assert documents is not None
     if about == "documents" and other:
@@ -251,12 +264,130 @@ def disagreement(rank: int, world: int, *, about: str) -> str:
     try:
         with _Collectives() as seen:
             rows = Shards(112, world, rank, layout).take(case.x)
-            layer(rows[:-1] if about == "rows" and other else rows, documents)
+            layer(rows[:-1] if about == "rows" and other else rows, documents, plan=plan)
     except nsa_core.parallel.context.InvalidInput as error:
         return f"{sum(seen.counts.values())} collective: {error}"
     finally:
         del os.environ["NSA_CHECK"]
     return "no error"
+
+
+def adjoint(rank: int, world: int, *, op: str) -> float:
+    """Return the error of <A x, u> = <y, A' u> over all ranks, where x is not y.
+
+    A is a collective; its gradient at y applies the adjoint A'.
+    """
+    name, generator = dist.group.WORLD.group_name, torch.Generator().manual_seed(rank)  # type: ignore[union-attr]
+    collectives.group_name(None)
+    counts = [[3, 1], [2, 4]] if world == 2 else [[1 + r + s for s in range(world)] for r in range(world)]
+    sends, receives = counts[rank], [row[rank] for row in counts]
+    layout, widths, exact = "head_tail", [5, 3], torch.float64
+    chunk = 4
+    total, rows = 2 * world * chunk, 2 * chunk
+    shapes = {
+        "gather_rows": [(rows, 3)],
+        "scatter_sum": [(world * rows, 3)],
+        "exchange": [(sum(sends), 3)],
+        "sum_ranks": [(rows, 3)],
+        "extend": [(rows, 2, 3), (rows, 5)],
+        "extend_back": [(2, widths[0] + chunk, 2, 3), (2, widths[1] + chunk, 5)],
+    }
+    place = (total, rank, layout, widths, name)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "gather_rows": (name, world, exact),
+        "scatter_sum": (name, world),
+        "exchange": (sends, receives, name),
+        "sum_ranks": (name,),
+        "extend": place,
+        "extend_back": (*place, exact),
+    }
+
+    def applied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        result = getattr(collectives, op)(*tensors, *arguments[op])
+        return [result] if isinstance(result, torch.Tensor) else list(result)
+
+    def random(shapes: Any) -> list[torch.Tensor]:
+        return [torch.randn(s, generator=generator, dtype=exact) for s in shapes]
+
+    x, y = random(shapes[op]), [t.requires_grad_() for t in random(shapes[op])]
+    outputs = applied(y)
+    u = random([t.shape for t in outputs])
+    gradients = torch.autograd.grad(outputs, y, u)
+    sides = torch.stack(
+        [
+            sum((a * b).sum() for a, b in zip(left, right))  # type: ignore[misc]
+            for left, right in ((applied(x), u), (x, gradients))
+        ]
+    )
+    dist.all_reduce(sides)
+    return float((sides[0] - sides[1]).abs() / sides[0].abs())
+
+
+def frozen(rank: int, world: int, *, names: list[str], input_grad: bool) -> tuple[int, list[str]]:
+    """Return how many elements HeadParallel sums in backward, and the parameters with gradients.
+
+    Args:
+        rank: this rank.
+        world: number of ranks.
+        names: the parameters that are frozen begin with one of these.
+        input_grad: whether x needs a gradient.
+    """
+    case = problem("packed", qk_norm=True)
+    layer = parallelize_module(case.layer(), init_device_mesh("cpu", (world,)), HeadParallel())
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(names)))
+    x = case.x.clone().requires_grad_(input_grad)
+    y = layer(x, case.cu_seqlens)
+    with _Collectives() as seen:
+        (y * case.up).sum().backward()
+    grads = [name for name, p in layer.named_parameters() if p.grad is not None]
+    return sum(seen.elements), grads
+
+
+def padded(rank: int, world: int, *, mode: str, layout: str) -> dict[str, float]:
+    """Return the errors of 101 packed rows, which no number of ranks divides, after padding."""
+    case, rows = problem("packed"), 101
+    documents = torch.tensor([0, 5, 55, 58, rows], dtype=torch.int32)
+    case = _solved(case._replace(x=case.x[:rows], up=case.up[:rows], cu_seqlens=documents))
+    total = pad_to(rows, world, layout)
+    shards = Shards(total, world, rank, layout)
+    x, up = (torch.cat((t, t.new_zeros(total - rows, 24))) for t in (case.x, case.up))
+    layer = divided(world, case.layer(), mode=mode, layout=layout)
+    mine = shards.take(x).clone().requires_grad_()
+    y = layer(mine, torch.cat((documents, documents.new_tensor([total]))), 50)
+    (y * shards.take(up)).sum().backward()
+    assert mine.grad is not None
+    grads = _summed({n: p.grad for n, p in layer.named_parameters() if p.grad is not None})
+    return {
+        "y": _error(shards.whole(y)[:rows], case.y),
+        "dx": _error(shards.whole(mine.grad)[:rows], case.dx),
+        "parameters": max(_gradient_errors(grads, case.grads).values()),
+    }
+
+
+def one_refuses(rank: int, world: int, *, check: bool) -> tuple[str, float]:
+    """Return the error of each rank, and its seconds, if rank 1 refuses a call.
+
+    The group has a timeout of 4 seconds, and rank 1 does not end.
+    """
+    group = dist.new_group(timeout=datetime.timedelta(seconds=4))
+    collectives.group_name(group)
+    case = problem("packed")
+    layer = divided(world, case.layer(), mode="sequence")
+    layer.parallel = dataclasses.replace(layer.parallel, group=group.group_name)
+    plan = problem("packed").layer().plan if rank == 1 else None  # for whole sequences
+    os.environ["NSA_CHECK"] = str(int(check))
+    started = time.monotonic()
+    try:
+        layer(Shards(112, world, rank).take(case.x), case.cu_seqlens, plan=plan)
+    except NSAError as error:
+        seconds = time.monotonic() - started
+        time.sleep(8 if rank == 1 and not check else 0)
+        return f"{type(error).__name__}: {error}", seconds
+    finally:
+        del os.environ["NSA_CHECK"]
+        dist.destroy_process_group(group)
+    return "no error", 0.0
 
 
 def refusal(rank: int, world: int, *, of: str) -> str:
@@ -270,6 +401,12 @@ def refusal(rank: int, world: int, *, of: str) -> str:
     def sharded(module: Any) -> Any:
         for linear in (module.qkv, module.out, module.gate):
             fully_shard(linear, mesh=mesh)
+        return module
+
+    def partly_sharded(*names: str) -> Any:
+        module = layer_of(torch.float64, qk_norm=True)
+        for name in names:
+            fully_shard(module.get_submodule(name), mesh=mesh)
         return module
 
     actions = {
@@ -288,6 +425,8 @@ def refusal(rank: int, world: int, *, of: str) -> str:
         "another module for heads": lambda: heads(torch.nn.Linear(2, 2)),
         "too many ranks for groups": lambda: heads(layer_of(n_heads=3, n_kv_heads=3)),
         "a sharded layer for heads": lambda: heads(sharded(problem("packed").layer())),
+        "a sharded phi for heads": lambda: heads(partly_sharded("phi_k")),
+        "a sharded norm for heads": lambda: heads(partly_sharded("q_norm")),
         "a cache of divided heads": lambda: heads(problem("packed").layer()).new_cache(1, 64),
         "a mesh of two dimensions": lambda: parallelize_module(
             problem("packed").layer(),
