@@ -326,11 +326,16 @@ def divided_blocks(
             q, k, v, own, shards, block_size=BLOCK, cu_seqlens=case.cu_seqlens
         )
 
-    with _Collectives() as seen:
-        o = checkpoint(attend, *leaves, use_reentrant=False) if wrap else attend(*leaves)
+    if wrap == "compile":
+        torch._dynamo.reset()
+        o = torch.compile(attend, fullgraph=True, backend="aot_eager")(*leaves)
         grads = torch.autograd.grad(o, leaves, shards.take(case.up, -3))
-    # The backward gathers the keys and values again, once.
-    assert dict(seen.counts) == {"gather_rows": 2, "scatter_sum": 1}, seen.counts
+    else:
+        with _Collectives() as seen:
+            o = checkpoint(attend, *leaves, use_reentrant=False) if wrap else attend(*leaves)
+            grads = torch.autograd.grad(o, leaves, shards.take(case.up, -3))
+        # The backward gathers the keys and values again, once.
+        assert dict(seen.counts) == {"gather_rows": 2, "scatter_sum": 1}, seen.counts
     actual = dict(zip("qkv", grads)) | {"o": o}
     return {
         name: _error(actual[name], shards.take(expected, -3))
@@ -589,7 +594,7 @@ def head_parallel(
     }
 
 
-_MODULES = ("halo", "exchange_rows", "compressed_rows", "sequence", "context")
+_MODULES = ("halo", "exchange_rows", "gathered_keys", "compressed_rows", "sequence", "context")
 
 
 def _load(changes: dict[str, str], module_name: str) -> None:

@@ -29,24 +29,37 @@ REFUSALS = {
 }
 
 
+def assert_equal_to_one_process(case: Any, results: list[Any]) -> None:
+    """Assert that the errors of every rank are below the limit."""
+    for errors in results:
+        assert isinstance(errors, dict), (case, errors)
+        assert max(errors.values()) <= LIMIT, (case, errors)
+
+
 def test_two_processes_compute_the_blocks_of_one() -> None:
     refusals = [("block_refusal", {"of": of}) for of in REFUSALS]
     outcomes = run_on_ranks(2, [*CASES, *refusals])
     for case, results in zip(CASES, outcomes):
-        for errors in results:
-            assert isinstance(errors, dict), (case, errors)
-            assert max(errors.values()) <= LIMIT, (case, errors)
+        assert_equal_to_one_process(case, results)
     for of, results in zip(REFUSALS, outcomes[len(CASES) :]):
         for text in results:
             assert text.startswith(REFUSALS[of]), text
 
 
 @pytest.mark.slow
+def test_a_compiled_call_computes_the_blocks_of_one() -> None:
+    cases = [
+        ("divided_blocks", {"form": form, "layout": "head_tail", "wrap": "compile"})
+        for form in ("packed", "batch")
+    ]
+    for case, results in zip(cases, run_on_ranks(2, cases)):
+        assert_equal_to_one_process(case, results)
+
+
+@pytest.mark.slow
 def test_four_processes_compute_the_blocks_of_one() -> None:
     for case, results in zip(CASES, run_on_ranks(4, CASES)):
-        for errors in results:
-            assert isinstance(errors, dict), (case, errors)
-            assert max(errors.values()) <= LIMIT, (case, errors)
+        assert_equal_to_one_process(case, results)
 
 
 def test_one_rank_needs_no_process_group() -> None:

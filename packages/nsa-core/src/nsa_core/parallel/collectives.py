@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nsa_core.dispatch.default_plan import constant_result
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.parallel.halo import halo_plan
 from nsa_core.parallel.layouts import pieces_per_rank
@@ -38,6 +39,7 @@ _reduce_scatter: Callable[..., Any] = (
 )
 
 
+@constant_result  # torch.compile runs operators before it repeats the assignment
 def group_name(group: dist.ProcessGroup | None) -> str:
     """Return the name under which the operators find ``group``; None: all processes.
 
