@@ -48,7 +48,12 @@ from nsa_bench.provenance import command_output, tree_id
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "benchmarks/README.md", "docs/**/*.md")
 MARKED = re.compile(r"(<!-- figures:([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
-OURS = ("figures.py", "figure_parallel.py", "figure_pieces.py", "figure_tables.py")  # they do not affect measurements
+OURS = (
+    "figures.py",
+    "figure_parallel.py",
+    "figure_pieces.py",
+    "figure_tables.py",
+)  # they do not affect measurements
 CUT = ("time limit was reached", "not begun: time limit")  # reasons of cells without a time
 
 

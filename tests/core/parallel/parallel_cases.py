@@ -257,9 +257,15 @@ def disagreement(rank: int, world: int, *, about: str) -> str:
     layer = divided(world, case._replace(options=options).layer(), mode="sequence", layout=layout)
     plan = None
     if about == "plan":
-        partial = resolve(layer.config, partial=True, varlen=True, dtype=torch.float64, needs_grad=True)
+        partial = resolve(
+            layer.config, partial=True, varlen=True, dtype=torch.float64, needs_grad=True
+        )
         renamed = dataclasses.replace(partial.choices["sel"], version="9")
-        plan = dataclasses.replace(partial, choices=partial.choices | {"sel": renamed}) if other else partial
+        plan = (
+            dataclasses.replace(partial, choices=partial.choices | {"sel": renamed})
+            if other
+            else partial
+        )
     layer.recompute = about == "recompute" and other
     if about == "requires_grad" and other:
         layer.phi_k.requires_grad_(False)
@@ -380,7 +386,11 @@ def adjoint(rank: int, world: int, *, op: str) -> float:
     """
     name, generator = dist.group.WORLD.group_name, torch.Generator().manual_seed(rank)  # type: ignore[union-attr]
     collectives.group_name(None)
-    counts = [[3, 1], [2, 4]] if world == 2 else [[1 + r + s for s in range(world)] for r in range(world)]
+    counts = (
+        [[3, 1], [2, 4]]
+        if world == 2
+        else [[1 + r + s for s in range(world)] for r in range(world)]
+    )
     sends, receives = counts[rank], [row[rank] for row in counts]
     layout, widths, exact = "head_tail", [5, 3], torch.float64
     chunk = 4

@@ -236,12 +236,15 @@ def test_head_parallel_computes_no_gradient_of_frozen_tensors(two: Processes) ->
 def test_a_refused_call_ends_the_calls_of_other_ranks(two: Processes) -> None:
     without, checked = map(two.outcomes, WAITING)
     refused = "InvalidInput: plan is for whole sequences"
-    assert without[1][0].startswith(refused) and checked[1][0].startswith(refused)
+    assert without[1][0].startswith(refused)
+    assert checked[1][0].startswith(refused)
     text, seconds = without[0]
     assert text.startswith("NSAError: extend failed on rank 0: rank 1 did not take part"), text
     assert 3 < seconds < 30  # the timeout of the group is 4 s
     text, seconds = checked[0]
-    assert text.startswith("InvalidInput: rank 1 refuses this call, for the reason in its own"), text
+    assert text.startswith("InvalidInput: rank 1 refuses this call, for the reason in its own"), (
+        text
+    )
     assert seconds < 4
 
 

@@ -8,6 +8,7 @@ roundings may swap blocks of nearly equal scores.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 
 import torch
@@ -64,7 +65,7 @@ def problem(settings: ParallelSettings, shape: Shape, device: torch.device) -> P
     rows = ROWS[device.type]
     total = pad_to(rows, ranks)
     bounds = [first * rows // ROWS["cuda"] for first in _BOUNDS] + [total]
-    longest = max(end - first for first, end in zip(bounds, bounds[1:]))
+    longest = max(end - first for first, end in itertools.pairwise(bounds))
     size, stride, select, n, window = settings.blocks
     n = max(n, -(-longest // select))
     generator = torch.Generator().manual_seed(settings.seed)
@@ -107,12 +108,12 @@ def judge_division(
     def all_slots(name: str) -> dict[str, str]:
         return dict.fromkeys(("cmp", "select", "sel", "win", "combine"), name)
 
-    truth = case.gradients(layer(all_slots("sdpa"), Division(), None).double(), x.double(), up.double())
+    truth = case.gradients(
+        layer(all_slots("sdpa"), Division(), None).double(), x.double(), up.double()
+    )
     one = case.gradients(layer(settings.backends, Division(), None), x, up)
     shards = Shards(len(x), place.world, place.rank, division.layout)
-    mine = case.gradients(
-        layer(settings.backends, division, mesh), shards.take(x), shards.take(up)
-    )
+    mine = case.gradients(layer(settings.backends, division, mesh), shards.take(x), shards.take(up))
     several = {name: _joined(name, grad, shards) for name, grad in mine.items()}
     failures = [
         f"{name}: {why}"
@@ -149,7 +150,11 @@ def _difference(
         "elem": (verdict.elem, limits.elem),
         "bias": (verdict.bias, max(1.0, 1.25 * own.bias)),
     }
-    broken = [f"{key} {value:.3g} > {most:.3g}" for key, (value, most) in errors.items() if not value <= most]
+    broken = [
+        f"{key} {value:.3g} > {most:.3g}"
+        for key, (value, most) in errors.items()
+        if not value <= most
+    ]
     if not broken and not (verdict.ok or verdict.row or verdict.elem or verdict.bias):
         return verdict.why  # a wrong shape, or a value that is not finite
     return ", ".join(broken)

@@ -40,7 +40,8 @@ ONE = Division()
 class ParallelBench:
     """One run of the benchmark of context parallelism.
 
-    The main processes must be connected over gloo (:func:`nsa_bench.parallel.workers.control_group`).
+    The main processes must be connected over gloo, as
+    :func:`nsa_bench.parallel.workers.control_group` does.
 
     Args:
         settings: What to measure; equal on all ranks.
@@ -90,9 +91,7 @@ class ParallelBench:
             The result, equal on all ranks.
         """
         self._stop = stop
-        self._workers = Workers(
-            self.settings, stop, self._started + self.settings.time_limit_s
-        )
+        self._workers = Workers(self.settings, stop, self._started + self.settings.time_limit_s)
         try:
             for label in self._labels():
                 self._left -= 1
@@ -203,7 +202,15 @@ class ParallelBench:
         communication = sum(traffic.ms or 0.0 for traffic in times[0].traffic)
         self._rows.append(
             self._row(
-                shape, dtype, division, length, MEASURED, times, "", communication, times[0].samples_ms
+                shape,
+                dtype,
+                division,
+                length,
+                MEASURED,
+                times,
+                "",
+                communication,
+                times[0].samples_ms,
             )
         )
 
@@ -252,7 +259,7 @@ class ParallelBench:
         )
 
     def _project(self, shape: Shape, dtype: str, ranks: int, length: int) -> None:
-        """Add the projected time on ``ranks`` GPUs; several ranks run at a time, one on each GPU."""
+        """Add the projected time on ``ranks`` GPUs; each GPU runs one rank at a time."""
         division = Division(ranks, "sequence", self.settings.layouts[0])
         reason = self._projection_refusal(length, division)
         times: list[Times] = []

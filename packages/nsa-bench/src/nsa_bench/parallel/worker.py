@@ -84,9 +84,7 @@ class Worker:
     def mesh(self) -> DeviceMesh:
         """The mesh of all ranks. The first use joins the other workers, and waits for them."""
         ranks, cuda = self.settings.ranks, self.device.type == "cuda"
-        store = PrefixStore(
-            self._setup.name, TCPStore("localhost", self._setup.port, None, False)
-        )
+        store = PrefixStore(self._setup.name, TCPStore("localhost", self._setup.port, None, False))
         limit = datetime.timedelta(seconds=self.settings.time_limit_s + 600)
         dist.init_process_group(
             "nccl" if cuda else "gloo",

@@ -62,9 +62,7 @@ def check_agreement(
         else {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
         "recompute": layer.recompute,
         "requires_grad": [
-            name
-            for name, tensor in (("x", x), *layer.named_parameters())
-            if tensor.requires_grad
+            name for name, tensor in (("x", x), *layer.named_parameters()) if tensor.requires_grad
         ],
     }
     digests = [_digest(value) for value in values.values()]

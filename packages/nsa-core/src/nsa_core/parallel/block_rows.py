@@ -141,6 +141,4 @@ def _plan(
         check_plan(plan, sizes, q, packed, True, wants_grad)
         return plan
     long = is_long(total, packed)
-    return default_block_plan(
-        sizes, q.device, q.dtype, packed, True, wants_grad, backends, long
-    )
+    return default_block_plan(sizes, q.device, q.dtype, packed, True, wants_grad, backends, long)

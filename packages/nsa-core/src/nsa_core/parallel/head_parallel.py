@@ -41,8 +41,8 @@ class HeadParallel(ParallelStyle):
 
     Raises:
         InvalidInput: from ``parallelize_module``: the module is not an NSAttention, is divided
-            already, has wrapped linear layers or sharded parameters, the mesh has several dimensions, or its size does
-            not divide n_kv_heads.
+            already, has wrapped linear layers or sharded parameters, the mesh has several
+            dimensions, or its size does not divide n_kv_heads.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))
