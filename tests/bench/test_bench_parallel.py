@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from typing import Any
@@ -30,6 +31,7 @@ from nsa_bench.render.tables_parallel import parallel_summary, parallel_tables
 from nsa_bench.result import read_result
 from nsa_bench.shapes import parse_shape
 from nsa_bench.timing import summarise
+from nsa_cli.app import main
 from nsa_core.errors import InvalidInput
 from parallel_bench_tasks import Fault, Planted, run_bench, run_tasks, settings
 
@@ -75,7 +77,8 @@ def test_a_wrong_gradient_fails_the_check_and_stand_ins_move_the_same_bytes() ->
     tasks: list[Any] = [judge, Planted(judge), Measure(shape, "float32", division, 128), None]
     tasks += [Project(shape, "float32", division, 128, rank) for rank in (0, 1)]
     good, wrong, measured, *projected = run_tasks(settings(), tasks, 400)[0]
-    assert not reason_of(good) and good[0].value.ok, (good, good[0].value)
+    assert not reason_of(good), good
+    assert good[0].value.ok, good[0].value
     assert not wrong[0].value.ok
     assert [f for f in wrong[0].value.failures if f.startswith("dx: row")], wrong[0].value
     for rank, answers in enumerate(projected):
@@ -216,3 +219,49 @@ def test_the_chart_draws_memory_and_time() -> None:
     for axes, unit in zip(figure.axes, ("ms", "GiB")):
         assert axes.get_ylabel() == unit
         assert [line.get_linestyle() for line in axes.lines] == ["-", "-", "--"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--context-parallel", "2"], "start them with torchrun --standalone --nproc-per-node 2"),
+        (["--context-parallel", "1"], "Input should be greater than or equal to 2"),
+        (["--context-parallel", "2", "--batch", "2"], "--batch: not for --context-parallel"),
+        (["--modes", "heads"], "--modes: only with --context-parallel"),
+        (["--project", "4"], "--project: only with --context-parallel"),
+    ],
+)
+def test_the_command_refuses_options_that_do_not_fit(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_report_prints_a_result(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(example().to_json())
+    with contextlib.suppress(SystemExit):
+        main(["bench", "report", str(file)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "4/2/16 bfloat16, one document: projection, not measured" in lines
+    assert "0 of 1 checks against one GPU passed" in lines
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "report", str(file), "--html", str(tmp_path / "a.html")])
+    assert ended.value.code == 2
+    assert "has no page; give --png or --svg" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modes": ("ring",)}, "modes must be one or more of sequence, heads, got 'ring'"),
+        ({"layouts": ()}, "layouts must be one or more of contiguous, head_tail, got ''"),
+        ({"projected": (4, 1)}, "projected must be numbers of GPUs >= 2, got 1"),
+    ],
+)
+def test_wrong_settings_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        settings(**changes)

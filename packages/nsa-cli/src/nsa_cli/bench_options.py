@@ -178,7 +178,7 @@ ContextParallel = Annotated[
             "Divide the sequence over this many GPUs, and compare with one. Start it with torchrun"
             " --nproc-per-node N -m nsa_cli bench."
         ),
-        min=1,
+        min=2,
         show_default=False,
     ),
 ]
