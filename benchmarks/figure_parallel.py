@@ -18,11 +18,11 @@ COLUMNS = ("tokens", "GPUs", "ms", "speed-up", "collectives, ms", "memory of a G
 def rows_of_times(folder: Path) -> list[list[str]]:
     """Return the rows of the table, the fastest division of each number of GPUs.
 
-    The list is empty without a result file.
+    Without a result file, one row says so.
     """
     result = _result(folder)
     if result is None:
-        return []
+        return [[NOT_YET, *["-"] * (len(COLUMNS) - 1)]]
     rows = [row for _, line in lines_of(result) for row in line]
     return [_cells(row) for row in sorted(rows, key=lambda row: (row.length, row.ranks))]
 

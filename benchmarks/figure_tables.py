@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_parallel import COLUMNS, NOT_YET, device, longest, rows_of_times
+from figure_parallel import COLUMNS, device, longest, rows_of_times
 from figure_pieces import PIECES, SHAPES
 
 from nsa_bench.crossover import crossing
@@ -481,12 +481,6 @@ def _worst_stall(results: Results) -> str:
     return f"{max(ratios):.3f}"
 
 
-def context_parallel(results: Results) -> str:
-    """Tabulate time and memory of one document on one and several GPUs."""
-    rows = rows_of_times(results.folder)
-    return table(COLUMNS, rows) if rows else table(COLUMNS, [[NOT_YET] + ["-"] * 5])
-
-
 _ALL = (512, 1024, 2048)
 _ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
 
@@ -504,7 +498,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "core-few-calls": core_few_calls,
     "core-kernels": core_kernels,
     "backends": backends,
-    "context-parallel": context_parallel,
+    "context-parallel": lambda results: table(COLUMNS, rows_of_times(results.folder)),
     "context-parallel-device": lambda results: device(results.folder),
     "context-parallel-longest": lambda results: longest(results.folder),
     "real-blocks": real_blocks,

@@ -5,11 +5,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import datetime
 import importlib
 import os
 import pathlib
-import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,13 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa_core.parallel
 from cases import layer_of
-from nsa_core import NSAError, NSAttention, block_attention, plan_block_attention, resolve
+from nsa_core import NSAError, NSAttention, resolve
 from nsa_core.parallel import (
     HeadParallel,
     Shards,
-    collectives,
-    divided_block_attention,
-    pad_to,
     whole_parameters,
 )
 
@@ -78,10 +73,10 @@ def problem(form: str, dtype: torch.dtype = torch.float64, **options: Any) -> Pr
     shape = (2, total, 24) if bounds is None else (total, 24)
     x, up = torch.randn(2, *shape, dtype=torch.float64).to(dtype).unbind(0)
     documents = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-    return _solved(Problem(options, x, up, documents, x, x, {}))
+    return solved(Problem(options, x, up, documents, x, x, {}))
 
 
-def _solved(case: Problem) -> Problem:
+def solved(case: Problem) -> Problem:
     layer, x = case.layer(), case.x.clone().requires_grad_()
     y = layer(x, case.cu_seqlens)
     (y * case.up).sum().backward()
@@ -98,21 +93,21 @@ def divided(world: int, layer: Any, **style: Any) -> Any:
     return parallelize_module(layer, mesh, context.ContextParallel(**style))
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
     """Return the largest error relative to the largest element, or to ``least`` if it is larger."""
     size = expected.abs().max().clamp(min=max(least, 1e-12))
     return float((actual.detach() - expected).abs().max() / size)
 
 
-def _gradient_errors(
+def gradient_errors(
     grads: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> dict[str, float]:
     """Return the error of each gradient; those that are 0 by construction hold rounding errors."""
     least = 0.01 * max(float(grad.abs().max()) for grad in expected.values())
-    return {name: _error(grads[name], expected[name], least) for name in expected}
+    return {name: relative_error(grads[name], expected[name], least) for name in expected}
 
 
-def _summed(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def summed(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Sum gradients over the ranks, in float64."""
     result = {}
     for name, grad in grads.items():
@@ -148,11 +143,11 @@ def equality(
         y = layer(x, case.cu_seqlens)
     (y * shards.take(case.up, -2)).sum().backward()
     expected = shards.take(case.y, -2)
-    grads = _summed({n: p.grad for n, p in layer.named_parameters() if p.grad is not None})
+    grads = summed({n: p.grad for n, p in layer.named_parameters() if p.grad is not None})
     return {
-        "y": _error(y, expected),
-        "dx": _error(x.grad, shards.take(case.dx, -2)),
-        "parameters": max(_gradient_errors(grads, case.grads).values()),
+        "y": relative_error(y, expected),
+        "dx": relative_error(x.grad, shards.take(case.dx, -2)),
+        "parameters": max(gradient_errors(grads, case.grads).values()),
         "equal": torch.equal(y, expected),
     }
 
@@ -163,7 +158,7 @@ def rounded(rank: int, world: int, *, dtype: torch.dtype, layout: str, mode: str
     All blocks are selected, because roundings may swap blocks of nearly equal scores.
     """
     case = problem("packed", dtype, num_selected_blocks=14)
-    exact = _solved(case._replace(x=case.x.double(), up=case.up.double()))
+    exact = solved(case._replace(x=case.x.double(), up=case.up.double()))
     truth_layer = case.layer().double()
     x64 = exact.x.clone().requires_grad_()
     y64 = truth_layer(x64, case.cu_seqlens)
@@ -173,7 +168,7 @@ def rounded(rank: int, world: int, *, dtype: torch.dtype, layout: str, mode: str
     x = shards.take(case.x).clone().requires_grad_()
     y = layer(x, case.cu_seqlens)
     (y * shards.take(case.up)).sum().backward()
-    grads = _summed({n: p.grad for n, p in layer.named_parameters()})
+    grads = summed({n: p.grad for n, p in layer.named_parameters()})
     whole = [shards.whole(t.detach()) for t in (y, x.grad)]
     truth = {n: p.grad for n, p in truth_layer.named_parameters()}
     return {
@@ -203,7 +198,7 @@ def data_parallel(rank: int, world: int, *, kind: str, layout: str, mode: str) -
     for name, parameter in layer.named_parameters():
         grad = parameter.grad.full_tensor() if kind == "fsdp" else parameter.grad
         grads[name] = grad * world / 2
-    return _gradient_errors(grads, case.grads)
+    return gradient_errors(grads, case.grads)
 
 
 def grid(rank: int, world: int, *, mode: str) -> float:
@@ -214,15 +209,15 @@ def grid(rank: int, world: int, *, mode: str) -> float:
     fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
     shards = Shards(len(case.x), world // 2, both["cp"].get_local_rank())
     sign = 1 - 2 * both["dp"].get_local_rank()  # the second sequence is the first, negated
-    second = _solved(case._replace(x=-case.x))
+    second = solved(case._replace(x=-case.x))
     y = layer(shards.take(sign * case.x), case.cu_seqlens)
     (y * shards.take(case.up)).sum().backward()
     expected = {name: case.grads[name] + second.grads[name] for name in case.grads}
     grads = {n: p.grad.full_tensor() * world for n, p in layer.named_parameters()}  # type: ignore[union-attr]
-    return max(_gradient_errors(grads, expected).values())
+    return max(gradient_errors(grads, expected).values())
 
 
-class _Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     """Count the operators of nsa_core.parallel; torch's own collectives run inside of them."""
 
     def __init__(self) -> None:
@@ -242,9 +237,9 @@ def counted(rank: int, world: int, *, layout: str, mode: str) -> tuple[dict[str,
     case = problem("packed")
     layer = divided(world, case.layer(), mode=mode, layout=layout)
     x = Shards(len(case.x), world, rank, layout).take(case.x).requires_grad_()
-    with _Collectives() as forward:
+    with Collectives() as forward:
         y = layer(x, case.cu_seqlens)
-    with _Collectives() as backward:
+    with Collectives() as backward:
         y.sum().backward()
     return dict(forward.counts), dict(backward.counts)
 
@@ -275,7 +270,7 @@ def disagreement(rank: int, world: int, *, about: str) -> str:
         documents = torch.tensor([0, 5, 56, 56, 58, 80, 112], dtype=torch.int32)
     os.environ["NSA_CHECK"] = "1"
     try:
-        with _Collectives() as seen:
+        with Collectives() as seen:
             rows = Shards(112, world, rank, layout).take(case.x)
             layer(rows[:-1] if about == "rows" and other else rows, documents, plan=plan)
     except nsa_core.parallel.context.InvalidInput as error:
@@ -283,222 +278,6 @@ def disagreement(rank: int, world: int, *, about: str) -> str:
     finally:
         del os.environ["NSA_CHECK"]
     return "no error"
-
-
-class BlockProblem(NamedTuple):
-    """Rows of block_attention, the output gradient, and the results of one process."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    blocks: torch.Tensor
-    up: torch.Tensor
-    cu_seqlens: torch.Tensor | None
-    results: dict[str, torch.Tensor]
-
-
-BLOCK = 8  # keys of a block of a BlockProblem
-
-
-def block_problem(form: str) -> BlockProblem:
-    """Return a problem whose queries choose 4 blocks at random, also of the future."""
-    total, bounds = FORMS[form]
-    lead = (2, total) if bounds is None else (total,)
-    generator = torch.Generator().manual_seed(3)
-
-    def random(heads: int, width: int) -> torch.Tensor:
-        return torch.randn(*lead, heads, width, generator=generator, dtype=torch.float64)
-
-    blocks = torch.randint(-1, total // BLOCK + 1, (*lead, 2, 4), generator=generator)
-    documents = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-    q, k, v, up = random(4, 8), random(2, 8), random(2, 6), random(4, 6)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    o = block_attention(*leaves, blocks, block_size=BLOCK, cu_seqlens=documents)
-    results = dict(zip("qkv", torch.autograd.grad(o, leaves, up))) | {"o": o.detach()}
-    return BlockProblem(q, k, v, blocks, up, documents, results)
-
-
-def divided_blocks(
-    rank: int, world: int, *, form: str, layout: str, wrap: str = ""
-) -> dict[str, float]:
-    """Return the errors of divided_block_attention in float64, by tensor."""
-    case = block_problem(form)
-    shards = Shards(case.q.shape[-3], world, rank, layout)
-    leaves = [shards.take(x, -3).clone().requires_grad_() for x in (case.q, case.k, case.v)]
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        own = shards.take(case.blocks, -3)
-        return divided_block_attention(
-            q, k, v, own, shards, block_size=BLOCK, cu_seqlens=case.cu_seqlens
-        )
-
-    if wrap == "compile":
-        torch._dynamo.reset()
-        o = torch.compile(attend, fullgraph=True, backend="aot_eager")(*leaves)
-        grads = torch.autograd.grad(o, leaves, shards.take(case.up, -3))
-    else:
-        with _Collectives() as seen:
-            o = checkpoint(attend, *leaves, use_reentrant=False) if wrap else attend(*leaves)
-            grads = torch.autograd.grad(o, leaves, shards.take(case.up, -3))
-        # The backward gathers the keys and values again, once.
-        assert dict(seen.counts) == {"gather_rows": 2, "scatter_sum": 1}, seen.counts
-    actual = dict(zip("qkv", grads)) | {"o": o}
-    return {
-        name: _error(actual[name], shards.take(expected, -3))
-        for name, expected in case.results.items()
-    }
-
-
-def block_refusal(rank: int, world: int, *, of: str) -> str:
-    """Return the error of a call that divided_block_attention refuses."""
-    case = block_problem("packed")
-    shards = Shards(112, world, rank)
-    own = [shards.take(x, -3) for x in (case.q, case.k, case.v, case.blocks)]
-    whole = [case.q, case.k, case.v, case.blocks]
-    options: dict[str, Any] = {"block_size": BLOCK, "cu_seqlens": case.cu_seqlens}
-    plan = plan_block_attention(4, 2, 8, block_size=BLOCK, n_blocks=4, v_head_dim=6, varlen=True,
-                                device="cpu", dtype="float64")  # fmt: skip
-    short = torch.tensor([0, 56], dtype=torch.int32)
-    actions = {
-        "whole rows": lambda: divided_block_attention(*whole, shards, **options),
-        "no shards": lambda: divided_block_attention(*own, None, **options),  # type: ignore[arg-type]
-        "a plan for whole sequences": lambda: divided_block_attention(
-            *own, shards, **options, plan=plan
-        ),
-        "the documents of one rank": lambda: divided_block_attention(
-            *own, shards, **(options | {"cu_seqlens": short})
-        ),
-        "other ranks": lambda: divided_block_attention(
-            *[x[:28] for x in own], Shards(112, 4, 0), **options
-        ),
-    }
-    try:
-        actions[of]()
-    except NSAError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def adjoint(rank: int, world: int, *, op: str) -> float:
-    """Return the error of <A x, u> = <y, A' u> over all ranks, where x is not y.
-
-    A is a collective; its gradient at y applies the adjoint A'.
-    """
-    name, generator = dist.group.WORLD.group_name, torch.Generator().manual_seed(rank)  # type: ignore[union-attr]
-    collectives.group_name(None)
-    counts = (
-        [[3, 1], [2, 4]]
-        if world == 2
-        else [[1 + r + s for s in range(world)] for r in range(world)]
-    )
-    sends, receives = counts[rank], [row[rank] for row in counts]
-    layout, widths, exact = "head_tail", [5, 3], torch.float64
-    chunk = 4
-    total, rows = 2 * world * chunk, 2 * chunk
-    shapes = {
-        "gather_rows": [(rows, 3)],
-        "scatter_sum": [(world * rows, 3)],
-        "exchange": [(sum(sends), 3)],
-        "sum_ranks": [(rows, 3)],
-        "extend": [(rows, 2, 3), (rows, 5)],
-        "extend_back": [(2, widths[0] + chunk, 2, 3), (2, widths[1] + chunk, 5)],
-    }
-    place = (total, rank, layout, widths, name)
-    arguments: dict[str, tuple[Any, ...]] = {
-        "gather_rows": (name, world, exact),
-        "scatter_sum": (name, world),
-        "exchange": (sends, receives, name),
-        "sum_ranks": (name,),
-        "extend": place,
-        "extend_back": (*place, exact),
-    }
-
-    def applied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        result = getattr(collectives, op)(*tensors, *arguments[op])
-        return [result] if isinstance(result, torch.Tensor) else list(result)
-
-    def random(shapes: Any) -> list[torch.Tensor]:
-        return [torch.randn(s, generator=generator, dtype=exact) for s in shapes]
-
-    x, y = random(shapes[op]), [t.requires_grad_() for t in random(shapes[op])]
-    outputs = applied(y)
-    u = random([t.shape for t in outputs])
-    gradients = torch.autograd.grad(outputs, y, u)
-    sides = torch.stack(
-        [
-            sum((a * b).sum() for a, b in zip(left, right))  # type: ignore[misc]
-            for left, right in ((applied(x), u), (x, gradients))
-        ]
-    )
-    dist.all_reduce(sides)
-    return float((sides[0] - sides[1]).abs() / sides[0].abs())
-
-
-def frozen(rank: int, world: int, *, names: list[str], input_grad: bool) -> tuple[int, list[str]]:
-    """Return how many elements HeadParallel sums in backward, and the parameters with gradients.
-
-    Args:
-        rank: this rank.
-        world: number of ranks.
-        names: the parameters that are frozen begin with one of these.
-        input_grad: whether x needs a gradient.
-    """
-    case = problem("packed", qk_norm=True)
-    layer = parallelize_module(case.layer(), init_device_mesh("cpu", (world,)), HeadParallel())
-    for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(not name.startswith(tuple(names)))
-    x = case.x.clone().requires_grad_(input_grad)
-    y = layer(x, case.cu_seqlens)
-    with _Collectives() as seen:
-        (y * case.up).sum().backward()
-    grads = [name for name, p in layer.named_parameters() if p.grad is not None]
-    return sum(seen.elements), grads
-
-
-def padded(rank: int, world: int, *, mode: str, layout: str) -> dict[str, float]:
-    """Return the errors of 101 packed rows, which no number of ranks divides, after padding."""
-    case, rows = problem("packed"), 101
-    documents = torch.tensor([0, 5, 55, 58, rows], dtype=torch.int32)
-    case = _solved(case._replace(x=case.x[:rows], up=case.up[:rows], cu_seqlens=documents))
-    total = pad_to(rows, world, layout)
-    shards = Shards(total, world, rank, layout)
-    x, up = (torch.cat((t, t.new_zeros(total - rows, 24))) for t in (case.x, case.up))
-    layer = divided(world, case.layer(), mode=mode, layout=layout)
-    mine = shards.take(x).clone().requires_grad_()
-    y = layer(mine, torch.cat((documents, documents.new_tensor([total]))), 50)
-    (y * shards.take(up)).sum().backward()
-    assert mine.grad is not None
-    grads = _summed({n: p.grad for n, p in layer.named_parameters() if p.grad is not None})
-    return {
-        "y": _error(shards.whole(y)[:rows], case.y),
-        "dx": _error(shards.whole(mine.grad)[:rows], case.dx),
-        "parameters": max(_gradient_errors(grads, case.grads).values()),
-    }
-
-
-def one_refuses(rank: int, world: int, *, check: bool) -> tuple[str, float]:
-    """Return the error of each rank, and its seconds, if rank 1 refuses a call.
-
-    The group has a timeout of 4 seconds, and rank 1 does not end.
-    """
-    group = dist.new_group(timeout=datetime.timedelta(seconds=4))
-    collectives.group_name(group)
-    case = problem("packed")
-    layer = divided(world, case.layer(), mode="sequence")
-    layer.parallel = dataclasses.replace(layer.parallel, group=group.group_name)
-    plan = problem("packed").layer().plan if rank == 1 else None  # for whole sequences
-    os.environ["NSA_CHECK"] = str(int(check))
-    started = time.monotonic()
-    try:
-        layer(Shards(112, world, rank).take(case.x), case.cu_seqlens, plan=plan)
-    except NSAError as error:
-        seconds = time.monotonic() - started
-        time.sleep(8 if rank == 1 and not check else 0)
-        return f"{type(error).__name__}: {error}", seconds
-    finally:
-        del os.environ["NSA_CHECK"]
-        dist.destroy_process_group(group)
-    return "no error", 0.0
 
 
 def refusal(rank: int, world: int, *, of: str) -> str:
@@ -597,9 +376,9 @@ def head_parallel(
         for name, parameter in divided.named_parameters():
             parameter.copy_(grads[name])
     return {
-        "y": _error(y, case.y),
-        "dx": _error(x.grad, case.dx),
-        "parameters": max(_gradient_errors(whole_parameters(divided), case.grads).values()),
+        "y": relative_error(y, case.y),
+        "dx": relative_error(x.grad, case.dx),
+        "parameters": max(gradient_errors(whole_parameters(divided), case.grads).values()),
         "whole": all(torch.equal(whole[name], original[name]) for name in original),
     }
 

@@ -17,7 +17,7 @@ Outcome = Any  # the result of a case on a rank, or the text of its exception af
 
 
 def run_on_ranks(world: int, cases: Sequence[tuple[str, dict[str, Any]]]) -> list[list[Outcome]]:
-    """Run functions of parallel_cases on ``world`` processes, in order.
+    """Run functions of the modules of cases on ``world`` processes, in order.
 
     Args:
         world: number of processes.
@@ -41,12 +41,16 @@ def _rank(rank: int, world: int, folder: str, cases: Sequence[tuple[str, dict[st
         init_method=f"file://{folder}/store",
         timeout=datetime.timedelta(seconds=60),
     )
+    import block_cases
+    import collective_cases
     import parallel_cases
 
+    modules = (parallel_cases, collective_cases, block_cases)
     results: list[Outcome] = []
     for name, arguments in cases:
         try:
-            results.append(getattr(parallel_cases, name)(rank, world, **arguments))
+            module = next(module for module in modules if hasattr(module, name))
+            results.append(getattr(module, name)(rank, world, **arguments))
         except Exception as error:  # noqa: BLE001  (the parent process reports it)
             traceback.print_exc()
             results.append(f"raised {type(error).__name__}: {error}")

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from block_cases import BLOCK, block_problem
 from nsa_core import InvalidInput, block_attention
 from nsa_core.parallel import Shards, divided_block_attention
-from parallel_cases import BLOCK, FORMS, block_problem
+from parallel_cases import FORMS
 from rank_processes import run_on_ranks
 
 LIMIT = 1e-13  # relative, in float64
