@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+
+from figure_tables import Results, table
 
 from nsa_bench.parallel.result import PROJECTED, ParallelResult, Row, read_parallel_result
 from nsa_bench.render.format import number
@@ -57,3 +60,10 @@ def _cells(row: Row) -> list[str]:
         number(row.communication_ms),
         gib(row.peak_bytes),
     ]
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "context-parallel": lambda results: table(COLUMNS, rows_of_times(results.folder)),
+    "context-parallel-device": lambda results: device(results.folder),
+    "context-parallel-longest": lambda results: longest(results.folder),
+}

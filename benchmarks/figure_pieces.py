@@ -7,8 +7,10 @@ A piece is one command that writes one result file. `figures.py` runs them, and 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 CHECKPOINTS = "build/figures/checkpoints"
+PUBLISHED = "h200"  # folder of benchmarks/results with the figures of README.md and the docs
 
 _BENCH = "nsa bench --device cuda --dtype bfloat16 --threads 8"
 _CORE = (
@@ -32,6 +34,8 @@ class Piece:
         needs: Name of the piece that makes input files of this one; "" for none.
         makes: Input files of other pieces that this one makes, relative to the repository's root.
         gpus: Number of GPUs; a piece that needs several runs only if it is named.
+        rehearses: Architecture whose code the GPU runs, such as "sm80"; "" for its own. The file is
+            then in benchmarks/results/<gpu>_as_sm80.
     """
 
     name: str
@@ -42,6 +46,12 @@ class Piece:
     needs: str = ""
     makes: tuple[str, ...] = ()
     gpus: int = 1
+    rehearses: str = ""
+
+    def inside(self, folder: Path) -> Path:
+        """Return the path of the result file, given the folder of the GPU's own results."""
+        ending = f"_as_{self.rehearses}" if self.rehearses else ""
+        return folder.with_name(folder.name + ending) / self.file
 
 
 def _core(shape: str, minutes: float) -> Piece:
@@ -143,4 +153,28 @@ PIECES = (
     ),
     _fa2("flash-attn"),
     _fa2("PyTorch"),
+    Piece(
+        "a100-core",
+        "NSA, dense FlashAttention-2 and other NSA libraries, all with code for the A100",
+        f"python benchmarks/rehearse.py --arch 80 -- {_BENCH} --shape 64/4/128,32/8/128,12/2/64"
+        " --length 8k,32k,64k --phase both --inputs random --combo triton --combo auto"
+        " --budget 0.3 --max-call 1 --cell-limit 30 --time-limit 240 --json {file}",
+        "core.json",
+        6,
+        rehearses="sm80",
+    ),
+    Piece(
+        "hf-convert",
+        "held-out loss, recall and selected mass of a dense model that becomes NSA",
+        "python benchmarks/hugging_face/convert_learning.py --json {file}",
+        "hf_convert.json",
+        4,
+    ),
+    Piece(
+        "hf-minimax",
+        "training losses of MiniMax-M3 with nsa_blocks and with eager",
+        "python benchmarks/hugging_face/minimax_learning.py --json {file}",
+        "hf_minimax.json",
+        1.5,
+    ),
 )

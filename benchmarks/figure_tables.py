@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_parallel import COLUMNS, device, longest, rows_of_times
 from figure_pieces import PIECES, SHAPES
 
 from nsa_bench.crossover import crossing
@@ -23,6 +22,15 @@ from nsa_bench.timing import spread_of_repeats
 
 ABSENT = "not measured"
 PROBLEMS = tuple(itertools.product(SHAPES, ("random", "real")))
+# What the table of the A100 path shows, and under which names.
+A100_SUBJECTS = {
+    "triton": "triton",
+    "auto": "auto",
+    "dense flash-attn": "dense, flash-attn",
+    "dense flash": "dense, FlashAttention-2 of PyTorch",
+    "sfnsa NSA": "sfnsa",
+    "xunhao NSA": "xunhao",
+}
 BRANCHES = ("compress", "cmp", "select", "sel", "win", "combine")
 
 
@@ -92,6 +100,12 @@ def digits(value: float) -> str:
 def tokens(count: int) -> str:
     """Format 2048 as 2k, and 512 as 512."""
     return f"{count // 1024}k" if count % 1024 == 0 else str(count)
+
+
+def gpu(results: Results) -> str:
+    """Return the GPU of the results without the vendor and the memory type: H100 80GB."""
+    device: str = results.bench("backends.json").environment["device"]
+    return device.removeprefix("NVIDIA ").partition(" HBM")[0]
 
 
 def core(results: Results) -> str:
@@ -296,6 +310,24 @@ def backends(results: Results) -> str:
     return table(["heads", "kernels", *(tokens(n) for n in lengths)], rows)
 
 
+def a100(results: Results) -> str:
+    """Tabulate forward + backward of NSA and its rivals with code for the A100, by length."""
+    (piece,) = (p for p in PIECES if p.name == "a100-core")
+    measurements = [
+        m for m in read_result(piece.inside(results.folder)).measurements if m.phase == "both"
+    ]
+    subjects = [s for s in A100_SUBJECTS if any(m.subject == s for m in measurements)]
+    rows = []
+    for shape, length in sorted({(m.shape, m.length) for m in measurements}):
+        times = {
+            m.subject: digits(m.performance.median_ms)
+            for m in measurements
+            if (m.shape, m.length) == (shape, length) and m.performance
+        }
+        rows.append([shape, tokens(length), *(times.get(s, "-") for s in subjects)])
+    return table(["heads", "tokens", *(A100_SUBJECTS[s] for s in subjects)], rows)
+
+
 def real_blocks(results: Results) -> str:
     """Tabulate the distinct blocks of eight neighbouring tokens, over n, at 64k tokens."""
     shapes = json.loads((results.folder / "real_blocks.json").read_text())["shapes"]
@@ -384,10 +416,9 @@ def topics(results: Results) -> str:
     """Tabulate the pieces for benchmarks/README.md."""
     rows = []
     for piece in PIECES:
-        path = f"results/{results.folder.name}/{piece.file}"
-        file = (
-            f"[{piece.file}]({path})" if (results.folder / piece.file).exists() else "not run yet"
-        )
+        path = piece.inside(results.folder)
+        link = f"[{piece.file}](results/{path.parent.name}/{piece.file})"
+        file = link if path.exists() else "not run yet"
         rows.append([piece.topic, f"`python benchmarks/figures.py run --only {piece.name}`", file])
     return table(["topic", "command", "file"], rows)
 
@@ -485,6 +516,7 @@ _ALL = (512, 1024, 2048)
 _ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
 
 TABLES: dict[str, Callable[[Results], str]] = {
+    "gpu": gpu,
     "core": core,
     "core-memory": core_memory,
     "core-memory-ratio": core_memory_ratio,
@@ -498,9 +530,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "core-few-calls": core_few_calls,
     "core-kernels": core_kernels,
     "backends": backends,
-    "context-parallel": lambda results: table(COLUMNS, rows_of_times(results.folder)),
-    "context-parallel-device": lambda results: device(results.folder),
-    "context-parallel-longest": lambda results: longest(results.folder),
+    "a100": a100,
     "real-blocks": real_blocks,
     "decode": decode,
     "train": train,

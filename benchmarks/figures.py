@@ -40,20 +40,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_pieces import PIECES, Piece
-from figure_tables import TABLES, Results
+from figure_learning import LEARNING
+from figure_parallel import TABLES as PARALLEL
+from figure_pieces import PIECES, PUBLISHED, Piece
+from figure_tables import TABLES as OTHER_TABLES
+from figure_tables import Results
 
 from nsa_bench.provenance import command_output, tree_id
 
 ROOT = Path(__file__).resolve().parents[1]
+TABLES = OTHER_TABLES | LEARNING | PARALLEL
 PAGES = ("README.md", "benchmarks/README.md", "docs/**/*.md")
 MARKED = re.compile(r"(<!-- figures:([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
+# They do not affect measurements.
 OURS = (
-    "figures.py",
-    "figure_parallel.py",
-    "figure_pieces.py",
+    *("figures.py", "figure_learning.py", "figure_parallel.py", "figure_pieces.py"),
     "figure_tables.py",
-)  # they do not affect measurements
+)
 CUT = ("time limit was reached", "not begun: time limit")  # reasons of cells without a time
 
 
@@ -153,9 +156,10 @@ class Figures:
         """Return "done", "other source" or "missing"."""
         state = "missing"
         for folder in (self.fresh, self.results):
-            record = read_stamp(folder / piece.file)
+            file = piece.inside(folder)
+            record = read_stamp(file)
             if record is None:
-                state = "other source" if (folder / piece.file).exists() else state
+                state = "other source" if file.exists() else state
                 continue
             matches = all(record.get(key) == value for key, value in self.stamp(piece).items())
             if matches and (record.get("clean") or self.allow_dirty):
@@ -221,8 +225,9 @@ class Figures:
 
     def run_piece(self, piece: Piece, seconds: float) -> bool:
         """Run one piece; return whether it wrote a complete result file."""
-        self.fresh.mkdir(parents=True, exist_ok=True)
-        partial_file = self.fresh / f"part-{piece.file}"
+        file = piece.inside(self.fresh)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = file.with_name(f"part-{file.name}")
         partial_file.unlink(missing_ok=True)
         for path in piece.makes:
             (self.root / path).parent.mkdir(parents=True, exist_ok=True)
@@ -252,7 +257,7 @@ class Figures:
         stamp = self.stamp(piece)
         stamp |= {"commit": self.source.commit, "clean": self.source.clean}
         partial_file.write_text(stamped(text, stamp), encoding="utf-8")
-        os.replace(partial_file, self.fresh / piece.file)
+        os.replace(partial_file, file)
         cut = sum(text.count(reason) for reason in CUT)
         note = f", {cut} cells skipped by the time limit" if cut else ""
         print(f"{piece.name}: {elapsed:.1f} minutes{note}", flush=True)
@@ -273,17 +278,18 @@ class Figures:
         Raises:
             Refused: A result was measured on a dirty checkout.
         """
-        new = [piece for piece in self.pieces if (self.fresh / piece.file).exists()]
-        records = {piece: read_stamp(self.fresh / piece.file) or {} for piece in new}
+        new = [piece for piece in self.pieces if piece.inside(self.fresh).exists()]
+        records = {piece: read_stamp(piece.inside(self.fresh)) or {} for piece in new}
         dirty = [piece.name for piece, record in records.items() if not record.get("clean")]
         if dirty and not self.allow_dirty:
             raise Refused(
                 f"{', '.join(dirty)}: measured on a dirty checkout; --allow-dirty collects anyway"
             )
-        self.results.mkdir(parents=True, exist_ok=True)
         for piece, record in records.items():
-            shutil.copyfile(self.fresh / piece.file, self.results / piece.file)
-            print(f"{piece.file}: measured at commit {record.get('commit')}")
+            target = piece.inside(self.results)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(piece.inside(self.fresh), target)
+            print(f"{target.parent.name}/{target.name}: measured at commit {record.get('commit')}")
         print(f"{len(new)} files copied; next: python benchmarks/figures.py render")
         return 0
 
@@ -382,7 +388,7 @@ def parser() -> argparse.ArgumentParser:
     collect = verbs.add_parser("collect", help="copy new results to benchmarks/results")
     render = verbs.add_parser("render", help="write the tables of README.md and the docs")
     for verb in (listing, run, collect, render):
-        verb.add_argument("--gpu", default="h200", help="folder of the results (default: h200)")
+        verb.add_argument("--gpu", default=PUBLISHED, help=f"results folder (default: {PUBLISHED})")
         verb.add_argument("--allow-dirty", action="store_true", help="accept a dirty checkout")
     run.add_argument("--only", nargs="+", metavar="PIECE", help="run only these pieces")
     run.add_argument("--minutes", type=float, default=10.0, help="time for this call (default: 10)")

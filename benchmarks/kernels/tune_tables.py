@@ -8,7 +8,8 @@ tokens, and the settings to vary; every combination of their values replaces tho
 
     span_dkdv cmp 64/4/128 65536 BLOCK_N=64,128 BLOCK_M=32,64 num_warps=4,8 num_stages=2
 
-A name such as sel_block_backward.ORDERED is a setting of another kernel of the slot.
+A name such as sel_block_backward.ORDERED is a setting of another kernel of the slot. A field of
+NSAConfig such as select_block_size=128, with one value, belongs to the timed problem.
 
 Every candidate first runs on a short sequence, in a pool of processes that compiles all of them. It
 is compared with the tuned row there: `nsa verify` judges the row that is chosen in the end. A
@@ -41,6 +42,7 @@ from nsa_core.contract import BRANCHES
 CHECKED_TOKENS = 1500  # length of the compared calls: several tiles and partial ones
 MAX_DISTANCE = 0.01  # rms of the difference relative to the tuned row's rms; bf16 rounds to 2**-9
 SLOTS = tuple(configs.FORWARD)
+BLOCK_FIELDS = ("select_block_size", "num_selected_blocks", "window_size")
 Settings = dict[str, int]
 
 
@@ -54,6 +56,7 @@ class Sweep:
         shape: Hq/G/D or Hq/G/Dk/Dv.
         tokens: Length of the timed sequence.
         grid: Setting -> its values.
+        blocks: Fields of NSAConfig that differ from their defaults.
     """
 
     kernel: str
@@ -61,6 +64,7 @@ class Sweep:
     shape: str
     tokens: int
     grid: tuple[tuple[str, tuple[int, ...]], ...]
+    blocks: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def parse(cls, line: str) -> Sweep:
@@ -73,14 +77,19 @@ class Sweep:
         try:
             kernel, slot, shape, tokens, *settings = words
             pairs = [setting.split("=") for setting in settings]
-            grid = tuple((name, tuple(map(int, values.split(",")))) for name, values in pairs)
+            grid = tuple(
+                (name, tuple(map(int, values.split(","))))
+                for name, values in pairs
+                if name not in BLOCK_FIELDS
+            )
+            blocks = tuple((name, int(value)) for name, value in pairs if name in BLOCK_FIELDS)
             length = int(tokens)
         except ValueError:
             form = "KERNEL SLOT SHAPE TOKENS NAME=VALUE,VALUE ..."
             raise ValueError(f"{line.strip()!r} is not of the form {form!r}") from None
         if kernel not in (*configs.FORWARD.get(slot, ()), *configs.BACKWARD.get(slot, ())):
             raise ValueError(f"{line.strip()!r}: slot {slot!r} launches no kernel {kernel!r}")
-        return cls(kernel, slot, shape, length, grid)
+        return cls(kernel, slot, shape, length, grid, blocks)
 
     def changes(self) -> list[Settings]:
         """Return what each candidate changes; the first one, the tuned row, changes nothing."""
@@ -95,7 +104,8 @@ class Sweep:
 
     def __str__(self) -> str:
         direction = "forward" if self.is_forward else "backward"
-        return f"{self.kernel}, {self.slot} {direction} {self.shape} {self.tokens} tokens"
+        blocks = "".join(f" {name}={value}" for name, value in self.blocks)
+        return f"{self.kernel}, {self.slot} {direction} {self.shape} {self.tokens} tokens{blocks}"
 
 
 class TunedRows:
@@ -124,7 +134,12 @@ def slot_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
     heads, groups, dk, *dv = map(int, sweep.shape.split("/"))
     width = dv[0] if dv else dk
     config = NSAConfig(
-        dim=heads * dk, n_heads=heads, n_kv_heads=groups, head_dim=dk, v_head_dim=width
+        dim=heads * dk,
+        n_heads=heads,
+        n_kv_heads=groups,
+        head_dim=dk,
+        v_head_dim=width,
+        **dict(sweep.blocks),
     )
     plan = resolve(
         config,

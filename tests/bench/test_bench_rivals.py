@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from collections.abc import Callable
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 from nsa_bench import rivals
+from nsa_bench.inputs import make_inputs
 from nsa_bench.result import read_result
 from nsa_bench.shapes import parse_shape
-from nsa_core import nsa_attention
+from nsa_core import nsa_attention, resolve
 from nsa_core.errors import InvalidInput
 
 SHAPE = parse_shape("16/1/8")
@@ -164,6 +166,7 @@ def test_default_rivals_and_unknown_names(fla):
     assert [r.name for r in rivals.rivals(["fla"], config, "cpu", torch.float32)] == [NAME]
     with pytest.raises(InvalidInput, match="did you mean 'fla'"):
         rivals.check_rivals(["flaa"])
+    assert {"fla", "sfnsa", "xunhao"} == set(rivals.KNOWN)
 
 
 def test_the_command_accepts_known_rivals_and_refuses_others(nsa, fla, tmp_path):
@@ -185,4 +188,120 @@ def test_the_command_accepts_known_rivals_and_refuses_others(nsa, fla, tmp_path)
     assert NAME in done.out
     done = nsa("bench", *options, "--rival", "xla")
     assert done.code == 2
-    assert "rival must be one of fla, got 'xla'" in done.err
+    assert "rival must be one of fla, sfnsa, xunhao, got 'xla'" in done.err
+
+
+@pytest.fixture
+def packed_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install fakes of flash_nsa, native_sparse_attention and flash_attn that run our slots."""
+    config = SHAPE.config((8, 4, 16, 3, 24))
+    plan = resolve(config, device="cpu", dtype="float64", needs_grad=True, varlen=True)
+
+    def bounded(bounds: torch.Tensor) -> dict[str, Any]:
+        assert bounds.dtype == torch.int32
+        return {"cu_seqlens": bounds, "max_seqlen": int(bounds.diff().max())}
+
+    def avgpool_compress(x: Any, weight: Any, bounds: Any, size: int, stride: int) -> Any:
+        assert (weight, size, stride) == (None, 8, 4)
+        ends = zip(bounds.tolist(), bounds.tolist()[1:])
+        rows = [x[start:end].unfold(0, size, stride).mean(-1) for start, end in ends]
+        lengths = torch.tensor([0] + [len(part) for part in rows], dtype=torch.int32)
+        return torch.cat(rows), lengths.cumsum(0).to(torch.int32)
+
+    def compressed_attention(
+        q: Any,
+        k: Any,
+        v: Any,
+        size: int,
+        stride: int,
+        block: int,
+        top: int,
+        *rest: Any,
+        **forced: int,
+    ) -> Any:
+        bounds, bounds_cmp, longest, longest_cmp = rest
+        assert (size, stride, block, top) == (8, 4, 16, 3)
+        assert forced == {"init_blocks": 1, "local_blocks": 2}
+        assert longest == int(bounds.diff().max())
+        assert longest_cmp == int(bounds_cmp.diff().max())
+        room = config.geometry.max_compressed(len(q))
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, room - len(x))) for x in (k, v))
+        o, lse = plan.cmp(q, k, v, **bounded(bounds))
+        return o, plan.select(q, k, lse, **bounded(bounds))
+
+    def topk_sparse_attention(q: Any, k: Any, v: Any, blocks: Any, size: int, bounds: Any) -> Any:
+        assert size == 16
+        return plan.sel(q, k, v, blocks, **bounded(bounds))[0]
+
+    def flash_attn_varlen_func(q: Any, k: Any, v: Any, *limits: Any, **options: Any) -> Any:
+        assert options == {"causal": True, "window_size": (24, -1)}
+        assert limits[2:] == (80, 80)
+        return plan.win(q, k, v, **bounded(limits[0]))[0]
+
+    class HFNSACore:
+        def __init__(self, sizes: types.SimpleNamespace) -> None:
+            assert vars(sizes) == {
+                **{"qk_head_dim": 8, "v_head_dim": 8, "num_heads": 16, "num_kv_heads": 1},
+                **{"kernel_size": 8, "stride": 4, "block_size": 16, "top_n": 3},
+                **{"num_init_blocks": 1, "num_local_blocks": 2, "window_size": 24},
+            }
+
+        def __call__(self, q: Any, k: Any, v: Any, logits: Any, bounds: Any) -> torch.Tensor:
+            gates = torch.sigmoid(logits)
+            return nsa_attention(q, k, v, gates, config=config, **bounded(bounds))
+
+    fakes = {
+        "flash_attn": {"flash_attn_varlen_func": flash_attn_varlen_func},
+        "flash_nsa": {"HFNSACore": HFNSACore, "NSAConfig": types.SimpleNamespace},
+        "native_sparse_attention": {},
+        "native_sparse_attention.ops": {
+            "avgpool_compress": avgpool_compress,
+            "compressed_attention": compressed_attention,
+            "topk_sparse_attention": topk_sparse_attention,
+        },
+    }
+    for name, contents in fakes.items():
+        module = types.ModuleType(name)
+        module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("name", ["sfnsa", "xunhao"])
+def test_a_packed_library_gets_the_tensors_of_the_batch(packed_libraries, name):
+    """Fakes that run our slots give the output and the gradients of nsa_attention."""
+    config = SHAPE.config((8, 4, 16, 3, 24))
+    x = make_inputs("random", config, batch=2, length=80, dtype=torch.float64, device="cpu", seed=0)
+    leaves = [x.q, x.k, x.v, x.gates]
+    rival = rivals.KNOWN[name](config)
+    assert rival.reason == ""
+    o = rival.forward(x)
+    expected = nsa_attention(x.q, x.k, x.v, x.gates, config=config)
+    torch.testing.assert_close(o, expected, rtol=1e-9, atol=1e-9)
+    for ours, theirs in zip(
+        torch.autograd.grad(expected, leaves, x.do), torch.autograd.grad(o, leaves, x.do)
+    ):
+        torch.testing.assert_close(theirs, ours, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["sfnsa", "xunhao"])
+def test_a_packed_library_has_a_reason_where_it_computes_something_else(packed_libraries, name):
+    config = dataclasses.replace(SHAPE.config((8, 4, 16, 3, 24)), scale=0.5)
+    assert rivals.KNOWN[name](config).reason == "always scales scores by 0.3536, not by 0.5"
+
+
+@pytest.mark.parametrize("name", ["sfnsa", "xunhao"])
+def test_a_packed_library_needs_flash_attn(packed_libraries, monkeypatch, name):
+    config, found = SHAPE.config((8, 4, 16, 3, 24)), importlib.util.find_spec
+    missing = {"flash_attn"}
+    monkeypatch.setattr(
+        rivals.importlib.util, "find_spec", lambda name: None if name in missing else found(name)
+    )
+    assert "flash-attn, which is not installed" in rivals.KNOWN[name](config).reason
+    missing |= {"flash_nsa", "native_sparse_attention"}
+    assert "is not installed" in rivals.KNOWN[name](config).reason
+
+
+def test_xunhao_needs_v_as_wide_as_q_and_k(packed_libraries):
+    reason = rivals.KNOWN["xunhao"](parse_shape("16/1/8/4").config((8, 4, 16, 3, 24))).reason
+    assert reason == "needs v as wide as q and k, got 4 and 8"

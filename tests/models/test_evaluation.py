@@ -163,7 +163,9 @@ def check_scores(scores: list[Any], expected: dict[str, float]) -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_model_of_transformers_scores_as_by_hand(llama, task_folder, monkeypatch, caplog):
+def test_a_model_of_transformers_scores_as_by_hand(
+    llama, task_folder, monkeypatch, caplog, capfd
+):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     imported, import_module = [], importlib.import_module
@@ -192,11 +194,12 @@ def test_a_model_of_transformers_scores_as_by_hand(llama, task_folder, monkeypat
     assert low.value != pytest.approx(expected["bits_per_byte"], rel=1e-5)
     assert imported.count("nsa_models.hf") == 5  # registers its models
     assert not [record for record in caplog.records if "pretrained" in record.message]
+    assert "requests" not in capfd.readouterr().err  # no progress bars in a pipe
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_checkpoint_of_nsa_train_scores_as_by_hand(trained, task_folder):
+def test_a_checkpoint_of_nsa_train_scores_as_by_hand(trained, task_folder, capfd):
     from nsa_models.lm import checkpoint
 
     model = checkpoint.read(trained).model().eval()

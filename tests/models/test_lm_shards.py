@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nsa_core import InvalidInput
-from nsa_core.util import atomic_files
+from nsa_core.util import atomic_files, safetensors_io
 from nsa_core.util.atomic_files import NotWritten
 from nsa_models.lm import checkpoint, shards
 from nsa_models.lm.model import LanguageModel
@@ -190,6 +190,33 @@ def test_a_process_reads_the_cut_of_a_shard_that_it_needs(tmp_path):
     reader.read_data(LoadPlan([item]), Planner()).wait()
     assert target.tolist() == [[0, 0], *rows[5:7].tolist(), [0, 0]]
     assert committed == [item]
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (shards.Entry("bfloat16", [2], []), r"a must be float32 \[2\], got bfloat16 \[2\]"),
+        (shards.Entry("float32", [3], []), r"a must be float32 \[2\], got float32 \[3\]"),
+        (None, r"a must be float32 \[2\], got None"),
+    ],
+)
+def test_tensors_of_another_dtype_or_shape_are_refused(tmp_path, stored, message):
+    index = {} if stored is None else {"a": stored}
+    with pytest.raises(InvalidInput, match=message):
+        shards.load(tmp_path, {"a": torch.zeros(2)}, index)
+
+
+@pytest.mark.parametrize("kind", ["nsa-language-model 1", "nsa-language-model 9"])
+def test_a_checkpoint_of_another_format_is_refused_with_a_remedy(tmp_path, kind):
+    path = tmp_path / checkpoint.FILE
+    safetensors_io.write(path, kind, {}, {})
+    remedy = "another version of this library: read it with that version, or write it again"
+    with pytest.raises(InvalidInput, match=f"header says '{kind}'.*{remedy}"):
+        checkpoint.read(tmp_path)
+    other = tmp_path / "other"
+    safetensors_io.write(other, "nsa-tensors 2", {}, {})
+    with pytest.raises(InvalidInput, match="header says 'nsa-tensors 2'$"):
+        checkpoint.read(other)
 
 
 def test_absent_and_altered_shards_are_refused(group, config, tmp_path):

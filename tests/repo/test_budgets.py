@@ -12,6 +12,7 @@ from nsa_cli.app import app
 
 FILE_LINES, FUNCTION_LINES = 300, 60
 KERNEL_FILE_LINES, KERNEL_LINES = 400, 100
+RECIPES, RECIPE_LINES = "packages/nsa-models/src/nsa_models/recipes/", 79
 PARAMETERS = 12
 PUBLIC = {"nsa_attention"}  # exempt from PARAMETERS
 NO_CODE = {
@@ -95,6 +96,16 @@ def test_files_and_functions_are_short(repo):
                     " allowed"
                 )
     assert not errors, "\n".join(errors)
+
+
+def test_recipes_are_short_enough_to_copy(repo):
+    sizes = {
+        name: len(lines_of_code(repo.text(name), tree))
+        for name, tree in repo.python().items()
+        if name.startswith(RECIPES)
+    }
+    assert len(sizes) > 2
+    assert not {name: size for name, size in sizes.items() if size > RECIPE_LINES}
 
 
 COUNTED = '''

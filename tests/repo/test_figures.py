@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -27,7 +28,7 @@ PAGES = (
 def figures(monkeypatch):
     """The module benchmarks/figures.py."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    for name in ("figures", "figure_pieces", "figure_tables"):
+    for name in ("figures", "figure_learning", "figure_pieces", "figure_tables"):
         sys.modules.pop(name, None)
     import figures
 
@@ -162,7 +163,7 @@ def test_a_changed_number_in_a_result_file_is_detected(figures, pages, file, pat
 def test_a_changed_number_on_a_page_is_detected_and_restored(figures, pages, capsys):
     page = pages / "README.md"
     text = page.read_text(encoding="utf-8")
-    body = figures.MARKED.search(text)[3]
+    body = next(match[3] for match in figures.MARKED.finditer(text) if match[2] == "core-memory")
     page.write_text(text.replace(body, body.replace("64k", "65k"), 1), encoding="utf-8")
     assert figures.main(["render", "--check"], pages) == 1
     assert "README.md: core-memory differ" in capsys.readouterr().out
@@ -368,17 +369,12 @@ def test_a_stamped_file_of_one_shape_replaces_the_file_of_all_shapes(figures, pa
     assert {m.length for m in after} == {65536}
 
 
-def test_the_table_of_the_a100_path_has_the_medians_of_its_file():
-    text = (ROOT / "benchmarks" / "README.md").read_text().partition("## The A100 path")[2]
-    rows = re.findall(r"(?m)^\| (\S+), (\d+)k \| (\S+) \| (\S+) \| (\S+) \|$", text)
-    file = ROOT / "benchmarks" / "results" / "h200_as_sm80" / "core.json"
-    medians = {
-        (m["shape"], m["length"], m["subject"]): m["performance"]["median_ms"]
-        for m in json.loads(file.read_text())["measurements"]
-        if m["performance"]
-    }
-    assert len(rows) == 9
-    for shape, length, *cells in rows:
-        for subject, cell in zip(("triton", "auto", "dense flash"), cells, strict=True):
-            median = medians[shape, 1024 * int(length), subject]
-            assert cell == f"{median:#.3g}".rstrip("."), (shape, length)
+def test_a_rehearsed_piece_has_a_folder_of_its_own(run, checkout):
+    piece = dataclasses.replace(run.piece("a:quick"), rehearses="sm80")
+    assert run(piece)[0] == 0
+    fresh = checkout / "build" / "figures" / "h200_as_sm80" / "a.json"
+    assert json.loads(fresh.read_text())["figures"]["clean"] is True
+    assert "a: done before" in run(piece)[1]
+    assert run(piece, words=("collect",))[0] == 0
+    collected = checkout / "benchmarks" / "results" / "h200_as_sm80" / "a.json"
+    assert collected.read_text() == fresh.read_text()

@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 from test_release import PACKAGES, commands, metadata, project, tomllib, version_of
 from test_release import noxfile_of as load_noxfile
 
+CODE = {".py", ".pyc"}
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 PUBLISHES = re.compile(r"pypi-publish|gh release|twine upload|deploy-pages|workflows/")
 
@@ -48,6 +49,18 @@ def test_every_package_has_the_shared_metadata(package, repo):
     table = metadata(project(repo, package))
     assert {name: table.get(name) for name in shared} == shared, "run `nox -s metadata`"
     assert shared.keys() >= {"urls", "authors", "keywords", "classifiers", "readme", "license"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_wheel_has_every_data_file_of_its_package(package, repo):
+    """Results name the tree of the installed files, which then is that of the checkout."""
+    name = package.replace("-", "_")
+    folder = repo.root / "packages" / package / "src" / name
+    document = tomllib.loads(repo.text(f"packages/{package}/pyproject.toml"))
+    (globs,) = document["tool"]["setuptools"]["package-data"].values()
+    shipped = {path for pattern in globs for path in folder.glob(pattern)}
+    files = {path for path in folder.rglob("*") if path.is_file() and path.suffix not in CODE}
+    assert files == {path for path in shipped if path.is_file()}
 
 
 def test_owner_is_the_only_placeholder(repo):

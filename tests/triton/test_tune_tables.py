@@ -37,6 +37,14 @@ def test_a_line_gives_the_tuned_row_and_every_combination(tune_tables: ModuleTyp
     assert {"BLOCK_N": 128, "num_warps": 8, "span_dq.BLOCK_M": 64} in changes
 
 
+def test_sizes_of_blocks_belong_to_the_problem(tune_tables: ModuleType) -> None:
+    line = "sel_forward sel 64/4/128 65536 BLOCK_N=64,128 select_block_size=128"
+    sweep = tune_tables.Sweep.parse(line)
+    assert sweep.blocks == (("select_block_size", 128),)
+    assert sweep.changes() == [{}, {"BLOCK_N": 64}, {"BLOCK_N": 128}]
+    assert str(sweep).endswith("65536 tokens select_block_size=128")
+
+
 def test_a_change_reaches_its_kernels_until_it_is_taken_back(tune_tables: ModuleType) -> None:
     names = ("span_dkdv", "span_dq", "span_forward")
 
@@ -57,6 +65,7 @@ def test_a_change_reaches_its_kernels_until_it_is_taken_back(tune_tables: Module
         ("span_dkdv cmp 64/4/128", "is not of the form"),
         ("span_dkdv cmp 64/4/128 64k BLOCK_N=64", "is not of the form"),
         ("span_dkdv cmp 64/4/128 65536 BLOCK_N", "is not of the form"),
+        ("span_dkdv cmp 64/4/128 65536 select_block_size=64,128", "is not of the form"),
         ("span_dkdv sel 64/4/128 65536 BLOCK_N=64", "slot 'sel' launches no kernel 'span_dkdv'"),
     ],
 )

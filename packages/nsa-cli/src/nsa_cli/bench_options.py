@@ -81,8 +81,8 @@ Rivals = Annotated[
         "--rival",
         show_default=False,
         help=(
-            "Other NSA implementation to time as well: fla. Repeatable. Default: on a GPU, all that"
-            " are known."
+            "Other NSA library to time as well: fla, sfnsa or xunhao. Repeatable. Default: on a"
+            " GPU, all that are installed."
         ),
     ),
 ]

@@ -47,7 +47,7 @@ _VALUES: dict[str, Callable[[], list[str]]] = {
     "phase": _choices("prefill", "decode"),
     "shape": _choices("reports", "paper", "tiny"),
     "inputs": _choices("random", "real"),
-    "rival": _choices("fla"),
+    "rival": _choices("fla", "sfnsa", "xunhao"),
     "data": _choices("python-docs", "fineweb-edu", "uniform", "recall"),
     "size": _choices("tiny", "toy", "m7c_125m"),
     "attention": _choices("nsa", "dense"),

@@ -33,7 +33,9 @@ def convert(
     hf: Annotated[
         Path,
         typer.Option(
-            "--hf", help="Folder of a dense Llama, Qwen2 or Qwen3: config.json and safetensors."
+            "--hf",
+            help="Folder of a dense Llama, Qwen2 or Qwen3: config.json and safetensors. Or a run of"
+            " nsa train --attention dense.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the model with NSA; new or empty.")],
@@ -81,13 +83,14 @@ def convert(
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        from nsa_models.hf.conversion import check_target, read_dense, write
+        from nsa_models.hf.conversion import check_target, default_fields, read_dense, write
         from nsa_models.hf.conversion import convert as convert_model
 
         check_target(out)
         tokens = None if text is None else _read_tokens(hf, text, length)
         torch.manual_seed(seed)
         dense = read_dense(hf, _one_dtype(dtype))
+        fields = {**default_fields(hf), **fields}
         conversion = convert_model(dense, fields, parse_backends(backends))
         del dense
         _print_conversion(conversion)

@@ -138,8 +138,15 @@ def read_tensor(path: Path, name: str) -> torch.Tensor:
 
 def _header(path: Path, file: Any, kind: str) -> dict[str, Any]:
     header = file.metadata() or {}
-    if header.get(_FORMAT) != kind:
-        raise InvalidInput(f"{path} is no {kind!r}: its header says {header.get(_FORMAT)!r}")
+    found = header.get(_FORMAT)
+    if found != kind:
+        remedy, name = "", kind.rpartition(" ")[0]
+        if name and str(found).rpartition(" ")[0] == name:  # another number
+            remedy = (
+                "; it was written by another version of this library: read it with that version, or"
+                " write it again with this one"
+            )
+        raise InvalidInput(f"{path} is no {kind!r}: its header says {found!r}{remedy}")
     return {name: json.loads(value) for name, value in header.items() if name != _FORMAT}
 
 

@@ -5,17 +5,25 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError
 from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error, did_you_mean
-from nsa_models.lm.run_folder import CHECKPOINT
+from nsa_models.lm.run_folder import CHECKPOINT, is_run
 
 EXTRA = "nsa-models[eval]"
 SEED = 1234
+# Methods of the harness's models that show progress bars, also in files and pipes.
+_SHOW_PROGRESS = (
+    "loglikelihood",
+    "loglikelihood_rolling",
+    "generate_until",
+    "_loglikelihood_tokens",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +94,26 @@ def evaluate(
         metadata["tokenizer"] = str(checkpoint)  # sizes the texts that tasks make
     manager = _task_manager(tasks, task_folder, metadata)
     longest = max(lengths) if lengths else None
+    model: Any
     if trained_here:
         from nsa_models.evaluation.trained import TrainedModel
 
-        model: Any = TrainedModel(checkpoint, longest, batch, dtype, device, backends)
+        model = TrainedModel(checkpoint, longest, batch, dtype, device, backends)
     else:
         model = _load(checkpoint, longest, batch, dtype, device)
+    if not sys.stderr.isatty():
+        _hide_progress(model)
     return _scores(_run(model, tasks, manager, limit, fewshot))
+
+
+def _hide_progress(model: Any) -> None:
+    """Let a model of the harness show no progress bars, whatever its callers pass."""
+
+    def hidden(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: method(*args, **{**options, "disable_tqdm": True})
+
+    for name in _SHOW_PROGRESS:
+        setattr(model, name, hidden(getattr(model, name)))
 
 
 def _is_trained_here(checkpoint: Path) -> bool:
@@ -105,7 +126,7 @@ def _is_trained_here(checkpoint: Path) -> bool:
         raise InvalidInput(
             f"checkpoint must be a folder on this machine, got {checkpoint}, which does not exist"
         )
-    if checkpoint.is_file() or (checkpoint / CHECKPOINT).is_file():
+    if is_run(checkpoint):
         return True
     if not (checkpoint / "config.json").is_file():
         raise InvalidInput(

@@ -20,6 +20,7 @@ from nsa_models.hf.cache import NSAModelCache  # noqa: E402
 from nsa_models.hf.configs import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config  # noqa: E402
 from nsa_models.hf.conversion import Conversion, convert, convert_checkpoint  # noqa: E402
 from nsa_models.hf.first_stage import selected_mass, train_new_parameters  # noqa: E402
+from nsa_models.hf.trained_run import from_run, run_tokenizer  # noqa: E402
 from nsa_models.hf.models import (  # noqa: E402
     NSALlamaForCausalLM,
     NSAQwen2ForCausalLM,
@@ -41,6 +42,8 @@ __all__ = [
     "NSASelfAttention",
     "convert",
     "convert_checkpoint",
+    "from_run",
+    "run_tokenizer",
     "selected_mass",
     "train_new_parameters",
 ]

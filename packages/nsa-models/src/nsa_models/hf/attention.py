@@ -41,6 +41,7 @@ class NSASelfAttention(NSAttention):
         position_embeddings: Any = None,
         attention_mask: TokenRows | None = None,
         past_key_values: NSAModelCache | None = None,
+        cache: NSAModelCache | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         max_length_q: int | None = None,
         **other: Any,
@@ -52,7 +53,8 @@ class NSASelfAttention(NSAttention):
             position_embeddings: Ignored; NSA rotates at the positions of the tokens.
             attention_mask: The rows that are tokens, from :func:`nsa_models.hf.rows.nsa_mask`; None
                 if all are.
-            past_key_values: The cache, to which the tokens are appended.
+            past_key_values: The cache, to which the tokens are appended; before transformers 5.24.
+            cache: The same, from transformers 5.24 on.
             cu_seq_lens_q: int32 [documents + 1], the boundaries of packed documents; B is then 1.
             max_length_q: Length of the longest packed document.
             **other: Arguments of other attention layers, ignored.
@@ -71,9 +73,9 @@ class NSASelfAttention(NSAttention):
                 f" {list(getattr(rows, 'shape', []))}: pass a 2-D mask [B, S] to the model, and"
                 ' keep its attention implementation "nsa"'
             )
-        if past_key_values is not None:
-            cache = past_key_values.layers[self.layer_idx]
-            return cache.attend(super().forward, x, rows), None
+        cache = past_key_values if cache is None else cache
+        if cache is not None:
+            return cache.layers[self.layer_idx].attend(super().forward, x, rows), None
         if cu_seq_lens_q is not None:
             return super().forward(x[0], cu_seq_lens_q, max_length_q)[None], None
         if rows is None:

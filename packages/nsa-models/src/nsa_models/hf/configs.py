@@ -28,7 +28,9 @@ _MLP_PLAN = {
 class NSALlamaConfig(LlamaConfig):
     """The configuration of a Llama with NSA.
 
-    Args:
+    The constructor takes the attributes, and the arguments of LlamaConfig, as keywords.
+
+    Attributes:
         nsa: Fields of :class:`nsa_core.NSAConfig` that the model itself does not state, for example
             ``{"select_block_size": 64, "window_size": 512}``. Default: those of NSAConfig.
         nsa_backends: The backends of the slots, as in :class:`nsa_core.NSAttention`.

@@ -14,7 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.hf.configs import LayerSpec, layer_spec
+from nsa_models.hf.trained_run import dense_from_run, fields_of_run, run_tokenizer
 from nsa_models.hf.models import MODELS
+from nsa_models.lm.run_folder import is_run
 
 # Files beside the weights that a converted folder needs too; transformers writes the others.
 _COPIED = (
@@ -223,9 +225,10 @@ def convert_checkpoint(
     """Convert the checkpoint of a dense model to NSA and write it with its tokenizer.
 
     Args:
-        source: The folder of a dense model: config.json and safetensors, in one file or sharded.
+        source: The folder of a dense model: config.json and safetensors, in one file or sharded;
+            or the folder or the checkpoint of a run of `nsa train --attention dense`.
         target: The folder of the new model; must be empty or not exist.
-        nsa: As in :func:`convert`.
+        nsa: As in :func:`convert`; default: the values of the run, or those of NSAConfig.
         backends: As in :func:`convert`.
         dtype: The dtype of the new model; "auto": that of the checkpoint.
 
@@ -240,9 +243,14 @@ def convert_checkpoint(
     source, target = Path(source), Path(target)
     check_target(target)
     dense = read_dense(source, dtype)
-    conversion = convert(dense, nsa, backends)
+    conversion = convert(dense, {**default_fields(source), **(nsa or {})}, backends)
     write(conversion.model, source, target)
     return conversion
+
+
+def default_fields(source: Path) -> dict[str, Any]:
+    """Return the fields of NSAConfig that a run of `nsa train` states; empty for other sources."""
+    return fields_of_run(source) if is_run(source) else {}
 
 
 def check_target(target: Path) -> None:
@@ -259,17 +267,22 @@ def read_dense(source: Path, dtype: str | torch.dtype = "auto") -> Any:
     """Read a dense model, all of whose parameters must be in the checkpoint.
 
     Args:
-        source: Its folder.
+        source: Its folder, or a run of `nsa train --attention dense`.
         dtype: The dtype of the model; "auto": that of the checkpoint.
 
     Raises:
         InvalidInput: There is no model, or it is of another kind, or its parameters do not fit its
             configuration; the message names them.
     """
+    if is_run(source):
+        model = dense_from_run(source)
+        if dtype == "auto":
+            return model
+        return model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     if not (source / "config.json").is_file():
         raise InvalidInput(
             f"{source} has no config.json: give the folder of a model that save_pretrained wrote or"
-            " that was downloaded from the Hub"
+            " that was downloaded from the Hub, or of a run of nsa train --attention dense"
         )
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True)
@@ -307,18 +320,26 @@ def write(model: Any, source: Path, target: Path) -> None:
 
     Args:
         model: The model with NSA.
-        source: The folder of the dense model.
+        source: The folder of the dense model, or the run of `nsa train`.
         target: The folder to write; empty, or does not exist.
     """
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         model.save_pretrained(partial)
-        for pattern in _COPIED:
-            for file in sorted(source.glob(pattern)):
-                if file.is_file():
-                    shutil.copy2(file, partial / file.name)
+        _write_tokenizer(source, partial)
         if target.exists():
             target.rmdir()
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_tokenizer(source: Path, folder: Path) -> None:
+    """Write the tokenizer of a dense model, if it has one, into a folder."""
+    if not is_run(source):
+        files = (file for pattern in _COPIED for file in sorted(source.glob(pattern)))
+        for file in files:
+            if file.is_file():
+                shutil.copy2(file, folder / file.name)
+    elif (tokenizer := run_tokenizer(source)) is not None:
+        tokenizer.save_pretrained(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,8 @@ from nsa_models.hf.packed import packed_boundaries
 from nsa_models.hf.rows import nsa_mask
 
 ATTENTION = "nsa"  # the attention implementation of transformers
+# The argument for the cache; transformers 5.24 renamed it.
+_CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 # Assisted generation removes at most the candidates of one round, of which there are few.
 MAX_ROLLBACK = 1024
 
@@ -61,6 +64,7 @@ class _NSACausalLM:
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        cache: NSAModelCache | None = None,
         **kwargs: Any,
     ) -> Any:
         """Apply the model, as the dense model of transformers does.
@@ -76,6 +80,8 @@ class _NSACausalLM:
             labels: Integer [B, S], for the loss.
             use_cache: Return a cache in the output. Default: only if ``past_key_values`` is passed.
             logits_to_keep: Number of last rows with logits; 0 for all.
+            cache: The same as ``past_key_values``, under the name that transformers uses from 5.24
+                on.
             **kwargs: ``cu_seq_lens_q`` int32 [documents + 1] and ``max_length_q`` for documents
                 packed in one row, and other arguments of the dense model.
 
@@ -88,26 +94,24 @@ class _NSACausalLM:
                 "output_attentions is not supported, because NSA computes no attention matrix; see"
                 " docs/how-to/inspect.md for the gates and the selected blocks"
             )
-        if past_key_values is None and use_cache:
-            past_key_values = self.new_cache()
-        if past_key_values is not None and not isinstance(past_key_values, NSAModelCache):
+        cache = past_key_values if cache is None else cache
+        if cache is None and use_cache:
+            cache = self.new_cache()
+        if cache is not None and not isinstance(cache, NSAModelCache):
             raise InvalidInput(
                 "past_key_values must be a cache of an NSA model, got"
-                f" {type(past_key_values).__name__}: create it with model.new_cache()"
+                f" {type(cache).__name__}: create it with model.new_cache()"
             )
-        packed = packed_boundaries(
-            attention_mask, position_ids, past_key_values is not None, kwargs
-        )
+        packed = packed_boundaries(attention_mask, position_ids, cache is not None, kwargs)
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             labels=labels,
-            use_cache=past_key_values is not None,
+            use_cache=cache is not None,
             logits_to_keep=logits_to_keep,
-            **{**kwargs, **packed},
+            **{**kwargs, **packed, _CACHE: cache},
         )
 
     def new_cache(self, max_len: int = 0, max_rollback: int = 0) -> NSAModelCache:
@@ -135,15 +139,15 @@ class _NSACausalLM:
                 "cache_implementation must be None for an NSA model, which has a cache of its own,"
                 f" got {generation_config.cache_implementation!r}"
             )
-        if model_kwargs.get("past_key_values") is not None:
-            model_kwargs["past_key_values"]._is_user_defined = True
+        if model_kwargs.get(_CACHE) is not None:
+            model_kwargs[_CACHE]._is_user_defined = True
             return
         if generation_config.use_cache is False:
             return
         rolls_back = generation_config.is_assistant or (
             generation_mode == GenerationMode.ASSISTED_GENERATION
         )
-        model_kwargs["past_key_values"] = self.new_cache(
+        model_kwargs[_CACHE] = self.new_cache(
             max_cache_length, min(max_cache_length, MAX_ROLLBACK) if rolls_back else 0
         )
 

@@ -9,6 +9,8 @@ from transformers import AutoTokenizer
 
 from nsa_core.errors import InvalidInput
 from nsa_core.util.text import describe_error
+from nsa_models.hf.trained_run import run_tokenizer
+from nsa_models.lm.run_folder import is_run
 
 
 def read_tokenizer(folder: Path) -> Any:
@@ -18,11 +20,18 @@ def read_tokenizer(folder: Path) -> Any:
     only, which encode every text as nothing. This function refuses them.
 
     Args:
-        folder: The folder of the model.
+        folder: The folder of the model, or a run of `nsa train`.
 
     Raises:
         InvalidInput: The folder has no tokenizer, or one without a vocabulary.
     """
+    if is_run(folder):
+        tokenizer_of_run = run_tokenizer(folder)
+        if tokenizer_of_run is None:
+            raise InvalidInput(
+                f"{folder} was trained on a task, which has no tokenizer; give a run on text"
+            )
+        return tokenizer_of_run
     remedy = "copy the tokenizer.json of the model there"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)

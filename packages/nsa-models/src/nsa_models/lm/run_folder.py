@@ -17,6 +17,11 @@ _LEFTOVERS = (f".{CHECKPOINT}.", ".checkpoint-", ".log.jsonl.")  # of this folde
 _LOCK, _HOLDER = ".nsa-train.lock", ".nsa-train.json"
 
 
+def is_run(path: Path) -> bool:
+    """Return whether ``path`` is the folder of a run, or a file, such as its checkpoint."""
+    return path.is_file() or (path / CHECKPOINT).is_file()
+
+
 def is_empty(folder: Path) -> bool:
     """Return whether ``folder`` holds no files of a run; locks and leftovers do not count."""
     return all(path.name in (_LOCK, _HOLDER) or is_leftover(path) for path in folder.iterdir())

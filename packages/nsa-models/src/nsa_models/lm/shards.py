@@ -91,14 +91,16 @@ def load(folder: Path, tensors: dict[str, torch.Tensor], index: Index) -> None:
     """Fill tensors in place from shards of any layout; every process must call this.
 
     Raises:
-        InvalidInput: A tensor is missing or has another shape, or a file cannot be read; all
-            processes raise this.
+        InvalidInput: A tensor is missing or has another shape or dtype, or a file cannot be read;
+            all processes raise this.
     """
-    wrong = [
-        f"{name} must be {list(tensor.shape)}, got {index[name].shape if name in index else None}"
-        for name, tensor in tensors.items()
-        if name not in index or index[name].shape != list(tensor.shape)
-    ]
+    wrong = []
+    for name, tensor in tensors.items():
+        wanted = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        entry = index.get(name)
+        stored = None if entry is None else f"{entry.dtype} {entry.shape}"
+        if stored != wanted:
+            wrong.append(f"{name} must be {wanted}, got {stored}")
     if wrong:
         raise InvalidInput("; ".join(wrong))
     with _reasons(), torch.no_grad():

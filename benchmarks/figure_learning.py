@@ -1,0 +1,114 @@
+"""Compute the tables and values of docs/explanation/learning.md from result files.
+
+A file that does not exist yet gives :data:`PENDING`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from figure_tables import Results, digits, table, tokens
+
+PENDING = "not measured yet"
+CONVERT, MINIMAX = "hf_convert.json", "hf_minimax.json"
+IMAGES = {CONVERT: "learning_convert.svg", MINIMAX: "learning_minimax.svg"}
+
+
+def _from_file(file: str) -> Callable[[Callable[[Any], str]], Callable[[Results], str]]:
+    """Give a function the document of a result file; without the file, the value is PENDING."""
+
+    def decorate(compute: Callable[[Any], str]) -> Callable[[Results], str]:
+        @functools.wraps(compute)
+        def value(results: Results) -> str:
+            path = results.folder / file
+            return compute(json.loads(path.read_text())) if path.exists() else PENDING
+
+        return value
+
+    return decorate
+
+
+def _device(document: Any) -> str:
+    device: str = document["machine"]["device"]
+    return device.removeprefix("NVIDIA ").partition(" HBM")[0]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+@_from_file(CONVERT)
+def convert(document: Any) -> str:
+    """Tabulate loss, recall and selected mass at the conversion, after stage 1 and at the end."""
+    scale, dense = document["scale"], {p["step"]: p for p in document["dense"]}
+    names = {0: "0, after the conversion", scale["first_stage"]: "{}, after the first stage"}
+    rows = []
+    for nsa in document["nsa"]:
+        step = nsa["step"]
+        if step not in (*names, scale["steps"]):
+            continue
+        other = dense[step]
+        rows.append(
+            [
+                names.get(step, "{}").format(step),
+                f"{nsa['text_loss']:.3f} / {other['text_loss']:.3f}",
+                f"{nsa['recall']:.1%} / {other['recall']:.1%}",
+                f"{nsa['recall_of_far_pairs']:.1%} / {other['recall_of_far_pairs']:.1%}",
+                f"{_mean(nsa['selected_mass']):.1%}, {_mean(nsa['random_mass']):.1%}",
+            ]
+        )
+    columns = ["step", "text, nats per byte", "recall", "recall of far pairs"]
+    return table([*columns, "mass in selected, in random blocks"], rows)
+
+
+@_from_file(CONVERT)
+def convert_run(document: Any) -> str:
+    """State the sizes, the device and the duration of the conversion run."""
+    scale, seconds = document["scale"], document["seconds"]
+    return (
+        f"{document['parameters']['dense'] / 1e6:.1f} million parameters,"
+        f" {document['parameters']['nsa'] / 1e6:.1f} million with NSA; {scale['layers']} layers of"
+        f" {scale['layer']['dim']}, rows of {tokens(scale['length'])} tokens, {document['answers']}"
+        f" held-out questions; {sum(seconds.values()):.0f} seconds on one {_device(document)}"
+    )
+
+
+@_from_file(MINIMAX)
+def minimax(document: Any) -> str:
+    """Tabulate the losses and step times of both implementations."""
+    rows = [
+        [
+            name,
+            f"{document[name]['loss'][0]:.4f}",
+            f"{document[name]['loss'][-1]:.4f}",
+            digits(1e3 * document[name]["seconds_per_step"]),
+        ]
+        for name in ("eager", "nsa_blocks")
+    ]
+    last = f"loss of step {len(document['eager']['loss'])}"
+    return table(["implementation", "loss of step 1", last, "ms per step"], rows)
+
+
+@_from_file(MINIMAX)
+def minimax_difference(document: Any) -> str:
+    """Return the largest difference of the losses, with the device."""
+    return f"{document['largest_difference']:.1e} nats per byte, on one {_device(document)}"
+
+
+def _plot(file: str, text: str) -> Callable[[Results], str]:
+    return _from_file(file)(lambda _: f"![{text}](../images/{IMAGES[file]})")
+
+
+LEARNING: dict[str, Callable[[Results], str]] = {
+    "hf-convert": convert,
+    "hf-convert-run": convert_run,
+    "hf-convert-plot": _plot(
+        CONVERT, "Held-out loss, recall and selected mass over the steps after the conversion"
+    ),
+    "hf-minimax": minimax,
+    "hf-minimax-difference": minimax_difference,
+    "hf-minimax-plot": _plot(MINIMAX, "Losses of both implementations, and their difference"),
+}

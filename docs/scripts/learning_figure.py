@@ -1,0 +1,136 @@
+"""Draw the plots of docs/explanation/learning.md from the result files.
+
+    python docs/scripts/learning_figure.py docs/images
+
+A plot whose result file does not exist is left out, as on the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from nsa_bench.render.style import FAINT, INK, NSA_COLOURS, EndLabel, draw, label_ends
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+sys.path.insert(0, str(BENCHMARKS))
+from figure_learning import CONVERT, IMAGES, MINIMAX  # noqa: E402
+from figure_pieces import PUBLISHED  # noqa: E402
+
+NSA, DENSE = NSA_COLOURS[0], "#808080"
+# Inches: left margin, width, right margin for labels, bottom margin, height and top margin.
+_LEFT, _WIDTH, _RIGHT, _BOTTOM, _HEIGHT, _TOP = 0.75, 2.6, 1.25, 0.6, 2.1, 0.45
+_COLUMNS = 2
+Panel = Callable[[Any], None]
+
+
+def panels(*draw_panels: Panel) -> Any:
+    """Return a figure with two panels in a row."""
+    from matplotlib.figure import Figure
+
+    rows = -(-len(draw_panels) // _COLUMNS)
+    panel, row = _LEFT + _WIDTH + _RIGHT, _BOTTOM + _HEIGHT + _TOP
+    width, height = _COLUMNS * panel, rows * row
+    figure = Figure(figsize=(width, height))
+    for index, draw_panel in enumerate(draw_panels):
+        left = index % _COLUMNS * panel + _LEFT
+        bottom = (rows - 1 - index // _COLUMNS) * row + _BOTTOM
+        box = (left / width, bottom / height, _WIDTH / width, _HEIGHT / height)
+        axes = figure.add_axes(box)
+        draw_panel(axes)
+        axes.grid()
+    return figure
+
+
+def lines(axes: Any, curves: list[tuple[str, str, list[tuple[float, float]]]], kind: str) -> None:
+    """Draw curves (name, colour, points) with their last values as labels."""
+    ends = []
+    for name, colour, points in curves:
+        style: Any = {"marker": "o", "ms": 3.5, "lw": 1.7}
+        if len(points) > 40:  # equal curves: the first one is wide, to be seen
+            style = {"lw": 1.3 if ends else 4.5, "alpha": 1.0 if ends else 0.5}
+        axes.plot(*zip(*points), color=colour, **style)
+        last = points[-1]
+        ends.append(EndLabel(f"{name}  {last[1]:{kind}}", colour, last, last[1]))
+    axes.autoscale_view()
+    label_ends(axes, ends)
+
+
+def convert_figure(document: Any) -> Any:
+    """Return the curves after the conversion: loss, recall, selected mass."""
+
+    def curve(attention: str, field: str) -> list[tuple[float, float]]:
+        points = ((p["step"], p[field]) for p in document[attention])
+        return [(s, sum(v) / len(v) if isinstance(v, list) else v) for s, v in points]
+
+    def panel(field: str, title: str, label: str, kind: str) -> Panel:
+        def draw_panel(axes: Any) -> None:
+            curves = [("NSA", NSA, curve("nsa", field)), ("dense", DENSE, curve("dense", field))]
+            finish(axes, title, label, kind)
+            lines(axes, curves, kind)
+
+        return draw_panel
+
+    def mass(axes: Any) -> None:
+        finish(axes, "Dense probability in blocks", "share", ".0%")
+        selected, random = curve("nsa", "selected_mass"), curve("nsa", "random_mass")
+        lines(axes, [("selected", NSA, selected), ("random", FAINT, random)], ".0%")
+
+    def finish(axes: Any, title: str, label: str, kind: str) -> None:
+        axes.set(xlabel="steps after the conversion", ylabel=label)
+        axes.set_title(title)
+        axes.axvline(document["scale"]["first_stage"], ls=":", lw=1.2, color=INK)
+        if kind == ".0%":
+            axes.set_ylim(0, 1)
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+    return panels(
+        panel("text_loss", "Held-out text", "nats per byte", ".3f"),
+        panel("recall", "Recall of pairs", "right answers", ".0%"),
+        mass,
+    )
+
+
+def minimax_figure(document: Any) -> Any:
+    """Return the losses of both implementations, and their difference."""
+    pairs = [document[name]["loss"] for name in ("eager", "nsa_blocks")]
+
+    def losses(axes: Any) -> None:
+        axes.set(xlabel="step", ylabel="nats per byte")
+        axes.set_title("Training loss")
+        names, colours = ("eager", "nsa_blocks"), (DENSE, NSA)
+        curves = [(n, c, list(enumerate(p, 1))) for n, c, p in zip(names, colours, pairs)]
+        lines(axes, curves, ".3f")
+
+    def difference(axes: Any) -> None:
+        points = [(step, abs(a - b)) for step, (a, b) in enumerate(zip(*pairs), 1)]
+        axes.set(xlabel="step", ylabel="nats per byte", yscale="log")
+        axes.set_title("Difference of the losses")
+        shown = [(step, value) for step, value in points if value]  # a log axis has no 0
+        axes.plot(*zip(*(shown or [(1, 1e-9)])), ".", ms=4, color=NSA)
+
+    return panels(losses, difference)
+
+
+def main() -> None:
+    """Write the plots into the folder that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS / PUBLISHED)
+    options = parser.parse_args()
+    for file, figure in ((CONVERT, convert_figure), (MINIMAX, minimax_figure)):
+        path = options.results / file
+        if not path.exists():
+            print(f"{IMAGES[file]}: not drawn, {file} is not in {options.results.name}")
+            continue
+        document = json.loads(path.read_text(encoding="utf-8"))
+        (options.folder / IMAGES[file]).write_bytes(draw(lambda f=figure, d=document: f(d), "svg"))
+
+
+if __name__ == "__main__":
+    main()
