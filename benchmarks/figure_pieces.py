@@ -33,6 +33,7 @@ class Piece:
         minutes: Expected duration on an H200, compilation included.
         needs: Name of the piece that makes input files of this one; "" for none.
         makes: Input files of other pieces that this one makes, relative to the repository's root.
+        gpus: Number of GPUs; a piece that needs several runs only if it is named.
         rehearses: Architecture whose code the GPU runs, such as "sm80"; "" for its own. The file is
             then in benchmarks/results/<gpu>_as_sm80.
     """
@@ -44,6 +45,7 @@ class Piece:
     minutes: float
     needs: str = ""
     makes: tuple[str, ...] = ()
+    gpus: int = 1
     rehearses: str = ""
 
     def inside(self, folder: Path) -> Path:
@@ -139,6 +141,15 @@ PIECES = (
         "python benchmarks/kernels/cmp_routes.py --json {file}",
         "cmp_routes.json",
         4,
+    ),
+    Piece(
+        "context-parallel",
+        "one document on one GPU and on two, projected to four and eight; needs two GPUs",
+        "python -m torch.distributed.run --standalone --nproc-per-node 2 -m nsa_cli bench"
+        " --context-parallel 2 --device cuda --preset full --time-limit 560 --json {file}",
+        "context_parallel.json",
+        10,
+        gpus=2,
     ),
     _fa2("flash-attn"),
     _fa2("PyTorch"),

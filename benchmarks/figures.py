@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from figure_learning import LEARNING
+from figure_parallel import TABLES as PARALLEL
 from figure_pieces import PIECES, PUBLISHED, Piece
 from figure_tables import TABLES as OTHER_TABLES
 from figure_tables import Results
@@ -48,11 +49,14 @@ from figure_tables import Results
 from nsa_bench.provenance import command_output, tree_id
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = OTHER_TABLES | LEARNING
+TABLES = OTHER_TABLES | LEARNING | PARALLEL
 PAGES = ("README.md", "benchmarks/README.md", "docs/**/*.md")
 MARKED = re.compile(r"(<!-- figures:([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 # They do not affect measurements.
-OURS = ("figures.py", "figure_learning.py", "figure_pieces.py", "figure_tables.py")
+OURS = (
+    *("figures.py", "figure_learning.py", "figure_parallel.py", "figure_pieces.py"),
+    "figure_tables.py",
+)
 CUT = ("time limit was reached", "not begun: time limit")  # reasons of cells without a time
 
 
@@ -164,7 +168,7 @@ class Figures:
         return state
 
     def named(self, names: Sequence[str] | None) -> list[Piece]:
-        """Return the named pieces, or all if no name is given, in the order of ``pieces``.
+        """Return the named pieces, or all of one GPU if no name is given, in order.
 
         Raises:
             Refused: A name is unknown.
@@ -173,7 +177,9 @@ class Figures:
         if unknown:
             known = ", ".join(piece.name for piece in self.pieces)
             raise Refused(f"no piece is named {', '.join(unknown)}; the pieces are {known}")
-        return [piece for piece in self.pieces if not names or piece.name in names]
+        if not names:
+            return [piece for piece in self.pieces if piece.gpus == 1]
+        return [piece for piece in self.pieces if piece.name in names]
 
     def run(self, names: Sequence[str] | None, minutes: float) -> int:
         """Run the pieces that have no result of this source; return the exit code."""

@@ -34,7 +34,7 @@ REFUSED = {
 def outcomes() -> dict[str, list[Any]]:
     """Return the results of both ranks by the name of the case."""
     cases = [*EQUAL, *[("refusal", {"of": of}) for of in REFUSED]]
-    return dict(zip(map(str, cases), run_on_ranks(2, cases, "hf_divided_cases")))
+    return dict(zip(map(str, cases), run_on_ranks(2, cases, ["hf_divided_cases"])))
 
 
 @pytest.mark.parametrize("case", EQUAL, ids=str)

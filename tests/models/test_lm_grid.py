@@ -66,7 +66,7 @@ def run_all(world: int, trainings: dict[str, tuple[Any, Any]], folder: pathlib.P
         copied.append(("same_after_a_save", {**options, **divided, **arguments}))
         arguments = {"resume": one, "save": str(folder / f"{name}-2"), "steps": 1}
         resumed.append(("losses", {**options, **divided, **arguments}))
-    outcomes = run_on_ranks(world, [*trained, *copied, *resumed], "training_cases")
+    outcomes = run_on_ranks(world, [*trained, *copied, *resumed], ["training_cases"])
     count, names = len(trainings), list(trainings)
     parts = [dict(zip(names, outcomes[at : at + count])) for at in range(0, 3 * count, count)]
     return Run(*parts, folder)

@@ -33,7 +33,11 @@ VERIFY, BENCH = "packages/nsa-verify/src/nsa_verify/", "packages/nsa-bench/src/n
 MAY_CATCH_ALL |= {VERIFY + name for name in ("run/contexts.py", "run/suite.py")}
 MAY_CATCH_ALL |= {VERIFY + name for name in ("isolation/call_guard.py", "isolation/children.py")}
 MAY_CATCH_ALL |= {
-    BENCH + name for name in ("decode.py", "gate.py", "remote.py", "rivals.py", "timing.py")
+    BENCH + name
+    for name in (
+        *("decode.py", "gate.py", "remote.py", "rivals.py", "timing.py"),
+        "parallel/worker.py",
+    )
 }
 # tokenizers raises plain Exception
 MAY_CATCH_ALL |= {"packages/nsa-models/src/nsa_models/lm/tokens.py"}

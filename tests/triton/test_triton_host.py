@@ -126,6 +126,31 @@ def test_slots_launch_exactly_the_listed_kernels(slot: str, shape: str) -> None:
         assert counted(module.backward, do, *saved, call=call)[0] == backward
 
 
+def test_a_forward_of_too_many_pairs_is_refused_before_it_launches_anything() -> None:
+    """At 12/2/64 the forward sorts the pairs that few tokens share, after its tiles."""
+    request = Request(
+        slot="sel",
+        geometry=BlockGeometry(),
+        n_heads=12,
+        n_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        dtype="bfloat16",
+        device="cuda",
+        needs_grad=False,
+        batch=1,
+        seq_len=2**26,
+    )
+    _, given, call = meta_inputs.inputs(request)
+    message = (
+        "67108864 tokens with 2 lists of 16 blocks are 2147483648 pairs, at most 2147483647 are"
+        r" supported: pass the queries in parts \(first_query\)"
+    )
+    with offline.recording(90) as launches, pytest.raises(ValueError, match=message):
+        meta_inputs.slot_module("sel").forward(*given, call=call)
+    assert not launches
+
+
 @pytest.fixture(scope="module")
 def bench() -> Any:
     """benchmarks/host_overhead.py as a module."""

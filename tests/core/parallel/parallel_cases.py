@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import importlib
 import os
 import pathlib
@@ -21,8 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa_core.parallel
 from cases import layer_of
-from nsa_core import NSAError, NSAttention
-from nsa_core.parallel import HeadParallel, Shards, whole_parameters
+from nsa_core import NSAError, NSAttention, resolve
+from nsa_core.parallel import (
+    HeadParallel,
+    Shards,
+    whole_parameters,
+)
 
 # name -> rows, and documents or None for a batch of two sequences
 FORMS: dict[str, tuple[int, list[int] | None]] = {
@@ -68,10 +73,10 @@ def problem(form: str, dtype: torch.dtype = torch.float64, **options: Any) -> Pr
     shape = (2, total, 24) if bounds is None else (total, 24)
     x, up = torch.randn(2, *shape, dtype=torch.float64).to(dtype).unbind(0)
     documents = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-    return _solved(Problem(options, x, up, documents, x, x, {}))
+    return solved(Problem(options, x, up, documents, x, x, {}))
 
 
-def _solved(case: Problem) -> Problem:
+def solved(case: Problem) -> Problem:
     layer, x = case.layer(), case.x.clone().requires_grad_()
     y = layer(x, case.cu_seqlens)
     (y * case.up).sum().backward()
@@ -88,21 +93,21 @@ def divided(world: int, layer: Any, **style: Any) -> Any:
     return parallelize_module(layer, mesh, context.ContextParallel(**style))
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
     """Return the largest error relative to the largest element, or to ``least`` if it is larger."""
     size = expected.abs().max().clamp(min=max(least, 1e-12))
     return float((actual.detach() - expected).abs().max() / size)
 
 
-def _gradient_errors(
+def gradient_errors(
     grads: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 ) -> dict[str, float]:
     """Return the error of each gradient; those that are 0 by construction hold rounding errors."""
     least = 0.01 * max(float(grad.abs().max()) for grad in expected.values())
-    return {name: _error(grads[name], expected[name], least) for name in expected}
+    return {name: relative_error(grads[name], expected[name], least) for name in expected}
 
 
-def _summed(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def summed(grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Sum gradients over the ranks, in float64."""
     result = {}
     for name, grad in grads.items():
@@ -138,11 +143,11 @@ def equality(
         y = layer(x, case.cu_seqlens)
     (y * shards.take(case.up, -2)).sum().backward()
     expected = shards.take(case.y, -2)
-    grads = _summed({n: p.grad for n, p in layer.named_parameters() if p.grad is not None})
+    grads = summed({n: p.grad for n, p in layer.named_parameters() if p.grad is not None})
     return {
-        "y": _error(y, expected),
-        "dx": _error(x.grad, shards.take(case.dx, -2)),
-        "parameters": max(_gradient_errors(grads, case.grads).values()),
+        "y": relative_error(y, expected),
+        "dx": relative_error(x.grad, shards.take(case.dx, -2)),
+        "parameters": max(gradient_errors(grads, case.grads).values()),
         "equal": torch.equal(y, expected),
     }
 
@@ -153,7 +158,7 @@ def rounded(rank: int, world: int, *, dtype: torch.dtype, layout: str, mode: str
     All blocks are selected, because roundings may swap blocks of nearly equal scores.
     """
     case = problem("packed", dtype, num_selected_blocks=14)
-    exact = _solved(case._replace(x=case.x.double(), up=case.up.double()))
+    exact = solved(case._replace(x=case.x.double(), up=case.up.double()))
     truth_layer = case.layer().double()
     x64 = exact.x.clone().requires_grad_()
     y64 = truth_layer(x64, case.cu_seqlens)
@@ -163,7 +168,7 @@ def rounded(rank: int, world: int, *, dtype: torch.dtype, layout: str, mode: str
     x = shards.take(case.x).clone().requires_grad_()
     y = layer(x, case.cu_seqlens)
     (y * shards.take(case.up)).sum().backward()
-    grads = _summed({n: p.grad for n, p in layer.named_parameters()})
+    grads = summed({n: p.grad for n, p in layer.named_parameters()})
     whole = [shards.whole(t.detach()) for t in (y, x.grad)]
     truth = {n: p.grad for n, p in truth_layer.named_parameters()}
     return {
@@ -193,7 +198,7 @@ def data_parallel(rank: int, world: int, *, kind: str, layout: str, mode: str) -
     for name, parameter in layer.named_parameters():
         grad = parameter.grad.full_tensor() if kind == "fsdp" else parameter.grad
         grads[name] = grad * world / 2
-    return _gradient_errors(grads, case.grads)
+    return gradient_errors(grads, case.grads)
 
 
 def grid(rank: int, world: int, *, mode: str) -> float:
@@ -204,35 +209,37 @@ def grid(rank: int, world: int, *, mode: str) -> float:
     fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
     shards = Shards(len(case.x), world // 2, both["cp"].get_local_rank())
     sign = 1 - 2 * both["dp"].get_local_rank()  # the second sequence is the first, negated
-    second = _solved(case._replace(x=-case.x))
+    second = solved(case._replace(x=-case.x))
     y = layer(shards.take(sign * case.x), case.cu_seqlens)
     (y * shards.take(case.up)).sum().backward()
     expected = {name: case.grads[name] + second.grads[name] for name in case.grads}
     grads = {n: p.grad.full_tensor() * world for n, p in layer.named_parameters()}  # type: ignore[union-attr]
-    return max(_gradient_errors(grads, expected).values())
+    return max(gradient_errors(grads, expected).values())
 
 
-class _Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     """Count the operators of nsa_core.parallel; torch's own collectives run inside of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: collections.Counter[str] = collections.Counter()
+        self.elements: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("nsa_parallel", "c10d", "_c10d_functional"):
             self.counts[func._opname] += 1
+            self.elements.append(args[0].numel())
         return func(*args, **(kwargs or {}))
 
 
-def collectives(rank: int, world: int, *, layout: str, mode: str) -> tuple[dict[str, int], ...]:
+def counted(rank: int, world: int, *, layout: str, mode: str) -> tuple[dict[str, int], ...]:
     """Return the number of collectives of each kind in the forward and in the backward."""
     case = problem("packed")
     layer = divided(world, case.layer(), mode=mode, layout=layout)
     x = Shards(len(case.x), world, rank, layout).take(case.x).requires_grad_()
-    with _Collectives() as forward:
+    with Collectives() as forward:
         y = layer(x, case.cu_seqlens)
-    with _Collectives() as backward:
+    with Collectives() as backward:
         y.sum().backward()
     return dict(forward.counts), dict(backward.counts)
 
@@ -243,15 +250,29 @@ def disagreement(rank: int, world: int, *, about: str) -> str:
     options = {"window_size": 10} if about == "config" and other else {}
     layout = "contiguous" if about == "layout" and other else "head_tail"
     layer = divided(world, case._replace(options=options).layer(), mode="sequence", layout=layout)
+    plan = None
+    if about == "plan":
+        partial = resolve(
+            layer.config, partial=True, varlen=True, dtype=torch.float64, needs_grad=True
+        )
+        renamed = dataclasses.replace(partial.choices["sel"], version="9")
+        plan = (
+            dataclasses.replace(partial, choices=partial.choices | {"sel": renamed})
+            if other
+            else partial
+        )
+    layer.recompute = about == "recompute" and other
+    if about == "requires_grad" and other:
+        layer.phi_k.requires_grad_(False)
     documents = case.cu_seqlens
     assert documents is not None
     if about == "documents" and other:
         documents = torch.tensor([0, 5, 56, 56, 58, 80, 112], dtype=torch.int32)
     os.environ["NSA_CHECK"] = "1"
     try:
-        with _Collectives() as seen:
+        with Collectives() as seen:
             rows = Shards(112, world, rank, layout).take(case.x)
-            layer(rows[:-1] if about == "rows" and other else rows, documents)
+            layer(rows[:-1] if about == "rows" and other else rows, documents, plan=plan)
     except nsa_core.parallel.context.InvalidInput as error:
         return f"{sum(seen.counts.values())} collective: {error}"
     finally:
@@ -272,6 +293,12 @@ def refusal(rank: int, world: int, *, of: str) -> str:
             fully_shard(linear, mesh=mesh)
         return module
 
+    def partly_sharded(*names: str) -> Any:
+        module = layer_of(torch.float64, qk_norm=True)
+        for name in names:
+            fully_shard(module.get_submodule(name), mesh=mesh)
+        return module
+
     actions = {
         "new_cache": lambda: layer.new_cache(1, 64),
         "a cache": lambda: layer(x, cache=object()),
@@ -288,6 +315,8 @@ def refusal(rank: int, world: int, *, of: str) -> str:
         "another module for heads": lambda: heads(torch.nn.Linear(2, 2)),
         "too many ranks for groups": lambda: heads(layer_of(n_heads=3, n_kv_heads=3)),
         "a sharded layer for heads": lambda: heads(sharded(problem("packed").layer())),
+        "a sharded phi for heads": lambda: heads(partly_sharded("phi_k")),
+        "a sharded norm for heads": lambda: heads(partly_sharded("q_norm")),
         "a cache of divided heads": lambda: heads(problem("packed").layer()).new_cache(1, 64),
         "a mesh of two dimensions": lambda: parallelize_module(
             problem("packed").layer(),
@@ -347,14 +376,14 @@ def head_parallel(
         for name, parameter in divided.named_parameters():
             parameter.copy_(grads[name])
     return {
-        "y": _error(y, case.y),
-        "dx": _error(x.grad, case.dx),
-        "parameters": max(_gradient_errors(whole_parameters(divided), case.grads).values()),
+        "y": relative_error(y, case.y),
+        "dx": relative_error(x.grad, case.dx),
+        "parameters": max(gradient_errors(whole_parameters(divided), case.grads).values()),
         "whole": all(torch.equal(whole[name], original[name]) for name in original),
     }
 
 
-_MODULES = ("halo", "exchange_rows", "compressed_rows", "sequence", "context")
+_MODULES = ("halo", "exchange_rows", "gathered_keys", "compressed_rows", "sequence", "context")
 
 
 def _load(changes: dict[str, str], module_name: str) -> None:

@@ -60,7 +60,7 @@ WRAPPED: list[Case] = [
     for kind, mode in itertools.product(("ddp", "fsdp"), MODES)
 ]
 COUNTED: list[Case] = [
-    ("collectives", {"layout": layout, "mode": mode})
+    ("counted", {"layout": layout, "mode": mode})
     for layout, mode in itertools.product(LAYOUTS, MODES)
 ]
 DISAGREEMENTS: dict[str, str] = {
@@ -69,6 +69,10 @@ DISAGREEMENTS: dict[str, str] = {
     "config": "1 collective: the config on rank 1 differs from that on rank 0",
     "rows": "1 collective: the shape of x on rank 1 differs from that on rank 0",
     "layout": "1 collective: the layout on rank 1 differs from that on rank 0",
+    "plan": "1 collective: the plan on rank 1 differs from that on rank 0 (rank {rank} has the plan"
+    " = {{'cmp': 'sdpa ",
+    "recompute": "1 collective: recompute on rank 1 differs from that on rank 0",
+    "requires_grad": "1 collective: requires_grad on rank 1 differs from that on rank 0",
 }
 REFUSALS: dict[str, str] = {
     "new_cache": "Unsupported: new_cache is not context parallel",
@@ -88,6 +92,10 @@ REFUSALS: dict[str, str] = {
     " n_kv_heads: 2 ranks do not divide 3 key/value heads",
     "a sharded layer for heads": "InvalidInput: HeadParallel needs plain layers qkv, out and gate,"
     " got FSDPLinear, FSDPLinear, FSDPLinearGate: apply the style before wrapping",
+    "a sharded phi for heads": "InvalidInput: HeadParallel needs parameters that are not sharded,"
+    " got phi_k.",
+    "a sharded norm for heads": "InvalidInput: HeadParallel needs parameters that are not sharded,"
+    " got q_norm.weight (DTensor): apply the style before fully_shard",
     "a cache of divided heads": "Unsupported: new_cache is not head parallel",
     "a mesh of two dimensions": "InvalidInput: ContextParallel needs a mesh of one dimension, got 2"
     " dimensions (1, 2): pass one of them, for example mesh['cp']",
@@ -103,6 +111,22 @@ ROUNDED: list[Case] = [
 ]
 
 
+OPERATORS = ("gather_rows", "scatter_sum", "exchange", "sum_ranks", "extend", "extend_back")
+ADJOINTS: list[Case] = [("adjoint", {"op": op}) for op in OPERATORS]
+PADDED: list[Case] = [
+    ("padded", {"mode": mode, "layout": layout})
+    for mode, layout in itertools.product(MODES, LAYOUTS)
+]
+FROZEN: list[Case] = [
+    ("frozen", {"names": names, "input_grad": input_grad})
+    for names, input_grad in [
+        (["nothing"], True),
+        (["phi_", "q_norm", "k_norm"], True),
+        (["phi_v"], False),
+        (["phi_", "q_norm", "k_norm"], False),
+    ]
+]
+WAITING: list[Case] = [("one_refuses", {"check": check}) for check in (False, True)]
 HEADS: list[Case] = [
     ("head_parallel", {"form": form, **options})
     for form, options in [
@@ -148,6 +172,10 @@ def two() -> Processes:
         NO_ROWS,
         ROUNDED,
         HEADS,
+        ADJOINTS,
+        PADDED,
+        FROZEN,
+        WAITING,
         disagreements,
         refusals,
     )
@@ -180,6 +208,44 @@ def test_number_of_collectives(two: Processes, case: Case) -> None:
         backward = {"gather_rows": 1, "scatter_sum": 2, "extend_back": 1}
         expected = ({"extend": 1, "gather_rows": 2}, backward)
     assert two.outcomes(case) == [expected, expected]
+
+
+@pytest.mark.parametrize("case", ADJOINTS, ids=named)
+def test_gradients_of_collectives_are_their_adjoints(two: Processes, case: Case) -> None:
+    for error in two.outcomes(case):
+        assert error <= LIMIT
+
+
+@pytest.mark.parametrize("case", PADDED, ids=named)
+def test_padded_rows_change_nothing(two: Processes, case: Case) -> None:
+    for errors in two.outcomes(case):
+        assert max(errors.values()) <= LIMIT, errors
+
+
+def test_head_parallel_computes_no_gradient_of_frozen_tensors(two: Processes) -> None:
+    everything, frozen, frozen_v, nothing = (two.outcomes(case)[0] for case in FROZEN)
+    rows = 112 * 24
+    assert everything[0] > frozen[0] == rows  # of x alone
+    assert rows > frozen_v[0] > 0
+    assert nothing[0] == 0  # no collective
+    assert frozen[1] == nothing[1] == ["qkv.weight", "gate.weight", "gate.bias", "out.weight"]
+    assert not [name for name in frozen_v[1] if name.startswith("phi_v")]
+    assert [name for name in frozen_v[1] if name.startswith("phi_k")]
+
+
+def test_a_refused_call_ends_the_calls_of_other_ranks(two: Processes) -> None:
+    without, checked = map(two.outcomes, WAITING)
+    refused = "InvalidInput: plan is for whole sequences"
+    assert without[1][0].startswith(refused)
+    assert checked[1][0].startswith(refused)
+    text, seconds = without[0]
+    assert text.startswith("NSAError: extend failed on rank 0: rank 1 did not take part"), text
+    assert 3 < seconds < 30  # the timeout of the group is 4 s
+    text, seconds = checked[0]
+    assert text.startswith("InvalidInput: rank 1 refuses this call, for the reason in its own"), (
+        text
+    )
+    assert seconds < 4
 
 
 def assert_divided_heads_are_right(outcomes: list[dict[str, Any]]) -> None:

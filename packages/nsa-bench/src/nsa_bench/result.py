@@ -21,6 +21,7 @@ KIND = "nsa-bench"
 # Suffixes of subjects in a decode result.
 UNFUSED, EAGER, LAYER = DECODE_SUFFIXES = (", slots one by one", ", eager", ", layer step")
 
+T = typing.TypeVar("T")
 Series = tuple[str, str, str, str, int]  # shape, dtype, inputs, phase, batch
 
 
@@ -147,15 +148,22 @@ class Result:
 
     def to_json(self) -> str:
         """Return the text of the result file."""
-        fields = []
-        for name, value in dataclasses.asdict(self).items():
-            # One entry per line keeps the file small and its diffs readable.
-            if isinstance(value, list):
-                rows = ",\n  ".join(json.dumps(entry, allow_nan=False) for entry in value)
-                fields.append(f'"{name}": [\n  {rows}\n ]')
-            else:
-                fields.append(f'"{name}": {json.dumps(value, allow_nan=False)}')
-        return "{\n " + ",\n ".join(fields) + "\n}\n"
+        return record_text(self)
+
+
+def record_text(record: Any) -> str:
+    """Return a dataclass as the text of a result file, one entry of a list per line.
+
+    Short lines keep the file small and its diffs readable.
+    """
+    fields = []
+    for name, value in dataclasses.asdict(record).items():
+        if isinstance(value, list):
+            rows = ",\n  ".join(json.dumps(entry, allow_nan=False) for entry in value)
+            fields.append(f'"{name}": [\n  {rows}\n ]')
+        else:
+            fields.append(f'"{name}": {json.dumps(value, allow_nan=False)}')
+    return "{\n " + ",\n ".join(fields) + "\n}\n"
 
 
 def _reasons(parts: dict[str, Part]) -> list[str]:
@@ -169,29 +177,60 @@ def read_result(path: Path) -> Result:
         InvalidInput: The file cannot be read, is not JSON, or is not a result of this schema; the
             message names the field.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise InvalidInput(f"{path} is not a result of nsa bench; give a file that --json wrote")
-    if document.get("schema_version") != SCHEMA_VERSION:
-        version = document.get("schema_version")
-        raise InvalidInput(
-            f"{path} has schema_version {version!r}; this version of nsa-bench reads"
-            f" {SCHEMA_VERSION}"
-        )
-    try:
-        result = _value(Result, document, "")
-    except _WrongError as error:
-        raise InvalidInput(f"{path}: {error}") from error
-    assert isinstance(result, Result)  # as requested from _value
+    result = read_record(path, Result, KIND, SCHEMA_VERSION)
     unknown = {m.dtype for m in result.measurements} - result.peaks.keys()
     if unknown:
         raise InvalidInput(f"{path}: peaks has no rates of {', '.join(sorted(unknown))}")
     return result
+
+
+def kind_of(path: Path) -> str:
+    """Return the field ``kind`` of a result file; empty if the file has none.
+
+    Raises:
+        InvalidInput: The file cannot be read, or is not JSON.
+    """
+    document = _document(path)
+    kind = document.get("kind") if isinstance(document, dict) else None
+    return kind if isinstance(kind, str) else ""
+
+
+def read_record(path: Path, record: type[T], kind: str, version: int) -> T:
+    """Read a result file into a dataclass.
+
+    Args:
+        path: The file.
+        record: The dataclass.
+        kind: The field ``kind`` that the file must have.
+        version: The field ``schema_version`` that the file must have.
+
+    Raises:
+        InvalidInput: The file cannot be read, is not JSON, or is not a record of this kind and
+            version; the message names the field.
+    """
+    document = _document(path)
+    if not isinstance(document, dict) or document.get("kind") != kind:
+        raise InvalidInput(f"{path} is not a result of nsa bench; give a file that --json wrote")
+    if document.get("schema_version") != version:
+        raise InvalidInput(
+            f"{path} has schema_version {document.get('schema_version')!r}; this version of"
+            f" nsa-bench reads {version}"
+        )
+    try:
+        result = _value(record, document, "")
+    except _WrongError as error:
+        raise InvalidInput(f"{path}: {error}") from error
+    assert isinstance(result, record)  # as requested from _value
+    return result
+
+
+def _document(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path} is not JSON: {error}") from error
 
 
 class _WrongError(Exception):

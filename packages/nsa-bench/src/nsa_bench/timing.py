@@ -34,6 +34,7 @@ METHODS = {
     ),
     "within events": "as within graph, but for steps that cannot be captured",
     "perf_counter": "perf_counter, caches as left by the previous workload",
+    "barrier": "wall clock of the slowest GPU, from a barrier to its synchronisation",
 }
 
 

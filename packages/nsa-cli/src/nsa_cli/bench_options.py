@@ -45,6 +45,8 @@ PREFILL_ONLY = (
     "checkpoint",
     "max_call",
 )
+# options that have an effect with --context-parallel only
+PARALLEL_ONLY = ("modes", "layouts", "project", "longest")
 BUDGET_S = {"quick": 0.1, "full": 0.3}
 TIME_LIMIT_S = {"quick": 25.0, "full": 420.0}
 
@@ -166,6 +168,42 @@ TimeLimit = Annotated[
     typer.Option(
         help="Seconds after which the run ends; it leaves out what is not measured by then.",
         min=1,
+        show_default=False,
+    ),
+]
+ContextParallel = Annotated[
+    int | None,
+    typer.Option(
+        help=(
+            "Divide the sequence over this many GPUs, and compare with one. Start it with torchrun"
+            " --nproc-per-node N -m nsa_cli bench."
+        ),
+        min=2,
+        show_default=False,
+    ),
+]
+Modes = Annotated[
+    str, typer.Option(help="Comma-separated modes of --context-parallel: sequence, heads.")
+]
+Layouts = Annotated[
+    str,
+    typer.Option(help="Comma-separated layouts of --context-parallel: head_tail, contiguous."),
+]
+ProjectTo = Annotated[
+    str,
+    typer.Option(
+        "--project",
+        help='Comma-separated numbers of GPUs to project --context-parallel to; "" for none.',
+    ),
+]
+Longest = Annotated[
+    bool | None,
+    typer.Option(
+        "--longest/--no-longest",
+        help=(
+            "Search the longest sequence that one GPU and all GPUs train (--context-parallel)."
+            " Default: on a GPU."
+        ),
         show_default=False,
     ),
 ]

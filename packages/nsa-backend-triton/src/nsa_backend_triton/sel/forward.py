@@ -138,6 +138,8 @@ def _prepare(
     tile_settings, min_sharing = tuned["sel_forward"], min_sharing_tokens(tuned, seqs.end)
     num_blocks = triton.cdiv(seqs.end, select_block)
     block_t = tile_tokens(tile_settings["BLOCK_M"], group, n, num_blocks)
+    if min(min_sharing, block_t) > 1:
+        pair_lists.count_pairs(blocks)  # refused before the tiles run
     tiles = seqs.tiles(block_t)
     o_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if seqs.packed else (q.shape[0], q.shape[2], q.shape[1])

@@ -53,6 +53,23 @@ def buckets_per_head(seqs: Sequences, geometry: BlockGeometry) -> int:
     return seqs.end // size + seqs.n if seqs.packed else -(-seqs.end // size)
 
 
+def count_pairs(blocks: Tensor) -> int:
+    """Return the pairs of ``blocks`` [B, S, G, n] or [T, G, n].
+
+    Raises:
+        ValueError: They are more than lists can hold.
+    """
+    num_kv_heads, n = blocks.shape[-2:]
+    num_pairs = blocks.numel()
+    if num_pairs > MAX_PAIRS:
+        raise ValueError(
+            f"{num_pairs // (num_kv_heads * n)} tokens with {num_kv_heads} lists of {n} blocks are"
+            f" {num_pairs} pairs, at most {MAX_PAIRS} are supported: pass the queries in parts"
+            " (first_query)"
+        )
+    return num_pairs
+
+
 def _tokens_per_program(n: int) -> int:
     """Return the tokens of a program that writes the keys of ``n`` blocks each."""
     return int(max(1, min(MAX_TOKENS, MAX_TILE_PAIRS // triton.next_power_of_2(n))))
@@ -118,12 +135,7 @@ def _prepare(
     num_rows = blocks.numel() // (num_kv_heads * n)
     run_rows = run_rows or num_rows
     num_buckets = triton.cdiv(num_rows, run_rows) * run_buckets
-    num_pairs = num_rows * num_kv_heads * n
-    if num_pairs > MAX_PAIRS:
-        raise ValueError(
-            f"{num_rows} tokens with {num_kv_heads} lists of {n} blocks are {num_pairs} pairs, at"
-            f" most {MAX_PAIRS} are supported: pass the queries in parts (first_query)"
-        )
+    num_pairs = count_pairs(blocks)
     block_t = _tokens_per_program(n)
     write_keys = Launch(
         sel_keys_kernel, (seqs.tiles(block_t) * num_kv_heads,),

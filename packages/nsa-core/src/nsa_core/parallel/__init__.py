@@ -4,9 +4,12 @@
     ContextParallel  a style for parallelize_module: divides the sequence of NSAttention layers
     HeadParallel     a style for parallelize_module: divides the heads of NSAttention layers
 
+divided_block_attention is block_attention over a sequence that is divided over ranks.
+
 docs/how-to/fsdp.md shows how to train with them.
 """
 
+from nsa_core.parallel.block_rows import divided_block_attention
 from nsa_core.parallel.context import ContextParallel
 from nsa_core.parallel.head_parallel import HeadParallel, whole_parameters
 from nsa_core.parallel.shards import Shards, choose_layout, pad_to
@@ -16,6 +19,7 @@ __all__ = [
     "HeadParallel",
     "Shards",
     "choose_layout",
+    "divided_block_attention",
     "pad_to",
     "whole_parameters",
 ]

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.parallel.collectives import gather_rows
 
 if TYPE_CHECKING:
+    from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.module import NSAttention
     from nsa_core.parallel.exchange_rows import Ranks
 
@@ -26,7 +27,8 @@ def check_agreement(
     x: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
-) -> None:
+    plan: Plan | NSAError,
+) -> Plan:
     """Check that all ranks make the same call. Synchronises.
 
     Args:
@@ -34,10 +36,16 @@ def check_agreement(
         mode: "heads" or "sequence".
         ranks: the rows of this rank and the process group.
         x, cu_seqlens, max_seqlen: the arguments of the call.
+        plan: the plan of the call, or the error with which this rank refuses the call. The other
+            ranks would wait for it.
+
+    Returns:
+        The plan.
 
     Raises:
-        InvalidInput: the calls differ; the message names the arguments that differ, and their
-            ranks. It is raised on all ranks.
+        InvalidInput: the calls differ, or another rank refuses its call; the message names the
+            arguments that differ, and their ranks. All ranks raise.
+        NSAError: ``plan`` is an error, and nothing else differs.
     """
     values: dict[str, object] = {
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.tolist(),
@@ -49,15 +57,22 @@ def check_agreement(
         "the mode": mode,
         "reduce_dtype": ranks.reduce,
         "grad mode": torch.is_grad_enabled(),
+        "the plan": None
+        if isinstance(plan, NSAError)
+        else {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
+        "recompute": layer.recompute,
+        "requires_grad": [
+            name for name, tensor in (("x", x), *layer.named_parameters()) if tensor.requires_grad
+        ],
     }
-    mine = torch.tensor([[_digest(v) for v in values.values()]], device=x.device)
-    every = gather_rows(mine, ranks.group, ranks.world, torch.float32).tolist()
+    digests = [_digest(value) for value in values.values()]
+    every = _gathered([*digests, int(isinstance(plan, NSAError))], x.device, ranks)
+    refusing = [rank for rank, row in enumerate(every) if row[-1]]
     problems, differing = [], {}
     for index, name in enumerate(values):
         other = [rank for rank in range(ranks.world) if every[rank][index] != every[0][index]]
-        if other:
-            listed = ", ".join(map(str, other))
-            problems.append(f"{name} on rank {listed} differs from that on rank 0")
+        if other and not (refusing and name == "the plan"):
+            problems.append(f"{name} on rank {_listed(other)} differs from that on rank 0")
             differing[name] = values[name]
     if problems:
         raise InvalidInput(
@@ -65,6 +80,25 @@ def check_agreement(
             + f" (rank {ranks.rank} has {_described(differing)}): all ranks of a"
             " context-parallel mesh must make the same call"
         )
+    if isinstance(plan, NSAError):
+        raise plan
+    if refusing:
+        raise InvalidInput(
+            f"rank {_listed(refusing)} refuses this call, for the reason in its own error; rank"
+            f" {ranks.rank} would wait for it"
+        )
+    return plan
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _gathered(numbers: list[int], device: torch.device, ranks: Ranks) -> list[list[int]]:
+    """Return the numbers of every rank."""
+    mine = torch.tensor([numbers], device=device)
+    rows: list[list[int]] = gather_rows(mine, ranks.group, ranks.world, torch.float32).tolist()
+    return rows
 
 
 def _digest(value: object) -> int:

@@ -16,16 +16,19 @@ renamed two functions in torch 2.13; this file is the only one that calls them.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nsa_core.errors import InvalidInput
+from nsa_core.dispatch.default_plan import constant_result
+from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.parallel.halo import halo_plan
 from nsa_core.parallel.layouts import pieces_per_rank
+from nsa_core.util.text import describe_error
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _all_gather: Callable[..., Any] = (
@@ -36,6 +39,7 @@ _reduce_scatter: Callable[..., Any] = (
 )
 
 
+@constant_result  # torch.compile runs operators before it repeats the assignment
 def group_name(group: dist.ProcessGroup | None) -> str:
     """Return the name under which the operators find ``group``; None: all processes.
 
@@ -59,6 +63,28 @@ def group_size(name: str) -> int:
     return _groups[name].size()
 
 
+@contextlib.contextmanager
+def _named_errors(operator: str, group: str) -> Iterator[None]:
+    """Raise an error of torch.distributed as an NSAError that names this rank and its peers.
+
+    On gloo, a collective raises when another rank has ended, or after the timeout of its group. On
+    NCCL, the watchdog of torch ends the process after this timeout, and no error passes here.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # of this rank
+    except RuntimeError as error:
+        this = _groups[group]
+        rank, ranks = this.rank(), dist.get_process_group_ranks(this)
+        others = ", ".join(str(other) for other in ranks if other != ranks[rank])
+        raise NSAError(
+            f"{operator} failed on rank {ranks[rank]}: rank {others} did not take part, or ended"
+            f" before. The first error of these ranks is the cause; with NSA_CHECK=1 a rank that"
+            f" refuses its call is named ({describe_error(error)})"
+        ) from error
+
+
 @torch.library.custom_op("nsa_parallel::gather_rows", mutates_args=())
 def gather_rows(x: torch.Tensor, group: str, world: int, reduce: torch.dtype) -> torch.Tensor:
     """Concatenate the rows of all ranks, in the order of the ranks.
@@ -73,7 +99,8 @@ def gather_rows(x: torch.Tensor, group: str, world: int, reduce: torch.dtype) ->
         [P * n, ...]
     """
     out = x.new_empty((world * x.shape[0], *x.shape[1:]))
-    _all_gather(out, x.contiguous(), group=_groups[group])
+    with _named_errors("gather_rows", group):
+        _all_gather(out, x.contiguous(), group=_groups[group])
     return out
 
 
@@ -95,7 +122,8 @@ def scatter_sum(x: torch.Tensor, group: str, world: int) -> torch.Tensor:
         [n, ...]
     """
     out = x.new_empty((x.shape[0] // world, *x.shape[1:]))
-    _reduce_scatter(out, x.contiguous(), group=_groups[group])
+    with _named_errors("scatter_sum", group):
+        _reduce_scatter(out, x.contiguous(), group=_groups[group])
     return out
 
 
@@ -118,7 +146,8 @@ def exchange(x: torch.Tensor, sends: list[int], receives: list[int], group: str)
         [m, ...]: the rows from rank 0, then those from rank 1, and so on.
     """
     out = x.new_empty((sum(receives), *x.shape[1:]))
-    dist.all_to_all_single(out, x.contiguous(), receives, sends, group=_groups[group])
+    with _named_errors("exchange", group):
+        dist.all_to_all_single(out, x.contiguous(), receives, sends, group=_groups[group])
     return out
 
 
@@ -139,7 +168,8 @@ def sum_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
         The sum, of x's shape, on every rank.
     """
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=_groups[group])
+    with _named_errors("sum_ranks", group):
+        dist.all_reduce(out, group=_groups[group])
     return out
 
 
@@ -159,7 +189,8 @@ def _send_segments(
     """Send the elements of ``tensors``, ``out[r]`` to rank r, and receive ``into[r]`` from it."""
     buffer = torch.cat([x.reshape(-1) for x in tensors])
     received = buffer.new_empty(sum(into))
-    dist.all_to_all_single(received, buffer, list(into), list(out), group=_groups[group])
+    with _named_errors("extend", group):
+        dist.all_to_all_single(received, buffer, list(into), list(out), group=_groups[group])
     return received
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch.default_plan import check_is_plan, default_plan, is_long
 from nsa_core.dispatch.finite_checks import checked_plan
-from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.layer.module import NSAttention
 from nsa_core.parallel import heads, sequence
 from nsa_core.parallel.agreement import check_agreement
@@ -191,22 +191,55 @@ class DividedSequence:
             InvalidInput: the rows, the documents or the plan do not fit; or, with NSA_CHECK=1, the
                 ranks do not agree.
         """
-        packed, rank, rows = cu_seqlens is not None, self.rank, x.shape[-2]
-        total = rows * rank.world
+        rank, total = self.rank, x.shape[-2] * self.rank.world
         ranks = Ranks.of(total, rank.world, rank.rank, rank.layout, self.group, self.reduce)
         if has_values(x) and os.environ.get("NSA_CHECK") == "1":
-            check_agreement(layer, self.mode, ranks, x, cu_seqlens, max_seqlen)
-        if rows % pieces_per_rank(rank.layout):
-            raise InvalidInput(
-                f"x must have an even number of rows for layout {rank.layout!r}, got {rows}: pad"
-                " the whole sequence with pad_to() and pass the rows of Shards.take()"
-            )
-        if cu_seqlens is not None and has_values(cu_seqlens):
-            check_cu_seqlens(cu_seqlens, total, max_seqlen)
-        plan = self._plan(layer, x, packed, total, plan)
+            plan = self._agreed_plan(layer, x, cu_seqlens, max_seqlen, ranks, plan)
+        else:
+            plan = self._checked_plan(layer, x, cu_seqlens, max_seqlen, plan)
         if self.mode == "heads":
             return heads.forward(layer, x, cu_seqlens, max_seqlen, plan, ranks, self.share)
         return sequence.forward(layer, x, cu_seqlens, max_seqlen, plan, ranks)
+
+    def _agreed_plan(
+        self,
+        layer: NSAttention,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int | None,
+        ranks: Ranks,
+        plan: Plan | None,
+    ) -> Plan:
+        """Return the plan after all ranks have compared their calls.
+
+        A rank that refuses its call takes part, so that no rank waits for it.
+        """
+        checked: Plan | NSAError
+        try:
+            checked = self._checked_plan(layer, x, cu_seqlens, max_seqlen, plan)
+        except NSAError as error:
+            checked = error
+        return check_agreement(layer, self.mode, ranks, x, cu_seqlens, max_seqlen, checked)
+
+    def _checked_plan(
+        self,
+        layer: NSAttention,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int | None,
+        plan: Plan | None,
+    ) -> Plan:
+        """Check the rows and the documents; return the plan of the call."""
+        rows, layout = x.shape[-2], self.rank.layout
+        total = rows * self.rank.world
+        if rows % pieces_per_rank(layout):
+            raise InvalidInput(
+                f"x must have an even number of rows for layout {layout!r}, got {rows}: pad the"
+                " whole sequence with pad_to() and pass the rows of Shards.take()"
+            )
+        if cu_seqlens is not None and has_values(cu_seqlens):
+            check_cu_seqlens(cu_seqlens, total, max_seqlen)
+        return self._plan(layer, x, cu_seqlens is not None, total, plan)
 
     def _plan(
         self, layer: NSAttention, x: torch.Tensor, packed: bool, total: int, plan: Plan | None

@@ -41,8 +41,8 @@ class HeadParallel(ParallelStyle):
 
     Raises:
         InvalidInput: from ``parallelize_module``: the module is not an NSAttention, is divided
-            already or has wrapped linear layers, the mesh has several dimensions, or its size does
-            not divide n_kv_heads.
+            already, has wrapped linear layers or sharded parameters, the mesh has several
+            dimensions, or its size does not divide n_kv_heads.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))
@@ -68,6 +68,7 @@ class HeadParallel(ParallelStyle):
                 f"HeadParallel needs plain layers qkv, out and gate, got {', '.join(wrapped)}:"
                 " apply the style before wrapping or sharding the layer"
             )
+        _check_whole(layer)
         if world == 1:
             return module
         sections = tuple(layer._widths)
@@ -82,6 +83,24 @@ class HeadParallel(ParallelStyle):
         for linear in linears:
             linear.out_features, linear.in_features = linear.weight.shape
         return module
+
+
+def _check_whole(layer: NSAttention) -> None:
+    """Check that no parameter of the layer is sharded.
+
+    Raises:
+        InvalidInput: Some are; the message names them.
+    """
+    sharded = [
+        f"{name} ({type(parameter).__name__})"
+        for name, parameter in layer.named_parameters()
+        if type(parameter) is not nn.Parameter
+    ]
+    if sharded:
+        raise InvalidInput(
+            f"HeadParallel needs parameters that are not sharded, got {', '.join(sharded)}: apply"
+            " the style before fully_shard"
+        )
 
 
 def _is_plain(linear: nn.Module) -> bool:
@@ -113,7 +132,7 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.dtypes = group, [x.dtype for x in tensors]
+        ctx.group, ctx.dtypes = group, [x.dtype for x in tensors]  # of tensors that need gradients
         return tuple([x.view_as(x) for x in tensors])
 
     @staticmethod
@@ -191,15 +210,8 @@ class DividedHeads:
         plan: Plan | None,
     ) -> torch.Tensor:
         """Apply ``layer`` to x, as NSAttention.forward."""
-        replicated = {
-            f"layer.{name}": parameter
-            for name, parameter in layer.named_parameters()
-            if _is_replicated(name, layer)
-        }
-        tensors = _Replicated.apply(self.group, x, *replicated.values())  # type: ignore[no-untyped-call]
-        (projected, gates) = torch.func.functional_call(
-            self.inputs, dict(zip(replicated, tensors[1:])), (tensors[0], cu_seqlens)
-        )
+        x, replicated = self._replicated(layer, x)
+        projected, gates = torch.func.functional_call(self.inputs, replicated, (x, cu_seqlens))
         q, k, v, k_cmp, v_cmp = projected
         o = nsa_attention(
             q,
@@ -217,6 +229,24 @@ class DividedHeads:
         )
         y: torch.Tensor = _Summed.apply(layer.out(o.flatten(-2)), self.group)  # type: ignore[no-untyped-call]
         return y
+
+    def _replicated(
+        self, layer: NSAttention, x: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return x, and the parameters of which every rank has a copy, by their names in inputs.
+
+        Their gradients are summed over the ranks; frozen ones have none.
+        """
+        tensors = {"x": x} | {
+            f"layer.{name}": parameter
+            for name, parameter in layer.named_parameters()
+            if _is_replicated(name, layer)
+        }
+        trained = [name for name, tensor in tensors.items() if tensor.requires_grad]
+        if trained and torch.is_grad_enabled():
+            summed = _Replicated.apply(self.group, *[tensors[name] for name in trained])  # type: ignore[no-untyped-call]
+            tensors |= dict(zip(trained, summed))
+        return tensors.pop("x"), tensors
 
 
 def _is_replicated(name: str, layer: NSAttention) -> bool:

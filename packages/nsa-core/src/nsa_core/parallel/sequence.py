@@ -7,17 +7,11 @@ with queries that begin inside the sequence.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.phi.kinds import compress_pair
@@ -26,7 +20,7 @@ from nsa_core.layer.rope_op import Frequencies
 from nsa_core.packing import token_positions
 from nsa_core.parallel.compressed_rows import blocks_of_pieces, gathered_rows
 from nsa_core.parallel.exchange_rows import Extended, Pair, Ranks, extend_pieces, gather_pairs
-from nsa_core.torch_ops.torch_state import is_eager
+from nsa_core.parallel.gathered_keys import attend_gathered
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
@@ -178,38 +172,17 @@ def _sel(
     packing: _Packing,
     ranks: Ranks,
 ) -> list[torch.Tensor]:
-    """Return the output of sel of each piece.
+    """Return the output of sel of each piece."""
 
-    In eager mode, only the keys and values of this rank are kept for backward, which gathers the
-    others again. torch.compile decides itself which tensors it keeps.
-    """
+    def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys, values = map(packing.slot_form, (k, v))
+        first, _ = ranks.pieces[index]
+        o: torch.Tensor
+        o, _ = plan.sel(q, keys, values, blocks[index], **packing.of_slots, first_query=first)
+        return o
 
-    def run(k: torch.Tensor, v: torch.Tensor, *queries: torch.Tensor) -> list[torch.Tensor]:
-        outputs = []
-        pairs = gather_pairs(k, v, None, ranks, len(queries))
-        for q, pair, chosen, (first, _) in zip(queries, pairs, blocks, ranks.pieces):
-            keys, values = map(packing.slot_form, pair)
-            o, _ = plan.sel(q, keys, values, chosen, **packing.of_slots, first_query=first)
-            outputs.append(o)
-        return outputs
-
-    if not torch.is_grad_enabled() or not is_eager():
-        return run(*local, *queries)
     kernel: Any = getattr(plan.sel, "kernel", plan.sel)  # that of a checked plan is inside
-    policy = functools.partial(_keep_results_of, kernel.op)
-    outputs: list[torch.Tensor] = checkpoint(
-        run,
-        *local,
-        *queries,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
-    )
-    return outputs
-
-
-def _keep_results_of(kept: Any, _: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op == kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return attend_gathered(attend, kernel, queries, local, ranks)
 
 
 def _win(

@@ -179,15 +179,24 @@ class Shards:
             )
         if self.world == 1:
             return local
+        name = self.checked_group(group)
+        rows = local.movedim(dim, 0)
+        gathered = gather_rows(rows.contiguous(), name, self.world, torch.float32)
+        return in_order(gathered, self.world, self.layout).movedim(0, dim)
+
+    def checked_group(self, group: ProcessGroup | None) -> str:
+        """Return the name under which the collectives find ``group``; None: all processes.
+
+        Raises:
+            InvalidInput: the group does not have P ranks.
+        """
         name = group_name(group)
         if group_size(name) != self.world:
             raise InvalidInput(
                 f"group must have the {self.world} ranks of these shards, got {group_size(name)}:"
                 " pass the group of the context-parallel mesh, group=mesh.get_group()"
             )
-        rows = local.movedim(dim, 0)
-        gathered = gather_rows(rows.contiguous(), name, self.world, torch.float32)
-        return in_order(gathered, self.world, self.layout).movedim(0, dim)
+        return name
 
 
 def choose_layout(lengths: Sequence[int], world: int, config: NSAConfig) -> str:

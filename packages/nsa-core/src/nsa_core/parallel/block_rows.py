@@ -1,0 +1,144 @@
+"""divided_block_attention: block_attention over a sequence that is divided over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from nsa_core.dispatch.default_plan import is_long
+from nsa_core.errors import InvalidInput
+from nsa_core.layer.block_attention import block_attention
+from nsa_core.layer.block_checks import check_arguments, check_plan
+from nsa_core.layer.block_plans import (
+    BlockPlan,
+    BlockSizes,
+    check_block_size,
+    check_scale,
+    default_block_plan,
+)
+from nsa_core.parallel.exchange_rows import Ranks
+from nsa_core.parallel.gathered_keys import attend_gathered
+from nsa_core.parallel.shards import Shards
+from nsa_core.torch_ops.tensor_checks import check_cu_seqlens, has_values
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def divided_block_attention(
+    q: torch.Tensor,  # [B, n, Hq, Dk], packed [n, Hq, Dk]
+    k: torch.Tensor,  # [B, n, G, Dk]
+    v: torch.Tensor,  # [B, n, G, Dv]
+    blocks: torch.Tensor,  # any integer dtype, [B, n, G, blocks of a query]
+    shards: Shards,
+    *,
+    block_size: int,
+    group: ProcessGroup | None = None,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,  # int32 [documents + 1]
+    max_seqlen: int | None = None,
+    plan: BlockPlan | None = None,
+    backends: str | None = None,
+) -> torch.Tensor:
+    """Attend as :func:`nsa_core.block_attention` from this rank's rows to the keys of all ranks.
+
+    Keys and values travel: one all-gather forward; backward, another one and a reduce-scatter of
+    their gradients, which are summed in fp32. All ranks must call it. Block indices count from the
+    start of the whole sequence, or of a document, as without ranks.
+
+    Args:
+        q, k, v, blocks: the rows of this rank, n = ``shards.rows`` of them, as
+            :meth:`Shards.take` returns them; otherwise as for block_attention.
+        shards: the rows of this rank.
+        block_size: keys of a block.
+        group: the ranks; default: all processes.
+        scale: factor of q k^T before the softmax; default 1 / sqrt(Dk).
+        cu_seqlens: int32 [documents + 1] on q's device, the documents of the whole sequence, the
+            same on all ranks.
+        max_seqlen: host integer, length in tokens of the longest document or an upper bound;
+            default: all rows.
+        plan: a plan from :func:`nsa_core.plan_block_attention` with ``partial=True``. By default,
+            a plan is resolved once per shape, device and dtype and cached.
+        backends: name of the backend, without ``plan``.
+
+    Returns:
+        The rows of this rank of the output [B, n, Hq, Dv], in q's dtype. They are those of one
+        process up to rounding, and so are the gradients of q, k and v.
+
+    Raises:
+        InvalidInput: an argument is invalid, the tensors do not have ``shards.rows`` rows, or the
+            group does not have the ranks of ``shards``.
+        Unsupported, BackendUnavailable, NSAError: as block_attention.
+
+    Example:
+        >>> shards = Shards(total, dist.get_world_size(), dist.get_rank())
+        >>> own = [shards.take(x, 1) for x in (q, k, v, blocks)]
+        >>> o = divided_block_attention(*own, shards, block_size=64)
+    """
+    check_block_size(block_size)
+    check_scale(scale)
+    tensors = {"q": q, "k": k, "v": v, "blocks": blocks}
+    check_arguments(tensors, None, cu_seqlens, max_seqlen, plan, backends)
+    if not isinstance(shards, Shards):
+        raise InvalidInput(f"shards must be Shards, got {type(shards).__name__}")
+    if q.shape[-3] != shards.rows:
+        raise InvalidInput(
+            f"q, k, v and blocks must have the {shards.rows} rows of this rank, got"
+            f" {q.shape[-3]}: pass shards.take(x, -3)"
+        )
+    if cu_seqlens is not None and has_values(cu_seqlens):
+        check_cu_seqlens(cu_seqlens, shards.total, max_seqlen)
+    if shards.world == 1:
+        return block_attention(
+            q, k, v, blocks, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen, plan=plan, backends=backends,
+        )  # fmt: skip
+    place = (shards.total, shards.world, shards.rank, shards.layout)
+    ranks = Ranks.of(*place, shards.checked_group(group), torch.float32)
+    packed = cu_seqlens is not None
+    plan = _plan(q, k, v, blocks, block_size, scale, packed, shards.total, plan, backends)
+    rows, choices = q.split(ranks.chunk, -3), blocks.split(ranks.chunk, -3)
+
+    def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys, values = (x.squeeze(1) if packed else x.transpose(0, 1) for x in (k, v))
+        return block_attention(
+            q,
+            keys,
+            values,
+            choices[index],
+            block_size=block_size,
+            scale=scale,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            first_query=ranks.pieces[index][0],
+            plan=plan,
+        )
+
+    local = (k.unsqueeze(1), v.unsqueeze(1)) if packed else (k.transpose(0, 1), v.transpose(0, 1))
+    outputs = attend_gathered(attend, plan.kernel, rows, local, ranks)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -3)
+
+
+def _plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: torch.Tensor,
+    block_size: int,
+    scale: float | None,
+    packed: bool,
+    total: int,
+    plan: BlockPlan | None,
+    backends: str | None,
+) -> BlockPlan:
+    """Return ``plan`` if it fits, or the cached plan of calls whose queries begin anywhere."""
+    sizes = BlockSizes(
+        q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], block_size, blocks.shape[-1], scale
+    )
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if plan is not None:
+        check_plan(plan, sizes, q, packed, True, wants_grad)
+        return plan
+    long = is_long(total, packed)
+    return default_block_plan(sizes, q.device, q.dtype, packed, True, wants_grad, backends, long)
