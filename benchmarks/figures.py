@@ -45,17 +45,18 @@ from figure_parallel import TABLES as PARALLEL
 from figure_pieces import PIECES, PUBLISHED, Piece
 from figure_tables import TABLES as OTHER_TABLES
 from figure_tables import Results
+from figure_training import TRAINING
 
 from nsa_bench.provenance import command_output, tree_id
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = OTHER_TABLES | LEARNING | PARALLEL
+TABLES = OTHER_TABLES | TRAINING | LEARNING | PARALLEL
 PAGES = ("README.md", "benchmarks/README.md", "docs/**/*.md")
 MARKED = re.compile(r"(<!-- figures:([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 # They do not affect measurements.
 OURS = (
     *("figures.py", "figure_learning.py", "figure_parallel.py", "figure_pieces.py"),
-    "figure_tables.py",
+    *("figure_tables.py", "figure_training.py"),
 )
 CUT = ("time limit was reached", "not begun: time limit")  # reasons of cells without a time
 

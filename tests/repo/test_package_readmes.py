@@ -20,7 +20,7 @@ ALLOWED = {
     "nsa-models/src/nsa_models/lm/sources.py": {"datasets"},
     "nsa-models/src/nsa_models/lm/": {"torch.distributed"},
     "nsa-core/src/nsa_core/parallel/": {"torch.distributed"},
-    "nsa-bench/src/nsa_bench/context_parallel": {"torch.distributed"},
+    "nsa-bench/src/nsa_bench/parallel/": {"torch.distributed"},
     "nsa-models/src/nsa_models/hf/": {"transformers"},
     "nsa-models/src/nsa_models/evaluation/run.py": {"transformers"},
     "nsa-cli/src/nsa_cli/convert.py": {"transformers"},

@@ -291,7 +291,7 @@ def test_a_negative_gate_is_refused_where_values_can_be_read() -> None:
     x, (call, _) = leaves(), compiled()
     call(x, plan("fused"), nonnegative_gates=True)
     x["gates"].data[0, 3, 1, 2] = -0.25
-    with pytest.raises(InvalidInput, match="the smallest of gates is -0.25; leave it out"):
+    with pytest.raises(InvalidInput, match=r"the smallest of gates is -0\.25; leave it out"):
         call(x, plan("fused"), nonnegative_gates=True)
 
 
@@ -301,6 +301,7 @@ def test_plans_of_equal_constants_share_a_graph_and_others_do_not() -> None:
     assert first.core == second.core
     for of_plan in (first, second):
         call(x, of_plan)
+    assert len(graphs.names) == 2  # a forward and a backward
     kernels = {slot: dataclasses.replace(getattr(first, slot), scale=0.1) for slot in SLOTS}
     other = dataclasses.replace(first, **kernels)
     for of_plan in (other, plan("slots"), first):

@@ -14,9 +14,9 @@ the slots, no do_c is written and read, and delta takes no second pass over do a
 add to the dq of sel, so that no kernel adds three gradients.
 
 Gates must not be negative, because their logarithm is needed. In fp16, P g_c would underflow below
-6e-5, even if the loss is scaled; do_c would not. In fp32, ln g_c of a gate of 1e-6 adds 14 roundings
-to the exponent, which is more than a row with only such gates may err. So both take the backwards
-of the slots.
+6e-5, even if the loss is scaled; do_c would not. In fp32, the logarithm of a gate of 1e-6 adds so
+much rounding to the exponent that a row with only such gates can exceed its limit. So both take the
+backwards of the slots.
 """
 
 from __future__ import annotations

@@ -1,0 +1,148 @@
+"""Compute the tables and values about training from the result files of train.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from figure_tables import Results, fixed, table, tokens
+
+_ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
+
+
+def train(results: Results) -> str:
+    """Tabulate thousands of tokens per second of NSA and dense attention, by length and batch."""
+    rows = [r for r in results.rows("train.json") if "tokens_per_s" in r]
+    shapes = sorted({(r["S"], r["B"]) for r in rows})
+    speed = {
+        name: [
+            max(
+                r["tokens_per_s"]
+                for r in rows
+                if (r["attention"], r["S"], r["B"]) == (name, length, batch)
+            )
+            for length, batch in shapes
+        ]
+        for name in ("nsa", "dense")
+    }
+    columns = ["tokens x batch", *(f"{tokens(length)} x {batch}" for length, batch in shapes)]
+    return table(
+        columns,
+        [
+            ["NSA", *(f"{n / 1e3:.1f}" for n in speed["nsa"])],
+            ["dense", *(f"{n / 1e3:.1f}" for n in speed["dense"])],
+            ["ratio", *(f"{a / b:.2f}x" for a, b in zip(speed["nsa"], speed["dense"]))],
+        ],
+    )
+
+
+def train_crossover(results: Results) -> str:
+    """Return the length from which NSA trains faster at batch 1."""
+    (row,) = (r for r in results.rows("train.json") if "crossover" in r)
+    length = row["crossover"]
+    return "no measured length" if length is None else f"about {length / 1024:.1f}k tokens"
+
+
+def train_memory(results: Results) -> str:
+    """Tabulate the peak memory of a training step in GiB at batch 1, by length."""
+    measured = [r for r in results.rows("train_memory.json") if r.get("B") == 1 and "peak_gib" in r]
+    lengths = sorted({r["S"] for r in measured})
+    peak = {(r["attention"], r["S"]): f"{r['peak_gib']:.1f}" for r in measured}
+    rows = [
+        [title, *(peak.get((name, n), "-") for n in lengths)]
+        for name, title in (("nsa", "NSA"), ("dense", "dense"))
+    ]
+    return table(["tokens", *(tokens(n) for n in lengths)], rows)
+
+
+def _train_value(
+    file: str, field: str, form: Callable[[float], str], **facts: Any
+) -> Callable[[Results], str]:
+    return lambda results: form(results.train(file, **facts)[field])
+
+
+def _thousand(value: float) -> str:
+    return f"{value / 1e3:.1f}k"
+
+
+def _layers(mode: str, form: Callable[[float], str]) -> Callable[[Results], str]:
+    return lambda results: ", ".join(
+        form(r["ms"])
+        for r in results.rows("train_layers.json")
+        if r.get("mode") == mode and "ms" in r
+    )
+
+
+def _largest_batch(results: Results) -> str:
+    """Return the largest batch of 2048-token rows within 80 GiB, with its peak memory."""
+    rows = [r for r in results.rows("train_memory.json") if r.get("attention") == "nsa"]
+    (largest,) = (r["largest_B_in_80_GiB"] for r in rows if "largest_B_in_80_GiB" in r)
+    peaks = [r["peak_gib"] for r in rows if (r.get("S"), r.get("B")) == (2048, largest)]
+    return f"B={largest} ({peaks[0]:.1f} GiB)"
+
+
+def _slope(attention: str) -> Callable[[Results], str]:
+    """Return a function for the slope of activation memory over length, on log-log axes."""
+
+    def render(results: Results) -> str:
+        rows = results.rows("train_memory.json")
+        (slope,) = (
+            r["slope_in_S"] for r in rows if r.get("attention") == attention and "slope_in_S" in r
+        )
+        return f"{slope:.3f}"
+
+    return render
+
+
+def _most_growth(results: Results) -> str:
+    """Return the largest memory growth over the steps, in bytes."""
+    return str(max(r["grown_bytes"] for r in results.rows("train_stall.json") if "median_ms" in r))
+
+
+def _worst_stall(results: Results) -> str:
+    """Return the largest ratio of a step time's 99th percentile to its median."""
+    ratios = [r["p99_over_median"] for r in results.rows("train_stall.json") if "median_ms" in r]
+    return f"{max(ratios):.3f}"
+
+
+TRAINING: dict[str, Callable[[Results], str]] = {
+    "train": train,
+    "train-crossover": train_crossover,
+    "train-memory": train_memory,
+    "row-11-step": _train_value("train.json", "step_ms", fixed(1), attention="nsa", B=1, **_ONE),
+    "row-12-nsa-1": _train_value(
+        "train.json", "tokens_per_s", _thousand, attention="nsa", B=1, **_ONE
+    ),
+    "row-12-nsa-8": _train_value(
+        "train.json", "tokens_per_s", _thousand, attention="nsa", B=8, **_ONE
+    ),
+    "row-12-dense-1": _train_value(
+        "train.json", "tokens_per_s", _thousand, attention="dense", B=1, **_ONE
+    ),
+    "row-12-dense-8": _train_value(
+        "train.json", "tokens_per_s", _thousand, attention="dense", B=8, **_ONE
+    ),
+    "row-13-peak-2k": _train_value(
+        "train_memory.json", "peak_gib", fixed(1), attention="nsa", S=2048, B=1
+    ),
+    "row-13-peak-4k": _train_value(
+        "train_memory.json", "peak_gib", fixed(1), attention="nsa", S=4096, B=1
+    ),
+    "row-13-peak-16": _train_value(
+        "train_memory.json", "peak_gib", fixed(1), attention="nsa", S=2048, B=16
+    ),
+    "row-13-largest": _largest_batch,
+    "row-13-slope": _slope("nsa"),
+    "row-13-slope-dense": _slope("dense"),
+    "row-21-eager": _layers("eager", fixed(1)),
+    "row-21-graph": _layers("graph", fixed(2)),
+    "row-23-512": _train_value("train_stall.json", "median_ms", fixed(1), S=512, B=2),
+    "row-23-2k": _train_value("train_stall.json", "median_ms", fixed(1), S=2048, B=1),
+    "row-23-p99": _worst_stall,
+    "row-23-grown": _most_growth,
+    "row-23-steps": _train_value("train.json", "steps", str, attention="nsa", B=2, **_ONE),
+    "row-23-slowest": _train_value(
+        "train.json", "slowest_ms", fixed(2), attention="nsa", B=2, **_ONE
+    ),
+    "row-23-median": _train_value("train.json", "step_ms", fixed(2), attention="nsa", B=2, **_ONE),
+}
