@@ -154,7 +154,7 @@ def test_a_tensor_of_several_chunks_is_read_in_any_cut(group, tmp_path):
         shards.load(tmp_path, {"x": target}, index)
         assert torch.equal(getattr(target, "_local_tensor", target), whole)
     for name in ("x", "y"):
-        with pytest.raises(InvalidInput, match=rf"{name} must be \[7, 6\], got"):
+        with pytest.raises(InvalidInput, match=rf"{name} must be float32 \[7, 6\], got"):
             shards.load(tmp_path, {name: torch.zeros(7, 6)}, index)
 
 
