@@ -155,6 +155,16 @@ def test_a_correct_backend_passes(line: str) -> None:
     assert all(finding.ok for finding in findings), findings
 
 
+@pytest.mark.parametrize("slot", ["cmp", "select", "sel", "win"])
+def test_a_case_without_tokens_and_with_tiny_scores_is_judged(slot: str) -> None:
+    """One query of such a case is exactly 0, if there is one."""
+    line = f"slot={slot},tokens=0,batch=5,scores=tiny,poison=nan_k"
+    combination = Combination(dict.fromkeys(SLOTS, "sdpa"))
+    findings = judge_generated(combination, parse_case(line))
+    assert findings
+    assert all(finding.ok for finding in findings), findings
+
+
 @pytest.mark.parametrize("slot", ["cmp", "sel", "win"])
 @pytest.mark.parametrize("poison", ["nan_q", "nan_k", "nan_v", "inf_v", "nan_do"])
 def test_nan_reaches_the_gradients_that_read_it_and_no_others(slot: str, poison: str) -> None:

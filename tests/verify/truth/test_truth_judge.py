@@ -71,22 +71,37 @@ def narrow_example() -> tuple[torch.Tensor, ...]:
     return g, g + 2.0**-10 * normal(1, 60, 1, seed=1), m
 
 
-def test_one_draw_of_the_noise_does_not_decide_a_narrow_row() -> None:
-    """A correct result errs by 2.4 times the noise where `rounded` happens to be exact."""
-    g, r, m = narrow_example()
-    r[0, 30] = g[0, 30]
-    noise = torch.maximum((r - g).abs(), 2.0**-8 * g.abs() + (2.0**-11 + 2.0**-22) * m)
-    a = r.clone()
-    a[0, 30] = g[0, 30] + 2.4 * noise[0, 30]
-    verdict = judge(a, g, r, m, BF16, grad=True)
-    assert verdict, verdict
-    assert verdict.row > 1  # the row counts in the rms of its window
+def attention(width: int, seed: int, reference: float) -> tuple[torch.Tensor, ...]:
+    """Return output, golden and magnitude of a correct bf16 kernel for narrow heads.
+
+    The kernel rounds exp(score - reference - largest score), as a kernel does that meets the keys
+    in another order.
+    """
+    q, k, v = (normal(300, width, seed=10 * seed + i).bfloat16().double() for i in range(3))
+    future = torch.ones(300, 300, dtype=torch.bool).triu(1)
+    scores = (q @ k.T * width**-0.5).masked_fill(future, -math.inf)
+    p = scores.softmax(-1)
+    powers = (scores.float() - scores.float().amax(-1, keepdim=True) - reference).exp()
+    o = (powers.bfloat16().float() @ v.float()) / powers.sum(-1, keepdim=True)
+    return tuple(x[None] for x in (o.bfloat16().double(), p @ v, p @ v.abs()))
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 13])
+def test_correct_kernels_of_narrow_heads_pass(width: int) -> None:
+    """Few roundings of `rounded` may be small by chance; they do not set the noise alone."""
+    for seed in range(20):
+        r, g, m = attention(width, seed, 0.0)
+        verdict = judge(attention(width, seed, 0.37)[0], g, r, m, BF16)
+        assert verdict, (seed, verdict)
 
 
 def test_errors_of_narrow_rows_are_found() -> None:
     """An error of 7.5 times the noise in one row, and of 2.4 times in every row."""
     g, r, m = narrow_example()
-    noise = torch.maximum((r - g).abs(), 2.0**-8 * g.abs() + (2.0**-11 + 2.0**-22) * m)
+    around = (r - g)[0, :, 0].square().unfold(0, 48, 1).mean(-1).sqrt()
+    around = around[torch.arange(60).clamp(max=12)][None, :, None]
+    noise = torch.maximum((r - g).abs(), around)
+    noise = torch.maximum(noise, 2.0**-8 * g.abs() + (2.0**-11 + 2.0**-22) * m)
     a = r.clone()
     a[0, 30] = g[0, 30] + 7.5 * noise[0, 30]
     verdict = judge(a, g, r, m, BF16, grad=True)
@@ -97,27 +112,37 @@ def test_errors_of_narrow_rows_are_found() -> None:
     assert "row" in verdict.why
 
 
+def test_a_narrow_row_without_terms_must_be_zero_beside_noisy_rows() -> None:
+    g, r, m = narrow_example()
+    for x in (g, r, m):
+        x[0, 30] = 0
+    a = r.clone()
+    a[0, 30] = 1e-30
+    assert judge(r, g, r, m, BF16)
+    assert judge(a, g, r, m, BF16).elem == math.inf
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_verdict_equals_the_formulas(dtype: torch.dtype, grad: bool) -> None:
     """Compute the verdict in plain Python; each term of the noise is the largest in some rows."""
     u, fine = torch.finfo(dtype).eps / 2, 2.0 ** (-53 if dtype == FP64 else -24)
     limit, kappa = LIMITS[dtype].bias, 1 / 8 if grad else 0.0
-    g, parts = normal(2, 6, 12), torch.tensor([0.1, 30.0], dtype=FP64)
-    r = g + u * parts.repeat(3)[:, None] * normal(2, 6, 12, seed=1)
+    g, parts = normal(2, 6, 48), torch.tensor([0.1, 30.0], dtype=FP64)
+    r = g + u * parts.repeat(3)[:, None] * normal(2, 6, 48, seed=1)
     m = g.abs() * torch.tensor([1.0, 1, 50, 50, 1, 1], dtype=FP64)[:, None]
     for size in (1e-3, 1.0):
-        a = g * (1 + u) + size * u * normal(2, 6, 12, seed=2)
+        a = g * (1 + u) + size * u * normal(2, 6, 48, seed=2)
         row, elem, bias = 0.0, 0.0, 0.0
         for head in range(2):
             projection = norm = chance = 0.0
             for i in range(6):
                 rows = [x[head, i].tolist() for x in (a, g, r, m)]
-                rms_g, rms_m = (math.sqrt(sum(y * y for y in x) / 12) for x in (rows[1], rows[3]))
-                rms_r = math.sqrt(sum((x - y) ** 2 for x, y in zip(rows[2], rows[1])) / 12)
+                rms_g, rms_m = (math.sqrt(sum(y * y for y in x) / 48) for x in (rows[1], rows[3]))
+                rms_r = math.sqrt(sum((x - y) ** 2 for x, y in zip(rows[2], rows[1])) / 48)
                 n = max(rms_r, u * rms_g + (kappa * u + 4 * fine) * rms_m)
                 errors = [x - y for x, y in zip(rows[0], rows[1])]
-                row = max(row, math.sqrt(sum(e * e for e in errors) / 12) / n)
+                row = max(row, math.sqrt(sum(e * e for e in errors) / 48) / n)
                 elem = max(elem, max(abs(e) for e in errors) / n)
                 projection += sum(e * y for e, y in zip(errors, rows[1]))
                 norm += sum(y * y for y in rows[1])

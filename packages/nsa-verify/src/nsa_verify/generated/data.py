@@ -155,7 +155,7 @@ class _Source:
         if scores.numel() and float(scores.abs().max()) > 0:
             q = q * (_LARGEST_SCORE[case.scores] / float(scores.abs().max()))
         if case.scores == "tiny":  # one query is exactly 0
-            q[..., tokens // 2, :, :] = 0
+            q[..., tokens // 2 : tokens // 2 + 1, :, :] = 0
         # A factor that fp16 cannot hold would make the case wrong, not the kernel.
         return q.clamp(-1e4, 1e4).to(self._dtype), k.to(self._dtype)
 

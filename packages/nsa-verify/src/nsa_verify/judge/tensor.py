@@ -49,6 +49,9 @@ LIMITS: Mapping[torch.dtype, Limits] = MappingProxyType(
 )
 LSE_LIMIT = 16
 MIN_ELEMENTS = 12  # the rms of fewer elements is unreliable, so narrow rows are joined
+# Roundings of r that measure the noise of a row. With fewer, correct kernels exceed the limits
+# where these roundings happen to be small: tests/verify/truth/test_truth_judge.py.
+NOISE_ELEMENTS = 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,14 +127,14 @@ def _rms(x: torch.Tensor) -> torch.Tensor:
     return x.square().mean(-1).sqrt()
 
 
-def _joined(row: torch.Tensor, width: int) -> torch.Tensor:
+def _joined(row: torch.Tensor, width: int, elements: int) -> torch.Tensor:
     """Return the rms of ``row`` [.., rows] over each row and the rows after it.
 
-    As many rows are joined as have MIN_ELEMENTS elements of ``width`` each; the last rows of a head
+    As many rows are joined as have ``elements`` elements, ``width`` each; the last rows of a head
     share their window.
     """
     rows = row.shape[-1]
-    joined = min(rows, -(-MIN_ELEMENTS // width))
+    joined = min(rows, -(-elements // width))
     if joined == 1:
         return row
     starts = torch.arange(rows).clamp(max=rows - joined)
@@ -161,7 +164,7 @@ def judge(
 
     With a, g, r, m for actual, golden, rounded, magnitude, and u = eps / 2 of ``dtype``::
 
-        n    = max(rms(r - g), u rms(g) + (kappa u + 4 * 2^-24) rms(m))    noise of a row
+        n    = max(rms(r - g), e, u rms(g) + (kappa u + 4 * 2^-24) rms(m))    noise of a row
         row  = max over rows of rms(a - g) / n
         elem = max over elements of |a - g| / n
         bias = |<a - g, g>| / (lim u <g, g> + 4 sqrt(sum over rows of n^2 |g_row|^2))    per head
@@ -169,8 +172,9 @@ def judge(
     kappa is 1/8 for gradients and 0 for outputs; 2^-24 becomes 2^-53 in float64. NaN and Inf must
     be in the same places as in ``golden``, and an error in a row of zero noise is infinite. If a
     row has fewer than 12 elements, ``row`` is the rms of its quotient and those of the rows after
-    it, as many as have 12 elements together: one element alone would be measured by one rounding
-    error of r, which may be 0.
+    it, as many as have 12 elements together. If a row has fewer than 48 elements, e is rms(r - g)
+    over the row and as many rows after it as have 48 together, else 0: few roundings of r may be
+    small by chance. e is 0 too where m is.
 
     With ``score_noise`` x, n^2 grows by rms(x)^2. In the bias of rows with x > 0, n^2 grows by
     D (rms(x)^2 + c^2) with c = (kappa u + 4 * 2^-24) rms(m): an error of P or dS multiplies all D
@@ -208,14 +212,17 @@ def judge(
     a, g, r, m = (x.masked_fill(nonfinite, 0.0) for x in (a, g, r, m))
     u, kappa = torch.finfo(dtype).eps / 2, 1 / 8 if grad else 0.0
     cancelling = (kappa * u + 4 * fine) * _rms(m)
-    noise = torch.maximum(_rms(r - g), u * _rms(g) + cancelling)
+    measured, width = _rms(r - g), g.shape[-1]
+    # A row without any term has no noise, whatever the rows beside it have.
+    around = _joined(measured, width, NOISE_ELEMENTS).where(_rms(m) > 0, 0.0)
+    noise = torch.maximum(torch.maximum(measured, around), u * _rms(g) + cancelling)
     variance = noise.square()
     if score_noise is not None:
         further = score_noise.detach().to("cpu", torch.float64).square().mean(-1)
         noise = (variance + further).sqrt()
         parallel = torch.where(further > 0, further + cancelling.square(), 0.0)
         variance = variance + g.shape[-1] * parallel
-    row = _joined(_over(_rms(a - g), noise), g.shape[-1])
+    row = _joined(_over(_rms(a - g), noise), width, MIN_ELEMENTS)
     elem = _over((a - g).abs(), noise[..., None].expand_as(g))
     # Scaled to 1, because the squares of small gradients underflow.
     unit = torch.nan_to_num(g / g.abs().amax((-1, -2), keepdim=True))
