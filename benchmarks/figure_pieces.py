@@ -11,6 +11,7 @@ from pathlib import Path
 
 CHECKPOINTS = "build/figures/checkpoints"
 PUBLISHED = "h200"  # folder of benchmarks/results with the figures of README.md and the docs
+NEWEST = "h100"  # folder with the core and the other libraries, measured with newer kernels
 
 _BENCH = "nsa bench --device cuda --dtype bfloat16 --threads 8"
 _CORE = (

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_pieces import PIECES, SHAPES
+from figure_pieces import NEWEST, PIECES, SHAPES
 
 from nsa_bench.crossover import crossing
 from nsa_bench.result import Measurement, Result, read_result
@@ -420,17 +420,28 @@ def _shares(subject: str) -> Callable[[Results], str]:
 
 _ALL = (512, 1024, 2048)
 
+
+def _newest(render: Callable[[Results], str]) -> Callable[[Results], str]:
+    """Return ``render`` for the results of the GPU that ran the newest kernels."""
+    return lambda results: render(Results(results.folder.with_name(NEWEST)))
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "gpu": gpu,
+    "newest-gpu": _newest(gpu),
+    "newest-core": _newest(core),
+    "newest-core-memory": _newest(core_memory),
+    "newest-backends": _newest(backends),
     "core": core,
     "core-memory": core_memory,
     "core-memory-ratio": core_memory_ratio,
     "core-eager": core_eager,
     "core-crossover": _crossovers(0),
     "core-crossover-eager": _crossovers(1),
-    "compared-nsa": _compared("auto"),
-    "compared-dense": _compared("dense cudnn"),
-    "compared-fla": _compared("fla NSA, l=d=64"),
+    "compared-nsa": _newest(_compared("auto")),
+    "compared-dense": _newest(_compared("dense cudnn")),
+    "compared-fla": _newest(_compared("fla NSA, l=d=64")),
+    "compared-sfnsa": _newest(_compared("sfnsa NSA")),
     "core-calls": core_calls,
     "core-few-calls": core_few_calls,
     "core-kernels": core_kernels,
