@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nsa_core import NSAConfig
 from nsa_models.lm import checkpoint
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.corpus import ListCorpus
@@ -18,19 +17,7 @@ from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.task import DataSpec
 from nsa_models.lm.tokens import ByteTokenizer, Tokenizer
-
-LAYER = NSAConfig(
-    dim=24,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    v_head_dim=6,
-    compress_block_size=4,
-    compress_stride=2,
-    select_block_size=4,
-    num_selected_blocks=4,
-    window_size=7,
-)
+from small_layer import LAYER
 
 
 @pytest.fixture(params=["nsa", "dense"])

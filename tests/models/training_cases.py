@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from conftest import LAYER
 from nsa_models.lm import checkpoint
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.corpus import ListCorpus
@@ -20,6 +19,7 @@ from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.task import Data, DataSpec, open_data
 from nsa_models.lm.tokens import ByteTokenizer
 from nsa_models.lm.trainer import Trainer
+from small_layer import LAYER
 
 LENGTH = 33  # a part of one row does not divide over two ranks
 

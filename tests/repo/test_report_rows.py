@@ -109,6 +109,11 @@ def command_error(words: list[str], repo: Any) -> str:
     """Return the error of a command line; "" if the command and its options exist."""
     if words[0] == "pytest":
         return ""
+    if words[:3] == ["python", "-m", "torch.distributed.run"]:
+        start = words.index("-m", 3)  # of the program that every process runs
+        if words[start + 1] != "nsa_cli":
+            return f"{words[start + 1]} is not nsa_cli"
+        return command_error(["nsa", *words[start + 2 :]], repo)
     if words[0] == "python":
         script = repo.root / words[1]
         if not script.is_file():
@@ -200,6 +205,8 @@ def test_commands_of_the_figures_exist(repo: Any, monkeypatch: pytest.MonkeyPatc
         "nsa bench --phaze decode",
         "nsa backends frobnicate",
         "python benchmarks/absent.py",
+        "python -m torch.distributed.run --nproc-per-node 2 -m absent bench",
+        "python -m torch.distributed.run --nproc-per-node 2 -m nsa_cli bench --absent",
         "python benchmarks/real_blocks.py --absent",
         "make",
     ],

@@ -183,27 +183,27 @@ ContextParallel = Annotated[
     ),
 ]
 Modes = Annotated[
-    str, typer.Option(help="Comma-separated modes of --context-parallel: sequence, heads.")
+    str,
+    typer.Option(help="Comma-separated modes: sequence, heads. Default: both.", show_default=False),
 ]
 Layouts = Annotated[
     str,
-    typer.Option(help="Comma-separated layouts of --context-parallel: head_tail, contiguous."),
+    typer.Option(
+        help="Comma-separated layouts: head_tail, contiguous. Default: both.", show_default=False
+    ),
 ]
 ProjectTo = Annotated[
     str,
     typer.Option(
         "--project",
-        help='Comma-separated numbers of GPUs to project --context-parallel to; "" for none.',
+        help='Comma-separated numbers of GPUs to project to; "" for none.',
     ),
 ]
 Longest = Annotated[
     bool | None,
     typer.Option(
         "--longest/--no-longest",
-        help=(
-            "Search the longest sequence that one GPU and all GPUs train (--context-parallel)."
-            " Default: on a GPU."
-        ),
+        help=("Search the longest sequence that one GPU and all GPUs train. Default: on a GPU."),
         show_default=False,
     ),
 ]

@@ -173,8 +173,8 @@ def judge(
     be in the same places as in ``golden``, and an error in a row of zero noise is infinite. If a
     row has fewer than 12 elements, ``row`` is the rms of its quotient and those of the rows after
     it, as many as have 12 elements together. If a row has fewer than 48 elements, e is rms(r - g)
-    over the row and as many rows after it as have 48 together, else 0: few roundings of r may be
-    small by chance. e is 0 too where m is.
+    over the row and as many rows after it as have 48 together, at most u rms(m), else 0: few
+    roundings of r may be small by chance.
 
     With ``score_noise`` x, n^2 grows by rms(x)^2. In the bias of rows with x > 0, n^2 grows by
     D (rms(x)^2 + c^2) with c = (kappa u + 4 * 2^-24) rms(m): an error of P or dS multiplies all D
@@ -213,8 +213,8 @@ def judge(
     u, kappa = torch.finfo(dtype).eps / 2, 1 / 8 if grad else 0.0
     cancelling = (kappa * u + 4 * fine) * _rms(m)
     measured, width = _rms(r - g), g.shape[-1]
-    # A row without any term has no noise, whatever the rows beside it have.
-    around = _joined(measured, width, NOISE_ELEMENTS).where(_rms(m) > 0, 0.0)
+    # The terms of the row itself are the limit: a row may be far smaller than those beside it.
+    around = torch.minimum(_joined(measured, width, NOISE_ELEMENTS), u * _rms(m))
     noise = torch.maximum(torch.maximum(measured, around), u * _rms(g) + cancelling)
     variance = noise.square()
     if score_noise is not None:
