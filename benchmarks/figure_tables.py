@@ -22,7 +22,7 @@ from nsa_bench.timing import spread_of_repeats
 
 ABSENT = "not measured"
 PROBLEMS = tuple(itertools.product(SHAPES, ("random", "real")))
-# What the table of the A100 path shows, and under which names.
+# Subjects in the table of the A100 path, and their titles.
 A100_SUBJECTS = {
     "triton": "triton",
     "auto": "auto",

@@ -15,7 +15,7 @@ NETWORK = re.compile(
     r"^(socket|ssl|http|ftplib|smtplib|imaplib|xmlrpc|asyncio|webbrowser|requests|httpx|aiohttp"
     r"|urllib3|urllib\.request|datasets|huggingface_hub|transformers|torch\.hub)(\.|$)"
 )  # these open connections; urllib.parse opens none
-# What each file or folder may use, by the exceptions in SECURITY.md.
+# Modules that a file or folder may use, by the exceptions in SECURITY.md.
 ALLOWED = {
     "nsa-models/src/nsa_models/lm/sources.py": {"datasets"},
     "nsa-models/src/nsa_models/lm/": {"torch.distributed"},

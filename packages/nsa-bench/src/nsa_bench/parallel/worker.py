@@ -39,7 +39,7 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a worker needs to begin; every field can be pickled.
+    """The start parameters of a worker; every field can be pickled.
 
     Attributes:
         rank: Its rank.
