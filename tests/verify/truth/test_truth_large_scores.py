@@ -19,6 +19,7 @@ from nsa_verify.cases import Case, config_of, quick_cases
 from nsa_verify.checks.decode_parity import Step, decode_parity
 from nsa_verify.checks.slots import parity
 from nsa_verify.combination import Combination
+from nsa_verify.generated.checks import judge_generated
 from nsa_verify.generated.data import problem_of
 from nsa_verify.generated.parse import parse_case
 from nsa_verify.judge.slot import judge_slot
@@ -118,7 +119,7 @@ def test_noise_of_the_quick_cases_is_unchanged(dtype: torch.dtype) -> None:
     assert 4 < largest <= 16
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP64])
+@pytest.mark.parametrize("dtype", [FP32, FP64, BF16])
 def test_noise_equals_the_formulas(dtype: torch.dtype) -> None:
     """Compute it in plain Python for one head. The first rows have small scores."""
     fine, flushed = (2.0**-53, 2.0**-500) if dtype == FP64 else (2.0**-24, 2.0**-126)
@@ -135,7 +136,9 @@ def test_noise_equals_the_formulas(dtype: torch.dtype) -> None:
         return sum(i * j for i, j in zip(a, b))
 
     noise = {name: [[0.0] * width for _ in range(rows)] for name in ("dq", "dk", "dv")}
+    by_delta = {name: [[0.0] * width for _ in range(rows)] for name in ("dq", "dk", "dv")}
     o_noise = [0.0] * rows
+    u = torch.finfo(dtype).eps / 2
     sizes = []
     for t in range(rows):
         keys = range(max(0, t - window + 1), t + 1)
@@ -153,18 +156,38 @@ def test_noise_equals_the_formulas(dtype: torch.dtype) -> None:
         error = {j: weight * (4 * fine * sizes[t] * p[j] + flushed) for j in keys}
         gap = {j: abs(dot(do[t], v[j]) - dot(do[t], o)) for j in keys}
         total_gap = sum(error[j] * gap[j] for j in keys)
+        delta_error = weight * u * math.sqrt(sum((a * b) ** 2 for a, b in zip(do[t], o)))
+        for i in range(width):
+            by_delta["dq"][t][i] = scale * delta_error * sum(p[j] * k[j][i] for j in keys)
+            for j in keys:
+                by_delta["dk"][j][i] += (scale * delta_error * p[j] * q[t][i]) ** 2
         for j in keys:
             o_noise[t] += error[j] * math.sqrt(sum((a - b) ** 2 for a, b in zip(v[j], o)) / width)
             ds = abs(scale) * (error[j] * gap[j] + p[j] * total_gap)
             for i in range(width):
-                noise["dq"][t][i] += ds * abs(k[j][i]) + flushed
-                noise["dk"][j][i] += ds * abs(q[t][i]) + flushed
+                noise["dq"][t][i] += ds * abs(k[j][i])
+                noise["dk"][j][i] += ds * abs(q[t][i])
                 noise["dv"][j][i] += error[j] * abs(do[t][i]) + flushed
     assert magnitude.score_noise["o"].flatten().tolist() == pytest.approx(o_noise, rel=1e-6)
     for name, expected in noise.items():
         actual = magnitude.score_noise[name][0, :, 0]
-        difference = (actual - torch.tensor(expected, dtype=FP64)).abs()
+        delta = torch.tensor(by_delta[name], dtype=FP64)
+        delta = delta.sqrt() if name == "dk" else delta
+        difference = (actual - torch.hypot(torch.tensor(expected, dtype=FP64), delta)).abs()
         assert difference.max() <= 1e-9 * actual.max()
+
+
+# Triton and sdpa were refused at 2.0 to 2.3 here: one key has nearly all the weight of a row.
+ERROR_OF_DELTA = (
+    "slot=win,dtype=float16,w=600,h=16,groups=2,dk=24,dv=7,scale=-1.0,tokens=129,batch=5,"
+    "layout=strided,do_layout=offset,scores=large,values=steep,seed=609"
+)
+
+
+def test_a_row_may_differ_by_the_rounding_of_o_in_delta() -> None:
+    findings = judge_generated(SDPA, parse_case(ERROR_OF_DELTA))
+    assert findings
+    assert all(finding.ok for finding in findings), [f for f in findings if not f.ok]
 
 
 @pytest.mark.parametrize(("least", "ok"), [(2.0**-126, True), (2.0**-115, False)])
