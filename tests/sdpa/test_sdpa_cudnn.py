@@ -136,6 +136,8 @@ def test_supports_checks_every_condition() -> None:
         ({"deterministic": True}, 0),
         ({"seq_len": 65536}, 40),
         ({"seq_len": 65536, "head_dim": 64, "v_head_dim": 64}, 25),
+        ({"seq_len": 65536, "needs_grad": True}, 25),
+        ({"seq_len": 65536, "needs_grad": True, "dtype": "float16"}, 40),
     ],
 )
 def test_rank_of_cmp_is_higher_on_cudnn(

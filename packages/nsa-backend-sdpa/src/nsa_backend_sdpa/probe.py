@@ -11,7 +11,8 @@ from nsa_core.contract import LONG_SEQUENCE, Reason, Request
 FP64_CUDA_MAX_SEQ_LEN = 16384
 # Ranks of cmp on cuDNN. It is faster than FlashAttention-2, because it does not copy the fold, and
 # slower than kernels written for cmp (benchmarks/results/h200/cmp_routes.json), except for heads
-# of at least CUDNN_WIDE elements over long sequences.
+# of at least CUDNN_WIDE elements over long sequences. In bf16 training it would keep a backend that
+# serves all slots from computing their backward as one, which takes a sixth of the memory.
 CUDNN_RANK, CUDNN_LONG_RANK = 25, 40
 CUDNN_WIDE = 128
 
@@ -46,7 +47,7 @@ def probe(request: Request) -> Sequence[Reason]:
 def rank(request: Request) -> int:
     """Return the rank for `auto`: 0, or more if cmp runs on cuDNN.
 
-    The rank is highest for wide heads over long sequences.
+    The rank is highest for wide heads over long sequences, but not for training in bf16.
     """
     # Packed documents take one call each. Decode steps and queries that begin inside a sequence do
     # not run on cuDNN.
@@ -69,8 +70,6 @@ def rank(request: Request) -> int:
     )
     if not on_cudnn:
         return 0
-    return (
-        CUDNN_LONG_RANK
-        if (tokens or 0) >= LONG_SEQUENCE and request.head_dim >= CUDNN_WIDE
-        else CUDNN_RANK
-    )
+    wide_and_long = request.head_dim >= CUDNN_WIDE and (tokens or 0) >= LONG_SEQUENCE
+    one_backward = request.needs_grad and request.dtype == "bfloat16"
+    return CUDNN_LONG_RANK if wide_and_long and not one_backward else CUDNN_RANK
