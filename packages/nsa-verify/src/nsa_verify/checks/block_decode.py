@@ -173,6 +173,7 @@ _QUICK = (
     *_TINY,
     BlockStep((300, 256, 1), 128, 16, rows=3, page=64, heads=16, groups=1, widths=(64, 64)),
     BlockStep((700, 513), 256, 2, page=256, heads=4, groups=1, index=_INT64, scale=-0.2),
+    BlockStep((530, 257), 512, 2, rows=2, page=512, heads=3, groups=1, widths=(16, 8)),
     BlockStep((130, 65), 64, 5, rows=4, heads=1, groups=3, index=torch.int16),
     BlockStep((300, 100, 299), 48, 130, rows=2, page=48, heads=8, groups=1),
 )
