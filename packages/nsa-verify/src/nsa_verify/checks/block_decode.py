@@ -168,6 +168,7 @@ _TINY = (
     BlockStep((45, 16, 1, 0), 16, 3, page=16, widths=(16, 8)),
     BlockStep((50, 30), 32, 2, rows=2, page=16, heads=3, groups=1, index=_INT64),
     BlockStep((40, 3), 16, 70, heads=1),
+    BlockStep((60, 17), 256, 2, heads=3, groups=1),
 )
 _QUICK = (
     *_TINY,
