@@ -9,13 +9,15 @@ tokens, and the settings to vary; every combination of their values replaces tho
     span_dkdv cmp 64/4/128 65536 BLOCK_N=64,128 BLOCK_M=32,64 num_warps=4,8 num_stages=2
 
 A name such as sel_block_backward.ORDERED is a setting of another kernel of the slot. A field of
-NSAConfig such as select_block_size=128, with one value, belongs to the timed problem.
+NSAConfig such as select_block_size=128, with one value, belongs to the timed problem. So does
+random_blocks=256: each token and kv head then has num_selected_blocks random blocks of 256 keys,
+the initial and local ones among them. sel takes them in parts of select_block_size keys.
 
 Every candidate first runs on a short sequence, in a pool of processes that compiles all of them. It
 is compared with the tuned row there: `nsa verify` judges the row that is chosen in the end. A
 candidate that does not fit the GPU prints its error. Then the slot is timed in bf16 at batch 1 with
-all other kernels as tuned: its forward or its backward, median ms of do_bench, fastest first. The
-blocks of sel are those that select chooses for random queries and keys.
+all other kernels as tuned: its forward or its backward, median ms of do_bench, fastest first.
+Without random_blocks, the blocks of sel are those that select chooses for random queries and keys.
 """
 
 from __future__ import annotations
@@ -36,13 +38,15 @@ from torch import Tensor
 
 from nsa_backend_triton.host import configs, launch_cache
 from nsa_backend_triton.host.sequences import architecture
-from nsa_core import NSAConfig, resolve
+from nsa_bench.random_blocks import random_causal_blocks
+from nsa_core import NSAConfig, plan_block_attention, resolve
 from nsa_core.contract import BRANCHES
+from nsa_core.layer.block_plans import split_blocks
 
 CHECKED_TOKENS = 1500  # length of the compared calls: several tiles and partial ones
 MAX_DISTANCE = 0.01  # rms of the difference relative to the tuned row's rms; bf16 rounds to 2**-9
 SLOTS = tuple(configs.FORWARD)
-BLOCK_FIELDS = ("select_block_size", "num_selected_blocks", "window_size")
+BLOCK_FIELDS = ("select_block_size", "num_selected_blocks", "window_size", "random_blocks")
 Settings = dict[str, int]
 
 
@@ -56,7 +60,7 @@ class Sweep:
         shape: Hq/G/D or Hq/G/Dk/Dv.
         tokens: Length of the timed sequence.
         grid: Setting -> its values.
-        blocks: Fields of NSAConfig that differ from their defaults.
+        blocks: Fields of NSAConfig that differ from their defaults, and random_blocks.
     """
 
     kernel: str
@@ -89,6 +93,14 @@ class Sweep:
             raise ValueError(f"{line.strip()!r} is not of the form {form!r}") from None
         if kernel not in (*configs.FORWARD.get(slot, ()), *configs.BACKWARD.get(slot, ())):
             raise ValueError(f"{line.strip()!r}: slot {slot!r} launches no kernel {kernel!r}")
+        fields = dict(blocks)
+        if size := fields.get("random_blocks"):
+            part = fields.get("select_block_size", NSAConfig.select_block_size)
+            if slot != "sel" or size % part:
+                raise ValueError(
+                    f"{line.strip()!r}: random_blocks={size} needs the slot sel, and a"
+                    f" select_block_size that divides it, got {slot} and {part}"
+                )
         return cls(kernel, slot, shape, length, grid, blocks)
 
     def changes(self) -> list[Settings]:
@@ -101,6 +113,12 @@ class Sweep:
     def is_forward(self) -> bool:
         """Whether the kernel belongs to the slot's forward."""
         return self.kernel in configs.FORWARD[self.slot]
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Hq, G, Dk and Dv."""
+        heads, groups, dk, *dv = map(int, self.shape.split("/"))
+        return heads, groups, dk, dv[0] if dv else dk
 
     def __str__(self) -> str:
         direction = "forward" if self.is_forward else "backward"
@@ -131,8 +149,9 @@ class TunedRows:
 
 def slot_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
     """Return the call that the sweep times, for ``tokens`` tokens."""
-    heads, groups, dk, *dv = map(int, sweep.shape.split("/"))
-    width = dv[0] if dv else dk
+    if "random_blocks" in dict(sweep.blocks):
+        return random_call(sweep, tokens)
+    heads, groups, dk, width = sweep.widths
     config = NSAConfig(
         dim=heads * dk,
         n_heads=heads,
@@ -151,10 +170,6 @@ def slot_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
         seq_len=tokens,
     )
     torch.manual_seed(0)
-
-    def normal(rows: int, count: int, width: int) -> Tensor:
-        return torch.randn((1, rows, count, width), device="cuda", dtype=torch.bfloat16)
-
     q, do = normal(tokens, heads, dk), normal(tokens, heads, width)
     rows = config.geometry.num_compressed(tokens) if sweep.slot in ("cmp", "select") else tokens
     k, v = normal(rows, groups, dk), normal(rows, groups, width)
@@ -170,6 +185,46 @@ def slot_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
     if sweep.slot == "combine":
         gates = torch.rand((1, tokens, heads, 3), device="cuda")
         inputs = [gates, *(normal(tokens, heads, width) for _ in BRANCHES)]
+    return _timed(sweep, kernel, inputs, extra, do)
+
+
+def random_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
+    """Return the call of sel on random blocks that the sweep times, for ``tokens`` tokens."""
+    heads, groups, dk, width = sweep.widths
+    fields = dict(sweep.blocks)
+    size = fields.pop("random_blocks")
+    part = fields.pop("select_block_size", NSAConfig.select_block_size)
+    geometry = NSAConfig(heads * dk, heads, groups, dk, select_block_size=size, **fields).geometry
+    blocks = split_blocks(random_causal_blocks(tokens, groups, geometry, "cuda"), size // part)
+    plan = plan_block_attention(
+        heads,
+        groups,
+        dk,
+        v_head_dim=width,
+        block_size=part,
+        n_blocks=blocks.shape[-1],
+        device="cuda",
+        dtype=torch.bfloat16,
+        backends="triton",
+        needs_grad=True,
+        batch=1,
+        seq_len=tokens,
+    )
+    torch.manual_seed(0)
+    q, do = normal(tokens, heads, dk), normal(tokens, heads, width)
+    k, v = normal(tokens, groups, dk), normal(tokens, groups, width)
+    return _timed(sweep, plan.kernel, [q, k, v], [blocks], do)
+
+
+def normal(rows: int, count: int, width: int) -> Tensor:
+    """Return a bf16 tensor [1, rows, count, width] of normal numbers."""
+    return torch.randn((1, rows, count, width), device="cuda", dtype=torch.bfloat16)
+
+
+def _timed(
+    sweep: Sweep, kernel: Any, inputs: list[Tensor], extra: list[Tensor], do: Tensor
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Return the forward, or the backward from ``do`` to ``inputs``."""
     if sweep.is_forward:
         return functools.partial(_forward, kernel, [*inputs, *extra])
     leaves = [x.requires_grad_() for x in inputs]

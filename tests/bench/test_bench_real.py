@@ -15,6 +15,7 @@ import torch
 from nsa_bench import bytemodel
 from nsa_bench.inputs import make_inputs
 from nsa_bench.python_docs import library_text
+from nsa_bench.random_blocks import random_causal_blocks
 from nsa_bench.result import read_result
 from nsa_bench.shapes import parse_shape
 from nsa_core import NSAConfig
@@ -266,7 +267,7 @@ def test_an_interrupted_run_keeps_finished_shapes(real_blocks, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(("init", "local", "n"), [(1, 2, 4), (0, 0, 3), (2, 3, 6)])
-def test_random_causal_blocks_follow_the_selection_rules(real_blocks, init, local, n):
+def test_random_causal_blocks_follow_the_selection_rules(init, local, n):
     geometry = NSAConfig(
         dim=8,
         n_heads=1,
@@ -278,7 +279,7 @@ def test_random_causal_blocks_follow_the_selection_rules(real_blocks, init, loca
         init_blocks=init,
         local_blocks=local,
     ).geometry
-    blocks = real_blocks.random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1)
+    blocks = random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1)
     assert blocks.shape == (2, 250, 2, n)
     for t in range(250):
         current = t // 16
@@ -289,9 +290,7 @@ def test_random_causal_blocks_follow_the_selection_rules(real_blocks, init, loca
             assert len(chosen) == min(n, current + 1)
             assert forced <= set(chosen) <= set(range(current + 1))
     assert not torch.equal(blocks[0], blocks[1])
-    assert torch.equal(
-        blocks, real_blocks.random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1)
-    )
+    assert torch.equal(blocks, random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1))
 
 
 def test_locality_is_1_for_equal_and_the_tile_size_for_disjoint_blocks(real_blocks):

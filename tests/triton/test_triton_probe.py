@@ -74,7 +74,8 @@ def test_row_49_refusal_of_other_gpus_names_both_numbers(
         ({"slot": "win", "head_dim": 257}, "head_dim"),
         ({"slot": "win", "n_heads": 65, "n_kv_heads": 1}, "too_many_heads"),
         ({"slot": "sel", "geometry": BlockGeometry(8, 8, 8)}, "select_block_size"),
-        ({"slot": "select", "geometry": BlockGeometry(select_block_size=256)}, "select_block_size"),
+        ({"slot": "select", "geometry": BlockGeometry(select_block_size=144)}, "select_block_size"),
+        ({"slot": "sel", "geometry": BlockGeometry(select_block_size=272)}, "select_block_size"),
         (
             {"slot": "select", "geometry": BlockGeometry(num_selected_blocks=65)},
             "num_selected_blocks",
@@ -96,6 +97,16 @@ def test_row_49_refusal_of_other_gpus_names_both_numbers(
 )
 def test_unsupported_request_is_refused(fields: dict[str, Any], code: str) -> None:
     assert code in codes(**fields)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0)])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("heads", [1, 4, 16, 64])
+def test_sel_takes_blocks_of_256(heads: int, phase: str, capability: tuple[int, int]) -> None:
+    sizes = {"n_heads": heads, "n_kv_heads": 1, "head_dim": 128, "v_head_dim": 128}
+    geometry = BlockGeometry(256, 256, 256, 256)
+    call = {"slot": "sel", "geometry": geometry, "phase": phase, "needs_grad": phase == "prefill"}
+    assert codes(**call | sizes, capability=capability) == []
 
 
 @pytest.mark.parametrize(

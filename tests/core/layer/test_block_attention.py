@@ -103,9 +103,9 @@ def test_output_and_gradients_match_the_oracle(case: str, dtype: torch.dtype) ->
     assert all(verdicts.values()), verdicts
 
 
-@pytest.mark.parametrize("size", [5, 16, 128, 192, 256, 300, 384, 528])
+@pytest.mark.parametrize("size", [5, 16, 128, 192, 256, 300, 384, 512, 528])
 def test_blocks_of_any_size_match_a_dense_mask(size: int) -> None:
-    """Blocks above 128 keys are split, into blocks of 128, 64, 32 or 16 keys."""
+    """Blocks above 256 keys are split, into blocks of 256, 128, 64, 32 or 16 keys."""
     tokens = 2 * size + 90
     x = problem((1, tokens), n=3, count=tokens // size + 2)
     o = block_attention(**x, block_size=size)
@@ -173,13 +173,13 @@ def test_a_plan_names_its_backend_and_serves_its_calls() -> None:
     plan = plan_block_attention(
         6, 2, 24, v_head_dim=8, block_size=512, n_blocks=5, device="cpu", needs_grad=True
     )
-    assert plan.request.geometry.select_block_size == 128
+    assert plan.request.geometry.select_block_size == 256
     assert plan.explain().splitlines()[1].startswith("sel: sdpa ")
     assert "cmp" not in plan.explain().replace("compress", "")
     x = problem()
     expected = block_attention(**x, block_size=512)
     assert torch.equal(block_attention(**x, block_size=512, plan=plan), expected)
-    assert plan.explain().splitlines()[-1].strip() == "5 blocks of 512 keys run as 20 blocks of 128"
+    assert plan.explain().splitlines()[-1].strip() == "5 blocks of 512 keys run as 10 blocks of 256"
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ class Blocks(torch.nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor,
         cu_seqlens: torch.Tensor | None = None,
     ) -> Any:  # fmt: skip
-        return block_attention(q, k, v, blocks, block_size=192, cu_seqlens=cu_seqlens)
+        return block_attention(q, k, v, blocks, block_size=384, cu_seqlens=cu_seqlens)
 
 
 def test_it_exports_with_a_dynamic_length() -> None:

@@ -81,6 +81,9 @@ PROBLEMS = {
         (140,), heads=1, groups=1, geometry=BlockGeometry(8, 4, 16, 2, 1, 1, 5)
     ),
     "two-key-tiles": Problem((70,), groups=1, geometry=BlockGeometry(8, 4, 32, 2, 1, 1, 5)),
+    "block-of-256": Problem(
+        (261,), heads=1, groups=1, geometry=BlockGeometry(8, 4, 256, 2, 1, 1, 5)
+    ),
     "odd-block": Problem((50,), groups=1, geometry=BlockGeometry(8, 4, 24, 3, 1, 1, 5)),
     "many-blocks": Problem(
         (20,), heads=1, groups=1, geometry=BlockGeometry(8, 4, 16, 130, 1, 1, 5)
@@ -143,11 +146,13 @@ def test_gradients_equal_the_oracle(name: str, deterministic: bool) -> None:
 FORMS = {
     "query-major": ({"QUERY_MAJOR": 1}, {}),
     "query-major, TMA": ({"QUERY_MAJOR": 1}, {"USE_TMA": 1}),
+    "wide tiles": ({"BLOCK_M": 32, "BLOCK_N": 64}, {"BLOCK_M": 32, "BLOCK_N": 64}),
 }
 FORM_CASES = [
     ("query-major", "h7"),
     ("query-major, TMA", "h20"),
     ("query-major, TMA", "documents"),
+    ("wide tiles", "block-of-256"),
     *(
         pytest.param("query-major, TMA", name, marks=pytest.mark.slow)
         for name in ("full-tiles", *PROBLEMS)

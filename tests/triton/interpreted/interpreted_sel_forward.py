@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 
@@ -21,6 +22,7 @@ GEOMETRY = BlockGeometry(4, 2, 8, 4, 1, 2, 8)  # l' = 8, n = 4: half of a key ti
 # l' = 16: one key tile; earlier blocks need no mask
 EVEN = BlockGeometry(4, 2, 16, 4, 1, 2, 8)
 ODD = BlockGeometry(4, 4, 20, 3, 1, 1, 8)  # l' = 20: two key tiles of 16
+LONG = BlockGeometry(4, 4, 256, 3, 1, 1, 8)  # l' = 256, the longest block: four key tiles of 64
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +35,15 @@ def strictly() -> Iterator[None]:
 SHAPE = ("lengths", "packed", "groups", "heads", "dk", "dv")
 
 
-def tuned(min_sharing: int, block_m: int = 16, tiles: int = 2) -> sel_forward.Settings:
+def tuned(
+    min_sharing: int, block_m: int = 16, tiles: int = 2, block_n: int = 16
+) -> sel_forward.Settings:
     """Settings with which a tile reads the blocks that ``min_sharing`` of its tokens selected."""
     compiler = {"num_warps": 4, "num_stages": 1}
     return {
         "sel_forward": {
             "BLOCK_M": block_m,
-            "BLOCK_N": 16,
+            "BLOCK_N": block_n,
             "MIN_SHARING_TOKENS": min_sharing,
             "SHARE_ALL_MAX_LEN": 0,
             **compiler,
@@ -135,6 +139,15 @@ def test_block_of_whole_key_tiles(min_sharing: int) -> None:
 def test_block_size_not_a_multiple_of_the_key_tile(packed: bool, min_sharing: int) -> None:
     x, call = problem([43], packed, 1, 2, 8, 8, ODD)
     assert_equals_oracle(x, call, tuned(min_sharing))
+
+
+@pytest.mark.parametrize("size", [256, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("min_sharing", [1, 2])
+@pytest.mark.parametrize("lengths", [[261], [3, 259, 1]], ids=["dense", "packed"])
+def test_blocks_of_several_key_tiles(lengths: list[int], min_sharing: int, size: int) -> None:
+    geometry = dataclasses.replace(LONG, select_block_size=size)
+    x, call = problem(lengths, len(lengths) > 1, 1, 2, 8, 6, geometry)
+    assert_equals_oracle(x, call, tuned(min_sharing, block_m=32, block_n=64))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from interpreted_sel_forward import EVEN, GEOMETRY, ODD, problem, tuned
+from interpreted_sel_forward import EVEN, GEOMETRY, LONG, ODD, problem, tuned
 from launches import filled
 from nsa_backend_triton.host import configs, launch_cache
 from nsa_backend_triton.host.sequences import Sequences
@@ -189,6 +189,21 @@ def test_batch_of_pieces(geometry: BlockGeometry, min_sharing: int) -> None:
     part = piece(18, 23, lengths=(29, 29), geometry=geometry, extra=3)
     part.assert_forward(tuned(min_sharing))
     part.assert_gradients(min_sharing == 1)
+
+
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_pieces_over_the_end_of_a_block_of_256(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = dict(configs.table(0))
+    for kernel in ("sel_block_backward", "sel_tile_backward"):
+        rows[kernel] = [({}, {**rows[kernel][0][1], "BLOCK_N": 64})]
+    monkeypatch.setattr(configs, "table", lambda _: rows)
+    part = piece(254, 258, lengths=(261, 2) if packed else (261,), packed=packed, geometry=LONG)
+    for min_sharing in (1, 2):
+        part.assert_forward(tuned(min_sharing, block_n=64))
+    part.assert_gradients(False)
+    part.assert_gradients(True)
 
 
 def test_more_keys_than_queries_of_whole_sequences() -> None:

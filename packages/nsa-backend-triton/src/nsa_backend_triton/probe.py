@@ -13,9 +13,9 @@ OLDEST_TRITON = (3, 4)
 OLDEST_GPU, NEWEST_GPU = min(a for a in configs.TABLES if a), max(configs.TABLES)
 MAX_WIDTH = 256
 MAX_HEADS = 64  # query heads per group
-SELECT_BLOCKS = (16, 128)  # l'
+SELECT_BLOCKS = {"select": (16, 128), "sel": (16, 256)}  # l', in the slots that it matters to
 MAX_PAIRS = 2**31 - 1  # tokens x kv heads x n
-MAX_SELECTED = {"select": 64, "sel": 512}  # n, in the slots that l' and n matter to
+MAX_SELECTED = {"select": 64, "sel": 512}  # n, in the same slots
 _SHARED_KIB = {"sm80": 163, "sm86": 99, "sm90": 227}  # per table, shared memory of a block
 
 _version: str | None = None
@@ -143,9 +143,9 @@ def _shape_reasons(request: Request) -> list[Reason]:
     if heads > MAX_HEADS and request.slot != "combine":
         message = f"{heads} query heads per group exceed {MAX_HEADS}"
         reasons.append(Reason("too_many_heads", message, "use more kv heads, or sdpa"))
-    low, high = SELECT_BLOCKS
     block, num_selected = geometry.select_block_size, geometry.num_selected_blocks
-    if request.slot in MAX_SELECTED and not low <= block <= high:
+    low, high = SELECT_BLOCKS.get(request.slot, (block, block))
+    if not low <= block <= high:
         message = f"select_block_size must be from {low} to {high}, got {block}"
         reasons.append(
             Reason("select_block_size", message, "choose a size in this range, or use sdpa")

@@ -340,8 +340,8 @@ def sel_block_backward(
     [items, key tiles, BLOCK_N, D]. ``num_keys`` is S unless PARTIAL. sel_segments writes BOUNDS.
     If ORDERED, BOUNDS and DQ are not used.
 
-    A block is cut into key tiles of BLOCK_N keys, one program each, so that blocks of up to 128
-    keys take no more registers than blocks of 64.
+    A block is cut into key tiles of BLOCK_N keys, one program each, so that long blocks take no
+    more registers than blocks of 64.
     """
     KEY_TILES: tl.constexpr = (SELECT_BLOCK + BLOCK_N - 1) // BLOCK_N
     key_tile = tl.program_id(0) % KEY_TILES

@@ -97,9 +97,9 @@ def block_attention(
         v: values [B, N, G, Dv] of q's dtype.
         blocks: block indices [B, S, G, n], any integer dtype, in any order. -1, duplicates, future
             blocks and indices out of range have no effect.
-        block_size: keys of a block. Blocks of more than 128 keys are split into blocks of 128, or
-            of 64, 32 or 16 if 128 is no divisor of the size. A size without such a divisor runs on
-            the backend sdpa only.
+        block_size: keys of a block. Blocks of more than 256 keys are split into blocks of 256, or
+            of 128, 64, 32 or 16 if 256 is no divisor of the size. A size without such a divisor
+            runs on the backend sdpa only.
         scale: factor of q k^T before the softmax; default 1 / sqrt(Dk).
         cu_seqlens: int32 [documents + 1] on q's device, the first row of each packed document and,
             last, the number of rows of k. By default, the tensors are not packed.

@@ -78,8 +78,8 @@ def block_attention_decode(
         v: cached values [P, page, G, Dv] or [B, N, G, Dv] of q's dtype, as for ``k``.
         blocks: block indices [B, m, G, n], as in :func:`nsa_core.block_attention`.
         block_size: keys of a block, as in :func:`nsa_core.block_attention`. Pages must hold whole
-            blocks: a size that does not divide the rows of a page is split into blocks of 128, 64,
-            32 or 16 keys that do, and refused if none of them divides both.
+            blocks: a size that does not divide the rows of a page is split into blocks of 256,
+            128, 64, 32 or 16 keys that do, and refused if none of them divides both.
         lengths: int32 [B] on q's device, number of tokens of each sequence, the new ones included.
         starts: int32 [B] on q's device, number of tokens before the new ones; default lengths - m,
             at least 0.

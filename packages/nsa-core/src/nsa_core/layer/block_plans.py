@@ -18,8 +18,8 @@ from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
 
 # Blocks of more keys are split into blocks of one of these sizes, which all kernels take.
-LARGEST_BLOCK = 128
-_PART_SIZES = (128, 64, 32, 16)
+LARGEST_BLOCK = 256
+_PART_SIZES = (256, 128, 64, 32, 16)
 
 
 class BlockSizes(NamedTuple):
@@ -74,7 +74,7 @@ class BlockSizes(NamedTuple):
 def kernel_block(block_size: int, page_size: int | None = None) -> int:
     """Return the keys of a block as the kernels see it: a divisor of ``block_size``.
 
-    It also divides ``page_size`` if one of ``block_size``, 128, 64, 32 and 16 can.
+    It also divides ``page_size`` if one of ``block_size``, 256, 128, 64, 32 and 16 can.
     """
     if block_size <= LARGEST_BLOCK and (page_size or 0) % block_size == 0:
         return block_size
@@ -126,7 +126,7 @@ class BlockPlan(SlotPlan):
 
     Attributes:
         request: The request that the backend accepted. Its block size and number of blocks are
-            those of the kernel: blocks of more than 128 keys are split.
+            those of the kernel: blocks of more than 256 keys are split.
         choice: The chosen backend, and all candidates.
         kernel: The kernel.
         sizes: The sizes as passed.

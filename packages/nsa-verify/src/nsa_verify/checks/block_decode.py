@@ -168,11 +168,13 @@ _TINY = (
     BlockStep((45, 16, 1, 0), 16, 3, page=16, widths=(16, 8)),
     BlockStep((50, 30), 32, 2, rows=2, page=16, heads=3, groups=1, index=_INT64),
     BlockStep((40, 3), 16, 70, heads=1),
+    BlockStep((60, 17), 256, 2, heads=3, groups=1),
 )
 _QUICK = (
     *_TINY,
     BlockStep((300, 256, 1), 128, 16, rows=3, page=64, heads=16, groups=1, widths=(64, 64)),
     BlockStep((700, 513), 256, 2, page=256, heads=4, groups=1, index=_INT64, scale=-0.2),
+    BlockStep((530, 257), 512, 2, rows=2, page=512, heads=3, groups=1, widths=(16, 8)),
     BlockStep((130, 65), 64, 5, rows=4, heads=1, groups=3, index=torch.int16),
     BlockStep((300, 100, 299), 48, 130, rows=2, page=48, heads=8, groups=1),
 )
