@@ -312,11 +312,14 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    try:
+        training = problem(options.section, options.quick, options.kv_heads)
+    except InvalidInput as error:
+        parser.error(f"--kv-heads: {error}")
     if options.gpus > 1 and not dist.is_torchelastic_launched():
         start = ["-m", "torch.distributed.run", "--standalone"]
         start += ["--nproc-per-node", str(options.gpus)]
         os.execv(sys.executable, [sys.executable, *start, *sys.argv])
-    training = problem(options.section, options.quick, options.kv_heads)
     world = join(options.device)
     bench = Bench(options.section, training, world, options.json, options.time_limit)
     try:
