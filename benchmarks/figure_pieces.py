@@ -74,6 +74,12 @@ def _train(name: str, topic: str, section: str, minutes: float, modes: str = "")
     return Piece(name, topic, command, f"{name.replace('-', '_')}.json", minutes)
 
 
+def _parallel_training(name: str, topic: str, options: str) -> Piece:
+    command = f"python benchmarks/parallel_training.py {options} --gpus 2 --device cuda"
+    command += " --time-limit 100 --json {file}"
+    return Piece(name, topic, command, f"{name.replace('-', '_')}.json", 2, gpus=2)
+
+
 def _fa2(provider: str) -> Piece:
     name = provider.lower().replace("-", "_")
     return Piece(
@@ -151,6 +157,21 @@ PIECES = (
         "context_parallel.json",
         10,
         gpus=2,
+    ),
+    _parallel_training(
+        "parallel-loss",
+        "losses of training divided over two GPUs (heads) beside those of one; needs two GPUs",
+        "loss",
+    ),
+    _parallel_training(
+        "parallel-loss-sequence",
+        "losses of training divided over two GPUs (sequence) beside those of one; needs two GPUs",
+        "loss --kv-heads 3",
+    ),
+    _parallel_training(
+        "parallel-speed",
+        "a training step of 12 layers at 256k tokens on one GPU and on two; needs two GPUs",
+        "speed",
     ),
     _fa2("flash-attn"),
     _fa2("PyTorch"),

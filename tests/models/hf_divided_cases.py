@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from transformers import AutoModelForCausalLM
 
 from hf_models import nsa_model
 from nsa_core import NSAError
@@ -70,13 +72,13 @@ def tokens(
     return errors
 
 
-def heads(rank: int, world: int, *, kind: str, padded: bool) -> Any:
+def heads(rank: int, world: int, *, kind: str, padded: bool, **changes: Any) -> Any:
     """Return the errors of the logits, the loss and the gradients under HeadParallel."""
     ids, labels = _row()
     mask = torch.ones_like(ids)
     if padded:
         mask[:, :20], labels[:, :20] = 0, -100
-    alone, model = _model(kind), _model(kind)
+    alone, model = _model(kind, **changes), _model(kind, **changes)
     expected = alone(ids, attention_mask=mask, shift_labels=labels)
     expected.loss.backward()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
@@ -99,6 +101,33 @@ def heads(rank: int, world: int, *, kind: str, padded: bool) -> Any:
     return errors
 
 
+def saved(
+    rank: int, world: int, *, kind: str, folder: str, sharded: bool = False, **changes: Any
+) -> Any:
+    """Save a divided model, load it on each rank alone, and compare it with the undivided one."""
+    ids, _ = _row()
+    alone, model = _model(kind, **changes), _model(kind, **changes)
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {LAYERS: HeadParallel()})
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if sharded:
+        fully_shard(model, mesh=mesh["dp"])
+    model.save_pretrained(folder)
+    dist.barrier()
+    after = {
+        name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in model.named_parameters()
+    }
+    unchanged = all(torch.equal(after[name], own[name]) for name in own)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    state = loaded.state_dict()
+    return {
+        "class": type(loaded).__name__,
+        "logits": torch.equal(loaded(ids).logits, alone.eval()(ids).logits),
+        "parameters": all(torch.equal(state[n], x) for n, x in alone.state_dict().items()),
+        "unchanged": unchanged,
+    }
+
+
 def refusal(rank: int, world: int, *, of: str) -> str:
     """Return the error of a call that a divided model refuses."""
     mesh = init_device_mesh("cpu", (world,))
@@ -117,8 +146,7 @@ def refusal(rank: int, world: int, *, of: str) -> str:
             ids, max_new_tokens=2, use_cache=False
         ),
         "generation of divided heads": lambda: divided(HeadParallel()).generate(ids),
-        "a bias": lambda: divided(HeadParallel(), "qwen2")(ids),
-        "a bias of the output": lambda: divided(HeadParallel(), attention_bias=True)(ids),
+        "a state_dict to save": lambda: divided(HeadParallel()).save_pretrained("no", True, {}),
     }
     try:
         actions[of]()

@@ -16,7 +16,14 @@ EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("tokens", {"kind": "qwen3", "packed": True}),
     ("heads", {"kind": "llama", "padded": False}),
     ("heads", {"kind": "qwen3", "padded": True}),
+    ("heads", {"kind": "qwen2", "padded": False}),
+    ("heads", {"kind": "llama", "padded": False, "attention_bias": True}),
 ]
+SAVED: dict[str, dict[str, Any]] = {
+    "plain": {"kind": "qwen3"},
+    "with biases": {"kind": "llama", "attention_bias": True},
+    "sharded by FSDP2": {"kind": "llama", "sharded": True},
+}
 REFUSED = {
     "a mask": "InvalidInput: attention_mask must be None for layers with the style ContextParallel",
     "positions": "InvalidInput: position_ids must be None for layers with the style Context",
@@ -25,16 +32,20 @@ REFUSED = {
     "generation": "Unsupported: generation is not context parallel",
     "generation without a cache": "Unsupported: generation is not context parallel",
     "generation of divided heads": "Unsupported: generation is not head parallel",
-    "a bias": "Unsupported: HeadParallel does not divide biases, and the layer has one in qkv:",
-    "a bias of the output": "the layer has one in qkv and out: use ContextParallel, or",
+    "a state_dict to save": "InvalidInput: state_dict must be None for a model whose heads HeadPar",
 }
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Any]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Return the results of both ranks by the name of the case."""
     cases = [*EQUAL, *[("refusal", {"of": of}) for of in REFUSED]]
-    return dict(zip(map(str, cases), run_on_ranks(2, cases, ["hf_divided_cases"])))
+    saving = [
+        ("saved", {"folder": str(tmp_path_factory.mktemp("saved")), **options})
+        for options in SAVED.values()
+    ]
+    results = run_on_ranks(2, [*cases, *saving], ["hf_divided_cases"])
+    return dict(zip([*map(str, cases), *SAVED], results))
 
 
 @pytest.mark.parametrize("case", EQUAL, ids=str)
@@ -43,6 +54,13 @@ def test_a_divided_model_computes_that_of_one_process(outcomes, case):
         assert not isinstance(errors, str), errors
         assert errors.pop("loss") < LOSS_LIMIT
         assert max(errors.values()) < LIMIT, errors
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_model_with_divided_heads_is_saved_whole(outcomes, name):
+    kind = {"qwen3": "NSAQwen3ForCausalLM", "llama": "NSALlamaForCausalLM"}[SAVED[name]["kind"]]
+    same = {"logits": True, "parameters": True, "unchanged": True}
+    assert outcomes[name] == [{"class": kind, **same}] * 2
 
 
 @pytest.mark.parametrize("of", REFUSED)

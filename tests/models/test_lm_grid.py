@@ -174,6 +174,16 @@ def test_divisions_that_cannot_work_are_refused(nsa, tmp_path, options, message)
     assert not out.exists()
 
 
+def test_a_process_waits_in_a_group_of_the_grid_until_the_timeout_of_the_library():
+    case = ("alone_in_a_group", {"timeout_s": 4})
+    ((first, _),) = run_on_ranks(2, [case], ["training_cases"])
+    assert not isinstance(first, str), first
+    assert len(first) == 2
+    for seconds, message in first:
+        assert 3 < seconds < 20
+        assert "imed out" in message
+
+
 def test_rows_that_do_not_divide_over_groups_of_processes_are_refused():
     with pytest.raises(InvalidInput, match="batch 2 does not divide over accumulate 1 x 3 groups"):
         Recipe(batch=2, context_parallel=2).rows_of(0, 0, 3)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pathlib
+import time
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from nsa_models.lm import checkpoint
+from nsa_models.lm import checkpoint, parallel
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.corpus import ListCorpus
 from nsa_models.lm.data import TextRows
@@ -92,3 +96,29 @@ def same_after_a_save(rank: int, world: int, *, folder: str, copy: str, **option
     return tensors.keys() == expected.keys() and all(
         torch.equal(tensors[name], expected[name]) for name in expected
     )
+
+
+def alone_in_a_group(rank: int, world: int, *, timeout_s: float) -> list[tuple[float, str]]:
+    """Return the seconds and the error of rank 0 that waits alone in the groups of a grid."""
+    usual, parallel.TIMEOUT = parallel.TIMEOUT, timedelta(seconds=timeout_s)
+    try:
+        own = World(torch.device("cpu"), rank, world)
+        grids = {"cp": own.arranged(world, 1), "tp": own.arranged(1, world)}
+    finally:
+        parallel.TIMEOUT = usual
+    groups = []
+    for dimension, grid in grids.items():
+        assert (grid.ranks_of(dimension), grid.place_in(dimension)) == (world, rank)
+        assert grid.mesh is not None
+        groups.append(grid.mesh[dimension].get_group())
+        together = torch.ones(1)
+        dist.all_reduce(together, group=groups[-1])
+        assert together.item() == world
+    results = []
+    for group in groups if rank == 0 else ():
+        started = time.monotonic()
+        with pytest.raises(RuntimeError) as error:
+            dist.all_reduce(torch.ones(1), group=group)
+        results.append((time.monotonic() - started, str(error.value)))
+    dist.barrier()  # in a group with another timeout: rank 1 does not end before
+    return results

@@ -125,7 +125,7 @@ def equality(
         rank: this rank.
         world: number of ranks.
         form: name of the documents.
-        wrap: "compile" or "checkpoint" runs the layer in it.
+        wrap: "compile" or "checkpoint" runs the layer in it; "compile and recompute" with recompute.
         layout: the layout.
         mode: the mode.
         options: fields of the config.
@@ -134,8 +134,9 @@ def equality(
     shards = Shards(len(case.x) if case.x.dim() == 2 else case.x.shape[1], world, rank, layout)
     layer = divided(world, case.layer(), mode=mode, layout=layout)
     x = shards.take(case.x, -2).clone().requires_grad_()
-    if wrap == "compile":
+    if wrap.startswith("compile"):
         torch._dynamo.reset()
+        layer.recompute = wrap.endswith("recompute")
         y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, case.cu_seqlens)
     elif wrap == "checkpoint":
         y = checkpoint(layer, x, case.cu_seqlens, use_reentrant=False)

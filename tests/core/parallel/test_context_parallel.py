@@ -308,10 +308,11 @@ def test_four_processes_compute_the_layer_of_one() -> None:
 
 
 COMPILED: list[Case] = [
-    ("equality", {"form": form, "layout": layout, "mode": mode, "wrap": "compile"})
-    for form, layout, mode in [
-        *itertools.product(["packed"], LAYOUTS, MODES),
-        ("batch", "head_tail", "sequence"),
+    ("equality", {"form": form, "layout": layout, "mode": mode, "wrap": wrap})
+    for form, layout, mode, wrap in [
+        *itertools.product(["packed"], LAYOUTS, MODES, ["compile"]),
+        ("batch", "head_tail", "sequence", "compile"),
+        ("packed", "head_tail", "sequence", "compile and recompute"),
     ]
 ]
 

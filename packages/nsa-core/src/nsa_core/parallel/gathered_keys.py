@@ -21,7 +21,12 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def attend_gathered(
-    attend: Attend, kernel: Any, queries: Sequence[torch.Tensor], local: Pair, ranks: Ranks
+    attend: Attend,
+    kernel: Any,
+    queries: Sequence[torch.Tensor],
+    local: Pair,
+    ranks: Ranks,
+    recomputed: bool = False,
 ) -> list[torch.Tensor]:
     """Gather the keys and values of all ranks, and attend from each piece to them.
 
@@ -34,6 +39,7 @@ def attend_gathered(
         queries: The queries of each piece.
         local: Keys and values of this rank [n, B, G, D].
         ranks: The rows and the group.
+        recomputed: Whether the caller checkpoints this call, with all that it keeps.
 
     Returns:
         The output of each piece.
@@ -43,7 +49,7 @@ def attend_gathered(
         pairs = gather_pairs(k, v, None, ranks, len(queries))
         return [attend(i, q, *pair) for i, (q, pair) in enumerate(zip(queries, pairs))]
 
-    if not torch.is_grad_enabled() or not is_eager():
+    if recomputed or not torch.is_grad_enabled() or not is_eager():
         return run(*local, *queries)
     policy = functools.partial(_keep_results_of, kernel.op)
     outputs: list[torch.Tensor] = checkpoint(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from nsa_core.errors import InvalidInput, Unsupported
@@ -29,8 +30,9 @@ class HeadParallel(ParallelStyle):
     Each rank holds the rows of ``qkv`` and of the gate, and the columns of ``out``, that belong to
     its n_kv_heads / P groups. x, its gradient and the output are whole on every rank, and equal to
     those of one process up to rounding: the partial outputs are summed in fp32, and so is the
-    gradient of x. Compression, norms and the hidden layer of an MLP gate have the same parameters
-    on all ranks, and their gradients are summed. All other modules of a model stay as they are.
+    gradient of x. Biases of ``qkv`` and of the gate are divided like their rows. Compression,
+    norms, the hidden layer of an MLP gate and a bias of ``out``, which is added after the sum, have
+    the same parameters and gradients on all ranks. All other modules of a model stay as they are.
 
     Parameters become those of the rank: load a checkpoint before, and create the optimizer after
     ``parallelize_module``. :func:`whole_parameters` returns those of one process. Shard the model
@@ -76,10 +78,12 @@ class HeadParallel(ParallelStyle):
         layer.parallel = DividedHeads(world, rank, group, sections, _Inputs(layer))
         layer.config = heads_of_one_rank(config, world)
         layer._widths = [width // world for width in layer._widths]
-        _replace(layer.qkv, "weight", _rows(layer.qkv.weight, sections, world, rank))
         _replace(layer.out, "weight", layer.out.weight.chunk(world, 1)[rank])
         for name in ("weight", "bias"):
-            _replace(gate, name, getattr(gate, name).chunk(world)[rank])
+            if (rows := getattr(layer.qkv, name)) is not None:
+                _replace(layer.qkv, name, _rows(rows, sections, world, rank))
+            if (rows := getattr(gate, name)) is not None:
+                _replace(gate, name, rows.chunk(world)[rank])
         for linear in linears:
             linear.out_features, linear.in_features = linear.weight.shape
         return module
@@ -146,16 +150,23 @@ class _Replicated(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over the ranks, whose gradient is the same on all of them."""
+    """The sum over the ranks plus a bias; their gradients are the same on all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
         total: torch.Tensor = sum_ranks(x.to(sum_dtype(x.dtype, torch.float32)), group)
+        if bias is not None:
+            ctx.bias_dtype = bias.dtype
+            total = total + bias
         return total.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        if not ctx.needs_input_grad[1]:
+            return grad, None, None
+        rows = grad.flatten(0, -2)
+        total = rows.sum(0, dtype=sum_dtype(rows.dtype, torch.float32))
+        return grad, total.to(ctx.bias_dtype), None
 
 
 class _Inputs(nn.Module):
@@ -227,7 +238,8 @@ class DividedHeads:
             recompute=layer.recompute,
             nonnegative_gates=has_sigmoid(layer.gate),
         )
-        y: torch.Tensor = _Summed.apply(layer.out(o.flatten(-2)), self.group)  # type: ignore[no-untyped-call]
+        product = _product(layer.out, o.flatten(-2))
+        y: torch.Tensor = _Summed.apply(product, layer.out.bias, self.group)  # type: ignore[no-untyped-call]
         return y
 
     def _replicated(
@@ -240,7 +252,7 @@ class DividedHeads:
         tensors = {"x": x} | {
             f"layer.{name}": parameter
             for name, parameter in layer.named_parameters()
-            if _is_replicated(name, layer)
+            if _is_replicated(name, layer) and name != "out.bias"  # its gradient is whole
         }
         trained = [name for name, tensor in tensors.items() if tensor.requires_grad]
         if trained and torch.is_grad_enabled():
@@ -249,19 +261,26 @@ class DividedHeads:
         return tensors.pop("x"), tensors
 
 
+def _product(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Return the output of a linear layer without its bias."""
+    if linear.bias is None:
+        return linear(x)  # type: ignore[no-any-return]
+    zero = {"bias": torch.zeros_like(linear.bias)}
+    return torch.func.functional_call(linear, zero, (x,))  # type: ignore[no-any-return]
+
+
 def _is_replicated(name: str, layer: NSAttention) -> bool:
     """Return whether a parameter has the same values on all ranks."""
     first, _, rest = name.partition(".")
     if first == "gate":
         return isinstance(layer.gate, MLPGate) and rest.startswith("0.")
-    return first not in ("qkv", "out")
+    return first != "qkv" and name != "out.weight"
 
 
 def whole_parameters(layer: NSAttention) -> dict[str, torch.Tensor]:
     """Return the parameters that the layer would have on one process, on every rank.
 
-    All ranks must call it. The parameters must not be sharded otherwise: call it before
-    ``fully_shard``, or on a model that was unsharded.
+    All ranks must call it, those over which ``fully_shard`` shards the parameters included.
 
     Args:
         layer: a layer that :class:`HeadParallel` divided; any other layer returns its own.
@@ -269,7 +288,7 @@ def whole_parameters(layer: NSAttention) -> dict[str, torch.Tensor]:
     Returns:
         name -> copy of the parameter, for ``load_state_dict``.
     """
-    state = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    state = {name: _copy(p.detach()) for name, p in layer.named_parameters()}
     divided = layer.parallel
     if not isinstance(divided, DividedHeads):
         return state
@@ -282,7 +301,7 @@ def whole_parameters(layer: NSAttention) -> dict[str, torch.Tensor]:
     for name, local in state.items():
         if _is_replicated(name, layer):
             continue
-        if name == "qkv.weight":
+        if name.startswith("qkv."):
             ranks = gathered(local).chunk(world)
             widths = [section // world for section in divided.sections]
             sections = zip(*[part.split(widths) for part in ranks])
@@ -292,3 +311,9 @@ def whole_parameters(layer: NSAttention) -> dict[str, torch.Tensor]:
         else:
             state[name] = gathered(local)
     return state
+
+
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, gathered over the mesh of ``fully_shard``."""
+    copy: torch.Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    return copy.clone()

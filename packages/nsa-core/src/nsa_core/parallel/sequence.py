@@ -2,16 +2,18 @@
 
 A forward has three collectives: rows to the left of each piece for win and phi, all compressed keys
 and values, and all keys and values of sel. Each piece of the rank is then one call of every slot,
-with queries that begin inside the sequence.
+with queries that begin inside the sequence. The backward gathers the keys and values of sel again;
+with ``layer.recompute`` it runs all branches again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.phi.kinds import compress_pair
@@ -21,6 +23,7 @@ from nsa_core.packing import token_positions
 from nsa_core.parallel.compressed_rows import blocks_of_pieces, gathered_rows
 from nsa_core.parallel.exchange_rows import Extended, Pair, Ranks, extend_pieces, gather_pairs
 from nsa_core.parallel.gathered_keys import attend_gathered
+from nsa_core.torch_ops.core_node import keeping_the_blocks
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
@@ -89,19 +92,33 @@ def forward(
     )
     widths = [config.window_size - 1, config.compress_block_size - 1]
     extended = extend_pieces(win, raw, ranks, widths)
-    compressed = _compressed(layer, extended, packing, ranks)
+    compressed, windows = _compressed(layer, extended, packing, ranks), extended.win
     gates = compute_gates(layer.gate, x)
     queries, gate_pieces = _pieces(q, ranks), _pieces(gates, ranks)
-    branches = _cmp_and_select(plan, queries, compressed, packing, ranks)
-    o_sel = _sel(plan, queries, sel, [blocks for _, blocks in branches], packing, ranks)
-    o_win = _win(plan, queries, extended.win, packing, ranks)
-    outputs = [
-        _combined(plan, gate, o_cmp, *others)
-        for gate, (o_cmp, _), *others in zip(gate_pieces, branches, o_sel, o_win)
-    ]
+    recompute = layer.recompute and torch.is_grad_enabled()
+
+    def core() -> list[torch.Tensor]:
+        branches = _cmp_and_select(plan, queries, compressed, packing, ranks)
+        blocks = [selected for _, selected in branches]
+        o_sel = _sel(plan, queries, sel, blocks, packing, ranks, recompute)
+        o_win = _win(plan, queries, windows, packing, ranks)
+        return [
+            _combined(plan, gate, o_cmp, *others)
+            for gate, (o_cmp, _), *others in zip(gate_pieces, branches, o_sel, o_win)
+        ]
+
+    outputs = _run_again_in_backward(core) if recompute else core()
     o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -3)
     y: torch.Tensor = layer.out(o.flatten(-2))
     return y
+
+
+def _run_again_in_backward(core: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Run ``core``, keep of its tensors the selected blocks, and run the rest again in backward."""
+    outputs: list[torch.Tensor] = checkpoint(
+        core, use_reentrant=False, preserve_rng_state=False, context_fn=keeping_the_blocks
+    )
+    return outputs
 
 
 def _packing_of(
@@ -171,6 +188,7 @@ def _sel(
     blocks: Sequence[torch.Tensor],
     packing: _Packing,
     ranks: Ranks,
+    recompute: bool,
 ) -> list[torch.Tensor]:
     """Return the output of sel of each piece."""
 
@@ -182,7 +200,7 @@ def _sel(
         return o
 
     kernel: Any = getattr(plan.sel, "kernel", plan.sel)  # that of a checked plan is inside
-    return attend_gathered(attend, kernel, queries, local, ranks)
+    return attend_gathered(attend, kernel, queries, local, ranks, recompute)
 
 
 def _win(

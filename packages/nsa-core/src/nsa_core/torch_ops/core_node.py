@@ -108,7 +108,7 @@ def run_core(
         *inputs,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=_keeping_the_blocks,
+        context_fn=keeping_the_blocks,
     )
     return results
 
@@ -166,7 +166,8 @@ def _policy(_: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_select else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_keeping_the_blocks = functools.partial(
+# A context_fn of torch.utils.checkpoint.
+keeping_the_blocks = functools.partial(
     torch.utils.checkpoint.create_selective_checkpoint_contexts, _policy
 )
 

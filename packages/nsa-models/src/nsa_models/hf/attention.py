@@ -11,7 +11,6 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
 from nsa_models.hf.cache import NSAModelCache
 from nsa_models.hf.configs import LayerSpec
-from nsa_models.hf.divided import check_divided_layer
 from nsa_models.hf.rows import TokenRows
 
 
@@ -66,12 +65,9 @@ class NSASelfAttention(NSAttention):
         Raises:
             InvalidInput: ``attention_mask`` is a tensor, because the model does not have the
                 attention implementation "nsa" or because it was called with a mask that is not 2-D.
-            Unsupported: A style of nsa_core.parallel divided the layer and does not support its
-                biases or a cache.
+            Unsupported: A style of nsa_core.parallel divided the layer, and there is a cache.
         """
         x, rows = hidden_states, attention_mask
-        if self.parallel is not None:
-            check_divided_layer(self)
         if rows is not None and not isinstance(rows, TokenRows):
             raise InvalidInput(
                 f"attention_mask reached an NSA layer as {type(rows).__name__}"

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from nsa_core.errors import InvalidInput, Unsupported
+import torch
+from torch import nn
+
+from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
+from nsa_core.parallel import whole_parameters
 from nsa_core.parallel.context import DividedSequence
 from nsa_core.parallel.head_parallel import DividedHeads
-
-
-def check_divided_layer(layer: NSAttention) -> None:
-    """Check that the style of a layer supports its parameters.
-
-    Raises:
-        Unsupported: The heads are divided, and a projection has a bias.
-    """
-    if not isinstance(layer.parallel, DividedHeads):
-        return
-    if biased := [n for n in ("qkv", "out") if getattr(layer, n).bias is not None]:
-        raise Unsupported(
-            f"HeadParallel does not divide biases, and the layer has one in {' and '.join(biased)}:"
-            " use ContextParallel, or a model without biases of the attention, such as Qwen3"
-        )
+from nsa_models.lm.head_shards import unshard
 
 
 def check_divided_call(
@@ -65,3 +56,35 @@ def check_divided_call(
             " style ContextParallel: shift the labels of the whole sequence, and pass this rank's"
             " rows of them as shift_labels=shards.take(shifted, 1), with num_items_in_batch"
         )
+
+
+def divided_heads_of(model: nn.Module) -> DividedHeads | None:
+    """Return how :class:`nsa_core.parallel.HeadParallel` divided a model; None if it did not."""
+    layers = (m.parallel for m in model.modules() if isinstance(m, NSAttention))
+    return next((divided for divided in layers if isinstance(divided, DividedHeads)), None)
+
+
+def whole_state(
+    model: nn.Module, state_dict: Mapping[str, torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
+    """Return the state_dict that a model with divided heads would have on one process, on the CPU.
+
+    All ranks must call this, those over which ``fully_shard`` shards the model included.
+
+    Args:
+        model: The model.
+        state_dict: The state_dict with which a checkpoint is saved; None for the model's own.
+
+    Raises:
+        InvalidInput: ``state_dict`` is passed.
+    """
+    if state_dict is not None:
+        raise InvalidInput(
+            "state_dict must be None for a model whose heads HeadParallel divides, because"
+            " model.state_dict() has the heads of one rank: save_pretrained gathers all of them"
+        )
+    state = {name: unshard(x).cpu() for name, x in model.state_dict().items()}
+    for prefix, layer in model.named_modules():
+        if isinstance(layer, NSAttention):
+            state |= {f"{prefix}.{n}": x.cpu() for n, x in whole_parameters(layer).items()}
+    return state

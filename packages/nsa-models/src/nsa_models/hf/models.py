@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from inspect import signature
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from nsa_core.errors import InvalidInput
 from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.hf.cache import NSAModelCache
 from nsa_models.hf.configs import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config, layer_spec
-from nsa_models.hf.divided import check_divided_call
+from nsa_models.hf.divided import check_divided_call, divided_heads_of, whole_state
 from nsa_models.hf.packed import packed_boundaries
 from nsa_models.hf.rows import nsa_mask
 
@@ -171,6 +172,34 @@ class _NSACausalLM:
         )
         model_kwargs[_CACHE] = self.new_cache(
             max_cache_length, min(max_cache_length, MAX_ROLLBACK) if rolls_back else 0
+        )
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save the model, as the dense model of transformers does.
+
+        If :class:`nsa_core.parallel.HeadParallel` divides the heads of the layers, all ranks must
+        call this. The first one of a mesh writes the model of one process.
+
+        Args:
+            save_directory: The folder.
+            is_main_process: Whether this process writes files.
+            state_dict: The parameters to save. Default: those of the model.
+            **kwargs: Other arguments of the dense model.
+
+        Raises:
+            InvalidInput: The heads are divided, and ``state_dict`` is passed.
+        """
+        if (divided := divided_heads_of(self)) is not None:  # type: ignore[arg-type]  # a mixin
+            state_dict = whole_state(self, state_dict)  # type: ignore[arg-type]
+            is_main_process = is_main_process and divided.rank == 0
+        super().save_pretrained(  # type: ignore[misc]
+            save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs
         )
 
     def initialize_weights(self) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,8 +77,7 @@ class World:
                 f" multiple of {ranks} processes with torchrun --nproc-per-node, or set it to 1"
             )
         sizes = (self.size // ranks, context_parallel, tensor_parallel)
-        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=DIMENSIONS)
-        return dataclasses.replace(self, mesh=mesh)
+        return dataclasses.replace(self, mesh=_mesh(self.device.type, sizes))
 
     def ranks_of(self, dimension: str) -> int:
         """Return the number of ranks along a dimension of the grid: "dp", "cp" or "tp"."""
@@ -131,6 +131,20 @@ class World:
         """Leave the process group."""
         if self.size > 1:
             dist.destroy_process_group()
+
+
+def _mesh(device_type: str, sizes: tuple[int, ...]) -> DeviceMesh:
+    """Return a mesh of all processes whose groups have the timeout of the library.
+
+    init_device_mesh has no option for it: groups of a part of the processes would have PyTorch's.
+    """
+    grid = torch.arange(math.prod(sizes)).view(sizes)
+    groups = []
+    for dimension, ranks in enumerate(sizes):
+        lines = grid.movedim(dimension, -1).reshape(-1, ranks).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(lines, timeout=TIMEOUT)
+        groups.append(group)
+    return DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=DIMENSIONS)
 
 
 def join(device: str) -> World:
