@@ -53,6 +53,9 @@ def _warm_slots(
     """Run the forward of each slot, and the backward if the request needs gradients."""
     for slot, kernel in kernels.items():
         _warm_slot(kernel, requests[slot], specs[slot].warmup_tokens, device)
+        if specs[slot].warmup_tokens > SlotSpec.warmup_tokens:
+            # A slot that needs more than the default may run other kernels in short sequences.
+            _warm_slot(kernel, requests[slot], 0, device)
         causal = getattr(kernel, "causal", None)
         if causal is not None:  # its inputs are those of win
             _warm_slot(causal, requests["win"], specs["win"].warmup_tokens, device)
