@@ -1,6 +1,6 @@
 """Time settings of one kernel of the Triton backend, to fill a row of its tables in `tuned/`.
 
-    python benchmarks/kernels/tune_tables.py SWEEPS [--json FILE] [--processes 14]
+    python benchmarks/kernels/tune_tables.py SWEEPS [--graph] [--json FILE] [--processes 14]
     python benchmarks/rehearse.py --arch 80 -- python benchmarks/kernels/tune_tables.py SWEEPS
 
 SWEEPS is a text file. A line names a kernel, a slot, a shape Hq/G/D or Hq/G/Dk/Dv, a number of
@@ -16,8 +16,10 @@ the initial and local ones among them. sel takes them in parts of select_block_s
 Every candidate first runs on a short sequence, in a pool of processes that compiles all of them. It
 is compared with the tuned row there: `nsa verify` judges the row that is chosen in the end. A
 candidate that does not fit the GPU prints its error. Then the slot is timed in bf16 at batch 1 with
-all other kernels as tuned: its forward or its backward, median ms of do_bench, fastest first.
-Without random_blocks, the blocks of sel are those that select chooses for random queries and keys.
+all other kernels as tuned: its forward or its backward, median ms of do_bench, fastest first. With
+``--graph``, a CUDA graph of the call is replayed, which leaves out the time of the host: use it for
+short sequences. Without random_blocks, the blocks of sel are those that select chooses for random
+queries and keys.
 """
 
 from __future__ import annotations
@@ -264,12 +266,23 @@ def problem_of(sweep: Sweep, change: Settings) -> str:
     return "" if found < MAX_DISTANCE else f"WRONG: distance {found:.2g} from the tuned row"
 
 
-def measure(sweep: Sweep, problems: list[str]) -> dict[str, Any]:
-    """Time the candidates without a problem; print and return the results."""
+def bench(sweep: Sweep, graph: bool) -> Callable[[], float]:
+    """Return a function that times the call of ``sweep`` with the rows as they are, in ms."""
+    if graph:
+        from tree_clocks import cuda_clock  # beside this script
+
+        # Captured each time, because the rows change between the times.
+        return lambda: cuda_clock(lambda: slot_call(sweep, sweep.tokens))()
     from triton.testing import do_bench
 
-    rows, times = TunedRows(sweep.kernel), []
     call = slot_call(sweep, sweep.tokens)
+    return lambda: float(do_bench(call, warmup=10, rep=60, return_mode="median"))
+
+
+def measure(sweep: Sweep, problems: list[str], graph: bool) -> dict[str, Any]:
+    """Time the candidates without a problem; print and return the results."""
+    rows, times = TunedRows(sweep.kernel), []
+    time_call = bench(sweep, graph)
     print(f"\n{sweep}", flush=True)
     for change, problem in zip(sweep.changes(), problems):
         label = " ".join(f"{name}={value}" for name, value in change.items()) or "tuned"
@@ -277,7 +290,7 @@ def measure(sweep: Sweep, problems: list[str]) -> dict[str, Any]:
             print(f"           {label}  {problem}", flush=True)
             continue
         rows.change(change)
-        times.append((float(do_bench(call, warmup=10, rep=60, return_mode="median")), label))
+        times.append((time_call(), label))
     rows.change({})
     for ms, label in sorted(times):
         print(f"{ms:9.3f}  {label}", flush=True)
@@ -290,6 +303,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sweeps", type=Path, metavar="SWEEPS")
+    parser.add_argument("--graph", action="store_true", help="replay CUDA graphs")
     parser.add_argument("--json", type=Path, help="also write the times to this file")
     parser.add_argument("--processes", type=int, default=14)
     options = parser.parse_args()
@@ -310,7 +324,7 @@ def main() -> None:
             results.append((sweep, problems))
     rows = []
     for sweep, problems in results:
-        rows.append(measure(sweep, problems))
+        rows.append(measure(sweep, problems, options.graph))
         torch.cuda.empty_cache()
         if options.json:
             options.json.write_text(json.dumps(facts | {"sweeps": rows}, indent=1) + "\n")

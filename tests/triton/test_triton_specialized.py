@@ -57,6 +57,14 @@ def all_launches(architecture: int):
     for varlen in (False, True):
         request = dataclasses.replace(compile_table._BASE, varlen=varlen)
         yield from compile_table.core_launches(request, architecture)
+        if varlen:
+            continue
+        for partial, groups in ((False, 4), (True, 16)):  # the bitmask form of sel
+            changes = {"slot": "sel", "seq_len": 1024, "partial": partial, "n_kv_heads": groups}
+            short = dataclasses.replace(compile_table._BASE, **changes)
+            yield from compile_table.launches(short, architecture)
+            short = dataclasses.replace(short, varlen=True)
+            yield from compile_table.launches(short, architecture)
     far = dataclasses.replace(compile_table._BASE, slot="sel", seq_len=2**18)  # offsets of 64 bits
     yield from compile_table.launches(far, architecture)
     for rows in (1, 4):

@@ -144,7 +144,10 @@ def test_request_contains_every_argument_of_resolve(toy):
         seq_len=5,
         registry=registry_of(spec("toy")),
     )
-    assert [request.slot for request in seen] == list(SLOTS)
+    # The last one is about the causal kernel of sel.
+    assert [request.slot for request in seen] == [*SLOTS, "win"]
+    longest = config.num_selected_blocks * config.select_block_size
+    assert [request.geometry.window_size for request in seen] == [17] * 5 + [longest]
     expected = {
         "n_heads": 4,
         "n_kv_heads": 2,

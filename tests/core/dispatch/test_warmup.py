@@ -38,13 +38,25 @@ def test_warmup_runs_every_slot_once(varlen: bool, needs_grad: bool) -> None:
         plan.warmup()
     expected = [
         (slot, direction)
-        for slot in SLOTS
+        for slot in ("cmp", "select", "sel", "win", "win", "combine")  # the first win: causal sel
         for direction in ("forward", "backward")
         if needs_grad or direction == "forward"
     ]
     expected = [pair for pair in expected if pair != ("select", "backward")]
     assert [(r.slot, r.direction) for r in trace] == expected
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_warmup_of_a_slot_that_needs_many_tokens_also_runs_few() -> None:
+    plan = resolve(CONFIG, backends="sdpa")
+    lengths: list[int] = []
+
+    def sel(q: torch.Tensor, *tensors: torch.Tensor, **_: object) -> None:
+        lengths.append(q.shape[1])
+
+    slots = {**plan._slots, "sel": dataclasses.replace(plan._slots["sel"], warmup_tokens=200)}
+    dataclasses.replace(plan, _slots=slots, sel=sel).warmup()
+    assert lengths == [200, 16]
 
 
 def test_warmup_on_another_device_type_raises() -> None:

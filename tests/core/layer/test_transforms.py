@@ -91,7 +91,7 @@ def test_vjp_equals_autograd_inside_and_after_the_transform(packed):
 
 @pytest.mark.parametrize("in_dim", [0, 2])
 def test_vmap_folds_the_samples_into_one_call_per_slot(in_dim):
-    tensors, q = inputs(CONFIG, 2, 12), torch.randn(SAMPLES, 2, 12, 4, 8, dtype=torch.float64)
+    tensors, q = inputs(CONFIG, 2, 70), torch.randn(SAMPLES, 2, 70, 4, 8, dtype=torch.float64)
 
     def attend(q):
         return nsa_attention(

@@ -155,7 +155,7 @@ def test_results_gradients_and_kernels_are_those_of_eager_calls(
 @pytest.mark.parametrize("kind", ["fused", pytest.param("slots", marks=pytest.mark.slow)])
 def test_lengths_share_two_compilations_at_most(kind: str) -> None:
     call, graphs = compiled()
-    for tokens in (30, 41, 9, 64):
+    for tokens in (30, 41, 25, 64):
         x = leaves(tokens, dtype=torch.float32)
         of_plan, options = plan(kind, torch.float32), {"nonnegative_gates": True}
         actual = results(call, x, of_plan, **options)
@@ -190,19 +190,26 @@ def test_a_branch_without_wanted_gradients_does_not_run(
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    few([("fused", "blocks")], ("slots", "fused"), ("dense", "packed", "blocks", "no keys")),
+    few(
+        [("fused", "blocks"), ("fused", "causal")],
+        ("slots", "fused"),
+        ("dense", "packed", "blocks", "no keys", "causal"),
+    ),
 )
 def test_the_operators_pass_opcheck(kind: str, case: str) -> None:
-    packed, tokens = case == "packed", 3 if case == "no keys" else 30
+    packed, tokens = case == "packed", {"no keys": 3, "causal": 24}.get(case, 30)
     x, of_plan = leaves(tokens, packed), plan(kind, packed=packed)
     cu_seqlens = torch.tensor([0, 11, 11, 30], dtype=torch.int32) if packed else None
     blocks = torch.randint(-1, 4, (2, 30, 2, 3)) if case == "blocks" else None
     assert of_plan.core is not None
     tail = (cu_seqlens, tokens, of_plan.core.kernels, 0.3, CONFIG.geometry.as_ints(), False)
-    arguments = (*x.values(), blocks, *tail, case == "packed", True)
+    arguments = (*x.values(), blocks, *tail, case == "packed", True, case == "causal")
     torch.library.opcheck(torch.ops.nsa_core.core.default, arguments)
     o, selected, *rest = torch.ops.nsa_core.core.default(*arguments)
     inputs = [t.detach() for t in x.values()]
+    if case == "causal":
+        assert selected.shape == (0,)
+        selected = None
     saved = [selected if blocks is None else blocks, *rest]
     some = [False, True, False, True, True, False, False, True]
     for needs, kept in (([True] * 8, saved), (some, [saved[0], *[None] * 6])):
@@ -214,9 +221,9 @@ def test_a_result_is_no_given_tensor_and_the_backward_is_not_differentiable() ->
     x, blocks = leaves(), torch.zeros(2, 30, 2, 1, dtype=torch.int32)
     core, inputs = plan("fused").core, CoreInputs(*x.values())
     assert core is not None
-    tail = (None, 30, core.kernels, 0.3, CONFIG.geometry.as_ints(), False, False, True)
+    tail = (None, 30, core.kernels, 0.3, CONFIG.geometry.as_ints(), False, False, True, False)
     assert torch.ops.nsa_core.core.default(*inputs, blocks, *tail)[1].shape == (0,)
-    o, branches = core_op.core(core, inputs, blocks, None, 30, False, True)
+    o, branches = core_op.core(core, inputs, blocks, None, 30, False, True, False)
     assert branches.blocks is blocks
     (dq,) = torch.autograd.grad(o.square().sum(), inputs.q, create_graph=True)
     with pytest.raises(Unsupported, match="differentiable once, not twice"):

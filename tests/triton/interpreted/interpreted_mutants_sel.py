@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bitmask_cases
 import mutation_cases
 from mutation_suite import FUNCTIONS, OF_SEL, Mutants
 
 
 class TestSel(Mutants):
     names = tuple(name for name in FUNCTIONS if name.startswith(OF_SEL))
-    cases = mutation_cases.SEL_CASES
+    cases = {**mutation_cases.SEL_CASES, **bitmask_cases.CASES}

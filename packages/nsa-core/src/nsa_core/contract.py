@@ -329,7 +329,8 @@ class SlotSpec:
             without a request for determinism.
         reads_boundaries: whether packed calls read ``cu_seqlens`` on the host, with
             :func:`nsa_core.packing.host_boundaries`. Such calls cannot be captured in a CUDA graph.
-        warmup_tokens: number of tokens of a call that reaches every kernel of the slot.
+        warmup_tokens: number of tokens of a call that reaches every kernel of the slot. If it is
+            more than the default, warm-up also runs a call of a few tokens.
             Plan.warmup() runs such a call.
         partial: whether forward and backward take queries that begin inside a sequence.
     """

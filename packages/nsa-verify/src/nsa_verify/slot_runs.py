@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -48,6 +48,20 @@ OUTPUTS = {
     "win": ("o", "lse"),
     "combine": ("o",),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalSel:
+    """The causal kernel of a plan in the place of sel: it does not read the blocks."""
+
+    kernel: Kernel
+    slot: str = "sel"
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: torch.Tensor, **packing: Any
+    ) -> Any:
+        """Run the kernel."""
+        return self.kernel(q, k, v, **packing)
 
 
 def run_slot(

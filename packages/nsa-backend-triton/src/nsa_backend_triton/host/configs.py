@@ -43,7 +43,7 @@ FORWARD: Mapping[str, tuple[str, ...]] = {
 BACKWARD: Mapping[str, tuple[str, ...]] = {
     "cmp": ("span_dq", "span_dkdv"),
     "select": (),
-    "sel": ("sel_block_backward", "sel_tile_backward"),
+    "sel": ("sel_bitmask_dq", "sel_bitmask_dkdv", "sel_block_backward", "sel_tile_backward"),
     "win": ("span_dq", "span_dkdv"),
     "combine": ("combine_backward",),
 }

@@ -5,10 +5,12 @@
 
 over the keys <= t of the blocks that token t selected (Eq. 4 over the keys of Eq. 12).
 
-There are two forms. The unordered form is one pass with 5 matrix products, which adds all three
-gradients in fp32, in no fixed order. The ordered form takes dk and dv from partial sums that are
-added in a fixed order, and dq tile by tile: 7 products. ``call.deterministic`` selects it, and so
-does the setting ORDERED of rows of the tuned table where it is faster.
+There are three forms. In short sequences, the bitmask form needs no lists of pairs (bitmask.py); it
+always adds in a fixed order. In longer ones, the unordered form is one pass with 5 matrix products,
+which adds all three gradients in fp32, in no fixed order. The ordered form takes dk and dv from
+partial sums that are added in a fixed order, and dq tile by tile: 7 products.
+``call.deterministic`` selects it, and so does the setting ORDERED of rows of the tuned table where
+it is faster.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 from nsa_backend_triton.host import configs, descriptors, sequences
 from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
-from nsa_backend_triton.sel import delta, pair_lists
+from nsa_backend_triton.sel import bitmask, delta, pair_lists
 from nsa_backend_triton.sel import forward as sel_forward
 from nsa_backend_triton.sel import unions as sel_union
 from nsa_backend_triton.sel.backward_blocks import (
@@ -32,6 +34,7 @@ from nsa_backend_triton.sel.backward_blocks import (
 )
 from nsa_backend_triton.sel.backward_tiles import sel_tile_backward
 from nsa_backend_triton.sel.pair_lists import PairLists
+from nsa_backend_triton.sel.problem import Problem, tuned
 from nsa_core.contract import SlotCall
 
 MAX_SEGMENTS = 32  # limits the programs per block at every sequence length
@@ -41,51 +44,6 @@ MIN_SEGMENT_TOKENS, MIN_CHUNK_PAIRS = 128, 256
 ROUND_BLOCK = 4096  # elements per program of sel_round
 # Settings of sel_block_backward that are no arguments of the kernel.
 _SCHEDULE_SETTINGS = ("SEGMENT_ROWS", "CHUNK_PAIRS", "PROGRAMS_PER_SM", "ORDERED")
-
-
-class Problem(NamedTuple):
-    """The inputs that the kernels of the backward share."""
-
-    do: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lse2: Tensor  # [B, S, Hq], contiguous; see delta.rows and core.backward
-    delta: Tensor  # [B, S, Hq], contiguous
-    seqs: Sequences
-    call: SlotCall
-
-    @property
-    def group(self) -> int:
-        """Query heads per kv head."""
-        return self.q.shape[-2] // self.k.shape[-2]
-
-    def strides(self) -> list[tuple[int, int, int]]:
-        """(sequence, token, head) strides of q, k, v and do."""
-        inputs = (self.q, self.k, self.v, self.do)
-        return [sequences.strides(x, self.seqs.packed, int64_products=True) for x in inputs]
-
-    def constants(self) -> dict[str, object]:
-        """Return the constexpr arguments that the kernels share."""
-        head_dim, v_head_dim = self.k.shape[-1], self.v.shape[-1]
-        return {
-            "GROUP": self.group, "NUM_KV_HEADS": self.k.shape[-2],
-            "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
-            "HEAD_DIM_BAND": sequences.band(head_dim),
-            "V_HEAD_DIM_BAND": sequences.band(v_head_dim),
-            "SELECT_BLOCK": self.call.geometry.select_block_size, "VARLEN": self.seqs.packed,
-            "PARTIAL": self.seqs.partial,
-            "ACC": sequences.accumulator(self.q.dtype),
-        }  # fmt: skip
-
-
-@cached_by_metadata
-def tuned(q: Tensor, k: Tensor, v: Tensor, select_block: int, kernel: str) -> configs.Settings:
-    """Return the tuned settings of ``kernel`` for blocks of ``select_block`` keys."""
-    return configs.pick(
-        kernel, sequences.architecture(q.device), head_dim=k.shape[-1], v_head_dim=v.shape[-1],
-        itemsize=q.itemsize, heads=q.shape[-2] // k.shape[-2], block=select_block,
-    )  # fmt: skip
 
 
 class _BlockLaunches(NamedTuple):
@@ -330,6 +288,8 @@ def backward(
 
 def gradients(problem: Problem, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv in the shapes and dtypes of q, k and v."""
+    if bitmask.fits(problem, blocks):
+        return bitmask.gradients(problem, blocks)
     q, k, v, call = problem.q, problem.k, problem.v, problem.call
     select_block = call.geometry.select_block_size
     lists = pair_lists.build(blocks, problem.seqs, call.geometry)

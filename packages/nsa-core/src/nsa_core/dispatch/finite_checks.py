@@ -23,6 +23,12 @@ class CheckedKernel:
     kernel: Any
     layer: str | int | None
 
+    @property
+    def causal(self) -> CheckedKernel | None:
+        """The causal kernel of sel, checked likewise; None if the kernel has none."""
+        causal = getattr(self.kernel, "causal", None)
+        return None if causal is None else CheckedKernel(causal, self.layer)
+
     def __call__(self, *tensors: torch.Tensor, **packing: Any) -> Any:
         """Run the kernel.
 

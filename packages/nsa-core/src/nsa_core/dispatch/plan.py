@@ -16,11 +16,16 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import FUSED_DECODE, SLOTS, Reason, Request, SlotSpec, import_named
 from nsa_core.dispatch.candidates import Candidates, find_candidates
 from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.probing import Candidate
+from nsa_core.dispatch.probing import Candidate, reasons_against
 from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.torch_ops.core_backward import core_backward
-from nsa_core.torch_ops.core_kernels import CoreConstants, constants_of
+from nsa_core.torch_ops.core_kernels import (
+    CoreConstants,
+    causal_geometry,
+    causal_kernel,
+    constants_of,
+)
 from nsa_core.torch_ops.decode_kernel import DecodeKernel, decode_kernel
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 from nsa_core.util.interruption import is_ctrl_c
@@ -104,15 +109,26 @@ class Plan:
         kernels = [getattr(self, slot) for slot in SLOTS]
         object.__setattr__(self, "core", constants_of(kernels, self.fused.get("backward")))
 
+    @property
+    def causal_sel(self) -> SlotKernel | None:
+        """The kernel that replaces select and sel in short sequences, see Kernel.causal."""
+        return getattr(self.sel, "causal", None)
+
     def explain(self) -> str:
         """Describe the plan: the request, and each slot's backend and other candidates.
 
         Returns:
-            Plain text of several lines. Each other candidate is listed with its reasons.
+            Plain text of several lines. Each other candidate is listed with its reasons. A line
+            states the length up to which sel is causal attention and select does not run.
         """
         lines = [describe_request(self.requests["cmp"])]
         for choice in self.choices.values():
-            lines += _explain_choice(choice)
+            chosen, *others = _explain_choice(choice)
+            lines.append(chosen)
+            if choice.slot == "sel" and self.causal_sel is not None:
+                longest = causal_geometry(self.requests["sel"].geometry).window_size
+                lines.append(f"  up to n l' = {longest} tokens: causal, kernel of win, no select")
+            lines += others
         lines += [
             f"{name}: {one_line(kernel.backend)} (fused)" for name, kernel in self.fused.items()
         ]
@@ -340,6 +356,7 @@ def decide(all_candidates: Candidates) -> Plan:
     chosen = _choose(all_candidates, outcomes)
     choices = {slot: choice for slot, (choice, _) in chosen.items()}
     kernels = {slot: kernel for slot, (_, kernel) in chosen.items()}
+    kernels["sel"] = _with_causal(all_candidates, kernels["sel"])
     slots = {}
     for slot, choice in choices.items():
         spec = all_candidates.registry.get(choice.backend).spec
@@ -402,6 +419,26 @@ def _kernel(all_candidates: Candidates, slot: str, backend: str) -> Kernel | Dec
     scale, geometry = all_candidates.config.softmax_scale, tuple(request.geometry.as_ints())
     partial = request.partial and slot != "combine"
     return Kernel(backend, slot, op, scale, geometry, request.deterministic, partial)
+
+
+def _with_causal(all_candidates: Candidates, sel: SlotKernel) -> SlotKernel:
+    """Return the kernel of sel with its causal kernel, if its backend takes the request for it."""
+    request = all_candidates.requests["win"]
+    if request.phase == "decode" or request.partial:
+        return sel
+    request = dataclasses.replace(request, geometry=causal_geometry(request.geometry))
+    entry = all_candidates.registry.get(sel.backend)
+    if reasons_against(entry, request):
+        return sel
+    assert entry.spec is not None  # a backend without reasons against it is ready
+    try:
+        with contextlib.nullcontext() if entry.first_party else stdout_to_stderr():
+            win = slot_op(sel.backend, "win", entry.spec.slots["win"])
+    except BaseException as failure:  # a plugin may raise anything
+        if is_ctrl_c(failure):
+            raise
+        return sel
+    return dataclasses.replace(sel, causal=causal_kernel(sel, win))
 
 
 def _fused(all_candidates: Candidates, choices: Mapping[str, Choice]) -> dict[str, Any]:

@@ -52,24 +52,32 @@ def _warm_slots(
 ) -> None:
     """Run the forward of each slot, and the backward if the request needs gradients."""
     for slot, kernel in kernels.items():
-        request = requests[slot]
-        # Long enough for two documents of at least one compressed token each.
-        length = max(specs[slot].warmup_tokens, 2 * request.geometry.compress_block_size)
-        tensors = _zeros(request, length, device)
-        differentiated = [
-            t for n, t in tensors.items() if request.needs_grad and n in DIFFERENTIABLE[slot]
-        ]
-        for tensor in differentiated:
-            tensor.requires_grad_()
-        bounds = [0, length // 2, length]
-        cu_seqlens = (
-            torch.tensor(bounds, dtype=torch.int32, device=device) if request.varlen else None
-        )
-        with torch.set_grad_enabled(bool(differentiated)):
-            result = kernel(*tensors.values(), cu_seqlens=cu_seqlens, max_seqlen=length)
-        if differentiated:
-            o = result if isinstance(result, torch.Tensor) else result[0]
-            torch.autograd.grad(o, differentiated, torch.zeros_like(o))
+        _warm_slot(kernel, requests[slot], specs[slot].warmup_tokens, device)
+        if specs[slot].warmup_tokens > SlotSpec.warmup_tokens:
+            # A slot that needs more than the default may run other kernels in short sequences.
+            _warm_slot(kernel, requests[slot], 0, device)
+        causal = getattr(kernel, "causal", None)
+        if causal is not None:  # its inputs are those of win
+            _warm_slot(causal, requests["win"], specs["win"].warmup_tokens, device)
+
+
+def _warm_slot(kernel: Kernel, request: Request, tokens: int, device: torch.device) -> None:
+    """Run the kernel of the slot of ``request`` on at least ``tokens`` tokens."""
+    # Long enough for two documents of at least one compressed token each.
+    length = max(tokens, 2 * request.geometry.compress_block_size)
+    tensors = _zeros(request, length, device)
+    differentiated = [
+        t for n, t in tensors.items() if request.needs_grad and n in DIFFERENTIABLE[request.slot]
+    ]
+    for tensor in differentiated:
+        tensor.requires_grad_()
+    bounds = [0, length // 2, length]
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device) if request.varlen else None
+    with torch.set_grad_enabled(bool(differentiated)):
+        result = kernel(*tensors.values(), cu_seqlens=cu_seqlens, max_seqlen=length)
+    if differentiated:
+        o = result if isinstance(result, torch.Tensor) else result[0]
+        torch.autograd.grad(o, differentiated, torch.zeros_like(o))
 
 
 def _warm_backward(

@@ -280,9 +280,13 @@ def nsa_attention(
         given = None if blocks is None else _widen(blocks)
         options = (cu_seqlens, max_seqlen, recompute, nonnegative_gates)
         core = run_core(plan, tensors, given, *options)
+        selected = core.blocks
+        if selected is None and return_blocks:  # sel was causal attention, without select
+            packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+            selected = plan.select(q, k_cmp, core.lse[0], **packing)
 
     extras: list[Any] = [core.lse] if return_lse else []
-    extras += [core.blocks if blocks is None else blocks] if return_blocks else []
+    extras += [selected if blocks is None else blocks] if return_blocks else []
     return (core.o, *extras) if extras else core.o
 
 

@@ -7,6 +7,7 @@ Both forms of the core as one step run these functions: the autograd node of eag
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -15,6 +16,7 @@ import torch
 from torch._C import _AutoDispatchBelowAutograd
 
 from nsa_core.contract import SLOTS
+from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops import autograd, core_backward
 from nsa_core.torch_ops.core_backward import CoreBackward
 from nsa_core.torch_ops.slot_op import Kernel, SlotOp, operator_of
@@ -37,9 +39,12 @@ class CoreInputs(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """The blocks, and the output and the log-sum-exp of each branch."""
+    """The blocks, and the output and the log-sum-exp of each branch.
 
-    blocks: torch.Tensor
+    The blocks are None if sel was causal attention (:func:`selects_all`).
+    """
+
+    blocks: torch.Tensor | None
     o_cmp: torch.Tensor
     lse_cmp: torch.Tensor
     o_sel: torch.Tensor
@@ -49,13 +54,14 @@ class Branches(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Functions that run the slots of a plan as its kernels do."""
+    """Functions that run the slots of a plan as its kernels do; the last one is Plan.causal_sel."""
 
     cmp: Callable[..., Any]
     select: Callable[..., Any]
     sel: Callable[..., Any]
     win: Callable[..., Any]
     combine: Callable[..., Any]
+    causal_sel: Callable[..., Any] | None
 
 
 class CoreConstants(NamedTuple):
@@ -63,7 +69,8 @@ class CoreConstants(NamedTuple):
 
     Attributes:
         kernels: Names of the operators of the slots, and of the fused backward if the plan has one,
-            separated by spaces. A name stands for one operator as long as the process lives.
+            separated by spaces. The name of sel is followed by "+" and the operator of its causal
+            kernel if it has one. A name stands for one operator as long as the process lives.
         scale: Softmax scale.
         geometry: The block sizes, as BlockGeometry.as_ints() gives them.
         deterministic: Whether every run must give the same bits.
@@ -81,7 +88,8 @@ class CoreKernels(NamedTuple):
     Attributes:
         observed: The slots as operators, which observers see: the plan or its kernels.
         direct: The slots without autograd and dispatcher; None if a wrapper checks their results.
-        backwards: The operators of cmp, sel, win and combine, with the constants of the layer.
+        backwards: The operators of cmp, sel, win and combine, with the constants of the layer, and
+            "causal_sel", those of the causal kernel of sel if it has one.
         fused: The fused backward; None if the plan has none.
     """
 
@@ -106,7 +114,7 @@ def kernels_of_plan(plan: Any) -> CoreKernels | None:
         return None
     direct = None
     if all(type(getattr(plan, slot)) is Kernel for slot in SLOTS):
-        direct = Slots(*[kernel.direct for kernel in kernels if kernel is not None])
+        direct = _direct_slots([kernel for kernel in kernels if kernel is not None])
     return CoreKernels(plan, direct, backwards, plan.fused.get("backward"))
 
 
@@ -121,7 +129,7 @@ def constants_of(kernels: Sequence[Any], fused: CoreBackward | None) -> CoreCons
     tails = {(kernel.scale, kernel.geometry, kernel.deterministic) for kernel in kernels}
     if len(tails) > 1:
         return None
-    names = [kernel.op.name() for kernel in kernels]
+    names = [_name(kernel) for kernel in kernels]
     if fused is not None:
         names.append(fused.op.name())
     return CoreConstants(" ".join(names), *tails.pop())
@@ -138,12 +146,63 @@ def kernels_of_constants(constants: CoreConstants) -> CoreKernels:
         names.append(last)
     kernels = []
     for slot, name in zip(SLOTS, names, strict=True):
+        name, _, causal_name = name.partition("+")
         operator = operator_of(_overload(name))
-        kernels.append(Kernel(operator.backend, slot, operator.op, *constants[1:]))
+        kernel = Kernel(operator.backend, slot, operator.op, *constants[1:])
+        if causal_name:
+            causal = causal_kernel(kernel, operator_of(_overload(causal_name)))
+            kernel = dataclasses.replace(kernel, causal=causal)
+        kernels.append(kernel)
     backwards = _backwards(kernels)
     assert backwards is not None  # constants_of gives no constants without backwards
-    slots = Slots(*kernels)
-    return CoreKernels(slots, Slots(*[kernel.direct for kernel in kernels]), backwards, fused)
+    slots = Slots(*kernels, kernels[SLOTS.index("sel")].causal)
+    return CoreKernels(slots, _direct_slots(kernels), backwards, fused)
+
+
+def causal_kernel(sel: Kernel, win: SlotOp) -> Kernel:
+    """Return the kernel of sel as causal attention: ``win`` with a window of n * l' tokens."""
+    geometry = causal_geometry(BlockGeometry.from_ints(sel.geometry))
+    return dataclasses.replace(sel, op=win.op, geometry=tuple(geometry.as_ints()))
+
+
+def causal_geometry(geometry: BlockGeometry) -> BlockGeometry:
+    """Return ``geometry`` with a window of the longest sequence whose tokens select every block."""
+    longest = geometry.num_selected_blocks * geometry.select_block_size
+    return dataclasses.replace(geometry, window_size=longest)
+
+
+def selects_all(plan: Any, blocks: torch.Tensor | None, max_seqlen: int) -> bool:
+    """Return whether the call runs the causal kernel of sel instead of select and sel.
+
+    Without given blocks, a token selects min(n, candidates) of its candidates, the blocks up to its
+    own. In a sequence of at most n * l' tokens these are all of them, and sel is causal attention.
+
+    A graph that runs with several lengths contains select and sel: one that is exported, traced, or
+    compiled for sequences whose length is symbolic.
+    """
+    if blocks is not None or plan.causal_sel is None:
+        return False
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+        return False
+    short = max_seqlen <= causal_geometry(plan.config.geometry).window_size
+    if torch.compiler.is_compiling() or isinstance(short, torch.SymBool):
+        # Imported here, because it imports sympy. A comparison would compile the graph again.
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return bool(statically_known_true(short))
+    return bool(short)
+
+
+def _name(kernel: Kernel) -> str:
+    """Return the name of a kernel in CoreConstants.kernels."""
+    name: str = kernel.op.name()
+    return name if kernel.causal is None else f"{name}+{kernel.causal.op.name()}"
+
+
+def _direct_slots(kernels: Sequence[Kernel]) -> Slots:
+    """Return the slots of ``kernels``, in the order of SLOTS, without autograd and dispatcher."""
+    causal = kernels[SLOTS.index("sel")].causal
+    return Slots(*[kernel.direct for kernel in kernels], causal.direct if causal else None)
 
 
 def _overload(name: str) -> Any:
@@ -161,6 +220,8 @@ def _backwards(kernels: Sequence[Kernel | None]) -> dict[str, tuple[SlotOp, Kern
         if kernel is None or not operator_of(kernel.op).has_backward:
             return None
         backwards[slot] = operator_of(kernel.op), kernel
+        if kernel.causal is not None:
+            backwards["causal_sel"] = operator_of(kernel.causal.op), kernel.causal
     return backwards
 
 
@@ -172,23 +233,37 @@ def _plain(kernel: Any) -> Kernel | None:
 
 
 def run_branches(
-    slots: SlotsOrPlan, inputs: CoreInputs, blocks: torch.Tensor | None, packing: dict[str, Any]
+    slots: SlotsOrPlan,
+    inputs: CoreInputs,
+    blocks: torch.Tensor | None,
+    packing: dict[str, Any],
+    causal: bool,
 ) -> Branches:
-    """Run cmp, sel and win, and `select` if ``blocks`` is None."""
+    """Run cmp, sel and win, and `select` if ``blocks`` is None.
+
+    ``causal``: :func:`selects_all`; the causal kernel of sel replaces select and sel.
+    """
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, _ = inputs
     o_cmp, lse_cmp = slots.cmp(q, k_cmp, v_cmp, **packing)
-    if blocks is None:
-        blocks = slots.select(q, k_cmp, lse_cmp, **packing)
-    o_sel, lse_sel = slots.sel(q, k_sel, v_sel, blocks, **packing)
+    if causal:
+        o_sel, lse_sel = slots.causal_sel(q, k_sel, v_sel, **packing)
+    else:
+        if blocks is None:
+            blocks = slots.select(q, k_cmp, lse_cmp, **packing)
+        o_sel, lse_sel = slots.sel(q, k_sel, v_sel, blocks, **packing)
     o_win, lse_win = slots.win(q, k_win, v_win, **packing)
     return Branches(blocks, o_cmp, lse_cmp, o_sel, lse_sel, o_win, lse_win)
 
 
 def run_all(
-    slots: SlotsOrPlan, inputs: CoreInputs, blocks: torch.Tensor | None, packing: dict[str, Any]
+    slots: SlotsOrPlan,
+    inputs: CoreInputs,
+    blocks: torch.Tensor | None,
+    packing: dict[str, Any],
+    causal: bool,
 ) -> tuple[torch.Tensor, Branches]:
-    """Run the branches and `combine`."""
-    branches = run_branches(slots, inputs, blocks, packing)
+    """Run the branches and `combine`; arguments as of :func:`run_branches`."""
+    branches = run_branches(slots, inputs, blocks, packing, causal)
     outputs = branches.o_cmp, branches.o_sel, branches.o_win
     return slots.combine(inputs.gates, *outputs, **packing), branches
 
@@ -206,7 +281,7 @@ _BACKWARD = (
 def by_name(saved: Sequence[torch.Tensor | None]) -> dict[str, Any]:
     """Return the tensors that a forward saved, by name: the inputs, cu_seqlens and the results.
 
-    With ``recompute``, the results are the blocks alone.
+    With ``recompute``, the results are the blocks alone. They are None if sel was causal attention.
     """
     return dict(zip(_SAVED, saved))
 
@@ -221,8 +296,9 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of the inputs, in the order of CoreInputs.
 
-    The fused backward of the plan runs if it has one, no gate is negative and every input needs a
-    gradient; otherwise the backwards of the slots. A branch whose inputs need none does not run.
+    The fused backward of the plan runs if it has one, no gate is negative, sel was not causal
+    attention and every input needs a gradient; otherwise the backwards of the slots. A branch whose
+    inputs need none does not run.
 
     Args:
         kernels: The kernels of the forward.
@@ -238,7 +314,8 @@ def gradients(
         inputs = CoreInputs(*[saved[name] for name in CoreInputs._fields])
         slots = kernels.slots(*saved.values())
         with torch.no_grad(), _AutoDispatchBelowAutograd():
-            saved |= run_branches(slots, inputs, saved["blocks"], packing)._asdict()
+            blocks = saved["blocks"]
+            saved |= run_branches(slots, inputs, blocks, packing, blocks is None)._asdict()
         del inputs
     fused = kernels.fused is not None and nonnegative_gates and all(needs) and _has_work(saved)
     with autograd.backward_context():
@@ -247,10 +324,10 @@ def gradients(
         return gradients_by_slots(kernels, max_seqlen, grads, saved, needs)
 
 
-def _has_work(saved: Mapping[str, torch.Tensor]) -> bool:
+def _has_work(saved: Mapping[str, Any]) -> bool:
     """Return whether there are queries, compressed tokens and blocks, so that no slot is empty."""
     q, k_cmp, blocks = saved["q"], saved["k_cmp"], saved["blocks"]
-    return bool(q.numel() and k_cmp.shape[-3] and blocks.shape[-1])
+    return blocks is not None and bool(q.numel() and k_cmp.shape[-3] and blocks.shape[-1])
 
 
 def _fused_gradients(
@@ -294,6 +371,8 @@ def gradients_by_slots(
     dq: torch.Tensor | None = None
     of_keys: list[torch.Tensor | None] = []
     for branch, names, k in _BACKWARD:
+        if branch == "sel" and saved["blocks"] is None:
+            branch, names = "causal_sel", tuple(name for name in names if name != "blocks")
         operator, kernel = kernels.backwards[branch]
         tensors, do = [saved.pop(name) for name in names], of_outputs.pop()
         of_branch = None, None, None

@@ -35,6 +35,7 @@ from nsa_core.torch_ops.core_kernels import (
     gradients,
     kernels_of_plan,
     run_all,
+    selects_all,
 )
 from nsa_core.torch_ops.slot_op import slot_of
 from nsa_core.torch_ops.torch_state import is_eager
@@ -49,12 +50,13 @@ class CoreResults(NamedTuple):
     Attributes:
         o: the gated sum [B, S, Hq, Dv].
         lse: log-sum-exp of cmp, sel and win, each [B, Hq, S].
-        blocks: the selected blocks [B, S, G, n], or those that the caller passed.
+        blocks: the selected blocks [B, S, G, n], or those that the caller passed. None if sel was
+            causal attention, because every token selects all its blocks.
     """
 
     o: torch.Tensor
     lse: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    blocks: torch.Tensor
+    blocks: torch.Tensor | None
 
 
 def run_core(
@@ -66,12 +68,13 @@ def run_core(
     recompute: bool = False,
     nonnegative_gates: bool = False,
 ) -> CoreResults:
-    """Run the five slots of ``plan``.
+    """Run the five slots of ``plan``, or its causal kernel of sel in place of select and sel.
 
     Args:
         plan: A plan of phase "prefill".
         inputs: The checked tensors of the call.
-        blocks: int32 or int64 blocks that replace the selection; None runs `select`.
+        blocks: int32 or int64 blocks that replace the selection; None: the plan selects. If the
+            sequences are so short that every token selects all its blocks, `select` does not run.
         cu_seqlens: int32 [documents + 1], for packed calls.
         max_seqlen: Length of the longest document, or an upper bound; None: the number of tokens.
         recompute: Whether to run the branches again in the backward and not keep their outputs.
@@ -84,22 +87,28 @@ def run_core(
     """
     if max_seqlen is None:
         max_seqlen = inputs.q.shape[0 if cu_seqlens is not None else 1]
+    causal = selects_all(plan, blocks, max_seqlen)
     kernels = kernels_of_plan(plan) if _may_be_one_node(inputs) else None
     if kernels is not None:
         if not isinstance(max_seqlen, torch.SymInt):
             max_seqlen = int(max_seqlen)  # of a numpy integer
-        options = (recompute, nonnegative_gates)
+        options = (recompute, nonnegative_gates, causal)
         arguments = (kernels, max_seqlen, options, blocks, cu_seqlens, *inputs)
         o, *lse_and_blocks = _CoreNode.apply(*arguments)  # type: ignore[no-untyped-call]
         lse_cmp, lse_sel, lse_win, *selected = lse_and_blocks
-        used = selected[0] if blocks is None else blocks
+        used = selected[0] if selected else blocks
         return CoreResults(o, (lse_cmp, lse_sel, lse_win), used)
     if plan.core is not None and _may_be_one_operator(inputs):
-        options = (recompute, nonnegative_gates)
+        options = (recompute, nonnegative_gates, causal)
         o, branches = core_op.core(plan.core, inputs, blocks, cu_seqlens, max_seqlen, *options)
         return _results(o, branches)
     run = functools.partial(
-        _run_slots, plan, blocks=blocks, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
+        _run_slots,
+        plan,
+        blocks=blocks,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        causal=causal,
     )
     if not (recompute and torch.is_grad_enabled()) or _ignores_recompute():
         return run(*inputs)
@@ -119,10 +128,11 @@ def _run_slots(
     blocks: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int,
+    causal: bool,
 ) -> CoreResults:
     """Run the slots on the tensors of CoreInputs, each with its own gradient."""
     packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-    o, branches = run_all(plan, CoreInputs(*tensors), blocks, packing)
+    o, branches = run_all(plan, CoreInputs(*tensors), blocks, packing, causal)
     return _results(o, branches)
 
 
@@ -202,8 +212,8 @@ class _HeldGradient:
 class _CoreNode(torch.autograd.Function):
     """The core as one node.
 
-    It maps (kernels, max_seqlen, (recompute, nonnegative_gates), blocks, cu_seqlens, *CoreInputs)
-    to o, the branches' log-sum-exps, and the blocks if it selected them.
+    It maps (kernels, max_seqlen, (recompute, nonnegative_gates, causal), blocks, cu_seqlens,
+    *CoreInputs) to o, the branches' log-sum-exps, and the blocks if it selected them.
     """
 
     @staticmethod
@@ -211,20 +221,20 @@ class _CoreNode(torch.autograd.Function):
         ctx: Any,
         kernels: CoreKernels,
         max_seqlen: int,
-        options: tuple[bool, bool],
+        options: tuple[bool, bool, bool],
         blocks: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Run the slots, and save what their backwards read."""
         inputs = CoreInputs(*tensors)
-        recompute, ctx.nonnegative_gates = options
+        recompute, ctx.nonnegative_gates, causal = options
         packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         slots = kernels.slots(*inputs, blocks, cu_seqlens)
         with _AutoDispatchBelowAutograd():
-            o, branches = run_all(slots, inputs, blocks, packing)
+            o, branches = run_all(slots, inputs, blocks, packing, causal)
         lse = branches.lse_cmp, branches.lse_sel, branches.lse_win
-        selected = [branches.blocks] if blocks is None else []
+        selected = [branches.blocks] if blocks is not branches.blocks else []
         ctx.mark_non_differentiable(*lse, *selected)
         # Without this, every backward would fill unused gradients of the log-sum-exps.
         ctx.set_materialize_grads(False)

@@ -39,18 +39,20 @@ _CONSTANTS = (
     " bool deterministic"
 )
 _FORWARD = (
-    f"core({_INPUTS}, Tensor? blocks, {_CONSTANTS}, bool recompute, bool nonnegative_gates)"
+    f"core({_INPUTS}, Tensor? blocks, {_CONSTANTS}, bool recompute, bool nonnegative_gates,"
+    f" bool causal)"
     f" -> (Tensor o, {', '.join(f'Tensor {name}' for name in Branches._fields)})"
 )
 _RESULTS = ", ".join(f"Tensor? {name}" for name in Branches._fields if name != "blocks")
 _BACKWARD = (
-    f"core_backward(Tensor do, {_INPUTS}, Tensor blocks, {_RESULTS}, {_CONSTANTS},"
+    f"core_backward(Tensor do, {_INPUTS}, Tensor? blocks, {_RESULTS}, {_CONSTANTS},"
     f" bool nonnegative_gates, bool[] needs)"
     f" -> ({', '.join(['Tensor'] * len(CoreInputs._fields))})"
 )
 _SAVED = (*CoreInputs._fields, *Branches._fields)  # by the forward, for the backward operator
 _NUM_INPUTS = len(CoreInputs._fields)
-_NUM_ARGUMENTS = _NUM_INPUTS + 9  # of the forward
+_NUM_OPTIONS = 3  # the last arguments of the forward
+_NUM_ARGUMENTS = _NUM_INPUTS + 7 + _NUM_OPTIONS  # of the forward
 
 
 def core(
@@ -61,6 +63,7 @@ def core(
     max_seqlen: int,
     recompute: bool,
     nonnegative_gates: bool,
+    causal: bool,
 ) -> tuple[torch.Tensor, Branches]:
     """Run the five slots as one operator.
 
@@ -72,9 +75,10 @@ def core(
         max_seqlen: Length of the longest document, or an upper bound.
         recompute: Whether to run the branches again in the backward.
         nonnegative_gates: Whether no gate is negative.
+        causal: Whether the causal kernel of sel replaces select and sel.
 
     Returns:
-        o, and the results of the branches with the blocks that were used.
+        o, and the results of the branches with the blocks that were used; None if ``causal``.
 
     Raises:
         InvalidInput, NSAError: As :func:`nsa_core.torch_ops.core_node.run_core`.
@@ -91,9 +95,11 @@ def core(
         deterministic,
         recompute,
         nonnegative_gates,
+        causal,
     )
     branches = Branches(*results)
-    return o, branches if blocks is None else branches._replace(blocks=blocks)
+    selected = blocks is None and not causal
+    return o, branches if selected else branches._replace(blocks=blocks)
 
 
 def _kernels(constants: Sequence[Any]) -> CoreKernels:
@@ -106,42 +112,49 @@ def _split(
     args: Sequence[Any],
 ) -> tuple[CoreKernels, CoreInputs, torch.Tensor | None, dict[str, Any]]:
     """Return the kernels, the inputs, the given blocks and the packing of a call of the forward."""
-    inputs, (blocks, cu_seqlens, max_seqlen, *constants) = args[:_NUM_INPUTS], args[_NUM_INPUTS:-2]
+    inputs = args[:_NUM_INPUTS]
+    blocks, cu_seqlens, max_seqlen, *constants = args[_NUM_INPUTS:-_NUM_OPTIONS]
     packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     return _kernels(constants), CoreInputs(*inputs), blocks, packing
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
-    """Run the slots. If blocks were given, their copy among the results is empty."""
+    """Run the slots. The blocks among the results are empty unless they were selected."""
     kernels, inputs, blocks, packing = _split(args)
-    if args[-1]:
+    _, nonnegative_gates, causal = args[-_NUM_OPTIONS:]
+    if nonnegative_gates:
         check_nonnegative(inputs.gates)
     slots = kernels.slots(*inputs, blocks, packing["cu_seqlens"])
-    return _results(blocks, *run_all(slots, inputs, blocks, packing))
+    return _results(blocks, *run_all(slots, inputs, blocks, packing, causal))
 
 
 def _forward_fake(*args: Any) -> tuple[torch.Tensor, ...]:
     """Return the results that the slots infer, which check their inputs."""
     kernels, inputs, blocks, packing = _split(args)
-    return _results(blocks, *run_all(kernels.observed, inputs, blocks, packing))
+    return _results(blocks, *run_all(kernels.observed, inputs, blocks, packing, args[-1]))
 
 
 def _results(
-    blocks: torch.Tensor | None, o: torch.Tensor, branches: Branches
+    given: torch.Tensor | None, o: torch.Tensor, branches: Branches
 ) -> tuple[torch.Tensor, ...]:
-    """Return the results of the forward, without given blocks: no result may be an argument."""
-    if blocks is not None:
-        branches = branches._replace(blocks=blocks.new_empty(0, dtype=torch.int32))
-    return o, *branches
+    """Return the results of the forward; blocks that were not selected are an empty tensor.
+
+    No result may be an argument, so given blocks cannot be one.
+    """
+    blocks = branches.blocks
+    if blocks is None or given is not None:
+        blocks = o.new_empty(0, dtype=torch.int32)
+    return o, *branches._replace(blocks=blocks)
 
 
 def _setup_context(ctx: Any, args: tuple[Any, ...], results: Sequence[torch.Tensor]) -> None:
     """Save what the backward reads: with ``recompute`` the inputs and the blocks alone."""
-    branches, (recompute, ctx.nonnegative_gates) = Branches(*results[1:]), args[-2:]
+    branches = Branches(*results[1:])
+    recompute, ctx.nonnegative_gates, causal = args[-_NUM_OPTIONS:]
     ctx.mark_non_differentiable(*branches)
     ctx.set_materialize_grads(False)  # as in a slot's operator
-    blocks, cu_seqlens, ctx.max_seqlen, *ctx.constants = args[_NUM_INPUTS:-2]
-    if blocks is not None:
+    blocks, cu_seqlens, ctx.max_seqlen, *ctx.constants = args[_NUM_INPUTS:-_NUM_OPTIONS]
+    if causal or blocks is not None:
         branches = branches._replace(blocks=blocks)
     kept = branches[:1] if recompute else branches
     ctx.save_for_backward(*args[:_NUM_INPUTS], cu_seqlens, *kept)
@@ -156,6 +169,7 @@ def _autograd(ctx: Any, do: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
     saved = by_name(ctx.saved_tensors)
     kernels = _kernels(ctx.constants)
     fused = kernels.fused is not None and ctx.nonnegative_gates and all(needs)
+    fused = fused and saved["blocks"] is not None
     with autograd.backward_context():
         if not fused and "o_win" in saved:
             grads = gradients_by_slots(kernels, ctx.max_seqlen, [do], saved, needs)
@@ -174,7 +188,7 @@ def _by_slots(*args: Any) -> tuple[torch.Tensor, ...] | None:
     kernels, inputs, blocks, packing = _split(args)
     if not _has_policy(kernels.backwards["cmp"][1].op):
         return None
-    return _results(blocks, *run_all(kernels.observed, inputs, blocks, packing))
+    return _results(blocks, *run_all(kernels.observed, inputs, blocks, packing, args[-1]))
 
 
 def _has_policy(op: Any) -> bool:
@@ -198,7 +212,8 @@ def _backward(*args: Any) -> tuple[torch.Tensor, ...]:
     """Compute the gradients; the result is empty for an input that needs none."""
     do, *tensors, cu_seqlens, max_seqlen = args[:18]
     *constants, nonnegative_gates, needs = args[18:]
-    saved = {n: t for n, t in zip(_SAVED, tensors) if t is not None} | {"cu_seqlens": cu_seqlens}
+    saved = {n: t for n, t in zip(_SAVED, tensors) if t is not None or n == "blocks"}
+    saved |= {"cu_seqlens": cu_seqlens}
     kernels = _kernels(constants)
     with torch.no_grad():
         grads = gradients(kernels, max_seqlen, nonnegative_gates, [do], saved, needs)

@@ -445,6 +445,9 @@ class Kernel:
         geometry: The block sizes, as BlockGeometry.as_ints() gives them.
         deterministic: Whether every run must give the same bits.
         partial: Whether calls may pass ``first_query``.
+        causal: Of sel: a kernel of causal attention, for sequences of at most n * l' tokens. It is
+            the kernel of win of the same backend with a window of n * l' tokens. None: the backend
+            has none, or refuses the window.
     """
 
     backend: str
@@ -454,6 +457,7 @@ class Kernel:
     geometry: tuple[int, ...]
     deterministic: bool
     partial: bool = False
+    causal: Kernel | None = None
 
     def __call__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -12,20 +13,24 @@ from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
 from nsa_core.layer.attention import nsa_attention
+from nsa_core.torch_ops.core_kernels import selects_all
 from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.checks.calls import PREFILL, may_call
 from nsa_verify.combination import Combination, spec_of
 from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.slot_runs import SlotRun, masked_do, run_slot, run_slots, slot_inputs
+from nsa_verify.slot_runs import CausalSel, SlotRun, masked_do, run_slot, run_slots, slot_inputs
 
 HUGE = {torch.float16: 6e4}  # finite poison; 1e30 in other dtypes
 
 
 @may_call(*PREFILL)
 def composition(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Check that nsa_attention equals the five slots in order, bit for bit, with gradients."""
+    """Check that nsa_attention equals the five slots in order, bit for bit, with gradients.
+
+    In sequences of at most n * l' tokens, its sel is the causal kernel of the plan.
+    """
     data = case.data(dtype, combination.device)
     # Equal bits of two runs require deterministic slots.
     plan = combination.plan(case.config, dtype, varlen=case.packed, deterministic=True)
@@ -47,6 +52,8 @@ def composition(combination: Combination, case: Case, dtype: torch.dtype) -> Ite
         **kv,
     )
     grads = dict(zip(names, torch.autograd.grad(o, [leaves[n] for n in names], do)))
+    if selects_all(plan, None, data.max_seqlen):
+        plan = dataclasses.replace(plan, sel=CausalSel(plan.causal_sel))
     runs = run_slots(plan, case, data)
     yield same_bits("composition", "combine", case, dtype, "o", o, runs["combine"].outputs["o"])
     yield same_bits(
