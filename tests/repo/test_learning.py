@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "benchmarks" / "hugging_face"
@@ -64,6 +65,100 @@ def test_training_and_held_out_text_share_no_file(rows: Any) -> None:
     assert len(training) > 10 * len(held_out) > 10**5
     files = {path.read_bytes() for path in Path(json.__file__).parents[1].glob("*.py")}
     assert not [f for f in files if len(f) > 999 and f in training and f in held_out]
+
+
+@pytest.fixture
+def minimax(rows: Any) -> Any:
+    """The module benchmarks/hugging_face/minimax_learning.py."""
+    import minimax_learning
+
+    minimax_learning.minimax.register()
+    return minimax_learning
+
+
+@pytest.fixture
+def model(minimax: Any) -> Any:
+    """A MiniMax-M3 whose queries choose 4 of up to 8 blocks, and 2 of 4 experts."""
+    torch.manual_seed(0)
+    return minimax.MiniMaxM3VLForCausalLM(minimax.Scale(2, 2, 64, 8, 32, 3, 2, 16).config())
+
+
+TOKENS = torch.randint(256, (2, 2, 64), generator=torch.Generator().manual_seed(0))
+
+
+def test_moved_weights_are_the_next_numbers(minimax: Any, model: Any) -> None:
+    moved = minimax.moved(model)
+    signs = set()
+    for old, new in zip(model.parameters(), moved.parameters(), strict=True):
+        assert torch.equal(new, torch.nextafter(old, new))
+        signs |= set((new - old).sign().flatten().tolist())
+    assert signs == {-1.0, 1.0}
+
+
+def test_a_replay_makes_the_choices_of_the_other_training(minimax: Any, model: Any) -> None:
+    expected = minimax.Training(model, "eager", 1e-3)
+    losses = expected.run(TOKENS)["loss"]
+    # These weights and this bias affect the choices only.
+    for name, parameter in model.named_parameters():
+        if ".indexer.q_proj" in name:
+            parameter.data.copy_(-parameter.data)
+    model.model.layers[-1].mlp.gate.e_score_correction_bias[1] = 9.0
+    free = minimax.Training(model, "eager", 1e-3, expected).run(TOKENS)
+    assert min(free["changed_blocks"]) > 0 < min(free["changed_experts"])
+    assert free["loss"] != losses
+    for implementation in ("eager", "nsa_blocks"):
+        training = minimax.Training(model, implementation, 1e-3, expected, replay=True)
+        replayed = training.run(TOKENS)
+        assert replayed["largest_difference"] < 1e-5
+        assert min(replayed["changed_blocks"]) > 0 < min(replayed["changed_experts"])
+    # 2 rows of 64 queries; 2 layers choose blocks for 2 kv heads, and 1 layer chooses experts.
+    assert training.choices.made_per_step(2) == {"blocks": 512, "experts": 128}
+
+
+def test_gradients_agree_in_double_precision_name_by_name(
+    minimax: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The model computes norms, ranks and the softmax of "eager" in float32, whatever its dtype.
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype: softmax(x, dim))
+    model.set_experts_implementation("eager")  # grouped_mm has no double precision
+    model.double()
+    eager = minimax.Training(model, "eager", 1e-3)
+    eager.run(TOKENS)
+    for start in (model, eager.model):
+        result = minimax.compare_gradients(start, TOKENS[0])
+        assert 0 < result["difference"] < 1e-12
+        # All but the 4 parameters of each of the 2 indexers.
+        assert result["parameters"] == len(list(model.parameters())) - 8
+    trained = minimax.Training(model, "nsa_blocks", 1e-3, eager).run(TOKENS)
+    assert trained["largest_difference"] < 1e-12
+
+
+def test_a_wrong_kernel_fails_with_and_without_a_replay(
+    minimax: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setitem(minimax.SCALES, "tiny", minimax.Scale(2, 2, 64, 8, 32, 2, 2, 16))
+    arguments = ["minimax_learning.py", "--scale", "tiny", "--device", "cpu", "--json"]
+    monkeypatch.setattr("sys.argv", [*arguments, str(tmp_path / "right.json")])
+    assert minimax.main() == 0
+    right, attend = capsys.readouterr(), minimax.minimax.attend
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        output, weights = attend(*args, **options)
+        return 9 * output, weights
+
+    # `main` registers it again; the first line restores the right one after the test.
+    monkeypatch.setitem(AttentionInterface._global_mapping, "nsa_blocks", wrong)
+    monkeypatch.setattr(minimax.minimax, "attend", wrong)
+    monkeypatch.setattr("sys.argv", [*arguments, str(tmp_path / "wrong.json")])
+    assert minimax.main() == 1
+    failed = capsys.readouterr().err.splitlines()
+    assert right.err == ""
+    assert [line.partition(":")[0] for line in failed] == ["nsa_blocks", "nsa_blocks_replayed"]
+    document = json.loads((tmp_path / "wrong.json").read_text())
+    assert document["gradients_at_start"]["difference"] > 0.1
+    assert document["control"]["largest_difference"] < 1e-5
 
 
 def run_script(name: str, folder: Path) -> dict[str, Any]:
