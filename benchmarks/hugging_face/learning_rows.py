@@ -7,6 +7,7 @@ the loss on the text, and the recall of pairs that lie up to a row's length in t
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 from pathlib import Path
 
@@ -20,6 +21,7 @@ VALUES = 64
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
 
+@functools.cache
 def library_sources() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the bytes of the library's source files, uint8 [N]: to train on, and held out."""
     root = Path(sysconfig.get_path("stdlib"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import runpy
 import shutil
@@ -159,6 +160,75 @@ def test_a_wrong_kernel_fails_with_and_without_a_replay(
     document = json.loads((tmp_path / "wrong.json").read_text())
     assert document["gradients_at_start"]["difference"] > 0.1
     assert document["control"]["largest_difference"] < 1e-5
+
+
+@pytest.fixture
+def lesson(rows: Any) -> Any:
+    """The lesson of a scale of seconds; ``lesson.module`` is convert_learning.py."""
+    import convert_learning
+
+    lesson = convert_learning.Lesson(convert_learning.SCALES["tiny"], "cpu")
+    lesson.module = convert_learning
+    return lesson
+
+
+def test_text_and_answers_weigh_the_same(lesson: Any) -> None:
+    targets = torch.tensor([[7, 8, 9, -100], [-100, 300, -100, -100]])
+    logits = torch.zeros(2, 4, 400)
+    logits[1, 1, 300] = 5.0
+    text = torch.tensor(400.0).log()
+    answer = (399 + torch.tensor(5.0).exp()).log() - 5
+    actual = lesson.module.lesson_loss(logits, targets)
+    assert float(actual) == pytest.approx(float(text + answer), rel=1e-6)
+
+
+def test_recall_counts_right_answers_and_far_pairs(lesson: Any) -> None:
+    row = lesson.held_out[0]
+    targets, tokens = torch.tensor(row.targets), torch.tensor(row.tokens)
+    answers = (targets >= 256).nonzero().flatten()
+    far = lesson.module.distances(tokens, answers) > 128
+    assert 0 < int(far.sum()) < len(answers)
+
+    def only_near(given: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(given[0], tokens)
+        logits = torch.zeros(1, len(tokens), lesson.vocab_size)
+        logits[0, answers[~far], targets[answers[~far]]] = 1.0
+        return logits
+
+    point = lesson.measure(only_near, [row])
+    assert point["recall"] == pytest.approx(float((~far).float().mean()), abs=1e-4)
+    assert point["recall_of_far_pairs"] == 0
+    assert point["text_loss"] == pytest.approx(float(torch.tensor(lesson.vocab_size).log()), 1e-4)
+
+
+def test_a_part_ends_when_its_recall_is_enough(lesson: Any, tmp_path: Path) -> None:
+    part = lesson.scale.before[0]
+    before = (dataclasses.replace(part, enough=0.0), part)
+    lesson.scale = dataclasses.replace(lesson.scale, before=before)
+    curve = lesson.module.train_dense(lesson, tmp_path)
+    assert [(point["row_length"], point["step"]) for point in curve] == [
+        (64, 2),
+        *[(64, step) for step in (2, 4, 6)],
+    ]
+    model = lesson.module.dense_from_run(tmp_path)
+    recall = lesson.module.recall_by_length(lesson, model)
+    assert recall.keys() == {64, 256}
+
+
+def test_a_file_needs_the_whole_run(
+    lesson: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    arguments = ["convert_learning.py", "--scale", "tiny", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--stop-after", "dense", "--json", "file"])
+    with pytest.raises(SystemExit) as stopped:
+        lesson.module.main()
+    assert stopped.value.code == 2
+    assert "leave out --json or --stop-after dense" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", [*arguments, "--stop-after", "dense"])
+    lesson.module.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("dense, before the conversion: recall ")
+    assert lines[-1].endswith(" in rows of 256 tokens")
 
 
 def run_script(name: str, folder: Path) -> dict[str, Any]:
