@@ -88,11 +88,14 @@ def convert_run(document: Any) -> str:
 
 @_from_file(CONVERT)
 def convert_lesson(document: Any) -> str:
-    """State the steps and rows of the dense training, and the pairs of a long row."""
-    scale = document["scale"]
+    """State the steps and rows of the dense training, the pairs of a long row, and the loss."""
+    scale, loss = document["scale"], document.get("loss", "the mean over text and answers")
     steps = {point["row_length"]: point["step"] for point in document["before_conversion"]}
     parts = ", ".join(f"{count} on rows of {tokens(length)}" for length, count in steps.items())
-    return f"{parts} tokens; a row of {tokens(scale['length'])} tokens has {scale['pairs']} pairs"
+    return (
+        f"{parts} tokens; a row of {tokens(scale['length'])} tokens has {scale['pairs']} pairs;"
+        f" after the conversion the loss is {loss}"
+    )
 
 
 @_from_file(CONVERT)
@@ -165,5 +168,7 @@ LEARNING: dict[str, Callable[[Results], str]] = {
     "hf-minimax": minimax,
     "hf-minimax-differences": minimax_differences,
     "hf-minimax-gradients": minimax_gradients,
-    "hf-minimax-plot": _plot(MINIMAX, "Losses of both implementations, and the differences to eager"),
+    "hf-minimax-plot": _plot(
+        MINIMAX, "Losses of both implementations, and the differences to eager"
+    ),
 }

@@ -1,7 +1,7 @@
 """Train a small dense model, convert it to NSA, and continue both on the same rows.
 
     python benchmarks/hugging_face/convert_learning.py --json hf_convert.json
-    python benchmarks/hugging_face/convert_learning.py --stop-after dense   # recall of the dense model
+    python benchmarks/hugging_face/convert_learning.py --stop-after dense   # only its recall
     python benchmarks/hugging_face/convert_learning.py --scale tiny --device cpu   # under a minute
 
 The rows are those of learning_rows.py: source code with hidden pairs. The dense model is trained as
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import transformers
 from convert_scales import SCALES, Part, Scale
 from learning_command import command_line, result, write
-from learning_rows import VALUES, TextWithPairs, distances, library_sources
+from learning_rows import VALUES, PairRows, TextWithPairs, distances, library_sources
 
 from nsa_models.hf import convert_checkpoint, selected_mass, train_new_parameters
 from nsa_models.hf.trained_run import dense_from_run
@@ -59,8 +59,10 @@ class Lesson:
         """Return the number of token ids: bytes, keys and values."""
         return 256 + self.scale.keys + VALUES
 
-    def rows(self, part: Part, seed: int) -> TextWithPairs:
+    def rows(self, part: Part, seed: int) -> TextWithPairs | PairRows:
         """Return rows to train on."""
+        if part.length == 4 * part.pairs:  # no room for text
+            return PairRows(part.pairs, self.scale.keys, seed=seed)
         return TextWithPairs(
             self.text, part.length, part.pairs, self.scale.keys, part.text_share, seed=seed
         )
@@ -300,6 +302,7 @@ def run(lesson: Lesson, stop_after: str) -> dict[str, Any] | None:
             "dense": parameters,
             "nsa": sum(parameter.numel() for parameter in conversion.model.parameters()),
         },
+        "loss": "the mean over the text plus the mean over the answers",
         "text_bytes": len(lesson.text),
         "answers": lesson.scale.after.pairs * lesson.scale.held_out,
         "seconds": seconds,

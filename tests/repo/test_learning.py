@@ -54,6 +54,25 @@ def test_rows_ask_once_for_every_pair(rows: Any, length: int, pairs: int) -> Non
     assert rows.distances(tokens, answers).tolist() == expected
 
 
+def test_rows_of_pairs_ask_once_for_every_pair_and_repeat(rows: Any) -> None:
+    all_rows = rows.PairRows(5, 9, 4)
+    first, lane = [next(all_rows) for _ in range(4)], all_rows.lane(1, 2)
+    assert len({tuple(row.tokens) for row in first}) == 4
+    assert [next(lane) for _ in range(3)] == [first[1], first[3], first[1]]
+    state = lane.state_dict()
+    following = next(lane)
+    lane.load_state_dict(state)
+    assert next(lane) == following == first[3]
+    for tokens, targets, documents in first:
+        assert len(tokens) == len(targets) == 20 == documents[0]
+        stated = dict(zip(tokens[:10:2], tokens[1:10:2]))
+        assert len(stated) == 5
+        assert dict(zip(tokens[10::2], targets[10::2])) == stated
+        assert tokens[11::2] == targets[10::2]
+        assert all(256 <= key < 265 <= value < 265 + rows.VALUES for key, value in stated.items())
+        assert [t for t in (*targets[:10], *targets[11::2]) if t >= 0] == []
+
+
 def test_the_text_is_a_target_in_a_share_of_the_rows(rows: Any) -> None:
     text = torch.zeros(999, dtype=torch.uint8)
     made = rows.TextWithPairs(text, 100, 4, 4, 0.25)
@@ -81,10 +100,28 @@ def minimax(rows: Any) -> Any:
 def model(minimax: Any) -> Any:
     """A MiniMax-M3 whose queries choose 4 of up to 8 blocks, and 2 of 4 experts."""
     torch.manual_seed(0)
-    return minimax.MiniMaxM3VLForCausalLM(minimax.Scale(2, 2, 64, 8, 32, 3, 2, 16).config())
+    return minimax.MiniMaxM3VLForCausalLM(minimax.Scale(2, 2, 64, 8, 32, 3, 2, 16, 1e-3).config())
 
 
 TOKENS = torch.randint(256, (2, 2, 64), generator=torch.Generator().manual_seed(0))
+
+
+def test_a_control_needs_no_kernel_and_writes_no_file(
+    minimax: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    trained = minimax.train_all(minimax.SCALES["tiny"], "cpu", with_kernel=False)
+    assert trained.keys() == {"eager", "control", "control_replayed"}
+    arguments = ["minimax_learning.py", "--scale", "tiny", "--device", "cpu", "--only-control"]
+    monkeypatch.setattr("sys.argv", [*arguments, "--json", "file"])
+    with pytest.raises(SystemExit):
+        minimax.main()
+    assert "leave out --json or --only-control" in capsys.readouterr().err
+    calls = []
+    monkeypatch.setattr(minimax, "train_all", lambda *args, **kw: calls.append((args, kw)))
+    monkeypatch.setattr("sys.argv", [*arguments, "--learning-rate", "0.5"])
+    assert minimax.main() == 0
+    ((scale, device), options) = calls[0]
+    assert (scale.learning_rate, device, options) == (0.5, "cpu", {"with_kernel": False})
 
 
 def test_moved_weights_are_the_next_numbers(minimax: Any, model: Any) -> None:
@@ -139,7 +176,7 @@ def test_gradients_agree_in_double_precision_name_by_name(
 def test_a_wrong_kernel_fails_with_and_without_a_replay(
     minimax: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
-    monkeypatch.setitem(minimax.SCALES, "tiny", minimax.Scale(2, 2, 64, 8, 32, 2, 2, 16))
+    monkeypatch.setitem(minimax.SCALES, "tiny", minimax.Scale(2, 2, 64, 8, 32, 2, 2, 16, 1e-3))
     arguments = ["minimax_learning.py", "--scale", "tiny", "--device", "cpu", "--json"]
     monkeypatch.setattr("sys.argv", [*arguments, str(tmp_path / "right.json")])
     assert minimax.main() == 0
@@ -289,7 +326,12 @@ def test_tables_and_plots_show_the_result_files(
     assert tables["hf-convert"].count("\n") == 4
     assert "4, after the first stage" in tables["hf-convert"]
     assert "| nsa_blocks | 5." in tables["hf-minimax"]
-    assert "8 held-out questions" in tables["hf-convert-run"]
+    assert tables["hf-minimax-differences"].count("\n") == 5
+    assert "| nsa_blocks, choices replayed | " in tables["hf-minimax-differences"]
+    assert " the largest of 26 parameters" in tables["hf-minimax-gradients"]
+    assert tables["hf-convert-lesson"].startswith("6 on rows of 64, 2 on rows of 256 tokens; ")
+    assert tables["hf-convert-recall"].count("%") == 6
+    assert "128 held-out questions" in tables["hf-convert-run"]
     script = ROOT / "docs" / "scripts" / "learning_figure.py"
     arguments = ["learning_figure.py", str(tmp_path), "--results", str(results)]
     monkeypatch.setattr("sys.argv", arguments)
