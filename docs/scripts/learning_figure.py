@@ -120,7 +120,7 @@ def minimax_figure(document: Any) -> Any:
             points = [(step, v) for step, v in enumerate(values, 1) if v]  # a log axis has no 0
             if points:
                 axes.plot(*zip(*points), ".", ms=3.5, color=colour)
-                label = name.replace("_replayed", "\nreplayed")
+                label = name.removeprefix("nsa_blocks_")
                 ends.append(EndLabel(label, colour, points[-1], points[-1][1]))
         axes.autoscale_view()
         label_ends(axes, ends)
