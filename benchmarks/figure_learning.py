@@ -15,6 +15,14 @@ from figure_tables import Results, digits, table, tokens
 
 PENDING = "not measured yet"
 CONVERT, MINIMAX = "hf_convert.json", "hf_minimax.json"
+_KINDS = ("blocks", "experts")
+# The trainings that are compared with "eager".
+DIFFERENCES = {
+    "control": "eager, weights moved by one rounding",
+    "nsa_blocks": "nsa_blocks",
+    "control_replayed": "eager, weights moved, choices replayed",
+    "nsa_blocks_replayed": "nsa_blocks, choices replayed",
+}
 IMAGES = {CONVERT: "learning_convert.svg", MINIMAX: "learning_minimax.svg"}
 
 
@@ -78,6 +86,31 @@ def convert_run(document: Any) -> str:
     )
 
 
+@_from_file(CONVERT)
+def convert_lesson(document: Any) -> str:
+    """State the steps and rows of the dense training, the pairs of a long row, and the loss."""
+    scale, loss = document["scale"], document.get("loss", "the mean over text and answers")
+    steps = {point["row_length"]: point["step"] for point in document["before_conversion"]}
+    parts = ", ".join(f"{count} on rows of {tokens(length)}" for length, count in steps.items())
+    return (
+        f"{parts} tokens; a row of {tokens(scale['length'])} tokens has {scale['pairs']} pairs;"
+        f" after the conversion the loss is {loss}"
+    )
+
+
+@_from_file(CONVERT)
+def convert_recall(document: Any) -> str:
+    """State the recall before the conversion, directly after it, and at the end."""
+    first, nsa, dense = document["dense"][0], document["nsa"], document["dense"]
+    return (
+        f"the dense model answered {first['recall']:.1%} of the questions when it was converted,"
+        f" and the converted model {nsa[0]['recall']:.1%} before any training; at the end NSA"
+        f" answered {nsa[-1]['recall']:.1%} and dense attention {dense[-1]['recall']:.1%}, of the"
+        f" questions for far pairs {nsa[-1]['recall_of_far_pairs']:.1%} and"
+        f" {dense[-1]['recall_of_far_pairs']:.1%}"
+    )
+
+
 @_from_file(MINIMAX)
 def minimax(document: Any) -> str:
     """Tabulate the losses and step times of both implementations."""
@@ -95,9 +128,29 @@ def minimax(document: Any) -> str:
 
 
 @_from_file(MINIMAX)
-def minimax_difference(document: Any) -> str:
-    """Return the largest difference of the losses, with the device."""
-    return f"{document['largest_difference']:.1e} nats per byte, on one {_device(document)}"
+def minimax_differences(document: Any) -> str:
+    """Tabulate the differences to "eager", with free and with replayed choices."""
+    choices = sum(document["choices_per_step"].values())
+    rows = []
+    for training, what in DIFFERENCES.items():
+        trained = document[training]
+        changed = [sum(counts) for counts in zip(*(trained[f"changed_{k}"] for k in _KINDS))]
+        first = next((step for step, count in enumerate(changed, 1) if count), None)
+        share = sum(changed) / (choices * len(changed))
+        difference = f"{trained['largest_difference']:.1e}"
+        rows.append([what, difference, "none" if first is None else str(first), f"{share:.4%}"])
+    columns = ["training", "largest difference, nats per byte", "first step with another choice"]
+    return table([*columns, "other choices"], rows)
+
+
+@_from_file(MINIMAX)
+def minimax_gradients(document: Any) -> str:
+    """State how much the gradients differ at most, name by name."""
+    start, end = document["gradients_at_start"], document["gradients_at_end"]
+    return (
+        f"{start['difference']:.1e} at the start and {end['difference']:.1e} after the training,"
+        f" the largest of {end['parameters']} parameters, on one {_device(document)}"
+    )
 
 
 def _plot(file: str, text: str) -> Callable[[Results], str]:
@@ -107,10 +160,15 @@ def _plot(file: str, text: str) -> Callable[[Results], str]:
 LEARNING: dict[str, Callable[[Results], str]] = {
     "hf-convert": convert,
     "hf-convert-run": convert_run,
+    "hf-convert-lesson": convert_lesson,
+    "hf-convert-recall": convert_recall,
     "hf-convert-plot": _plot(
         CONVERT, "Held-out loss, recall and selected mass over the steps after the conversion"
     ),
     "hf-minimax": minimax,
-    "hf-minimax-difference": minimax_difference,
-    "hf-minimax-plot": _plot(MINIMAX, "Losses of both implementations, and their difference"),
+    "hf-minimax-differences": minimax_differences,
+    "hf-minimax-gradients": minimax_gradients,
+    "hf-minimax-plot": _plot(
+        MINIMAX, "Losses of both implementations, and the differences to eager"
+    ),
 }

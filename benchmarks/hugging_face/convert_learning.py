@@ -1,6 +1,7 @@
 """Train a small dense model, convert it to NSA, and continue both on the same rows.
 
     python benchmarks/hugging_face/convert_learning.py --json hf_convert.json
+    python benchmarks/hugging_face/convert_learning.py --stop-after dense   # only its recall
     python benchmarks/hugging_face/convert_learning.py --scale tiny --device cpu   # under a minute
 
 The rows are those of learning_rows.py: source code with hidden pairs. The dense model is trained as
@@ -15,24 +16,20 @@ The file is written at the end: an interrupted run leaves none.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
-from learning_rows import VALUES, TextWithPairs, distances, library_sources
+from convert_scales import SCALES, Part, Scale
+from learning_command import command_line, result, write
+from learning_rows import VALUES, PairRows, TextWithPairs, distances, library_sources
 
-from nsa_bench.environment import machine
-from nsa_core import NSAConfig
-from nsa_core.util.atomic_files import write_atomic
 from nsa_models.hf import convert_checkpoint, selected_mass, train_new_parameters
 from nsa_models.hf.trained_run import dense_from_run
 from nsa_models.lm.config import LMConfig
@@ -45,118 +42,37 @@ from nsa_models.lm.task import Data, DataSpec
 from nsa_models.lm.trainer import Trainer
 
 SEED = 100  # of the rows after the conversion; other than those of the dense training
+OWN_ROWS = 16  # held-out rows of a part of the dense training
 Point = dict[str, Any]  # one point of the curves
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of the dense training.
-
-    Attributes:
-        length: Tokens per row.
-        pairs: Pairs per row.
-        text_share: Share of the rows in which the text is a target, and not only the answers.
-        batch: Rows per step.
-        steps: Number of steps.
-    """
-
-    length: int
-    pairs: int
-    text_share: float
-    batch: int
-    steps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Scale:
-    """The sizes of a run.
-
-    Attributes:
-        layer: Heads and NSA's sizes.
-        layers: Number of blocks of the model.
-        before: The dense training. Short rows with many pairs teach the model to recall.
-        length: Tokens of the rows after the conversion.
-        pairs: Pairs in such a row.
-        batch: Such rows per step.
-        first_stage: Steps in which NSA trains phi and the gates only.
-        steps: Steps after the conversion, the first stage included.
-        eval_every: Steps between two points of the curves.
-        held_out: Number of held-out rows.
-        learning_rate: Peak learning rate of the dense training; after the conversion it is half.
-    """
-
-    layer: NSAConfig
-    layers: int
-    before: tuple[Part, ...]
-    length: int
-    pairs: int
-    batch: int
-    first_stage: int
-    steps: int
-    eval_every: int
-    held_out: int
-    learning_rate: float
-
-
-_SMALL = NSAConfig(
-    dim=32,
-    n_heads=2,
-    n_kv_heads=1,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=4,
-    window_size=32,
-)
-SCALES = {
-    "full": Scale(
-        layer=NSAConfig(dim=256, n_heads=4, n_kv_heads=2, rope_base=500_000.0),
-        layers=4,
-        before=(
-            Part(64, 16, 0.0, 128, 1500),
-            Part(512, 64, 0.5, 32, 300),
-            Part(4096, 256, 1.0, 8, 300),
-            Part(16384, 512, 1.0, 4, 200),
-        ),
-        length=16384,
-        pairs=512,
-        batch=4,
-        first_stage=100,
-        steps=500,
-        eval_every=50,
-        held_out=4,
-        learning_rate=2e-3,
-    ),
-    "tiny": Scale(
-        layer=_SMALL,
-        layers=2,
-        before=(Part(64, 8, 0.5, 4, 6), Part(256, 8, 1.0, 1, 2)),
-        length=256,
-        pairs=8,
-        batch=1,
-        first_stage=4,
-        steps=8,
-        eval_every=2,
-        held_out=1,
-        learning_rate=3e-3,
-    ),
-}
-
-
 class Lesson:
-    """The rows of a scale, and the measurement of a model on its held-out rows."""
+    """The rows of a scale, and the measurement of a model on held-out rows."""
 
     def __init__(self, scale: Scale, device: str) -> None:
         self.scale, self.device = scale, torch.device(device)
-        self.text, held_out_text = library_sources()
-        self.keys = max(scale.pairs, *(part.pairs for part in scale.before))
-        held_out = TextWithPairs(held_out_text, scale.length, scale.pairs, self.keys, held_out=True)
-        self.held_out = [next(held_out) for _ in range(scale.held_out)]
+        self.text, self.held_out_text = library_sources()
+        self.held_out = self.held_out_rows(scale.after, scale.held_out)
 
-    def rows(self, part: Part, seed: int) -> TextWithPairs:
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of token ids: bytes, keys and values."""
+        return 256 + self.scale.keys + VALUES
+
+    def rows(self, part: Part, seed: int) -> TextWithPairs | PairRows:
         """Return rows to train on."""
-        text, keys = self.text, self.keys
-        return TextWithPairs(text, part.length, part.pairs, keys, part.text_share, seed=seed)
+        if part.length == 4 * part.pairs:  # no room for text
+            return PairRows(part.pairs, self.scale.keys, seed=seed)
+        return TextWithPairs(
+            self.text, part.length, part.pairs, self.scale.keys, part.text_share, seed=seed
+        )
+
+    def held_out_rows(self, part: Part, count: int) -> list[Row]:
+        """Return rows of held-out text, with other pairs than those to train on."""
+        rows = TextWithPairs(
+            self.held_out_text, part.length, part.pairs, self.scale.keys, held_out=True
+        )
+        return [next(rows) for _ in range(count)]
 
     def autocast(self) -> torch.autocast:
         """Return the context of every forward: bfloat16 on a GPU, float32 elsewhere.
@@ -169,32 +85,38 @@ class Lesson:
         )
 
     @torch.no_grad()
-    def measure(self, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> Point:
-        """Return the loss on held-out text in nats per byte, and the recall of the pairs.
+    def measure(
+        self, logits_of: Callable[[torch.Tensor], torch.Tensor], rows: Sequence[Row]
+    ) -> Point:
+        """Return the loss on the text of rows in nats per byte, and the recall of their pairs.
 
         Args:
             logits_of: Maps tokens [1, S] to logits [1, S, vocabulary].
+            rows: Held-out rows; the loss is left out if they have no text.
         """
         losses, right, far_right = [], [], []
-        for row in self.held_out:
-            tokens, targets = self._tensors([row])
+        for row in rows:
+            tokens, targets = self.tensors([row])
             with self.autocast():
                 logits = logits_of(tokens)[0].float()
             is_text = (targets[0] >= 0) & (targets[0] < 256)
             answers = (targets[0] >= 256).nonzero().flatten()
-            losses.append(F.cross_entropy(logits[is_text], targets[0, is_text]))
+            if is_text.any():
+                losses.append(F.cross_entropy(logits[is_text], targets[0, is_text]))
             correct = (logits[answers].argmax(-1) == targets[0, answers]).float()
             right.append(correct)
-            far_right.append(correct[distances(tokens[0], answers) > self.scale.length // 2])
-        return {
-            "text_loss": round(float(torch.stack(losses).mean()), 4),
+            far_right.append(correct[distances(tokens[0], answers) > len(row.tokens) // 2])
+        point = {"text_loss": round(float(torch.stack(losses).mean()), 4)} if losses else {}
+        return point | {
             "recall": round(float(torch.cat(right).mean()), 4),
             "recall_of_far_pairs": round(float(torch.cat(far_right).mean()), 4),
         }
 
     def measure_model(self, model: Any) -> Point:
-        """Return :meth:`measure` of a model of transformers."""
-        return self.measure(lambda tokens: model(input_ids=tokens, use_cache=False).logits)
+        """Return :meth:`measure` of a model of transformers on the long rows."""
+        return self.measure(
+            lambda tokens: model(input_ids=tokens, use_cache=False).logits, self.held_out
+        )
 
     def measure_mass(self, model: Any) -> Point:
         """Return selected and random mass, by layer; see :func:`nsa_models.hf.selected_mass`."""
@@ -205,46 +127,78 @@ class Lesson:
             "random_mass": [round(mass.keys, 4) for mass in masses],
         }
 
-    def batches(self, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield tokens and targets [B, S] of every step after the conversion."""
-        scale = self.scale
-        rows = self.rows(Part(scale.length, scale.pairs, 1.0, scale.batch, scale.steps), seed)
-        for _ in range(scale.steps):
-            yield self._tensors([next(rows) for _ in range(scale.batch)])
+        after = self.scale.after
+        rows = self.rows(after, SEED)
+        for _ in range(after.steps):
+            yield self.tensors([next(rows) for _ in range(after.batch)])
 
-    def _tensors(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    def tensors(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and targets [B, S] of rows."""
         batch = batch_of(rows, packed=False).to(self.device)
         return batch.tokens, batch.targets
 
 
 def train_dense(lesson: Lesson, run: Path) -> list[Point]:
-    """Train the dense model, save it as a run of `nsa train`, and return its curve."""
+    """Train the dense model, save it as a run of `nsa train`, and return its curve.
+
+    Each part ends when the recall on rows of its own length is enough, or after its last step.
+    """
     scale = lesson.scale
-    vocab_size = 256 + lesson.keys + VALUES
-    config = LMConfig(scale.layer, scale.layers, vocab_size, attention="dense")
+    config = LMConfig(scale.layer, scale.layers, lesson.vocab_size, attention="dense")
     torch.manual_seed(0)
     model, curve = LanguageModel(config), []
     for seed, part in enumerate(scale.before):
-        rows, steps, length = lesson.rows(part, seed), part.steps, part.length
         recipe = Recipe(
-            steps=steps,
+            steps=part.steps,
             batch=part.batch,
             weight_decay=0.0,
             learning_rate=scale.learning_rate,
-            warmup=min(100, steps // 5),
+            warmup=min(100, part.steps // 5),
             precision="bfloat16" if lesson.device.type == "cuda" else "float32",
         )
-        spec = DataSpec("pairs", length, vocab_size=vocab_size)
-        data = Data(spec, rows, lesson.held_out, vocab_size)
+        held_out = lesson.held_out_rows(part, OWN_ROWS)
+        spec = DataSpec("pairs", part.length, vocab_size=lesson.vocab_size)
+        data = Data(spec, lesson.rows(part, seed), held_out, lesson.vocab_size)
         trainer = Trainer(model, data, recipe, World(lesson.device))
-        for step in range(1, steps + 1):
+        for step in range(1, part.steps + 1):
             trainer.step()
-            if step % (2 * scale.eval_every) == 0 or step == steps:
-                point = {"row_length": length, "step": step} | lesson.measure(trainer.model)
-                curve.append(point)
-                report("dense, before the conversion", point)
+            if step % scale.eval_every and step < part.steps:
+                continue
+            point = {"row_length": part.length, "step": step}
+            point |= lesson.measure(trainer.model, held_out)
+            curve.append(point)
+            report("dense, before the conversion", point)
+            if point["recall"] >= part.enough:
+                break
     trainer.save(run / CHECKPOINT)
     return curve
+
+
+def recall_by_length(lesson: Lesson, model: Any) -> dict[int, float]:
+    """Return the recall of a model of transformers on held-out rows of each part, by length."""
+    parts = {part.length: part for part in (*lesson.scale.before, lesson.scale.after)}
+    logits_of = lambda tokens: model(input_ids=tokens, use_cache=False).logits  # noqa: E731
+    return {
+        length: lesson.measure(logits_of, lesson.held_out_rows(part, OWN_ROWS))["recall"]
+        for length, part in parts.items()
+    }
+
+
+def lesson_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss on the text plus the mean loss on the answers.
+
+    A long row has a hundred bytes of text for each answer, so that one mean would hide the answers.
+
+    Args:
+        logits: [B, S, vocabulary].
+        targets: [B, S], with text and answers.
+    """
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    losses = losses.view_as(targets)
+    is_answer, is_text = targets >= 256, (targets >= 0) & (targets < 256)
+    return losses[is_answer].mean() + losses[is_text].mean()
 
 
 def continue_all(
@@ -258,8 +212,8 @@ def continue_all(
         batches: The remaining rows.
         done: Number of steps before.
     """
-    scale, steps = lesson.scale, lesson.scale.steps - done
-    peak, warmup = scale.learning_rate / 2, max(1, steps // 20)
+    steps = lesson.scale.after.steps - done
+    peak, warmup = lesson.scale.learning_rate / 2, max(1, steps // 20)
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -269,7 +223,7 @@ def continue_all(
         model.train()
         with lesson.autocast():
             logits = model(input_ids=tokens, use_cache=False).logits
-        F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()).backward()
+        lesson_loss(logits, targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -280,8 +234,8 @@ def continue_all(
 def continue_dense(lesson: Lesson, model: Any) -> list[Point]:
     """Continue with dense attention; return its curve."""
     curve = [{"step": 0} | lesson.measure_model(model)]
-    for step in continue_all(lesson, model, lesson.batches(SEED), 0):
-        if step % lesson.scale.eval_every == 0 or step == lesson.scale.steps:
+    for step in continue_all(lesson, model, lesson.batches(), 0):
+        if step % lesson.scale.eval_every == 0 or step == lesson.scale.after.steps:
             curve.append({"step": step} | lesson.measure_model(model))
             report("dense", curve[-1])
     return curve
@@ -289,7 +243,7 @@ def continue_dense(lesson: Lesson, model: Any) -> list[Point]:
 
 def continue_nsa(lesson: Lesson, model: Any) -> list[Point]:
     """Train phi and the gates, then all parameters; return the curve."""
-    scale, batches, curve = lesson.scale, lesson.batches(SEED), []
+    scale, batches, curve = lesson.scale, lesson.batches(), []
 
     def add(step: int) -> None:
         stage = 1 if step <= scale.first_stage else 2
@@ -304,7 +258,7 @@ def continue_nsa(lesson: Lesson, model: Any) -> list[Point]:
             if progress.step % scale.eval_every == 0 or progress.step == scale.first_stage:
                 add(progress.step)
     for step in continue_all(lesson, model, batches, scale.first_stage):
-        if step % scale.eval_every == 0 or step == scale.steps:
+        if step % scale.eval_every == 0 or step == scale.after.steps:
             add(step)
     return curve
 
@@ -317,9 +271,8 @@ def report(name: str, point: Point) -> None:
     print(f"{time.monotonic() - _started:6.1f} s  {name}: {point}", flush=True)
 
 
-def run(scale: Scale, device: str) -> dict[str, Any]:
-    """Run everything; return the fields of the result."""
-    lesson = Lesson(scale, device)
+def run(lesson: Lesson, stop_after: str) -> dict[str, Any] | None:
+    """Run everything and return the fields of the result, or stop after the dense training."""
     seconds, started = {}, time.monotonic()
 
     def lap(name: str) -> None:
@@ -330,24 +283,31 @@ def run(scale: Scale, device: str) -> dict[str, Any]:
         runs, converted = Path(folder, "run"), Path(folder, "nsa")
         runs.mkdir()
         before = train_dense(lesson, runs)
+        dense = dense_from_run(runs).to(lesson.device)
+        by_length = recall_by_length(lesson, dense)
+        for length, recall in by_length.items():
+            print(f"dense, before the conversion: recall {recall:.1%} in rows of {length} tokens")
         lap("dense, before the conversion")
+        if stop_after == "dense":
+            return None
         torch.manual_seed(0)
         conversion = convert_checkpoint(runs, converted)
-        dense = dense_from_run(runs)
     nsa = continue_nsa(lesson, conversion.model.to(lesson.device))
     lap("NSA")
     parameters = sum(parameter.numel() for parameter in dense.parameters())
-    dense_curve = continue_dense(lesson, dense.to(lesson.device))
+    dense_curve = continue_dense(lesson, dense)
     lap("dense")
     return {
         "parameters": {
             "dense": parameters,
             "nsa": sum(parameter.numel() for parameter in conversion.model.parameters()),
         },
+        "loss": "the mean over the text plus the mean over the answers",
         "text_bytes": len(lesson.text),
-        "answers": sum(sum(t >= 256 for t in row.targets) for row in lesson.held_out),
+        "answers": lesson.scale.after.pairs * lesson.scale.held_out,
         "seconds": seconds,
         "before_conversion": before,
+        "recall_by_length": by_length,
         "nsa": nsa,
         "dense": dense_curve,
     }
@@ -355,27 +315,24 @@ def run(scale: Scale, device: str) -> dict[str, Any]:
 
 def main() -> None:
     """Run everything, print and save the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = command_line(__doc__, SCALES)
+    parser.add_argument(
+        "--stop-after",
+        choices=("dense", "all"),
+        default="all",
+        help="dense: only train the dense model and print its recall; writes no file",
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--scale", choices=list(SCALES), default="full")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.stop_after == "dense" and options.json is not None:
+        parser.error("--json needs the whole run; leave out --json or --stop-after dense")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     scale = SCALES[options.scale]
-    document = {
-        "kind": "nsa-hf-convert",
-        "schema_version": 1,
-        "machine": machine(options.device),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "scale": dataclasses.asdict(scale),
-        **run(scale, options.device),
-    }
-    if options.json is not None:
-        write_atomic(options.json, json.dumps(document, indent=1) + "\n", force=True)
+    fields = run(Lesson(scale, options.device), options.stop_after)
+    if fields is None:
+        return
+    document = result("nsa-hf-convert", options.device, scale, fields)
+    write(document, options.json)
     for name in ("dense", "nsa"):
         last = document[name][-1]
         print(f"{name}: text {last['text_loss']} nats per byte, recall {last['recall']:.1%}")

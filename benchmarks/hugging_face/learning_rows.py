@@ -7,12 +7,16 @@ the loss on the text, and the recall of pairs that lie up to a row's length in t
 
 from __future__ import annotations
 
+import copy
+import functools
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from nsa_models.lm.data import is_held_out
+from nsa_models.lm.data import Row, is_held_out
 from nsa_models.lm.model import IGNORED
 from nsa_models.lm.synthetic import SyntheticRows
 
@@ -20,6 +24,7 @@ VALUES = 64
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
 
+@functools.cache
 def library_sources() -> tuple[torch.Tensor, torch.Tensor]:
     """Return the bytes of the library's source files, uint8 [N]: to train on, and held out."""
     root = Path(sysconfig.get_path("stdlib"))
@@ -88,6 +93,54 @@ class TextWithPairs(SyntheticRows):
             targets[next_is_text] = tokens[next_is_text + 1]
         targets[body::2] = values[order]
         return tokens, targets
+
+
+class PairRows:
+    """Rows of pairs only, without text: every pair, then every key with its value in a new order.
+
+    All rows are made at once and repeat after the last one, because making a short row alone takes
+    longer than training on it. Targets are the values after the keys at the end.
+
+    Args:
+        pairs: Number of pairs in a row, which has 4 tokens for each.
+        keys: Number of keys in the vocabulary, at least ``pairs``.
+        count: Number of rows.
+        seed: Seed of the rows.
+    """
+
+    packed = False
+
+    def __init__(self, pairs: int, keys: int, count: int = 1 << 15, *, seed: int = 0) -> None:
+        self.length, self._row, self._stride = 4 * pairs, 0, 1
+        generator = torch.Generator().manual_seed(seed)
+        key = 256 + torch.rand(count, keys, generator=generator).argsort(1)[:, :pairs]
+        value = 256 + keys + torch.randint(VALUES, (count, pairs), generator=generator)
+        order = torch.rand(count, pairs, generator=generator).argsort(1)
+        stated = torch.stack((key, value), 2).flatten(1)
+        asked = torch.stack((key.gather(1, order), value.gather(1, order)), 2).flatten(1)
+        targets = torch.full((count, self.length), IGNORED)
+        targets[:, 2 * pairs :: 2] = asked[:, 1::2]
+        self._tokens = torch.cat((stated, asked), 1).tolist()
+        self._targets = targets.tolist()
+
+    def __next__(self) -> Row:
+        number = self._row % len(self._tokens)
+        self._row += self._stride
+        return Row(self._tokens[number], self._targets[number], [self.length])
+
+    def lane(self, number: int, count: int) -> PairRows:
+        """Return the rows of a lane; see :class:`nsa_models.lm.data.Rows`."""
+        rows = copy.copy(self)
+        rows._row, rows._stride = number, count
+        return rows
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of the next row."""
+        return {"row": self._row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a row."""
+        self._row = int(state["row"])
 
 
 def distances(tokens: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:

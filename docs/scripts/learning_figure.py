@@ -97,24 +97,35 @@ def convert_figure(document: Any) -> Any:
 
 
 def minimax_figure(document: Any) -> Any:
-    """Return the losses of both implementations, and their difference."""
-    pairs = [document[name]["loss"] for name in ("eager", "nsa_blocks")]
+    """Return the losses of both implementations, and the differences of the others to "eager"."""
+    eager = document["eager"]["loss"]
 
     def losses(axes: Any) -> None:
         axes.set(xlabel="step", ylabel="nats per byte")
         axes.set_title("Training loss")
-        names, colours = ("eager", "nsa_blocks"), (DENSE, NSA)
-        curves = [(n, c, list(enumerate(p, 1))) for n, c, p in zip(names, colours, pairs)]
+        curves = [
+            (name, colour, list(enumerate(document[name]["loss"], 1)))
+            for name, colour in (("eager", DENSE), ("nsa_blocks", NSA))
+        ]
         lines(axes, curves, ".3f")
 
-    def difference(axes: Any) -> None:
-        points = [(step, abs(a - b)) for step, (a, b) in enumerate(zip(*pairs), 1)]
+    def differences(axes: Any) -> None:
         axes.set(xlabel="step", ylabel="nats per byte", yscale="log")
-        axes.set_title("Difference of the losses")
-        shown = [(step, value) for step, value in points if value]  # a log axis has no 0
-        axes.plot(*zip(*(shown or [(1, 1e-9)])), ".", ms=4, color=NSA)
+        axes.set_title("Difference to eager")
+        axes.axhline(document["limit"], ls=":", lw=1.2, color=INK)
+        shown = (("control", DENSE), ("nsa_blocks", NSA), ("nsa_blocks_replayed", NSA_COLOURS[2]))
+        ends = []
+        for name, colour in shown:
+            values = [abs(a - b) for a, b in zip(eager, document[name]["loss"])]
+            points = [(step, v) for step, v in enumerate(values, 1) if v]  # a log axis has no 0
+            if points:
+                axes.plot(*zip(*points), ".", ms=3.5, color=colour)
+                label = name.removeprefix("nsa_blocks_")
+                ends.append(EndLabel(label, colour, points[-1], points[-1][1]))
+        axes.autoscale_view()
+        label_ends(axes, ends)
 
-    return panels(losses, difference)
+    return panels(losses, differences)
 
 
 def main() -> None:
