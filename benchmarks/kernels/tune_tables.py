@@ -102,6 +102,19 @@ class Sweep:
         """Whether the kernel belongs to the slot's forward."""
         return self.kernel in configs.FORWARD[self.slot]
 
+    @property
+    def config(self) -> NSAConfig:
+        """Return the configuration of the timed problem."""
+        heads, groups, dk, *dv = map(int, self.shape.split("/"))
+        return NSAConfig(
+            dim=heads * dk,
+            n_heads=heads,
+            n_kv_heads=groups,
+            head_dim=dk,
+            v_head_dim=dv[0] if dv else dk,
+            **dict(self.blocks),
+        )
+
     def __str__(self) -> str:
         direction = "forward" if self.is_forward else "backward"
         blocks = "".join(f" {name}={value}" for name, value in self.blocks)
@@ -131,16 +144,8 @@ class TunedRows:
 
 def slot_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
     """Return the call that the sweep times, for ``tokens`` tokens."""
-    heads, groups, dk, *dv = map(int, sweep.shape.split("/"))
-    width = dv[0] if dv else dk
-    config = NSAConfig(
-        dim=heads * dk,
-        n_heads=heads,
-        n_kv_heads=groups,
-        head_dim=dk,
-        v_head_dim=width,
-        **dict(sweep.blocks),
-    )
+    config = sweep.config
+    heads, groups, dk, width = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
     plan = resolve(
         config,
         device="cuda",
