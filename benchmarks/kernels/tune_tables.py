@@ -122,6 +122,14 @@ class Sweep:
         heads, groups, dk, *dv = map(int, self.shape.split("/"))
         return heads, groups, dk, dv[0] if dv else dk
 
+    @property
+    def config(self) -> NSAConfig:
+        """The configuration of the timed problem."""
+        heads, groups, dk, dv = self.widths
+        blocks = {name: value for name, value in self.blocks if name != "random_blocks"}
+        sizes: dict[str, Any] = {"head_dim": dk, "v_head_dim": dv, **blocks}
+        return NSAConfig(dim=heads * dk, n_heads=heads, n_kv_heads=groups, **sizes)
+
     def __str__(self) -> str:
         direction = "forward" if self.is_forward else "backward"
         blocks = "".join(f" {name}={value}" for name, value in self.blocks)
@@ -154,14 +162,7 @@ def slot_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
     if "random_blocks" in dict(sweep.blocks):
         return random_call(sweep, tokens)
     heads, groups, dk, width = sweep.widths
-    config = NSAConfig(
-        dim=heads * dk,
-        n_heads=heads,
-        n_kv_heads=groups,
-        head_dim=dk,
-        v_head_dim=width,
-        **dict(sweep.blocks),
-    )
+    config = sweep.config
     plan = resolve(
         config,
         device="cuda",

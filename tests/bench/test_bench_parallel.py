@@ -227,8 +227,9 @@ def test_the_chart_draws_memory_and_time() -> None:
         (["--context-parallel", "2"], "start them with torchrun --standalone --nproc-per-node 2"),
         (["--context-parallel", "1"], "Input should be greater than or equal to 2"),
         (["--context-parallel", "2", "--batch", "2"], "--batch: not for --context-parallel"),
-        (["--modes", "heads"], "--modes: only with --context-parallel"),
-        (["--project", "4"], "--project: only with --context-parallel"),
+        (["--modes", "heads"], "--modes: only with --context-parallel; leave it out"),
+        (["--modes", "heads", "--project", "4"], "--modes, --project: only with"),
+        (["--modes", "heads", "--project", "4"], "leave them out"),
     ],
 )
 def test_the_command_refuses_options_that_do_not_fit(

@@ -239,7 +239,7 @@ def test_the_compare_command_names_the_figures_that_the_new_file_lacks(nsa, run,
         (
             ("--phase", "decode", "--rival", "fla", "--max-call", "1"),
             2,
-            "--rival, --max-call: not for --phase decode",
+            "--rival, --max-call: not for --phase decode; leave them out",
         ),
         (("--phase", "decode", "--page-size", "64"), 2, "--page-size: give --shape or --length"),
         (("--page-size", "64"), 2, "--page-size is for --phase decode"),

@@ -111,11 +111,11 @@ def test_existing_files_and_wrong_arguments_are_refused(nsa, text, tmp_path):
         (["--out", str(tmp_path / "new"), "--png", text], "exists; give --force"),
         (
             ["--out", str(out), "--resume", "--batch", "4", "--lr", "1"],
-            "--batch, --lr: with --resume the checkpoint",
+            "--batch, --lr: set by the checkpoint with --resume; leave them out",
         ),
         (
             ["--out", str(out), "--resume", "--held-out-rows", "5"],
-            "--held-out-rows: with --resume the checkpoint",
+            "--held-out-rows: set by the checkpoint with --resume; leave it out",
         ),
         (["--out", str(out), "--resume"], "has no checkpoint, so there is nothing to go on with"),
         (
@@ -137,11 +137,11 @@ def test_existing_files_and_wrong_arguments_are_refused(nsa, text, tmp_path):
         ),
         (
             ["--out", str(tmp_path / "new"), "--data", text, "--vocab", "9"],
-            "--vocab: goes with uniform and recall",
+            "--vocab: only with uniform and recall",
         ),
         (
             ["--out", str(tmp_path / "new"), "--data", "recall", "--held-out", "0.5"],
-            "--held-out: goes with text",
+            "--held-out: only with text",
         ),
         (
             ["--out", str(tmp_path / "new"), "--from-dense", text, "--attention", "dense"],

@@ -196,6 +196,16 @@ def test_pieces_are_distinct_and_take_at_most_ten_minutes(figures):
     assert {p.needs for p in pieces if p.needs} <= {p.name for p in pieces if p.makes}
 
 
+def test_a_piece_rehearses_the_architecture_that_its_command_names(figures):
+    folder = ROOT / "benchmarks" / "results" / "h200"
+    rehearsed = [piece for piece in figures.PIECES if piece.rehearses]
+    assert rehearsed
+    assert all(piece.inside(folder).is_file() for piece in rehearsed)
+    for piece in figures.PIECES:
+        architectures = re.findall(r"rehearse\.py --arch (\d+) -- ", piece.command)
+        assert architectures == [piece.rehearses.removeprefix("sm")] * bool(piece.rehearses)
+
+
 def test_list_shows_every_piece_with_its_state(figures, pages, capsys):
     assert figures.main(["list"], pages) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -98,25 +98,29 @@ def counted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[di
     return dict(mode.seen + Counter(made.name for made in launches)), out
 
 
+def request_of(slot: str, shape: str, tokens: int, **options: Any) -> Request:
+    """Return a bf16 request of one sequence; ``shape`` is Hq/G/D."""
+    n_heads, n_kv_heads, width = (int(n) for n in shape.split("/"))
+    return Request(
+        slot=slot,
+        geometry=BlockGeometry(),
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=width,
+        v_head_dim=width,
+        dtype="bfloat16",
+        device="cuda",
+        batch=1,
+        seq_len=tokens,
+        **options,
+    )
+
+
 @pytest.mark.parametrize(("slot", "shape"), BUDGET, ids=lambda x: str(x))
 def test_slots_launch_exactly_the_listed_kernels(slot: str, shape: str) -> None:
     forward, backward = BUDGET[slot, shape]
     shape, _, packed = shape.partition(", ")
-    hq, g, d = (int(n) for n in shape.split("/"))
-    request = Request(
-        slot=slot,
-        geometry=BlockGeometry(),
-        n_heads=hq,
-        n_kv_heads=g,
-        head_dim=d,
-        v_head_dim=d,
-        dtype="bfloat16",
-        device="cuda",
-        needs_grad=True,
-        batch=1,
-        seq_len=8192,
-        varlen=bool(packed),
-    )
+    request = request_of(slot, shape, 8192, needs_grad=True, varlen=bool(packed))
     do, given, call = meta_inputs.inputs(request)
     module = meta_inputs.slot_module(slot)
     seen, out = counted(module.forward, *given, call=call)
@@ -128,20 +132,7 @@ def test_slots_launch_exactly_the_listed_kernels(slot: str, shape: str) -> None:
 
 def test_a_forward_of_too_many_pairs_is_refused_before_it_launches_anything() -> None:
     """At 12/2/64 the forward sorts the pairs that few tokens share, after its tiles."""
-    request = Request(
-        slot="sel",
-        geometry=BlockGeometry(),
-        n_heads=12,
-        n_kv_heads=2,
-        head_dim=64,
-        v_head_dim=64,
-        dtype="bfloat16",
-        device="cuda",
-        needs_grad=False,
-        batch=1,
-        seq_len=2**26,
-    )
-    _, given, call = meta_inputs.inputs(request)
+    _, given, call = meta_inputs.inputs(request_of("sel", "12/2/64", 2**26))
     message = (
         "67108864 tokens with 2 lists of 16 blocks are 2147483648 pairs, at most 2147483647 are"
         r" supported: pass the queries in parts \(first_query\)"
@@ -285,20 +276,7 @@ def test_decode_steps_with_other_settings_are_launched_separately(no_gpu: list[A
         importlib.import_module(f"nsa_backend_triton.{name}")
         for name in ("decode.forms", "host.configs")
     )
-    request = Request(
-        slot="cmp",
-        geometry=BlockGeometry(),
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=64,
-        v_head_dim=64,
-        dtype="bfloat16",
-        device="cuda",
-        needs_grad=False,
-        batch=1,
-        seq_len=512,
-        phase="decode",
-    )
+    request = request_of("cmp", "4/2/64", 512, phase="decode")
     given, call = meta_inputs.step_inputs(request, 1, "cpu")
     traits = {"head_dim": 64, "v_head_dim": 64, "itemsize": 2, "heads": 2, "cmp_per_block": 4}
     span = configs.pick("decode_span", 90, **traits)

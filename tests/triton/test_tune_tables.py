@@ -43,6 +43,18 @@ def test_sizes_of_blocks_belong_to_the_problem(tune_tables: ModuleType) -> None:
     assert sweep.blocks == (("select_block_size", 128),)
     assert sweep.changes() == [{}, {"BLOCK_N": 64}, {"BLOCK_N": 128}]
     assert str(sweep).endswith("65536 tokens select_block_size=128")
+    assert (sweep.config.select_block_size, sweep.config.window_size) == (128, 512)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"), [("64/4/128", (64, 4, 128, 128)), ("64/4/192/128", (64, 4, 192, 128))]
+)
+def test_the_problem_has_the_heads_and_widths_of_the_line(
+    tune_tables: ModuleType, shape: str, sizes: tuple[int, ...]
+) -> None:
+    config = tune_tables.Sweep.parse(f"sel_forward sel {shape} 65536").config
+    assert (config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim) == sizes
+    assert (config.select_block_size, config.num_selected_blocks) == (64, 16)
 
 
 def test_a_change_reaches_its_kernels_until_it_is_taken_back(tune_tables: ModuleType) -> None:

@@ -125,7 +125,8 @@ def equality(
         rank: this rank.
         world: number of ranks.
         form: name of the documents.
-        wrap: "compile" or "checkpoint" runs the layer in it; "compile and recompute" with recompute.
+        wrap: "compile" or "checkpoint" runs the layer in it; "compile and recompute" also with
+            recompute.
         layout: the layout.
         mode: the mode.
         options: fields of the config.

@@ -162,7 +162,7 @@ def test_a_backend_of_sel_that_refuses_the_window_selects() -> None:
     registry = Registry(default_registry().entries).with_backend(
         dataclasses.replace(sdpa, name="no-win", slots=without_win, fused={})
     )
-    backends = {slot: "sdpa" for slot in SLOTS} | {"sel": "no-win"}
+    backends = dict.fromkeys(SLOTS, "sdpa") | {"sel": "no-win"}
     of_plan = plan(backends=backends, registry=registry)
     assert of_plan.causal_sel is None
     assert slots(leaves(LONGEST), plan=of_plan) == SELECTED

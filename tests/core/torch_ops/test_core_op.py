@@ -247,12 +247,14 @@ def run_mapped(x: dict[str, torch.Tensor], of_plan: Plan) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "call", [run_without_grad, run_transformed, pytest.param(run_mapped, marks=pytest.mark.slow)]
+    ("call", "wanted"),
+    [(run_without_grad, NAMES), (run_transformed, ()), (run_mapped, NAMES)],
 )
-def test_inference_and_transforms_keep_the_slots(call: Callable[..., torch.Tensor]) -> None:
+def test_inference_and_transforms_keep_the_slots(
+    call: Callable[..., torch.Tensor], wanted: tuple[str, ...]
+) -> None:
     torch._dynamo.reset()
-    graphs, of_plan = Graphs(), plan("fused")
-    x = leaves(wanted=NAMES if call is run_without_grad else ())
+    graphs, of_plan, x = Graphs(), plan("fused"), leaves(wanted=wanted)
     run = torch.compile(call, backend=graphs.backend, fullgraph=True)
     assert torch.equal(run(x, of_plan), call(x, of_plan))
     names = [name for graph in graphs.names for name in graph]
@@ -292,6 +294,33 @@ def test_policies_of_selective_checkpointing_choose_among_the_slots(kept: Any) -
         return
     again = [f"nsa_sdpa.{slot}" for slot in SLOTS if slot not in (*kept, "combine")]
     assert [name for name in graphs.names[1] if name not in SLOT_BACKWARDS] == again
+
+
+@pytest.mark.parametrize("kept", [None, ("select",)])
+def test_an_eager_checkpoint_in_a_compiled_function_repeats_its_first_run(kept: Any) -> None:
+    """With backend="eager", the checkpoint itself runs the forward again in the backward.
+
+    It refuses an operator that the first run did not call.
+    """
+    x, of_plan = leaves(), plan("slots")
+    options: dict[str, Any] = {"use_reentrant": False}
+    if kept is not None:
+        saved = [getattr(of_plan, slot).op for slot in kept]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
+
+    def call(x: dict[str, torch.Tensor], of_plan: Plan) -> torch.Tensor:
+        o: torch.Tensor = checkpoint(lambda *args: attend(*args)[0], x, of_plan, **options)
+        return o
+
+    torch._dynamo.reset()
+    with record_dispatch() as trace:
+        o = torch.compile(call, backend="eager", fullgraph=True)(x, of_plan)
+        gradients = torch.autograd.grad(o.sum(), list(x.values()))
+    expected = torch.autograd.grad(attend(x, of_plan)[0].sum(), list(x.values()))
+    assert all(map(torch.equal, gradients, expected))
+    again = [(slot, "forward") for slot in SLOTS if slot not in (kept or ())]
+    calls = [(record.slot, record.direction) for record in trace]
+    assert calls == [*FORWARDS, *again, *BACKWARDS["slots"]]
 
 
 def test_a_negative_gate_is_refused_where_values_can_be_read() -> None:

@@ -9,4 +9,4 @@ from mutation_suite import FUNCTIONS, OF_SEL, Mutants
 
 class TestSel(Mutants):
     names = tuple(name for name in FUNCTIONS if name.startswith(OF_SEL))
-    cases = {**mutation_cases.SEL_CASES, **bitmask_cases.CASES}
+    cases = mutation_cases.SEL_CASES | bitmask_cases.CASES

@@ -202,9 +202,7 @@ def problem(
         ({"stride": 2**31 // 40 + 1}, False),
     ],
 )
-def test_the_condition(
-    sizes: dict[str, Any], fits: bool, use: Callable[..., list[int]]
-) -> None:
+def test_the_condition(sizes: dict[str, Any], fits: bool, use: Callable[..., list[int]]) -> None:
     use(100)
     assert bitmask.fits(*problem(**sizes)) is fits
 

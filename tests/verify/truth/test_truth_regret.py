@@ -280,6 +280,15 @@ def test_sampled_rows_ignore_other_rows(choice: Choice) -> None:
     )
 
 
+@pytest.mark.parametrize("lead", [(0, S), (2, 0)])
+def test_a_selection_without_rows_is_correct_if_its_shape_is(lead: tuple[int, int]) -> None:
+    q = torch.randn(*lead, H, D)
+    k_cmp = torch.randn(lead[0], GEOMETRY.num_compressed(lead[1]), G, D)
+    choice = choose(q, k_cmp)
+    assert choice.judged() == SelectionVerdict(True, 0.0, 0.0, "", ())
+    assert "expected" in choice.judged(blocks=choice.blocks[..., :4]).why
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_selection_in_fp32_passes_for_low_precision_inputs(dtype: torch.dtype) -> None:
     """Scores in float32 with terms and heads added in order, as every backend computes them."""

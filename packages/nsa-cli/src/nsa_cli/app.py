@@ -57,7 +57,7 @@ app.command(short_help="Generate text from a checkpoint.", rich_help_panel=TRAIN
 app.command(short_help="Convert a Hugging Face model to NSA.", rich_help_panel=TRAIN)(convert)
 app.command("eval", short_help="Score a checkpoint on tasks.", rich_help_panel=TRAIN)(evaluate)
 app.command(
-    short_help="Run the conformance suite on a backend; `nsa backends new` writes one.",
+    short_help="Run the conformance suite on a backend.",
     rich_help_panel=EXTEND,
 )(conformance)
 

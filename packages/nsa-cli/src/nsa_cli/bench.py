@@ -16,6 +16,7 @@ from nsa_cli.choices import (
     as_options,
     block_sizes,
     dtype_names,
+    leave_out,
     options_on_command_line,
     pick_device,
     split_commas,
@@ -263,7 +264,7 @@ def _check_options(preset: str, decode: bool, typed: set[str]) -> None:
 
     _check_preset(preset)
     if unused := [name for name in options.PREFILL_ONLY if decode and name in typed]:
-        raise InvalidInput(f"{as_options(unused)}: not for --phase decode; leave it out")
+        raise InvalidInput(f"{as_options(unused)}: not for --phase decode; {leave_out(unused)}")
     if unused := [
         name
         for name in ("batch", "page_size")

@@ -86,7 +86,13 @@ Rivals = Annotated[
         ),
     ),
 ]
-Preset = Annotated[str, typer.Option(help="quick (less than a minute) or full.")]
+Preset = Annotated[
+    str,
+    typer.Option(
+        help="quick (less than a minute) or full: defaults of the shapes, lengths, phases, dtypes,"
+        " --budget and --time-limit."
+    ),
+]
 Shapes = Annotated[
     str | None,
     typer.Option(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa_cli import bench_options, output
-from nsa_cli.choices import dtype_names, pick_device, split_commas
+from nsa_cli.choices import as_options, dtype_names, leave_out, pick_device, split_commas
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.util.interruption import Interruption
 
@@ -202,10 +202,8 @@ def check_typed(typed: set[str]) -> None:
     Raises:
         InvalidInput: There is one.
     """
-    from nsa_cli.choices import as_options
-
     if unused := [name for name in UNUSED if name in typed]:
-        raise InvalidInput(f"{as_options(unused)}: not for --context-parallel; leave it out")
+        raise InvalidInput(f"{as_options(unused)}: not for --context-parallel; {leave_out(unused)}")
 
 
 def check_alone(typed: set[str]) -> None:
@@ -214,7 +212,7 @@ def check_alone(typed: set[str]) -> None:
     Raises:
         InvalidInput: There is one.
     """
-    from nsa_cli.choices import as_options
-
     if unused := [name for name in bench_options.PARALLEL_ONLY if name in typed]:
-        raise InvalidInput(f"{as_options(unused)}: only with --context-parallel; leave it out")
+        raise InvalidInput(
+            f"{as_options(unused)}: only with --context-parallel; {leave_out(unused)}"
+        )

@@ -35,6 +35,11 @@ def as_options(names: Sequence[str]) -> str:
     return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
+def leave_out(names: Sequence[str]) -> str:
+    """Return the end of a message that refuses the options ``names``."""
+    return "leave it out" if len(names) == 1 else "leave them out"
+
+
 @contextlib.contextmanager
 def errors_name_options(names: Mapping[str, str]) -> Iterator[None]:
     """Replace field names in the message of an InvalidInput by the options that set them.

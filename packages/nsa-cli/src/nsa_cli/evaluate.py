@@ -28,7 +28,11 @@ def evaluate(
         Path, typer.Option(help="Folder of transformers, or of a run of `nsa train` on text.")
     ],
     tasks: Annotated[
-        str, typer.Option(help="Tasks or groups of the lm-evaluation-harness: ruler,hellaswag.")
+        str,
+        typer.Option(
+            help="Comma-separated tasks or groups of the lm-evaluation-harness, such as"
+            " ruler,hellaswag."
+        ),
     ],
     length: Annotated[
         str,
@@ -56,7 +60,7 @@ def evaluate(
         Path | None,
         typer.Option(help="Folder with definitions of further tasks.", show_default=False),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Examples per forward.", min=1)] = 1,
+    batch: Annotated[int, typer.Option(help="Examples per forward pass.", min=1)] = 1,
     dtype: Annotated[
         str, typer.Option(help="auto (that of the checkpoint), float32, bfloat16 or float16.")
     ] = "auto",
@@ -69,9 +73,9 @@ def evaluate(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the --json file.")] = False,
 ) -> None:
-    """Print the scores of a checkpoint on tasks.
+    """Score a checkpoint on tasks of the lm-evaluation-harness.
 
-    The lm-evaluation-harness downloads the data of its tasks when they first run.
+    The harness downloads the data of a task when it first runs.
     """
     with output.exit_codes():
         lengths, names = _lengths(length), split_commas(tasks)

@@ -36,7 +36,7 @@ def inspect(
     layer: Annotated[
         int | None,
         typer.Option(
-            help="Layer of the detailed picture. Default: the layer that chooses best.",
+            help="Layer of the detailed picture. Default: the layer whose choice gains most.",
             min=0,
             show_default=False,
         ),
@@ -44,7 +44,8 @@ def inspect(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Read at most this many tokens. Default: a row of the training, at most 2048.",
+            help="Read at most this many tokens. Default: the length of a training row, at most"
+            " 2048.",
             min=1,
             show_default=False,
         ),

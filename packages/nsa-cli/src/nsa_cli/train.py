@@ -16,6 +16,7 @@ from nsa_cli import train_options as options
 from nsa_cli.choices import (
     as_options,
     errors_name_options,
+    leave_out,
     options_on_command_line,
     parse_backends,
     pick_device,
@@ -179,7 +180,7 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
     need_extras("nsa train", [*libraries, *["matplotlib"] * bool(values["png"] or values["svg"])])
     if resume and (repeated := [name for name in options.FROM_CHECKPOINT if name in typed]):
         raise InvalidInput(
-            f"{as_options(repeated)}: with --resume the checkpoint decides this; leave it out"
+            f"{as_options(repeated)}: set by the checkpoint with --resume; {leave_out(repeated)}"
         )
     for file in (values["png"], values["svg"]):
         output.check_writable(file, values["force"] or resume)
@@ -196,7 +197,8 @@ def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
     )
     if unused := [name for name in ineffective if name in typed]:
         raise InvalidInput(
-            f"{as_options(unused)}: goes with {other_kind}, not with --data {data}; leave it out"
+            f"{as_options(unused)}: only with {other_kind}, not with --data {data};"
+            f" {leave_out(unused)}"
         )
     if values["from_dense"] is not None and values["attention"] != "nsa":
         raise InvalidInput(

@@ -86,7 +86,7 @@ def verify(
         ),
     ] = None,
     preset: Annotated[
-        Preset, typer.Option(help="quick: less than a minute on two cores.")
+        Preset, typer.Option(help="quick: about a minute on two cores.")
     ] = Preset.quick,
     phase: Annotated[
         Phase, typer.Option(help="Slot forms to check; decode: steps over a cache.")

@@ -278,8 +278,8 @@ def sel_bitmask_dkdv(
     if PARTIAL:
         query_start = start - first_query
         first_t = tl.maximum(first_key, -query_start)
-    stride_qb, stride_qt, stride_qh = stride_q
-    stride_dob, stride_dot, stride_doh = stride_do
+    _, stride_qt, stride_qh = stride_q
+    _, stride_dot, stride_doh = stride_do
     _, stride_kt, _ = stride_k
     _, stride_vt, _ = stride_v
     batch, head = seq.to(tl.int64), kv_head * GROUP + part * num_heads
@@ -295,9 +295,7 @@ def sel_bitmask_dkdv(
     BITS += row * NUM_KV_HEADS + kv_head
     tiles = tl.cdiv(tl.maximum(length - first_t, 0), BLOCK_M)
     # Only tokens before the last key do not see all keys.
-    masked_tiles = tl.minimum(
-        tl.cdiv(tl.maximum(tl.max(key, 0) - first_t, 0), BLOCK_M), tiles
-    )
+    masked_tiles = tl.minimum(tl.cdiv(tl.maximum(tl.max(key, 0) - first_t, 0), BLOCK_M), tiles)
     dk = zero_rows(BLOCK_N, HEAD_DIM, HEAD_DIM_BAND, ACC)
     dv = zero_rows(BLOCK_N, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
     block = first_key // SELECT_BLOCK

@@ -48,8 +48,10 @@ def divided_block_attention(
     start of the whole sequence, or of a document, as without ranks.
 
     Args:
-        q, k, v, blocks: the rows of this rank, n = ``shards.rows`` of them, as
-            :meth:`Shards.take` returns them; otherwise as for block_attention.
+        q: queries of this rank's n = ``shards.rows`` rows, as :meth:`Shards.take` returns them.
+        k: keys of these rows.
+        v: values of these rows.
+        blocks: blocks of these rows; otherwise as for block_attention.
         shards: the rows of this rank.
         block_size: keys of a block.
         group: the ranks; default: all processes.

@@ -64,7 +64,7 @@ def evaluate(
         limit: Number of examples of each task; default: all.
         fewshot: Number of solved examples before each question; default: the task's own.
         task_folder: A folder with definitions of further tasks, as YAML.
-        batch: Examples per forward.
+        batch: Examples per forward pass.
         dtype: Dtype of the parameters; "auto" keeps that of the checkpoint.
         device: A device of torch.
         backends: As in :class:`nsa_core.NSAttention`; for checkpoints of `nsa train` only.
