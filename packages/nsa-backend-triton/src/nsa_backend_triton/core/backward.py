@@ -41,6 +41,7 @@ from nsa_backend_triton.host.sequences import (
     strides,
 )
 from nsa_backend_triton.sel import backward as sel_backward
+from nsa_backend_triton.sel.problem import Problem
 from nsa_backend_triton.span import backward as span_backward
 from nsa_backend_triton.span import cmp, win
 from nsa_core.contract import SlotCall
@@ -103,7 +104,7 @@ def backward(do: Tensor, *tensors: Tensor, outputs: list[Tensor], call: SlotCall
     outputs.clear()
     delta, lse2 = stats_sel.unbind()
     seqs = Sequences.of(x.q, x.k_sel, call)
-    problem = sel_backward.Problem(do, x.q, x.k_sel, x.v_sel, lse2, delta, seqs, call)
+    problem = Problem(do, x.q, x.k_sel, x.v_sel, lse2, delta, seqs, call)
     dq, dk_sel, dv_sel = sel_backward.gradients(problem, x.blocks)
     span = 1, 1, geometry.window_size
     dk_win, dv_win = span_backward.add_backward(

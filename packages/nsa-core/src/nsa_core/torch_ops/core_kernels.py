@@ -155,7 +155,7 @@ def kernels_of_constants(constants: CoreConstants) -> CoreKernels:
         kernels.append(kernel)
     backwards = _backwards(kernels)
     assert backwards is not None  # constants_of gives no constants without backwards
-    slots = Slots(*kernels, kernels[SLOTS.index("sel")].causal)
+    slots = Slots._make([*kernels, kernels[SLOTS.index("sel")].causal])
     return CoreKernels(slots, _direct_slots(kernels), backwards, fused)
 
 
@@ -202,7 +202,8 @@ def _name(kernel: Kernel) -> str:
 def _direct_slots(kernels: Sequence[Kernel]) -> Slots:
     """Return the slots of ``kernels``, in the order of SLOTS, without autograd and dispatcher."""
     causal = kernels[SLOTS.index("sel")].causal
-    return Slots(*[kernel.direct for kernel in kernels], causal.direct if causal else None)
+    direct = [kernel.direct for kernel in kernels]
+    return Slots._make([*direct, causal.direct if causal else None])
 
 
 def _overload(name: str) -> Any:
@@ -370,6 +371,7 @@ def gradients_by_slots(
     )
     dq: torch.Tensor | None = None
     of_keys: list[torch.Tensor | None] = []
+    names: tuple[str, ...]
     for branch, names, k in _BACKWARD:
         if branch == "sel" and saved["blocks"] is None:
             branch, names = "causal_sel", tuple(name for name in names if name != "blocks")

@@ -234,7 +234,8 @@ class _CoreNode(torch.autograd.Function):
         with _AutoDispatchBelowAutograd():
             o, branches = run_all(slots, inputs, blocks, packing, causal)
         lse = branches.lse_cmp, branches.lse_sel, branches.lse_win
-        selected = [branches.blocks] if blocks is not branches.blocks else []
+        found = branches.blocks
+        selected = [found] if found is not None and found is not blocks else []
         ctx.mark_non_differentiable(*lse, *selected)
         # Without this, every backward would fill unused gradients of the log-sum-exps.
         ctx.set_materialize_grads(False)

@@ -144,7 +144,8 @@ def _results(
     blocks = branches.blocks
     if blocks is None or given is not None:
         blocks = o.new_empty(0, dtype=torch.int32)
-    return o, *branches._replace(blocks=blocks)
+    of_branches: tuple[Any, ...] = branches._replace(blocks=blocks)
+    return o, *of_branches
 
 
 def _setup_context(ctx: Any, args: tuple[Any, ...], results: Sequence[torch.Tensor]) -> None:

@@ -52,7 +52,7 @@ def composition(combination: Combination, case: Case, dtype: torch.dtype) -> Ite
         **kv,
     )
     grads = dict(zip(names, torch.autograd.grad(o, [leaves[n] for n in names], do)))
-    if selects_all(plan, None, data.max_seqlen):
+    if plan.causal_sel is not None and selects_all(plan, None, data.max_seqlen):
         plan = dataclasses.replace(plan, sel=CausalSel(plan.causal_sel))
     runs = run_slots(plan, case, data)
     yield same_bits("composition", "combine", case, dtype, "o", o, runs["combine"].outputs["o"])
