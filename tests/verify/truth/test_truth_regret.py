@@ -200,6 +200,14 @@ def test_float64_is_judged_by_the_noise_of_float64() -> None:
     assert double.judged_with((0, 195, 0), [0, 3, 11, 12]).regret > 8
 
 
+@pytest.mark.parametrize(("gap", "flips"), [(2.0**-51, 0), (2.0**-46, 1)])
+def test_a_gap_of_the_rounding_of_golden_is_none(gap: float, flips: int) -> None:
+    """Golden scores are sums in float64, whose order decides their last bits."""
+    choice = near_tie(gap, torch.float64)
+    other = [0, 8 - choice.blocks[0, 195, 0, 1].item(), 11, 12]
+    assert choice.judged_with((0, 195, 0), other).flip_rate == flips / 200
+
+
 def test_row_39_equal_scores_go_to_the_lower_index() -> None:
     choice = near_tie(0.0)
     assert choice.blocks[0, 195, 0].tolist() == [0, 3, 11, 12]

@@ -27,6 +27,8 @@ MAX_FLIP_RATE = 1e-3
 # heads give their best block a probability of nearly 1, so many blocks have nearly equal scores,
 # which the rounding of exp(score - lse) orders. The regret of each exchange is judged as always.
 SATURATED = 16.0
+# Golden scores that differ by less, relative to the score, are equal: they are rounded themselves.
+GOLDEN_ROUNDING = 2.0**-50
 TINY = 2.0**-100  # smaller golden scores count as 0, because exp underflows in fp32
 
 
@@ -191,7 +193,7 @@ def _regret(
                     return f"blocks {lower} and {higher} score equal, and the higher was chosen"
         return 0.0
     gap = _flushed(scores[best]) - _flushed(scores[worst])
-    if gap <= 0:
+    if gap <= GOLDEN_ROUNDING * scores[best]:
         return 0.0
     per_head = row.per_head()[:, [best, worst]]
     noise = unit * float(((1 + row.spread)[:, None] * per_head).sum())
