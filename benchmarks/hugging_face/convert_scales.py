@@ -16,7 +16,8 @@ class Part:
         pairs: Pairs per row.
         batch: Rows per step.
         steps: Number of steps.
-        text_share: Share of the rows in which the text is a target, and not only the answers.
+        text_share: Share of the bytes of the text that are targets; the answers always are. With
+            many more bytes than answers, a model forgets to recall.
         enough: Recall on held-out rows at which the part ends early; above 1: never.
     """
 
@@ -84,16 +85,18 @@ SCALES = {
         before=(
             Part(16, 4, 512, 1200, 0.0, enough=0.95),
             Part(32, 8, 512, 600, 0.0, enough=0.95),
-            Part(64, 16, 256, 600, 0.0, enough=0.95),
-            Part(512, 64, 16, 300, 0.5, enough=0.95),
-            Part(4096, 128, 8, 200, 0.5, enough=0.95),
-            Part(16384, 128, 4, 200, 0.5),
+            Part(64, 16, 256, 1200, 0.0, enough=0.95),
+            Part(128, 16, 64, 400, 0.0, enough=0.9),
+            Part(512, 64, 32, 800, 0.0, enough=0.9),
+            Part(2048, 128, 16, 600, 0.05, enough=0.9),
+            Part(4096, 128, 8, 600, 0.05, enough=0.9),
+            Part(16384, 128, 4, 300, 0.03),
         ),
         length=16384,
         pairs=128,
         batch=4,
         first_stage=100,
-        steps=600,
+        steps=500,
         eval_every=50,
         held_out=16,
         learning_rate=1e-3,

@@ -50,7 +50,7 @@ class TextWithPairs(SyntheticRows):
         length: Tokens of a row.
         pairs: Number of pairs in a row, at most length / 4; the rest of the row is text.
         keys: Number of keys in the vocabulary, at least ``pairs``.
-        text_share: Share of the rows in which the text is a target.
+        text_share: Share of the bytes of the text that are targets.
         seed: Seed of the rows.
         held_out: Selects other random numbers.
     """
@@ -88,9 +88,9 @@ class TextWithPairs(SyntheticRows):
         order = torch.randperm(self.pairs, generator=generator)
         tokens[body::2], tokens[body + 1 :: 2] = keys[order], values[order]
         targets = torch.full_like(tokens, IGNORED)
-        if float(torch.rand((), generator=generator)) < self.text_share:
-            next_is_text = is_text[1:].nonzero().flatten()
-            targets[next_is_text] = tokens[next_is_text + 1]
+        next_is_text = is_text[1:].nonzero().flatten()
+        is_target = torch.rand(len(next_is_text), generator=generator) < self.text_share
+        targets[next_is_text[is_target]] = tokens[next_is_text[is_target] + 1]
         targets[body::2] = values[order]
         return tokens, targets
 

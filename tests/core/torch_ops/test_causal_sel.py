@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import fused_toy
 import pytest
 import torch
 
@@ -153,6 +154,18 @@ def test_explain_states_the_length() -> None:
     for phase, partial in (("decode", False), ("prefill", True)):
         other = resolve(CONFIG, device="cpu", dtype="float64", phase=phase, partial=partial)
         assert line not in other.explain()
+
+
+def test_a_plan_with_one_backward_of_all_slots_selects() -> None:
+    """That backward reads the blocks. Without gradients the same backend is causal."""
+    registry = Registry().with_backend(fused_toy.spec())
+    of_training, of_inference = (
+        resolve(CONFIG, device="cpu", dtype="float64", needs_grad=grad, registry=registry)
+        for grad in (True, False)
+    )
+    assert of_training.fused
+    assert of_training.causal_sel is None
+    assert of_inference.causal_sel is not None
 
 
 def test_a_backend_of_sel_that_refuses_the_window_selects() -> None:

@@ -356,14 +356,16 @@ def decide(all_candidates: Candidates) -> Plan:
     chosen = _choose(all_candidates, outcomes)
     choices = {slot: choice for slot, (choice, _) in chosen.items()}
     kernels = {slot: kernel for slot, (_, kernel) in chosen.items()}
-    kernels["sel"] = _with_causal(all_candidates, kernels["sel"])
+    fused = MappingProxyType(_fused(all_candidates, choices))
+    # The backward of all slots reads the blocks, and is faster than that of causal attention.
+    if "backward" not in fused:
+        kernels["sel"] = _with_causal(all_candidates, kernels["sel"])
     slots = {}
     for slot, choice in choices.items():
         spec = all_candidates.registry.get(choice.backend).spec
         assert spec is not None  # an accepted candidate is ready
         slots[slot] = spec.slots[slot]
     _log_once(all_candidates, choices)
-    fused = MappingProxyType(_fused(all_candidates, choices))
     frozen = (MappingProxyType(choices), MappingProxyType(slots))
     return Plan(
         all_candidates.config,
