@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import fused_toy
 import pytest
 import torch
 
+import fused_toy
 from nsa_core import NSAConfig, nsa_attention, resolve
 from nsa_core.contract import SLOTS, BackendSpec
 from nsa_core.dispatch.finite_checks import checked_plan
