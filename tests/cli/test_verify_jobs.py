@@ -57,6 +57,7 @@ def refuse_case(subject: Combination, case: cases.Case, dtype: torch.dtype) -> I
     yield
 
 
+@pytest.mark.slow
 def test_each_job_runs_once_and_kernels_stay_with_a_worker():
     jobs = suite.jobs("full", DTYPES, text=b"text", cases_per_slot=0)
     schedule, taken = Schedule(jobs), {0: [], 1: [], 2: []}
@@ -207,6 +208,7 @@ def test_the_report_does_not_depend_on_the_number_of_processes(nsa, tmp_path):
     assert reports[0] == reports[1]
 
 
+@pytest.mark.slow
 def test_shards_are_parts_of_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = suite.jobs("quick", DTYPES, text=None, phase="prefill")[:31]
     monkeypatch.setattr(suite, "jobs", lambda *_, **__: some)

@@ -39,15 +39,22 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Return the results of both ranks by the name of the case."""
-    cases = [*EQUAL, *[("refusal", {"of": of}) for of in REFUSED]]
     saving = [
         ("saved", {"folder": str(tmp_path_factory.mktemp("saved")), **options})
         for options in SAVED.values()
     ]
-    results = run_on_ranks(2, [*cases, *saving], ["hf_divided_cases"])
-    return dict(zip([*map(str, cases), *SAVED], results))
+    results = run_on_ranks(2, [*EQUAL, *saving], ["hf_divided_cases"])
+    return dict(zip([*map(str, EQUAL), *SAVED], results))
 
 
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, list[str]]:
+    """Return the messages of both ranks by the name of the refusal."""
+    cases: list[tuple[str, dict[str, Any]]] = [("refusal", {"of": of}) for of in REFUSED]
+    return dict(zip(REFUSED, run_on_ranks(2, cases, ["hf_divided_cases"])))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EQUAL, ids=str)
 def test_a_divided_model_computes_that_of_one_process(outcomes, case):
     for errors in outcomes[str(case)]:
@@ -56,6 +63,7 @@ def test_a_divided_model_computes_that_of_one_process(outcomes, case):
         assert max(errors.values()) < LIMIT, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAVED)
 def test_a_model_with_divided_heads_is_saved_whole(outcomes, name):
     kind = {"qwen3": "NSAQwen3ForCausalLM", "llama": "NSALlamaForCausalLM"}[SAVED[name]["kind"]]
@@ -64,6 +72,6 @@ def test_a_model_with_divided_heads_is_saved_whole(outcomes, name):
 
 
 @pytest.mark.parametrize("of", REFUSED)
-def test_calls_that_cannot_work_are_refused_on_all_ranks(outcomes, of):
-    for message in outcomes[str(("refusal", {"of": of}))]:
+def test_calls_that_cannot_work_are_refused_on_all_ranks(refusals, of):
+    for message in refusals[of]:
         assert REFUSED[of] in message

@@ -104,11 +104,13 @@ def check_resumed(run: Run, name: str, options: dict[str, Any]) -> None:
     assert last == [pytest.approx(of_one, rel=1e-5) for of_one in expected[3:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAININGS)
 def test_two_processes_have_the_losses_of_one(two, name):
     check_losses(two, name, TRAININGS[name][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_run_goes_on_with_another_number_of_processes(two, name):
     check_resumed(two, name, TRAININGS[name][0])
@@ -122,6 +124,7 @@ def test_four_processes_have_the_losses_of_one(four, name):
     check_resumed(four, name, GRIDS[name][0])
 
 
+@pytest.mark.slow
 def test_a_divided_checkpoint_is_that_of_one_process(two):
     saved = checkpoint.read(two.folder / "heads-2")
     shapes = {name: list(p.shape) for name, p in saved.model().named_parameters()}
@@ -174,6 +177,7 @@ def test_divisions_that_cannot_work_are_refused(nsa, tmp_path, options, message)
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_process_waits_in_a_group_of_the_grid_until_the_timeout_of_the_library():
     case = ("alone_in_a_group", {"timeout_s": 4})
     ((first, _),) = run_on_ranks(2, [case], ["training_cases"])

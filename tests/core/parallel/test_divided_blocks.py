@@ -37,6 +37,7 @@ def assert_equal_to_one_process(case: Any, results: list[Any]) -> None:
         assert max(errors.values()) <= LIMIT, (case, errors)
 
 
+@pytest.mark.slow
 def test_two_processes_compute_the_blocks_of_one() -> None:
     refusals = [("block_refusal", {"of": of}) for of in REFUSALS]
     outcomes = run_on_ranks(2, [*CASES, *refusals])

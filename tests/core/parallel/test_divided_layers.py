@@ -40,6 +40,7 @@ def outcomes() -> dict[str, list[Any]]:
     return dict(zip(map(str, cases), run_on_ranks(2, cases, ["divided_layer_cases"])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RECOMPUTED, ids=str)
 def test_a_divided_sequence_recomputes_its_branches(outcomes: Any, case: Case) -> None:
     total, bounds = FORMS[case[1]["form"]]
@@ -56,6 +57,7 @@ def test_a_divided_sequence_recomputes_its_branches(outcomes: Any, case: Case) -
         assert with_recompute == without  # sel's keys and values are gathered again in both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BIASED, ids=str)
 def test_biases_of_divided_heads(outcomes: Any, case: Case) -> None:
     options = case[1]

@@ -77,14 +77,17 @@ def by_slots(x: dict[str, Tensor], call: SlotCall) -> dict[str, Tensor]:
     return grads | {"dq": dq_cmp + dq_sel + dq_win}
 
 
-@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize(
-    ("lengths", "batch", "heads", "widths"),
+    ("lengths", "batch", "heads", "widths", "ordered"),
     [
-        ((43,), 2, (6, 2), (16, 24)),
-        ((43,), 1, (16, 1), (16, 16)),
-        ((7,), 1, (2, 2), (16, 8)),
-        (DOCUMENTS, 1, (3, 1), (24, 16)),
+        pytest.param((43,), 2, (6, 2), (16, 24), False, marks=pytest.mark.slow),
+        pytest.param((43,), 2, (6, 2), (16, 24), True, marks=pytest.mark.slow),
+        pytest.param((43,), 1, (16, 1), (16, 16), False, marks=pytest.mark.slow),
+        pytest.param((43,), 1, (16, 1), (16, 16), True, marks=pytest.mark.slow),
+        ((7,), 1, (2, 2), (16, 8), False),
+        ((7,), 1, (2, 2), (16, 8), True),
+        (DOCUMENTS, 1, (3, 1), (24, 16), False),
+        (DOCUMENTS, 1, (3, 1), (24, 16), True),
     ],
 )
 def test_gradients_equal_those_of_the_slots(
@@ -111,7 +114,7 @@ def test_gradients_equal_those_of_the_slots(
         )
 
 
-@pytest.mark.parametrize("tokens", [21, 24])
+@pytest.mark.parametrize("tokens", [21, pytest.param(24, marks=pytest.mark.slow)])
 def test_descriptors_read_no_padding_of_the_statistics(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +136,7 @@ def test_descriptors_read_no_padding_of_the_statistics(
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("gate", [1e-6, 1e5])
+@pytest.mark.parametrize("gate", [1e-6, pytest.param(1e5, marks=pytest.mark.slow)])
 def test_small_and_large_gates_in_fp16(gate: float) -> None:
     call = SlotCall(GEOMETRY, 0.3, None, 43, deterministic=True)
     x = tensors(call, 43, 1, (4, 2), (16, 16))
@@ -151,7 +154,7 @@ def test_small_and_large_gates_in_fp16(gate: float) -> None:
             assert error < 5e-3, (name, error)
 
 
-@pytest.mark.parametrize("lengths", [(96,), (40, 56)])
+@pytest.mark.parametrize("lengths", [(96,), pytest.param((40, 56), marks=pytest.mark.slow)])
 def test_the_outputs_of_the_branches_are_freed_before_the_peak(lengths: tuple[int, ...]) -> None:
     """Three tensors of q's size less at the peak than with outputs that live until the end."""
     cu = None

@@ -11,6 +11,7 @@ import mutation_cases
 from mutation_suite import FUNCTIONS, OF_DECODE, OF_SEL, OF_THE_REST, Mutants
 
 
+@pytest.mark.slow
 class TestTheRest(Mutants):
     names = tuple(name for name in FUNCTIONS if name.startswith(OF_THE_REST))
     # one case of sel reaches the row masks of the shared online softmax; others place tiles of

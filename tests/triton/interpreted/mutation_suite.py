@@ -1,7 +1,8 @@
 """The mutation tests of a group of modules.
 
 Every mutant of every jit function must be killed or be listed as equivalent. The ordinary suite
-runs a tenth of the mutants, chosen by their own names; `nox -s full` runs all.
+runs a tenth of the mutants of the decode kernels, chosen by their own names; `nox -s full` runs
+all.
 """
 
 from __future__ import annotations

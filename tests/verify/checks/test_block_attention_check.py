@@ -27,7 +27,7 @@ def findings(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    "preset", ["interpreter", "quick", pytest.param("full", marks=pytest.mark.slow)]
+    "preset", ["interpreter", *(pytest.param(p, marks=pytest.mark.slow) for p in ("quick", "full"))]
 )
 def test_correct_kernels_pass(preset: str, dtype: torch.dtype) -> None:
     results = findings(toy_blocks.subject(), preset, dtype)
@@ -35,7 +35,13 @@ def test_correct_kernels_pass(preset: str, dtype: torch.dtype) -> None:
     assert all(finding.ok for finding in results), [f for f in results if not f.ok]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        *KERNELS[::4],
+        *(pytest.param(k, marks=pytest.mark.slow) for k in KERNELS if k not in KERNELS[::4]),
+    ],
+)
 def test_a_faulty_kernel_fails(kernel: str) -> None:
     direction = kernel.partition("_")[0]
     results = findings(toy_blocks.subject(**{direction: kernel}))

@@ -273,7 +273,10 @@ ALTERED = ["hook", "mlp hook", "global", "instance", "subclass", "mlp subclass",
 @pytest.mark.parametrize(
     ("gate", "how"),
     [(gate, "eager") for gate in ALTERED]
-    + [(gate, "compiled") for gate in ("mlp hook", "subclass", "user's")],
+    + [
+        pytest.param(gate, "compiled", marks=pytest.mark.slow)
+        for gate in ("mlp hook", "subclass", "user's")
+    ],
 )
 def test_a_layer_with_an_altered_gate_runs_the_slots(
     gate: str, how: str, monkeypatch: pytest.MonkeyPatch
@@ -285,7 +288,7 @@ def test_a_layer_with_an_altered_gate_runs_the_slots(
         getattr(layer, "remove_hook", lambda: None)()
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("how", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [(1, 0, 16), (0, 30, 16), (1, 3, 16)])
 def test_a_layer_without_tokens_or_compressed_tokens_runs_no_fused_backward(
     shape: tuple[int, int, int], how: str

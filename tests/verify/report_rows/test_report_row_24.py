@@ -114,7 +114,7 @@ def test_report_row_24_non_finite_is_an_error_and_never_a_reroute(branch: str) -
     with torch.no_grad():
         attention.qkv.weight[first] = torch.inf  # the first value channel of the branch
     with record_dispatch() as trace, pytest.raises(NSAError) as error:
-        attention(torch.randn(1, 20, 32))
+        attention(torch.randn(1, 40, 32))  # more than n * l' tokens, so that sel runs
     for text in ("layer 3", f"branch '{branch}'", "backend 'sdpa'", "not finite"):
         assert text in str(error.value)
     assert {record.backend for record in trace} == {"sdpa"}
