@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from figure_pieces import NEWEST
 from figure_tables import Results, digits, table, tokens
 
 PENDING = "not measured yet"
@@ -32,8 +31,7 @@ def _from_file(file: str) -> Callable[[Callable[[Any], str]], Callable[[Results]
     def decorate(compute: Callable[[Any], str]) -> Callable[[Results], str]:
         @functools.wraps(compute)
         def value(results: Results) -> str:
-            folders = results.folder, results.folder.with_name(NEWEST)
-            path = next((f / file for f in folders if (f / file).exists()), folders[0] / file)
+            path = results.folder / file
             return compute(json.loads(path.read_text())) if path.exists() else PENDING
 
         return value

@@ -10,8 +10,7 @@ import dataclasses
 from pathlib import Path
 
 CHECKPOINTS = "build/figures/checkpoints"
-PUBLISHED = "h200"  # folder of benchmarks/results with the figures of README.md and the docs
-NEWEST = "h100"  # folder with the core and the other libraries, measured with newer kernels
+PUBLISHED = "h100"  # folder of benchmarks/results with the figures of README.md and the docs
 
 _BENCH = "nsa bench --device cuda --dtype bfloat16 --threads 8"
 _CORE = (
@@ -31,7 +30,7 @@ class Piece:
         topic: The subject of the file, for the table in benchmarks/README.md.
         command: The command, run in the repository's root; ``{file}`` stands for the result file.
         file: Name of the result file in benchmarks/results/<gpu>.
-        minutes: Expected duration on an H200, compilation included.
+        minutes: Expected duration on an H100, compilation included.
         needs: Name of the piece that makes input files of this one; "" for none.
         makes: Input files of other pieces that this one makes, relative to the repository's root.
         gpus: Number of GPUs; a piece that needs several runs only if it is named.
@@ -51,8 +50,21 @@ class Piece:
 
     def inside(self, folder: Path) -> Path:
         """Return the path of the result file, given the folder of the GPU's own results."""
-        ending = f"_as_{self.rehearses}" if self.rehearses else ""
-        return folder.with_name(folder.name + ending) / self.file
+        return folder.with_name(folder.name + self._ending) / self.file
+
+    def nearest(self, folder: Path) -> Path | None:
+        """Return the result file of :meth:`inside`, or that of another GPU; None if none exists."""
+        own = self.inside(folder)
+        others = (
+            path
+            for path in sorted(folder.parent.glob(f"*{self._ending}/{self.file}"))
+            if self.rehearses or "_as_" not in path.parent.name
+        )
+        return own if own.exists() else next(others, None)
+
+    @property
+    def _ending(self) -> str:
+        return f"_as_{self.rehearses}" if self.rehearses else ""
 
 
 def _core(shape: str, minutes: float) -> Piece:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_pieces import NEWEST, PIECES, SHAPES
+from figure_pieces import PIECES, SHAPES
 
 from nsa_bench.crossover import crossing
 from nsa_bench.result import Measurement, Result, read_result
@@ -51,24 +51,12 @@ class Results:
         rows: list[dict[str, Any]] = json.loads((self.folder / name).read_text())["rows"]
         return rows
 
-    def core_files(self, shape: str) -> list[Result]:
-        """Return the results with the core at ``shape``, the preferred one first.
-
-        The shape's own file is preferred. If `figures.py` did not make it, it may lack cells that
-        core.json, with all shapes, has.
-        """
-        own = self.folder / f"core_{shape.replace('/', '_')}.json"
-        complete = own.exists() and '"figures": ' in own.read_text(encoding="utf-8")[:100]
-        files = [own] if complete else [own, self.folder / "core.json"]
-        return [self.bench(file.name) for file in files if file.exists()]
-
     def core(self, shape: str) -> list[Measurement]:
-        """Return the measurements of the core at ``shape``, in the order of :meth:`core_files`."""
-        files = self.core_files(shape)
-        return [m for result in files for m in result.measurements if m.shape == shape]
+        """Return the measurements of the core at ``shape``."""
+        return self.bench(f"core_{shape.replace('/', '_')}.json").measurements
 
     def core_cell(self, shape: str, inputs: str, phase: str, length: int) -> Measurement | None:
-        """Return the measurement of NSA in one cell, from the first file that timed it."""
+        """Return the measurement of NSA in one cell; None if it has no time."""
         return next(
             (
                 m
@@ -167,17 +155,21 @@ def core_memory(results: Results) -> str:
 
 def _fastest_dense(results: Results, cell: Measurement) -> Measurement | None:
     """Return the fastest dense kernel that the run of ``cell`` timed beside it."""
-    for result in results.core_files(cell.shape):
-        if any(m is cell for m in result.measurements):
-            dense = [
-                m
-                for m in result.measurements
-                if m.kind == "dense"
-                and (m.series, m.length) == (cell.series, cell.length)
-                and m.performance is not None
-            ]
-            return min(dense, key=lambda m: m.performance.median_ms if m.performance else math.inf)
-    return None
+    dense = _dense_beside(results, cell)
+    return min(
+        dense, key=lambda m: m.performance.median_ms if m.performance else math.inf, default=None
+    )
+
+
+def _dense_beside(results: Results, cell: Measurement) -> list[Measurement]:
+    """Return the dense kernels that the run of ``cell`` timed on the same problem."""
+    return [
+        m
+        for m in results.core(cell.shape)
+        if m.kind == "dense"
+        and (m.series, m.length) == (cell.series, cell.length)
+        and m.performance is not None
+    ]
 
 
 def core_eager(results: Results) -> str:
@@ -195,12 +187,7 @@ def _ratios(results: Results, shape: str, inputs: str) -> tuple[list[tuple[int, 
     cells = [results.core_cell(shape, inputs, "both", n) for n in _core_lengths(results)]
     measured = [c for c in cells if c is not None]
     graphs = [(c.length, 1 / c.ratio_to_dense) for c in measured if c.ratio_to_dense]
-    eager = [
-        pair
-        for result in results.core_files(shape)
-        for c in measured
-        if (pair := _eager_ratio(result, c)) is not None
-    ]
+    eager = [pair for c in measured if (pair := _eager_ratio(results, c)) is not None]
     return sorted(graphs), sorted(eager)
 
 
@@ -245,17 +232,11 @@ def _compared(subject: str) -> Callable[[Results], str]:
     return render
 
 
-def _eager_ratio(result: Result, cell: Measurement) -> tuple[int, float] | None:
-    """Return (length, eager time / fastest eager dense time); None if ``result`` lacks the cell."""
-    if cell.performance is None or not any(m is cell for m in result.measurements):
+def _eager_ratio(results: Results, cell: Measurement) -> tuple[int, float] | None:
+    """Return (length, eager time / fastest eager dense time); None without a dense time."""
+    if cell.performance is None:
         return None
-    dense = [
-        m.performance.eager_ms
-        for m in result.measurements
-        if m.kind == "dense"
-        and (m.series, m.length) == (cell.series, cell.length)
-        and m.performance is not None
-    ]
+    dense = [m.performance.eager_ms for m in _dense_beside(results, cell) if m.performance]
     return (cell.length, cell.performance.eager_ms / min(dense)) if dense else None
 
 
@@ -305,7 +286,7 @@ def _part_ms(cell: Measurement | None, name: str) -> str:
 def backends(results: Results) -> str:
     """Tabulate forward + backward of each backend and baseline by length."""
     measurements = [m for m in results.bench("backends.json").measurements if m.phase == "both"]
-    lengths = sorted({m.length for m in measurements})
+    lengths = sorted({m.length for m in measurements if m.performance})
     rows = []
     for shape, subject in dict.fromkeys((m.shape, m.subject) for m in measurements):
         cells = {m.length: m for m in measurements if (m.shape, m.subject) == (shape, subject)}
@@ -318,9 +299,10 @@ def backends(results: Results) -> str:
 def a100(results: Results) -> str:
     """Tabulate forward + backward of NSA and its rivals with code for the A100, by length."""
     (piece,) = (p for p in PIECES if p.name == "a100-core")
-    measurements = [
-        m for m in read_result(piece.inside(results.folder)).measurements if m.phase == "both"
-    ]
+    file = piece.nearest(results.folder)
+    if file is None:
+        return ABSENT
+    measurements = [m for m in read_result(file).measurements if m.phase == "both"]
     subjects = [s for s in A100_SUBJECTS if any(m.subject == s for m in measurements)]
     rows = []
     for shape, length in sorted({(m.shape, m.length) for m in measurements}):
@@ -376,9 +358,8 @@ def topics(results: Results) -> str:
     """Tabulate the pieces for benchmarks/README.md."""
     rows = []
     for piece in PIECES:
-        path = piece.inside(results.folder)
-        link = f"[{piece.file}](results/{path.parent.name}/{piece.file})"
-        file = link if path.exists() else "not run yet"
+        path = piece.nearest(results.folder)
+        file = f"[{piece.file}](results/{path.parent.name}/{piece.file})" if path else "not run yet"
         rows.append([piece.topic, f"`python benchmarks/figures.py run --only {piece.name}`", file])
     return table(["topic", "command", "file"], rows)
 
@@ -421,27 +402,18 @@ def _shares(subject: str) -> Callable[[Results], str]:
 _ALL = (512, 1024, 2048)
 
 
-def _newest(render: Callable[[Results], str]) -> Callable[[Results], str]:
-    """Return ``render`` for the results of the GPU that ran the newest kernels."""
-    return lambda results: render(Results(results.folder.with_name(NEWEST)))
-
-
 TABLES: dict[str, Callable[[Results], str]] = {
     "gpu": gpu,
-    "newest-gpu": _newest(gpu),
-    "newest-core": _newest(core),
-    "newest-core-memory": _newest(core_memory),
-    "newest-backends": _newest(backends),
     "core": core,
     "core-memory": core_memory,
     "core-memory-ratio": core_memory_ratio,
     "core-eager": core_eager,
     "core-crossover": _crossovers(0),
     "core-crossover-eager": _crossovers(1),
-    "compared-nsa": _newest(_compared("auto")),
-    "compared-dense": _newest(_compared("dense cudnn")),
-    "compared-fla": _newest(_compared("fla NSA, l=d=64")),
-    "compared-sfnsa": _newest(_compared("sfnsa NSA")),
+    "compared-nsa": _compared("auto"),
+    "compared-dense": _compared("dense cudnn"),
+    "compared-fla": _compared("fla NSA, l=d=64"),
+    "compared-sfnsa": _compared("sfnsa NSA"),
     "core-calls": core_calls,
     "core-few-calls": core_few_calls,
     "core-kernels": core_kernels,

@@ -109,6 +109,8 @@ TRAINING: dict[str, Callable[[Results], str]] = {
     "train": train,
     "train-crossover": train_crossover,
     "train-memory": train_memory,
+    "row-10-eager": _train_value("train_toy.json", "tokens_per_s", _thousand, mode="eager"),
+    "row-10-graph": _train_value("train_toy.json", "tokens_per_s", _thousand, mode="compile+graph"),
     "row-11-step": _train_value("train.json", "step_ms", fixed(1), attention="nsa", B=1, **_ONE),
     "row-12-nsa-1": _train_value(
         "train.json", "tokens_per_s", _thousand, attention="nsa", B=1, **_ONE
@@ -140,9 +142,5 @@ TRAINING: dict[str, Callable[[Results], str]] = {
     "row-23-2k": _train_value("train_stall.json", "median_ms", fixed(1), S=2048, B=1),
     "row-23-p99": _worst_stall,
     "row-23-grown": _most_growth,
-    "row-23-steps": _train_value("train.json", "steps", str, attention="nsa", B=2, **_ONE),
-    "row-23-slowest": _train_value(
-        "train.json", "slowest_ms", fixed(2), attention="nsa", B=2, **_ONE
-    ),
-    "row-23-median": _train_value("train.json", "step_ms", fixed(2), attention="nsa", B=2, **_ONE),
+    "row-23-2k-2": _train_value("train_stall.json", "median_ms", fixed(1), S=2048, B=2),
 }

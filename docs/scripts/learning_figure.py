@@ -20,7 +20,7 @@ BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 sys.path.insert(0, str(BENCHMARKS))
 from figure_learning import CONVERT, IMAGES, MINIMAX  # noqa: E402
-from figure_pieces import NEWEST  # noqa: E402
+from figure_pieces import PUBLISHED  # noqa: E402
 
 NSA, DENSE = NSA_COLOURS[0], "#808080"
 # Inches: left margin, width, right margin for labels, bottom margin, height and top margin.
@@ -132,7 +132,7 @@ def main() -> None:
     """Write the plots into the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--results", type=pathlib.Path, default=RESULTS / NEWEST)
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS / PUBLISHED)
     options = parser.parse_args()
     for file, figure in ((CONVERT, convert_figure), (MINIMAX, minimax_figure)):
         path = options.results / file

@@ -20,7 +20,7 @@ from nsa_bench.render.tables import changes_tables, rows_of
 from nsa_bench.result import Measurement, read_result
 from nsa_bench.timing import Performance, Workload, measure
 
-RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def performances_in(document):
 
 
 def test_older_results_without_optional_fields_are_readable(result, tmp_path):
-    document = json.loads((RESULTS / "core.json").read_text())
+    document = json.loads((RESULTS / "core_64_4_128.json").read_text())
     for values in performances_in(document):
         for field in ("host_ms", "not_captured", "eager"):
             del values[field]

@@ -18,7 +18,8 @@ from nsa_bench.render.summary import summary
 from nsa_bench.render.tables import tables
 from nsa_bench.result import Result, read_result
 
-RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
+DATA = pathlib.Path(__file__).with_name("data")  # a result of three shapes with missing times
 NASTY = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\"'"
 
 
@@ -61,9 +62,9 @@ class Reader(html.parser.HTMLParser):
         return [text for tag, text in self.texts if tag in tags and text]
 
 
-def reduced(name: str, **wanted: str) -> Result:
-    """Return a published result with the measurements that have the given fields."""
-    result = read_result(RESULTS / f"{name}.json")
+def reduced(file: pathlib.Path, **wanted: str) -> Result:
+    """Return a result with the measurements that have the given fields."""
+    result = read_result(file)
     kept = [
         m for m in result.measurements if all(getattr(m, key) == v for key, v in wanted.items())
     ]
@@ -75,7 +76,7 @@ def reduced(name: str, **wanted: str) -> Result:
 def result() -> Result:
     """Return one shape of a published result, which has missing times and a rival."""
     pytest.importorskip("plotly")
-    return reduced("backends", shape="64/4/128")
+    return reduced(DATA / "backends.json", shape="64/4/128")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from nsa_cli import verify
 from nsa_core.contract import SLOTS
 from screen import FRAMES, assert_readable
 
-RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200"
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
 WIDTHS = (80, 100, 200)
 SECONDS = re.compile(r" in \d+\.\d+s$", re.MULTILINE)  # the time that pytest prints
 DETAIL = (
@@ -137,7 +137,7 @@ def test_verify_counts_what_does_not_apply_in_its_row(nsa, monkeypatch):
     assert ["decode", "fused", "gates", "all", "0", "1", "-", "not", "run"] in rows
 
 
-@pytest.mark.parametrize("name", ["core", "decode", "decode_small"])
+@pytest.mark.parametrize("name", ["core_64_4_128", "decode", "decode_small"])
 def test_bench_report_is_readable(nsa, terminal, name):
     out = assert_command_is_readable(
         nsa, terminal, "bench", "report", str(RESULTS / f"{name}.json")
@@ -164,7 +164,7 @@ def test_bench_prints_every_figure_at_every_width(terminal):
 
 
 def test_bench_compare_is_readable(nsa, terminal, tmp_path):
-    old = RESULTS / "core.json"
+    old = RESULTS / "core_64_4_128.json"
     document = json.loads(old.read_text())
     for measurement in document["measurements"][::3]:
         for key in ("median_ms", "q1_ms", "q3_ms"):

@@ -22,6 +22,7 @@ PAGES = (
     "docs/explanation/decode.md",
     "docs/explanation/performance.md",
 )
+BLOCK_PAGE = ROOT / "docs/how-to/block-attention.md"
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def run(figures, checkout, monkeypatch, capsys):
 
 
 def stamp_of(checkout, name):
-    file = checkout / "build" / "figures" / "h200" / f"{name}.json"
+    file = checkout / "build" / "figures" / "h100" / f"{name}.json"
     return json.loads(file.read_text())["figures"]
 
 
@@ -135,19 +136,19 @@ def test_no_value_inside_a_sentence_begins_a_line(figures):
 @pytest.mark.parametrize(
     ("file", "pattern", "page"),
     [
-        ("core_12_2_64.json", r'"median_ms": 12\.0401', "README.md"),
-        ("train.json", r'"tokens_per_s": 175856', "benchmarks/README.md: train differ"),
-        ("core_64_4_192_128.json", r'"peak_memory_bytes": 1182004736', "README.md: core-memory"),
-        ("train.json", r'"tokens_per_s": 399584', "docs/explanation/report-rows.md"),
-        ("decode_small.json", r'"median_ms": 0\.02272\b', "docs/explanation/report-rows.md"),
-        ("decode.json", r'"median_ms": 0\.138928', "docs/explanation/decode.md"),
-        ("train_memory.json", r'"peak_gib": 30\.134', "docs/how-to/train.md"),
-        ("backends.json", r'"median_ms": 5\.02331', "docs/how-to/benchmark.md"),
+        ("core_12_2_64.json", r'"median_ms": 12\.6203', "README.md"),
+        ("train.json", r'"tokens_per_s": 163702', "benchmarks/README.md: train differ"),
+        ("core_64_4_192_128.json", r'"peak_memory_bytes": 565442048', "README.md: core-memory"),
+        ("train.json", r'"tokens_per_s": 342154', "docs/explanation/report-rows.md"),
+        ("decode_small.json", r'"median_ms": 0\.02304\b', "docs/explanation/report-rows.md"),
+        ("decode.json", r'"median_ms": 0\.171952', "docs/explanation/decode.md"),
+        ("train_memory.json", r'"peak_gib": 30\.272', "docs/how-to/train.md"),
+        ("backends.json", r'"median_ms": 5\.11502', "docs/how-to/benchmark.md"),
         ("real_blocks.json", r'"8": 2\.408', "docs/explanation/performance.md"),
     ],
 )
 def test_a_changed_number_in_a_result_file_is_detected(figures, pages, file, pattern, page, capsys):
-    path = pages / "benchmarks" / "results" / "h200" / file
+    path = pages / "benchmarks" / "results" / "h100" / file
     text = path.read_text(encoding="utf-8")
     matches = re.findall(pattern, text)
     if not matches:  # after a new measurement, take any number of the same field
@@ -179,13 +180,10 @@ def test_an_unknown_table_is_refused(figures, pages, capsys):
 
 
 def test_every_result_file_belongs_to_a_piece(figures):
-    folder = ROOT / "benchmarks" / "results" / "h200"
+    folder = ROOT / "benchmarks" / "results" / "h100"
     files = {path.name for path in folder.iterdir()}
-    expected = {piece.file for piece in figures.PIECES}
-    core = [piece.file for piece in figures.PIECES if piece.name.startswith("core-")]
-    if any(figures.read_stamp(folder / name) is None for name in core):
-        expected |= {"core.json"}  # has cells that older files of single shapes lack
-    assert not files - expected
+    sweeps = set(re.findall(r"`(sel_blocks_\d\.json)`", BLOCK_PAGE.read_text(encoding="utf-8")))
+    assert not files - {piece.file for piece in figures.PIECES} - sweeps
 
 
 def test_pieces_are_distinct_and_take_at_most_ten_minutes(figures):
@@ -197,10 +195,10 @@ def test_pieces_are_distinct_and_take_at_most_ten_minutes(figures):
 
 
 def test_a_piece_rehearses_the_architecture_that_its_command_names(figures):
-    folder = ROOT / "benchmarks" / "results" / "h200"
+    folder = ROOT / "benchmarks" / "results" / "h100"
     rehearsed = [piece for piece in figures.PIECES if piece.rehearses]
     assert rehearsed
-    assert all(piece.inside(folder).is_file() for piece in rehearsed)
+    assert all(piece.nearest(folder) for piece in rehearsed)
     for piece in figures.PIECES:
         architectures = re.findall(r"rehearse\.py --arch (\d+) -- ", piece.command)
         assert architectures == [piece.rehearses.removeprefix("sm")] * bool(piece.rehearses)
@@ -254,7 +252,7 @@ def test_an_interrupted_or_failed_piece_runs_again(run, checkout, mode):
     code, output, runs = run(piece, "b:quick")
     assert (code, runs) == (1, [mode, "quick"])
     assert "1 of 2 pieces are left: a" in output
-    assert not list((checkout / "build" / "figures" / "h200").glob("*a.json"))
+    assert not list((checkout / "build" / "figures" / "h100").glob("*a.json"))
     assert run(piece, "b:quick")[2] == [mode]
 
 
@@ -274,10 +272,10 @@ def test_ctrl_c_ends_the_piece_and_leaves_no_result(figures, checkout, run, monk
     piece = run.piece("a:slow")
     monkeypatch.syspath_prepend(checkout / "packages" / "p" / "src")
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    runner = figures.Figures("h200", checkout, [piece], allow_dirty=True)
+    runner = figures.Figures("h100", checkout, [piece], allow_dirty=True)
     with pytest.raises(KeyboardInterrupt):
         runner.run_piece(piece, 5)
-    assert not list((checkout / "build" / "figures" / "h200").iterdir())
+    assert not list((checkout / "build" / "figures" / "h100").iterdir())
 
 
 def test_a_piece_longer_than_the_time_left_is_not_started(run):
@@ -292,7 +290,7 @@ def test_only_runs_the_named_pieces_and_their_requirements(run, checkout):
     code, _, runs = run(maker, "other:quick", user, words=("run", "--only", "user"))
     assert (code, runs) == (0, ["made", "quick"])
     (checkout / "made.bin").unlink()  # as on a new machine, which has only the result files
-    (checkout / "build" / "figures" / "h200" / "user.json").unlink()
+    (checkout / "build" / "figures" / "h100" / "user.json").unlink()
     assert run(maker, user, words=("run", "--only", "user"))[2] == ["made", "quick"]
     code, output, _ = run(maker, user, words=("run", "--only", "frob"))
     assert (code, "no piece is named frob" in output) == (2, True)
@@ -321,7 +319,7 @@ def test_a_dirty_checkout_is_refused_and_recorded(run, checkout, change):
 
 
 def test_results_do_not_make_the_checkout_dirty(run, checkout):
-    folder = checkout / "benchmarks" / "results" / "h200"
+    folder = checkout / "benchmarks" / "results" / "h100"
     folder.mkdir(parents=True)
     (folder / "z.json").write_text("{}")
     assert run("a:quick")[0] == 0
@@ -343,7 +341,7 @@ def test_installed_packages_that_differ_from_the_checkout_are_refused(
 def test_collect_copies_clean_results(run, checkout):
     assert run("a:quick")[0] == 0
     assert run("a:quick", words=("collect",))[0] == 0
-    collected = json.loads((checkout / "benchmarks" / "results" / "h200" / "a.json").read_text())
+    collected = json.loads((checkout / "benchmarks" / "results" / "h100" / "a.json").read_text())
     assert collected["kind"] == "toy"
     assert collected["figures"]["clean"] is True
     shutil.rmtree(checkout / "build")
@@ -361,7 +359,7 @@ def test_collect_refuses_results_from_a_dirty_checkout(run, checkout):
 def test_a_stamped_result_of_nsa_bench_stays_readable(figures, tmp_path):
     from nsa_bench.result import read_result
 
-    file = ROOT / "benchmarks" / "results" / "h200" / "core_12_2_64.json"
+    file = ROOT / "benchmarks" / "results" / "h200_as_sm80" / "core.json"  # has no stamp
     text = file.read_text(encoding="utf-8")
     copy = tmp_path / "r.json"
     copy.write_text(figures.stamped(text, {"piece": "a"}), encoding="utf-8")
@@ -369,22 +367,28 @@ def test_a_stamped_result_of_nsa_bench_stays_readable(figures, tmp_path):
     assert figures.read_stamp(copy) == {"piece": "a"}
 
 
-def test_a_stamped_file_of_one_shape_replaces_the_file_of_all_shapes(figures, pages):
-    folder = pages / "benchmarks" / "results" / "h200"
-    before = figures.Results(folder).core("12/2/64")
-    file = folder / "core_12_2_64.json"
-    file.write_text(figures.stamped(file.read_text(), {"piece": "a"}))
-    after = figures.Results(folder).core("12/2/64")
-    assert {m.length for m in before} == {8192, 32768, 65536}
-    assert {m.length for m in after} == {65536}
+@pytest.mark.parametrize(("rehearses", "ending"), [("", ""), ("sm80", "_as_sm80")])
+def test_the_result_of_another_gpu_stands_in_for_a_missing_one(run, tmp_path, rehearses, ending):
+    def nearest_after_writing(name):
+        file = tmp_path / "results" / name / "a.json"
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+        nearest = piece.nearest(tmp_path / "results" / "h100")
+        return nearest and nearest.parent.name
+
+    piece = dataclasses.replace(run.piece("a:quick"), rehearses=rehearses)
+    other_kind = "h100" if rehearses else "h100_as_sm80"
+    assert nearest_after_writing(other_kind) is None
+    assert nearest_after_writing(f"a40{ending}") == f"a40{ending}"
+    assert nearest_after_writing(f"h100{ending}") == f"h100{ending}"
 
 
 def test_a_rehearsed_piece_has_a_folder_of_its_own(run, checkout):
     piece = dataclasses.replace(run.piece("a:quick"), rehearses="sm80")
     assert run(piece)[0] == 0
-    fresh = checkout / "build" / "figures" / "h200_as_sm80" / "a.json"
+    fresh = checkout / "build" / "figures" / "h100_as_sm80" / "a.json"
     assert json.loads(fresh.read_text())["figures"]["clean"] is True
     assert "a: done before" in run(piece)[1]
     assert run(piece, words=("collect",))[0] == 0
-    collected = checkout / "benchmarks" / "results" / "h200_as_sm80" / "a.json"
+    collected = checkout / "benchmarks" / "results" / "h100_as_sm80" / "a.json"
     assert collected.read_text() == fresh.read_text()

@@ -281,7 +281,7 @@ def run_script(name: str, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the result files of both trainings on a small scale."""
-    folder = tmp_path_factory.mktemp("learning") / "benchmarks" / "results" / "h200"
+    folder = tmp_path_factory.mktemp("learning") / "benchmarks" / "results" / "h100"
     folder.mkdir(parents=True)
     for script, file in (("convert", "hf_convert.json"), ("minimax", "hf_minimax.json")):
         document = run_script(f"{script}_learning.py", folder)

@@ -37,7 +37,7 @@ def named_tests(row: Row) -> list[str]:
 
 
 def result_files(row: Row) -> list[str]:
-    return re.findall(r"`(benchmarks/results/h200/[\w.]+)`", row.figure)
+    return re.findall(r"`(benchmarks/results/h100/[\w.]+)`", row.figure)
 
 
 def commands(row: Row) -> list[list[str]]:
@@ -119,6 +119,9 @@ def command_error(words: list[str], repo: Any) -> str:
         if not script.is_file():
             return f"{words[1]} does not exist"
         text = script.read_text(encoding="utf-8")
+        for module in re.findall(r"(?m)^(?:from|import) (\w+)", text):  # of the same folder
+            if (shared := script.with_name(f"{module}.py")).is_file():
+                text += shared.read_text(encoding="utf-8")
         end = words.index("--") if "--" in words else len(words)  # another command may follow
         unknown = [w for w in words[2:end] if w.startswith("--") and f'"{w}"' not in text]
         if unknown or end == len(words):
