@@ -15,7 +15,8 @@ import interpreted_core
 from interpreted_sel_backward import PACKED, Problem, gradients
 from interpreted_sel_partial import CUTS, document_piece, piece, quick
 from launches import filled
-from nsa_backend_triton.host import configs
+from nsa_backend_triton import probe
+from nsa_backend_triton.host import configs, sequences
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import backward as sel_backward
 from nsa_backend_triton.sel import bitmask
@@ -35,6 +36,12 @@ PROBLEMS = {
     "64-blocks": Problem((128,), heads=1, groups=1, geometry=ALL_BITS),
     "two-key-tiles": Problem((70,), groups=1, geometry=BlockGeometry(8, 4, 32, 2, 1, 1, 5)),
     "odd-block": Problem((50,), groups=1, geometry=BlockGeometry(8, 4, 24, 3, 1, 1, 5)),
+    "block-of-200": Problem(
+        (213,), heads=1, groups=1, geometry=BlockGeometry(8, 4, 200, 2, 1, 1, 5)
+    ),
+    "block-of-256": Problem(
+        (40, 261), batch=None, heads=1, groups=1, geometry=BlockGeometry(8, 4, 256, 2, 1, 1, 5)
+    ),
     "zero-scale": Problem((21,), groups=1, scale=0.0),
     "negative-scale": Problem((21,), groups=1, scale=-0.3),
     "documents": Problem((0, 18, 1, 0, 5), batch=None, heads=2, groups=1),
@@ -207,10 +214,23 @@ def test_the_condition(sizes: dict[str, Any], fits: bool, use: Callable[..., lis
     assert bitmask.fits(*problem(**sizes)) is fits
 
 
-def test_sequences_of_more_than_64_blocks_take_lists(use: Callable[..., list[int]]) -> None:
-    use()
-    fitting, one_more = problem(1024), problem(1025)
+@pytest.mark.parametrize("size", [16, 200, 256])
+def test_sequences_of_more_than_64_blocks_take_lists(
+    size: int, use: Callable[..., list[int]]
+) -> None:
+    use(20000)
+    fitting, one_more = (problem(64 * size + more, select_block=size) for more in (0, 1))
     assert (bitmask.fits(*fitting), bitmask.fits(*one_more)) == (True, False)
+
+
+@pytest.mark.parametrize("size", [200, 256])
+def test_keys_of_a_long_block_lie_within_32_bits(size: int, use: Callable[..., list[int]]) -> None:
+    """Kernels compute the offset of a key in its block in 32 bits."""
+    use()
+    assert probe.SELECT_BLOCKS["sel"][1] <= sequences.MAX_TILE_TOKENS
+    limit = 2**31 // sequences.MAX_TILE_TOKENS
+    near, far = (problem(500, select_block=size, stride=x) for x in (limit - 1, limit))
+    assert (bitmask.fits(*near), bitmask.fits(*far)) == (True, False)
 
 
 def test_longer_sequences_take_lists(use: Callable[..., list[int]]) -> None:

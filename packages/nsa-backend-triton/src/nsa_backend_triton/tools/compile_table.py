@@ -4,13 +4,13 @@
 
 Each kernel is compiled for sm_80 and sm_90 with the tile shapes that ship, from the launches that a
 call of its slot makes: 64 query heads over 4 kv heads (``h=4``: over 16), 8192 tokens, l=32, d=16,
-l'=64, n=16, w=512, forward and backward. Two variants of sel have l'=128 and n=256, and two have
-l'=256. ``short`` rows are the kernels of sel that sequences of 1024 tokens run instead. In
-``partial`` rows the queries are the second half of their sequences. ``core`` is the backward of all
-slots together, without the kernels that the backwards of the slots launch alike. ``step`` is a
-decode step and its append, 32 sequences of 65536 tokens, one new token each; ``steps`` has four
-each. This needs no GPU: kernels are compiled for GPUs that are not present, see
-nsa_backend_triton.tools.offline.
+l'=64, n=16, w=512, forward and backward. Three variants of sel have l'=128 and n=256 (with
+``h=4``, 16384 tokens), and two have l'=256. ``short`` rows are the kernels of sel that sequences of
+1024 tokens run instead. In ``partial`` rows the queries are the second half of their sequences.
+``core`` is the backward of all slots together, without the kernels that the backwards of the slots
+launch alike. ``step`` is a decode step and its append, 32 sequences of 65536 tokens, one new token
+each; ``steps`` has four each. This needs no GPU: kernels are compiled for GPUs that are not
+present, see nsa_backend_triton.tools.offline.
 
 The file is not part of the wheel. The tests compile a part of the table again in every run, and all
 of it in ``nox -s full``. Each row must stay within its GPU's shared memory and the limit of spilled
@@ -240,7 +240,10 @@ def _slot_rows(base: Request, architecture: int) -> Iterator[Row]:
         if base.slot == "sel":  # longer lists have tiles of fewer tokens
             blocks = {"geometry": BlockGeometry(128, 128, 128, 256, 0, 0)}
             variants.append((", l'=128, n=256", blocks))
-            variants.append((", l'=128, n=256, h=4", {**blocks, "n_kv_heads": base.n_heads // 4}))
+            variants.append((", l'=128, n=256, deterministic", {**blocks, "deterministic": True}))
+            # longer than SHARE_ALL_MAX_LEN
+            few_heads = {"n_kv_heads": base.n_heads // 4, "seq_len": 16384}
+            variants.append((", l'=128, n=256, h=4", {**blocks, **few_heads}))
             blocks = {"geometry": BlockGeometry(256, 256, 256, 16, 0, 0)}
             variants.append((", l'=256", blocks))
             variants.append((", l'=256, h=4", {**blocks, "n_kv_heads": base.n_heads // 4}))
