@@ -10,7 +10,7 @@ import torch
 
 import fused_toy
 from nsa_core import NSAConfig, nsa_attention, resolve
-from nsa_core.contract import SLOTS, BackendSpec
+from nsa_core.contract import SLOTS, BackendSpec, Reason, Request
 from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dispatch.registry import Registry, default_registry
@@ -168,14 +168,28 @@ def test_a_plan_with_one_backward_of_all_slots_selects() -> None:
     assert of_inference.causal_sel is not None
 
 
-def test_a_backend_of_sel_that_refuses_the_window_selects() -> None:
+def refuse_longest_window(request: Request) -> list[Reason]:
+    refused = request.slot == "win" and request.geometry.window_size == LONGEST
+    return [Reason("window", "does not take this window")] if refused else []
+
+
+@pytest.mark.parametrize("flaw", ["no slot", "probe", "import"])
+def test_a_backend_of_sel_that_cannot_run_the_window_selects(flaw: str) -> None:
     [sdpa] = [entry.spec for entry in default_registry().entries if entry.name == "sdpa"]
     assert isinstance(sdpa, BackendSpec)
-    without_win = {slot: spec for slot, spec in sdpa.slots.items() if slot != "win"}
+    slots_of_sel = dict(sdpa.slots)
+    probe = sdpa.probe
+    if flaw == "no slot":
+        del slots_of_sel["win"]
+    elif flaw == "probe":
+        probe = f"{__name__}:{refuse_longest_window.__name__}"
+    else:
+        broken = "no_such_module:forward"
+        slots_of_sel["win"] = dataclasses.replace(sdpa.slots["win"], forward=broken)
     registry = Registry(default_registry().entries).with_backend(
-        dataclasses.replace(sdpa, name="no-win", slots=without_win, fused={})
+        dataclasses.replace(sdpa, name="flawed", slots=slots_of_sel, probe=probe, fused={})
     )
-    backends = dict.fromkeys(SLOTS, "sdpa") | {"sel": "no-win"}
+    backends = dict.fromkeys(SLOTS, "sdpa") | {"sel": "flawed"}
     of_plan = plan(backends=backends, registry=registry)
     assert of_plan.causal_sel is None
     assert slots(leaves(LONGEST), plan=of_plan) == SELECTED

@@ -120,8 +120,8 @@ def test_divisors_are_the_parts_of_a_group() -> None:
 def test_blocks_in_64_bits_and_apart_in_memory(use: Callable[..., list[int]]) -> None:
     calls, problem = use(), Problem((20,), batch=2, heads=2)
     blocks = problem.inputs()[0]["blocks"].long()
-    blocks[0, 4, :, 0] = 2**32  # block 0 in 32 bits
-    blocks[0, 4, :, 1:] = -1
+    blocks[0, 17, :, 0] = 2**32  # block 0 in 32 bits
+    blocks[0, 17, :, 1:] = 1
     apart = torch.full((2, 23, 5, 4), -7)[:, 2:22, 1:3]
     assert_equal_the_oracle(problem, blocks=apart.copy_(blocks))
     assert len(calls) == 1
