@@ -89,6 +89,7 @@ def broken_pipe(*command: str, both: bool = False) -> tuple[int, str, int]:
     reader, writer = os.pipe()
     os.close(reader)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONUNBUFFERED", None)  # a buffer that remains is flushed at shutdown
     child = subprocess.Popen(
         command,
         stdout=writer,

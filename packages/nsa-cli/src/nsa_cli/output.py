@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 
@@ -326,12 +326,21 @@ def end(code: int, message: str) -> NoReturn:
         if sys.stdout is not None:
             sys.stdout.flush()
     except (OSError, ValueError):
-        # Python flushes the remaining buffer at shutdown, which would raise again.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    with contextlib.suppress(OSError):  # standard error may be closed too
+        _discard(sys.stdout)
+    try:
         print(fitted(f"nsa: {message}"), file=sys.stderr, flush=True)
+    except OSError:  # standard error is closed too
+        _discard(sys.stderr)
     raise SystemExit(code)
+
+
+def _discard(stream: TextIO) -> None:
+    """Drop what ``stream`` still buffers, and all later output.
+
+    Python flushes both streams at shutdown, and exits with 120 if that fails.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextlib.contextmanager
