@@ -7,18 +7,15 @@ the loss on the text, and the recall of pairs that lie up to a row's length in t
 
 from __future__ import annotations
 
-import copy
 import functools
 import sysconfig
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from nsa_models.lm.data import Row, is_held_out
 from nsa_models.lm.model import IGNORED
-from nsa_models.lm.synthetic import SyntheticRows
+from nsa_models.lm.synthetic import NumberedRows, SyntheticRows
 
 VALUES = 64
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
@@ -95,7 +92,7 @@ class TextWithPairs(SyntheticRows):
         return tokens, targets
 
 
-class PairRows:
+class PairRows(NumberedRows):
     """Rows of pairs only, without text: every pair, then every key with its value in a new order.
 
     All rows are made at once and repeat after the last one, because making a short row alone takes
@@ -108,10 +105,8 @@ class PairRows:
         seed: Seed of the rows.
     """
 
-    packed = False
-
     def __init__(self, pairs: int, keys: int, count: int = 1 << 15, *, seed: int = 0) -> None:
-        self.length, self._row, self._stride = 4 * pairs, 0, 1
+        super().__init__(4 * pairs)
         generator = torch.Generator().manual_seed(seed)
         key = 256 + torch.rand(count, keys, generator=generator).argsort(1)[:, :pairs]
         value = 256 + keys + torch.randint(VALUES, (count, pairs), generator=generator)
@@ -123,24 +118,10 @@ class PairRows:
         self._tokens = torch.cat((stated, asked), 1).tolist()
         self._targets = targets.tolist()
 
-    def __next__(self) -> Row:
-        number = self._row % len(self._tokens)
-        self._row += self._stride
-        return Row(self._tokens[number], self._targets[number], [self.length])
-
-    def lane(self, number: int, count: int) -> PairRows:
-        """Return the rows of a lane; see :class:`nsa_models.lm.data.Rows`."""
-        rows = copy.copy(self)
-        rows._row, rows._stride = number, count
-        return rows
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the number of the next row."""
-        return {"row": self._row}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a row."""
-        self._row = int(state["row"])
+    def row(self, number: int) -> Row:
+        """Return the row with this number."""
+        index = number % len(self._tokens)
+        return Row(self._tokens[index], self._targets[index], [self.length])
 
 
 def distances(tokens: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:

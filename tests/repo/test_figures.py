@@ -22,7 +22,7 @@ PAGES = (
     "docs/explanation/decode.md",
     "docs/explanation/performance.md",
 )
-BLOCK_PAGE = ROOT / "docs/how-to/block-attention.md"
+SWEEP_PAGES = [ROOT / "docs/how-to/block-attention.md", ROOT / "docs/explanation/kernels.md"]
 
 
 @pytest.fixture
@@ -182,7 +182,8 @@ def test_an_unknown_table_is_refused(figures, pages, capsys):
 def test_every_result_file_belongs_to_a_piece(figures):
     folder = ROOT / "benchmarks" / "results" / "h100"
     files = {path.name for path in folder.iterdir()}
-    sweeps = set(re.findall(r"`(sel_blocks_\d\.json)`", BLOCK_PAGE.read_text(encoding="utf-8")))
+    text = "".join(page.read_text(encoding="utf-8") for page in SWEEP_PAGES)
+    sweeps = set(re.findall(r"(sel_\w+\.json)`", text))
     assert not files - {piece.file for piece in figures.PIECES} - sweeps
 
 

@@ -157,7 +157,7 @@ def test_explain_states_the_length() -> None:
 
 
 def test_a_plan_with_one_backward_of_all_slots_selects() -> None:
-    """That backward reads the blocks. Without gradients the same backend is causal."""
+    """The one backward reads the blocks. Without gradients the same backend is causal."""
     registry = Registry().with_backend(fused_toy.spec())
     of_training, of_inference = (
         resolve(CONFIG, device="cpu", dtype="float64", needs_grad=grad, registry=registry)

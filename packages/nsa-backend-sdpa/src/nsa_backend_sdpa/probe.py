@@ -12,7 +12,7 @@ FP64_CUDA_MAX_SEQ_LEN = 16384
 # Ranks of cmp on cuDNN. It is faster than FlashAttention-2, because it does not copy the fold, and
 # slower than kernels written for cmp (benchmarks/results/h200/cmp_routes.json), except for heads
 # of at least CUDNN_WIDE elements over long sequences. In bf16 training it would keep a backend that
-# serves all slots from computing their backward as one, which takes a sixth of the memory.
+# serves all slots from computing their backward as one, which takes less than half the memory.
 CUDNN_RANK, CUDNN_LONG_RANK = 25, 40
 CUDNN_WIDE = 128
 

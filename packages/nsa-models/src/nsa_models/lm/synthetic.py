@@ -19,24 +19,28 @@ from nsa_models.lm.data import Row
 from nsa_models.lm.model import IGNORED
 
 
-class SyntheticRows(abc.ABC):
-    """Rows generated from a counter; held-out rows use a different seed."""
+class NumberedRows(abc.ABC):
+    """Rows that depend on their numbers alone.
+
+    Args:
+        length: Tokens of a row.
+    """
 
     packed = False
 
-    def __init__(
-        self, vocab_size: int, length: int, *, seed: int = 0, held_out: bool = False
-    ) -> None:
-        self.vocab_size, self.length = vocab_size, length
-        self._seed, self._held_out, self._row, self._stride = seed, held_out, 0, 1
+    def __init__(self, length: int) -> None:
+        self.length, self._row, self._stride = length, 0, 1
 
     def __next__(self) -> Row:
-        seed = combine_seeds(type(self).__name__, self._seed, self._held_out, self._row)
+        number = self._row
         self._row += self._stride
-        tokens, targets = self.make(torch.Generator().manual_seed(seed))
-        return Row(tokens.tolist(), targets.tolist(), [self.length])
+        return self.row(number)
 
-    def lane(self, number: int, count: int) -> SyntheticRows:
+    @abc.abstractmethod
+    def row(self, number: int) -> Row:
+        """Return the row with this number, counted from 0."""
+
+    def lane(self, number: int, count: int) -> NumberedRows:
         """Return the rows of a lane; see :class:`nsa_models.lm.data.Rows`."""
         rows = copy.copy(self)
         rows._row, rows._stride = number, count
@@ -49,6 +53,22 @@ class SyntheticRows(abc.ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a row."""
         self._row = int(state["row"])
+
+
+class SyntheticRows(NumberedRows):
+    """Rows generated from their numbers; held-out rows use a different seed."""
+
+    def __init__(
+        self, vocab_size: int, length: int, *, seed: int = 0, held_out: bool = False
+    ) -> None:
+        super().__init__(length)
+        self.vocab_size, self._seed, self._held_out = vocab_size, seed, held_out
+
+    def row(self, number: int) -> Row:
+        """Return the row with this number."""
+        seed = combine_seeds(type(self).__name__, self._seed, self._held_out, number)
+        tokens, targets = self.make(torch.Generator().manual_seed(seed))
+        return Row(tokens.tolist(), targets.tolist(), [self.length])
 
     @abc.abstractmethod
     def make(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
