@@ -198,6 +198,22 @@ PIECES = (
         rehearses="sm80",
     ),
     Piece(
+        "block-attention",
+        "block_attention and dense attention, by sequence length and block size",
+        "python benchmarks/block_attention.py --device cuda --json {file}",
+        "block_attention.json",
+        2,
+    ),
+    Piece(
+        "a100-block-attention",
+        "block_attention and dense FlashAttention-2, all with code for the A100",
+        "python benchmarks/rehearse.py --arch 80 -- python benchmarks/block_attention.py"
+        " --device cuda --json {file}",
+        "blocks.json",
+        2,
+        rehearses="sm80",
+    ),
+    Piece(
         "hf-convert",
         "held-out loss, recall and selected mass of a dense model that becomes NSA",
         "python benchmarks/hugging_face/convert_learning.py --json {file}",

@@ -18,6 +18,7 @@ PAGES = (
     "README.md",
     "benchmarks/README.md",
     "docs/how-to/benchmark.md",
+    "docs/how-to/block-attention.md",
     "docs/how-to/train.md",
     "docs/explanation/decode.md",
     "docs/explanation/performance.md",
@@ -29,7 +30,7 @@ SWEEP_PAGES = [ROOT / "docs/how-to/block-attention.md", ROOT / "docs/explanation
 def figures(monkeypatch):
     """The module benchmarks/figures.py."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    for name in ("figures", "figure_learning", "figure_pieces", "figure_tables"):
+    for name in ("figures", "figure_blocks", "figure_learning", "figure_pieces", "figure_tables"):
         sys.modules.pop(name, None)
     import figures
 
