@@ -16,6 +16,7 @@ from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dispatch.registry import check_backend_names
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
+from nsa_core.torch_ops.torch_state import is_exporting
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Backends = str | tuple[tuple[str, str], ...] | None
@@ -52,7 +53,7 @@ def check_is_plan(plan: object) -> None:
 
 def is_long(tokens: int, varlen: bool) -> bool:
     """Return whether a call uses the plan for long sequences; packed documents never do."""
-    if torch.compiler.is_exporting():  # an exported graph has one plan, without a guard on S
+    if is_exporting():  # an exported graph has one plan, without a guard on S
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return not varlen and statically_known_true(tokens >= LONG_SEQUENCE)

@@ -14,7 +14,7 @@ import torch
 
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope_op import Frequencies, cos_sin
-from nsa_core.torch_ops.torch_state import is_capturing, is_eager
+from nsa_core.torch_ops.torch_state import is_capturing, is_eager, is_exporting
 
 # Longer tables are not cached. A table of this length takes 8 MiB at D = 128, and eight are cached.
 # Calls on longer sequences are not limited by the host.
@@ -86,7 +86,7 @@ def table_for(
             rows of it, because another table would add ten kernels to every layer.
     """
     # The bounds of a slice would become guards of torch.export on S.
-    if token_table is not None and not is_eager() and not torch.compiler.is_exporting():
+    if token_table is not None and not is_eager() and not is_exporting():
         return RopeTable(*(angles[::step].narrow(0, 0, rows) for angles in token_table))
     arguments = (rows, step, dim, frequencies, stats_dtype(x.dtype), x.device)
     if not is_eager() or rows > MAX_CACHED_ROWS:

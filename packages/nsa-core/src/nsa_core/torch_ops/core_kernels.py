@@ -20,6 +20,7 @@ from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops import autograd, core_backward
 from nsa_core.torch_ops.core_backward import CoreBackward
 from nsa_core.torch_ops.slot_op import Kernel, SlotOp, operator_of
+from nsa_core.torch_ops.torch_state import is_exporting
 
 # Slots, or a Plan, whose kernels have the names of the slots.
 SlotsOrPlan: TypeAlias = Any
@@ -182,7 +183,7 @@ def selects_all(plan: Any, blocks: torch.Tensor | None, max_seqlen: int) -> bool
     """
     if blocks is not None or plan.causal_sel is None:
         return False
-    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
+    if is_exporting() or torch._C._get_tracing_state() is not None:
         return False
     short = max_seqlen <= causal_geometry(plan.config.geometry).window_size
     if torch.compiler.is_compiling() or isinstance(short, torch.SymBool):

@@ -38,7 +38,7 @@ from nsa_core.torch_ops.core_kernels import (
     selects_all,
 )
 from nsa_core.torch_ops.slot_op import slot_of
-from nsa_core.torch_ops.torch_state import is_eager
+from nsa_core.torch_ops.torch_state import is_eager, is_exporting
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
@@ -154,7 +154,7 @@ def _may_be_one_node(inputs: CoreInputs) -> bool:
 
 def _may_be_one_operator(inputs: CoreInputs) -> bool:
     """Return whether a call with gradient is one operator: torch.compile without transforms."""
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if not torch.compiler.is_compiling() or is_exporting():
         return False
     if torch._C._are_functorch_transforms_active() or not torch.is_grad_enabled():
         return False
@@ -165,7 +165,7 @@ def _ignores_recompute() -> bool:
     """Return whether the call is exported, traced or transformed, which keeps nothing."""
     return (
         torch._C._are_functorch_transforms_active()
-        or torch.compiler.is_exporting()
+        or is_exporting()
         or torch._C._get_tracing_state() is not None
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.torch_ops.torch_state import is_exporting
 from nsa_core.torch_ops.vmap_rule import PACKED_UNDER_VMAP, is_mapped
 
 
@@ -89,7 +90,7 @@ def check_packed_transforms(cu_seqlens: Any, *tensors: torch.Tensor) -> None:
     """
     if torch._C._are_functorch_transforms_active() and any(map(is_mapped, (cu_seqlens, *tensors))):
         raise Unsupported(PACKED_UNDER_VMAP)
-    if torch.compiler.is_exporting() and isinstance(cu_seqlens, torch.Tensor):
+    if is_exporting() and isinstance(cu_seqlens, torch.Tensor):
         sizes = (tensors[0].shape[0], *cu_seqlens.shape)
         if not all(isinstance(size, int) for size in sizes):
             raise Unsupported(

@@ -49,6 +49,16 @@ def is_eager() -> bool:
     return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
 
 
+def is_exporting() -> bool:
+    """Return whether torch.export traces the call.
+
+    In PyTorch 2.11 and earlier, torch.compile replaces torch.compiler.is_exporting() by True in
+    every function that it compiles. So the flag behind it is read.
+    """
+    flag: bool | None = getattr(torch.compiler, "_is_exporting_flag", None)
+    return torch.compiler.is_exporting() if flag is None else flag
+
+
 def is_capturing(device: torch.device) -> bool:
     """Return whether the current stream of ``device`` is being captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

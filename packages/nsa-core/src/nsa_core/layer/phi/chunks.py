@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import compressed_cu_seqlens, token_positions
+from nsa_core.torch_ops.torch_state import is_exporting
 
 
 class PackedBlocks(NamedTuple):
@@ -70,7 +71,7 @@ class Chunks:
         x = x if packed is None else x.index_select(0, packed.tokens)
         # Slice after the transpose: torch.compile would specialise a slice of x on S = m * d.
         x = x.transpose(-3, -2)
-        self._exporting = packed is None and torch.compiler.is_exporting()
+        self._exporting = packed is None and is_exporting()
         if self._exporting:  # the bounds of a slice would become guards on S
             x = x.index_select(-2, torch.arange(self.rows * stride, device=x.device))
         else:
