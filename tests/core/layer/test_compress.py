@@ -259,6 +259,33 @@ def test_phi_node_equals_the_single_operators(kind):
     torch.testing.assert_close(list(grads), [dx, *dp.values()], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("kind", "products"), [("linear", 1), ("mlp", 2)])
+def test_compiled_pair_shares_its_products(kind, products, packed):
+    phis, xs = pair_of(kind)
+    blocks = None
+    if packed:
+        xs = [x[0].detach().requires_grad_() for x in xs]
+        blocks = packed_blocks(boundaries(9, 14), 23, phis[0].geometry)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda *x: compress_pair(*phis, *x, blocks), backend=backend, fullgraph=True
+    )
+    wrt = [*xs, *(p for phi in phis for p in phi.parameters())]
+    got, expected = compiled(*xs), [phi(x, blocks) for phi, x in zip(phis, xs)]
+    called = [node.target for graph in graphs for node in graph.graph.nodes]
+    assert sum(called.count(each) for each in (torch.bmm, torch.baddbmm, F.linear)) == products
+    torch.testing.assert_close(list(got), expected, rtol=1e-13, atol=1e-13)
+    do = [torch.randn_like(y) for y in got]
+    grads, by_phi = (torch.autograd.grad(list(y), wrt, do) for y in (got, expected))
+    torch.testing.assert_close(grads, by_phi, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", PAIRED)
 def test_dtypes_of_outputs_and_gradients_under_autocast(kind):
     phis, xs = pair_of(kind, torch.float32)

@@ -78,31 +78,36 @@ class Chunks:
             x = x[..., : self.rows * stride, :]
         self.tokens = x.unflatten(-2, (self.rows, stride)).transpose(-4, -3)
 
-    def at(self, index: int, y: torch.Tensor) -> torch.Tensor:
+    def at(self, index: int, y: torch.Tensor, before: int = 0) -> torch.Tensor:
         """Return, for each block, the row of y of its chunk number ``index``.
 
-        Shapes:
-            y: one row per chunk, [B, m, ...] or packed [m, ...]
+        Args:
+            index: number of the chunk in its block, from 0 to r - 1.
+            y: one row per chunk, [B, m, ...] or packed [m, ...].
+            before: number of further axes of y before these.
 
         Returns:
             One row per block, [B, n_c, ...] or packed [m, ...].
         """
+        if self._packed is not None:
+            rows = (self._packed.chunks + index).clamp(0, max(self.rows - 1, 0))
+            return y.index_select(before, rows)
         if self._exporting:
-            return y.index_select(1, torch.arange(self._blocks, device=y.device) + index)
-        if self._packed is None:
-            return y[:, index : index + self._blocks]
-        return y.index_select(0, (self._packed.chunks + index).clamp(0, max(self.rows - 1, 0)))
+            rows = torch.arange(self._blocks, device=y.device) + index
+            return y.index_select(before + 1, rows)
+        return y[(slice(None),) * (before + 1) + (slice(index, index + self._blocks),)]
 
-    def total(self, y: torch.Tensor) -> torch.Tensor:
+    def total(self, y: torch.Tensor, before: int = 0) -> torch.Tensor:
         """Return the sum of y over the r chunks of each block, in fp32 (fp64 for fp64).
 
-        Shapes:
-            y: [..., m, G, X, r]; the last axis is the index of the chunk in the block
+        Args:
+            y: [..., m, G, X, r]; the last axis is the index of the chunk in the block.
+            before: number of axes of y before those of the tokens.
 
         Returns:
             [..., n_c, G, X]
         """
-        total = self.at(0, y[..., 0]).to(stats_dtype(y.dtype))
+        total = self.at(0, y[..., 0], before).to(stats_dtype(y.dtype))
         for index in range(1, self.per_block):
-            total = total + self.at(index, y[..., index])
+            total = total + self.at(index, y[..., index], before)
         return total

@@ -1,11 +1,13 @@
-"""phi of kinds mlp and linear as one autograd node, for one tensor or for keys and values together.
+"""phi of kinds mlp and linear for one tensor, or for keys and values together.
 
 W flatten(block + position) + b has two terms. The rows of W [out, l*D], token outermost, are cut
 into r = l/d parts W_j. The sum of W_j x_j over the r chunks of a block depends on the tokens. W e
 + b, where e is the flattened position encoding, is the same vector for every block.
 
-Written operator by operator, the gradient takes three times as many kernels, and as many again for
-the second tensor. Short sequences are launch-bound.
+Short sequences are launch-bound. So both forms here take keys and values together, which halves the
+number of products. :class:`JointPhi` is one autograd node, for eager calls: written operator by
+operator, the gradient takes three times as many kernels. :func:`joint_hidden` is written operator
+by operator, for torch.compile, torch.export, transforms and packed documents.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from nsa_core.dtypes import stats_dtype
+from nsa_core.layer.phi.chunks import Chunks, PackedBlocks
+from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.torch_state import autocast_enabled, no_autocast
 
 
@@ -29,8 +33,46 @@ def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
+def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the tensors along a new first axis; a view of a single one."""
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
+
+
 def _stack(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return (tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))).to(dtype)
+    return stacked(tensors).to(dtype)
+
+
+def joint_hidden(
+    xs: Sequence[torch.Tensor],
+    position: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    bias: Sequence[torch.Tensor],
+    geometry: BlockGeometry,
+    packed: PackedBlocks | None,
+) -> torch.Tensor:
+    """Return W flatten(block + position) + b of the blocks of P tensors, operator by operator.
+
+    Args:
+        xs: P tensors [B, S, G, D], or packed [T, G, D].
+        position: P tensors [l, D].
+        weight: P tensors [hidden, l*D].
+        bias: P tensors [hidden].
+        geometry: the block sizes.
+        packed: the blocks of packed documents.
+
+    Returns:
+        [P, B, n_c, G, hidden], or packed [P, T // d, G, hidden], in the dtype of the product.
+    """
+    chunks, count = [Chunks(x, geometry, packed) for x in xs], len(xs)
+    e, w, b = (stacked(tensors) for tensors in (position, weight, bias))
+    precise = stats_dtype(w.dtype)
+    constant = (w.to(precise) * e.flatten(1).unsqueeze(1).to(precise)).sum(-1) + b
+    tokens = stacked([each.tokens for each in chunks]).flatten(-2)
+    per_block, hidden = chunks[0].per_block, w.shape[1]
+    parts = torch.bmm(tokens.flatten(1, -2), w.view(count, hidden * per_block, -1).mT)
+    parts = parts.view(*tokens.shape[:-1], hidden, per_block)
+    total = chunks[0].total(parts, 1)
+    return (total + constant.view(count, *(1,) * (total.dim() - 2), hidden)).to(parts.dtype)
 
 
 class JointPhi(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import nn
 
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.phi.chunks import Chunks, PackedBlocks
-from nsa_core.layer.phi.joint import JointPhi, fits
+from nsa_core.layer.phi.joint import JointPhi, fits, joint_hidden, stacked
 from nsa_core.layer.plain_linear import are_plain, are_plain_linear
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.torch_state import is_eager
@@ -131,47 +131,47 @@ def _block_linear(
 ) -> torch.Tensor:
     """Apply ``layer`` to flatten(block + position), operator by operator: [..., n_c, G, out].
 
-    The formula is that of :mod:`nsa_core.layer.phi.joint`. A single block takes one product. A
-    layer that is not a plain nn.Linear is called on copied blocks.
+    A single block takes one product. A layer that is not a plain nn.Linear is called on copied
+    blocks.
     """
     if not are_plain_linear(layer):
         chunks = Chunks(x, geometry, packed)
         blocks = torch.cat([chunks.at(j, chunks.tokens) for j in range(chunks.per_block)], -2)
         result: torch.Tensor = layer((blocks + position).flatten(-2))
         return result
-    constant = F.linear(position.flatten(), layer.weight, layer.bias)
     if packed is None and is_eager() and x.shape[-3] == geometry.compress_block_size:
+        constant = F.linear(position.flatten(), layer.weight, layer.bias)
         single: torch.Tensor = F.linear(x.transpose(-3, -2).flatten(-2), layer.weight, constant)
         return single.unsqueeze(-3)
-    chunks = Chunks(x, geometry, packed)
-    parts = F.linear(
-        chunks.tokens.flatten(-2),
-        layer.weight.view(layer.out_features * chunks.per_block, -1),
-    )
-    total: torch.Tensor = constant + chunks.total(parts.unflatten(-1, (-1, chunks.per_block)))
-    return total.to(parts.dtype)
+    return joint_hidden([x], [position], [layer.weight], [layer.bias], geometry, packed)[0]
 
 
 def _joint(
     phis: Sequence[LinearPhi | MLPPhi], xs: Sequence[torch.Tensor], packed: PackedBlocks | None
 ) -> Sequence[torch.Tensor] | None:
-    """Apply phis of one kind to tensors of one shape, as one autograd node.
+    """Apply plain phis of one kind to tensors of one shape, together.
 
-    Returns None if only the operator-by-operator form is correct for these arguments.
+    Returns None if that is not possible, or if an eager call has no more than one block.
     """
-    geometry, first = phis[0].geometry, xs[0]
-    if packed is not None or not is_eager() or first.shape[-3] <= geometry.compress_block_size:
+    geometry, eager = phis[0].geometry, packed is None and is_eager()
+    if eager and xs[0].shape[-3] <= geometry.compress_block_size:
         return None
     if not are_plain_linear(*[layer for phi in phis for layer in phi.linears()]):
         return None
     weights = [phi.weights() for phi in phis]
-    if not all(fits(x, w) and x.device == w.device for x, (_, w, *_) in zip(xs, weights)):
-        return None
-    parameters = (parameter for kind in zip(*weights) for parameter in kind)
-    compressed: Sequence[torch.Tensor] = JointPhi.apply(  # type: ignore[no-untyped-call]
-        geometry.compress_stride, len(xs), *xs, *parameters
-    )
-    return compressed
+    kinds = list(zip(*weights))  # positions, weights, biases, and those of the second layer
+    if eager and all(fits(x, w) and x.device == w.device for x, (_, w, *_) in zip(xs, weights)):
+        compressed: Sequence[torch.Tensor] = JointPhi.apply(  # type: ignore[no-untyped-call]
+            geometry.compress_stride, len(xs), *xs, *(each for kind in kinds for each in kind)
+        )
+        return compressed
+    position, weight, bias, *down = kinds
+    out = joint_hidden(xs, position, weight, bias, geometry, packed)
+    if down:
+        inner, (outer, outer_bias) = F.gelu(out), map(stacked, down)
+        rows = torch.baddbmm(outer_bias.unsqueeze(1), inner.flatten(1, -2), outer.mT)
+        out = rows.view(*inner.shape[:-1], outer.shape[1])
+    return out.to(xs[0].dtype).unbind(0)
 
 
 class LinearPhi(Phi):
