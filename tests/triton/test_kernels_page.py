@@ -148,4 +148,4 @@ def test_a_wrong_name_is_detected(old: str, new: str):
 
 
 def test_a_missing_kernel_is_detected():
-    assert missing_kernels(PAGE.replace("`span_sum`", "")) == {"span_sum"}
+    assert missing_kernels(PAGE.replace("`span_starts`", "")) == {"span_starts"}

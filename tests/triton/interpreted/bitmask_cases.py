@@ -9,7 +9,7 @@ from nsa_core.layout import BlockGeometry
 # blocks.
 BITMASK = {
     **SHARE_ALL,
-    "sel_bitmask_dq": {"MAX_LEN": 100, "BLOCK_M": 8, "BLOCK_N": 4},
+    "sel_bitmask_dq": {"MAX_LEN": 100, "BUSY_TOKENS": 100, "BLOCK_M": 8, "BLOCK_N": 4},
     "sel_bitmask_dkdv": {"BLOCK_M": 4, "BLOCK_N": 4, "PROGRAMS_PER_SM": 2},
 }
 UNDIVIDED = {**BITMASK, "sel_bitmask_dkdv": {"BLOCK_M": 2, "BLOCK_N": 4, "PROGRAMS_PER_SM": 1}}

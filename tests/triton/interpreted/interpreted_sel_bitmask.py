@@ -17,6 +17,7 @@ from interpreted_sel_partial import CUTS, document_piece, piece, quick
 from launches import filled
 from nsa_backend_triton import probe
 from nsa_backend_triton.host import configs, sequences
+from nsa_backend_triton.host.parts import head_parts
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import backward as sel_backward
 from nsa_backend_triton.sel import bitmask
@@ -62,13 +63,14 @@ def new_tensors_hold_nan() -> Iterator[None]:
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """A function that lets sequences of MAX_LEN tokens take the bitmask form, and counts calls."""
 
-    def change(max_len: int = 4096, programs_per_sm: int = 3) -> list[int]:
+    def change(max_len: int = 4096, programs_per_sm: int = 3, busy_tokens: int = 4096) -> list[int]:
         rows, calls, stock = dict(configs.table(0)), [], bitmask.gradients
-        for kernel, name, value in (
-            ("sel_bitmask_dq", "MAX_LEN", max_len),
-            ("sel_bitmask_dkdv", "PROGRAMS_PER_SM", programs_per_sm),
+        limits = {"MAX_LEN": max_len, "BUSY_TOKENS": busy_tokens, "BUSY_MAX_LEN": 20}
+        for kernel, changed in (
+            ("sel_bitmask_dq", limits),
+            ("sel_bitmask_dkdv", {"PROGRAMS_PER_SM": programs_per_sm}),
         ):
-            rows[kernel] = [({}, {**rows[kernel][0][1], name: value})]
+            rows[kernel] = [({}, {**rows[kernel][0][1], **changed})]
 
         def counted(problem: Any, blocks: Tensor) -> Any:
             calls.append(bitmask._prepare(problem, blocks).partial_shapes)
@@ -111,8 +113,28 @@ def test_few_programs_divide_the_heads_of_a_group(
     assert calls == [((parts, 1, 30, 2, 16),) * 2 if parts > 1 else ()]
 
 
+@pytest.mark.parametrize(
+    ("problem", "busy_tokens", "fits"),
+    [
+        (Problem((30,), batch=2, heads=1), 60, True),
+        (Problem((30,), batch=2, heads=1), 59, False),
+        (Problem((20,), batch=3, heads=1), 59, True),
+        (Problem((18, 20, 9), batch=None, heads=1), 46, True),
+        (Problem((18, 21, 9), batch=None, heads=1), 48, True),
+        (Problem((18, 21, 9), batch=None, heads=1), 47, False),
+    ],
+)
+def test_many_tokens_lower_the_longest_sequence(
+    problem: Problem, busy_tokens: int, fits: bool, use: Callable[..., list[int]]
+) -> None:
+    """Up to ``busy_tokens`` in all sequences, they may have 4096 tokens each, beyond it 20."""
+    calls = use(busy_tokens=busy_tokens)
+    assert_equal_the_oracle(problem)
+    assert len(calls) == fits
+
+
 def test_divisors_are_the_parts_of_a_group() -> None:
-    assert [bitmask._parts(12, 10, least) for least in (0, 10, 11, 31, 41, 61, 999)] == [
+    assert [head_parts(12, 10, least) for least in (0, 10, 11, 31, 41, 61, 999)] == [
         1, 1, 2, 4, 6, 12, 12,
     ]  # fmt: skip
 

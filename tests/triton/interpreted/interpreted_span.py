@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,8 @@ def test_negative_and_zero_scale(slot: str, scale: float) -> None:
             "span_dkdv": {"BLOCK_N": 32, "BLOCK_M": 16},
         },
         {"span_forward": {"BLOCK_M": 64, "BLOCK_H": 4}, "span_dkdv": {"BLOCK_M": 32}},
+        {"span_dkdv": {"PROGRAMS_PER_SM": 0}},
+        {"span_dkdv": {"PROGRAMS_PER_SM": 100}},
         {"span_dkdv": {"SEPARATE_DK_DV": 1}},
         {"span_dkdv": {"SEPARATE_DK_DV": 1, "USE_TMA": 1}},
     ],
@@ -118,6 +121,8 @@ def test_negative_and_zero_scale(slot: str, scale: float) -> None:
         "heads together",
         "wide keys",
         "tall queries",
+        "few programs",
+        "many programs",
         "dk and dv apart",
         "apart by descriptors",
     ],
@@ -130,6 +135,35 @@ def test_results_for_any_tile_shape(
     call = SlotCall(geometry(window=18), 0.25)
     given = problem(slot, call, 50, heads=4, groups=1)
     assert_right(slot, call, given, run(slot, call, given))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("slot", "per_sm", "parts"),
+    [  # parts of a dense call with 4 tiles of keys, and of a packed one with 6; 0: one part
+        ("win", 0, (0, 0)),
+        ("win", 2, (2, 0)),
+        ("win", 3, (4, 2)),
+        ("cmp", 0, (8, 8)),
+        ("cmp", 9, (16, 16)),
+    ],
+)
+def test_short_sequences_divide_the_gradients_of_keys(
+    slot: str, per_sm: int, parts: tuple[int, int], packed: bool, tiles: dict[str, dict[str, int]]
+) -> None:
+    tiles["span_dkdv"] = {"PROGRAMS_PER_SM": per_sm}
+    bounds = torch.tensor([0, 20, 64], dtype=torch.int32) if packed else None
+    call = SlotCall(geometry(window=18), 0.25, *((bounds, 44) if packed else ()))
+    given = problem(slot, call, 64, heads=4, groups=1)
+    plans: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        launch = span_backward._launch_dkdv
+        patch.setattr(
+            span_backward, "_launch_dkdv", lambda *a: plans.append(launch(*a)) or plans[-1]
+        )
+        found = run(slot, call, given)
+    assert plans[-1].num_parts == parts[packed]
+    assert_right(slot, call, given, found)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +225,14 @@ def test_descriptors_do_not_fit(change, packed: bool) -> None:
 
 TILES: dict[str, dict[str, int]] = {
     "span_forward": {"BLOCK_M": 16, "BLOCK_H": 2, "BLOCK_N": 16, "num_warps": 4, "num_stages": 1},
-    "span_dkdv": {"BLOCK_M": 16, "BLOCK_N": 16, "QUERY_SPLITS": 2, "num_warps": 4, "num_stages": 1},
+    "span_dkdv": {
+        "BLOCK_M": 16,
+        "BLOCK_N": 16,
+        "QUERY_SPLITS": 2,
+        "PROGRAMS_PER_SM": 0,
+        "num_warps": 4,
+        "num_stages": 1,
+    },
 }
 TILES["span_dq"] = TILES["span_forward"]
 

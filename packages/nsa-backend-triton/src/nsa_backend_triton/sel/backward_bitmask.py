@@ -11,7 +11,7 @@ compute the gradients in a fixed order, so that equal inputs give equal bits:
                        the blocks that at least one of them selected.
     sel_bitmask_dkdv   A program owns BLOCK_N keys of a block, and walks all later tokens of some
                        heads of the group, whether they selected the block or not.
-    sel_bitmask_sum    adds dk and dv of the parts of a group, if the heads are divided.
+    sum_parts          adds dk and dv of the parts of a group, if the heads are divided.
 
 The rows of a tile whose token did not select the block are masked, so their products are lost. At
 n l' tokens nothing is lost, at 2 n l' tokens a quarter, at 4 n l' tokens more than half. The lists
@@ -257,7 +257,7 @@ def sel_bitmask_dkdv(
     k, v, dk and dv stay on chip. A tile of BLOCK_M tokens takes BLOCK_M (Dk + Dv) elements from L2
     and 4 BLOCK_M BLOCK_N (Dk + Dv) operations. The first blocks, which the most tokens see, start
     first. DK and DV [B, num_keys, G, D] are the gradients if there is one part, otherwise the parts
-    [num_parts, B, num_keys, G, D] of sel_bitmask_sum in fp32.
+    [num_parts, B, num_keys, G, D] of sum_parts in fp32.
     """
     KEY_TILES: tl.constexpr = (SELECT_BLOCK + BLOCK_N - 1) // BLOCK_N
     part = tl.program_id(0) % num_parts
@@ -318,28 +318,3 @@ def sel_bitmask_dkdv(
     DV += part * stride_dv_part
     scatter_rows(DK, key_row * HEAD_DIM, None, dk, mask_n, HEAD_DIM, HEAD_DIM_BAND, False)
     scatter_rows(DV, key_row * V_HEAD_DIM, None, dv, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND, False)
-
-
-@triton.jit
-def _add_parts(PARTIALS, OUT, index, numel, num_parts, BLOCK_SIZE: tl.constexpr):
-    """OUT = sum of PARTIALS [num_parts, numel], the ``index``-th BLOCK_SIZE of their elements."""
-    offs = index * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    mask = offs < numel
-    total = tl.load(PARTIALS + offs, mask=mask, other=0.0)
-    for part in tl.range(1, num_parts):
-        total += tl.load(PARTIALS + part * numel + offs, mask=mask, other=0.0)
-    tl.store(OUT + offs, total.to(OUT.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["numel_k", "numel_v", "num_parts"])
-def sel_bitmask_sum(
-    DK_PARTS, DV_PARTS, DK, DV, numel_k: tl.int64, numel_v: tl.int64, num_parts,
-    BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Add the parts of dk and dv in order, and round the sums once. Bound by memory."""
-    pid = tl.program_id(0).to(tl.int64)
-    programs_k = tl.cdiv(numel_k, BLOCK_SIZE)
-    if pid < programs_k:
-        _add_parts(DK_PARTS, DK, pid, numel_k, num_parts, BLOCK_SIZE)
-    else:
-        _add_parts(DV_PARTS, DV, pid - programs_k, numel_v, num_parts, BLOCK_SIZE)

@@ -11,17 +11,16 @@ from torch import Tensor
 from nsa_backend_triton.host import sequences
 from nsa_backend_triton.host.configs import Settings
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
+from nsa_backend_triton.host.parts import head_parts, sum_launch
 from nsa_backend_triton.sel.backward_bitmask import (
     NUM_BITS,
     sel_bitmask_dkdv,
     sel_bitmask_dq,
-    sel_bitmask_sum,
 )
 from nsa_backend_triton.sel.problem import Problem, tuned
 
-SUM_BLOCK = 1024  # elements per program of sel_bitmask_sum
 # Settings that are no arguments of the kernels.
-_HOST_SETTINGS = ("MAX_LEN", "PROGRAMS_PER_SM")
+_HOST_SETTINGS = ("MAX_LEN", "BUSY_TOKENS", "BUSY_MAX_LEN", "PROGRAMS_PER_SM")
 
 
 @cached_by_metadata
@@ -29,14 +28,18 @@ def fits(problem: Problem, blocks: Tensor) -> bool:
     """Return whether the bitmask form computes the gradients of ``problem``.
 
     It does if the sequences have at most MAX_LEN tokens, a setting of sel_bitmask_dq, and NUM_BITS
-    blocks. The lists of ``blocks`` [B, S, G, n] must not be longer, because a program holds those
+    blocks. The work grows with the square of their length, unlike that of the lists. So the limit
+    is BUSY_MAX_LEN if all sequences together have more than BUSY_TOKENS, which occupy the GPU. The
+    lists of ``blocks`` [B, S, G, n] must not be longer than NUM_BITS, because a program holds those
     of its rows in registers; and the rows of a tile must lie within 2^31 elements.
     """
     seqs, call = problem.seqs, problem.call
     select_block = call.geometry.select_block_size
     settings = tuned(problem.q, problem.k, problem.v, select_block, "sel_bitmask_dq")
     longest = call.max_seqlen if seqs.packed else seqs.end
-    if longest > min(settings["MAX_LEN"], NUM_BITS.value * select_block):
+    tokens = seqs.seq_len if seqs.packed else seqs.n * seqs.seq_len
+    limit = settings["BUSY_MAX_LEN" if tokens > settings["BUSY_TOKENS"] else "MAX_LEN"]
+    if longest > min(limit, NUM_BITS.value * select_block):
         return False
     rows = min(longest, sequences.MAX_TILE_TOKENS)
     strides = [stride_t for _, stride_t, _ in problem.strides()]
@@ -50,15 +53,6 @@ class _Launches(NamedTuple):
     dkdv: Launch
     add: Launch | None
     partial_shapes: tuple[tuple[int, ...], ...]
-
-
-def _parts(group: int, programs: int, least: int) -> int:
-    """Return into how many parts the heads of a group are divided, a divisor of ``group``.
-
-    It is the smallest one that gives ``least`` programs, where one part has ``programs``.
-    """
-    divisors = (n for n in range(1, group) if group % n == 0 and n * programs >= least)
-    return next(divisors, group)
 
 
 def _kernel_settings(settings: Settings) -> dict[str, int]:
@@ -88,7 +82,7 @@ def _prepare(problem: Problem, blocks: Tensor) -> _Launches:
     settings = tuned(q, k, v, select_block, "sel_bitmask_dkdv")
     key_tiles = seqs.key_tiles(select_block) * triton.cdiv(select_block, settings["BLOCK_N"])
     least = settings["PROGRAMS_PER_SM"] * sequences.multiprocessors(q.device)
-    parts = _parts(problem.group, key_tiles * groups, least)
+    parts = head_parts(problem.group, key_tiles * groups, least)
     dkdv = Launch(
         sel_bitmask_dkdv, (key_tiles * groups * parts,),
         *problem.strides(),
@@ -98,11 +92,7 @@ def _prepare(problem: Problem, blocks: Tensor) -> _Launches:
     )  # fmt: skip
     if parts == 1:
         return _Launches(dq, dkdv, None, ())
-    programs = triton.cdiv(k.numel(), SUM_BLOCK) + triton.cdiv(v.numel(), SUM_BLOCK)
-    add = Launch(
-        sel_bitmask_sum, (programs,), k.numel(), v.numel(), parts,
-        BLOCK_SIZE=SUM_BLOCK, num_warps=4,
-    )  # fmt: skip
+    add = sum_launch(k, v, parts, seqs.n, varlen=False)
     return _Launches(dq, dkdv, add, tuple((parts, *x.shape) for x in (k, v)))
 
 
@@ -123,5 +113,5 @@ def gradients(problem: Problem, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]
         outputs = [new(shape) for shape in launches.partial_shapes]
     launches.dkdv(q, k, v, *rows, bits, seqs.cu, *outputs)
     if launches.add is not None:
-        launches.add(*outputs, *grads)
+        launches.add(*outputs, *grads, seqs.cu)
     return dq, grads[0], grads[1]

@@ -4,7 +4,7 @@
     dq = scale ds k,  dk = scale ds^T q
 
 These are the gradients of one branch of Eq. 5. span_dq (backward_dq.py) owns a tile of queries and
-walks keys, span_dkdv (backward_dkdv.py) owns a tile of keys and walks queries, span_sum adds
+walks keys, span_dkdv (backward_dkdv.py) owns a tile of keys and walks queries, sum_parts adds
 partial sums of dk and dv. There are no atomics, so equal inputs give equal bits. Both passes
 recompute the scores: 7 products where a fused pass needs 5, which costs less than to add fp32
 gradients of every tile through L2 and to round them afterwards.
@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor, stats_descriptor
 from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
+from nsa_backend_triton.host.parts import head_parts, sum_launch
 from nsa_backend_triton.host.sequences import (
     Sequences,
     accumulator,
@@ -30,12 +31,13 @@ from nsa_backend_triton.host.sequences import (
     band,
     batch_apart,
     lse_strides,
+    multiprocessors,
     new_lse_strides,
     new_strides,
     strides,
 )
 from nsa_backend_triton.shared.rows import LOG2E
-from nsa_backend_triton.span.backward_dkdv import span_dkdv, span_sum
+from nsa_backend_triton.span.backward_dkdv import span_dkdv
 from nsa_backend_triton.span.backward_dq import span_dq
 from nsa_backend_triton.span.forward import heads_together, launch_options
 
@@ -56,9 +58,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the shapes of q, k, v; ``settings`` replace span_dq's and span_dkdv's.
 
-    For a window, one program sums over all heads of a group. The compressed branch has few keys and
-    many queries: its partial sums are [h * QUERY_SPLITS, L, G, D] in fp32, for QUERY_SPLITS = 1 and
-    d = 16 a quarter of q's bytes.
+    For a window, one program sums over all heads of a group; in short sequences, several do. The
+    compressed branch has few keys and many queries: its partial sums are [h * QUERY_SPLITS, L, G,
+    D] in fp32, for QUERY_SPLITS = 1 and d = 16 a quarter of q's bytes. Short sequences have more.
     """
     dkdv_plan = _launch_dkdv(
         q, k, v, do, lse, seqs, span, scale, aligned(q, do), settings and settings[1]
@@ -176,8 +178,8 @@ def _dkdv(
             q, k, v, do, q_descriptor, do_descriptor, lse, stats, stats_desc, *outputs,
             seqs.cu, seqs.cu_cmp,
         )  # fmt: skip
-    for add, partials, grad in zip(plan.add, outputs, grads):
-        add(partials, grad, seqs.cu_cmp)
+    if plan.add is not None:
+        plan.add(*outputs, *grads, seqs.cu_cmp)
     if plan.num_rows < k.shape[-3]:
         for grad in grads:
             grad.narrow(-3, plan.num_rows, k.shape[-3] - plan.num_rows).zero_()
@@ -240,19 +242,44 @@ def _launch_dq(
     return launch, settings["BLOCK_N"] if use_tma else 0
 
 
+def _division(
+    settings: configs.Settings,
+    q: Tensor,
+    seqs: Sequences,
+    group: int,
+    groups: int,
+    span: tuple[int, int, int],
+) -> tuple[int, int]:
+    """Return the heads of a program of span_dkdv, and the parts of the queries that it walks.
+
+    A window has one part, the compressed branch QUERY_SPLITS for each head. In short sequences,
+    these are doubled, or the heads of a window divided, until each multiprocessor has
+    PROGRAMS_PER_SM programs.
+    """
+    programs = seqs.key_tiles(settings["BLOCK_N"] * span[1]) * groups
+    least = settings["PROGRAMS_PER_SM"] * multiprocessors(q.device)
+    if span[2]:
+        # Rows after the last query have no part, so that a call with some would read them.
+        return group // (1 if seqs.partial else head_parts(group, programs, least)), 1
+    splits = settings["QUERY_SPLITS"]
+    while group * programs * splits < least and 2 * splits * settings["BLOCK_M"] <= seqs.seq_len:
+        splits *= 2
+    return 1, splits
+
+
 class _DkdvPlan(NamedTuple):
     """Launches that compute dk and dv.
 
     Attributes:
         dkdv: span_dkdv once for both gradients, or once for each (SEPARATE_DK_DV).
-        add: span_sum for each gradient, if they come in parts.
+        add: sum_parts, if the gradients come in parts.
         num_parts: partial sums; 0: span_dkdv writes the gradients.
         rows: rows of a descriptor's tile; 0: pointers.
         num_rows: rows of the gradients that the launches write; the others are 0.
     """
 
     dkdv: tuple[Launch, ...]
-    add: tuple[Launch, ...]
+    add: Launch | None
     num_parts: int
     rows: int
     num_rows: int
@@ -267,10 +294,9 @@ def _launch_dkdv(
     described = tensors_aligned and descriptors_fit(seqs.packed, q, do)
     settings = settings or _pick("span_dkdv", q, v, span[2], described)
     groups, group = k.shape[-2], q.shape[-2] // k.shape[-2]
-    block_h = group if span[2] else 1
-    query_splits = 1 if span[2] else settings["QUERY_SPLITS"]
+    block_h, query_splits = _division(settings, q, seqs, group, groups, span)
     num_parts = group // block_h * query_splits
-    direct, use_tma = bool(span[2]), bool(settings.get("USE_TMA"))
+    direct, use_tma = bool(span[2]) and num_parts == 1, bool(settings.get("USE_TMA"))
     passes = ((True, False), (False, True)) if settings.get("SEPARATE_DK_DV") else ((True, True),)
     launches = tuple(Launch(
         span_dkdv, (seqs.key_tiles(settings["BLOCK_N"] * span[1]) * groups * num_parts,),
@@ -279,8 +305,8 @@ def _launch_dkdv(
         *(0 if direct else x.numel() for x in (k, v)),
         *lse_strides(lse, seqs.packed), *new_lse_strides(padded_rows(lse), seqs.packed),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
-        seqs.first_query,
-        NUM_KV_HEADS=groups, GROUP=group, BLOCK_H=block_h, QUERY_SPLITS=query_splits,
+        seqs.first_query, block_h, query_splits,
+        NUM_KV_HEADS=groups, GROUP=group,
         **_widths(q.shape[-1], v.shape[-1]),
         BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
         COMPRESS_BLOCK=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed,
@@ -288,19 +314,13 @@ def _launch_dkdv(
         COMPUTE_DK=compute_dk, COMPUTE_DV=compute_dv, GIVEN=given,
         **launch_options(settings),
     ) for compute_dk, compute_dv in passes)  # fmt: skip
-    add = [
-        Launch(
-            span_sum, (triton.cdiv(x.numel(), 1024),), seqs.n, x.numel(), x.shape[-2] * x.shape[-1],
-            NUM_PARTIALS=num_parts, BLOCK_SIZE=1024, VARLEN=seqs.packed, num_warps=4,
-        )
-        for x in (k, v) if not direct
-    ]  # fmt: skip
-    # span_sum writes 0 to the packed rows that no query sees.
+    add = None if direct else sum_launch(k, v, num_parts, seqs.n, varlen=seqs.packed)
+    # sum_parts writes 0 to the packed rows that no query sees.
     fills = seqs.packed and not direct
     num_rows = k.shape[-3] if fills else seqs.num_keys(*span[:2])
     return _DkdvPlan(
         launches,
-        tuple(add),
+        add,
         0 if direct else num_parts,
         settings["BLOCK_M"] if use_tma else 0,
         num_rows,

@@ -1,4 +1,4 @@
-"""Backward of attention over a span of keys: dk and dv, and the sum of their parts.
+"""Backward of attention over a span of keys: dk and dv, or their parts.
 
 backward.py states the equations.
 """
@@ -129,6 +129,8 @@ def _walk_queries(
         "seq_len",
         "num_keys",
         "first_query",
+        "block_h",
+        "query_splits",
         "stride_lse_b",
         "stride_lse_h",
         "stride_delta_b",
@@ -143,30 +145,31 @@ def span_dkdv(
     stride_dk_part: tl.int64, stride_dv_part: tl.int64,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     stride_delta_b: tl.int64, stride_delta_h: tl.int64,
-    qk_scale, scale, num_seqs, seq_len, num_keys, first_query,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr,
-    QUERY_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    qk_scale, scale, num_seqs, seq_len, num_keys, first_query, block_h, query_splits,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     VARLEN: tl.constexpr, PARTIAL: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr,
     COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of BLOCK_N keys from BLOCK_H heads and one of QUERY_SPLITS parts of the queries.
+    """dk, dv of BLOCK_N keys from block_h heads and one of query_splits parts of the queries.
 
     k and v stay in shared memory, dk and dv in registers. A tile of BLOCK_M queries takes
     (Dk + Dv) * BLOCK_M * itemsize bytes through L2 and 4 * BLOCK_M * BLOCK_N * (Dk + Dv)
     operations. The matrix units are the limit where q and do come from L2. Therefore key tiles vary
     fastest and walk the queries from the end, where all of them begin: neighbouring programs read
     the same tiles at the same time. With USE_TMA the statistics of span_dq come by descriptor as
-    well. The output is partial sums in fp32, which span_sum adds, or the gradients if there is only
-    one part. PARTIAL: tiles cover the keys up to the last query, and walk the queries that q holds.
+    well. The output is partial sums in fp32, which sum_parts adds, or the gradients of a window
+    if there is only one part. PARTIAL: tiles cover the keys up to the last query, and walk the
+    queries that q holds.
 
     COMPUTE_DK, COMPUTE_DV select the outputs. Together at 256 columns they leave no registers for
     scores: two launches compute s twice (5 products in place of 4), and took 4.2 ms instead of 11.2
     on an H200.
     """
-    num_parts: tl.constexpr = GROUP // BLOCK_H * QUERY_SPLITS
+    num_parts = GROUP // block_h * query_splits
     num_tiles = tl.num_programs(0) // (NUM_KV_HEADS * num_parts)
     outer = tl.program_id(0) // num_tiles
     part, kv_head = outer % num_parts, outer // num_parts
@@ -199,13 +202,13 @@ def span_dkdv(
         low, inner_low, inner_high, high = held_queries(low, inner_low, inner_high, high, first)
     if USE_TMA:
         low = low // 4 * 4  # descriptors read statistics from 16-byte boundaries
-    split_size = tl.cdiv(tl.cdiv(high - low, QUERY_SPLITS), BLOCK_M) * BLOCK_M
-    low += part % QUERY_SPLITS * split_size
+    split_size = tl.cdiv(tl.cdiv(high - low, query_splits), BLOCK_M) * BLOCK_M
+    low += part % query_splits * split_size
     high = tl.minimum(low + split_size, high)
     query_tiles = tl.maximum(tl.cdiv(high - low, BLOCK_M), 0)
     skip_from = tl.minimum(tl.cdiv(tl.maximum(inner_low - low, 0), BLOCK_M), query_tiles)
     skip_to = tl.maximum(tl.maximum(tl.minimum(inner_high, high) - low, 0) // BLOCK_M, skip_from)
-    head = kv_head * GROUP + part // QUERY_SPLITS * BLOCK_H
+    head = kv_head * GROUP + part // query_splits * block_h
     Q += row_offset(batch, query_start, head, with_batch(stride_qb, stride_q))
     DO += row_offset(batch, query_start, head, with_batch(stride_dob, stride_do))
     LSE += batch * stride_lse_b + query_start + head * stride_lse_h
@@ -218,7 +221,7 @@ def span_dkdv(
         visible_from, visible_to = visible_from - first, visible_to - first
     dk, dv = _walk_queries(
         k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
-        low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from, head, BLOCK_H, high,
+        low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from, head, block_h, high,
         visible_from, visible_to,
         qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_M, WINDOW, ACC, USE_TMA,
@@ -226,7 +229,7 @@ def span_dkdv(
     )  # fmt: skip
     dk, dv = _walk_queries(
         k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
-        low, skip_from, skip_to, query_tiles - (skip_to - skip_from), head, BLOCK_H, high,
+        low, skip_from, skip_to, query_tiles - (skip_to - skip_from), head, block_h, high,
         visible_from, visible_to,
         qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_M, WINDOW, ACC, USE_TMA,
@@ -252,26 +255,3 @@ def span_dkdv(
         )
     if COMPUTE_DV:
         store_rows(DV, offs_n, seq_keys - start_n, stride_dvt, dv, V_HEAD_DIM, V_HEAD_DIM_BAND)
-
-
-@triton.jit(do_not_specialize=["num_seqs", "num_elements"])
-def span_sum(
-    PARTIALS, OUT, CU_KEYS,
-    num_seqs, num_elements, row_elements,
-    NUM_PARTIALS: tl.constexpr, BLOCK_SIZE: tl.constexpr, VARLEN: tl.constexpr,
-):  # fmt: skip
-    """OUT [num_elements] = sum of PARTIALS [NUM_PARTIALS, num_elements] in order.
-
-    Packed rows that belong to no document get 0; a row has ``row_elements`` elements. An element
-    takes NUM_PARTIALS * 4 bytes read and one itemsize written: memory bandwidth is the limit.
-    """
-    offs = tl.cast(tl.program_id(0), tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    mask = offs < num_elements
-    if VARLEN:
-        mask &= offs < tl.cast(tl.load(CU_KEYS + num_seqs), tl.int64) * row_elements
-    total = tl.load(PARTIALS + offs, mask=mask, other=0.0)
-    for part in range(1, NUM_PARTIALS):
-        total += tl.load(
-            PARTIALS + tl.cast(num_elements, tl.int64) * part + offs, mask=mask, other=0.0
-        )
-    tl.store(OUT + offs, total.to(OUT.dtype.element_ty), mask=offs < num_elements)
