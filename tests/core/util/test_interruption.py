@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 import time
 
 import pytest
 
-from nsa_core.util.interruption import alarm_in
+from nsa_core.util.interruption import alarm_in, is_ctrl_c, recorded_ctrl_c
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs setitimer")
 
@@ -39,3 +40,35 @@ def test_an_alarm_waits_for_the_end_of_an_import(tmp_path, monkeypatch):
     with pytest.raises(Rung), alarm_in(0.05, Rung()):
         import_and_wait()
     assert sys.modules.pop("slow_module").complete
+
+
+@pytest.fixture
+def pressed(tmp_path, monkeypatch):
+    """Name of a module that sends SIGINT to its process while it is imported."""
+    code = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n"
+    (tmp_path / "pressed_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "pressed_module"
+    sys.modules.pop("pressed_module", None)
+
+
+def test_ctrl_c_waits_for_the_end_of_an_import(pressed):
+    with pytest.raises(KeyboardInterrupt) as raised, recorded_ctrl_c():
+        importlib.import_module(pressed)
+        time.sleep(5)
+    assert sys.modules[pressed].whole
+    assert is_ctrl_c(raised.value)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_ctrl_c_during_the_last_import_does_not_outlive_the_block(pressed):
+    with recorded_ctrl_c():
+        importlib.import_module(pressed)
+    time.sleep(0.2)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_ctrl_c_outside_an_import_raises_at_once():
+    with pytest.raises(KeyboardInterrupt), recorded_ctrl_c():
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("nothing was raised")

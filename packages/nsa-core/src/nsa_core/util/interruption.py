@@ -82,6 +82,9 @@ def is_ctrl_c(error: BaseException) -> bool:
 def recorded_ctrl_c() -> Iterator[None]:
     """Record a Ctrl-C inside the block before it raises KeyboardInterrupt, for is_ctrl_c().
 
+    An import is finished first: C++ code that runs while torch is imported, and that calls Python,
+    ends the process if Python raises.
+
     Outside the main thread, and where SIGINT has another handler, the block has no effect.
     """
     global _signal_received
@@ -90,10 +93,16 @@ def recorded_ctrl_c() -> Iterator[None]:
         yield
         return
 
+    after_import: Callable[[int, FrameType | None], None] | None = None
+
     def interrupt(number: int, frame: FrameType | None) -> None:
         global _signal_received
+        nonlocal after_import
         _signal_received = True
-        signal.default_int_handler(number, frame)
+        if hasattr(signal, "setitimer") and _is_importing(frame):
+            after_import = _start_alarm(_IMPORT_S, KeyboardInterrupt())
+        else:
+            signal.default_int_handler(number, frame)
 
     _signal_received = False
     signal.signal(signal.SIGINT, interrupt)
@@ -101,6 +110,8 @@ def recorded_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if after_import is not None and signal.getsignal(signal.SIGALRM) is after_import:
+            _stop_alarm()
 
 
 NEVER = Interruption()  # for a run without deferred signals: Ctrl-C raises KeyboardInterrupt
