@@ -53,9 +53,12 @@ def pressed(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_waits_for_the_end_of_an_import(pressed):
-    with pytest.raises(KeyboardInterrupt) as raised, recorded_ctrl_c():
+    def import_and_wait() -> None:
         importlib.import_module(pressed)
         time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt) as raised, recorded_ctrl_c():
+        import_and_wait()
     assert sys.modules[pressed].whole
     assert is_ctrl_c(raised.value)
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
@@ -69,6 +72,7 @@ def test_ctrl_c_during_the_last_import_does_not_outlive_the_block(pressed):
 
 
 def test_ctrl_c_outside_an_import_raises_at_once():
+    started = time.monotonic()
     with pytest.raises(KeyboardInterrupt), recorded_ctrl_c():
         os.kill(os.getpid(), signal.SIGINT)
-        pytest.fail("nothing was raised")
+    assert time.monotonic() - started < 0.05
