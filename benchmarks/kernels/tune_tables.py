@@ -11,12 +11,14 @@ tokens, and the settings to vary; every combination of their values replaces tho
 A name such as sel_block_backward.ORDERED is a setting of another kernel of the slot. A field of
 NSAConfig such as select_block_size=128, with one value, belongs to the timed problem. So does
 random_blocks=256: each token and kv head then has num_selected_blocks random blocks of 256 keys,
-the initial and local ones among them. sel takes them in parts of select_block_size keys.
+the initial and local ones among them. sel takes them in parts of select_block_size keys. batch=8
+is the number of sequences.
 
 Every candidate first runs on a short sequence, in a pool of processes that compiles all of them. It
 is compared with the tuned row there: `nsa verify` judges the row that is chosen in the end. A
-candidate that does not fit the GPU prints its error. Then the slot is timed in bf16 at batch 1 with
-all other kernels as tuned: its forward or its backward, median ms of do_bench, fastest first. With
+candidate that does not fit the GPU prints its error. Then the slot is timed in bf16, at batch 1 by
+default, with all other kernels as tuned: its forward or its backward, median ms of do_bench,
+fastest first. With
 ``--graph``, a CUDA graph of the call is replayed, which leaves out the time of the host: use it for
 short sequences. Without random_blocks, the blocks of sel are those that select chooses for random
 queries and keys.
@@ -40,6 +42,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host import configs, launch_cache
 from nsa_backend_triton.host.sequences import architecture
+from nsa_bench.environment import machine
 from nsa_bench.random_blocks import random_causal_blocks
 from nsa_core import NSAConfig, plan_block_attention, resolve
 from nsa_core.contract import BRANCHES
@@ -48,7 +51,8 @@ from nsa_core.layer.block_plans import split_blocks
 CHECKED_TOKENS = 1500  # length of the compared calls: several tiles and partial ones
 MAX_DISTANCE = 0.01  # rms of the difference relative to the tuned row's rms; bf16 rounds to 2**-9
 SLOTS = tuple(configs.FORWARD)
-BLOCK_FIELDS = ("select_block_size", "num_selected_blocks", "window_size", "random_blocks")
+NOT_OF_CONFIG = ("random_blocks", "batch")
+PROBLEM_FIELDS = ("select_block_size", "num_selected_blocks", "window_size", *NOT_OF_CONFIG)
 Settings = dict[str, int]
 
 
@@ -62,7 +66,7 @@ class Sweep:
         shape: Hq/G/D or Hq/G/Dk/Dv.
         tokens: Length of the timed sequence.
         grid: Setting -> its values.
-        blocks: Fields of NSAConfig that differ from their defaults, and random_blocks.
+        fields: Fields of NSAConfig that differ from their defaults, random_blocks and batch.
     """
 
     kernel: str
@@ -70,7 +74,7 @@ class Sweep:
     shape: str
     tokens: int
     grid: tuple[tuple[str, tuple[int, ...]], ...]
-    blocks: tuple[tuple[str, int], ...] = ()
+    fields: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def parse(cls, line: str) -> Sweep:
@@ -86,24 +90,24 @@ class Sweep:
             grid = tuple(
                 (name, tuple(map(int, values.split(","))))
                 for name, values in pairs
-                if name not in BLOCK_FIELDS
+                if name not in PROBLEM_FIELDS
             )
-            blocks = tuple((name, int(value)) for name, value in pairs if name in BLOCK_FIELDS)
+            fields = tuple((name, int(value)) for name, value in pairs if name in PROBLEM_FIELDS)
             length = int(tokens)
         except ValueError:
             form = "KERNEL SLOT SHAPE TOKENS NAME=VALUE,VALUE ..."
             raise ValueError(f"{line.strip()!r} is not of the form {form!r}") from None
         if kernel not in (*configs.FORWARD.get(slot, ()), *configs.BACKWARD.get(slot, ())):
             raise ValueError(f"{line.strip()!r}: slot {slot!r} launches no kernel {kernel!r}")
-        fields = dict(blocks)
-        if size := fields.get("random_blocks"):
-            part = fields.get("select_block_size", NSAConfig.select_block_size)
+        given = dict(fields)
+        if size := given.get("random_blocks"):
+            part = given.get("select_block_size", NSAConfig.select_block_size)
             if slot != "sel" or size % part:
                 raise ValueError(
                     f"{line.strip()!r}: random_blocks={size} needs the slot sel, and a"
                     f" select_block_size that divides it, got {slot} and {part}"
                 )
-        return cls(kernel, slot, shape, length, grid, blocks)
+        return cls(kernel, slot, shape, length, grid, fields)
 
     def changes(self) -> list[Settings]:
         """Return what each candidate changes; the first one, the tuned row, changes nothing."""
@@ -126,14 +130,19 @@ class Sweep:
     def config(self) -> NSAConfig:
         """The configuration of the timed problem."""
         heads, groups, dk, dv = self.widths
-        blocks = {name: value for name, value in self.blocks if name != "random_blocks"}
+        blocks = {name: value for name, value in self.fields if name not in NOT_OF_CONFIG}
         sizes: dict[str, Any] = {"head_dim": dk, "v_head_dim": dv, **blocks}
         return NSAConfig(dim=heads * dk, n_heads=heads, n_kv_heads=groups, **sizes)
 
     def __str__(self) -> str:
         direction = "forward" if self.is_forward else "backward"
-        blocks = "".join(f" {name}={value}" for name, value in self.blocks)
-        return f"{self.kernel}, {self.slot} {direction} {self.shape} {self.tokens} tokens{blocks}"
+        fields = "".join(f" {name}={value}" for name, value in self.fields)
+        return f"{self.kernel}, {self.slot} {direction} {self.shape} {self.tokens} tokens{fields}"
+
+    def normal(self, rows: int, count: int, width: int) -> Tensor:
+        """Return a bf16 tensor [batch, rows, count, width] of normal numbers."""
+        batch = dict(self.fields).get("batch", 1)
+        return torch.randn((batch, rows, count, width), device="cuda", dtype=torch.bfloat16)
 
 
 class TunedRows:
@@ -159,7 +168,7 @@ class TunedRows:
 
 def slot_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
     """Return the call that the sweep times, for ``tokens`` tokens."""
-    if "random_blocks" in dict(sweep.blocks):
+    if "random_blocks" in dict(sweep.fields):
         return random_call(sweep, tokens)
     heads, groups, dk, width = sweep.widths
     config = sweep.config
@@ -169,36 +178,41 @@ def slot_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
         dtype=torch.bfloat16,
         backends=dict.fromkeys(SLOTS, "triton"),
         needs_grad=True,
-        batch=1,
+        batch=dict(sweep.fields).get("batch", 1),
         seq_len=tokens,
     )
     torch.manual_seed(0)
-    q, do = normal(tokens, heads, dk), normal(tokens, heads, width)
+    q, do = sweep.normal(tokens, heads, dk), sweep.normal(tokens, heads, width)
     rows = config.geometry.num_compressed(tokens) if sweep.slot in ("cmp", "select") else tokens
-    k, v = normal(rows, groups, dk), normal(rows, groups, width)
+    k, v = sweep.normal(rows, groups, dk), sweep.normal(rows, groups, width)
     extra: list[Tensor] = []
     if sweep.slot in ("select", "sel"):
         short = config.geometry.num_compressed(tokens)
-        k_cmp, v_cmp = (k, v) if rows == short else (normal(short, groups, x) for x in (dk, width))
+        k_cmp, v_cmp = (
+            (k, v) if rows == short else (sweep.normal(short, groups, x) for x in (dk, width))
+        )
         with torch.no_grad():
             lse = plan.cmp(q, k_cmp, v_cmp)[1]
             extra = [lse] if sweep.slot == "select" else [plan.select(q, k_cmp, lse)]
     kernel = getattr(plan, sweep.slot)
     inputs = [q, k] if sweep.slot == "select" else [q, k, v]
     if sweep.slot == "combine":
-        gates = torch.rand((1, tokens, heads, 3), device="cuda")
-        inputs = [gates, *(normal(tokens, heads, width) for _ in BRANCHES)]
+        gates = torch.rand((*q.shape[:-1], 3), device="cuda")
+        inputs = [gates, *(sweep.normal(tokens, heads, width) for _ in BRANCHES)]
     return _timed(sweep, kernel, inputs, extra, do)
 
 
 def random_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
     """Return the call of sel on random blocks that the sweep times, for ``tokens`` tokens."""
     heads, groups, dk, width = sweep.widths
-    fields = dict(sweep.blocks)
+    fields = dict(sweep.fields)
     size = fields.pop("random_blocks")
+    batch = fields.pop("batch", 1)
     part = fields.pop("select_block_size", NSAConfig.select_block_size)
     geometry = NSAConfig(heads * dk, heads, groups, dk, select_block_size=size, **fields).geometry
-    blocks = split_blocks(random_causal_blocks(tokens, groups, geometry, "cuda"), size // part)
+    blocks = split_blocks(
+        random_causal_blocks(tokens, groups, geometry, "cuda", batch), size // part
+    )
     plan = plan_block_attention(
         heads,
         groups,
@@ -210,18 +224,13 @@ def random_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
         dtype=torch.bfloat16,
         backends="triton",
         needs_grad=True,
-        batch=1,
+        batch=dict(sweep.fields).get("batch", 1),
         seq_len=tokens,
     )
     torch.manual_seed(0)
-    q, do = normal(tokens, heads, dk), normal(tokens, heads, width)
-    k, v = normal(tokens, groups, dk), normal(tokens, groups, width)
+    q, do = sweep.normal(tokens, heads, dk), sweep.normal(tokens, heads, width)
+    k, v = sweep.normal(tokens, groups, dk), sweep.normal(tokens, groups, width)
     return _timed(sweep, plan.kernel, [q, k, v], [blocks], do)
-
-
-def normal(rows: int, count: int, width: int) -> Tensor:
-    """Return a bf16 tensor [1, rows, count, width] of normal numbers."""
-    return torch.randn((1, rows, count, width), device="cuda", dtype=torch.bfloat16)
 
 
 def _timed(
@@ -315,6 +324,7 @@ def main() -> None:
         parser.error(str(error))
     device = torch.device("cuda", torch.cuda.current_device())
     facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    facts |= {"machine": machine("cuda"), "graph": options.graph}
     print(f"{facts['gpu']}, table of sm_{architecture(device)}", flush=True)
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=spawn) as pool:

@@ -38,11 +38,11 @@ def test_a_line_gives_the_tuned_row_and_every_combination(tune_tables: ModuleTyp
 
 
 def test_sizes_of_blocks_belong_to_the_problem(tune_tables: ModuleType) -> None:
-    line = "sel_forward sel 64/4/128 65536 BLOCK_N=64,128 select_block_size=128"
+    line = "sel_forward sel 64/4/128 65536 BLOCK_N=64,128 select_block_size=128 batch=2"
     sweep = tune_tables.Sweep.parse(line)
-    assert sweep.blocks == (("select_block_size", 128),)
+    assert sweep.fields == (("select_block_size", 128), ("batch", 2))
     assert sweep.changes() == [{}, {"BLOCK_N": 64}, {"BLOCK_N": 128}]
-    assert str(sweep).endswith("65536 tokens select_block_size=128")
+    assert str(sweep).endswith("65536 tokens select_block_size=128 batch=2")
     assert (sweep.config.select_block_size, sweep.config.window_size) == (128, 512)
 
 
