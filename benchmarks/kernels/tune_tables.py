@@ -323,8 +323,12 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     device = torch.device("cuda", torch.cuda.current_device())
-    facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    facts |= {"machine": machine("cuda"), "graph": options.graph}
+    facts = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "machine": machine("cuda"),
+        "graph": options.graph,
+    }
     print(f"{facts['gpu']}, table of sm_{architecture(device)}", flush=True)
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.processes, mp_context=spawn) as pool:
