@@ -63,6 +63,7 @@ COUNTED: list[Case] = [
     ("counted", {"layout": layout, "mode": mode})
     for layout, mode in itertools.product(LAYOUTS, MODES)
 ]
+COPIED: list[Case] = [("copied", {"layout": layout}) for layout in LAYOUTS]
 DISAGREEMENTS: dict[str, str] = {
     "documents": "1 collective: cu_seqlens on rank 1 differs from that on rank 0 (rank {rank} has"
     " cu_seqlens = [0, 5, 5",
@@ -111,7 +112,15 @@ ROUNDED: list[Case] = [
 ]
 
 
-OPERATORS = ("gather_rows", "scatter_sum", "exchange", "sum_ranks", "extend", "extend_back")
+OPERATORS = (
+    "gather_rows",
+    "scatter_sum",
+    "to_heads",
+    "to_rows",
+    "sum_ranks",
+    "extend",
+    "extend_back",
+)
 ADJOINTS: list[Case] = [("adjoint", {"op": op}) for op in OPERATORS]
 PADDED: list[Case] = [
     ("padded", {"mode": mode, "layout": layout})
@@ -168,6 +177,7 @@ def two() -> Processes:
         CHECKPOINTS,
         WRAPPED,
         COUNTED,
+        COPIED,
         GATHERED,
         NO_ROWS,
         ROUNDED,
@@ -202,12 +212,20 @@ def test_ddp_and_fsdp_sum_the_accumulated_gradients(two: Processes, case: Case) 
 
 @pytest.mark.parametrize("case", COUNTED, ids=named)
 def test_number_of_collectives(two: Processes, case: Case) -> None:
-    expected: tuple[dict[str, int], ...] = ({"exchange": 3}, {"exchange": 3})
+    expected: tuple[dict[str, int], ...] = ({"to_heads": 1, "to_rows": 1},) * 2
     if case[1]["mode"] == "sequence":
         # The backward gathers the keys and values of sel again.
         backward = {"gather_rows": 1, "scatter_sum": 2, "extend_back": 1}
         expected = ({"extend": 1, "gather_rows": 2}, backward)
     assert two.outcomes(case) == [expected, expected]
+
+
+@pytest.mark.parametrize("case", COPIED, ids=named)
+def test_heads_mode_copies_what_it_exchanges_once(two: Processes, case: Case) -> None:
+    for counts in two.outcomes(case):
+        assert counts["copied"] == counts["sent"] > 0, counts
+        assert counts["joined"] <= 1, counts  # the positions of the pieces
+        assert 0 < counts["angles"] < counts["rows"], counts  # of the rows of the rank
 
 
 @pytest.mark.parametrize("case", ADJOINTS, ids=named)
@@ -347,8 +365,12 @@ MUTANTS: dict[str, tuple[str, dict[str, str]]] = {
         {"        win = torch.stack([": "        win = 0 * torch.stack(["},
     ),
     "rotary by the row of the rank": (
-        "sequence",
-        {"token_positions(bounds, end - first, first)": "token_positions(bounds, end - first)"},
+        "row_angles",
+        {
+            "token_positions(cu_seqlens, end - first, first)": (
+                "token_positions(cu_seqlens, end - first)"
+            )
+        },
     ),
     "select of the second piece reads from row 0": (
         "sequence",
