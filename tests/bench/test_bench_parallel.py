@@ -122,7 +122,7 @@ def test_collective_times_are_a_line_through_the_measured_ones() -> None:
     assert times.milliseconds(gather, 2) == pytest.approx(7.0)
     assert times.milliseconds(gather, 4) == pytest.approx(1.0 * 3 + 6.0)  # three starts
     assert times.milliseconds([traffic("extend", 50, None)], 4) == pytest.approx(2.0)
-    assert times.milliseconds([traffic("exchange", 1, None)], 4) is None
+    assert times.milliseconds([traffic("to_heads", 1, None)], 4) is None
     assert times.milliseconds([], 4) == 0.0
 
 
@@ -144,16 +144,18 @@ def test_a_search_doubles_and_then_halves_twice() -> None:
     assert tried(0, 0, None) == ([64 * k], 0, 64 * k)  # the first does not fit: no length does
 
 
-def test_the_bytes_of_a_call_are_those_of_the_other_ranks() -> None:
-    """An exchange, a gather and a reduce-scatter over a group of one process, seen as rank 1."""
+def test_the_bytes_of_a_call_are_those_of_the_other_ranks(monkeypatch) -> None:
+    """A gather, a reduce-scatter and an exchange of rows for heads, seen as rank 1."""
     x = torch.zeros(6, 4, dtype=torch.bfloat16)
     operators = torch.ops.nsa_parallel
     gather = Call(operators.gather_rows.default, (x, "g", 4, torch.float32))
     assert gather.received_bytes(1) == 3 * 6 * 4 * 2
     scatter = Call(operators.scatter_sum.default, (x.float(), "g", 2))
     assert scatter.received_bytes(1) == 3 * 4 * 4
-    exchange = Call(operators.exchange.default, (x, [2, 4], [1, 5], "g"))
-    assert exchange.received_bytes(1) == 1 * 4 * 2
+    monkeypatch.setattr("nsa_bench.parallel.traffic.group_size", lambda group: 4)
+    tensors = [x.view(6, 4, 1), x.float().view(6, 4, 1)]
+    exchange = Call(operators.to_heads.default, (tensors, "head_tail", "g"))
+    assert exchange.received_bytes(1) == (6 * 4 * 2 + 6 * 4 * 4) * 3 // 4
     with pytest.raises(ValueError, match="sum_ranks"):
         Call(operators.sum_ranks.default, (x, "g")).received_bytes(0)
 

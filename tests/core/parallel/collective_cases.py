@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import os
 import time
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from nsa_core import NSAError
-from nsa_core.parallel import HeadParallel, Shards, collectives, pad_to
+from nsa_core.parallel import HeadParallel, Shards, collectives, head_exchange, pad_to
 from parallel_cases import (
     Collectives,
     divided,
@@ -33,19 +34,14 @@ def adjoint(rank: int, world: int, *, op: str) -> float:
     """
     name, generator = dist.group.WORLD.group_name, torch.Generator().manual_seed(rank)  # type: ignore[union-attr]
     collectives.group_name(None)
-    counts = (
-        [[3, 1], [2, 4]]
-        if world == 2
-        else [[1 + r + s for s in range(world)] for r in range(world)]
-    )
-    sends, receives = counts[rank], [row[rank] for row in counts]
     layout, widths, exact = "head_tail", [5, 3], torch.float64
     chunk = 4
     total, rows = 2 * world * chunk, 2 * chunk
     shapes = {
         "gather_rows": [(rows, 3)],
         "scatter_sum": [(world * rows, 3)],
-        "exchange": [(sum(sends), 3)],
+        "to_heads": [(rows, 2 * world, 3), (5, rows, world, 2)],
+        "to_rows": [(world * rows, 2, 3), (5, world * rows, 1, 2)],
         "sum_ranks": [(rows, 3)],
         "extend": [(rows, 2, 3), (rows, 5)],
         "extend_back": [(2, widths[0] + chunk, 2, 3), (2, widths[1] + chunk, 5)],
@@ -54,13 +50,14 @@ def adjoint(rank: int, world: int, *, op: str) -> float:
     arguments: dict[str, tuple[Any, ...]] = {
         "gather_rows": (name, world, exact),
         "scatter_sum": (name, world),
-        "exchange": (sends, receives, name),
         "sum_ranks": (name,),
         "extend": place,
         "extend_back": (*place, exact),
     }
 
     def applied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if op in ("to_heads", "to_rows"):
+            return getattr(head_exchange, op)(tensors, layout, name)
         result = getattr(collectives, op)(*tensors, *arguments[op])
         return [result] if isinstance(result, torch.Tensor) else list(result)
 
@@ -79,6 +76,54 @@ def adjoint(rank: int, world: int, *, op: str) -> float:
     )
     dist.all_reduce(sides)
     return float((sides[0] - sides[1]).abs() / sides[0].abs())
+
+
+def copied(rank: int, world: int, *, layout: str) -> dict[str, int]:
+    """Count the copies of a layer in mode heads, forward and backward.
+
+    Returns:
+        sent: elements of the tensors that it exchanges.
+        copied: elements that are copied for this.
+        joined: number of concatenations, minus that of one process.
+        angles: elements of the tables of cosines.
+        rows: elements of a table for the rows of all ranks.
+    """
+    case = problem("packed")
+    x = Shards(len(case.x), world, rank, layout).take(case.x)
+    one, layer = case.layer(), divided(world, case.layer(), mode="heads", layout=layout)
+    with Collectives() as seen:
+        layer(x, case.cu_seqlens).sum().backward()
+    before, events = _profiled(one, case.x, case), _profiled(layer, x, case)
+
+    def elements(name: str, of_exchange: bool = False) -> int:
+        named = [e for e in events if e.name == name and (not of_exchange or _is_of_exchange(e))]
+        return sum(math.prod(e.input_shapes[0]) for e in named)
+
+    joined = [sum(e.name == "aten::cat" for e in each) for each in (before, events)]
+    return {
+        "sent": sum(seen.elements),
+        "copied": elements("aten::copy_", of_exchange=True),
+        "joined": joined[1] - joined[0],
+        "angles": elements("aten::cos"),
+        "rows": len(case.x) * layer.config.qk_dim // 2,
+    }
+
+
+def _profiled(layer: Any, x: torch.Tensor, case: Any) -> Any:
+    """Return the events of a forward and backward."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        layer(x.clone().requires_grad_(), case.cu_seqlens).sum().backward()
+    return profile.events()
+
+
+def _is_of_exchange(event: Any) -> bool:
+    """Return whether an event of the profiler is inside of to_heads or to_rows."""
+    while event is not None:
+        if event.name in ("nsa_parallel::to_heads", "nsa_parallel::to_rows"):
+            return True
+        event = event.cpu_parent
+    return False
 
 
 def frozen(rank: int, world: int, *, names: list[str], input_grad: bool) -> tuple[int, list[str]]:

@@ -230,7 +230,8 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("nsa_parallel", "c10d", "_c10d_functional"):
             self.counts[func._opname] += 1
-            self.elements.append(args[0].numel())
+            tensors = args[0] if isinstance(args[0], list) else [args[0]]
+            self.elements.append(sum(x.numel() for x in tensors))
         return func(*args, **(kwargs or {}))
 
 
@@ -385,7 +386,15 @@ def head_parallel(
     }
 
 
-_MODULES = ("halo", "exchange_rows", "gathered_keys", "compressed_rows", "sequence", "context")
+_MODULES = (
+    "halo",
+    "exchange_rows",
+    "gathered_keys",
+    "compressed_rows",
+    "row_angles",
+    "sequence",
+    "context",
+)
 
 
 def _load(changes: dict[str, str], module_name: str) -> None:

@@ -111,7 +111,8 @@ ROUNDED: list[Case] = [
 ]
 
 
-OPERATORS = ("gather_rows", "scatter_sum", "exchange", "sum_ranks", "extend", "extend_back")
+EXCHANGES = ("to_heads", "to_rows")
+OPERATORS = ("gather_rows", "scatter_sum", "sum_ranks", "extend", "extend_back", *EXCHANGES)
 ADJOINTS: list[Case] = [("adjoint", {"op": op}) for op in OPERATORS]
 PADDED: list[Case] = [
     ("padded", {"mode": mode, "layout": layout})
@@ -202,7 +203,7 @@ def test_ddp_and_fsdp_sum_the_accumulated_gradients(two: Processes, case: Case) 
 
 @pytest.mark.parametrize("case", COUNTED, ids=named)
 def test_number_of_collectives(two: Processes, case: Case) -> None:
-    expected: tuple[dict[str, int], ...] = ({"exchange": 3}, {"exchange": 3})
+    expected: tuple[dict[str, int], ...] = ({"to_heads": 1, "to_rows": 1},) * 2
     if case[1]["mode"] == "sequence":
         # The backward gathers the keys and values of sel again.
         backward = {"gather_rows": 1, "scatter_sum": 2, "extend_back": 1}
@@ -347,8 +348,8 @@ MUTANTS: dict[str, tuple[str, dict[str, str]]] = {
         {"        win = torch.stack([": "        win = 0 * torch.stack(["},
     ),
     "rotary by the row of the rank": (
-        "sequence",
-        {"token_positions(bounds, end - first, first)": "token_positions(bounds, end - first)"},
+        "row_angles",
+        {"(cu_seqlens, end - first, first)": "(cu_seqlens, end - first)"},
     ),
     "select of the second piece reads from row 0": (
         "sequence",

@@ -20,7 +20,8 @@ class Traffic:
     """One collective of a call on one rank.
 
     Attributes:
-        op: Name of the operator: gather_rows, scatter_sum, exchange, extend or extend_back.
+        op: Name of the operator: gather_rows, scatter_sum, extend, extend_back, to_heads or
+            to_rows.
         received_bytes: Bytes that the rank receives from other ranks.
         ms: Time of the collective alone; None if it was not repeated alone.
     """

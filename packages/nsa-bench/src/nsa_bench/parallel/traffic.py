@@ -1,7 +1,7 @@
 """The collectives of a call: traced while it runs, repeated alone, and replaced.
 
-All three work on the operators of :mod:`nsa_core.parallel.collectives`. Torch's own collectives run
-inside of these.
+All three work on the operators of :mod:`nsa_core.parallel.collectives` and
+:mod:`nsa_core.parallel.head_exchange`. Torch's own collectives run inside of these.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Call:
 
     def __init__(self, func: Any, args: Sequence[Any]) -> None:
         self.func, self.name = func, str(func._opname)
-        self._args: list[Any] = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in args]
+        self._args: list[Any] = [_converted(x, lambda t: t.to("meta")) for x in args]
 
     def received_bytes(self, rank: int) -> int:
         """Return the bytes that ``rank`` receives from other ranks.
@@ -44,10 +44,9 @@ class Call:
             return (int(rest[1]) - 1) * _bytes(x)
         if self.name == "scatter_sum":
             return (int(rest[1]) - 1) * _bytes(x) // int(rest[1])
-        if self.name == "exchange":
-            receives = rest[1]
-            row = math.prod(x.shape[1:]) * x.element_size()
-            return int(row * (sum(receives) - receives[rank]))
+        if self.name in ("to_heads", "to_rows"):
+            world = group_size(rest[1])
+            return sum(map(_bytes, x)) * (world - 1) // world
         if self.name in ("extend", "extend_back"):
             return self._halo_bytes(rank)
         raise ValueError(f"the bytes of the operator {self.name} are not known")
@@ -63,11 +62,15 @@ class Call:
 
     def again(self, device: torch.device) -> Callable[[], Any]:
         """Return a function that runs the operator on zeros of the same shapes."""
-        args = [
-            torch.zeros_like(x, device=device) if isinstance(x, torch.Tensor) else x
-            for x in self._args
-        ]
+        args = [_converted(x, lambda t: torch.zeros_like(t, device=device)) for x in self._args]
         return lambda: self.func(*args)
+
+
+def _converted(argument: Any, convert: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Convert the tensors of an argument, which is a tensor, a list or a constant."""
+    if isinstance(argument, list):
+        return [_converted(x, convert) for x in argument]
+    return convert(argument) if isinstance(argument, torch.Tensor) else argument
 
 
 def _bytes(x: torch.Tensor) -> int:
@@ -115,7 +118,7 @@ class Traced(TorchDispatchMode):
 
 
 class StandIn(Traced):
-    """Replace the collectives: other ranks' rows are made from those of this rank.
+    """Replace the collectives of mode sequence: other ranks' rows are made from those of this rank.
 
     One rank of many then runs alone, with its shapes and with keys and values like real ones. Rows
     that stand for those of another rank are rotated along their last axis, so that no two are
@@ -136,7 +139,7 @@ class StandIn(Traced):
                 x[:, width:].flatten(0, 1).to(args[7], copy=True)
                 for x, width in zip(args[:2], args[5])
             )
-        return x.clone()  # exchange: as many rows arrive as leave
+        raise ValueError(f"the results of the operator {name} are not known")
 
 
 def _extended(rows: torch.Tensor, width: int, layout: str) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
     gather_rows   the rows of all ranks             gradient: scatter_sum
     scatter_sum   this rank's rows of a sum         gradient: gather_rows
-    exchange      rows to other ranks               gradient: the reverse exchange
     extend        rows to the left of each piece    gradient: extend_back
     extend_back   rows back, and added              gradient: extend
     sum_ranks     the sum over all ranks            gradient: sum_ranks
@@ -11,7 +10,8 @@ The results of each operator are used on every rank. A compiler would remove an 
 result only some ranks use, and the other ranks would wait for ever.
 
 Operators carry the name of their process group, because schemas have no groups. torch.distributed
-renamed two functions in torch 2.13; this file is the only one that calls them.
+renamed two functions in torch 2.13; this file is the only one that calls them. The collectives of
+mode heads are in :mod:`nsa_core.parallel.head_exchange`.
 """
 
 from __future__ import annotations
@@ -58,13 +58,18 @@ def group_name(group: dist.ProcessGroup | None) -> str:
     return str(group.group_name)
 
 
+def group_of(name: str) -> dist.ProcessGroup:
+    """Return the group with this name."""
+    return _groups[name]
+
+
 def group_size(name: str) -> int:
     """Return the number of ranks of the group with this name."""
     return _groups[name].size()
 
 
 @contextlib.contextmanager
-def _named_errors(operator: str, group: str) -> Iterator[None]:
+def named_errors(operator: str, group: str) -> Iterator[None]:
     """Raise an error of torch.distributed as an NSAError that names this rank and its peers.
 
     On gloo, a collective raises when another rank has ended, or after the timeout of its group. On
@@ -99,7 +104,7 @@ def gather_rows(x: torch.Tensor, group: str, world: int, reduce: torch.dtype) ->
         [P * n, ...]
     """
     out = x.new_empty((world * x.shape[0], *x.shape[1:]))
-    with _named_errors("gather_rows", group):
+    with named_errors("gather_rows", group):
         _all_gather(out, x.contiguous(), group=_groups[group])
     return out
 
@@ -122,7 +127,7 @@ def scatter_sum(x: torch.Tensor, group: str, world: int) -> torch.Tensor:
         [n, ...]
     """
     out = x.new_empty((x.shape[0] // world, *x.shape[1:]))
-    with _named_errors("scatter_sum", group):
+    with named_errors("scatter_sum", group):
         _reduce_scatter(out, x.contiguous(), group=_groups[group])
     return out
 
@@ -130,30 +135,6 @@ def scatter_sum(x: torch.Tensor, group: str, world: int) -> torch.Tensor:
 @scatter_sum.register_fake
 def _(x: torch.Tensor, group: str, world: int) -> torch.Tensor:
     return x.new_empty((x.shape[0] // world, *x.shape[1:]))
-
-
-@torch.library.custom_op("nsa_parallel::exchange", mutates_args=())
-def exchange(x: torch.Tensor, sends: list[int], receives: list[int], group: str) -> torch.Tensor:
-    """Send rows to every rank, and receive rows from every rank.
-
-    Args:
-        x: [n, ...], contiguous: the rows for rank 0, then those for rank 1, and so on.
-        sends: number of rows for each rank; their sum is n.
-        receives: number of rows from each rank.
-        group: name of the process group.
-
-    Returns:
-        [m, ...]: the rows from rank 0, then those from rank 1, and so on.
-    """
-    out = x.new_empty((sum(receives), *x.shape[1:]))
-    with _named_errors("exchange", group):
-        dist.all_to_all_single(out, x.contiguous(), receives, sends, group=_groups[group])
-    return out
-
-
-@exchange.register_fake
-def _(x: torch.Tensor, sends: list[int], receives: list[int], group: str) -> torch.Tensor:
-    return x.new_empty((sum(receives), *x.shape[1:]))
 
 
 @torch.library.custom_op("nsa_parallel::sum_ranks", mutates_args=())
@@ -168,7 +149,7 @@ def sum_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
         The sum, of x's shape, on every rank.
     """
     out = x.clone(memory_format=torch.contiguous_format)
-    with _named_errors("sum_ranks", group):
+    with named_errors("sum_ranks", group):
         dist.all_reduce(out, group=_groups[group])
     return out
 
@@ -189,7 +170,7 @@ def _send_segments(
     """Send the elements of ``tensors``, ``out[r]`` to rank r, and receive ``into[r]`` from it."""
     buffer = torch.cat([x.reshape(-1) for x in tensors])
     received = buffer.new_empty(sum(into))
-    with _named_errors("extend", group):
+    with named_errors("extend", group):
         dist.all_to_all_single(received, buffer, list(into), list(out), group=_groups[group])
     return received
 
@@ -333,11 +314,6 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None,
     return gather_rows(grad, group, world, grad.dtype), None, None
 
 
-def _exchange_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    sends, receives, group = ctx.arguments
-    return exchange(grad, receives, sends, group), None, None, None
-
-
 def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
     return sum_ranks(grad, *ctx.arguments), None
 
@@ -354,7 +330,6 @@ def _extend_back_backward(ctx: Any, win: torch.Tensor, raw: torch.Tensor) -> tup
 
 gather_rows.register_autograd(_gather_backward, setup_context=_save_group)
 scatter_sum.register_autograd(_scatter_backward, setup_context=_save_group)
-exchange.register_autograd(_exchange_backward, setup_context=_save_group)
 extend.register_autograd(_extend_backward, setup_context=_save_group)
 extend_back.register_autograd(_extend_back_backward, setup_context=_save_group)
 sum_ranks.register_autograd(_sum_backward, setup_context=_save_group)

@@ -17,12 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.phi.kinds import compress_pair
-from nsa_core.layer.rope import Table, rope_table, rotate, wide_if_eager
-from nsa_core.layer.rope_op import Frequencies
-from nsa_core.packing import token_positions
+from nsa_core.layer.rope import rope_table, rotate
 from nsa_core.parallel.compressed_rows import blocks_of_pieces, gathered_rows
 from nsa_core.parallel.exchange_rows import Extended, Pair, Ranks, extend_pieces, gather_pairs
 from nsa_core.parallel.gathered_keys import attend_gathered
+from nsa_core.parallel.row_angles import rope_of_rows
 from nsa_core.torch_ops.core_node import keeping_the_blocks
 
 if TYPE_CHECKING:
@@ -82,9 +81,7 @@ def forward(
     packing = _packing_of(x, cu_seqlens, max_seqlen, ranks.total)
     product, table = layer.qkv(x), None
     if config.rope:
-        table = _rope_of_rows(
-            packing.bounds, ranks, config.qk_dim, config.frequencies, product.dtype
-        )
+        table = rope_of_rows(x, cu_seqlens, ranks, config, product.dtype)
     q, raw, ks, vs = layer.rotated(product, table)
     raw, sel, win = (
         (packing.rows_first(k), packing.rows_first(v))
@@ -128,16 +125,6 @@ def _packing_of(
         bounds = torch.arange(2, device=x.device, dtype=torch.int32) * total
         return _Packing(bounds, False, None)
     return _Packing(cu_seqlens, True, total if max_seqlen is None else max_seqlen)
-
-
-def _rope_of_rows(
-    bounds: torch.Tensor, ranks: Ranks, dim: int, frequencies: Frequencies, dtype: torch.dtype
-) -> Table:
-    """Return the angles of this rank's rows by their positions in their documents."""
-    positions = [
-        token_positions(bounds, end - first, first).position for first, end in ranks.pieces
-    ]
-    return wide_if_eager(rope_table(torch.cat(positions), dim, frequencies, dtype))
 
 
 def _pieces(x: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, ...]:
