@@ -81,9 +81,12 @@ def test_processes_that_share_rows_have_the_losses_of_one(tmp_path, data, name):
     train_records(out, 3, "--resume", f"--{name}", "1", together=False)
     shared = train_records(out, 4, "--resume", f"--{name}", "2")
     assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4]
+    # Before the first update, only the order of sums differs. Adam divides gradients by their size:
+    # in a few elements whose gradients cancel to their rounding, it then makes another update.
     for one, two in zip(alone, shared):
         for field in {"loss", "held_out_loss", "grad_norm"} & one.keys():
-            assert two[field] == pytest.approx(one[field], rel=1e-5, nan_ok=True)
+            limit = 1e-6 if one["step"] <= 1 else 1e-4
+            assert two[field] == pytest.approx(one[field], rel=limit, nan_ok=True), one["step"]
     command = [sys.executable, "-m", "nsa_cli", "generate", "--checkpoint", str(out)]
     done = subprocess.run(
         [*command, "--max-new-tokens", "2", "--device", "cpu"],
