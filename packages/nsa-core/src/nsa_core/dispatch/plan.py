@@ -114,6 +114,13 @@ class Plan:
         """The kernel that replaces select and sel in short sequences, see Kernel.causal."""
         return getattr(self.sel, "causal", None)
 
+    @property
+    def causal_up_to(self) -> int | None:
+        """The longest sequence in which that kernel runs, in tokens; None if select always runs."""
+        if self.causal_sel is None:
+            return None
+        return causal_geometry(self.requests["sel"].geometry).window_size
+
     def explain(self) -> str:
         """Describe the plan: the request, and each slot's backend and other candidates.
 
@@ -125,9 +132,8 @@ class Plan:
         for choice in self.choices.values():
             chosen, *others = _explain_choice(choice)
             lines.append(chosen)
-            if choice.slot == "sel" and self.causal_sel is not None:
-                longest = causal_geometry(self.requests["sel"].geometry).window_size
-                lines.append(f"  up to n l' = {longest} tokens: causal, kernel of win, no select")
+            if choice.slot == "sel" and self.causal_up_to is not None:
+                lines.append(f"  {describe_causal(self.causal_up_to)}")
             lines += others
         lines += [
             f"{name}: {one_line(kernel.backend)} (fused)" for name, kernel in self.fused.items()
@@ -263,6 +269,11 @@ def _explain_choice(choice: Choice) -> list[str]:
 
 def _size(value: int | None) -> str:
     return "?" if value is None else str(value)
+
+
+def describe_causal(longest: int) -> str:
+    """Return one line about sel in sequences of at most ``longest`` tokens (Plan.causal_up_to)."""
+    return f"up to n l' = {longest} tokens: causal, kernel of win, no select"
 
 
 def describe_request(request: Request) -> str:
