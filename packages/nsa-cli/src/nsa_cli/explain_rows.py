@@ -9,8 +9,9 @@ from nsa_cli import output, wrapping
 from nsa_cli.backend_rows import print_reasons, print_simulated, reason_lines, simulated_row
 from nsa_core.contract import Reason
 from nsa_core.dispatch.candidates import Candidates
+from nsa_core.dispatch.describe import describe_causal, describe_request
 from nsa_core.dispatch.gpus import GPU
-from nsa_core.dispatch.plan import decide, describe_causal, describe_request
+from nsa_core.dispatch.plan import decide
 from nsa_core.dispatch.probing import Candidate
 from nsa_core.dispatch.standing import facts_of_this_machine, standings
 from nsa_core.errors import BackendUnavailable, NSAError, Unsupported
