@@ -1,18 +1,18 @@
 """Compute the tables and values of docs/explanation/learning.md from result files.
 
-A file that does not exist yet gives :data:`PENDING`.
+A file that does not exist yet gives :data:`figure_tables.PENDING`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
-from figure_tables import Results, digits, table, tokens
+from figure_tables import PENDING, Results, digits, short_device, table, tokens
 
-PENDING = "not measured yet"
 CONVERT, MINIMAX = "hf_convert.json", "hf_minimax.json"
 _KINDS = ("blocks", "experts")
 # The trainings that are compared with "eager".
@@ -22,6 +22,8 @@ DIFFERENCES = {
     "control_replayed": "eager, weights moved, choices replayed",
     "nsa_blocks_replayed": "nsa_blocks, choices replayed",
 }
+# Fields of a converted model that are compared with dense attention, and their formats.
+_COMPARED = (("text_loss", ".3f"), ("recall", ".1%"), ("recall_of_far_pairs", ".1%"))
 IMAGES = {CONVERT: "learning_convert.svg", MINIMAX: "learning_minimax.svg"}
 
 
@@ -40,12 +42,7 @@ def _from_file(file: str) -> Callable[[Callable[[Any], str]], Callable[[Results]
 
 
 def _device(document: Any) -> str:
-    device: str = document["machine"]["device"]
-    return device.removeprefix("NVIDIA ").partition(" HBM")[0]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return short_device(document["machine"]["device"])
 
 
 @_from_file(CONVERT)
@@ -62,10 +59,8 @@ def convert(document: Any) -> str:
         rows.append(
             [
                 names.get(step, "{}").format(step),
-                f"{nsa['text_loss']:.3f} / {other['text_loss']:.3f}",
-                f"{nsa['recall']:.1%} / {other['recall']:.1%}",
-                f"{nsa['recall_of_far_pairs']:.1%} / {other['recall_of_far_pairs']:.1%}",
-                f"{_mean(nsa['selected_mass']):.1%}, {_mean(nsa['random_mass']):.1%}",
+                *(f"{nsa[field]:{form}} / {other[field]:{form}}" for field, form in _COMPARED),
+                f"{fmean(nsa['selected_mass']):.1%}, {fmean(nsa['random_mass']):.1%}",
             ]
         )
     columns = ["step", "text, nats per byte", "recall", "recall of far pairs"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from figure_tables import Results, table
+from figure_tables import PENDING, Results, table
 
 from nsa_bench.parallel.result import PROJECTED, ParallelResult, Row, read_parallel_result
 from nsa_bench.render.format import number
@@ -19,7 +19,6 @@ from nsa_bench.render.tables_parallel import gib, largest_words
 from nsa_bench.render.words import tokens
 
 FILE = "context_parallel.json"
-NOT_YET = "not measured yet"
 SPEED_FILE = "parallel_speed.json"
 LOSS_FILES = ("parallel_loss.json", "parallel_loss_sequence.json")
 COLUMNS = ("tokens", "GPUs", "ms", "speed-up", "collectives, ms", "memory of a GPU, GiB")
@@ -44,20 +43,20 @@ def longest(folder: Path) -> str:
     """Return the longest sequences in one line of text."""
     result = _result(folder)
     if result is None or not result.largest:
-        return NOT_YET
+        return PENDING
     return "; ".join(map(largest_words, result.largest))
 
 
 def device(folder: Path) -> str:
     """Return the GPU of the result file."""
     result = _result(folder)
-    return NOT_YET if result is None else str(result.environment.get("device"))
+    return PENDING if result is None else str(result.environment.get("device"))
 
 
 def device_of_training(folder: Path) -> str:
     """Return the GPU of the result file of training steps."""
     document = _document(folder, SPEED_FILE)
-    return NOT_YET if document is None else str(document["machine"]["device"])
+    return PENDING if document is None else str(document["machine"]["device"])
 
 
 def _result(folder: Path) -> ParallelResult | None:
@@ -119,7 +118,7 @@ def _title(row: dict[str, Any]) -> str:
 
 
 def _not_yet(columns: tuple[str, ...]) -> list[str]:
-    return [NOT_YET, *["-"] * (len(columns) - 1)]
+    return [PENDING, *["-"] * (len(columns) - 1)]
 
 
 def _document(folder: Path, name: str) -> dict[str, Any] | None:

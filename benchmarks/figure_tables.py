@@ -21,6 +21,7 @@ from nsa_bench.result import Measurement, Result, read_result
 from nsa_bench.timing import spread_of_repeats
 
 ABSENT = "not measured"
+PENDING = "not measured yet"  # the result file does not exist
 PROBLEMS = tuple(itertools.product(SHAPES, ("random", "real")))
 # Subjects in the table of the A100 path, and their titles.
 A100_SUBJECTS = {
@@ -95,10 +96,14 @@ def tokens(count: int) -> str:
     return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 
 
-def gpu(results: Results) -> str:
-    """Return the GPU of the results without the vendor and the memory type: H100 80GB."""
-    device: str = results.bench("backends.json").environment["device"]
+def short_device(device: str) -> str:
+    """Return the name of a GPU without the vendor and the memory type: H100 80GB."""
     return device.removeprefix("NVIDIA ").partition(" HBM")[0]
+
+
+def gpu(results: Results) -> str:
+    """Return the GPU of the results."""
+    return short_device(results.bench("backends.json").environment["device"])
 
 
 def core(results: Results) -> str:

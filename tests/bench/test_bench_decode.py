@@ -11,7 +11,8 @@ import torch
 from nsa_backend_sdpa import combine, decode
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_bench.compare import compare
-from nsa_bench.decode import DecodeBench, DecodeSettings
+from nsa_bench.decode import DecodeBench
+from nsa_bench.decode_settings import DecodeSettings
 from nsa_bench.decode_workloads import (
     DecodeCell,
     default_cells,

@@ -13,16 +13,18 @@ import pytest
 import torch
 
 import slow_backend
-from nsa_bench import remote, roofline
+from nsa_bench import remote, roofline, slow_calls
 from nsa_bench import run as run_module
 from nsa_bench.cells import Cell
-from nsa_bench.decode import DecodeBench, DecodeSettings
+from nsa_bench.decode import DecodeBench
+from nsa_bench.decode_settings import DecodeSettings
 from nsa_bench.decode_workloads import DecodeCell
 from nsa_bench.estimates import Estimates
 from nsa_bench.inputs import make_inputs
 from nsa_bench.result import read_result
-from nsa_bench.run import Bench, workload_in_child
+from nsa_bench.run import Bench
 from nsa_bench.shapes import Shape, parse_shape
+from nsa_bench.subjects import Subjects, workload_in_child
 from nsa_bench.timing import INTERRUPTED, LATE
 from nsa_core.dispatch.registry import discover
 from nsa_core.util.interruption import deferred_signals
@@ -44,7 +46,7 @@ def reasons(result) -> dict[str, str]:
 def all_in_children(monkeypatch):
     """Run every call in a child process: the machine seems slow, so every call is uncertain."""
     monkeypatch.setattr(roofline, "measure_peaks", lambda device, dtype: roofline.Peaks(1e3, 1e3))
-    monkeypatch.setattr(run_module, "CHILD_MS", 0.0)
+    monkeypatch.setattr(slow_calls, "CHILD_MS", 0.0)
 
 
 @pytest.fixture
@@ -160,9 +162,9 @@ def test_a_child_computes_the_same_call_as_this_process(small):
     settings = small(lengths=[40], phases=["forward"])
     combo = parse_combination("sdpa")
     in_child = workload_in_child(settings, discover(), combo, cell, "total sdpa").make()()
-    bench = Bench(settings, discover(), {})
-    plan = bench._plan(config, torch.float32, combo, False)
-    (here,) = [w for w in bench._workloads(cell, {"sdpa": plan}, []) if w.key == "total sdpa"]
+    subjects = Subjects(settings, discover())
+    plan = subjects.plan(config, torch.float32, combo, False)
+    (here,) = [w for w in subjects.workloads(cell, {"sdpa": plan}, []) if w.key == "total sdpa"]
     assert torch.equal(in_child, here.make()())
     other = workload_in_child(small(seed=1), discover(), combo, cell, "total sdpa").make()()
     assert not torch.equal(in_child, other)

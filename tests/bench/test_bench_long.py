@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nsa_bench import run as run_module
+from nsa_bench import subjects
 from nsa_core.dispatch import default_plan
 from nsa_verify.combination import Combination
 
@@ -13,16 +14,16 @@ from nsa_verify.combination import Combination
 def test_the_plan_of_long_sequences_is_judged_and_timed_separately(
     run, registry_with, monkeypatch, factor, right
 ):
-    resolve = run_module.resolve
+    resolve = subjects.resolve
 
     def by_length(config, options, *, registry):
         is_short = options.seq_len is None
         backends = options.backends if is_short else {**options.backends, "win": "other"}
         return resolve(config, options, registry=registry, backends=backends)
 
-    for where in (run_module, default_plan):
+    for where in (run_module, subjects, default_plan):
         monkeypatch.setattr(where, "LONG_SEQUENCE", 64)
-    monkeypatch.setattr(run_module, "resolve", by_length)
+    monkeypatch.setattr(subjects, "resolve", by_length)
     registry = registry_with("other", lambda o: o * factor)
     result = run(
         registry, lengths=[48, 64], phases=["forward"], combos=(Combination({}, name="auto"),)

@@ -72,7 +72,7 @@ def test_a_saved_checkpoint_makes_the_real_inputs(checkpoint, run, monkeypatch):
         seen.append(model)
         return make_inputs(*arguments, model=model, **options)
 
-    monkeypatch.setattr("nsa_bench.run.make_inputs", recorded)
+    monkeypatch.setattr("nsa_bench.subjects.make_inputs", recorded)
     result = run(
         lengths=[40], phases=["forward"], inputs=["real"], text=TEXT, checkpoints=[checkpoint]
     )

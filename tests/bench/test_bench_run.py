@@ -299,7 +299,7 @@ def test_the_expected_time_follows_the_growth_of_the_last_two_lengths(run, monke
 
 
 def test_a_broken_device_fails_later_cells_and_keeps_earlier_ones(run, monkeypatch):
-    from nsa_bench import run as module
+    from nsa_bench import subjects as module
 
     real = module.make_inputs
 

@@ -375,6 +375,39 @@ def test_gpu_option_runs_triton_on_an_a100(nsa):
     assert nsa("backends", "explain", "--gpu", "t4", "--sel", "triton").code == 3
 
 
+@pytest.mark.parametrize(
+    ("options", "causal", "fused"),
+    [
+        ([], True, {}),
+        (["--grad"], False, dict.fromkeys(["backward"], "triton")),
+        (["--phase", "decode"], False, dict.fromkeys(["step", "append", "gates"], "triton")),
+        (["--win", "sdpa"], True, {}),
+        (["--sel", "fa2"], None, {}),
+    ],
+)
+def test_explain_shows_causal_attention_and_fused_forms_as_the_plan_does(
+    nsa, options, causal, fused
+):
+    """``causal`` is None if there is no plan, because the named backend refuses the request."""
+    pytest.importorskip("triton")
+    command = ["backends", "explain", "--gpu", "a100", *options]
+    document = json.loads(nsa(*command, "--json").out)
+    assert (document["error"] is not None) == (causal is None)
+    assert document["causal_up_to"] == (1024 if causal else None)
+    assert document["fused"] == fused
+    lines = nsa(*command).out.splitlines()
+    note = "  sel, up to n l' = 1024 tokens: causal, kernel of win, no select"
+    assert lines.count(note) == bool(causal)
+    title, row = ", ".join(fused), ["*", "triton", "0.1.0", "fused"]
+    assert [line.split() for line in lines].count(row) == bool(fused)
+    if fused:
+        assert lines[lines.index(title) + 1].split() == row
+    if causal:
+        of_sel = next(line for line in lines if "sel" in line.split(", "))
+        group = lines[lines.index(of_sel) :]
+        assert note in group[: group.index("")]
+
+
 def test_gpu_option_marks_facts_of_this_machine(nsa, monkeypatch):
     reason = Reason("absent", "the package x is not installed", "pip install x")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_bench import clocks, decode, roofline, run, timing
+from nsa_bench import clocks, decode, decode_gate, roofline, run, subjects, timing
 from nsa_bench.result import read_result
 from nsa_cli import verify
 from nsa_cli.conformance import _PytestPlugin
@@ -42,7 +42,7 @@ def default_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ids=[*(f"forward {text}" for text in SIGNAL_IDS), "decode SIGTERM"],
 )
 def test_an_interrupted_bench_keeps_its_figures(phase, signals, code, nsa, tmp_path, monkeypatch):
-    module, name = (decode, "make_state") if phase == "decode" else (run, "make_inputs")
+    module, name = (decode, "make_state") if phase == "decode" else (subjects, "make_inputs")
     calls, original = [], getattr(module, name)
 
     def interrupted(*arguments, **options):
@@ -99,7 +99,7 @@ def test_an_interrupted_bench_keeps_its_figures(phase, signals, code, nsa, tmp_p
 
 @pytest.mark.parametrize("phase", ["forward", "decode"])
 def test_a_bench_interrupted_in_its_first_gate_reports_it(phase, nsa, tmp_path, monkeypatch):
-    module = decode if phase == "decode" else run
+    module = decode_gate if phase == "decode" else run
     original = module.gate_case
     monkeypatch.setattr(
         module,

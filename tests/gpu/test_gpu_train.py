@@ -197,9 +197,10 @@ def test_two_gpus_give_the_loss_of_one(tmp_path: pathlib.Path, kind: str) -> Non
         "5",
     ]
     curves = []
-    for name, launcher in (
-        ("one", []),
-        ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]),
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for name, launcher, division in (
+        ("one", [], []),
+        ("two", torchrun, ["--parallel", kind]),
     ):
         out = tmp_path / name
         command = [
@@ -210,8 +211,7 @@ def test_two_gpus_give_the_loss_of_one(tmp_path: pathlib.Path, kind: str) -> Non
             *options,
             "--out",
             str(out),
-            "--parallel",
-            kind,
+            *division,
         ]
         subprocess.run(command, check=True)
         records = log.read_log(out / log.FILE)[1][1:]

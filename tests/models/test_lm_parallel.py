@@ -16,14 +16,18 @@ from nsa_models.lm.parallel import join
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.slow  # starts several training processes
-TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def train_records(folder, steps, *options, together=True):
-    """Run `nsa train` on one process, or on two with gloo; return the records of its log."""
+def train_records(folder, steps, *options, launched=2):
+    """Run `nsa train` on so many processes of torchrun, or without torchrun if it is 0.
+
+    Returns:
+        The records of its log.
+    """
     command = [
         sys.executable,
-        *(TWO if together else []),
+        *([*TORCHRUN, str(launched)] if launched else []),
         "-m",
         "nsa_cli",
         "train",
@@ -52,16 +56,16 @@ def data(tmp_path) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_one_two_and_one_processes_have_the_losses_of_one(tmp_path, data, kind):
-    alone = train_records(tmp_path / "alone", 6, *data, together=False)
+    alone = train_records(tmp_path / "alone", 6, *data, launched=0)
     out = tmp_path / "shared"
-    train_records(out, 2, *data, "--parallel", kind, together=False)
+    train_records(out, 2, *data, "--parallel", kind, launched=1)
     assert not list(out.glob("checkpoint-*"))  # one process writes one file
     train_records(out, 4, "--resume")
     shards = list(out.glob("checkpoint-*"))
     assert len(shards) == 2
     whole = 3 * sum(p.nbytes for p in checkpoint.read(out).model().parameters())
     assert all(0.3 * whole < path.stat().st_size < 0.7 * whole for path in shards)
-    shared = train_records(out, 6, "--resume", together=False)
+    shared = train_records(out, 6, "--resume", launched=0)
     assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4, 5, 6]
     for one, two in zip(alone, shared):
         for name in ("loss", "held_out_loss", "grad_norm"):
@@ -71,14 +75,14 @@ def test_one_two_and_one_processes_have_the_losses_of_one(tmp_path, data, kind):
 
 @pytest.mark.parametrize("name", ["context-parallel", "tensor-parallel"])
 def test_processes_that_share_rows_have_the_losses_of_one(tmp_path, data, name):
-    alone = train_records(tmp_path / "alone", 4, *data, together=False)
+    alone = train_records(tmp_path / "alone", 4, *data, launched=0)
     out = tmp_path / "shared"
     train_records(out, 2, *data, f"--{name}", "2")
     command = [sys.executable, "-m", "nsa_cli", "train", "--out", str(out), "--resume"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
     assert f"--{name} must divide the number of processes, got 2 for 1" in done.stderr
-    train_records(out, 3, "--resume", f"--{name}", "1", together=False)
+    train_records(out, 3, "--resume", f"--{name}", "1", launched=0)
     shared = train_records(out, 4, "--resume", f"--{name}", "2")
     assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4]
     # Before the first update, only the order of sums differs. Adam divides gradients by their size:
@@ -127,7 +131,7 @@ def lines_of_a_run_that_ends(out, data, rank, statement, timeout_s=300):
         "main(sys.argv[1:])\n"
     )
     options = ["--device", "cpu", *data, "--steps", "6", "--save-every", "1"]
-    command = [*TWO[:-1], "2", str(script), "train", "--out", str(out), *options]
+    command = [*TORCHRUN, "2", str(script), "train", "--out", str(out), *options]
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, timeout=100, check=False

@@ -13,6 +13,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from nsa_cli import train_options
 from nsa_cli.choices import errors_name_options
@@ -20,6 +21,7 @@ from nsa_core import InvalidInput
 from nsa_models.lm import checkpoint, log
 from nsa_models.lm import train as train_module
 from nsa_models.lm.config import SIZES
+from nsa_models.lm.parallel import KINDS, World
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.task import DataSpec
 
@@ -37,6 +39,11 @@ SMALL = [
     "--eval-every",
     "2",
 ]
+NO_TORCHRUN = (
+    "--parallel {kind} divides a training over processes of torchrun, which did not start"
+    " this one: start N processes with torchrun --nproc-per-node N -m nsa_cli train and the same"
+    " options, or leave --parallel out to train on one process"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +179,7 @@ def test_existing_files_and_wrong_arguments_are_refused(nsa, text, tmp_path):
         ("--held-out 2", "--held-out must lie between 0 and 1, got 2.0"),
         ("--accumulate 3", "--batch 2 does not divide over --accumulate 3 x 1 processes"),
         ("--parallel tp", "--parallel must be one of ddp, fsdp, got 'tp'"),
+        *((f"--parallel {kind}", NO_TORCHRUN.format(kind=kind)) for kind in KINDS),
         ("--attention sparse", "--attention must be one of nsa, dense, got 'sparse'"),
         ("--size huge", "--size must be one of tiny, toy, m7c_125m, got 'huge'"),
         ("--data recall --vocab 8", "--vocab must be at least 16 for 8 pairs, got 8"),
@@ -181,6 +189,25 @@ def test_errors_name_options_as_typed(nsa, text, tmp_path, options, message):
     out = str(tmp_path / "new")
     done = nsa("train", "--out", out, "--device", "cpu", "--data", text, *SMALL, *options.split())
     assert (done.code, done.err) == (2, f"nsa: {message}\n")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_process_of_torchrun_may_name_its_parallelism(
+    nsa, text, tmp_path, monkeypatch, kind
+):
+    world = World(torch.device("cpu"), launched=True)
+    out = tmp_path / "run"
+    options = ["--data", text, "--steps", "1", "--parallel", kind, *SMALL]
+    with monkeypatch.context() as patch:
+        patch.setattr("nsa_models.lm.parallel.join", lambda _: world)
+        assert nsa("train", "--out", str(out), *options).code == 0
+    assert checkpoint.read(out).facts["train"]["parallel"] == kind
+    # Without torchrun, a resumed run may leave the option out, but not repeat it.
+    again = ["train", "--out", str(out), "--device", "cpu", "--resume", "--steps", "2"]
+    refused = nsa(*again, "--parallel", kind)
+    assert (refused.code, refused.err) == (2, f"nsa: {NO_TORCHRUN.format(kind=kind)}\n")
+    assert nsa(*again).code == 0
+    assert checkpoint.read(out).facts["step"] == 2
 
 
 def test_field_names_inside_a_path_are_not_replaced():

@@ -165,6 +165,26 @@ def test_a_signal_that_an_import_swallows_ends_the_run_all_the_same(
     assert (tmp_path / "run").exists() == (name == "measure_peaks")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_command_that_starts_again_starts_torchrun_again(nsa, tmp_path, monkeypatch, rank):
+    """The training ends before the trainer exists, and only the first process says so."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    world = World(torch.device("cpu"), rank, launched=True)
+    monkeypatch.setattr("nsa_models.lm.parallel.join", lambda _: world)
+    monkeypatch.setattr("nsa_models.lm.task.open_data", interrupted)
+    out = tmp_path / "run"
+    done = nsa("train", "--out", str(out), "--data", "uniform", "--parallel", "fsdp")
+    again = f"torchrun --nproc-per-node 1 -m nsa_cli train --out {out} --data uniform"
+    lines = [
+        "nsa: ended by Ctrl-C; nothing is saved yet. To start again:",
+        f"{again} --parallel fsdp",
+    ]
+    assert (done.code, done.err.splitlines()) == (130, lines if rank == 0 else [])
+
+
 def test_a_signal_before_a_resumed_run_goes_on_names_the_same_command(nsa, run, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -27,7 +27,8 @@ VARIABLES = {"NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK"}
 CORE = "packages/nsa-core/src/nsa_core/"
 DISPATCH = CORE + "dispatch/"
 # Files that run third-party code, and may catch Exception. All other files name the errors.
-MAY_CATCH_ALL = {DISPATCH + name for name in ("loading.py", "plan.py", "probing.py", "trial.py")}
+MAY_CATCH_ALL = {DISPATCH + name for name in ("choosing.py", "loading.py", "plan.py")}
+MAY_CATCH_ALL |= {DISPATCH + name for name in ("probing.py", "trial.py")}
 MAY_CATCH_ALL |= {CORE + "torch_ops/slot_op.py", CORE + "util/text.py"}
 VERIFY, BENCH = "packages/nsa-verify/src/nsa_verify/", "packages/nsa-bench/src/nsa_bench/"
 MAY_CATCH_ALL |= {VERIFY + name for name in ("run/contexts.py", "run/suite.py")}
@@ -35,7 +36,7 @@ MAY_CATCH_ALL |= {VERIFY + name for name in ("isolation/call_guard.py", "isolati
 MAY_CATCH_ALL |= {
     BENCH + name
     for name in (
-        *("decode.py", "gate.py", "remote.py", "rivals.py", "timing.py"),
+        *("decode_gate.py", "gate.py", "remote.py", "rivals.py", "timing.py"),
         "parallel/worker.py",
     )
 }

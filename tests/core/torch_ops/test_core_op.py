@@ -272,11 +272,21 @@ def test_inference_with_tensors_that_need_no_gradient_keeps_the_slots() -> None:
 
 
 @pytest.mark.parametrize(
-    "kept",
-    [None, ("select",), *[pytest.param(k, marks=pytest.mark.slow) for k in ((), SLOTS[:4])]],
+    ("backend", "kept"),
+    few(
+        [(backend, kept) for backend in ("aot", "eager") for kept in (None, ("select",))],
+        ("aot", "eager"),
+        (None, (), ("select",), SLOTS[:4]),
+    ),
 )
-def test_policies_of_selective_checkpointing_choose_among_the_slots(kept: Any) -> None:
-    """Without a policy, a compiled checkpoint runs the whole operator again."""
+def test_a_compiled_checkpoint_runs_again_the_slots_that_its_policy_does_not_keep(
+    backend: str, kept: Any
+) -> None:
+    """Without a policy, AOT autograd runs the whole operator again.
+
+    With backend="eager", the checkpoint itself runs the forward again in the backward. It refuses
+    an operator that the first run did not call.
+    """
     x, of_plan, graphs = leaves(), plan("slots"), Graphs()
     options: dict[str, Any] = {"use_reentrant": False}
     if kept is not None:
@@ -288,42 +298,24 @@ def test_policies_of_selective_checkpointing_choose_among_the_slots(kept: Any) -
         return o
 
     torch._dynamo.reset()
-    run = torch.compile(call, backend=graphs.backend, fullgraph=True)
-    expected = torch.autograd.grad(call(x, of_plan).sum(), list(x.values()))
-    gradients = torch.autograd.grad(run(x, of_plan).sum(), list(x.values()))
-    assert all(map(torch.equal, gradients, expected))
-    if kept is None:
-        assert graphs.names == [["nsa_core.core"], ["nsa_core.core", *SLOT_BACKWARDS]]
-        return
-    again = [f"nsa_sdpa.{slot}" for slot in SLOTS if slot not in (*kept, "combine")]
-    assert [name for name in graphs.names[1] if name not in SLOT_BACKWARDS] == again
-
-
-@pytest.mark.parametrize("kept", [None, ("select",)])
-def test_an_eager_checkpoint_in_a_compiled_function_repeats_its_first_run(kept: Any) -> None:
-    """With backend="eager", the checkpoint itself runs the forward again in the backward.
-
-    It refuses an operator that the first run did not call.
-    """
-    x, of_plan = leaves(), plan("slots")
-    options: dict[str, Any] = {"use_reentrant": False}
-    if kept is not None:
-        saved = [getattr(of_plan, slot).op for slot in kept]
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
-
-    def call(x: dict[str, torch.Tensor], of_plan: Plan) -> torch.Tensor:
-        o: torch.Tensor = checkpoint(lambda *args: attend(*args)[0], x, of_plan, **options)
-        return o
-
-    torch._dynamo.reset()
+    compiler = graphs.backend if backend == "aot" else "eager"
     with record_dispatch() as trace:
-        o = torch.compile(call, backend="eager", fullgraph=True)(x, of_plan)
+        o = torch.compile(call, backend=compiler, fullgraph=True)(x, of_plan)
         gradients = torch.autograd.grad(o.sum(), list(x.values()))
-    expected = torch.autograd.grad(attend(x, of_plan)[0].sum(), list(x.values()))
-    assert all(map(torch.equal, gradients, expected))
-    again = [(slot, "forward") for slot in SLOTS if slot not in (kept or ())]
-    calls = [(record.slot, record.direction) for record in trace]
-    assert calls == [*FORWARDS, *again, *BACKWARDS["slots"]]
+    for expected in (call(x, of_plan), attend(x, of_plan)[0]):
+        assert all(
+            map(torch.equal, gradients, torch.autograd.grad(expected.sum(), list(x.values())))
+        )
+    again = [slot for slot in SLOTS if slot not in (kept or ())]
+    if backend == "eager":
+        calls = [(record.slot, record.direction) for record in trace]
+        repeated = [(slot, "forward") for slot in again]
+        assert calls == [*FORWARDS, *repeated, *BACKWARDS["slots"]]
+    elif kept is None:
+        assert graphs.names == [["nsa_core.core"], ["nsa_core.core", *SLOT_BACKWARDS]]
+    else:
+        names = [name for name in graphs.names[1] if name not in SLOT_BACKWARDS]
+        assert names == [f"nsa_sdpa.{slot}" for slot in again if slot != "combine"]
 
 
 def test_a_negative_gate_is_refused_where_values_can_be_read() -> None:

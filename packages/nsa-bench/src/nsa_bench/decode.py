@@ -17,6 +17,9 @@ import torch
 
 from nsa_bench import entries, isolation, remote, roofline
 from nsa_bench.clocks import EagerClock, clock_for
+from nsa_bench.decode_children import StepsInChild
+from nsa_bench.decode_gate import decode_gate
+from nsa_bench.decode_settings import DecodeSettings
 from nsa_bench.decode_workloads import (
     DecodeCell,
     State,
@@ -29,16 +32,14 @@ from nsa_bench.decode_workloads import (
     within_step,
 )
 from nsa_bench.environment import machine
-from nsa_bench.gate import NOT_CORRECT, Gate, gate_case
+from nsa_bench.gate import NOT_CORRECT, Gates
 from nsa_bench.limits import GRACE_S, Limits
 from nsa_bench.result import EAGER, LAYER, UNFUSED, Interrupted, Measurement, Part, Result
 from nsa_bench.roofline import Cost, Peaks
-from nsa_bench.shapes import PAPER_BLOCKS, Shape, parse_shape
 from nsa_bench.timing import (
     FAILED,
     INTERRUPTED,
     LATE,
-    METHODS,
     MIN_ROUNDS,
     Clock,
     Outcome,
@@ -56,67 +57,11 @@ from nsa_core.dtypes import dtype_name
 from nsa_core.errors import NSAError
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_core.util.text import describe_error
-from nsa_verify.checks.decode_fused import fused_step as judge_fused
-from nsa_verify.checks.decode_parity import Step, decode_parity
 from nsa_verify.combination import Combination
-from nsa_verify.isolation.call_guard import guarded_calls
 
 REPEATS = 5  # minimum number of rounds; the spread of this many repeats is reported
 # A workload, and the steps that run it in a child process
-_Timed: TypeAlias = tuple[Workload, isolation.StepsInChild | None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeSettings:
-    """Settings of a decode benchmark.
-
-    Attributes:
-        cells: Shapes, batch sizes and cache lengths; empty for the device's default cells.
-        dtypes: Names of torch dtypes.
-        combos: Combinations to time; empty for all that are ready.
-        blocks: l, d, l', n, w.
-        device: "cpu", "cuda" or "cuda:N".
-        seed: Seed of the random tensors.
-        budget_s: Seconds of samples per workload.
-        cell_limit_s: Seconds after which a cell prepares no further workload.
-        time_limit_s: Seconds after which the run ends: nothing more is judged or prepared.
-    """
-
-    cells: Sequence[DecodeCell] = ()
-    dtypes: Sequence[str] = ("float32",)
-    combos: Sequence[Combination] = ()
-    blocks: Sequence[int] = PAPER_BLOCKS
-    device: str = "cpu"
-    seed: int = 0
-    budget_s: float = 0.3
-    cell_limit_s: float = 60.0
-    time_limit_s: float = 420.0
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the settings as a result file stores them."""
-        values: dict[str, Any] = {
-            n: getattr(self, n)
-            for n in ("device", "seed", "budget_s", "cell_limit_s", "time_limit_s")
-        }
-        cells = [
-            f"{c.shape.name} B={c.batch} S={c.length} page {c.page_size or 'none'}"
-            for c in self.cells
-        ]
-        values |= {
-            "cells": cells,
-            "dtypes": list(self.dtypes),
-            "combos": [c.name for c in self.combos],
-        }
-        values |= {
-            "shapes": list(dict.fromkeys(c.shape.name for c in self.cells)),
-            "blocks": list(self.blocks),
-        }
-        return values | {
-            "phases": ["decode"],
-            "inputs": ["random"],
-            "threads": torch.get_num_threads(),
-            "methods": METHODS,
-        }
+_Timed: TypeAlias = tuple[Workload, StepsInChild | None]
 
 
 class DecodeBench:
@@ -137,10 +82,9 @@ class DecodeBench:
         self.registry, self._versions = registry, versions
         self._started = time.monotonic()
         self._deadline = self._started + settings.time_limit_s
-        self._gates: list[Gate] = []
         self._judged: set[tuple[Any, ...]] = set()
-        self._unjudged: set[tuple[str, str, str]] = set()  # combination, shape, dtype
         self._limits = Limits(deadline=self._deadline)
+        self._gates = Gates(self._limits)
         self._measurements: list[Measurement] = []
         self._skipped: dict[str, str] = {}
         self._combos: dict[str, dict[str, str]] = {}
@@ -192,7 +136,7 @@ class DecodeBench:
             combos=self._combos,
             skipped=self._skipped,
             peaks=peaks,
-            gates=self._gates,
+            gates=self._gates.done,
             measurements=self._measurements,
             crossovers=[],
             seconds=round(time.monotonic() - self._started, 2),
@@ -237,39 +181,27 @@ class DecodeBench:
             combination = dataclasses.replace(
                 combo, device=self.settings.device, registry=self.registry
             )
-            try:
-                arguments = (combo.name, combination, config, cell, dtype, self.settings.seed)
-                with self._limits.until_deadline():
-                    if isolation.is_foreign(self.registry, plan):
-                        name = f"{cell.shape.name} steps"
-                        gate = isolation.gate_in_child(
-                            decode_gate,
-                            *arguments,
-                            failed=isolation.failed_gate(combo.name, cell.shape.name, dtype, name),
-                            device=self.settings.device,
-                            deadline=self._deadline,
-                        )
-                    else:
-                        gate = decode_gate(*arguments)
-                self._gates.append(gate)
-            except TimeUp:
-                self._unjudged.add((combo.name, cell.shape.name, dtype_name(dtype)))
+            arguments = (combo.name, combination, config, cell, dtype, self.settings.seed)
+            judge = functools.partial(decode_gate, *arguments)
+            if isolation.is_foreign(self.registry, plan):
+                name = f"{cell.shape.name} steps"
+                judge = functools.partial(
+                    isolation.gate_in_child,
+                    decode_gate,
+                    *arguments,
+                    failed=isolation.failed_gate(combo.name, cell.shape.name, dtype, name),
+                    device=self.settings.device,
+                    deadline=self._deadline,
+                )
+            self._gates.judge(combo.name, cell.shape.name, dtype_name(dtype), judge)
 
     def _measure_cell(
         self, cell: DecodeCell, dtype_text: str, plans: dict[str, Plan], peaks: Peaks
     ) -> None:
         s, dtype = self.settings, getattr(torch, dtype_text)
-        failed_combos = {
-            g.combo
-            for g in self._gates
-            if not g.ok and (g.shape, g.dtype) == (cell.shape.name, dtype_text)
-        }
-        unjudged = {name for name in plans if (name, cell.shape.name, dtype_text) in self._unjudged}
-        timed = {
-            name: plan
-            for name, plan in plans.items()
-            if name not in failed_combos and name not in unjudged
-        }
+        failed_combos = self._gates.failed(cell.shape.name, dtype_text)
+        untimed = failed_combos | self._gates.unjudged(cell.shape.name, dtype_text)
+        timed = {name: plan for name, plan in plans.items() if name not in untimed}
         outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in failed_combos}
         subjects: dict[str, str] = dict.fromkeys(plans, "combo")
         config, cuda = layer_config(cell.shape, tuple(s.blocks)), s.device.startswith("cuda")
@@ -315,7 +247,7 @@ class DecodeBench:
     def _time_slots(
         self,
         plans: dict[str, Plan],
-        steps: dict[str, isolation.StepsInChild | None],
+        steps: dict[str, StepsInChild | None],
         x: State,
         outcomes: dict[str, Outcome],
     ) -> None:
@@ -352,7 +284,7 @@ class DecodeBench:
 
     def _in_child(
         self, name: str, plan: Plan, config: NSAConfig, cell: DecodeCell, dtype: torch.dtype
-    ) -> isolation.StepsInChild | None:
+    ) -> StepsInChild | None:
         """Return the steps of a plan that run in a child: those of third-party backends."""
         if not isolation.is_foreign(self.registry, plan):
             return None
@@ -365,14 +297,12 @@ class DecodeBench:
             seq_len=cell.length,
             backends={slot: choice.backend for slot, choice in plan.choices.items()},
         )
-        return isolation.StepsInChild(
-            name, self.registry, config, options, cell, self.settings.seed
-        )
+        return StepsInChild(name, self.registry, config, options, cell, self.settings.seed)
 
     def _started_in_child(
         self,
         workload: Workload,
-        steps: isolation.StepsInChild,
+        steps: StepsInChild,
         children: contextlib.ExitStack,
         *,
         eager: bool,
@@ -382,16 +312,15 @@ class DecodeBench:
 
         def start() -> Prepared:
             try:
-                call = remote.RemoteCall(
+                return remote.prepare_in_child(
                     make,
                     self.settings.device,
                     self._limits,
                     self._stop,
+                    children,
                     eager=eager,
                     inference=True,
                 )
-                children.callback(call.end)
-                return call.prepare()
             except remote.CannotStart as error:
                 raise RuntimeError(str(error)) from error
 
@@ -444,43 +373,6 @@ class DecodeBench:
         self._measurements += entries.add_dense_ratios(measurements)
 
 
-def decode_gate(
-    combo: str,
-    combination: Combination,
-    config: NSAConfig,
-    cell: DecodeCell,
-    dtype: torch.dtype,
-    seed: int,
-) -> Gate:
-    """Judge a combination's decode forms and fused step on a few small steps of the same shape."""
-    started = time.perf_counter()
-    case = dataclasses.replace(gate_case(config, combination.device, seed), rows=None)
-    longest = case.lengths[0]
-    lengths = (longest, longest - 1, longest // 2, longest // 3)
-    page = cell.page_size
-    step_case = dataclasses.replace(
-        case, name=f"{cell.shape.name} steps at {lengths} tokens, page {page or 'none'}"
-    )
-    step = Step(step_case, lengths, (4,) * 4, rows=4, page_size=page)
-    try:
-        with guarded_calls((TimeUp,)):
-            findings = [
-                *decode_parity(combination, step, dtype),
-                *judge_fused(combination, step, dtype),
-            ]
-        failures = [
-            f"{finding.slot or finding.check} {finding.quantity}: {finding.detail}"
-            for finding in findings
-            if finding.ok is False
-        ]
-    except Exception as error:  # noqa: BLE001  a kernel may return anything
-        failures = [describe_error(error)]
-    seconds = round(time.perf_counter() - started, 3)
-    return Gate(
-        combo, cell.shape.name, dtype_name(dtype), not failures, step_case.name, seconds, failures
-    )
-
-
 def slot_key(combo: str, slot: str) -> str:
     """Return the key of a slot's time within a combination's step."""
     return f"{slot} in {combo}"
@@ -495,8 +387,3 @@ def _parts(
         if outcome is not None:
             parts[slot] = entries.part(plan.choices[slot].backend, outcome, costs[slot], peaks)
     return parts
-
-
-def parse_decode_shape(text: str) -> Shape:
-    """Parse the shape of a decode cell: "reports" is 8/2/32, other names as in ``parse_shape``."""
-    return Shape(8, 2, 32, 32) if text.strip() == "reports" else parse_shape(text)

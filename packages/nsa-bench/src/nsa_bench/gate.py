@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from nsa_bench.limits import Limits
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import TimeUp
 from nsa_core.config import NSAConfig
@@ -38,6 +40,41 @@ class Gate:
     case: str
     seconds: float
     failures: list[str]
+
+
+class Gates:
+    """The gates of a run, and the combinations whose gate the time limit ended.
+
+    Args:
+        limits: The limits of the run.
+
+    Attributes:
+        done: The gates, in the order in which they were judged.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.done: list[Gate] = []
+        self._limits = limits
+        self._unjudged: set[tuple[str, str, str]] = set()  # combination, shape, dtype
+
+    def judge(self, combo: str, shape: str, dtype: str, gate: Callable[[], Gate]) -> None:
+        """Add the result of ``gate()``, or the combination if the time limit ends it."""
+        try:
+            with self._limits.until_deadline():
+                self.done.append(gate())
+        except TimeUp:
+            self._unjudged.add((combo, shape, dtype))
+
+    def failed(self, shape: str, dtype: str) -> set[str]:
+        """Return the combinations with a failed gate."""
+        where = (shape, dtype)
+        return {
+            gate.combo for gate in self.done if not gate.ok and (gate.shape, gate.dtype) == where
+        }
+
+    def unjudged(self, shape: str, dtype: str) -> set[str]:
+        """Return the combinations without a complete verdict."""
+        return {combo for combo, *where in self._unjudged if where == [shape, dtype]}
 
 
 def gate_case(config: NSAConfig, device: str, seed: int) -> Case:

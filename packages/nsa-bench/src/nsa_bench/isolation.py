@@ -1,4 +1,4 @@
-"""Third-party backends in a benchmark: they are planned, judged and timed in child processes."""
+"""Third-party backends in a benchmark: they are planned and judged in child processes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from nsa_bench.clocks import clock_for
-from nsa_bench.decode_workloads import (
-    DecodeCell,
-    State,
-    make_state,
-    step_workloads,
-    within_step,
-)
 from nsa_bench.gate import Gate
-from nsa_bench.timing import FAILED, Outcome, Performance, Workload
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dispatch.registry import Registry
 from nsa_core.dtypes import dtype_name
-from nsa_core.errors import BackendUnavailable, NSAError
-from nsa_core.util.text import describe_error
+from nsa_core.errors import BackendUnavailable
 from nsa_verify.combination import Combination, ready_combinations
 from nsa_verify.isolation.children import PLAN_LIMIT_S, call_in_child, needs_isolation
 
@@ -103,58 +91,3 @@ def gate_in_child(
 def failed_gate(combo: str, shape: str, dtype: Any, case: str) -> Gate:
     """Return a gate that failed, without a reason yet."""
     return Gate(combo, shape, dtype_name(dtype), False, case, 0.0, [])
-
-
-@dataclasses.dataclass(frozen=True)
-class StepsInChild:
-    """The timed steps of a plan with a third-party backend; every field can be pickled.
-
-    Attributes:
-        name: Name of the plan's combination.
-        registry: The backends.
-        config: Configuration of the layer.
-        options: Options of the plan, with the backend of each slot.
-        cell: The cell.
-        seed: Seed of its random tensors.
-    """
-
-    name: str
-    registry: Registry
-    config: NSAConfig
-    options: PlanOptions
-    cell: DecodeCell
-    seed: int
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, dtype_name(self.options.dtype))
-        return dtype
-
-    def _plan(self) -> Plan:
-        return resolve(self.config, self.options, registry=self.registry)
-
-    def _state(self) -> State:
-        device = str(self.options.device)
-        return make_state(self.cell, self.config, self._dtype, device, self.seed)
-
-    def workload(self, key: str) -> Workload:
-        """Return the workload ``key`` of the plan; call it in a child process."""
-        device, plan = str(self.options.device), self._plan()
-        steps = step_workloads(self.name, plan, self._state, self.cell, self._dtype, device)
-        return next(step for step in steps if step.key == key)
-
-    def slot_times(self, budget_s: float, limit_s: float) -> dict[str, Outcome]:
-        """Time each slot within the step in a child process; return the outcome of each slot."""
-        try:
-            times: dict[str, Performance] = call_in_child(
-                _slot_times, self, budget_s, limit_s=limit_s, doing="in a step"
-            )
-        except NSAError as error:
-            return dict.fromkeys(SLOTS, Outcome(reason=f"{FAILED}: {describe_error(error)}"))
-        return {slot: Outcome(time) for slot, time in times.items()}
-
-
-def _slot_times(steps: StepsInChild, budget_s: float) -> dict[str, Performance]:
-    with torch.inference_mode():
-        clock = clock_for(str(steps.options.device))
-        return within_step(steps._plan(), steps._state(), clock, budget_s)

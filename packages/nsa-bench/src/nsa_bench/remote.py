@@ -136,6 +136,24 @@ class RemoteCall:
         return message
 
 
+def prepare_in_child(
+    make: Callable[[], Workload],
+    device: str,
+    limits: Limits,
+    stop: Interruption,
+    children: contextlib.ExitStack,
+    **mode: bool,
+) -> Prepared:
+    """Prepare a workload in a child process, which ends when ``children`` closes.
+
+    The other arguments, and ``mode``, are those of RemoteCall; the errors those of
+    RemoteCall.prepare().
+    """
+    call = RemoteCall(make, device, limits, stop, **mode)
+    children.callback(call.end)
+    return call.prepare()
+
+
 def _serve(
     connection: Connection,
     make: Callable[[], Workload],

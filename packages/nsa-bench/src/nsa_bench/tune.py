@@ -13,7 +13,7 @@ from nsa_bench.clocks import clock_for
 from nsa_bench.environment import device_name
 from nsa_bench.gate import NOT_CORRECT, Gate, gate_case
 from nsa_bench.limits import Limits
-from nsa_bench.remote import CannotStart, RemoteCall
+from nsa_bench.remote import CannotStart, prepare_in_child
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import FAILED, Prepared, TimeUp, Workload, measure
 from nsa_bench.tune_candidates import (
@@ -177,13 +177,13 @@ def _workload_in_child(
 
     def start() -> Prepared:
         with _end_is_failure():
-            call = RemoteCall(make, device, limits, NEVER)
-            children.callback(call.end)
-            prepared = call.prepare()
+            prepared = prepare_in_child(make, device, limits, NEVER, children)
+        sample = prepared.take
+        assert sample is not None  # the child takes the samples
 
         def take() -> float:
             with _end_is_failure():
-                return call.sample()
+                return sample()
 
         return dataclasses.replace(prepared, take=take)
 

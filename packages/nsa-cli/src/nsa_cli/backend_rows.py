@@ -62,7 +62,7 @@ def list_and_probe(
 
     The request is for this machine, or for the simulated ``gpu``.
     """
-    from nsa_core.dispatch.plan import describe_request
+    from nsa_core.dispatch.describe import describe_request
 
     registry = output.find_backends() if registry is None else registry
     candidates = typical_candidates(registry, phase, gpu)

@@ -18,7 +18,7 @@ def cells(
     shape: str | None, length: str | None, batch: int, page_size: int | None
 ) -> list[DecodeCell]:
     """Return a cell per shape and length; none if neither is given, which selects the defaults."""
-    from nsa_bench.decode import parse_decode_shape
+    from nsa_bench.decode_settings import parse_decode_shape
     from nsa_bench.decode_workloads import DecodeCell
     from nsa_bench.shapes import parse_lengths
 
@@ -46,7 +46,8 @@ def run(
     stop: Interruption,
 ) -> Result:
     """Run the decode benchmark; a limit that is None takes the preset's value."""
-    from nsa_bench.decode import DecodeBench, DecodeSettings
+    from nsa_bench.decode import DecodeBench
+    from nsa_bench.decode_settings import DecodeSettings
     from nsa_verify.combination import parse_combination
 
     torch_device = pick_device(device, threads)

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output, wrapping
 from nsa_cli.backend_rows import print_reasons, print_simulated, reason_lines, simulated_row
 from nsa_core.contract import Reason
 from nsa_core.dispatch.candidates import Candidates
+from nsa_core.dispatch.describe import describe_causal, describe_request
 from nsa_core.dispatch.gpus import GPU
-from nsa_core.dispatch.plan import decide, describe_request
+from nsa_core.dispatch.plan import decide
 from nsa_core.dispatch.probing import Candidate
 from nsa_core.dispatch.standing import facts_of_this_machine, standings
 from nsa_core.errors import BackendUnavailable, NSAError, Unsupported
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SCHEMA_VERSION = 1
 
 
 def explain_candidates(candidates: Candidates, gpu: GPU | None = None) -> dict[str, Any]:
-    """Return the named backend, the chosen backend and all candidates with reasons per slot.
+    """Return the plan for a request: per slot the named, the chosen and all other backends.
+
+    Without an error, ``causal_up_to`` and ``fused`` have the plan's length and fused forms.
 
     Args:
         candidates: The candidates for the request.
@@ -27,6 +33,7 @@ def explain_candidates(candidates: Candidates, gpu: GPU | None = None) -> dict[s
     """
     chosen: dict[str, str | None] = dict.fromkeys(candidates.requests)
     by_slot, error = dict(candidates.by_slot), None
+    causal_up_to, fused = None, dict[str, str]()
     try:
         plan = decide(candidates)
     except (Unsupported, BackendUnavailable) as refusal:
@@ -34,6 +41,8 @@ def explain_candidates(candidates: Candidates, gpu: GPU | None = None) -> dict[s
     else:
         chosen = {slot: choice.backend for slot, choice in plan.choices.items()}
         by_slot = {slot: choice.candidates for slot, choice in plan.choices.items()}
+        causal_up_to = plan.causal_up_to
+        fused = {name: kernel.backend for name, kernel in plan.fused.items()}
     request = dataclasses.asdict(candidates.requests["cmp"])
     del request["slot"]
     by_backend = standings(candidates, gpu)
@@ -54,6 +63,8 @@ def explain_candidates(candidates: Candidates, gpu: GPU | None = None) -> dict[s
             }
             for slot, of_slot in by_slot.items()
         },
+        "causal_up_to": causal_up_to,
+        "fused": fused,
         "backends": [
             {
                 "name": entry.name,
@@ -93,7 +104,7 @@ def print_explained(document: dict[str, Any]) -> None:
     """Print the request, then the candidates of each slot; `*` marks the chosen one.
 
     Slots with the same candidates share one list. A backend's list of reasons is printed once, and
-    so is the hint of each reason.
+    so is the hint of each reason. Fused forms follow the slots.
     """
     console = output.console()
     wrapping.print_paragraph(console, document["request"]["summary"], "request: ", "  ")
@@ -123,12 +134,40 @@ def print_explained(document: dict[str, Any]) -> None:
             wrapping.print_paragraph(console, "no backend is installed", "  - ")
             wrapping.print_paragraph(console, "pip install nsa-backend-sdpa", "    hint: ")
         for slot in slots:
-            if tuned := document["slots"][slot]["tuned"]:
-                wrapping.print_paragraph(console, f"{slot} was tuned: {tuned}", "  ", "    ")
-            elif why := _rank_reason(document["slots"][slot]):
-                wrapping.print_paragraph(console, f"{slot}: {why}", "  ", "    ")
+            for note in _notes(document, slot):
+                wrapping.print_paragraph(console, note, "  ", "    ")
+    _print_fused(console, document)
     console.print()
     wrapping.print_paragraph(console, "* chosen; the others in the order in which auto takes them")
+
+
+def _print_fused(console: Console, document: dict[str, Any]) -> None:
+    """Print the fused forms as the slots are; one backend has all of them."""
+    if not document["fused"]:
+        return
+    name, *_ = document["fused"].values()
+    version = next(
+        candidate["version"]
+        for candidate in document["slots"]["cmp"]["candidates"]
+        if candidate["backend"] == name
+    )
+    name, version = output.one_line(name), output.one_line(version)
+    console.print()
+    wrapping.print_line(console, ", ".join(document["fused"]))
+    cells = ("*", name, version, "fused")
+    wrapping.print_rows(console, [cells], _gaps(document, name, version), indent=2)
+
+
+def _notes(document: dict[str, Any], slot: str) -> list[str]:
+    """Return sentences about the choice of a slot: why, and when another kernel runs."""
+    row, notes = document["slots"][slot], []
+    if row["tuned"]:
+        notes.append(f"{slot} was tuned: {row['tuned']}")
+    elif why := _rank_reason(row):
+        notes.append(f"{slot}: {why}")
+    if slot == "sel" and document["causal_up_to"] is not None:
+        notes.append(f"{slot}, {describe_causal(document['causal_up_to'])}")
+    return notes
 
 
 def _rank_reason(row: dict[str, Any]) -> str:

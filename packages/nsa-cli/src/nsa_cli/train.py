@@ -80,18 +80,18 @@ def train(
     # After typer's conversion, so that paths are Path objects.
     values = {name: value for name, value in locals().items() if name != "context"}
     typed = options_on_command_line(context)
-    trainers: list[Trainer] = []
+    training = train_interrupted.Training(context, typed)
     named = {name: name for name in values} | options.RENAMED
     with (
         output.exit_codes(),
-        train_interrupted.explained(context, typed, trainers) as raise_again,
-        _world(values, typed, named) as world,
-        _watching(world, train_interrupted.end_of(context, typed, trainers, world)),
+        train_interrupted.explained(training) as raise_again,
+        _world(values, training, named) as world,
+        _watching(world, train_interrupted.end_of(training, world)),
         _locked(values, world),
     ):
         with errors_name_options(named):
             trainer = _prepare(values, typed, world)
-        trainers.append(trainer)
+        training.trainer = trainer
         raise_again()
         history = _run(trainer, out, raise_again)
         # A sharded model computes on all processes together.
@@ -102,19 +102,37 @@ def train(
 
 
 @contextlib.contextmanager
-def _world(values: Mapping[str, Any], typed: Set[str], named: Mapping[str, str]) -> Iterator[World]:
+def _world(
+    values: Mapping[str, Any], training: train_interrupted.Training, named: Mapping[str, str]
+) -> Iterator[World]:
     """Join the processes of the training; options and folders are checked before torch loads."""
-    _check_options(values, typed)
+    _check_options(values, training.typed)
     _check_folder(values["out"], values["resume"])
     with errors_name_options(named):
         device = pick_device(values["device"], values["threads"])
         from nsa_models.lm.parallel import join
 
-        world = join(device)
+        training.world = world = join(device)
     try:
+        _check_launched(values, training.typed, world)
         yield world
     finally:
         world.close()
+
+
+def _check_launched(values: Mapping[str, Any], typed: Set[str], world: World) -> None:
+    """Refuse a typed --parallel without torchrun: one process would train without a division."""
+    from nsa_core.errors import InvalidInput
+    from nsa_models.lm.parallel import KINDS
+
+    kind = values["parallel"]
+    # The recipe refuses an unknown kind.
+    if "parallel" in typed and kind in KINDS and not world.launched:
+        raise InvalidInput(
+            f"--parallel {kind} divides a training over processes of torchrun, which did not start"
+            " this one: start N processes with torchrun --nproc-per-node N -m nsa_cli train and"
+            " the same options, or leave --parallel out to train on one process"
+        )
 
 
 def _watching(

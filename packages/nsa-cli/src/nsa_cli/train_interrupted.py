@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shlex
 import signal
@@ -27,16 +28,26 @@ if TYPE_CHECKING:
 NOT_IN_CHECKPOINT = ("device", "threads", "backends", "png", "svg")
 
 
-@contextlib.contextmanager
-def explained(
-    context: typer.Context, typed: Set[str], trainers: list[Trainer]
-) -> Iterator[Callable[[], None]]:
-    """End a run that a signal or a full disk ends with a message: how far it came, how it goes on.
+@dataclasses.dataclass
+class Training:
+    """The command of a training, and how far it has come.
 
-    Args:
+    Attributes:
         context: The command.
         typed: Names of the options that the user gave.
-        trainers: The trainer, once it exists.
+        world: The processes, once they have joined.
+        trainer: The trainer, once it exists.
+    """
+
+    context: typer.Context
+    typed: Set[str]
+    world: World | None = None
+    trainer: Trainer | None = None
+
+
+@contextlib.contextmanager
+def explained(training: Training) -> Iterator[Callable[[], None]]:
+    """End a run that a signal or a full disk ends with a message: how far it came, how it goes on.
 
     Yields:
         A function that raises a signal again whose exception was swallowed, for example by an
@@ -49,16 +60,16 @@ def explained(
         with _signals_raise() as raise_again:
             yield raise_again
     except KeyboardInterrupt:
-        _explain("ended by Ctrl-C", context, typed, trainers)
+        _explain("ended by Ctrl-C", training)
         raise SystemExit(output.INTERRUPTED) from None
     except NotWritten as error:
-        if not trainers:
+        if training.trainer is None:
             raise  # no work is lost
-        _explain(str(error), context, typed, trainers)
+        _explain(str(error), training)
         raise SystemExit(output.UNWRITTEN) from None
     except SystemExit as error:
         if error.code == exit_code("SIGTERM"):
-            _explain("ended by SIGTERM", context, typed, trainers)
+            _explain("ended by SIGTERM", training)
         raise
 
 
@@ -97,9 +108,7 @@ def _signals_raise() -> Iterator[Callable[[], None]]:
             signal.signal(number, handler)
 
 
-def end_of(
-    context: typer.Context, typed: Set[str], trainers: list[Trainer], world: World
-) -> Callable[[int, str], None]:
+def end_of(training: Training, world: World) -> Callable[[int, str], None]:
     """Return a function that ends this process because another one is lost.
 
     It does not return to the training, which may wait for the lost process for ever. One of the
@@ -109,36 +118,27 @@ def end_of(
     def end(lost: int, reason: str) -> None:
         try:
             if world.rank == (1 if lost == 0 else 0):
-                _explain(reason, context, typed, trainers, world)
+                _explain(reason, training, for_all=True)
         finally:
             os._exit(output.FAILED)
 
     return end
 
 
-def _explain(
-    end: str,
-    context: typer.Context,
-    typed: Set[str],
-    trainers: list[Trainer],
-    world: World | None = None,
-) -> None:
+def _explain(end: str, training: Training, for_all: bool = False) -> None:
     """Print the end of the run, the saved step, and the commands that go on or start again.
 
     Args:
         end: Why the run ended.
-        context: The command.
-        typed: Names of the options that the user gave.
-        trainers: The trainer, once it exists.
-        world: The processes, if this one speaks for all; None lets only the first one speak.
+        training: The run.
+        for_all: This process speaks for all; else only the first one speaks.
     """
-    trainer = trainers[0] if trainers else None
-    if world is None and trainer is not None:
-        world = trainer.world
-        if world.rank:
-            return
+    context, typed, trainer = training.context, training.typed, training.trainer
+    world = training.world
+    if not for_all and world is not None and world.rank:
+        return
     out: Path = context.params["out"]
-    start = _program(world.size if world else 1)
+    start = _program(world)
     on = [name for name in ("out", *NOT_IN_CHECKPOINT) if name in typed]
     commands = [[*start, *_typed_options(context, on), "--resume"]]
     if trainer is None and context.params["resume"]:
@@ -165,12 +165,12 @@ def _explain(
         print(line, file=sys.stderr, flush=True)
 
 
-def _program(processes: int) -> list[str]:
-    """Return the words that start `nsa train` on so many processes."""
+def _program(world: World | None) -> list[str]:
+    """Return the words that start `nsa train` on the same processes."""
     safe = ["--safe"] if output.safe_mode() else []
-    if processes == 1:
+    if world is None or not world.launched:
         return ["nsa", *safe, "train"]
-    return ["torchrun", "--nproc-per-node", str(processes), "-m", "nsa_cli", *safe, "train"]
+    return ["torchrun", "--nproc-per-node", str(world.size), "-m", "nsa_cli", *safe, "train"]
 
 
 def _typed_options(context: typer.Context, names: list[str]) -> list[str]:

@@ -1,11 +1,8 @@
-"""resolve: choose a backend for every slot, and return an immutable Plan of their kernels."""
+"""Plans: the kernel of every slot (Plan, resolve), or of one slot (SlotPlan, resolve_slot)."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import logging
-import threading
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,61 +10,23 @@ from typing import Any
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.contract import FUSED_DECODE, SLOTS, Reason, Request, SlotSpec, import_named
+from nsa_core.contract import SLOTS, Request, SlotSpec, import_named
 from nsa_core.dispatch.candidates import Candidates, find_candidates
+from nsa_core.dispatch.choosing import (
+    Choice,
+    SlotKernel,
+    choose,
+    decide_slot,
+    fused_forms,
+    log_once,
+    with_causal,
+)
+from nsa_core.dispatch.describe import describe_causal, describe_request
 from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.probing import Candidate, reasons_against
 from nsa_core.dispatch.registry import Registry, default_registry
-from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
-from nsa_core.torch_ops.core_backward import core_backward
-from nsa_core.torch_ops.core_kernels import (
-    CoreConstants,
-    causal_geometry,
-    causal_kernel,
-    constants_of,
-)
-from nsa_core.torch_ops.decode_kernel import DecodeKernel, decode_kernel
-from nsa_core.torch_ops.slot_op import Kernel, slot_op
-from nsa_core.util.interruption import is_ctrl_c
-from nsa_core.util.plugin_output import stdout_to_stderr
+from nsa_core.errors import InvalidInput, NSAError, Unsupported
+from nsa_core.torch_ops.core_kernels import CoreConstants, causal_geometry, constants_of
 from nsa_core.util.text import describe_error, one_line
-
-_log = logging.getLogger("nsa")
-_logged: set[tuple[str, ...]] = set()
-_logged_lock = threading.Lock()
-_NO_BACKEND = (
-    "no backend can be used; pip install nsa-backend-sdpa (runs on the CPU and on any GPU)"
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The backend that a plan uses for a slot, and all candidates.
-
-    Attributes:
-        slot: The slot.
-        backend: Name of the backend.
-        version: Version of its distribution.
-        explicit: True if the caller chose the backend by name, False if `auto` chose it.
-        candidates: One candidate per backend, in the order in which `auto` prefers them.
-        tuned: The measurement of `nsa tune`, if it decided the choice; otherwise "".
-    """
-
-    slot: str
-    backend: str
-    version: str
-    explicit: bool
-    candidates: tuple[Candidate, ...]
-    tuned: str = ""
-
-    @property
-    def rank_reason(self) -> str:
-        """Return the reason that the chosen backend gives for its rank, or ""."""
-        return next(c.rank_reason for c in self.candidates if c.backend == self.backend)
-
-
-# A Kernel. In a plan for decode, a DecodeKernel for every slot except combine.
-SlotKernel = Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,6 +73,13 @@ class Plan:
         """The kernel that replaces select and sel in short sequences, see Kernel.causal."""
         return getattr(self.sel, "causal", None)
 
+    @property
+    def causal_up_to(self) -> int | None:
+        """The longest sequence in which that kernel runs, in tokens; None if select always runs."""
+        if self.causal_sel is None:
+            return None
+        return causal_geometry(self.requests["sel"].geometry).window_size
+
     def explain(self) -> str:
         """Describe the plan: the request, and each slot's backend and other candidates.
 
@@ -125,9 +91,8 @@ class Plan:
         for choice in self.choices.values():
             chosen, *others = _explain_choice(choice)
             lines.append(chosen)
-            if choice.slot == "sel" and self.causal_sel is not None:
-                longest = causal_geometry(self.requests["sel"].geometry).window_size
-                lines.append(f"  up to n l' = {longest} tokens: causal, kernel of win, no select")
+            if choice.slot == "sel" and self.causal_up_to is not None:
+                lines.append(f"  {describe_causal(self.causal_up_to)}")
             lines += others
         lines += [
             f"{name}: {one_line(kernel.backend)} (fused)" for name, kernel in self.fused.items()
@@ -261,37 +226,6 @@ def _explain_choice(choice: Choice) -> list[str]:
     return [f"{choice.slot}: {title} ({chosen_by})", *(f"  {c}" for c in others)]
 
 
-def _size(value: int | None) -> str:
-    return "?" if value is None else str(value)
-
-
-def describe_request(request: Request) -> str:
-    """Return the request as one line: sizes under the contract's symbols, dtype, device, flags.
-
-    A request of sel has the sizes that it depends on, any other one those of a layer.
-    """
-    g = request.geometry
-    blocks = f"l'={g.select_block_size} n={g.num_selected_blocks}"
-    if request.slot != "sel":
-        blocks = f"l={g.compress_block_size} d={g.compress_stride} {blocks} w={g.window_size}"
-    shape = (
-        f"B={_size(request.batch)} S={_size(request.seq_len)} Hq={request.n_heads}"
-        f" G={request.n_kv_heads} Dk={request.head_dim} Dv={request.v_head_dim} {blocks}"
-    )
-    device = request.device + (
-        f" sm_{request.capability[0]}{request.capability[1]}" if request.capability else ""
-    )
-    conditions = {
-        "gradients": request.needs_grad,
-        "deterministic": request.deterministic,
-        "packed": request.varlen,
-        "queries inside a sequence": request.partial,
-        f"pages of {request.page_size} tokens": request.page_size,
-    }
-    flags = [flag for flag, holds in conditions.items() if holds]
-    return ", ".join([shape, f"{request.dtype} on {device}", request.phase, *flags])
-
-
 def resolve(
     config: NSAConfig,
     options: PlanOptions | None = None,
@@ -344,28 +278,28 @@ def resolve_slot(
     options = dataclasses.replace(options or PlanOptions(), **fields)
     registry = default_registry() if registry is None else registry
     all_candidates = find_candidates(config, options, registry=registry)
-    outcomes = {slot: _decide_slot(all_candidates, slot)}
-    choice, kernel = _choose(all_candidates, outcomes)[slot]
-    _log_once(all_candidates, {slot: choice})
+    outcomes = {slot: decide_slot(all_candidates, slot)}
+    choice, kernel = choose(all_candidates, outcomes)[slot]
+    log_once(all_candidates, {slot: choice})
     return SlotPlan(config, all_candidates.requests[slot], choice, kernel)
 
 
 def decide(all_candidates: Candidates) -> Plan:
     """Choose one of the candidates of each slot, and return the plan; raises as :func:`resolve`."""
-    outcomes = {slot: _decide_slot(all_candidates, slot) for slot in SLOTS}
-    chosen = _choose(all_candidates, outcomes)
+    outcomes = {slot: decide_slot(all_candidates, slot) for slot in SLOTS}
+    chosen = choose(all_candidates, outcomes)
     choices = {slot: choice for slot, (choice, _) in chosen.items()}
     kernels = {slot: kernel for slot, (_, kernel) in chosen.items()}
-    fused = MappingProxyType(_fused(all_candidates, choices))
+    fused = MappingProxyType(fused_forms(all_candidates, choices))
     # The backward of all slots reads the blocks, and is faster than that of causal attention.
     if "backward" not in fused:
-        kernels["sel"] = _with_causal(all_candidates, kernels["sel"])
+        kernels["sel"] = with_causal(all_candidates, kernels["sel"])
     slots = {}
     for slot, choice in choices.items():
         spec = all_candidates.registry.get(choice.backend).spec
         assert spec is not None  # an accepted candidate is ready
         slots[slot] = spec.slots[slot]
-    _log_once(all_candidates, choices)
+    log_once(all_candidates, choices)
     frozen = (MappingProxyType(choices), MappingProxyType(slots))
     return Plan(
         all_candidates.config,
@@ -375,176 +309,3 @@ def decide(all_candidates: Candidates) -> Plan:
         fused=fused,
         **kernels,
     )
-
-
-def _choose(
-    all_candidates: Candidates, outcomes: Mapping[str, _Outcome]
-) -> dict[str, tuple[Choice, SlotKernel]]:
-    """Return the choice and the kernel of each slot of ``outcomes``; raises as :func:`resolve`."""
-    refused = {slot: error for slot, (_, _, error) in outcomes.items() if error is not None}
-    if refused:
-        request = _request_of(all_candidates, outcomes)
-        text = _report(all_candidates, request, {slot: outcomes[slot][1] for slot in refused})
-        if BackendUnavailable not in refused.values():
-            raise Unsupported(text)
-        unavailable_error = BackendUnavailable(text)
-        unavailable_error.nothing_usable = not all_candidates.registry.ready()
-        raise unavailable_error
-    chosen: dict[str, tuple[Choice, SlotKernel]] = {}
-    for slot, (first, candidates, _) in outcomes.items():
-        assert first is not None  # a slot without an error has a chosen candidate
-        candidate, kernel = first
-        explicit = all_candidates.chosen_by_name[slot] is not None
-        is_auto_first = not explicit and candidates[0].backend == candidate.backend
-        measurement = all_candidates.tuned.get(slot, "") if is_auto_first else ""
-        choice = Choice(
-            slot, candidate.backend, candidate.version, explicit, candidates, measurement
-        )
-        chosen[slot] = choice, kernel
-    return chosen
-
-
-def _request_of(all_candidates: Candidates, slots: Mapping[str, object]) -> Request:
-    """Return the request that stands for the planned ``slots`` in messages."""
-    return all_candidates.requests["cmp" if "cmp" in slots else next(iter(slots))]
-
-
-def _kernel(all_candidates: Candidates, slot: str, backend: str) -> Kernel | DecodeKernel:
-    """Return the kernel of ``slot`` from ``backend``; passes on any exception of its imports."""
-    entry, request = all_candidates.registry.get(backend), all_candidates.requests[slot]
-    assert entry.spec is not None  # an accepted candidate is ready
-    slot_spec = entry.spec.slots[slot]
-    with contextlib.nullcontext() if entry.first_party else stdout_to_stderr():
-        if request.phase == "decode" and slot_spec.decode is not None:
-            return decode_kernel(backend, slot, slot_spec.decode)
-        op = slot_op(backend, slot, slot_spec).op
-    scale, geometry = all_candidates.config.softmax_scale, tuple(request.geometry.as_ints())
-    partial = request.partial and slot != "combine"
-    return Kernel(backend, slot, op, scale, geometry, request.deterministic, partial)
-
-
-def _with_causal(all_candidates: Candidates, sel: SlotKernel) -> SlotKernel:
-    """Return the kernel of sel with its causal kernel, if its backend takes the request for it."""
-    request = all_candidates.requests["win"]
-    if request.phase == "decode" or request.partial:
-        return sel
-    request = dataclasses.replace(request, geometry=causal_geometry(request.geometry))
-    entry = all_candidates.registry.get(sel.backend)
-    if reasons_against(entry, request):
-        return sel
-    assert entry.spec is not None  # a backend without reasons against it is ready
-    try:
-        with contextlib.nullcontext() if entry.first_party else stdout_to_stderr():
-            win = slot_op(sel.backend, "win", entry.spec.slots["win"])
-    except BaseException as failure:  # a plugin may raise anything
-        if is_ctrl_c(failure):
-            raise
-        return sel
-    return dataclasses.replace(sel, causal=causal_kernel(sel, win))
-
-
-def _fused(all_candidates: Candidates, choices: Mapping[str, Choice]) -> dict[str, Any]:
-    """Return the fused forms for the plan if one backend runs every slot; else {}."""
-    names = {choice.backend for choice in choices.values()}
-    spec = all_candidates.registry.get(names.pop()).spec if len(names) == 1 else None
-    if spec is None:
-        return {}
-    request, forms = all_candidates.requests["cmp"], spec.fused.items()
-    if request.phase == "decode":
-        return {
-            name: decode_kernel(spec.name, name, path)
-            for name, path in forms
-            if name in FUSED_DECODE
-        }
-    if request.needs_grad and not request.partial and "backward" in spec.fused:
-        return {"backward": core_backward(spec.name, spec.fused["backward"])}
-    return {}
-
-
-_Outcome = tuple[tuple[Candidate, Any] | None, tuple[Candidate, ...], type[NSAError] | None]
-
-
-def _decide_slot(all_candidates: Candidates, slot: str) -> _Outcome:
-    """Choose the first usable candidate of ``slot``.
-
-    Returns:
-        (chosen candidate and its kernel or None, all candidates, type of the error or None). A
-        candidate whose kernel cannot be imported carries that failure as its reason.
-    """
-    name, candidates = all_candidates.chosen_by_name[slot], list(all_candidates.by_slot[slot])
-    error: type[NSAError] = Unsupported
-    if (
-        not all_candidates.registry.ready()
-        if name is None
-        else all_candidates.registry.get(name).status != "ready"
-    ):
-        error = BackendUnavailable
-    for index, candidate in enumerate(candidates):
-        if name not in (None, candidate.backend) or not candidate.accepted:
-            continue
-        try:
-            return (
-                (candidate, _kernel(all_candidates, slot, candidate.backend)),
-                tuple(candidates),
-                None,
-            )
-        except BaseException as failure:  # a plugin may raise anything
-            if is_ctrl_c(failure):
-                raise
-            text = f"its kernel does not load: {describe_error(failure)}"
-            reason = Reason("kernel_import_failed", text, "reinstall the plugin")
-            candidates[index] = dataclasses.replace(candidate, reasons=(reason,))
-            error = BackendUnavailable if name else error
-    return None, tuple(candidates), error
-
-
-def _report(
-    all_candidates: Candidates, request: Request, refused: Mapping[str, tuple[Candidate, ...]]
-) -> str:
-    """Return the error message: a summary, the request, and each refused slot's candidates.
-
-    Slots whose candidates have the same reasons share one list of candidates.
-    """
-    named = {
-        slot: one_line(name)
-        for slot in refused
-        if (name := all_candidates.chosen_by_name[slot]) is not None
-    }
-    sentences = [
-        f"{name!r} cannot run {', '.join(s for s in named if named[s] == name)}"
-        for name in {*named.values()}
-    ]
-    auto_slots = [slot for slot in refused if slot not in named]
-    if auto_slots:
-        sentences.append(
-            f"no backend takes {', '.join(auto_slots)}"
-            if all_candidates.registry.ready()
-            else _NO_BACKEND
-        )
-    lines = [
-        "; ".join(sorted(sentences)),
-        f"  request: {describe_request(request)}",
-    ]
-    slots_by_answers: dict[tuple[str, ...], list[str]] = {}  # (named backend, *candidates) -> slots
-    for slot, candidates in refused.items():
-        rows = [f"    {candidate}" for candidate in candidates] or ["    no backend is installed"]
-        slots_by_answers.setdefault((named.get(slot, ""), *rows), []).append(slot)
-    for (name, *rows), slots in slots_by_answers.items():
-        lines += [f"  {', '.join(slots)}" + (f" (asked for {name!r}):" if name else ":"), *rows]
-    return "\n".join(lines)
-
-
-def _log_once(all_candidates: Candidates, choices: Mapping[str, Choice]) -> None:
-    """Log the choices of `auto`, once per device, dtype and set of choices."""
-    chosen = {slot: f"{c.backend} {c.version}" for slot, c in choices.items() if not c.explicit}
-    request = _request_of(all_candidates, choices)
-    key = (
-        request.device,
-        request.dtype,
-        *(f"{slot}: {one_line(name)}" for slot, name in chosen.items()),
-    )
-    with _logged_lock:
-        if not chosen or key in _logged:
-            return
-        _logged.add(key)
-    _log.info("auto chose %s (%s)", ", ".join(key[2:]), describe_request(request))

@@ -1,0 +1,189 @@
+"""The subjects of a prefill run: plans, workloads and costs of its combinations and baselines.
+
+A child process builds them again from the settings, to judge or to time one of them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from nsa_bench import cells, isolation, roofline
+from nsa_bench.baselines import Baseline, dense_baselines
+from nsa_bench.cells import Cell
+from nsa_bench.gate import Gate, run_gate
+from nsa_bench.inputs import Inputs, load_models, make_inputs
+from nsa_bench.rivals import rivals
+from nsa_bench.roofline import Cost, Peaks
+from nsa_bench.settings import Settings
+from nsa_bench.timing import Workload
+from nsa_core.config import NSAConfig
+from nsa_core.contract import LONG_SEQUENCE
+from nsa_core.dispatch.default_plan import is_long
+from nsa_core.dispatch.options import PlanOptions
+from nsa_core.dispatch.plan import Plan, resolve
+from nsa_core.dispatch.registry import Registry
+from nsa_verify.cases import Case
+from nsa_verify.combination import Combination
+
+
+class Subjects:
+    """The combinations and baselines of a run.
+
+    Args:
+        settings: What the run measures.
+        registry: The installed backends.
+        is_child: Whether this process is a child in which third-party backends may run.
+
+    Attributes:
+        gradients: Whether a phase needs gradients.
+        models: Shape -> the checkpoint for real inputs.
+        skipped: "baseline, shape dtype" -> why the baseline is not timed.
+
+    Raises:
+        InvalidInput: A checkpoint cannot be used.
+        BackendUnavailable: A checkpoint is given and safetensors is not installed.
+    """
+
+    def __init__(self, settings: Settings, registry: Registry, *, is_child: bool = False) -> None:
+        self.settings, self._registry, self._is_child = settings, registry, is_child
+        self.gradients = any(phase != "forward" for phase in settings.phases)
+        self.models = load_models(settings.checkpoints, settings.shapes, settings.inputs)
+        self.skipped: dict[str, str] = {}
+        # (shape, dtype, whether the sequence is long) -> combination -> plan
+        self._plans: dict[tuple[str, str, bool], dict[str, Plan]] = {}
+        # (combination, shape, dtype) -> how the user named it
+        self._combinations: dict[tuple[str, str, str], Combination] = {}
+        self._dense: dict[str, list[Baseline]] = {}
+
+    def add(self, combo: Combination, shape: str, dtype: str, long: bool, plan: Plan) -> None:
+        """Add a combination with its plan."""
+        self._plans.setdefault((shape, dtype, long), {})[combo.name] = plan
+        self._combinations[combo.name, shape, dtype] = combo
+
+    def in_child(self, cell: Cell, combo: str, key: str) -> functools.partial[Workload]:
+        """Return a function that sets up a workload of a cell, to be called in a child process.
+
+        Args:
+            cell: The cell.
+            combo: Name of the combination whose total or kernel is timed; "" for a baseline.
+            key: Key of the workload.
+        """
+        return functools.partial(
+            workload_in_child,
+            self.settings,
+            self._registry,
+            self._combinations.get((combo, cell.shape, cell.dtype)),
+            cell,
+            key,
+        )
+
+    def plan(self, config: NSAConfig, dtype: torch.dtype, combo: Combination, long: bool) -> Plan:
+        """Return the plan that a call with these backends would use."""
+        options = PlanOptions(
+            device=self.settings.device,
+            dtype=dtype,
+            backends=dict(combo.backends),
+            needs_grad=self.gradients,
+            seq_len=LONG_SEQUENCE if long else None,
+        )
+        if not self._is_child:
+            isolation.check_plan(self._registry, config, options)
+        return resolve(config, options, registry=self._registry)
+
+    def plans_of(self, cell: Cell) -> dict[str, Plan]:
+        """Return the plan of each combination that was added for a cell."""
+        return self._plans.get((cell.shape, cell.dtype, is_long(cell.length, False)), {})
+
+    def baselines(self, cell: Cell) -> list[Baseline]:
+        """Return the baselines that run here; the others go to ``skipped`` with their reasons."""
+        key = f"{cell.shape} {cell.dtype}"
+        if key not in self._dense:
+            target = (cell.config, self.settings.device, getattr(torch, cell.dtype))
+            self._dense[key] = dense_baselines(*target) + rivals(self.settings.rivals, *target)
+            for baseline in self._dense[key]:
+                if baseline.reason:
+                    self.skipped[f"{baseline.name}, {key}"] = baseline.reason
+        return [baseline for baseline in self._dense[key] if not baseline.reason]
+
+    def workloads(
+        self, cell: Cell, plans: dict[str, Plan], baselines: list[Baseline]
+    ) -> list[Workload]:
+        """Return the workloads of a cell for these combinations and baselines, on one input."""
+        s = self.settings
+        # The kernels of "both" are timed alone only if forward and backward are not measured.
+        parts = cell.phase != "both" or not {"forward", "backward"} <= {*s.phases}
+
+        @functools.cache
+        def inputs() -> Inputs:
+            return make_inputs(
+                cell.inputs,
+                cell.config,
+                batch=cell.batch,
+                length=cell.length,
+                dtype=getattr(torch, cell.dtype),
+                device=s.device,
+                seed=s.seed,
+                text=s.text,
+                model=self.models[cell.shape].model if self.models else None,
+            )
+
+        return cells.cell_workloads(inputs, cell.config, cell.phase, plans, baselines, parts)
+
+    def is_foreign(self, cell: Cell, subject: str) -> bool:
+        """Return whether ``subject`` is a combination with a third-party backend."""
+        plan = self.plans_of(cell).get(subject)
+        return plan is not None and isolation.is_foreign(self._registry, plan)
+
+    def floor_ms(self, cell: Cell, subject: str, peaks: Peaks) -> float:
+        """Return the least time of a combination or baseline on this machine, in ms."""
+        return peaks.floor_ms(self.cost(cell, subject))
+
+    def cost(self, cell: Cell, subject: str) -> Cost:
+        """Return the cost of a combination or baseline."""
+        baseline = {b.name: b for b in self.baselines(cell)}.get(subject)
+        config = cell.config if baseline is None else baseline.config or cell.config
+        is_dense = baseline is not None and baseline.config is None
+        return self.costs(cell, config)["dense" if is_dense else "total"]
+
+    def costs(self, cell: Cell, config: NSAConfig) -> dict[str, Cost]:
+        """Return the costs of dense attention, of a whole core, and of each of its parts."""
+        element = torch.finfo(getattr(torch, cell.dtype)).bits // 8
+        return roofline.part_costs(config, cell.batch, cell.length, element, cell.phase)
+
+
+def workload_in_child(
+    settings: Settings, registry: Registry, combo: Combination | None, cell: Cell, key: str
+) -> Workload:
+    """Set up one workload of a cell in a child process.
+
+    Args:
+        settings: The settings of the run.
+        registry: Its backends.
+        combo: The combination whose total or kernel is timed; None for a baseline.
+        cell: The cell.
+        key: Key of the workload.
+    """
+    subjects = Subjects(settings, registry, is_child=True)
+    plans = {}
+    if combo is not None:
+        dtype, long = getattr(torch, cell.dtype), is_long(cell.length, False)
+        plans[combo.name] = subjects.plan(cell.config, dtype, combo, long)
+    baselines = [] if combo else [b for b in subjects.baselines(cell) if b.name == key]
+    return next(w for w in subjects.workloads(cell, plans, baselines) if w.key == key)
+
+
+def gate_of(
+    settings: Settings,
+    registry: Registry,
+    combo: Combination,
+    case: Case,
+    dtype: torch.dtype,
+    shape: str,
+    long: bool,
+) -> Gate:
+    """Plan and judge a combination in a child process."""
+    subjects = Subjects(settings, registry, is_child=True)
+    plan = subjects.plan(case.config, dtype, combo, long)
+    return run_gate(combo.name, plan, case, dtype, settings.device, subjects.gradients, shape)
