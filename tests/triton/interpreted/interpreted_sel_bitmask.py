@@ -240,7 +240,7 @@ def test_the_condition(sizes: dict[str, Any], fits: bool, use: Callable[..., lis
 def test_sequences_of_more_than_64_blocks_take_lists(
     size: int, use: Callable[..., list[int]]
 ) -> None:
-    use(20000)
+    use(20000, busy_tokens=20000)
     fitting, one_more = (problem(64 * size + more, select_block=size) for more in (0, 1))
     assert (bitmask.fits(*fitting), bitmask.fits(*one_more)) == (True, False)
 
