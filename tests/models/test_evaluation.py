@@ -33,6 +33,14 @@ def questions(**options):
     ]
     return {{"test": datasets.Dataset.from_list(rows)}}
 
+def lengths(max_seq_lengths, **_):
+    rows = [
+        {{"question": f"{{q}} of {{n}} tokens", "answer": "x", "max_length": n}}
+        for n in max_seq_lengths
+        for q in "abc"
+    ]
+    return {{"test": datasets.Dataset.from_list(rows)}}
+
 def nothing(**_):
     raise ERROR
 """
@@ -68,6 +76,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "aggregation": "bits_per_byte",
         "better": "false",
     },
+    "made": {"kind": "loglikelihood", "data": "lengths", "metric": "perplexity"},
     "offline": {"kind": "multiple_choice\ndoc_to_choice: choices", "data": "nothing"},
 }
 DEFAULTS = {
@@ -192,6 +201,7 @@ def test_a_model_of_transformers_scores_as_by_hand(llama, task_folder, monkeypat
     assert low.value != pytest.approx(expected["bits_per_byte"], rel=1e-5)
     assert imported.count("nsa_models.hf") == 5  # registers its models
     assert not [record for record in caplog.records if "pretrained" in record.message]
+    assert not [record for record in caplog.records if "--metadata" in record.message]
     assert "requests" not in capfd.readouterr().err  # no progress bars in a pipe
 
 
@@ -298,6 +308,25 @@ def test_solved_examples_stand_before_the_question(
     monkeypatch.setattr(TrainedModel, "_loglikelihood_tokens", record)
     evaluate(trained, ["capitals"], task_folder=task_folder, fewshot=fewshot)
     assert {context.count("The capital of") for context in contexts} == {count + 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [2, 9])
+def test_a_limit_takes_examples_of_every_length(trained, task_folder, monkeypatch, limit):
+    """ruler lists all examples of one length before those of the next."""
+    from nsa_models.evaluation.trained import TrainedModel
+
+    contexts: list[str] = []
+
+    def record(model: TrainedModel, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        contexts.extend(context for (context, _), *_ in requests)
+        return [(0.0, False)] * len(requests)
+
+    monkeypatch.setattr(TrainedModel, "_loglikelihood_tokens", record)
+    scores = evaluate(trained, ["made"], task_folder=task_folder, lengths=[32, 64], limit=limit)
+    assert {score.examples for score in scores} == {2 * min(limit, 3)}
+    expected = [f"{q} of {n} tokens" for n in (32, 64) for q in "abc"[:limit]]
+    assert sorted(contexts) == sorted(expected)
 
 
 @pytest.mark.slow

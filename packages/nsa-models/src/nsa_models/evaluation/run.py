@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,8 @@ def evaluate(
         tasks: Names of tasks or groups, such as ruler.
         lengths: Lengths in tokens. The model reads at most the largest; tasks that make texts of
             given lengths, such as ruler, make these. Default: what the model was trained for.
-        limit: Number of examples of each task; default: all.
+        limit: Number of examples of each task, and of each of ``lengths`` in a task that makes its
+            texts; default: all.
         fewshot: Number of solved examples before each question; default: the task's own.
         task_folder: A folder with definitions of further tasks, as YAML.
         batch: Examples per forward pass.
@@ -209,15 +212,19 @@ def _run(
     names = ", ".join(tasks)
     set_seed(SEED)
     try:
-        loaded = manager.load(list(tasks))
+        with _no_metadata_hint():
+            loaded = manager.load(list(tasks))
         for task in loaded["tasks"].values():
             own = task.get_config("num_fewshot")
             if own != 0:  # 0: the task refuses solved examples
                 count = (own or 0) if fewshot is None else fewshot
                 task.set_config(key="num_fewshot", value=count)
             task.set_fewshot_seed(seed=SEED)
+        samples = None
+        if limit is not None:
+            samples = {name: _first(task, limit) for name, task in loaded["tasks"].items()}
         results: dict[str, Any] = run_tasks(
-            lm=model, task_dict=loaded, limit=limit, log_samples=False
+            lm=model, task_dict=loaded, samples=samples, log_samples=False
         )
     except NSAError:
         raise
@@ -234,6 +241,39 @@ def _run(
     except (ValueError, LookupError, AssertionError) as error:
         raise InvalidInput(f"{names} cannot run on this model: {describe_error(error)}") from error
     return results
+
+
+@contextlib.contextmanager
+def _no_metadata_hint() -> Iterator[None]:
+    """Hide what the harness says about its option --metadata, which :func:`evaluate` sets."""
+    log = logging.getLogger("lm_eval.api.task")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "Custom kwargs can be passed to `--metadata`" not in record.getMessage()
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
+
+
+def _first(task: Any, limit: int) -> list[int]:
+    """Return the indices of the first ``limit`` examples of a task, or of each of its lengths.
+
+    Tasks that make texts of several lengths, such as ruler, list all examples of one length before
+    those of the next, so the first ones alone would be of one length.
+    """
+    docs = task.eval_docs
+    if "max_length" not in (getattr(docs, "column_names", None) or ()):
+        return list(range(min(limit, len(docs))))
+    seen: Counter[int] = Counter()
+    chosen = []
+    for index, length in enumerate(docs["max_length"]):
+        seen[length] += 1
+        if seen[length] <= limit:
+            chosen.append(index)
+    return chosen
 
 
 def _scores(results: dict[str, Any]) -> list[Score]:
