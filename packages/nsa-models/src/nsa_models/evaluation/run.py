@@ -68,7 +68,7 @@ def evaluate(
         fewshot: Number of solved examples before each question; default: the task's own.
         task_folder: A folder with definitions of further tasks, as YAML.
         batch: Examples per forward pass.
-        dtype: Dtype of the parameters; "auto" keeps that of the checkpoint.
+        dtype: Dtype of the parameters, such as "bfloat16"; "auto" keeps that of the checkpoint.
         device: A device of torch.
         backends: As in :class:`nsa_core.NSAttention`; for checkpoints of `nsa train` only.
 
@@ -76,7 +76,7 @@ def evaluate(
         The scores, in the order of the harness: tasks, then groups.
 
     Raises:
-        InvalidInput: There is no such checkpoint or task, or the task refuses the model.
+        InvalidInput: There is no such checkpoint, task or dtype, or the task refuses the model.
         BackendUnavailable: A library or the data of a task is missing.
     """
     checkpoint = Path(checkpoint)
@@ -90,6 +90,7 @@ def evaluate(
         raise InvalidInput(f"task_folder must be a folder, got {task_folder}")
     if not tasks:
         raise InvalidInput("tasks must name tasks or groups of the lm-evaluation-harness, got none")
+    _check_dtype(dtype)
     for library in ("lm_eval", "transformers"):
         require_module(library, "an evaluation needs", EXTRA)
     metadata: dict[str, Any] = {"max_seq_lengths": list(lengths)} if lengths else {}
@@ -107,6 +108,17 @@ def evaluate(
     if not sys.stderr.isatty():
         _hide_progress(model)
     return _scores(_run(model, tasks, manager, limit, fewshot))
+
+
+def _check_dtype(dtype: str) -> None:
+    import torch
+
+    known = getattr(torch, dtype, None)
+    if dtype != "auto" and not (isinstance(known, torch.dtype) and known.is_floating_point):
+        raise InvalidInput(
+            'dtype must be "auto" or a floating-point dtype of torch, such as "bfloat16", got'
+            f" {dtype!r}"
+        )
 
 
 def _hide_progress(model: Any) -> None:
