@@ -14,80 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+from evaluation_tasks import CHOICES, DATA, QUESTIONS, write_tasks
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_models.evaluation.run import evaluate
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.tokens import ByteTokenizer
 
-QUESTIONS = ["The capital of France is", "The capital of Italy is", "The capital of Norway is"]
-CHOICES = ["Paris", "Rome", "Oslo"]
-DATA = f"""
-import json, pathlib
-import datasets
-
-def questions(**options):
-    pathlib.Path(__file__).with_name("options.json").write_text(json.dumps(options))
-    rows = [
-        {{"question": q, "choices": {CHOICES!r}, "answer": i}}
-        for i, q in enumerate({QUESTIONS!r})
-    ]
-    return {{"test": datasets.Dataset.from_list(rows)}}
-
-def nothing(**_):
-    raise ERROR
-"""
-TASK = """
-task: {name}
-dataset_path: ""
-custom_dataset: !function data.{data}
-test_split: test
-fewshot_split: test
-doc_to_text: {text}
-doc_to_target: {target}
-metric_list:
-  - metric: {metric}
-    aggregation: {aggregation}
-    higher_is_better: {better}
-output_type: {kind}
-"""
-TASKS: dict[str, dict[str, Any]] = {
-    "capitals": {
-        "kind": "multiple_choice\ndoc_to_choice: choices",
-        "metric": "acc",
-    },
-    "spell": {
-        "kind": 'generate_until\ngeneration_kwargs: {until: ["."], max_gen_toks: 6}',
-        "target": '"{{choices[answer]}}"',
-        "metric": "exact_match",
-    },
-    "text": {
-        "kind": "loglikelihood_rolling",
-        "text": '""',
-        "target": "question",
-        "metric": "bits_per_byte",
-        "aggregation": "bits_per_byte",
-        "better": "false",
-    },
-    "offline": {"kind": "multiple_choice\ndoc_to_choice: choices", "data": "nothing"},
-}
-DEFAULTS = {
-    "data": "questions",
-    "text": "question",
-    "target": "answer",
-    "metric": "acc",
-    "aggregation": "mean",
-    "better": "true",
-}
-
 
 @pytest.fixture
 def task_folder(tmp_path: pathlib.Path) -> pathlib.Path:
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    (folder / "data.py").write_text(DATA)
-    for name, fields in TASKS.items():
-        (folder / f"{name}.yaml").write_text(TASK.format(**(DEFAULTS | fields | {"name": name})))
-    return folder
+    return write_tasks(tmp_path / "tasks")
 
 
 @pytest.fixture
@@ -192,6 +128,7 @@ def test_a_model_of_transformers_scores_as_by_hand(llama, task_folder, monkeypat
     assert low.value != pytest.approx(expected["bits_per_byte"], rel=1e-5)
     assert imported.count("nsa_models.hf") == 5  # registers its models
     assert not [record for record in caplog.records if "pretrained" in record.message]
+    assert not [record for record in caplog.records if "--metadata" in record.message]
     assert "requests" not in capfd.readouterr().err  # no progress bars in a pipe
 
 
@@ -301,6 +238,25 @@ def test_solved_examples_stand_before_the_question(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("limit", [2, 9])
+def test_a_limit_takes_examples_of_every_length(trained, task_folder, monkeypatch, limit):
+    """ruler lists all examples of one length before those of the next."""
+    from nsa_models.evaluation.trained import TrainedModel
+
+    contexts: list[str] = []
+
+    def record(model: TrainedModel, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        contexts.extend(context for (context, _), *_ in requests)
+        return [(0.0, False)] * len(requests)
+
+    monkeypatch.setattr(TrainedModel, "_loglikelihood_tokens", record)
+    scores = evaluate(trained, ["made"], task_folder=task_folder, lengths=[32, 64], limit=limit)
+    assert {score.examples for score in scores} == {2 * min(limit, 3)}
+    expected = [f"{q} of {n} tokens" for n in (32, 64) for q in "abc"[:limit]]
+    assert sorted(contexts) == sorted(expected)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
@@ -315,6 +271,12 @@ def test_errors_of_a_task_name_it(trained, task_folder, error, kind, message):
     (task_folder / "data.py").write_text(DATA.replace("ERROR", error))
     with pytest.raises(kind, match=message):
         evaluate(trained, ["offline"], task_folder=task_folder)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "nn"])
+def test_a_dtype_that_parameters_cannot_have_is_named(trained, dtype):
+    with pytest.raises(InvalidInput, match=f"dtype must be .*, got '{dtype}'"):
+        evaluate(trained, ["text"], dtype=dtype)
 
 
 @pytest.mark.slow

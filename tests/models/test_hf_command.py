@@ -64,7 +64,11 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hf", "none"], "none has no config.json"),
+        (
+            ["--hf", "Qwen/Qwen3-0.6B"],
+            "Qwen/Qwen3-0.6B is not a folder on this machine: give the folder of a model that"
+            " save_pretrained or `hf download NAME --local-dir FOLDER` wrote",
+        ),
         (["--nsa", "window=3"], "NSAConfig has no field 'window'"),
         (["--nsa", "window_size"], "--nsa must be NAME=VALUE such as window_size=512"),
         (["--nsa", "window_size=0"], "window_size must be an integer >= 1, got 0"),

@@ -137,6 +137,16 @@ def test_nsa_cli_requires_the_packages_that_it_imports(repo):
     assert groups.keys() == {"fa2", "train", "hf", "plot", "eval", "all"}
 
 
+def test_nsa_models_requires_backends_that_run_its_models(repo):
+    """`pip install 'nsa-models[hf]'` alone must run a model, on the CPU and on a GPU."""
+    groups = requirements(metadata(project(repo, "nsa-models")))
+    names = {requirement.name: str(requirement.marker or "") for requirement in groups[""]}
+    assert names == {
+        **dict.fromkeys(["nsa-core", "nsa-bench", "nsa-backend-sdpa", "filelock"], ""),
+        "nsa-backend-triton": 'sys_platform == "linux"',
+    }
+
+
 def required_by(repo, package: str, extra: str) -> set[str]:
     """Return the distributions that ``package[extra]`` requires, including our nested extras."""
     names: set[str] = set()

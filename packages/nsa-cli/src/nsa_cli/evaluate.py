@@ -46,7 +46,12 @@ def evaluate(
     ] = "",
     limit: Annotated[
         int | None,
-        typer.Option(help="Number of examples per task. Default: all.", min=1, show_default=False),
+        typer.Option(
+            help="Number of examples per task, and per --length of tasks that make their texts."
+            " Default: all.",
+            min=1,
+            show_default=False,
+        ),
     ] = None,
     fewshot: Annotated[
         int | None,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +63,12 @@ def evaluate(
         tasks: Names of tasks or groups, such as ruler.
         lengths: Lengths in tokens. The model reads at most the largest; tasks that make texts of
             given lengths, such as ruler, make these. Default: what the model was trained for.
-        limit: Number of examples of each task; default: all.
+        limit: Number of examples of each task, and of each of ``lengths`` in a task that makes its
+            texts; default: all.
         fewshot: Number of solved examples before each question; default: the task's own.
         task_folder: A folder with definitions of further tasks, as YAML.
         batch: Examples per forward pass.
-        dtype: Dtype of the parameters; "auto" keeps that of the checkpoint.
+        dtype: Dtype of the parameters, such as "bfloat16"; "auto" keeps that of the checkpoint.
         device: A device of torch.
         backends: As in :class:`nsa_core.NSAttention`; for checkpoints of `nsa train` only.
 
@@ -73,7 +76,7 @@ def evaluate(
         The scores, in the order of the harness: tasks, then groups.
 
     Raises:
-        InvalidInput: There is no such checkpoint or task, or the task refuses the model.
+        InvalidInput: There is no such checkpoint, task or dtype, or the task refuses the model.
         BackendUnavailable: A library or the data of a task is missing.
     """
     checkpoint = Path(checkpoint)
@@ -87,6 +90,7 @@ def evaluate(
         raise InvalidInput(f"task_folder must be a folder, got {task_folder}")
     if not tasks:
         raise InvalidInput("tasks must name tasks or groups of the lm-evaluation-harness, got none")
+    _check_dtype(dtype)
     for library in ("lm_eval", "transformers"):
         require_module(library, "an evaluation needs", EXTRA)
     metadata: dict[str, Any] = {"max_seq_lengths": list(lengths)} if lengths else {}
@@ -104,6 +108,17 @@ def evaluate(
     if not sys.stderr.isatty():
         _hide_progress(model)
     return _scores(_run(model, tasks, manager, limit, fewshot))
+
+
+def _check_dtype(dtype: str) -> None:
+    import torch
+
+    known = getattr(torch, dtype, None)
+    if dtype != "auto" and not (isinstance(known, torch.dtype) and known.is_floating_point):
+        raise InvalidInput(
+            'dtype must be "auto" or a floating-point dtype of torch, such as "bfloat16", got'
+            f" {dtype!r}"
+        )
 
 
 def _hide_progress(model: Any) -> None:
@@ -209,15 +224,19 @@ def _run(
     names = ", ".join(tasks)
     set_seed(SEED)
     try:
-        loaded = manager.load(list(tasks))
+        with _no_metadata_hint():
+            loaded = manager.load(list(tasks))
         for task in loaded["tasks"].values():
             own = task.get_config("num_fewshot")
             if own != 0:  # 0: the task refuses solved examples
                 count = (own or 0) if fewshot is None else fewshot
                 task.set_config(key="num_fewshot", value=count)
             task.set_fewshot_seed(seed=SEED)
+        samples = None
+        if limit is not None:
+            samples = {name: _first(task, limit) for name, task in loaded["tasks"].items()}
         results: dict[str, Any] = run_tasks(
-            lm=model, task_dict=loaded, limit=limit, log_samples=False
+            lm=model, task_dict=loaded, samples=samples, log_samples=False
         )
     except NSAError:
         raise
@@ -234,6 +253,39 @@ def _run(
     except (ValueError, LookupError, AssertionError) as error:
         raise InvalidInput(f"{names} cannot run on this model: {describe_error(error)}") from error
     return results
+
+
+@contextlib.contextmanager
+def _no_metadata_hint() -> Iterator[None]:
+    """Hide what the harness says about its option --metadata, which :func:`evaluate` sets."""
+    log = logging.getLogger("lm_eval.api.task")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "Custom kwargs can be passed to `--metadata`" not in record.getMessage()
+
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
+
+
+def _first(task: Any, limit: int) -> list[int]:
+    """Return the indices of the first ``limit`` examples of a task, or of each of its lengths.
+
+    Tasks that make texts of several lengths, such as ruler, list all examples of one length before
+    those of the next, so the first ones alone would be of one length.
+    """
+    docs = task.eval_docs
+    if "max_length" not in (getattr(docs, "column_names", None) or ()):
+        return list(range(min(limit, len(docs))))
+    seen: Counter[int] = Counter()
+    chosen = []
+    for index, length in enumerate(docs["max_length"]):
+        seen[length] += 1
+        if seen[length] <= limit:
+            chosen.append(index)
+    return chosen
 
 
 def _scores(results: dict[str, Any]) -> list[Score]:

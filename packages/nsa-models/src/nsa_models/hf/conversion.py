@@ -280,9 +280,11 @@ def read_dense(source: Path, dtype: str | torch.dtype = "auto") -> Any:
             return model
         return model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     if not (source / "config.json").is_file():
+        problem = "has no config.json" if source.is_dir() else "is not a folder on this machine"
         raise InvalidInput(
-            f"{source} has no config.json: give the folder of a model that save_pretrained wrote or"
-            " that was downloaded from the Hub, or of a run of nsa train --attention dense"
+            f"{source} {problem}: give the folder of a model that save_pretrained or"
+            " `hf download NAME --local-dir FOLDER` wrote, or of a run of nsa train --attention"
+            " dense"
         )
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True)
