@@ -258,8 +258,8 @@ MUTANTS = (
     ),
     Mutant(
         "phi without its position encoding",
-        "nsa_core.layer.phi.kinds",
-        "F.linear(position.flatten(), layer.weight",
-        "F.linear(position.flatten() * 0, layer.weight",
+        "nsa_core.layer.phi.joint",
+        "e.flatten(1).unsqueeze(1).to(precise)",
+        "e.flatten(1).unsqueeze(1).to(precise) * 0",
     ),
 )

@@ -137,7 +137,7 @@ def _explain(end: str, training: Training, for_all: bool = False) -> None:
     world = training.world
     if not for_all and world is not None and world.rank:
         return
-    out: Path = context.params["out"]
+    out = Path(context.params["out"])  # some versions of typer keep the text
     start = _program(world)
     on = [name for name in ("out", *NOT_IN_CHECKPOINT) if name in typed]
     commands = [[*start, *_typed_options(context, on), "--resume"]]
