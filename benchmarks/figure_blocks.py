@@ -48,7 +48,18 @@ def _blocks(piece_name: str) -> Callable[[Results], str]:
     return render
 
 
+def device(results: Results) -> str:
+    """Return the GPU of block-attention without its vendor."""
+    (piece,) = (p for p in PIECES if p.name == "block-attention")
+    file = piece.nearest(results.folder)
+    if file is None:
+        return ABSENT
+    name: str = json.loads(file.read_text())["machine"]["device"]
+    return name.removeprefix("NVIDIA ").partition(" HBM")[0]
+
+
 BLOCKS = {
+    "block-attention-device": device,
     "block-attention": _blocks("block-attention"),
     "block-attention-a100": _blocks("a100-block-attention"),
 }
