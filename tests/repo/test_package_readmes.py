@@ -9,6 +9,9 @@ import shlex
 
 import pytest
 
+from nsa_bench.parallel.result import read_parallel_result
+from nsa_bench.render.format import number
+from nsa_bench.render.plots_parallel import lines_of, milliseconds, render_parallel
 from test_release import PACKAGES
 
 NETWORK = re.compile(
@@ -75,6 +78,20 @@ def test_the_chart_of_the_readme_is_that_of_the_results(repo, monkeypatch, tmp_p
     shown = lines_of_chart(repo.text("docs/images/lengths.svg"))
     assert len(shown) > 3
     assert shown == drawn, "run `python docs/scripts/readme_figure.py docs/images`"
+
+
+def test_the_chart_of_several_gpus_is_that_of_the_results(repo, tmp_path):
+    command = "report benchmarks/results/h200/context_parallel.json --svg"
+    result = read_parallel_result(repo.root / command.split()[1])
+    drawn = lines_of_chart(render_parallel(result, "svg").decode())
+    shown = lines_of_chart(repo.text("docs/images/context_parallel.svg"))
+    assert len(shown) >= 8
+    assert shown == drawn, f"run `nsa bench {command} docs/images/context_parallel.svg`"
+    (words,) = re.findall(r"!\[([^]]+)\]", repo.text("docs/how-to/million-tokens.md"))
+    rows = [row for _, line in lines_of(result) for row in line if row.length == 2**18]
+    assert [row.ranks for row in rows] == [1, 2, 4, 8]
+    for value in [*map(milliseconds, rows), *(max(row.peak_bytes) / 2**30 for row in rows)]:
+        assert re.search(rf"\b{re.escape(number(value))}\b", words), value
 
 
 def test_the_words_for_the_chart_have_its_numbers(repo):
