@@ -43,6 +43,14 @@ def test_an_alarm_waits_for_the_end_of_an_import(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def default_handler():
+    """Python's own handler of SIGINT, which a shell that starts the tests may have replaced."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.fixture
 def pressed(tmp_path, monkeypatch):
     """Name of a module that sends SIGINT to its process while it is imported."""
     code = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n"
@@ -52,6 +60,7 @@ def pressed(tmp_path, monkeypatch):
     sys.modules.pop("pressed_module", None)
 
 
+@pytest.mark.usefixtures("default_handler")
 def test_ctrl_c_waits_for_the_end_of_an_import(pressed):
     def import_and_wait() -> None:
         importlib.import_module(pressed)
@@ -64,6 +73,7 @@ def test_ctrl_c_waits_for_the_end_of_an_import(pressed):
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
+@pytest.mark.usefixtures("default_handler")
 def test_ctrl_c_during_the_last_import_does_not_outlive_the_block(pressed):
     with recorded_ctrl_c():
         importlib.import_module(pressed)
@@ -71,6 +81,7 @@ def test_ctrl_c_during_the_last_import_does_not_outlive_the_block(pressed):
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
+@pytest.mark.usefixtures("default_handler")
 def test_ctrl_c_outside_an_import_raises_at_once():
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt), recorded_ctrl_c():
