@@ -220,6 +220,9 @@ def main() -> None:
         "--modes",
         help="comma-separated modes: eager, compile, graph, compile+graph",
     )
+    parser.add_argument(
+        "--shapes", help="comma-separated shapes of throughput, tokens x batch, such as 2048x8"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, in seconds")
     parser.add_argument(
         "--time-limit", type=float, default=540.0, help="seconds after which no cell starts"
@@ -230,6 +233,11 @@ def main() -> None:
     if unknown := sorted(set(sections) - set(SECTIONS)):
         parser.error(f"--only must be among {', '.join(SECTIONS)}; got {', '.join(unknown)}")
     grid = quick(options.device) if options.quick else Grid(size("m7c_125m"), options.device)
+    if options.shapes:
+        shapes = [shape.split("x") for shape in options.shapes.split(",")]
+        if not all(len(s) == 2 and all(n.isdecimal() and int(n) > 0 for n in s) for s in shapes):
+            parser.error(f"--shapes must be like 2048x8,16384x1; got {options.shapes}")
+        grid = dataclasses.replace(grid, shapes=tuple((int(n), int(b)) for n, b in shapes))
     if options.modes:
         grid = dataclasses.replace(grid, modes=tuple(options.modes.split(",")))
     if unknown := sorted(set(grid.modes) - {"eager", "compile", "graph", "compile+graph"}):

@@ -188,6 +188,24 @@ def test_every_result_file_belongs_to_a_piece(figures):
     assert not files - {piece.file for piece in figures.PIECES} - sweeps
 
 
+def test_times_on_the_kernels_page_are_those_of_its_sweeps():
+    """Each decimal between two citations of a paragraph is a time in the file cited after it."""
+    text = (ROOT / "docs/explanation/kernels.md").read_text(encoding="utf-8")
+    checked = 0
+    for paragraph in text.split("\n\n"):
+        *parts, _ = re.split(r"`(benchmarks/results/\S+\.json)`", paragraph)
+        for words, file in zip(parts[::2], parts[1::2]):
+            sweeps = json.loads((ROOT / file).read_text()).get("sweeps", [])
+            times = [ms for sweep in sweeps for ms in sweep["ms"].values()]
+            if not times:  # a file of another kind
+                continue
+            for number in re.findall(r"\b\d+\.\d+\b", words):
+                half = 0.501 * 10 ** -len(number.partition(".")[2])
+                assert any(abs(ms - float(number)) <= half for ms in times), (file, number)
+                checked += 1
+    assert checked >= 20
+
+
 def test_pieces_are_distinct_and_take_at_most_ten_minutes(figures):
     pieces = figures.PIECES
     assert len({piece.name for piece in pieces}) == len({p.file for p in pieces}) == len(pieces)

@@ -16,7 +16,7 @@ from test_release import PACKAGES, metadata, project, requirements
 
 PAGES = pathlib.Path(__file__).resolve().parents[2] / "docs" / "how-to"
 FILES_OF_A_PACKAGE = "write-a-backend"  # a page whose blocks do not run
-# What a block imports or runs, and the distribution that it needs beyond those of our packages
+# Imports and commands of a block -> the distribution that they need beyond our packages
 NEEDS = {
     "accelerate": "accelerate",
     "hf": "huggingface-hub",

@@ -259,7 +259,8 @@ def _division(
     programs = seqs.key_tiles(settings["BLOCK_N"] * span[1]) * groups
     least = settings["PROGRAMS_PER_SM"] * multiprocessors(q.device)
     if span[2]:
-        # Rows after the last query have no part, so that a call with some would read them.
+        # sum_parts reads the parts of every key, and no program writes those of keys after the last
+        # query, which only a partial call has.
         return group // (1 if seqs.partial else head_parts(group, programs, least)), 1
     splits = settings["QUERY_SPLITS"]
     while group * programs * splits < least and 2 * splits * settings["BLOCK_M"] <= seqs.seq_len:
