@@ -19,6 +19,7 @@ import torch
 
 from nsa_backend_sdpa import win
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
+from nsa_verify.isolation import gpu_context
 from nsa_verify.isolation.own_signals import take_signals
 
 FIRST_LENGTH = 17  # tokens of the case of the first behaviour
@@ -157,6 +158,20 @@ PROCESS = {
     "takes descriptor": (_do(_takes_descriptor), "it replaced file descriptor 1"),
     "prints after all": (_do(lambda: print("still captured")), "output: 'still captured'"),
 }
+
+
+def _breaks_the_gpu(error: Exception | None) -> Callable[..., Any]:
+    """From now on, every look at the GPU in this process finds an error; ``error`` is raised."""
+
+    def behave(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: Any) -> Any:
+        gpu_context.gpu_error = lambda: "AcceleratorError: CUDA error: misaligned address"
+        if error is not None:
+            raise error
+        return results
+
+    return behave
+
+
 CRASHES = {
     "_exit": (_do(lambda: os._exit(0)), "ended its process with exit status 0 in this check"),
     "segfault": (_do(lambda: ctypes.string_at(0)), "SIGSEGV in this check"),
@@ -165,6 +180,11 @@ CRASHES = {
         "SIGABRT in this check; its last line of output: 'assertion failed'",
     ),
     "group": (_do(lambda: os.killpg(0, signal.SIGKILL)), "SIGKILL in this check"),
+    "breaks the GPU": (
+        _breaks_the_gpu(None),
+        "a kernel made the GPU unusable: AcceleratorError: CUDA error: misaligned address",
+    ),
+    "breaks the GPU and raises": (_breaks_the_gpu(RuntimeError("no")), "RuntimeError: no"),
     "hang": (_do(_hangs), "did not end within 4 s"),
 }
 BEHAVIOURS = ERRORS | STATES | PROCESS | CRASHES

@@ -18,6 +18,7 @@ from nsa_verify.checks import decode_parity, slots
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.generated import jobs as generated_jobs
+from nsa_verify.isolation import gpu_context
 from nsa_verify.isolation.children import call_in_child
 from nsa_verify.isolation.global_state import GlobalState
 from nsa_verify.run import suite
@@ -90,6 +91,40 @@ def test_a_faulty_kernel_is_a_failed_row_in_a_worker(combination, capfd) -> None
     (findings,) = run_jobs([combination], jobs_of(behaviours), job_limit_s=60).findings
     assert_reasons(reasons(findings), behaviours)
     assert capfd.readouterr() == ("", "")
+
+
+def test_without_workers_the_checks_after_a_broken_gpu_name_its_cause(
+    combination, monkeypatch
+) -> None:
+    monkeypatch.setattr(gpu_context, "gpu_error", gpu_context.gpu_error)  # restored at the end
+    jobs = jobs_of(["healthy", "breaks the GPU", "healthy"])
+    healthy, broken, after = run_jobs([combination], jobs).findings[0]
+    assert all(f.ok for f in healthy)
+    assert broken[-1].detail == (
+        "a kernel made the GPU unusable: AcceleratorError: CUDA error: misaligned address"
+    )
+    assert [f.detail for f in after] == [
+        "not run: the check parity, breaks the GPU, float32, made the GPU unusable in this process;"
+        " set processes=2 (--jobs 2)"
+    ]
+
+
+def test_a_worker_with_a_broken_gpu_is_replaced(combination) -> None:
+    jobs = jobs_of(["breaks the GPU", "healthy", "breaks the GPU and raises", "healthy"])
+    (findings,) = run_jobs([combination], jobs, job_limit_s=60).findings
+    assert [sum(f.ok is False for f in job) for job in findings] == [1, 0, 1, 0]
+
+
+def test_an_error_of_the_gpu_is_found_only_where_the_gpu_is_in_use(monkeypatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: misaligned address\nCUDA kernel errors might be ...")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    assert gpu_context.gpu_error() == ""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert gpu_context.gpu_error() == "RuntimeError: CUDA error: misaligned address"
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert gpu_context.gpu_error() == ""
 
 
 def test_a_probe_that_disturbs_its_process_fails_a_row() -> None:

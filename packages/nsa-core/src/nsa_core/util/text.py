@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 import unicodedata
 from collections.abc import Iterable
 
 # Unicode categories: Cc control, Cf invisible (bidirectional overrides), Cs lone surrogates, Co
 # private use, Cn unassigned; Zl and Zp are line and paragraph separators.
 _UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+_CUDA_ADVICE = re.compile(r"\n(?:Search for `cuda|CUDA kernel errors might be)")
 
 
 def one_line(text: object) -> str:
@@ -36,10 +38,11 @@ def escape_control(text: str) -> str:
 def describe_error(error: BaseException) -> str:
     """Return type and message of an exception on one line, for example "ImportError: no module".
 
-    Works even if the exception's __str__ raises.
+    PyTorch's advice after the message of a CUDA error is left out. Works even if the exception's
+    __str__ raises.
     """
     try:
-        text = one_line(error)
+        text = one_line(_CUDA_ADVICE.split(str(error), maxsplit=1)[0])
     except Exception:  # noqa: BLE001  the exception may be a plugin's own class
         text = "(the message cannot be printed)"
     kind = one_line(type(error).__name__)

@@ -37,6 +37,7 @@ from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.shrink import ShrinkBudget
 from nsa_verify.generated.step import GeneratedStep
 from nsa_verify.histories.history import History
+from nsa_verify.isolation import gpu_context
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.judge.truth_cache import caching
 from nsa_verify.run.contexts import judging
@@ -286,6 +287,7 @@ class JobResult:
         findings: Findings of the job.
         seconds: Elapsed time.
         peak_bytes: Peak GPU memory of the process so far.
+        gpu_lost: Whether the GPU is unusable in the process from now on.
     """
 
     job: int
@@ -293,6 +295,7 @@ class JobResult:
     findings: list[Finding]
     seconds: float
     peak_bytes: int = 0
+    gpu_lost: bool = False
 
 
 def judge_one(
@@ -306,12 +309,15 @@ def judge_one(
             findings = todo[task[0]].run(combinations[task[1]])
     except NSAError:
         raise
-    except BaseException as error:
-        if is_ctrl_c(error):
+    except BaseException as fault:
+        if is_ctrl_c(fault):
             raise
-        findings = [todo[task[0]].failure(describe_error(error))]
+        findings = [todo[task[0]].failure(describe_error(fault))]
+    if (error := gpu_context.gpu_error()) and all(f.ok is not False for f in findings):
+        findings.append(todo[task[0]].failure(f"a kernel made the GPU unusable: {error}"))
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
-    return JobResult(*task, findings, time.perf_counter() - started, peak)
+    seconds = time.perf_counter() - started
+    return JobResult(*task, findings, seconds, peak, gpu_lost=bool(error))
 
 
 def shared_truths(combinations: Sequence[Combination]) -> contextlib.AbstractContextManager[None]:
@@ -324,10 +330,22 @@ def run_each(
 ) -> Generator[JobResult]:
     """Run each job on every combination before the next job, so that truths are computed once.
 
-    The run ends after the current task once ``stop`` is set.
+    The run ends after the current task once ``stop`` is set. Once a kernel has made the GPU
+    unusable in this process, the other tasks fail with that reason.
     """
+    culprit: Job | None = None
     with shared_truths(combinations):
         for task in itertools.product(range(len(todo)), range(len(combinations))):
-            yield judge_one(combinations, todo, task)
+            if culprit is None:
+                result = judge_one(combinations, todo, task)
+                culprit = todo[task[0]] if result.gpu_lost else None
+            else:
+                why = (
+                    f"not run: the check {culprit.name}, {culprit.case.name},"
+                    f" {dtype_name(culprit.dtype)}, made the GPU unusable in this process; set"
+                    " processes=2 (--jobs 2)"
+                )
+                result = JobResult(*task, [todo[task[0]].failure(why)], 0.0)
+            yield result
             if stop.received:
                 return

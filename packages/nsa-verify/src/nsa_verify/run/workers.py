@@ -1,9 +1,9 @@
 """Run jobs in several worker processes.
 
 One process uses one core: on a GPU most of the time goes into compilation, on the CPU into the
-float64 truth. A crash, and the CUDA context that it corrupts, affects only its own worker. Jobs are
-assigned one at a time, so the job of a crashed worker is known. Backends of other distributions run
-in workers only, each job with a time limit.
+float64 truth. A crash affects only its own worker, and a worker in which a kernel has made the GPU
+unusable is replaced. Jobs are assigned one at a time, so the job of a crashed worker is known.
+Backends of other distributions run in workers only, each job with a time limit.
 """
 
 from __future__ import annotations
@@ -100,6 +100,9 @@ def spread(
                         raise message
                     if message is not None:
                         yield message
+                        if message.gpu_lost:
+                            pool.replace(connection, stop)
+                            continue
                         pool.assign_next(connection, stop)
                     worker.deadline = pool.new_deadline()
                 for task, reason in pool.take_skipped():
@@ -233,6 +236,13 @@ class _Pool:
         self._processes.append(process)
         self.workers[parent_end] = _Worker(number, process, task, folder)
         _send(parent_end, task)
+
+    def replace(self, connection: Connection, stop: Interruption) -> None:
+        """Start another worker in place of one whose GPU is unusable."""
+        worker = self.workers.pop(connection)
+        connection.close()  # the worker exits
+        if not stop.received:
+            self.start(worker.number, worker.task)
 
     def assign_next(self, connection: Connection, stop: Interruption) -> None:
         """Send the worker its next task, or let it exit."""
