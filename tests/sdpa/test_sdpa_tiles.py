@@ -256,6 +256,48 @@ def test_causal_aligns_the_last_query_with_the_last_key(
         torch.testing.assert_close(actual, rows, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize(
+    ("offset", "strides", "copied"),
+    [
+        (0, (192, 24, 1), False),
+        (8, (192, 24, 1), False),
+        (1, (192, 24, 1), True),
+        (0, (196, 24, 1), True),
+        (0, (192, 28, 1), True),
+        (0, (0, 24, 1), False),
+    ],
+)
+def test_rows_for_cuda_begin_on_16_bytes(offset: int, strides: tuple[int, ...], copied) -> None:
+    x = torch.empty(4096, dtype=torch.bfloat16, device="meta")
+    rows = x.as_strided((3, 8, 24), strides, offset)
+    result = aten.aligned(rows)
+    assert (result is rows) != copied
+    assert result.shape == rows.shape
+    assert not copied or (result.is_contiguous() and not result.storage_offset())
+
+
+class FlashOfNaN:
+    """The forward operator for CUDA with three query rows, of which two see a NaN score."""
+
+    def _scaled_dot_product_flash_attention(self, q, k, v, *options, scale):
+        nan, inf = torch.nan, torch.inf
+        o = torch.tensor([0.5, nan, nan]).view(1, 1, 3, 1).expand(*q.shape)
+        # One program returned +inf for its row; of the last row, only a part of the keys is NaN.
+        return o, torch.tensor([[[1.0, inf, 2.0]]]), None
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_rows_of_nan_scores_have_a_nan_lse_on_cuda(split: bool, monkeypatch) -> None:
+    """Their gradients would be finite without it: exp(s - inf) is 0."""
+    monkeypatch.setattr(aten, "_ops", FlashOfNaN())
+    monkeypatch.setattr(aten, "route", lambda *request: "flash")
+    monkeypatch.setattr(aten, "_may_split_keys", lambda q: split)
+    q, k = torch.zeros(1, 1, 3, 8), torch.zeros(1, 3, 8)
+    o, lse = aten.causal(q, k, k, 1.0)
+    assert o.isnan().any(-1).tolist() == [[[False, True, True]]]
+    assert lse.isnan().tolist() == [[[False, True, split]]]
+
+
 def test_causal_requires_a_key_for_each_query() -> None:
     q, k = torch.zeros(1, 1, 6, 8), torch.ones(1, 5, 8)
     with pytest.raises(AssertionError, match="key of its own"):

@@ -29,6 +29,7 @@ from nsa_backend_sdpa import device, engine
 from nsa_backend_sdpa.engine import stats_dtype
 
 _MAX_FLASH_WIDTH = 256  # widest head that the CUDA operator supports
+_ALIGN = 16  # bytes per load of the CUDA operators
 _MAX_BATCH = 65_535  # entries per call: the limit of the second axis of a CUDA grid
 _ops = torch.ops.aten
 
@@ -68,15 +69,34 @@ def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def _pad_to(x: Tensor, width: int) -> Tensor:
-    """Pad the last axis of ``x`` with zeros to ``width``, and give it unit stride.
+    """Pad the last axis of ``x`` with zeros to ``width``, and give it unit stride and alignment.
 
-    The operators require unit stride without checking it. ``pad`` alone does not ensure it: it
+    The operators require both without checking them. ``pad`` alone does not ensure unit stride: it
     keeps the memory format that the strides suggest, and heads of one element suggest
     channels_last.
     """
     if x.shape[-1] < width:
         x = pad(x, (0, width - x.shape[-1]))
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return aligned(x) if x.stride(-1) == 1 else x.contiguous()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return ``x``, or a contiguous copy unless every row begins on 16 bytes.
+
+    On CUDA a kernel loads 16 bytes at once. An unaligned load breaks the GPU for the whole process.
+    """
+    if x.device.type == "cpu":
+        return x
+    strides = (stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1)
+    if _begins_aligned(x) and not any(s * x.element_size() % _ALIGN for s in strides):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _begins_aligned(x: Tensor) -> bool:
+    # A tensor of a dry run has no address, but it has an offset.
+    begin = x.storage_offset() * x.element_size() if x.device.type == "meta" else x.data_ptr()
+    return begin % _ALIGN == 0
 
 
 def causal(
@@ -143,7 +163,23 @@ def _attend(
         o, lse = _ops._scaled_dot_product_flash_attention(
             q4, k4, v4, 0.0, causal, False, scale=scale
         )[:2]
+        if _may_split_keys(q):
+            # A part of the keys whose sum is NaN is left out of lse. In o the row is NaN.
+            lse.masked_fill_(o[..., 0].isnan(), torch.nan)
+        # The operator returns +inf for a row whose sum is NaN, as for a row without keys.
+        lse.masked_fill_(lse == torch.inf, torch.nan)
     return o[..., :v_width], lse
+
+
+def _may_split_keys(q: Tensor) -> bool:
+    """Return whether the CUDA operator may divide the keys of a row over several programs.
+
+    It does so for calls of fewer than 1.6 programs per multiprocessor, each of 64 rows.
+    """
+    if not q.is_cuda:
+        return True
+    programs = q.shape[0] * q.shape[1] * -(-q.shape[2] // 64)
+    return programs < 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa_backend_sdpa import device
+from nsa_backend_sdpa.aten import aligned
 from nsa_backend_sdpa.engine import stats_dtype
 from nsa_core.contract import SlotCall
 from nsa_core.fold import Residues
@@ -109,6 +110,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: SlotC
     blank = call.geometry.compress_block_size - 1  # the first l - 1 tokens see no key
     o[:, :blank] = 0
     lse[:, :, :blank] = -torch.inf
+    q, k, v = (aligned(x) for x in (q, k, v))
     for sequence in zip(q, k, v, o, lse.transpose(1, 2).unsqueeze(-1)):
         for part in _residue_sets(q.shape[1], call.geometry):
             _forward(sequence, part, call.scale)
@@ -136,7 +138,8 @@ def backward(tensors: list[Tensor], grads: list[Tensor], call: SlotCall) -> None
         grads: dq, dk and dv, shaped like q, k and v.
         call: The slot call.
     """
-    do, q, k, v, o, lse = tensors
+    *rows, lse = tensors
+    do, q, k, v, o = (aligned(x) for x in rows)
     grads[0][:, : call.geometry.compress_block_size - 1] = 0
     for b in range(q.shape[0]):
         sums = [
