@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from mutation_cases import DESCRIBED, _rows
 from nsa_backend_triton.combine import kernels as combine
 from nsa_backend_triton.core import backward as core
 from nsa_backend_triton.host import configs
+from nsa_backend_triton.sel import bitmask
 from nsa_backend_triton.sel import slot as sel
 from nsa_backend_triton.select import forward as select
 from nsa_backend_triton.span import cmp, win
@@ -112,6 +115,48 @@ def test_gradients_equal_those_of_the_slots(
             atol=1e-12,
             msg=lambda text, name=name: f"{name}: {text}",
         )
+
+
+class RecordingFork:
+    """A fork whose blocks run at once; it counts them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.active, self.blocks, self.joined = True, 0, False
+        forks.append(self)
+
+    @contextlib.contextmanager
+    def beside(self, *tensors: object) -> Iterator[None]:
+        assert not self.joined
+        self.blocks += 1
+        yield
+
+    def join(self) -> None:
+        self.joined = True
+
+
+forks: list[RecordingFork] = []
+
+
+@pytest.mark.parametrize("bits", [False, True], ids=["lists", "bits"])
+@pytest.mark.parametrize("lengths", [(7,), DOCUMENTS])
+def test_a_forked_backward_gives_the_same_bits(
+    lengths: tuple[int, ...], bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dk and dv of cmp, win and the bit form of sel run in blocks of the fork, which is joined."""
+    monkeypatch.setattr(bitmask, "fits", lambda *problem: bits)
+    bounds = [0, *itertools.accumulate(lengths)]
+    cu = torch.tensor(bounds, dtype=torch.int32) if len(lengths) > 1 else None
+    call = SlotCall(GEOMETRY, 0.3, cu, max(lengths), deterministic=True)
+    x = tensors(call, sum(lengths), 1, (2, 1), (16, 8))
+    expected = by_core(dict(x), call)
+    monkeypatch.setattr(core, "Fork", RecordingFork)
+    forks.clear()
+    gradients = by_core(x, call)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name]), name
+    (fork,) = forks
+    assert fork.joined
+    assert fork.blocks == 2 + bits
 
 
 @pytest.mark.parametrize("tokens", [21, pytest.param(24, marks=pytest.mark.slow)])

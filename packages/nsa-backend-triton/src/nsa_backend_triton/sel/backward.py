@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 
 from nsa_backend_triton.host import configs, descriptors, sequences
+from nsa_backend_triton.host.fork import Fork
 from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import bitmask, delta, pair_lists
@@ -286,10 +287,15 @@ def backward(
     return gradients(prepare(do, q, k, v, o, lse, call=call), blocks)
 
 
-def gradients(problem: Problem, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv in the shapes and dtypes of q, k and v."""
+def gradients(
+    problem: Problem, blocks: Tensor, fork: Fork | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv in the shapes and dtypes of q, k and v.
+
+    dq is complete at once; dk and dv after ``fork.join()`` if there is a fork.
+    """
     if bitmask.fits(problem, blocks):
-        return bitmask.gradients(problem, blocks)
+        return bitmask.gradients(problem, blocks, fork)
     q, k, v, call = problem.q, problem.k, problem.v, problem.call
     select_block = call.geometry.select_block_size
     lists = pair_lists.build(blocks, problem.seqs, call.geometry)

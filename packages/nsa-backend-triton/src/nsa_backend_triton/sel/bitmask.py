@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host import sequences
 from nsa_backend_triton.host.configs import Settings
+from nsa_backend_triton.host.fork import Fork
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.parts import head_parts, sum_launch
 from nsa_backend_triton.sel.backward_bitmask import (
@@ -96,8 +98,13 @@ def _prepare(problem: Problem, blocks: Tensor) -> _Launches:
     return _Launches(dq, dkdv, add, tuple((parts, *x.shape) for x in (k, v)))
 
 
-def gradients(problem: Problem, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv in the dtypes of q, k and v; see :func:`fits`."""
+def gradients(
+    problem: Problem, blocks: Tensor, fork: Fork | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv in the dtypes of q, k and v; see :func:`fits`.
+
+    dq is complete at once; dk and dv after ``fork.join()`` if there is a fork.
+    """
     q, k, v, seqs = problem.q, problem.k, problem.v, problem.seqs
     launches = _prepare(problem, blocks)
     rows = (problem.do, problem.lse2, problem.delta)
@@ -111,7 +118,8 @@ def gradients(problem: Problem, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]
     if launches.add is not None:
         new = problem.delta.new_zeros if unseen else problem.delta.new_empty
         outputs = [new(shape) for shape in launches.partial_shapes]
-    launches.dkdv(q, k, v, *rows, bits, seqs.cu, *outputs)
-    if launches.add is not None:
-        launches.add(*outputs, *grads, seqs.cu)
+    with fork.beside(*rows, bits, *outputs) if fork else contextlib.nullcontext():
+        launches.dkdv(q, k, v, *rows, bits, seqs.cu, *outputs)
+        if launches.add is not None:
+            launches.add(*outputs, *grads, seqs.cu)
     return dq, grads[0], grads[1]

@@ -12,6 +12,7 @@ gradients of every tile through L2 and to round them afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor, stats_descriptor
+from nsa_backend_triton.host.fork import Fork
 from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
 from nsa_backend_triton.host.parts import head_parts, sum_launch
 from nsa_backend_triton.host.sequences import (
@@ -71,30 +73,43 @@ def backward(
     return dq, *_dkdv(dkdv_plan, do, q, k, v, lse, stats, seqs)
 
 
-def add_backward(
-    do: Tensor,  # [B, S, Hq, Dv], packed [T, Hq, Dv]
-    q: Tensor,  # [B, S, Hq, Dk]
-    k: Tensor,  # [B, L, G, Dk], packed [L, G, Dk]
-    v: Tensor,  # [B, L, G, Dv]
-    lse: Tensor,  # [B, Hq, S], packed [Hq, T]
-    stats: Tensor,  # [2, *padded_rows(lse)]
-    dq: Tensor,  # [B, S, Hq, Dk], contiguous
-    seqs: Sequences,
-    span: tuple[int, int, int],
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Add to ``dq`` and return dk, dv in the shapes of k, v; the caller computes the statistics.
+class Span(NamedTuple):
+    """The backward of a branch whose statistics the caller computes.
 
-    ``stats`` are laid out as those of :func:`dq_of`: delta, and a log-sum-exp in base 2 that is inf
-    in a row without keys. It need not be ``lse``: P is exp2(scores in base 2 - stats[1]).
+    Attributes:
+        k: [B, L, G, Dk], packed [L, G, Dk].
+        v: [B, L, G, Dv].
+        lse: [B, Hq, S], packed [Hq, T]; only its shape and strides are used.
+        stats: [2, *padded_rows(lse)], laid out as those of :func:`dq_of`: delta, and a log-sum-exp
+            in base 2 that is inf in a row without keys. It need not be ``lse``: P is exp2(scores in
+            base 2 - stats[1]).
+        span: COMPRESS_BLOCK, STRIDE, WINDOW.
     """
-    launch, rows = _launch_dq(q, k, v, do, do, lse, seqs, span, scale, aligned(k, v), None, _GIVEN)
-    described = _key_descriptors(k, v, seqs, span, rows)
-    launch(q, k, v, *described, None, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
-    # Descriptors end at the last query: span_dkdv must read zeros after it.
-    tensors_aligned, lse2 = aligned(q, do), stats[1].narrow(-1, 0, lse.shape[-1])
-    plan = _launch_dkdv(q, k, v, do, lse2, seqs, span, scale, tensors_aligned, None, True)
-    return _dkdv(plan, do, q, k, v, lse2, stats, seqs)
+
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    stats: Tensor
+    span: tuple[int, int, int]
+
+    def add_dq(self, do: Tensor, q: Tensor, dq: Tensor, seqs: Sequences, scale: float) -> None:
+        """Add to the contiguous ``dq`` [B, S, Hq, Dk], packed [T, Hq, Dk]."""
+        k, v, lse, stats, span = self
+        launch, rows = _launch_dq(
+            q, k, v, do, do, lse, seqs, span, scale, aligned(k, v), None, _GIVEN
+        )
+        described = _key_descriptors(k, v, seqs, span, rows)
+        launch(q, k, v, *described, None, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
+
+    def dkdv(
+        self, do: Tensor, q: Tensor, seqs: Sequences, scale: float, fork: Fork
+    ) -> tuple[Tensor, Tensor]:
+        """Return dk and dv in the shapes of k and v, after ``fork.join()``."""
+        k, v, lse, stats, span = self
+        # Descriptors end at the last query: span_dkdv must read zeros after it.
+        tensors_aligned, lse2 = aligned(q, do), stats[1].narrow(-1, 0, lse.shape[-1])
+        plan = _launch_dkdv(q, k, v, do, lse2, seqs, span, scale, tensors_aligned, None, True)
+        return _dkdv(plan, do, q, k, v, lse2, stats, seqs, fork)
 
 
 def dq_of(
@@ -161,6 +176,7 @@ def _dkdv(
     lse: Tensor,
     stats: Tensor,
     seqs: Sequences,
+    fork: Fork | None = None,
 ) -> tuple[Tensor, Tensor]:
     grads = k.new_empty(k.shape), v.new_empty(v.shape)
     outputs: tuple[Tensor, ...] = grads
@@ -173,16 +189,17 @@ def _dkdv(
         (key_descriptor(q, plan.rows), key_descriptor(do, plan.rows)) if plan.rows else (None, None)
     )
     stats_desc = stats_descriptor(stats, lse.shape[-1], plan.rows) if plan.rows else None
-    for launch in plan.dkdv:
-        launch(
-            q, k, v, do, q_descriptor, do_descriptor, lse, stats, stats_desc, *outputs,
-            seqs.cu, seqs.cu_cmp,
-        )  # fmt: skip
-    if plan.add is not None:
-        plan.add(*outputs, *grads, seqs.cu_cmp)
-    if plan.num_rows < k.shape[-3]:
-        for grad in grads:
-            grad.narrow(-3, plan.num_rows, k.shape[-3] - plan.num_rows).zero_()
+    with fork.beside(*outputs, stats) if fork else contextlib.nullcontext():
+        for launch in plan.dkdv:
+            launch(
+                q, k, v, do, q_descriptor, do_descriptor, lse, stats, stats_desc, *outputs,
+                seqs.cu, seqs.cu_cmp,
+            )  # fmt: skip
+        if plan.add is not None:
+            plan.add(*outputs, *grads, seqs.cu_cmp)
+        if plan.num_rows < k.shape[-3]:
+            for grad in grads:
+                grad.narrow(-3, plan.num_rows, k.shape[-3] - plan.num_rows).zero_()
     return grads
 
 

@@ -1,0 +1,118 @@
+"""Kernels beside each other: the streams that a captured backward takes, with fakes of CUDA's."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from nsa_backend_triton.host import fork as fork_module
+from nsa_backend_triton.host.fork import Fork
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Streams:
+    """CUDA's streams, which record what waits for what and which one is current."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.made = 0
+        self.main = Stream(self, "main")
+        self.current = self.main
+
+    def new(self, device: torch.device) -> Stream:
+        assert device == DEVICE
+        self.made += 1
+        return Stream(self, f"side {self.made}")
+
+    @contextlib.contextmanager
+    def enter(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+class Stream:
+    def __init__(self, streams: Streams, name: str) -> None:
+        self.streams, self.name = streams, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.streams.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    fake = Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", fake.new)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
+    monkeypatch.setattr(torch.cuda, "stream", fake.enter)
+    monkeypatch.setattr(fork_module, "_streams", fork_module._Streams())
+    monkeypatch.setattr(fork_module, "is_capturing", lambda device: True)
+    return fake
+
+
+def test_blocks_run_on_streams_of_their_own_until_the_join(streams: Streams) -> None:
+    for _ in range(2):  # the second fork takes the streams of the first
+        streams.log.clear()
+        fork = Fork(DEVICE)
+        names = []
+        for _ in range(2):
+            with fork.beside():
+                names.append(streams.current.name)
+            assert streams.current is streams.main
+        fork.join()
+        assert names == ["side 1", "side 2"]
+        assert streams.log == [
+            "side 1 waits for main",
+            "side 2 waits for main",
+            "main waits for side 1",
+            "main waits for side 2",
+        ]
+        fork.join()
+        assert len(streams.log) == 4
+
+
+def test_tensors_of_a_block_live_until_the_join(streams: Streams) -> None:
+    fork, tensor = Fork(DEVICE), torch.zeros(3)
+    alive = weakref.ref(tensor)
+    with fork.beside(tensor, None):
+        pass
+    del tensor
+    assert alive() is not None
+    fork.join()
+    assert alive() is None
+
+
+def test_threads_do_not_share_streams(streams: Streams) -> None:
+    names = []
+
+    def use() -> None:
+        fork = Fork(DEVICE)
+        with fork.beside():
+            names.append(streams.current.name)
+        fork.join()
+
+    use()
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert names == ["side 1", "side 2"]
+
+
+def test_a_stream_that_is_not_captured_is_not_forked(streams: Streams, monkeypatch) -> None:
+    monkeypatch.setattr(fork_module, "is_capturing", lambda device: False)
+    fork, tensor = Fork(DEVICE), torch.zeros(3)
+    alive = weakref.ref(tensor)
+    with fork.beside(tensor):
+        assert streams.current is streams.main
+    del tensor
+    assert alive() is None
+    fork.join()
+    assert (streams.log, streams.made) == ([], 0)
