@@ -20,6 +20,7 @@ from nsa_core.dispatch.default_plan import (
     partial_plan,
 )
 from nsa_core.dispatch.finite_checks import checked_plan
+from nsa_core.layer.columns import joins_columns, split_columns
 from nsa_core.layer.fused_heads import rotated_heads
 from nsa_core.layer.gating import make_gate
 from nsa_core.layer.phi.chunks import PackedBlocks, packed_blocks
@@ -189,6 +190,8 @@ class NSAProjections(nn.Module):
                 product, table, config.n_heads, config.n_kv_heads, config.qk_dim
             )
             return q, (k_raw, v_raw), [k_sel, k_win], [v_sel, v_win]
+        if not config.shared_kv and joins_columns(product):
+            return self._rotated_columns(product, table)
         q, k_raw, k, v_raw, v = self._split(product)
         # v is copied, so that saving it for backward does not keep the whole product alive.
         ks, vs = unbind_branches(k, table), unbind_branches(v, None)
@@ -196,6 +199,25 @@ class NSAProjections(nn.Module):
             q = rotate(q, table)
             k_raw = rotate(k_raw, table) if config.rope_before_compress else k_raw
         return q, (k_raw, v_raw), ks, vs
+
+    def _rotated_columns(
+        self, product: torch.Tensor, table: Table | None
+    ) -> tuple[
+        torch.Tensor, tuple[torch.Tensor, torch.Tensor], list[torch.Tensor], list[torch.Tensor]
+    ]:
+        """Return :meth:`rotated` without a shared pair, from columns that torch.compile joins."""
+        heads = [self.config.n_heads, *[self.config.n_kv_heads] * 6]
+        q, *ks, v_raw, v_sel, v_win = (
+            part.unflatten(-1, (count, -1))
+            for part, count in zip(split_columns(product, self._widths), heads)
+        )
+        q, (k_raw, *ks) = self.q_norm(q), (self.k_norm(k) for k in ks)
+        if table is None:
+            ks = [k.contiguous() for k in ks]
+        else:
+            q, *ks = (rotate(x, table) for x in (q, *ks))
+            k_raw = rotate(k_raw, table) if self.config.rope_before_compress else k_raw
+        return q, (k_raw, v_raw), ks, [v_sel.contiguous(), v_win.contiguous()]
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Project x to the heads of a decode step: views of one product, not rotated.

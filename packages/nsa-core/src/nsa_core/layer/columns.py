@@ -1,0 +1,58 @@
+"""Split the columns of a product for torch.compile, with a gradient that one kernel joins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nsa_core.torch_ops.torch_state import is_exporting
+
+_lib = torch.library.Library("nsa_core", "FRAGMENT")
+_lib.define("join_columns(Tensor[] parts) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_lib.impl("join_columns", lambda parts: torch.cat(parts, -1), "CompositeExplicitAutograd")
+torch.library.register_fake("nsa_core::join_columns", lambda parts: torch.cat(parts, -1), lib=_lib)
+
+
+class _Split(torch.autograd.Function):
+    """See :func:`split_columns`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        parts: tuple[torch.Tensor, ...] = x.split(widths, -1)
+        return parts
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return torch.ops.nsa_core.join_columns.default(grads), None
+
+
+def joins_columns(x: torch.Tensor) -> bool:
+    """Return whether :func:`split_columns` splits ``x``: a plain CUDA tensor under torch.compile.
+
+    A graph that is exported keeps the operators of PyTorch.
+    """
+    return (
+        torch.compiler.is_compiling()
+        and x.is_cuda
+        and type(x) is torch.Tensor
+        and not is_exporting()
+    )
+
+
+def split_columns(x: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Return views of x [..., W] with these widths, whose sum is W.
+
+    The gradient of torch.split is a concatenation. torch.compile writes it as one kernel that
+    reads every part masked at every element: 426 us for the seven parts of 64k rows of 1536
+    columns in bf16 on an H200, where the kernel of torch.cat takes a quarter of that.
+    """
+    parts: tuple[torch.Tensor, ...] = _Split.apply(x, tuple(widths))  # type: ignore[no-untyped-call]
+    return parts
