@@ -27,6 +27,8 @@ COLLECTED = pytest.StashKey[list[str]]()
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     item.config.stash.setdefault(COLLECTED, []).append(item.nodeid)
+    if item.nodeid in sharding.ONLY_IN_FULL:
+        item.add_marker("slow")
 
 
 @pytest.hookimpl(trylast=True)  # after the hooks that deselect tests

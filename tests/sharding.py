@@ -1,4 +1,6 @@
-"""Split the suite into shards: `pytest --shard 2/6` runs the second of six disjoint parts.
+"""Which tests run: in the ordinary run, and in a shard of the full one.
+
+`pytest --shard 2/6` runs the second of six disjoint parts.
 
 A shard has whole files, so that module fixtures are built once. ``shard_seconds.json`` lists the
 measured seconds of files, and of single tests in files that are split. It only balances the shards.
@@ -12,6 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SECONDS: dict[str, float] = json.loads(Path(__file__).with_name("shard_seconds.json").read_text())
+# Ids of tests that count as slow without the marker.
+ONLY_IN_FULL = frozenset(
+    line
+    for line in Path(__file__).with_name("only_in_full.txt").read_text().splitlines()
+    if not line.startswith("#")
+)
 UNLISTED_SECONDS = 0.5  # assumed for each test of an unlisted file
 
 

@@ -65,6 +65,18 @@ def test_every_listed_file_exists() -> None:
     assert not missing, f"tests/shard_seconds.json lists {missing}"
 
 
+def test_every_test_of_only_in_full_exists(
+    collected_ids: list[str], request: pytest.FixtureRequest
+) -> None:
+    """Checked in the files that this run collected as a whole."""
+    if any("::" in argument for argument in request.config.args):
+        pytest.skip("this run collected single tests")
+    files = {name.partition("::")[0] for name in collected_ids}
+    listed = {name for name in sharding.ONLY_IN_FULL if name.partition("::")[0] in files}
+    assert "tests/repo/test_shards.py" in files
+    assert not listed - set(collected_ids)
+
+
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small suite that uses this repository's tests/conftest.py."""
@@ -72,6 +84,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("conftest.py", "sharding.py"):
         shutil.copy(TESTS / name, root / name)
     (root / "shard_seconds.json").write_text(str(DIVIDED).replace("'", '"'))
+    (root / "only_in_full.txt").write_text("# a comment\ntest_two.py::test_c[2]\n")
     for name, text in FILES.items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(text)
@@ -96,6 +109,12 @@ def test_the_shards_together_are_all_collected_tests(selection: list[str], suite
         collected(suite, *selection)
     )
     assert all(shards)
+
+
+def test_a_listed_test_counts_as_slow(suite: Path) -> None:
+    everything, ordinary = collected(suite), collected(suite, "-m", "not slow")
+    left_out = {"test_two.py::test_c[2]", "test_two.py::TestMore::test_d"}
+    assert set(everything) - set(ordinary) == left_out
 
 
 @pytest.mark.parametrize("text", ["0/6", "7/6", "2", "a/b", "-1/6", "1/0", "1/6/2"])
