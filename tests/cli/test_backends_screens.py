@@ -29,6 +29,8 @@ COMMANDS = [
 ]
 LONG = "/a/directory/with/a/long/name/that/no/terminal/of/80/columns/can/show/libcudart.so.12"
 
+PLATFORM = "Linux-6.18.44-firecracker-v310-gpu-production-x86_64-with-glibc2.39"
+
 
 @pytest.fixture(scope="module")
 def registry() -> Registry:
@@ -50,6 +52,7 @@ def environment(monkeypatch, registry) -> None:
     monkeypatch.setitem(sys.modules, "long_winded", module)
     monkeypatch.setattr("nsa_core.dispatch.registry.discover", lambda **options: registry)
     monkeypatch.setattr(trial_imports, "try_all", try_all_here)
+    monkeypatch.setattr(health.platform, "platform", lambda: PLATFORM)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -19,7 +19,8 @@ _OPTIONAL = {
 def _rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the rows (component, state, detail) of `nsa doctor` and `nsa env`."""
     torch = document["torch"]
-    rows = [("python", document["python"], f"{document['platform']}, {document['cpus']} CPUs")]
+    platform = document["platform"].replace("-", " ")  # a line may break at spaces only
+    rows = [("python", document["python"], f"{platform}, {document['cpus']} CPUs")]
     names_of: dict[str, list[str]] = {}
     for name, installed in document["packages"].items():
         names_of.setdefault(installed, []).append(name)
