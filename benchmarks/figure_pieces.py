@@ -219,7 +219,7 @@ PIECES = (
         "held-out loss, recall and selected mass of a dense model that becomes NSA",
         "python benchmarks/hugging_face/convert_learning.py --json {file}",
         "hf_convert.json",
-        7,
+        8,
     ),
     Piece(
         "hf-minimax",
