@@ -37,6 +37,7 @@ from nsa_core.torch_ops.tensor_checks import (
 )
 from nsa_core.torch_ops.torch_state import backend_state
 from nsa_core.torch_ops.vmap_rule import TAIL_LENGTH, folding_rule
+from nsa_core.util.text import describe_error
 
 INPUTS = {slot: tuple(axes) for slot, axes in SLOT_AXES.items()}
 DIFFERENTIABLE = {
@@ -118,8 +119,8 @@ class BackendCall:
         ):
             return
         backend, slot, direction = self._call
-        text = f"backend {backend!r}, slot {slot!r}, {direction}: {type(error).__name__}: {error}"
-        raise NSAError(text) from error
+        where = f"backend {backend!r}, slot {slot!r}, {direction}"
+        raise NSAError(f"{where}: {describe_error(error)}") from error
 
 
 def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
