@@ -259,6 +259,27 @@ def test_conformance_fails_the_tests_of_a_faulty_kernel_and_runs_the_others(nsa,
     assert not any(line.startswith(PRINTED) for line in (done.stdout + done.stderr).splitlines())
 
 
+BREAKS_GPU = """
+    if tokens == 25:
+        from nsa_verify.isolation import gpu_context
+        gpu_context.gpu_error = lambda: "CUDA error: misaligned address"
+def forward("""
+
+
+@pytest.mark.slow
+def test_conformance_replaces_a_process_whose_gpu_a_kernel_broke(nsa, tmp_path) -> None:
+    source = faulty(0, 0, 0, 25).replace("time.sleep(600)", "pass").replace("print(", "str(")
+    install(tmp_path, "faulty", source.replace("\ndef forward(", BREAKS_GPU))
+    tests = "test_accepted_requests_are_correct or test_backend_loads"
+    done = nsa("conformance", "faulty", "--device", "cpu", "-k", tests, "-v", path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    outcomes = [line.split()[0] for line in lines if line.startswith(("passed ", "failed "))]
+    assert outcomes.count("passed") > 5, done.stdout
+    assert outcomes.count("failed") == 1, done.stdout
+    assert "a kernel made the GPU unusable: CUDA error: misaligned address" in done.stdout
+
+
 @pytest.mark.slow
 def test_bench_fails_the_cells_of_a_faulty_kernel_and_times_the_others(nsa, tmp_path) -> None:
     install(tmp_path, "faulty", faulty(1, 256, 2, 3))

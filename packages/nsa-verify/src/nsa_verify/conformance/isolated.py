@@ -1,6 +1,7 @@
-"""Run the tests of a third-party backend in a child process, which is replaced if it dies.
+"""Run the tests of a third-party backend in a child process.
 
-The parent collects the tests and prints their reports; the child runs them one at a time.
+The child is replaced if it dies, or if a kernel has made the GPU unusable in it. The parent
+collects the tests and prints their reports; the child runs them one at a time.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from nsa_core.dispatch.trial import describe_exit
 from nsa_core.errors import BackendUnavailable
-from nsa_verify.isolation import children
+from nsa_verify.isolation import children, gpu_context
 from nsa_verify.isolation.activity import record_activity
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.isolation.captured_output import capture_output, forget_output
@@ -25,7 +26,13 @@ from nsa_verify.isolation.captured_output import capture_output, forget_output
 TEST_LIMIT_S = {"cpu": 120.0, "cuda": 600.0}
 COLLECT_LIMIT_S = 120.0
 MAX_TIMEOUTS = 5  # after so many tests beyond their limit, the others are not run
-_READY, _END = "ready", "end"
+_READY = "ready"
+
+
+class _End(NamedTuple):
+    """The last message about a test, with the error that made the GPU unusable, or ""."""
+
+    gpu_error: str
 
 
 class _Ended(Exception):
@@ -87,10 +94,13 @@ class IsolatedTests:
                 self._start()
             with contextlib.suppress(OSError):  # the next receive detects a dead child
                 self._connection.send(item.nodeid)
-            while (message := self._receive(self._limit_s, "in this test")) != _END:
+            while not isinstance(message := self._receive(self._limit_s, "in this test"), _End):
                 yield item.config.hook.pytest_report_from_serializable(
                     config=item.config, data=message
                 )
+            if message.gpu_error:
+                self._end()
+                raise _Ended(f"a kernel made the GPU unusable: {message.gpu_error}")
         except _Ended as error:
             yield pytest.TestReport(
                 nodeid=item.nodeid,
@@ -160,7 +170,7 @@ class _Server:
                 item = items[self._connection.recv()]
                 forget_output()
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-                self._connection.send(_END)
+                self._connection.send(_End(gpu_context.gpu_error()))
         return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
