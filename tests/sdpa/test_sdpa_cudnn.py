@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from nsa_backend_sdpa import cudnn, probe
 from nsa_core import NSAConfig, Request, resolve
+from nsa_core.contract import SlotCall
 from nsa_verify.cases import Case
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.slot_runs import run_slot
@@ -91,6 +93,34 @@ def test_cmp_with_fake_cudnn_matches_the_oracle(
     monkeypatch.setattr(cudnn, "supports_call", lambda *call: True)
     assert _failures(Case("dense", CONFIG, (tokens,), batch=2), torch.float64) == {}
     assert len(fake.calls) in (4, 8), "expected one or two calls per sequence and direction"
+
+
+def test_every_operand_of_cudnn_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 24 bf16 numbers at odd addresses."""
+    operands: list[torch.Tensor] = []
+
+    class Operators:
+        def _scaled_dot_product_cudnn_attention(self, q, k, v, *options, scale):
+            operands.extend((q, k, v))
+            return q.new_empty(q.shape), q.new_empty((*q.shape[:-1], 1), dtype=torch.float32)
+
+        def _scaled_dot_product_cudnn_attention_backward(self, do, q, k, v, o, *rest, scale):
+            operands.extend((do, q, k, v, o))
+            return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def rows(*shape: int) -> torch.Tensor:
+        flat = torch.empty(math.prod(shape) + 1, dtype=torch.bfloat16, device="meta")
+        return flat[1:].view(shape)
+
+    monkeypatch.setattr(cudnn, "_ops", Operators())
+    call = SlotCall(CONFIG.geometry, 0.5, None, 61)
+    blocks = CONFIG.geometry.num_compressed(61)
+    q, k, v = rows(2, 61, 4, 24), rows(2, blocks, 2, 24), rows(2, blocks, 2, 24)
+    do, o, lse = rows(2, 61, 4, 24), rows(2, 61, 4, 24), torch.empty(2, 4, 61, device="meta")
+    cudnn.forward(q, k, v, o, lse, call)
+    cudnn.backward([do, q, k, v, o, lse], [torch.empty_like(x) for x in (q, k, v)], call)
+    assert operands
+    assert not any(2 * x.storage_offset() % 16 for x in operands)
 
 
 def test_supports_checks_every_condition() -> None:

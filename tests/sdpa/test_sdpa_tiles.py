@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from nsa_backend_sdpa import aten, engine, probe, select
+from nsa_backend_sdpa import aten, device, engine, probe, select
 from nsa_core import BlockGeometry, NSAConfig, Request, resolve
 from nsa_core.contract import SLOTS, SlotCall
 from nsa_verify.cases import Case
@@ -274,6 +274,37 @@ def test_rows_for_cuda_begin_on_16_bytes(offset: int, strides: tuple[int, ...], 
     assert (result is rows) != copied
     assert result.shape == rows.shape
     assert not copied or (result.is_contiguous() and not result.storage_offset())
+    with device.simulated("cpu", None):
+        assert aten.aligned(rows) is rows
+
+
+def test_every_operand_of_the_cuda_operators_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 24 bf16 numbers at odd addresses; do and o have gaps of 4 bytes between rows."""
+    operands: list[torch.Tensor] = []
+
+    class Operators:
+        def _scaled_dot_product_flash_attention(self, q, k, v, *options, scale):
+            operands.extend((q, k, v))
+            return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+        def _scaled_dot_product_flash_attention_backward(self, do, q, k, v, o, *rest, scale):
+            operands.extend((do, q, k, v, o))
+            return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def rows(*shape: int, gap: int = 0) -> torch.Tensor:
+        wide = torch.empty((*shape[:-1], shape[-1] + gap), dtype=torch.bfloat16, device="meta")
+        flat = wide.new_empty(wide.numel() + 1)[1:]
+        return flat.view(wide.shape)[..., : shape[-1]]
+
+    monkeypatch.setattr(aten, "_ops", Operators())
+    q, k, v = rows(2, 3, 8, 24), rows(2, 8, 24), rows(2, 8, 24)
+    do, o = rows(2, 3, 8, 24, gap=2), rows(2, 3, 8, 24, gap=2)
+    with device.simulated("cuda", (9, 0)):
+        _, lse = aten.causal(q, k, v, 0.5)
+        aten.causal_backward(do, q, k, v, o, lse, 0.5, deterministic=False)
+    assert len(operands) == 8
+    assert all(x.storage_offset() == 0 for x in operands)
+    assert not any(2 * stride % 16 for x in operands for stride in x.stride()[:-1])
 
 
 class FlashOfNaN:

@@ -35,8 +35,10 @@ class Streams:
     @contextlib.contextmanager
     def enter(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 class Stream:
@@ -58,16 +60,15 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     return fake
 
 
-def test_blocks_run_on_streams_of_their_own_until_the_join(streams: Streams) -> None:
+def test_blocks_run_on_streams_of_their_own_until_the_end(streams: Streams) -> None:
     for _ in range(2):  # the second fork takes the streams of the first
         streams.log.clear()
-        fork = Fork(DEVICE)
         names = []
-        for _ in range(2):
-            with fork.beside():
-                names.append(streams.current.name)
-            assert streams.current is streams.main
-        fork.join()
+        with Fork(DEVICE) as fork:
+            for _ in range(2):
+                with fork.beside():
+                    names.append(streams.current.name)
+                assert streams.current is streams.main
         assert names == ["side 1", "side 2"]
         assert streams.log == [
             "side 1 waits for main",
@@ -75,18 +76,31 @@ def test_blocks_run_on_streams_of_their_own_until_the_join(streams: Streams) -> 
             "main waits for side 1",
             "main waits for side 2",
         ]
-        fork.join()
-        assert len(streams.log) == 4
 
 
-def test_tensors_of_a_block_live_until_the_join(streams: Streams) -> None:
-    fork, tensor = Fork(DEVICE), torch.zeros(3)
+@pytest.mark.parametrize("inside", [False, True], ids=["after the block", "in the block"])
+def test_an_error_leaves_no_stream_in_the_capture(streams: Streams, inside: bool) -> None:
+    def fail() -> None:
+        with Fork(DEVICE) as fork:
+            with fork.beside():
+                if inside:
+                    raise MemoryError
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    assert streams.log == ["side 1 waits for main", "main waits for side 1"]
+    assert streams.current is streams.main
+
+
+def test_tensors_of_a_block_live_until_the_fork_ends(streams: Streams) -> None:
+    tensor = torch.zeros(3)
     alive = weakref.ref(tensor)
-    with fork.beside(tensor, None):
-        pass
-    del tensor
-    assert alive() is not None
-    fork.join()
+    with Fork(DEVICE) as fork:
+        with fork.beside(tensor, None):
+            pass
+        del tensor
+        assert alive() is not None
     assert alive() is None
 
 
@@ -94,10 +108,8 @@ def test_threads_do_not_share_streams(streams: Streams) -> None:
     names = []
 
     def use() -> None:
-        fork = Fork(DEVICE)
-        with fork.beside():
+        with Fork(DEVICE) as fork, fork.beside():
             names.append(streams.current.name)
-        fork.join()
 
     use()
     thread = threading.Thread(target=use)
@@ -108,11 +120,11 @@ def test_threads_do_not_share_streams(streams: Streams) -> None:
 
 def test_a_stream_that_is_not_captured_is_not_forked(streams: Streams, monkeypatch) -> None:
     monkeypatch.setattr(fork_module, "is_capturing", lambda device: False)
-    fork, tensor = Fork(DEVICE), torch.zeros(3)
+    tensor = torch.zeros(3)
     alive = weakref.ref(tensor)
-    with fork.beside(tensor):
-        assert streams.current is streams.main
-    del tensor
-    assert alive() is None
-    fork.join()
+    with Fork(DEVICE) as fork:
+        with fork.beside(tensor):
+            assert streams.current is streams.main
+        del tensor
+        assert alive() is None
     assert (streams.log, streams.made) == ([], 0)

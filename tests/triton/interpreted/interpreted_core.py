@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mutation_cases import DESCRIBED, _rows
 from nsa_backend_triton.combine import kernels as combine
 from nsa_backend_triton.core import backward as core
 from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.launch_cache import Launch
 from nsa_backend_triton.sel import bitmask
 from nsa_backend_triton.sel import slot as sel
 from nsa_backend_triton.select import forward as select
@@ -117,24 +119,49 @@ def test_gradients_equal_those_of_the_slots(
         )
 
 
-class RecordingFork:
-    """A fork whose blocks run at once; it counts them."""
+class CheckedFork:
+    """A fork whose blocks run at once.
+
+    It checks that the blocks allocate nothing, and that the tensors of their kernels live until the
+    fork ends.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.active, self.blocks, self.joined = True, 0, False
+        self.active, self.blocks, self.ended = True, 0, False
+        self._count: PeakBytes | None = None  # in a block: the bytes that it allocates
+        self._kept: list[object] = []
+        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
         forks.append(self)
+
+    def __enter__(self) -> CheckedFork:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert all(storage() is not None for storage in self._storages)
+        self._kept.clear()
+        self.ended = True
 
     @contextlib.contextmanager
     def beside(self, *tensors: object) -> Iterator[None]:
-        assert not self.joined
+        assert not self.ended
         self.blocks += 1
-        yield
+        self._kept += tensors
+        with PeakBytes() as self._count:
+            yield
+            assert self._count.peak == 0
+        self._count = None
 
-    def join(self) -> None:
-        self.joined = True
+    def launch(self, run: Callable[..., None], launch: Launch, *arguments: object) -> None:
+        """Launch a kernel; remember its tensors if it runs in a block."""
+        assert self._count is None or self._count.peak == 0
+        run(launch, *arguments)
+        if self._count is not None:
+            self._count.peak = 0  # Triton's interpreter allocates memory
+            tensors = [getattr(x, "base", x) for x in arguments if x is not None]
+            self._storages += [weakref.ref(x.untyped_storage()) for x in tensors]
 
 
-forks: list[RecordingFork] = []
+forks: list[CheckedFork] = []
 
 
 @pytest.mark.parametrize("bits", [False, True], ids=["lists", "bits"])
@@ -142,20 +169,24 @@ forks: list[RecordingFork] = []
 def test_a_forked_backward_gives_the_same_bits(
     lengths: tuple[int, ...], bits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """dk and dv of cmp, win and the bit form of sel run in blocks of the fork, which is joined."""
+    """dk and dv of cmp, win and the bit form of sel run in blocks of the fork, which is ended."""
     monkeypatch.setattr(bitmask, "fits", lambda *problem: bits)
     bounds = [0, *itertools.accumulate(lengths)]
     cu = torch.tensor(bounds, dtype=torch.int32) if len(lengths) > 1 else None
     call = SlotCall(GEOMETRY, 0.3, cu, max(lengths), deterministic=True)
     x = tensors(call, sum(lengths), 1, (2, 1), (16, 8))
     expected = by_core(dict(x), call)
-    monkeypatch.setattr(core, "Fork", RecordingFork)
+    run = Launch.__call__
     forks.clear()
+    monkeypatch.setattr(core, "Fork", CheckedFork)
+    monkeypatch.setattr(
+        Launch, "__call__", lambda *args: forks[-1].launch(run, *args) if forks else run(*args)
+    )
     gradients = by_core(x, call)
     for name, gradient in gradients.items():
         assert torch.equal(gradient, expected[name]), name
     (fork,) = forks
-    assert fork.joined
+    assert fork.ended
     assert fork.blocks == 2 + bits
 
 

@@ -172,6 +172,12 @@ def _breaks_the_gpu(error: Exception | None) -> Callable[..., Any]:
     return behave
 
 
+def breaks_the_gpu_and_is_unavailable(*of_check: Any) -> Any:
+    """Break the GPU in a check outside of a kernel, and raise an error of nsa_core."""
+    gpu_context.gpu_error = lambda: "AcceleratorError: CUDA error: misaligned address"
+    raise BackendUnavailable("no")
+
+
 CRASHES = {
     "_exit": (_do(lambda: os._exit(0)), "ended its process with exit status 0 in this check"),
     "segfault": (_do(lambda: ctypes.string_at(0)), "SIGSEGV in this check"),

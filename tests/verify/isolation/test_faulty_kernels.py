@@ -9,19 +9,30 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from faulty_kernels import BEHAVIOURS, CRASHES, ERRORS, FIRST_LENGTH, STATES, own_signals
+from faulty_kernels import (
+    BEHAVIOURS,
+    CRASHES,
+    ERRORS,
+    FIRST_LENGTH,
+    STATES,
+    breaks_the_gpu_and_is_unavailable,
+    own_signals,
+)
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import BackendUnavailable
 from nsa_verify import cases
-from nsa_verify.checks import decode_parity, slots
+from nsa_verify.checks import decode_parity, histories, slots
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.generated import jobs as generated_jobs
+from nsa_verify.generated.shrink import OnGenerated, ShrinkBudget
+from nsa_verify.histories.history import History, parse_history
+from nsa_verify.histories.replay import Failure, Fault
 from nsa_verify.isolation import gpu_context
 from nsa_verify.isolation.children import call_in_child
 from nsa_verify.isolation.global_state import GlobalState
-from nsa_verify.run import suite
+from nsa_verify.run import suite, workers
 from nsa_verify.run.runner import run_jobs
 
 
@@ -115,9 +126,68 @@ def test_a_worker_with_a_broken_gpu_is_replaced(combination) -> None:
     assert [sum(f.ok is False for f in job) for job in findings] == [1, 0, 1, 0]
 
 
-def test_an_error_of_the_gpu_is_found_only_where_the_gpu_is_in_use(monkeypatch) -> None:
+def test_a_worker_with_a_broken_gpu_is_replaced_after_an_error_of_nsa_core(combination) -> None:
+    first, healthy = jobs_of(["healthy", "healthy"])
+    jobs = [dataclasses.replace(first, check=breaks_the_gpu_and_is_unavailable), healthy]
+    broken, after = run_jobs([combination], jobs, job_limit_s=60).findings[0]
+    assert [f.detail for f in broken] == ["BackendUnavailable: no"]
+    assert all(f.ok for f in after)
+
+
+def test_a_worker_with_a_broken_gpu_ends_before_the_next_one_starts(
+    combination, monkeypatch
+) -> None:
+    start, running = workers._Pool.start, []
+
+    def watched(pool: workers._Pool, *arguments: object) -> None:
+        running.append([process.is_alive() for process in pool._processes])
+        start(pool, *arguments)
+
+    monkeypatch.setattr(workers._Pool, "start", watched)
+    run_jobs([combination], jobs_of(["breaks the GPU", "healthy"]), job_limit_s=60)
+    assert running == [[], [False]]
+
+
+def test_no_case_is_shrunk_on_a_broken_gpu(combination, monkeypatch) -> None:
+    """Every smaller case would fail, and the finding would not name the kernel any more."""
+    judged = []
+
+    def judge(combination: Combination, case: object) -> list[Finding]:
+        judged.append(case)
+        return [Finding("generated win", "win", "case", "float32", "run", False)]
+
+    monkeypatch.setattr(gpu_context, "gpu_error", lambda: "CUDA error: misaligned address")
+    (finding,) = OnGenerated("a case", judge, ShrinkBudget())(combination, None, None)
+    assert finding.ok is False
+    assert judged == ["a case"]
+
+
+def test_no_history_is_shrunk_on_a_broken_gpu(combination, monkeypatch) -> None:
+    replayed = []
+
+    class FailingReplay:
+        def __init__(self, history: History, *arguments: object) -> None:
+            replayed.append(history)
+
+        def first_failure(self, judge: object) -> Failure:
+            return Failure(0, Fault("win", "o", "it is wrong"))
+
+    monkeypatch.setattr(gpu_context, "gpu_error", lambda: "CUDA error: misaligned address")
+    monkeypatch.setattr(histories, "Replay", FailingReplay)
+    monkeypatch.setattr(histories, "_plans", lambda *arguments: None)
+    history = parse_history("batch=2 page_size=4 step=5,0 reorder=0,0 step=1,1")
+    (job,) = suite.history_jobs(history, [torch.float32])
+    (finding,) = job.run(combination)
+    assert finding.detail.startswith("after step=5,0: it is wrong; repeat with")
+    assert replayed == [history]
+
+
+@pytest.mark.parametrize(
+    "advice", ["Search for `cudaErrorMisalignedAddress' in", "CUDA kernel errors might be"]
+)
+def test_an_error_of_the_gpu_is_found_only_where_the_gpu_is_in_use(advice, monkeypatch) -> None:
     def fail() -> None:
-        raise RuntimeError("CUDA error: misaligned address\nCUDA kernel errors might be ...")
+        raise RuntimeError(f"CUDA error: misaligned address\n{advice} ...")
 
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     assert gpu_context.gpu_error() == ""

@@ -81,11 +81,11 @@ def _pad_to(x: Tensor, width: int) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return ``x``, or a contiguous copy unless every row begins on 16 bytes.
+    """Return ``x``, or a contiguous copy if a row does not begin on 16 bytes; on the CPU, ``x``.
 
-    On CUDA a kernel loads 16 bytes at once. An unaligned load breaks the GPU for the whole process.
+    Kernels on CUDA load 16 bytes at once. An unaligned load makes the GPU unusable in this process.
     """
-    if x.device.type == "cpu":
+    if device.device_type(x) == "cpu":
         return x
     strides = (stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1)
     if _begins_aligned(x) and not any(s * x.element_size() % _ALIGN for s in strides):
@@ -164,7 +164,8 @@ def _attend(
             q4, k4, v4, 0.0, causal, False, scale=scale
         )[:2]
         if _may_split_keys(q):
-            # A part of the keys whose sum is NaN is left out of lse. In o the row is NaN.
+            # A part of the keys whose sum is NaN is left out of lse. The row of o is NaN in every
+            # column.
             lse.masked_fill_(o[..., 0].isnan(), torch.nan)
         # The operator returns +inf for a row whose sum is NaN, as for a row without keys.
         lse.masked_fill_(lse == torch.inf, torch.nan)
@@ -174,9 +175,9 @@ def _attend(
 def _may_split_keys(q: Tensor) -> bool:
     """Return whether the CUDA operator may divide the keys of a row over several programs.
 
-    It does so for calls of fewer than 1.6 programs per multiprocessor, each of 64 rows.
+    It does so below 1.6 programs per multiprocessor, each of 64 rows; the limit here is a safe 2.
     """
-    if not q.is_cuda:
+    if not q.is_cuda:  # a dry run
         return True
     programs = q.shape[0] * q.shape[1] * -(-q.shape[2] // 64)
     return programs < 2 * torch.cuda.get_device_properties(q.device).multi_processor_count

@@ -45,7 +45,7 @@ from nsa_backend_triton.sel import backward as sel_backward
 from nsa_backend_triton.sel.problem import Problem
 from nsa_backend_triton.span import backward as span_backward
 from nsa_backend_triton.span import cmp, win
-from nsa_backend_triton.span.backward import Span
+from nsa_backend_triton.span.backward import Branch
 from nsa_core.contract import SlotCall
 
 _TAKES_SLOTS = (torch.float16, torch.float32)
@@ -105,21 +105,21 @@ def backward(do: Tensor, *tensors: Tensor, outputs: list[Tensor], call: SlotCall
     del rows, o_cmp, o_sel, o_win
     outputs.clear()
     delta, lse2 = stats_sel.unbind()
-    window = Span(x.k_win, x.v_win, x.lse_win, stats_win, (1, 1, geometry.window_size))
-    blocks = geometry.compress_block_size, geometry.compress_stride, 0
-    compressed = Span(x.k_cmp, x.v_cmp, x.lse_cmp, stats_cmp, blocks)
+    window = Branch(x.k_win, x.v_win, x.lse_win, stats_win, (1, 1, geometry.window_size))
+    span = geometry.compress_block_size, geometry.compress_stride, 0
+    compressed = Branch(x.k_cmp, x.v_cmp, x.lse_cmp, stats_cmp, span)
     seqs = Sequences.of(x.q, x.k_sel, call)
-    spans = (window, seqs), (compressed, Sequences.of(x.q, x.k_cmp, call, compressed=True))
-    fork, dkdv = Fork(do.device), list[tuple[Tensor, Tensor]]()
-    if fork.active:
-        dkdv += [span.dkdv(do, x.q, sequences, call.scale, fork) for span, sequences in spans]
-    problem = Problem(do, x.q, x.k_sel, x.v_sel, lse2, delta, seqs, call)
-    dq, dk_sel, dv_sel = sel_backward.gradients(problem, x.blocks, fork)
-    for span, sequences in spans:
-        span.add_dq(do, x.q, dq, sequences, call.scale)
-        if not fork.active:
-            dkdv.append(span.dkdv(do, x.q, sequences, call.scale, fork))
-    fork.join()
+    branches = (window, seqs), (compressed, Sequences.of(x.q, x.k_cmp, call, compressed=True))
+    dkdv: list[tuple[Tensor, Tensor]] = []
+    with Fork(do.device) as fork:
+        if fork.active:  # dk and dv of both branches run beside all kernels of dq
+            dkdv += [b.dkdv(do, x.q, sequences, call.scale, fork) for b, sequences in branches]
+        problem = Problem(do, x.q, x.k_sel, x.v_sel, lse2, delta, seqs, call)
+        dq, dk_sel, dv_sel = sel_backward.gradients(problem, x.blocks, fork)
+        for branch, sequences in branches:
+            branch.add_dq(do, x.q, dq, sequences, call.scale)
+            if not fork.active:
+                dkdv.append(branch.dkdv(do, x.q, sequences, call.scale, fork))
     (dk_win, dv_win), (dk_cmp, dv_cmp) = dkdv
     return Gradients(dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates)
 

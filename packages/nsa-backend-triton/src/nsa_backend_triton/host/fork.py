@@ -1,9 +1,8 @@
-"""Run kernels that do not depend on each other beside each other.
+"""Run independent kernels beside each other.
 
-In a short sequence a kernel has fewer programs than the GPU has room for. In a CUDA graph, kernels
-of several streams start together and share the GPU. Outside of a graph the calls of a short
-sequence wait for the host, which a second stream would only give more to do. So only a captured
-stream is forked.
+The kernels of a short sequence have too few programs to occupy the GPU. In a CUDA graph, kernels of
+several streams start together and share it. Outside of a graph, the calls of a short sequence are
+limited by the host, and a second stream would add to its work. So only a captured stream is forked.
 """
 
 from __future__ import annotations
@@ -28,7 +27,10 @@ _streams = _Streams()
 
 
 class Fork:
-    """Streams beside the current stream of ``device``, if that is being captured.
+    """A context with streams beside the current stream of ``device``, if that is being captured.
+
+    At its end, also after an error, the current stream waits for the kernels of all blocks.
+    Otherwise the capture could not end, and its own error would hide the first one.
 
     Attributes:
         active: whether the kernels of :meth:`beside` run on other streams.
@@ -38,16 +40,29 @@ class Fork:
         self._device, self._used, self._kept = device, 0, list[object]()
         self.active = is_capturing(device)
 
+    def __enter__(self) -> Fork:
+        """Return the fork."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let the current stream wait for the kernels of all blocks."""
+        for number in range(self._used):
+            torch.cuda.current_stream(self._device).wait_stream(self._stream(number))
+        self._used = 0
+        self._kept.clear()
+
     @contextlib.contextmanager
     def beside(self, *tensors: object) -> Iterator[None]:
         """Launch the kernels of the block beside those that the caller launches after it.
 
-        They run after all kernels that the current stream has so far. Nothing may be allocated in
-        the block: other streams would take the memory for free before its kernels have run.
+        They run after all kernels that the current stream has so far. The block must not allocate
+        tensors: their memory would belong to the other stream, which could reuse it while the
+        current stream still reads it.
 
         Args:
-            *tensors: What the kernels read and write, kept until :meth:`join`; else the current
-                stream could write to the memory of a temporary tensor while they use it.
+            *tensors: Tensors that the kernels read or write, kept until the fork ends. Otherwise
+                the current stream could write to the memory of a temporary tensor while they use
+                it. Tensors that live until then anyway may be left out.
         """
         if not self.active:
             yield
@@ -58,13 +73,6 @@ class Fork:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             yield
-
-    def join(self) -> None:
-        """Let the current stream wait for the kernels of all blocks."""
-        for number in range(self._used):
-            torch.cuda.current_stream(self._device).wait_stream(self._stream(number))
-        self._used = 0
-        self._kept.clear()
 
     def _stream(self, number: int) -> torch.cuda.Stream:
         streams = _streams.of_device.setdefault(self._device, [])

@@ -292,7 +292,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv in the shapes and dtypes of q, k and v.
 
-    dq is complete at once; dk and dv after ``fork.join()`` if there is a fork.
+    dq is complete at once, dk and dv when ``fork`` ends, if it is given.
     """
     if bitmask.fits(problem, blocks):
         return bitmask.gradients(problem, blocks, fork)

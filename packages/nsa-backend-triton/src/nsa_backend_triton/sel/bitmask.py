@@ -103,7 +103,7 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv in the dtypes of q, k and v; see :func:`fits`.
 
-    dq is complete at once; dk and dv after ``fork.join()`` if there is a fork.
+    dq is complete at once, dk and dv when ``fork`` ends, if it is given.
     """
     q, k, v, seqs = problem.q, problem.k, problem.v, problem.seqs
     launches = _prepare(problem, blocks)
@@ -118,7 +118,7 @@ def gradients(
     if launches.add is not None:
         new = problem.delta.new_zeros if unseen else problem.delta.new_empty
         outputs = [new(shape) for shape in launches.partial_shapes]
-    with fork.beside(*rows, bits, *outputs) if fork else contextlib.nullcontext():
+    with fork.beside(*rows, bits, *outputs, *grads) if fork else contextlib.nullcontext():
         launches.dkdv(q, k, v, *rows, bits, seqs.cu, *outputs)
         if launches.add is not None:
             launches.add(*outputs, *grads, seqs.cu)

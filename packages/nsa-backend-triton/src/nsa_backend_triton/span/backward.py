@@ -73,8 +73,8 @@ def backward(
     return dq, *_dkdv(dkdv_plan, do, q, k, v, lse, stats, seqs)
 
 
-class Span(NamedTuple):
-    """The backward of a branch whose statistics the caller computes.
+class Branch(NamedTuple):
+    """A branch whose statistics the caller computes, and its backward in two parts.
 
     Attributes:
         k: [B, L, G, Dk], packed [L, G, Dk].
@@ -104,7 +104,7 @@ class Span(NamedTuple):
     def dkdv(
         self, do: Tensor, q: Tensor, seqs: Sequences, scale: float, fork: Fork
     ) -> tuple[Tensor, Tensor]:
-        """Return dk and dv in the shapes of k and v, after ``fork.join()``."""
+        """Return dk and dv in the shapes of k and v, complete when ``fork`` ends."""
         k, v, lse, stats, span = self
         # Descriptors end at the last query: span_dkdv must read zeros after it.
         tensors_aligned, lse2 = aligned(q, do), stats[1].narrow(-1, 0, lse.shape[-1])
@@ -189,7 +189,7 @@ def _dkdv(
         (key_descriptor(q, plan.rows), key_descriptor(do, plan.rows)) if plan.rows else (None, None)
     )
     stats_desc = stats_descriptor(stats, lse.shape[-1], plan.rows) if plan.rows else None
-    with fork.beside(*outputs, stats) if fork else contextlib.nullcontext():
+    with fork.beside(*outputs, *grads, stats) if fork else contextlib.nullcontext():
         for launch in plan.dkdv:
             launch(
                 q, k, v, do, q_descriptor, do_descriptor, lse, stats, stats_desc, *outputs,

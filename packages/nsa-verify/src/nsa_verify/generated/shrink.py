@@ -16,6 +16,7 @@ from nsa_verify.checks.calls import EVERY, Call
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.generated.line import Line
+from nsa_verify.isolation import gpu_context
 
 SECONDS = 4.0  # for all failing cases of one slot, or all failing steps
 
@@ -48,10 +49,13 @@ class OnGenerated(Generic[_Line]):
     def __call__(
         self, combination: Combination, case: Case, dtype: torch.dtype
     ) -> Iterator[Finding]:
-        """Judge the case; a failing case is shrunk first. ``case`` and ``dtype`` are its own."""
+        """Judge the case; a failing case is shrunk first. ``case`` and ``dtype`` are its own.
+
+        On a GPU that is unusable in this process, every smaller case would fail too.
+        """
         findings = self.judge(combination, self.generated)
         slots = _failed_slots(findings)
-        if slots and self.budget.seconds > 0:
+        if slots and self.budget.seconds > 0 and not gpu_context.gpu_error():
             started = time.perf_counter()
 
             def still_fails(smaller: _Line) -> bool:

@@ -1,7 +1,7 @@
-"""Whether the GPU is still usable in this process.
+"""Find out that a kernel has made the GPU unusable in this process.
 
-After an illegal access of a kernel, every later call of CUDA in the process fails with the same
-error. A check that then fails says nothing about its own kernels.
+After an illegal access of a kernel, every later CUDA call in the process fails with the same error.
+A check that then fails says nothing about its own kernels.
 """
 
 from __future__ import annotations

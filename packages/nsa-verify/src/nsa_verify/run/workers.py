@@ -25,7 +25,7 @@ from nsa_core.errors import BackendUnavailable, NSAError
 from nsa_core.util.interruption import Interruption
 from nsa_verify.checks.calls import Call, calls_of
 from nsa_verify.combination import Combination
-from nsa_verify.isolation import children
+from nsa_verify.isolation import children, gpu_context
 from nsa_verify.isolation.activity import last_activity, record_activity
 from nsa_verify.isolation.call_guard import faults_outside_calls
 from nsa_verify.isolation.captured_output import capture_output, forget_output
@@ -58,7 +58,8 @@ def spread(
 
     A worker runs a job on all combinations in turn, because it caches their truths. Once ``stop``
     is set, no new task starts. A worker that dies, or whose job exceeds its limit, becomes a failed
-    finding. It is replaced unless it died before it started.
+    finding. It is replaced unless it died before it started. A worker whose GPU has become unusable
+    is replaced after its result.
 
     Args:
         combinations: Combinations to judge.
@@ -238,9 +239,12 @@ class _Pool:
         _send(parent_end, task)
 
     def replace(self, connection: Connection, stop: Interruption) -> None:
-        """Start another worker in place of one whose GPU is unusable."""
+        """End a worker whose GPU is unusable, and start another one in its place."""
         worker = self.workers.pop(connection)
-        connection.close()  # the worker exits
+        connection.close()
+        # The new worker may need the memory of this one, which might hang while it exits.
+        worker.process.kill()
+        worker.process.join()
         if not stop.received:
             self.start(worker.number, worker.task)
 
@@ -316,6 +320,7 @@ def _work(
                 result = judge_one(combinations, todo, task)
             except NSAError as error:
                 failed = _failed(todo, task, f"{type(error).__name__}: {error}")
+                failed = dataclasses.replace(failed, gpu_lost=bool(gpu_context.gpu_error()))
                 connection.send(failed if isolated else error)
                 continue
             # A kernel's call is checked by its guard; the rest are probes, imports and threads.
