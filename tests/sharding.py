@@ -1,4 +1,4 @@
-"""Which tests run: in the ordinary run, and in a shard of the full one.
+"""Choose the tests of the ordinary run, and those of a shard of the full one.
 
 `pytest --shard 2/6` runs the second of six disjoint parts.
 
@@ -18,7 +18,7 @@ SECONDS: dict[str, float] = json.loads(Path(__file__).with_name("shard_seconds.j
 ONLY_IN_FULL = frozenset(
     line
     for line in Path(__file__).with_name("only_in_full.txt").read_text().splitlines()
-    if not line.startswith("#")
+    if line and not line.startswith("#")
 )
 UNLISTED_SECONDS = 0.5  # assumed for each test of an unlisted file
 

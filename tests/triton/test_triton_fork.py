@@ -56,7 +56,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake.current)
     monkeypatch.setattr(torch.cuda, "stream", fake.enter)
     monkeypatch.setattr(fork_module, "_streams", fork_module._Streams())
-    monkeypatch.setattr(fork_module, "is_capturing", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     return fake
 
 
@@ -119,7 +119,7 @@ def test_threads_do_not_share_streams(streams: Streams) -> None:
 
 
 def test_a_stream_that_is_not_captured_is_not_forked(streams: Streams, monkeypatch) -> None:
-    monkeypatch.setattr(fork_module, "is_capturing", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     tensor = torch.zeros(3)
     alive = weakref.ref(tensor)
     with Fork(DEVICE) as fork:
@@ -128,3 +128,7 @@ def test_a_stream_that_is_not_captured_is_not_forked(streams: Streams, monkeypat
         del tensor
         assert alive() is None
     assert (streams.log, streams.made) == ([], 0)
+
+
+def test_a_dry_run_is_not_forked(streams: Streams) -> None:
+    assert not Fork(torch.device("meta")).active

@@ -56,7 +56,7 @@ def test_split_columns_give_the_gradients_of_eager_calls(
         splits.append(tuple(widths))
         return columns.split_columns(x, widths)
 
-    monkeypatch.setattr(projection, "joins_columns", lambda x: torch.compiler.is_compiling())
+    monkeypatch.setattr(columns, "DEVICES", ("cpu",))
     monkeypatch.setattr(projection, "split_columns", split)
     compiled, eager = compiled_and_eager(NSAConfig(**SIZES, **options), packed)
     assert len(splits) == 1
@@ -80,14 +80,27 @@ def test_the_operator_is_registered_for_the_compiler() -> None:
     torch.library.opcheck(torch.ops.nsa_core.join_columns.default, (parts,))
 
 
-def test_only_compiled_calls_on_cuda_split_columns() -> None:
-    assert not columns.joins_columns(torch.zeros(2))
-    taken = []
+@pytest.mark.parametrize(
+    ("devices", "call", "expected"),
+    [
+        (("cpu",), lambda f, x: torch.compile(f, backend="eager")(x), True),
+        (("cuda",), lambda f, x: torch.compile(f, backend="eager")(x), False),
+        (("cpu",), lambda f, x: f(x), False),
+        (("cpu",), lambda f, x: torch.export.export(f, (x,)), False),
+        (("cpu",), lambda f, x: torch.compile(torch.func.grad(f), backend="eager")(x), False),
+    ],
+    ids=["compiled", "compiled on another device", "eager", "exported", "transformed"],
+)
+def test_only_compiled_calls_on_cuda_split_columns(
+    devices: tuple[str, ...], call: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = set()
 
-    @torch.compile(backend="eager")
-    def call(x: torch.Tensor) -> torch.Tensor:
-        taken.append(columns.joins_columns(x))
-        return x
+    class Sum(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            splits.add(columns.joins_columns(x))
+            return x.sum()
 
-    call(torch.zeros(2))
-    assert taken == [False]
+    monkeypatch.setattr(columns, "DEVICES", devices)
+    call(Sum(), torch.zeros(2))
+    assert splits == {expected}

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 
 import torch
 
-from nsa_core.torch_ops.torch_state import is_capturing
-
 
 class _Streams(threading.local):
     """The streams of this thread by device: two captures at a time must not share one."""
@@ -38,7 +36,7 @@ class Fork:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._used, self._kept = device, 0, list[object]()
-        self.active = is_capturing(device)
+        self.active = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def __enter__(self) -> Fork:
         """Return the fork."""

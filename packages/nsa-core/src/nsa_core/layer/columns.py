@@ -9,6 +9,8 @@ import torch
 
 from nsa_core.torch_ops.torch_state import is_exporting
 
+DEVICES = ("cuda",)  # types of devices on which columns are split
+
 _lib = torch.library.Library("nsa_core", "FRAGMENT")
 _lib.define("join_columns(Tensor[] parts) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _lib.impl("join_columns", lambda parts: torch.cat(parts, -1), "CompositeExplicitAutograd")
@@ -17,8 +19,6 @@ torch.library.register_fake("nsa_core::join_columns", lambda parts: torch.cat(pa
 
 class _Split(torch.autograd.Function):
     """See :func:`split_columns`."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
@@ -37,13 +37,15 @@ class _Split(torch.autograd.Function):
 def joins_columns(x: torch.Tensor) -> bool:
     """Return whether :func:`split_columns` splits ``x``: a plain CUDA tensor under torch.compile.
 
-    A graph that is exported keeps the operators of PyTorch.
+    Graphs that are exported keep the operators of PyTorch, and so do transforms of torch.func: the
+    gradient has no rule for vmap.
     """
     return (
         torch.compiler.is_compiling()
-        and x.is_cuda
+        and x.device.type in DEVICES
         and type(x) is torch.Tensor
         and not is_exporting()
+        and not torch._C._are_functorch_transforms_active()
     )
 
 

@@ -205,7 +205,7 @@ class NSAProjections(nn.Module):
     ) -> tuple[
         torch.Tensor, tuple[torch.Tensor, torch.Tensor], list[torch.Tensor], list[torch.Tensor]
     ]:
-        """Return :meth:`rotated` without a shared pair, from columns that torch.compile joins."""
+        """Return :meth:`rotated` without a shared pair, by :func:`split_columns`."""
         heads = [self.config.n_heads, *[self.config.n_kv_heads] * 6]
         q, *ks, v_raw, v_sel, v_win = (
             part.unflatten(-1, (count, -1))
