@@ -72,9 +72,9 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
         ):
             rows[kernel] = [({}, {**rows[kernel][0][1], **changed})]
 
-        def counted(problem: Any, blocks: Tensor) -> Any:
+        def counted(problem: Any, blocks: Tensor, *fork: Any) -> Any:
             calls.append(bitmask._prepare(problem, blocks).partial_shapes)
-            return stock(problem, blocks)
+            return stock(problem, blocks, *fork)
 
         monkeypatch.setattr(configs, "table", lambda _: rows)
         monkeypatch.setattr(bitmask, "gradients", counted)
