@@ -37,7 +37,8 @@ class Scale:
         layer: Heads and NSA's sizes.
         layers: Number of blocks of the model.
         keys: Number of keys in the vocabulary.
-        before: The dense training. Short rows with many pairs teach the model to recall.
+        before: The dense training. Short rows teach the model to recall; later rows only place the
+            pairs further apart.
         length: Tokens of the rows after the conversion.
         pairs: Pairs in such a row.
         batch: Such rows per step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import subprocess
 
 import pytest
 
@@ -243,16 +244,21 @@ def test_a_probe_that_ends_its_process_for_some_requests_is_unavailable(nsa, tmp
     assert f"backend 'named', {reason}" in " ".join(done.stderr.split())
 
 
+def assert_some_tests_failed(done: subprocess.CompletedProcess[str], failed: int) -> None:
+    """Assert that `nsa conformance -v` failed so many tests, and passed others."""
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    outcomes = [line.split()[0] for line in lines if line.startswith(("passed ", "failed "))]
+    assert outcomes.count("passed") > 5, done.stdout
+    assert outcomes.count("failed") == failed, done.stdout
+
+
 @pytest.mark.slow
 def test_conformance_fails_the_tests_of_a_faulty_kernel_and_runs_the_others(nsa, tmp_path) -> None:
     install(tmp_path, "faulty", faulty(24, 25, 64, 0))
     tests = "test_accepted_requests_are_correct or test_backend_loads"
     done = nsa("conformance", "faulty", "--device", "cpu", "-k", tests, "-v", path=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    outcomes = [line.split()[0] for line in lines if line.startswith(("passed ", "failed "))]
-    assert outcomes.count("passed") > 5, done.stdout
-    assert outcomes.count("failed") == 3, done.stdout
+    assert_some_tests_failed(done, 3)
     assert "killed its process with SIGSEGV in this test" in done.stdout
     assert "ended its process with exit status 0 in this test" in done.stdout
     assert "it raised SystemExit: 0" in done.stdout
@@ -272,11 +278,7 @@ def test_conformance_replaces_a_process_whose_gpu_a_kernel_broke(nsa, tmp_path) 
     install(tmp_path, "faulty", source.replace("\ndef forward(", BREAKS_GPU))
     tests = "test_accepted_requests_are_correct or test_backend_loads"
     done = nsa("conformance", "faulty", "--device", "cpu", "-k", tests, "-v", path=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    outcomes = [line.split()[0] for line in lines if line.startswith(("passed ", "failed "))]
-    assert outcomes.count("passed") > 5, done.stdout
-    assert outcomes.count("failed") == 1, done.stdout
+    assert_some_tests_failed(done, 1)
     assert "a kernel made the GPU unusable: CUDA error: misaligned address" in done.stdout
 
 

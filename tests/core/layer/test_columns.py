@@ -80,27 +80,37 @@ def test_the_operator_is_registered_for_the_compiler() -> None:
     torch.library.opcheck(torch.ops.nsa_core.join_columns.default, (parts,))
 
 
+class Own(torch.Tensor):
+    """A subclass, as DTensor is, which may define the join of its own parts."""
+
+
 @pytest.mark.parametrize(
-    ("devices", "call", "expected"),
+    ("device", "call", "expected"),
     [
-        (("cpu",), lambda f, x: torch.compile(f, backend="eager")(x), True),
-        (("cuda",), lambda f, x: torch.compile(f, backend="eager")(x), False),
-        (("cpu",), lambda f, x: f(x), False),
-        (("cpu",), lambda f, x: torch.export.export(f, (x,)), False),
-        (("cpu",), lambda f, x: torch.compile(torch.func.grad(f), backend="eager")(x), False),
+        ("cpu", lambda f, x: torch.compile(f, backend="eager")(x), True),
+        ("cuda", lambda f, x: torch.compile(f, backend="eager")(x), False),
+        ("cpu", lambda f, x: torch.compile(f, backend="eager")(x.as_subclass(Own)), False),
+        ("cpu", lambda f, x: f(x), False),
+        ("cpu", lambda f, x: torch.export.export(f, (x,), strict=True).module()(x), False),
+        ("cpu", lambda f, x: torch.export.export(f, (x,), strict=False).module()(x), False),
+        ("cpu", lambda f, x: torch.compile(torch.func.vmap(f), backend="eager")(x[None]), False),
     ],
-    ids=["compiled", "compiled on another device", "eager", "exported", "transformed"],
+    ids=[
+        "compiled",
+        "another device",
+        "subclass",
+        "eager",
+        "exported",
+        "exported, not strict",
+        "transformed",
+    ],
 )
 def test_only_compiled_calls_on_cuda_split_columns(
-    devices: tuple[str, ...], call: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, call: Any, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    splits = set()
-
-    class Sum(torch.nn.Module):
+    class Splits(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            splits.add(columns.joins_columns(x))
-            return x.sum()
+            return x + (1.0 if columns.joins_columns(x) else 0.0)
 
-    monkeypatch.setattr(columns, "DEVICES", devices)
-    call(Sum(), torch.zeros(2))
-    assert splits == {expected}
+    monkeypatch.setattr(columns, "DEVICES", (device,))
+    assert call(Splits(), torch.zeros(2)).flatten().tolist() == [float(expected)] * 2
