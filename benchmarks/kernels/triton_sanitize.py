@@ -11,10 +11,11 @@ Prints one line per case; the result is the sanitizer's own summary. racecheck t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 import torch
 
-from nsa_core import NSAConfig, resolve
+from nsa_core import NSAConfig, block_attention, nsa_attention, resolve
 from nsa_core.contract import SLOTS
 from nsa_verify.cases import Case
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
@@ -29,16 +30,17 @@ SHAPES = {
 }
 
 
-PARTS = ("dense", "packed", "buckets", "decode")
+PARTS = ("dense", "packed", "buckets", "decode", "core", "blocks")
 LENGTHS = {
     "dense": (150,),
     "packed": (0, 33, 100, 1, 0),
     "buckets": (4200,),  # long enough for the bucket path of sel
+    "core": (150, 4200),
 }
 
 
 def main() -> None:
-    """Run forward and backward of every slot, and decode steps with their append and gates."""
+    """Run every slot, the core with one backward, block_attention, and decode steps."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,11 +54,15 @@ def main() -> None:
         for part in options.part or PARTS:
             if part == "decode":
                 decode(name, config)
+            elif part == "core":
+                core(name, config)
+            elif part == "blocks":
+                blocks(name, config)
             else:
-                layer(name, config, part)
+                slots(name, config, part)
 
 
-def layer(name: str, config: NSAConfig, part: str) -> None:
+def slots(name: str, config: NSAConfig, part: str) -> None:
     """Call every slot, forward and backward, with and without deterministic gradients."""
     packed = part == "packed"
     for deterministic in (False, True):
@@ -73,6 +79,38 @@ def layer(name: str, config: NSAConfig, part: str) -> None:
         run_slots(plan, case, case.data(torch.bfloat16, "cuda"))
         torch.cuda.synchronize()
         print(f"{name}, {part}, deterministic {deterministic}: ran", flush=True)
+
+
+def leaves(config: NSAConfig, length: int) -> list[torch.Tensor]:
+    """Return random q, k and v that require gradients."""
+    heads, dk, dv = config.n_kv_heads, config.head_dim, config.v_head_dim
+    shapes = ((config.n_heads, dk), (heads, dk), (heads, dv))
+    tensors = [torch.randn(1, length, *s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    return [tensor.requires_grad_() for tensor in tensors]
+
+
+def core(name: str, config: NSAConfig) -> None:
+    """Run the whole core with the backward of all branches together."""
+    config = dataclasses.replace(config, compress="mean")
+    plan = resolve(config, device="cuda", dtype=torch.bfloat16, backends="triton", needs_grad=True)
+    for length in LENGTHS["core"]:
+        tensors = leaves(config, length)
+        gates = torch.rand(1, length, config.n_heads, 3, device="cuda", requires_grad=True)
+        o = nsa_attention(*tensors, gates, config=config, plan=plan, nonnegative_gates=True)
+        torch.autograd.grad(o, (*tensors, gates), torch.ones_like(o))
+        torch.cuda.synchronize()
+        print(f"{name}, core of {length} tokens: ran", flush=True)
+
+
+def blocks(name: str, config: NSAConfig) -> None:
+    """Run block_attention with small and large blocks, forward and backward."""
+    for size in (16, 128, 256):
+        tensors = leaves(config, 700)
+        chosen = torch.randint(-1, 45, (1, 700, config.n_kv_heads, 6), device="cuda")
+        o = block_attention(*tensors, chosen, block_size=size, backends="triton")
+        torch.autograd.grad(o, tensors, torch.ones_like(o))
+        torch.cuda.synchronize()
+        print(f"{name}, blocks of {size}: ran", flush=True)
 
 
 def decode(name: str, config: NSAConfig) -> None:
