@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from figure_tables import Results, fixed, table, tokens
@@ -10,41 +10,9 @@ from figure_tables import Results, fixed, table, tokens
 _ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
 
 
-# Results of the shapes that were measured again, on one H200, after those of train.json.
-_LATER = ("train_2k.json", "train_long.json")
-
-
 def train(results: Results) -> str:
     """Tabulate thousands of tokens per second of NSA and dense attention, by length and batch."""
-    return _speeds(results.rows("train.json"))
-
-
-def train_later(results: Results) -> str:
-    """Tabulate the same of the later results."""
-    return _speeds(_later_rows(results))
-
-
-def _later_rows(results: Results) -> list[dict[str, Any]]:
-    later = Results(results.folder.with_name("h200"))
-    return [row for file in _LATER for row in later.rows(file)]
-
-
-def _later_value(attention: str, batch: int) -> Callable[[Results], str]:
-    """Return a function for the tokens per second of the later results at 2048 tokens."""
-
-    def render(results: Results) -> str:
-        (speed,) = (
-            row["tokens_per_s"]
-            for row in _later_rows(results)
-            if (row.get("attention"), row.get("S"), row.get("B")) == (attention, 2048, batch)
-        )
-        return _thousand(speed)
-
-    return render
-
-
-def _speeds(measured: Iterable[dict[str, Any]]) -> str:
-    rows = [r for r in measured if "tokens_per_s" in r]
+    rows = [r for r in results.rows("train.json") if "tokens_per_s" in r]
     shapes = sorted({(r["S"], r["B"]) for r in rows})
     speed = {
         name: [
@@ -139,11 +107,6 @@ def _worst_stall(results: Results) -> str:
 
 TRAINING: dict[str, Callable[[Results], str]] = {
     "train": train,
-    "train-later": train_later,
-    "train-later-nsa-1": _later_value("nsa", 1),
-    "train-later-nsa-8": _later_value("nsa", 8),
-    "train-later-dense-1": _later_value("dense", 1),
-    "train-later-dense-8": _later_value("dense", 8),
     "train-crossover": train_crossover,
     "train-memory": train_memory,
     "row-10-eager": _train_value("train_toy.json", "tokens_per_s", _thousand, mode="eager"),
