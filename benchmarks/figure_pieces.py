@@ -124,9 +124,9 @@ PIECES = (
         "every backend, dense attention and other NSA libraries, by sequence length",
         f"{_BENCH} --shape 12/2/64,64/4/128,32/8/128 --length 2k..64k"
         " --phase forward,backward,both --inputs random --budget 0.12 --max-call 0.5"
-        " --cell-limit 12 --time-limit 450 --json {file}",
+        " --cell-limit 12 --time-limit 560 --json {file}",
         "backends.json",
-        8.5,
+        10,
     ),
     Piece(
         "decode",
@@ -193,9 +193,9 @@ PIECES = (
         "NSA, dense FlashAttention-2 and other NSA libraries, all with code for the A100",
         f"python benchmarks/rehearse.py --arch 80 -- {_BENCH} --shape 64/4/128,32/8/128,12/2/64"
         " --length 8k,32k,64k --phase both --inputs random --combo triton --combo auto"
-        " --budget 0.3 --max-call 1 --cell-limit 30 --time-limit 240 --json {file}",
+        " --budget 0.3 --max-call 1 --cell-limit 30 --time-limit 540 --json {file}",
         "core.json",
-        6,
+        9.5,
         rehearses="sm80",
     ),
     Piece(
