@@ -83,7 +83,12 @@ def lines_of_code(text: str, tree: ast.Module) -> set[int]:
 def test_files_and_functions_are_short(repo):
     errors = []
     for name, tree in repo.python().items():
-        in_file, lines = functions(tree), sorted(lines_of_code(repo.text(name), tree))
+        in_file, text = functions(tree), repo.text(name)
+        if len(text.splitlines()) <= FILE_LINES and not any(
+            (function.end_lineno or 0) - function.lineno >= FUNCTION_LINES for function in in_file
+        ):
+            continue  # all lines are within the limits, so those of code are
+        lines = sorted(lines_of_code(text, tree))
         limit = KERNEL_FILE_LINES if any(map(is_kernel, in_file)) else FILE_LINES
         if len(lines) > limit:
             errors.append(f"{name}: {len(lines)} lines of code, {limit} allowed")

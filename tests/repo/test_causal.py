@@ -72,7 +72,12 @@ def unguarded_lines(tree: ast.Module) -> list[int]:
 
 
 def test_is_causal_needs_an_assert_of_as_many_queries_as_keys(repo):
-    trees = repo.python()
+    # A call cannot be causal without one of these words. To parse all files takes seconds.
+    words = ("is_causal", "scaled_dot_product")
+    texts = {repo.name(p): p.read_text("utf-8") for p in repo.files() if p.suffix == ".py"}
+    trees = {
+        name: ast.parse(text) for name, text in texts.items() if any(word in text for word in words)
+    }
     errors = [
         f"{name}:{line}"
         for name, tree in trees.items()
