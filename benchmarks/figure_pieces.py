@@ -215,6 +215,13 @@ PIECES = (
         rehearses="sm80",
     ),
     Piece(
+        "counters",
+        "hardware counters of the core's kernels, read by Nsight Compute",
+        "python benchmarks/kernels/counters.py --json {file}",
+        "counters.json",
+        2,
+    ),
+    Piece(
         "hf-convert",
         "held-out loss, recall and selected mass of a dense model that becomes NSA",
         "python benchmarks/hugging_face/convert_learning.py --json {file}",

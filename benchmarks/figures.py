@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from figure_blocks import BLOCKS
+from figure_counters import COUNTERS
 from figure_learning import LEARNING
 from figure_parallel import TABLES as PARALLEL
 from figure_pieces import PIECES, PUBLISHED, Piece
@@ -51,7 +52,7 @@ from figure_training import TRAINING
 from nsa_bench.provenance import command_output, tree_id
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = OTHER_TABLES | TRAINING | LEARNING | PARALLEL | BLOCKS
+TABLES = OTHER_TABLES | TRAINING | LEARNING | PARALLEL | BLOCKS | COUNTERS
 PAGES = ("README.md", "benchmarks/README.md", "docs/**/*.md")
 MARKED = re.compile(r"(<!-- figures:([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 # They do not affect measurements.

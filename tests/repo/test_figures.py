@@ -30,7 +30,14 @@ SWEEP_PAGES = [ROOT / "docs/how-to/block-attention.md", ROOT / "docs/explanation
 def figures(monkeypatch):
     """The module benchmarks/figures.py."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    for name in ("figures", "figure_blocks", "figure_learning", "figure_pieces", "figure_tables"):
+    for name in (
+        "figures",
+        "figure_blocks",
+        "figure_counters",
+        "figure_learning",
+        "figure_pieces",
+        "figure_tables",
+    ):
         sys.modules.pop(name, None)
     import figures
 
