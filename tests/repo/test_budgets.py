@@ -30,6 +30,7 @@ DISPATCH = CORE + "dispatch/"
 MAY_CATCH_ALL = {DISPATCH + name for name in ("choosing.py", "loading.py", "plan.py")}
 MAY_CATCH_ALL |= {DISPATCH + name for name in ("probing.py", "trial.py")}
 MAY_CATCH_ALL |= {CORE + "torch_ops/slot_op.py", CORE + "util/text.py"}
+MAY_CATCH_ALL |= {CORE + "parallel/agreement.py"}  # it raises the error after a collective
 VERIFY, BENCH = "packages/nsa-verify/src/nsa_verify/", "packages/nsa-bench/src/nsa_bench/"
 MAY_CATCH_ALL |= {VERIFY + name for name in ("run/contexts.py", "run/suite.py")}
 MAY_CATCH_ALL |= {VERIFY + name for name in ("isolation/call_guard.py", "isolation/children.py")}

@@ -15,7 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from nsa_core import NSAError
-from nsa_core.parallel import HeadParallel, Shards, collectives, head_exchange, pad_to
+from nsa_core.parallel import (
+    ContextParallel,
+    HeadParallel,
+    Shards,
+    collectives,
+    head_exchange,
+    pad_to,
+)
 from parallel_cases import (
     Collectives,
     divided,
@@ -168,18 +175,39 @@ def padded(rank: int, world: int, *, mode: str, layout: str) -> dict[str, float]
     }
 
 
+def single(rank: int, world: int, *, style: str) -> tuple[bool, dict[str, int]]:
+    """Apply a style over a mesh of one rank.
+
+    Returns:
+        Whether the output and all gradients have the bits of a layer without the style, and the
+        collectives of forward and backward.
+    """
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "one"))["one"]
+    case, styles = problem("packed"), {"context": ContextParallel(), "heads": HeadParallel()}
+    layer = parallelize_module(case.layer(), mesh, styles[style])
+    x = case.x.clone().requires_grad_()
+    with Collectives() as seen:
+        y = layer(x, case.cu_seqlens)
+        (y * case.up).sum().backward()
+    actual = {"y": y, "dx": x.grad} | {name: p.grad for name, p in layer.named_parameters()}
+    expected = {"y": case.y, "dx": case.dx, **case.grads}
+    equal = all(torch.equal(actual[name], value) for name, value in expected.items())
+    return equal, dict(seen.counts)
+
+
 def one_refuses(rank: int, world: int, *, check: bool) -> tuple[str, float]:
     """Return the error of each rank, and its seconds, if rank 1 refuses a call.
 
-    The group has a timeout of 4 seconds, and rank 1 does not end.
+    The group has a timeout of 30 seconds with the check, else of 4, and rank 1 does not end.
     """
-    group = dist.new_group(timeout=datetime.timedelta(seconds=4))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=30 if check else 4))
     collectives.group_name(group)
     case = problem("packed")
     layer = divided(world, case.layer(), mode="sequence")
     layer.parallel = dataclasses.replace(layer.parallel, group=group.group_name)
     plan = problem("packed").layer().plan if rank == 1 else None  # for whole sequences
     os.environ["NSA_CHECK"] = str(int(check))
+    dist.barrier()
     started = time.monotonic()
     try:
         layer(Shards(112, world, rank).take(case.x), case.cu_seqlens, plan=plan)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import importlib
-import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa_core.parallel
 from cases import layer_of
-from nsa_core import NSAError, NSAttention, resolve
+from nsa_core import NSAError, NSAttention
 from nsa_core.parallel import (
     HeadParallel,
     Shards,
@@ -245,42 +243,6 @@ def counted(rank: int, world: int, *, layout: str, mode: str) -> tuple[dict[str,
     with Collectives() as backward:
         y.sum().backward()
     return dict(forward.counts), dict(backward.counts)
-
-
-def disagreement(rank: int, world: int, *, about: str) -> str:
-    """Return the error of a call on which the ranks disagree, with NSA_CHECK=1."""
-    case, other = problem("packed"), rank == 1
-    options = {"window_size": 10} if about == "config" and other else {}
-    layout = "contiguous" if about == "layout" and other else "head_tail"
-    layer = divided(world, case._replace(options=options).layer(), mode="sequence", layout=layout)
-    plan = None
-    if about == "plan":
-        partial = resolve(
-            layer.config, partial=True, varlen=True, dtype=torch.float64, needs_grad=True
-        )
-        renamed = dataclasses.replace(partial.choices["sel"], version="9")
-        plan = (
-            dataclasses.replace(partial, choices=partial.choices | {"sel": renamed})
-            if other
-            else partial
-        )
-    layer.recompute = about == "recompute" and other
-    if about == "requires_grad" and other:
-        layer.phi_k.requires_grad_(False)
-    documents = case.cu_seqlens
-    assert documents is not None
-    if about == "documents" and other:
-        documents = torch.tensor([0, 5, 56, 56, 58, 80, 112], dtype=torch.int32)
-    os.environ["NSA_CHECK"] = "1"
-    try:
-        with Collectives() as seen:
-            rows = Shards(112, world, rank, layout).take(case.x)
-            layer(rows[:-1] if about == "rows" and other else rows, documents, plan=plan)
-    except nsa_core.parallel.context.InvalidInput as error:
-        return f"{sum(seen.counts.values())} collective: {error}"
-    finally:
-        del os.environ["NSA_CHECK"]
-    return "no error"
 
 
 def refusal(rank: int, world: int, *, of: str) -> str:

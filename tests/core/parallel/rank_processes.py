@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-MODULES = ("parallel_cases", "collective_cases", "block_cases")
+MODULES = ("parallel_cases", "collective_cases", "block_cases", "agreement_cases")
 Outcome = Any  # the result of a case on a rank, or the text of its exception after "raised "
 
 

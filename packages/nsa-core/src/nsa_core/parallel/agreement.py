@@ -7,97 +7,134 @@ wait for each other for ever.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.parallel.collectives import gather_rows
+from nsa_core.errors import InvalidInput
+from nsa_core.parallel.collectives import gather_rows, group_of
+from nsa_core.torch_ops.tensor_checks import has_values
 
 if TYPE_CHECKING:
+    from nsa_core.dispatch.choosing import Choice
     from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.module import NSAttention
-    from nsa_core.parallel.exchange_rows import Ranks
+
+Prepared = TypeVar("Prepared")
 
 
-def check_agreement(
-    layer: NSAttention,
-    mode: str,
-    ranks: Ranks,
-    x: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int | None,
-    plan: Plan | NSAError,
-) -> Plan:
-    """Check that all ranks make the same call. Synchronises.
+def is_compared(x: torch.Tensor) -> bool:
+    """Return whether NSA_CHECK=1 asks to compare a call with those of the other ranks.
 
     Args:
-        layer: the layer.
-        mode: "heads" or "sequence".
-        ranks: the rows of this rank and the process group.
-        x, cu_seqlens, max_seqlen: the arguments of the call.
-        plan: the plan of the call, or the error with which this rank refuses the call. The other
-            ranks would wait for it.
+        x: an input of the call; fake and traced tensors are not compared.
+    """
+    return has_values(x) and os.environ.get("NSA_CHECK") == "1"
+
+
+def agreed(
+    prepare: Callable[[], Prepared],
+    values: Callable[[Prepared | None], Mapping[str, object]],
+    group: str,
+    device: torch.device,
+) -> Prepared:
+    """Prepare a call, and check that all ranks make the same one. Synchronises.
+
+    A rank whose call fails before its first collective takes part, so that no rank waits for it.
+
+    Args:
+        prepare: runs the part of the call before its first collective.
+        values: returns what all ranks must have in common, by name, from the result of ``prepare``,
+            or from None if ``prepare`` raised. "the plan" may differ on ranks that raise.
+        group: name of the process group.
+        device: device of the tensors.
 
     Returns:
-        The plan.
+        The result of ``prepare``.
 
     Raises:
         InvalidInput: the calls differ, or another rank refuses its call; the message names the
             arguments that differ, and their ranks. All ranks raise.
-        NSAError: ``plan`` is an error, and nothing else differs.
+        Exception: ``prepare`` raised it, and nothing else differs.
     """
-    values: dict[str, object] = {
-        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.tolist(),
-        "max_seqlen": max_seqlen,
-        "the shape of x": tuple(x.shape),
-        "the dtype of x": x.dtype,
-        "the config": layer.config,
-        "the layout": ranks.layout,
-        "the mode": mode,
-        "reduce_dtype": ranks.reduce,
-        "grad mode": torch.is_grad_enabled(),
-        "the plan": None
-        if isinstance(plan, NSAError)
-        else {slot: f"{c.backend} {c.version}" for slot, c in plan.choices.items()},
-        "recompute": layer.recompute,
-        "requires_grad": [
-            name for name, tensor in (("x", x), *layer.named_parameters()) if tensor.requires_grad
-        ],
-    }
-    digests = [_digest(value) for value in values.values()]
-    every = _gathered([*digests, int(isinstance(plan, NSAError))], x.device, ranks)
-    refusing = [rank for rank, row in enumerate(every) if row[-1]]
+    result: Prepared | None = None
+    error: Exception | None = None
+    try:
+        result = prepare()
+    except Exception as raised:  # noqa: BLE001  (raised again below: no error may skip the gather)
+        error = raised
+    mine = values(result)
+    digests = [_digest(value) for value in mine.values()]
+    every = _gathered([*digests, int(error is not None)], group, device)
+    ranks = dist.get_process_group_ranks(group_of(group))
+    refusing = [rank for rank, row in zip(ranks, every) if row[-1]]
     problems, differing = [], {}
-    for index, name in enumerate(values):
-        other = [rank for rank in range(ranks.world) if every[rank][index] != every[0][index]]
+    for index, name in enumerate(mine):
+        other = [rank for rank, row in zip(ranks, every) if row[index] != every[0][index]]
         if other and not (refusing and name == "the plan"):
-            problems.append(f"{name} on rank {_listed(other)} differs from that on rank 0")
-            differing[name] = values[name]
+            problems.append(f"{name} on rank {_listed(other)} differs from that on rank {ranks[0]}")
+            differing[name] = mine[name]
+    this = ranks[group_of(group).rank()]
     if problems:
         raise InvalidInput(
             "; ".join(problems)
-            + f" (rank {ranks.rank} has {_described(differing)}): all ranks of a"
-            " context-parallel mesh must make the same call"
-        )
-    if isinstance(plan, NSAError):
-        raise plan
+            + f" (rank {this} has {_described(differing)}): all ranks of a mesh must make the same"
+            " call"
+        ) from error
+    if error is not None:
+        raise error
     if refusing:
         raise InvalidInput(
             f"rank {_listed(refusing)} refuses this call, for the reason in its own error; rank"
-            f" {ranks.rank} would wait for it"
+            f" {this} would wait for it"
         )
-    return plan
+    assert result is not None  # prepare did not raise
+    return result
+
+
+def values_of_layer(
+    layer: NSAttention,
+    x: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+    plan: Plan | None,
+) -> dict[str, object]:
+    """Return what all ranks must have in common in a call of a layer, by name."""
+    parameters = layer.named_parameters()
+    return {
+        **values_of_packing(cu_seqlens, max_seqlen),
+        "the shape of x": tuple(x.shape),
+        "the dtype of x": x.dtype,
+        "the config": layer.config,
+        "the plan": None if plan is None else names_of(plan.choices),
+        "recompute": layer.recompute,
+        "grad mode": torch.is_grad_enabled(),
+        "requires_grad": [n for n, t in (("x", x), *parameters) if t.requires_grad],
+    }
+
+
+def values_of_packing(cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> dict[str, object]:
+    """Return the documents of a call by name."""
+    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else cu_seqlens
+    return {"cu_seqlens": bounds, "max_seqlen": max_seqlen}
+
+
+def names_of(choices: Mapping[str, Choice]) -> dict[str, str]:
+    """Return the name and version of the backend of each slot."""
+    return {slot: f"{c.backend} {c.version}" for slot, c in choices.items()}
 
 
 def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _gathered(numbers: list[int], device: torch.device, ranks: Ranks) -> list[list[int]]:
+def _gathered(numbers: list[int], group: str, device: torch.device) -> list[list[int]]:
     """Return the numbers of every rank."""
-    mine = torch.tensor([numbers], device=device)
-    rows: list[list[int]] = gather_rows(mine, ranks.group, ranks.world, torch.float32).tolist()
+    mine, world = torch.tensor([numbers], device=device), group_of(group).size()
+    rows: list[list[int]] = gather_rows(mine, group, world, torch.float32).tolist()
     return rows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,6 +17,9 @@ from nsa_core.layer.block_plans import (
     check_scale,
     default_block_plan,
 )
+from nsa_core.layer.input_checks import check_types
+from nsa_core.parallel.agreement import agreed, is_compared, names_of, values_of_packing
+from nsa_core.parallel.collectives import group_name
 from nsa_core.parallel.exchange_rows import Ranks
 from nsa_core.parallel.gathered_keys import attend_gathered
 from nsa_core.parallel.shards import Shards
@@ -70,7 +73,8 @@ def divided_block_attention(
 
     Raises:
         InvalidInput: an argument is invalid, the tensors do not have ``shards.rows`` rows, or the
-            group does not have the ranks of ``shards``.
+            group does not have the ranks of ``shards``; or, with NSA_CHECK=1, the ranks do not
+            agree.
         Unsupported, BackendUnavailable, NSAError: as block_attention.
 
     Example:
@@ -78,28 +82,26 @@ def divided_block_attention(
         >>> own = [shards.take(x, 1) for x in (q, k, v, blocks)]
         >>> o = divided_block_attention(*own, shards, block_size=64)
     """
-    check_block_size(block_size)
-    check_scale(scale)
     tensors = {"q": q, "k": k, "v": v, "blocks": blocks}
-    check_arguments(tensors, None, cu_seqlens, max_seqlen, plan, backends)
+    check_types(tensors)
     if not isinstance(shards, Shards):
         raise InvalidInput(f"shards must be Shards, got {type(shards).__name__}")
-    if q.shape[-3] != shards.rows:
-        raise InvalidInput(
-            f"q, k, v and blocks must have the {shards.rows} rows of this rank, got"
-            f" {q.shape[-3]}: pass shards.take(x, -3)"
-        )
-    if cu_seqlens is not None and has_values(cu_seqlens):
-        check_cu_seqlens(cu_seqlens, shards.total, max_seqlen)
+    call = _Call(
+        q, k, v, blocks, shards, block_size, group, scale, cu_seqlens, max_seqlen, plan, backends
+    )
     if shards.world == 1:
+        call.check()
         return block_attention(
             q, k, v, blocks, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen, plan=plan, backends=backends,
         )  # fmt: skip
+    if is_compared(q):
+        plan = agreed(call.checked_plan, call.values, group_name(group), q.device)
+    else:
+        plan = call.checked_plan()
     place = (shards.total, shards.world, shards.rank, shards.layout)
     ranks = Ranks.of(*place, shards.checked_group(group), torch.float32)
     packed = cu_seqlens is not None
-    plan = _plan(q, k, v, blocks, block_size, scale, packed, shards.total, plan, backends)
     rows, choices = q.split(ranks.chunk, -3), blocks.split(ranks.chunk, -3)
 
     def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -122,25 +124,81 @@ def divided_block_attention(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -3)
 
 
-def _plan(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    blocks: torch.Tensor,
-    block_size: int,
-    scale: float | None,
-    packed: bool,
-    total: int,
-    plan: BlockPlan | None,
-    backends: str | None,
-) -> BlockPlan:
-    """Return ``plan`` if it fits, or the cached plan of calls whose queries begin anywhere."""
-    sizes = BlockSizes(
-        q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], block_size, blocks.shape[-1], scale
-    )
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if plan is not None:
-        check_plan(plan, sizes, q, packed, True, wants_grad)
-        return plan
-    long = is_long(total, packed)
-    return default_block_plan(sizes, q.device, q.dtype, packed, True, wants_grad, backends, long)
+class _Call(NamedTuple):
+    """The arguments of divided_block_attention; torch.compile can trace it."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    blocks: torch.Tensor
+    shards: Shards
+    block_size: int
+    group: ProcessGroup | None
+    scale: float | None
+    cu_seqlens: torch.Tensor | None
+    max_seqlen: int | None
+    plan: BlockPlan | None
+    backends: str | None
+
+    def check(self) -> None:
+        """Check the arguments, except the fit of the plan.
+
+        Raises:
+            InvalidInput: an argument is invalid, or the tensors do not have the rows of the shards.
+        """
+        check_block_size(self.block_size)
+        check_scale(self.scale)
+        tensors = {"q": self.q, "k": self.k, "v": self.v, "blocks": self.blocks}
+        check_arguments(tensors, None, self.cu_seqlens, self.max_seqlen, self.plan, self.backends)
+        if self.q.shape[-3] != self.shards.rows:
+            raise InvalidInput(
+                f"q, k, v and blocks must have the {self.shards.rows} rows of this rank, got"
+                f" {self.q.shape[-3]}: pass shards.take(x, -3)"
+            )
+        if self.cu_seqlens is not None and has_values(self.cu_seqlens):
+            check_cu_seqlens(self.cu_seqlens, self.shards.total, self.max_seqlen)
+
+    def checked_plan(self) -> BlockPlan:
+        """Check all arguments; return the plan of calls whose queries begin anywhere.
+
+        Raises:
+            InvalidInput: an argument is invalid, the plan does not fit, or the group does not have
+                the ranks of the shards.
+        """
+        self.check()
+        self.shards.checked_group(self.group)
+        q, k, v, packed = self.q, self.k, self.v, self.cu_seqlens is not None
+        heads, widths = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
+        sizes = BlockSizes(*heads, *widths, self.block_size, self.blocks.shape[-1], self.scale)
+        wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if self.plan is not None:
+            check_plan(self.plan, sizes, q, packed, True, wants_grad)
+            return self.plan
+        long = is_long(self.shards.total, packed)
+        return default_block_plan(
+            sizes, q.device, q.dtype, packed, True, wants_grad, self.backends, long
+        )
+
+    def values(self, plan: BlockPlan | None) -> dict[str, object]:
+        """Return what all ranks must have in common, by name.
+
+        The number of blocks of a query may differ.
+
+        Args:
+            plan: the plan of the call; None: there is none.
+        """
+        named = {"q": self.q, "k": self.k, "v": self.v}
+        shards = self.shards
+        return {
+            "the layout": shards.layout,
+            **values_of_packing(self.cu_seqlens, self.max_seqlen),
+            "the total of shards": shards.total,
+            "the world of shards": shards.world,
+            **{f"the shape of {name}": tuple(x.shape) for name, x in named.items()},
+            "the dtype of q": self.q.dtype,
+            "block_size": self.block_size,
+            "scale": self.scale,
+            "the plan": None if plan is None else names_of({"sel": plan.choice}),
+            "grad mode": torch.is_grad_enabled(),
+            "requires_grad": [name for name, x in named.items() if x.requires_grad],
+        }

@@ -72,6 +72,8 @@ def group_size(name: str) -> int:
 def named_errors(operator: str, group: str) -> Iterator[None]:
     """Raise an error of torch.distributed as an NSAError that names this rank and its peers.
 
+    torch.distributed does not report which one of several peers is absent.
+
     On gloo, a collective raises when another rank has ended, or after the timeout of its group. On
     NCCL, the watchdog of torch ends the process after this timeout, and no error passes here.
     """
@@ -81,12 +83,18 @@ def named_errors(operator: str, group: str) -> Iterator[None]:
         raise  # of this rank
     except RuntimeError as error:
         this = _groups[group]
-        rank, ranks = this.rank(), dist.get_process_group_ranks(this)
-        others = ", ".join(str(other) for other in ranks if other != ranks[rank])
+        ranks = dist.get_process_group_ranks(this)
+        rank = ranks[this.rank()]
+        others = [str(other) for other in ranks if other != rank]
+        absent = (
+            f"rank {others[0]}"
+            if len(others) == 1
+            else f"at least one of the ranks {', '.join(others)}"
+        )
         raise NSAError(
-            f"{operator} failed on rank {ranks[rank]}: rank {others} did not take part, or ended"
-            f" before. The first error of these ranks is the cause; with NSA_CHECK=1 a rank that"
-            f" refuses its call is named ({describe_error(error)})"
+            f"{operator} failed on rank {rank}: {absent} did not take part, or ended before. The"
+            " first error of the other ranks is the cause; with NSA_CHECK=1 a rank that refuses its"
+            f" call is named ({describe_error(error)})"
         ) from error
 
 

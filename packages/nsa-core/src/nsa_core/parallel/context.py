@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -14,10 +13,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from nsa_core.config import NSAConfig
 from nsa_core.dispatch.default_plan import check_is_plan, default_plan, is_long
 from nsa_core.dispatch.finite_checks import checked_plan
-from nsa_core.errors import InvalidInput, NSAError, Unsupported
+from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layer.module import NSAttention
 from nsa_core.parallel import heads, sequence
-from nsa_core.parallel.agreement import check_agreement
+from nsa_core.parallel.agreement import agreed, is_compared, values_of_layer
 from nsa_core.parallel.collectives import group_name
 from nsa_core.parallel.exchange_rows import Ranks
 from nsa_core.parallel.layouts import check_layout, pieces_per_rank
@@ -193,8 +192,8 @@ class DividedSequence:
         """
         rank, total = self.rank, x.shape[-2] * self.rank.world
         ranks = Ranks.of(total, rank.world, rank.rank, rank.layout, self.group, self.reduce)
-        if has_values(x) and os.environ.get("NSA_CHECK") == "1":
-            plan = self._agreed_plan(layer, x, cu_seqlens, max_seqlen, ranks, plan)
+        if is_compared(x):
+            plan = self._agreed_plan(layer, x, cu_seqlens, max_seqlen, plan)
         else:
             plan = self._checked_plan(layer, x, cu_seqlens, max_seqlen, plan)
         if self.mode == "heads":
@@ -207,19 +206,22 @@ class DividedSequence:
         x: torch.Tensor,
         cu_seqlens: torch.Tensor | None,
         max_seqlen: int | None,
-        ranks: Ranks,
         plan: Plan | None,
     ) -> Plan:
-        """Return the plan after all ranks have compared their calls.
+        """Return the plan after all ranks have compared their calls."""
 
-        A rank that refuses its call takes part, so that no rank waits for it.
-        """
-        checked: Plan | NSAError
-        try:
-            checked = self._checked_plan(layer, x, cu_seqlens, max_seqlen, plan)
-        except NSAError as error:
-            checked = error
-        return check_agreement(layer, self.mode, ranks, x, cu_seqlens, max_seqlen, checked)
+        def values(checked: Plan | None) -> dict[str, object]:
+            return {
+                "the layout": self.rank.layout,
+                "the mode": self.mode,
+                "reduce_dtype": self.reduce,
+                **values_of_layer(layer, x, cu_seqlens, max_seqlen, checked),
+            }
+
+        def prepare() -> Plan:
+            return self._checked_plan(layer, x, cu_seqlens, max_seqlen, plan)
+
+        return agreed(prepare, values, self.group, x.device)
 
     def _checked_plan(
         self,

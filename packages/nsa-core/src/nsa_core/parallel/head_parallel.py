@@ -17,11 +17,15 @@ from nsa_core.layer.gating import LinearGate, MLPGate, compute_gates, has_sigmoi
 from nsa_core.layer.module import NSAttention
 from nsa_core.layer.plain_linear import are_plain
 from nsa_core.layer.projection import Projected
+from nsa_core.parallel.agreement import agreed, is_compared, values_of_layer
 from nsa_core.parallel.collectives import gather_rows, group_name, sum_dtype, sum_ranks
 from nsa_core.parallel.context import check_layer, check_mesh, heads_of_one_rank
+from nsa_core.torch_ops.tensor_checks import check_cu_seqlens
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
+
+    Prepared = tuple[Projected, torch.Tensor, Plan]  # inputs of nsa_attention, gates, plan
 
 
 class HeadParallel(ParallelStyle):
@@ -220,10 +224,16 @@ class DividedHeads:
         max_seqlen: int | None,
         plan: Plan | None,
     ) -> torch.Tensor:
-        """Apply ``layer`` to x, as NSAttention.forward."""
-        x, replicated = self._replicated(layer, x)
-        projected, gates = torch.func.functional_call(self.inputs, replicated, (x, cu_seqlens))
-        q, k, v, k_cmp, v_cmp = projected
+        """Apply ``layer`` to x, as NSAttention.forward.
+
+        Raises:
+            InvalidInput: as NSAttention.forward; or, with NSA_CHECK=1, the ranks do not agree.
+        """
+        if is_compared(x):
+            prepared = self._agreed(layer, x, cu_seqlens, max_seqlen, plan)
+        else:
+            prepared = self._prepared(layer, x, cu_seqlens, plan)
+        (q, k, v, k_cmp, v_cmp), gates, plan = prepared
         o = nsa_attention(
             q,
             k,
@@ -234,13 +244,45 @@ class DividedHeads:
             config=layer.config,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
-            plan=layer.resolve_plan(x, q, cu_seqlens is not None, plan),
+            plan=plan,
             recompute=layer.recompute,
             nonnegative_gates=has_sigmoid(layer.gate),
         )
         product = _product(layer.out, o.flatten(-2))
         y: torch.Tensor = _Summed.apply(product, layer.out.bias, self.group)  # type: ignore[no-untyped-call]
         return y
+
+    def _prepared(
+        self,
+        layer: NSAttention,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        plan: Plan | None,
+    ) -> Prepared:
+        """Return the inputs of nsa_attention, the gates and the plan."""
+        x, replicated = self._replicated(layer, x)
+        projected, gates = torch.func.functional_call(self.inputs, replicated, (x, cu_seqlens))
+        return projected, gates, layer.resolve_plan(x, projected.q, cu_seqlens is not None, plan)
+
+    def _agreed(
+        self,
+        layer: NSAttention,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int | None,
+        plan: Plan | None,
+    ) -> Prepared:
+        """Return the result of ``_prepared`` after all ranks have compared their calls."""
+
+        def prepare() -> Prepared:
+            check_cu_seqlens(cu_seqlens, x.shape[-2], max_seqlen)
+            return self._prepared(layer, x, cu_seqlens, plan)
+
+        def values(prepared: Prepared | None) -> dict[str, object]:
+            chosen = None if prepared is None else prepared[-1]
+            return values_of_layer(layer, x, cu_seqlens, max_seqlen, chosen)
+
+        return agreed(prepare, values, self.group, x.device)
 
     def _replicated(
         self, layer: NSAttention, x: torch.Tensor
