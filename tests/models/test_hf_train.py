@@ -68,6 +68,15 @@ def test_dtype_and_device_arguments(device_map, tmp_path):
     assert model.generate(ids.to(model.device), max_new_tokens=3).shape == (1, 43)
 
 
+def test_offloaded_layers_are_refused(tmp_path):
+    nsa_model().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map="auto", max_memory={"cpu": "60KB"}, offload_folder=tmp_path / "disk"
+    )
+    with pytest.raises(InvalidInput, match="are on the meta device, .* device_map offloads"):
+        model(torch.ones(1, 40, dtype=torch.long))
+
+
 def test_parameters_that_a_checkpoint_lacks_are_initialised_as_in_a_new_layer(tmp_path):
     """Models load on the meta device, where the layer's own initial values are lost."""
     model = nsa_model()
