@@ -24,6 +24,7 @@ ROTARY = {
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
     "linear": {"factor": 4.0},
+    "proportional": {"partial_rotary_factor": 0.5},
 }
 # Every key is in the window, so that NSA with the gates of the window only is dense attention.
 DENSE_WINDOW = NSA | {"window_size": 150}

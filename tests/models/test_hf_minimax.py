@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from peft import LoraConfig, get_peft_model
+from transformers import DynamicCache, StaticCache, Trainer, TrainingArguments
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
     MiniMaxM3VLConfig,
     MiniMaxM3VLTextConfig,
@@ -196,13 +197,21 @@ def test_a_cache_changes_nothing(model, tokens, rows):
 @pytest.mark.parametrize("rows", ["no padding", "left"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}],
-    ids=["greedy", "beams", "static cache", "no cache"],
+    [
+        {},
+        {"num_beams": 3},
+        {"cache_implementation": "static"},
+        {"use_cache": False},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=["greedy", "beams", "static cache", "no cache", "assisted"],
 )
 def test_generation_matches_eager(model, tokens, rows, options):
     results = {}
     left = 9 if rows == "left" else 0
     mask = inputs(left, 0, True)["attention_mask"]
+    if "prompt_lookup_num_tokens" in options:  # one row, whose text repeats
+        mask, tokens = mask[:1], tokens[:1, : TOKENS // 2].repeat(1, 2)
     for name in ("eager", "nsa_blocks"):
         model.set_attn_implementation(name)
         results[name] = model.generate(
@@ -280,6 +289,35 @@ def test_training_follows_eager(tokens):
             losses[name].append(float(loss.detach()))
     assert losses["eager"][-1] < losses["eager"][0] - 0.3
     assert max(abs(a - b) for a, b in zip(*losses.values())) < 1e-4
+
+
+def test_the_trainer_with_lora_follows_eager(tokens, tmp_path):
+    data = [{"input_ids": row, "labels": row} for row in tokens[:, :100].tolist()] * 4
+    losses = {}
+    for name in ("eager", "nsa_blocks"):
+        base = new_model()
+        base.set_attn_implementation(name)
+        before = {n: p.detach().clone() for n, p in base.named_parameters()}
+        model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / name),
+            max_steps=3,
+            per_device_train_batch_size=2,
+            learning_rate=0.02,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model=model, args=arguments, train_dataset=data)
+        trainer.train()
+        losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        merged = model.merge_and_unload().state_dict()
+        changed = {n.split(".")[-2] for n, p in before.items() if not torch.equal(merged[n], p)}
+        assert changed == {"q_proj", "v_proj"}
+    assert losses["eager"][-1] < losses["eager"][0] - 0.1
+    assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-4
 
 
 def test_images_run_dense_attention():

@@ -52,14 +52,29 @@ def test_a_saved_model_has_the_same_logits(kind, tied, tmp_path):
     assert biases & {"qkv", "out"} == ({"qkv"} if kind == "qwen2" else {"qkv", "out"})
 
 
-def test_dtype_and_device_arguments(tmp_path):
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto"], ids=["cpu", "auto"])
+def test_dtype_and_device_arguments(device_map, tmp_path):
+    saved = nsa_model(dtype=torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, device_map=device_map
+    )
+    on_gpu = device_map == "auto" and torch.cuda.is_available()
+    kinds = {(parameter.dtype, parameter.device.type) for parameter in model.parameters()}
+    assert kinds == {(torch.bfloat16, "cuda" if on_gpu else "cpu")}
+    ids = torch.randint(1, 61, (1, 40))
+    logits = model(ids.to(model.device)).logits.cpu()
+    assert torch.allclose(logits, saved(ids).logits, rtol=0, atol=0.02 if on_gpu else 0)
+    assert model.generate(ids.to(model.device), max_new_tokens=3).shape == (1, 43)
+
+
+def test_offloaded_layers_are_refused(tmp_path):
     nsa_model().save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, device_map={"": "cpu"}
+        tmp_path, device_map="auto", max_memory={"cpu": "60KB"}, offload_folder=tmp_path / "disk"
     )
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model(torch.ones(1, 40, dtype=torch.long)).logits.isfinite().all()
-    assert model.generate(torch.ones(1, 40, dtype=torch.long), max_new_tokens=3).shape == (1, 43)
+    with pytest.raises(InvalidInput, match="are on the meta device, .* device_map offloads"):
+        model(torch.ones(1, 40, dtype=torch.long))
 
 
 def test_parameters_that_a_checkpoint_lacks_are_initialised_as_in_a_new_layer(tmp_path):
@@ -139,13 +154,23 @@ def test_checkpointing_and_packing_give_the_same_gradients():
 
 
 @pytest.mark.slow
-def test_compiled_forward_equals_the_eager_one():
+def test_compiled_forward_and_backward_equal_the_eager_ones():
     model = nsa_model()
     compiled = torch.compile(model, backend="inductor")
     ids, mask, _ = padded_batch((75, 30))
     for arguments in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
-        expected, actual = (m(**arguments).logits for m in (model, compiled))
+        results = []
+        for each in (model, compiled):
+            logits = each(**arguments).logits
+            loss = logits[mask.bool()].square().mean()
+            results.append((logits, torch.autograd.grad(loss, list(model.parameters()))))
+        (expected, gradients), (actual, compiled_gradients) = results
         assert torch.allclose(actual, expected, rtol=0, atol=1e-5)
+        for (name, _), gradient, other in zip(
+            model.named_parameters(), gradients, compiled_gradients, strict=True
+        ):
+            assert gradient.any(), name
+            assert torch.allclose(other, gradient, rtol=1e-4, atol=1e-7), name
 
 
 def test_lora_trains_adapters_and_new_parameters_only():
@@ -165,6 +190,37 @@ def test_lora_trains_adapters_and_new_parameters_only():
     for part in ("qkv.lora_A", "qkv.lora_B", "out.lora_B", "phi_k", "phi_v", "gate"):
         assert any(part in name for name in changed), part
     assert model.generate(input_ids=ids, max_new_tokens=4).shape == (2, 74)
+
+
+def test_a_loop_generates_answers_and_trains_on_padded_pairs():
+    """As preference training does: an answer that is preferred beside one of the model's own."""
+    model = nsa_model("qwen2", torch.float64).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
+    prompts, prompt_mask, alone = padded_batch((40, 25))
+    preferred = torch.randint(1, 61, (2, 8))
+    answer_mask = torch.ones(4, 8, dtype=torch.long)
+    answer_mask[1, 5:] = 0  # a shorter answer: this row has padding on both sides
+    losses = []
+    for _ in range(4):
+        with torch.no_grad():
+            rows = model.generate(
+                prompts, attention_mask=prompt_mask, max_new_tokens=8, do_sample=False
+            )
+        answers = torch.cat([preferred, rows[:, 40:]])
+        ids = torch.cat([prompts.repeat(2, 1), answers], 1)
+        mask = torch.cat([prompt_mask.repeat(2, 1), answer_mask], 1)
+        logits = model(ids, attention_mask=mask, logits_to_keep=9).logits[:, :-1]
+        assert torch.equal(logits[2:].argmax(-1), answers[2:])  # greedy, with the current weights
+        short = model(torch.cat([alone[1], preferred[1:, :5]], 1)).logits[:, 24:-1]
+        assert torch.allclose(logits[1:2, :5], short, rtol=0, atol=1e-12)
+        log_p = logits.log_softmax(-1).take_along_dim(answers[..., None], -1)[..., 0]
+        score = (log_p * answer_mask).sum(1)
+        loss = -torch.nn.functional.logsigmoid(score[:2] - score[2:]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_trainer_lowers_the_loss_and_writes_a_model(tmp_path):
@@ -196,6 +252,18 @@ def test_trainer_lowers_the_loss_and_writes_a_model(tmp_path):
     ("changes", "message"),
     [
         ({"rope_parameters": {**YARN, "rope_type": "dynamic"}}, r"rope_type 'dynamic' is not supp"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [4.0] * 4,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            r"rope_type 'longrope' is not supported, because its frequencies depend on the length",
+        ),
         ({"attention_dropout": 0.1}, r"attention_dropout = 0.1 \(NSA has no dropout\)"),
         ({"nsa": {"head_dim": 8}}, r"config.nsa: head_dim must not be set"),
         ({"nsa": {"window": 8}}, r"config.nsa: NSAConfig has no field 'window'"),

@@ -9,6 +9,7 @@ from torch import nn
 
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
+from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_models.hf.cache import NSAModelCache
 from nsa_models.hf.configs import LayerSpec
 from nsa_models.hf.rows import TokenRows
@@ -64,10 +65,18 @@ class NSASelfAttention(NSAttention):
 
         Raises:
             InvalidInput: ``attention_mask`` is a tensor, because the model does not have the
-                attention implementation "nsa" or because it was called with a mask that is not 2-D.
+                attention implementation "nsa" or because it was called with a mask that is not 2-D;
+                or the weights of the layer are on the meta device.
             Unsupported: A style of nsa_core.parallel divided the layer, and there is a cache.
         """
         x, rows = hidden_states, attention_mask
+        if dtype_and_device_from(self.qkv).is_meta and not x.is_meta:
+            raise InvalidInput(
+                f"the weights of layer {self.layer_idx} are on the meta device, for example because"
+                " device_map offloads them to the CPU or the disk, which NSA layers do not support:"
+                " load the model on devices that hold all layers, with a larger max_memory, more"
+                " GPUs or a smaller dtype"
+            )
         if rows is not None and not isinstance(rows, TokenRows):
             raise InvalidInput(
                 f"attention_mask reached an NSA layer as {type(rows).__name__}"

@@ -102,8 +102,12 @@ def layer_spec(config: PreTrainedConfig) -> LayerSpec:
         options.setdefault("rope_frequencies", frequencies)
     if isinstance(options.get("rope_frequencies"), list):  # JSON has no tuples
         options["rope_frequencies"] = tuple(options["rope_frequencies"])
+    supported: tuple[str, ...] = _SUPPORTED
+    if (values.get("rope_parameters") or {}).get("rope_type") == "proportional":
+        # its frequencies are 0 in the part of a head that is not rotated
+        supported = (*_SUPPORTED, "partial_rotary_factor")
     fields = read_fields(
-        values, _SUPPORTED, options, "Set these fields of the configuration to their defaults"
+        values, supported, options, "Set these fields of the configuration to their defaults"
     )
     try:
         layer = NSAConfig(**fields)
