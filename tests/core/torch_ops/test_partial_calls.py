@@ -15,9 +15,16 @@ from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 
 CONFIG = NSAConfig(
-    32, 4, 2, head_dim=8, compress_block_size=4, compress_stride=2, select_block_size=8,
-    num_selected_blocks=3, window_size=6,
-)  # fmt: skip
+    32,
+    4,
+    2,
+    head_dim=8,
+    compress_block_size=4,
+    compress_stride=2,
+    select_block_size=8,
+    num_selected_blocks=3,
+    window_size=6,
+)
 SPEC = partial_toy.spec()
 
 

@@ -93,9 +93,17 @@ def divided_block_attention(
         check_cu_seqlens(cu_seqlens, shards.total, max_seqlen)
     if shards.world == 1:
         return block_attention(
-            q, k, v, blocks, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen, plan=plan, backends=backends,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            blocks,
+            block_size=block_size,
+            scale=scale,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            plan=plan,
+            backends=backends,
+        )
     place = (shards.total, shards.world, shards.rank, shards.layout)
     ranks = Ranks.of(*place, shards.checked_group(group), torch.float32)
     packed = cu_seqlens is not None
