@@ -199,7 +199,7 @@ PIECES = (
         "train-recompute",
         "training throughput and memory with recompute=True, without it, and of dense attention",
         "throughput",
-        5,
+        6,
         "compile+graph,recompute+compile+graph --shapes 2048x8,16384x1,65536x1",
     ),
     _train("train-memory", "training memory of NSA and of dense attention", "memory", 4),
