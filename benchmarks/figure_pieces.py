@@ -14,10 +14,11 @@ PUBLISHED = "h100"  # folder of benchmarks/results with the figures of README.md
 
 _BENCH = "nsa bench --device cuda --dtype bfloat16 --threads 8"
 _CORE = (
-    _BENCH + " --shape {shape} --length 8k,32k,64k --phase both,forward,backward --combo auto"
+    _BENCH + " --shape {shape} --length 8k,32k,64k --phase {phases} {combos}"
     " --inputs random,real --checkpoint " + CHECKPOINTS + "/{checkpoint}.safetensors"
     " --budget 0.3 --max-call 1 --cell-limit 30 --time-limit {seconds} --json {{file}}"
 )
+_REHEARSE = "python benchmarks/rehearse.py --arch 80 --"
 _TRAIN = "python benchmarks/train.py --device cuda --only {section} --time-limit {seconds}"
 
 
@@ -69,7 +70,13 @@ class Piece:
 
 def _core(shape: str, minutes: float) -> Piece:
     heads = shape.replace("/", "-")
-    command = _CORE.format(shape=shape, checkpoint=heads, seconds=round(60 * (minutes - 1)))
+    command = _CORE.format(
+        shape=shape,
+        phases="both,forward,backward",
+        combos="--combo auto",
+        checkpoint=heads,
+        seconds=round(60 * (minutes - 1)),
+    )
     return Piece(
         f"core-{heads}",
         f"NSA, its kernels and dense attention at {shape}, random and real inputs",
@@ -103,6 +110,41 @@ def _fa2(provider: str) -> Piece:
     )
 
 
+def _a100_core(shape: str) -> Piece:
+    heads = shape.replace("/", "-")
+    command = _CORE.format(
+        shape=shape,
+        phases="both",
+        combos="--combo triton --combo auto",
+        checkpoint=heads,
+        seconds=540,
+    )
+    return Piece(
+        f"a100-core-{heads}",
+        f"NSA, dense FlashAttention-2 and other NSA libraries at {shape}, random and real inputs,"
+        " all with code for the A100",
+        f"{_REHEARSE} {command}",
+        f"a100_core_{heads.replace('-', '_')}.json",
+        9.5,
+        "real-blocks",
+        rehearses="sm80",
+    )
+
+
+def _shapes(length: str, shapes: str, minutes: float) -> Piece:
+    return Piece(
+        f"shapes-{length}",
+        f"NSA and dense attention at heads of released models, {length} tokens",
+        # Of the other NSA libraries only fla, which refuses most of these heads at once: the
+        # kernels of the others compile for minutes for each shape.
+        f"{_BENCH} --shape {shapes} --length {length} --phase both --inputs random --combo auto"
+        f" --rival fla --budget 0.3 --max-call 1 --cell-limit 30"
+        f" --time-limit {round(60 * (minutes - 1))} --json {{file}}",
+        f"shapes_{length}.json",
+        minutes,
+    )
+
+
 SHAPES = ("12/2/64", "32/8/128", "64/4/128", "64/4/192/128")
 
 PIECES = (
@@ -119,6 +161,9 @@ PIECES = (
     _core("32/8/128", 5),
     _core("64/4/128", 7),
     _core("64/4/192/128", 7),
+    _shapes("16k", "40/8/128,48/6/80,16/2/96,32/32/64,8/1/256", 7),
+    _shapes("32k", "28/4/128,64/8/128", 4),
+    _shapes("128k", "16/1/128", 4),
     Piece(
         "backends",
         "every backend, dense attention and other NSA libraries, by sequence length",
@@ -147,13 +192,26 @@ PIECES = (
         "train",
         "training throughput of NSA and of dense attention",
         "throughput",
+        9.5,
+        "compile+graph,bf16+compile,bf16+compile+graph",
+    ),
+    _train(
+        "train-recompute",
+        "training throughput and memory with recompute=True, without it, and of dense attention",
+        "throughput",
         6,
-        "compile+graph",
+        "compile+graph,recompute+compile+graph --shapes 2048x8,16384x1,65536x1",
     ),
     _train("train-memory", "training memory of NSA and of dense attention", "memory", 4),
     _train("train-stall", "variation of step times, memory growth", "stall", 3, "compile+graph"),
     _train("train-layers", "forward and backward time by number of layers", "layers", 2),
-    _train("train-toy", "training throughput of a one-layer model", "toy", 2),
+    _train(
+        "train-toy",
+        "training throughput of a one-layer model",
+        "toy",
+        2,
+        "compile,compile+graph,eager",
+    ),
     Piece(
         "cmp-routes",
         "the compressed branch with every implementation, by sequence length",
@@ -188,14 +246,16 @@ PIECES = (
     ),
     _fa2("flash-attn"),
     _fa2("PyTorch"),
+    _a100_core("12/2/64"),
+    _a100_core("32/8/128"),
+    _a100_core("64/4/128"),
     Piece(
-        "a100-core",
-        "NSA, dense FlashAttention-2 and other NSA libraries, all with code for the A100",
-        f"python benchmarks/rehearse.py --arch 80 -- {_BENCH} --shape 64/4/128,32/8/128,12/2/64"
-        " --length 8k,32k,64k --phase both --inputs random --combo triton --combo auto"
-        " --budget 0.3 --max-call 1 --cell-limit 30 --time-limit 540 --json {file}",
-        "core.json",
-        9.5,
+        "a100-decode",
+        "decode steps with large caches, with code for the A100",
+        f"{_REHEARSE} {_BENCH} --phase decode --combo auto --budget 0.1 --time-limit 150"
+        " --json {file}",
+        "a100_decode.json",
+        4,
         rehearses="sm80",
     ),
     Piece(
@@ -208,8 +268,7 @@ PIECES = (
     Piece(
         "a100-block-attention",
         "block_attention and dense FlashAttention-2, all with code for the A100",
-        "python benchmarks/rehearse.py --arch 80 -- python benchmarks/block_attention.py"
-        " --device cuda --json {file}",
+        f"{_REHEARSE} python benchmarks/block_attention.py --device cuda --json {{file}}",
         "blocks.json",
         2,
         rehearses="sm80",

@@ -23,15 +23,6 @@ from nsa_bench.timing import spread_of_repeats
 ABSENT = "not measured"
 PENDING = "not measured yet"  # the result file does not exist
 PROBLEMS = tuple(itertools.product(SHAPES, ("random", "real")))
-# Subjects in the table of the A100 path, and their titles.
-A100_SUBJECTS = {
-    "triton": "triton",
-    "auto": "auto",
-    "dense flash-attn": "dense, flash-attn",
-    "dense flash": "dense, FlashAttention-2 of PyTorch",
-    "sfnsa NSA": "sfnsa",
-    "xunhao NSA": "xunhao",
-}
 BRANCHES = ("compress", "cmp", "select", "sel", "win", "combine")
 
 
@@ -301,25 +292,6 @@ def backends(results: Results) -> str:
     return table(["heads", "kernels", *(tokens(n) for n in lengths)], rows)
 
 
-def a100(results: Results) -> str:
-    """Tabulate forward + backward of NSA and its rivals with code for the A100, by length."""
-    (piece,) = (p for p in PIECES if p.name == "a100-core")
-    file = piece.nearest(results.folder)
-    if file is None:
-        return ABSENT
-    measurements = [m for m in read_result(file).measurements if m.phase == "both"]
-    subjects = [s for s in A100_SUBJECTS if any(m.subject == s for m in measurements)]
-    rows = []
-    for shape, length in sorted({(m.shape, m.length) for m in measurements}):
-        times = {
-            m.subject: digits(m.performance.median_ms)
-            for m in measurements
-            if (m.shape, m.length) == (shape, length) and m.performance
-        }
-        rows.append([shape, tokens(length), *(times.get(s, "-") for s in subjects)])
-    return table(["heads", "tokens", *(A100_SUBJECTS[s] for s in subjects)], rows)
-
-
 def real_blocks(results: Results) -> str:
     """Tabulate the distinct blocks of eight neighbouring tokens, over n, at 64k tokens."""
     shapes = json.loads((results.folder / "real_blocks.json").read_text())["shapes"]
@@ -423,7 +395,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "core-few-calls": core_few_calls,
     "core-kernels": core_kernels,
     "backends": backends,
-    "a100": a100,
     "real-blocks": real_blocks,
     "decode": decode,
     "topics": topics,

@@ -5,25 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from figure_tables import Results, fixed, table, tokens
+from figure_tables import PENDING, Results, fixed, table, tokens
 
+RECOMPUTE_FILE = "train_recompute.json"
 _ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
 
 
 def train(results: Results) -> str:
-    """Tabulate thousands of tokens per second of NSA and dense attention, by length and batch."""
-    rows = [r for r in results.rows("train.json") if "tokens_per_s" in r]
-    shapes = sorted({(r["S"], r["B"]) for r in rows})
+    """Tabulate thousands of tokens per second of NSA and dense attention, by length and batch.
+
+    Each has its fastest mode, and the last row names that of dense attention.
+    """
+    best = _fastest(results)
+    shapes = sorted(best["nsa"].keys() & best["dense"].keys())
     speed = {
-        name: [
-            max(
-                r["tokens_per_s"]
-                for r in rows
-                if (r["attention"], r["S"], r["B"]) == (name, length, batch)
-            )
-            for length, batch in shapes
-        ]
-        for name in ("nsa", "dense")
+        name: [best[name][shape]["tokens_per_s"] for shape in shapes] for name in ("nsa", "dense")
     }
     columns = ["tokens x batch", *(f"{tokens(length)} x {batch}" for length, batch in shapes)]
     return table(
@@ -32,8 +28,47 @@ def train(results: Results) -> str:
             ["NSA", *(f"{n / 1e3:.1f}" for n in speed["nsa"])],
             ["dense", *(f"{n / 1e3:.1f}" for n in speed["dense"])],
             ["ratio", *(f"{a / b:.2f}x" for a, b in zip(speed["nsa"], speed["dense"]))],
+            ["mode of dense", *(best["dense"][shape]["mode"] for shape in shapes)],
         ],
     )
+
+
+def _fastest(results: Results) -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
+    """Return the row of the fastest mode, by attention and (length, batch)."""
+    best: dict[str, dict[tuple[int, int], dict[str, Any]]] = {"nsa": {}, "dense": {}}
+    measured = [row for row in results.rows("train.json") if "tokens_per_s" in row]
+    for row in sorted(measured, key=lambda row: float(row["tokens_per_s"])):
+        best[row["attention"]][row["S"], row["B"]] = row
+    return best
+
+
+def _fastest_dense(batch: int) -> Callable[[Results], str]:
+    """Return a function for the speed of dense attention at 2048 tokens, in its fastest mode."""
+    return lambda results: _thousand(_fastest(results)["dense"][2048, batch]["tokens_per_s"])
+
+
+def train_recompute(results: Results) -> str:
+    """Tabulate the speed and peak memory of a step with recompute=True beside those without it."""
+    columns = ["tokens x batch"]
+    columns += [f"{name}, k tokens/s" for name in ("NSA", "NSA, recompute=True", "dense")]
+    columns += [f"{name}, GiB" for name in ("NSA", "NSA, recompute=True", "dense")]
+    if not (results.folder / RECOMPUTE_FILE).exists():
+        return table(columns, [[PENDING, *"-" * (len(columns) - 1)]])
+    cells: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for row in results.rows(RECOMPUTE_FILE):
+        if "tokens_per_s" in row:
+            kind = "recompute" if row["mode"].startswith("recompute") else row["attention"]
+            cells.setdefault((row["S"], row["B"]), {})[kind] = row
+    kinds = ("nsa", "recompute", "dense")
+    rows = [
+        [
+            f"{tokens(length)} x {batch}",
+            *(f"{of[k]['tokens_per_s'] / 1e3:.1f}" if k in of else "-" for k in kinds),
+            *(f"{of[k]['peak_gib']:.1f}" if k in of else "-" for k in kinds),
+        ]
+        for (length, batch), of in sorted(cells.items())
+    ]
+    return table(columns, rows)
 
 
 def train_crossover(results: Results) -> str:
@@ -47,12 +82,41 @@ def train_memory(results: Results) -> str:
     """Tabulate the peak memory of a training step in GiB at batch 1, by length."""
     measured = [r for r in results.rows("train_memory.json") if r.get("B") == 1 and "peak_gib" in r]
     lengths = sorted({r["S"] for r in measured})
-    peak = {(r["attention"], r["S"]): f"{r['peak_gib']:.1f}" for r in measured}
+    peak = {(r["attention"], _mode(r), r["S"]): f"{r['peak_gib']:.1f}" for r in measured}
+    kinds = {
+        ("nsa", "eager"): "NSA",
+        ("nsa", "recompute"): "NSA, recompute=True",
+        ("dense", "eager"): "dense",
+    }
     rows = [
-        [title, *(peak.get((name, n), "-") for n in lengths)]
-        for name, title in (("nsa", "NSA"), ("dense", "dense"))
+        [title, *(peak.get((*kind, n), "-") for n in lengths)]
+        for kind, title in kinds.items()
+        if any((*kind, n) in peak for n in lengths)
     ]
     return table(["tokens", *(tokens(n) for n in lengths)], rows)
+
+
+def _mode(row: dict[str, Any]) -> str:
+    """Return the mode of a row; rows of older files have none, and are eager."""
+    mode: str = row.get("mode", "eager")
+    return mode
+
+
+def _memory_rows(results: Results, attention: str) -> list[dict[str, Any]]:
+    """Return the rows of train-memory in eager steps without recompute."""
+    rows = results.rows("train_memory.json")
+    return [r for r in rows if r.get("attention") == attention and _mode(r) == "eager"]
+
+
+def _peak(length: int, batch: int) -> Callable[[Results], str]:
+    """Return a function for the peak memory of a step with NSA, in GiB."""
+
+    def render(results: Results) -> str:
+        rows = _memory_rows(results, "nsa")
+        peaks = [r["peak_gib"] for r in rows if (r.get("S"), r.get("B")) == (length, batch)]
+        return f"{peaks[0]:.1f}"
+
+    return render
 
 
 def _train_value(
@@ -75,7 +139,7 @@ def _layers(mode: str, form: Callable[[float], str]) -> Callable[[Results], str]
 
 def _largest_batch(results: Results) -> str:
     """Return the largest batch of 2048-token rows within 80 GiB, with its peak memory."""
-    rows = [r for r in results.rows("train_memory.json") if r.get("attention") == "nsa"]
+    rows = _memory_rows(results, "nsa")
     (largest,) = (r["largest_B_in_80_GiB"] for r in rows if "largest_B_in_80_GiB" in r)
     peaks = [r["peak_gib"] for r in rows if (r.get("S"), r.get("B")) == (2048, largest)]
     return f"B={largest} ({peaks[0]:.1f} GiB)"
@@ -85,10 +149,8 @@ def _slope(attention: str) -> Callable[[Results], str]:
     """Return a function for the slope of activation memory over length, on log-log axes."""
 
     def render(results: Results) -> str:
-        rows = results.rows("train_memory.json")
-        (slope,) = (
-            r["slope_in_S"] for r in rows if r.get("attention") == attention and "slope_in_S" in r
-        )
+        rows = _memory_rows(results, attention)
+        (slope,) = (r["slope_in_S"] for r in rows if "slope_in_S" in r)
         return f"{slope:.3f}"
 
     return render
@@ -109,6 +171,7 @@ TRAINING: dict[str, Callable[[Results], str]] = {
     "train": train,
     "train-crossover": train_crossover,
     "train-memory": train_memory,
+    "train-recompute": train_recompute,
     "row-10-eager": _train_value("train_toy.json", "tokens_per_s", _thousand, mode="eager"),
     "row-10-graph": _train_value("train_toy.json", "tokens_per_s", _thousand, mode="compile+graph"),
     "row-11-step": _train_value("train.json", "step_ms", fixed(1), attention="nsa", B=1, **_ONE),
@@ -118,21 +181,11 @@ TRAINING: dict[str, Callable[[Results], str]] = {
     "row-12-nsa-8": _train_value(
         "train.json", "tokens_per_s", _thousand, attention="nsa", B=8, **_ONE
     ),
-    "row-12-dense-1": _train_value(
-        "train.json", "tokens_per_s", _thousand, attention="dense", B=1, **_ONE
-    ),
-    "row-12-dense-8": _train_value(
-        "train.json", "tokens_per_s", _thousand, attention="dense", B=8, **_ONE
-    ),
-    "row-13-peak-2k": _train_value(
-        "train_memory.json", "peak_gib", fixed(1), attention="nsa", S=2048, B=1
-    ),
-    "row-13-peak-4k": _train_value(
-        "train_memory.json", "peak_gib", fixed(1), attention="nsa", S=4096, B=1
-    ),
-    "row-13-peak-16": _train_value(
-        "train_memory.json", "peak_gib", fixed(1), attention="nsa", S=2048, B=16
-    ),
+    "row-12-dense-1": _fastest_dense(1),
+    "row-12-dense-8": _fastest_dense(8),
+    "row-13-peak-2k": _peak(2048, 1),
+    "row-13-peak-4k": _peak(4096, 1),
+    "row-13-peak-16": _peak(2048, 16),
     "row-13-largest": _largest_batch,
     "row-13-slope": _slope("nsa"),
     "row-13-slope-dense": _slope("dense"),

@@ -40,11 +40,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from figure_a100 import A100
 from figure_blocks import BLOCKS
 from figure_counters import COUNTERS
 from figure_learning import LEARNING
 from figure_parallel import TABLES as PARALLEL
 from figure_pieces import PIECES, PUBLISHED, Piece
+from figure_shapes import SHAPES_OF_MODELS
 from figure_tables import TABLES as OTHER_TABLES
 from figure_tables import Results
 from figure_training import TRAINING
@@ -52,13 +54,15 @@ from figure_training import TRAINING
 from nsa_bench.provenance import command_output, tree_id
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLES = OTHER_TABLES | TRAINING | LEARNING | PARALLEL | BLOCKS | COUNTERS
+TABLES = OTHER_TABLES | TRAINING | LEARNING | PARALLEL | BLOCKS
+TABLES |= A100 | COUNTERS | SHAPES_OF_MODELS
 PAGES = ("README.md", "benchmarks/README.md", "docs/**/*.md")
 MARKED = re.compile(r"(<!-- figures:([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 # They do not affect measurements.
 OURS = (
-    *("figures.py", "figure_learning.py", "figure_parallel.py", "figure_pieces.py"),
-    *("figure_tables.py", "figure_training.py"),
+    *("figures.py", "figure_a100.py", "figure_blocks.py", "figure_learning.py"),
+    *("figure_parallel.py", "figure_pieces.py", "figure_shapes.py", "figure_tables.py"),
+    "figure_training.py",
 )
 CUT = ("time limit was reached", "not begun: time limit")  # reasons of cells without a time
 

@@ -6,6 +6,10 @@
 Sections (--only): throughput, stall, memory, layers, toy. Cells with a target figure run first; no
 cell starts after --time-limit (540 s). Every cell is a row, and the file is written after each. If
 a cell fails or runs out of memory, its row has the reason and the run continues.
+
+A mode of --modes is "eager", or options joined with "+": bf16 (dense attention only: parameters in
+bf16, without fp32 copies), recompute (NSA only: the backward runs the branches again), compile,
+graph. Sections that need none of them measure "eager"; memory also measures "recompute".
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from train_cells import Bench, Grid, Row, median, quick
+from train_cells import Bench, Grid, Mode, Row, median, quick
 
 from nsa_bench.crossover import crossing
 from nsa_models.lm.config import LMConfig, size
@@ -35,7 +39,7 @@ def throughput(bench: Bench) -> None:
     for length, batch in bench.grid.shapes:
         torch._dynamo.reset()  # one static compilation per shape
         for attention in ("nsa", "dense"):
-            for mode in bench.grid.modes:
+            for mode in bench.grid.modes_of(attention):
                 config = dataclasses.replace(bench.grid.model, attention=attention)
                 facts = {"attention": attention, "S": length, "B": batch, "mode": mode}
                 row = bench.cell(
@@ -79,36 +83,37 @@ def _speed(bench: Bench, config: LMConfig, length: int, batch: int, mode: str) -
 
 def memory(bench: Bench) -> None:
     """Measure activation memory by length, its log-log slope, and the largest batch in 80 GiB."""
-    for attention in ("nsa", "dense"):
+    for attention, mode in (("nsa", "eager"), ("nsa", "recompute"), ("dense", "eager")):
         config, points = dataclasses.replace(bench.grid.model, attention=attention), []
+        kind = {"attention": attention, "mode": mode}
         for length in bench.grid.lengths:
             row = bench.cell(
                 "memory",
-                {"attention": attention, "S": length, "B": 1},
-                lambda c=config, n=length: _memory(bench, c, n, 1),
+                {**kind, "S": length, "B": 1},
+                lambda c=config, n=length, m=mode: _memory(bench, c, n, 1, m),
             )
             if row.get("activation_gib"):
                 points.append((length, row["activation_gib"]))
         if len(points) > 1:
             x, y = (torch.tensor(v, dtype=torch.float64).log() for v in zip(*points))
             slope = float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())
-            bench.cell("memory", {"attention": attention, "slope_in_S": round(slope, 3)}, dict)
+            bench.cell("memory", {**kind, "slope_in_S": round(slope, 3)}, dict)
         largest = 0
         for batch in bench.grid.batches:
-            facts = {"attention": attention, "S": bench.grid.batch_length, "B": batch}
+            facts = {**kind, "S": bench.grid.batch_length, "B": batch}
             row = bench.cell(
                 "memory",
                 facts,
-                lambda c=config, b=batch: _memory(bench, c, bench.grid.batch_length, b),
+                lambda c=config, b=batch, m=mode: _memory(bench, c, bench.grid.batch_length, b, m),
             )
             if "reason" in row or row["peak_gib"] > 80:
                 break
             largest = batch
-        bench.cell("memory", {"attention": attention, "largest_B_in_80_GiB": largest}, dict)
+        bench.cell("memory", {**kind, "largest_B_in_80_GiB": largest}, dict)
 
 
-def _memory(bench: Bench, config: LMConfig, length: int, batch: int) -> Row:
-    trainer = bench.trainer(config, length, batch)
+def _memory(bench: Bench, config: LMConfig, length: int, batch: int, mode: str) -> Row:
+    trainer = bench.trainer(config, length, batch, mode)
     trainer.step()
     bench.sync()
     if not bench.cuda:
@@ -131,12 +136,12 @@ def stall(bench: Bench) -> None:
     """Measure 200 steps: p99 over median of the time, and memory growth after the first 50."""
     for length, batch in bench.grid.stalls:
         torch._dynamo.reset()
-        facts = {"S": length, "B": batch, "mode": bench.grid.modes[0]}
+        facts = {"S": length, "B": batch, "mode": bench.grid.modes_of("nsa")[0]}
         bench.cell("stall", facts, lambda n=length, b=batch: _step_stability(bench, n, b))
 
 
 def _step_stability(bench: Bench, length: int, batch: int) -> Row:
-    trainer = bench.trainer(bench.grid.model, length, batch, bench.grid.modes[0])
+    trainer = bench.trainer(bench.grid.model, length, batch, bench.grid.modes_of("nsa")[0])
     for _ in range(5):
         trainer.step()
     step_times, memory_bytes = [], []
@@ -201,7 +206,7 @@ def _forward_backward(bench: Bench, count: int, mode: str) -> Row:
 def toy(bench: Bench) -> None:
     """Measure tokens/s of the earlier reports' single layer of width 128, at S=128, B=8."""
     length, batch = bench.grid.toy
-    for mode in bench.grid.modes:
+    for mode in bench.grid.modes_of("nsa"):
         bench.cell(
             "toy",
             {"S": length, "B": batch, "mode": mode},
@@ -218,7 +223,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
     parser.add_argument(
         "--modes",
-        help="comma-separated modes: eager, compile, graph, compile+graph",
+        help="comma-separated modes, such as compile+graph,bf16+compile (see above)",
     )
     parser.add_argument(
         "--shapes", help="comma-separated shapes of throughput, tokens x batch, such as 2048x8"
@@ -240,9 +245,14 @@ def main() -> None:
         grid = dataclasses.replace(grid, shapes=tuple((int(n), int(b)) for n, b in shapes))
     if options.modes:
         grid = dataclasses.replace(grid, modes=tuple(options.modes.split(",")))
-    if unknown := sorted(set(grid.modes) - {"eager", "compile", "graph", "compile+graph"}):
+    try:
+        modes = [Mode.of(name) for name in grid.modes]
+    except ValueError as error:
+        parser.error(f"--modes: {error}")
+    if not all(any(mode.runs(attention) for mode in modes) for attention in ("nsa", "dense")):
         parser.error(
-            f"--modes must be among eager, compile, graph, compile+graph; got {', '.join(unknown)}"
+            f"--modes needs a mode without bf16, for NSA, and one without recompute, for dense"
+            f" attention; got {options.modes}"
         )
     bench = Bench(grid, options.json, options.time_limit)
     for section in sections:

@@ -24,6 +24,47 @@ from nsa_models.lm.task import DataSpec, open_data
 from nsa_models.lm.trainer import Trainer
 
 Row = dict[str, Any]
+# Options of a mode, in the order in which its name joins them with "+".
+MODE_OPTIONS = ("bf16", "recompute", "compile", "graph")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How a step is trained: "eager", or options joined with "+", such as "compile+graph".
+
+    Attributes:
+        bf16: Parameters and AdamW's moments in bf16, without fp32 copies and without autocast. Only
+            for dense attention, to which NSA is compared: the fastest way to train it.
+        recompute: The backward runs NSA's branches again, as :class:`nsa_core.NSAttention` says.
+        compile: Compiled blocks.
+        graph: Forward and backward as one CUDA graph.
+    """
+
+    bf16: bool = False
+    recompute: bool = False
+    compile: bool = False
+    graph: bool = False
+
+    @classmethod
+    def of(cls, name: str) -> Mode:
+        """Return the mode of a name.
+
+        Raises:
+            ValueError: The name is no mode; the message describes the names.
+        """
+        options = [] if name == "eager" else name.split("+")
+        ordered = [option for option in MODE_OPTIONS if option in options]
+        if options != ordered or {"bf16", "recompute"} <= {*options}:
+            raise ValueError(
+                f"a mode is eager, or some of {', '.join(MODE_OPTIONS)} in this order, joined with"
+                f" +, and not both bf16 (dense attention only) and recompute (NSA only); got"
+                f" {name!r}"
+            )
+        return cls(**dict.fromkeys(options, True))
+
+    def runs(self, attention: str) -> bool:
+        """Return whether a model with ``attention``, "nsa" or "dense", has this mode."""
+        return not (self.bf16 if attention == "nsa" else self.recompute)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +74,10 @@ class Grid:
     model: LMConfig
     device: str
     precision: str = "bfloat16"
-    modes: tuple[str, ...] = ("compile", "compile+graph", "eager")
+    modes: tuple[str, ...] = (
+        *("compile", "compile+graph", "eager", "recompute+compile+graph"),
+        *("bf16+compile", "bf16+compile+graph"),
+    )
     # Shapes with a target figure come first, because a time limit drops shapes from the end. The
     # others locate the crossover.
     shapes: tuple[tuple[int, int], ...] = (
@@ -57,6 +101,10 @@ class Grid:
     layer_length: int = 256
     toy: tuple[int, int] = (128, 8)
 
+    def modes_of(self, attention: str) -> list[str]:
+        """Return the names of the modes that a model with ``attention`` has."""
+        return [name for name in self.modes if Mode.of(name).runs(attention)]
+
 
 def quick(device: str) -> Grid:
     """Return small cells for every section."""
@@ -65,7 +113,7 @@ def quick(device: str) -> Grid:
         tiny,
         device,
         "float32",
-        ("eager",),
+        ("eager", "recompute", "bf16"),
         ((64, 1), (128, 1)),
         0.02,
         (1, 2),
@@ -132,22 +180,37 @@ class Bench:
             torch.cuda.synchronize()
 
     def trainer(self, config: LMConfig, length: int, batch: int, mode: str = "eager") -> Trainer:
-        """Return a trainer on uniform tokens."""
+        """Return a trainer on uniform tokens.
+
+        Args:
+            config: The model.
+            length: Tokens of a row.
+            batch: Rows of a step.
+            mode: Name of a :class:`Mode` that the model's attention has.
+        """
         torch.manual_seed(0)
+        options, model = Mode.of(mode), LanguageModel(config)
+        assert options.runs(config.attention)
+        if options.bf16:
+            model.to(torch.bfloat16)
+        if options.recompute:
+            for block in model.blocks:
+                block.attn.recompute = True
         recipe = Recipe(
             steps=10**6,
             batch=batch,
             warmup=100,
             learning_rate=1e-4,
-            precision=self.grid.precision,
-            compile=mode.startswith("compile"),
-            graph=mode.endswith("graph"),
+            # No autocast with bf16 parameters: the operators run in the dtype of the parameters.
+            precision="float32" if options.bf16 else self.grid.precision,
+            compile=options.compile,
+            graph=options.graph,
         )
         data = open_data(DataSpec("uniform", length, vocab_size=config.vocab_size, held_out_rows=1))
         # Create the rows in advance: only the step is timed, and Python lists of 64k tokens are
         # slow.
         data.rows = Repeated(data.rows, 4)  # type: ignore[assignment]
-        return Trainer(LanguageModel(config), data, recipe, World(torch.device(self.grid.device)))
+        return Trainer(model, data, recipe, World(torch.device(self.grid.device)))
 
     def times(self, trainer: Trainer, at_least: int = 5, at_most: int = 10**6) -> Iterator[float]:
         """Yield the seconds between the ends of successive steps, for about ``grid.seconds``.

@@ -294,16 +294,26 @@ def test_the_page_works_in_a_browser_without_a_network(
     text = page(read_result(RESULTS / f"{name}.json"))
     file.write_text(text.replace("</body>", PROBE + "</body>"), encoding="utf-8")
     options = (
-        "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-        "--disable-background-networking", "--disable-component-update", "--no-first-run",
-        f"--user-data-dir={tmp_path / 'profile'}", f"--log-net-log={log}",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--no-first-run",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--log-net-log={log}",
         f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
-        "--virtual-time-budget=10000", "--window-size=1280,2400",
-    )  # fmt: skip
+        "--virtual-time-budget=10000",
+        "--window-size=1280,2400",
+    )
     done = subprocess.run(
         [chromium, *options, "--dump-dom", file.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert messages == []  # neither errors nor refused requests
     dom = done.stdout

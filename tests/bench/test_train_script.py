@@ -1,13 +1,17 @@
-"""The options of benchmarks/train.py."""
+"""The options and modes of benchmarks/train.py."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+NSA_MODES = ("eager", "recompute")
 
 
 @pytest.fixture
@@ -37,3 +41,80 @@ def test_malformed_shapes_are_refused(shapes_of, text, capsys):
     with pytest.raises(SystemExit):
         shapes_of(text)
     assert f"--shapes must be like 2048x8,16384x1; got {text}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """A function that runs the quick form of the script on the CPU."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import train
+
+    def run(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["train.py", "--quick", "--device", "cpu", *words])
+        train.main()
+
+    return run
+
+
+@pytest.fixture
+def trainer_of(monkeypatch):
+    """A function that returns a trainer of a tiny model after one step."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import train_cells
+
+    def trainer(attention: str, mode: str):
+        grid = train_cells.quick("cpu")
+        bench = train_cells.Bench(grid, None, 60)
+        model = dataclasses.replace(grid.model, attention=attention)
+        trained = bench.trainer(model, 64, 1, mode)
+        trained.step()
+        return trained
+
+    return trainer
+
+
+def test_bf16_mode_has_no_fp32_parameters_or_moments(trainer_of):
+    trained = trainer_of("dense", "bf16")
+    assert {p.dtype for p in trained.model.parameters()} == {torch.bfloat16}
+    states = trained.optimizer.state.values()
+    assert {state["exp_avg"].dtype for state in states} == {torch.bfloat16}
+    assert not trained._autocast()._enabled
+    eager = trainer_of("dense", "eager")
+    assert {p.dtype for p in eager.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("mode", ["recompute", "eager"])
+def test_recompute_mode_sets_every_layer(trainer_of, mode):
+    layers = [block.attn.recompute for block in trainer_of("nsa", mode).model.blocks]
+    assert layers == [mode == "recompute"]
+
+
+def test_each_attention_runs_the_modes_that_it_has(script, tmp_path):
+    file = tmp_path / "train.json"
+    script("--only", "throughput,memory", "--shapes", "64x1", "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    cells = [(r["section"], r["attention"], r["mode"]) for r in rows if "peak_gib" in r]
+    assert {*cells} == {
+        *((section, "nsa", m) for section in ("throughput", "memory") for m in NSA_MODES),
+        ("throughput", "dense", "eager"),
+        ("throughput", "dense", "bf16"),
+        ("memory", "dense", "eager"),
+    }
+    assert not [row for row in rows if "reason" in row]
+
+
+@pytest.mark.parametrize(
+    ("modes", "message"),
+    [
+        ("graph+compile", "in this order, joined with +"),
+        ("bf16+recompute", "got 'bf16+recompute'"),
+        ("eager+compile", "got 'eager+compile'"),
+        ("eager,", "got ''"),
+        ("bf16", "--modes needs a mode without bf16, for NSA"),
+        ("recompute", "and one without recompute, for dense"),
+    ],
+)
+def test_unknown_and_missing_modes_are_refused(script, modes, message, capsys):
+    with pytest.raises(SystemExit):
+        script("--modes", modes)
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -49,10 +49,17 @@ def llama(tmp_path: pathlib.Path) -> pathlib.Path:
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>", pad_token="<e>")
     config = LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=128, eos_token_id=256, bos_token_id=256,
-        pad_token_id=256, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        eos_token_id=256,
+        bos_token_id=256,
+        pad_token_id=256,
+        initializer_range=0.3,
+    )
     folder = tmp_path / "llama"
     LlamaForCausalLM(config).save_pretrained(folder)
     fast.save_pretrained(folder)

@@ -322,9 +322,13 @@ def test_the_trainer_with_lora_follows_eager(tokens, tmp_path):
 
 def test_images_run_dense_attention():
     vision = MiniMaxM3VLVisionConfig(
-        hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        patch_size=4, image_size=16,
-    )  # fmt: skip
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        patch_size=4,
+        image_size=16,
+    )
     config = MiniMaxM3VLConfig(
         text_config=text_config().to_dict(),
         vision_config=vision.to_dict(),

@@ -117,8 +117,17 @@ def test_the_command_converts_a_dense_run_with_the_sizes_of_the_run(nsa, run, tm
     assert model.config.nsa == FIELDS
     assert torch.equal(model.model.embed_tokens.weight, trained.embed.weight)
     assert AutoTokenizer.from_pretrained(out)("Ä")["input_ids"] == [0xC3, 0x84]
-    result = nsa("convert", "--hf", str(folder), "--out", str(tmp_path / "b"),
-                 "--nsa", "window_size=40", "--dtype", "bf16")  # fmt: skip
+    result = nsa(
+        "convert",
+        "--hf",
+        str(folder),
+        "--out",
+        str(tmp_path / "b"),
+        "--nsa",
+        "window_size=40",
+        "--dtype",
+        "bf16",
+    )
     assert result.code == 0
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     assert other.config.nsa == FIELDS | {"window_size": 40}

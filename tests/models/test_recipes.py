@@ -27,9 +27,17 @@ def highest(scores: dict[int, float], count: int) -> set[int]:
 
 
 def infllm2_choice(
-    q: torch.Tensor, k: torch.Tensor, t: int, head: int,
-    block_size: int, topk: int, init_blocks: int, local_blocks: int, pool: int, stride: int,
-) -> set[int]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    t: int,
+    head: int,
+    block_size: int,
+    topk: int,
+    init_blocks: int,
+    local_blocks: int,
+    pool: int,
+    stride: int,
+) -> set[int]:
     """Return the blocks of one query; q is [S, Hq, D], k [N, G, D], in float64.
 
     MiniCPM4 (arXiv 2506.07900), section 2.2: the relevance of a block is the largest relevance of

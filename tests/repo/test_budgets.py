@@ -14,6 +14,7 @@ FILE_LINES, FUNCTION_LINES = 300, 60
 KERNEL_FILE_LINES, KERNEL_LINES = 400, 100
 RECIPES, RECIPE_LINES = "packages/nsa-models/src/nsa_models/recipes/", 79
 PARAMETERS = 12
+OTHER_SKIPS = 20  # places with "fmt: skip" that are neither kernel signatures, calls nor launches
 PUBLIC = {"nsa_attention"}  # exempt from PARAMETERS
 NO_CODE = {
     tokenize.COMMENT,
@@ -138,6 +139,88 @@ def f(
 
 def test_only_code_is_counted():
     assert sorted(lines_of_code(COUNTED, ast.parse(COUNTED))) == [4, 14, 18]
+
+
+def fmt_skips(text: str, tree: ast.Module) -> list[tuple[int, str]]:
+    """Return (line, place) of each "fmt: skip" comment.
+
+    The place is "signature" (of a kernel, with its decorators), "call" (inside a kernel), "launch"
+    or "other".
+    """
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = [t.start[0] for t in tokens if t.type == tokenize.COMMENT and "fmt: skip" in t.string]
+    kernels = [function for function in functions(tree) if is_kernel(function)] if lines else []
+    return [(line, _place(line, tree, kernels)) for line in lines]
+
+
+def _place(
+    line: int, tree: ast.Module, kernels: list[ast.FunctionDef | ast.AsyncFunctionDef]
+) -> str:
+    for kernel in kernels:
+        first = min(node.lineno for node in (kernel, *kernel.decorator_list))
+        if first <= line < kernel.body[0].lineno:
+            return "signature"
+    ending = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.end_lineno == line]
+    if not ending:
+        return "other"
+    statement = max(ending, key=lambda node: node.lineno)  # the innermost
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    if any(kernel.lineno < line <= (kernel.end_lineno or 0) for kernel in kernels):
+        return "call" if calls else "other"
+    launches = [
+        call
+        for call in calls
+        if isinstance(call.func, ast.Subscript) or ast.unparse(call.func) in ("Launch", "launch")
+    ]
+    return "launch" if launches else "other"
+
+
+def test_few_places_besides_kernels_and_launches_skip_the_formatter(repo):
+    places = [
+        (place, f"{name}:{line}")
+        for name, tree in repo.python().items()
+        for line, place in fmt_skips(repo.text(name), tree)
+    ]
+    others = [where for place, where in places if place == "other"]
+    assert len(others) <= OTHER_SKIPS, ", ".join(others)
+    assert {place for place, _ in places} >= {"signature", "call", "launch"}
+
+
+SKIPPING = '''
+@triton.jit(
+    do_not_specialize=["n"],
+)  # fmt: skip
+def kernel(
+    X, n,
+):  # fmt: skip
+    """A kernel."""
+    x = load(
+        X, n,
+    )  # fmt: skip
+    y = (x,
+        x)  # fmt: skip
+
+
+def host(
+    x, n,
+):  # fmt: skip
+    if n:
+        kernel[(1,)](
+            x, n,
+        )  # fmt: skip
+    launches = [
+        Launch(kernel, x) for _ in range(n)
+    ]  # fmt: skip
+    return tuple(
+        launches,
+    )  # fmt: skip
+'''
+
+
+def test_places_that_skip_the_formatter_are_told_apart():
+    places = [place for _, place in fmt_skips(SKIPPING, ast.parse(SKIPPING))]
+    kernel, host = ["signature", "signature", "call", "other"], ["other", "launch", "launch"]
+    assert places == [*kernel, *host, "other"]
 
 
 def count_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -147,7 +147,7 @@ SCENARIOS = {
     "load on nothing": Scenario((61, 0, 9), load, take_snapshot),
     "reserve": Scenario((30, 44, 9), lambda attn, cache, objects: cache.reserve(80)),
     "reserve_workspace": Scenario((30, 44, 9), reserve_workspace),
-}  # fmt: skip
+}
 
 
 class Run:

@@ -10,8 +10,18 @@ from nsa_core import NSAError
 from nsa_core.cache import step
 
 BLOCKS = ("prefill", "one token that completes a block", "several tokens", "cut into chunks")
-INTERRUPTED = ("one token that completes a block", "several tokens", "one token on shared pages",
-    "cut into chunks", "crop", "reset", "reorder", "snapshot", "load", "reserve")  # fmt: skip
+INTERRUPTED = (
+    "one token that completes a block",
+    "several tokens",
+    "one token on shared pages",
+    "cut into chunks",
+    "crop",
+    "reset",
+    "reorder",
+    "snapshot",
+    "load",
+    "reserve",
+)
 
 
 @pytest.fixture(scope="module")

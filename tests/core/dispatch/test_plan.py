@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.contract import API_VERSION, SLOTS, BackendSpec, Reason, SlotSpec
+from nsa_core.contract import API_VERSION, SLOTS, BackendSpec, Rank, Reason, SlotSpec
+from nsa_core.dispatch import candidates
 from nsa_core.dispatch.plan import resolve
 from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
@@ -191,6 +192,22 @@ def test_auto_logs_its_choice_once(toy, caplog):
         assert "auto chose cmp: logged-once 1.0, select: logged-once 1.0" in caplog.text
         resolve(CONFIG, dtype="float64", registry=registry)
         assert len(caplog.records) == 2
+
+
+def test_auto_logs_the_reason_of_each_choice(toy, caplog, monkeypatch):
+    toy.rank = lambda request: Rank(5, "faster than\nthe others") if request.slot == "win" else 5
+    registry = registry_of(spec("with-reason", rank="planned:rank"))
+    measured = "1 ms against slow 50 ms"
+    with caplog.at_level(logging.INFO, logger="nsa"):
+        resolve(CONFIG, registry=registry)
+        monkeypatch.setattr(
+            candidates, "_prefer_tuned", lambda *arguments: {"win": measured, "sel": measured}
+        )
+        resolve(CONFIG, dtype="float64", registry=registry)
+    ranked, tuned = [record.getMessage() for record in caplog.records]
+    name = "with-reason 1.0"
+    assert f"select: {name}, sel: {name}, win: {name} (faster than the others), combine" in ranked
+    assert f"sel: {name} (tuned: {measured}), win: {name} (tuned: {measured}), combine" in tuned
 
 
 def test_plan_is_immutable_and_its_copy_is_itself(toy):

@@ -153,9 +153,16 @@ def test_it_is_the_selected_branch_of_nsa() -> None:
     gates = torch.zeros(2, 150, 6, 3)
     gates[..., 1] = 1
     config = NSAConfig(
-        144, 6, 2, 24, 8, compress_block_size=8, compress_stride=4, select_block_size=SIZE,
+        144,
+        6,
+        2,
+        24,
+        8,
+        compress_block_size=8,
+        compress_stride=4,
+        select_block_size=SIZE,
         num_selected_blocks=5,
-    )  # fmt: skip
+    )
     o = nsa_attention(x["q"], x["k"], x["v"], gates, config=config, blocks=x["blocks"])
     assert torch.equal(block_attention(**x, block_size=SIZE), o)
     assert torch.equal(block_attention(**x, block_size=SIZE, first_query=0), o)
@@ -392,9 +399,13 @@ class Blocks(torch.nn.Module):
     """block_attention as a module, which torch.export requires."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor,
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        blocks: torch.Tensor,
         cu_seqlens: torch.Tensor | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         return block_attention(q, k, v, blocks, block_size=384, cu_seqlens=cu_seqlens)
 
 

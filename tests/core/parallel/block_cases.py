@@ -83,8 +83,17 @@ def block_refusal(rank: int, world: int, *, of: str) -> str:
     own = [shards.take(x, -3) for x in (case.q, case.k, case.v, case.blocks)]
     whole = [case.q, case.k, case.v, case.blocks]
     options: dict[str, Any] = {"block_size": BLOCK, "cu_seqlens": case.cu_seqlens}
-    plan = plan_block_attention(4, 2, 8, block_size=BLOCK, n_blocks=4, v_head_dim=6, varlen=True,
-                                device="cpu", dtype="float64")  # fmt: skip
+    plan = plan_block_attention(
+        4,
+        2,
+        8,
+        block_size=BLOCK,
+        n_blocks=4,
+        v_head_dim=6,
+        varlen=True,
+        device="cpu",
+        dtype="float64",
+    )
     short = torch.tensor([0, 56], dtype=torch.int32)
     actions = {
         "whole rows": lambda: divided_block_attention(*whole, shards, **options),

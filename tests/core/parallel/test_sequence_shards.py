@@ -17,9 +17,15 @@ from nsa_core.parallel.shards import rank_costs
 
 LAYOUTS = ("contiguous", "head_tail")
 CONFIG = NSAConfig(
-    32, 4, 2, compress_block_size=8, compress_stride=4, select_block_size=8,
-    num_selected_blocks=4, window_size=9,
-)  # fmt: skip
+    32,
+    4,
+    2,
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=8,
+    num_selected_blocks=4,
+    window_size=9,
+)
 
 
 @pytest.mark.parametrize(("layout", "world"), [*itertools.product(LAYOUTS, (1, 2, 3, 8))])
@@ -127,8 +133,11 @@ def test_contiguous_wastes_a_share_of_two_gpus_on_one_document(
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Shards(18, 4, 0), "total must be a multiple of 8 for 4 ranks and layout 'head_tai"
-         r"l', got 18: pad the rows to pad_to\(18, 4, 'head_tail'\) = 24"),
+        (
+            lambda: Shards(18, 4, 0),
+            "total must be a multiple of 8 for 4 ranks and layout 'head_tai"
+            r"l', got 18: pad the rows to pad_to\(18, 4, 'head_tail'\) = 24",
+        ),
         (lambda: Shards(16, 2, 2), "rank must be below world = 2, got 2"),
         (lambda: Shards(16, 0, 0), "world must be an integer >= 1, got 0"),
         (lambda: Shards(16, 2, 0, "zigzag"), "layout must be one of contiguous, head_tail, got"),
@@ -142,7 +151,7 @@ def test_contiguous_wastes_a_share_of_two_gpus_on_one_document(
         (lambda: ContextParallel(layout="ring"), "layout must be one of contiguous, head_tail"),
         (lambda: ContextParallel(reduce_dtype="fp32"), "reduce_dtype must be a floating-point"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_named(call, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         call()

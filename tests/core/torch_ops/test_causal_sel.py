@@ -19,9 +19,17 @@ from nsa_core.torch_ops import core_node
 from nsa_core.torch_ops.slot_op import record_dispatch
 
 CONFIG = NSAConfig(
-    32, 6, 2, head_dim=8, v_head_dim=4, compress_block_size=4, compress_stride=2,
-    select_block_size=8, num_selected_blocks=3, window_size=5,
-)  # fmt: skip
+    32,
+    6,
+    2,
+    head_dim=8,
+    v_head_dim=4,
+    compress_block_size=4,
+    compress_stride=2,
+    select_block_size=8,
+    num_selected_blocks=3,
+    window_size=5,
+)
 LONGEST = 24  # n * l'
 CAUSAL = [(s, "forward") for s in ("cmp", "win", "win", "combine")]
 SELECTED = [(s, "forward") for s in SLOTS]

@@ -23,9 +23,16 @@ from nsa_core.torch_ops.call_wrapper import wrapped_calls
 from nsa_core.torch_ops.slot_op import record_dispatch, slot_op
 
 CONFIG = NSAConfig(
-    64, 4, 2, head_dim=16, compress_block_size=8, compress_stride=4, select_block_size=16,
-    num_selected_blocks=4, window_size=24,
-)  # fmt: skip
+    64,
+    4,
+    2,
+    head_dim=16,
+    compress_block_size=8,
+    compress_stride=4,
+    select_block_size=16,
+    num_selected_blocks=4,
+    window_size=24,
+)
 TOKENS = 150
 
 

@@ -26,9 +26,17 @@ from nsa_core.torch_ops.core_kernels import CoreInputs
 from nsa_core.torch_ops.slot_op import record_dispatch, slot_op
 
 CONFIG = NSAConfig(
-    16, 4, 2, head_dim=4, v_head_dim=6, compress_block_size=4, compress_stride=2,
-    select_block_size=8, num_selected_blocks=3, window_size=10,
-)  # fmt: skip
+    16,
+    4,
+    2,
+    head_dim=4,
+    v_head_dim=6,
+    compress_block_size=4,
+    compress_stride=2,
+    select_block_size=8,
+    num_selected_blocks=3,
+    window_size=10,
+)
 REGISTRIES = {
     "slots": default_registry(),
     "fused": Registry().with_backend(fused_toy.spec()),
@@ -70,9 +78,18 @@ def attend(x: dict[str, torch.Tensor], plan: Plan, **options: Any) -> Any:
     """Return o, the LSEs and the blocks."""
     k, v = (None, x["k_sel"], x["k_win"]), (None, x["v_sel"], x["v_win"])
     return nsa_attention(
-        x["q"], k, v, x["gates"], k_cmp=x["k_cmp"], v_cmp=x["v_cmp"], config=CONFIG, plan=plan,
-        return_lse=True, return_blocks=True, **options,
-    )  # fmt: skip
+        x["q"],
+        k,
+        v,
+        x["gates"],
+        k_cmp=x["k_cmp"],
+        v_cmp=x["v_cmp"],
+        config=CONFIG,
+        plan=plan,
+        return_lse=True,
+        return_blocks=True,
+        **options,
+    )
 
 
 def results(

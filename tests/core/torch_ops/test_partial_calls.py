@@ -15,9 +15,16 @@ from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 
 CONFIG = NSAConfig(
-    32, 4, 2, head_dim=8, compress_block_size=4, compress_stride=2, select_block_size=8,
-    num_selected_blocks=3, window_size=6,
-)  # fmt: skip
+    32,
+    4,
+    2,
+    head_dim=8,
+    compress_block_size=4,
+    compress_stride=2,
+    select_block_size=8,
+    num_selected_blocks=3,
+    window_size=6,
+)
 SPEC = partial_toy.spec()
 
 
@@ -110,6 +117,29 @@ def test_backend_that_does_not_declare_partial_is_not_asked(version: tuple[int, 
     assert partial_toy.asked == []
     with pytest.raises(Unsupported, match="pass whole sequences, or use another backend"):
         resolve(CONFIG, registry=registry, partial=True, backends={"win": "partial-toy"})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("version", [(1, 0), (1, 1)])
+def test_backend_that_does_not_declare_partial_runs_forward_and_backward(
+    version: tuple[int, int], packed: bool
+) -> None:
+    bounds = torch.tensor([0, 9, 30], dtype=torch.int32) if packed else None
+    bounded = {"cu_seqlens": bounds, "max_seqlen": 21} if packed else {}
+    leaves = [x.requires_grad_() for x in (tensors(30) if packed else tensors(2, 30))]
+    sdpa = default_registry().get("sdpa").spec
+    toy = partial_toy.spec(version, partial=False)
+    registry = Registry(()).with_backend(sdpa).with_backend(toy)
+    options = {"dtype": "float64", "needs_grad": True, "varlen": packed, "registry": registry}
+    plan, expected = (
+        resolve(CONFIG, backends={"win": name}, **options) for name in (toy.name, "sdpa")
+    )
+    assert [p.choices["win"].backend for p in (plan, expected)] == ["partial-toy", "sdpa"]
+    (o, lse), (expected_o, expected_lse) = (p.win(*leaves, **bounded) for p in (plan, expected))
+    torch.testing.assert_close((o, lse), (expected_o, expected_lse))
+    do = torch.randn_like(o)
+    grads, expected_grads = (torch.autograd.grad(x, leaves, do) for x in (o, expected_o))
+    torch.testing.assert_close(grads, expected_grads)
 
 
 def test_decode_request_cannot_be_partial() -> None:

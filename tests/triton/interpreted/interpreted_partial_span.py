@@ -147,9 +147,15 @@ def assert_right(piece: Piece, results: dict[str, Tensor]) -> None:
             piece.rows(name, full[name]).copy_(result)
     inputs = {name: x[name] for name in ("q", *whole.keys)}
     verdicts = judge_slot(
-        whole.slot, inputs, full, whole.geometry, whole.scale,
-        cu_seqlens=expected.cu_seqlens, do=do, rows=range(piece.first, piece.end),
-    )  # fmt: skip
+        whole.slot,
+        inputs,
+        full,
+        whole.geometry,
+        whole.scale,
+        cu_seqlens=expected.cu_seqlens,
+        do=do,
+        rows=range(piece.first, piece.end),
+    )
     assert [f"{piece}: {n}: {v.why}" for n, v in verdicts.items() if not v.ok] == []
 
 

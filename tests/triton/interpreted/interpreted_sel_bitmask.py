@@ -135,8 +135,14 @@ def test_many_tokens_lower_the_longest_sequence(
 
 def test_divisors_are_the_parts_of_a_group() -> None:
     assert [head_parts(12, 10, least) for least in (0, 10, 11, 31, 41, 61, 999)] == [
-        1, 1, 2, 4, 6, 12, 12,
-    ]  # fmt: skip
+        1,
+        1,
+        2,
+        4,
+        6,
+        12,
+        12,
+    ]
 
 
 def test_blocks_in_64_bits_and_apart_in_memory(use: Callable[..., list[int]]) -> None:

@@ -92,8 +92,13 @@ def test_more_than_2_15_buckets_sort_int32_keys(monkeypatch: pytest.MonkeyPatch)
 def test_lists_of_many_blocks_take_tiles_of_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_lists, "MAX_TILE_PAIRS", 64)
     assert [pair_lists._tokens_per_program(n) for n in (1, 2, 3, 16, 17, 100)] == [
-        32, 32, 16, 4, 2, 1,
-    ]  # fmt: skip
+        32,
+        32,
+        16,
+        4,
+        2,
+        1,
+    ]
     rows = _any_blocks(61, 2, 20, seed=2, dtype=torch.int32)
     seqs = Sequences(rows, rows, 1, 61, False)
     lists = pair_lists.build(rows[None], seqs, BlockGeometry(4, 2, 8, 20, 1, 2, 8))

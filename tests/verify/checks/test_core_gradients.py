@@ -41,9 +41,17 @@ from nsa_verify.checks.core import (
 from nsa_verify.combination import Combination
 
 CONFIG = NSAConfig(
-    16, 4, 2, head_dim=4, v_head_dim=6, compress_block_size=4, compress_stride=2,
-    select_block_size=8, num_selected_blocks=3, window_size=10,
-)  # fmt: skip
+    16,
+    4,
+    2,
+    head_dim=4,
+    v_head_dim=6,
+    compress_block_size=4,
+    compress_stride=2,
+    select_block_size=8,
+    num_selected_blocks=3,
+    window_size=10,
+)
 REGISTRY = Registry().with_backend(fused_toy.spec())
 COMBINATION = Combination(dict.fromkeys(SLOTS, "fused-toy"), registry=REGISTRY)
 CASES = {

@@ -242,13 +242,19 @@ def test_refused_requests_are_skipped_with_the_reason(make_suite) -> None:
     [
         ("all-dtypes", "False", "float32 bfloat16 float16 float64"),
         ("no-half", "request.dtype == 'float16'", "float32 bfloat16 float64"),
-        ("small-wide", "request.dtype == 'float64' and request.n_heads != 64", "float32 bfloat16"
-         " float16 float64"),
-        ("decode-half", "request.dtype == 'float16' and request.phase != 'decode'",
-         "float32 bfloat16 float16 float64"),
+        (
+            "small-wide",
+            "request.dtype == 'float64' and request.n_heads != 64",
+            "float32 bfloat16 float16 float64",
+        ),
+        (
+            "decode-half",
+            "request.dtype == 'float16' and request.phase != 'decode'",
+            "float32 bfloat16 float16 float64",
+        ),
         ("refuses-all", "True", "float32 bfloat16 float16 float64"),
     ],
-)  # fmt: skip
+)
 def test_verify_jobs_run_in_every_accepted_dtype(make_suite, name, refused, expected) -> None:
     refuse = f"if {refused}:\n        reasons.append(Reason('no', 'no'))\n    return reasons"
     conformance = make_suite(name, {"probe": ("return reasons", refuse)})

@@ -94,15 +94,17 @@ ERRORS = {
     "wrong device": (lambda q, k, v, results: (results[0].to("meta"), results[1]), "on meta"),
     "returns an input": (lambda q, k, v, results: (q, results[1]), "shares memory with an input"),
     "results share memory": (
-        lambda q, k, v, results: (results[0], results[0].view(-1)[: results[1].numel()].view(
-            results[1].shape)),
+        lambda q, k, v, results: (
+            results[0],
+            results[0].view(-1)[: results[1].numel()].view(results[1].shape),
+        ),
         "results 0 and 1 share memory",
     ),
     "changes an input": (_changes_input, "in place"),
     "changes the bytes of an input": (_changes_input_bytes, "in place"),
     "prints": (_do(lambda: print("hello\nfrom Python")), "output: 'from Python'"),
     "prints in C": (_do(_prints_in_c), "output: 'printed in C'"),
-}  # fmt: skip
+}
 STATES = {
     "seed": (_do(lambda: torch.manual_seed(3)), "PyTorch's random state"),
     "draws": (_do(lambda: torch.rand(1)), "PyTorch's random state"),

@@ -1,8 +1,9 @@
-"""Baselines: dense causal attention by PyTorch's SDPA kernels and by flash-attn."""
+"""Baselines: dense causal attention by PyTorch's SDPA kernels and by FlashAttention 2 and 3."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 from collections.abc import Callable
 
@@ -36,6 +37,13 @@ class Baseline:
 
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 _SDPA["efficient"] = SDPBackend.EFFICIENT_ATTENTION
+# Packages of the authors: module and name. torch.nn.attention can use FlashAttention-3, but takes
+# its kernels from the same module.
+_PACKAGES = {
+    "flash-attn": ("flash_attn", "flash-attn"),
+    "flash-attn 3": ("flash_attn_interface", "flash-attn-3 (flash_attn_interface)"),
+}
+_OTHER_VERSION = (AttributeError, TypeError, ValueError)  # a package with another interface
 
 
 def dense_baselines(config: NSAConfig, device: str, dtype: torch.dtype) -> list[Baseline]:
@@ -43,7 +51,7 @@ def dense_baselines(config: NSAConfig, device: str, dtype: torch.dtype) -> list[
     names = list(_SDPA) if device.startswith("cuda") else ["flash"]
     baselines = [_sdpa(name, config, device, dtype) for name in names]
     if device.startswith("cuda"):
-        baselines.append(_flash_attn(config, device, dtype))
+        baselines += [_package(name, config, device, dtype) for name in _PACKAGES]
     return baselines
 
 
@@ -83,18 +91,20 @@ def _sdpa(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Base
     return Baseline(label, grouped, reason)
 
 
-def _flash_attn(config: NSAConfig, device: str, dtype: torch.dtype) -> Baseline:
-    def forward(x: Inputs) -> torch.Tensor:
-        from flash_attn import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
+def _package(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Baseline:
+    module, package = _PACKAGES[name]
 
-        o: torch.Tensor = flash_attn_func(
-            x.q, x.k, x.v, softmax_scale=config.softmax_scale, causal=True
-        )
+    def forward(x: Inputs) -> torch.Tensor:
+        attend = importlib.import_module(module).flash_attn_func
+        result = attend(x.q, x.k, x.v, softmax_scale=config.softmax_scale, causal=True)
+        # Early versions of FlashAttention-3 return the log-sum-exp as well.
+        o: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return o
 
-    if importlib.util.find_spec("flash_attn") is None:
-        return Baseline("dense flash-attn", forward, "the package flash-attn is not installed")
-    return Baseline("dense flash-attn", forward, _refusal(forward, config, device, dtype))
+    label = f"dense {name}"
+    if importlib.util.find_spec(module) is None:
+        return Baseline(label, forward, f"the package {package} is not installed")
+    return Baseline(label, forward, _refusal(forward, config, device, dtype))
 
 
 def _refusal(
@@ -104,6 +114,6 @@ def _refusal(
     x = make_inputs("random", config, batch=1, length=64, dtype=dtype, device=device, seed=0)
     try:
         torch.autograd.grad(forward(x), [x.q, x.k, x.v], x.do)
-    except (RuntimeError, ImportError, AssertionError) as error:
+    except (RuntimeError, ImportError, AssertionError, *_OTHER_VERSION) as error:
         return describe_error(error)
     return ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from nsa_core.contract import SLOTS, Reason, Request
+from nsa_core.contract import SLOTS, Reason, Request, import_named
 from nsa_core.dispatch.gpus import gpu_named
 from nsa_core.dispatch.loading import BackendEntry
 from nsa_core.dispatch.probing import probe_candidate
@@ -39,11 +39,15 @@ _BASE = Request(
     batch=1,
     seq_len=4096,
 )
+# Where a backend says how the settings of its kernels were chosen: architecture, such as 80, to a
+# short text. By name, because no package imports a backend.
+_MEASURED = {"triton": "nsa_backend_triton.host.configs:MEASURED"}
 _HEAD = """# Which requests does each backend support?
 
 A cell lists the slots that the backend runs with gradients. "yes" means all that it offers,
 "forward" without gradients, "-" none. The columns are the CPU and the architectures of NVIDIA GPUs:
-sm_75 is a T4, sm_80 an A100, sm_90 an H100 or H200, sm_120 an RTX 50.
+sm_75 is a T4, sm_80 an A100, sm_90 an H100 or H200, sm_120 an RTX 50. The code for sm_80 and sm_86
+was verified and measured on an H200 with `benchmarks/rehearse.py`, not on an A100 or RTX 3090.
 
 Each row changes one thing in a base request: 12 query heads in 2 groups, Dk = Dv = 64, 4096 tokens,
 bfloat16, l=32, d=16, l'=64, n=16 and w=512. For any other request, ask
@@ -92,6 +96,7 @@ def support_matrix(registry: Registry) -> str:
         summary = one_line(entry.spec.summary)
         sections.append(
             f"{title}\n{summary[:1].upper()}{summary[1:]}. Offers {offered}.\n\n{_table(entry)}"
+            f"{_measured(entry)}"
         )
     return "\n".join(sections)
 
@@ -145,6 +150,20 @@ def _table(entry: BackendEntry) -> str:
         else ["", "The backend runs all of these requests."]
     )
     return "\n".join(lines) + "\n"
+
+
+def _measured(entry: BackendEntry) -> str:
+    """Return for which architectures the backend's settings were measured, and how; or ""."""
+    reference = _MEASURED.get(entry.name)
+    if reference is None or not entry.first_party:
+        return ""
+    texts: dict[int, str] = import_named(reference)
+    architectures: dict[str, list[str]] = {}
+    for number, text in sorted(texts.items()):
+        architectures.setdefault(text, []).append(f"sm_{number}")
+    lines = [f"- {' and '.join(names)}: {text}" for text, names in architectures.items()]
+    lines.append("- other architectures: not measured, taken from those above")
+    return "\nSettings of the kernels, such as tile shapes:\n\n" + "\n".join(lines) + "\n"
 
 
 def _cell(

@@ -143,9 +143,16 @@ def _by_slots(do: Tensor, x: Tensors, outputs: list[Tensor], call: SlotCall) -> 
 
 @cached_by_metadata
 def _prepare(
-    do: Tensor, gates: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor,
-    lse_cmp: Tensor, lse_sel: Tensor, lse_win: Tensor, packed: bool,
-) -> Launch:  # fmt: skip
+    do: Tensor,
+    gates: Tensor,
+    o_cmp: Tensor,
+    o_sel: Tensor,
+    o_win: Tensor,
+    lse_cmp: Tensor,
+    lse_sel: Tensor,
+    lse_win: Tensor,
+    packed: bool,
+) -> Launch:
     """Return the launch of combine_statistics; the inputs may have any strides."""
     *lead, heads, width = do.shape
     num_tokens, padded = math.prod(lead), span_backward.padded_rows(lse_cmp)

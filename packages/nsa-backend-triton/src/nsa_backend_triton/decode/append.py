@@ -198,10 +198,19 @@ def append(
 
 @cached_by_metadata
 def _launch(
-    q: Tensor, k_raw: Tensor, v_raw: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
-    v_win: Tensor, cos: Tensor, block_table: Tensor, page_sizes: tuple[int, int, int],
-    rope: bool, rotate_raw: bool,
-) -> Launch:  # fmt: skip
+    q: Tensor,
+    k_raw: Tensor,
+    v_raw: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    cos: Tensor,
+    block_table: Tensor,
+    page_sizes: tuple[int, int, int],
+    rope: bool,
+    rotate_raw: bool,
+) -> Launch:
     """Prepare the launch; ``page_sizes``: rows of cmp's ring, of a page and of win's ring."""
     batch, num_tokens, heads, head_dim = q.shape
     kv_heads, v_head_dim = k_raw.shape[2], v_raw.shape[3]

@@ -249,10 +249,18 @@ class _Chunk(NamedTuple):
 
 @cached_by_metadata
 def _prepare(
-    q: Tensor, gates: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor,
-    k_win: Tensor, v_win: Tensor, call: DecodeCall,
-    span_settings: Settings, sel_settings: Settings,
-) -> list[tuple[int, _Chunk]]:  # fmt: skip
+    q: Tensor,
+    gates: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_sel: Tensor,
+    v_sel: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    call: DecodeCall,
+    span_settings: Settings,
+    sel_settings: Settings,
+) -> list[tuple[int, _Chunk]]:
     """Return the first token of each chunk, and the chunk."""
     chunks = []
     for first_token, count in _chunks(q, call):
@@ -272,10 +280,18 @@ def _prepare(
 
 
 def _three_launches(
-    count: int, first_token: int, q: Tensor, gates: Tensor, stores: tuple[Tensor, ...], o: Tensor,
-    blocks: Tensor, scratch: Sequence[Tensor], counters: Sequence[Tensor], call: DecodeCall,
+    count: int,
+    first_token: int,
+    q: Tensor,
+    gates: Tensor,
+    stores: tuple[Tensor, ...],
+    o: Tensor,
+    blocks: Tensor,
+    scratch: Sequence[Tensor],
+    counters: Sequence[Tensor],
+    call: DecodeCall,
     settings: tuple[Settings, Settings],
-) -> None:  # fmt: skip
+) -> None:
     """Run a chunk in three launches."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = stores
     span = Span(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, settings[0])

@@ -118,9 +118,16 @@ class Span:
     """
 
     def __init__(
-        self, q: Tensor, num_tokens: int, cmp: Pair | None, win: Pair | None, call: DecodeCall,
-        attend: bool, choose: bool, settings: configs.Settings | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        q: Tensor,
+        num_tokens: int,
+        cmp: Pair | None,
+        win: Pair | None,
+        call: DecodeCall,
+        attend: bool,
+        choose: bool,
+        settings: configs.Settings | None = None,
+    ) -> None:
         self.call, self.cmp, self.win, self.attend, self.choose, self.num_tokens = (
             call,
             cmp,
@@ -198,9 +205,14 @@ class Span:
         return floats, [self.programs if self.split else 0]
 
     def launch(
-        self, q: Tensor, first_token: int, outputs: tuple[Tensor, ...], blocks: Tensor | None,
-        scratch: Sequence[Tensor], counters: Sequence[Tensor],
-    ) -> None:  # fmt: skip
+        self,
+        q: Tensor,
+        first_token: int,
+        outputs: tuple[Tensor, ...],
+        blocks: Tensor | None,
+        scratch: Sequence[Tensor],
+        counters: Sequence[Tensor],
+    ) -> None:
         """Run on ``q`` [B, num_tokens, Hq, Dk], from token ``first_token`` of the step on.
 
         ``outputs`` are (o, o_win, lse, lse_win). Writes ``blocks`` too if they are given.
@@ -250,15 +262,21 @@ class Span:
         """Return the constexprs that a walk over either branch takes."""
         geometry = self.call.geometry
         return {
-            "NUM_KV_HEADS": self.kv_heads, "GROUP": self.heads // self.kv_heads,
-            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n,
-            "HEAD_DIM": self.head_dim, "V_HEAD_DIM": self.v_head_dim,
-            "HEAD_DIM_BAND": _padded(self.head_dim), "V_HEAD_DIM_BAND": self.v_head_dim_band,
+            "NUM_KV_HEADS": self.kv_heads,
+            "GROUP": self.heads // self.kv_heads,
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "HEAD_DIM": self.head_dim,
+            "V_HEAD_DIM": self.v_head_dim,
+            "HEAD_DIM_BAND": _padded(self.head_dim),
+            "V_HEAD_DIM_BAND": self.v_head_dim_band,
             "CMP_PER_BLOCK_PAD": self.cmp_per_block_pad,
-            "COMPRESS_BLOCK": geometry.compress_block_size, "STRIDE": geometry.compress_stride,
-            "WINDOW": geometry.window_size, "SELECT_BLOCK": geometry.select_block_size,
+            "COMPRESS_BLOCK": geometry.compress_block_size,
+            "STRIDE": geometry.compress_stride,
+            "WINDOW": geometry.window_size,
+            "SELECT_BLOCK": geometry.select_block_size,
             "ACC": accumulator(q.dtype),
-        }  # fmt: skip
+        }
 
     def selection_constants(self) -> dict[str, int]:
         """Return the constexprs that the selection takes."""
@@ -266,10 +284,11 @@ class Span:
         return {
             "NUM_SELECTED": geometry.num_selected_blocks,
             "NUM_SELECTED_PAD": _padded(geometry.num_selected_blocks),
-            "INIT_BLOCKS": geometry.init_blocks, "LOCAL_BLOCKS": geometry.local_blocks,
+            "INIT_BLOCKS": geometry.init_blocks,
+            "LOCAL_BLOCKS": geometry.local_blocks,
             "BLOCK_H": self.block_h,
             "NUM_HEAD_TILES": cdiv(self.heads // self.kv_heads, self.block_h),
-        }  # fmt: skip
+        }
 
 
 class Sel:
@@ -280,9 +299,15 @@ class Sel:
     """
 
     def __init__(
-        self, q: Tensor, num_tokens: int, k: Tensor, v: Tensor, call: DecodeCall,
-        settings: configs.Settings | None = None, block_n: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        q: Tensor,
+        num_tokens: int,
+        k: Tensor,
+        v: Tensor,
+        call: DecodeCall,
+        settings: configs.Settings | None = None,
+        block_n: int | None = None,
+    ) -> None:
         self.call, self.k, self.v, self.num_tokens = call, k, v, num_tokens
         geometry, self.kv_heads, self.group = call.geometry, k.shape[2], q.shape[2] // k.shape[2]
         traits = {
@@ -316,10 +341,19 @@ class Sel:
         ]
 
     def launch(
-        self, q: Tensor, first_token: int, blocks: Tensor, o: Tensor, lse: Tensor,
-        scratch: Sequence[Tensor], counters: Sequence[Tensor],
-        gates: Tensor | None = None, other_branches: Pair | None = None, *, distinct: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        q: Tensor,
+        first_token: int,
+        blocks: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        scratch: Sequence[Tensor],
+        counters: Sequence[Tensor],
+        gates: Tensor | None = None,
+        other_branches: Pair | None = None,
+        *,
+        distinct: bool = True,
+    ) -> None:
         """Run on ``q`` [B, num_tokens, Hq, Dk], from token ``first_token`` of the step on.
 
         With ``gates``, o is the gated sum with ``other_branches``: o_cmp and o_win

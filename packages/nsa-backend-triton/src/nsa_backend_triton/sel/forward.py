@@ -228,11 +228,15 @@ def _common_constants(
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
     v_band = value_band(head_dim, v_head_dim, architecture(q.device), use_tma=use_tma)
     return {
-        "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
-        "HEAD_DIM_BAND": band(head_dim), "V_HEAD_DIM_BAND": v_band,
-        "GROUP": group, "VARLEN": seqs.packed, "PARTIAL": seqs.partial,
+        "HEAD_DIM": head_dim,
+        "V_HEAD_DIM": v_head_dim,
+        "HEAD_DIM_BAND": band(head_dim),
+        "V_HEAD_DIM_BAND": v_band,
+        "GROUP": group,
+        "VARLEN": seqs.packed,
+        "PARTIAL": seqs.partial,
         "ACC": accumulator(q.dtype),
-    }  # fmt: skip
+    }
 
 
 class _BucketLaunches(NamedTuple):
@@ -245,9 +249,19 @@ class _BucketLaunches(NamedTuple):
 
 @cached_by_metadata
 def _prepare_buckets(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seqs: Sequences, call: SlotCall,
-    run: int, rows: tuple[int, int], n: int, num_pairs: int, num_buckets: int, tuned: Settings,
-) -> _BucketLaunches:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    seqs: Sequences,
+    call: SlotCall,
+    run: int,
+    rows: tuple[int, int],
+    n: int,
+    num_pairs: int,
+    num_buckets: int,
+    tuned: Settings,
+) -> _BucketLaunches:
     num_kv_heads, select_block = k.shape[-2], call.geometry.select_block_size
     group = q.shape[-2] // num_kv_heads
     bucket_settings = tuned["sel_bucket"]
@@ -285,9 +299,17 @@ def _prepare_buckets(
 
 
 def _attend_buckets(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, unshared: Tensor, o: Tensor, lse: Tensor,
-    seqs: Sequences, call: SlotCall, tuned: Settings,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    unshared: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    seqs: Sequences,
+    call: SlotCall,
+    tuned: Settings,
+) -> None:
     """Add the pairs marked in ``unshared`` to o and lse, run by run."""
     n = blocks.shape[-1]
     run_rows, num_rows = _run_rows(o, n)

@@ -38,20 +38,28 @@ class Problem(NamedTuple):
         """Return the constexpr arguments that the kernels share."""
         head_dim, v_head_dim = self.k.shape[-1], self.v.shape[-1]
         return {
-            "GROUP": self.group, "NUM_KV_HEADS": self.k.shape[-2],
-            "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
+            "GROUP": self.group,
+            "NUM_KV_HEADS": self.k.shape[-2],
+            "HEAD_DIM": head_dim,
+            "V_HEAD_DIM": v_head_dim,
             "HEAD_DIM_BAND": sequences.band(head_dim),
             "V_HEAD_DIM_BAND": sequences.band(v_head_dim),
-            "SELECT_BLOCK": self.call.geometry.select_block_size, "VARLEN": self.seqs.packed,
+            "SELECT_BLOCK": self.call.geometry.select_block_size,
+            "VARLEN": self.seqs.packed,
             "PARTIAL": self.seqs.partial,
             "ACC": sequences.accumulator(self.q.dtype),
-        }  # fmt: skip
+        }
 
 
 @cached_by_metadata
 def tuned(q: Tensor, k: Tensor, v: Tensor, select_block: int, kernel: str) -> configs.Settings:
     """Return the tuned settings of ``kernel`` for blocks of ``select_block`` keys."""
     return configs.pick(
-        kernel, sequences.architecture(q.device), head_dim=k.shape[-1], v_head_dim=v.shape[-1],
-        itemsize=q.itemsize, heads=q.shape[-2] // k.shape[-2], block=select_block,
-    )  # fmt: skip
+        kernel,
+        sequences.architecture(q.device),
+        head_dim=k.shape[-1],
+        v_head_dim=v.shape[-1],
+        itemsize=q.itemsize,
+        heads=q.shape[-2] // k.shape[-2],
+        block=select_block,
+    )

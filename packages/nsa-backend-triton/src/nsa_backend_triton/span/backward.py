@@ -113,9 +113,17 @@ class Branch(NamedTuple):
 
 
 def dq_of(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, settings: configs.Settings | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    seqs: Sequences,
+    span: tuple[int, int, int],
+    scale: float,
+    settings: configs.Settings | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return dq in q's shape, and the statistics [2, *lse] with rows padded to 16 bytes.
 
     The statistics are delta = sum over columns of do o, and lse in base 2, inf in a row without
@@ -125,19 +133,35 @@ def dq_of(
 
 
 def dkdv_of(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, stats: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, settings: configs.Settings | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    stats: Tensor,
+    seqs: Sequences,
+    span: tuple[int, int, int],
+    scale: float,
+    settings: configs.Settings | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return dk, dv in the shapes of k, v; ``stats`` are those of :func:`dq_of`."""
     dkdv_plan = _launch_dkdv(q, k, v, do, lse, seqs, span, scale, aligned(q, do), settings)
     return _dkdv(dkdv_plan, do, q, k, v, lse, stats, seqs)
 
 
 def _dq(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seqs: Sequences,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    seqs: Sequences,
     span: tuple[int, int, int],
-    scale: float, settings: configs.Settings | None, store_lse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scale: float,
+    settings: configs.Settings | None,
+    store_lse: bool,
+) -> tuple[Tensor, Tensor]:
     """Return dq and the statistics: delta and, with ``store_lse``, lse in base 2."""
     kinds = 2 if store_lse else 1
     launch, rows = _launch_dq(
@@ -228,10 +252,19 @@ def _widths(head_dim: int, v_head_dim: int) -> dict[str, int]:
 
 @cached_by_metadata
 def _launch_dq(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, tensors_aligned: bool,
-    settings: configs.Settings | None, kinds: int,
-) -> tuple[Launch, int]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    seqs: Sequences,
+    span: tuple[int, int, int],
+    scale: float,
+    tensors_aligned: bool,
+    settings: configs.Settings | None,
+    kinds: int,
+) -> tuple[Launch, int]:
     """Return the launch of span_dq, and the rows of a descriptor's tile (0: pointers).
 
     ``kinds`` of statistics: 1, store delta; 2, store delta and lse; _GIVEN, read both.
@@ -305,10 +338,18 @@ class _DkdvPlan(NamedTuple):
 
 @cached_by_metadata
 def _launch_dkdv(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, seqs: Sequences,
-    span: tuple[int, int, int], scale: float, tensors_aligned: bool,
-    settings: configs.Settings | None, given: bool = False,
-) -> _DkdvPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    seqs: Sequences,
+    span: tuple[int, int, int],
+    scale: float,
+    tensors_aligned: bool,
+    settings: configs.Settings | None,
+    given: bool = False,
+) -> _DkdvPlan:
     described = tensors_aligned and descriptors_fit(seqs.packed, q, do)
     settings = settings or _pick("span_dkdv", q, v, span[2], described)
     groups, group = k.shape[-2], q.shape[-2] // k.shape[-2]

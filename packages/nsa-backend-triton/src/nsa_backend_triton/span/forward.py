@@ -219,10 +219,15 @@ def launch_options(settings: configs.Settings) -> dict[str, int]:
 
 @cached_by_metadata
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, span: tuple[int, int, int], scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqs: Sequences,
+    span: tuple[int, int, int],
+    scale: float,
     tensors_aligned: bool,
     settings: configs.Settings | None,
-) -> tuple[Launch, int, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+) -> tuple[Launch, int, tuple[int, ...], tuple[int, ...]]:
     """Return the launch, the rows of a descriptor's tile (0: pointers), the shapes of o and lse."""
     *lead, heads, head_dim = q.shape
     groups, v_head_dim = v.shape[-2:]

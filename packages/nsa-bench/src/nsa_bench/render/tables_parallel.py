@@ -13,9 +13,7 @@ from nsa_core.util.text import one_line
 if TYPE_CHECKING:
     from nsa_bench.parallel.result import Largest, ParallelResult, Row
 
-_COLUMNS = (
-    *("tokens", "GPUs", "mode", "layout", "ms", "x", "compute", "comm.", "in", "peak"),
-)  # fmt: skip
+_COLUMNS = ("tokens", "GPUs", "mode", "layout", "ms", "x", "compute", "comm.", "in", "peak")
 LEGEND = (
     "ms: forward and backward, slowest GPU; x: speed-up over one GPU; compute: the slowest GPU"
     " without collectives, ms; comm.: the collectives alone, ms; in: received by a GPU, GiB;"

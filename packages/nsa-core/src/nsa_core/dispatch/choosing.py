@@ -55,6 +55,11 @@ class Choice:
         """Return the reason that the chosen backend gives for its rank, or ""."""
         return next(c.rank_reason for c in self.candidates if c.backend == self.backend)
 
+    @property
+    def why(self) -> str:
+        """Return why `auto` prefers the backend, on one line: its measurement, or its rank."""
+        return one_line(f"tuned: {self.tuned}" if self.tuned else self.rank_reason)
+
 
 # A Kernel. In a plan for decode, a DecodeKernel for every slot except combine.
 SlotKernel = Any
@@ -217,7 +222,10 @@ def _report(
 
 
 def log_once(all_candidates: Candidates, choices: Mapping[str, Choice]) -> None:
-    """Log the choices of `auto`, once per device, dtype and set of choices."""
+    """Log the choices of `auto` and their reasons, once per device, dtype and set of choices.
+
+    The reasons are those of the first request with these choices.
+    """
     chosen = {slot: f"{c.backend} {c.version}" for slot, c in choices.items() if not c.explicit}
     request = _request_of(all_candidates, choices)
     key = (
@@ -229,4 +237,6 @@ def log_once(all_candidates: Candidates, choices: Mapping[str, Choice]) -> None:
         if not chosen or key in _logged:
             return
         _logged.add(key)
-    _log.info("auto chose %s (%s)", ", ".join(key[2:]), describe_request(request))
+    reasons = (f" ({why})" if (why := choices[slot].why) else "" for slot in chosen)
+    described = ", ".join(map("".join, zip(key[2:], reasons)))
+    _log.info("auto chose %s (%s)", described, describe_request(request))

@@ -193,9 +193,7 @@ def default_block_plan(
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
     """
-    name = _plan_name(
-        tuple(sizes), device, dtype, varlen, partial, wants_grad, backends, long
-    )  # fmt: skip
+    name = _plan_name(tuple(sizes), device, dtype, varlen, partial, wants_grad, backends, long)
     plan: BlockPlan = getattr(_plans, name)
     return plan
 

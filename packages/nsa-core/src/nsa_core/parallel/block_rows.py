@@ -92,9 +92,17 @@ def divided_block_attention(
     if shards.world == 1:
         call.check()
         return block_attention(
-            q, k, v, blocks, block_size=block_size, scale=scale, cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen, plan=plan, backends=backends,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            blocks,
+            block_size=block_size,
+            scale=scale,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            plan=plan,
+            backends=backends,
+        )
     if is_compared(q):
         plan = agreed(call.checked_plan, call.values, group_name(group), q.device)
     else:

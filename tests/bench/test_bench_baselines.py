@@ -1,0 +1,79 @@
+"""Dense baselines: the packages flash-attn and flash-attn-3, and the reasons if they cannot run."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nsa_bench import baselines
+from nsa_bench.inputs import make_inputs
+from nsa_core import NSAConfig
+
+CONFIG = NSAConfig(32, 4, 2, head_dim=8, scale=0.3)
+MODULES = {"flash-attn": "flash_attn", "flash-attn 3": "flash_attn_interface"}
+
+
+def attend(q, k, v, softmax_scale=None, causal=False):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    assert q.shape[2] == k.shape[2]
+    o = F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True
+    )
+    return o.transpose(1, 2)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """A function that installs a stand-in for a package with this flash_attn_func."""
+
+    def put(name, function=None):
+        module = ModuleType(MODULES[name])
+        module.__spec__ = importlib.machinery.ModuleSpec(MODULES[name], None)
+        if function is not None:
+            module.flash_attn_func = function
+        monkeypatch.setitem(sys.modules, MODULES[name], module)
+        return baselines._package(name, CONFIG, "cpu", torch.float64)
+
+    return put
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_package_computes_causal_attention_with_the_scale(install, name, with_lse):
+    baseline = install(
+        name, lambda *x, **k: (attend(*x, **k), None) if with_lse else attend(*x, **k)
+    )
+    assert (baseline.name, baseline.reason, baseline.kind) == (f"dense {name}", "", "dense")
+    x = make_inputs("random", CONFIG, batch=2, length=20, dtype=torch.float64, device="cpu", seed=1)
+    sdpa = baselines._sdpa("flash", CONFIG, "cpu", torch.float64)
+    torch.testing.assert_close(baseline.forward(x), sdpa.forward(x))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_an_absent_package_is_named(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, MODULES[name], None)
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda module: None)
+    reason = baselines._package(name, CONFIG, "cpu", torch.float64).reason
+    assert reason.startswith("the package flash-attn")
+    assert reason.endswith("is not installed")
+    assert ("flash_attn_interface" in reason) == (name == "flash-attn 3")
+
+
+def test_a_package_with_another_interface_gives_its_error_as_the_reason(install):
+    assert "flash_attn_func" in install("flash-attn 3").reason
+    assert "softmax_scale" in install("flash-attn 3", lambda q, k, v, causal: q).reason
+
+
+def test_a_gpu_run_lists_every_dense_kernel(monkeypatch):
+    monkeypatch.setattr(baselines, "_refusal", lambda *arguments: "")
+    names = [b.name for b in baselines.dense_baselines(CONFIG, "cuda", torch.bfloat16)]
+    expected = ["cudnn", "flash", "efficient", "flash-attn", "flash-attn 3"]
+    assert names == [f"dense {name}" for name in expected]
+    assert [b.name for b in baselines.dense_baselines(CONFIG, "cpu", torch.bfloat16)] == [
+        "dense flash"
+    ]

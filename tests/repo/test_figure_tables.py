@@ -1,0 +1,158 @@
+"""The tables of benchmarks/figure_*.py, from result files that the tests write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MEMORY_VALUES = [f"row-13-{name}" for name in ("peak-2k", "peak-16", "largest", "slope")]
+POINT = ("nsa", 2048, 1)  # attention, tokens, batch
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The module benchmarks/figures.py."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for name in [n for n in sys.modules if n == "figures" or n.startswith("figure_")]:
+        sys.modules.pop(name)
+    import figures
+
+    return figures
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A copy of the results folder with the files of training."""
+    folder = tmp_path / "copy" / "h100"
+    folder.mkdir(parents=True)
+    for name in ("train.json", "train_memory.json"):
+        shutil.copy(ROOT / "benchmarks" / "results" / "h100" / name, folder)
+    return folder.parent
+
+
+def rows_of(figures, results, name):
+    """Return the rows of a table as lists of cells."""
+    lines = figures.TABLES[name](figures.Results(results)).splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("name", ["a100", "a100-decode", "shapes", "train-recompute"])
+def test_a_table_without_its_files_says_so(figures, tmp_path, name):
+    ((state, *others),) = rows_of(figures, tmp_path / "results" / "h100", name)
+    assert state == "not measured yet"
+    assert {*others} == {"-"}
+
+
+def test_the_a100_table_has_rivals_and_real_inputs(figures, tmp_path):
+    """A shape with a file of its own takes no rows of the earlier run."""
+    folder = tmp_path / "results" / "h200_as_sm80"
+    folder.mkdir(parents=True)
+    source = ROOT / "benchmarks" / "results" / "h200_as_sm80" / "core.json"
+    shutil.copy(source, folder)
+    document = json.loads(source.read_text())
+    shown = ("64/4/128", 8192)
+    document["measurements"] = [
+        m | {"inputs": inputs, "subject": subject}
+        for m in document["measurements"]
+        if (m["shape"], m["length"]) == shown and m["subject"] == "auto"
+        for inputs, subject in (("real", "auto"), ("random", "sfnsa NSA"))
+    ]
+    (folder / "a100_core_64_4_128.json").write_text(json.dumps(document))
+    rows = rows_of(figures, tmp_path / "results" / "h100", "a100")
+    ours = [row for row in rows if row[0] == "64/4/128"]
+    assert [row[:3] for row in ours] == [
+        ["64/4/128", "random", "8k"],
+        ["64/4/128", "real", "8k"],
+    ]
+    random, real = ours
+    assert random[-2:] == [real[4], "-"]  # sfnsa, xunhao
+    assert (real[3], real[-2:]) == ("-", ["-", "-"])
+    assert {row[0] for row in rows} == {"12/2/64", "32/8/128", "64/4/128"}
+
+
+def test_the_decode_table_compares_with_the_same_gpu(figures, tmp_path):
+    results = tmp_path / "results"
+    for name in ("h100", "h200", "h200_as_sm80"):
+        (results / name).mkdir(parents=True)
+    source = ROOT / "benchmarks" / "results" / "h100" / "decode.json"
+    document = json.loads(source.read_text())
+    (results / "h100" / "decode.json").write_text(json.dumps(document))
+    (results / "h200_as_sm80" / "a100_decode.json").write_text(json.dumps(document))
+    assert {row[-1] for row in rows_of(figures, results / "h100", "a100-decode")} == {"-"}
+    for measurement in document["measurements"]:
+        if measurement["subject"] == "auto":
+            measurement["performance"]["median_ms"] /= 2
+    (results / "h200" / "decode.json").write_text(json.dumps(document))
+    rows = rows_of(figures, results / "h100", "a100-decode")
+    assert {row[-1] for row in rows} == {"2.00x"}
+    assert ["64/4/128", "32 x 64k"] in [row[:2] for row in rows]
+
+
+def test_the_table_of_shapes_takes_the_fastest_dense_kernel(figures, tmp_path):
+    folder = tmp_path / "results" / "h100"
+    folder.mkdir(parents=True)
+    document = json.loads((ROOT / "benchmarks/results/h100/backends.json").read_text())
+    document["measurements"] = [
+        m
+        for m in document["measurements"]
+        if (m["shape"], m["length"]) == ("32/8/128", 16384)
+        and (m["subject"] == "auto" or m["kind"] == "dense")
+    ]
+    (folder / "shapes_16k.json").write_text(json.dumps(document))
+    times = {
+        m["subject"]: m["performance"]["median_ms"]
+        for m in document["measurements"]
+        if m["phase"] == "both" and m["performance"]
+    }
+    own = times.pop("auto")
+    fastest = min(times, key=times.get)
+    ((heads, length, nsa, dense, speed_up, kernel),) = rows_of(figures, folder, "shapes")
+    assert (heads, length, kernel) == ("32/8/128", "16k", fastest.removeprefix("dense "))
+    assert float(nsa) == pytest.approx(own, rel=0.01)
+    assert float(dense) == pytest.approx(times[fastest], rel=0.01)
+    assert speed_up == f"{times[fastest] / own:.1f}x"
+
+
+def test_the_tables_of_training_take_the_fastest_dense_mode_and_recompute(figures, results):
+    folder = results / "h100"
+    document = json.loads((folder / "train.json").read_text())
+    dense = next(r for r in document["rows"] if r.get("attention") == "dense" and r["S"] == 2048)
+    nsa = next(r for r in document["rows"] if r.get("attention") == "nsa" and r["S"] == 2048)
+    bf16 = dense | {"mode": "bf16+compile", "tokens_per_s": 9_000_000}
+    slower = dense | {"mode": "bf16+compile+graph", "tokens_per_s": 1}
+    document["rows"] += [bf16, slower]
+    (folder / "train.json").write_text(json.dumps(document))
+    rows = rows_of(figures, folder, "train")
+    speed = nsa["tokens_per_s"]
+    expected = [f"{speed / 1e3:.1f}", "9000.0", f"{speed / 9e6:.2f}x", "bf16+compile"]
+    assert [row[1] for row in rows] == expected
+    assert figures.TABLES["row-12-dense-1"](figures.Results(folder)) == "9000.0k"
+    recompute = nsa | {"mode": "recompute+compile+graph", "tokens_per_s": 1000, "peak_gib": 0.5}
+    document["rows"] = [nsa, recompute, dense]
+    (folder / "train_recompute.json").write_text(json.dumps(document))
+    ((shape, *cells),) = rows_of(figures, folder, "train-recompute")
+    assert shape == "2k x 1"
+    assert cells[:2] == [f"{nsa['tokens_per_s'] / 1e3:.1f}", "1.0"]
+    assert cells[3:] == [f"{nsa['peak_gib']:.1f}", "0.5", f"{dense['peak_gib']:.1f}"]
+
+
+def test_memory_with_recompute_has_a_row_of_its_own(figures, results):
+    folder = results / "h100"
+    document = json.loads((folder / "train_memory.json").read_text())
+    document["rows"] = [r for r in document["rows"] if r.get("mode") != "recompute"]
+    before = {name: figures.TABLES[name](figures.Results(folder)) for name in MEMORY_VALUES}
+    (row,) = (r for r in document["rows"] if (r.get("attention"), r.get("S"), r.get("B")) == POINT)
+    others = [{"mode": "recompute", "attention": "nsa", "largest_B_in_80_GiB": 192}]
+    others += [{"mode": "recompute", "attention": "nsa", "slope_in_S": 0.5}]
+    document["rows"] += [row | {"mode": "recompute", "peak_gib": 0.1}, *others]
+    (folder / "train_memory.json").write_text(json.dumps(document))
+    after = {name: figures.TABLES[name](figures.Results(folder)) for name in MEMORY_VALUES}
+    assert after == before
+    rows = rows_of(figures, folder, "train-memory")
+    assert [row[0] for row in rows] == ["NSA", "NSA, recompute=True", "dense"]
+    assert rows[1][1:3] == ["0.1", "-"]
