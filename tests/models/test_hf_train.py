@@ -73,7 +73,7 @@ def test_offloaded_layers_are_refused(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, device_map="auto", max_memory={"cpu": "60KB"}, offload_folder=tmp_path / "disk"
     )
-    with pytest.raises(InvalidInput, match="are on the meta device, .* device_map offloads"):
+    with pytest.raises(InvalidInput, match=r"are on the meta device, .* device_map offloads"):
         model(torch.ones(1, 40, dtype=torch.long))
 
 
