@@ -20,7 +20,7 @@ MODULES = {"flash-attn": "flash_attn", "flash-attn 3": "flash_attn_interface"}
 
 def attend(q, k, v, softmax_scale=None, causal=False):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    assert q.shape[2] == k.shape[2]
+    assert q.shape[2] == k.shape[2], "is_causal needs as many queries as keys"
     o = F.scaled_dot_product_attention(
         q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=True
     )
