@@ -219,8 +219,8 @@ def _options_of(request: Request, choices: Mapping[str, Choice]) -> PlanOptions:
 
 def _explain_choice(choice: Choice) -> list[str]:
     """Return a line about the chosen backend, and one for each other candidate."""
-    why = f"tuned: {choice.tuned}" if choice.tuned else one_line(choice.rank_reason)
-    chosen_by = "asked for" if choice.explicit else "auto" + (f", {why}" if why else "")
+    reason = f", {choice.why}" if choice.why else ""
+    chosen_by = "asked for" if choice.explicit else f"auto{reason}"
     title = f"{one_line(choice.backend)} {one_line(choice.version)}"
     others = [c for c in choice.candidates if c.backend != choice.backend]
     return [f"{choice.slot}: {title} ({chosen_by})", *(f"  {c}" for c in others)]
