@@ -327,9 +327,10 @@ def test_headlines_state_the_range_of_crossovers_and_the_best_ratio():
     assert backward.startswith("Backward: ")
     assert both.startswith("Forward and backward: ")
     first, *_, last = words.headlines(read_result(RESULTS / "decode.json"))
-    assert "a step of NSA auto takes 0.414 ms, 3.41 times as fast as dense" in first
+    times = r"a step of NSA auto takes 0\.4\d\d ms, 3\.\d\d times as fast as dense"
+    assert re.search(times, first)
     assert "1 sequence of 2k tokens (8/2/32)" in last
-    assert "2.34 times the time of dense attention" in last
+    assert re.search(r"2\.\d\d times the time of dense attention", last)
 
 
 def test_a_combination_that_is_always_slower_is_called_slower(result):
