@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import fused_toy
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.registry import Registry
@@ -31,9 +32,15 @@ NARROW = {job.name for job in JOBS if len(calls_of(job.check)) < len(DECODE)}
     ],
 )
 def test_a_check_calls_what_it_declares(name: str) -> None:
-    combination = Combination({}, "cpu", Registry(()).with_backend(sdpa()))
     jobs = [job for job in JOBS if job.name == name]
-    declared, called = calls_of(jobs[0].check) - FUSED - {CORE}, set()
+    calls = calls_of(jobs[0].check)
+    # Some checks of the core run only for backends with a fused backward, which sdpa has not. The
+    # check without a declaration has no backward.
+    fused = CORE in calls and calls != EVERY
+    combination = Combination(
+        {}, "cpu", Registry(()).with_backend(fused_toy.spec() if fused else sdpa())
+    )
+    declared, called = calls - FUSED - (set() if fused else {CORE}), set()
     for number, job in enumerate(jobs):
         if number >= 2 and called == declared:  # the first cases have no compressed token
             break
