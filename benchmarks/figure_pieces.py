@@ -135,8 +135,8 @@ def _shapes(length: str, shapes: str, minutes: float) -> Piece:
     return Piece(
         f"shapes-{length}",
         f"NSA and dense attention at heads of released models, {length} tokens",
-        # Of the other NSA libraries only fla, which refuses most of these heads at once: the
-        # kernels of the others compile for minutes for each shape.
+        # fla refuses most of these heads at once. The other NSA libraries are left out, because
+        # their kernels compile for minutes for each shape.
         f"{_BENCH} --shape {shapes} --length {length} --phase both --inputs random --combo auto"
         f" --rival fla --budget 0.3 --max-call 1 --cell-limit 30"
         f" --time-limit {round(60 * (minutes - 1))} --json {{file}}",

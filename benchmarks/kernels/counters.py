@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton_sanitize import leaves
 
 from nsa_bench.environment import machine
 from nsa_bench.shapes import parse_shape
@@ -37,7 +38,7 @@ METRICS = {
     "programs_by_registers": "launch__occupancy_limit_registers",
     "programs_by_shared_memory": "launch__occupancy_limit_shared_mem",
 }
-# The branches of a kernel that several of them launch, in the order in which the core runs them.
+# Several branches launch these kernels, in this order.
 BRANCHES = {
     "span_forward": ("cmp", "win"),
     "span_dq": ("win", "cmp"),
@@ -51,12 +52,7 @@ def core(shape: str, length: int) -> None:
     """Run forward and backward of the core ``PASSES`` times."""
     config = parse_shape(shape).config()
     plan = resolve(config, device="cuda", dtype=torch.bfloat16, backends="triton", needs_grad=True)
-    heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
-    widths = (config.qk_dim, config.qk_dim, config.v_dim)
-    tensors = [
-        torch.randn(1, length, *size, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        for size in zip(heads, widths)
-    ]
+    tensors = leaves(config, length)
     gates = torch.rand(1, length, config.n_heads, 3, device="cuda", requires_grad=True)
     for _ in range(PASSES):
         o = nsa_attention(*tensors, gates, config=config, plan=plan, nonnegative_gates=True)
@@ -68,7 +64,8 @@ def launches(report: str) -> list[dict[str, Any]]:
     """Return the kernels of the last pass with their counters, from ncu's CSV report.
 
     Raises:
-        ValueError: The report has no counters; the message ends with ncu's last line.
+        ValueError: The report has no counters, or the passes did not launch the same kernels; the
+            message ends with ncu's last line.
     """
     lines = [line for line in report.splitlines() if line.startswith('"')]
     by_id: dict[str, dict[str, Any]] = {}
@@ -79,9 +76,12 @@ def launches(report: str) -> list[dict[str, Any]]:
         name = names.get(row["Metric Name"])
         if name is not None:
             launch[name] = value / 1e6 if name == "ms" else value
-    if not by_id:
-        raise ValueError(f"no counters: {report.strip().splitlines()[-1:]}")
-    found = list(by_id.values())[-(len(by_id) // PASSES) :]
+    kernels = [launch["kernel"] for launch in by_id.values()]
+    each = len(kernels) // PASSES
+    if not each or kernels != kernels[:each] * PASSES:
+        problem = "the passes differ" if kernels else "no counters"
+        raise ValueError(f"{problem}: {report.strip().splitlines()[-1:]}")
+    found = list(by_id.values())[-each:]
     seen: collections.Counter[str] = collections.Counter()
     for launch in found:
         kernel = launch["kernel"]

@@ -1,4 +1,4 @@
-"""The `repo` fixture: the files of the repository and their syntax trees."""
+"""The fixtures `repo`, the files of the repository and their syntax trees, and `figures`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import pathlib
 import subprocess
+import sys
 
 import pytest
 
@@ -82,3 +83,14 @@ class Repository:
 @pytest.fixture(scope="session")
 def repo() -> Repository:
     return Repository(pathlib.Path(__file__).resolve().parents[2])
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The module benchmarks/figures.py."""
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).resolve().parents[2] / "benchmarks")
+    for name in [n for n in sys.modules if n == "figures" or n.startswith("figure_")]:
+        sys.modules.pop(name)
+    import figures
+
+    return figures

@@ -23,7 +23,8 @@ def report(script, *kernels):
 
 
 @pytest.fixture
-def script():
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     return runpy.run_path(str(SCRIPT))
 
 
@@ -37,6 +38,13 @@ def test_the_last_pass_counts_and_names_the_branches(script):
         {"kernel": "select_forward", "ms": 0.00125, "l2_percent": 4.5, "branch": ""},
         {"kernel": "span_forward", "ms": 3.0, "l2_percent": 5.5, "branch": "win"},
     ]
+
+
+def test_passes_that_differ_are_refused(script):
+    """The second pass ended early."""
+    kernels = [("span_forward", 1), ("span_dq", 1), ("span_forward", 1)]
+    with pytest.raises(ValueError, match="the passes differ"):
+        script["launches"](report(script, *kernels))
 
 
 def test_a_report_without_counters_is_refused_with_its_last_line(script):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_VALUES = [f"row-13-{name}" for name in ("peak-2k", "peak-16", "largest", "slope")]
 POINT = ("nsa", 2048, 1)  # attention, tokens, batch
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The module benchmarks/figures.py."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    for name in [n for n in sys.modules if n == "figures" or n.startswith("figure_")]:
-        sys.modules.pop(name)
-    import figures
-
-    return figures
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,17 +26,6 @@ PAGES = (
 # beside the name of its folder.
 CITING = ("*.md", "docs/**/*.md", "packages/*/*.md", "benchmarks/**/*.md")
 CITING += ("packages/*/src/**/*.py", "benchmarks/**/*.py")
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The module benchmarks/figures.py."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    for name in [n for n in sys.modules if n == "figures" or n.startswith("figure_")]:
-        sys.modules.pop(name)
-    import figures
-
-    return figures
 
 
 @pytest.fixture

@@ -47,7 +47,8 @@ _HEAD = """# Which requests does each backend support?
 A cell lists the slots that the backend runs with gradients. "yes" means all that it offers,
 "forward" without gradients, "-" none. The columns are the CPU and the architectures of NVIDIA GPUs:
 sm_75 is a T4, sm_80 an A100, sm_90 an H100 or H200, sm_120 an RTX 50. The code for sm_80 and sm_86
-was verified and measured on an H200 with `benchmarks/rehearse.py`, not on an A100 or RTX 3090.
+was verified and measured on an H100 or H200 with `benchmarks/rehearse.py`, not on an A100 or RTX
+3090.
 
 Each row changes one thing in a base request: 12 query heads in 2 groups, Dk = Dv = 64, 4096 tokens,
 bfloat16, l=32, d=16, l'=64, n=16 and w=512. For any other request, ask
