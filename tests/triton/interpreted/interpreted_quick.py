@@ -71,6 +71,30 @@ def scans(
 
 
 @triton.jit
+def compose(factor, shift, next_factor, next_shift):
+    """Compose x -> factor * x + shift with the next such function: associative, not commutative."""
+    return factor * next_factor, shift * next_factor + next_shift
+
+
+@triton.jit
+def integer_scans(
+    X,
+    N,
+    OUT,
+    COUNT,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    AXIS: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    at = tl.arange(0, ROWS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    n = tl.load(N + at)
+    factor, shift = tl.associative_scan((n % 3 - 1, n), AXIS, compose, reverse=REVERSE)
+    tl.store(OUT + at, tl.load(X + at))
+    tl.store(COUNT + at, shift * 64 + factor)
+
+
+@triton.jit
 def numbers(X, N, OUT, COUNT, ROWS: tl.constexpr, SIZE: tl.constexpr, shift, factor):
     row, column = tl.arange(0, ROWS), tl.arange(0, SIZE)
     at = row[:, None] * SIZE + column
@@ -124,6 +148,11 @@ def check(kernel, shape, dtype, *rest) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 class TestKernelFunctions:
+    @pytest.mark.parametrize("reverse", [False, True])
+    @pytest.mark.parametrize("axis", [0, 1])
+    def test_scans_of_integers_are_equal(self, shape, dtype, axis, reverse) -> None:
+        check(integer_scans, shape, dtype, axis, reverse)
+
     @pytest.mark.parametrize("keep", [False, True])
     @pytest.mark.parametrize("axis", [0, 1])
     def test_reductions_are_equal(self, shape, dtype, axis, keep) -> None:

@@ -83,6 +83,7 @@ class Machine:
         self._stock_numpy_dtype = interpreter._get_np_dtype
         self._numpy_dtypes: dict[str, Any] = {}
         self._patched: set[str] = set()
+        self._modules: dict[str, frozenset[str]] = {}  # of triton.language, by importing module
         self._rng = np.random.default_rng(seed)
         self._argument_ranges: list[tuple[int, int]] = []
         self._owner: dict[int, tuple[int, ...]] = {}
@@ -147,13 +148,19 @@ class Machine:
 
         Triton does so at every call of a jit function.
         """
-        modules = {
-            m.__name__ for m in function.__globals__.values() if m is self.tl or m is self.tl.core
-        }
+        modules = self._language_modules(function.__module__, function.__globals__)
         if modules <= self._patched:
             return self.interpreter._LangPatchScope()
         self._patched |= modules
         return self._stock_lang(function)
+
+    def _language_modules(self, module: str, variables: dict[str, Any]) -> frozenset[str]:
+        """Return the names of the modules of triton.language among the variables of a module."""
+        if module not in self._modules:
+            self._modules[module] = frozenset(
+                m.__name__ for m in variables.values() if m is self.tl or m is self.tl.core
+            )
+        return self._modules[module]
 
     def overflow(self, semantic: Any, a: Any, b: Any, op: Any) -> None:
         """Raise if integer arithmetic overflows its type.

@@ -2,8 +2,8 @@
 
 Triton's front end describes the shape of every intermediate tensor by a dozen objects, compares
 shapes by more of them, and runs a kernel's own reductions and scans element by element. Here each
-shape is described once, and reductions and scans run slice by slice. ``strict.interpreter`` uses
-this module. Needs triton and numpy. Written for triton 3.6.
+shape is described once, reductions run slice by slice, and a scan of n integers takes log2(n)
+steps. ``strict.interpreter`` uses this module. Needs triton and numpy. Written for triton 3.6.
 """
 
 from __future__ import annotations
@@ -191,13 +191,27 @@ def reduce(ops: Any, operands: Any) -> list[Any]:
 
 
 def scan(ops: Any, operands: Any) -> list[Any]:
-    """ScanOps.generic_scan, slice by slice."""
+    """ScanOps.generic_scan: integers by doubling, as a GPU does; floats slice by slice."""
     dtypes, arrays = [x.dtype for x in operands], [x.handle.data for x in operands]
-    steps = list(_accumulate(ops, arrays, ops.axis, dtypes))
-    return [
-        ops.to_tensor(np.stack([step[i] for step in steps], ops.axis), dtype)
-        for i, dtype in enumerate(dtypes)
-    ]
+    if all(x.dtype.kind in "iu" for x in arrays):  # no rounding, so the order changes no bit
+        arrays = _scan_by_doubling(ops, arrays, dtypes)
+    else:
+        steps = list(_accumulate(ops, arrays, ops.axis, dtypes))
+        arrays = [np.stack(slices, ops.axis) for slices in zip(*steps)]
+    return list(map(ops.to_tensor, arrays, dtypes))
+
+
+def _scan_by_doubling(ops: Any, arrays: list[Any], dtypes: list[Any]) -> list[Any]:
+    """Combine each element with the one before it, then with those 2, 4, 8 and so on before it."""
+    length = arrays[0].shape[ops.axis]
+    index = np.moveaxis(np.arange(length).reshape([-1] + [1] * (arrays[0].ndim - 1)), 0, ops.axis)
+    distance = 1
+    while distance < length:
+        earlier = [np.roll(x, distance, ops.axis) for x in arrays]
+        combined = _combine(ops, earlier, arrays, dtypes)
+        arrays = [np.where(index < distance, x, both) for x, both in zip(arrays, combined)]
+        distance *= 2
+    return arrays
 
 
 @contextlib.contextmanager
