@@ -33,8 +33,8 @@ class Mode:
     """How a step is trained: "eager", or options joined with "+", such as "compile+graph".
 
     Attributes:
-        bf16: Parameters and AdamW's moments in bf16, without fp32 copies and without autocast. Only
-            for dense attention, to which NSA is compared: the fastest way to train it.
+        bf16: Parameters and AdamW's moments in bf16, without fp32 copies and without autocast: the
+            fastest way to train both.
         recompute: The backward runs NSA's branches again, as :class:`nsa_core.NSAttention` says.
         compile: Compiled blocks.
         graph: Forward and backward as one CUDA graph.
@@ -54,17 +54,16 @@ class Mode:
         """
         options = [] if name == "eager" else name.split("+")
         ordered = [option for option in MODE_OPTIONS if option in options]
-        if options != ordered or {"bf16", "recompute"} <= {*options}:
+        if options != ordered:
             raise ValueError(
                 f"a mode is eager, or some of {', '.join(MODE_OPTIONS)} in this order, joined with"
-                f" +, and not both bf16 (dense attention only) and recompute (NSA only); got"
-                f" {name!r}"
+                f" +; got {name!r}"
             )
         return cls(**dict.fromkeys(options, True))
 
     def runs(self, attention: str) -> bool:
         """Return whether a model with ``attention``, "nsa" or "dense", has this mode."""
-        return not (self.bf16 if attention == "nsa" else self.recompute)
+        return attention == "nsa" or not self.recompute
 
 
 @dataclasses.dataclass(frozen=True)
