@@ -11,8 +11,9 @@ tokens, and the settings to vary; every combination of their values replaces tho
 A name such as sel_block_backward.ORDERED is a setting of another kernel of the slot. A field of
 NSAConfig such as select_block_size=128, with one value, belongs to the timed problem. So does
 random_blocks=256: each token and kv head then has num_selected_blocks random blocks of 256 keys,
-the initial and local ones among them. sel takes them in parts of select_block_size keys. batch=8
-is the number of sequences.
+the initial and local ones among them. sel takes them in parts of select_block_size keys. With
+sharing=2, eight neighbouring tokens choose among the random blocks of the first two of them, as
+neighbours in a trained model share blocks. batch=8 is the number of sequences.
 
 Every candidate first runs on a short sequence, in a pool of processes that compiles all of them. It
 is compared with the tuned row there: `nsa verify` judges the row that is chosen in the end. A
@@ -43,7 +44,7 @@ from torch import Tensor
 from nsa_backend_triton.host import configs, launch_cache
 from nsa_backend_triton.host.sequences import architecture
 from nsa_bench.environment import machine
-from nsa_bench.random_blocks import random_causal_blocks
+from nsa_bench.random_blocks import random_causal_blocks, share_blocks
 from nsa_core import NSAConfig, plan_block_attention, resolve
 from nsa_core.contract import BRANCHES
 from nsa_core.layer.block_plans import split_blocks
@@ -51,7 +52,7 @@ from nsa_core.layer.block_plans import split_blocks
 CHECKED_TOKENS = 1500  # length of the compared calls: several tiles and partial ones
 MAX_DISTANCE = 0.01  # rms of the difference relative to the tuned row's rms; bf16 rounds to 2**-9
 SLOTS = tuple(configs.FORWARD)
-NOT_OF_CONFIG = ("random_blocks", "batch")
+NOT_OF_CONFIG = ("random_blocks", "sharing", "batch")
 PROBLEM_FIELDS = ("select_block_size", "num_selected_blocks", "window_size", *NOT_OF_CONFIG)
 Settings = dict[str, int]
 
@@ -66,7 +67,8 @@ class Sweep:
         shape: Hq/G/D or Hq/G/Dk/Dv.
         tokens: Length of the timed sequence.
         grid: Setting -> its values.
-        fields: Fields of NSAConfig that differ from their defaults, random_blocks and batch.
+        fields: Fields of NSAConfig that differ from their defaults, random_blocks, sharing and
+            batch.
     """
 
     kernel: str
@@ -107,6 +109,11 @@ class Sweep:
                     f"{line.strip()!r}: random_blocks={size} needs the slot sel, and a"
                     f" select_block_size that divides it, got {slot} and {part}"
                 )
+        if "sharing" in given and not ("random_blocks" in given and 1 <= given["sharing"] <= 8):
+            raise ValueError(
+                f"{line.strip()!r}: sharing={given['sharing']} must be 1 to 8, and needs"
+                f" random_blocks"
+            )
         return cls(kernel, slot, shape, length, grid, fields)
 
     def changes(self) -> list[Settings]:
@@ -207,12 +214,13 @@ def random_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
     heads, groups, dk, width = sweep.widths
     fields = dict(sweep.fields)
     size = fields.pop("random_blocks")
-    batch = fields.pop("batch", 1)
+    batch, sharing = fields.pop("batch", 1), fields.pop("sharing", 0)
     part = fields.pop("select_block_size", NSAConfig.select_block_size)
     geometry = NSAConfig(heads * dk, heads, groups, dk, select_block_size=size, **fields).geometry
-    blocks = split_blocks(
-        random_causal_blocks(tokens, groups, geometry, "cuda", batch), size // part
-    )
+    blocks = random_causal_blocks(tokens, groups, geometry, "cuda", batch)
+    if sharing:
+        blocks = share_blocks(blocks, sharing)
+    blocks = split_blocks(blocks, size // part)
     plan = plan_block_attention(
         heads,
         groups,

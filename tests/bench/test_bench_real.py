@@ -15,7 +15,7 @@ import torch
 from nsa_bench import bytemodel
 from nsa_bench.inputs import make_inputs
 from nsa_bench.python_docs import library_text
-from nsa_bench.random_blocks import random_causal_blocks
+from nsa_bench.random_blocks import random_causal_blocks, share_blocks
 from nsa_bench.result import read_result
 from nsa_bench.shapes import parse_shape
 from nsa_core import NSAConfig
@@ -291,6 +291,29 @@ def test_random_causal_blocks_follow_the_selection_rules(init, local, n):
             assert forced <= set(chosen) <= set(range(current + 1))
     assert not torch.equal(blocks[0], blocks[1])
     assert torch.equal(blocks, random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1))
+
+
+@pytest.mark.parametrize("lists", [1, 2, 3])
+def test_eight_neighbours_share_the_blocks_of_the_first_of_them(lists):
+    geometry = BlockGeometry(8, 4, 16, num_selected_blocks=5, init_blocks=1, local_blocks=1)
+    blocks = random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1)
+    shared = share_blocks(blocks, lists)
+    assert shared.shape == blocks.shape
+    assert torch.equal(shared[:, 248:], blocks[:, 248:])
+    varied = 0
+    for first in range(0, 248, 8):
+        for row, group in ((r, g) for r in range(2) for g in range(2)):
+            pool = set(blocks[row, first : first + lists, group].flatten().tolist()) - {-1}
+            lists_of = shared[row, first : first + 8, group].tolist()
+            for chosen in lists_of:
+                valid = [b for b in chosen if b >= 0]
+                assert chosen == sorted(set(valid)) + [-1] * (5 - len(valid))
+                assert len(valid) == min(5, len(pool))
+                assert set(valid) <= pool
+            varied += len({tuple(chosen) for chosen in lists_of}) > 1
+    assert (varied > 0) == (lists > 1)
+    with pytest.raises(ValueError, match="lists must be 1 to 8, got 9"):
+        share_blocks(blocks, 9)
 
 
 def test_locality_is_1_for_equal_and_the_tile_size_for_disjoint_blocks(real_blocks):

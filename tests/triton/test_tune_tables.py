@@ -81,6 +81,8 @@ def test_a_change_reaches_its_kernels_until_it_is_taken_back(tune_tables: Module
         ("span_dkdv sel 64/4/128 65536 BLOCK_N=64", "slot 'sel' launches no kernel 'span_dkdv'"),
         ("span_dkdv cmp 64/4/128 65536 random_blocks=64", "needs the slot sel, .* got cmp and 64"),
         ("sel_forward sel 64/4/128 65536 random_blocks=96", "divides it, got sel and 64"),
+        ("sel_forward sel 64/4/128 65536 sharing=2", "sharing=2 must be .* needs random_blocks"),
+        ("sel_forward sel 64/4/128 4096 random_blocks=64 sharing=9", "sharing=9 must be 1 to 8"),
     ],
 )
 def test_a_wrong_line_is_named(tune_tables: ModuleType, line: str, message: str) -> None:
