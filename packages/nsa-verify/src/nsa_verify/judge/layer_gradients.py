@@ -51,7 +51,7 @@ def judge_layer(
     actual = dict(
         zip(("x", *names), torch.autograd.grad(y, [leaf, *parameters], do, materialize_grads=True))
     )
-    golden, magnitude = _golden(attn, x, do, plan or attn.plan, cu_seqlens)
+    golden, magnitude = golden_layer(attn, x, do, plan or attn.plan, cu_seqlens)
     verdicts = {"y": _judge(y, golden.pop("y"), magnitude["y"], grad=False)}
     for name, expected in golden.items():
         verdicts[name] = _judge(actual[name], expected, magnitude[name], grad=True)
@@ -69,14 +69,21 @@ def _judge(
     return judge(flat[0], flat[1], flat[1], flat[2], torch.float64, grad=grad)
 
 
-def _golden(
-    attn: NSAttention,
-    x: torch.Tensor,
-    do: torch.Tensor,
+def golden_layer(
+    attn: NSAttention,  # in float64
+    x: torch.Tensor,  # float64 [B, S, dim], packed [T, dim]
+    do: torch.Tensor,  # of x's shape
     plan: Plan,
     cu_seqlens: torch.Tensor | None,
 ) -> tuple[Tensors, Tensors]:
-    """Return (golden gradients, magnitudes) by name, and the output under "y"."""
+    """Compute the output and the gradients of a layer by the oracle, with their magnitudes.
+
+    The arguments are those of :func:`judge_layer`.
+
+    Returns:
+        (golden results, magnitudes), each by name: the output "y", the gradient of "x", and the
+        gradient of every parameter.
+    """
     state = {n: p.detach().clone().requires_grad_() for n, p in attn.named_parameters()}
     leaf = x.detach().requires_grad_()
     config, blocks = attn.config, _own_blocks(attn, x, plan, cu_seqlens)
