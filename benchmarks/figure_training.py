@@ -57,11 +57,6 @@ def train_recompute(results: Results) -> str:
     columns += [f"{name}, GiB" for name in ("NSA", "NSA, recompute=True", "dense")]
     if not (results.folder / RECOMPUTE_FILE).exists():
         return table(columns, [[PENDING, *"-" * (len(columns) - 1)]])
-    cells: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
-    for row in results.rows(RECOMPUTE_FILE):
-        if "tokens_per_s" in row:
-            kind = "recompute" if row["mode"].startswith("recompute") else row["attention"]
-            cells.setdefault((row["S"], row["B"]), {})[kind] = row
     kinds = ("nsa", "recompute", "dense")
     rows = [
         [
@@ -69,9 +64,31 @@ def train_recompute(results: Results) -> str:
             *(f"{of[k]['tokens_per_s'] / 1e3:.1f}" if k in of else "-" for k in kinds),
             *(f"{of[k]['peak_gib']:.1f}" if k in of else "-" for k in kinds),
         ]
-        for (length, batch), of in sorted(cells.items())
+        for (length, batch), of in _recompute_cells(results)
     ]
     return table(columns, rows)
+
+
+def recompute_price(results: Results) -> str:
+    """Return by how much recompute=True slows a training step down, by tokens and batch."""
+    losses = [
+        f"{1 - of['recompute']['tokens_per_s'] / of['nsa']['tokens_per_s']:.0%} at {tokens(length)}"
+        + f" x {batch}"
+        for (length, batch), of in _recompute_cells(results)
+    ]
+    return ", ".join(losses)
+
+
+def _recompute_cells(
+    results: Results,
+) -> list[tuple[tuple[int, int], dict[str, dict[str, Any]]]]:
+    """Return the rows of each (length, batch): "nsa", "recompute" and "dense"."""
+    cells: dict[tuple[int, int], dict[str, dict[str, Any]]] = {}
+    for row in results.rows(RECOMPUTE_FILE):
+        if "tokens_per_s" in row:
+            kind = "recompute" if "recompute" in row["mode"].split("+") else row["attention"]
+            cells.setdefault((row["S"], row["B"]), {})[kind] = row
+    return sorted(cells.items())
 
 
 def train_crossover(results: Results) -> str:
@@ -175,6 +192,7 @@ TRAINING: dict[str, Callable[[Results], str]] = {
     "train-crossover": train_crossover,
     "train-memory": train_memory,
     "train-recompute": train_recompute,
+    "recompute-price": recompute_price,
     "row-10-eager": _train_value("train_toy.json", "tokens_per_s", _thousand, mode="eager"),
     "row-10-graph": _train_value("train_toy.json", "tokens_per_s", _thousand, mode="compile+graph"),
     "row-11-step": _train_value("train.json", "step_ms", fixed(1), attention="nsa", B=1, **_ONE),

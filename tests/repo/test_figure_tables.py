@@ -123,6 +123,8 @@ def test_the_tables_of_training_take_the_fastest_dense_mode_and_recompute(figure
     recompute = nsa | {"mode": "recompute+compile+graph", "tokens_per_s": 1000, "peak_gib": 0.5}
     document["rows"] = [nsa, recompute, dense]
     (folder / "train_recompute.json").write_text(json.dumps(document))
+    lost = f"{1 - 1000 / speed:.0%} at 2k x {nsa['B']}"
+    assert figures.TABLES["recompute-price"](figures.Results(folder)) == lost
     ((shape, *cells),) = rows_of(figures, folder, "train-recompute")
     assert shape == "2k x 1"
     assert cells[:2] == [f"{nsa['tokens_per_s'] / 1e3:.1f}", "1.0"]
