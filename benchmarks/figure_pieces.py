@@ -51,21 +51,33 @@ class Piece:
 
     def inside(self, folder: Path) -> Path:
         """Return the path of the result file, given the folder of the GPU's own results."""
-        return folder.with_name(folder.name + self._ending) / self.file
+        return folder.with_name(folder.name + _ending(self.rehearses)) / self.file
 
     def nearest(self, folder: Path) -> Path | None:
         """Return the result file of :meth:`inside`, or that of another GPU; None if none exists."""
-        own = self.inside(folder)
-        others = (
-            path
-            for path in sorted(folder.parent.glob(f"*{self._ending}/{self.file}"))
-            if self.rehearses or "_as_" not in path.parent.name
-        )
-        return own if own.exists() else next(others, None)
+        return nearest(folder, self.file, self.rehearses)
 
-    @property
-    def _ending(self) -> str:
-        return f"_as_{self.rehearses}" if self.rehearses else ""
+
+def nearest(folder: Path, file: str, rehearses: str = "") -> Path | None:
+    """Return a result file of a GPU, or that of another GPU; None if none exists.
+
+    Args:
+        folder: The folder of the GPU's own results.
+        file: Name of the result file.
+        rehearses: Architecture whose code the GPU ran, such as "sm80"; "" for its own.
+    """
+    ending = _ending(rehearses)
+    own = folder.with_name(folder.name + ending) / file
+    others = (
+        path
+        for path in sorted(folder.parent.glob(f"*{ending}/{file}"))
+        if rehearses or "_as_" not in path.parent.name
+    )
+    return own if own.exists() else next(others, None)
+
+
+def _ending(rehearses: str) -> str:
+    return f"_as_{rehearses}" if rehearses else ""
 
 
 def _core(shape: str, minutes: float) -> Piece:

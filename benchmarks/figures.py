@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import json
 import os
@@ -50,12 +49,13 @@ from figure_shapes import SHAPES_OF_MODELS
 from figure_tables import TABLES as OTHER_TABLES
 from figure_tables import Results
 from figure_training import TRAINING
+from figure_trees import TREES
 
-from nsa_bench.provenance import command_output, tree_id
+from nsa_bench.provenance import blob_id, command_output, tree_id
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = OTHER_TABLES | TRAINING | LEARNING | PARALLEL | BLOCKS
-TABLES |= A100 | COUNTERS | SHAPES_OF_MODELS
+TABLES |= A100 | COUNTERS | SHAPES_OF_MODELS | TREES
 PAGES = ("README.md", "benchmarks/README.md", "docs/**/*.md")
 MARKED = re.compile(r"(<!-- figures:([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 # They do not affect measurements.
@@ -63,7 +63,7 @@ OURS = (
     *("figures.py", "figure_a100.py", "figure_blocks.py", "figure_counters.py"),
     "figure_learning.py",
     *("figure_parallel.py", "figure_pieces.py", "figure_shapes.py", "figure_tables.py"),
-    "figure_training.py",
+    *("figure_training.py", "figure_trees.py"),
 )
 CUT = ("time limit was reached", "not begun: time limit")  # reasons of cells without a time
 
@@ -149,7 +149,7 @@ class Figures:
         script = shlex.split(piece.command)[1]
         folder = (self.root / script).parent if script.endswith(".py") else None
         scripts = {
-            path.name: tree_id_of_file(path)
+            path.name: blob_id(path)
             for path in sorted(folder.glob("*.py") if folder else ())
             if path.name not in OURS
         }
@@ -368,12 +368,6 @@ def incomplete(path: Path) -> str:
     if not isinstance(document, dict):
         return "the file does not contain a JSON object"
     return "the run was interrupted" if document.get("interrupted") else ""
-
-
-def tree_id_of_file(path: Path) -> str:
-    """Return git's blob id of a file."""
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def _terminate(child: subprocess.Popen[bytes]) -> int:

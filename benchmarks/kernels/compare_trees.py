@@ -2,7 +2,8 @@
 
     python benchmarks/kernels/compare_trees.py --old site_old --new site_new
 
-``--old`` and ``--new`` are folders of installed packages, each the PYTHONPATH of a child process:
+``--old`` and ``--new`` are folders of installed packages, each first on the PYTHONPATH of a child
+process:
 
     pip install --no-deps --target site_new ./packages/*
 
@@ -16,6 +17,11 @@ the call cannot be captured. Times of kernels inside a step are means over ten p
 spread is the interquartile range of the rounds over their median, the larger one of the two trees.
 A row is slower if new / old exceeds 1.03 and the excess is more than twice the spread.
 
+``--json`` writes the rows and their source: the machine, the versions, and git's tree id of each
+package. ``--old-commit`` and ``--new-commit`` add the commits, which are compared with the folders
+if this checkout has them. ``benchmarks/rehearse.py --arch 80 --`` before the command compares the
+trees with their code for the A100.
+
 Exit codes: 0 nothing is slower; 1 a row is slower, could be timed in the old tree only, or was
 skipped because of ``--minutes``, or a child ended; 2 wrong usage.
 """
@@ -25,8 +31,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
+import importlib.metadata
 import json
 import os
+import platform
+import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -37,6 +48,10 @@ from typing import Any, Protocol
 
 from tree_clocks import Case
 
+from nsa_bench.environment import hardware
+from nsa_bench.provenance import PACKAGES, blob_id, command_output, in_checkout, tree_id
+
+ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).resolve().with_name("tree_clocks.py")
 THRESHOLD = 1.03  # new / old above which a row may be slower
 
@@ -169,24 +184,29 @@ class Child:
     def __init__(self, label: str, folder: Path, device: str, backend: str) -> None:
         self.label, self.folder = label, folder
         words = [sys.executable, str(CHILD), device, backend]
+        # The rest of the path stays: rehearse.py has a folder on it that patches every process.
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             words,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(folder)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         )
 
     def hello(self) -> str:
         """Return the file from which the child imports nsa_core.
 
         Raises:
-            ChildError: The folder does not contain nsa_core.
+            ChildError: The child finds nsa_core or the package of the backend outside the folder.
         """
-        file = str(self._read())
-        if not Path(file).is_relative_to(self.folder):
-            raise ChildError(f"--{self.label} {self.folder} holds no nsa_core; install it there")
-        return file
+        files: dict[str, str] = self._read()
+        for package, file in files.items():
+            if not Path(file).is_relative_to(self.folder):
+                raise ChildError(
+                    f"--{self.label} {self.folder} holds no {package}; install it there"
+                )
+        return files["nsa_core"]
 
     def begin(self, case: Case) -> None:
         """Start to prepare a case."""
@@ -240,6 +260,10 @@ def parser() -> argparse.ArgumentParser:
         "--minutes", type=float, default=6.0, help="time after which no case starts"
     )
     main_parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    for label in ("old", "new"):
+        main_parser.add_argument(
+            f"--{label}-commit", metavar="COMMIT", help=f"commit of --{label}, for --json"
+        )
     return main_parser
 
 
@@ -258,6 +282,91 @@ def cases_of(text: str) -> list[Case]:
     return [case for case in CASES if case.shape in text.split(",")]
 
 
+@dataclasses.dataclass(frozen=True)
+class SourceTree:
+    """The source of a folder of installed packages.
+
+    Attributes:
+        commit: Its commit; None if the command line names none.
+        source_trees: Git's tree id of each package in the folder.
+    """
+
+    commit: str | None
+    source_trees: dict[str, str]
+
+
+def source_of(label: str, folder: Path, commit: str | None) -> SourceTree:
+    """Return the source of a folder of installed packages.
+
+    Args:
+        label: "old" or "new", the option that names the folder.
+        folder: The folder.
+        commit: A name of its commit in this checkout, or the 40 digits of a commit that this
+            checkout does not have; None if it is unknown.
+
+    Raises:
+        ValueError: The commit is unknown here and has no 40 digits, or its files differ from those
+            in the folder.
+    """
+    trees = {name: tree for name in PACKAGES if (tree := tree_id(folder / name))}
+    if commit is None:
+        return SourceTree(None, trees)
+    git = ("git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet")
+    full = command_output(*git, f"{commit}^{{commit}}")
+    if full is None:
+        if not re.fullmatch("[0-9a-f]{40}", commit):
+            raise ValueError(
+                f"--{label}-commit: expected a commit of this checkout, or all 40 digits of"
+                f" another one, got {commit!r}"
+            )
+        return SourceTree(commit, trees)
+    if different := [name for name in trees if differs(folder / name, full)]:
+        raise ValueError(
+            f"--{label}-commit {commit}: --{label} {folder} has other files of"
+            f" {', '.join(different)}; install the packages of this commit there"
+        )
+    return SourceTree(full, trees)
+
+
+def differs(package: Path, commit: str) -> bool:
+    """Return whether an installed package differs from that of a commit of this checkout.
+
+    A wheel may leave out files of the commit that are not Python.
+    """
+    listing = command_output(
+        "git", "-C", str(ROOT), "ls-tree", "-r", f"{commit}:{in_checkout(package.name).as_posix()}"
+    )
+    entries = (line.split("\t") for line in (listing or "").splitlines())
+    committed = {name: facts.split()[2] for facts, name in entries}
+    installed = {
+        path.relative_to(package).as_posix(): blob_id(path)
+        for path in package.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
+    missing = committed.keys() - installed.keys()
+    changed = any(committed.get(name) != blob for name, blob in installed.items())
+    return changed or any(name.endswith(".py") for name in missing)
+
+
+def provenance(options: argparse.Namespace, sources: dict[str, SourceTree]) -> dict[str, Any]:
+    """Return when, where and with which command and sources the rows were measured."""
+    words = ["python", "benchmarks/kernels/compare_trees.py"]
+    words += ["--old", options.old.name, "--new", options.new.name, "--device", options.device]
+    words += ["--backend", options.backend, "--shapes", options.shapes]
+    words += ["--rounds", str(options.rounds), "--minutes", f"{options.minutes:g}"]
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "command": shlex.join(words),
+        "machine": hardware(options.device),
+        "versions": versions,
+        "sources": {label: dataclasses.asdict(source) for label, source in sources.items()},
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare two trees; return the exit code."""
     main_parser = parser()
@@ -273,6 +382,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for label, folder in folders.items():
         if not folder.is_dir():
             main_parser.error(f"--{label}: {folder} is not a folder")
+    commits = {"old": options.old_commit, "new": options.new_commit}
+    try:
+        sources = {label: source_of(label, folders[label], commits[label]) for label in folders}
+    except ValueError as error:
+        main_parser.error(str(error))
     children = [
         Child(label, folder, options.device, options.backend) for label, folder in folders.items()
     ]
@@ -293,15 +407,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         for child in children:
             child.end()
-    return report(rows, skipped, options.json)
+    if options.json is not None:
+        document = {"kind": "compare-trees", "schema_version": 1, **provenance(options, sources)}
+        document["rows"] = [dataclasses.asdict(row) for row in rows]
+        document["left_out"] = [str(case) for case in skipped]
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return report(rows, skipped)
 
 
-def report(rows: Sequence[Row], skipped: Sequence[Case], file: Path | None) -> int:
+def report(rows: Sequence[Row], skipped: Sequence[Case]) -> int:
     """Print the table and the slower kernels; return the exit code."""
     print("\n".join(lines(rows)))
-    if file is not None:
-        document = [dataclasses.asdict(row) for row in rows]
-        file.write_text(json.dumps({"kind": "compare-trees", "rows": document}, indent=1) + "\n")
     failing = [row.name for row in rows if row.verdict in ("slower", "missing")]
     if skipped:
         print(f"left out by --minutes: {', '.join(map(str, skipped))}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import importlib.util
 import json
 import statistics
 import sys
@@ -58,7 +59,11 @@ def serve(device: str, backend: str) -> None:
         import nsa_core
     except ImportError as error:
         return reply(error=f"nsa_core cannot be imported: {error}")
-    reply(answer=str(nsa_core.__file__))
+    files = {"nsa_core": str(nsa_core.__file__)}
+    spec = importlib.util.find_spec(f"nsa_backend_{backend}")
+    if spec is not None and spec.origin is not None:  # otherwise a backend of another name
+        files[spec.name] = spec.origin
+    reply(answer=files)
     clocks: dict[str, Callable[[], float]] = {}
     for text in sys.stdin:
         message = json.loads(text)

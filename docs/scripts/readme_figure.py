@@ -2,8 +2,10 @@
 
     python docs/scripts/readme_figure.py docs/images
 
-The times at 8k, 32k and 64k tokens are those of README.md's table, from core_64_4_128.json. Those
-at 2k, 4k and 16k are from backends.json, of the same kind of GPU.
+The left panel has the kernels for an H100. Its times at 8k, 32k and 64k tokens are those of
+README.md's table, from core_64_4_128.json. Those at 2k, 4k and 16k are from backends.json, of the
+same kind of GPU. The right panel has the kernels for an A100, run on a newer GPU by
+benchmarks/rehearse.py; without a result of it, the chart has the left panel only.
 """
 
 from __future__ import annotations
@@ -11,14 +13,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+import sys
 
-from nsa_bench.render.plots import render_lengths
+from nsa_bench.crossover import crossovers
+from nsa_bench.render.plots import LengthPanel, render_length_panels
 from nsa_bench.result import Result, read_result
 
-RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks/results/h100"
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from figure_a100 import DENSE, core_file  # noqa: E402
+
+RESULTS = BENCHMARKS / "results" / "h100"
 SHAPE = "64/4/128"
 SUBJECTS = ("auto", "dense cudnn", "dense flash")
-TITLE = "Forward + backward on one H100: 64 heads, 4 kv heads of 128, bfloat16"
+HEADING = "Forward + backward: 64 heads, 4 kv heads of 128, bfloat16"
 
 
 def measured() -> Result:
@@ -33,12 +42,54 @@ def measured() -> Result:
     return dataclasses.replace(core, measurements=[*others, *core.measurements])
 
 
+def rehearsed(results: pathlib.Path = RESULTS) -> Result | None:
+    """Return NSA and dense FlashAttention-2 with the code for the A100; None if not measured.
+
+    Other dense kernels run code for the newer GPU, so the crossover is that of these two.
+    """
+    file = core_file(results, SHAPE)
+    if file is None:
+        return None
+    result = read_result(file)
+    cells = [m for m in result.measurements if (m.shape, m.phase) == (SHAPE, "both")]
+    dense = next(
+        (s for s in DENSE if any(m.subject == s and m.performance for m in cells)), "dense flash"
+    )
+    cells = [m for m in cells if m.subject in ("auto", dense)]
+    return dataclasses.replace(result, measurements=cells, crossovers=crossovers(cells))
+
+
+def gpu(result: Result) -> str:
+    """Return the name of the GPU without the vendor: H100."""
+    return str(result.environment["device"]).removeprefix("NVIDIA ").split()[0]
+
+
+def chart(results: pathlib.Path = RESULTS) -> bytes:
+    """Return the chart as SVG.
+
+    Args:
+        results: The folder whose neighbours have the results of the A100 path.
+    """
+    own, older = measured(), rehearsed(results)
+    name = gpu(own)
+    title = f"Kernels for the {name}, on one {name}"
+    panels = [LengthPanel(own, SHAPE, subjects=SUBJECTS, title=title)]
+    if older is not None:
+        (dense,) = {m.subject for m in older.measurements} - {"auto"}
+        note = (
+            f"{dense} is FlashAttention-2. Compare only the two lines: bandwidth, L2 and matrix"
+            f" rate are those of the {gpu(older)}, not of an A100."
+        )
+        title = f"Kernels compiled for the A100, on one {gpu(older)}"
+        panels.append(LengthPanel(older, SHAPE, title=title, note=note))
+    return render_length_panels(panels, "svg", heading=HEADING)
+
+
 def main() -> None:
     """Write lengths.svg into the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path)
-    chart = render_lengths(measured(), "svg", shape=SHAPE, subjects=SUBJECTS, title=TITLE)
-    (parser.parse_args().folder / "lengths.svg").write_bytes(chart)
+    (parser.parse_args().folder / "lengths.svg").write_bytes(chart())
 
 
 if __name__ == "__main__":

@@ -304,6 +304,36 @@ def test_an_unknown_problem_or_subject_is_refused_by_name(result, arguments, tex
         render_lengths(result, "svg", **arguments)
 
 
+def test_panels_stand_side_by_side_with_a_heading_and_notes(result):
+    from nsa_bench.render.plots import LengthPanel, render_length_panels, render_lengths
+
+    few = ("auto", "dense cudnn")
+    panel = LengthPanel(result, "64/4/128", "forward", subjects=few)
+    one = render_length_panels([panel], "svg")
+    assert one == render_lengths(result, "svg", shape="64/4/128", phase="forward", subjects=few)
+    noted = dataclasses.replace(panel, subjects=None, title="Another", note="A note " * 20)
+    both = render_length_panels([panel, noted], "svg", heading="Two panels").decode()
+    assert one.count(b"<!-- tokens -->") == 1
+    assert both.count("<!-- tokens -->") == 2
+    for words in ("Two panels", "Another", "A note A note"):
+        assert f"<!-- {words}" in both
+    with pytest.raises(InvalidInput, match="at least one panel"):
+        render_length_panels([], "svg")
+
+
+def test_a_subject_looks_equal_in_every_panel(result, monkeypatch):
+    """Also if a result measures it after others."""
+    from nsa_bench.render import plots
+
+    drawn = []
+    monkeypatch.setattr(plots, "time_against_length", lambda axes, m, c, looks: drawn.append(looks))
+    backwards = dataclasses.replace(result, measurements=result.measurements[::-1])
+    panels = [plots.LengthPanel(r, "64/4/128", "forward") for r in (result, backwards)]
+    plots.render_length_panels(panels, "svg")
+    first, second = drawn
+    assert first == second == looks_of(result)
+
+
 def test_a_result_without_any_time_is_drawn(run):
     from nsa_bench.render.plots import render
 

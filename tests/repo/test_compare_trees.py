@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from nsa_bench.provenance import tree_id
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "kernels" / "compare_trees.py"
 NEVER = float("inf")
+AUTHOR = ("-c", "user.name=n", "-c", "user.email=n@example.com")
 
 
 @pytest.fixture
@@ -104,27 +108,21 @@ def test_cases_after_the_time_limit_are_skipped(trees):
     assert skipped == list(trees.CASES[:2])
 
 
-def test_report_prints_a_table_and_returns_the_exit_code(trees, capsys, tmp_path):
+def test_report_prints_a_table_and_returns_the_exit_code(trees, capsys):
     rows = [
         trees.judged("64/4/128 8k cmp forward", [1.0, 1.0], [1.5, 1.5]),
         trees.judged("64/4/128 8k win forward", [1.0, 1.0], [1.0, 1.0]),
         trees.Row("8/2/32 1 x 2k gates", None, None, 0.0, "missing", "new: broken"),
     ]
-    file = tmp_path / "rows.json"
-    assert trees.report(rows, [], file) == 1
+    assert trees.report(rows, []) == 1
     output = capsys.readouterr().out.splitlines()
     assert output[0].split() == ["kernel", "old", "ms", "new", "ms", "new/old", "spread", "verdict"]
     assert output[1].split()[-5:] == ["1.0000", "1.5000", "1.500", "0.0%", "slower"]
     assert output[3].endswith("missing: new: broken")
     assert output[4] == "slower or missing: 64/4/128 8k cmp forward, 8/2/32 1 x 2k gates"
-    assert [row["verdict"] for row in json.loads(file.read_text())["rows"]] == [
-        "slower",
-        "same",
-        "missing",
-    ]
-    assert trees.report(rows[1:2], [], None) == 0
+    assert trees.report(rows[1:2], []) == 0
     assert "nothing is slower" in capsys.readouterr().out
-    assert trees.report(rows[1:2], [trees.CASES[0]], None) == 1
+    assert trees.report(rows[1:2], [trees.CASES[0]]) == 1
     assert "left out by --minutes: 64/4/128 8k" in capsys.readouterr().out
 
 
@@ -170,6 +168,88 @@ def site(tmp_path):
     return folder
 
 
+def site_without(site, package):
+    """Remove a package from the folder; a child then finds that of this environment."""
+    (site / package).unlink()
+    return site
+
+
+@pytest.mark.parametrize("package", ["nsa_core", "nsa_backend_sdpa"])
+def test_a_package_outside_the_folder_is_refused(trees, site, package):
+    child = trees.Child("old", site_without(site, package), "cpu", "sdpa")
+    try:
+        with pytest.raises(trees.ChildError, match=f"--old .* holds no {package}; install it"):
+            child.hello()
+    finally:
+        child.end()
+
+
+def test_a_rehearsal_reaches_the_children(trees, site, tmp_path, monkeypatch):
+    """rehearse.py patches each process with a sitecustomize module on PYTHONPATH."""
+    patches, seen = tmp_path / "patches", tmp_path / "seen"
+    patches.mkdir()
+    (patches / "sitecustomize.py").write_text(f"open({str(seen)!r}, 'w').close()\n")
+    monkeypatch.setenv("PYTHONPATH", str(patches))
+    child = trees.Child("new", site, "cpu", "sdpa")
+    try:
+        assert child.hello().startswith(str(site))
+    finally:
+        child.end()
+    assert seen.exists()
+
+
+@pytest.fixture
+def installed(trees, tmp_path, monkeypatch):
+    """A folder with nsa_core as installed from the commit of a checkout, without its data file."""
+    root, folder = tmp_path / "checkout", tmp_path / "installed"
+    source = root / "packages" / "nsa-core" / "src" / "nsa_core"
+    source.mkdir(parents=True)
+    for name in ("__init__.py", "table.json"):
+        (source / name).write_text("1\n")
+    for words in (["init", "-q"], ["add", "-A"], [*AUTHOR, "commit", "-qm", "First"]):
+        subprocess.run(["git", *words], cwd=root, check=True)
+    monkeypatch.setattr(trees, "ROOT", root)
+    shutil.copytree(source, folder / "nsa_core")
+    (folder / "nsa_core" / "table.json").unlink()
+    return folder
+
+
+def test_the_commit_of_a_folder_is_resolved(trees, installed):
+    source = trees.source_of("old", installed, "HEAD")
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=trees.ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert source.commit == head
+    assert source.source_trees == {"nsa_core": tree_id(installed / "nsa_core")}
+    assert trees.source_of("old", installed, None).commit is None
+    assert trees.source_of("old", installed, "0" * 40).commit == "0" * 40  # of another checkout
+
+
+@pytest.mark.parametrize("change", ["changed", "added", "removed"])
+def test_a_folder_that_differs_from_its_commit_is_refused(trees, installed, change):
+    file = installed / "nsa_core" / ("more.py" if change == "added" else "__init__.py")
+    file.unlink() if change == "removed" else file.write_text("2\n")
+    (installed / "nsa_core" / "table.json").write_text("1\n")
+    with pytest.raises(ValueError, match=r"--new-commit HEAD: .* has other files of nsa_core"):
+        trees.source_of("new", installed, "HEAD")
+
+
+def test_an_unknown_commit_is_refused(trees, installed):
+    with pytest.raises(ValueError, match=r"--new-commit: expected a commit .* got 'frob'"):
+        trees.source_of("new", installed, "frob")
+
+
+def test_the_provenance_names_folders_without_their_paths(trees, tmp_path):
+    words = ["--old", str(tmp_path / "a"), "--new", str(tmp_path / "b c"), "--device", "cpu"]
+    sources = {"old": trees.SourceTree("1" * 40, {"nsa_core": "2" * 40})}
+    facts = trees.provenance(trees.parser().parse_args(words), sources)
+    assert "--old a --new 'b c' --device cpu --backend triton" in facts["command"]
+    assert str(tmp_path) not in json.dumps(facts)
+    assert facts["machine"]["device_type"] == "cpu"
+    assert facts["versions"].keys() >= {"python", "torch"}
+    assert facts["sources"]["old"]["source_trees"] == {"nsa_core": "2" * 40}
+
+
 @pytest.mark.slow
 def test_compares_this_tree_with_itself_on_the_cpu(site, tmp_path):
     file = tmp_path / "rows.json"
@@ -178,7 +258,10 @@ def test_compares_this_tree_with_itself_on_the_cpu(site, tmp_path):
     done = subprocess.run(
         [*command, "--json", str(file)], capture_output=True, text=True, timeout=300
     )
-    rows = json.loads(file.read_text())["rows"]
+    document = json.loads(file.read_text())
+    rows = document["rows"]
+    assert (document["left_out"], document["machine"]["device_type"]) == ([], "cpu")
+    assert document["sources"]["old"] == document["sources"]["new"]
     slots = ("cmp", "select", "sel", "win", "combine")
     expected = [f"4/2/8 96 {slot} forward" for slot in slots]
     expected += [f"4/2/8 96 {slot} backward" for slot in slots if slot != "select"]

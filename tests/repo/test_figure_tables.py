@@ -29,7 +29,9 @@ def rows_of(figures, results, name):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.mark.parametrize("name", ["a100", "a100-decode", "shapes", "train-recompute"])
+@pytest.mark.parametrize(
+    "name", ["a100", "a100-decode", "shapes", "train-recompute", "old-new", "old-new-a100"]
+)
 def test_a_table_without_its_files_says_so(figures, tmp_path, name):
     ((state, *others),) = rows_of(figures, tmp_path / "results" / "h100", name)
     assert state == "not measured yet"
@@ -79,6 +81,36 @@ def test_the_decode_table_compares_with_the_same_gpu(figures, tmp_path):
     rows = rows_of(figures, results / "h100", "a100-decode")
     assert {row[-1] for row in rows} == {"2.00x"}
     assert ["64/4/128", "32 x 64k"] in [row[:2] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "device", "gpu"),
+    [
+        ("old-new", "h100", "NVIDIA H100 80GB HBM3", "H100 80GB"),
+        ("old-new-a100", "h200_as_sm80", "NVIDIA H200 rehearsing sm_80", "H200 rehearsing sm_80"),
+    ],
+)
+def test_the_tables_of_two_versions_have_times_and_reasons(
+    figures, tmp_path, name, folder, device, gpu
+):
+    timed = {"name": "12/2/64 8k cmp forward", "old_ms": 2.0, "new_ms": 1.5, "spread": 0.011}
+    rows = [
+        timed | {"verdict": "faster", "reason": ""},
+        timed | {"name": "x", "old_ms": None, "new_ms": None, "verdict": "missing", "reason": "r"},
+    ]
+    document = {"machine": {"device": device}, "rows": rows, "left_out": ["8/2/32 2k"]}
+    file = tmp_path / "results" / folder / "compare_trees.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(document))
+    assert rows_of(figures, tmp_path / "results" / "h100", name) == [
+        ["12/2/64 8k cmp forward", "2.00", "1.50", "0.75", "1.1%", "faster"],
+        ["x", "-", "-", "-", "-", "missing"],
+        ["8/2/32 2k", "-", "-", "-", "-", "left out"],
+    ]
+    text = figures.TABLES[name](figures.Results(tmp_path / "results" / "h100"))
+    assert text.startswith(f"| case and kernel, on one {gpu} |")
+    (other,) = {"old-new", "old-new-a100"} - {name}
+    assert len(rows_of(figures, tmp_path / "results" / "h100", other)) == 1  # not measured yet
 
 
 def test_the_table_of_shapes_takes_the_fastest_dense_kernel(figures, tmp_path):

@@ -21,11 +21,16 @@ def device_name(device: str | torch.device) -> str:
 
 def machine(device: str) -> dict[str, Any]:
     """Return device and source facts for a result file; an unknown fact is None."""
+    return hardware(device) | source()
+
+
+def hardware(device: str) -> dict[str, Any]:
+    """Return device facts for a result file; an unknown fact is None."""
     facts: dict[str, Any] = {
         "device": device_name(device),
         "device_type": torch.device(device).type,
+        "torch_cuda": torch.version.cuda,
     }
-    facts |= {"torch_cuda": torch.version.cuda, **source()}
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts |= {

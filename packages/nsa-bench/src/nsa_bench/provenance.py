@@ -202,11 +202,16 @@ def _tree(folder: Path) -> bytes | None:
             if inner is not None:  # git does not track empty folders
                 entries.append((f"{path.name}/", b"40000 " + path.name.encode() + b"\0" + inner))
         else:
-            blob = _object_hash(b"blob", path.read_bytes())
+            blob = bytes.fromhex(blob_id(path))
             entries.append((path.name, b"100644 " + path.name.encode() + b"\0" + blob))
     return (
         _object_hash(b"tree", b"".join(entry for _, entry in sorted(entries))) if entries else None
     )
+
+
+def blob_id(file: Path) -> str:
+    """Return git's blob id of a file."""
+    return _object_hash(b"blob", file.read_bytes()).hex()
 
 
 def _object_hash(kind: bytes, content: bytes) -> bytes:
