@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import sys
 import types
 
@@ -147,3 +148,19 @@ def test_an_error_breaks_no_word_in_a_terminal(monkeypatch, nsa) -> None:
     assert nsa(*command).code == 2
     assert screen.getvalue().count("\n") > 1
     assert_readable(screen.getvalue(), piped, 80)
+
+
+def test_show_prints_which_fused_forms_state_their_workspace(nsa):
+    lines = nsa("backends", "show", "triton", "--gpu", "h100").out.splitlines()
+    first = lines.index("fused     workspace")
+    assert [line.split() for line in lines[first + 1 : first + 6]] == [
+        ["step", "no"],
+        ["append", "no"],
+        ["gates", "no"],
+        ["backward", "yes"],
+        [],
+    ]
+    (row,) = json.loads(nsa("backends", "show", "triton", "--json").out)["backends"]
+    assert row["fused"]["backward"] == {"workspace": True}
+    assert row["fused"]["step"] == {"workspace": False}
+    assert "fused" not in nsa("backends", "show", "sdpa").out

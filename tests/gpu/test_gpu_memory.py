@@ -17,6 +17,8 @@ from nsa_core import BlockGeometry, NSAConfig, Unsupported, resolve
 from nsa_core.contract import SLOTS, SlotCall, import_named
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dispatch.registry import default_registry
+from nsa_core.torch_ops.core_backward import OUTPUTS, STATISTICS
+from nsa_core.torch_ops.core_kernels import CoreInputs, run_branches
 from nsa_core.torch_ops.slot_op import Kernel
 from nsa_verify.cases import Case
 
@@ -60,6 +62,11 @@ SPECS = {
 }
 BACKENDS = list(SPECS)
 WITH_BACKWARD = [key for key, spec in SPECS.items() if spec.backward]
+FUSED = [
+    entry.name
+    for entry in default_registry().entries
+    if entry.status == "ready" and entry.spec and "backward" in entry.spec.fused_workspace
+]
 OTHER_WHEN_DETERMINISTIC = [key for key in WITH_BACKWARD if not SPECS[key].deterministic]
 
 
@@ -198,14 +205,19 @@ def breakdown(
     return str(operators)
 
 
-def resolve_plan(backend: str, slot: str, case: Case, **options: bool) -> Plan:
+def resolve_plan(
+    backends: str | dict[str, str],
+    case: Case,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: bool,
+) -> Plan:
     sizes = {"batch": len(case.lengths) if case.packed else case.batch, "seq_len": case.tokens}
     try:
         return resolve(
             case.config,
             device="cuda",
-            dtype=torch.bfloat16,
-            backends={slot: backend},
+            dtype=dtype,
+            backends=backends,
             varlen=case.packed,
             **sizes,
             **options,
@@ -215,7 +227,7 @@ def resolve_plan(backend: str, slot: str, case: Case, **options: bool) -> Plan:
 
 
 def assert_stated(backend: str, slot: str, case: Case, **options: bool) -> None:
-    plan = resolve_plan(backend, slot, case, **options)
+    plan = resolve_plan({slot: backend}, case, **options)
     inputs, do, cu_seqlens = inputs_of(slot, case)
     gradient_inputs = (
         [x.requires_grad_() for x in inputs if x.is_floating_point()]
@@ -278,6 +290,44 @@ def test_row_47_workspace_of_deterministic_kernels_equals_the_peak(
     name: str, backend: str, slot: str
 ) -> None:
     assert_stated(backend, slot, CASES[name], needs_grad=True, deterministic=True)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize("backend", FUSED)
+@pytest.mark.parametrize(
+    ("name", "dtype", "deterministic"),
+    [
+        *((name, BF16, False) for name in CASES),
+        *((name, BF16, True) for name in ("2k", "packed")),
+        *((name, dtype, False) for name in ("2k", "packed") for dtype in (FP16, FP32)),
+    ],
+)
+def test_row_47_workspace_of_the_fused_backward_equals_the_peak(
+    name: str, dtype: torch.dtype, deterministic: bool, backend: str
+) -> None:
+    case = CASES[name]
+    plan = resolve_plan(backend, case, dtype, needs_grad=True, deterministic=deterministic)
+    data = case.data(dtype, "cuda")
+    inputs = CoreInputs(*[getattr(data, field) for field in CoreInputs._fields])
+    packing = {"cu_seqlens": data.cu_seqlens, "max_seqlen": data.max_seqlen}
+    branches = run_branches(plan, inputs, None, packing, False)
+    statistics = [getattr(branches, field) for field in STATISTICS]
+    del branches
+    tail = (data.cu_seqlens, *plan.cmp.tail(data.max_seqlen))
+
+    def run() -> None:
+        outputs = [torch.zeros_like(data.do) for _ in OUTPUTS]
+        tensors = [data.do, *inputs, *statistics, *outputs]
+        del outputs
+        plan.fused["backward"].gradients(True, tensors, tail)
+
+    peak = peak_of(run)
+    stated = plan.workspace_bytes(plan.requests["cmp"], fused="backward")
+    line = f"peak {peak / 2**20:.3f} MiB, stated {stated / 2**20:.3f} MiB, {stated / peak:.3f}"
+    print(f"row 47: {name} {backend} {dtype} fused backward: {line}")
+    assert abs(peak - stated) <= 0.05 * peak, line
 
 
 def test_peak_of_refuses_a_call_that_frees_earlier_memory() -> None:

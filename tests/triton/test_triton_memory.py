@@ -1,4 +1,4 @@
-"""Peak memory (fault row 47) and binaries (row 29) of every slot, from dry runs without data.
+"""Peak memory (fault row 47) and binaries (row 29), from dry runs without data.
 
 tests/triton/interpreted compares a dry run with what a run allocates; tests/gpu measures both on a
 GPU.
@@ -6,6 +6,7 @@ GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import threading
@@ -55,24 +56,46 @@ def test_row_47_peak_of_combine_equals_its_outputs() -> None:
     )
 
 
-@pytest.mark.parametrize("slot", SLOTS)
-def test_row_47_memory_grows_linearly_with_the_length(slot: str) -> None:
+def test_row_47_peak_of_the_fused_backward_equals_a_sum_by_hand() -> None:
+    """In bf16 with h=16 it is reached before the outputs are freed: all statistics live beside."""
+    outputs, statistics, dgates = 3 * 128 * 2, 3 * 2 * 4, 3 * 4  # bytes of a token and head
+    request = make_request("cmp", 8192, n_heads=64, n_kv_heads=4, head_dim=128, v_head_dim=128)
+    expected = 8192 * 64 * (outputs + statistics + dgates)
+    assert workspace.core_backward(request) == expected
+    # In fp16 the backwards of the slots run: three outputs, and the gradients of all three.
+    by_slots = dataclasses.replace(request, dtype="float16")
+    assert workspace.core_backward(by_slots) > 2 * expected
+
+
+def test_row_47_fused_backward_without_compressed_tokens_does_not_run() -> None:
+    assert workspace.core_backward(make_request("cmp", 31)) == 0
+    assert workspace.core_backward(make_request("cmp", 32)) > 0
+
+
+PEAKS = {slot: (slot, workspace.peak) for slot in SLOTS}
+PEAKS["core"] = ("cmp", workspace.core_backward)
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_row_47_memory_grows_linearly_with_the_length(name: str) -> None:
+    slot, peak = PEAKS[name]
     for fields in (
         {},
         {"n_heads": 64, "n_kv_heads": 4, "deterministic": True},
         {"varlen": True, "batch": 8},
     ):
         points = [
-            (math.log(s), math.log(workspace.peak(make_request(slot, s, **fields))))
-            for s in (8192, 1 << 17)
+            (math.log(s), math.log(peak(make_request(slot, s, **fields)))) for s in (8192, 1 << 17)
         ]
         slope = (points[1][1] - points[0][1]) / (points[1][0] - points[0][0])
         assert 0.5 < slope <= 1.05, (fields, slope)
 
 
-@pytest.mark.parametrize("slot", SLOTS)
-def test_row_47_peak_of_no_tokens_is_zero(slot: str) -> None:
-    assert workspace.peak(make_request(slot, 0)) == 0
+@pytest.mark.parametrize("name", PEAKS)
+def test_row_47_peak_of_no_tokens_is_zero(name: str) -> None:
+    slot, peak = PEAKS[name]
+    assert peak(make_request(slot, 0)) == 0
+    assert peak(make_request(slot, 64)) > 0
 
 
 def test_dry_run_does_not_affect_other_threads() -> None:

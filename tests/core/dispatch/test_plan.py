@@ -264,3 +264,57 @@ def test_workspace_bytes_calls_the_workspace_function_of_the_slots_backend(toy):
         toy.size = invalid_size
         with pytest.raises(NSAError, match="backend 'sized', workspace of 'win'"):
             plan.workspace_bytes(request)
+
+
+def with_fused(name: str, **fields) -> BackendSpec:
+    return spec(name, fused={"backward": "planned:forward"}, **fields)
+
+
+def test_workspace_bytes_of_a_fused_form_calls_the_function_of_the_backend(toy):
+    toy.size = lambda request: request.batch * request.seq_len
+    stated = with_fused("stated", fused_workspace={"backward": "planned:size"})
+    plan = resolve(CONFIG, registry=registry_of(stated), needs_grad=True)
+    request = dataclasses.replace(plan.requests["win"], batch=3, seq_len=7)
+    assert plan.workspace_bytes(request, fused="backward") == 21
+    with pytest.raises(Unsupported, match="'stated' does not state the workspace of 'win'"):
+        plan.workspace_bytes(request)
+    toy.size = lambda request: -1
+    with pytest.raises(NSAError, match="'stated', workspace of the fused 'backward': -1 is not"):
+        plan.workspace_bytes(request, fused="backward")
+    silent = resolve(CONFIG, registry=registry_of(with_fused("silent")), needs_grad=True)
+    with pytest.raises(Unsupported, match="'silent' does not state .* of the fused 'backward'"):
+        silent.workspace_bytes(request, fused="backward")
+
+
+def test_workspace_bytes_refuses_a_fused_form_that_does_not_run(toy):
+    toy.size = lambda request: 1
+    sized = with_fused("sized", fused_workspace={"backward": "planned:size"})
+    registry = registry_of(sized, spec("other"))
+    plan = resolve(CONFIG, registry=registry, needs_grad=True, backends="sized")
+    request = dataclasses.replace(plan.requests["cmp"], batch=1, seq_len=64)
+    with pytest.raises(InvalidInput, match="must be 'backward' or None, got 'step': the plan has"):
+        plan.workspace_bytes(request, fused="step")
+    for change in ({"needs_grad": False}, {"partial": True}):
+        with pytest.raises(InvalidInput, match="fused must be None, got 'backward'"):
+            plan.workspace_bytes(dataclasses.replace(request, **change), fused="backward")
+    mixed = {"win": "other", **dict.fromkeys(("cmp", "select", "sel", "combine"), "sized")}
+    for options in ({"backends": mixed, "needs_grad": True}, {"backends": "sized"}):
+        without = resolve(CONFIG, registry=registry, **options)
+        with pytest.raises(InvalidInput, match="fused must be None, got 'backward'"):
+            without.workspace_bytes(request, fused="backward")
+
+
+@pytest.mark.parametrize(
+    ("stated", "fault"),
+    [
+        ({"step": "planned:size"}, "must map backward to 'module:function', got {'step'"),
+        ({"backward": 3}, "must map backward to 'module:function', got {'backward': 3}"),
+        ("planned:size", "must map backward to 'module:function', got 'planned:size'"),
+    ],
+)
+def test_a_stated_workspace_of_no_fused_form_is_a_fault_of_the_spec(toy, stated, fault):
+    (entry,) = registry_of(with_fused("odd", fused_workspace=stated)).entries
+    assert (entry.status, entry.reason.code) == ("broken", "bad_spec")
+    assert f"fused_workspace {fault}" in entry.reason.message
+    (entry,) = registry_of(spec("bare", fused_workspace={"backward": "planned:size"})).entries
+    assert "fused_workspace must be empty, as fused, got {'backward'" in entry.reason.message

@@ -79,6 +79,7 @@ def nsa_register_backends() -> BackendSpec:
             "gates": f"{_HOME}.decode.gates:gates",
             "backward": f"{_HOME}.core.backward:backward",
         },
+        fused_workspace={"backward": f"{_HOME}.tools.workspace:core_backward"},
         detail=f"{_HOME}.probe:detail",
         judge_context=f"{_HOME}.strict.interpreter:judge_context",
         priority=30,

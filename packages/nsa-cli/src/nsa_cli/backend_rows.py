@@ -142,6 +142,7 @@ def _row(
         "summary": spec.summary if spec else "",
         "api_version": list(spec.api_version) if spec else None,
         "slots": {slot: _slot_row(entry, slot, of_entry.get(slot), here) for slot in SLOTS},
+        "fused": {n: {"workspace": n in spec.fused_workspace} for n in spec.fused} if spec else {},
     }
 
 
@@ -303,6 +304,10 @@ def print_details(document: dict[str, Any]) -> None:
         if ranks:
             text = "replaces the stated priority for this request"
             wrapping.print_paragraph(console, text, "rank: ", "  ")
+        if row["fused"]:
+            cells = [(name, _cell(form["workspace"]), "") for name, form in row["fused"].items()]
+            console.print()
+            wrapping.print_rows(console, [("fused", "workspace", ""), *cells], header=True)
         if reasons := _reasons(row):
             console.print()
             wrapping.print_line(console, "reasons for refusal")

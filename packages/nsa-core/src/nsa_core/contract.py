@@ -366,6 +366,9 @@ class BackendSpec:
         rank: a function Request -> int or :class:`Rank`, as cheap as the probe, whose result
             overrides the priorities. It is called only for requests that the probe accepts.
         fused: name of a fused form to its function, see below.
+        fused_workspace: name of a form in ``fused`` to a function Request -> int, the peak bytes
+            that the form allocates beyond its inputs; without a name, the form states none. The
+            fused backward counts ``outputs`` until it frees them.
         detail: a function () -> lines of text about this machine, for `nsa backends show`.
         judge_context: a function of a torch device type that returns the context manager in which
             nsa_verify judges this backend, or None if it needs none. It serves kernels that run in
@@ -412,6 +415,7 @@ class BackendSpec:
     fused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     detail: str | None = None
     judge_context: str | None = None
+    fused_workspace: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def priority_of(self, slot: str) -> int:
         """Return the priority for ``slot``, without the effect of ``rank``."""

@@ -33,7 +33,13 @@ from nsa_backend_triton.core import backward as core_backward
 from nsa_backend_triton.decode import append, forms, gates
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.tools import offline
-from nsa_backend_triton.tools.meta_inputs import STEP_INPUTS, inputs, slot_module, step_inputs
+from nsa_backend_triton.tools.meta_inputs import (
+    STEP_INPUTS,
+    core_inputs,
+    inputs,
+    slot_module,
+    step_inputs,
+)
 from nsa_core.contract import SLOTS, Request
 from nsa_core.layout import BlockGeometry
 
@@ -98,16 +104,9 @@ def launches(request: Request, architecture: int) -> list[offline.RecordedLaunch
 
 def core_launches(request: Request, architecture: int) -> list[offline.RecordedLaunch]:
     """Return the launches of the fused backward whose kernels its slots do not launch alike."""
-    of_slot = {
-        slot: inputs(dataclasses.replace(request, slot=slot))
-        for slot in ("cmp", "select", "sel", "win", "combine")
-    }
-    do, (q, *k_cmp), call = of_slot["cmp"]
-    (_, *k_sel, blocks), (_, *k_win) = of_slot["sel"][1], of_slot["win"][1]
-    lse, gates = of_slot["select"][1][2], of_slot["combine"][1][0]
+    do, tensors, outputs, call = core_inputs(request)
     with offline.recording(architecture) as recorded:
-        tensors = (do, q, *k_cmp, *k_sel, *k_win, gates, blocks, lse, lse, lse)
-        core_backward.backward(*tensors, outputs=[do, do, do], call=call)
+        core_backward.backward(do, *tensors, outputs=outputs, call=call)
     return [x for x in recorded if x.name in ("combine_statistics", "span_dq", "span_dkdv")]
 
 

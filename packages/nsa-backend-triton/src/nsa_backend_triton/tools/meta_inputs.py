@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from types import ModuleType
 
 import torch
 
+from nsa_backend_triton.core.backward import Tensors
 from nsa_backend_triton.plugin import MODULES
 from nsa_core.contract import DecodeCall, Request, SlotCall
 
@@ -62,6 +64,22 @@ def inputs(
     cu = tensor(batch + 1, kind=torch.int32) if request.varlen else None
     call = SlotCall(geometry, 0.125, cu, total, request.deterministic, first_query)
     return do, tensors, call
+
+
+def core_inputs(
+    request: Request, device: str = "meta"
+) -> tuple[torch.Tensor, Tensors, list[torch.Tensor], SlotCall]:
+    """Return do, the tensors, the outputs and the call of the fused backward, as of :func:`inputs`.
+
+    The three outputs are one tensor.
+    """
+    do, (q, *k_cmp), call = inputs(dataclasses.replace(request, slot="cmp"), device)
+    (_, *k_sel, blocks), (_, *k_win), (_, _, lse), (gates, *outputs) = (
+        inputs(dataclasses.replace(request, slot=slot), device)[1]
+        for slot in ("sel", "win", "select", "combine")
+    )
+    tensors = Tensors._make((q, *k_cmp, *k_sel, *k_win, gates, blocks, lse, lse, lse))
+    return do, tensors, outputs, call
 
 
 def step_inputs(

@@ -1,10 +1,11 @@
-"""Peak memory of each slot beyond its inputs, counted in a dry run of the host code.
+"""Peak memory of each slot and of the fused backward, counted in a dry run of the host code.
 
 Kernels keep their tiles in registers and shared memory, so all memory of a slot is tensors that its
 host code allocates: outputs, intermediate results between two kernels, gradients. The dry run
-allocates them on the meta device, launches nothing, and counts the bytes that are alive. Outputs of
-the forward stay alive while the backward runs. For a packed request ``batch`` counts documents. A
-decode request has one token per sequence and a cache of ``seq_len`` tokens.
+allocates them on the meta device, launches nothing, and counts the bytes that are alive, inputs
+excepted. Outputs of the forward stay alive while the backward of a slot runs; the fused backward
+frees those of the branches. For a packed request ``batch`` counts documents. A decode request has
+one token per sequence and a cache of ``seq_len`` tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +19,20 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from nsa_backend_triton.core import backward as core
 from nsa_backend_triton.decode import forms
 from nsa_backend_triton.host import sequences
-from nsa_backend_triton.tools.meta_inputs import STEP_INPUTS, inputs, slot_module, step_inputs
+from nsa_backend_triton.tools.meta_inputs import (
+    STEP_INPUTS,
+    core_inputs,
+    inputs,
+    slot_module,
+    step_inputs,
+)
 from nsa_core.contract import Request
 from nsa_core.dryrun import PeakBytes
 
@@ -55,6 +64,19 @@ def _no_launches() -> Iterator[None]:
         _dry.reset(token)
 
 
+@contextlib.contextmanager
+def _dry_run(request: Request) -> Iterator[PeakBytes]:
+    """Count the bytes that the block allocates on the meta device, for the GPU of ``request``."""
+    major, minor = request.capability or (0, 0)
+    with (
+        _one_at_a_time,
+        sequences.described(10 * major + minor),
+        _no_launches(),
+        PeakBytes() as counted,
+    ):
+        yield counted
+
+
 @functools.lru_cache(maxsize=256)
 def peak(request: Request) -> int:
     """Return the peak bytes of ``request.slot`` beyond its inputs.
@@ -74,13 +96,7 @@ def peak(request: Request) -> int:
     if not given[1].numel():
         return 0  # no query sees a key: the core does not call the slot
     module = slot_module(request.slot)
-    major, minor = request.capability or (0, 0)
-    with (
-        _one_at_a_time,
-        sequences.described(10 * major + minor),
-        _no_launches(),
-        PeakBytes() as counted,
-    ):
+    with _dry_run(request) as counted:
         out = module.forward(*given, call=call)
         if request.needs_grad and request.slot != "select":
             kept = module.backward(
@@ -95,15 +111,29 @@ def peak(request: Request) -> int:
 def _step_peak(request: Request) -> int:
     tensors, call = step_inputs(request)
     form = getattr(forms, request.slot)
-    major, minor = request.capability or (0, 0)
-    with (
-        _one_at_a_time,
-        sequences.described(10 * major + minor),
-        _no_launches(),
-        PeakBytes() as counted,
-    ):
+    with _dry_run(request) as counted:
         out = form(*(tensors[name] for name in STEP_INPUTS[request.slot]), call=call)
         del out
+    total: int = counted.peak
+    return total
+
+
+@functools.lru_cache(maxsize=256)
+def core_backward(request: Request) -> int:
+    """Return the peak bytes of the fused backward beyond do and the tensors of ``core.Tensors``.
+
+    o_cmp, o_sel and o_win count until they are freed. The slot of the request is ignored. A call
+    that a CUDA graph captures may take more, because its kernels run beside each other.
+    """
+    if not (request.seq_len and request.batch):
+        return 0
+    do, tensors, outputs, call = core_inputs(request)
+    if not (tensors.k_cmp.numel() and tensors.blocks.numel()):
+        return 0  # no compressed token, or no blocks: the core runs the slots
+    with _dry_run(request) as counted:
+        outputs = [torch.empty_like(output) for output in outputs]
+        gradients = core.backward(do, *tensors, outputs=outputs, call=call)
+        del gradients
     total: int = counted.peak
     return total
 

@@ -139,16 +139,18 @@ def fused_forms(all_candidates: Candidates, choices: Mapping[str, Choice]) -> di
     spec = all_candidates.registry.get(names.pop()).spec if len(names) == 1 else None
     if spec is None:
         return {}
-    request, forms = all_candidates.requests["cmp"], spec.fused.items()
+    request = all_candidates.requests["cmp"]
+    paths = {name: path for name, path in spec.fused.items() if name in fused_names(request)}
     if request.phase == "decode":
-        return {
-            name: decode_kernel(spec.name, name, path)
-            for name, path in forms
-            if name in FUSED_DECODE
-        }
-    if request.needs_grad and not request.partial and "backward" in spec.fused:
-        return {"backward": core_backward(spec.name, spec.fused["backward"])}
-    return {}
+        return {name: decode_kernel(spec.name, name, path) for name, path in paths.items()}
+    return {name: core_backward(spec.name, path) for name, path in paths.items()}
+
+
+def fused_names(request: Request) -> tuple[str, ...]:
+    """Return the names of the fused forms that may run a request, whatever its slot."""
+    if request.phase == "decode":
+        return FUSED_DECODE
+    return ("backward",) if request.needs_grad and not request.partial else ()
 
 
 def decide_slot(all_candidates: Candidates, slot: str) -> Outcome:

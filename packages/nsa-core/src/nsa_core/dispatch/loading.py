@@ -260,7 +260,8 @@ def _entry(plugin: Plugin, result: object) -> BackendEntry:
         faults = _spec_faults(result)
         if not faults:
             copied_mappings: dict[str, Any] = {
-                n: dict(getattr(result, n)) for n in ("slots", "slot_priority", "fused")
+                n: dict(getattr(result, n))
+                for n in ("slots", "slot_priority", "fused", "fused_workspace")
             }
             spec = dataclasses.replace(result, **copied_mappings)
             return dataclasses.replace(
@@ -334,6 +335,12 @@ def _spec_faults(spec: BackendSpec) -> list[str]:
         k in FUSED and _is_function(v) for k, v in spec.fused.items()
     ):
         faults.append(f"fused must map {', '.join(FUSED)} to 'module:function', got {spec.fused!r}")
+    elif not isinstance(spec.fused_workspace, Mapping) or not all(
+        k in spec.fused and _is_function(v) for k, v in spec.fused_workspace.items()
+    ):
+        entries = f"map {', '.join(spec.fused)} to 'module:function'"
+        needed = entries if spec.fused else "be empty, as fused"
+        faults.append(f"fused_workspace must {needed}, got {spec.fused_workspace!r}")
     faults += [
         f"slot_priority of {k} must be an integer"
         for k, v in spec.slot_priority.items()

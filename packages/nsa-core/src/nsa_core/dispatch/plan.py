@@ -18,6 +18,7 @@ from nsa_core.dispatch.choosing import (
     choose,
     decide_slot,
     fused_forms,
+    fused_names,
     log_once,
     with_causal,
 )
@@ -62,6 +63,7 @@ class Plan:
     combine: SlotKernel
     _slots: Mapping[str, SlotSpec] = dataclasses.field(repr=False)
     fused: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    _fused_workspace: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     core: CoreConstants | None = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,15 +101,19 @@ class Plan:
         ]
         return "\n".join(lines)
 
-    def workspace_bytes(self, request: Request) -> int:
-        """Return the peak memory of a slot beyond its inputs, in bytes.
+    def workspace_bytes(self, request: Request, *, fused: str | None = None) -> int:
+        """Return the peak memory of a slot or a fused form beyond its inputs, in bytes.
 
         Args:
             request: The request to size, with batch and seq_len set. Usually one of ``requests``,
                 changed by ``dataclasses.replace``.
+            fused: None: size the slot of ``request``, forward and, with needs_grad, backward. A
+                name in ``Plan.fused``: size this form; the slot of ``request`` is ignored. The size
+                of "backward" includes o_cmp, o_sel and o_win until it frees them.
 
         Raises:
-            InvalidInput: batch or seq_len is None.
+            InvalidInput: batch or seq_len is None, or the plan has no form ``fused`` that runs the
+                request.
             Unsupported: The backend does not state its workspace.
             NSAError: The backend's workspace function failed or did not return a size.
         """
@@ -118,27 +124,39 @@ class Plan:
         ]
         if missing:
             raise InvalidInput("workspace_bytes: " + "; ".join(missing))
-        name, spec = self.choices[request.slot].backend, self._slots[request.slot]
-        is_decode_form = request.phase == "decode" and request.slot != "combine"
-        path = spec.decode_workspace if is_decode_form else spec.workspace
+        name = self.choices[request.slot].backend
+        subject, path = self._workspace_of(request, fused)
         if path is None:
-            form = "the decode form of " if is_decode_form else ""
-            raise Unsupported(
-                f"backend {name!r} does not state the workspace of {form}{request.slot!r}"
-            )
+            raise Unsupported(f"backend {name!r} does not state the workspace of {subject}")
         try:
             size = import_named(path)(request)
         except NSAError:
             raise
         except Exception as error:
-            text = f"backend {name!r}, workspace of {request.slot!r}: {describe_error(error)}"
+            text = f"backend {name!r}, workspace of {subject}: {describe_error(error)}"
             raise NSAError(text) from error
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise NSAError(
-                f"backend {name!r}, workspace of {request.slot!r}: {size!r} is not a number of"
-                " bytes"
+                f"backend {name!r}, workspace of {subject}: {size!r} is not a number of bytes"
             )
         return size
+
+    def _workspace_of(self, request: Request, fused: str | None) -> tuple[str, str | None]:
+        """Return the subject of workspace_bytes in words, and the path of its function."""
+        if fused is not None:
+            names = [name for name in self.fused if name in fused_names(request)]
+            if fused not in names:
+                raise InvalidInput(
+                    f"workspace_bytes: fused must be {' or '.join([*map(repr, names), 'None'])},"
+                    f" got {fused!r}: the plan has no such form for a request with"
+                    f" phase={request.phase!r}, needs_grad={request.needs_grad} and"
+                    f" partial={request.partial}"
+                )
+            return f"the fused {fused!r}", self._fused_workspace.get(fused)
+        slot = self._slots[request.slot]
+        if request.phase == "decode" and request.slot != "combine":
+            return f"the decode form of {request.slot!r}", slot.decode_workspace
+        return repr(request.slot), slot.workspace
 
     def warmup(self, device: str | torch.device | None = None) -> None:
         """Compile the plan's kernels by running every slot once on a few tokens.
@@ -294,11 +312,12 @@ def decide(all_candidates: Candidates) -> Plan:
     # The backward of all slots reads the blocks, and is faster than that of causal attention.
     if "backward" not in fused:
         kernels["sel"] = with_causal(all_candidates, kernels["sel"])
-    slots = {}
+    slots, stated = {}, {}  # stated stays empty unless one backend runs every slot, as fused does
     for slot, choice in choices.items():
         spec = all_candidates.registry.get(choice.backend).spec
         assert spec is not None  # an accepted candidate is ready
         slots[slot] = spec.slots[slot]
+        stated = {name: path for name, path in spec.fused_workspace.items() if name in fused}
     log_once(all_candidates, choices)
     frozen = (MappingProxyType(choices), MappingProxyType(slots))
     return Plan(
@@ -307,5 +326,6 @@ def decide(all_candidates: Candidates) -> Plan:
         frozen[0],
         _slots=frozen[1],
         fused=fused,
+        _fused_workspace=MappingProxyType(stated),
         **kernels,
     )
