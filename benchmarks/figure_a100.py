@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from figure_pieces import PIECES, nearest
+from figure_pieces import PIECES
 from figure_tables import PENDING, Results, digits, table, tokens
 
 from nsa_bench.result import Measurement, read_result
@@ -17,13 +17,10 @@ DENSE = {
 }
 OWN = {"triton": "triton", "auto": "auto"}
 RIVALS = {"sfnsa NSA": "sfnsa", "xunhao NSA": "xunhao"}
-# One run over all shapes with random inputs, before there was a piece for each shape. It provides
-# the rows of shapes whose piece has no result.
-EARLIER = "core.json"
 
 
 def core_file(folder: Path, shape: str) -> Path | None:
-    """Return the result of the core at ``shape``, or the earlier run; None if neither exists.
+    """Return the result of the core at ``shape``; None if it was not measured.
 
     Args:
         folder: The folder of a GPU's own results; the file is in a folder beside it.
@@ -31,7 +28,7 @@ def core_file(folder: Path, shape: str) -> Path | None:
     """
     name = f"a100-core-{shape.replace('/', '-')}"
     (piece,) = (piece for piece in PIECES if piece.name == name)
-    return piece.nearest(folder) or nearest(folder, EARLIER, piece.rehearses)
+    return piece.nearest(folder)
 
 
 def core(results: Results) -> str:
@@ -39,9 +36,6 @@ def core(results: Results) -> str:
     pieces = [piece for piece in PIECES if piece.name.startswith("a100-core-")]
     files = [file for piece in pieces if (file := piece.nearest(results.folder))]
     measured = [m for file in files for m in read_result(file).measurements]
-    shapes = {m.shape for m in measured}
-    if earlier := nearest(results.folder, EARLIER, "sm80"):
-        measured += [m for m in read_result(earlier).measurements if m.shape not in shapes]
     measured = [m for m in measured if m.phase == "both"]
     dense = {s: DENSE[s] for s in DENSE if any(m.subject == s and m.performance for m in measured)}
     subjects = OWN | dense | RIVALS

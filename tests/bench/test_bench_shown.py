@@ -315,8 +315,8 @@ def test_panels_stand_side_by_side_with_a_heading_and_notes(result):
     both = render_length_panels([panel, noted], "svg", heading="Two panels").decode()
     assert one.count(b"<!-- tokens -->") == 1
     assert both.count("<!-- tokens -->") == 2
-    for words in ("Two panels", "Another", "A note A note"):
-        assert f"<!-- {words}" in both
+    for text in ("Two panels", "Another", "A note A note"):
+        assert f"<!-- {text}" in both
     with pytest.raises(InvalidInput, match="at least one panel"):
         render_length_panels([], "svg")
 

@@ -380,8 +380,11 @@ def test_collect_refuses_results_from_a_dirty_checkout(run, checkout):
 def test_a_stamped_result_of_nsa_bench_stays_readable(figures, tmp_path):
     from nsa_bench.result import read_result
 
-    file = ROOT / "benchmarks" / "results" / "h200_as_sm80" / "core.json"  # has no stamp
-    text = file.read_text(encoding="utf-8")
+    source = ROOT / "benchmarks" / "results" / "h100_as_sm80" / "a100_core_64_4_128.json"
+    document = json.loads(source.read_text(encoding="utf-8"))
+    del document["figures"]  # its stamp
+    file = tmp_path / "unstamped.json"
+    file.write_text(text := json.dumps(document), encoding="utf-8")
     copy = tmp_path / "r.json"
     copy.write_text(figures.stamped(text, {"piece": "a"}), encoding="utf-8")
     assert read_result(copy) == read_result(file)

@@ -132,7 +132,7 @@ def test_the_words_for_the_chart_have_its_numbers(repo, figure_script):
 
 
 def test_the_chart_without_a_result_of_the_a100_path_has_one_panel(figure_script, tmp_path):
-    """A result of the core at this shape comes before the earlier run."""
+    """A result of the same GPU comes before that of another one."""
     gpu = tmp_path / "h100"
 
     def panels():
@@ -140,7 +140,7 @@ def test_the_chart_without_a_result_of_the_a100_path_has_one_panel(figure_script
 
     assert figure_script["rehearsed"](gpu) is None
     assert panels() == 1
-    source = figure_script["RESULTS"].with_name("h200_as_sm80") / "core.json"
+    source = figure_script["RESULTS"].with_name("h100_as_sm80") / "a100_core_64_4_128.json"
     (tmp_path / "h200_as_sm80").mkdir()
     shutil.copy(source, tmp_path / "h200_as_sm80")
     assert panels() == 2

@@ -282,7 +282,7 @@ def test_workspace_bytes_of_a_fused_form_calls_the_function_of_the_backend(toy):
     with pytest.raises(NSAError, match="'stated', workspace of the fused 'backward': -1 is not"):
         plan.workspace_bytes(request, fused="backward")
     silent = resolve(CONFIG, registry=registry_of(with_fused("silent")), needs_grad=True)
-    with pytest.raises(Unsupported, match="'silent' does not state .* of the fused 'backward'"):
+    with pytest.raises(Unsupported, match=r"'silent' does not state .* of the fused 'backward'"):
         silent.workspace_bytes(request, fused="backward")
 
 
