@@ -33,8 +33,7 @@ class Mode:
     """How a step is trained: "eager", or options joined with "+", such as "compile+graph".
 
     Attributes:
-        bf16: Parameters and AdamW's moments in bf16, without fp32 copies and without autocast: the
-            fastest way to train both.
+        bf16: Parameters and AdamW's moments in bf16, without fp32 copies and without autocast.
         recompute: The backward runs NSA's branches again, as :class:`nsa_core.NSAttention` says.
         compile: Compiled blocks.
         graph: Forward and backward as one CUDA graph.

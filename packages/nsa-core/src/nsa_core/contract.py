@@ -367,7 +367,7 @@ class BackendSpec:
             overrides the priorities. It is called only for requests that the probe accepts.
         fused: name of a fused form to its function, see below.
         fused_workspace: name of a form in ``fused`` to a function Request -> int, the peak bytes
-            that the form allocates beyond its inputs; without a name, the form states none. The
+            that the form allocates beyond its inputs; a form without an entry states none. The
             fused backward counts ``outputs`` until it frees them.
         detail: a function () -> lines of text about this machine, for `nsa backends show`.
         judge_context: a function of a torch device type that returns the context manager in which
