@@ -260,10 +260,8 @@ def parser() -> argparse.ArgumentParser:
         "--minutes", type=float, default=6.0, help="time after which no case starts"
     )
     main_parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    for label in ("old", "new"):
-        main_parser.add_argument(
-            f"--{label}-commit", metavar="COMMIT", help=f"commit of --{label}, for --json"
-        )
+    main_parser.add_argument("--old-commit", metavar="COMMIT", help="commit of --old, for --json")
+    main_parser.add_argument("--new-commit", metavar="COMMIT", help="commit of --new, for --json")
     return main_parser
 
 

@@ -139,6 +139,7 @@ def test_the_tables_of_training_take_the_fastest_dense_mode_and_recompute(figure
     document = json.loads((folder / "train.json").read_text())
     dense = next(r for r in document["rows"] if r.get("attention") == "dense" and r["S"] == 2048)
     nsa = next(r for r in document["rows"] if r.get("attention") == "nsa" and r["S"] == 2048)
+    nsa |= {"tokens_per_s": 8_000_000}
     bf16 = dense | {"mode": "bf16+compile", "tokens_per_s": 9_000_000}
     slower = dense | {"mode": "bf16+compile+graph", "tokens_per_s": 1}
     document["rows"] += [bf16, slower]
