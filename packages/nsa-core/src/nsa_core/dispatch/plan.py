@@ -312,12 +312,13 @@ def decide(all_candidates: Candidates) -> Plan:
     # The backward of all slots reads the blocks, and is faster than that of causal attention.
     if "backward" not in fused:
         kernels["sel"] = with_causal(all_candidates, kernels["sel"])
-    slots, stated = {}, {}  # stated stays empty unless one backend runs every slot, as fused does
+    slots, stated = {}, {}
     for slot, choice in choices.items():
         spec = all_candidates.registry.get(choice.backend).spec
         assert spec is not None  # an accepted candidate is ready
         slots[slot] = spec.slots[slot]
-        stated = {name: path for name, path in spec.fused_workspace.items() if name in fused}
+        if fused:  # one backend runs every slot
+            stated = {name: path for name, path in spec.fused_workspace.items() if name in fused}
     log_once(all_candidates, choices)
     frozen = (MappingProxyType(choices), MappingProxyType(slots))
     return Plan(

@@ -210,6 +210,9 @@ _FULL = (
     BlockCall((300, 1, 500), 384, 2, heads=7, groups=1, batch=0, rows=(250, 700)),
     BlockCall((400,), 32, 64, heads=4, groups=2, batch=3, rows=(1, 399)),
     BlockCall((2100,), 1024, 4, heads=2, groups=1, index=_INT64),
+    # Few queries over many keys: kernels may take another form of sel in long sequences.
+    BlockCall((9000,), 128, 16, heads=4, groups=1, widths=(128, 128), rows=(8900, 9000)),
+    BlockCall((9000,), 128, 16, heads=16, groups=1, widths=(128, 128), rows=(8900, 9000)),
 )
 CALLS = {"interpreter": _TINY, "quick": _QUICK, "full": _FULL}
 
