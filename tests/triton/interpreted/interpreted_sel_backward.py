@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from nsa_backend_triton.host import configs
+from nsa_backend_triton.sel import delta
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
@@ -179,6 +181,17 @@ def test_every_form_equals_the_oracle(
         torch.testing.assert_close(
             x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
         )
+
+
+def test_base_2_moves_no_lse_in_one_direction() -> None:
+    """Else all probabilities of long rows are too large or too small by more than a rounding."""
+    lse = torch.rand(1, 2, 4096) * 6 + 6
+    do, o = torch.randn(2, 1, 4096, 2, 4)
+    _, lse2 = delta.rows(do, o, lse, packed=False)
+    expected = lse.double().transpose(1, 2) / math.log(2)
+    error = (lse2 - expected) / (expected * 2**-24)
+    assert error.abs().max() <= 1
+    assert abs(error.mean()) < 0.03  # 0.22 with log2(e) rounded to float32
 
 
 def test_setting_ordered_gives_the_bits_of_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:

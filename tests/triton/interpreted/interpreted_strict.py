@@ -157,6 +157,21 @@ def test_bf16_arithmetic_rounds_each_result_to_nearest() -> None:
     assert torch.equal(c[1], (a.float() / 3).bfloat16())
 
 
+@triton.jit
+def fma_kernel(X, Y, Z, OUT):
+    tl.store(OUT, tl.fma(tl.load(X), tl.load(Y), tl.load(Z)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fma_rounds_once(dtype: torch.dtype) -> None:
+    eps = torch.finfo(dtype).eps
+    x, y = torch.tensor([1 + eps], dtype=dtype), torch.tensor([1 - eps], dtype=dtype)
+    out = torch.empty_like(x)
+    fma_kernel[(1,)](x, y, -torch.ones_like(x), out)
+    # The product 1 - eps^2 rounds to 1 in float32; float64 is Triton's own.
+    assert out.item() == (-(eps**2) if dtype == torch.float32 else 0.0)
+
+
 def test_bf16_dot_accumulates_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(16, 16, generator=generator).bfloat16() for _ in range(2))

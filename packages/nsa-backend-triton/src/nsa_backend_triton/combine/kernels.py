@@ -22,7 +22,7 @@ from torch import Tensor
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import accumulator, architecture, strides
-from nsa_backend_triton.shared.rows import LOG2E, row_offset
+from nsa_backend_triton.shared.rows import row_offset, to_base_2
 from nsa_core.contract import SlotCall
 
 
@@ -88,7 +88,7 @@ def _statistics(
     offs_lse = seq * tl.cast(stride_b, tl.int64) + head * tl.cast(stride_h, tl.int64) + token
     lse = tl.load(LSE + offs_lse, mask=row_exists)
     weight = tl.load(gate, mask=row_exists).to(ACC)
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E - tl.log2(weight))
+    lse2 = tl.where(lse == float("-inf"), float("inf"), to_base_2(lse) - tl.log2(weight))
     tl.store(LSE2 + offs_out, lse2, mask=row_exists)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import accumulator, lse_strides, strides
-from nsa_backend_triton.shared.rows import LOG2E
+from nsa_backend_triton.shared.rows import to_base_2
 
 
 @triton.jit(do_not_specialize=["num_rows", "seq_len", "stride_lse_b", "stride_lse_h"])
@@ -55,7 +55,7 @@ def attention_delta(
     )
     tl.store(
         LSE2 + row,
-        tl.where(lse == float("-inf"), float("inf"), lse * LOG2E),
+        tl.where(lse == float("-inf"), float("inf"), to_base_2(lse)),
         mask=row < num_rows,
     )
 

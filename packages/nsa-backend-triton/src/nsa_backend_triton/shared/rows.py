@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_REST = tl.constexpr(1.925962991126617e-8)  # log2(e) - float32(log2(e))
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -167,6 +168,18 @@ def online_softmax_update(m_i, l_i, s, row_max, rows, MASKED: tl.constexpr):
         p = tl.exp2(s - shift[:, None])
     alpha = tl.exp2(m_i - shift)
     return m_new, l_i * alpha + tl.sum(p, 1), p, alpha
+
+
+@triton.jit
+def to_base_2(lse):
+    """An LSE in base 2, from the natural logarithm.
+
+    log2(e) in fp32 is too small by 0.22 u. Alone it would move the LSE of all rows in one
+    direction, and at an LSE of 8 all probabilities of the backward by 1.4 u.
+    """
+    if lse.dtype == tl.float64:
+        return lse * LOG2E
+    return tl.fma(lse, LOG2E, lse * LOG2E_REST)
 
 
 @triton.jit

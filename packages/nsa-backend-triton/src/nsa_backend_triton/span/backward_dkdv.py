@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 from nsa_backend_triton.shared.rows import (
-    LOG2E,
     add_dot,
     dot_columns,
     place,
     row_offset,
     scale_rows,
+    to_base_2,
     transpose,
     with_batch,
     zero_rows,
@@ -96,7 +96,7 @@ def _walk_queries(
             else:
                 lse, delta = tl.load(lse_at + offs_m), tl.load(delta_at + offs_m)
             if not GIVEN:
-                lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+                lse = tl.where(lse == float("-inf"), float("inf"), to_base_2(lse))
         s = dot_columns(k, transpose(q, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
         if USE_TMA and COMPUTE_DK:  # keeps the matrix units busy before p follows from s
             dp = dot_columns(

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from nsa_backend_triton.shared.rows import (
-    LOG2E,
     add_dot,
     add_rows,
     dot_columns,
@@ -19,6 +18,7 @@ from nsa_backend_triton.shared.rows import (
     row_offset,
     scale_rows,
     store_at,
+    to_base_2,
     transpose,
     with_batch,
     zero_rows,
@@ -176,7 +176,7 @@ def span_dq(
             mask=mask_m,
             other=float("inf"),
         )
-        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)  # no keys: p = 0
+        lse = tl.where(lse == float("-inf"), float("inf"), to_base_2(lse))  # no keys: p = 0
         if STORE_LSE:
             tl.store(stats + stride_stats_kind, lse, mask=mask_m)
 

@@ -6,6 +6,7 @@
 Differences from Triton's own interpreter:
 
 - bf16 is rounded to nearest even. Triton's computes with the raw uint16 and truncates.
+- tl.fma rounds once. Triton's rounds the product as well.
 - Loads and stores must stay inside the tensors passed in. Triton's reads garbage or crashes.
 - Masked-off lanes of a load without ``other`` hold NaN. Triton's hold 0.
 - int32 overflow and tl.device_assert raise.

@@ -58,6 +58,7 @@ class Machine:
         "create_dot",
         "binary_op",
         "unary_op",
+        "create_fma",
         "create_masked_load",
         "create_masked_store",
         "create_atomic_rmw",
@@ -234,6 +235,16 @@ class Machine:
         """
         self.counts.operations += 1
         return self._stock["unary_op"](builder, a, op)
+
+    def create_fma(self, builder: Any, x: Any, y: Any, z: Any) -> Any:
+        """Multiply and add with one rounding, as a GPU does; Triton rounds the product too.
+
+        Products of float32 are exact in float64.
+        """
+        if x.data.dtype != np.float32:
+            return self._stock["create_fma"](builder, x, y, z)
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return self.interpreter.TensorHandle(exact.astype(np.float32), x.dtype.scalar)
 
     def _check_access(self, access: str, pointers: Any, mask: Any) -> Any:
         """Return the addresses in use; raise if one is outside every argument."""
