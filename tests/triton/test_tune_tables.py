@@ -83,6 +83,8 @@ def test_a_change_reaches_its_kernels_until_it_is_taken_back(tune_tables: Module
         ("sel_forward sel 64/4/128 65536 random_blocks=96", "divides it, got sel and 64"),
         ("sel_forward sel 64/4/128 65536 sharing=2", "sharing=2 must be .* needs random_blocks"),
         ("sel_forward sel 64/4/128 4096 random_blocks=64 sharing=9", "sharing=9 must be 1 to 8"),
+        ("sel_bucket sel 64/4/128 4096 runs=0", "runs=0 must be at least 1"),
+        ("sel_block_backward sel 64/4/128 4096 runs=8", "runs=8 .* belongs to the forward of sel"),
     ],
 )
 def test_a_wrong_line_is_named(tune_tables: ModuleType, line: str, message: str) -> None:

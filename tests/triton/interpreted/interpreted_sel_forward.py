@@ -12,7 +12,9 @@ from torch import Tensor
 
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import forward as sel_forward
+from nsa_backend_triton.sel import runs
 from nsa_backend_triton.sel import unions as sel_union
+from nsa_backend_triton.sel.constants import Settings
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
@@ -35,9 +37,7 @@ def strictly() -> Iterator[None]:
 SHAPE = ("lengths", "packed", "groups", "heads", "dk", "dv")
 
 
-def tuned(
-    min_sharing: int, block_m: int = 16, tiles: int = 2, block_n: int = 16
-) -> sel_forward.Settings:
+def tuned(min_sharing: int, block_m: int = 16, tiles: int = 2, block_n: int = 16) -> Settings:
     """Settings with which a tile reads the blocks that ``min_sharing`` of its tokens selected."""
     compiler = {"num_warps": 4, "num_stages": 1}
     return {
@@ -86,9 +86,7 @@ def problem(
     return x, SlotCall(geometry, dk**-0.5, cu, max(lengths))
 
 
-def assert_equals_oracle(
-    x: dict[str, Tensor], call: SlotCall, settings: sel_forward.Settings
-) -> None:
+def assert_equals_oracle(x: dict[str, Tensor], call: SlotCall, settings: Settings) -> None:
     o, lse = sel_forward.forward(**x, call=call, tuned=settings)
     truth = oracle.sel(**x, geometry=call.geometry, scale=call.scale, cu_seqlens=call.cu_seqlens)
     torch.testing.assert_close(o, truth.o, rtol=1e-13, atol=1e-14)
@@ -178,20 +176,37 @@ def test_descriptors_are_used_for_whole_key_tiles_of_dense_inputs(
 @pytest.mark.parametrize("packed", [False, True])
 def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, call = problem([15, 15], packed, 2, 2, 8, 8)
-    monkeypatch.setattr(sel_forward, "PARTIAL_BYTES", 13 * 4 * 4 * 8 * 8)  # 13 of 30 rows at a time
-    monkeypatch.setattr(sel_forward, "MAX_RUNS", 100)
+    monkeypatch.setattr(runs, "PARTIAL_BYTES", 13 * 2 * 4 * 8 * 8)  # a head of 13 of 30 rows
+    monkeypatch.setattr(runs, "MAX_RUNS", 100)
+    assert_equals_oracle(x, call, tuned(7))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_last_run_may_have_fewer_heads(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, call = problem([15, 12] if packed else [15, 15], packed, 3, 1, 8, 8)
+    monkeypatch.setattr(runs, "PARTIAL_BYTES", 1)
+    monkeypatch.setattr(runs, "MAX_RUNS", 2)
     assert_equals_oracle(x, call, tuned(7))
 
 
 def test_runs_are_few_even_if_their_partial_outputs_are_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    o = torch.empty(2, 50, 4, 16)  # 100 rows
-    row_bytes = 16 * 4 * 3 * 4
-    monkeypatch.setattr(sel_forward, "PARTIAL_BYTES", 40 * row_bytes)
-    for max_runs, rows in ((8, 40), (2, 50), (1, 100)):
-        monkeypatch.setattr(sel_forward, "MAX_RUNS", max_runs)
-        assert sel_forward._run_rows(o, 3) == (rows, 100)
+    o = torch.empty(2, 50, 6, 16)  # 100 rows
+    monkeypatch.setattr(runs, "PARTIAL_BYTES", 100 * 16 * 6 * 3 * 4 // 10)  # a tenth of the bytes
+    for heads, max_runs, expected in (
+        (1, 99, (1, 10)),
+        (1, 8, (1, 13)),  # rows of a run
+        (3, 99, (1, 25)),  # 3 parts of the heads, 4 of the rows
+        (3, 8, (1, 50)),
+        (6, 8, (1, 100)),
+        (6, 4, (2, 100)),
+        (6, 1, (6, 100)),
+    ):
+        monkeypatch.setattr(runs, "MAX_RUNS", max_runs)
+        assert runs.divide(o, heads, 3) == expected, (heads, max_runs)
+    monkeypatch.setattr(runs, "PARTIAL_BYTES", 2**40)
+    assert runs.divide(o, 3, 3) == (3, 100)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -208,9 +223,9 @@ def test_runs_of_any_length_give_the_same_bits(
     settings["sel_bucket"] = {**settings["sel_bucket"], "TILES_PER_PROGRAM": 1}
     expected = sel_forward.forward(**x, call=call, tuned=settings)
     row_bytes = x["q"].shape[-2] * x["v"].shape[-1] * x["blocks"].shape[-1] * x["q"].itemsize
-    monkeypatch.setattr(sel_forward, "MAX_RUNS", 100)
+    monkeypatch.setattr(runs, "MAX_RUNS", 100)
     for rows in (1, 3, 5, 7, 21):
-        monkeypatch.setattr(sel_forward, "PARTIAL_BYTES", rows * row_bytes)
+        monkeypatch.setattr(runs, "PARTIAL_BYTES", rows * row_bytes)
         found = sel_forward.forward(**x, call=call, tuned=settings)
         assert all(torch.equal(a, b) for a, b in zip(found, expected)), rows
 

@@ -77,6 +77,37 @@ def test_pairs_are_sorted_by_block(packed: bool, lengths: list[int], dtype: torc
     assert pairs == expected
 
 
+@pytest.mark.parametrize(
+    ("packed", "heads", "run_rows"),
+    [(False, 1, 7), (False, 2, 45), (True, 2, 7), (True, 1, 30), (True, 3, 44)],
+)
+def test_runs_have_the_pairs_of_their_heads_and_rows(
+    packed: bool, heads: int, run_rows: int
+) -> None:
+    groups, n, lengths = 3, GEOMETRY.num_selected_blocks, [13, 32] if packed else [22, 22]
+    rows = _any_blocks(sum(lengths), groups, n, seed=2, dtype=torch.int32)
+    blocks = rows if packed else rows.view(len(lengths), -1, groups, n)
+    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    seqs = Sequences(cu, cu, len(lengths), len(rows) if packed else lengths[0], packed)
+    runs = pair_lists.Runs(heads, run_rows)
+    tokens, choices, offsets = pair_lists.build(blocks, seqs, GEOMETRY, runs=runs)
+    edges, found = offsets.tolist(), []
+    for a, b in itertools.pairwise(edges):
+        found.append(list(zip(tokens[a:b].tolist(), choices[a:b].tolist())))
+    expected = []
+    for head, row in itertools.product(range(0, groups, heads), range(0, len(rows), run_rows)):
+        others = torch.full_like(rows, -1)
+        part = slice(row, row + run_rows), slice(head, head + heads)
+        others[part] = rows[part]
+        buckets = _expected_pairs(others, lengths, groups, packed)
+        per_head = len(buckets) // groups // (1 if packed else len(lengths))
+        for i in range(1 if packed else len(lengths)):
+            for g in range(head, head + heads):
+                first = (i * groups + g) * per_head
+                expected += buckets[first : first + per_head] if g < groups else [[]] * per_head
+    assert found == expected
+
+
 def test_more_than_2_15_buckets_sort_int32_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_lists, "MAX_TOKENS", 4096)
     monkeypatch.setattr(pair_lists, "MAX_TILE_PAIRS", 4096)

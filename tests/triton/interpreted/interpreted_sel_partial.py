@@ -21,6 +21,7 @@ from nsa_backend_triton.host import configs, launch_cache
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import backward as sel_backward
 from nsa_backend_triton.sel import forward as sel_forward
+from nsa_backend_triton.sel import runs
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
@@ -239,8 +240,8 @@ def test_gradients_of_pieces_add_up_to_those_of_the_whole_call(packed: bool) -> 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sel_forward, "PARTIAL_BYTES", 5 * 4 * 2 * 8 * 8)  # 5 rows at a time
-    monkeypatch.setattr(sel_forward, "MAX_RUNS", 100)
+    monkeypatch.setattr(runs, "PARTIAL_BYTES", 5 * 4 * 2 * 8 * 8)  # 5 rows at a time
+    monkeypatch.setattr(runs, "MAX_RUNS", 100)
     lengths = (3, 10, 16) if packed else (15, 15)
     piece(2, 14, lengths=lengths, packed=packed).assert_forward(tuned(7))
 

@@ -18,8 +18,7 @@ from nsa_backend_triton.core import backward as core
 from nsa_backend_triton.host import configs, document_starts
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import backward as sel_backward
-from nsa_backend_triton.sel import forward as sel_forward
-from nsa_backend_triton.sel import pair_lists
+from nsa_backend_triton.sel import pair_lists, runs
 from nsa_backend_triton.sel import slot as sel
 from nsa_backend_triton.select import forward as select
 from nsa_backend_triton.span import cmp, win
@@ -122,7 +121,7 @@ class Tiny:
                 8 * self.heads * self.groups * self.geometry.num_selected_blocks * self.dv
             )
             run_bytes = (self.run or total * self.batch) * bytes_per_row
-            with mock.patch.multiple(sel_forward, PARTIAL_BYTES=run_bytes, MAX_RUNS=total):
+            with mock.patch.multiple(runs, PARTIAL_BYTES=run_bytes, MAX_RUNS=total):
                 o, lse = sel.forward(q, k, v, blocks, call=call)
             with mock.patch.object(sel_backward, "ROUND_BLOCK", 64):
                 sel.backward(do, q, k, v, blocks, apart(o), lse, call=call)
@@ -226,6 +225,7 @@ SPAN_CASES = {
         "win", (29,), batch=2, groups=2, dk=32, dv=16, geometry=WIDE, tiles=DESCRIBED
     ),
     "win far": Tiny("win", (11,), scale=400.0, tiles=SMALL),
+    "win fp32": Tiny("win", (9,), dtype=torch.float32, tiles=SMALL, geometry=WIDE),
     "win w=1": Tiny(
         "win", (9,), geometry=dataclasses.replace(GEOMETRY, window_size=1), tiles=SMALL
     ),

@@ -27,13 +27,13 @@ from nsa_backend_triton.shared.rows import (
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "seq_len", "first_query", "num_buckets", "buckets_per_head", "num_pairs",
-        "run", "first_row",
+        "run", "first_row", "first_head", "run_heads",
     ]
 )  # fmt: skip
 def sel_bucket_kernel(
     Q, K, V, TOKENS, CHOICES, OFFSETS, PARTIAL_O, PARTIAL_LSE, CU_SEQLENS,
     num_seqs, seq_len, first_query, num_buckets, buckets_per_head, num_pairs, run, first_row,
-    num_kv_heads, qk_scale,
+    first_head, run_heads, qk_scale,
     stride_q, stride_k, stride_v,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
@@ -49,8 +49,9 @@ def sel_bucket_kernel(
     [BLOCK_M, HEAD_DIM], gathered in rows of GROUP * HEAD_DIM elements. Registers hold the scores
     [BLOCK_M, BLOCK_N] and o [BLOCK_M, V_HEAD_DIM]. A tile moves BLOCK_M * (HEAD_DIM + V_HEAD_DIM)
     elements, Q from L2 and partial outputs to memory, and takes 2 * BLOCK_M * BLOCK_N *
-    (HEAD_DIM + V_HEAD_DIM) operations: bound by the writes. A launch takes one run of rows, which
-    begins at ``first_row``; OFFSETS has ``num_buckets`` buckets for each run.
+    (HEAD_DIM + V_HEAD_DIM) operations: bound by the writes. A launch takes one run, the rows from
+    ``first_row`` on of ``run_heads`` kv heads from ``first_head`` on; OFFSETS has ``num_buckets``
+    buckets for each run.
     """
     PAIRS: tl.constexpr = BLOCK_T * TILES_PER_PROGRAM
     OFFSETS += run * num_buckets
@@ -60,10 +61,11 @@ def sel_bucket_kernel(
     )
     if first_pair >= bucket_pairs:
         return
-    seq, kv_head, start, query_start, length, first_key = locate_bucket(
-        bucket, CU_SEQLENS, num_seqs, seq_len, first_query, buckets_per_head, num_kv_heads,
+    seq, run_head, start, query_start, length, first_key = locate_bucket(
+        bucket, CU_SEQLENS, num_seqs, seq_len, first_query, buckets_per_head, run_heads,
         SELECT_BLOCK, VARLEN, PARTIAL,
     )  # fmt: skip
+    kv_head = first_head + run_head
     stride_qb, stride_qt, stride_qh = stride_q
     stride_kb, stride_kt, stride_kh = stride_k
     stride_vb, stride_vt, stride_vh = stride_v
@@ -92,7 +94,7 @@ def sel_bucket_kernel(
     if SELECT_BLOCK == BLOCK_N:
         masked_tiles = tl.minimum(tl.cdiv(tl.maximum(SELECT_BLOCK - first_pair, 0), BLOCK_T), tiles)
     _attend_pairs(
-        q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, kv_head, num_kv_heads,
+        q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, run_head, run_heads,
         first_pair, masked_tiles, bucket_pairs, key, mask_n, first_token,
         stride_qt, stride_qh, qk_scale,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
@@ -100,7 +102,7 @@ def sel_bucket_kernel(
     )  # fmt: skip
     if SELECT_BLOCK == BLOCK_N:
         _attend_pairs(
-            q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, kv_head, num_kv_heads,
+            q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, run_head, run_heads,
             first_pair + masked_tiles * BLOCK_T, tiles - masked_tiles, bucket_pairs, key, mask_n,
             first_token, stride_qt, stride_qh, qk_scale,
             HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
@@ -110,7 +112,7 @@ def sel_bucket_kernel(
 
 @triton.jit
 def _attend_pairs(
-    q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, kv_head, num_kv_heads,
+    q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, run_head, run_heads,
     first_pair, tiles, bucket_pairs, key, mask_n, first_token, stride_qt, stride_qh, qk_scale,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
@@ -151,7 +153,7 @@ def _attend_pairs(
         l_i = tl.sum(p, 1)
         divisor, lse = finish_softmax(m_i, l_i)
         inverse = (1.0 / divisor)[:, None]
-        partial = ((seq_row + t) * num_kv_heads + kv_head) * NUM_SELECTED + choice
+        partial = ((seq_row + t) * run_heads + run_head) * NUM_SELECTED + choice
         offs_o = (partial * GROUP + head) * V_HEAD_DIM
         for i in tl.static_range((V_HEAD_DIM + V_HEAD_DIM_BAND - 1) // V_HEAD_DIM_BAND):
             o = tl.dot(p.to(v[i].dtype), v[i], out_dtype=ACC, input_precision="ieee") * inverse

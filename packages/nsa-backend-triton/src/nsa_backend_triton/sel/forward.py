@@ -14,7 +14,6 @@ uses the matrix units as well as a bucket does, so tiles share every block (min_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -27,20 +26,16 @@ from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor
 from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import (
     Sequences,
-    accumulator,
     architecture,
-    band,
     batch_apart,
-    lse_strides,
     new_lse_strides,
     new_strides,
     strides,
-    value_band,
 )
 from nsa_backend_triton.sel import pair_lists
 from nsa_backend_triton.sel import unions as sel_union
-from nsa_backend_triton.sel.buckets import sel_bucket_kernel
-from nsa_backend_triton.sel.merge import sel_merge_kernel
+from nsa_backend_triton.sel.constants import Settings, common_constants, compiler_options
+from nsa_backend_triton.sel.runs import attend_buckets
 from nsa_backend_triton.shared.rows import (
     LOG2E,
     add_dot,
@@ -58,12 +53,7 @@ from nsa_backend_triton.shared.rows import (
 from nsa_backend_triton.span.geometry import fetch_rows
 from nsa_core.contract import SlotCall
 
-# Rows are processed in runs whose partial outputs take PARTIAL_BYTES, or more so that there are at
-# most MAX_RUNS: in each run, the tiles at the end of a bucket are partly empty.
-PARTIAL_BYTES, MAX_RUNS = 2**28, 8
 MAX_BLOCK_T = 32  # tokens of a tile: one bit each of an int32
-
-Settings = Mapping[str, Mapping[str, int]]
 
 
 def settings(q: Tensor, v: Tensor, group: int, call: SlotCall) -> Settings:
@@ -156,11 +146,11 @@ def _prepare(
         *(n for x in (q, k, v) for n in batch_apart(strides(x, seqs.packed))),
         *batch_apart(new_strides(o_shape, seqs.packed)),
         *new_lse_strides(lse_shape, seqs.packed),
-        **_common_constants(q, v, group, seqs, use_tma=use_tma),
+        **common_constants(q, v, group, seqs, use_tma=use_tma),
         NUM_SELECTED=n, SELECT_BLOCK=select_block,
         BLOCK_T=block_t, BLOCK_M=max(16, triton.next_power_of_2(block_t * group)),
         BLOCK_N=block_n, NEGATIVE_SCALE=call.scale < 0, USE_TMA=use_tma,
-        **_compiler_options(tile_settings),
+        **compiler_options(tile_settings),
     )  # fmt: skip
     return _TileLaunch(
         launch,
@@ -203,130 +193,8 @@ def forward(
     descs = (key_descriptor(x, block_n, seqs.end) if block_n else None for x in (k, v))
     tiles.launch(q, k, v, *descs, unions.entries, unions.counts, o, lse, seqs.cu)
     if tiles.min_sharing > 1:
-        _attend_buckets(q, k, v, blocks, unions.unshared, o, lse, seqs, call, tuned)
+        attend_buckets(q, k, v, blocks, unions.unshared, o, lse, seqs, call, tuned)
     return o, lse
-
-
-def _run_rows(o: Tensor, n: int) -> tuple[int, int]:
-    """Return the rows of a run, and of all runs."""
-    row_bytes = o.shape[-1] * o.shape[-2] * n * o.itemsize
-    num_rows = o.numel() // (o.shape[-1] * o.shape[-2])
-    run_rows = max(1, PARTIAL_BYTES // row_bytes, triton.cdiv(num_rows, MAX_RUNS))
-    return min(run_rows, num_rows), num_rows
-
-
-def _compiler_options(settings: Mapping[str, int]) -> dict[str, int]:
-    """Return the compiler's options among ``settings``."""
-    names = ("num_warps", "num_stages", "maxnreg")
-    return {name: settings[name] for name in names if name in settings}
-
-
-def _common_constants(
-    q: Tensor, v: Tensor, group: int, seqs: Sequences, *, use_tma: bool
-) -> dict[str, object]:
-    """Return the constexpr arguments that the attention kernels of this file share."""
-    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
-    v_band = value_band(head_dim, v_head_dim, architecture(q.device), use_tma=use_tma)
-    return {
-        "HEAD_DIM": head_dim,
-        "V_HEAD_DIM": v_head_dim,
-        "HEAD_DIM_BAND": band(head_dim),
-        "V_HEAD_DIM_BAND": v_band,
-        "GROUP": group,
-        "VARLEN": seqs.packed,
-        "PARTIAL": seqs.partial,
-        "ACC": accumulator(q.dtype),
-    }
-
-
-class _BucketLaunches(NamedTuple):
-    """The launches over buckets, and the shape of the partial outputs."""
-
-    attend: Launch
-    merge: Launch
-    partial_shape: tuple[int, int, int]
-
-
-@cached_by_metadata
-def _prepare_buckets(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    seqs: Sequences,
-    call: SlotCall,
-    run: int,
-    rows: tuple[int, int],
-    n: int,
-    num_pairs: int,
-    num_buckets: int,
-    tuned: Settings,
-) -> _BucketLaunches:
-    num_kv_heads, select_block = k.shape[-2], call.geometry.select_block_size
-    group = q.shape[-2] // num_kv_heads
-    bucket_settings = tuned["sel_bucket"]
-    constants = _common_constants(q, v, group, seqs, use_tma=False)
-    block_t = max(1, bucket_settings["BLOCK_M"] // group)
-    tiles_per_program = bucket_settings["TILES_PER_PROGRAM"]
-    run_pairs, pairs_per_program = rows[1] * num_kv_heads * n, block_t * tiles_per_program
-    attend = Launch(
-        sel_bucket_kernel, (run_pairs // pairs_per_program + num_buckets + (run > 0),),
-        seqs.n, seqs.seq_len, seqs.first_query, num_buckets,
-        pair_lists.buckets_per_head(seqs, call.geometry), num_pairs, run, rows[0], num_kv_heads,
-        call.scale * LOG2E.value,
-        *(strides(x, seqs.packed) for x in (q, k, v)),
-        **constants,
-        NUM_SELECTED=n, SELECT_BLOCK=select_block,
-        BLOCK_N=max(16, triton.next_power_of_2(select_block)),
-        BLOCK_T=block_t, BLOCK_M=max(16, triton.next_power_of_2(block_t * group)),
-        TILES_PER_PROGRAM=tiles_per_program, NEGATIVE_SCALE=call.scale < 0,
-        **_compiler_options(bucket_settings),
-    )  # fmt: skip
-    merge_settings = tuned["sel_merge"]
-    block_t = max(1, merge_settings["BLOCK_M"] // group)
-    merge = Launch(
-        sel_merge_kernel, (triton.cdiv(rows[1], block_t) * num_kv_heads,),
-        seqs.seq_len, *rows, num_kv_heads,
-        *lse_strides(lse, seqs.packed),
-        V_HEAD_DIM=v.shape[-1], V_HEAD_DIM_PAD=max(16, triton.next_power_of_2(v.shape[-1])),
-        GROUP=group, VARLEN=seqs.packed, ACC=constants["ACC"],
-        NUM_SELECTED=n,
-        BLOCK_T=block_t, BLOCK_M=triton.next_power_of_2(block_t * group),
-        UNROLL=merge_settings["UNROLL"],
-        **_compiler_options(merge_settings),
-    )  # fmt: skip
-    return _BucketLaunches(attend, merge, (rows[1] * num_kv_heads * n, group, v.shape[-1]))
-
-
-def _attend_buckets(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: Tensor,
-    unshared: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    seqs: Sequences,
-    call: SlotCall,
-    tuned: Settings,
-) -> None:
-    """Add the pairs marked in ``unshared`` to o and lse, run by run."""
-    n = blocks.shape[-1]
-    run_rows, num_rows = _run_rows(o, n)
-    lists = pair_lists.build(blocks, seqs, call.geometry, mask=unshared, run_rows=run_rows)
-    num_runs = triton.cdiv(num_rows, run_rows)
-    num_pairs, num_buckets = lists.tokens.numel(), (lists.offsets.numel() - 1) // num_runs
-    partial_o, partial_lse = None, None
-    for run, first in enumerate(range(0, num_rows, run_rows)):
-        rows = first, min(run_rows, num_rows - first)
-        launches = _prepare_buckets(
-            q, k, v, lse, seqs, call, run, rows, n, num_pairs, num_buckets, tuned
-        )
-        if partial_o is None or partial_lse is None:  # the first run is the longest
-            partial_o = q.new_empty(launches.partial_shape)
-            partial_lse = lse.new_empty(launches.partial_shape[:2])
-        launches.attend(q, k, v, *lists, partial_o, partial_lse, seqs.cu)
-        launches.merge(partial_o, partial_lse, unshared, o, lse)
 
 
 @triton.jit

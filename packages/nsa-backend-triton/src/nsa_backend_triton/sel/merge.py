@@ -14,10 +14,15 @@ import triton.language as tl
 from nsa_backend_triton.shared.rows import finite_shift
 
 
-@triton.jit(do_not_specialize=["seq_len", "first_row", "num_rows", "stride_lse_b", "stride_lse_h"])
+@triton.jit(
+    do_not_specialize=[
+        "seq_len", "first_row", "num_rows", "first_head", "run_heads", "stride_lse_b",
+        "stride_lse_h",
+    ]
+)  # fmt: skip
 def sel_merge_kernel(
     PARTIAL_O, PARTIAL_LSE, UNSHARED, O, LSE,
-    seq_len, first_row, num_rows, num_kv_heads,
+    seq_len, first_row, num_rows, first_head, run_heads, num_kv_heads,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     V_HEAD_DIM: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr,
     GROUP: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
@@ -26,21 +31,24 @@ def sel_merge_kernel(
 ):  # fmt: skip
     """Merge the pairs marked in UNSHARED into O and LSE, for BLOCK_T tokens of one kv head.
 
+    A launch takes one run: ``num_rows`` rows from ``first_row`` on, and kv heads from
+    ``first_head`` on. PARTIAL_O and PARTIAL_LSE have room for ``run_heads`` heads.
+
     The program holds acc [BLOCK_M, V_HEAD_DIM_PAD] in registers. It reads O and, of the
     NUM_SELECTED partial outputs of a token, the marked ones; it writes O and LSE. Two passes read
     the partial LSE: first for the maximum, then for the weights. They are a V_HEAD_DIM-th of the
     bytes. Bound by memory.
     """
-    pid = tl.program_id(0)
-    kv_head = pid % num_kv_heads
+    tiles = tl.cdiv(num_rows, BLOCK_T)
+    run_head = tl.program_id(0) // tiles
+    kv_head = first_head + run_head
     offs_m = tl.arange(0, BLOCK_M)
-    local_t = pid // num_kv_heads * BLOCK_T + offs_m // GROUP
+    local_t = tl.program_id(0) % tiles * BLOCK_T + offs_m // GROUP
     mask_m = (offs_m < BLOCK_T * GROUP) & (local_t < num_rows)
     head = offs_m % GROUP
-    token = local_t.to(tl.int64) * num_kv_heads + kv_head  # (token, kv head) among the num_rows
     row = local_t.to(tl.int64) + first_row
-    unshared_ptrs = UNSHARED + (token + first_row * tl.cast(num_kv_heads, tl.int64)) * NUM_SELECTED
-    partial = token * NUM_SELECTED * GROUP + head
+    unshared_ptrs = UNSHARED + (row * num_kv_heads + kv_head) * NUM_SELECTED
+    partial = (local_t.to(tl.int64) * run_heads + run_head) * NUM_SELECTED * GROUP + head
     if VARLEN:
         lse_ptrs = LSE + (kv_head * GROUP + head) * stride_lse_h + row
     else:

@@ -38,13 +38,30 @@ class PairLists(NamedTuple):
         tokens: int32 [P] the pair's token, as a position in its sequence.
         choices: int32 [P] the index 0 .. n-1 of the pair's block in blocks[token].
         offsets: int32 [num_runs * num_buckets + 1] the first pair of each bucket, run by run; the
-            last element is the number of pairs that count. A run is a number of neighbouring rows;
-            there is one run unless more are asked for.
+            last element is the number of pairs that count. There is one run of all pairs unless
+            :class:`Runs` divides them.
     """
 
     tokens: Tensor
     choices: Tensor
     offsets: Tensor
+
+
+class Runs(NamedTuple):
+    """Division of the pairs into runs, which are numbered part of heads by part of heads.
+
+    Attributes:
+        heads: neighbouring kv heads of a run; the last ones may have fewer.
+        rows: neighbouring rows of q of a run, with the sequences concatenated; the last ones may
+            have fewer.
+    """
+
+    heads: int
+    rows: int
+
+    def counts(self, num_kv_heads: int, num_rows: int) -> tuple[int, int]:
+        """Return the number of parts of the heads, and of the rows."""
+        return triton.cdiv(num_kv_heads, self.heads), triton.cdiv(num_rows, self.rows)
 
 
 def buckets_per_head(seqs: Sequences, geometry: BlockGeometry) -> int:
@@ -81,7 +98,7 @@ def build(
     geometry: BlockGeometry,
     *,
     mask: Tensor | None = None,
-    run_rows: int | None = None,
+    runs: Runs | None = None,
 ) -> PairLists:
     """Sort the pairs of ``blocks`` by run and bucket, on the device.
 
@@ -93,19 +110,19 @@ def build(
         geometry: the block sizes.
         mask: int8 in the shape of ``blocks``, contiguous: 1 for the pairs that count, all of them
             valid. Without it, every valid pair counts.
-        run_rows: rows of q in a run, with the sequences concatenated; None: all.
+        runs: the runs; None: one run of all pairs.
     """
-    prepared = _prepare(blocks, seqs, geometry, mask is not None, run_rows)
+    prepared = _prepare(blocks, seqs, geometry, mask is not None, runs)
     sort_keys = blocks.new_empty(prepared.num_pairs, dtype=torch.int32)
     local_tokens = blocks.new_empty(prepared.num_rows, dtype=torch.int32)
     if seqs.packed:  # malformed boundaries may leave rows out: define their keys
         sort_keys.fill_(prepared.num_buckets)
         local_tokens.zero_()
     prepared.write_keys(blocks, blocks if mask is None else mask, sort_keys, local_tokens, seqs.cu)
-    order = torch.sort(sort_keys.to(prepared.sort_dtype), stable=True).indices
+    sorted_keys, order = torch.sort(sort_keys.to(prepared.sort_dtype), stable=True)
     tokens, choices = torch.empty_like(sort_keys), torch.empty_like(sort_keys)
     offsets = sort_keys.new_empty(prepared.num_buckets + 1)
-    prepared.write_pairs(order, sort_keys, local_tokens, tokens, choices, offsets)
+    prepared.write_pairs(order, sorted_keys, local_tokens, tokens, choices, offsets)
     return PairLists(tokens, choices, offsets)
 
 
@@ -114,7 +131,7 @@ class _Prepared(NamedTuple):
 
     write_keys: Launch
     write_pairs: Launch
-    # The kernel writes int32 keys, so that it is one binary; the sort runs on int16 where they fit.
+    # The kernel writes int32 keys; the sort runs on int16 where they fit.
     sort_dtype: torch.dtype
     num_rows: int
     num_pairs: int
@@ -127,19 +144,20 @@ def _prepare(
     seqs: Sequences,
     geometry: BlockGeometry,
     masked: bool,
-    run_rows: int | None,
+    runs: Runs | None,
 ) -> _Prepared:
     num_kv_heads, n = blocks.shape[-2:]
     per_head = buckets_per_head(seqs, geometry)
-    run_buckets = per_head * num_kv_heads * (1 if seqs.packed else seqs.n)
     num_rows = blocks.numel() // (num_kv_heads * n)
-    run_rows = run_rows or num_rows
-    num_buckets = triton.cdiv(num_rows, run_rows) * run_buckets
+    runs = runs or Runs(num_kv_heads, num_rows)
+    head_runs, row_runs = runs.counts(num_kv_heads, num_rows)
+    run_buckets = per_head * runs.heads * (1 if seqs.packed else seqs.n)
+    num_buckets = head_runs * row_runs * run_buckets
     num_pairs = count_pairs(blocks)
     block_t = _tokens_per_program(n)
     write_keys = Launch(
         sel_keys_kernel, (seqs.tiles(block_t) * num_kv_heads,),
-        seqs.n, seqs.seq_len, seqs.first_query, run_rows, num_rows,
+        seqs.n, seqs.seq_len, seqs.first_query, *runs, row_runs, num_rows,
         0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2),
         per_head, run_buckets, num_buckets, num_kv_heads,
         NUM_SELECTED=n, NUM_SELECTED_PAD=triton.next_power_of_2(n),
@@ -159,23 +177,23 @@ def _prepare(
 
 @triton.jit
 def locate_bucket(
-    bucket, CU_SEQLENS, num_seqs, seq_len, first_query, buckets_per_head, num_kv_heads,
+    bucket, CU_SEQLENS, num_seqs, seq_len, first_query, buckets_per_head, num_heads,
     SELECT_BLOCK: tl.constexpr, VARLEN: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """The sequence and the keys of a bucket.
+    """The sequence and the keys of a bucket of a run of ``num_heads`` kv heads.
 
-    Returns (sequence, kv head, its first row on the axis of the keys, its first row on the axis of
-    the queries, the end of its keys, the bucket's first key). The last two are positions in the
-    sequence; PARTIAL and the first rows are those of shared.rows.place_queries.
+    Returns (sequence, kv head of the run, its first row on the axis of the keys, its first row on
+    the axis of the queries, the end of its keys, the bucket's first key). The last two are
+    positions in the sequence; PARTIAL and the first rows are those of shared.rows.place_queries.
     """
     outer = bucket // buckets_per_head
     index = bucket % buckets_per_head
     if not VARLEN:
-        index += outer // num_kv_heads * buckets_per_head
+        index += outer // num_heads * buckets_per_head
     end = first_query + seq_len if PARTIAL else seq_len
     seq, start, length, first_key = place(index, CU_SEQLENS, num_seqs, end, SELECT_BLOCK, VARLEN)
     query_start = start - first_query if PARTIAL else start
-    return seq, outer % num_kv_heads, start, query_start, length, first_key
+    return seq, outer % num_heads, start, query_start, length, first_key
 
 
 @triton.jit
@@ -206,13 +224,13 @@ def load_candidates(
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "seq_len", "first_query", "run_rows", "num_rows", "stride_blocks_b",
-        "buckets_per_head", "run_buckets", "num_buckets",
+        "num_seqs", "seq_len", "first_query", "run_heads", "run_rows", "row_runs", "num_rows",
+        "stride_blocks_b", "buckets_per_head", "run_buckets", "num_buckets",
     ]
 )  # fmt: skip
 def sel_keys_kernel(
     BLOCKS, MASK, SORT_KEYS, LOCAL_TOKENS, CU_SEQLENS,
-    num_seqs, seq_len, first_query, run_rows, num_rows,
+    num_seqs, seq_len, first_query, run_heads, run_rows, row_runs, num_rows,
     stride_blocks_b, stride_blocks_t, stride_blocks_h,
     buckets_per_head, run_buckets, num_buckets, num_kv_heads,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
@@ -222,7 +240,8 @@ def sel_keys_kernel(
     """Write the bucket of every pair and the position of every token in its sequence.
 
     The bucket of a pair that does not count is ``num_buckets``, so that it is sorted last. Each run
-    of ``run_rows`` rows has ``run_buckets`` buckets of its own.
+    of ``run_heads`` kv heads and ``run_rows`` rows has ``run_buckets`` buckets of its own; there
+    are ``row_runs`` runs of the same heads.
 
     A program owns BLOCK_T tokens of one kv head, [BLOCK_T, NUM_SELECTED_PAD] in registers. It does
     NUM_SELECTED + 1 loads of BLOCK_T rows from L1 and NUM_SELECTED comparisons of the tile. Blocks
@@ -241,13 +260,14 @@ def sel_keys_kernel(
     )
     offs_t = first_t + tl.arange(0, BLOCK_T)
     choice = tl.arange(0, NUM_SELECTED_PAD)
+    run_head = kv_head % run_heads
     if VARLEN:
-        first_bucket = kv_head * buckets_per_head + start // SELECT_BLOCK + seq
+        first_bucket = run_head * buckets_per_head + start // SELECT_BLOCK + seq
     else:
-        first_bucket = (seq * num_kv_heads + kv_head) * buckets_per_head
+        first_bucket = (seq * run_heads + run_head) * buckets_per_head
     row = row_of_start(seq, query_start, seq_len, VARLEN) + offs_t
     mask_t = (offs_t < length) & (row < num_rows)
-    first_bucket += (row // run_rows).to(tl.int32) * run_buckets
+    first_bucket += (kv_head // run_heads * row_runs + (row // run_rows).to(tl.int32)) * run_buckets
     if USE_MASK:
         mask = mask_t[:, None] & (choice < NUM_SELECTED)[None, :]
         counts = (
@@ -281,7 +301,7 @@ def sel_keys_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_buckets"])
 def sel_pairs_kernel(
-    ORDER, SORT_KEYS, LOCAL_TOKENS, TOKENS, CHOICES, OFFSETS,
+    ORDER, SORTED_KEYS, LOCAL_TOKENS, TOKENS, CHOICES, OFFSETS,
     num_pairs, num_buckets, num_kv_heads,
     NUM_SELECTED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -308,10 +328,8 @@ def sel_pairs_kernel(
         # The first pair whose bucket is >= this one lies in low .. low + remaining.
         while tl.max(remaining, 0) > 0:
             half = remaining // 2
-            pair = tl.load(ORDER + low + half, mask=remaining > 0, other=0)
-            below = (tl.load(SORT_KEYS + pair, mask=remaining > 0, other=0) < bucket) & (
-                remaining > 0
-            )
+            key = tl.load(SORTED_KEYS + low + half, mask=remaining > 0, other=0).to(tl.int32)
+            below = (key < bucket) & (remaining > 0)
             low = tl.where(below, low + half + 1, low)
             remaining = tl.where(below, remaining - half - 1, half)
         tl.store(OFFSETS + bucket, low, mask=bucket <= num_buckets)
