@@ -13,7 +13,8 @@ NSAConfig such as select_block_size=128, with one value, belongs to the timed pr
 random_blocks=256: each token and kv head then has num_selected_blocks random blocks of 256 keys,
 the initial and local ones among them. sel takes them in parts of select_block_size keys. With
 sharing=2, eight neighbouring tokens choose among the random blocks of the first two of them, as
-neighbours in a trained model share blocks. batch=8 is the number of sequences.
+neighbours in a trained model share blocks. batch=8 is the number of sequences. With runs=64, the
+forward of sel divides its pairs into at most 64 runs (`sel/runs.py`), whatever they take.
 
 Every candidate first runs on a short sequence, in a pool of processes that compiles all of them. It
 is compared with the tuned row there: `nsa verify` judges the row that is chosen in the end. A
@@ -43,6 +44,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host import configs, launch_cache
 from nsa_backend_triton.host.sequences import architecture
+from nsa_backend_triton.sel import runs
 from nsa_bench.environment import machine
 from nsa_bench.random_blocks import random_causal_blocks, share_blocks
 from nsa_core import NSAConfig, plan_block_attention, resolve
@@ -52,8 +54,9 @@ from nsa_core.layer.block_plans import split_blocks
 CHECKED_TOKENS = 1500  # length of the compared calls: several tiles and partial ones
 MAX_DISTANCE = 0.01  # rms of the difference relative to the tuned row's rms; bf16 rounds to 2**-9
 SLOTS = tuple(configs.FORWARD)
-NOT_OF_CONFIG = ("random_blocks", "sharing", "batch")
+NOT_OF_CONFIG = ("random_blocks", "sharing", "batch", "runs")
 PROBLEM_FIELDS = ("select_block_size", "num_selected_blocks", "window_size", *NOT_OF_CONFIG)
+RUNS = runs.PARTIAL_BYTES, runs.MAX_RUNS
 Settings = dict[str, int]
 
 
@@ -67,8 +70,8 @@ class Sweep:
         shape: Hq/G/D or Hq/G/Dk/Dv.
         tokens: Length of the timed sequence.
         grid: Setting -> its values.
-        fields: Fields of NSAConfig that differ from their defaults, random_blocks, sharing and
-            batch.
+        fields: Fields of NSAConfig that differ from their defaults, random_blocks, sharing, batch
+            and runs.
     """
 
     kernel: str
@@ -113,6 +116,11 @@ class Sweep:
             raise ValueError(
                 f"{line.strip()!r}: sharing={given['sharing']} must be 1 to 8, and needs"
                 f" random_blocks"
+            )
+        if "runs" in given and (given["runs"] < 1 or kernel not in configs.FORWARD["sel"]):
+            raise ValueError(
+                f"{line.strip()!r}: runs={given['runs']} must be at least 1, and belongs to the"
+                f" forward of sel"
             )
         return cls(kernel, slot, shape, length, grid, fields)
 
@@ -175,6 +183,8 @@ class TunedRows:
 
 def slot_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
     """Return the call that the sweep times, for ``tokens`` tokens."""
+    limit = dict(sweep.fields).get("runs")
+    runs.PARTIAL_BYTES, runs.MAX_RUNS = (1, limit) if limit else RUNS
     if "random_blocks" in dict(sweep.fields):
         return random_call(sweep, tokens)
     heads, groups, dk, width = sweep.widths
@@ -214,10 +224,10 @@ def random_call(sweep: Sweep, tokens: int) -> Callable[[], tuple[Tensor, ...]]:
     heads, groups, dk, width = sweep.widths
     fields = dict(sweep.fields)
     size = fields.pop("random_blocks")
-    batch, sharing = fields.pop("batch", 1), fields.pop("sharing", 0)
+    batch, sharing, _ = (fields.pop(name, 0) for name in ("batch", "sharing", "runs"))
     part = fields.pop("select_block_size", NSAConfig.select_block_size)
     geometry = NSAConfig(heads * dk, heads, groups, dk, select_block_size=size, **fields).geometry
-    blocks = random_causal_blocks(tokens, groups, geometry, "cuda", batch)
+    blocks = random_causal_blocks(tokens, groups, geometry, "cuda", batch or 1)
     if sharing:
         blocks = share_blocks(blocks, sharing)
     blocks = split_blocks(blocks, size // part)
