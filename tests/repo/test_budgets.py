@@ -147,23 +147,29 @@ def fmt_skips(text: str, tree: ast.Module) -> list[tuple[int, str]]:
     The place is "signature" (of a kernel, with its decorators), "call" (inside a kernel), "launch"
     or "other".
     """
+    if "fmt: skip" not in text:
+        return []
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     lines = [t.start[0] for t in tokens if t.type == tokenize.COMMENT and "fmt: skip" in t.string]
-    kernels = [function for function in functions(tree) if is_kernel(function)] if lines else []
-    return [(line, _place(line, tree, kernels)) for line in lines]
+    kernels = [function for function in functions(tree) if is_kernel(function)]
+    ending: dict[int, ast.stmt] = {}  # the innermost statement that ends in a line
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    for node in sorted(statements, key=lambda node: node.lineno):
+        ending[node.end_lineno or 0] = node
+    return [(line, _place(line, ending.get(line), kernels)) for line in lines]
 
 
 def _place(
-    line: int, tree: ast.Module, kernels: list[ast.FunctionDef | ast.AsyncFunctionDef]
+    line: int,
+    statement: ast.stmt | None,
+    kernels: list[ast.FunctionDef | ast.AsyncFunctionDef],
 ) -> str:
     for kernel in kernels:
         first = min(node.lineno for node in (kernel, *kernel.decorator_list))
         if first <= line < kernel.body[0].lineno:
             return "signature"
-    ending = [n for n in ast.walk(tree) if isinstance(n, ast.stmt) and n.end_lineno == line]
-    if not ending:
+    if statement is None:
         return "other"
-    statement = max(ending, key=lambda node: node.lineno)  # the innermost
     calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
     if any(kernel.lineno < line <= (kernel.end_lineno or 0) for kernel in kernels):
         return "call" if calls else "other"
