@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nsa_core.config import GATE_KINDS
+from nsa_core.layer import fp32_product
 from nsa_core.layer.gating import make_gate
 
 
@@ -60,3 +61,90 @@ def test_report_row_19_gates_start_balanced_and_vary(kind, dim):
     per_head = gates.std(0)
     assert per_head.median() > 0.06  # no gate is constant
     assert gates.std() < 0.25  # no gate is saturated
+
+
+@pytest.fixture
+def on_matrix_units(monkeypatch):
+    """Compute gates of bf16 tensors on the CPU in the form of a GPU."""
+    monkeypatch.setattr(fp32_product, "DEVICES", ("cpu",))
+
+
+def gradients(gate, x):
+    leaf = x.clone().requires_grad_()
+    gates = gate(leaf)
+    weight = torch.linspace(-1, 1, gates.numel(), dtype=gates.dtype).view_as(gates)
+    return [
+        gates.detach(),
+        *torch.autograd.grad((gates * weight).sum(), [leaf, *gate.parameters()]),
+    ]
+
+
+@pytest.mark.parametrize("kind", GATE_KINDS)
+@pytest.mark.parametrize("shape", [(64,), (7, 64), (2, 7, 64)])
+def test_products_on_matrix_units_lose_nothing(kind, shape, on_matrix_units):
+    gate, x = make_gate(kind, 64, 4).bfloat16(), torch.randn(shape).bfloat16()
+    exact = make_gate(kind, 64, 4).double()
+    exact.load_state_dict(gate.state_dict())
+    found = gradients(gate, x)
+    expected = gradients(exact, x.double())
+    assert [t.dtype for t in found] == [torch.float32] + [torch.bfloat16] * (len(found) - 1)
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=0, atol=1e-6)
+    for got, true in zip(found[1:], expected[1:]):
+        # One rounding to bf16, beside which those of the halves of a gradient do not show.
+        rounded = true.bfloat16().double()
+        assert (got.double() - true).norm() <= 1.01 * (rounded - true).norm() + 1e-7 * true.norm()
+
+
+def test_gates_on_matrix_units_differentiate_twice(on_matrix_units):
+    x, weight = torch.randn(5, 8).bfloat16(), torch.randn(3, 8).bfloat16()
+
+    def product(dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        if dtype == torch.bfloat16:
+            y = fp32_product.fp32_linear(*leaves, None)
+        else:
+            y = leaves[0] @ leaves[1].t()
+        (dx,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), leaves)
+
+    for got, true in zip(product(torch.bfloat16), product(torch.float64)):
+        torch.testing.assert_close(got.double(), true, rtol=0.03, atol=0.03 * true.abs().max())
+
+
+def test_the_product_passes_opcheck():
+    a, b = torch.randn(5, 8).bfloat16(), torch.randn(8, 3).bfloat16()
+    arguments = a.requires_grad_(), b.requires_grad_()
+    torch.library.opcheck(torch.ops.nsa_core.fp32_product.default, arguments)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (torch.ones(2, 3), torch.ones(4, 3)),
+        (torch.ones(2, 3).half(), torch.ones(4, 3).half()),
+        (torch.ones(2, 3).bfloat16(), torch.ones(4, 3)),
+        (torch.ones(2, 3), torch.ones(4, 3).bfloat16()),
+    ],
+)
+def test_other_dtypes_are_computed_in_fp32(x, weight, on_matrix_units):
+    assert not fp32_product.takes_fp32_product(x, weight)
+
+
+def test_transforms_keep_the_operators_of_pytorch(on_matrix_units):
+    x, weight = torch.ones(2, 3).bfloat16(), torch.ones(4, 3).bfloat16()
+    assert fp32_product.takes_fp32_product(x, weight)
+
+    def takes(row):
+        assert not fp32_product.takes_fp32_product(row, weight)
+        return row
+
+    torch.func.vmap(takes)(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", GATE_KINDS)
+def test_compiled_gates_take_the_product(kind, on_matrix_units):
+    gate, x = make_gate(kind, 64, 4).bfloat16(), torch.randn(2, 7, 64).bfloat16()
+    compiled = torch.compile(gate, fullgraph=True)
+    for got, expected in zip(gradients(compiled, x), gradients(gate, x), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0.01, atol=0.01)

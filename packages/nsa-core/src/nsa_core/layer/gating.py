@@ -15,6 +15,7 @@ from torch import nn
 
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
+from nsa_core.layer.fp32_product import fp32_linear, takes_fp32_product
 from nsa_core.layer.plain_linear import are_plain_linear
 from nsa_core.torch_ops.torch_state import no_autocast
 
@@ -24,17 +25,22 @@ _SILU_RMS = 0.6  # root mean square of SiLU over a standard normal
 
 def _plain_linear(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     weight, bias = layer.weight, layer.bias
+    if takes_fp32_product(x, weight):
+        return fp32_linear(x, weight, bias)
+    x = x.to(stats_dtype(x.dtype))
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def _any_linear(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    """Apply ``layer`` in x's dtype.
+    """Apply ``layer`` in fp32, or fp64 for fp64 x.
 
-    A layer that is not a plain nn.Linear is called as a module, with its tensors cast to x's dtype.
+    A layer that is not a plain nn.Linear is called as a module, with its tensors cast to this
+    dtype.
     """
     if are_plain_linear(layer):
         assert isinstance(layer, nn.Linear)
         return _plain_linear(x, layer)
+    x = x.to(stats_dtype(x.dtype))
     tensors = itertools.chain(layer.named_parameters(), layer.named_buffers())
     cast = {n: t.to(x.dtype) for n, t in tensors if t.is_floating_point() and t.dtype != x.dtype}
     result: torch.Tensor = torch.func.functional_call(layer, cast, (x,)) if cast else layer(x)
@@ -70,7 +76,7 @@ class LinearGate(nn.Linear):
         They are fp32, or fp64 for fp64 x.
         """
         with no_autocast(x.device):
-            return _gates(_plain_linear(x.to(stats_dtype(x.dtype)), self))
+            return _gates(_plain_linear(x, self))
 
 
 class MLPGate(nn.Sequential):
@@ -98,9 +104,7 @@ class MLPGate(nn.Sequential):
         """
         up, activation, down = self
         with no_autocast(x.device):
-            return _gates(
-                _any_linear(activation(_any_linear(x.to(stats_dtype(x.dtype)), up)), down)
-            )
+            return _gates(_any_linear(activation(_any_linear(x, up)), down))
 
 
 def plain_linear_gate(gate: nn.Module) -> LinearGate | None:
