@@ -31,7 +31,7 @@ meta_inputs = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 # Kernels and PyTorch operators that launch something, forward and backward, at 8192 tokens. 12/2/64
 # uses buckets and adds dk, dv and dq in no fixed order; 64/4/128 does neither.
-SORT = {"sort": 1, "_to_copy": 1}
+LISTS = {"sel_mark_kernel": 1, "sel_counts_kernel": 1, "sel_places_kernel": 1, "cumsum": 1}
 BUDGET: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
     ("cmp", "12/2/64"): ({"span_forward": 1}, {"span_dq": 1, "span_dkdv": 1, "sum_parts": 1}),
     ("cmp", "12/2/64, packed"): (
@@ -43,28 +43,17 @@ BUDGET: dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]] = {
     ("combine", "12/2/64"): ({"combine_forward": 1}, {"combine_backward": 1}),
     ("sel", "64/4/128"): (
         {"sel_union_kernel": 1, "sel_forward_kernel": 1},
-        {"attention_delta": 1, "sel_keys_kernel": 1, "sel_pairs_kernel": 1, "sel_block_backward": 1}
+        {"attention_delta": 1, "new_zeros": 1, "sel_block_backward": 1}
         | {"sel_add_chunks": 2, "sel_union_kernel": 1, "sel_tile_backward": 1}
-        | SORT,
+        | LISTS,
     ),
     ("sel", "12/2/64"): (
-        {
-            "sel_union_kernel": 1,
-            "sel_forward_kernel": 1,
-            "sel_keys_kernel": 1,
-            "sel_pairs_kernel": 1,
-        }
-        | {"sel_bucket_kernel": 1, "sel_merge_kernel": 1, "new_zeros": 1}
-        | SORT,
-        {
-            "attention_delta": 1,
-            "sel_keys_kernel": 1,
-            "sel_pairs_kernel": 1,
-            "sel_block_backward": 1,
-            "sel_round": 1,
-        }
-        | {"sel_segments": 1, "new_zeros": 1}
-        | SORT,
+        {"sel_union_kernel": 1, "sel_forward_kernel": 1}
+        | {"sel_bucket_kernel": 1, "sel_merge_kernel": 1, "new_zeros": 2}
+        | LISTS,
+        {"attention_delta": 1, "sel_block_backward": 1, "sel_round": 1}
+        | {"sel_segments": 1, "new_zeros": 2}
+        | LISTS,
     ),
 }
 FREE = {

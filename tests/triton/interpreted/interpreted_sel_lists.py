@@ -9,10 +9,18 @@ import pytest
 import torch
 
 from nsa_backend_triton.host.sequences import Sequences
-from nsa_backend_triton.sel import pair_lists
+from nsa_backend_triton.sel import pair_bits, pair_lists
 from nsa_core.layout import BlockGeometry
 
 GEOMETRY = BlockGeometry(4, 2, 8, 6, 1, 2, 8)  # l' = 8, n = 6
+
+
+@pytest.fixture(params=["bits", "sort"], autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Short sequences count bits and long ones sort; every test runs both."""
+    if request.param == "sort":
+        monkeypatch.setattr(pair_bits, "MAX_WORDS_PER_PAIR", 0)
+    return str(request.param)
 
 
 def _any_blocks(rows: int, groups: int, n: int, seed: int, dtype: torch.dtype) -> torch.Tensor:

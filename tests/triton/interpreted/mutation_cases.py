@@ -18,7 +18,7 @@ from nsa_backend_triton.core import backward as core
 from nsa_backend_triton.host import configs, document_starts
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import backward as sel_backward
-from nsa_backend_triton.sel import pair_lists, runs
+from nsa_backend_triton.sel import pair_bits, pair_lists, runs
 from nsa_backend_triton.sel import slot as sel
 from nsa_backend_triton.select import forward as select
 from nsa_backend_triton.span import cmp, win
@@ -53,6 +53,7 @@ class Tiny:
     ties: bool = False  # every compressed key except one is 0
     nan_key: int | None = None  # index of a compressed key of NaN; lse is finite
     full: bool = False  # every token has a key: with one block per token no pair is left out
+    sort: bool = False  # whether pairs are sorted as in long sequences
     run: int = 0  # rows whose partial outputs are computed at a time; 0: all
     bounds: tuple[int, ...] = ()  # cu_seqlens that differ from ``lengths``
     piece: tuple[int, int] | None = None  # first and end of the rows of q; None: all
@@ -81,6 +82,11 @@ class Tiny:
 
     def calls(self) -> None:
         """Run forward and, if the slot has one, backward."""
+        limit = 0 if self.sort else pair_bits.MAX_WORDS_PER_PAIR
+        with mock.patch.multiple(pair_bits, MAX_WORDS_PER_PAIR=limit, COUNT_BLOCK=64):
+            self._calls()
+
+    def _calls(self) -> None:
         torch.manual_seed(len(self.slot) + sum(self.lengths))
         total, call = sum(self.lengths), self.call()
         q, do = (
@@ -452,6 +458,10 @@ PARTIAL_CASES = {
     ),
 }
 SEL_CASES |= PARTIAL_CASES
+# Long sequences sort their pairs.
+SORTED = ("sel packed", "sel dense", "sel runs of rows", "sel malformed", "sel partial packed")
+SORTED += ("sel full", "sel long lists", "sel partial", "sel document of one token")
+SEL_CASES |= {f"{name}, sorted": dataclasses.replace(SEL_CASES[name], sort=True) for name in SORTED}
 COMBINE_CASES = {
     "combine dense": Tiny("combine", (9,), batch=2),
     "combine packed": Tiny("combine", (2, 0, 7)),

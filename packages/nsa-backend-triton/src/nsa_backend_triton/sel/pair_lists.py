@@ -21,7 +21,9 @@ from torch import Tensor
 
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
-from nsa_backend_triton.shared.rows import place, place_queries, row_of_start
+from nsa_backend_triton.sel import pair_bits
+from nsa_backend_triton.sel.candidates import pairs_of_tile
+from nsa_backend_triton.shared.rows import place
 from nsa_core.layout import BlockGeometry
 
 # Limits of a program that writes keys, so that its tile [tokens, n] stays in registers.
@@ -102,7 +104,8 @@ def build(
 ) -> PairLists:
     """Sort the pairs of ``blocks`` by run and bucket, on the device.
 
-    Bound by the sort: two radix passes over int16 keys below 2^15 buckets of all runs, else four.
+    Short sequences count bits (pair_bits.py). Long ones are bound by a radix sort: two passes over
+    int16 keys below 2^15 buckets of all runs, else four.
 
     Args:
         blocks: int32 or int64 [B, S, G, n], packed [T, G, n].
@@ -113,29 +116,59 @@ def build(
         runs: the runs; None: one run of all pairs.
     """
     prepared = _prepare(blocks, seqs, geometry, mask is not None, runs)
+    tokens, choices = (blocks.new_empty(prepared.num_pairs, dtype=torch.int32) for _ in range(2))
+    offsets = blocks.new_empty(prepared.num_buckets + 1, dtype=torch.int32)
+    lists, mask = PairLists(tokens, choices, offsets), blocks if mask is None else mask
+    if isinstance(prepared, _Bits):
+        _place_by_bits(blocks, mask, seqs, prepared, lists)
+    else:
+        _sort(blocks, mask, seqs, prepared, lists)
+    return lists
+
+
+def _sort(blocks: Tensor, mask: Tensor, seqs: Sequences, prepared: _Sort, lists: PairLists) -> None:
     sort_keys = blocks.new_empty(prepared.num_pairs, dtype=torch.int32)
     local_tokens = blocks.new_empty(prepared.num_rows, dtype=torch.int32)
     if seqs.packed:  # malformed boundaries may leave rows out: define their keys
         sort_keys.fill_(prepared.num_buckets)
         local_tokens.zero_()
-    prepared.write_keys(blocks, blocks if mask is None else mask, sort_keys, local_tokens, seqs.cu)
+    prepared.write_keys(blocks, mask, sort_keys, local_tokens, seqs.cu)
     sorted_keys, order = torch.sort(sort_keys.to(prepared.sort_dtype), stable=True)
-    tokens, choices = torch.empty_like(sort_keys), torch.empty_like(sort_keys)
-    offsets = sort_keys.new_empty(prepared.num_buckets + 1)
-    prepared.write_pairs(order, sorted_keys, local_tokens, tokens, choices, offsets)
-    return PairLists(tokens, choices, offsets)
+    prepared.write_pairs(order, sorted_keys, local_tokens, *lists)
 
 
-class _Prepared(NamedTuple):
-    """The launches and sizes that follow from a call's metadata."""
+def _place_by_bits(
+    blocks: Tensor, mask: Tensor, seqs: Sequences, prepared: _Bits, lists: PairLists
+) -> None:
+    words = blocks.new_zeros(prepared.num_words, dtype=torch.int32)
+    prepared.mark(blocks, mask, words, seqs.cu)
+    counts = torch.empty_like(words)
+    prepared.count(words, counts)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    prepared.place(blocks, mask, words, ends, *lists, seqs.cu)
 
+
+class _Sort(NamedTuple):
+    """The launches and sizes of a sort, which follow from a call's metadata."""
+
+    num_pairs: int
+    num_buckets: int
+    num_rows: int
     write_keys: Launch
     write_pairs: Launch
     # The kernel writes int32 keys; the sort runs on int16 where they fit.
     sort_dtype: torch.dtype
-    num_rows: int
+
+
+class _Bits(NamedTuple):
+    """The launches and sizes of pair_bits.py, which follow from a call's metadata."""
+
     num_pairs: int
     num_buckets: int
+    num_words: int
+    mark: Launch
+    count: Launch
+    place: Launch
 
 
 @cached_by_metadata
@@ -145,7 +178,7 @@ def _prepare(
     geometry: BlockGeometry,
     masked: bool,
     runs: Runs | None,
-) -> _Prepared:
+) -> _Sort | _Bits:
     num_kv_heads, n = blocks.shape[-2:]
     per_head = buckets_per_head(seqs, geometry)
     num_rows = blocks.numel() // (num_kv_heads * n)
@@ -155,15 +188,39 @@ def _prepare(
     num_buckets = head_runs * row_runs * run_buckets
     num_pairs = count_pairs(blocks)
     block_t = _tokens_per_program(n)
+    programs = seqs.tiles(block_t) * num_kv_heads
+    rows = seqs.n, seqs.seq_len, seqs.first_query, *runs, row_runs, num_rows
+    strides = 0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2)
+    constants = {
+        "NUM_SELECTED": n,
+        "NUM_SELECTED_PAD": triton.next_power_of_2(n),
+        "SELECT_BLOCK": geometry.select_block_size,
+        "BLOCK_T": block_t,
+        "VARLEN": seqs.packed,
+        "PARTIAL": seqs.partial,
+        "USE_MASK": masked,
+        "num_warps": 4,
+    }
+    bucket_words = pair_bits.words_per_bucket(seqs.seq_len, runs.rows, seqs.packed)
+    num_words = num_buckets * bucket_words
+    if pair_bits.fits(num_words, num_pairs):
+        mark = Launch(
+            pair_bits.sel_mark_kernel, (programs,),
+            *rows, *strides, per_head, run_buckets, bucket_words, num_kv_heads, **constants,
+        )  # fmt: skip
+        count = Launch(
+            pair_bits.sel_counts_kernel, (triton.cdiv(num_words, pair_bits.COUNT_BLOCK),),
+            num_words, BLOCK_SIZE=pair_bits.COUNT_BLOCK, num_warps=4,
+        )  # fmt: skip
+        place = Launch(
+            pair_bits.sel_places_kernel, (programs + triton.cdiv(num_buckets + 1, 1024),),
+            *rows, *strides, per_head, run_buckets, bucket_words, num_buckets, programs,
+            num_kv_heads, BLOCK_SIZE=1024, **constants,
+        )  # fmt: skip
+        return _Bits(num_pairs, num_buckets, num_words, mark, count, place)
     write_keys = Launch(
-        sel_keys_kernel, (seqs.tiles(block_t) * num_kv_heads,),
-        seqs.n, seqs.seq_len, seqs.first_query, *runs, row_runs, num_rows,
-        0 if seqs.packed else blocks.stride(0), blocks.stride(-3), blocks.stride(-2),
-        per_head, run_buckets, num_buckets, num_kv_heads,
-        NUM_SELECTED=n, NUM_SELECTED_PAD=triton.next_power_of_2(n),
-        SELECT_BLOCK=geometry.select_block_size, BLOCK_T=block_t,
-        VARLEN=seqs.packed, PARTIAL=seqs.partial, USE_MASK=masked,
-        num_warps=4,
+        sel_keys_kernel, (programs,),
+        *rows, *strides, per_head, run_buckets, num_buckets, num_kv_heads, **constants,
     )  # fmt: skip
     write_pairs = Launch(
         sel_pairs_kernel, (triton.cdiv(num_pairs, 1024) + triton.cdiv(num_buckets + 1, 1024),),
@@ -172,7 +229,7 @@ def _prepare(
         num_warps=4,
     )  # fmt: skip
     sort_dtype = torch.int16 if num_buckets < 2**15 else torch.int32
-    return _Prepared(write_keys, write_pairs, sort_dtype, num_rows, num_pairs, num_buckets)
+    return _Sort(num_pairs, num_buckets, num_rows, write_keys, write_pairs, sort_dtype)
 
 
 @triton.jit
@@ -196,32 +253,6 @@ def locate_bucket(
     return seq, outer % num_heads, start, query_start, length, first_key
 
 
-@triton.jit
-def load_candidates(
-    BLOCKS, first_t, length, stride_t,
-    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, SELECT_BLOCK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Load the valid blocks [BLOCK_T, NUM_SELECTED_PAD] of the tokens from ``first_t`` on.
-
-    An element is -1 if it is padding, if the token may not select the block, or if it repeats an
-    earlier block of the token. BLOCKS points at the first row of the sequence and kv head. Values
-    are compared before they are narrowed to int32.
-    """
-    offs_t = first_t + tl.arange(0, BLOCK_T)
-    choice = tl.arange(0, NUM_SELECTED_PAD)
-    row_ptrs = BLOCKS + offs_t.to(tl.int64)[:, None] * stride_t
-    mask_t = (offs_t < length)[:, None]
-    block = tl.load(
-        row_ptrs + choice[None, :], mask=mask_t & (choice < NUM_SELECTED)[None, :], other=-1
-    )
-    invalid = (block < 0) | (block > (offs_t // SELECT_BLOCK)[:, None])
-    for i in range(NUM_SELECTED):
-        earlier = tl.load(row_ptrs + i, mask=mask_t, other=-1)
-        invalid |= (block == earlier) & (choice > i)[None, :]
-    return tl.where(invalid, -1, block).to(tl.int32)
-
-
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "seq_len", "first_query", "run_heads", "run_rows", "row_runs", "num_rows",
@@ -239,57 +270,19 @@ def sel_keys_kernel(
 ):  # fmt: skip
     """Write the bucket of every pair and the position of every token in its sequence.
 
-    The bucket of a pair that does not count is ``num_buckets``, so that it is sorted last. Each run
-    of ``run_heads`` kv heads and ``run_rows`` rows has ``run_buckets`` buckets of its own; there
-    are ``row_runs`` runs of the same heads.
+    The bucket of a pair that does not count is ``num_buckets``, so that it is sorted last.
 
     A program owns BLOCK_T tokens of one kv head, [BLOCK_T, NUM_SELECTED_PAD] in registers. It does
     NUM_SELECTED + 1 loads of BLOCK_T rows from L1 and NUM_SELECTED comparisons of the tile. Blocks
     are read and sort keys written once: bound by memory.
     """
-    pid = tl.program_id(0)
-    kv_head = pid % num_kv_heads
-    seq, start, query_start, length, first_t = place_queries(
-        pid // num_kv_heads, CU_SEQLENS, num_seqs, seq_len, first_query, BLOCK_T, VARLEN, PARTIAL
-    )
-    blocks_base = (
-        BLOCKS
-        + seq.to(tl.int64) * stride_blocks_b
-        + query_start.to(tl.int64) * stride_blocks_t
-        + kv_head * stride_blocks_h
-    )
-    offs_t = first_t + tl.arange(0, BLOCK_T)
+    row, offs_t, mask_t, kv_head, first_bucket, block, counts = pairs_of_tile(
+        BLOCKS, MASK, CU_SEQLENS, num_seqs, seq_len, first_query, run_heads, run_rows, row_runs,
+        num_rows, stride_blocks_b, stride_blocks_t, stride_blocks_h, buckets_per_head, run_buckets,
+        num_kv_heads, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, BLOCK_T, VARLEN, PARTIAL,
+        USE_MASK,
+    )  # fmt: skip
     choice = tl.arange(0, NUM_SELECTED_PAD)
-    run_head = kv_head % run_heads
-    if VARLEN:
-        first_bucket = run_head * buckets_per_head + start // SELECT_BLOCK + seq
-    else:
-        first_bucket = (seq * run_heads + run_head) * buckets_per_head
-    row = row_of_start(seq, query_start, seq_len, VARLEN) + offs_t
-    mask_t = (offs_t < length) & (row < num_rows)
-    first_bucket += (kv_head // run_heads * row_runs + (row // run_rows).to(tl.int32)) * run_buckets
-    if USE_MASK:
-        mask = mask_t[:, None] & (choice < NUM_SELECTED)[None, :]
-        counts = (
-            tl.load(
-                MASK + (row[:, None] * num_kv_heads + kv_head) * NUM_SELECTED + choice[None, :],
-                mask=mask,
-                other=0,
-            )
-            != 0
-        )
-        # Load only the pairs that count: a block out of range would overflow the sum below.
-        block = tl.load(
-            blocks_base + offs_t.to(tl.int64)[:, None] * stride_blocks_t + choice[None, :],
-            mask=counts,
-            other=0,
-        ).to(tl.int32)
-    else:
-        block = load_candidates(
-            blocks_base, first_t, length, stride_blocks_t,
-            NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, BLOCK_T,
-        )  # fmt: skip
-        counts = mask_t[:, None] & (block >= 0)
     key_ptrs = SORT_KEYS + (row[:, None] * num_kv_heads + kv_head) * NUM_SELECTED + choice[None, :]
     tl.store(
         key_ptrs,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
-from nsa_backend_triton.sel.pair_lists import load_candidates
+from nsa_backend_triton.sel.candidates import count_bits, load_candidates
 from nsa_backend_triton.shared.rows import place_queries, row_of_start
 from nsa_core.layout import BlockGeometry
 
@@ -175,15 +175,8 @@ def sel_union_kernel(
     _, bits_up_to = tl.associative_scan((block, bits), 0, _combine_runs)
     _, bits_from = tl.associative_scan((block, bits), 0, _combine_runs, reverse=True)
     members = bits_up_to | bits_from
-    # Count the 32 bits pair by pair, unsigned: sums of an int32 would overflow.
-    num_members = members.to(tl.uint32, bitcast=True)
-    num_members = (num_members & 0x55555555) + ((num_members >> 1) & 0x55555555)
-    num_members = (num_members & 0x33333333) + ((num_members >> 2) & 0x33333333)
-    num_members = (num_members & 0x0F0F0F0F) + ((num_members >> 4) & 0x0F0F0F0F)
-    num_members = (num_members & 0x00FF00FF) + ((num_members >> 8) & 0x00FF00FF)
-    num_members = (num_members & 0x0000FFFF) + ((num_members >> 16) & 0x0000FFFF)
     valid = block < NO_BLOCK
-    shared = valid & (num_members.to(tl.int32) >= min_sharing)
+    shared = valid & (count_bits(members) >= min_sharing)
     is_entry = (shared & (bits_up_to == members)).to(tl.int32)
     num_entries = tl.sum(is_entry, 0)
     entry_ptrs = (
