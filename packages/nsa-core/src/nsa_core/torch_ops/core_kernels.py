@@ -203,8 +203,8 @@ def _name(kernel: Kernel) -> str:
 def _direct_slots(kernels: Sequence[Kernel]) -> Slots:
     """Return the slots of ``kernels``, in the order of SLOTS, without autograd and dispatcher."""
     causal = kernels[SLOTS.index("sel")].causal
-    direct = [kernel.direct for kernel in kernels]
-    return Slots._make([*direct, causal.direct if causal else None])
+    direct = [kernel.direct() for kernel in kernels]
+    return Slots._make([*direct, causal.direct() if causal else None])
 
 
 def _overload(name: str) -> Any:

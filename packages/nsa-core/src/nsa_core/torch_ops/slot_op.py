@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -142,6 +142,13 @@ def checked_results(
         NSAError: Their number, shapes, dtypes or devices differ from ``specs`` and ``device``.
     """
     results = [results] if isinstance(results, torch.Tensor) else list(results)
+    contiguous = []
+    for result, (shape, dtype) in zip(results, specs):
+        if result.shape != shape or result.dtype != dtype or result.device != device:
+            break
+        contiguous.append(result.contiguous())
+    if len(contiguous) == len(results) == len(specs):
+        return contiguous
     problems = []
     if len(results) != len(specs):
         problems.append(f"{len(results)} tensors, expected {len(specs)}")
@@ -151,39 +158,59 @@ def checked_results(
             problems.append(
                 f"result {index} is {actual}, expected {tuple(shape)} {dtype} on {device}"
             )
-    if problems:
-        raise NSAError(
-            f"backend {backend!r}, slot {slot!r}, {direction} returned " + "; ".join(problems)
-        )
-    return [result.contiguous() for result in results]
+    raise NSAError(
+        f"backend {backend!r}, slot {slot!r}, {direction} returned " + "; ".join(problems)
+    )
+
+
+class _CheckedCall(NamedTuple):
+    """What follows from the metadata of a call.
+
+    Attributes:
+        specs: The shape and dtype of each output.
+        call: The arguments besides the tensors; None for packed calls, whose boundaries differ.
+        is_empty: Whether the call computes nothing.
+    """
+
+    specs: list[TensorSpec]
+    call: SlotCall | None
+    is_empty: bool
 
 
 @functools.lru_cache(maxsize=4096)
-def _checked_output_specs(
+def _checked_call(
     slot: str,
     inputs: tuple[tuple[Any, ...], ...],
     cu: Metadata | None,
-    geometry: BlockGeometry,
+    max_seqlen: int | None,
+    scale: float,
+    geometry: tuple[int, ...],
+    deterministic: bool,
     first_query: int | None,
-) -> list[TensorSpec]:
-    """Check the inputs of ``slot``, given as fields of Metadata, and return its output specs.
+) -> _CheckedCall:
+    """Check the inputs of ``slot``, given as fields of Metadata.
 
     The cache skips the checks for calls with inputs of the same metadata.
 
     Raises:
         InvalidInput: As check_slot.
     """
-    tensors = [Metadata(*fields) for fields in inputs]
-    check_slot(slot, tensors, cu, geometry, first_query)
-    return output_specs(slot, tensors, geometry.num_selected_blocks)
+    tensors, sizes = [Metadata(*fields) for fields in inputs], BlockGeometry.from_ints(geometry)
+    check_slot(slot, tensors, cu, sizes, first_query)
+    specs = output_specs(slot, tensors, sizes.num_selected_blocks)
+    is_empty = _is_empty(slot, tensors)
+    if cu is not None:
+        return _CheckedCall(specs, None, is_empty)
+    call = slot_call((None, max_seqlen, scale, geometry, deterministic, first_query))
+    return _CheckedCall(specs, call, is_empty)
 
 
-def _is_empty(slot: str, tensors: Sequence[torch.Tensor]) -> bool:
+def _is_empty(slot: str, tensors: Sequence[TensorOrMetadata]) -> bool:
     """Return whether the call computes nothing: no queries, no compressed tokens, or n = 0."""
     no_keys = (slot == "cmp" and tensors[1].shape[-3] == 0) or (
         slot == "sel" and tensors[3].shape[-1] == 0
     )
-    return tensors[0].numel() == 0 or no_keys
+    return 0 in tensors[0].shape or no_keys
 
 
 class SlotOp:
@@ -210,14 +237,14 @@ class SlotOp:
         self._lib = torch.library.Library(namespace, "FRAGMENT")
         self._define(
             short,
-            self._forward_impl,
+            self.forward,
             self._forward_fake,
             [f"Tensor {i}" for i in INPUTS[slot]],
             self._n_out,
         )
         self.op = getattr(getattr(torch.ops, namespace), short).default
         if not self._grads:
-            direct = autograd.register_constant(self._lib, short, self.op, self._forward_impl)
+            direct = autograd.register_constant(self._lib, short, self.op, self.forward)
         else:
             saved = [f"Tensor {i}" for i in INPUTS[slot]] + (
                 ["Tensor o", "Tensor lse"] if self._n_out == 2 else []
@@ -231,7 +258,7 @@ class SlotOp:
             )
             self.backward_op = getattr(getattr(torch.ops, namespace), f"{short}_backward").default
             direct = autograd.register(
-                self._lib, short, self.op, self._forward_impl, self._setup_context, self._autograd
+                self._lib, short, self.op, self.forward, self._setup_context, self._autograd
             )
             autograd.register(
                 self._lib,
@@ -248,10 +275,6 @@ class SlotOp:
     def has_backward(self) -> bool:
         """Whether the backend has a backward for the slot."""
         return self._backward is not None
-
-    def forward(self, *args: Any) -> Any:
-        """Run the forward without autograd and without the dispatcher; arguments as ``op``."""
-        return self._forward_impl(*args)
 
     def gradients(self, direct: bool) -> Callable[..., Any]:
         """Return the backward: its operator, or with ``direct`` its function alone."""
@@ -277,33 +300,34 @@ class SlotOp:
         op = getattr(getattr(torch.ops, self._lib.ns), short).default
         torch.library.register_vmap(name, folding_rule(op), lib=self._lib)
 
-    def _forward_impl(self, *args: Any) -> Any:
-        """Check the inputs, call the backend's forward, and check its results."""
-        tensors = [unit_stride(t) for t in args[: self._n_inputs]]
-        call = slot_call(args[self._n_inputs :])
-        cu, device = call.cu_seqlens, tensors[0].device
+    def forward(self, *args: Any) -> Any:
+        """Check the inputs, call the backend's forward, and check its results.
+
+        It runs without autograd and without the dispatcher; arguments as ``op``.
+        """
+        # A function call per tensor would take longer than its work.
+        tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in args[: self._n_inputs]]
+        cu, max_seqlen, scale, geometry, deterministic, first_query = args[self._n_inputs :]
         metadata = tuple([(t.shape, t.dtype, t.device) for t in tensors])
-        cu_metadata = None if cu is None else Metadata.of(cu)
-        first_query = args[-1]
-        specs = _checked_output_specs(self.slot, metadata, cu_metadata, call.geometry, first_query)
-        total = packed_total(self.slot, tensors, call.geometry, first_query)
-        check_slot_boundaries(cu, total, call.max_seqlen)
-        if _is_empty(self.slot, tensors):
+        constants = scale, tuple(geometry), deterministic, first_query
+        if cu is None:
+            specs, call, is_empty = _checked_call(self.slot, metadata, None, max_seqlen, *constants)
+        else:
+            checked = _checked_call(self.slot, metadata, Metadata.of(cu), None, *constants)
+            specs, call, is_empty = checked._replace(call=slot_call(args[self._n_inputs :]))
+        assert call is not None
+        if cu is not None:
+            total = packed_total(self.slot, tensors, call.geometry, first_query)
+            check_slot_boundaries(cu, total, max_seqlen)
+        where, device = (self.backend, self.slot, "forward"), tensors[0].device
+        if is_empty:
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
             if self._n_out == 2:
                 outs[1].fill_(-torch.inf)
         else:
-            with BackendCall(self.backend, self.slot, "forward", device):
-                outs = checked_results(
-                    self.backend,
-                    self.slot,
-                    "forward",
-                    call_function(
-                        (self.backend, self.slot, "forward"), self._forward, tensors, call=call
-                    ),
-                    specs,
-                    device,
-                )
+            with BackendCall(*where, device):
+                results = call_function(where, self._forward, tensors, call=call)
+                outs = checked_results(*where, results, specs, device)
         return outs[0] if self._n_out == 1 else tuple(outs)
 
     def _forward_fake(self, *args: Any) -> Any:
@@ -503,11 +527,18 @@ class Kernel:
             first_query,
         )
 
-    def direct(
-        self, *tensors: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int
-    ) -> Any:
-        """Run the slot below autograd; for calls that are autograd.is_unobserved()."""
-        return _operators[self.op].forward(*tensors, cu_seqlens, *self.tail(max_seqlen))
+    def direct(self) -> Callable[..., Any]:
+        """Return a function that runs the slot below autograd.
+
+        It takes the tensors, and the keywords cu_seqlens and max_seqlen; for calls that are
+        autograd.is_unobserved().
+        """
+        forward, constants = _operators[self.op].forward, self.tail(0)[1:]
+
+        def run(*tensors: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int) -> Any:
+            return forward(*tensors, cu_seqlens, max_seqlen, *constants)
+
+        return run
 
     def tail(self, max_seqlen: int, first_query: int | None = None) -> tuple[Any, ...]:
         """Return the arguments of the operator after cu_seqlens, for a call without dispatcher."""

@@ -32,8 +32,10 @@ def backend_state(device: torch.device) -> contextlib.AbstractContextManager[obj
 
     With autocast on, the fp32 products of a backend would not stay fp32.
     """
-    is_other_gpu = device.type == "cuda" and device.index != torch.cuda.current_device()
-    if not is_other_gpu:
+    kind = device.type
+    if kind != "cuda" or device.index == torch.cuda.current_device():
+        if kind != "meta" and not torch.is_autocast_enabled(kind):  # two calls less
+            return _NO_CHANGE
         return no_autocast(device)
     stack = contextlib.ExitStack()
     stack.enter_context(torch.cuda.device(device))
