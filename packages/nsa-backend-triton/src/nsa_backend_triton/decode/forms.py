@@ -7,6 +7,7 @@ decode_choose (selection) and decode_sel (selected blocks and gates).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from nsa_backend_triton.decode.launch import (
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_core.contract import DecodeCall
+from nsa_core.layout import BlockGeometry
 
 # A growing cache prepares its launches anew once per this many tokens.
 BOUND = 256
@@ -191,17 +193,17 @@ def step(
     o = torch.empty((*q.shape[:3], v_sel.shape[3]), dtype=q.dtype, device=q.device)
     # A bound that grew with every token would prepare new launches for every token.
     bound = cdiv(call.max_len, BOUND) * BOUND
-    call = DecodeCall(call.geometry, call.scale, call.starts, call.lengths, call.block_table, bound)
     stores = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
-    for first_token, chunk in _prepare(q, gates, *stores, call, *settings):
-        (scratch, counters), tokens = (
-            allocate(q, chunk.scratch, chunk.zero),
-            slice(first_token, first_token + chunk.tokens),
-        )
-        # Slices of all tokens would be four operators without an effect.
-        q_chunk, gates_chunk, o_chunk, blocks_chunk = (
-            x if chunk.tokens == q.shape[1] else x[:, tokens] for x in (q, gates, o, blocks)
-        )
+    constants = (call.geometry, call.scale, bound)
+    chunks = _prepare(q, gates, *stores, call.block_table, constants, *settings)
+    for first_token, chunk in chunks:
+        scratch, counters = allocate(q, chunk.scratch, chunk.zero)
+        q_chunk, gates_chunk, o_chunk, blocks_chunk = q, gates, o, blocks
+        if chunk.tokens < q.shape[1]:
+            tokens = slice(first_token, first_token + chunk.tokens)
+            q_chunk, gates_chunk, o_chunk, blocks_chunk = (
+                x[:, tokens] for x in (q, gates, o, blocks)
+            )
         if chunk.launch is not None:
             lse, lse_win, o_cmp, o_win, split_ml, split_acc, sums, maxima = scratch
             branches = (o_cmp, o_win, lse, lse_win)
@@ -232,7 +234,7 @@ def step(
                 blocks_chunk,
                 scratch,
                 counters,
-                call,
+                dataclasses.replace(call, max_len=bound),
                 settings,
             )
     return o, blocks
@@ -257,11 +259,18 @@ def _prepare(
     v_sel: Tensor,
     k_win: Tensor,
     v_win: Tensor,
-    call: DecodeCall,
+    block_table: Tensor,
+    constants: tuple[BlockGeometry, float, int],
     span_settings: Settings,
     sel_settings: Settings,
 ) -> list[tuple[int, _Chunk]]:
-    """Return the first token of each chunk, and the chunk."""
+    """Return the first token of each chunk, and the chunk.
+
+    ``constants``: geometry, scale and max_len of the call.
+    """
+    # Launches take starts and lengths as tensors; what is prepared does not depend on them.
+    geometry, scale, max_len = constants
+    call = DecodeCall(geometry, scale, block_table, block_table, block_table, max_len)
     chunks = []
     for first_token, count in _chunks(q, call):
         span = Span(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, span_settings)

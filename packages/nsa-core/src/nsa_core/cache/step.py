@@ -11,6 +11,7 @@ or no page is missing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from nsa_core.contract import DecodeCall
 from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates, plain_linear_gate
-from nsa_core.layer.plain_linear import dtype_and_device_from
+from nsa_core.layer.plain_linear import apply_linear, dtype_and_device_from
 from nsa_core.layer.rope import RopeTable, rotate
 from nsa_core.torch_ops.torch_state import is_capturing
 
@@ -91,7 +92,7 @@ def _step(
     tokens = new_tokens(cache, x.shape[1], new, in_graph)
     if cache.undo is not None and cache.undo.lengths is not None:
         cache.save_rings()  # an earlier step would be undone with this one
-    with torch.no_grad():
+    with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         # If the host knows the lengths, the padding after the longest sequence is not computed.
         rows = tokens.rows if tokens.counts is None else max(tokens.counts)
         if rows == 0:
@@ -201,8 +202,7 @@ def _decode(
     if is_chunk:
         cache.save_rings()
         write_back_newest(cache, store, tokens.rows)
-    y: torch.Tensor = layer.out(o.flatten(-2))
-    return y
+    return apply_linear(layer.out, o.flatten(-2))
 
 
 def _chunk_plan(layer: NSAProjections, cache: CacheState, plan: Plan, rows: int) -> Plan | None:

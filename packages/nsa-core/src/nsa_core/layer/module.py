@@ -12,7 +12,7 @@ from nsa_core.cache.sizes import CacheSizes
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.layer.gating import compute_gates, has_sigmoid
 from nsa_core.layer.other_keywords import check_other_keywords
-from nsa_core.layer.plain_linear import dtype_and_device_from
+from nsa_core.layer.plain_linear import apply_linear, dtype_and_device_from
 from nsa_core.layer.projection import NSAProjections
 from nsa_core.torch_ops.tensor_checks import check_layer_input
 
@@ -176,8 +176,7 @@ class NSAttention(NSAProjections):
             recompute=self.recompute,
             nonnegative_gates=has_sigmoid(self.gate),
         )
-        y = self.out(o.flatten(-2))
-        return y
+        return apply_linear(self.out, o.flatten(-2))
 
     def new_cache(
         self,

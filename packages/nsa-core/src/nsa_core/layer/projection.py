@@ -25,7 +25,7 @@ from nsa_core.layer.fused_heads import rotated_heads
 from nsa_core.layer.gating import make_gate
 from nsa_core.layer.phi.chunks import PackedBlocks, packed_blocks
 from nsa_core.layer.phi.kinds import compress_pair, make_phi
-from nsa_core.layer.plain_linear import are_plain, dtype_and_device_from
+from nsa_core.layer.plain_linear import apply_linear, are_plain, dtype_and_device_from
 from nsa_core.layer.rope import (
     Table,
     rope_table,
@@ -158,7 +158,7 @@ class NSAProjections(nn.Module):
         config, packed = self.config, None
         if cu_seqlens is not None:
             packed = packed_blocks(cu_seqlens, x.shape[0], config.geometry)
-        product = self.qkv(x)
+        product = apply_linear(self.qkv, x)
         table = self._rope_of_tokens(product, cu_seqlens) if config.rope else None
         q, (k_raw, v_raw), ks, vs = self.rotated(product, table)
         k_cmp, v_cmp = compress_pair(self.phi_k, self.phi_v, k_raw, v_raw, packed)
@@ -225,12 +225,13 @@ class NSAProjections(nn.Module):
         Returns:
             q, and lists of the keys and of the values of (cmp, sel, win), or of the shared pair.
         """
-        config, product = self.config, self.qkv(x)
+        config, product = self.config, apply_linear(self.qkv, x)
         plain_pairs = not (config.shared_kv or self._norms())
         if plain_pairs and config.qk_dim == config.v_dim:  # two operators instead of twelve
-            q, *rows = product.unflatten(-1, (-1, config.qk_dim)).split(
-                [config.n_heads, *[config.n_kv_heads] * 6], -2
-            )
+            count = config.n_heads + 6 * config.n_kv_heads
+            heads = product.view(*product.shape[:-1], count, config.qk_dim)
+            # Tensor.split does the same, in twice the time.
+            q, *rows = torch.split_with_sizes(heads, [config.n_heads, *[config.n_kv_heads] * 6], -2)
             return q, rows[:3], rows[3:]
         q, k_raw, k, v_raw, v = self._split(product)
         if config.shared_kv:

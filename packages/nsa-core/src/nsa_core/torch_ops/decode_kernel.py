@@ -72,13 +72,18 @@ class DecodeKernel:
     ) -> None:
         """Raise NSAError if ``results`` differ from ``expected`` or are on another device."""
         tensors = [results] if isinstance(results, torch.Tensor) else list(results)
+        if len(tensors) == len(expected):
+            for t, (shape, dtype) in zip(tensors, expected):
+                if t.shape != shape or t.dtype != dtype or t.device != device:
+                    break
+            else:
+                return
         returned = [(tuple(t.shape), t.dtype) for t in tensors]
-        if returned != expected or any(t.device != device for t in tensors):
-            text = (
-                f"returned {returned} on {[str(t.device) for t in tensors]}, expected {expected} on"
-                f" {device}"
-            )
-            raise NSAError(f"backend {self.backend!r}, slot {self.slot!r}, decode: {text}")
+        text = (
+            f"returned {returned} on {[str(t.device) for t in tensors]}, expected {expected} on"
+            f" {device}"
+        )
+        raise NSAError(f"backend {self.backend!r}, slot {self.slot!r}, decode: {text}")
 
 
 def decode_kernel(backend: str, slot: str, path: str) -> DecodeKernel:
