@@ -5,9 +5,14 @@
 
 The slots run on CPU tensors. Backend ``nothing`` returns empty tensors, so only nsa_core remains.
 Backend ``triton`` runs its host code for an sm_90, and each launch stops where Triton would call
-the driver. The time includes the specialisation of arguments, the lookup of the binary and the
-Python part of TMA descriptors, but not the C call. Lengths are short, so that the few PyTorch
-operators in between take only their dispatch time.
+the driver. The time includes the specialisation of arguments, the lookup of the binary, the Python
+part of TMA descriptors and the hooks of launches, but not the C call. Lengths are short, and matrix
+products and sorts return uninitialised tensors, so that PyTorch's operators take only their
+dispatch time.
+
+Besides the slots, the rows are nsa_attention and NSAttention, nsa_attention with the kernels of a
+long sequence ("long"), a training block of the language model (Block), and a decode step of
+NSAttention over a cache.
 
 Columns: ``us`` is CPU time, the first decile of --repeats calls; ``launches`` counts Triton
 kernels; ``ops`` counts PyTorch operators below autograd, outside of the slots.
@@ -23,8 +28,9 @@ import functools
 import itertools
 import pstats
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -36,17 +42,21 @@ from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from nsa_backend_triton.host import launch_cache, sequences
+from nsa_backend_triton.host import configs, launch_cache, sequences
 from nsa_backend_triton.plugin import nsa_register_backends
 from nsa_core import NSAConfig, NSAttention, nsa_attention
 from nsa_core.contract import SLOTS, SlotCall, SlotSpec
 from nsa_core.dispatch.candidates import request_of
 from nsa_core.dispatch.plan import Plan
+from nsa_core.layer import attention
+from nsa_core.layer.phi import kinds
+from nsa_core.torch_ops.core_backward import core_backward
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, output_specs, slot_op
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import Block
 
 ARCHITECTURE, MULTIPROCESSORS = 90, 132
+BASE_ARGUMENTS = nvidia._BASE_ARGS_FORMAT_LEN  # of the C launcher, before those of the kernel
 devices = itertools.count(99)  # device indices without cached kernels
 
 
@@ -57,7 +67,7 @@ class NoDriver:
     device: int
 
     class utils:  # noqa: N801  Triton's name
-        fill_tma_descriptor = staticmethod(lambda *arguments: 0)
+        fill_tma_descriptor = staticmethod(lambda *arguments: arguments)
 
     def get_current_device(self) -> int:
         return self.device
@@ -76,6 +86,7 @@ class NoKernel(CompiledKernel):
         self.module = self.function = self.packed_metadata = self.hash = 0
         self.name, self.src = "nothing", None
         self.launches = 0
+        self.tensors: list[int] = []  # positions of tensors among the arguments
         self.arguments: tuple[Any, ...] = ()
         descriptors = [kind for kind in signature.values() if str(kind).startswith("tensordesc")]
         fields = ("swizzle", "elem_size", "elem_type", "block_size")
@@ -88,12 +99,59 @@ class NoKernel(CompiledKernel):
         launcher.launch = nvidia.wrap_handle_tensordesc(self._launch, signature, meta)
 
     def _launch(self, *arguments: Any) -> None:
+        """Do the Python of the C launcher: its hooks, and a method of every tensor."""
+        metadata, *hooks = arguments[BASE_ARGUMENTS - 3 : BASE_ARGUMENTS]
+        for hook in hooks:
+            if hook is not None:
+                hook(metadata)
+        if not self.launches:  # by Triton; later launches may have addresses in these places
+            self.tensors = [i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor)]
+        for i in self.tensors:
+            if type(arguments[i]) is not int:
+                arguments[i].data_ptr()
         self.launches += 1
         self.arguments = arguments
 
 
 def _constant(value: Any, _: object) -> Any:
     return value
+
+
+def _new(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(shape)
+
+
+def _no_sort(x: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty(x.shape, dtype=torch.int64)
+
+
+# Kernels of the CPU whose time depends on sizes and dtypes -> replacements that only allocate.
+_NO_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "mm": lambda a, b: _new((a.shape[0], b.shape[1]), a),
+    "addmm": lambda bias, a, b, **_: _new((a.shape[0], b.shape[1]), a),
+    "bmm": lambda a, b: _new((*a.shape[:2], b.shape[2]), a),
+    "baddbmm": lambda bias, a, b, **_: _new((*a.shape[:2], b.shape[2]), a),
+    "mv": lambda a, x: _new(a.shape[:1], a),
+    "addmv": lambda bias, a, x, **_: _new(a.shape[:1], a),
+    "sort.stable": _no_sort,
+}
+
+
+@contextlib.contextmanager
+def no_arithmetic() -> Iterator[None]:
+    """Let matrix products and sorts on the CPU return uninitialised tensors.
+
+    A product of bf16 matrices takes milliseconds on a CPU without such instructions.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the CPU has kernels already
+        for name, function in _NO_ARITHMETIC.items():
+            library.impl(name, function, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 @contextlib.contextmanager
@@ -116,11 +174,13 @@ def no_gpu() -> Iterator[list[NoKernel]]:
         for owner, name, value in (
             (sequences, "_capability", ARCHITECTURE),
             (launch_cache, "uses_cache", True),
+            (attention, "check_nonnegative", None),  # reads values only on the CPU
         ):
             stack.enter_context(mock.patch.object(owner, name, functools.partial(_constant, value)))
         stack.enter_context(
             mock.patch.object(sequences, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS})
         )
+        stack.enter_context(mock.patch.object(kinds, "POOLING_DEVICES", ("cpu",)))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
         launch_cache.clear()  # drop the launches of earlier fake kernels
         yield kernels
@@ -156,6 +216,10 @@ def make_plan(config: NSAConfig, backend: str, varlen: bool) -> Plan:
                 f"{__name__}:{slot}_forward",
                 f"{__name__}:{slot}_backward" if slot != "select" else None,
             )
+    fused = {}
+    if backend == "triton":
+        path = nsa_register_backends().fused["backward"]
+        fused["backward"] = core_backward(backend, path)
     options = {"dtype": "bfloat16", "needs_grad": True, "varlen": varlen}
     requests = {slot: request_of(config, slot, **options) for slot in SLOTS}
     geometry = tuple(config.geometry.as_ints())
@@ -170,7 +234,7 @@ def make_plan(config: NSAConfig, backend: str, varlen: bool) -> Plan:
         )
         for slot in SLOTS
     }
-    return Plan(config, requests, {}, _slots=specs, **kernels)
+    return Plan(config, requests, {}, _slots=specs, fused=fused, **kernels)
 
 
 class CountOperators(TorchDispatchMode):
@@ -283,7 +347,9 @@ def whole_steps(
     do = torch.zeros(*lead, hq, dv, dtype=torch.bfloat16)
 
     def core() -> torch.Tensor:
-        return nsa_attention(q, k, v, gates, config=config, plan=plan, **packing)
+        return nsa_attention(
+            q, k, v, gates, config=config, plan=plan, nonnegative_gates=True, **packing
+        )
 
     def whole_layer() -> torch.Tensor:
         return layer(x, plan=plan, **packing)
@@ -325,6 +391,43 @@ def block_steps(
     yield "Block.both", lambda: torch.autograd.grad(forward(), [x, *block.parameters()], grad)
 
 
+def long_steps(
+    config: NSAConfig, plan: Plan, tokens: int, packed: bool
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield nsa_attention with the kernels of long sequences: lists of pairs, which are sorted."""
+    pick = configs.pick
+    limits = ("SHARE_ALL_MAX_LEN", "MAX_LEN", "BUSY_MAX_LEN")  # of short sequences
+
+    def pick_long(*args: Any, **traits: Any) -> Any:
+        settings = pick(*args, **traits)
+        return {name: 0 if name in limits else value for name, value in settings.items()}
+
+    for name, step in whole_steps(config, plan, tokens, packed):
+        if name.startswith("nsa_attention"):
+            launch_cache.clear()
+            with mock.patch.object(configs, "pick", pick_long):
+                yield f"long {name}", step
+    launch_cache.clear()
+
+
+def decode_steps(
+    config: NSAConfig, plan: Plan, tokens: int, packed: bool
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield a decode step of NSAttention over a cache; backend ``nothing`` has no decode forms."""
+    if plan.cmp.backend != "triton" or packed:
+        return
+    with mock.patch("nsa_backend_triton.probe.probe", return_value=()):
+        layer = NSAttention(config, backends="triton").bfloat16()
+        cache = layer.new_cache(1, 1 << 15)
+    x = torch.zeros(1, 1, config.dim, dtype=torch.bfloat16)
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            return layer(x, cache=cache)
+
+    yield "NSAttention.decode", step
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -341,10 +444,10 @@ def main() -> None:
     torch.set_num_threads(1)
     hq, g, d = (int(n) for n in options.shape.split("/"))
     config = NSAConfig(dim=hq, n_heads=hq, n_kv_heads=g, head_dim=d, compress="mean")
-    with no_gpu() as kernels:
+    with no_gpu() as kernels, no_arithmetic():
         for backend in options.backends.split(","):
             plan = make_plan(config, backend, options.packed)
-            for steps in (slot_steps, whole_steps, block_steps):
+            for steps in (slot_steps, whole_steps, long_steps, block_steps, decode_steps):
                 for call, step in steps(config, plan, options.tokens, options.packed):
                     if options.only not in call:
                         continue

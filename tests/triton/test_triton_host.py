@@ -7,11 +7,8 @@ its driver that launches nothing serves here as well.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -28,6 +25,9 @@ offline = importlib.import_module("nsa_backend_triton.tools.offline")
 launch_cache = importlib.import_module("nsa_backend_triton.host.launch_cache")
 meta_inputs = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
 
+# Of the function that makes a tensor map: address, swizzle, element size and type, block, shape,
+# strides and padding.
+TMA_ARGUMENTS = 8
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 # Kernels and PyTorch operators that launch something, forward and backward, at 8192 tokens. 12/2/64
 # uses buckets and adds dk, dv and dq in no fixed order; 64/4/128 does neither.
@@ -131,26 +131,6 @@ def test_a_forward_of_too_many_pairs_is_refused_before_it_launches_anything() ->
     assert not launches
 
 
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    """benchmarks/host_overhead.py as a module."""
-    path = Path(__file__).parents[2] / "benchmarks" / "host_overhead.py"
-    spec = importlib.util.spec_from_file_location("host_overhead", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["host_overhead"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def no_gpu(bench: Any) -> Iterator[Any]:
-    if sequences.interpreted():
-        pytest.skip("the interpreter launches by itself")
-    with bench.no_gpu() as kernels:
-        yield kernels
-
-
 def steps(
     bench: Any, packed: bool, tokens: int = 80, shape: tuple[int, int, int] = (12, 2, 64)
 ) -> dict[str, Any]:
@@ -161,11 +141,16 @@ def steps(
 
 
 def launch_arguments(kernels: list[Any]) -> list[list[Any]]:
-    """The last arguments of each kernel, tensors as (shape, dtype)."""
-    return [
-        [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for x in k.arguments]
-        for k in kernels
-    ]
+    """The last arguments of each kernel; tensors, their addresses and tensor maps as one word."""
+
+    def plain(kernel: Any, place: int, x: Any) -> Any:
+        if place in kernel.tensors:
+            assert isinstance(x, torch.Tensor) or x % 16 == 0
+            return "tensor"
+        is_map = isinstance(x, tuple) and len(x) == TMA_ARGUMENTS
+        return ("map", *x[1:]) if is_map else x
+
+    return [[plain(k, place, x) for place, x in enumerate(k.arguments)] for k in kernels]
 
 
 @PACKED
@@ -323,6 +308,34 @@ def test_operator_count_of_nsa_attention_around_its_slots(
     pieces = dict(bench.whole_steps(config, bench.make_plan(config, "nothing", False), 64, False))
     row = bench.measure("nothing", piece, pieces[piece], no_gpu, 1)
     assert sum(row.ops.values()) <= most, row.ops
+
+
+@pytest.mark.parametrize(
+    ("piece", "kernels", "most"),
+    [("long nsa_attention.forward", 11, 8), ("long nsa_attention.both", 24, 20)],
+)
+def test_a_long_call_takes_the_kernels_of_long_sequences(
+    piece: str, kernels: int, most: int, bench: Any, no_gpu: Any
+) -> None:
+    """benchmarks/host_overhead.py runs them on few tokens: pairs are listed in both directions."""
+    config = NSAConfig(dim=12, n_heads=12, n_kv_heads=2, head_dim=64, compress="mean")
+    plan = bench.make_plan(config, "triton", False)
+    with bench.no_arithmetic():
+        for name, step in bench.long_steps(config, plan, 64, False):
+            if name == piece:
+                row = bench.measure("triton", piece, step, no_gpu, 1)
+    assert row.launches == kernels
+    assert sum(row.ops.values()) <= most, row.ops
+
+
+def test_a_decode_step_of_the_layer_takes_three_kernels(bench: Any, no_gpu: Any) -> None:
+    config = NSAConfig(dim=12, n_heads=12, n_kv_heads=2, head_dim=64, compress="mean")
+    plan = bench.make_plan(config, "triton", False)
+    with bench.no_arithmetic():
+        ((name, step),) = bench.decode_steps(config, plan, 64, False)
+        row = bench.measure("triton", name, step, no_gpu, 1)
+    assert row.launches == 3
+    assert sum(row.ops.values()) <= 24, row.ops
 
 
 def test_operator_count_of_a_block_of_the_language_model(bench: Any, no_gpu: Any) -> None:

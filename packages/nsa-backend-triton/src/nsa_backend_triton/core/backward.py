@@ -32,7 +32,7 @@ from nsa_backend_triton.combine import kernels as combine
 from nsa_backend_triton.combine.kernels import combine_statistics
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.fork import Fork
-from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
+from nsa_backend_triton.host.launch_cache import Launch, Memo, cached_by_metadata
 from nsa_backend_triton.host.sequences import (
     Sequences,
     accumulator,
@@ -100,26 +100,28 @@ def backward(do: Tensor, *tensors: Tensor, outputs: list[Tensor], call: SlotCall
     stats_sel = x.lse_cmp.new_empty((2, *do.shape[:-1]))
     dgates = x.gates.new_empty(x.gates.shape)
     o_cmp, o_sel, o_win = outputs
+    seqs = Sequences.of(x.q, x.k_sel, call)
+    memo = _memo(do, *x, o_cmp, o_sel, o_win, seqs, call)
     rows = (do, x.gates, o_cmp, o_sel, o_win, x.lse_cmp, x.lse_sel, x.lse_win)
-    _prepare(*rows, packed)(*rows, dgates, stats_cmp, stats_sel, stats_win)
+    prepare = memo.get_or_make("statistics", _prepare, *rows, packed)
+    prepare(*rows, dgates, stats_cmp, stats_sel, stats_win)
     del rows, o_cmp, o_sel, o_win
     outputs.clear()
     delta, lse2 = stats_sel.unbind()
     window = Branch(x.k_win, x.v_win, x.lse_win, stats_win, (1, 1, geometry.window_size))
     span = geometry.compress_block_size, geometry.compress_stride, 0
     compressed = Branch(x.k_cmp, x.v_cmp, x.lse_cmp, stats_cmp, span)
-    seqs = Sequences.of(x.q, x.k_sel, call)
     branches = (window, seqs), (compressed, Sequences.of(x.q, x.k_cmp, call, compressed=True))
     dkdv: list[tuple[Tensor, Tensor]] = []
     with Fork(do.device) as fork:
         if fork.active:  # dk and dv of both branches run beside all kernels of dq
-            dkdv += [b.dkdv(do, x.q, sequences, call.scale, fork) for b, sequences in branches]
+            dkdv += [b.dkdv(do, x.q, of, call.scale, fork, memo) for b, of in branches]
         problem = Problem(do, x.q, x.k_sel, x.v_sel, lse2, delta, seqs, call)
-        dq, dk_sel, dv_sel = sel_backward.gradients(problem, x.blocks, fork)
+        dq, dk_sel, dv_sel = sel_backward.gradients(problem, x.blocks, fork, memo)
         for branch, sequences in branches:
-            branch.add_dq(do, x.q, dq, sequences, call.scale)
+            branch.add_dq(do, x.q, dq, sequences, call.scale, memo)
             if not fork.active:
-                dkdv.append(branch.dkdv(do, x.q, sequences, call.scale, fork))
+                dkdv.append(branch.dkdv(do, x.q, sequences, call.scale, fork, memo))
     (dk_win, dv_win), (dk_cmp, dv_cmp) = dkdv
     return Gradients(dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates)
 
@@ -139,6 +141,12 @@ def _by_slots(do: Tensor, x: Tensors, outputs: list[Tensor], call: SlotCall) -> 
     dq += dq_sel
     dq += dq_cmp
     return Gradients(dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates)
+
+
+@cached_by_metadata
+def _memo(do: Tensor, *others: Tensor | Sequences | SlotCall) -> Memo:
+    """Return what is remembered about calls of this metadata: all launches of the backward."""
+    return Memo()
 
 
 @cached_by_metadata

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton.host.sequences import band
+
+_Sizes: TypeAlias = tuple[list[int], list[int], list[int]]  # shape, strides and tile
 
 
 def descriptors_fit(packed: bool, *rows: Tensor) -> bool:
@@ -24,10 +29,20 @@ def descriptors_fit(packed: bool, *rows: Tensor) -> bool:
 
 
 class _Descriptor(TensorDescriptor):  # type: ignore[misc]  # triton has no types
-    """A descriptor without validation at every launch: descriptors_fit has checked the tensor."""
+    """A descriptor without validation at every launch: descriptors_fit has checked the tensor.
 
-    def __post_init__(self) -> None:
-        """Skip the validation of the base class."""
+    Its shape, strides and tile are computed when Triton reads them, which is at the first launch;
+    see :class:`nsa_backend_triton.host.direct_launch.DirectLaunch`.
+    """
+
+    def __init__(self, base: Tensor, sizes: Callable[..., _Sizes], *of: Any) -> None:
+        self.base, self._sizes, self._of = base, sizes, of
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("shape", "strides", "block_shape"):
+            raise AttributeError(name)
+        self.shape, self.strides, self.block_shape = self._sizes(self.base, *self._of)
+        return vars(self)[name]
 
 
 def key_descriptor(x: Tensor, block: int, length: int | None = None) -> TensorDescriptor:
@@ -35,9 +50,13 @@ def key_descriptor(x: Tensor, block: int, length: int | None = None) -> TensorDe
 
     Reads past the end give zero, and so do reads past the first ``length`` rows.
     """
+    return _Descriptor(x, _key_sizes, block, length)
+
+
+def _key_sizes(x: Tensor, block: int, length: int | None) -> _Sizes:
     batch, rows, heads, width = x.shape
     rows = rows if length is None else max(1, length)  # a descriptor cannot be empty
-    return _Descriptor(x, [batch, rows, heads, width], list(x.stride()), [1, block, 1, band(width)])
+    return [batch, rows, heads, width], list(x.stride()), [1, block, 1, band(width)]
 
 
 def stats_descriptor(stats: Tensor, length: int, block: int) -> TensorDescriptor:
@@ -45,4 +64,8 @@ def stats_descriptor(stats: Tensor, length: int, block: int) -> TensorDescriptor
 
     Reads from ``length`` on give zero.
     """
-    return _Descriptor(stats, [*stats.shape[:-1], length], list(stats.stride()), [1, 1, 1, block])
+    return _Descriptor(stats, _stats_sizes, block, length)
+
+
+def _stats_sizes(stats: Tensor, block: int, length: int) -> _Sizes:
+    return [*stats.shape[:-1], length], list(stats.stride()), [1, 1, 1, block]

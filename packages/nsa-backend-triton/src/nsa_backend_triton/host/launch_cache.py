@@ -10,7 +10,8 @@
 Parameters of the kernels are tensors and descriptors, then numbers and tuples of numbers (strides),
 then constexprs. If every number is the same, as it is for equal metadata, and every tensor begins
 on 16 bytes, Triton would specialize the arguments to the same binary again: that binary is launched
-directly. A call with any other tensor goes through Triton's own launcher.
+directly (direct_launch.py). A call with any other tensor goes through Triton's own launcher, and so
+does every call while a profiler of Triton has hooks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from nsa_backend_triton.host.direct_launch import DirectLaunch, direct_launch, has_hooks
 from nsa_core.contract import DecodeCall, SlotCall
 
 # Entries per decorated function: a server whose lengths never repeat must not fill the memory.
@@ -77,29 +79,22 @@ class Launch:
         **constants: Any,
     ) -> None:
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
-        self._compiled: tuple[Any, tuple[Any, ...], Callable[[int], int], int] | None = None
+        self._direct: DirectLaunch | None = None
 
     def __call__(self, *tensors: Any) -> None:
         """Launch on the current device and stream."""
         if not _thread.attached and tensors[0].is_cuda:
             _attach()
-        cached = self._compiled
-        if cached is not None and aligned(*tensors):
-            runner, arguments, stream_of, device = cached
-            runner(*tensors, *arguments, stream=stream_of(device))
+        if self._direct is not None and not has_hooks() and self._direct(tensors):
             return
         compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
-        if isinstance(compiled, CompiledKernel) and aligned(*tensors):
+        if self._direct is None and isinstance(compiled, CompiledKernel) and aligned(*tensors):
             constants = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
-            arguments = (*self._numbers, *(self._constants[name] for name in constants))
+            after = (*self._numbers, *(self._constants[name] for name in constants))
             # Triton would look these up at every launch; a binary belongs to one device.
-            active = driver.active
-            self._compiled = (
-                compiled[self._grid[0], 1, 1],
-                arguments,
-                active.get_current_stream,
-                active.get_current_device(),
-            )
+            active, grid = driver.active, (self._grid[0], 1, 1)
+            stream_of, device = active.get_current_stream, active.get_current_device()
+            self._direct = direct_launch(compiled, grid, tensors, after, stream_of, device)
 
 
 def uses_cache(x: Tensor) -> bool:
@@ -125,9 +120,13 @@ def cached_by_metadata(make: Callable[Arguments, Result]) -> Callable[Arguments,
         first = args[0] if isinstance(args[0], Tensor) else args[0][0]  # type: ignore[index]
         if not uses_cache(first):
             return make(*args, **kwargs)
-        # A call of _metadata for every tensor would take half of this function's time.
+        # A call of _metadata for every argument would take half of this function's time.
+        arguments: tuple[Any, ...] = args
         parts = [
-            (x.shape, x.stride(), x.dtype) if type(x) is Tensor else _metadata(x) for x in args
+            (x.shape, x.stride(), x.dtype)
+            if type(x) in _TENSOR_TYPES
+            else (x if type(x) in _PLAIN_TYPES else _metadata(x))
+            for x in arguments
         ]
         key = (first.device, *parts)
         result = cache.get(key)
@@ -138,6 +137,21 @@ def cached_by_metadata(make: Callable[Arguments, Result]) -> Callable[Arguments,
         return result
 
     return look_up
+
+
+class Memo(dict[Hashable, Any]):
+    """Results of functions of one metadata, by name: one look-up then serves several of them.
+
+    A function decorated with :func:`cached_by_metadata` makes an empty one, so that everything
+    remembered in it must follow from the metadata of this function's arguments.
+    """
+
+    def get_or_make(self, name: Hashable, make: Callable[..., Result], *args: Any) -> Result:
+        """Return ``make(*args)`` of the first call with this ``name``."""
+        result: Result | None = self.get(name)
+        if result is None:
+            result = self[name] = make(*args)
+        return result
 
 
 def clear() -> None:
@@ -165,13 +179,17 @@ METADATA: dict[type, Callable[[Any], Hashable]] = {
 }
 
 
+_TENSOR_TYPES = {Tensor, torch.nn.Parameter}
+_PLAIN_TYPES = {int, float, bool, str, tuple, type(None)}  # a plain tuple holds plain values
+
+
 def _metadata(x: Any) -> Hashable:
     read = METADATA.get(type(x))
     if read is not None:
         return read(x)
     if isinstance(x, Tensor):
         return _tensor(x)
-    if isinstance(x, tuple) and type(x) is not tuple:  # a plain tuple holds plain values
+    if isinstance(x, tuple) and type(x) is not tuple:
         return tuple(map(_metadata, x))
     plain: Hashable = x
     return plain

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host import configs, descriptors, sequences
 from nsa_backend_triton.host.fork import Fork
-from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
+from nsa_backend_triton.host.launch_cache import Launch, Memo, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import bitmask, delta, pair_lists
 from nsa_backend_triton.sel import forward as sel_forward
@@ -169,7 +169,7 @@ def _prepare_blocks(
 
 
 def block_gradients(
-    problem: Problem, lists: PairLists, settings: configs.Settings, *, ordered: bool
+    problem: Problem, lists: PairLists, settings: configs.Settings, memo: Memo, *, ordered: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return dq, dk and dv in the inputs' dtypes.
 
@@ -179,12 +179,14 @@ def block_gradients(
         settings: BLOCK_N and BLOCK_M of a tile; SEGMENT_ROWS, the rows of q that may share L2;
             CHUNK_PAIRS, the pairs of an ordered program at most; PROGRAMS_PER_SM, the programs
             that each multiprocessor should get.
+        memo: that of ``problem``.
         ordered: whether to add dk and dv in a fixed order; dq is then None. Otherwise all three
             are added to one buffer of fp32 zeros.
     """
     q, k, v = problem.q, problem.k, problem.v
-    launches = _prepare_blocks(
-        problem, lists.tokens.shape[0], lists.offsets.shape[0] - 1, settings, ordered
+    num_pairs, num_buckets = lists.tokens.shape[0], lists.offsets.shape[0] - 1
+    launches = memo.get_or_make(
+        "blocks", _prepare_blocks, problem, num_pairs, num_buckets, settings, ordered
     )
     _, dk_start, dv_start, end = launches.sum_offsets
     sums = problem.delta.new_zeros(end) if end else problem.delta
@@ -243,16 +245,21 @@ def _prepare_tiles(
     return launch, block_t, tile["BLOCK_N"] if use_tma else 0
 
 
-def tile_gradients(problem: Problem, blocks: Tensor, settings: configs.Settings) -> Tensor:
+def tile_gradients(
+    problem: Problem, blocks: Tensor, settings: configs.Settings, memo: Memo
+) -> Tensor:
     """Return dq in the dtype of q, computed tile by tile.
 
-    ``settings``: BLOCK_N and BLOCK_M of a tile, and USE_TMA where descriptors fit.
+    ``settings``: BLOCK_N and BLOCK_M of a tile, and USE_TMA where descriptors fit. ``memo`` is that
+    of ``problem`` and ``blocks``.
     """
     q, k, v, seqs = problem.q, problem.k, problem.v, problem.seqs
-    launch, block_t, desc_block_n = _prepare_tiles(
-        problem, blocks.shape[-1], settings, aligned(k, v)
-    )
-    unions = sel_union.build(blocks, seqs, problem.call.geometry, block_t, 1)
+    tensors_aligned = aligned(k, v)
+    launch, block_t, desc_block_n = memo.get_or_make(
+        ("tiles", tensors_aligned), _prepare_tiles,
+        problem, blocks.shape[-1], settings, tensors_aligned,
+    )  # fmt: skip
+    unions = sel_union.build(blocks, seqs, problem.call.geometry, block_t, 1, memo)
     dq = q.new_empty(q.shape)
     descs = [
         descriptors.key_descriptor(x, desc_block_n, seqs.end) if desc_block_n else None
@@ -288,20 +295,31 @@ def backward(
 
 
 def gradients(
-    problem: Problem, blocks: Tensor, fork: Fork | None = None
+    problem: Problem, blocks: Tensor, fork: Fork | None = None, memo: Memo | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv in the shapes and dtypes of q, k and v.
 
-    dq is complete at once, dk and dv when ``fork`` ends, if it is given.
+    dq is complete at once, dk and dv when ``fork`` ends, if it is given. ``memo`` belongs to the
+    metadata of ``problem`` and ``blocks``; None: it is looked up.
     """
-    if bitmask.fits(problem, blocks):
-        return bitmask.gradients(problem, blocks, fork)
+    memo = _memo(problem, blocks) if memo is None else memo
+    if memo.get_or_make("bitmask fits", bitmask.fits, problem, blocks):
+        return bitmask.gradients(problem, blocks, memo, fork)
     q, k, v, call = problem.q, problem.k, problem.v, problem.call
     select_block = call.geometry.select_block_size
-    lists = pair_lists.build(blocks, problem.seqs, call.geometry)
-    settings = tuned(q, k, v, select_block, "sel_block_backward")
+    lists = pair_lists.build(blocks, problem.seqs, call.geometry, memo)
+    settings, of_tiles = (
+        memo.get_or_make(name, tuned, q, k, v, select_block, name)
+        for name in ("sel_block_backward", "sel_tile_backward")
+    )
     ordered = call.deterministic or bool(settings.get("ORDERED"))
-    dq, dk, dv = block_gradients(problem, lists, settings, ordered=ordered)
+    dq, dk, dv = block_gradients(problem, lists, settings, memo, ordered=ordered)
     if dq is None:
-        dq = tile_gradients(problem, blocks, tuned(q, k, v, select_block, "sel_tile_backward"))
+        dq = tile_gradients(problem, blocks, of_tiles, memo)
     return dq, dk, dv
+
+
+@cached_by_metadata
+def _memo(problem: Problem, blocks: Tensor) -> Memo:
+    """Return what is remembered about calls of this metadata: all launches of the backward."""
+    return Memo()

@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa_backend_triton.host import sequences
 from nsa_backend_triton.host.configs import Settings
 from nsa_backend_triton.host.fork import Fork
-from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
+from nsa_backend_triton.host.launch_cache import Launch, Memo, cached_by_metadata
 from nsa_backend_triton.host.parts import head_parts, sum_launch
 from nsa_backend_triton.sel.backward_bitmask import (
     NUM_BITS,
@@ -99,14 +99,16 @@ def _prepare(problem: Problem, blocks: Tensor) -> _Launches:
 
 
 def gradients(
-    problem: Problem, blocks: Tensor, fork: Fork | None = None
+    problem: Problem, blocks: Tensor, memo: Memo, fork: Fork | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv in the dtypes of q, k and v; see :func:`fits`.
+
+    ``memo`` is that of the metadata of ``problem`` and ``blocks``.
 
     dq is complete at once, dk and dv when ``fork`` ends, if it is given.
     """
     q, k, v, seqs = problem.q, problem.k, problem.v, problem.seqs
-    launches = _prepare(problem, blocks)
+    launches = memo.get_or_make("bitmask", _prepare, problem, blocks)
     rows = (problem.do, problem.lse2, problem.delta)
     dq = q.new_empty(q.shape)
     bits = blocks.new_empty(blocks.shape[:-1], dtype=torch.int64)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor
-from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
+from nsa_backend_triton.host.launch_cache import Launch, Memo, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import (
     Sequences,
     architecture,
@@ -108,6 +108,7 @@ class _TileLaunch(NamedTuple):
     write_unshared: bool
     o_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    memo: Memo  # of the other launches
 
 
 @cached_by_metadata
@@ -160,6 +161,7 @@ def _prepare(
         tile_settings["MIN_SHARING_TOKENS"] > 1,
         o_shape,
         lse_shape,
+        Memo(),
     ), tuned
 
 
@@ -184,6 +186,7 @@ def forward(
         call.geometry,
         tiles.block_t,
         tiles.min_sharing,
+        tiles.memo,
         write_unshared=tiles.write_unshared,
     )
     o = q.new_empty(tiles.o_shape)
@@ -193,7 +196,7 @@ def forward(
     descs = (key_descriptor(x, block_n, seqs.end) if block_n else None for x in (k, v))
     tiles.launch(q, k, v, *descs, unions.entries, unions.counts, o, lse, seqs.cu)
     if tiles.min_sharing > 1:
-        attend_buckets(q, k, v, blocks, unions.unshared, o, lse, seqs, call, tuned)
+        attend_buckets(q, k, v, blocks, unions.unshared, o, lse, seqs, call, tuned, tiles.memo)
     return o, lse
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
+from nsa_backend_triton.host.launch_cache import Launch, Memo, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import pair_bits
 from nsa_backend_triton.sel.candidates import pairs_of_tile
@@ -98,6 +98,7 @@ def build(
     blocks: Tensor,
     seqs: Sequences,
     geometry: BlockGeometry,
+    memo: Memo | None = None,
     *,
     mask: Tensor | None = None,
     runs: Runs | None = None,
@@ -111,11 +112,14 @@ def build(
         blocks: int32 or int64 [B, S, G, n], packed [T, G, n].
         seqs: the sequences of the call.
         geometry: the block sizes.
+        memo: that of the metadata of the other arguments, if the caller has one.
         mask: int8 in the shape of ``blocks``, contiguous: 1 for the pairs that count, all of them
             valid. Without it, every valid pair counts.
         runs: the runs; None: one run of all pairs.
     """
-    prepared = _prepare(blocks, seqs, geometry, mask is not None, runs)
+    prepared = (Memo() if memo is None else memo).get_or_make(
+        "lists", _prepare, blocks, seqs, geometry, mask is not None, runs
+    )
     tokens, choices = (blocks.new_empty(prepared.num_pairs, dtype=torch.int32) for _ in range(2))
     offsets = blocks.new_empty(prepared.num_buckets + 1, dtype=torch.int32)
     lists, mask = PairLists(tokens, choices, offsets), blocks if mask is None else mask

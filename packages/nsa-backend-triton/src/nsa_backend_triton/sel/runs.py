@@ -7,14 +7,13 @@ sel_merge_kernel adds them to the output of the tiles.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import triton
 from torch import Tensor
 
-from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
+from nsa_backend_triton.host.launch_cache import Launch, Memo, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences, lse_strides, strides
 from nsa_backend_triton.sel import pair_lists
 from nsa_backend_triton.sel.buckets import sel_bucket_kernel
@@ -121,6 +120,13 @@ def _prepare_buckets(
     return _BucketLaunches(attend, merge, (num_slots, group, v.shape[-1]))
 
 
+def _list_runs(o: Tensor, blocks: Tensor) -> tuple[pair_lists.Runs, list[Run]]:
+    """Return the division of the pairs, and its runs in the order of their buckets."""
+    num_kv_heads, n = blocks.shape[-2:]
+    runs = divide(o, num_kv_heads, n)
+    return runs, list(each_run(runs, num_kv_heads, blocks.numel() // (num_kv_heads * n)))
+
+
 def attend_buckets(
     q: Tensor,
     k: Tensor,
@@ -132,17 +138,22 @@ def attend_buckets(
     seqs: Sequences,
     call: SlotCall,
     tuned: Settings,
+    memo: Memo,
 ) -> None:
-    """Add the pairs marked in ``unshared`` to o and lse, run by run."""
-    num_kv_heads, n = blocks.shape[-2:]
-    num_rows = blocks.numel() // (num_kv_heads * n)
-    runs = divide(o, num_kv_heads, n)
-    lists = pair_lists.build(blocks, seqs, call.geometry, mask=unshared, runs=runs)
-    num_runs = math.prod(runs.counts(num_kv_heads, num_rows))
-    num_pairs, num_buckets = lists.tokens.numel(), (lists.offsets.numel() - 1) // num_runs
+    """Add the pairs marked in ``unshared`` to o and lse, run by run.
+
+    ``memo`` is that of the metadata of q, k, v, blocks and the call.
+    """
+    n = blocks.shape[-1]
+    runs, each = memo.get_or_make("runs", _list_runs, o, blocks)
+    lists = pair_lists.build(blocks, seqs, call.geometry, memo, mask=unshared, runs=runs)
+    num_pairs, num_buckets = lists.tokens.numel(), (lists.offsets.numel() - 1) // len(each)
     partial_o, partial_lse = None, None
-    for run in each_run(runs, num_kv_heads, num_rows):
-        launches = _prepare_buckets(q, k, v, lse, seqs, call, run, n, num_pairs, num_buckets, tuned)
+    for run in each:
+        launches = memo.get_or_make(
+            run, _prepare_buckets,
+            q, k, v, lse, seqs, call, run, n, num_pairs, num_buckets, tuned,
+        )  # fmt: skip
         if partial_o is None or partial_lse is None:  # the first run is the largest
             partial_o = q.new_empty(launches.partial_shape)
             partial_lse = lse.new_empty(launches.partial_shape[:2])

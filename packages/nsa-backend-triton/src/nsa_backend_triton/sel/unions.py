@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
+from nsa_backend_triton.host.launch_cache import Launch, Memo, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel.candidates import count_bits, load_candidates
 from nsa_backend_triton.shared.rows import place_queries, row_of_start
@@ -63,6 +63,7 @@ def build(
     geometry: BlockGeometry,
     block_t: int,
     min_sharing: int,
+    memo: Memo | None = None,
     *,
     write_unshared: bool = False,
 ) -> Unions:
@@ -74,9 +75,12 @@ def build(
         geometry: the block sizes.
         block_t: tokens of a tile, at most 32 and :func:`fitting_tokens`.
         min_sharing: tokens of a tile that must select a block for it to become an entry.
+        memo: that of the metadata of the other arguments, if the caller has one.
         write_unshared: whether to write ``Unions.unshared``.
     """
-    launch, num_tiles = _prepare(blocks, seqs, geometry, block_t, min_sharing, write_unshared)
+    launch, num_tiles = (Memo() if memo is None else memo).get_or_make(
+        "unions", _prepare, blocks, seqs, geometry, block_t, min_sharing, write_unshared
+    )
     entries = blocks.new_empty((num_tiles, 2, block_t * blocks.shape[-1]), dtype=torch.int32)
     counts = blocks.new_empty((num_tiles, 2), dtype=torch.int32)
     unshared = counts

@@ -17,14 +17,13 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor, stats_descriptor
 from nsa_backend_triton.host.fork import Fork
-from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
+from nsa_backend_triton.host.launch_cache import Launch, Memo, aligned, cached_by_metadata
 from nsa_backend_triton.host.parts import head_parts, sum_launch
 from nsa_backend_triton.host.sequences import (
     Sequences,
@@ -92,23 +91,32 @@ class Branch(NamedTuple):
     stats: Tensor
     span: tuple[int, int, int]
 
-    def add_dq(self, do: Tensor, q: Tensor, dq: Tensor, seqs: Sequences, scale: float) -> None:
+    def add_dq(
+        self, do: Tensor, q: Tensor, dq: Tensor, seqs: Sequences, scale: float, memo: Memo
+    ) -> None:
         """Add to the contiguous ``dq`` [B, S, Hq, Dk], packed [T, Hq, Dk]."""
         k, v, lse, stats, span = self
-        launch, rows = _launch_dq(
-            q, k, v, do, do, lse, seqs, span, scale, aligned(k, v), None, _GIVEN
-        )
+        tensors_aligned = aligned(k, v)
+        launch, rows = memo.get_or_make(
+            ("dq", span, tensors_aligned), _launch_dq,
+            q, k, v, do, do, lse, seqs, span, scale, tensors_aligned, None, _GIVEN,
+        )  # fmt: skip
         described = _key_descriptors(k, v, seqs, span, rows)
         launch(q, k, v, *described, None, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
 
     def dkdv(
-        self, do: Tensor, q: Tensor, seqs: Sequences, scale: float, fork: Fork
+        self, do: Tensor, q: Tensor, seqs: Sequences, scale: float, fork: Fork, memo: Memo
     ) -> tuple[Tensor, Tensor]:
         """Return dk and dv in the shapes of k and v, complete when ``fork`` ends."""
         k, v, lse, stats, span = self
         # Descriptors end at the last query: span_dkdv must read zeros after it.
-        tensors_aligned, lse2 = aligned(q, do), stats[1].narrow(-1, 0, lse.shape[-1])
-        plan = _launch_dkdv(q, k, v, do, lse2, seqs, span, scale, tensors_aligned, None, True)
+        tensors_aligned, lse2 = aligned(q, do), stats[1]
+        if lse2.shape != lse.shape:
+            lse2 = lse2.narrow(-1, 0, lse.shape[-1])
+        plan = memo.get_or_make(
+            ("dkdv", span, tensors_aligned), _launch_dkdv,
+            q, k, v, do, lse2, seqs, span, scale, tensors_aligned, None, True,
+        )  # fmt: skip
         return _dkdv(plan, do, q, k, v, lse2, stats, seqs, fork)
 
 
@@ -188,7 +196,7 @@ def padded_rows(lse: Tensor) -> tuple[int, ...]:
 
     Descriptors require that rows begin on 16 bytes.
     """
-    return (*lse.shape[:-1], triton.cdiv(lse.shape[-1], 4) * 4)
+    return (*lse.shape[:-1], -(-lse.shape[-1] // 4) * 4)
 
 
 def _dkdv(
