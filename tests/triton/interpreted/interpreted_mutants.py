@@ -8,6 +8,7 @@ import pytest
 
 import mutation
 import mutation_cases
+import mutation_select_cases
 from mutation_suite import FUNCTIONS, OF_DECODE, OF_SEL, OF_THE_REST, Mutants
 
 
@@ -18,7 +19,7 @@ class TestTheRest(Mutants):
     # queries that begin inside a sequence
     cases = (
         mutation_cases.SPAN_CASES
-        | mutation_cases.SELECT_CASES
+        | mutation_select_cases.SELECT_CASES
         | mutation_cases.COMBINE_CASES
         | {"sel dense": mutation_cases.SEL_CASES["sel dense"]}
         | mutation_cases.PARTIAL_CASES

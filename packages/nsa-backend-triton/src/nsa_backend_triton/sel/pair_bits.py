@@ -15,7 +15,7 @@ import triton.language as tl
 from nsa_backend_triton.sel.candidates import count_bits, pairs_of_tile
 
 WORD = 32  # bits
-MAX_WORDS_PER_PAIR = 2
+MAX_WORDS_PER_PAIR = 1
 COUNT_BLOCK = 4096  # words of a program that counts bits
 
 
