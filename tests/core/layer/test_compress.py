@@ -1,7 +1,6 @@
 """Every kind of phi against its formula, written block by block."""
 
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch.nn.functional as F
 
 from cases import boundaries, layer_of
 from nsa_core.config import COMPRESS_KINDS
-from nsa_core.layer.phi import kinds
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.layer.phi.kinds import compress_pair, make_phi, mean_compress
 from nsa_core.layout import BlockGeometry
@@ -223,73 +221,6 @@ def test_mean_node_equals_the_single_operators(name, length):
     (grads,) = torch.autograd.grad(mean, x, grad, create_graph=True)
     torch.testing.assert_close(grads, pull(grad)[0], rtol=1e-14, atol=1e-15)
     assert torch.autograd.gradgradcheck(lambda y: mean_compress(y, geometry), x[:1, :, :1, :1])
-
-
-@pytest.fixture
-def pooling(monkeypatch):
-    """Let the CPU take the mean that GPUs take."""
-    monkeypatch.setattr(kinds, "POOLING_DEVICES", ("cpu",))
-
-
-@pytest.mark.parametrize("name", GEOMETRIES)
-@pytest.mark.parametrize("length", [33, 64, 71])
-def test_pooled_mean_equals_the_single_operators(name, length, pooling):
-    geometry = GEOMETRIES[name]
-    x = torch.randn(2, length, 5, 4, dtype=torch.float64)[:, :, 1:4].requires_grad_()
-    with mock.patch.object(kinds, "_dense_mean", side_effect=AssertionError("not pooled")):
-        mean = mean_compress(x, geometry)
-        assert torch.equal(mean_compress(x.detach(), geometry), mean)
-    assert mean.grad_fn.saved_tensors == (), "a view of the projection would keep it alive"
-    by_ops, pull = torch.func.vjp(lambda y: mean_compress(y, geometry), x.detach())
-    torch.testing.assert_close(mean, by_ops, rtol=1e-14, atol=1e-15)
-    grad = torch.randn_like(mean)
-    (grads,) = torch.autograd.grad(mean, x, grad, create_graph=True)
-    torch.testing.assert_close(grads, pull(grad)[0], rtol=1e-14, atol=1e-15)
-    assert torch.autograd.gradgradcheck(lambda y: mean_compress(y, geometry), x[:1, :, :1, :1])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_pooled_mean_adds_in_fp32(dtype, pooling):
-    x = torch.randn(1, 2048, 2, 64).to(dtype)
-    exact = kinds._dense_mean(x.double(), 32, 16)
-    rounding = torch.finfo(dtype).eps / 2
-    torch.testing.assert_close(
-        mean_compress(x, BlockGeometry()).double(), exact, rtol=1.01 * rounding, atol=1e-6
-    )
-
-
-def test_mean_of_more_elements_than_a_pooling_kernel_can_index(pooling, monkeypatch):
-    x = torch.randn(1, 64, 2, 4, requires_grad=True)
-    expected = mean_compress(x, BlockGeometry())
-    monkeypatch.setattr(kinds, "_MAX_POOLED", x.numel() - 1)
-    for name in ("_pooled_mean", "_pooled_gradient"):
-        monkeypatch.setattr(kinds, name, mock.Mock(side_effect=AssertionError("too large")))
-    mean = mean_compress(x, BlockGeometry())
-    torch.testing.assert_close(mean, expected)
-    mean.sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("geometry", "dtype", "pooled"),
-    [
-        (BlockGeometry(), torch.bfloat16, True),
-        (BlockGeometry(), torch.float16, False),
-        (BlockGeometry(6, 2, 8, 4), torch.bfloat16, False),
-    ],
-    ids=["exact", "fp16", "l=6"],
-)
-def test_gradient_of_the_mean_is_rounded_once(geometry, dtype, pooled, pooling):
-    """The pooling kernel would divide each summand in the dtype of the gradient."""
-    x = torch.randn(1, 96, 2, 4).to(dtype).requires_grad_()
-    mean = mean_compress(x, geometry)
-    grad = torch.randn(mean.shape).to(dtype)
-    with mock.patch.object(kinds, "_pooled_gradient", wraps=kinds._pooled_gradient) as pool:
-        mean.backward(grad)
-    assert pool.called == pooled
-    wide = x.detach().double().requires_grad_()
-    mean_compress(wide, geometry).backward(grad.double())
-    rounding = torch.finfo(dtype).eps / 2
-    torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1.01 * rounding, atol=1e-7)
 
 
 PAIRED = ("linear", "mlp")

@@ -37,61 +37,20 @@ def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
     return mean
 
 
-# Types of devices on which one kernel pools all tokens of a block, which adds in fp32 too. That of
-# the CPU takes ten times as long as the operators of _dense_mean.
-POOLING_DEVICES = ("cuda",)
-_MAX_POOLED = 2**31 - 1  # elements that the kernel can index
-
-
-def _pools(x: torch.Tensor) -> bool:
-    """Return whether :func:`_pooled_mean` takes x."""
-    return x.device.type in POOLING_DEVICES and 0 < x.numel() <= _MAX_POOLED
-
-
-def _pools_gradient(grad: torch.Tensor, shape: torch.Size, size: int) -> bool:
-    """Return whether :func:`_pooled_gradient` is as precise as the sum in fp32.
-
-    The kernel divides in the dtype of the gradient before it adds. That is exact for a power of
-    two, unless the quotient is below the range of fp16.
-    """
-    is_exact = size & (size - 1) == 0 and grad.dtype != torch.float16
-    return is_exact and _pools(grad) and shape.numel() <= _MAX_POOLED
-
-
-def _pooled_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
-    """Return :func:`_dense_mean` by a pooling over tokens: one kernel instead of seven."""
-    batch, length, *head_shape = x.shape
-    rows = x.reshape(batch, 1, length, -1)  # the image of a channel: tokens times columns
-    return F.avg_pool2d(rows, (size, 1), (stride, 1)).view(batch, -1, *head_shape)
-
-
-def _pooled_gradient(grad: torch.Tensor, shape: torch.Size, size: int, stride: int) -> torch.Tensor:
-    """Return the gradient of :func:`_pooled_mean` for x of ``shape``."""
-    batch, length = shape[:2]
-    rows = grad.reshape(batch, 1, grad.shape[1], -1)
-    x = rows.new_empty((batch, 1, length, rows.shape[-1]))  # the kernel reads its shape alone
-    sizes = (size, 1), (stride, 1), (0, 0)  # of the window, its step and the padding
-    gradient: torch.Tensor = torch.ops.aten.avg_pool2d_backward(rows, x, *sizes, False, True, None)
-    return gradient.view(shape)
-
-
 class _Mean(torch.autograd.Function):
     """mean_compress of a dense tensor as one autograd node.
 
-    The gradient takes fewer operators than the gradients of the single operators, and x is not
-    saved for it.
+    The gradient takes fewer operators than the gradients of the single operators.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
         ctx.size, ctx.stride, ctx.shape = size, stride, x.shape
-        return (_pooled_mean if _pools(x) else _dense_mean)(x, size, stride)
+        return _dense_mean(x, size, stride)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         batch, length, *head_shape = ctx.shape
-        if _pools_gradient(grad, ctx.shape, ctx.size):
-            return _pooled_gradient(grad, ctx.shape, ctx.size, ctx.stride), None, None
         rows, per_block = length // ctx.stride, ctx.size // ctx.stride
         # Padded, so that every chunk belongs to ``per_block`` blocks.
         padded = F.pad(grad, (0, 0, 0, 0, per_block - 1, rows - grad.shape[1]))
@@ -125,17 +84,15 @@ def mean_compress(
     size, stride = geometry.compress_block_size, geometry.compress_stride
     if packed is None and is_eager() and x.shape[1] >= size:  # transforms need single operators
         needs_grad = torch.is_grad_enabled() and x.requires_grad
-        if needs_grad:
-            mean: torch.Tensor = _Mean.apply(x, size, stride)  # type: ignore[no-untyped-call]
-            return mean
-        return (_pooled_mean if _pools(x) else _dense_mean)(x, size, stride)
+        return _Mean.apply(x, size, stride) if needs_grad else _dense_mean(x, size, stride)  # type: ignore[no-untyped-call]
     chunks = Chunks(x, geometry, packed)
     sums = (
         chunks.tokens.sum(-2, dtype=stats_dtype(x.dtype))
         .unsqueeze(-1)
         .expand(*(-1,) * x.dim(), chunks.per_block)
     )
-    return (chunks.total(sums) / size).to(x.dtype)
+    mean = (chunks.total(sums) / size).to(x.dtype)
+    return mean
 
 
 class Phi(nn.Module):
