@@ -11,6 +11,7 @@ from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core import InvalidInput, NSAConfig, resolve
 from nsa_core.contract import SLOTS, DecodeCall, Request
 from nsa_core.dispatch.registry import Registry
+from nsa_core.dispatch.warmup import warm
 from nsa_core.errors import Unsupported
 from nsa_core.torch_ops.decode_kernel import DecodeKernel
 from nsa_core.torch_ops.slot_op import record_dispatch
@@ -56,6 +57,19 @@ def test_warmup_of_a_slot_that_needs_many_tokens_also_runs_few() -> None:
 
     slots = {**plan._slots, "sel": dataclasses.replace(plan._slots["sel"], warmup_tokens=200)}
     dataclasses.replace(plan, _slots=slots, sel=sel).warmup()
+    assert lengths == [200, 16]
+
+
+def test_warmup_of_a_fused_backward_runs_many_tokens_and_few() -> None:
+    plan, lengths = resolve(CONFIG, backends="sdpa", needs_grad=True), []
+
+    class Fused:
+        def gradients(self, nonnegative: bool, tensors: list[torch.Tensor], tail: object) -> None:
+            lengths.append(tensors[1].shape[1])
+
+    slots = {**plan._slots, "sel": dataclasses.replace(plan._slots["sel"], warmup_tokens=200)}
+    kernels, fused = {slot: getattr(plan, slot) for slot in SLOTS}, {"backward": Fused()}
+    warm(kernels, fused, plan.requests, slots, 1.0, torch.device("cpu"))
     assert lengths == [200, 16]
 
 

@@ -81,7 +81,7 @@ def _copy(arguments: Any) -> Any:
             clone = memory.setdefault(storage._cdata, storage.clone())
             return x.new_empty(0).set_(clone, x.storage_offset(), x.size(), x.stride())
         if isinstance(x, TensorDescriptor):
-            return dataclasses.replace(x, base=copy(x.base))
+            return TensorDescriptor(copy(x.base), x.shape, x.strides, x.block_shape)
         if isinstance(x, (tuple, list)):
             return type(x)(copy(y) for y in x)
         return {name: copy(y) for name, y in x.items()} if isinstance(x, dict) else x

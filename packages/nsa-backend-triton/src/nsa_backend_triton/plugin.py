@@ -13,6 +13,10 @@ MODULES = {
     "combine": "combine.kernels",
 }
 
+# Tokens of the long call of warm-up: more than every SHARE_ALL_MAX_LEN, so that sel runs its path
+# over buckets, and enough for every multiprocessor, so that win does not divide its heads.
+LONG = 1 << 14
+
 
 def _slot(
     name: str,
@@ -55,20 +59,20 @@ def nsa_register_backends() -> BackendSpec:
                 partial=True,
                 backward=False,
             ),
-            # Longer than every SHARE_ALL_MAX_LEN, so that warm-up also runs the bucket path.
             "sel": _slot(
                 "sel",
                 "sel_forward_kernel",
                 "decode_sel",
                 partial=True,
                 deterministic=False,
-                warmup_tokens=1 << 14,
+                warmup_tokens=LONG,
             ),
             "win": _slot(
                 "win",
                 "span_forward",
                 "decode_span",
                 partial=True,
+                warmup_tokens=LONG,
             ),
             "combine": _slot("combine", "combine_forward"),
         },

@@ -41,7 +41,9 @@ def warm(
     else:
         _warm_slots(kernels, requests, specs, device)
         if "backward" in fused:
-            _warm_backward(kernels, fused["backward"], requests, specs, device)
+            longest = max(specs.values(), key=lambda spec: spec.warmup_tokens)
+            for tokens in _warmup_tokens(longest):
+                _warm_backward(kernels, fused["backward"], requests, tokens, device)
 
 
 def _warm_slots(
@@ -52,13 +54,21 @@ def _warm_slots(
 ) -> None:
     """Run the forward of each slot, and the backward if the request needs gradients."""
     for slot, kernel in kernels.items():
-        _warm_slot(kernel, requests[slot], specs[slot].warmup_tokens, device)
-        if specs[slot].warmup_tokens > SlotSpec.warmup_tokens:
-            # A slot that needs more than the default may run other kernels in short sequences.
-            _warm_slot(kernel, requests[slot], 0, device)
+        for tokens in _warmup_tokens(specs[slot]):
+            _warm_slot(kernel, requests[slot], tokens, device)
         causal = getattr(kernel, "causal", None)
         if causal is not None:  # its inputs are those of win
-            _warm_slot(causal, requests["win"], specs["win"].warmup_tokens, device)
+            for tokens in _warmup_tokens(specs["win"]):
+                _warm_slot(causal, requests["win"], tokens, device)
+
+
+def _warmup_tokens(spec: SlotSpec) -> tuple[int, ...]:
+    """Return the tokens of the calls that reach every kernel of a slot; 0: as few as possible.
+
+    A slot that needs more than the default may run other kernels in short sequences.
+    """
+    more = spec.warmup_tokens > SlotSpec.warmup_tokens
+    return (spec.warmup_tokens, 0) if more else (spec.warmup_tokens,)
 
 
 def _warm_slot(kernel: Kernel, request: Request, tokens: int, device: torch.device) -> None:
@@ -84,13 +94,12 @@ def _warm_backward(
     kernels: Mapping[str, Kernel],
     fused: CoreBackward,
     requests: Mapping[str, Request],
-    specs: Mapping[str, SlotSpec],
+    tokens: int,
     device: torch.device,
 ) -> None:
-    """Run the fused backward on zeros."""
+    """Run the fused backward on at least ``tokens`` tokens of zeros."""
     request = requests["cmp"]
-    length = max(spec.warmup_tokens for spec in specs.values())
-    length = max(length, 2 * request.geometry.compress_block_size)
+    length = max(tokens, 2 * request.geometry.compress_block_size)
     cmp, select, sel, win, combine = (_zeros(r, length, device) for r in requests.values())
     inputs = (cmp["q"], cmp["k_cmp"], cmp["v_cmp"], sel["k"], sel["v"], win["k"], win["v"])
     o, lse = combine["o_cmp"], select["lse"]
