@@ -92,6 +92,7 @@ RANKINGS = {
     "one": Ranking(40, 1, 0, 0),
     "forced blocks in three windows": Ranking(150, 48, 36, 3, lanes=16, chunks=8),
     "many lanes": Ranking(150, 20, 1, 2, lanes=32, chunks=4),
+    "two packs": Ranking(130, 20, 1, 2, chunks=16),
 }
 WIDE = Ranking(300, 70, 0, 0, lanes=32, chunks=32)
 
@@ -119,7 +120,7 @@ def _scores(columns: int, dtype: torch.dtype) -> Tensor:
     return torch.stack(kinds)[row % len(kinds), torch.arange(ROWS)].to(dtype)
 
 
-ORDINARY = ("two windows in some rows", "five windows", "more than lanes", "many lanes")
+ORDINARY = ("two windows in some rows", "five windows", "many lanes", "two packs")
 NAMES = [
     pytest.param(name, marks=[] if name in ORDINARY else [pytest.mark.slow]) for name in RANKINGS
 ]

@@ -78,6 +78,13 @@ SELECT_CASES |= {
         geometry=LONG_RANKED,
         tiles={"select_forward": {"BLOCK_M": 16, "RANK_ROWS": 2}},
     ),
+    "select two packs": Tiny(
+        "select",
+        (120,),
+        heads=1,
+        geometry=LONG_RANKED,
+        tiles={"select_forward": {**LARGE["select_forward"], "RANK_CHUNKS": 16, "RANK_LANES": 4}},
+    ),
     "select four packs": Tiny(
         "select",
         (200,),
