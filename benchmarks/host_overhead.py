@@ -49,7 +49,6 @@ from nsa_core.contract import SLOTS, SlotCall, SlotSpec
 from nsa_core.dispatch.candidates import request_of
 from nsa_core.dispatch.plan import Plan
 from nsa_core.layer import attention
-from nsa_core.layer.phi import kinds
 from nsa_core.torch_ops.core_backward import core_backward
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, output_specs, slot_op
 from nsa_models.lm.config import LMConfig
@@ -180,7 +179,6 @@ def no_gpu() -> Iterator[list[NoKernel]]:
         stack.enter_context(
             mock.patch.object(sequences, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS})
         )
-        stack.enter_context(mock.patch.object(kinds, "POOLING_DEVICES", ("cpu",)))
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
         launch_cache.clear()  # drop the launches of earlier fake kernels
         yield kernels

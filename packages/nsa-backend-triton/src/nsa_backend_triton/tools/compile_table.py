@@ -5,9 +5,9 @@
 Each kernel is compiled for sm_80 and sm_90 with the tile shapes that ship, from the launches that a
 call of its slot makes: 64 query heads over 4 kv heads (``h=4``: over 16), 8192 tokens, l=32, d=16,
 l'=64, n=16, w=512, forward and backward. Three variants of sel have l'=128 and n=256 (with
-``h=4``, 16384 tokens), and two have l'=256. ``short`` rows are the kernels of sel and win that
-sequences of 1024 tokens run instead. In ``partial`` rows the queries are the second half of their
-sequences.
+``h=4``, 16384 tokens), and two have l'=256. ``long`` rows have 262144 tokens. ``short`` rows are
+the kernels of sel and win that sequences of 1024 tokens run instead. In ``partial`` rows the
+queries are the second half of their sequences.
 ``core`` is the backward of all slots together, without the kernels that the backwards of the slots
 launch alike. ``step`` is a decode step and its append, 32 sequences of 65536 tokens, one new token
 each; ``steps`` has four each. This needs no GPU: kernels are compiled for GPUs that are not
@@ -247,6 +247,8 @@ def _slot_rows(base: Request, architecture: int) -> Iterator[Row]:
             blocks = {"geometry": BlockGeometry(256, 256, 256, 16, 0, 0)}
             variants.append((", l'=256", blocks))
             variants.append((", l'=256, h=4", {**blocks, "n_kv_heads": base.n_heads // 4}))
+            # sorted pairs, and offsets of 64 bits
+            variants.append((", long", {"seq_len": 2**18}))
     short: dict[str, Any] = {"seq_len": 1024}
     if base.slot in ("sel", "win"):
         variants.append((", short", short))
