@@ -126,14 +126,16 @@ class Processes:
 
 
 @pytest.fixture(scope="module")
-def two() -> Processes:
-    """Two processes, with all cases of the ordinary suite."""
+def two(request: pytest.FixtureRequest) -> Processes:
+    """Two processes, with the cases of the tests that were selected."""
+    parameters = [vars(item).get("callspec") for item in request.session.items]
+    selected = {named(each.params["case"]) for each in parameters if each and "case" in each.params}
+    equal = [case for case in cases_of(2) + CHECKPOINTS if named(case) in selected]
     agreements = [(of, "nothing") for of in CALLS]
     disagreements = [disagreement(*each) for each in (*DISAGREEMENTS, *FAULTS, *agreements)]
     refusals = [("refusal", {"of": of}) for of in REFUSALS]
     lists = (
-        cases_of(2),
-        CHECKPOINTS,
+        equal,
         WRAPPED,
         COUNTED,
         GATHERED,
