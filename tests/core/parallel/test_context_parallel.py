@@ -128,14 +128,19 @@ class Processes:
 @pytest.fixture(scope="module")
 def two(request: pytest.FixtureRequest) -> Processes:
     """Two processes, with the cases of the tests that were selected."""
-    parameters = [vars(item).get("callspec") for item in request.session.items]
-    selected = {named(each.params["case"]) for each in parameters if each and "case" in each.params}
-    equal = [case for case in cases_of(2) + CHECKPOINTS if named(case) in selected]
+    items = [item for item in request.session.items if item.path == request.path]
+    parameters = [
+        item.callspec.params
+        for item in items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    selected = {named(each["case"]) for each in parameters if "case" in each}
     agreements = [(of, "nothing") for of in CALLS]
     disagreements = [disagreement(*each) for each in (*DISAGREEMENTS, *FAULTS, *agreements)]
     refusals = [("refusal", {"of": of}) for of in REFUSALS]
     lists = (
-        equal,
+        cases_of(2),
+        CHECKPOINTS,
         WRAPPED,
         COUNTED,
         GATHERED,
@@ -144,14 +149,11 @@ def two(request: pytest.FixtureRequest) -> Processes:
         HEADS,
         ADJOINTS,
         PADDED,
-        FROZEN,
-        WAITING,
         SINGLE,
         BLOCKS,
-        disagreements,
-        refusals,
     )
-    return Processes(2, list(itertools.chain(*lists)))
+    cases = [case for case in itertools.chain(*lists) if named(case) in selected]
+    return Processes(2, [*cases, *FROZEN, *WAITING, *disagreements, *refusals])
 
 
 def assert_equal_to_one_process(outcomes: list[dict[str, Any]], mode: str) -> None:
