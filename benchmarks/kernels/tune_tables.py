@@ -14,7 +14,8 @@ random_blocks=256: each token and kv head then has num_selected_blocks random bl
 the initial and local ones among them. sel takes them in parts of select_block_size keys. With
 sharing=2, eight neighbouring tokens choose among the random blocks of the first two of them, as
 neighbours in a trained model share blocks. batch=8 is the number of sequences. With runs=64, the
-forward of sel divides its pairs into at most 64 runs (`sel/runs.py`), whatever they take.
+forward of sel divides its pairs into at most 64 runs (`sel/runs.py`), even if few bytes of partial
+outputs would need fewer.
 
 Every candidate first runs on a short sequence, in a pool of processes that compiles all of them. It
 is compared with the tuned row there: `nsa verify` judges the row that is chosen in the end. A

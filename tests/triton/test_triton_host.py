@@ -25,8 +25,8 @@ offline = importlib.import_module("nsa_backend_triton.tools.offline")
 launch_cache = importlib.import_module("nsa_backend_triton.host.launch_cache")
 meta_inputs = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
 
-# Of the function that makes a tensor map: address, swizzle, element size and type, block, shape,
-# strides and padding.
+# A tensor map is made from its address, swizzle, element size and type, block, shape, strides and
+# padding.
 TMA_ARGUMENTS = 8
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 # Kernels and PyTorch operators that launch something, forward and backward, at 8192 tokens. 12/2/64

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from nsa_backend_triton.sel.candidates import count_bits, pairs_of_tile
 
-WORD = 32  # bits
+WORD = tl.constexpr(32)  # bits
 MAX_WORDS_PER_PAIR = 1
 COUNT_BLOCK = 4096  # words of a program that counts bits
 
@@ -27,11 +27,11 @@ def words_per_bucket(seq_len: int, run_rows: int, packed: bool) -> int:
         run_rows: rows of a run.
         packed: whether the sequences are packed documents.
     """
-    return int(triton.cdiv(run_rows if packed else min(run_rows, seq_len), WORD))
+    return int(triton.cdiv(run_rows if packed else min(run_rows, seq_len), WORD.value))
 
 
 def fits(num_words: int, num_pairs: int) -> bool:
-    """Return whether the bits take less memory and time than a sort of the pairs."""
+    """Return whether the bits of ``num_words`` words place the pairs faster than a sort."""
     return num_words <= min(MAX_WORDS_PER_PAIR * num_pairs, 2**31 - 1)
 
 
@@ -47,8 +47,8 @@ def _word_and_bit(
     if not VARLEN:
         place = tl.minimum(place, row % seq_len)
     place = place.to(tl.int32)
-    word = (first_bucket[:, None] + block) * bucket_words + (place // 32)[:, None]
-    return tl.where(counts, word, 0), place % 32
+    word = (first_bucket[:, None] + block) * bucket_words + (place // WORD)[:, None]
+    return tl.where(counts, word, 0), place % WORD
 
 
 @triton.jit(

@@ -7,7 +7,7 @@ batch entry b is bucket (b * G + g) * NB + j, with NB blocks in a sequence. Pack
 has T // l' + num_docs buckets, and those of document i begin at cu_seqlens[i] // l' + i, as in
 shared.rows.place. If q holds only some rows of its sequences, buckets cover the keys up to its last
 row (Sequences.end). A pair counts once, and only if the token may select the block
-(0 <= j <= t // l'). All other pairs are sorted after the last bucket and never read.
+(0 <= j <= t // l'). The elements of the lists after the last bucket are undefined.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def checked_results(
 
 
 class _CheckedCall(NamedTuple):
-    """What follows from the metadata of a call.
+    """Hold the results that follow from the metadata of a call.
 
     Attributes:
         specs: The shape and dtype of each output.
