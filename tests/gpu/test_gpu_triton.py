@@ -197,9 +197,10 @@ def test_row_54_250_repeats_have_equal_bits(slot: str) -> None:
             assert torch.equal(bits(tensor), bits(first[name])), name
 
 
+@pytest.mark.parametrize("length", [700, 20000])
 @EACH_SLOT
-def test_row_55_a_sequence_does_not_depend_on_the_rest_of_the_batch(slot: str) -> None:
-    case = Case("batch", CONFIG, (700,), batch=3)
+def test_row_55_a_sequence_does_not_depend_on_the_rest_of_the_batch(slot: str, length: int) -> None:
+    case = Case("batch", CONFIG, (length,), batch=3)
     data = case.data(torch.bfloat16, "cuda")
     slot_plan = plan(deterministic=True)
     inputs = slot_inputs(slot, data, run_slots(slot_plan, case, data))

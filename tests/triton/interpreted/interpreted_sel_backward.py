@@ -218,22 +218,25 @@ def test_short_sequences_get_shorter_segments_and_chunks(monkeypatch: pytest.Mon
     monkeypatch.setattr(sequences, "multiprocessors", lambda device: 132)
     settings = {"SEGMENT_ROWS": 32768, "CHUNK_PAIRS": 2048, "PROGRAMS_PER_SM": 8}
 
-    def schedule(length: int, *, ordered: bool = False, packed: bool = False) -> tuple[int, ...]:
+    def schedule(
+        length: int, *, ordered: bool = False, packed: bool = False, n: int = 1, apart: bool = False
+    ) -> tuple[int, ...]:
         q, k = (
             torch.empty(1, heads, 1, device="meta").expand(length, heads, 1) for heads in (12, 2)
         )
         call = SlotCall(BlockGeometry(), 1.0, None, length // 4 if packed else length)
-        seqs = Sequences(q, q, 4 if packed else 1, length, packed)
+        seqs = Sequences(q, q, 4 if packed else n, length, packed, apart=apart)
         problem = sel_backward.Problem(q, q, k, k, q, q, seqs, call)
-        return tuple(
-            sel_backward._schedule(problem, length * 2 * 16, 2 * length // 64, settings, ordered)
-        )
+        pairs, buckets = n * length * 2 * 16, n * 2 * length // 64
+        return tuple(sel_backward._schedule(problem, pairs, buckets, settings, ordered))
 
     assert schedule(2048) == (64 * 16, 128, 16, 256)  # the minimum of both
     assert schedule(16384) == (512 * 32, 512, 32, 256)  # the maximum of segments
     assert schedule(16384, packed=True) == (512 * 9, 496, 9, 256)
     assert schedule(65536, ordered=True) == (65536 * 32 // 1024 + 2048, 2048, 32, 1024)
     assert schedule(2**20, ordered=True)[3] == 2048  # the maximum of pairs
+    assert schedule(16384, ordered=True, n=4)[3] == 1024
+    assert schedule(16384, ordered=True, n=4, apart=True)[3] == 256  # as for one of them
     settings["SEGMENT_ROWS"] = 12288
     assert schedule(65536, packed=True)[1] == 1985
     assert schedule(2**18, packed=True)[1:3] == (2048, 32)

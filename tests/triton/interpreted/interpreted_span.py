@@ -166,6 +166,20 @@ def test_short_sequences_divide_the_gradients_of_keys(
     assert_right(slot, call, given, found)
 
 
+@pytest.mark.parametrize(("slot", "per_sm"), [("win", 3), ("cmp", 9)])
+def test_deterministic_bits_do_not_depend_on_other_batch_entries(
+    slot: str, per_sm: int, tiles: dict[str, dict[str, int]]
+) -> None:
+    """One entry is divided into more parts than three are."""
+    tiles["span_dkdv"] = {"PROGRAMS_PER_SM": per_sm}
+    call = SlotCall(geometry(window=18), 0.25, None, 0, True)
+    given = problem(slot, call, 64, batch=3, heads=4, groups=1, dtype=torch.float32)
+    found = run(slot, call, given)
+    alone = [run(slot, call, {n: x[i : i + 1] for n, x in given.items()}) for i in range(3)]
+    for name, x in found.items():
+        assert torch.equal(x, torch.cat([entry[name] for entry in alone])), name
+
+
 @pytest.mark.parametrize(
     ("settings", "width"),
     [({"USE_TMA": 1}, 16), ({"USE_TMA": 1, "BLOCK_H": 1}, 16), ({"USE_TMA": 1}, 48)],

@@ -132,6 +132,7 @@ class Sequences(NamedTuple):
         packed: whether the call has cu_seqlens.
         first_query: position of row 0 of q, see SlotCall; 0 unless ``partial``.
         partial: whether q holds only some rows of its sequences. Kernels are compiled for it.
+        apart: whether the bits of a batch entry must not depend on the other entries.
     """
 
     cu: Tensor
@@ -141,6 +142,7 @@ class Sequences(NamedTuple):
     packed: bool
     first_query: int = 0
     partial: bool = False
+    apart: bool = False
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, call: SlotCall, *, compressed: bool = False) -> Sequences:
@@ -158,7 +160,7 @@ class Sequences(NamedTuple):
         partial = call.first_query > 0 or k.shape[-3] != whole
         place = (call.first_query, partial)
         if call.cu_seqlens is None:
-            return cls(q, q, q.shape[0], length, False, *place)
+            return cls(q, q, q.shape[0], length, False, *place, call.deterministic)
         cu = call.cu_seqlens
         if partial:
             # Kernels find the document of a tile of queries, and of a tile of keys. Malformed
@@ -172,6 +174,14 @@ class Sequences(NamedTuple):
     def end(self) -> int:
         """Rows of the axis of the keys up to the last query; later keys are never seen."""
         return self.first_query + self.seq_len
+
+    @property
+    def divided(self) -> Sequences:
+        """The sequences whose work decides into how many parts a sum is divided.
+
+        With ``apart``, one of them: the others then do not change where its sums are cut.
+        """
+        return self._replace(n=min(self.n, 1)) if self.apart else self
 
     def num_keys(self, compress_block: int, stride: int) -> int:
         """Return the number of keys up to the last query, if keys are counted as in span.geometry.
@@ -203,6 +213,7 @@ launch_cache.METADATA[Sequences] = lambda x: (
     x.packed,
     x.first_query,
     x.partial,
+    x.apart,
 )
 
 

@@ -84,7 +84,8 @@ def _schedule(
     seqs = problem.seqs
     longest = problem.call.max_seqlen if seqs.packed else seqs.seq_len
     num_programs = settings["PROGRAMS_PER_SM"] * sequences.multiprocessors(problem.q.device)
-    pairs_per_program = num_pairs // num_programs
+    divided_pairs = num_pairs * seqs.divided.n // max(1, seqs.n)
+    pairs_per_program = divided_pairs // num_programs
     segment_tokens = min(
         max(pairs_per_program, MIN_SEGMENT_TOKENS), settings["SEGMENT_ROWS"] // problem.group
     )

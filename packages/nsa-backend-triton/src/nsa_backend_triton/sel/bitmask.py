@@ -31,15 +31,16 @@ def fits(problem: Problem, blocks: Tensor) -> bool:
 
     It does if the sequences have at most MAX_LEN tokens, a setting of sel_bitmask_dq, and NUM_BITS
     blocks. The work grows with the square of their length, unlike that of the lists. So the limit
-    is BUSY_MAX_LEN if all sequences together have more than BUSY_TOKENS, which occupy the GPU. The
-    lists of ``blocks`` [B, S, G, n] must not be longer than NUM_BITS, because a program holds those
-    of its rows in registers; and the rows of a tile must lie within 2^31 elements.
+    is BUSY_MAX_LEN if the sequences of ``seqs.divided`` together have more than BUSY_TOKENS, which
+    occupy the GPU. The lists of ``blocks`` [B, S, G, n] must not be longer than NUM_BITS, because a
+    program holds those of its rows in registers; and the rows of a tile must lie within 2^31
+    elements.
     """
     seqs, call = problem.seqs, problem.call
     select_block = call.geometry.select_block_size
     settings = tuned(problem.q, problem.k, problem.v, select_block, "sel_bitmask_dq")
     longest = call.max_seqlen if seqs.packed else seqs.end
-    tokens = seqs.seq_len if seqs.packed else seqs.n * seqs.seq_len
+    tokens = seqs.seq_len if seqs.packed else seqs.divided.n * seqs.seq_len
     limit = settings["BUSY_MAX_LEN" if tokens > settings["BUSY_TOKENS"] else "MAX_LEN"]
     if longest > min(limit, NUM_BITS.value * select_block):
         return False
@@ -82,11 +83,11 @@ def _prepare(problem: Problem, blocks: Tensor) -> _Launches:
         **problem.constants(), **{**_kernel_settings(settings), **tile},
     )  # fmt: skip
     settings = tuned(q, k, v, select_block, "sel_bitmask_dkdv")
-    key_tiles = seqs.key_tiles(select_block) * triton.cdiv(select_block, settings["BLOCK_N"])
+    of_block = triton.cdiv(select_block, settings["BLOCK_N"]) * groups
     least = settings["PROGRAMS_PER_SM"] * sequences.multiprocessors(q.device)
-    parts = head_parts(problem.group, key_tiles * groups, least)
+    parts = head_parts(problem.group, seqs.divided.key_tiles(select_block) * of_block, least)
     dkdv = Launch(
-        sel_bitmask_dkdv, (key_tiles * groups * parts,),
+        sel_bitmask_dkdv, (seqs.key_tiles(select_block) * of_block * parts,),
         *problem.strides(),
         k.numel(), v.numel(),
         call.scale, seqs.n, seqs.seq_len, seqs.first_query, k.shape[-3], parts,

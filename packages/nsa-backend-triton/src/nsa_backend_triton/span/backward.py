@@ -314,7 +314,7 @@ def _division(
     these are doubled, or the heads of a window divided, until each multiprocessor has
     PROGRAMS_PER_SM programs.
     """
-    programs = seqs.key_tiles(settings["BLOCK_N"] * span[1]) * groups
+    programs = seqs.divided.key_tiles(settings["BLOCK_N"] * span[1]) * groups
     least = settings["PROGRAMS_PER_SM"] * multiprocessors(q.device)
     if span[2]:
         # sum_parts reads the parts of every key, and no program writes those of keys after the last
