@@ -208,8 +208,11 @@ def reached(ran: set[str]) -> set[str]:
     names = set(ran)
     for name, (module, node) in functions().items():
         if name in ran:
-            used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-            values = [vars(module).get(n) for n in used]
+            called = {id(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
+            passed = {
+                n.id for n in ast.walk(node) if isinstance(n, ast.Name) and id(n) not in called
+            }
+            values = [vars(module).get(n) for n in passed]
             kernels = [v.fn for v in values if isinstance(v, InterpretedFunction)]
             names |= {f"{fn.__module__.removeprefix(PREFIX)}.{fn.__name__}" for fn in kernels}
     return {name for name in names if name in functions()}
