@@ -32,6 +32,7 @@ DEADLY = {
     ),
 }
 LIMIT = ("--plugin-limit", "3")
+PATIENT = ("--time-limit", "600", "--cell-limit", "300")  # a busy machine measures late
 
 
 def install(folder: pathlib.Path, name: str, source: str) -> None:
@@ -287,7 +288,7 @@ def test_bench_fails_the_cells_of_a_faulty_kernel_and_times_the_others(nsa, tmp_
     install(tmp_path, "faulty", faulty(1, 256, 2, 3))
     file = tmp_path / "result.json"
     options = ("--shape", "4/2/16", "--length", "128,256", "--phase", "forward", "--device", "cpu")
-    combos = ("--combo", "win=faulty", "--combo", "sdpa", "--budget", "0.05")
+    combos = ("--combo", "win=faulty", "--combo", "sdpa", "--budget", "0.05", *PATIENT)
     done = nsa("bench", *options, *combos, "--json", str(file), path=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     result = json.loads(file.read_text())
@@ -307,7 +308,7 @@ def test_bench_decode_fails_the_gate_of_a_faulty_kernel(nsa, tmp_path) -> None:
     install(tmp_path, "faulty", faulty(1, 2, 3, 4))
     file = tmp_path / "result.json"
     options = ("--phase", "decode", "--shape", "4/2/16", "--length", "128", "--device", "cpu")
-    combos = ("--combo", "win=faulty", "--combo", "sdpa", "--budget", "0.05")
+    combos = ("--combo", "win=faulty", "--combo", "sdpa", "--budget", "0.05", *PATIENT)
     done = nsa("bench", *options, *combos, "--json", str(file), path=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     combos = [m for m in json.loads(file.read_text())["measurements"] if m["kind"] == "combo"]
@@ -327,7 +328,7 @@ def test_bench_decode_survives_a_kernel_that_crashes_late(nsa, tmp_path) -> None
     install(tmp_path, "faulty", source.replace("    from nsa_backend_sdpa import decode", late))
     file = tmp_path / "result.json"
     options = ("--phase", "decode", "--shape", "4/2/16", "--length", "128", "--device", "cpu")
-    combos = ("--combo", "win=faulty", "--combo", "sdpa", "--budget", "0.05")
+    combos = ("--combo", "win=faulty", "--combo", "sdpa", "--budget", "0.05", *PATIENT)
     done = nsa("bench", *options, *combos, "--json", str(file), path=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     result = json.loads(file.read_text())
