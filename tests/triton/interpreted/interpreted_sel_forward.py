@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from interpreted_span import inexact_exp2
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import forward as sel_forward
 from nsa_backend_triton.sel import runs
@@ -94,6 +96,21 @@ def assert_equals_oracle(x: dict[str, Tensor], call: SlotCall, settings: Setting
     assert truth.lse is not None
     unseen = torch.isinf(truth.lse).transpose(-1, -2)
     assert not o[unseen].any()
+
+
+@pytest.mark.parametrize("rising", [pytest.param(1, marks=pytest.mark.slow), -1])
+def test_an_error_of_exp2_enters_the_lse_once(rising: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one of the two orders, every tile raises the maximum."""
+    x, call = problem([60], False, 1, 1, 8, 8)
+    x["q"].fill_(1 / 8)
+    x["k"].copy_(torch.arange(60)[None, :, None, None] * rising / 30)
+    x["blocks"].copy_(torch.tensor([0, 3, 5, 7]).expand_as(x["blocks"]))
+    call, error = dataclasses.replace(call, scale=1.0), 2**-10
+    _, exact = sel_forward.forward(**x, call=call, tuned=tuned(1))
+    inexact_exp2(monkeypatch, error)
+    _, found = sel_forward.forward(**x, call=call, tuned=tuned(1))
+    seen = exact > -math.inf
+    assert (exact - found)[seen].max() < 1.1 * error
 
 
 PROBLEMS = [

@@ -256,7 +256,7 @@ def _attend_entries(
         if MASKED or not EVEN_N:
             row_max = tl.max(s, 1)
         selected = (members & token_bit) != 0
-        m_i, l_i, p, alpha = online_softmax_update(m_i, l_i, s, row_max, selected, True)
+        m_i, l_i, p, alpha = online_softmax_update(m_i, l_i, s, row_max, selected, True, q[0].dtype)
         if USE_TMA:
             v = fetch_rows(
                 V_DESC, seq, block * SELECT_BLOCK + i % KEY_TILES * BLOCK_N, kv_head,

@@ -150,15 +150,24 @@ def finite_shift(m_i):
 
 
 @triton.jit
-def online_softmax_update(m_i, l_i, s, row_max, rows, MASKED: tl.constexpr):
+def online_softmax_update(
+    m_i, l_i, s, row_max, rows, MASKED: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
     """Add a tile of scores to an online softmax in base 2; returns (m_i, l_i, p, alpha).
 
     m_i, l_i [M] are the running maximum and sum, s [M, N] the tile's scores times log2(e) and
     row_max [M] their maximum. p [M, N] = exp2(s - new m_i); alpha [M] = exp2(old m_i - new m_i)
     rescales earlier sums. ``rows`` [M] selects the rows that see the tile, p is 0 in the others;
     None: every row. MASKED: a row may have seen no key so far, so that its m_i is -inf.
+
+    DTYPE is that of v. If it is that of the scores, m_i is rounded up to an integer, so that alpha
+    is a power of two and exact: the GPU's exp2 is too small by 0.85 u on average, and otherwise
+    each change of m_i would move l_i, and with it the LSE, by that much. If p is rounded to a
+    narrower DTYPE, the largest p of a row stays 1, which is exact in every dtype.
     """
     m_new = tl.maximum(m_i, row_max)
+    if s.dtype == DTYPE:
+        m_new = tl.ceil(m_new)
     if rows is not None:
         m_new = tl.where(rows, m_new, m_i)
     shift = finite_shift(m_new) if MASKED else m_new

@@ -98,7 +98,9 @@ def _walk(
         if MASKED:
             s = mask_scores(s, offs_n, first_key - start_n, end_key - start_n, WINDOW > 0, True)
         row_max = tl.max(s, 1) * qk_scale
-        m_i, l_i, p, alpha = online_softmax_update(m_i, l_i, s * qk_scale, row_max, None, MASKED)
+        m_i, l_i, p, alpha = online_softmax_update(
+            m_i, l_i, s * qk_scale, row_max, None, MASKED, q[0].dtype
+        )
         if USE_TMA:
             v = fetch_rows(V_DESC, batch, start_n, kv_head, BLOCK_N, V_HEAD_DIM, V_HEAD_DIM_BAND)
         else:

@@ -213,6 +213,7 @@ _FULL = (
     # Few queries over many keys: kernels may take another form of sel in long sequences.
     BlockCall((9000,), 128, 16, heads=4, groups=1, widths=(128, 128), rows=(8900, 9000)),
     BlockCall((9000,), 128, 16, heads=16, groups=1, widths=(128, 128), rows=(8900, 9000)),
+    BlockCall((9000,), 128, 16, heads=2, groups=2, widths=(128, 128), rows=(8900, 9000)),
 )
 CALLS = {"interpreter": _TINY, "quick": _QUICK, "full": _FULL}
 
