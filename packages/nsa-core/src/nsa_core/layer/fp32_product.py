@@ -90,5 +90,5 @@ def fp32_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """
     product: torch.Tensor = torch.ops.nsa_core.fp32_product(
         x.reshape(-1, x.shape[-1]), weight.t()
-    ).view(*x.shape[:-1], -1)
+    ).view(*x.shape[:-1], weight.shape[0])  # -1 is ambiguous if there are no tokens
     return product if bias is None else product + bias.float()
