@@ -84,8 +84,8 @@ class DirectLaunch:
                 may differ from those in their base alone.
 
         Returns:
-            False, without a launch, if a tensor does not begin on 16 bytes: it takes another
-            binary.
+            False, without a launch, if a tensor does not begin on 16 bytes, because it needs
+            another binary.
         """
         arguments = [*self._before, self._stream_of(self._device), *self._between]
         for x, expansion in zip(tensors, self._expansions):
