@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,6 +108,79 @@ def test_a_binary_that_only_triton_can_launch_goes_through_triton(
         step()
     launch = next(x for x in _launches() if x._kernel.__name__ == "span_forward")
     assert launch._direct is None
+
+
+def laid_out(kernel: Any) -> Any:
+    tensors, after = (torch.zeros(8), torch.zeros(8)), (80, 2.5)
+    return direct_launch.direct_launch(kernel, (3, 1, 1), tensors, after, lambda _: 7, 0)
+
+
+@pytest.fixture
+def kernel(bench: Any) -> Any:
+    """A kernel of few arguments: two tensors and two numbers."""
+    return bench.NoKernel({"x": "*fp32", "y": "*fp32", "n": "i32", "scale": "fp32"})
+
+
+def test_a_kernel_of_few_arguments_is_laid_out(bench: Any, kernel: Any) -> None:
+    x, y = torch.zeros(8), torch.zeros(8)
+    assert laid_out(kernel)((x, y))
+    assert kernel.arguments[:5] == (3, 1, 1, 7, kernel.function)
+    assert kernel.arguments[bench.BASE_ARGUMENTS :] == (x.data_ptr(), y.data_ptr(), 80, 2.5)
+
+
+def test_a_launcher_that_passes_one_tuple_is_left_to_triton(kernel: Any) -> None:
+    """Triton 3.7 and later: the C function takes the arguments of the kernel as one."""
+
+    class Launcher(direct_launch.nvidia.CudaLauncher):  # type: ignore[misc]
+        def __call__(self, *arguments: Any) -> None:
+            self.launch(*arguments[:5], False, False, *arguments[5:9], None, None, arguments[9:])
+
+    kernel.run.__class__ = Launcher
+    assert laid_out(kernel) is None
+
+
+def test_a_launcher_without_a_c_function_is_left_to_triton(kernel: Any) -> None:
+    class Launcher(direct_launch.nvidia.CudaLauncher):  # type: ignore[misc]
+        def __call__(self, *arguments: Any) -> None:
+            """Launch in some other way."""
+
+    kernel.run.__class__ = Launcher
+    assert laid_out(kernel) is None
+
+
+def test_descriptors_without_metadata_are_left_to_triton(kernel: Any) -> None:
+    """Triton 3.4: the wrapper of the C function may hold None."""
+
+    def wrapped(launcher: Any, tensordesc_meta: Any) -> Any:
+        return lambda *arguments: launcher(*arguments, tensordesc_meta)
+
+    descriptors = importlib.import_module("nsa_backend_triton.host.descriptors")
+    described = descriptors.key_descriptor(torch.zeros(1, 16, 1, 64), 16)
+    kernel.run.launch = wrapped(print, None)
+    tensors = torch.zeros(8), described
+    assert not direct_launch.direct_launch(kernel, (3, 1, 1), tensors, (80,), lambda _: 7, 0)
+
+
+def test_the_layout_is_recorded_without_a_launch_and_without_a_copy_of_the_binary(
+    bench: Any,
+) -> None:
+    """In triton 3.4 ``run`` is no property over ``_run``; from 3.8 on, a binary unloads itself."""
+    unloaded: list[int] = []
+
+    class Kernel(bench.NoKernel):  # type: ignore[misc,name-defined]
+        @property
+        def run(self) -> Any:
+            return self.launcher
+
+        def __del__(self) -> None:
+            unloaded.append(self.module)
+
+    kernel = Kernel({"x": "*fp32", "y": "*fp32", "n": "i32", "scale": "fp32"})
+    kernel.launcher = kernel._run
+    assert laid_out(kernel) is not None
+    gc.collect()
+    assert kernel.launches == 0
+    assert not unloaded
 
 
 def _launches() -> Iterator[Any]:

@@ -95,6 +95,17 @@ def test_products_on_matrix_units_lose_nothing(kind, shape, on_matrix_units):
         assert (got.double() - true).norm() <= 1.01 * (rounded - true).norm() + 1e-7 * true.norm()
 
 
+@pytest.mark.parametrize("kind", GATE_KINDS)
+@pytest.mark.parametrize("lead", [(0,), (2, 0), (0, 5)])
+def test_no_tokens_have_no_gates_on_matrix_units(kind, lead, on_matrix_units):
+    gates, dx, *grads = gradients(
+        make_gate(kind, 64, 4).bfloat16(), torch.ones(*lead, 64).bfloat16()
+    )
+    assert gates.shape == (*lead, 4, 3)
+    assert dx.shape == (*lead, 64)
+    assert not any(grad.any() for grad in grads)
+
+
 def test_gates_on_matrix_units_differentiate_twice(on_matrix_units):
     x, weight = torch.randn(5, 8).bfloat16(), torch.randn(3, 8).bfloat16()
 

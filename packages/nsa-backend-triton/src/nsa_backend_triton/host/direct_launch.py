@@ -5,8 +5,9 @@ all arguments, constants included, to expand descriptors, asks each tensor for i
 the CUDA driver whether a kernel may read it. A :class:`DirectLaunch` hands the same C function the
 same arguments, with addresses in place of tensors.
 
-The layout of the arguments is read off a launch of Triton that stops before the C function, so that
-it is that of the installed version. Written against triton 3.6.
+The layout of the arguments is recorded from a call of Triton's launcher that stops before the C
+function. In triton 3.4 to 3.6, each argument of the kernel is an argument of the C function. Later
+versions pass them as one tuple; with those, every launch goes through Triton's own launcher.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import Any
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
-from triton.compiler.compiler import LazyDict
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MAX_MAPS = 64  # tensor maps kept per descriptor: an allocator returns the same addresses again
@@ -84,8 +84,8 @@ class DirectLaunch:
                 may differ from those in their base alone.
 
         Returns:
-            False, without a launch, if a tensor does not begin on 16 bytes: it takes another
-            binary.
+            False, without a launch, if a tensor does not begin on 16 bytes, because it needs
+            another binary.
         """
         arguments = [*self._before, self._stream_of(self._device), *self._between]
         for x, expansion in zip(tensors, self._expansions):
@@ -129,28 +129,23 @@ def direct_launch(
     launcher = compiled.run
     if not isinstance(launcher, nvidia.CudaLauncher) or _needs_scratch(launcher):
         return None
+    stream, arguments = object(), (*tensors, *after)
+    recorded = _recorded(compiled, grid, arguments, stream)
+    prefix, passed = recorded[: -len(arguments)], recorded[-len(arguments) :]
+    place = next((i for i, x in enumerate(prefix) if x is stream), None)
+    if place is None or any(x is not y for x, y in zip(passed, arguments)):
+        return None
     function, metadata = launcher.launch, []
     if inspect.isfunction(function):  # it expands descriptors and calls the C function
         closure = inspect.getclosurevars(function).nonlocals
         if not {"launcher", "tensordesc_meta"} <= closure.keys():
             return None
-        function, metadata = closure["launcher"], list(closure["tensordesc_meta"])
+        function, metadata = closure["launcher"], list(closure["tensordesc_meta"] or ())
     if None in metadata or len(metadata) != sum(isinstance(x, TensorDescriptor) for x in tensors):
         return None  # descriptors are not tensor maps, or the C function expands them
     expansions = tuple(
         _expansion(x, metadata.pop(0)) if isinstance(x, TensorDescriptor) else None for x in tensors
     )
-    stream = object()
-    recorded = _recorded(compiled, grid, (*tensors, *after), stream)
-    # The C function calls hooks that are not None, with the metadata.
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    prefix = tuple(
-        None if isinstance(x, LazyDict) or any(x is hook for hook in hooks) else x
-        for x in recorded[: -len(tensors) - len(after)]
-    )
-    place = next((i for i, x in enumerate(prefix) if x is stream), None)
-    if place is None:
-        return None
     before, between = prefix[:place], prefix[place + 1 :]
     return DirectLaunch(function, before, between, expansions, after, stream_of, device)
 
@@ -167,10 +162,15 @@ def _expansion(descriptor: Any, metadata: Any) -> _Expansion:
 def _recorded(
     compiled: CompiledKernel, grid: tuple[int, int, int], arguments: tuple[Any, ...], stream: object
 ) -> tuple[Any, ...]:
-    """Return the arguments that Triton's launcher passes on, with descriptors as they are."""
+    """Return the arguments that Triton's launcher passes on, with descriptors as they are.
+
+    The C function calls hooks that are not None, with the metadata of the launch: here they are
+    None. Only the launcher is copied: from triton 3.8 on, a CompiledKernel unloads its binary when
+    it is deleted, and so would a copy.
+    """
     recorded: list[tuple[Any, ...]] = []
-    launcher, shadow = copy.copy(compiled.run), copy.copy(compiled)
+    launcher = copy.copy(compiled.run)
     launcher.launch = lambda *passed: recorded.append(passed)
-    shadow._run = launcher
-    shadow[grid](*arguments, stream=stream)
-    return recorded[0]
+    metadata_and_hooks = (compiled.packed_metadata, None, None, None)
+    launcher(*grid, stream, compiled.function, *metadata_and_hooks, *arguments)
+    return recorded[0] if recorded else ()

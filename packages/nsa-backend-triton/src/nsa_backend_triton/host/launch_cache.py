@@ -140,10 +140,10 @@ def cached_by_metadata(make: Callable[Arguments, Result]) -> Callable[Arguments,
 
 
 class Memo(dict[Hashable, Any]):
-    """Results of functions of one metadata, by name: one look-up then serves several of them.
+    """Results of several functions of the same metadata, by name: one look-up serves all of them.
 
-    A function decorated with :func:`cached_by_metadata` makes an empty one, so that everything
-    remembered in it must follow from the metadata of this function's arguments.
+    Create it in a function decorated with :func:`cached_by_metadata`. It may hold only results that
+    follow from the metadata of the arguments of that function.
     """
 
     def get_or_make(self, name: Hashable, make: Callable[..., Result], *args: Any) -> Result:

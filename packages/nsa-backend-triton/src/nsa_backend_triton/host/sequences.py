@@ -132,7 +132,7 @@ class Sequences(NamedTuple):
         packed: whether the call has cu_seqlens.
         first_query: position of row 0 of q, see SlotCall; 0 unless ``partial``.
         partial: whether q holds only some rows of its sequences. Kernels are compiled for it.
-        apart: whether the bits of a batch entry must not depend on the other entries.
+        apart: whether a batch entry must give the same bits beside any other entries.
     """
 
     cu: Tensor
@@ -177,9 +177,9 @@ class Sequences(NamedTuple):
 
     @property
     def divided(self) -> Sequences:
-        """The sequences whose work decides into how many parts a sum is divided.
+        """The sequences whose amount of work sets the number of parts of a sum.
 
-        With ``apart``, one of them: the others then do not change where its sums are cut.
+        With ``apart``, this is one sequence: other entries must not change where its sums are cut.
         """
         return self._replace(n=min(self.n, 1)) if self.apart else self
 

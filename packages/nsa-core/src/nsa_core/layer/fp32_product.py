@@ -30,7 +30,7 @@ def _shape(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _both_halves(grad: torch.Tensor) -> torch.Tensor:
-    """Return [M, 2 N] bf16: fp32 ``grad`` [M, N] rounded to bf16, and the rest, rounded again."""
+    """Return [M, 2 N] bf16: ``grad`` [M, N] rounded to bf16, then the rounded remainder."""
     high = grad.bfloat16()
     return torch.cat((high, (grad - high.float()).bfloat16()), 1)
 
@@ -85,10 +85,11 @@ def fp32_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         bias: [N] of any dtype, or None.
 
     Returns:
-        fp32 [.., N]. The gradients of x and the weight are bf16. They are computed from 16 bits of
-        each gradient of the result, in two bf16 numbers.
+        fp32 [.., N]. The gradients of x and the weight are bf16. Their products take each fp32
+        gradient of the result as the sum of two bf16 numbers, which hold 16 significant bits. If
+        such a gradient is infinite, or exceeds the largest bf16 number, theirs are NaN.
     """
     product: torch.Tensor = torch.ops.nsa_core.fp32_product(
         x.reshape(-1, x.shape[-1]), weight.t()
-    ).view(*x.shape[:-1], -1)
+    ).view(*x.shape[:-1], weight.shape[0])  # -1 is ambiguous if there are no tokens
     return product if bias is None else product + bias.float()

@@ -58,8 +58,8 @@ def are_plain_linear(*layers: nn.Module, kind: type[nn.Linear] = nn.Linear) -> b
 def apply_linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Return ``layer(x)``.
 
-    A plain nn.Linear is not called as a module, which takes as long as the product of a few rows
-    takes on the host.
+    The call of a module takes as long on the host as the product of a few rows. So the result of a
+    plain nn.Linear is computed from its parameters, without this call.
     """
     parameters = layer._parameters
     if (

@@ -164,7 +164,7 @@ def checked_results(
 
 
 class _CheckedCall(NamedTuple):
-    """Hold the results that follow from the metadata of a call.
+    """The results of the checks of a call, which follow from its metadata.
 
     Attributes:
         specs: The shape and dtype of each output.
@@ -303,7 +303,7 @@ class SlotOp:
     def forward(self, *args: Any) -> Any:
         """Check the inputs, call the backend's forward, and check its results.
 
-        It runs without autograd and without the dispatcher; arguments as ``op``.
+        It runs without autograd and without the dispatcher. The arguments are those of ``op``.
         """
         # A function call per tensor would take longer than its work.
         tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in args[: self._n_inputs]]
