@@ -31,7 +31,9 @@ from nsa_core.layout import BlockGeometry
 
 # Limits of a program that writes keys, so that its tile [tokens, n] stays in registers.
 MAX_TOKENS, MAX_TILE_PAIRS = 32, 2048
-MAX_PAIRS = 2**31 - 1  # positions in the lists are int32
+# Positions in the lists are int32, also those past the end in the last tile of a program. The probe
+# has the same limit.
+MAX_PAIRS = 2**31 - 2**13
 
 
 class PairLists(NamedTuple):
