@@ -22,9 +22,9 @@ from nsa_backend_triton.sel.merge import sel_merge_kernel
 from nsa_backend_triton.shared.rows import LOG2E
 from nsa_core.contract import SlotCall
 
-# Pairs are processed in runs whose partial outputs take PARTIAL_BYTES, or more so that there are at
-# most MAX_RUNS. Heads are divided first: if rows are, a bucket has fewer pairs in each run, and the
-# last tile of a bucket is partly empty.
+# Pairs are processed in runs. Partial outputs of a run take about PARTIAL_BYTES, or more so that
+# there are at most MAX_RUNS. Heads are divided first: if rows are, a bucket has fewer pairs in each
+# run, and the last tile of a bucket is partly empty.
 PARTIAL_BYTES, MAX_RUNS = 2**28, 8
 
 
