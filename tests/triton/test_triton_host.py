@@ -123,7 +123,7 @@ def test_a_forward_of_too_many_pairs_is_refused_before_it_launches_anything() ->
     """At 12/2/64 the forward sorts the pairs that few tokens share, after its tiles."""
     _, given, call = meta_inputs.inputs(request_of("sel", "12/2/64", 2**26))
     message = (
-        "67108864 tokens with 2 lists of 16 blocks are 2147483648 pairs, at most 2147483647 are"
+        "67108864 tokens with 2 lists of 16 blocks are 2147483648 pairs, at most 2147475456 are"
         r" supported: pass the queries in parts \(first_query\)"
     )
     with offline.recording(90) as launches, pytest.raises(ValueError, match=message):

@@ -221,9 +221,36 @@ def test_runs_are_few_even_if_their_partial_outputs_are_large(
         (6, 1, (6, 100)),
     ):
         monkeypatch.setattr(runs, "MAX_RUNS", max_runs)
-        assert runs.divide(o, heads, 3) == expected, (heads, max_runs)
+        seqs = Sequences(o, o, 2, 50, False)
+        assert runs.divide(o, heads, 3, seqs) == expected, (heads, max_runs)
     monkeypatch.setattr(runs, "PARTIAL_BYTES", 2**40)
-    assert runs.divide(o, 3, 3) == (3, 100)
+    assert runs.divide(o, 3, 3, seqs) == (3, 100)
+
+
+@pytest.mark.parametrize(
+    ("partial_rows", "length", "rows"),
+    [
+        (13, 48, 12),  # alone in 4 parts
+        (13, 54, 18),  # in 3 parts, because 4 and 5 would not be equal
+        (13, 53, 53),  # a prime number
+        (48, 48, 48),
+        (60, 48, {1: 48, 2: 48, 3: 48, 5: 96}),  # whole entries, two of them together
+    ],
+)
+def test_runs_of_entries_apart_do_not_depend_on_the_batch(
+    partial_rows: int, length: int, rows: int | dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of an entry begins a run in every batch or in none, except at the entry's start."""
+    monkeypatch.setattr(runs, "PARTIAL_BYTES", partial_rows * 16 * 6 * 3 * 4)
+    monkeypatch.setattr(runs, "MAX_RUNS", 6)
+    for batch in (1, 2, 3, 5):
+        o = torch.empty(batch, length, 6, 16)
+        seqs = Sequences(o, o, batch, length, False, apart=True)
+        expected = rows[batch] if isinstance(rows, dict) else rows
+        division = runs.divide(o, 1, 3, seqs)
+        assert division == (1, expected), batch
+        begins = {run.first_row % length for run in runs.each_run(division, 1, batch * length)}
+        assert begins == set(range(0, length, min(expected, length))), batch
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
 import pytest
 import torch
 
+from interpreted_sel_forward import problem, tuned
+from launches import filled
+from nsa_backend_triton import probe
 from nsa_backend_triton.host.sequences import Sequences
+from nsa_backend_triton.sel import backward as sel_backward
+from nsa_backend_triton.sel import forward as sel_forward
 from nsa_backend_triton.sel import pair_bits, pair_lists
 from nsa_core.layout import BlockGeometry
 
@@ -154,3 +160,33 @@ def test_more_pairs_than_positions_are_refused() -> None:
     seqs = Sequences(blocks, blocks, 1, 2**20, False)
     with pytest.raises(ValueError, match=r"1048576 tokens with 4 lists of 512 blocks are 21474836"):
         pair_lists.build(blocks, seqs, BlockGeometry(128, 128, 128, 512, 0, 0, 8))
+
+
+def test_the_most_pairs_have_positions_of_32_bits() -> None:
+    """The first program of a launch over MAX_PAIRS pairs writes pairs, not offsets."""
+    order = torch.arange(1024, dtype=torch.int64)
+    keys = torch.zeros(1024, dtype=torch.int32)
+    local_tokens = torch.arange(300, dtype=torch.int32)
+    tokens, choices = torch.full((2, 1024), -1, dtype=torch.int32)
+    offsets = torch.full((2,), -1, dtype=torch.int32)
+    pair_lists.sel_pairs_kernel[(1,)](
+        order, keys, local_tokens, tokens, choices, offsets, pair_lists.MAX_PAIRS, 1, 2,
+        NUM_SELECTED=2, BLOCK_SIZE=1024,
+    )  # fmt: skip
+    assert tokens.tolist() == (order // 4).tolist()
+    assert choices.tolist() == (order % 2).tolist()
+    assert probe.MAX_PAIRS == pair_lists.MAX_PAIRS
+
+
+@pytest.mark.parametrize("bounds", [(0, 30, 16, 16, 16, 30), (0, 60, 20, 30)])
+def test_malformed_boundaries_lead_to_no_access_outside_a_tensor(bounds: tuple[int, ...]) -> None:
+    """Documents that share rows would share buckets; the strict interpreter reports the access."""
+    geometry = BlockGeometry(4, 2, 4, 4, 1, 1, 8)
+    x, call = problem([30], True, 1, 2, 8, 8, geometry)
+    cu = torch.tensor(bounds, dtype=torch.int32)
+    call = dataclasses.replace(call, cu_seqlens=cu)
+    with filled():
+        o, lse = sel_forward.forward(**x, call=call, tuned=tuned(3))
+        for deterministic in (False, True):
+            call = dataclasses.replace(call, deterministic=deterministic)
+            sel_backward.backward(torch.ones_like(o), *x.values(), o, lse, call=call)

@@ -14,7 +14,7 @@ OLDEST_GPU, NEWEST_GPU = min(a for a in configs.TABLES if a), max(configs.TABLES
 MAX_WIDTH = 256
 MAX_HEADS = 64  # query heads per group
 SELECT_BLOCKS = {"select": (16, 128), "sel": (16, 256)}  # l', in the slots that it matters to
-MAX_PAIRS = 2**31 - 1  # tokens x kv heads x n
+MAX_PAIRS = 2**31 - 2**13  # tokens x kv heads x n, see sel/pair_lists.py
 MAX_SELECTED = {"select": 64, "sel": 512}  # n, in the same slots
 _SHARED_KIB = {"sm80": 163, "sm86": 99, "sm90": 227}  # per table, shared memory of a block
 

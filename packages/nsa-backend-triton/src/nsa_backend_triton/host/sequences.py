@@ -121,6 +121,11 @@ def value_band(head_dim: int, v_head_dim: int, architecture: int, *, use_tma: bo
 Shape: TypeAlias = Sequence[int]
 
 
+def _ascending(boundaries: Tensor) -> Tensor:
+    """Return ``boundaries`` without those below 0 or below an earlier one."""
+    return boundaries.clamp(min=0).cummax(0).values
+
+
 class Sequences(NamedTuple):
     """The sequences of a call, dense or packed, as kernels take them.
 
@@ -165,10 +170,19 @@ class Sequences(NamedTuple):
         if partial:
             # Kernels find the document of a tile of queries, and of a tile of keys. Malformed
             # boundaries that do not ascend could give two documents, and rows outside q.
-            cu = cu.clamp(min=0).cummax(0).values
+            cu = _ascending(cu)
         end = call.first_query + length
         cu_cmp = compressed_starts(cu, geometry, end) if compressed else cu
         return cls(cu, cu_cmp, len(cu) - 1, length, True, *place)
+
+    def disjoint(self) -> Sequences:
+        """Return the sequences with boundaries that ascend, so that no two documents share a row.
+
+        This takes two launches if the call is packed, and changes malformed boundaries only.
+        """
+        if not self.packed or self.partial:  # those of a partial call ascend already
+            return self
+        return self._replace(cu=_ascending(self.cu))
 
     @property
     def end(self) -> int:

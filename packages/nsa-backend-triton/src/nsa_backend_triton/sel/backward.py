@@ -306,6 +306,7 @@ def gradients(
     memo = _memo(problem, blocks) if memo is None else memo
     if memo.get_or_make("bitmask fits", bitmask.fits, problem, blocks):
         return bitmask.gradients(problem, blocks, memo, fork)
+    problem = problem._replace(seqs=problem.seqs.disjoint())  # as the lists of pairs require
     q, k, v, call = problem.q, problem.k, problem.v, problem.call
     select_block = call.geometry.select_block_size
     lists = pair_lists.build(blocks, problem.seqs, call.geometry, memo)

@@ -104,9 +104,8 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv in the dtypes of q, k and v; see :func:`fits`.
 
-    ``memo`` is that of the metadata of ``problem`` and ``blocks``.
-
-    dq is complete at once, dk and dv when ``fork`` ends, if it is given.
+    dq is complete at once, dk and dv when ``fork`` ends, if it is given. ``memo`` is that of the
+    metadata of ``problem`` and ``blocks``.
     """
     q, k, v, seqs = problem.q, problem.k, problem.v, problem.seqs
     launches = memo.get_or_make("bitmask", _prepare, problem, blocks)

@@ -49,9 +49,9 @@ def sel_bucket_kernel(
     [BLOCK_M, HEAD_DIM], gathered in rows of GROUP * HEAD_DIM elements. Registers hold the scores
     [BLOCK_M, BLOCK_N] and o [BLOCK_M, V_HEAD_DIM]. A tile moves BLOCK_M * (HEAD_DIM + V_HEAD_DIM)
     elements, Q from L2 and partial outputs to memory, and takes 2 * BLOCK_M * BLOCK_N *
-    (HEAD_DIM + V_HEAD_DIM) operations: bound by the writes. A launch takes one run, the rows from
-    ``first_row`` on of ``run_heads`` kv heads from ``first_head`` on; OFFSETS has ``num_buckets``
-    buckets for each run.
+    (HEAD_DIM + V_HEAD_DIM) operations: bound by the writes. A launch takes one run: the rows from
+    ``first_row`` on, and the kv heads from ``first_head`` on. OFFSETS has ``num_buckets`` buckets
+    for each run, and the partial outputs have room for ``run_heads`` heads.
     """
     PAIRS: tl.constexpr = BLOCK_T * TILES_PER_PROGRAM
     OFFSETS += run * num_buckets

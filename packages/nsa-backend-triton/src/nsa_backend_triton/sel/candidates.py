@@ -58,7 +58,8 @@ def pairs_of_tile(
     """The pairs of the program's BLOCK_T tokens of one kv head.
 
     Each run of ``run_heads`` kv heads and ``run_rows`` rows has ``run_buckets`` buckets of its own;
-    there are ``row_runs`` runs of the same heads. USE_MASK: MASK holds 1 for the pairs that count.
+    there are ``row_runs`` runs of the same heads. USE_MASK: MASK holds 1 for the pairs that count;
+    their blocks must be valid, since they are not compared again.
 
     Returns (rows of q with the sequences concatenated, tokens, whether they exist, the kv head, the
     buckets of block 0, the blocks, whether the pairs count). The last two are [BLOCK_T,

@@ -180,6 +180,8 @@ def forward(
     """
     seqs = Sequences.of(q, k, call)
     tiles, tuned = _prepare(q, k, v, blocks, seqs, call, tuned, aligned(k, v))
+    if tiles.min_sharing > 1:
+        seqs = seqs.disjoint()  # as the lists of pairs require
     unions = sel_union.build(
         blocks,
         seqs,

@@ -1,10 +1,11 @@
 """Sort the pairs of a call by bucket with one bit for each row and bucket.
 
-A bucket has a row of words of 32 bits, and bit i of word w says that its pair of row 32 w + i
-counts. Rows count from the first one of the bucket's sequence and run. As words are ordered by
-bucket, a running sum of their set bits gives the place of every pair: the sum up to its word, plus
-the lower bits of the word. This replaces a radix sort, which has many more launches and passes. The
-words grow with rows times blocks, so long sequences sort; see :func:`fits`.
+A bucket has words of 32 bits. Bit i of its word w is set if the pair of row 32 w + i counts; rows
+are numbered from the first one of the bucket's sequence and run. The words are ordered by bucket,
+so a running sum of their set bits gives the place of every pair: the sum over all words before its
+own, plus the set bits below its own bit. This replaces a radix sort, which has many more launches
+and passes. The number of words grows with rows times blocks, so long sequences are sorted; see
+:func:`fits`.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def sel_mark_kernel(
     SELECT_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
     VARLEN: tl.constexpr, PARTIAL: tl.constexpr, USE_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Set the bits of the pairs of BLOCK_T tokens of one kv head in WORDS, which are 0 before.
+    """Set the bits of the pairs of BLOCK_T tokens of one kv head in WORDS, which begin as 0.
 
-    Each pair takes one atomic operation on L2: bound by them.
+    Each pair takes one atomic operation on L2, and these are the limit.
     """
     row, _, _, _, first_bucket, block, counts = pairs_of_tile(
         BLOCKS, MASK, CU_SEQLENS, num_seqs, seq_len, first_query, run_heads, run_rows, row_runs,
@@ -123,7 +124,7 @@ def sel_places_kernel(
         word, bit = _word_and_bit(
             row, first_bucket, block, counts, seq_len, run_rows, bucket_words, VARLEN
         )
-        # Bits from the pair's own on: those below it are the others.
+        # ENDS also counts the pair's own bit and the bits above it: subtract them.
         from_own = tl.full([BLOCK_T, NUM_SELECTED_PAD], -1, tl.int32) << bit[:, None]
         rest = tl.load(WORDS + word) & from_own
         place = tl.load(ENDS + word) - count_bits(rest)

@@ -8,6 +8,9 @@ has T // l' + num_docs buckets, and those of document i begin at cu_seqlens[i] /
 shared.rows.place. If q holds only some rows of its sequences, buckets cover the keys up to its last
 row (Sequences.end). A pair counts once, and only if the token may select the block
 (0 <= j <= t // l'). The elements of the lists after the last bucket are undefined.
+
+Documents must be disjoint (Sequences.disjoint): if two of them share a row, they also share
+buckets, and a pair then leads outside the tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from nsa_core.layout import BlockGeometry
 
 # Limits of a program that writes keys, so that its tile [tokens, n] stays in registers.
 MAX_TOKENS, MAX_TILE_PAIRS = 32, 2048
-MAX_PAIRS = 2**31 - 1  # positions in the lists are int32
+# Positions in the lists are int32, also those past the end in the last tile of a program. The probe
+# has the same limit.
+MAX_PAIRS = 2**31 - 2**13
 
 
 class PairLists(NamedTuple):
@@ -110,7 +115,7 @@ def build(
 
     Args:
         blocks: int32 or int64 [B, S, G, n], packed [T, G, n].
-        seqs: the sequences of the call.
+        seqs: the sequences of the call, disjoint.
         geometry: the block sizes.
         memo: that of the metadata of the other arguments, if the caller has one.
         mask: int8 in the shape of ``blocks``, contiguous: 1 for the pairs that count, all of them

@@ -22,20 +22,39 @@ from nsa_backend_triton.sel.merge import sel_merge_kernel
 from nsa_backend_triton.shared.rows import LOG2E
 from nsa_core.contract import SlotCall
 
-# Pairs are processed in runs whose partial outputs take PARTIAL_BYTES, or more so that there are at
-# most MAX_RUNS. Heads are divided first: if rows are, a bucket has fewer pairs in each run, and the
-# last tile of a bucket is partly empty.
+# Pairs are processed in runs. Partial outputs of a run take about PARTIAL_BYTES, or more so that
+# there are at most MAX_RUNS. Heads are divided first: if rows are, a bucket has fewer pairs in each
+# run, and the last tile of a bucket is partly empty.
 PARTIAL_BYTES, MAX_RUNS = 2**28, 8
 
 
-def divide(o: Tensor, num_kv_heads: int, n: int) -> pair_lists.Runs:
-    """Return the runs of the pairs of ``o`` [B, S, Hq, Dv] or [T, Hq, Dv] with ``n`` blocks."""
-    num_rows = o.numel() // (o.shape[-1] * o.shape[-2])
-    wanted = triton.cdiv(o.numel() * n * o.itemsize, PARTIAL_BYTES)
+def _parts(num_bytes: int, num_kv_heads: int, num_rows: int) -> tuple[int, int]:
+    """Return the kv heads of a run, and the parts of the rows, for partial outputs of this size."""
+    wanted = triton.cdiv(num_bytes, PARTIAL_BYTES)
     run_heads = triton.cdiv(num_kv_heads, min(num_kv_heads, wanted, MAX_RUNS))
     head_runs = triton.cdiv(num_kv_heads, run_heads)
-    row_runs = min(triton.cdiv(wanted, head_runs), max(1, MAX_RUNS // head_runs), num_rows)
-    return pair_lists.Runs(run_heads, triton.cdiv(num_rows, row_runs))
+    row_parts = min(triton.cdiv(wanted, head_runs), max(1, MAX_RUNS // head_runs), num_rows)
+    return run_heads, row_parts
+
+
+def divide(o: Tensor, num_kv_heads: int, n: int, seqs: Sequences) -> pair_lists.Runs:
+    """Return the runs of the pairs of ``o`` [B, S, Hq, Dv] or [T, Hq, Dv] with ``n`` blocks.
+
+    In each run, the first pairs of a block take the causal mask (buckets.py). It rounds scores once
+    more, because the compiler cannot fuse their multiplication with the subtraction after it. So
+    the rows at which runs begin decide about last bits. With ``seqs.apart``, each entry of the
+    batch is therefore divided as it would be alone: into equal parts of its rows, or not at all.
+    There may then be more runs than MAX_RUNS, or larger ones.
+    """
+    num_rows = o.numel() // (o.shape[-1] * o.shape[-2])
+    num_bytes = o.numel() * n * o.itemsize
+    run_heads, row_parts = _parts(num_bytes, num_kv_heads, num_rows)
+    if not seqs.apart:
+        return pair_lists.Runs(run_heads, triton.cdiv(num_rows, row_parts))
+    _, most = _parts(num_bytes // seqs.n, num_kv_heads, seqs.seq_len)
+    entry_parts = max(parts for parts in range(1, most + 1) if seqs.seq_len % parts == 0)
+    entries = triton.cdiv(seqs.n, row_parts) if entry_parts == 1 else 1
+    return pair_lists.Runs(run_heads, entries * seqs.seq_len // entry_parts)
 
 
 class Run(NamedTuple):
@@ -120,10 +139,10 @@ def _prepare_buckets(
     return _BucketLaunches(attend, merge, (num_slots, group, v.shape[-1]))
 
 
-def _list_runs(o: Tensor, blocks: Tensor) -> tuple[pair_lists.Runs, list[Run]]:
+def _list_runs(o: Tensor, blocks: Tensor, seqs: Sequences) -> tuple[pair_lists.Runs, list[Run]]:
     """Return the division of the pairs, and its runs in the order of their buckets."""
     num_kv_heads, n = blocks.shape[-2:]
-    runs = divide(o, num_kv_heads, n)
+    runs = divide(o, num_kv_heads, n, seqs)
     return runs, list(each_run(runs, num_kv_heads, blocks.numel() // (num_kv_heads * n)))
 
 
@@ -145,7 +164,7 @@ def attend_buckets(
     ``memo`` is that of the metadata of q, k, v, blocks and the call.
     """
     n = blocks.shape[-1]
-    runs, each = memo.get_or_make("runs", _list_runs, o, blocks)
+    runs, each = memo.get_or_make("runs", _list_runs, o, blocks, seqs)
     lists = pair_lists.build(blocks, seqs, call.geometry, memo, mask=unshared, runs=runs)
     num_pairs, num_buckets = lists.tokens.numel(), (lists.offsets.numel() - 1) // len(each)
     partial_o, partial_lse = None, None
