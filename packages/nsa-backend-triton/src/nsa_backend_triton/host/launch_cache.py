@@ -10,8 +10,8 @@
 Parameters of the kernels are tensors and descriptors, then numbers and tuples of numbers (strides),
 then constexprs. If every number is the same, as it is for equal metadata, and every tensor begins
 on 16 bytes, Triton would specialize the arguments to the same binary again: that binary is launched
-directly (direct_launch.py). A call with any other tensor goes through Triton's own launcher, and so
-does every call while a profiler of Triton has hooks.
+directly (direct_launch.py), or by the launcher of Triton while a profiler has hooks. A call
+with any other tensor lets Triton look the binary up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -68,6 +68,22 @@ def _attach() -> None:
     _thread.attached = True
 
 
+class _Compiled(NamedTuple):
+    """A launch by Triton's launcher, without a look-up of the binary.
+
+    It serves where a DirectLaunch cannot: while a profiler has hooks, and with launchers that it
+    does not know.
+    """
+
+    run: Callable[..., None]
+    after: tuple[Any, ...]  # arguments after the tensors
+    stream_of: Callable[[int], int]
+    device: int
+
+    def __call__(self, tensors: tuple[Any, ...]) -> None:
+        self.run(*tensors, *self.after, stream=self.stream_of(self.device))
+
+
 class Launch:
     """A kernel, its grid, and its arguments except tensors; call it with the tensors."""
 
@@ -80,6 +96,7 @@ class Launch:
     ) -> None:
         self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
         self._direct: DirectLaunch | None = None
+        self._compiled: _Compiled | None = None
 
     def __call__(self, *tensors: Any) -> None:
         """Launch on the current device and stream."""
@@ -87,14 +104,18 @@ class Launch:
             _attach()
         if self._direct is not None and not has_hooks() and self._direct(tensors):
             return
+        if self._compiled is not None and aligned(*tensors):
+            self._compiled(tensors)
+            return
         compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
-        if self._direct is None and isinstance(compiled, CompiledKernel) and aligned(*tensors):
+        if isinstance(compiled, CompiledKernel) and aligned(*tensors):
             constants = self._kernel.arg_names[len(tensors) + len(self._numbers) :]
             after = (*self._numbers, *(self._constants[name] for name in constants))
             # Triton would look these up at every launch; a binary belongs to one device.
             active, grid = driver.active, (self._grid[0], 1, 1)
             stream_of, device = active.get_current_stream, active.get_current_device()
             self._direct = direct_launch(compiled, grid, tensors, after, stream_of, device)
+            self._compiled = _Compiled(compiled[grid], after, stream_of, device)
 
 
 def uses_cache(x: Tensor) -> bool:
