@@ -19,6 +19,8 @@ from nsa_verify.slot_runs import run_slot, run_slots, slot_inputs
 
 nsa_backend_triton = pytest.importorskip("nsa_backend_triton")
 pytest.importorskip("triton")
+launch_cache = importlib.import_module("nsa_backend_triton.host.launch_cache")
+runs = importlib.import_module("nsa_backend_triton.sel.runs")
 pytestmark = pytest.mark.gpu
 
 CONFIG = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64, rope=False)
@@ -199,7 +201,12 @@ def test_row_54_250_repeats_have_equal_bits(slot: str) -> None:
 
 @pytest.mark.parametrize("length", [700, 20000])
 @EACH_SLOT
-def test_row_55_a_sequence_does_not_depend_on_the_rest_of_the_batch(slot: str, length: int) -> None:
+def test_row_55_a_sequence_does_not_depend_on_the_rest_of_the_batch(
+    slot: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # sel divides the rows of 20000 tokens into runs
+    monkeypatch.setattr(runs, "PARTIAL_BYTES", 2**26)
+    launch_cache.clear()
     case = Case("batch", CONFIG, (length,), batch=3)
     data = case.data(torch.bfloat16, "cuda")
     slot_plan = plan(deterministic=True)
@@ -213,3 +220,4 @@ def test_row_55_a_sequence_does_not_depend_on_the_rest_of_the_batch(slot: str, l
         single = run_slot(slot_plan, slot, single_inputs, single_do, data).outputs
         for name, tensor in single.items():
             assert torch.equal(bits(tensor), bits(batched[name][row])), (entry, name)
+    launch_cache.clear()
