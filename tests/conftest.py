@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -25,14 +25,19 @@ def pytest_configure(config: pytest.Config) -> None:
 COLLECTED = pytest.StashKey[list[str]]()
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    item.config.stash.setdefault(COLLECTED, []).append(item.nodeid)
-    if item.nodeid in sharding.ONLY_IN_FULL:
-        item.add_marker("slow")
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
+    """Mark slow tests before the hooks that deselect tests; sort and divide what they leave.
 
-
-@pytest.hookimpl(trylast=True)  # after the hooks that deselect tests
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    This hook gets all items. A hook for single items would get only those of this folder.
+    """
+    config.stash[COLLECTED] = [item.nodeid for item in items]
+    for item in items:
+        if item.nodeid in sharding.ONLY_IN_FULL:
+            item.add_marker("slow")
+    yield
     _skip_without_gpu(items)
     if hasattr(config, "workerinput"):  # xdist distributes files in this order: longest first
         weights = sharding.seconds_of([item.nodeid for item in items])

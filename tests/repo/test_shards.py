@@ -17,8 +17,8 @@ import sharding
 
 TESTS = Path(__file__).resolve().parents[1]
 FILES = {
-    "test_one.py": "def test_a(): pass\n\n\ndef test_b(): pass\n",
-    "test_two.py": """
+    "tests/test_one.py": "def test_a(): pass\n\n\ndef test_b(): pass\n",
+    "tests/test_two.py": """
 import pytest
 @pytest.mark.parametrize("x", [1, 2, 3, "a::b"])
 def test_c(x): pass
@@ -26,9 +26,11 @@ def test_c(x): pass
 class TestMore:
     def test_d(self): pass
 """,
-    "folder/test_three.py": "def test_e(): pass\n",
+    "tests/folder/test_three.py": "def test_e(): pass\n",
+    "docs/test_page.py": "def test_f(): pass\n\n\ndef test_g(): pass\n",
 }
-DIVIDED = {"test_two.py::test_c[1]": 9.0, "test_one.py": 4.0}
+LISTED = ("tests/test_two.py::test_c[2]", "docs/test_page.py::test_g")
+DIVIDED = {"tests/test_two.py::test_c[1]": 9.0, "tests/test_one.py": 4.0}
 
 
 @pytest.mark.parametrize("shards", [1, 2, 6, 50])
@@ -92,14 +94,16 @@ def test_every_test_of_only_in_full_exists(
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small suite that uses this repository's tests/conftest.py."""
     root = tmp_path_factory.mktemp("suite")
-    for name in ("conftest.py", "sharding.py"):
-        shutil.copy(TESTS / name, root / name)
-    (root / "shard_seconds.json").write_text(str(DIVIDED).replace("'", '"'))
-    (root / "only_in_full.txt").write_text("# a comment\ntest_two.py::test_c[2]\n")
     for name, text in FILES.items():
-        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    (root / "pytest.ini").write_text("[pytest]\nmarkers = slow\n    gpu\n")
+    tests = root / "tests"
+    for name in ("conftest.py", "sharding.py"):
+        shutil.copy(TESTS / name, tests / name)
+    (tests / "shard_seconds.json").write_text(str(DIVIDED).replace("'", '"'))
+    (tests / "only_in_full.txt").write_text("\n".join(("# a comment", *LISTED, "")))
+    settings = "[pytest]\ntestpaths = tests docs\nmarkers = slow\n    gpu\n"
+    (root / "pytest.ini").write_text(settings)
     return root
 
 
@@ -124,7 +128,7 @@ def test_the_shards_together_are_all_collected_tests(selection: list[str], suite
 
 def test_a_listed_test_counts_as_slow(suite: Path) -> None:
     everything, ordinary = collected(suite), collected(suite, "-m", "not slow")
-    left_out = {"test_two.py::test_c[2]", "test_two.py::TestMore::test_d"}
+    left_out = {*LISTED, "tests/test_two.py::TestMore::test_d"}
     assert set(everything) - set(ordinary) == left_out
 
 
