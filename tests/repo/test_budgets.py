@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -48,10 +49,17 @@ MAY_CATCH_ALL |= {"packages/nsa-models/src/nsa_models/lm/tokens.py"}
 PLATFORM = {"XDG_CACHE_HOME"}
 
 
-def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [
-        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
+@functools.cache  # `repo` keeps the trees
+def functions(tree: ast.AST) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ...]:
+    """Return all functions, at any depth of the statements."""
+    found, rest = [], [tree]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.append(node)
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            rest += getattr(node, field, [])
+    return tuple(found)
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
