@@ -37,6 +37,7 @@ def pytest_collection_modifyitems(
     for item in items:
         if item.nodeid in sharding.ONLY_IN_FULL:
             item.add_marker("slow")
+    _mark_cases(items)
     yield
     _skip_without_gpu(items)
     if hasattr(config, "workerinput"):  # xdist distributes files in this order: longest first
@@ -52,6 +53,22 @@ def pytest_collection_modifyitems(
             items=[item for item, shard in zip(items, shard_of_item) if shard != selected]
         )
         items[:] = [item for item, shard in zip(items, shard_of_item) if shard == selected]
+
+
+def _mark_cases(items: list[pytest.Item]) -> None:
+    """Mark cases of the functions in few_cases.txt as slow, if others have the same values."""
+    functions: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if name in sharding.FEW_CASES and not item.get_closest_marker("slow"):
+            assert isinstance(item, pytest.Function), name
+            functions.setdefault(name, []).append(item)
+    for cases in functions.values():
+        values = [{k: repr(value) for k, value in case.callspec.params.items()} for case in cases]
+        kept = sharding.covering_cases(values)
+        for number, case in enumerate(cases):
+            if number not in kept:
+                case.add_marker("slow")
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:

@@ -14,12 +14,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SECONDS: dict[str, float] = json.loads(Path(__file__).with_name("shard_seconds.json").read_text())
+
+
+def _lines(name: str) -> frozenset[str]:
+    """Return the lines of a file beside this one without comments."""
+    lines = Path(__file__).with_name(name).read_text().splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
+
+
 # Ids of tests that count as slow without the marker.
-ONLY_IN_FULL = frozenset(
-    line
-    for line in Path(__file__).with_name("only_in_full.txt").read_text().splitlines()
-    if line and not line.startswith("#")
-)
+ONLY_IN_FULL = _lines("only_in_full.txt")
+# Functions of whose cases most count as slow.
+FEW_CASES = _lines("few_cases.txt")
 UNLISTED_SECONDS = 0.5  # assumed for each test of an unlisted file
 
 
@@ -29,6 +35,21 @@ def parse_shard(text: str) -> tuple[int, int]:
     if not (shard.isdecimal() and shards.isdecimal() and 1 <= int(shard) <= int(shards)):
         raise ValueError(f"expected a shard such as 2/6, got {text!r}")
     return int(shard), int(shards)
+
+
+def covering_cases(cases: Sequence[Mapping[str, str]]) -> list[int]:
+    """Return positions of few cases that have each value of each parameter at least once.
+
+    Args:
+        cases: The value of each parameter as text, by the parameter's name.
+    """
+    wanted = {pair for case in cases for pair in case.items()}
+    kept = []
+    while wanted:
+        best = max(range(len(cases)), key=lambda n: (len(wanted & {*cases[n].items()}), -n))
+        kept.append(best)
+        wanted -= {*cases[best].items()}
+    return kept
 
 
 def shard_of_each(

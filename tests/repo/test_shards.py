@@ -1,10 +1,11 @@
 """Shards of `nox -s full`: each collected test is in exactly one; they take similar time.
 
-And the list of tests that only this session runs.
+And the lists of tests and cases that only this session runs.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import subprocess
@@ -27,6 +28,13 @@ class TestMore:
     def test_d(self): pass
 """,
     "tests/folder/test_three.py": "def test_e(): pass\n",
+    "tests/test_four.py": """
+import pytest
+@pytest.mark.parametrize(("a", "b"), [(a, b) for a in "xyz" for b in (1, 2)])
+def test_h(a, b): pass
+@pytest.mark.parametrize("c", range(3))
+def test_i(c): pass
+""",
     "docs/test_page.py": "def test_f(): pass\n\n\ndef test_g(): pass\n",
 }
 LISTED = ("tests/test_two.py::test_c[2]", "docs/test_page.py::test_g")
@@ -66,7 +74,11 @@ def test_shards_take_similar_time_by_the_measured_seconds() -> None:
 
 @pytest.mark.parametrize(
     ("file", "names"),
-    [("shard_seconds.json", sharding.SECONDS), ("only_in_full.txt", sharding.ONLY_IN_FULL)],
+    [
+        ("shard_seconds.json", sharding.SECONDS),
+        ("only_in_full.txt", sharding.ONLY_IN_FULL),
+        ("few_cases.txt", sharding.FEW_CASES),
+    ],
 )
 def test_every_listed_file_exists(file: str, names: Iterable[str]) -> None:
     missing = [name for name in names if not (TESTS.parent / name.split("::")[0]).is_file()]
@@ -88,6 +100,22 @@ def test_every_test_of_only_in_full_exists(
     assert "tests/repo/test_shards.py" in files
     missing = sorted(listed - set(collected_ids))
     assert not missing, f"tests/only_in_full.txt lists {missing}: correct the ids or delete them"
+    functions = {name.partition("[")[0] for name in names if "[" in name}
+    few = {name for name in sharding.FEW_CASES if name.partition("::")[0] in files}
+    missing = sorted(few - functions)
+    assert not missing, f"tests/few_cases.txt lists {missing}, which have no cases: delete them"
+
+
+def test_covering_cases_have_every_value() -> None:
+    values = itertools.product("xyz", "12", (" ", "-"))
+    cases = [dict(zip("abc", case)) for case in values]
+    kept = [cases[number] for number in sharding.covering_cases(cases)]
+    assert len(kept) == 3
+    assert {pair for case in kept for pair in case.items()} == {
+        pair for case in cases for pair in case.items()
+    }
+    distinct = [{"a": str(number)} for number in range(5)]
+    assert sharding.covering_cases(distinct) == [0, 1, 2, 3, 4]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +130,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(TESTS / name, tests / name)
     (tests / "shard_seconds.json").write_text(str(DIVIDED).replace("'", '"'))
     (tests / "only_in_full.txt").write_text("\n".join(("# a comment", *LISTED, "")))
+    (tests / "few_cases.txt").write_text("# a comment\ntests/test_four.py::test_h\n")
     settings = "[pytest]\ntestpaths = tests docs\nmarkers = slow\n    gpu\n"
     (root / "pytest.ini").write_text(settings)
     return root
@@ -126,9 +155,10 @@ def test_the_shards_together_are_all_collected_tests(selection: list[str], suite
     assert all(shards)
 
 
-def test_a_listed_test_counts_as_slow(suite: Path) -> None:
+def test_listed_tests_and_cases_count_as_slow(suite: Path) -> None:
     everything, ordinary = collected(suite), collected(suite, "-m", "not slow")
     left_out = {*LISTED, "tests/test_two.py::TestMore::test_d"}
+    left_out |= {f"tests/test_four.py::test_h[{case}]" for case in ("x-2", "y-1", "z-2")}
     assert set(everything) - set(ordinary) == left_out
 
 
