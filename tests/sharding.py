@@ -17,14 +17,14 @@ SECONDS: dict[str, float] = json.loads(Path(__file__).with_name("shard_seconds.j
 
 
 def _lines(name: str) -> frozenset[str]:
-    """Return the lines of a file beside this one without comments."""
+    """Return the lines of a file in this folder, without comments and empty lines."""
     lines = Path(__file__).with_name(name).read_text().splitlines()
     return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
 # Ids of tests that count as slow without the marker.
 ONLY_IN_FULL = _lines("only_in_full.txt")
-# Functions of whose cases most count as slow.
+# Functions of which most cases count as slow.
 FEW_CASES = _lines("few_cases.txt")
 UNLISTED_SECONDS = 0.5  # assumed for each test of an unlisted file
 
@@ -38,7 +38,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def covering_cases(cases: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return positions of few cases that have each value of each parameter at least once.
+    """Return the positions of few cases in which every value of every parameter occurs.
 
     Args:
         cases: The value of each parameter as text, by the parameter's name.
