@@ -89,3 +89,17 @@ def test_the_jobs_of_a_preset_have_the_check(preset: str) -> None:
     jobs = suite.jobs(preset, [torch.float32], text=None, phase="prefill", cases_per_slot=0)
     names = [job.case.name for job in jobs if job.name == block_attention.CHECK]
     assert names == [call.name for call in block_attention.CALLS[preset]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "preset", ["interpreter", "quick", pytest.param("full", marks=pytest.mark.slow)]
+)
+def test_twelve_queries_of_each_head_see_a_key(preset: str, seed: int) -> None:
+    for call in block_attention.CALLS[preset]:
+        first, last = call.rows or (0, sum(call.lengths))
+        batch = (call.batch,) if call.batch else ()
+        blocks = call.blocks((*batch, last - first), seed + 1).long()
+        tokens = torch.cat([torch.arange(length) for length in call.lengths])[first:last]
+        sees = ((blocks >= 0) & (blocks * call.size <= tokens[:, None, None])).any(-1)
+        assert sees.sum(-2).min() >= 12, call.name

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import fused_toy
-from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.registry import Registry
 from nsa_core.torch_ops.slot_op import record_dispatch
@@ -55,13 +54,10 @@ def assert_calls_are_declared(name: str) -> None:
     """Run the jobs of a check until they have called all that it declares."""
     jobs = jobs_by_name()[name]
     calls = calls_of(jobs[0].check)
-    # Some checks of the core run only for backends with a fused backward, which sdpa has not. The
-    # check without a declaration has no backward.
-    fused = CORE in calls and calls != EVERY
-    combination = Combination(
-        {}, "cpu", Registry(()).with_backend(fused_toy.spec() if fused else sdpa())
-    )
-    declared, called = calls - FUSED - (set() if fused else {CORE}), set()
+    # sdpa with a fused backward, which checks of the core need
+    combination = Combination({}, "cpu", Registry(()).with_backend(fused_toy.spec()))
+    # The check without a declaration has no backward.
+    declared, called = calls - FUSED - ({CORE} if calls == EVERY else set()), set()
     for number, job in enumerate(jobs):
         if number >= 2 and called == declared:  # the first cases have no compressed token
             break

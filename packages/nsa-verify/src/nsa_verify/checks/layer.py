@@ -18,7 +18,7 @@ from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.errors import Unsupported
 from nsa_core.layer.module import NSAttention
 from nsa_verify.cases import Case
-from nsa_verify.checks.calls import PREFILL, may_call
+from nsa_verify.checks.calls import CORE, PREFILL, may_call
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding, judged
 from nsa_verify.judge.layer_gradients import judge_layer
@@ -59,7 +59,7 @@ def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
     return [job("layer", layer, case, torch.float64) for case in cases]
 
 
-@may_call(*PREFILL)
+@may_call(*PREFILL, CORE)
 def layer(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
     """Compare NSAttention with the oracle: output, and gradients of input and parameters."""
     with torch.random.fork_rng(devices=[]):
