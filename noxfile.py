@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shutil
+import subprocess
 import sys
 import zipfile
 
@@ -58,6 +59,18 @@ DOCS_ENVIRONMENT = {"DISABLE_MKDOCS_2_WARNING": "true", "NO_MKDOCS_2_WARNING": "
 # One thread per worker, because two workers share two cores. Byte code is written, because hundreds
 # of child processes import it.
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+# Modules whose byte code many tests need; other imports compile it again in each worker.
+WARM_UP = """
+import contextlib, importlib
+for name in (
+    "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint", "torch.testing", "hypothesis", "transformers.trainer",
+    "transformers.models.llama.modeling_llama", "peft", "matplotlib.pyplot", "plotly.graph_objects",
+    "triton.compiler", "datasets",
+):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+"""
 INTERPRETER_ENVIRONMENT = TEST_ENVIRONMENT | {"TRITON_INTERPRET": "1"}
 INTERPRETED = "tests/triton/interpreted"
 # A file stays on one worker, so that its fixtures are built once. tests/conftest.py orders the
@@ -93,8 +106,12 @@ def environment(session: nox.Session) -> None:
     The environment uses the torch of the calling interpreter if it has one.
     """
     install(session, *TEST_TOOLS, *TYPE_TOOLS)
+    python = str(pathlib.Path(session.bin) / "python")
+    # pip uses one core. The other one compiles byte code, which each worker would compile again.
+    warming = subprocess.Popen([python, "-c", WARM_UP], env={**os.environ, **TEST_ENVIRONMENT})
     editable = (argument for path in PACKAGES for argument in ("-e", str(path)))
     session.install("--no-compile", "--no-build-isolation", *editable)
+    warming.wait()  # the tests report modules that cannot be imported
 
 
 def run_shared(session: nox.Session, *arguments: str, **options: object) -> None:
