@@ -19,6 +19,7 @@ from typing import Any
 
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 ROOM = 4096  # cache space for the tokens of timed steps
+SPIN_CYCLES = 1_000_000  # about 0.5 ms
 STEP_KERNELS = {  # row -> how the names of its kernels begin, rows of a step
     "append": (("decode_append",), 1),
     "gates": (("decode_gates",), 1),
@@ -235,7 +236,11 @@ def clock_of(make: Callable[[], Callable[[], Any]], device: str) -> Callable[[],
 
 
 def cuda_clock(make: Callable[[], Callable[[], Any]]) -> Callable[[], float]:
-    """Return a clock that replays a CUDA graph, or runs the call if it cannot be captured."""
+    """Return a clock that replays a CUDA graph, or runs the call if it cannot be captured.
+
+    The GPU spins before each call until the host has launched it. Otherwise the time of a decode
+    step would include its launch, which differs between processes by more than 10 %.
+    """
     import torch
 
     stream = torch.cuda.Stream()
@@ -259,6 +264,7 @@ def cuda_clock(make: Callable[[], Callable[[], Any]]) -> Callable[[], float]:
 
     def once() -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SPIN_CYCLES)
         start.record()
         run()
         end.record()
