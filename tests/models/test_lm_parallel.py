@@ -175,3 +175,33 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
         InvalidInput, match="device 'cuda:2' does not exist: there are 2 CUDA devices"
     ):
         join("cuda")
+
+
+DELETES_A_MODEL = """
+import gc, os
+from pathlib import Path
+import torch
+from nsa_models.lm import parallel
+
+def loops():
+    return sum((task / "comm").read_text() == "pt_gloo_runloop\\n" for task in TASKS.iterdir())
+
+TASKS = Path("/proc/self/task")
+world = parallel.join("cpu")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+running = loops()
+world.close()
+del model
+gc.collect()
+assert loops() == running > 0, (loops(), running)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads in /proc")
+def test_a_deleted_model_does_not_destroy_the_group(tmp_path):
+    script = tmp_path / "deletes.py"
+    script.write_text(DELETES_A_MODEL)
+    command = [sys.executable, *TORCHRUN, "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr

@@ -35,6 +35,10 @@ KINDS = ("ddp", "fsdp")
 TIMEOUT = timedelta(minutes=5)
 DIMENSIONS = ("dp", "cp", "tp")  # data, context and tensor parallel
 Value = TypeVar("Value")
+# Groups that were left. DDP would destroy the last reference to a Gloo group while it holds the GIL
+# and joins a thread of the group, which may wait for the GIL: the process would never end. Python's
+# own reference releases the GIL.
+_left_groups: list[dist.ProcessGroup | None] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +134,11 @@ class World:
         return values
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process groups."""
         if self.size > 1:
+            _left_groups.append(dist.group.WORLD)
+            if self.mesh is not None:
+                _left_groups.extend(self.mesh.get_all_groups())
             dist.destroy_process_group()
 
 
