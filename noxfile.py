@@ -59,7 +59,7 @@ DOCS_ENVIRONMENT = {"DISABLE_MKDOCS_2_WARNING": "true", "NO_MKDOCS_2_WARNING": "
 # One thread per worker, because two workers share two cores. Byte code is written, because hundreds
 # of child processes import it.
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-# Modules whose byte code many tests need; other imports compile it again in each worker.
+# Imports modules that many tests need, so that workers do not compile their byte code twice.
 WARM_UP = """
 import contextlib, importlib
 for name in (
@@ -106,12 +106,11 @@ def environment(session: nox.Session) -> None:
     The environment uses the torch of the calling interpreter if it has one.
     """
     install(session, *TEST_TOOLS, *TYPE_TOOLS)
-    python = str(pathlib.Path(session.bin) / "python")
-    # pip uses one core. The other one compiles byte code, which each worker would compile again.
-    warming = subprocess.Popen([python, "-c", WARM_UP], env={**os.environ, **TEST_ENVIRONMENT})
     editable = (argument for path in PACKAGES for argument in ("-e", str(path)))
-    session.install("--no-compile", "--no-build-isolation", *editable)
-    warming.wait()  # the tests report modules that cannot be imported
+    # pip uses one core; the other one compiles byte code meanwhile.
+    warm_up = [str(pathlib.Path(session.bin) / "python"), "-c", WARM_UP]
+    with subprocess.Popen(warm_up, env=os.environ | TEST_ENVIRONMENT):
+        session.install("--no-compile", "--no-build-isolation", *editable)
 
 
 def run_shared(session: nox.Session, *arguments: str, **options: object) -> None:

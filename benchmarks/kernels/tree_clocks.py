@@ -238,8 +238,8 @@ def clock_of(make: Callable[[], Callable[[], Any]], device: str) -> Callable[[],
 def cuda_clock(make: Callable[[], Callable[[], Any]]) -> Callable[[], float]:
     """Return a clock that replays a CUDA graph, or runs the call if it cannot be captured.
 
-    The GPU spins before each call until the host has launched it. Otherwise the time of a decode
-    step would include its launch, which differs between processes by more than 10 %.
+    The GPU spins for about half a millisecond before each call. The host launches the call in the
+    meantime, so that the time of a short call does not include its launch.
     """
     import torch
 

@@ -35,9 +35,9 @@ KINDS = ("ddp", "fsdp")
 TIMEOUT = timedelta(minutes=5)
 DIMENSIONS = ("dp", "cp", "tp")  # data, context and tensor parallel
 Value = TypeVar("Value")
-# Groups that were left. DDP would destroy the last reference to a Gloo group while it holds the GIL
-# and joins a thread of the group, which may wait for the GIL: the process would never end. Python's
-# own reference releases the GIL.
+# Left groups are kept here, because DDP must not have the last reference to a Gloo group: it would
+# destroy the group while it holds the GIL, and wait for a thread of the group that may wait for the
+# GIL. Then the process never ends. PyTorch releases the GIL if the last reference is Python's.
 _left_groups: list[dist.ProcessGroup | None] = []
 
 
