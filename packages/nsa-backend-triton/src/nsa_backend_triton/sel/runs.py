@@ -40,11 +40,12 @@ def _parts(num_bytes: int, num_kv_heads: int, num_rows: int) -> tuple[int, int]:
 def divide(o: Tensor, num_kv_heads: int, n: int, seqs: Sequences) -> pair_lists.Runs:
     """Return the runs of the pairs of ``o`` [B, S, Hq, Dv] or [T, Hq, Dv] with ``n`` blocks.
 
-    In each run, the first pairs of a block take the causal mask (buckets.py). It rounds scores once
-    more, because the compiler cannot fuse their multiplication with the subtraction after it. So
-    the rows at which runs begin decide about last bits. With ``seqs.apart``, each entry of the
-    batch is therefore divided as it would be alone: into equal parts of its rows, or not at all.
-    There may then be more runs than MAX_RUNS, or larger ones.
+    In each run, the first pairs of a block take the causal mask (buckets.py). The mask rounds
+    scores once more, because it keeps the compiler from fusing their multiplication with the
+    subtraction after it. If runs begin at other rows, the last bits of some outputs therefore
+    differ. ``seqs.apart`` asks for the bits that each entry of the batch has alone, so each entry is
+    divided as it would be alone: into equal parts of its rows, or not at all. There may then be
+    more runs than MAX_RUNS, or larger ones.
     """
     num_rows = o.numel() // (o.shape[-1] * o.shape[-2])
     num_bytes = o.numel() * n * o.itemsize

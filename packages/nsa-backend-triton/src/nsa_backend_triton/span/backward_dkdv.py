@@ -169,6 +169,8 @@ def span_dkdv(
     scores: two launches compute s twice (5 products in place of 4), and took 4.2 ms instead of 11.2
     on an H200.
     """
+    if WINDOW > 0:
+        query_splits = 1  # as a constant: at 128 columns, spills shrink from 424 to 352 bytes
     num_parts = GROUP // block_h * query_splits
     num_tiles = tl.num_programs(0) // (NUM_KV_HEADS * num_parts)
     outer = tl.program_id(0) // num_tiles
