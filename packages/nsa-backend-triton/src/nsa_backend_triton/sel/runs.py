@@ -43,8 +43,8 @@ def divide(o: Tensor, num_kv_heads: int, n: int, seqs: Sequences) -> pair_lists.
     In each run, the first pairs of a block take the causal mask (buckets.py). The mask rounds
     scores once more, because it keeps the compiler from fusing their multiplication with the
     subtraction after it. If runs begin at other rows, the last bits of some outputs therefore
-    differ. ``seqs.apart`` asks for the bits that each entry of the batch has alone, so each entry is
-    divided as it would be alone: into equal parts of its rows, or not at all. There may then be
+    differ. ``seqs.apart`` asks for the bits that each entry of the batch has alone, so each entry
+    is divided as it would be alone: into equal parts of its rows, or not at all. There may then be
     more runs than MAX_RUNS, or larger ones.
     """
     num_rows = o.numel() // (o.shape[-1] * o.shape[-2])
