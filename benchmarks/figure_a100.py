@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from figure_pieces import PIECES
-from figure_tables import PENDING, Results, digits, table, tokens
+from figure_tables import PENDING, Results, digits, short_device, table, tokens
 
 from nsa_bench.result import Measurement, read_result
 
@@ -32,23 +32,36 @@ def core_file(folder: Path, shape: str) -> Path | None:
 
 
 def core(results: Results) -> str:
-    """Tabulate forward + backward of NSA, dense FlashAttention-2 and rivals, by length."""
+    """Tabulate forward + backward of NSA, dense FlashAttention-2 and rivals, by length and GPU."""
     pieces = [piece for piece in PIECES if piece.name.startswith("a100-core-")]
-    files = [file for piece in pieces if (file := piece.nearest(results.folder))]
-    measured = [m for file in files for m in read_result(file).measurements]
-    measured = [m for m in measured if m.phase == "both"]
-    dense = {s: DENSE[s] for s in DENSE if any(m.subject == s and m.performance for m in measured)}
+    files = [
+        file
+        for piece in pieces
+        for file in sorted(results.folder.parent.glob(f"*_as_{piece.rehearses}/{piece.file}"))
+    ]
+    read = [(result, _gpu(result.environment["device"])) for result in map(read_result, files)]
+    measured = [(m, gpu) for result, gpu in read for m in result.measurements if m.phase == "both"]
+    dense = {
+        s: DENSE[s] for s in DENSE if any(m.subject == s and m.performance for m, _ in measured)
+    }
     subjects = OWN | dense | RIVALS
-    columns = ["heads", "inputs", "tokens", *subjects.values()]
-    rows = []
-    for shape, inputs, length in sorted({(m.shape, m.inputs, m.length) for m in measured}):
-        times = {
-            m.subject: digits(m.performance.median_ms)
-            for m in measured
-            if (m.shape, m.inputs, m.length) == (shape, inputs, length) and m.performance
-        }
-        rows.append([shape, inputs, tokens(length), *(times.get(s, "-") for s in subjects)])
+    columns = ["heads", "inputs", "tokens", "GPU", *subjects.values()]
+    times: dict[tuple[str, str, int, str], dict[str, str]] = {}
+    for m, gpu in measured:
+        row = times.setdefault((m.shape, m.inputs, m.length, gpu), {})
+        if m.performance:
+            row[m.subject] = digits(m.performance.median_ms)
+    rows = [
+        [shape, inputs, tokens(length), gpu, *(times[row].get(s, "-") for s in subjects)]
+        for row in sorted(times)
+        for shape, inputs, length, gpu in [row]
+    ]
     return table(columns, rows or [[PENDING, *"-" * (len(columns) - 1)]])
+
+
+def _gpu(device: str) -> str:
+    """Return the name of the GPU that ran another GPU's code: H200."""
+    return short_device(device.partition(" rehearsing ")[0])
 
 
 def decode(results: Results) -> str:

@@ -38,9 +38,7 @@ def test_a_table_without_its_files_says_so(figures, tmp_path, name):
     assert {*others} == {"-"}
 
 
-def test_the_a100_table_has_rivals_and_real_inputs(figures, tmp_path):
-    folder = tmp_path / "results" / "h200_as_sm80"
-    folder.mkdir(parents=True)
+def test_the_a100_table_has_rivals_and_real_inputs_by_gpu(figures, tmp_path):
     source = ROOT / "benchmarks" / "results" / "h100_as_sm80" / "a100_core_64_4_128.json"
     document = json.loads(source.read_text())
     shown = ("random", 8192)
@@ -50,15 +48,30 @@ def test_the_a100_table_has_rivals_and_real_inputs(figures, tmp_path):
         if (m["inputs"], m["length"]) == shown and m["subject"] == "auto"
         for inputs, subject in (("real", "auto"), ("random", "sfnsa NSA"))
     ]
-    (folder / "a100_core_64_4_128.json").write_text(json.dumps(document))
+    devices = {
+        "h100": "NVIDIA H100 80GB HBM3 rehearsing sm_80",
+        "h200": "NVIDIA H200 rehearsing sm_80",
+    }
+    for gpu, device in devices.items():
+        folder = tmp_path / "results" / f"{gpu}_as_sm80"
+        folder.mkdir(parents=True)
+        document["environment"]["device"] = device
+        (folder / "a100_core_64_4_128.json").write_text(json.dumps(document))
+        document["measurements"] = [
+            m | {"performance": m["performance"] | {"median_ms": m["performance"]["median_ms"] / 2}}
+            for m in document["measurements"]
+        ]
     rows = rows_of(figures, tmp_path / "results" / "h100", "a100")
-    assert [row[:3] for row in rows] == [
-        ["64/4/128", "random", "8k"],
-        ["64/4/128", "real", "8k"],
+    assert [row[:4] for row in rows] == [
+        ["64/4/128", "random", "8k", "H100 80GB"],
+        ["64/4/128", "random", "8k", "H200"],
+        ["64/4/128", "real", "8k", "H100 80GB"],
+        ["64/4/128", "real", "8k", "H200"],
     ]
-    random, real = rows
-    assert random[-2:] == [real[4], "-"]  # sfnsa, xunhao
-    assert (real[3], real[-2:]) == ("-", ["-", "-"])
+    random, faster, real, _ = rows
+    assert random[-2:] == [real[5], "-"]  # sfnsa, xunhao
+    assert (real[4], real[-2:]) == ("-", ["-", "-"])
+    assert float(faster[-2]) == pytest.approx(float(random[-2]) / 2, rel=0.01)
 
 
 def test_the_decode_table_compares_with_the_same_gpu(figures, tmp_path):
