@@ -46,15 +46,14 @@ def core(results: Results) -> str:
     }
     subjects = OWN | dense | RIVALS
     columns = ["heads", "inputs", "tokens", "GPU", *subjects.values()]
-    times: dict[tuple[str, str, int, str], dict[str, str]] = {}
+    times: dict[tuple[str, str, int, str], dict[str, str]] = {}  # row -> subject -> ms
     for m, gpu in measured:
         row = times.setdefault((m.shape, m.inputs, m.length, gpu), {})
         if m.performance:
             row[m.subject] = digits(m.performance.median_ms)
     rows = [
-        [shape, inputs, tokens(length), gpu, *(times[row].get(s, "-") for s in subjects)]
-        for row in sorted(times)
-        for shape, inputs, length, gpu in [row]
+        [shape, inputs, tokens(length), gpu, *(cells.get(s, "-") for s in subjects)]
+        for (shape, inputs, length, gpu), cells in sorted(times.items())
     ]
     return table(columns, rows or [[PENDING, *"-" * (len(columns) - 1)]])
 
