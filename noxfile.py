@@ -25,7 +25,7 @@ TEST_TOOLS = (
     "pytest>=8",
     "pytest-xdist>=3.5",
     "hypothesis>=6.100",
-    "lm-eval[hf,ruler]>=0.4.13",
+    "datasets>=3",
     "import-linter>=2.1",
     "grimp>=3.5",
     "numpy",
@@ -42,6 +42,8 @@ TEST_TOOLS = (
     "wheel",
     f"{TRITON}; sys_platform == 'linux'",
 )
+# Only slow tests score models with the harness, whose installation takes half a minute.
+FULL_TOOLS = ("lm-eval[hf,ruler]>=0.4.13",)
 # They build the site without torch: docstrings are parsed, and `nsa --help` does not import it.
 DOCS_TOOLS = (
     "mkdocs>=1.6,<2",
@@ -192,6 +194,7 @@ def full(session: nox.Session) -> None:
     """
     all_shards = tuple(f"{number}/{SHARDS}" for number in range(1, SHARDS + 1))
     selected = tuple(session.posargs[1:]) if session.posargs[:1] == ["--shard"] else ()
+    run_shared(session, "-m", "pip", "install", "--no-compile", *FULL_TOOLS)
     run_pytest(session, "", selected or (() if session.posargs else all_shards))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pathlib
 
 import pytest
 
@@ -21,6 +22,19 @@ ruler  4096           0.7500      0.0125       500  higher
 text   bits_per_byte  1.5000      -              3  lower
 group  acc            0.2500      -              -
 """
+
+
+@pytest.fixture(autouse=True)
+def harness(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """Put an empty lm_eval on the path, because only the full run installs the harness."""
+    folder = tmp_path / "site"
+    for name, file, text in (
+        ("lm_eval", "__init__.py", ""),
+        ("lm_eval-0.dist-info", "METADATA", "Metadata-Version: 2.1\nName: lm_eval\nVersion: 0\n"),
+    ):
+        (folder / name).mkdir(parents=True)
+        (folder / name / file).write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
 
 
 @pytest.fixture
