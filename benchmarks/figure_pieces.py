@@ -214,6 +214,13 @@ PIECES = (
         6,
         "compile+graph,recompute+compile+graph --shapes 2048x8,16384x1,65536x1",
     ),
+    _train(
+        "train-parts",
+        "time of a training step by groups of kernels, of NSA and of dense attention",
+        "parts",
+        4,
+        "bf16+compile+graph --shapes 2048x8,8192x1,16384x1",
+    ),
     _train("train-memory", "training memory of NSA and of dense attention", "memory", 4),
     _train("train-stall", "variation of step times, memory growth", "stall", 3, "compile+graph"),
     _train("train-layers", "forward and backward time by number of layers", "layers", 2),

@@ -8,6 +8,7 @@ from typing import Any
 from figure_tables import PENDING, Results, fixed, table, tokens
 
 RECOMPUTE_FILE = "train_recompute.json"
+PARTS_FILE = "train_parts.json"
 _ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
 
 
@@ -67,6 +68,28 @@ def train_recompute(results: Results) -> str:
         for (length, batch), of in _recompute_cells(results)
     ]
     return table(columns, rows)
+
+
+def train_parts(results: Results) -> str:
+    """Tabulate the ms of a step and of its groups of kernels: NSA, dense and the difference."""
+    measured = (results.folder / PARTS_FILE).exists()
+    rows = [r for r in results.rows(PARTS_FILE) if "kernels_ms" in r] if measured else []
+    if not rows:
+        return table(["tokens x batch", "attention", "step"], [[PENDING, "-", "-"]])
+    names = list(rows[0]["kernels_ms"])
+    lines = []
+    for shape in dict.fromkeys((r["S"], r["B"]) for r in rows):
+        of = {r["attention"]: r for r in rows if (r["S"], r["B"]) == shape}
+        times = {
+            title: [of[key]["step_ms"], *(of[key]["kernels_ms"][name] for name in names)]
+            for title, key in (("NSA", "nsa"), ("dense", "dense"))
+            if key in of
+        }
+        if len(times) == 2:
+            times["difference"] = [a - b for a, b in zip(times["NSA"], times["dense"])]
+        label = f"{tokens(shape[0])} x {shape[1]}"
+        lines += [[label, title, *(f"{ms:.1f}" for ms in row)] for title, row in times.items()]
+    return table(["tokens x batch", "attention", "step", *names], lines)
 
 
 def recompute_price(results: Results) -> str:
@@ -191,6 +214,7 @@ TRAINING: dict[str, Callable[[Results], str]] = {
     "train": train,
     "train-crossover": train_crossover,
     "train-memory": train_memory,
+    "train-parts": train_parts,
     "train-recompute": train_recompute,
     "recompute-price": recompute_price,
     "row-10-eager": _train_value("train_toy.json", "tokens_per_s", _thousand, mode="eager"),

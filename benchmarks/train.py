@@ -3,7 +3,8 @@
     python benchmarks/train.py --json train.json
     python benchmarks/train.py --quick --device cpu     # every section on a tiny model, in seconds
 
-Sections (--only): throughput, stall, memory, layers, toy. Cells with a target figure run first; no
+Sections (--only): throughput, stall, memory, layers, toy, and parts, which divides a step among
+groups of kernels and runs only if it is named. Cells with a target figure run first; no
 cell starts after --time-limit (540 s). Every cell is a row, and the file is written after each. If
 a cell fails or runs out of memory, its row has the reason and the run continues.
 
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 from train_cells import Bench, Grid, Mode, Row, median, quick
+from train_parts import step_parts
 
 from nsa_bench.crossover import crossing
 from nsa_models.lm.config import LMConfig, size
@@ -30,7 +32,8 @@ from nsa_models.lm.flops import row_flops
 from nsa_models.lm.graph import GraphedWork
 from nsa_models.lm.model import parameter_count
 
-SECTIONS = ("stall", "layers", "toy", "memory", "throughput")
+DEFAULT_SECTIONS = ("stall", "layers", "toy", "memory", "throughput")
+SECTIONS = (*DEFAULT_SECTIONS, "parts")
 
 
 def throughput(bench: Bench) -> None:
@@ -79,6 +82,28 @@ def _speed(bench: Bench, config: LMConfig, length: int, batch: int, mode: str) -
         ),
         "parameters": parameter_count(trainer.model),
     }
+
+
+def parts(bench: Bench) -> None:
+    """Divide the time of a step among groups of kernels, in the last mode, by shape."""
+    for length, batch in bench.grid.shapes:
+        torch._dynamo.reset()
+        for attention in ("nsa", "dense"):
+            mode = bench.grid.modes_of(attention)[-1]
+            config = dataclasses.replace(bench.grid.model, attention=attention)
+            facts = {"attention": attention, "S": length, "B": batch, "mode": mode}
+            bench.cell(
+                "parts",
+                facts,
+                lambda c=config, n=length, b=batch, m=mode: _parts(bench, c, n, b, m),
+            )
+
+
+def _parts(bench: Bench, config: LMConfig, length: int, batch: int, mode: str) -> Row:
+    trainer = bench.trainer(config, length, batch, mode)
+    for _ in range(3):
+        trainer.step()
+    return step_parts(trainer, list(bench.times(trainer)))
 
 
 def memory(bench: Bench) -> None:
@@ -220,7 +245,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="comma-separated sections")
+    parser.add_argument(
+        "--only", default=",".join(DEFAULT_SECTIONS), help="comma-separated sections"
+    )
     parser.add_argument(
         "--modes",
         help="comma-separated modes, such as compile+graph,bf16+compile (see above)",

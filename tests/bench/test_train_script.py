@@ -106,6 +106,43 @@ def test_each_attention_runs_the_modes_that_it_has(script, tmp_path):
     assert not [row for row in rows if "reason" in row]
 
 
+def test_a_step_is_divided_among_groups_of_kernels(script, tmp_path):
+    file = tmp_path / "train.json"
+    script("--only", "parts", "--shapes", "64x1", "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    assert [(r["section"], r["attention"], r["mode"]) for r in rows] == [
+        ("parts", "nsa", "bf16"),
+        ("parts", "dense", "bf16"),
+    ]
+    for row in rows:
+        assert row["step_ms"] > 0
+        assert row["kernels_ms"].keys() == {*GROUPS_OF_A_STEP, "other"}
+        assert row["kernels_ms"]["products"] > 0
+
+
+GROUPS_OF_A_STEP = ("attention", "products", "compiled", "optimizer")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("sel_block_backward", "attention"),
+        ("attention_delta", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma", "attention"),
+        ("nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_NNT", "products"),
+        ("aten::mm", "products"),
+        ("triton_poi_fused_mul_silu_15", "compiled"),
+        ("void at::native::multi_tensor_apply_kernel<at::native::TensorList>", "optimizer"),
+        ("void at::native::vectorized_elementwise_kernel<4, FillFunctor>", "other"),
+    ],
+)
+def test_kernels_belong_to_groups(monkeypatch, kernel, group):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from train_parts import group_of
+
+    assert group_of(kernel) == group
+
+
 @pytest.mark.parametrize(
     ("modes", "message"),
     [

@@ -30,7 +30,11 @@ def rows_of(figures, results, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["a100", "a100-decode", "shapes", "train-recompute", "old-new", "old-new-a100"]
+    "name",
+    [
+        *("a100", "a100-decode", "shapes", "train-parts", "train-recompute"),
+        *("old-new", "old-new-a100"),
+    ],
 )
 def test_a_table_without_its_files_says_so(figures, tmp_path, name):
     ((state, *others),) = rows_of(figures, tmp_path / "results" / "h100", name)
@@ -171,6 +175,25 @@ def test_the_tables_of_training_take_the_fastest_dense_mode_and_recompute(figure
     assert shape == "2k x 1"
     assert cells[:2] == [f"{nsa['tokens_per_s'] / 1e3:.1f}", "1.0"]
     assert cells[3:] == [f"{nsa['peak_gib']:.1f}", "0.5", f"{dense['peak_gib']:.1f}"]
+
+
+def test_parts_of_a_training_step_have_a_difference_from_dense(figures, tmp_path):
+    folder = tmp_path / "results" / "h100"
+    folder.mkdir(parents=True)
+    parts = [
+        {"attention": name, "S": 8192, "B": 1, "step_ms": step, "kernels_ms": kernels}
+        for name, step, kernels in (
+            ("nsa", 24.36, {"attention": 13.1, "products": 6.5}),
+            ("dense", 22.1, {"attention": 11.7, "products": 5.6}),
+        )
+    ]
+    failed = {"attention": "nsa", "S": 2048, "B": 8, "reason": "out of memory"}
+    (folder / "train_parts.json").write_text(json.dumps({"rows": [failed, *parts]}))
+    assert rows_of(figures, folder, "train-parts") == [
+        ["8k x 1", "NSA", "24.4", "13.1", "6.5"],
+        ["8k x 1", "dense", "22.1", "11.7", "5.6"],
+        ["8k x 1", "difference", "2.3", "1.4", "0.9"],
+    ]
 
 
 def test_memory_with_recompute_has_a_row_of_its_own(figures, results):
