@@ -114,7 +114,7 @@ def test_a_page_installs_what_it_uses(path, repo):
         ("```sh\nnsa eval --tasks x\n```", ["nsa eval --tasks x needs lm-eval"]),
         ("```python\nimport peft\n```\n```sh\npip install peft\n```", ["peft needs peft"]),
         ("```sh\npip install peft\n```\n```python\nimport peft, transformers\n```", []),
-        ("```sh\npip install 'nsa-cli[eval]'\nnsa eval --tasks x\n```", []),
+        ("```sh\npip install 'nsa-cli[hf]'\nnsa convert x\n```", []),
     ],
 )
 def test_missing_installs_are_found(page, errors, repo):
