@@ -1,4 +1,4 @@
-"""Fused decode forms in a layer's step: results, use of the gate form, number of operators."""
+"""Fused decode forms in a layer's step: results, when each is used, number of operators."""
 
 from __future__ import annotations
 
@@ -16,9 +16,36 @@ from nsa_core.layer.gating import LinearGate
 ROOM = 40
 
 
+def plain_compress(k, v, k_cmp, v_cmp, phi_k, phi_v, *, rope, call):
+    """Compress the block that each sequence completes, in blocks of 8 tokens with stride 4."""
+    for b in range(k.shape[0]):
+        block = call.geometry.num_compressed(int(call.starts[b]))
+        if block * 4 + 8 > int(call.lengths[b]):
+            continue
+        page, row = divmod(block, k_cmp.shape[1])
+        for x, out, weights in ((k, k_cmp, phi_k), (v, v_cmp, phi_v)):
+            position, weight, bias, *down = weights
+            block_tokens = x[b, torch.arange(block * 4, block * 4 + 8) % x.shape[1]]
+            y = (block_tokens.transpose(0, 1) + position).flatten(1) @ weight.mT + bias
+            if down:
+                y = torch.nn.functional.gelu(y) @ down[0].mT + down[1]
+            if rope is not None and x is k:
+                (y1, y2), (cos, sin) = y.chunk(2, -1), (table[block * 4] for table in rope)
+                y = torch.cat((y1 * cos - y2 * sin, y2 * cos + y1 * sin), -1)
+            out[int(call.block_table[b, page]), row] = y
+
+
 @pytest.mark.parametrize("max_step", [3, 64])
 @pytest.mark.parametrize(
-    "changes", [{}, {"rope_before_compress": True}, {"rope": False}, {"shared_kv": True}], ids=str
+    "changes",
+    [
+        {},
+        {"rope_before_compress": True},
+        {"rope": False, "compress": "linear"},
+        {"shared_kv": True},
+        {"compress": "mean"},
+    ],
+    ids=str,
 )
 def test_fused_forms_equal_the_slots_and_the_layer(changes, max_step):
     """The fused forms are written here as loops over the contract's definitions."""
@@ -70,7 +97,11 @@ def test_fused_forms_equal_the_slots_and_the_layer(changes, max_step):
         calls.append("gates")
         return (rows[:, :, None] * weight).sum(-1).add(bias).sigmoid().view(*rows.shape[:2], -1, 3)
 
-    forms = {"append": append, "gates": gates, "step": fused_step}
+    def compress(*tensors, **options):
+        calls.append("compress")
+        plain_compress(*tensors, **options)
+
+    forms = {"append": append, "gates": gates, "step": fused_step, "compress": compress}
     kernels = {
         n: dataclasses.replace(plan.cmp, slot=n, function=function) for n, function in forms.items()
     }
@@ -80,11 +111,19 @@ def test_fused_forms_equal_the_slots_and_the_layer(changes, max_step):
         (x[:, 11:12], None),
         (x[:, 12:17], [5, 2]),
         (x[:, 17:18], None),
+        (x[:, 18:19], None),
     ):
         is_step = part.shape[1] < 11
         y = attn(part, cache=caches[0], new=new, plan=fused if is_step else None)
         assert_equal(y, attn(part, cache=caches[1], new=new))
-    assert calls == ["gates", "append", "step"] * 3
+    # The steps of one token to lengths 12, and 19 and 16, complete a block; five rows may be two.
+    completed = [True, False, False, True]
+    assert calls == [
+        name
+        for complete in completed
+        for name in ("gates", "append", "compress", "step")
+        if name != "compress" or (complete and attn.config.compress != "mean")
+    ]
 
 
 class OtherGate(LinearGate):
@@ -124,6 +163,41 @@ def test_gate_form_is_used_for_plain_linear_gates_only(change, monkeypatch):
     assert bool(calls) == (getattr(change, "__name__", "") == "<lambda>")
 
 
+def _hooked_linear(phi):
+    phi.up.register_forward_hook(lambda module, args, out: out)
+
+
+def _parametrised(phi):
+    torch.nn.utils.parametrizations.weight_norm(phi.up)
+
+
+@pytest.mark.parametrize("which", ["phi_k", "phi_v"])
+@pytest.mark.parametrize(
+    "change",
+    [_hooked, _hooked_linear, _parametrised, "conv", "attn_pool", "linear", "mlp", "autocast"],
+)
+def test_compress_form_is_used_for_plain_phis_only(change, which):
+    kind = change if change in ("conv", "attn_pool", "linear") else "mlp"
+    attn, dtype = layer_of(torch.float32, compress=kind), torch.float32
+    if callable(change):
+        change(getattr(attn, which))
+    with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"), torch.no_grad():
+        if change == "autocast":
+            dtype = torch.bfloat16
+        cache, calls = attn.new_cache(2, ROOM, dtype=dtype), []
+
+        def compress(k, v, k_cmp, v_cmp, phi_k, phi_v, *, rope, call):
+            assert {x.dtype for x in (k, v, k_cmp, v_cmp)} == {dtype}
+            assert {x.dtype for x in (*phi_k, *phi_v)} == {torch.float32}
+            calls.append(len(phi_k))
+
+        plan = plan_without_work(cache, compress=compress)
+        attn(tokens(attn, 2, 7), cache=cache)
+        for _ in range(2):  # the first one completes a block
+            attn(tokens(attn, 2, 1), cache=cache, plan=plan)
+    assert calls == {"linear": [3], "mlp": [5], "autocast": [5]}.get(change, [])
+
+
 VIEWS = {
     "view",
     "_unsafe_view",
@@ -154,10 +228,12 @@ class OperatorRecorder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def plan_without_work(cache):
+def plan_without_work(cache, **forms):
     """The plan of a cache with fused forms that do nothing: only the layer's work remains."""
-    o, blocks = torch.zeros(2, 1, 4, 6), torch.zeros(2, 1, 2, 3, dtype=torch.int32)
-    forms = {"append": lambda q, *rest, **options: q, "step": lambda *tensors, call: (o, blocks)}
+    o = torch.zeros(2, 1, 4, 6, dtype=cache.dtype)
+    blocks = torch.zeros(2, 1, 2, 3, dtype=torch.int32)
+    forms["append"] = lambda q, *rest, **options: q
+    forms["step"] = lambda *tensors, call: (o, blocks)
     kernels = {
         n: dataclasses.replace(cache.plan.cmp, slot=n, function=function)
         for n, function in forms.items()
@@ -171,7 +247,7 @@ def test_number_of_operators_per_token(compress, phi, monkeypatch):
 
     They are qkv, gates, sigmoid, out, and two operators for the lengths. A step that completes a
     block runs ``phi`` more. A captured step always runs phi, four more operators for the lengths,
-    and one for the page.
+    and one for the page. A fused compression replaces phi and the operator for the page.
     """
     attn = layer_of(torch.float32, compress=compress).requires_grad_(False)
     cache, x = attn.new_cache(2, ROOM), tokens(attn, 2, ROOM)
@@ -189,3 +265,7 @@ def test_number_of_operators_per_token(compress, phi, monkeypatch):
     with OperatorRecorder() as recorder:
         attn(row, cache=cache, plan=plan)
     assert len(recorder.names) == 6 + 4 + phi + 1, recorder.names
+    fused = plan_without_work(cache, compress=lambda *tensors, **options: None)
+    with OperatorRecorder() as recorder:
+        attn(row, cache=cache, plan=fused)
+    assert len(recorder.names) == 6 + 4 + (phi + 1) * (compress == "mean"), recorder.names

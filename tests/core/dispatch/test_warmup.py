@@ -69,7 +69,7 @@ def test_warmup_of_a_fused_backward_runs_many_tokens_and_few() -> None:
 
     slots = {**plan._slots, "sel": dataclasses.replace(plan._slots["sel"], warmup_tokens=200)}
     kernels, fused = {slot: getattr(plan, slot) for slot in SLOTS}, {"backward": Fused()}
-    warm(kernels, fused, plan.requests, slots, 1.0, torch.device("cpu"))
+    warm(kernels, fused, plan.requests, slots, CONFIG, torch.device("cpu"))
     assert lengths == [200, 16]
 
 
@@ -108,13 +108,20 @@ def test_warmup_of_a_decode_plan_runs_its_fused_forms() -> None:
         calls.append(("append", rope is None))
         return q
 
+    def compress(
+        k: torch.Tensor, v: torch.Tensor, *rest: object, rope: object, call: DecodeCall
+    ) -> None:
+        assert [len(weights) for weights in rest[2:]] == [5, 5]
+        calls.append(("compress", rope is None))
+
     plan, functions = (
         resolve(CONFIG, backends="sdpa", phase="decode"),
-        {"step": step, "append": append, "gates": gates},
+        {"step": step, "append": append, "gates": gates, "compress": compress},
     )
     forms = {name: DecodeKernel("toy", name, f) for name, f in functions.items()}
     dataclasses.replace(plan, fused=forms).warmup()
-    assert calls == [("step", True), ("append", True), ("append", False), ("gates", True)]
+    expected = [("step", True), ("append", True), ("append", False), ("gates", True)]
+    assert calls == [*expected, ("compress", False)]
 
 
 def test_workspace_of_a_decode_form_uses_decode_workspace_only() -> None:

@@ -131,7 +131,7 @@ BRANCHES = ("cmp", "sel", "win")
 # from it on.
 LONG_SEQUENCE = 49152
 PHASES = ("prefill", "decode")
-FUSED_DECODE = ("step", "append", "gates")
+FUSED_DECODE = ("step", "append", "gates", "compress")
 FUSED = (*FUSED_DECODE, "backward")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -389,6 +389,22 @@ class BackendSpec:
         gates    (x, weight, bias, *, call) -> gates
                  Computes sigmoid(x weight^T + bias) in fp32 (fp64 for fp64 x) as [B, m, Hq, 3], for
                  steps of few tokens. x [B, m, dim], weight [3 Hq, dim], bias [3 Hq].
+        compress (k, v, k_cmp, v_cmp, phi_k, phi_v, *, rope, call) -> None
+                 Compresses the block that a step of at most d rows completes. It runs after append.
+                 Block i of sequence b, i = num_compressed(starts[b]), is complete if
+                 i d + l <= lengths[b]; then compressed token i is written. Nothing else is written.
+                 k, v           the rings raw of append; token t is in row t % R, with R >= l
+                 k_cmp, v_cmp   the pages to write to, as the decode form of cmp reads them
+                 phi_k, phi_v   parameters of W flatten(block + position) + b: position [l, D],
+                                weight [out, l D] and bias [out]. Those of an MLP, whose ``out`` is
+                                the number of its hidden units, are followed by the weight
+                                [D, hidden] and the bias [D] after its exact GELU. They have the
+                                dtype of k, or fp32 beside a 16-bit k; a weight may then be rounded
+                                to the dtype of k.
+                 rope           as in append, or None. The compressed key is rotated at position
+                                i d.
+                 It is called for phis of kind mlp and linear without hooks; k_cmp of other phis is
+                 computed by nsa_core.
 
     The fused backward is used if one backend runs every slot of a prefill plan, every input needs a
     gradient, and the caller states that no gate is negative:

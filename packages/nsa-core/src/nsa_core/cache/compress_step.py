@@ -1,7 +1,10 @@
 """Compression of the blocks that a decode step completes.
 
-A captured step runs the compression for every token and masks the result, so its time is the number
-of operators. A step of at most d rows completes at most one block, whose location is looked up.
+A captured step runs the compression for every token, because the host cannot know whether a block is
+complete. A step of at most d rows completes at most one block per sequence. The plan's fused form
+compresses it if it takes these phis: its programs end at once if no block is complete. Otherwise
+operators run whatever the lengths, and the result is masked. Their time is the number of operators,
+so the location of the block is looked up.
 """
 
 from __future__ import annotations
@@ -10,15 +13,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nsa_core.layer.phi.kinds import weights_of_pair
 from nsa_core.layer.rope import RopeTable, rotate, rotate_pairs
 
 if TYPE_CHECKING:
     from nsa_core.cache.kv_store import KVStore
     from nsa_core.contract import DecodeCall
+    from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.projection import NSAProjections
 
 
-def compress(layer: NSAProjections, store: KVStore, call: DecodeCall, rows: int) -> None:
+def compress(
+    layer: NSAProjections, store: KVStore, call: DecodeCall, rows: int, plan: Plan
+) -> None:
     """Compress the blocks that a step of ``rows`` rows completes.
 
     phi is applied to the blocks that the step may complete, ceil(m / d) per sequence. Only the
@@ -26,10 +33,22 @@ def compress(layer: NSAProjections, store: KVStore, call: DecodeCall, rows: int)
     """
     number = -(-rows // call.geometry.compress_stride)
     is_cache_ring = store.raw.rows == len(store.locations.ring)  # the ring of a chunk is longer
-    if number == 1 and is_cache_ring:
-        _compress_one(layer, store, call)
-    else:
+    if not (number == 1 and is_cache_ring):
         _compress_many(layer, store, call, number)
+    elif "compress" not in plan.fused or not _fused_compress(layer, store, call, plan):
+        _compress_one(layer, store, call)
+
+
+def _fused_compress(layer: NSAProjections, store: KVStore, call: DecodeCall, plan: Plan) -> bool:
+    """Do :func:`_compress_one` with the plan's fused form; return False if it takes other phis."""
+    raw, cmp = store.raw, store.cmp
+    weights = weights_of_pair(layer.phi_k, layer.phi_v, raw.k, raw.v)
+    if weights is None:
+        return False
+    rope = None if store.locations.angles is None else store.rope  # k_cmp is rotated after phi
+    tables = None if rope is None else (rope.cos[:, 0], rope.sin[:, 0])
+    plan.fused["compress"](raw.k, raw.v, cmp.k, cmp.v, *weights, rope=tables, call=call)
+    return True
 
 
 def _compress_one(layer: NSAProjections, store: KVStore, call: DecodeCall) -> None:

@@ -192,7 +192,7 @@ def _decode(
     else:
         q = _append(layer.config, store, q, pairs, call, positions, absent)
     if tokens.counts is None or not cache.exact or _completes_a_block(cache, bounds):
-        compress(layer, store, call, tokens.rows)
+        compress(layer, store, call, tokens.rows, plan)
     long = is_chunk and explicit is None and tokens.counts is not None and cache.exact
     partial = _chunk_plan(layer, cache, plan, tokens.rows) if long else None
     if partial is None:

@@ -182,7 +182,7 @@ class Plan:
                 f"warmup: the plan is for {self.requests['cmp'].device}, got {target}"
             )
         kernels = {slot: getattr(self, slot) for slot in SLOTS}
-        warm(kernels, self.fused, self.requests, self._slots, self.config.softmax_scale, target)
+        warm(kernels, self.fused, self.requests, self._slots, self.config, target)
 
     def __copy__(self) -> Plan:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,13 +14,16 @@ from nsa_core.torch_ops.decode_kernel import DecodeKernel
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, INPUTS, Kernel
 from nsa_core.torch_ops.tensor_checks import SLOT_AXES
 
+if TYPE_CHECKING:
+    from nsa_core.config import NSAConfig
+
 
 def warm(
     kernels: Mapping[str, Any],
     fused: Mapping[str, Any],
     requests: Mapping[str, Request],
     specs: Mapping[str, SlotSpec],
-    scale: float,
+    config: NSAConfig,
     device: torch.device,
 ) -> None:
     """Run every slot of a plan once.
@@ -33,11 +36,11 @@ def warm(
         fused: Name of a fused form -> its kernel.
         requests: slot -> the plan's request.
         specs: slot -> the specification of the backend's slot.
-        scale: Scale of the attention scores.
+        config: The plan's configuration.
         device: Device to run on.
     """
     if requests["cmp"].phase == "decode":
-        _warm_decode(kernels, fused, requests["cmp"], scale, device)
+        _warm_decode(kernels, fused, requests["cmp"], config, device)
     else:
         _warm_slots(kernels, requests, specs, device)
         if "backward" in fused:
@@ -139,7 +142,7 @@ def _warm_decode(
     kernels: Mapping[str, Any],
     fused: Mapping[str, DecodeKernel],
     request: Request,
-    scale: float,
+    config: NSAConfig,
     device: torch.device,
 ) -> None:
     """Run each decode form, the forward of combine, and each fused form for one decode step.
@@ -163,7 +166,7 @@ def _warm_decode(
 
     block_table = torch.arange(2 * pages, dtype=torch.int32, device=device).view(2, pages)
     lengths = zeros(2, dtype=torch.int32) + length
-    call = DecodeCall(geometry, scale, lengths - 1, lengths, block_table, length)
+    call = DecodeCall(geometry, config.softmax_scale, lengths - 1, lengths, block_table, length)
     q, gates = (
         zeros(2, 1, request.n_heads, request.head_dim),
         zeros(2, 1, request.n_heads, 3, dtype=stats_dtype(dtype)),
@@ -193,3 +196,19 @@ def _warm_decode(
             x.new_zeros(3 * request.n_heads),
             call=call,
         )
+    if "compress" in fused and config.compress in ("mlp", "linear"):
+        rope = None
+        if config.rope and not config.rope_before_compress:
+            rope = (zeros(length, request.head_dim // 2, dtype=stats_dtype(dtype)),) * 2
+        phis = (_phi_weights(x, config) for x in raw)
+        fused["compress"](*raw, k_cmp, v_cmp, *phis, rope=rope, call=call)
+
+
+def _phi_weights(x: torch.Tensor, config: NSAConfig) -> tuple[torch.Tensor, ...]:
+    """Return zeros as the parameters of phi for x [.., D], in the order of the fused compress."""
+    size, width = config.compress_block_size, x.shape[-1]
+    hidden = 2 * width if config.compress == "mlp" else width
+    shapes: list[tuple[int, ...]] = [(size, width), (hidden, size * width), (hidden,)]
+    if config.compress == "mlp":
+        shapes += [(width, hidden), (width,)]
+    return tuple(x.new_zeros(shape) for shape in shapes)

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from nsa_core.errors import InvalidInput
 
 _LINEAR_FORWARD = nn.Linear.forward
-_PLAIN_TENSORS = (nn.Parameter, torch.Tensor)  # torch.func.functional_call sets tensors
+PLAIN_TENSORS = (nn.Parameter, torch.Tensor)  # torch.func.functional_call sets tensors
 
 
 def are_plain(kind: type[nn.Module], *modules: nn.Module) -> bool:
@@ -50,7 +50,7 @@ def are_plain_linear(*layers: nn.Module, kind: type[nn.Linear] = nn.Linear) -> b
     for layer in layers:
         for name in ("weight", "bias"):
             parameters = layer._parameters
-            if name not in parameters or type(parameters[name]) not in _PLAIN_TENSORS:
+            if name not in parameters or type(parameters[name]) not in PLAIN_TENSORS:
                 return False
     return True
 

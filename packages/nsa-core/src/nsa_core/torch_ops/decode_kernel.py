@@ -50,6 +50,8 @@ class DecodeKernel:
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return the shape and dtype of each result that the contract requires."""
         q = tensors[0]
+        if self.slot == "compress":
+            return []
         if self.slot == "gates":
             return [((*q.shape[:2], tensors[1].shape[0] // 3, 3), stats_dtype(q.dtype))]
         batch, rows, heads, _ = q.shape
@@ -71,7 +73,7 @@ class DecodeKernel:
         device: torch.device,
     ) -> None:
         """Raise NSAError if ``results`` differ from ``expected`` or are on another device."""
-        tensors = [results] if isinstance(results, torch.Tensor) else list(results)
+        tensors = [results] if isinstance(results, torch.Tensor) else list(results or ())
         if len(tensors) == len(expected):
             for t, (shape, dtype) in zip(tensors, expected):
                 if t.shape != shape or t.dtype != dtype or t.device != device:

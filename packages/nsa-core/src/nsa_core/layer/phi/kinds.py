@@ -18,7 +18,7 @@ from torch import nn
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.phi.chunks import Chunks, PackedBlocks
 from nsa_core.layer.phi.joint import JointPhi, fits, joint_hidden, stacked
-from nsa_core.layer.plain_linear import are_plain, are_plain_linear
+from nsa_core.layer.plain_linear import PLAIN_TENSORS, are_plain, are_plain_linear
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.torch_state import is_eager
 
@@ -335,3 +335,36 @@ def compress_pair(
         if joint is not None:
             return joint[0], joint[1]
     return phi_k(k, packed), phi_v(v, packed)
+
+
+PhiWeights = tuple[torch.Tensor, ...]
+
+
+def weights_of_pair(
+    phi_k: nn.Module, phi_v: nn.Module, k: torch.Tensor, v: torch.Tensor
+) -> tuple[PhiWeights, PhiWeights] | None:
+    """Return the parameters of both phis, in the order of weights(), for a fused decode form.
+
+    Returns None unless both phis are plain and of one kind, mlp or linear, and their products with
+    k and v have the dtype and the device of k and v.
+    """
+    kind = type(phi_k)
+    if kind not in (LinearPhi, MLPPhi) or not are_plain(kind, phi_k, phi_v):
+        return None
+    weights = []
+    for phi, x in ((phi_k, k), (phi_v, v)):
+        layers = phi.linears()  # type: ignore[operator]  # phi is of type kind
+        if not are_plain_linear(*layers):
+            return None
+        # Read from the dictionaries: the attributes of a module take ten times as long.
+        parameters = [phi._parameters.get("position")]
+        parameters += [layer._parameters[name] for layer in layers for name in ("weight", "bias")]
+        device, tensors = x.device, []
+        for tensor in parameters:
+            if tensor is None or type(tensor) not in PLAIN_TENSORS or tensor.device != device:
+                return None
+            tensors.append(tensor)
+        if not fits(x, tensors[1]):
+            return None
+        weights.append(tuple(tensors))
+    return weights[0], weights[1]
