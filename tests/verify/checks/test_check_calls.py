@@ -18,7 +18,7 @@ from nsa_verify.combination import Combination
 from nsa_verify.run import suite
 
 # sdpa has no fused forms, so that these calls are declared only.
-FUSED = {("step", "decode"), ("append", "decode"), ("gates", "decode")}
+FUSED = {(form, "decode") for form in ("step", "append", "gates", "compress")}
 
 
 @functools.cache

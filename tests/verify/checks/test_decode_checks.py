@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_cli.app import app
 from nsa_core.dispatch.registry import Registry
-from nsa_verify.checks import decode_fused, decode_invariants
+from nsa_verify.checks import decode_compress, decode_fused, decode_invariants
 from nsa_verify.checks.decode_parity import quick_steps
 from nsa_verify.combination import Combination
 from nsa_verify.run import suite
@@ -29,6 +29,7 @@ CHECKS = {
     "fused step": decode_fused.fused_step,
     "fused append": decode_fused.fused_append,
     "fused gates": decode_fused.fused_gates,
+    "fused compress": decode_compress.fused_compress,
 }
 BROKEN = {
     "run to run": [{"win": "win_not_deterministic"}],
@@ -53,8 +54,19 @@ BROKEN = {
         {"gates": f"gates_{fault}"}
         for fault in ("without_bias", "with_bf16_sums", "with_shifted_heads")
     ],
+    "fused compress": [
+        {"compress": f"compress_{fault}"}
+        for fault in (
+            "one_early",
+            "one_late",
+            "with_another_ring_row",
+            "without_rotary",
+            "without_position",
+            "with_tanh_gelu",
+        )
+    ],
 }
-_FORMS = {"step": "step", "append": "append", "gates": "gates"}
+_FORMS = {"step": "step", "append": "append", "gates": "gates", "compress": "compress"}
 ALL = {
     "block attention decode",
     "generated steps",

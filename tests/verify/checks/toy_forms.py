@@ -122,6 +122,70 @@ def gates_with_shifted_heads(x, weight, bias, *, call: DecodeCall):
     return gates(x, weight, bias, call=call).roll(1, -2)
 
 
+def compress(
+    k,
+    v,
+    k_cmp,
+    v_cmp,
+    phi_k,
+    phi_v,
+    *,
+    rope,
+    call: DecodeCall,
+    early=0,  # tokens before its end from which a block counts as complete
+    shift=0,  # rows of the ring
+):
+    """Compress block by block, in float64."""
+    geometry = call.geometry
+    size, stride = geometry.compress_block_size, geometry.compress_stride
+    for b, (start, length) in enumerate(zip(call.starts.tolist(), call.lengths.tolist())):
+        i = geometry.num_compressed(start)
+        if i * stride + size > length + early:
+            continue
+        page, row = divmod(i, k_cmp.shape[1])
+        for x, out, weights in ((k, k_cmp, phi_k), (v, v_cmp, phi_v)):
+            position, weight, bias, *down = (w.double() for w in weights)
+            tokens = x[b, (i * stride + shift + torch.arange(size)) % x.shape[1]].transpose(0, 1)
+            y = (tokens + position).flatten(1) @ weight.mT + bias
+            if down:
+                y = torch.nn.functional.gelu(y) @ down[0].mT + down[1]
+            if rope is not None and x is k:
+                angles = RopeTable(*(t[i * stride, None, None].double() for t in rope))
+                y = rotate(y[None], angles)[0]
+            out[call.block_table[b, page], row] = y.to(out.dtype)
+
+
+def compress_one_early(*tensors, **options):
+    compress(*tensors, **options, early=1)
+
+
+def compress_one_late(*tensors, **options):
+    compress(*tensors, **options, early=-1)
+
+
+def compress_with_another_ring_row(*tensors, **options):
+    compress(*tensors, **options, shift=-1)
+
+
+def compress_without_rotary(*tensors, rope, call: DecodeCall):
+    compress(*tensors, rope=None, call=call)
+
+
+def compress_without_position(*stores, rope, call: DecodeCall):
+    *stores, phi_k, phi_v = stores
+    phis = ((weights[0] * 0, *weights[1:]) for weights in (phi_k, phi_v))
+    compress(*stores, *phis, rope=rope, call=call)
+
+
+def compress_with_tanh_gelu(*tensors, **options):
+    def approximate(x):
+        return gelu(x, approximate="tanh")
+
+    gelu, torch.nn.functional.gelu = torch.nn.functional.gelu, approximate
+    compress(*tensors, **options)
+    torch.nn.functional.gelu = gelu
+
+
 def win_not_deterministic(q, k, v, *, call: DecodeCall):
     o, lse = decode.win(q, k, v, call=call)
     return o.add_(1e-6 * next(_calls) * o.abs()), lse

@@ -33,7 +33,7 @@ def fused_step(combination: Combination, step: Step, dtype: torch.dtype) -> Iter
     if "step" in plan.fused:
         yield from step_parity(combination, step, dtype)
     else:
-        yield _missing(plan, "step", step, dtype)
+        yield missing_form(plan, "step", step, dtype)
 
 
 @may_call(("append", "decode"))
@@ -41,7 +41,7 @@ def fused_append(combination: Combination, step: Step, dtype: torch.dtype) -> It
     """Run :func:`append_parity` with and without rotary if the backend has a fused append."""
     plan = decode_plan(combination, step, dtype)
     if "append" not in plan.fused:
-        yield _missing(plan, "append", step, dtype)
+        yield missing_form(plan, "append", step, dtype)
         return
     ring = step.case.config.compress_block_size + step.rows - 1
     for rope, rotate_raw in ((False, False), (True, False), (True, True)):
@@ -55,7 +55,7 @@ def fused_gates(combination: Combination, step: Step, dtype: torch.dtype) -> Ite
     """Judge sigmoid(x W^T + b) in the dtype of gates, if the backend has fused gates."""
     plan, data = decode_plan(combination, step, dtype), step_data(step, dtype, combination.device)
     if "gates" not in plan.fused:
-        yield _missing(plan, "gates", step, dtype)
+        yield missing_form(plan, "gates", step, dtype)
         return
     (batch, m), heads = data.q.shape[:2], step.case.config.n_heads
     generator = torch.Generator().manual_seed(step.case.seed)
@@ -84,7 +84,7 @@ def fused_gates(combination: Combination, step: Step, dtype: torch.dtype) -> Ite
     yield from judged("decode fused gates", "", step.case, dtype, {"gates": verdict})
 
 
-def _missing(plan: Plan, name: str, step: Step, dtype: torch.dtype) -> Finding:
+def missing_form(plan: Plan, name: str, step: Step, dtype: torch.dtype) -> Finding:
     """Return the finding of a check that does not apply: no fused form ``name``."""
     backends = {choice.backend for choice in plan.choices.values()}
     why = (
