@@ -20,6 +20,7 @@ from nsa_core import NSAConfig, block_attention, nsa_attention, resolve
 from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan
 from nsa_verify.cases import Case, CaseData
+from nsa_verify.checks.decode_compress import fused_compress
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
 from nsa_verify.checks.decode_parity import Step
 from nsa_verify.combination import Combination
@@ -161,13 +162,14 @@ def blocks(name: str, config: NSAConfig) -> None:
 
 
 def decode(name: str, config: NSAConfig) -> None:
-    """Run a step, its append and its gates, for one token per sequence and for several."""
+    """Run a step and the forms before it, for one token per sequence and for several."""
     subject = Combination(dict.fromkeys(SLOTS, "triton"), DEVICE)
     for new in ((1, 1, 0), (3, 1, 2)):
         step = Step(Case(name, config, ()), (1500, 70, 40), new, max(new), page_size=128)
         findings = [
             *step_parity(subject, step, torch.bfloat16),
             *fused_gates(subject, step, torch.bfloat16),
+            *fused_compress(subject, step, torch.bfloat16),
         ]
         findings += append_parity(
             subject, step, torch.bfloat16, rope=True, rotate_raw=False, raw_ring=40

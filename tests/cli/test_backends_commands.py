@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa_cli import output
-from nsa_core.contract import SLOTS, BackendSpec, Reason
+from nsa_core.contract import FUSED_DECODE, SLOTS, BackendSpec, Reason
 from nsa_core.dispatch.registry import BackendEntry, Registry, discover
 
 
@@ -380,7 +380,7 @@ def test_gpu_option_runs_triton_on_an_a100(nsa):
     [
         ([], True, {}),
         (["--grad"], False, dict.fromkeys(["backward"], "triton")),
-        (["--phase", "decode"], False, dict.fromkeys(["step", "append", "gates"], "triton")),
+        (["--phase", "decode"], False, dict.fromkeys(FUSED_DECODE, "triton")),
         (["--win", "sdpa"], True, {}),
         (["--sel", "fa2"], None, {}),
     ],

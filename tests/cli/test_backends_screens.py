@@ -153,10 +153,11 @@ def test_an_error_breaks_no_word_in_a_terminal(monkeypatch, nsa) -> None:
 def test_show_prints_which_fused_forms_state_their_workspace(nsa):
     lines = nsa("backends", "show", "triton", "--gpu", "h100").out.splitlines()
     first = lines.index("fused     workspace")
-    assert [line.split() for line in lines[first + 1 : first + 6]] == [
+    assert [line.split() for line in lines[first + 1 : first + 7]] == [
         ["step", "no"],
         ["append", "no"],
         ["gates", "no"],
+        ["compress", "no"],
         ["backward", "yes"],
         [],
     ]

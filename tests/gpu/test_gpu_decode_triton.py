@@ -11,6 +11,7 @@ import torch
 from nsa_core import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_verify.cases import Case
+from nsa_verify.checks.decode_compress import fused_compress
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
 from nsa_verify.checks.decode_parity import Step, StepData, decode_parity, step_data
 from nsa_verify.combination import Combination
@@ -63,7 +64,7 @@ def forms(
 )
 def test_every_decode_form_matches_the_oracle(step: Step, dtype: torch.dtype) -> None:
     findings = [*decode_parity(TRITON, step, dtype), *step_parity(TRITON, step, dtype)]
-    findings += fused_gates(TRITON, step, dtype)
+    findings += [*fused_gates(TRITON, step, dtype), *fused_compress(TRITON, step, dtype)]
     for rope, rotate_raw in ((False, False), (True, False), (True, True)):
         findings += append_parity(
             TRITON, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=40

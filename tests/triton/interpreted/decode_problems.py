@@ -6,6 +6,7 @@ Tensors lie between NaNs, so that reads outside their rows show.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 
 from launches import apart
 from nsa_backend_triton.decode import append as decode_append
+from nsa_backend_triton.decode import compress as decode_compress
 from nsa_backend_triton.decode import forms, launch
 from nsa_backend_triton.decode import gates as decode_gates
 from nsa_backend_triton.host import configs
@@ -67,6 +69,16 @@ STEPS = {
     "two of many": _step(
         "two of many", MANY, (77, 112), (2, 2), heads=4, groups=2, page=40, init_blocks=0
     ),
+    "six sequences": _step(
+        "six sequences",
+        MANY,
+        (24, 23, 6, 5, 16, 22),
+        (1, 2, 1, 1, 2, 2),
+        heads=3,
+        groups=3,
+        page=8,
+    ),
+    "wide": _step("wide", (1, 1, 4, 3, 5), (1, 7), (1, 1), page=8, dk=48),
     "six tokens": _step("six tokens", SMALL, (29, 2), (6, 2), heads=3, page=16),
     "two tokens": _step(
         "two tokens", ODD, (60, 9), (2, 1), heads=17, page=48, init_blocks=0, local_blocks=0
@@ -206,6 +218,50 @@ def plain_append(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) 
     return append(data, apart, False)
 
 
+def compress(
+    data: StepData, apart: Callable[[torch.Tensor], torch.Tensor], is_mlp: bool = True
+) -> Outputs:
+    """Compress the blocks of six sequences, of which four are complete, into pages of -9.
+
+    With ``is_mlp`` False phi is linear. Keys are rotated.
+    """
+    geometry, kind = data.call.geometry, data.q.dtype
+    size, ring = geometry.compress_block_size, geometry.compress_block_size + 3
+
+    def numbers(*shape: int, scale: float) -> torch.Tensor:
+        return torch.linspace(-2, 3, math.prod(shape), dtype=kind).mul(scale).sin().view(shape)
+
+    pages, tensors = [data.stores[name] for name in ("k_cmp", "v_cmp")], []
+    for x in pages:
+        units = x.shape[-1] + 5 if is_mlp else x.shape[-1]
+        shapes = [(size, x.shape[-1]), (units, size * x.shape[-1]), (units,)]
+        if is_mlp:
+            shapes += [(x.shape[-1], units), (x.shape[-1],)]
+        weights = [numbers(*shape, scale=5 + i) for i, shape in enumerate(shapes)]
+        rows = numbers(len(data.call.lengths), ring, *x.shape[2:], scale=40)
+        between = torch.nn.functional.pad(rows, (0,) * 6 + (1, 1), value=torch.nan)[1:-1]
+        tensors.append((between, tuple(apart(w) if w.dim() == 2 else w for w in weights)))
+    out = [torch.full_like(x, -9.0) for x in pages]
+    (k, phi_k), (v, phi_v) = tensors
+    table = rope_table(torch.arange(data.call.max_len), out[0].shape[-1], 100.0, kind)
+    rope = (table.cos[:, 0], table.sin[:, 0])
+    decode_compress.compress(k, v, *out, phi_k, phi_v, rope=rope, call=data.call)
+    return {"k_cmp": out[0], "v_cmp": out[1]}
+
+
+def linear_compress(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Compress with a phi of kind linear."""
+    return compress(data, apart, False)
+
+
+def compress_past_the_end(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Compress a block after the last page, which is not written, and one beyond the angles."""
+    data.call.starts[0] += 6
+    data.call.lengths[0] += 6
+    call = dataclasses.replace(data.call, max_len=15)
+    return compress(dataclasses.replace(data, call=call), apart)
+
+
 def gates(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """Run gates on rows with gaps between them, of a width that is no multiple of a tile."""
     (batch, m), heads, dim = data.q.shape[:2], data.q.shape[2], 21
@@ -260,6 +316,10 @@ CASES = {
         (append_past_the_end, "full", 3),
         (plain_append, "ragged", 3),
         (plain_append, "odd heads", 3),
+        (compress, "six sequences", 3),
+        (linear_compress, "six sequences", 3),
+        (compress_past_the_end, "six sequences", 3),
+        (compress, "wide", 3),
         (gates, "three tokens", 3),
         (gates, "odd heads", 3),
         (selection, "ragged", 3),

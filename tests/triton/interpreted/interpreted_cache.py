@@ -40,7 +40,7 @@ def test_decode_steps_equal_the_forward_of_the_whole_sequence(option, page_size)
     attn.backends = "triton"
     # with max_step 2, a step of three tokens runs in chunks
     cache = poisoned_cache(attn, 2, LENGTH + 8, page_size=page_size, max_step=4 if page_size else 2)
-    assert set(cache.plan.fused) == {"append", "gates", "step"}
+    assert set(cache.plan.fused) == {"append", "gates", "step", "compress"}
     attn.backends = "sdpa"
     attn(x[:, :LENGTH], cache=cache)
     with strict():

@@ -1,7 +1,7 @@
 """The decode kernels in the strict interpreter, judged by the oracle.
 
-Covers the decode forms and the fused step, append and gates, splits, invalid block indices and
-replays.
+Covers the decode forms and the fused step, append, gates and compress, splits, invalid block
+indices and replays.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import triton.language as tl
 from nsa_backend_triton.decode import forms, launch
 from nsa_backend_triton.decode import sel as decode_sel
 from nsa_backend_triton.decode import span as decode_span
+from nsa_backend_triton.decode.compress import compress
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core import NSAttention
@@ -27,6 +28,7 @@ from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.dryrun import PeakBytes
 from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import PAPER, SMALL, TINY, Case, config_of
+from nsa_verify.checks.decode_compress import fused_compress
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
 from nsa_verify.checks.decode_parity import ODD, Step, StepData, decode_parity, step_data
 from nsa_verify.combination import Combination
@@ -388,6 +390,41 @@ def test_gates_match_oracle(name, dtype):
     assert finding.ok, finding.detail
 
 
+SHORT_BLOCKS = Step(
+    Case("l=4, Dk != Dv", config_of(2, 2, 16, 10, (4, 2, 16, 3, 9)), ()), (10, 3, 0), (2, 2, 0), 2
+)
+
+
+@pytest.mark.parametrize(
+    ("step", "dtype"),
+    [
+        (SHORT_BLOCKS, FP64),
+        pytest.param(SHORT_BLOCKS, BF16, marks=pytest.mark.slow),
+        pytest.param(STEPS["h=3, Dk != Dv"], FP64, marks=pytest.mark.slow),
+        pytest.param(STEPS["h=3, Dk != Dv"], BF16, marks=pytest.mark.slow),
+        pytest.param(STEPS["one token, pages"], FP32, marks=pytest.mark.slow),
+        pytest.param(STEPS["five tokens, some absent"], BF16, marks=pytest.mark.slow),
+    ],
+    ids=lambda x: x.case.name if isinstance(x, Step) else str(x),
+)
+def test_compress_matches_oracle(step, dtype):
+    with strict():
+        findings = [*fused_compress(SUBJECT, step, dtype)]
+    assert len(findings) == (20 if dtype == BF16 else 16)
+    assert not [f for f in findings if not f.ok]
+
+
+def test_compress_refuses_weights_of_other_sizes():
+    data, k = step_data(ONE, FP32), torch.zeros(1, 9, 2, 16)
+    stores = (k, k, data.stores["k_cmp"], data.stores["v_cmp"])
+    weights = torch.zeros(8, 16), torch.zeros(16, 8 * 16), torch.zeros(16)
+    compress(*stores, weights, weights, rope=None, call=data.call)
+    for i, wrong in enumerate((torch.zeros(4, 16), torch.zeros(16, 4 * 16), torch.zeros(17))):
+        others = (*weights[:i], wrong, *weights[i + 1 :])
+        with pytest.raises(ValueError, match="compress expects weights of shapes"):
+            compress(*stores, weights, others, rope=None, call=data.call)
+
+
 @pytest.mark.slow
 def test_benchmark_checks_results_and_prints_its_lines(capsys, monkeypatch):
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[3] / "benchmarks" / "kernels")
@@ -432,5 +469,5 @@ def test_layer_decodes_as_with_the_sdpa_backend():
             parts = x.split([17, 1, 4], 1)
             outputs[name] = torch.cat([layer(part, cache=cache) for part in parts], 1)
     ran = {(call.backend, call.slot, call.direction) for call in calls}
-    assert {("triton", "append", "decode"), ("triton", "step", "decode")} <= ran
+    assert {("triton", form, "decode") for form in ("append", "compress", "step")} <= ran
     assert torch.allclose(outputs["triton"], outputs["sdpa"], rtol=1e-9, atol=1e-9)

@@ -81,6 +81,7 @@ def nsa_register_backends() -> BackendSpec:
             "step": f"{_HOME}.decode.forms:step",
             "append": f"{_HOME}.decode.append:append",
             "gates": f"{_HOME}.decode.gates:gates",
+            "compress": f"{_HOME}.decode.compress:compress",
             "backward": f"{_HOME}.core.backward:backward",
         },
         fused_workspace={"backward": f"{_HOME}.tools.workspace:core_backward"},

@@ -47,13 +47,13 @@ BACKWARD: Mapping[str, tuple[str, ...]] = {
     "win": ("span_dq", "span_dkdv"),
     "combine": ("combine_backward",),
 }
-# A fused step uses the settings of decode_span and decode_sel, and runs two kernels before it.
+# A fused step uses the settings of decode_span and decode_sel, and runs three kernels before it.
 DECODE: Mapping[str, tuple[str, ...]] = {
     "cmp": ("decode_span",),
     "select": ("decode_span",),
     "sel": ("decode_sel",),
     "win": ("decode_span",),
-    "combine": ("combine_forward", "decode_append", "decode_gates"),
+    "combine": ("combine_forward", "decode_append", "decode_gates", "decode_compress"),
 }
 
 Settings = Mapping[str, int]

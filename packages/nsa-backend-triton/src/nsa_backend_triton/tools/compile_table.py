@@ -9,9 +9,10 @@ l'=64, n=16, w=512, forward and backward. Three variants of sel have l'=128 and 
 the kernels of sel and win that sequences of 1024 tokens run instead. In ``partial`` rows the
 queries are the second half of their sequences.
 ``core`` is the backward of all slots together, without the kernels that the backwards of the slots
-launch alike. ``step`` is a decode step and its append, 32 sequences of 65536 tokens, one new token
-each; ``steps`` has four each. This needs no GPU: kernels are compiled for GPUs that are not
-present, see nsa_backend_triton.tools.offline.
+launch alike. ``step`` is a decode step, its append, gates and compression (phi of kind mlp), 32
+sequences of 65536 tokens, one new token each; ``steps`` has four each, and phi of kind linear. This
+needs no GPU: kernels are compiled for GPUs that are not present, see
+nsa_backend_triton.tools.offline.
 
 The file is not part of the wheel. The tests compile a part of the table again in every run, and all
 of it in ``nox -s full``. Each row must stay within its GPU's shared memory and the limit of spilled
@@ -30,13 +31,14 @@ from typing import Any
 import triton
 
 from nsa_backend_triton.core import backward as core_backward
-from nsa_backend_triton.decode import append, forms, gates
+from nsa_backend_triton.decode import append, compress, forms, gates
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.tools import offline
 from nsa_backend_triton.tools.meta_inputs import (
     STEP_INPUTS,
     core_inputs,
     inputs,
+    phi_weights,
     slot_module,
     step_inputs,
 )
@@ -113,7 +115,7 @@ def core_launches(request: Request, architecture: int) -> list[offline.RecordedL
 def step_launches(
     request: Request, architecture: int, rows: int = 1
 ) -> list[offline.RecordedLaunch]:
-    """Return the launches of a fused decode step of ``rows`` tokens: append, gates, step."""
+    """Return the launches of a fused decode step of ``rows`` tokens."""
     tensors, call = step_inputs(request, rows)
     q, lead = tensors["q"], tensors["q"].shape[:2]
     k, v = (q.new_empty((*lead, *tensors[f"{x}_win"].shape[2:])) for x in "kv")
@@ -126,6 +128,14 @@ def step_launches(
         x = q.flatten(2)
         gates.gates(
             x, x.new_empty(3 * q.shape[2], x.shape[2]), x.new_empty(3 * q.shape[2]), call=call
+        )
+        compress.compress(
+            *win,
+            tensors["k_cmp"],
+            tensors["v_cmp"],
+            *(phi_weights(x, call.geometry, is_mlp=rows == 1) for x in win),
+            rope=(table, table),
+            call=call,
         )
         forms.step(*(tensors[name] for name in STEP_INPUTS["step"]), call=call)
     return recorded

@@ -1,10 +1,10 @@
 """Compression of the blocks that a decode step completes.
 
-A captured step runs the compression for every token, because the host cannot know whether a block is
-complete. A step of at most d rows completes at most one block per sequence. The plan's fused form
-compresses it if it takes these phis: its programs end at once if no block is complete. Otherwise
-operators run whatever the lengths, and the result is masked. Their time is the number of operators,
-so the location of the block is looked up.
+A captured step runs the compression for every token, because the host cannot know whether a block
+is complete. A step of at most d rows completes at most one block per sequence. The plan's fused
+form compresses it if it takes these phis: its programs end at once if no block is complete.
+Otherwise operators run whatever the lengths, and the result is masked. Their time is the number of
+operators, so the location of the block is looked up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check of the fused decode form compress (contract.FUSED): phi of the block that a step completes."""
+"""Check of the fused decode form compress (contract.FUSED): phi of the block of a step."""
 
 from __future__ import annotations
 
@@ -147,9 +147,7 @@ def _complete_blocks(step: Step) -> list[tuple[int, int]]:
     ]
 
 
-def _ring(
-    step: Step, data: StepData, width: int, generator: torch.Generator
-) -> torch.Tensor:
+def _ring(step: Step, data: StepData, width: int, generator: torch.Generator) -> torch.Tensor:
     """Return a ring [B, R, G, width] with the tokens from the first incomplete block on."""
     config = step.case.config
     spare = 3 if step.page_size else 0
@@ -161,7 +159,8 @@ def _ring(
         unused = torch.ones(size, dtype=torch.bool)
         unused[torch.arange(first, max(first, length)) % size] = False
         ring[b, unused] = torch.nan
-    return ring.to(data.q.device, data.q.dtype)
+    moved: torch.Tensor = ring.to(data.q.device, data.q.dtype)
+    return moved
 
 
 def _weights(step: Step, kind: str, width: int, generator: torch.Generator) -> Weights:
@@ -179,9 +178,7 @@ def _weights(step: Step, kind: str, width: int, generator: torch.Generator) -> W
     return (*first, normal(width, hidden), torch.randn(width, generator=generator))
 
 
-def _rows_of(
-    step: Step, data: StepData, blocks: list[tuple[int, int]], page: int
-) -> torch.Tensor:
+def _rows_of(step: Step, data: StepData, blocks: list[tuple[int, int]], page: int) -> torch.Tensor:
     """Return the rows of the complete blocks in pages that are joined."""
     table = data.call.block_table.tolist()
     rows = [table[b][i // page] * page + i % page for b, i in blocks]
@@ -214,7 +211,8 @@ def _judge(
     if dtype != torch.float64:
         rounded = _phi(x, weights, angles, stats_dtype(dtype), dtype).to(dtype)
     magnitude = _magnitude(x, weights, angles)
-    return judge(*(heads_first(t) for t in (actual, golden, rounded, magnitude)), dtype)
+    actual, golden, rounded, magnitude = map(heads_first, (actual, golden, rounded, magnitude))
+    return judge(actual, golden, rounded, magnitude, dtype)
 
 
 def _phi(

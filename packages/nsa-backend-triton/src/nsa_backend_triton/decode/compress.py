@@ -1,0 +1,298 @@
+"""Compress the block that a step completes, in two launches (phi of kind mlp) or one (linear).
+
+    hidden[j] = GELU(W_up flatten(block + position) + b_up)[j]
+    k_cmp     = rotary(W_down hidden + b_down) at the block's first position; v_cmp without rotary
+
+With d = 16, 15 of 16 steps complete no block, so the time of programs without work matters most.
+Their number does not grow with the batch beyond PROGRAMS_PER_TILE sequences. Each one reads the
+lengths of all sequences, BLOCK_B at a time, and ends if no block is complete.
+
+A program owns BLOCK_UNITS rows of W of one tensor, k or v, and every PROGRAMS_PER_TILE-th sequence
+with a complete block. With rotary it owns as many pairs of rows. It walks the columns BLOCK_DIM at
+a time, accumulates each product of a tile [heads, BLOCK_UNITS, BLOCK_DIM] in registers, and adds
+over the columns once, at the end. Multiply-adds, hidden units and the rotation are fp32; the result
+is rounded once. A sequence reads W once, from L2 if several sequences complete a block: 2 MB in
+bf16 for k with D = 128 and l = 32. The limit is the latency of a tile's loads,
+l D / BLOCK_DIM times.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa_backend_triton.decode.launch import cdiv, power
+from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
+from nsa_backend_triton.host.sequences import accumulator, architecture
+from nsa_core.contract import DecodeCall
+from nsa_core.layout import BlockGeometry
+
+Weights = tuple[Tensor, ...]  # position, weight, bias; of an MLP also the weight and bias of down
+_ROUNDED = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+@triton.jit
+def _products(
+    X, POSITION, WEIGHT, BIAS, stride_w, seq, first_row, ring_size, unit, unit_valid,
+    FIRST: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_UNITS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Return W x + b [BLOCK_H, BLOCK_UNITS], x TOKENS rows of X [B, R, NUM_KV_HEADS, WIDTH].
+
+    The R = ``ring_size`` rows are a ring, and x begins at ``first_row`` of sequence ``seq``. FIRST:
+    the positions are added to x. Weights are rounded to DTYPE.
+    """
+    head = tl.arange(0, BLOCK_H)
+    ROW: tl.constexpr = NUM_KV_HEADS * WIDTH
+    ring = X + tl.cast(seq, tl.int64) * ring_size * ROW
+    products = tl.zeros([BLOCK_H, BLOCK_UNITS, BLOCK_DIM], ACC)
+    for first_column in range(0, TOKENS * WIDTH, BLOCK_DIM):
+        column = first_column + tl.arange(0, BLOCK_DIM)
+        column_valid = column < TOKENS * WIDTH
+        row = first_row + column // WIDTH
+        row = tl.where(row < ring_size, row, row - ring_size)
+        x = tl.load(
+            ring + head[:, None] * WIDTH + (row * ROW + column % WIDTH)[None, :],
+            mask=(head < NUM_KV_HEADS)[:, None] & column_valid[None, :],
+            other=0.0,
+        ).to(ACC)
+        if FIRST:
+            x += tl.load(POSITION + column, mask=column_valid, other=0.0).to(ACC)[None, :]
+        w = tl.load(
+            WEIGHT + unit[:, None] * stride_w + column[None, :],
+            mask=unit_valid[:, None] & column_valid[None, :],
+            other=0.0,
+        )
+        products += x[:, None, :] * w.to(DTYPE).to(ACC)[None, :, :]
+    bias = tl.load(BIAS + unit, mask=unit_valid, other=0.0).to(ACC)
+    return tl.sum(products, 2) + bias[None, :]
+
+
+@triton.jit
+def _compress_units(
+    X, POSITION, WEIGHT, BIAS, OUT, COS, SIN,
+    stride_w, seq, first_row, ring_size, out_row, position, tile,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ROTATE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    UNITS: tl.constexpr, BLOCK_UNITS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of units of one sequence to row ``out_row`` of OUT [rows, NUM_KV_HEADS, UNITS].
+
+    Not LAST: the units are hidden ones, whose GELU is written. ROTATE: tiles have pairs of units.
+    """
+    OWNED: tl.constexpr = UNITS // 2 if ROTATE else UNITS
+    head, unit = tl.arange(0, BLOCK_H), tile * BLOCK_UNITS + tl.arange(0, BLOCK_UNITS)
+    unit_valid = unit < OWNED
+    y = _products(
+        X, POSITION, WEIGHT, BIAS, stride_w, seq, first_row, ring_size, unit, unit_valid,
+        FIRST, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
+    )  # fmt: skip
+    out = (
+        OUT
+        + tl.cast(out_row, tl.int64) * (NUM_KV_HEADS * UNITS)
+        + (head[:, None] * UNITS + unit[None, :])
+    )
+    mask = (head < NUM_KV_HEADS)[:, None] & unit_valid[None, :]
+    dtype = OUT.dtype.element_ty
+    if ROTATE:
+        y2 = _products(
+            X, POSITION, WEIGHT + OWNED * stride_w, BIAS + OWNED, stride_w,
+            seq, first_row, ring_size, unit, unit_valid,
+            FIRST, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
+        )  # fmt: skip
+        angle = tl.cast(position, tl.int64) * OWNED + unit
+        cos = tl.load(COS + angle, mask=unit_valid, other=0.0)[None, :]
+        sin = tl.load(SIN + angle, mask=unit_valid, other=0.0)[None, :]
+        tl.store(out, (y * cos - y2 * sin).to(dtype), mask=mask)
+        tl.store(out + OWNED, (y2 * cos + y * sin).to(dtype), mask=mask)
+    elif LAST:
+        tl.store(out, y.to(dtype), mask=mask)
+    else:
+        tl.store(out, 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476)), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_table",
+        "num_seqs",
+        "ring_size",
+        "page_size",
+        "num_blocks",
+        "num_positions",
+    ],
+    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE"],
+)
+def decode_compress(
+    K, V, K_POSITION, V_POSITION, K_WEIGHT, V_WEIGHT, K_BIAS, V_BIAS, K_OUT, V_OUT, COS, SIN,
+    STARTS, LENGTHS, BLOCK_TABLE,
+    stride_k_weight, stride_v_weight, stride_table,
+    num_seqs, ring_size, page_size, num_blocks, num_positions,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ROPE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, K_UNITS: tl.constexpr, V_UNITS: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_UNITS: tl.constexpr, PROGRAMS_PER_TILE: tl.constexpr,
+    K_BLOCK_DIM: tl.constexpr, V_BLOCK_DIM: tl.constexpr,
+    DTYPE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Compute one layer of phi of the block that each sequence completes.
+
+    FIRST: K and V are the rings of tokens; otherwise, they are the hidden units. LAST: K_OUT and
+    V_OUT are pages of ``page_size`` compressed tokens; otherwise, they are the hidden units.
+    """
+    K_PAIRS: tl.constexpr = K_UNITS // 2 if ROPE else K_UNITS
+    K_TILES: tl.constexpr = (K_PAIRS + BLOCK_UNITS - 1) // BLOCK_UNITS
+    TOKENS: tl.constexpr = COMPRESS_BLOCK if FIRST else 1
+    tile, turn = tl.program_id(0) // PROGRAMS_PER_TILE, tl.program_id(0) % PROGRAMS_PER_TILE
+    for first_seq in range(0, num_seqs, BLOCK_B):
+        seqs = first_seq + tl.arange(0, BLOCK_B)
+        start = tl.load(STARTS + seqs, mask=seqs < num_seqs, other=0)
+        length = tl.load(LENGTHS + seqs, mask=seqs < num_seqs, other=0)
+        blocks = tl.maximum(start - COMPRESS_BLOCK + STRIDE, 0) // STRIDE
+        complete = (blocks * STRIDE + COMPRESS_BLOCK <= length) & (blocks < num_blocks)
+        rank = tl.cumsum(complete.to(tl.int32), 0)
+        for i in range(turn, tl.sum(complete.to(tl.int32), 0), PROGRAMS_PER_TILE):
+            is_own = complete & (rank == i + 1)
+            seq = tl.sum(tl.where(is_own, seqs, 0), 0)
+            block = tl.sum(tl.where(is_own, blocks, 0), 0)
+            out_row = tl.cast(seq, tl.int64)
+            if LAST:
+                page = tl.load(BLOCK_TABLE + seq * stride_table + block // page_size)
+                out_row = tl.cast(page, tl.int64) * page_size + block % page_size
+            first_row = block * STRIDE % ring_size  # 0 if there is one row
+            position = tl.minimum(block * STRIDE, num_positions - 1)
+            if tile < K_TILES:
+                _compress_units(
+                    K, K_POSITION, K_WEIGHT, K_BIAS, K_OUT, COS, SIN,
+                    stride_k_weight, seq, first_row, ring_size, out_row, position, tile,
+                    FIRST, LAST, ROPE, NUM_KV_HEADS, BLOCK_H, TOKENS, K_WIDTH, K_UNITS,
+                    BLOCK_UNITS, K_BLOCK_DIM, DTYPE, ACC,
+                )  # fmt: skip
+            else:
+                _compress_units(
+                    V, V_POSITION, V_WEIGHT, V_BIAS, V_OUT, COS, SIN,
+                    stride_v_weight, seq, first_row, ring_size, out_row, position, tile - K_TILES,
+                    FIRST, LAST, False, NUM_KV_HEADS, BLOCK_H, TOKENS, V_WIDTH, V_UNITS,
+                    BLOCK_UNITS, V_BLOCK_DIM, DTYPE, ACC,
+                )  # fmt: skip
+
+
+def compress(
+    k: Tensor,  # [B, R, G, Dk], a ring
+    v: Tensor,  # [B, R, G, Dv], a ring
+    k_cmp: Tensor,  # [P, page / d, G, Dk]
+    v_cmp: Tensor,  # [P, page / d, G, Dv]
+    phi_k: Weights,
+    phi_v: Weights,
+    *,
+    rope: tuple[Tensor, Tensor] | None,  # fp32 cos, sin [positions, Dk / 2]
+    call: DecodeCall,
+) -> None:
+    """Write the compressed token of the block that a step completes to the pages k_cmp and v_cmp.
+
+    Raises:
+        ValueError: A store or a table of ``rope`` is not contiguous, or a weight has another shape
+            than k, v and the block sizes require.
+    """
+    for x in (k, v, k_cmp, v_cmp, *(rope or ())):
+        if not x.is_contiguous():
+            raise ValueError(
+                "compress reads and writes contiguous stores and reads contiguous rope tables, got"
+                " another layout; allocate the stores with NSAttention.new_cache"
+            )
+    phi_k, phi_v = (
+        tuple(x if x.is_contiguous() else x.contiguous() for x in phi) for phi in (phi_k, phi_v)
+    )
+    tables = rope or (k, k)  # placeholders
+    positions = (call.starts, call.lengths, call.block_table)
+    k_position, k_weight, k_bias, *k_down = phi_k
+    v_position, v_weight, v_bias, *v_down = phi_v
+    first, last, hidden_shapes = _launches(
+        k, v, k_cmp, v_cmp, tables[0], call.block_table, call.geometry, rope is not None,
+        k_position, v_position, k_weight, v_weight, k_bias, v_bias, *k_down, *v_down,
+    )  # fmt: skip
+    pairs = (k_position, v_position, k_weight, v_weight, k_bias, v_bias)
+    if last is None:
+        first(k, v, *pairs, k_cmp, v_cmp, *tables, *positions)
+        return
+    dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+    k_hidden, v_hidden = (torch.empty(x, dtype=dtype, device=k.device) for x in hidden_shapes)
+    first(k, v, *pairs, k_hidden, v_hidden, *tables, *positions)
+    down = (k_down[0], v_down[0], k_down[1], v_down[1])
+    last(k_hidden, v_hidden, *pairs[:2], *down, k_cmp, v_cmp, *tables, *positions)
+
+
+@cached_by_metadata
+def _launches(
+    k: Tensor,
+    v: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    cos: Tensor,
+    block_table: Tensor,
+    geometry: BlockGeometry,
+    rope: bool,
+    *weights: Tensor,  # positions, weights and biases of k and v by turns; then k's and v's down
+) -> tuple[Launch, Launch | None, tuple[tuple[int, ...], ...]]:
+    """Prepare the launches; the second one is None if phi has one layer.
+
+    Returns also the shapes of the hidden units of k and v.
+    """
+    size, is_mlp = geometry.compress_block_size, len(weights) > 6
+    k_weight, v_weight, down = weights[2], weights[3], weights[6:]
+    (batch, ring_size, heads, dk), dv = k.shape, v.shape[3]
+    hidden = (k_weight.shape[0], v_weight.shape[0]) if is_mlp else (dk, dv)
+    expected = [
+        *((size, width) for width in (dk, dv)),
+        *((units, size * width) for units, width in zip(hidden, (dk, dv))),
+        *((units,) for units in hidden),
+    ]
+    if is_mlp:
+        expected += [(dk, hidden[0]), (dk,), (dv, hidden[1]), (dv,)]
+    shapes = [tuple(x.shape) for x in weights]
+    if shapes != expected:
+        raise ValueError(f"compress expects weights of shapes {expected}, got {shapes}")
+    page_size = k_cmp.shape[1]
+    settings = configs.pick("decode_compress", architecture(k.device))
+    block_h, block_units = power(heads), settings["BLOCK_UNITS"]
+    programs_per_tile = min(settings["PROGRAMS_PER_TILE"], batch)
+    numbers = (page_size, block_table.shape[1] * page_size, cos.shape[0])
+
+    def launch(
+        strides: tuple[int, int], rows: int, tokens: int, widths: tuple[int, int],
+        units: tuple[int, int], is_first: bool, is_last: bool,
+    ) -> Launch:  # fmt: skip
+        rotated = rope and is_last
+        pairs = units[0] // 2 if rotated else units[0]
+        tiles = cdiv(pairs, block_units) + cdiv(units[1], block_units)
+        most = max(1, settings["TILE_PRODUCTS"] // (block_h * block_units))
+        block_dims = [min(most, power(tokens * width)) for width in widths]
+        return Launch(
+            decode_compress, (tiles * programs_per_tile,),
+            *strides, block_table.stride(0), batch, rows, *numbers,
+            FIRST=is_first, LAST=is_last, ROPE=rotated, NUM_KV_HEADS=heads, BLOCK_H=block_h,
+            COMPRESS_BLOCK=size, STRIDE=geometry.compress_stride,
+            K_WIDTH=widths[0], V_WIDTH=widths[1], K_UNITS=units[0], V_UNITS=units[1],
+            BLOCK_B=settings["BLOCK_B"], BLOCK_UNITS=block_units,
+            PROGRAMS_PER_TILE=programs_per_tile,
+            K_BLOCK_DIM=block_dims[0], V_BLOCK_DIM=block_dims[1],
+            DTYPE=_ROUNDED[k.dtype], ACC=accumulator(k.dtype), num_warps=settings["num_warps"],
+        )  # fmt: skip
+
+    strides = (k_weight.stride(0), v_weight.stride(0))
+    first = launch(strides, ring_size, size, (dk, dv), hidden, True, not is_mlp)
+    if not is_mlp:
+        return first, None, ()
+    strides = (down[0].stride(0), down[2].stride(0))
+    last = launch(strides, 1, 1, hidden, (dk, dv), False, True)
+    return first, last, tuple((batch, 1, heads, units) for units in hidden)
