@@ -218,7 +218,7 @@ PIECES = (
         "train-parts",
         "time of a training step by groups of kernels, of NSA and of dense attention",
         "parts",
-        4,
+        6,
         "bf16+compile+graph --shapes 2048x8,8192x1,16384x1",
     ),
     _train("train-memory", "training memory of NSA and of dense attention", "memory", 4),

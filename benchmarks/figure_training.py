@@ -1,4 +1,4 @@
-"""Compute the tables and values about training from the result files of train.py."""
+"""Compute the tables and values about training and about compression in decode steps."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from figure_tables import PENDING, Results, fixed, table, tokens
 
 RECOMPUTE_FILE = "train_recompute.json"
 PARTS_FILE = "train_parts.json"
+COMPRESS_FILE = "compress_step.json"
 _ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
 
 
@@ -75,10 +76,10 @@ def train_parts(results: Results) -> str:
     measured = (results.folder / PARTS_FILE).exists()
     rows = [r for r in results.rows(PARTS_FILE) if "kernels_ms" in r] if measured else []
     if not rows:
-        return table(["tokens x batch", "attention", "step"], [[PENDING, "-", "-"]])
+        return table(["tokens x batch", "model", "step"], [[PENDING, "-", "-"]])
     names = list(rows[0]["kernels_ms"])
     lines = []
-    for shape in dict.fromkeys((r["S"], r["B"]) for r in rows):
+    for shape in sorted({(r["S"], r["B"]) for r in rows}):
         of = {r["attention"]: r for r in rows if (r["S"], r["B"]) == shape}
         times = {
             title: [of[key]["step_ms"], *(of[key]["kernels_ms"][name] for name in names)]
@@ -89,7 +90,25 @@ def train_parts(results: Results) -> str:
             times["difference"] = [a - b for a, b in zip(times["NSA"], times["dense"])]
         label = f"{tokens(shape[0])} x {shape[1]}"
         lines += [[label, title, *(f"{ms:.1f}" for ms in row)] for title, row in times.items()]
-    return table(["tokens x batch", "attention", "step", *names], lines)
+    return table(["tokens x batch", "model", "step", *names], lines)
+
+
+def compress_step(results: Results) -> str:
+    """Tabulate the us of captured decode steps with the fused compress and without it."""
+    columns = ["step", "no block is complete", "each sequence completes one", "PyTorch's operators"]
+    if not (results.folder / COMPRESS_FILE).exists():
+        return table(columns, [[PENDING, "-", "-", "-"]])
+    lines = []
+    for row in results.rows(COMPRESS_FILE):
+        if row.get("compress") == "fused" and row["case"].endswith("together"):
+            before = next(
+                other
+                for other in results.rows(COMPRESS_FILE)
+                if (other["case"], other.get("compress")) == (row["case"], "PyTorch")
+            )
+            times = (row["no_block_us"], row["a_block_us"], before["no_block_us"])
+            lines.append([row["case"].removesuffix(", together"), *(f"{us:.1f}" for us in times)])
+    return table(columns, lines)
 
 
 def recompute_price(results: Results) -> str:
@@ -214,6 +233,7 @@ TRAINING: dict[str, Callable[[Results], str]] = {
     "train": train,
     "train-crossover": train_crossover,
     "train-memory": train_memory,
+    "compress-step": compress_step,
     "train-parts": train_parts,
     "train-recompute": train_recompute,
     "recompute-price": recompute_price,
