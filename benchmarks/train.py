@@ -253,7 +253,8 @@ def main() -> None:
         help="comma-separated modes, such as compile+graph,bf16+compile (see above)",
     )
     parser.add_argument(
-        "--shapes", help="comma-separated shapes of throughput, tokens x batch, such as 2048x8"
+        "--shapes",
+        help="comma-separated shapes of throughput and parts, such as 2048x8 (tokens x batch)",
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model, in seconds")
     parser.add_argument(
