@@ -188,15 +188,15 @@ PIECES = (
     Piece(
         "decode",
         "decode steps with large caches",
-        f"{_BENCH} --phase decode --budget 0.1 --time-limit 150 --json {{file}}",
+        f"{_BENCH} --phase decode --budget 0.1 --time-limit 240 --json {{file}}",
         "decode.json",
-        4,
+        5,
     ),
     Piece(
         "decode-small",
         "decode steps at the shape of the earlier reports",
         f"{_BENCH} --phase decode --shape 8/2/32 --length 512,1k,2k --batch 1 --combo auto"
-        " --combo sdpa --budget 0.05 --time-limit 60 --json {file}",
+        " --combo sdpa --budget 0.05 --time-limit 100 --json {file}",
         "decode_small.json",
         2,
     ),
@@ -271,10 +271,10 @@ PIECES = (
     Piece(
         "a100-decode",
         "decode steps with large caches, with code for the A100",
-        f"{_REHEARSE} {_BENCH} --phase decode --combo auto --budget 0.1 --time-limit 150"
+        f"{_REHEARSE} {_BENCH} --phase decode --combo auto --budget 0.1 --time-limit 240"
         " --json {file}",
         "a100_decode.json",
-        4,
+        5,
         rehearses="sm80",
     ),
     Piece(
