@@ -157,7 +157,21 @@ def _shapes(length: str, shapes: str, minutes: float) -> Piece:
     )
 
 
+def _backends(shape: str) -> Piece:
+    name = f"backends-{shape.replace('/', '-')}"
+    return Piece(
+        name,
+        f"every backend, dense attention and other NSA libraries at {shape}, by sequence length",
+        f"{_BENCH} --shape {shape} --length 2k..64k"
+        " --phase forward,backward,both --inputs random --budget 0.12 --max-call 0.5"
+        " --cell-limit 12 --time-limit 300 --json {file}",
+        f"{name.replace('-', '_')}.json",
+        6,
+    )
+
+
 SHAPES = ("12/2/64", "32/8/128", "64/4/128", "64/4/192/128")
+BACKEND_SHAPES = SHAPES[:3]
 
 PIECES = (
     Piece(
@@ -176,15 +190,7 @@ PIECES = (
     _shapes("16k", "40/8/128,48/6/80,16/2/96,32/32/64,8/1/256", 7),
     _shapes("32k", "28/4/128,64/8/128", 4),
     _shapes("128k", "16/1/128", 4),
-    Piece(
-        "backends",
-        "every backend, dense attention and other NSA libraries, by sequence length",
-        f"{_BENCH} --shape 12/2/64,64/4/128,32/8/128 --length 2k..64k"
-        " --phase forward,backward,both --inputs random --budget 0.12 --max-call 0.5"
-        " --cell-limit 12 --time-limit 560 --json {file}",
-        "backends.json",
-        10,
-    ),
+    *map(_backends, BACKEND_SHAPES),
     Piece(
         "decode",
         "decode steps with large caches",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_pieces import PIECES, SHAPES
+from figure_pieces import BACKEND_SHAPES, PIECES, SHAPES
 
 from nsa_bench.crossover import crossing
 from nsa_bench.result import Measurement, Result, read_result
@@ -42,6 +42,10 @@ class Results:
         """Return the rows of a result of ``train.py`` or of a kernel benchmark."""
         rows: list[dict[str, Any]] = json.loads((self.folder / name).read_text())["rows"]
         return rows
+
+    def backends(self, shape: str) -> list[Measurement]:
+        """Return the measurements of every backend at ``shape``."""
+        return self.bench(f"backends_{shape.replace('/', '_')}.json").measurements
 
     def core(self, shape: str) -> list[Measurement]:
         """Return the measurements of the core at ``shape``."""
@@ -94,7 +98,7 @@ def short_device(device: str) -> str:
 
 def gpu(results: Results) -> str:
     """Return the GPU of the results."""
-    return short_device(results.bench("backends.json").environment["device"])
+    return short_device(results.bench("core_64_4_128.json").environment["device"])
 
 
 def core(results: Results) -> str:
@@ -220,8 +224,8 @@ def _compared(subject: str) -> Callable[[Results], str]:
     def render(results: Results) -> str:
         (cell,) = (
             m
-            for m in results.bench("backends.json").measurements
-            if (m.shape, m.phase, m.length, m.subject) == ("64/4/128", "both", 32768, subject)
+            for m in results.backends("64/4/128")
+            if (m.phase, m.length, m.subject) == ("both", 32768, subject)
         )
         return f"{digits(cell.performance.median_ms)} ms" if cell.performance else ABSENT
 
@@ -281,7 +285,9 @@ def _part_ms(cell: Measurement | None, name: str) -> str:
 
 def backends(results: Results) -> str:
     """Tabulate forward + backward of each backend and baseline by length."""
-    measurements = [m for m in results.bench("backends.json").measurements if m.phase == "both"]
+    measurements = [
+        m for shape in BACKEND_SHAPES for m in results.backends(shape) if m.phase == "both"
+    ]
     lengths = sorted({m.length for m in measurements if m.performance})
     rows = []
     for shape, subject in dict.fromkeys((m.shape, m.subject) for m in measurements):

@@ -3,8 +3,8 @@
     python docs/scripts/readme_figure.py docs/images
 
 The left panel has the kernels for an H100. Its times at 8k, 32k and 64k tokens are those of
-README.md's table, from core_64_4_128.json. Those at 2k, 4k and 16k are from backends.json, of the
-same kind of GPU. The right panel has the kernels for an A100, run on a newer GPU by
+README.md's table, from core_64_4_128.json. Those at 2k, 4k and 16k are from backends_64_4_128.json,
+of the same kind of GPU. The right panel has the kernels for an A100, run on a newer GPU by
 benchmarks/rehearse.py; if it was not measured, the chart has the left panel only.
 """
 
@@ -31,13 +31,13 @@ HEADING = "Forward + backward: 64 heads, 4 kv heads of 128, bfloat16"
 
 
 def measured() -> Result:
-    """Return the cells of core_64_4_128.json, and those of backends.json at other lengths."""
+    """Return the cells of core_64_4_128.json, and of backends_64_4_128.json at other lengths."""
     core = read_result(RESULTS / "core_64_4_128.json")
     timed = {m.length for m in core.measurements}
     others = [
         m
-        for m in read_result(RESULTS / "backends.json").measurements
-        if m.shape == SHAPE and m.length not in timed
+        for m in read_result(RESULTS / "backends_64_4_128.json").measurements
+        if m.length not in timed
     ]
     return dataclasses.replace(core, measurements=[*others, *core.measurements])
 

@@ -279,19 +279,23 @@ def requests_of_the_page(log: pathlib.Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "lines", "titles", "phrase"),
-    [("backends", 8, 5, "faster than dense"), ("decode", 2, 2, "1 sequence of 512 tokens")],
+    ("path", "lines", "titles", "phrase"),
+    [
+        (DATA / "backends.json", 8, 5, "faster than dense"),
+        (RESULTS / "decode.json", 2, 2, "1 sequence of 512 tokens"),
+    ],
+    ids=["backends", "decode"],
 )
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_works_in_a_browser_without_a_network(
-    tmp_path, name, lines, titles, phrase, scheme
+    tmp_path, path, lines, titles, phrase, scheme
 ):
     pytest.importorskip("plotly")
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("chromium is not in PATH (Debian: apt-get install chromium)")
     file, log = tmp_path / "page.html", tmp_path / "net.json"
-    text = page(read_result(RESULTS / f"{name}.json"))
+    text = page(read_result(path))
     file.write_text(text.replace("</body>", PROBE + "</body>"), encoding="utf-8")
     options = (
         "--headless",

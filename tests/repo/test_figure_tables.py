@@ -129,12 +129,11 @@ def test_the_tables_of_two_versions_have_times_and_reasons(
 def test_the_table_of_shapes_takes_the_fastest_dense_kernel(figures, tmp_path):
     folder = tmp_path / "results" / "h100"
     folder.mkdir(parents=True)
-    document = json.loads((ROOT / "benchmarks/results/h100/backends.json").read_text())
+    document = json.loads((ROOT / "benchmarks/results/h100/backends_32_8_128.json").read_text())
     document["measurements"] = [
         m
         for m in document["measurements"]
-        if (m["shape"], m["length"]) == ("32/8/128", 16384)
-        and (m["subject"] == "auto" or m["kind"] == "dense")
+        if m["length"] == 16384 and (m["subject"] == "auto" or m["kind"] == "dense")
     ]
     (folder / "shapes_16k.json").write_text(json.dumps(document))
     times = {
