@@ -1,6 +1,7 @@
 """Compute the tables and values of docs/explanation/learning.md from result files.
 
-A file that does not exist yet gives :data:`figure_tables.PENDING`.
+The result of another GPU replaces a missing one; without any, the value is
+:data:`figure_tables.PENDING`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
+from figure_pieces import nearest
 from figure_tables import PENDING, Results, digits, short_device, table, tokens
 
 CONVERT, MINIMAX = "hf_convert.json", "hf_minimax.json"
@@ -33,8 +35,8 @@ def _from_file(file: str) -> Callable[[Callable[[Any], str]], Callable[[Results]
     def decorate(compute: Callable[[Any], str]) -> Callable[[Results], str]:
         @functools.wraps(compute)
         def value(results: Results) -> str:
-            path = results.folder / file
-            return compute(json.loads(path.read_text())) if path.exists() else PENDING
+            path = nearest(results.folder, file)
+            return compute(json.loads(path.read_text())) if path else PENDING
 
         return value
 

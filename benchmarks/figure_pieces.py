@@ -10,7 +10,7 @@ import dataclasses
 from pathlib import Path
 
 CHECKPOINTS = "build/figures/checkpoints"
-PUBLISHED = "h100"  # folder of benchmarks/results with the figures of README.md and the docs
+PUBLISHED = "h200"  # folder of benchmarks/results with the figures of README.md and the docs
 
 _BENCH = "nsa bench --device cuda --dtype bfloat16 --threads 8"
 _CORE = (
@@ -161,9 +161,10 @@ def _backends(shape: str) -> Piece:
     name = f"backends-{shape.replace('/', '-')}"
     return Piece(
         name,
-        f"every backend, dense attention and other NSA libraries at {shape}, by sequence length",
-        f"{_BENCH} --shape {shape} --length 2k..64k"
-        " --phase forward,backward,both --inputs random --budget 0.12 --max-call 0.5"
+        f"every backend, dense attention, sfnsa and xunhao at {shape}, by sequence length",
+        # fla has a piece of its own, because its kernels compile for minutes.
+        f"{_BENCH} --shape {shape} --length 2k..64k --phase forward,backward,both"
+        " --inputs random --rival sfnsa --rival xunhao --budget 0.12 --max-call 0.5"
         " --cell-limit 12 --time-limit 300 --json {file}",
         f"{name.replace('-', '_')}.json",
         6,
@@ -191,6 +192,14 @@ PIECES = (
     _shapes("32k", "28/4/128,64/8/128", 4),
     _shapes("128k", "16/1/128", 4),
     *map(_backends, BACKEND_SHAPES),
+    Piece(
+        "rivals",
+        "NSA, dense attention and all other NSA libraries in one run, at 64/4/128",
+        f"{_BENCH} --shape 64/4/128 --length 2k..16k --phase both --inputs random"
+        " --budget 0.12 --max-call 0.5 --time-limit 500 --json {file}",
+        "rivals.json",
+        9.5,
+    ),
     Piece(
         "decode",
         "decode steps with large caches",

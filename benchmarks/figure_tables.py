@@ -47,6 +47,10 @@ class Results:
         """Return the measurements of every backend at ``shape``."""
         return self.bench(f"backends_{shape.replace('/', '_')}.json").measurements
 
+    def rivals(self) -> list[Measurement]:
+        """Return the measurements of NSA and of all other libraries in one run."""
+        return self.bench("rivals.json").measurements
+
     def core(self, shape: str) -> list[Measurement]:
         """Return the measurements of the core at ``shape``."""
         return self.bench(f"core_{shape.replace('/', '_')}.json").measurements
@@ -219,13 +223,13 @@ def core_memory_ratio(results: Results) -> str:
 
 
 def _compared(subject: str) -> Callable[[Results], str]:
-    """Return a function that states the ms of a subject at 64/4/128 and 32k, in one run."""
+    """Return a function that states the ms of a subject at 64/4/128 and 16k, in one run."""
 
     def render(results: Results) -> str:
         (cell,) = (
             m
-            for m in results.backends("64/4/128")
-            if (m.phase, m.length, m.subject) == ("both", 32768, subject)
+            for m in results.rivals()
+            if (m.phase, m.length, m.subject) == ("both", 16384, subject)
         )
         return f"{digits(cell.performance.median_ms)} ms" if cell.performance else ABSENT
 
@@ -285,9 +289,9 @@ def _part_ms(cell: Measurement | None, name: str) -> str:
 
 def backends(results: Results) -> str:
     """Tabulate forward + backward of each backend and baseline by length."""
-    measurements = [
-        m for shape in BACKEND_SHAPES for m in results.backends(shape) if m.phase == "both"
-    ]
+    measurements = [m for shape in BACKEND_SHAPES for m in results.backends(shape)]
+    measurements += [m for m in results.rivals() if m.subject.startswith("fla")]
+    measurements = [m for m in measurements if m.phase == "both"]
     lengths = sorted({m.length for m in measurements if m.performance})
     rows = []
     for shape, subject in dict.fromkeys((m.shape, m.subject) for m in measurements):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
-from figure_tables import PENDING, Results, fixed, table, tokens
+from figure_pieces import PIECES
+from figure_tables import PENDING, Results, fixed, short_device, table, tokens
 
 RECOMPUTE_FILE = "train_recompute.json"
 PARTS_FILE = "train_parts.json"
@@ -140,9 +142,23 @@ def train_crossover(results: Results) -> str:
     return "no measured length" if length is None else f"about {length / 1024:.1f}k tokens"
 
 
+def _memory(results: Results) -> dict[str, Any]:
+    """Return the result of train-memory, of the GPU of the results or else of another one."""
+    (piece,) = (p for p in PIECES if p.name == "train-memory")
+    path = piece.nearest(results.folder) or results.folder / piece.file
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def train_memory_gpu(results: Results) -> str:
+    """Return the GPU of train-memory."""
+    return short_device(_memory(results)["machine"]["device"])
+
+
 def train_memory(results: Results) -> str:
     """Tabulate the peak memory of a training step in GiB at batch 1, by length."""
-    measured = [r for r in results.rows("train_memory.json") if r.get("B") == 1 and "peak_gib" in r]
+    rows = _memory(results)["rows"]
+    measured = [r for r in rows if r.get("B") == 1 and "peak_gib" in r]
     lengths = sorted({r["S"] for r in measured})
     peak = {(r["attention"], _mode(r), r["S"]): f"{r['peak_gib']:.1f}" for r in measured}
     kinds = {
@@ -166,7 +182,7 @@ def _mode(row: dict[str, Any]) -> str:
 
 def _memory_rows(results: Results, attention: str) -> list[dict[str, Any]]:
     """Return the rows of train-memory in eager steps without recompute."""
-    rows = results.rows("train_memory.json")
+    rows = _memory(results)["rows"]
     return [r for r in rows if r.get("attention") == attention and _mode(r) == "eager"]
 
 
@@ -233,6 +249,7 @@ TRAINING: dict[str, Callable[[Results], str]] = {
     "train": train,
     "train-crossover": train_crossover,
     "train-memory": train_memory,
+    "train-memory-gpu": train_memory_gpu,
     "compress-step": compress_step,
     "train-parts": train_parts,
     "train-recompute": train_recompute,

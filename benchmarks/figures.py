@@ -1,9 +1,9 @@
 """Measure the figures of one GPU, and render the tables of README.md and the docs from them.
 
     python benchmarks/figures.py list
-    python benchmarks/figures.py run [--gpu h100] [--only PIECE ...] [--minutes 10]
-    python benchmarks/figures.py collect [--gpu h100]
-    python benchmarks/figures.py render [--gpu h100] [--check]
+    python benchmarks/figures.py run [--gpu h200] [--only PIECE ...] [--minutes 10]
+    python benchmarks/figures.py collect [--gpu h200]
+    python benchmarks/figures.py render [--gpu h200] [--check]
 
 ``run`` needs a machine with the GPU, with python, torch, triton and the packages of this
 repository, but no network and no nox. It runs the pieces of figure_pieces.py in order and writes

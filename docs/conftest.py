@@ -21,7 +21,7 @@ from sybil import Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
-_RESULTS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "h100"
+_RESULTS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "h200"
 _SHOWN = re.compile(r"(?m)^print\(.*\)  # (.*)$")
 
 
@@ -54,7 +54,7 @@ def _set_up(namespace: dict[str, Any]) -> None:
     with open(os.path.join(folder, "notes.txt"), "w", encoding="utf-8") as file:
         file.write("a text of many words. " * 8)
     namespace |= {"gpu": torch.cuda.is_available(), "_folders": (os.getcwd(), folder)}
-    shutil.copy(_RESULTS / "backends_64_4_128.json", os.path.join(folder, "h100.json"))
+    shutil.copy(_RESULTS / "backends_64_4_128.json", os.path.join(folder, "h200.json"))
     os.chdir(folder)
 
 

@@ -20,7 +20,7 @@ BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 sys.path.insert(0, str(BENCHMARKS))
 from figure_learning import CONVERT, IMAGES, MINIMAX  # noqa: E402
-from figure_pieces import PUBLISHED  # noqa: E402
+from figure_pieces import PUBLISHED, nearest  # noqa: E402
 
 NSA, DENSE = NSA_COLOURS[0], "#808080"
 # Inches: left margin, width, right margin for labels, bottom margin, height and top margin.
@@ -135,9 +135,9 @@ def main() -> None:
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS / PUBLISHED)
     options = parser.parse_args()
     for file, figure in ((CONVERT, convert_figure), (MINIMAX, minimax_figure)):
-        path = options.results / file
-        if not path.exists():
-            print(f"{IMAGES[file]}: not drawn, {file} is not in {options.results.name}")
+        path = nearest(options.results, file)
+        if path is None:
+            print(f"{IMAGES[file]}: not drawn, no {file} exists")
             continue
         document = json.loads(path.read_text(encoding="utf-8"))
         (options.folder / IMAGES[file]).write_bytes(draw(lambda f=figure, d=document: f(d), "svg"))

@@ -23,8 +23,9 @@ BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from figure_a100 import DENSE, core_file  # noqa: E402
+from figure_pieces import PUBLISHED  # noqa: E402
 
-RESULTS = BENCHMARKS / "results" / "h100"
+RESULTS = BENCHMARKS / "results" / PUBLISHED
 SHAPE = "64/4/128"
 SUBJECTS = ("auto", "dense cudnn", "dense flash")
 HEADING = "Forward + backward: 64 heads, 4 kv heads of 128, bfloat16"

@@ -225,3 +225,50 @@ def test_memory_with_recompute_has_a_row_of_its_own(figures, results):
     rows = rows_of(figures, folder, "train-memory")
     assert [row[0] for row in rows] == ["NSA", "NSA, recompute=True", "dense"]
     assert rows[1][1:3] == ["0.1", "-"]
+
+
+def test_the_memory_of_another_gpu_is_shown_with_its_name(figures, results):
+    own = figures.Results(results / "h200")
+    assert figures.TABLES["train-memory-gpu"](own) == "H100 80GB"
+    for name in ("train-memory", "row-13-largest"):
+        other = figures.TABLES[name](figures.Results(results / "h100"))
+        assert figures.TABLES[name](own) == other
+    document = json.loads((results / "h100" / "train_memory.json").read_text())
+    document["machine"]["device"] = "NVIDIA H200"
+    (results / "h200").mkdir()
+    (results / "h200" / "train_memory.json").write_text(json.dumps(document))
+    assert figures.TABLES["train-memory-gpu"](own) == "H200"
+
+
+def test_the_other_libraries_are_compared_in_one_run(figures, tmp_path):
+    """The rows of fla in the table of every backend are from that run, too."""
+    source = ROOT / "benchmarks" / "results" / "h200"
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    for path in source.glob("backends_*.json"):
+        shutil.copy(path, folder)
+    document = json.loads((source / "rivals.json").read_text())
+    subjects = ("auto", "dense cudnn", "fla NSA, l=d=64", "sfnsa NSA")
+    ms = dict(zip(subjects, (1.5, 2.5, 3.5, 4.5)))
+    for m in document["measurements"]:
+        if (m["phase"], m["length"]) == ("both", 16384) and m["subject"] in ms:
+            m["performance"]["median_ms"] = ms[m["subject"]]
+    (folder / "rivals.json").write_text(json.dumps(document))
+    shown = ("compared-nsa", "compared-dense", "compared-fla", "compared-sfnsa")
+    values = [figures.TABLES[name](figures.Results(folder)) for name in shown]
+    assert values == ["1.50 ms", "2.50 ms", "3.50 ms", "4.50 ms"]
+    rows = rows_of(figures, folder, "backends")
+    (fla,) = (row for row in rows if row[1].startswith("fla"))
+    assert fla[0] == "64/4/128"
+    assert fla[5] == "3.50"  # heads, kernels, 2k, 4k, 8k, 16k
+    assert not [row for row in rows if "1.50" in row[5:6]]  # other rows are from another run
+    assert len({(row[0], row[1]) for row in rows}) == len(rows)
+
+
+def test_a_training_on_another_gpu_is_shown(figures, tmp_path):
+    name = "hf-convert-run"
+    results = figures.Results(tmp_path / "h200")
+    assert figures.TABLES[name](results) == "not measured yet"
+    (tmp_path / "h100").mkdir()
+    shutil.copy(ROOT / "benchmarks/results/h100/hf_convert.json", tmp_path / "h100")
+    assert figures.TABLES[name](results).endswith("on one H100 80GB")

@@ -96,7 +96,7 @@ def run(figures, checkout, monkeypatch, capsys):
 
 
 def stamp_of(checkout, name):
-    file = checkout / "build" / "figures" / "h100" / f"{name}.json"
+    file = checkout / "build" / "figures" / "h200" / f"{name}.json"
     return json.loads(file.read_text())["figures"]
 
 
@@ -144,7 +144,8 @@ ROW = r'"subject": "auto", "shape": "64/4/128"[^\n]*"both", "batch": 1, "length"
     ],
 )
 def test_a_changed_number_in_a_result_file_is_detected(figures, pages, file, pattern, page, capsys):
-    path = pages / "benchmarks" / "results" / "h100" / file
+    results = pages / "benchmarks" / "results"
+    path = next(p for gpu in ("h200", "h100") if (p := results / gpu / file).exists())
     text = path.read_text(encoding="utf-8")
     matches = re.findall(pattern, text)
     if not matches:  # after a new measurement, take any number of the same field
@@ -277,7 +278,7 @@ def test_an_interrupted_or_failed_piece_runs_again(run, checkout, mode):
     code, output, runs = run(piece, "b:quick")
     assert (code, runs) == (1, [mode, "quick"])
     assert "1 of 2 pieces are left: a" in output
-    assert not list((checkout / "build" / "figures" / "h100").glob("*a.json"))
+    assert not list((checkout / "build" / "figures" / "h200").glob("*a.json"))
     assert run(piece, "b:quick")[2] == [mode]
 
 
@@ -297,10 +298,10 @@ def test_ctrl_c_ends_the_piece_and_leaves_no_result(figures, checkout, run, monk
     piece = run.piece("a:slow")
     monkeypatch.syspath_prepend(checkout / "packages" / "p" / "src")
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    runner = figures.Figures("h100", checkout, [piece], allow_dirty=True)
+    runner = figures.Figures("h200", checkout, [piece], allow_dirty=True)
     with pytest.raises(KeyboardInterrupt):
         runner.run_piece(piece, 5)
-    assert not list((checkout / "build" / "figures" / "h100").iterdir())
+    assert not list((checkout / "build" / "figures" / "h200").iterdir())
 
 
 def test_a_piece_longer_than_the_time_left_is_not_started(run):
@@ -315,7 +316,7 @@ def test_only_runs_the_named_pieces_and_their_requirements(run, checkout):
     code, _, runs = run(maker, "other:quick", user, words=("run", "--only", "user"))
     assert (code, runs) == (0, ["made", "quick"])
     (checkout / "made.bin").unlink()  # as on a new machine, which has only the result files
-    (checkout / "build" / "figures" / "h100" / "user.json").unlink()
+    (checkout / "build" / "figures" / "h200" / "user.json").unlink()
     assert run(maker, user, words=("run", "--only", "user"))[2] == ["made", "quick"]
     code, output, _ = run(maker, user, words=("run", "--only", "frob"))
     assert (code, "no piece is named frob" in output) == (2, True)
@@ -344,7 +345,7 @@ def test_a_dirty_checkout_is_refused_and_recorded(run, checkout, change):
 
 
 def test_results_do_not_make_the_checkout_dirty(run, checkout):
-    folder = checkout / "benchmarks" / "results" / "h100"
+    folder = checkout / "benchmarks" / "results" / "h200"
     folder.mkdir(parents=True)
     (folder / "z.json").write_text("{}")
     assert run("a:quick")[0] == 0
@@ -366,7 +367,7 @@ def test_installed_packages_that_differ_from_the_checkout_are_refused(
 def test_collect_copies_clean_results(run, checkout):
     assert run("a:quick")[0] == 0
     assert run("a:quick", words=("collect",))[0] == 0
-    collected = json.loads((checkout / "benchmarks" / "results" / "h100" / "a.json").read_text())
+    collected = json.loads((checkout / "benchmarks" / "results" / "h200" / "a.json").read_text())
     assert collected["kind"] == "toy"
     assert collected["figures"]["clean"] is True
     shutil.rmtree(checkout / "build")
@@ -414,9 +415,9 @@ def test_the_result_of_another_gpu_stands_in_for_a_missing_one(run, tmp_path, re
 def test_a_rehearsed_piece_has_a_folder_of_its_own(run, checkout):
     piece = dataclasses.replace(run.piece("a:quick"), rehearses="sm80")
     assert run(piece)[0] == 0
-    fresh = checkout / "build" / "figures" / "h100_as_sm80" / "a.json"
+    fresh = checkout / "build" / "figures" / "h200_as_sm80" / "a.json"
     assert json.loads(fresh.read_text())["figures"]["clean"] is True
     assert "a: done before" in run(piece)[1]
     assert run(piece, words=("collect",))[0] == 0
-    collected = checkout / "benchmarks" / "results" / "h100_as_sm80" / "a.json"
+    collected = checkout / "benchmarks" / "results" / "h200_as_sm80" / "a.json"
     assert collected.read_text() == fresh.read_text()

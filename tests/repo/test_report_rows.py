@@ -37,7 +37,7 @@ def named_tests(row: Row) -> list[str]:
 
 
 def result_files(row: Row) -> list[str]:
-    return re.findall(r"`(benchmarks/results/h100/[\w.]+)`", row.figure)
+    return re.findall(r"`(benchmarks/results/h[12]00/[\w.]+)`", row.figure)
 
 
 def commands(row: Row) -> list[list[str]]:
