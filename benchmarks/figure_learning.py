@@ -30,7 +30,7 @@ IMAGES = {CONVERT: "learning_convert.svg", MINIMAX: "learning_minimax.svg"}
 
 
 def _from_file(file: str) -> Callable[[Callable[[Any], str]], Callable[[Results], str]]:
-    """Give a function the document of a result file; without the file, the value is PENDING."""
+    """Give a function the document of the nearest result file; without any, return PENDING."""
 
     def decorate(compute: Callable[[Any], str]) -> Callable[[Results], str]:
         @functools.wraps(compute)

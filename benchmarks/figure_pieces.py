@@ -31,7 +31,7 @@ class Piece:
         topic: The subject of the file, for the table in benchmarks/README.md.
         command: The command, run in the repository's root; ``{file}`` stands for the result file.
         file: Name of the result file in benchmarks/results/<gpu>.
-        minutes: Expected duration on an H100, compilation included.
+        minutes: Expected duration on an H100 or H200, compilation included.
         needs: Name of the piece that makes input files of this one; "" for none.
         makes: Input files of other pieces that this one makes, relative to the repository's root.
         gpus: Number of GPUs; a piece that needs several runs only if it is named.
@@ -162,7 +162,7 @@ def _backends(shape: str) -> Piece:
     return Piece(
         name,
         f"every backend, dense attention, sfnsa and xunhao at {shape}, by sequence length",
-        # fla has a piece of its own, because its kernels compile for minutes.
+        # Only the piece rivals measures fla, because its kernels compile for minutes.
         f"{_BENCH} --shape {shape} --length 2k..64k --phase forward,backward,both"
         " --inputs random --rival sfnsa --rival xunhao --budget 0.12 --max-call 0.5"
         " --cell-limit 12 --time-limit 300 --json {file}",

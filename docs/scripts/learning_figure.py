@@ -2,7 +2,8 @@
 
     python docs/scripts/learning_figure.py docs/images
 
-A plot whose result file does not exist is left out, as on the page.
+If the GPU has no result file, that of another GPU is drawn; without any, the plot is left
+out, as on the page.
 """
 
 from __future__ import annotations

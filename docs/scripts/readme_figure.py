@@ -2,10 +2,10 @@
 
     python docs/scripts/readme_figure.py docs/images
 
-The left panel has the kernels for an H100. Its times at 8k, 32k and 64k tokens are those of
-README.md's table, from core_64_4_128.json. Those at 2k, 4k and 16k are from backends_64_4_128.json,
-of the same kind of GPU. The right panel has the kernels for an A100, run on a newer GPU by
-benchmarks/rehearse.py; if it was not measured, the chart has the left panel only.
+The left panel has the kernels for the published GPU. Its times at 8k, 32k and 64k tokens are those
+of README.md's table, from core_64_4_128.json. Those at 2k, 4k and 16k are from
+backends_64_4_128.json, of the same kind of GPU. The right panel has the kernels for an A100, run on
+a newer GPU by benchmarks/rehearse.py; if it was not measured, the chart has the left panel only.
 """
 
 from __future__ import annotations
