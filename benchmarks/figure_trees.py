@@ -36,7 +36,19 @@ def old_new(results: Results, rehearses: str = "") -> str:
     return table(columns, rows)
 
 
+def verdicts(results: Results, rehearses: str = "") -> str:
+    """Count the rows of :func:`old_new` that are faster, and those that are slower."""
+    file = nearest(results.folder, FILE, rehearses)
+    if file is None:
+        return PENDING
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    faster, slower = (sum(row["verdict"] == word for row in rows) for word in ("faster", "slower"))
+    return f"{faster} of {len(rows)} rows are faster and {slower} slower"
+
+
 TREES: dict[str, Callable[[Results], str]] = {
     "old-new": old_new,
     "old-new-a100": functools.partial(old_new, rehearses="sm80"),
+    "old-new-verdicts": verdicts,
+    "old-new-verdicts-a100": functools.partial(verdicts, rehearses="sm80"),
 }

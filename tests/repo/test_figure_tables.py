@@ -124,6 +124,15 @@ def test_the_tables_of_two_versions_have_times_and_reasons(
     assert text.startswith(f"| case and kernel, on one {gpu} |")
     (other,) = {"old-new", "old-new-a100"} - {name}
     assert len(rows_of(figures, tmp_path / "results" / "h100", other)) == 1  # not measured yet
+    counted = name.replace("old-new", "old-new-verdicts")
+    results = figures.Results(tmp_path / "results" / "h100")
+    assert figures.TABLES[counted](results) == "1 of 2 rows are faster and 0 slower"
+    document["rows"] += [timed | {"verdict": "slower"}, timed | {"verdict": "same"}]
+    file.write_text(json.dumps(document))
+    assert figures.TABLES[counted](results) == "1 of 4 rows are faster and 1 slower"
+    assert figures.TABLES[other.replace("old-new", "old-new-verdicts")](results) == (
+        "not measured yet"
+    )
 
 
 def test_the_table_of_shapes_takes_the_fastest_dense_kernel(figures, tmp_path):
