@@ -1,4 +1,4 @@
-"""House rules: sizes, numbers of parameters, environment variables, except clauses, docstrings."""
+"""House rules: numbers of parameters, environment variables, except clauses, docstrings."""
 
 from __future__ import annotations
 
@@ -7,24 +7,12 @@ import functools
 import io
 import re
 import tokenize
-from bisect import bisect_left, bisect_right
 
 from nsa_cli.app import app
 
-FILE_LINES, FUNCTION_LINES = 300, 60
-KERNEL_FILE_LINES, KERNEL_LINES = 400, 100
-RECIPES, RECIPE_LINES = "packages/nsa-models/src/nsa_models/recipes/", 79
 PARAMETERS = 12
 OTHER_SKIPS = 20  # places with "fmt: skip" that are neither kernel signatures, calls nor launches
 PUBLIC = {"nsa_attention"}  # exempt from PARAMETERS
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 VARIABLES = {"NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK"}
 CORE = "packages/nsa-core/src/nsa_core/"
 DISPATCH = CORE + "dispatch/"
@@ -64,89 +52,6 @@ def functions(tree: ast.AST) -> tuple[ast.FunctionDef | ast.AsyncFunctionDef, ..
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
-
-
-def lines_of_code(text: str, tree: ast.Module) -> set[int]:
-    """Return the line numbers of code.
-
-    Docstrings, comments, blank lines, signatures and argument lists do not count.
-    """
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in NO_CODE:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            documented = ast.get_docstring(node, clean=False) is not None
-            lines -= (
-                set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-                if documented
-                else set()
-            )
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            lines -= set(range(node.lineno, node.body[0].lineno))
-        elif isinstance(node, ast.Call):
-            lines -= set(range(node.lineno + 1, (node.end_lineno or 0) + 1))
-    return lines
-
-
-def test_files_and_functions_are_short(repo):
-    errors = []
-    for name, tree in repo.python().items():
-        in_file, text = functions(tree), repo.text(name)
-        if len(text.splitlines()) <= FILE_LINES and not any(
-            (function.end_lineno or 0) - function.lineno >= FUNCTION_LINES for function in in_file
-        ):
-            continue  # all lines are within the limits, so those of code are
-        lines = sorted(lines_of_code(text, tree))
-        limit = KERNEL_FILE_LINES if any(map(is_kernel, in_file)) else FILE_LINES
-        if len(lines) > limit:
-            errors.append(f"{name}: {len(lines)} lines of code, {limit} allowed")
-        for function in in_file:
-            count = bisect_right(lines, function.end_lineno or 0)
-            count -= bisect_left(lines, function.lineno)
-            limit = KERNEL_LINES if is_kernel(function) else FUNCTION_LINES
-            if count > limit:
-                errors.append(
-                    f"{name}:{function.lineno} {function.name}: {count} lines of code, {limit}"
-                    " allowed"
-                )
-    assert not errors, "\n".join(errors)
-
-
-def test_recipes_are_short_enough_to_copy(repo):
-    sizes = {
-        name: len(lines_of_code(repo.text(name), tree))
-        for name, tree in repo.python().items()
-        if name.startswith(RECIPES)
-    }
-    assert len(sizes) > 2
-    assert not {name: size for name, size in sizes.items() if size > RECIPE_LINES}
-
-
-COUNTED = '''
-"""A docstring."""
-
-import os  # counts
-
-
-def f(
-    a,
-    b,
-):
-    """A docstring,
-    of two lines."""
-    # a comment
-    x = g(  # counts
-        a,
-        b,
-    )
-    return x  # counts
-'''
-
-
-def test_only_code_is_counted():
-    assert sorted(lines_of_code(COUNTED, ast.parse(COUNTED))) == [4, 14, 18]
 
 
 def fmt_skips(text: str, tree: ast.Module) -> list[tuple[int, str]]:
