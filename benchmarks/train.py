@@ -28,7 +28,7 @@ from train_parts import step_parts
 from nsa_bench.crossover import crossing
 from nsa_models.lm.config import LMConfig, size
 from nsa_models.lm.data import Batch
-from nsa_models.lm.flops import row_flops
+from nsa_models.lm.flops import matrix_share, row_flops
 from nsa_models.lm.graph import GraphedWork
 from nsa_models.lm.model import parameter_count
 
@@ -71,15 +71,15 @@ def _speed(bench: Bench, config: LMConfig, length: int, batch: int, mode: str) -
     bench.sync()
     step_times = list(bench.times(trainer))
     tokens = length * batch
+    flops_per_s = row_flops(trainer.model, length) * batch / median(step_times)
+    share = matrix_share(flops_per_s, bench.peak)
     return {
         "tokens_per_s": round(tokens / median(step_times)),
         "step_ms": round(median(step_times) * 1e3, 3),
         "steps": len(step_times),
         "slowest_ms": round(max(step_times) * 1e3, 3),
         "peak_gib": round(trainer.memory() / 2**30, 3),
-        "matrix_share": round(
-            row_flops(trainer.model, length) * batch / median(step_times) / bench.peak, 4
-        ),
+        "matrix_share": share and round(share, 4),
         "parameters": parameter_count(trainer.model),
     }
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import pathlib
+import statistics
 import subprocess
 import sys
 
@@ -24,6 +25,7 @@ from nsa_models.lm.parallel import World
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.sentinel import leak_sentinel
 from nsa_models.lm.task import DataSpec, open_data
+from nsa_models.lm.train import train
 from nsa_models.lm.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -151,6 +153,14 @@ def test_batches_and_results_of_a_step_do_not_wait_for_later_work():
     batch_of([next(trainer.data.rows) for _ in range(16)], packed=False).to("cuda")
     assert not torch.cuda.current_stream().query()  # the sleep has not ended
     torch.cuda.synchronize()
+
+
+def test_evaluated_and_saved_steps_have_the_speed_of_the_others(tmp_path):
+    recipe = {"steps": 24, "eval_every": 4, "save_every": 6, "batch": 16}
+    records = train(make_trainer(precision="bfloat16", length=4096, **recipe), tmp_path)[5:]
+    usual = statistics.median(r.tokens_per_s for r in records)
+    assert all(0.6 * usual < r.tokens_per_s < 1.5 * usual for r in records)
+    assert all(0 < r.matrix_share < 1 for r in records)
 
 
 def test_a_resumed_run_continues_the_loss_curve(tmp_path):

@@ -12,10 +12,12 @@ import pickle
 import signal
 import sys
 import tempfile
+import time
 
 import pytest
 import torch
 
+from nsa_bench.roofline import Peaks
 from nsa_core import InvalidInput
 from nsa_core.errors import BackendUnavailable
 from nsa_core.util.atomic_files import NotWritten
@@ -28,7 +30,7 @@ from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.task import Data, DataSpec, open_data
 from nsa_models.lm.tokens import ByteTokenizer
 from nsa_models.lm.train import NotFinite, train
-from nsa_models.lm.trainer import Trainer
+from nsa_models.lm.trainer import StepResult, Trainer
 
 pytest.importorskip("safetensors")
 HERE = World(torch.device("cpu"))
@@ -38,7 +40,7 @@ RECIPE = Recipe(steps=6, batch=4, warmup=2, eval_every=3, save_every=2)
 @pytest.fixture(autouse=True)
 def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the slow measurement of the machine's matrix rate."""
-    peaks = train_module.measure_peaks.__globals__["Peaks"](1e9, 1e9)
+    peaks = Peaks(1e9, 1e9)
     monkeypatch.setattr(train_module, "measure_peaks", lambda *_: peaks)
 
 
@@ -174,6 +176,36 @@ def test_the_log_has_a_header_and_every_step(trainer, tmp_path):
         assert math.isclose(record["matrix_share"], share)
     with pytest.raises(InvalidInput, match="cannot be read as a log"):
         log.read_log(tmp_path / checkpoint.FILE)
+
+
+def test_the_speed_of_a_step_comes_from_its_own_time(trainer, tmp_path, monkeypatch):
+    # On a GPU the results of an evaluated step are read at another time than those of others.
+    monkeypatch.setattr(StepResult, "seconds", lambda self: 0.5 * self.step)
+    reported = train(trainer(), tmp_path)
+    assert [p.tokens_per_s for p in reported[1:]] == [4 * 24 / (0.5 * n) for n in range(1, 7)]
+
+
+def test_the_time_of_a_step_holds_its_rows_but_no_evaluation(trainer, tmp_path, monkeypatch):
+    slow = trainer()
+    step_of_lanes, evaluate = slow.lanes.step, slow.held_out_loss
+
+    def after_a_pause(function, seconds):
+        time.sleep(seconds)
+        return function()
+
+    monkeypatch.setattr(slow.lanes, "step", lambda: after_a_pause(step_of_lanes, 0.05))
+    monkeypatch.setattr(slow, "held_out_loss", lambda: after_a_pause(evaluate, 0.5))
+    tokens = 4 * 24
+    for progress in train(slow, tmp_path)[1:]:
+        assert tokens / 0.5 < progress.tokens_per_s <= tokens / 0.05
+
+
+def test_a_share_above_the_matrix_rate_is_a_failed_measurement(trainer, tmp_path, monkeypatch):
+    peaks = Peaks(1.0, 1.0)
+    monkeypatch.setattr(train_module, "measure_peaks", lambda *_: peaks)
+    reported = train(trainer(), tmp_path)
+    assert {p.matrix_share for p in reported} == {None}
+    assert not any("matrix_share" in r for r in log.read_log(tmp_path / log.FILE)[1])
 
 
 def test_steps_before_an_unreadable_document_are_saved(trainer, tmp_path, monkeypatch):

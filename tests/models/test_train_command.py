@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 
+from nsa_bench.roofline import Peaks
 from nsa_cli import train_options
 from nsa_cli.choices import errors_name_options
 from nsa_core import InvalidInput
@@ -48,7 +49,7 @@ NO_TORCHRUN = (
 
 @pytest.fixture(autouse=True)
 def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = train_module.measure_peaks.__globals__["Peaks"](1e9, 1e9)
+    peaks = Peaks(1e9, 1e9)
     monkeypatch.setattr(train_module, "measure_peaks", lambda *_: peaks)
 
 
@@ -61,6 +62,16 @@ def text(tmp_path: pathlib.Path) -> str:
     )
     (tmp_path / "text.jsonl").write_text("".join(lines))
     return str(tmp_path / "text.jsonl")
+
+
+def test_no_share_above_the_matrix_rate_is_printed(nsa, text, tmp_path, monkeypatch):
+    peaks = Peaks(1.0, 1.0)
+    monkeypatch.setattr(train_module, "measure_peaks", lambda *_: peaks)
+    out = ("train", "--out", str(tmp_path / "run"), "--data", text, "--steps", "2")
+    lines = nsa(*out, *SMALL).out.splitlines()
+    assert "measurement failed" in lines[2]
+    assert "%" not in "".join(lines)
+    assert max(map(len, lines[:3])) <= 80
 
 
 def test_a_run_writes_files_resumes_and_generates(nsa, text, tmp_path):

@@ -324,7 +324,10 @@ def _print_summary(
             f"{p.tokens_per_s:,.0f}",
         ]
         cells = cells if p.step else ["", cells[1], "", ""]
-        matrix_share = f"{p.matrix_share:.1%}" if p.step else ""
+        if p.matrix_share is not None:
+            matrix_share = f"{p.matrix_share:.1%}"
+        else:
+            matrix_share = "measurement failed" if p.step else ""
         rows.append([str(p.step), *cells, matrix_share, f"{p.memory_bytes / 2**20:,.0f}"])
     if history:
         output.print_table(console, columns, rows)

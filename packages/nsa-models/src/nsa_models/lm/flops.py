@@ -24,3 +24,13 @@ def row_flops(model: LanguageModel, length: int) -> int:
     attention = config.n_layers * sum(pairs[part].flops for part in parts)
     compressed = layer.geometry.num_compressed(length) * layer.n_kv_heads
     return 6 * (other * length + phi * compressed) + attention
+
+
+def matrix_share(flops_per_s: float, peak_flops_per_s: float) -> float | None:
+    """Return the rate of the counted operations as a share of the measured matrix rate.
+
+    None means that the measurement failed: no device exceeds its matrix rate, so a share above 1
+    comes from a rate measured too low, on a busy device for example.
+    """
+    share = flops_per_s / peak_flops_per_s
+    return share if share <= 1 else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.util.atomic_files import NotWritten
 from nsa_core.util.interruption import deferred_signals, exit_code
 from nsa_models.lm import checkpoint, log
-from nsa_models.lm.flops import row_flops
+from nsa_models.lm.flops import matrix_share, row_flops
 from nsa_models.lm.lanes import Unreadable
 from nsa_models.lm.trainer import StepResult, Trainer
 
@@ -35,9 +34,10 @@ class Progress:
     learning_rate: float
     grad_norm: float  # before clipping
     tokens: int  # trained on so far
-    tokens_per_s: float
-    # Counted operations per second over the measured matrix rate of all devices together.
-    matrix_share: float
+    tokens_per_s: float  # from the time of the step on the device, without evaluation and saving
+    # Counted operations per second over the measured matrix rate of all devices together. None: the
+    # measurement failed, or the step is step 0.
+    matrix_share: float | None
     memory_bytes: int
     held_out_loss: float | None = None
     selected_mass: list[float] | None = None  # per layer
@@ -102,7 +102,6 @@ class _Run:
         }
         self._log = log.Log(out / log.FILE, facts, trainer.step_number) if world.rank == 0 else None
         self._progress: list[Progress] = []
-        self._finished_at = time.perf_counter()
 
     def go(self) -> list[Progress]:
         """Run the loop; see :func:`train`."""
@@ -169,10 +168,9 @@ class _Run:
     def _evaluate_before_training(self) -> None:
         evaluation = self._evaluate()
         progress = Progress(
-            0, math.nan, 0.0, math.nan, 0, 0.0, 0.0, self.trainer.memory(), **evaluation
+            0, math.nan, 0.0, math.nan, 0, 0.0, None, self.trainer.memory(), **evaluation
         )
         self._record(progress, {"step": 0, **evaluation})
-        self._finished_at = time.perf_counter()
 
     def _evaluate(self) -> dict[str, Any]:
         evaluation: dict[str, Any] = {"held_out_loss": self.trainer.held_out_loss()}
@@ -186,7 +184,6 @@ class _Run:
     def _finish_step(self, result: StepResult, evaluating: bool = False) -> bool:
         """Read, log and report a step's numbers; return whether any process was told to stop."""
         loss, stopping, norm = result.read()
-        now = time.perf_counter()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NotFinite(
                 f"step {result.step}: the loss is {loss:g} and the gradient norm is {norm:g};"
@@ -195,7 +192,7 @@ class _Run:
             )
         recipe, data = self.trainer.recipe, self.trainer.data
         per_step = recipe.batch * data.rows.length
-        speed = per_step / max(now - self._finished_at, 1e-9)
+        speed = per_step / result.seconds()
         progress = Progress(
             result.step,
             loss,
@@ -203,12 +200,11 @@ class _Run:
             norm,
             result.step * per_step,
             speed,
-            speed * self._flops_per_token / self._peak,
+            matrix_share(speed * self._flops_per_token, self._peak),
             self.trainer.memory(),
             **(self._evaluate() if evaluating else {}),
         )
         self._record(progress, progress.record())
-        self._finished_at = time.perf_counter() if evaluating else now
         return bool(stopping)
 
     def _record(self, progress: Progress, record: dict[str, Any]) -> None:

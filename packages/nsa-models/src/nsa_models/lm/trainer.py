@@ -7,6 +7,7 @@ import dataclasses
 import math
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,33 +33,70 @@ from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.task import Data
 
 
+class Stopwatch:
+    """The time of a step on its device: CUDA events on a GPU, the host's clock elsewhere.
+
+    On a GPU the host runs ahead, so its clock would time the queue. The event at the start is
+    passed when the previous step has ended, or at once if the GPU waits for the host. So the time
+    holds the waits of this step, for its rows for example, and nothing of other steps.
+
+    Args:
+        device: Device of the step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._seconds = -time.perf_counter()
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._events = start, end
+            start.record()
+
+    def stop(self) -> None:
+        """Mark the end of the step, which the device may not have reached yet."""
+        if self._events is not None:
+            self._events[1].record()
+        self._seconds += time.perf_counter()
+
+    def seconds(self) -> float:
+        """Wait for the end of the step, and return its time."""
+        if self._events is None:
+            return self._seconds
+        start, end = self._events
+        end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1e3
+
+
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """The numbers of a step; :meth:`read` waits until the device has finished the step."""
+    """The numbers of a step. Its methods wait for the end of this step, but not for later steps."""
 
     step: int
-    # [mean loss, number of processes told to stop, gradient norm before clipping]
+    # [mean loss, number of processes told to stop, gradient norm before clipping], on the host
     values: torch.Tensor
     learning_rate: float
-    at_end: torch.cuda.Event | None = None
+    stopwatch: Stopwatch
 
     @classmethod
-    def of(cls, step: int, values: torch.Tensor, learning_rate: float) -> StepResult:
-        """Start copying the values of a step, which may still be running, to the host."""
-        if values.device.type != "cuda":
-            return cls(step, values, learning_rate)
-        # A copy issued at read time would be queued behind later steps.
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
-            values, non_blocking=True
-        )
-        at_end = torch.cuda.Event()
-        at_end.record()
-        return cls(step, host, learning_rate, at_end)
+    def of(
+        cls, step: int, values: torch.Tensor, learning_rate: float, stopwatch: Stopwatch
+    ) -> StepResult:
+        """Stop the watch, and start copying the values of a step that may still be running."""
+        if values.device.type == "cuda":
+            # A copy issued at read time would be queued behind later steps.
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = host.copy_(values, non_blocking=True)
+        stopwatch.stop()
+        return cls(step, values, learning_rate, stopwatch)
+
+    def seconds(self) -> float:
+        """Return the time of the step on its device."""
+        return self.stopwatch.seconds()
 
     def read(self) -> list[float]:
-        """Return the values; this waits for the end of this step, but not for later steps."""
-        if self.at_end is not None:
-            self.at_end.synchronize()
+        """Return the values."""
+        self.stopwatch.seconds()  # the copy of the values ends before the step does
         numbers: list[float] = self.values.tolist()
         return numbers
 
@@ -151,6 +189,7 @@ class Trainer:
                 unchanged. All processes raise this together.
         """
         recipe, world = self.recipe, self.world
+        stopwatch = Stopwatch(world.device)
         parts, counted = self.lanes.step()
         # Gradients are averaged over processes, so scale by their number to get the sum.
         self._scale.fill_(world.averaged / max(1, counted))
@@ -175,9 +214,8 @@ class Trainer:
         # Tensor parallel ranks have the same loss.
         mean = total / (max(1, counted) * world.ranks_of("tp"))
         sums = torch.stack((mean, torch.full_like(mean, float(stopping))))
-        return StepResult.of(
-            self.step_number, torch.cat((world.total(sums), norm.reshape(1))), rate
-        )
+        values = torch.cat((world.total(sums), norm.reshape(1)))
+        return StepResult.of(self.step_number, values, rate, stopwatch)
 
     def _batch_of(self, rows: Sequence[Row]) -> Batch:
         """Return this process's tokens of rows, on its device."""
