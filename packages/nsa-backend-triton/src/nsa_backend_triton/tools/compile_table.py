@@ -14,9 +14,10 @@ sequences of 65536 tokens, one new token each; ``steps`` has four each, and phi 
 needs no GPU: kernels are compiled for GPUs that are not present, see
 nsa_backend_triton.tools.offline.
 
-The file is not part of the wheel. The tests compile a part of the table again in every run, and all
-of it in ``nox -s full``. Each row must stay within its GPU's shared memory and the limit of spilled
-bytes, and must have the stored figures where triton's version is the same.
+The file is not part of the wheel. Every run of the tests compiles the rows whose launch changed,
+for example because a tile of tuned/*.json did; ``nox -s full`` compiles all rows. Each row must
+stay within its GPU's shared memory and the limit of spilled bytes, and must have the stored figures
+where triton's version is the same.
 """
 
 from __future__ import annotations
@@ -169,6 +170,7 @@ class Row:
             "head_dim": self.head_dim,
             "v_head_dim": self.v_head_dim,
             "dtype": self.dtype,
+            "launch": self.launch.digest,
         }
 
     @property

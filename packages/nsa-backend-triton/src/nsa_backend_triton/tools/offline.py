@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -72,6 +73,20 @@ class RecordedLaunch:
             *((place, str(marks)) for place, marks in sorted(self.attributes.items())),
             str(self.options),
         )
+
+    @property
+    def digest(self) -> str:
+        """A short digest of the tile shapes and all else that a call passes to the compiler.
+
+        Unlike :attr:`binary`, it does not depend on triton's version or place.
+        """
+        arguments = (
+            sorted((name, str(kind)) for name, kind in self.signature.items()),
+            sorted((place, str(value)) for place, value in self.constexprs.items()),
+            sorted((place, str(marks)) for place, marks in self.attributes.items()),
+            (self.options.num_warps, self.options.num_stages, self.options.maxnreg),
+        )
+        return hashlib.sha256(repr(arguments).encode()).hexdigest()[:12]
 
 
 @dataclasses.dataclass(frozen=True)
