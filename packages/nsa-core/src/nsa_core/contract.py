@@ -99,9 +99,12 @@ inference for torch.compile, autograd, checks of inputs and outputs, and sets th
 device. It also handles calls without work (no token, no compressed token, `sel` with n = 0 blocks),
 so a backend never receives them.
 
-Inputs have stride(-1) == 1; nsa_core copies an input with another layout. Returned tensors must be
-new, contiguous and must not alias an input. Operators run below autograd: torch.func.vjp works
-inside a backward, torch.autograd.grad does not.
+Inputs have stride(-1) == 1; nsa_core copies an input with another layout. Integer metadata
+(``blocks``, ``cu_seqlens``, ``starts``, ``lengths`` and ``block_table``) is contiguous. nsa_core
+copies metadata of other strides at every call, inside a captured CUDA graph too, so that a replay
+reads new values; a backend must not keep metadata, or results computed from it, for a later call.
+Returned tensors must be new, contiguous and must not alias an input. Operators run below autograd:
+torch.func.vjp works inside a backward, torch.autograd.grad does not.
 
 Of nsa_core, a backend imports only this module, layout, packing, fold (compressed attention as
 causal attention) and dryrun (workspace sizes).
@@ -271,8 +274,8 @@ class SlotCall:
     Attributes:
         geometry: the block sizes.
         scale: factor of q k^T before the softmax; any finite number, 0 and negative included.
-        cu_seqlens: int32 [documents + 1] on the device, the first row of each packed document and
-            the number of rows T; None if the tensors are not packed.
+        cu_seqlens: int32 [documents + 1] on the device, contiguous, the first row of each packed
+            document and the number of rows T; None if the tensors are not packed.
         max_seqlen: length of the longest sequence or document, or an upper bound of it.
         deterministic: whether every run must give the same bits.
         first_query: position of row 0 of q in its sequences, or in the packed axis; not 0 only if
@@ -294,7 +297,8 @@ class DecodeCall:
     Attributes:
         geometry: the block sizes.
         scale: factor of q k^T before the softmax.
-        starts: int32 [B] on the device, number of tokens of each sequence before this step.
+        starts: int32 [B] on the device, number of tokens of each sequence before this step. A
+            backend gets this tensor and the next two contiguous.
         lengths: int32 [B] on the device, number of tokens after this step;
             starts <= lengths <= starts + m.
         block_table: int32 [B, pages] on the device; entry [b, i] is the page that holds the tokens

@@ -44,7 +44,7 @@ def token_positions(cu_seqlens: torch.Tensor, total: int, first: int = 0) -> Tok
     rows = torch.arange(first, first + total, device=cu_seqlens.device)
     # Search all boundaries, not only the inner ones: inductor of torch 2.11 cannot lower a search
     # in a slice of a computed tensor.
-    document = torch.searchsorted(cu_seqlens, rows.to(cu_seqlens.dtype), right=True)
+    document = torch.searchsorted(cu_seqlens.contiguous(), rows.to(cu_seqlens.dtype), right=True)
     document = (document - 1).clamp_(0, max(len(cu_seqlens) - 2, 0))
     start = cu_seqlens.long()[document]
     return TokenPositions(document, rows - start, start)
@@ -69,7 +69,8 @@ def host_boundaries(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
     For a GPU tensor this synchronises. Values are cached per tensor, so that all layers and passes
     share one read; an in-place change by torch invalidates the cache. A tensor created under
-    inference_mode has no version counter and is read on every call.
+    inference_mode has no version counter and is read on every call. Boundaries that are not
+    contiguous are read once per layer, because a backend gets a copy.
 
     Raises:
         Unsupported: a CUDA graph is being captured. Its replays would use the current boundaries.

@@ -41,7 +41,7 @@ Settings = configs.Settings | None
 
 
 def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
 
 
 def _chunks(q: Tensor, call: DecodeCall) -> Iterator[tuple[int, int]]:
@@ -151,7 +151,7 @@ def sel(
     branch.launch(
         q,
         0,
-        _distinct(blocks, call) if distinct else _unit_stride(blocks),
+        _distinct(blocks, call) if distinct else blocks,
         o,
         lse,
         *allocate(q, aligned_slices(*branch.sizes()), branch.split),

@@ -176,7 +176,8 @@ def nsa_attention(
     Packed documents drop the axis B: tensors are [T, ...], LSEs [Hq, T], and k_cmp and v_cmp have
     T // d rows (see ``nsa_core.contract``). Attention, positions and block indices stay inside a
     document. For tensors of layout [B, H, S, D], pass ``x.transpose(1, 2)``: any strides are
-    accepted, and only tensors whose last axis is not contiguous are copied.
+    accepted. Only tensors whose last axis is not contiguous are copied; ``cu_seqlens`` and
+    ``blocks`` also if another axis is not.
 
     Use the keywords for calls of the function alone. Pass ``config`` if an NSAConfig exists, for
     example that of a layer: then the shapes are checked against it.
@@ -264,6 +265,8 @@ def nsa_attention(
     if nonnegative_gates:
         check_nonnegative(gates)
     varlen = cu_seqlens is not None
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.contiguous()  # one copy for all slots and their backwards
     if plan is None:
         long = is_long(q.shape[1], varlen)
         plan = default_plan(config, q.device, q.dtype, varlen, needs_grad, None, long)
@@ -277,7 +280,7 @@ def nsa_attention(
 
     tensors = CoreInputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     with checked_boundaries(cu_seqlens, q.shape[0], max_seqlen):
-        given = None if blocks is None else _widen(blocks)
+        given = None if blocks is None else _widen(blocks).contiguous()
         options = (cu_seqlens, max_seqlen, recompute, nonnegative_gates)
         core = run_core(plan, tensors, given, *options)
         selected = core.blocks

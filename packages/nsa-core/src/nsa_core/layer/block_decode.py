@@ -65,7 +65,7 @@ def block_attention_decode(
 
     The mathematics are those of :func:`nsa_core.block_attention`. The cache already holds the keys
     and values of these tokens. The call has no gradient and reads nothing from the device, so that
-    a CUDA graph can replay it with new values in the same tensors.
+    a CUDA graph can replay it with new values in the same tensors, which may have any strides.
 
     Sizes: B sequences of m new tokens, Hq query heads, G kv heads, head widths Dk and Dv, n blocks
     a token and kv head. The cache has P pages, or N rows a sequence.

@@ -21,8 +21,8 @@ from nsa_core.torch_ops.slot_op import (
     TAIL,
     BackendCall,
     checked_results,
+    in_layout,
     slot_call,
-    unit_stride,
 )
 from nsa_core.torch_ops.vmap_rule import TAIL_LENGTH
 from nsa_core.util.text import describe_error
@@ -31,6 +31,7 @@ from nsa_core.util.text import describe_error
 DIFFERENTIABLE = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 STATISTICS = ("blocks", "lse_cmp", "lse_sel", "lse_win")
 OUTPUTS = ("o_cmp", "o_sel", "o_win")
+_BLOCKS = 1 + len(DIFFERENTIABLE)  # position of the blocks, after the gradient of o
 
 
 class CoreBackward:
@@ -83,7 +84,7 @@ class CoreBackward:
     def _call(self, tensors: list[torch.Tensor], tail: Any) -> tuple[torch.Tensor, ...]:
         """Call the backend's function, and check its results; ``tensors`` is emptied."""
         call, where = slot_call(tail), (self.backend, "core", "backward")
-        arguments = [unit_stride(t) for t in tensors]
+        arguments = in_layout(tensors, _BLOCKS)
         tensors.clear()
         arguments, outputs = arguments[: -len(OUTPUTS)], arguments[-len(OUTPUTS) :]
         specs = [(t.shape, t.dtype) for t in arguments[1 : 1 + len(DIFFERENTIABLE)]]

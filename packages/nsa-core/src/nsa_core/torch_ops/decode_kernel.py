@@ -32,13 +32,20 @@ class DecodeKernel:
 
         Args:
             *tensors: Its inputs; :mod:`nsa_core.contract` gives their shapes.
-            call: The geometry, the scale and the positions in the cache.
+            call: The geometry, the scale and the positions in the cache, of any strides.
             **options: Other keyword arguments of a fused form.
 
         Raises:
             NSAError: The backend raised or returned a wrong result; the message names it.
         """
         q: torch.Tensor = tensors[0]
+        starts, lengths, table = call.starts, call.lengths, call.block_table
+        if not (starts.is_contiguous() and lengths.is_contiguous() and table.is_contiguous()):
+            # Copies at every call: the caller may change the values before the next one.
+            starts, lengths, table = (x.contiguous() for x in (starts, lengths, table))
+            call = dataclasses.replace(call, starts=starts, lengths=lengths, block_table=table)
+        if self.slot == "sel":
+            tensors = (*tensors[:3], tensors[3].contiguous())
         with BackendCall(self.backend, self.slot, "decode", q.device):
             where = (self.backend, self.slot, "decode")
             results = call_function(where, self.function, tensors, call=call, **options)

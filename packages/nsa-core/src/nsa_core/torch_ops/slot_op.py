@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -123,9 +123,18 @@ class BackendCall:
         raise NSAError(f"{where}: {describe_error(error)}") from error
 
 
-def unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` with elements of its last axis next to each other."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def in_layout(tensors: Iterable[torch.Tensor], blocks: int | None = None) -> list[torch.Tensor]:
+    """Return ``tensors`` with the strides that the contract promises: stride(-1) == 1.
+
+    Args:
+        tensors: The tensors of a call.
+        blocks: Position of the block indices, which become contiguous; None: there are none.
+    """
+    # Most tensors are contiguous, and this test takes a quarter of the time of stride(-1).
+    arranged = [t if t.is_contiguous() or t.stride(-1) == 1 else t.contiguous() for t in tensors]
+    if blocks is not None:
+        arranged[blocks] = arranged[blocks].contiguous()
+    return arranged
 
 
 def checked_results(
@@ -230,6 +239,7 @@ class SlotOp:
             import_function(backend, spec.backward) if spec.backward else None
         )
         self._n_inputs = len(INPUTS[slot])
+        self._blocks = INPUTS[slot].index("blocks") if slot == "sel" else None
         self._grads = [INPUTS[slot].index(name) for name in DIFFERENTIABLE[slot]]
         self._n_out = 1 if slot in ("select", "combine") else 2
         namespace, short = name.split("::")
@@ -305,8 +315,7 @@ class SlotOp:
 
         It runs without autograd and without the dispatcher. The arguments are those of ``op``.
         """
-        # A function call per tensor would take longer than its work.
-        tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in args[: self._n_inputs]]
+        tensors = in_layout(args[: self._n_inputs], self._blocks)
         cu, max_seqlen, scale, geometry, deterministic, first_query = args[self._n_inputs :]
         metadata = tuple([(t.shape, t.dtype, t.device) for t in tensors])
         constants = scale, tuple(geometry), deterministic, first_query
@@ -349,7 +358,7 @@ class SlotOp:
         if _is_empty(self.slot, inputs):
             outs = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in specs]
         else:
-            tensors = [unit_stride(t) for t in (grad, *saved)]
+            tensors = in_layout((grad, *saved), self._blocks and 1 + self._blocks)
             with BackendCall(self.backend, self.slot, "backward", device):
                 outs = checked_results(
                     self.backend,
@@ -413,12 +422,16 @@ class SlotOp:
 
 
 def slot_call(tail: Sequence[Any]) -> SlotCall:
-    """Return the arguments TAIL of an operator as backends take them."""
+    """Return the arguments TAIL of an operator as backends take them.
+
+    Every call of a backend passes here, inside the operator: a graph that was captured or exported
+    with contiguous boundaries may run with others, and replays may find new values in them.
+    """
     cu_seqlens, max_seqlen, scale, geometry, deterministic, first_query = tail
     return SlotCall(
         BlockGeometry.from_ints(geometry),
         scale,
-        cu_seqlens,
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
         max_seqlen,
         deterministic,
         first_query or 0,
