@@ -1,4 +1,7 @@
-"""block_attention and block_attention_decode on a GPU: CUDA graphs, and no synchronisation."""
+"""block_attention and block_attention_decode on a GPU: CUDA graphs, and no synchronisation.
+
+A captured call may have metadata of any strides: its replays read the new values.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ DEVICE, DTYPE = "cuda", torch.bfloat16
 HEADS, GROUPS, WIDTH, V_WIDTH = 8, 2, 64, 32
 SIZE, BLOCKS, TOKENS, PAGE = 64, 5, 2000, 64
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+STRIDED = pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
 
 Inputs = dict[str, torch.Tensor]
 
@@ -99,6 +103,7 @@ def decode_inputs(paged: bool, seed: int) -> Inputs:
     if paged:
         table = torch.randperm(3 * pages, device=DEVICE, generator=generator)
         x["block_table"] = table.int().view(3, pages)
+        x["starts"] = x["lengths"] - 1  # the second row is padding
     return x
 
 
@@ -107,11 +112,26 @@ def decode(x: Inputs, plan: BlockPlan) -> list[torch.Tensor]:
     return list(block_attention_decode(**x, block_size=SIZE, plan=plan, return_lse=True))
 
 
+def with_gaps(x: torch.Tensor) -> torch.Tensor:
+    """Return integers as a column of a table, whose other column holds 7; others as they are."""
+    if x.is_floating_point():
+        return x
+    return torch.stack([x, torch.full_like(x, 7)], -1)[..., 0]
+
+
 def assert_a_replay_equals_eager(
-    run: Callable[[Inputs], list[torch.Tensor]], inputs: Callable[[int], Inputs]
+    run: Callable[[Inputs], list[torch.Tensor]], inputs: Callable[[int], Inputs], strided: bool
 ) -> None:
-    """Capture one call; replay it with other values in the same tensors."""
+    """Capture one call; replay it with other values in the same tensors.
+
+    Args:
+        run: The call.
+        inputs: Returns its tensors for a seed.
+        strided: Whether the metadata of the captured call has gaps; that of eager calls has none.
+    """
     static = inputs(0)
+    if strided:
+        static = {name: with_gaps(x) for name, x in static.items()}
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -143,11 +163,12 @@ def assert_no_synchronisation(run: Callable[[], Any]) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@STRIDED
 @PACKED
-def test_a_graph_of_forward_and_backward_equals_eager(packed: bool) -> None:
+def test_a_graph_of_forward_and_backward_equals_eager(packed: bool, strided: bool) -> None:
     plan = plan_of(needs_grad=True, varlen=packed, deterministic=True)
     assert_a_replay_equals_eager(
-        lambda x: train(x, plan), lambda seed: training_inputs(packed, seed)
+        lambda x: train(x, plan), lambda seed: training_inputs(packed, seed), strided
     )
 
 
@@ -159,10 +180,13 @@ def test_forward_and_backward_do_not_synchronise(packed: bool, deterministic: bo
     assert_no_synchronisation(lambda: train(x, plan))
 
 
+@STRIDED
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-def test_a_graph_of_a_decoding_step_equals_eager(paged: bool) -> None:
+def test_a_graph_of_a_decoding_step_equals_eager(paged: bool, strided: bool) -> None:
     plan = plan_of(phase="decode", page_size=PAGE if paged else None)
-    assert_a_replay_equals_eager(lambda x: decode(x, plan), lambda seed: decode_inputs(paged, seed))
+    assert_a_replay_equals_eager(
+        lambda x: decode(x, plan), lambda seed: decode_inputs(paged, seed), strided
+    )
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])

@@ -85,9 +85,9 @@ class Graph:
         self.x = torch.zeros(
             cache.batch, rows, CONFIG.dim, device=DEVICE, dtype=attn.out.weight.dtype
         )
-        self.new = (
-            torch.full((cache.batch,), rows, dtype=torch.int32, device=DEVICE) if counted else None
-        )
+        # Every second element of a longer tensor: metadata may have any strides.
+        counts = torch.full((2 * cache.batch,), rows, dtype=torch.int32, device=DEVICE)
+        self.new = counts[::2] if counted else None
         cache.reserve_workspace(rows)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):

@@ -99,7 +99,10 @@ def test_no_synchronisation(slot: str, packed: bool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_row_50_forward_and_backward_in_one_graph(packed: bool, fused: bool, length: int) -> None:
-    """The fused backward runs kernels beside each other; 1500 tokens take the bits of sel."""
+    """The fused backward runs kernels beside each other; 1500 tokens take the bits of sel.
+
+    The captured boundaries are a column of a table, whose values change before the replay.
+    """
     case, data = case_and_data(length, packed)
     graph_plan = plan(packed, deterministic=True)
     new_data = case.data(torch.bfloat16, "cuda", seed=3)
@@ -107,8 +110,16 @@ def test_row_50_forward_and_backward_in_one_graph(packed: bool, fused: bool, len
     for each in (data, new_data):
         each.gates.abs_()
     static = {name: getattr(data, name).detach().clone().requires_grad_() for name in names}
+    bounds = new_bounds = None
+    if data.cu_seqlens is not None:
+        bounds = torch.stack([data.cu_seqlens, torch.full_like(data.cu_seqlens, 7)], -1)[:, 0]
+        new_bounds = torch.tensor(
+            [0, length // 2, length // 2, length, length], device="cuda"
+        ).int()
 
-    def step(x: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def step(
+        x: dict[str, torch.Tensor], cu_seqlens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         o = nsa_attention(
             x["q"],
             (None, x["k_sel"], x["k_win"]),
@@ -118,7 +129,7 @@ def test_row_50_forward_and_backward_in_one_graph(packed: bool, fused: bool, len
             plan=graph_plan,
             k_cmp=x["k_cmp"],
             v_cmp=x["v_cmp"],
-            cu_seqlens=data.cu_seqlens,
+            cu_seqlens=cu_seqlens,
             max_seqlen=data.max_seqlen if packed else None,
             nonnegative_gates=fused,
         )
@@ -126,20 +137,21 @@ def test_row_50_forward_and_backward_in_one_graph(packed: bool, fused: bool, len
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        step(static)
+        step(static, bounds)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(static)
+        captured = step(static, bounds)
     with torch.no_grad():
         for name, tensor in static.items():
             tensor.copy_(getattr(new_data, name))
+        if bounds is not None:
+            bounds.copy_(new_bounds)
     for tensor in captured:
         tensor.detach().fill_(torch.nan)
     graph.replay()
-    eager = step(
-        {name: getattr(new_data, name).detach().clone().requires_grad_() for name in names}
-    )
+    leaves = {name: getattr(new_data, name).detach().clone().requires_grad_() for name in names}
+    eager = step(leaves, new_bounds)
     for actual, expected in zip(captured, eager):
         assert torch.equal(bits(actual), bits(expected))
 
