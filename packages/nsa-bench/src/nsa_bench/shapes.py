@@ -1,8 +1,9 @@
-"""Shapes and lengths, as the commands `nsa bench` and `nsa tune` accept them."""
+"""Shapes and lengths, as the options of the commands accept them."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
 from nsa_core.config import NSAConfig
@@ -11,6 +12,8 @@ from nsa_core.util.text import did_you_mean
 
 NAMED = {"reports": "12/2/64", "paper": "64/4/192/128", "tiny": "4/2/32"}
 PAPER_BLOCKS = (32, 16, 64, 16, 512)  # l, d, l', n, w
+LONGEST = 2**31 - 1  # tokens; positions are 32-bit integers
+_FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,35 +94,47 @@ def parse_shape(text: str) -> Shape:
     return Shape(hq, g, dk, dv[0] if dv else dk)
 
 
-def parse_lengths(text: str) -> list[int]:
-    """Parse lengths; return them in ascending order.
+def parse_length(text: str, least: int = 1) -> int:
+    """Parse one number of tokens: "512", "64k" (64 * 1024) or "1M" (1024 * 1024).
 
-    "512,2k,65536" is a list; "2k..64k" doubles from the first length up to the last.
+    Args:
+        text: Decimal digits, and k or M in either case.
+        least: The smallest number that is accepted.
 
     Raises:
-        InvalidInput: An entry is not a length, or a range is empty.
+        InvalidInput: The text is no such number, or the number is not in ``least`` .. 2^31 - 1.
+    """
+    match = re.fullmatch("([0-9]{1,10})([km]?)", text.strip().lower())
+    tokens = int(match[1]) * _FACTORS[match[2]] if match else 0
+    if match is None or not least <= tokens <= LONGEST:
+        raise InvalidInput(
+            f"{text!r} is not a number of tokens from {least} to {LONGEST}, such as 512, 64k"
+            " (65536) or 1M (1048576)"
+        )
+    return tokens
+
+
+def parse_lengths(text: str, least: int = 1) -> list[int]:
+    """Parse lengths; return them in ascending order.
+
+    "512,64k,1M" is a list; "2k..64k" doubles from the first length up to the last.
+
+    Raises:
+        InvalidInput: :func:`parse_length` does not accept an entry, or a range is empty.
     """
     lengths: set[int] = set()
     for part in text.split(","):
         first, dots, last = part.partition("..")
-        low = _length(first, text)
-        high = _length(last, text) if dots else low
+        try:
+            low = parse_length(first, least)
+            high = parse_length(last, least) if dots else low
+        except InvalidInput as error:
+            raise InvalidInput(f"--length: {error}") from error
         if high < low:
             raise InvalidInput(
-                f"lengths {part!r}: the last length must not be smaller than the first"
+                f"--length {part!r}: the last length must not be smaller than the first"
             )
         while low <= high:
             lengths.add(low)
             low *= 2
     return sorted(lengths)
-
-
-def _length(word: str, text: str) -> int:
-    word = word.strip().lower()
-    factor = 1024 if word.endswith("k") else 1
-    digits = word.removesuffix("k")
-    if not digits.isdecimal() or int(digits) < 1:
-        raise InvalidInput(
-            f"lengths must be a list such as 512,2k,64k or a range such as 2k..64k, got {text!r}"
-        )
-    return int(digits) * factor

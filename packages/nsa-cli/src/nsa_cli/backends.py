@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nsa_cli import output
-from nsa_cli.choices import pick_device
+from nsa_cli.choices import pick_device, tokens
 from nsa_cli.commands import App
 from nsa_core.errors import InvalidInput
 
@@ -141,7 +141,9 @@ _ValueWidth = Annotated[
 _PageSize = Annotated[
     int | None,
     typer.Option(
-        help="Tokens per cache page (decode only). Default: no pages.", show_default=False
+        help="Tokens per cache page (decode only). Default: no pages.",
+        parser=tokens(),
+        show_default=False,
     ),
 ]
 _Slot = typer.Option(
@@ -177,7 +179,11 @@ def explain(
     ] = None,
     seq_len: Annotated[
         int | None,
-        typer.Option(help="Tokens per sequence. Default: unknown.", min=0, show_default=False),
+        typer.Option(
+            help="Tokens per sequence, such as 64k or 1M. Default: unknown.",
+            parser=tokens(0),
+            show_default=False,
+        ),
     ] = None,
     grad: Annotated[
         bool, typer.Option("--grad/--no-grad", help="Whether gradients are needed.")

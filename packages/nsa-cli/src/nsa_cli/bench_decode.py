@@ -28,7 +28,7 @@ def cells(
     return [
         DecodeCell(each_shape, batch, tokens, page_size)
         for each_shape in shapes
-        for tokens in parse_lengths(length or "512,1024,2048")
+        for tokens in parse_lengths(length or "2k..8k")
     ]
 
 

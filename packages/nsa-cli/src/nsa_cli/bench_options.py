@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from nsa_cli.choices import tokens
+
+# All lengths are longer than n * l' = 1024 tokens: up to it, selection does not run.
 PRESETS: dict[str, dict[str, dict[str, str]]] = {
     "quick": {
         "cpu": {
-            "shapes": "tiny",
-            "lengths": "256..1k",
+            "shapes": "2/1/32",
+            "lengths": "1536,2k",
             "phases": "forward,backward",
             "dtypes": "float32",
         },
@@ -25,7 +28,7 @@ PRESETS: dict[str, dict[str, dict[str, str]]] = {
     "full": {
         "cpu": {
             "shapes": "reports",
-            "lengths": "512..8k",
+            "lengths": "2k..8k",
             "phases": "forward,backward",
             "dtypes": "float32",
         },
@@ -48,7 +51,7 @@ PREFILL_ONLY = (
 # options that have an effect with --context-parallel only
 PARALLEL_ONLY = ("modes", "layouts", "project", "longest")
 BUDGET_S = {"quick": 0.1, "full": 0.3}
-TIME_LIMIT_S = {"quick": 25.0, "full": 420.0}
+TIME_LIMIT_S = {"quick": 40.0, "full": 420.0}
 
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write the results as JSON.", show_default=False)
@@ -102,7 +105,7 @@ Shapes = Annotated[
 Lengths = Annotated[
     str | None,
     typer.Option(
-        help="Sequence lengths in tokens: a list 512,2k,64k or a range 2k..64k.",
+        help="Sequence lengths in tokens: a list such as 512,64k,1M or a range such as 2k..64k.",
         show_default=False,
     ),
 ]
@@ -116,7 +119,9 @@ Phases = Annotated[
 PageSize = Annotated[
     int | None,
     typer.Option(
-        help="Tokens per cache page (decode only). Default: no pages.", min=1, show_default=False
+        help="Tokens per cache page (decode only). Default: no pages.",
+        parser=tokens(),
+        show_default=False,
     ),
 ]
 Dtypes = Annotated[

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nsa_core.errors import InvalidInput
@@ -114,6 +114,26 @@ def block_sizes(text: str) -> tuple[int, ...]:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
         raise InvalidInput(f"--blocks must be five integers l,d,l',n,w, got {text!r}") from None
+
+
+def tokens(least: int = 1) -> Callable[[int | str], int]:
+    """Return the parser of an option that takes a number of tokens, such as 512, 64k or 1M.
+
+    Args:
+        least: The smallest number that the option accepts.
+    """
+
+    def tokens(value: int | str) -> int:  # some versions of typer print its name
+        import typer
+
+        from nsa_bench.shapes import parse_length
+
+        try:
+            return parse_length(str(value), least)
+        except InvalidInput as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return tokens
 
 
 def parse_backends(text: str) -> dict[str, str] | None:

@@ -16,6 +16,7 @@ from nsa_cli.choices import (
     options_on_command_line,
     parse_backends,
     pick_device,
+    tokens,
 )
 from nsa_cli.extras import need_extras
 
@@ -59,7 +60,10 @@ def convert(
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Updates of the training.", min=1)] = 200,
-    length: Annotated[int, typer.Option(help="Tokens per row of the training.", min=2)] = 4096,
+    length: Annotated[
+        int,
+        typer.Option(help="Tokens per row of the training, such as 4k.", parser=tokens(2)),
+    ] = 4096,
     batch: Annotated[int, typer.Option(help="Rows per step of the training.", min=1)] = 1,
     lr: Annotated[float, typer.Option(help="Learning rate of the training.", min=0.0)] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of the new parameters and of the rows.")] = 0,

@@ -15,7 +15,6 @@ from nsa_cli import train_options as options
 from nsa_cli.choices import errors_name_options, parse_backends, pick_device, split_commas
 from nsa_cli.extras import need_extras
 from nsa_cli.result_files import ResultFiles
-from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from nsa_models.evaluation.run import Score
@@ -38,7 +37,7 @@ def evaluate(
         str,
         typer.Option(
             help=(
-                "Longest text in tokens. Several, such as 4096,16384: the lengths of tasks that"
+                "Longest text in tokens. Several, such as 4k,16k: the lengths of tasks that"
                 " make their texts (ruler). Default: as the model was trained."
             ),
             show_default=False,
@@ -83,7 +82,9 @@ def evaluate(
     The harness downloads the data of a task when it first runs.
     """
     with output.exit_codes():
-        lengths, names = _lengths(length), split_commas(tasks)
+        from nsa_bench.shapes import parse_lengths
+
+        lengths, names = parse_lengths(length, 2) if length else [], split_commas(tasks)
         output.check_writable(json_file, force)
         need_extras("nsa eval", ["lm_eval", "transformers"])
         _quieten()
@@ -119,20 +120,6 @@ def evaluate(
         files.write(json_file, lambda f: output.write_atomic(f, text, force), keep=True)
         _print(scores)
         files.exit_code(0)
-
-
-def _lengths(text: str) -> list[int]:
-    """Parse --length.
-
-    Raises:
-        InvalidInput: A part of ``text`` is no number of tokens.
-    """
-    words = split_commas(text)
-    if not all(word.isdecimal() and int(word) > 1 for word in words):
-        raise InvalidInput(
-            f"--length must be numbers of tokens above 1, such as 4096,16384, got {text!r}"
-        )
-    return [int(word) for word in words]
 
 
 def _quieten() -> None:

@@ -9,7 +9,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli import train_options as options
-from nsa_cli.choices import errors_name_options, parse_backends, pick_device
+from nsa_cli.choices import errors_name_options, parse_backends, pick_device, tokens
 from nsa_cli.extras import need_extras
 
 
@@ -19,7 +19,7 @@ def generate(
         str, typer.Option(help="Text to continue. Empty: start a new document.")
     ] = "",
     max_new_tokens: Annotated[
-        int, typer.Option(help="Maximum number of tokens to generate.", min=0)
+        int, typer.Option(help="Maximum number of tokens to generate.", parser=tokens(0))
     ] = 200,
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature. 0: always the most likely token.", min=0.0)

@@ -15,6 +15,7 @@ from nsa_cli.choices import (
     options_on_command_line,
     parse_backends,
     pick_device,
+    tokens,
 )
 from nsa_cli.result_files import ResultFiles
 
@@ -45,8 +46,8 @@ def inspect(
         int | None,
         typer.Option(
             help="Read at most this many tokens. Default: the length of a training row, at most"
-            " 2048.",
-            min=1,
+            " 2k.",
+            parser=tokens(),
             show_default=False,
         ),
     ] = None,

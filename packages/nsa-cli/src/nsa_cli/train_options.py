@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from nsa_cli.choices import tokens
+
 Out = Annotated[
     Path,
     typer.Option("--out", help="Output folder for checkpoint.safetensors and log.jsonl."),
@@ -31,7 +33,9 @@ TextField = Annotated[
 ]
 HeldOut = Annotated[float, typer.Option(help="Fraction of the documents held out from training.")]
 HeldOutRows = Annotated[int, typer.Option(help="Number of held-out rows in the evaluation.", min=1)]
-Length = Annotated[int, typer.Option(help="Tokens per row.", min=2)]
+Length = Annotated[
+    int, typer.Option(help="Tokens per row, such as 512, 64k or 1M.", parser=tokens(2))
+]
 Vocab = Annotated[int, typer.Option(help="Vocabulary size of uniform and recall.", min=2)]
 Steps = Annotated[
     int, typer.Option(help="Number of updates; the cosine schedule ends there.", min=1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nsa_cli import output
-from nsa_cli.choices import block_sizes, dtype_names, pick_device
+from nsa_cli.choices import block_sizes, dtype_names, pick_device, tokens
 from nsa_cli.result_files import ResultFiles
 from nsa_core.errors import InvalidInput
 
@@ -30,8 +30,8 @@ def tune(
     length: Annotated[
         int | None,
         typer.Option(
-            help="Sequence length in tokens. Default: 8192 on cuda, 1024 on cpu.",
-            min=1,
+            help="Sequence length in tokens, such as 64k. Default: 8k on cuda, 2k on cpu.",
+            parser=tokens(),
             show_default=False,
         ),
     ] = None,
@@ -73,7 +73,7 @@ def tune(
         with output.progress(candidates.steps) as advance:
             result = run_tuning(
                 candidates,
-                length=length or (8192 if cuda else 1024),
+                length=length or (8192 if cuda else 2048),
                 seed=seed,
                 budget_s=budget,
                 advance=advance,
