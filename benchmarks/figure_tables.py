@@ -376,10 +376,9 @@ def _shares(subject: str) -> Callable[[Results], str]:
     """Return a function that lists the sums of the slots' shares of a step, by length."""
 
     def render(results: Results) -> str:
-        measurements = results.bench("decode_small.json").measurements
-        return ", ".join(
-            f"{100 * sum(m.shares.values()):.1f}" for m in measurements if m.subject == subject
-        )
+        result = results.bench("decode_small.json")
+        shares = [result.shares(m) for m in result.measurements if m.subject == subject]
+        return ", ".join(f"{100 * sum(each.values()):.1f}" for each in shares)
 
     return render
 

@@ -27,7 +27,7 @@ def total(phase: str):  # type: ignore[no-untyped-def]
     plan = resolve(CONFIG, dtype=torch.float64, needs_grad=True)
     (work,) = [
         w
-        for w in cell_workloads(lambda: x, CONFIG, phase, {"sdpa": plan}, [])
+        for w in cell_workloads(lambda: x, CONFIG, phase, 90, {"sdpa": plan}, [])
         if w.key == TOTAL + "sdpa"
     ]
     return x, work.make(), plan
@@ -52,6 +52,30 @@ def test_forward_runs_each_slot_once_and_matches_the_oracle() -> None:
     assert torch.equal(o, slot_by_slot(x, plan))
     truth = oracle.attention(x.q, x.k, x.v, x.gates, CONFIG)  # mean compression, as in CONFIG
     torch.testing.assert_close(o, truth, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "both"])
+@pytest.mark.parametrize(
+    ("length", "names"),
+    [(48, ["cmp", "causal", "win", "combine"]), (49, list(SLOTS))],  # n * l' = 48
+)
+def test_the_kernels_timed_alone_are_those_that_the_whole_core_runs(
+    length: int, names: list[str], phase: str
+) -> None:
+    options = {"batch": 1, "dtype": torch.float32, "device": "cpu", "seed": 0}
+    x = make_inputs("random", CONFIG, length=length, **options)
+    plan = resolve(CONFIG, dtype=torch.float32, needs_grad=True)
+    workloads = cell_workloads(lambda: x, CONFIG, phase, length, {"auto": plan}, [])
+    calls = {}
+    for work in workloads:
+        call = work.make()
+        with record_dispatch() as trace:
+            call()
+        calls[work.key] = [(r.slot, r.direction) for r in trace]
+    alone = [key for key in calls if key not in (TOTAL + "auto", "compress")]
+    expected = [name for name in names if (name, phase) != ("select", "backward")]
+    assert alone == [f"{name} sdpa" for name in expected]
+    assert sorted(calls[TOTAL + "auto"]) == sorted(call for key in alone for call in calls[key])
 
 
 @pytest.mark.parametrize("phase", ["backward", "both"])
@@ -82,7 +106,8 @@ def test_each_setup_creates_new_leaves_over_the_same_memory(phase: str, kind: st
         seen.append(inputs)
         return inputs.q * 2 + (inputs.gates.sum() + inputs.k.sum() + inputs.v.sum())
 
-    (work,) = cell_workloads(lambda: x, CONFIG, phase, {}, [Baseline("other", forward, kind=kind)])
+    baseline = Baseline("other", forward, kind=kind)
+    (work,) = cell_workloads(lambda: x, CONFIG, phase, 8, {}, [baseline])
     for call in (work.make(), work.make()):
         assert torch.equal(call()[0], 2 * x.do)
     first, second = seen

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
 from nsa_bench.entries import add_dense_ratios, measurement, part, record_backends
+from nsa_bench.render.summary import summary
+from nsa_bench.result import Result
 from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.timing import Outcome, Performance
 
@@ -66,6 +69,91 @@ def test_ratios_are_to_the_fastest_dense_kernel(dense, ratio):
         *(entry("dense", ms) for ms in dense),
     ]
     assert [m.ratio_to_dense for m in add_dense_ratios(entries)[:3]] == [ratio, None, None]
+
+
+def whole(ms: float, parts: dict[str, float], phase: str = "forward", **fields) -> Result:
+    """Return a result of one combination whose kernels took ``parts``."""
+    parts_ = {name: part("sdpa", outcome(ms), COST, PEAKS) for name, ms in parts.items()}
+    where = {**WHERE, "phase": phase}
+    m = measurement("combo", outcome(ms), COST, PEAKS, subject="auto", parts=parts_, **where)
+    facts = {"settings": {}, "environment": {}, "skipped": {}, "peaks": {"float32": PEAKS}}
+    empty = {"combos": {}, "gates": [], "crossovers": [], "seconds": 1.0}
+    return Result(**{**facts, **empty, **fields}, measurements=[m])
+
+
+def timed_as(result: Result, whole_method: dict, part_method: dict) -> Result:
+    """Return ``result`` with fields of its whole call and of its part sel replaced."""
+    (m,) = result.measurements
+    sel = m.parts["sel"]
+    changed = dataclasses.replace(
+        m,
+        performance=dataclasses.replace(m.performance, **whole_method),
+        parts=m.parts
+        | {
+            "sel": dataclasses.replace(
+                sel, performance=dataclasses.replace(sel.performance, **part_method)
+            )
+        },
+    )
+    return dataclasses.replace(result, measurements=[changed])
+
+
+def shares_and_reason(result: Result) -> tuple[dict[str, float], str]:
+    (m,) = result.measurements
+    return result.shares(m), result.not_comparable(m)
+
+
+def test_parts_are_shares_of_the_whole_call():
+    result = whole(8.0, {"cmp": 2.0, "sel": 5.0, "win": 1.5})
+    assert shares_and_reason(result) == ({"cmp": 0.25, "sel": 0.625, "win": 0.1875}, "")
+    lines = [line for _, line in summary(result)]
+    assert "parts of auto, 4/2/8 float32 random, forward: together 106 % of ms" in lines
+    assert not any("not comparable" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"cmp": 1.0, "sel": 66.7}, "sel alone took longer than the whole call that contains it"),
+        ({"cmp": 6.0, "sel": 5.0}, "together, the kernels alone took over 125% of the whole call"),
+        ({"cmp": 6.0, "sel": -0.1}, "one is negative"),
+    ],
+)
+def test_times_that_cannot_be_shares_are_not_printed_as_shares(parts, why):
+    result = whole(8.0, parts)
+    shares, reason = shares_and_reason(result)
+    assert shares == {}
+    assert why in reason
+    lines = [line for _, line in summary(result)]
+    problem = "auto, 4/2/8 float32 random, forward, 64 tokens"
+    assert f"not comparable: the parts of {problem}: {reason}" in lines
+    assert not any("together" in line and "% of ms" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("phase", "parts", "fused"),
+    [
+        ("backward", {"cmp": 2.0, "sel": 5.0}, True),
+        ("both", {"cmp": 2.0, "sel": 5.0}, True),
+        ("forward", {"cmp": 2.0, "sel": 5.0}, False),
+        ("backward", {"cmp": 2.0, "causal": 5.0}, False),  # not run by the fused kernel
+    ],
+)
+def test_kernels_are_no_shares_of_a_fused_backward(phase, parts, fused):
+    backends = {"sel": "triton 1", "backward": "triton, fused"}
+    shares, reason = shares_and_reason(whole(8.0, parts, phase, combos={"auto": backends}))
+    assert (not shares, "one fused kernel" in reason) == (fused, fused)
+    here = {"auto": backends, "auto, 4/2/8 float32": {"sel": "triton 1"}}  # of this problem
+    assert shares_and_reason(whole(8.0, parts, phase, combos=here))[1] == ""
+
+
+def test_shares_compare_times_of_one_clock():
+    """A kernel that was not captured is compared with the whole call launched from Python."""
+    result = whole(4.0, {"cmp": 1.0, "sel": 17.0})  # 425 % of the graph
+    graph = {"method": "graph", "eager": outcome(20.0).performance}
+    mixed = timed_as(result, graph, {"not_captured": "a call takes over 200 ms"})
+    assert shares_and_reason(mixed) == ({"cmp": 0.05, "sel": 0.85}, "")
+    assert shares_and_reason(timed_as(result, graph, {}))[0] == {}
 
 
 def test_backends_of_a_plan_are_recorded_again_only_if_they_differ():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from nsa_bench import roofline
 from nsa_bench.compare import compare, regressed
 from nsa_bench.crossover import crossing
 from nsa_bench.roofline import measure_peaks
-from nsa_bench.shapes import parse_lengths, parse_shape
+from nsa_bench.shapes import parse_length, parse_lengths, parse_shape
 from nsa_bench.timing import LATE, summarise
 from nsa_core.contract import SLOTS
 from nsa_core.errors import InvalidInput
@@ -46,9 +48,31 @@ def test_parse_shape_accepts_names_and_heads():
 def test_parse_lengths_accepts_lists_and_ranges():
     assert parse_lengths("2k..16k") == [2048, 4096, 8192, 16384]
     assert parse_lengths("512, 100,1k") == [100, 512, 1024]
-    for wrong in ("", "x", "4k..2k", "0", "1.5k"):
-        with pytest.raises(InvalidInput):
-            parse_lengths(wrong)
+    assert parse_lengths("64K,1M..4m,2147483647") == [
+        *(65536, 1048576, 2097152, 4194304),
+        2147483647,
+    ]
+    with pytest.raises(InvalidInput, match=r"'4k\.\.2k': the last length must not be smaller"):
+        parse_lengths("4k..2k")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("", "x", "0", "-1", "+1", "1.5k", "k", "M", "1G", "1kk", "1km", "1 k", "1_000", "\u0663"),
+        *("2147483648", "2048M", "2097152k", "1k..2048M", "9" * 5000),
+    ],
+)
+def test_a_wrong_length_is_named_with_what_works(wrong):
+    part = wrong.split("..")[-1]
+    text = re.escape(f"--length: {part!r} is not a number of tokens from 1 to 2147483647")
+    with pytest.raises(
+        InvalidInput, match=text + r", such as 512, 64k \(65536\) or 1M \(1048576\)"
+    ):
+        parse_lengths(f"512,{wrong}")
+    assert parse_length("2", 2) == 2
+    with pytest.raises(InvalidInput, match="'1' is not a number of tokens from 2 to"):
+        parse_length("1", 2)
 
 
 def test_combinations_are_named_in_slot_order():
@@ -65,11 +89,8 @@ def test_combinations_are_named_in_slot_order():
             parse_combination(wrong)
 
 
-@pytest.mark.parametrize(
-    ("length", "blocks"), [(1, (8, 4, 16, 3, 24)), (7, (8, 4, 16, 3, 24)), (131, (8, 4, 16, 4, 9))]
-)
-def test_visible_pairs_equal_a_count_of_every_key(length, blocks):
-    geometry = parse_shape("2/1/8").config(blocks).geometry
+def counted_pairs(blocks, length):
+    """Count every visible key of every query."""
     size, stride, block, n, window = blocks
     count = dict.fromkeys(("cmp", "sel", "win", "dense"), 0)
     for t in range(length):
@@ -79,7 +100,48 @@ def test_visible_pairs_equal_a_count_of_every_key(length, blocks):
         count["sel"] += sum(key // block in chosen for key in range(t + 1))
         count["win"] += sum(t - window < key <= t for key in range(length))
         count["dense"] += t + 1
-    assert roofline.visible_pairs(geometry, length) == count
+    return count
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [(8, 4, 16, 3, 24), (8, 4, 16, 4, 9), (3, 1, 5, 3, 1), (6, 3, 6, 4, 40), (4, 4, 4, 3, 11)],
+    ids=str,
+)
+def test_visible_pairs_equal_a_count_of_every_key(blocks):
+    geometry = parse_shape("2/1/8").config(blocks).geometry
+    for length in (0, 1, 2, 5, 7, 8, 12, 15, 16, 47, 48, 49, 63, 64, 65, 81):
+        assert roofline.visible_pairs(geometry, length) == counted_pairs(blocks, length), length
+
+
+@pytest.mark.parametrize("length", [2**31 - 1, 999_999_999, 1 << 20], ids=str)
+def test_costs_of_long_sequences_are_exact_and_immediate(length):
+    """One more token adds what its query sees."""
+    config = parse_shape("tiny").config()  # l = 32, d = 16, l' = 64, n = 16, w = 512
+    started = time.perf_counter()
+    pairs = roofline.visible_pairs(config.geometry, length)
+    costs = roofline.part_costs(config, 3, length, 2, "both")
+    assert time.perf_counter() - started < 0.05
+    before = roofline.visible_pairs(config.geometry, length - 1)
+    assert {name: count - before[name] for name, count in pairs.items()} == {
+        "cmp": (length - 32) // 16 + 1,
+        "sel": 15 * 64 + (length - 1) % 64 + 1,
+        "win": 512,
+        "dense": length,
+    }
+    # 5 + 2 products of width 32 for 4 heads
+    assert costs["dense"].flops == 2 * 3 * 4 * 7 * 32 * length * (length + 1) // 2
+
+
+def test_short_sequences_need_no_selection():
+    config = parse_shape("tiny").config()
+    for length, selects in ((1024, False), (1025, True)):
+        costs = roofline.part_costs(config, 1, length, 4, "forward")
+        assert (costs["select"].flops > 0, costs["select"].bytes > 0) == (selects, selects)
+        slots = ("compress", "cmp", "select", "sel", "win", "combine")
+        assert costs["total"].flops == sum(costs[slot].flops for slot in slots)
+        assert costs["causal"].flops == costs["sel"].flops
+        assert costs["causal"].bytes == costs["sel"].bytes - 4 * 2 * 16 * length  # no blocks
 
 
 def test_floors_equal_those_of_the_published_table():

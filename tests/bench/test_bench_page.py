@@ -151,9 +151,26 @@ def test_parts_are_stacked_in_the_chart(read, result):
     assert forward["parts"]["layout"]["barmode"] == "stack"
     bars = {trace["name"]: trace for trace in forward["parts"]["data"]}
     for m in result.measurements:
-        for name, share in m.shares.items() if m.phase == "forward" else ():
+        for name, share in result.shares(m).items() if m.phase == "forward" else ():
             row = bars[name]["y"].index(f"NSA {m.subject}, {m.length // 1024}k tokens")
             assert bars[name]["x"][row] == pytest.approx(100 * share)
+
+
+def test_the_chart_states_why_parts_are_no_shares(result):
+    fused = {**result.combos, "auto": {"backward": "triton, fused"}}
+    changed = dataclasses.replace(result, combos=fused)
+    read = Reader(page(changed))
+    forward, backward, _ = charts_of(read)
+    (reasons,) = [t for t in backward["parts"]["data"] if t["name"] == "not comparable"]
+    rows = {y for t in backward["parts"]["data"] if t["type"] == "bar" for y in t["y"]}
+    assert "NSA auto, 2k tokens" in reasons["y"]
+    assert not rows & {*reasons["y"]}
+    assert all(text.startswith("not comparable: ") for text in reasons["text"])
+    drawn = {y for t in forward["parts"]["data"] if t["type"] == "bar" for y in t["y"]}
+    assert "NSA auto, 2k tokens" in drawn
+    why = "one fused kernel runs the backward of the whole call, in place of these kernels"
+    (line,) = [line for line in read.of("li", "p") if line.endswith(why)]
+    assert line.startswith("not comparable: the parts of auto, 64/4/128 bfloat16 random, backward,")
 
 
 def test_decode_charts_have_every_step_and_share():

@@ -36,7 +36,9 @@ def test_a_run_times_every_kernel_and_dense_attention(run, tmp_path):
         assert 0 < m.floor_fraction < 1
         assert m.ratio_to_dense == 1 if m.kind == "dense" else m.ratio_to_dense > 0
         if m.kind == "combo":
-            parts = {"compress", "cmp", "select", "sel", "win", "combine"}
+            # n * l' = 48: 40 tokens select every block
+            selection = {"causal"} if m.length == 40 else {"select", "sel"}
+            parts = {"compress", "cmp", "win", "combine"} | selection
             timed = {
                 "forward": parts,
                 "backward": parts - {"select"},
@@ -176,6 +178,36 @@ def test_the_command_prints_and_saves_a_result(nsa, tmp_path):
     assert nsa("bench", "compare", files["json"], files["json"]).code == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--cell-limit", "0.001", "--length", "2k"), "the cell's time limit of 0.001 s was"),
+        (("--max-call", "0.001", "--length", "1M"), "--max-call 0.001"),
+        # 216 bytes a token: q, k, v, gates and o
+        (("--length", "999999999"), "out of memory: a call needs at least 201.2 GiB, and cpu has"),
+    ],
+)
+def test_a_run_that_timed_nothing_says_why_and_exits_with_1(
+    nsa, tmp_path, monkeypatch, options, why
+):
+    monkeypatch.setattr("nsa_bench.limits._memory_bytes", lambda device: 100 << 30)
+    file = str(tmp_path / "r.json")
+    done = nsa("bench", *SMALL[:2], *SMALL[4:], *options, "--json", file)
+    words = " ".join(done.out.split())
+    assert done.code == 1, done.err
+    assert "NO COMBINATION WAS TIMED (" in words
+    assert why in words.split("NO COMBINATION WAS TIMED (")[1]
+    assert not done.err
+    assert nsa("bench", "report", file).code == 1
+
+
+def test_a_run_of_dense_attention_alone_timed_no_combination(run):
+    result = run(lengths=[40], phases=["forward"])
+    assert not result.timed_nothing
+    dense = [m for m in result.measurements if m.kind == "dense"]
+    assert dataclasses.replace(result, measurements=dense).timed_nothing
+
+
 def test_the_command_exits_with_1_for_a_wrong_backend(nsa, registry_with, monkeypatch):
     registry = registry_with("wrong", lambda o: o * 1.01)
     monkeypatch.setattr(output, "find_backends", lambda: registry)
@@ -216,12 +248,12 @@ def test_the_compare_command_names_the_figures_that_the_new_file_lacks(nsa, run,
     assert all(line.split()[0] == "80" for line in missing)
     words = " ".join(done.out.split())
     assert f"8 figures of {paths[0]} are missing in {paths[1]}; measure them, or" in words
-    assert done.out.splitlines()[-1] == "16 figures: 8 missing, 8 same"
+    assert done.out.splitlines()[-1] == "15 figures: 8 missing, 7 same"
     allowed = nsa("bench", "compare", *paths, "--allow-missing")
     assert (allowed.code, "measure them" in allowed.out) == (0, False)
     assert allowed.out.count(" missing\n") == 8
     other = nsa("bench", "compare", *reversed(paths))
-    assert (other.code, other.out.splitlines()) == (0, ["16 figures: 8 same, 8 new"])
+    assert (other.code, other.out.splitlines()) == (0, ["15 figures: 7 same, 8 new"])
 
 
 @pytest.mark.parametrize(
@@ -261,7 +293,7 @@ def test_a_cell_over_its_time_limit_reports_what_is_missing(run):
             {m.reason} if m.kind == "combo" else set()
         )
     (line,) = (entry for _, entry in summary(result) if entry.startswith("no figure"))
-    assert line.count("alone") == 6
+    assert line.count("alone") == 5
     assert all(m.subject in line for m in result.measurements)
     assert [row[2] for _, _, cells in rows_of(result) for row in cells] == ["-"] * len(
         result.measurements
@@ -274,7 +306,20 @@ def test_a_cell_over_its_time_limit_reports_what_is_missing(run):
 
 def test_both_alone_times_every_kernel(run):
     (m,) = (m for m in run(lengths=[40], phases=["both"]).measurements if m.kind == "combo")
-    assert set(m.parts) == {"compress", "cmp", "select", "sel", "win", "combine"}
+    assert set(m.parts) == {"compress", "cmp", "causal", "win", "combine"}
+
+
+def test_a_table_of_short_sequences_names_causal_attention_in_place_of_selection(run):
+    result = run(lengths=[40], phases=["forward"])
+    (_, columns, _), *_ = rows_of(result)
+    assert columns[-5:] == [f"{n} ms" for n in ("compress", "cmp", "causal", "win", "combine")]
+    (note,) = (line for _, line in summary(result) if line.startswith("causal: "))
+    assert "selection does not run" in note
+    long = run(lengths=[80], phases=["forward"])
+    (_, columns, _), *_ = rows_of(long)
+    assert {"select ms", "sel ms"} < {*columns}
+    assert "causal ms" not in columns
+    assert not [line for _, line in summary(long) if line.startswith("causal: ")]
 
 
 def test_the_expected_time_follows_the_growth_of_the_last_two_lengths(run, monkeypatch):

@@ -159,25 +159,47 @@ def test_times_within_one_decade_have_axis_labels(result):
 
 def test_parts_are_stacked_to_their_sum(figure, result):
     (axes,) = panels(figure, "parts")
-    longest = max(m.length for m in result.measurements if m.shares)
-    bars = [m for m in result.measurements if m.shares and m.length == longest]
-    assert bars
-    for row, m in enumerate(bars):
+    longest = max(m.length for m in result.measurements if m.timed_parts)
+    bars = [m for m in result.measurements if m.timed_parts and m.length == longest]
+    shares = [result.shares(m) for m in bars]
+    assert any(shares)
+    for row, each in enumerate(shares):
         segments = [p for p in axes.patches if abs(p.get_y() + p.get_height() / 2 - row) < 1e-6]
-        assert [p.get_width() for p in segments] == pytest.approx(list(m.shares.values()))
-        starts = [0, *itertools.accumulate(m.shares.values())][:-1]
+        assert [p.get_width() for p in segments] == pytest.approx(list(each.values()))
+        starts = [0, *itertools.accumulate(each.values())][: len(each)]
         assert [p.get_x() for p in segments] == pytest.approx(starts)
     totals = texts(axes, "total")
     assert [t.get_text() for t in totals] == [
         f"{words.number(m.performance.median_ms)} ms" for m in bars
     ]
-    ends = [max(1.0, sum(m.shares.values())) for m in bars]
+    ends = [max(1.0, sum(each.values())) for each in shares]
     for text, end in zip(totals, ends):
         x = axes.transData.transform((end, 0))[0]
         assert x < text.get_window_extent().x0
         assert text.get_window_extent().x1 < axes.bbox.x1
     key = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert key == [name for name in style.BRANCH_COLOURS if any(name in m.shares for m in bars)]
+    assert key == [name for name in style.BRANCH_COLOURS if any(name in each for each in shares)]
+
+
+def test_a_call_whose_parts_are_no_shares_has_the_reason_in_place_of_a_bar(result):
+    from matplotlib.figure import Figure
+
+    from nsa_bench.render.plots_parts import parts_panel
+
+    fused = {**result.combos, "auto": {"backward": "triton, fused"}}
+    changed = dataclasses.replace(result, combos=fused)
+    wanted = ("auto", 16384)
+    bars = [m for m in result.measurements if (m.subject, m.length) == wanted and m.timed_parts]
+    assert [m.phase for m in bars] == ["forward", "backward"]
+    axes = Figure().add_axes((0.1, 0.1, 0.8, 0.8))
+    parts_panel(axes, bars, changed)
+    (reason,) = texts(axes, "reason")
+    words_of_reason = " ".join(reason.get_text().split())
+    assert words_of_reason == f"not comparable: {changed.not_comparable(bars[1])}"
+    assert "one fused kernel runs the backward" in words_of_reason
+    assert reason.get_position()[1] == 1
+    rows = {round(patch.get_y() + patch.get_height() / 2) for patch in axes.patches}
+    assert rows == {0}
 
 
 def test_efficiency_is_that_of_the_fastest_combination_and_its_kernels(figure, result):
@@ -221,7 +243,7 @@ def test_a_decode_figure_shows_each_step_once_with_its_numbers(name):
         shown = " ".join(t.get_text() for t in numbers)
         assert all(words.number(m.performance.median_ms) in shown for m in timed)
         assert not boxes_overlap([t for t in axes.get_yticklabels() if t.get_text()])
-    with_shares = [m for m in full.measurements if m.shares and not m.subject.endswith(EAGER)]
+    with_shares = [m for m in full.measurements if m.timed_parts]
     rows = [len(axes.get_yticks()) for axes in panels(figure, "shares")]
     assert sum(rows) == len(with_shares) > 0
 

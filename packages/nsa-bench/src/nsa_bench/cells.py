@@ -14,9 +14,9 @@ import torch
 from nsa_bench.baselines import Baseline
 from nsa_bench.inputs import Inputs
 from nsa_bench.rivals import guarded
+from nsa_bench.roofline import PARTS
 from nsa_bench.timing import Workload
 from nsa_core.config import NSAConfig
-from nsa_core.contract import SLOTS
 from nsa_core.dispatch.plan import Plan
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.layer.phi.kinds import mean_compress
@@ -39,15 +39,29 @@ class Cell:
     length: int
 
 
-def part_key(slot: str, plan: Plan) -> str:
-    """Return the key of a slot's kernel; combinations with the same kernel share its time."""
-    return f"{slot} {plan.choices[slot].backend}"
+def kernels_of(plan: Plan, length: int) -> dict[str, str]:
+    """Return the backend of each kernel that a call on sequences of ``length`` tokens runs.
+
+    In a sequence so short that every token selects all its blocks, "causal" stands for select and
+    sel: the call runs causal attention in their place.
+    """
+    backends = {slot: choice.backend for slot, choice in plan.choices.items()}
+    if plan.causal_up_to is not None and length <= plan.causal_up_to:
+        del backends["select"]
+        backends["causal"] = backends.pop("sel")
+    return {name: backends[name] for name in PARTS if name in backends}
 
 
-def combo_of(key: str, plans: Mapping[str, Plan]) -> str:
+def part_key(name: str, backend: str) -> str:
+    """Return the key of a kernel alone; combinations with the same kernel share its time."""
+    return f"{name} {backend}"
+
+
+def combo_of(key: str, plans: Mapping[str, Plan], length: int) -> str:
     """Return the combination whose total or kernel a workload times; "" for a baseline."""
     for name, plan in plans.items():
-        if key in (TOTAL + name, "compress", *(part_key(slot, plan) for slot in SLOTS)):
+        kernels = (part_key(*kernel) for kernel in kernels_of(plan, length).items())
+        if key in (TOTAL + name, "compress", *kernels):
             return name
     return ""
 
@@ -56,6 +70,7 @@ def cell_workloads(
     inputs: Callable[[], Inputs],
     config: NSAConfig,
     phase: str,
+    length: int,
     plans: Mapping[str, Plan],
     baselines: Sequence[Baseline],
     parts: bool = True,
@@ -64,8 +79,9 @@ def cell_workloads(
 
     The order is dense kernels, "total <combo>", other rivals and, if ``parts``, each kernel alone.
     A time limit drops workloads from the end. The key of a baseline is its name; the key of a
-    kernel alone is "<slot> <backend>", or "compress". ``inputs`` is called when a workload is set
-    up, so that workloads which run in a child process need no inputs in this one.
+    kernel alone is that of :func:`part_key`, or "compress". ``inputs`` is called when a workload is
+    set up, so that workloads which run in a child process need no inputs in this one. Its sequences
+    have ``length`` tokens, which decides the kernels: those that the whole core runs.
     """
     workloads: list[Workload] = []
     for baseline in (b for b in baselines if b.kind == "dense"):
@@ -87,16 +103,16 @@ def cell_workloads(
         return workloads
     seen: set[str] = set()
     for plan in plans.values():
-        for slot in SLOTS:
-            key = part_key(slot, plan)
-            has_phase = slot != "select" or phase != "backward"  # select has no backward
+        for name, backend in kernels_of(plan, length).items():
+            key = part_key(name, backend)
+            has_phase = name != "select" or phase != "backward"  # select has no backward
             if key not in seen and has_phase:
                 seen.add(key)
                 workloads.append(
                     Workload(
                         key,
-                        lambda plan=plan, slot=slot: kernel_workload(  # type: ignore[misc]
-                            inputs(), config, plan, slot, phase
+                        lambda plan=plan, name=name: kernel_workload(  # type: ignore[misc]
+                            inputs(), config, plan, name, phase
                         ).make(),
                     )
                 )
@@ -163,22 +179,23 @@ def _compress(x: Inputs, config: NSAConfig, phase: str) -> Callable[[], Call]:
     return _phased(forward, [x.k, x.v], do, phase)
 
 
-def kernel_workload(x: Inputs, config: NSAConfig, plan: Plan, slot: str, phase: str) -> Workload:
-    """Return the workload of one kernel alone, on the tensors that it receives in ``plan``."""
+def kernel_workload(x: Inputs, config: NSAConfig, plan: Plan, name: str, phase: str) -> Workload:
+    """Return the workload of one kernel alone, on the tensors that it receives in ``plan``.
+
+    ``name`` is a slot, or "causal" (see :func:`kernels_of`).
+    """
+    kernel: Any = plan.causal_sel if name == "causal" else getattr(plan, name)
 
     def make() -> Call:
-        tensors = [t.detach() for t in _kernel_inputs(x, config, plan, slot)]
-        if slot == "select":
-            kernel = plan.select
+        tensors = [t.detach() for t in _kernel_inputs(x, config, plan, name)]
+        if name == "select":
             return lambda: kernel(*tensors)
         leaves, blocks = (
             [t for t in tensors if t.is_floating_point() is floats] for floats in (True, False)
         )
-        return _phased(
-            lambda *own: _first(getattr(plan, slot)(*own, *blocks)), leaves, x.do, phase
-        )()
+        return _phased(lambda *own: _first(kernel(*own, *blocks)), leaves, x.do, phase)()
 
-    return Workload(part_key(slot, plan), make)
+    return Workload(part_key(name, kernel.backend), make)
 
 
 def _first(result: Any) -> torch.Tensor:
@@ -186,16 +203,16 @@ def _first(result: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _kernel_inputs(x: Inputs, config: NSAConfig, plan: Plan, slot: str) -> list[torch.Tensor]:
-    if slot == "win":
+def _kernel_inputs(x: Inputs, config: NSAConfig, plan: Plan, name: str) -> list[torch.Tensor]:
+    if name in ("win", "causal"):
         return [x.q, x.k, x.v]
     k_cmp, v_cmp = (mean_compress(t, config.geometry) for t in (x.k, x.v))
-    if slot == "cmp":
+    if name == "cmp":
         return [x.q, k_cmp, v_cmp]
     o_cmp, lse = plan.cmp(x.q, k_cmp, v_cmp)
-    if slot == "select":
+    if name == "select":
         return [x.q, k_cmp, lse]
-    if slot == "combine":
+    if name == "combine":
         # Any values will do, but the three branches need separate buffers.
         return [
             x.gates,

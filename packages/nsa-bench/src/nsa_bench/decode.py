@@ -33,11 +33,10 @@ from nsa_bench.decode_workloads import (
 )
 from nsa_bench.environment import machine
 from nsa_bench.gate import NOT_CORRECT, Gates
-from nsa_bench.limits import GRACE_S, Limits
+from nsa_bench.limits import GRACE_S, Limits, lacks_memory
 from nsa_bench.result import EAGER, LAYER, UNFUSED, Interrupted, Measurement, Part, Result
 from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.timing import (
-    FAILED,
     INTERRUPTED,
     LATE,
     MIN_ROUNDS,
@@ -47,6 +46,7 @@ from nsa_bench.timing import (
     TimeUp,
     Workload,
     measure,
+    reason_of,
 )
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
@@ -56,7 +56,6 @@ from nsa_core.dispatch.registry import Registry
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import NSAError
 from nsa_core.util.interruption import NEVER, Interruption
-from nsa_core.util.text import describe_error
 from nsa_verify.combination import Combination
 
 REPEATS = 5  # minimum number of rounds; the spread of this many repeats is reported
@@ -205,6 +204,11 @@ class DecodeBench:
         outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in failed_combos}
         subjects: dict[str, str] = dict.fromkeys(plans, "combo")
         config, cuda = layer_config(cell.shape, tuple(s.blocks)), s.device.startswith("cuda")
+        cache_bytes = self._costs(cell, dtype_text)["dense"].bytes
+        if no_memory := lacks_memory(cache_bytes, s.device):
+            outcomes = dict.fromkeys(timed, Outcome(reason=no_memory)) | outcomes
+            self._record(cell, dtype_text, plans, subjects, outcomes, peaks)
+            return
         steps = {
             name: self._in_child(name, plan, config, cell, dtype) for name, plan in timed.items()
         }
@@ -235,13 +239,9 @@ class DecodeBench:
             self._time_slots(timed, steps, x, outcomes)
         except TimeUp:  # _record() gives the reason
             pass
-        except torch.OutOfMemoryError:
-            outcomes |= {
-                name: Outcome(reason="out of memory") for name in subjects if name not in outcomes
-            }
         except (NSAError, RuntimeError) as error:
-            reason = f"{FAILED}: {describe_error(error)}"
-            outcomes |= {name: Outcome(reason=reason) for name in subjects if name not in outcomes}
+            failed = Outcome(reason=reason_of(error))
+            outcomes |= {name: failed for name in subjects if name not in outcomes}
         self._record(cell, dtype_text, plans, subjects, outcomes, peaks)
 
     def _time_slots(
@@ -326,6 +326,12 @@ class DecodeBench:
 
         return dataclasses.replace(workload, start=start)
 
+    def _costs(self, cell: DecodeCell, dtype: str) -> dict[str, Cost]:
+        """Return the costs of a step; those of dense attention have the bytes of the cache."""
+        config = layer_config(cell.shape, tuple(self.settings.blocks))
+        element = torch.finfo(getattr(torch, dtype)).bits // 8
+        return step_costs(config, cell.batch, cell.length, element)
+
     def _record(
         self,
         cell: DecodeCell,
@@ -339,9 +345,7 @@ class DecodeBench:
         for key in outcomes:
             if key not in kinds and any(key.startswith(name + ", ") for name in plans):
                 kinds[key] = "layer" if LAYER in key else "combo"
-        config = layer_config(cell.shape, tuple(self.settings.blocks))
-        element = torch.finfo(getattr(torch, dtype)).bits // 8
-        costs = step_costs(config, cell.batch, cell.length, element)
+        costs = self._costs(cell, dtype)
         measurements = []
         for subject, kind in kinds.items():
             plan = plans.get(subject.removesuffix(UNFUSED))

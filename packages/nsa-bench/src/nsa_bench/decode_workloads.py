@@ -53,16 +53,16 @@ class DecodeCell:
 def default_cells(device: str) -> list[DecodeCell]:
     """Return the default cells, as in docs/how-to/benchmark.md.
 
-    On a GPU: caches of 4 GiB, and the step that the earlier reports measured. On the CPU: small
-    cells.
+    On a GPU: caches of 4 GiB, and small cells. On the CPU: small cells. All caches are longer than
+    n * l' = 1024 tokens; up to it, a step selects every block.
     """
-    reports = [DecodeCell(Shape(8, 2, 32, 32), 1, length) for length in (512, 1024, 2048)]
+    small = [DecodeCell(Shape(8, 2, 32, 32), 1, length) for length in (2048, 4096, 8192)]
     if not device.startswith("cuda"):
-        return [*reports, DecodeCell(Shape(8, 2, 32, 32), 4, 2048, 128)]
+        return [*small, DecodeCell(Shape(8, 2, 32, 32), 4, 2048, 128)]
     large = Shape(64, 4, 128, 128)
     return [
         *(DecodeCell(large, b, s * 1024, 128) for b, s in ((256, 8), (32, 64), (16, 128))),
-        *reports,
+        *small,
     ]
 
 

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
-from nsa_bench.timing import LATE, NOT_MEASURED, TimeUp
+import torch
+
+from nsa_bench.timing import LATE, NO_MEMORY, NOT_MEASURED, TimeUp
 from nsa_core.util.interruption import alarm_in
 
 COMPILE_S = 30.0  # extra time of the first call on a GPU, which compiles kernels
 # A call that began before the end of the run's time may take this much longer, in seconds.
 LAST_CALL_S = 0.5
+_GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 GRACE_S = 1.0  # after a signal, a call may take this long to end by itself, in seconds
 
 
@@ -62,6 +69,36 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+
+
+def lacks_memory(needed: int, device: str) -> str:
+    """Return why a call cannot fit the memory of ``device``; "" if it may.
+
+    An allocation that fails has its own reason; but where the system promises more memory than it
+    has, the process would be killed.
+
+    Args:
+        needed: Bytes that the call needs at least.
+        device: "cpu", "cuda" or "cuda:N".
+    """
+    total = _memory_bytes(device)
+    if needed <= total:
+        return ""
+    needs, has = (f"{count / 2**30:,.1f} GiB" for count in (needed, total))
+    return f"{NO_MEMORY}: a call needs at least {needs}, and {device} has {has}"
+
+
+@functools.cache
+def _memory_bytes(device: str) -> int:
+    """Return the memory of a GPU, or that of the machine or of its control group."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = []
+    with contextlib.suppress(AttributeError):  # Windows
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+        limits.append(int(_GROUP_LIMIT.read_text()))
+    return min(limits, default=sys.maxsize)
 
 
 @contextlib.contextmanager

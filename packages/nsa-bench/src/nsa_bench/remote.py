@@ -18,7 +18,15 @@ import torch
 
 from nsa_bench.clocks import EagerClock, clock_for
 from nsa_bench.limits import Limits
-from nsa_bench.timing import INTERRUPTED, LATE, Prepared, TimeUp, Workload
+from nsa_bench.timing import (
+    INTERRUPTED,
+    LATE,
+    NO_MEMORY,
+    Prepared,
+    TimeUp,
+    Workload,
+    reason_of,
+)
 from nsa_core.dispatch.trial import describe_exit
 from nsa_core.util.interruption import Interruption
 from nsa_core.util.text import describe_error
@@ -182,10 +190,13 @@ def _serve(
                 connection.send(clock.sample(prepared.call, prepared.calls))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
-        except torch.OutOfMemoryError as error:
-            connection.send(torch.OutOfMemoryError(str(error)))
         except BaseException as error:  # noqa: BLE001  a third-party kernel may raise anything
-            connection.send(RuntimeError(describe_error(error)))
+            no_memory = reason_of(error) == NO_MEMORY
+            connection.send(
+                torch.OutOfMemoryError(str(error))
+                if no_memory
+                else RuntimeError(describe_error(error))
+            )
 
 
 def _in_child() -> None:

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 from nsa_bench.gate import Gate
 from nsa_bench.roofline import Peaks
 from nsa_bench.timing import FAILED, Performance
+from nsa_core.contract import LONG_SEQUENCE
+from nsa_core.dispatch.default_plan import is_long
 from nsa_core.errors import InvalidInput
 from nsa_core.util.interruption import Interruption
 
@@ -21,13 +23,20 @@ KIND = "nsa-bench"
 # Suffixes of subjects in a decode result.
 UNFUSED, EAGER, LAYER = DECODE_SUFFIXES = (", slots one by one", ", eager", ", layer step")
 
+# Parts that add up to more of the whole call were not timed alike: side effects of caches, and
+# kernels that run side by side in the whole call, account for less.
+_LARGEST_SUM = 1.25
+
 T = typing.TypeVar("T")
 Series = tuple[str, str, str, str, int]  # shape, dtype, inputs, phase, batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One kernel of the core timed alone: compress, cmp, select, sel, win or combine."""
+    """One kernel of the core timed alone: compress, cmp, select, sel, causal, win or combine.
+
+    In short sequences the call runs causal attention, "causal", in place of select and sel.
+    """
 
     backend: str
     performance: Performance | None
@@ -71,16 +80,11 @@ class Measurement:
         return (self.shape, self.dtype, self.inputs, self.phase, self.batch)
 
     @property
-    def shares(self) -> dict[str, float]:
-        """Return each part's time over the total; for decode, of the step run slot by slot."""
+    def timed_parts(self) -> dict[str, Performance]:
+        """Return the times of the parts that have one, if the whole has one too."""
         if self.performance is None:
             return {}
-        total_ms = self.performance.median_ms
-        return {
-            name: part.performance.median_ms / total_ms
-            for name, part in self.parts.items()
-            if part.performance
-        }
+        return {name: p.performance for name, p in self.parts.items() if p.performance is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +150,60 @@ class Result:
             not gate.ok for gate in self.gates
         )
 
+    @property
+    def timed_nothing(self) -> bool:
+        """Return whether no combination has a time."""
+        return not any(m.performance for m in self.measurements if m.kind == "combo")
+
+    def shares(self, m: Measurement) -> dict[str, float]:
+        """Return the time of each part of a measurement over the time of its whole call.
+
+        For decode, the whole is the step run slot by slot. Both are timed by the same clock: as
+        CUDA graphs or without launches to wait for, otherwise all are launched from Python. Empty
+        if :meth:`not_comparable` gives a reason.
+        """
+        return {} if self.not_comparable(m) else _ratios(m)
+
+    def not_comparable(self, m: Measurement) -> str:
+        """Return why the times of the parts are no shares of the whole call; "" if they are."""
+        ratios = _ratios(m)
+        if not ratios:
+            return ""
+        if "causal" not in ratios and "backward" in self._backends(m) and m.phase != "forward":
+            return "one fused kernel runs the backward of the whole call, in place of these kernels"
+        longest = max(ratios, key=lambda name: ratios[name])
+        if ratios[longest] > 1:
+            return f"{longest} alone took longer than the whole call that contains it"
+        if sum(ratios.values()) > _LARGEST_SUM:
+            return f"together, the kernels alone took over {_LARGEST_SUM:.0%} of the whole call"
+        if min(ratios.values()) < 0:
+            return "the times of the parts are differences of two times, and one is negative"
+        return ""
+
+    def _backends(self, m: Measurement) -> dict[str, str]:
+        """Return the backends of a combination, as :attr:`combos` has them for its problem."""
+        where = f"{m.subject}, {m.shape} {m.dtype}"
+        if is_long(m.length, False):
+            where += f" from {LONG_SEQUENCE} tokens on"
+        return self.combos.get(where) or self.combos.get(m.subject, {})
+
     def to_json(self) -> str:
         """Return the text of the result file."""
         return record_text(self)
+
+
+def _ratios(m: Measurement) -> dict[str, float]:
+    """Return the time of each part over the time of the whole call, by the same clock."""
+    parts = m.timed_parts
+    if m.performance is None or not parts:
+        return {}
+    uncaptured = any(
+        p.not_captured or p.method == "within events" for p in (m.performance, *parts.values())
+    )
+    whole_ms = m.performance.eager_ms if uncaptured else m.performance.median_ms
+    return {
+        name: (p.eager_ms if uncaptured else p.median_ms) / whole_ms for name, p in parts.items()
+    }
 
 
 def record_text(record: Any) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.contract import SLOTS
 from nsa_core.layout import BlockGeometry
 
-PARTS = ("compress", *SLOTS)
+# The kernels of a call. In a sequence of at most n * l' tokens, causal stands for select and sel.
+PARTS = ("compress", "cmp", "select", "sel", "causal", "win", "combine")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,24 +44,29 @@ def visible_pairs(geometry: BlockGeometry, length: int) -> dict[str, int]:
     """Count the visible (query, key) pairs per head of each branch and of dense causal attention.
 
     The count of sel is exact if the current block is always selected (local_blocks >= 1), otherwise
-    it is an upper bound.
+    it is an upper bound. Counts of packed documents are the sums over the documents.
+
+    Args:
+        geometry: Block sizes.
+        length: Tokens of the sequence; the time does not depend on it.
     """
-    compress_block, stride, block = (
-        geometry.compress_block_size,
-        geometry.compress_stride,
-        geometry.select_block_size,
-    )
-    t = torch.arange(length, dtype=torch.int64)
-    cmp = ((t + 1 - compress_block).div(stride, rounding_mode="floor") + 1).clamp(min=0)
-    chosen = (t // block + 1).clamp(max=geometry.num_selected_blocks)
-    sel = (chosen - 1) * block + t % block + 1
-    win = (t + 1).clamp(max=geometry.window_size)
-    return {
-        "cmp": int(cmp.sum()),
-        "sel": int(sel.sum()),
-        "win": int(win.sum()),
-        "dense": length * (length + 1) // 2,
-    }
+    stride, block = geometry.compress_stride, geometry.select_block_size
+    # Query t sees (t + 1 - l) // d + 1 compressed tokens: each number in turn for d queries.
+    rounds, rest = divmod(max(0, length + 1 - geometry.compress_block_size), stride)
+    cmp = stride * _up_to(rounds) + rest * (rounds + 1)
+    # In the first n * l' tokens a query sees all up to itself, later n - 1 whole blocks and its own
+    # block up to itself.
+    full = min(length, geometry.num_selected_blocks * block)
+    blocks, rest = divmod(length - full, block)
+    sel = _up_to(full) + (length - full) * (full - block) + blocks * _up_to(block) + _up_to(rest)
+    filling = min(length, geometry.window_size)
+    win = _up_to(filling) + (length - filling) * filling
+    return {"cmp": cmp, "sel": sel, "win": win, "dense": _up_to(length)}
+
+
+def _up_to(n: int) -> int:
+    """Return 1 + 2 + ... + n."""
+    return n * (n + 1) // 2
 
 
 def part_costs(
@@ -71,7 +76,8 @@ def part_costs(
 
     Forward needs 2 (Dk + Dv) operations per visible pair and head (q.k and p.v), and 2 Dk for
     selection. Backward has 5 products where forward has 2, and none for selection. The bytes of the
-    total are those of the core's inputs and outputs alone.
+    total are those of the core's inputs and outputs alone. A sequence of at most n * l' tokens
+    needs no selection: every token selects all its blocks.
 
     Args:
         config: Heads, widths and block sizes.
@@ -110,14 +116,16 @@ def part_costs(
     select = Cost(
         2 * batch * heads * dk * pairs["cmp"], sizes["q"] + sizes["kv_cmp"] // 2 + sizes["lse"]
     )
+    selects = not is_backward and length > geometry.num_selected_blocks * geometry.select_block_size
     costs = {
         "compress": Cost(
             compressed * kv * (dk + dv) * geometry.compress_block_size,
             sizes["kv"] + sizes["kv_cmp"],
         ),
         "cmp": attention("cmp", "kv_cmp"),
-        "select": Cost(0, 0) if is_backward else select,
+        "select": select if selects else Cost(0, 0),
         "sel": attention("sel", "kv", sizes["blocks"]),
+        "causal": attention("sel", "kv"),
         "win": attention("win", "kv"),
         "combine": Cost(
             6 * twice * tokens * heads * dv, twice * (3 * sizes["o"] + sizes["gates"]) + sizes["o"]
@@ -125,7 +133,8 @@ def part_costs(
         "dense": attention("dense", "kv"),
     }
     moved = twice * (sizes["q"] + sizes["kv"] + sizes["gates"]) + sizes["o"]
-    return costs | {"total": Cost(sum(costs[part].flops for part in PARTS), moved)}
+    parts = ("compress", "cmp", "select", "sel", "win", "combine")
+    return costs | {"total": Cost(sum(costs[part].flops for part in parts), moved)}
 
 
 def measure_peaks(device: str, dtype: torch.dtype) -> Peaks:

@@ -6,6 +6,7 @@ Cells run in order of length, the shortest first.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import itertools
@@ -22,7 +23,7 @@ from nsa_bench.clocks import clock_for
 from nsa_bench.crossover import crossovers
 from nsa_bench.environment import machine
 from nsa_bench.gate import NOT_CORRECT, Gate, Gates, gate_case, run_gate
-from nsa_bench.limits import GRACE_S, Limits
+from nsa_bench.limits import GRACE_S, Limits, lacks_memory
 from nsa_bench.result import Interrupted, Measurement, Part, Result
 from nsa_bench.rivals import check_rivals
 from nsa_bench.roofline import Cost, Peaks
@@ -30,15 +31,14 @@ from nsa_bench.settings import Settings
 from nsa_bench.shapes import Shape
 from nsa_bench.slow_calls import SlowCalls
 from nsa_bench.subjects import Subjects, gate_of
-from nsa_bench.timing import FAILED, INTERRUPTED, LATE, Outcome, measure
-from nsa_core.contract import LONG_SEQUENCE, SLOTS
+from nsa_bench.timing import INTERRUPTED, LATE, Outcome, measure, reason_of
+from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.dispatch.default_plan import is_long
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput
 from nsa_core.util.interruption import NEVER, Interruption
-from nsa_core.util.text import describe_error
 from nsa_verify.cases import Case
 from nsa_verify.combination import Combination
 from nsa_verify.isolation.children import preload
@@ -210,8 +210,10 @@ class Bench:
         plans = self._subjects.plans_of(cell)
         baselines = {baseline.name: baseline for baseline in self._subjects.baselines(cell)}
         reasons = self._not_judged(cell)
+        if no_memory := self._lacks_memory(cell):
+            reasons |= dict.fromkeys([*plans, *baselines], no_memory)
         subjects = {cells.TOTAL + name: name for name in plans if name not in reasons}
-        subjects |= {name: name for name in baselines}
+        subjects |= {name: name for name in baselines if name not in reasons}
         reasons |= self._slow.probe(cell, subjects, peaks)
         reasons |= {
             name: reason
@@ -224,12 +226,8 @@ class Bench:
         if time.monotonic() < self._deadline and (timed_plans or timed_baselines):
             try:
                 outcomes = self._time_workloads(cell, timed_plans, timed_baselines)
-            except torch.OutOfMemoryError:
-                reasons |= dict.fromkeys([*timed_plans, *baselines], "out of memory")
             except RuntimeError as error:  # a kernel that broke the device fails all later calls
-                reasons |= dict.fromkeys(
-                    [*timed_plans, *baselines], f"{FAILED}: {describe_error(error)}"
-                )
+                reasons |= dict.fromkeys([*timed_plans, *baselines], reason_of(error))
         for key, outcome in outcomes.items():
             if outcome.performance is not None:
                 self._slow.estimates.add(cell, key, outcome.performance.median_ms)
@@ -238,6 +236,11 @@ class Bench:
         if s.device.startswith("cuda"):
             with contextlib.suppress(RuntimeError):
                 torch.cuda.empty_cache()
+
+    def _lacks_memory(self, cell: Cell) -> str:
+        """Return why a cell cannot run: its inputs and its output alone exceed the memory."""
+        forward = self._subjects.costs(dataclasses.replace(cell, phase="forward"), cell.config)
+        return lacks_memory(forward["total"].bytes, self.settings.device)
 
     def _not_judged(self, cell: Cell) -> dict[str, str]:
         """Return the combinations of a cell that may not be timed, and the reason of each."""
@@ -315,10 +318,10 @@ class Bench:
     ) -> dict[str, Part]:
         plan = self._subjects.plans_of(cell)[combo]
         keys = {"compress": ("nsa_core", "compress")}
-        keys |= {slot: (plan.choices[slot].backend, cells.part_key(slot, plan)) for slot in SLOTS}
+        for name, backend in cells.kernels_of(plan, cell.length).items():
+            keys[name] = (backend, cells.part_key(name, backend))
         parts = {}
-        for name in roofline.PARTS:
-            backend, key = keys[name]
+        for name, (backend, key) in keys.items():
             if key in outcomes:
                 parts[name] = entries.part(backend, outcomes[key], costs[name], peaks)
         return parts

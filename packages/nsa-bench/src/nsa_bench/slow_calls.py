@@ -101,7 +101,7 @@ class SlowCalls:
     ) -> Workload:
         """Let the limits end the first call of a workload; run a slow one in a child process."""
         limited = dataclasses.replace(workload, limited=self._limits.first_call)
-        combo = cells.combo_of(workload.key, plans)
+        combo = cells.combo_of(workload.key, plans, cell.length)
         expected_ms = self.estimates.expected_ms(cell, workload.key)
         if expected_ms is None and combo:
             # Nothing is known of this kernel alone; it is at most as slow as its combination.

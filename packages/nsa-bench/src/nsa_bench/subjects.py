@@ -129,7 +129,8 @@ class Subjects:
                 model=self.models[cell.shape].model if self.models else None,
             )
 
-        return cells.cell_workloads(inputs, cell.config, cell.phase, plans, baselines, parts)
+        problem = (cell.config, cell.phase, cell.length)
+        return cells.cell_workloads(inputs, *problem, plans, baselines, parts)
 
     def is_foreign(self, cell: Cell, subject: str) -> bool:
         """Return whether ``subject`` is a combination with a third-party backend."""

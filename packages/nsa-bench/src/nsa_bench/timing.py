@@ -22,6 +22,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 20
 NOT_MEASURED, FAILED = "not measured", "failed"  # prefixes of reasons
 LATE = f"{NOT_MEASURED}: the time limit was reached"
 INTERRUPTED = f"{NOT_MEASURED}: the run was interrupted"
+NO_MEMORY = "out of memory"
 CELL_LATE = NOT_MEASURED + ": the cell's time limit of {:g} s was reached"
 METHODS = {
     "events": "CUDA events, cold L2",
@@ -216,15 +217,24 @@ def _reasons(outcome: Outcome, stop: Interruption) -> Iterator[None]:
         yield
     except TimeUp as error:
         outcome.reason = str(error)
-    except torch.OutOfMemoryError:
-        outcome.reason = "out of memory"
-        gc.collect()
     except BaseException as error:  # a third-party kernel may raise anything
         if is_ctrl_c(error):
             raise
         # A signal to the process group also ends compilers that run for a kernel; that is not the
         # kernel's failure.
-        outcome.reason = INTERRUPTED if stop.received else f"{FAILED}: {describe_error(error)}"
+        outcome.reason = INTERRUPTED if stop.received else reason_of(error)
+        if outcome.reason == NO_MEMORY:
+            gc.collect()
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the reason of a measurement that an exception ended.
+
+    PyTorch's allocator of the CPU raises a plain RuntimeError.
+    """
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return NO_MEMORY
+    return f"{FAILED}: {describe_error(error)}"
 
 
 def summarise(samples: Sequence[float], method: str, calls: int) -> Performance:

@@ -12,8 +12,9 @@ from nsa_bench import isolation
 from nsa_bench.clocks import clock_for
 from nsa_bench.environment import device_name
 from nsa_bench.gate import NOT_CORRECT, Gate, gate_case
-from nsa_bench.limits import Limits
+from nsa_bench.limits import Limits, lacks_memory
 from nsa_bench.remote import CannotStart, prepare_in_child
+from nsa_bench.roofline import part_costs
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import FAILED, Prepared, TimeUp, Workload, measure
 from nsa_bench.tune_candidates import (
@@ -26,6 +27,7 @@ from nsa_bench.tune_candidates import (
 )
 from nsa_core.contract import SLOTS, Request
 from nsa_core.dispatch import tuned
+from nsa_core.errors import InvalidInput
 from nsa_core.util.interruption import NEVER
 from nsa_verify.cases import Case
 
@@ -84,8 +86,13 @@ def tune(
         advance: Called with a label after each gate and each use, ``candidates.steps`` times.
 
     Raises:
+        InvalidInput: The inputs exceed the memory of the device.
         Unsupported, BackendUnavailable: No backend accepts a slot.
     """
+    element = candidates.dtype.itemsize
+    least = part_costs(candidates.config, 1, length, element, "forward")["total"].bytes
+    if no_memory := lacks_memory(least, candidates.device):
+        raise InvalidInput(f"length {length}: {no_memory}; give a shorter one")
     times = [
         SlotTime(c.slot, c.backend, c.version, c.use, None, f"{FAILED}: {why}")
         for c, why in candidates.failed

@@ -38,7 +38,7 @@ _HELP = """Time combinations of backends against dense attention: the whole call
 
 The timed call takes q, k, v and gates and returns o: mean compression, selection, three branches
 and the gated sum. Each combination is checked against the float64 oracle before it is timed. A
-combination that fails has no figures, and the exit code is 1.
+combination that fails has no figures, and the exit code is 1; so it is if none could be timed.
 """
 app = App(help=_HELP)
 
@@ -215,7 +215,7 @@ def report(
 ) -> None:
     """Print a result file and write its HTML report or plots.
 
-    Exit code 1 if a combination in the file failed its check.
+    Exit code 1 if a combination in the file failed its check, or none was timed.
     """
     with output.exit_codes():
         from nsa_bench.parallel.result import KIND
@@ -228,14 +228,19 @@ def report(
         files = _write_files(result, None, html, png, svg, force)
         _print_result(result)
         _print_written(files)
-        files.exit_code(output.FAILED if result.failed else 0)
-    raise typer.Exit(output.FAILED if result.failed else 0)
+        files.exit_code(_verdict(result))
+    raise typer.Exit(_verdict(result))
 
 
 def _exit_code(result: Result | ParallelResult) -> int:
     if result.interrupted is not None:
         return exit_code(result.interrupted.signal)
-    return output.FAILED if result.failed else 0
+    return _verdict(result)
+
+
+def _verdict(result: Result | ParallelResult) -> int:
+    """Return 1 if a check failed or nothing was timed, else 0."""
+    return output.FAILED if result.failed or result.timed_nothing else 0
 
 
 def _prepare_quick_end() -> None:
@@ -319,7 +324,7 @@ def _report_parallel(
     _write_parallel_plots(result, written, png, svg, force)
     bench_parallel.print_result(result)
     _print_written(written)
-    return written.exit_code(output.FAILED if result.failed else 0)
+    return written.exit_code(_verdict(result))
 
 
 def _write_parallel_plots(

@@ -109,6 +109,11 @@ class ParallelResult:
             row.reason.startswith(FAILED) for row in self.rows
         )
 
+    @property
+    def timed_nothing(self) -> bool:
+        """Return whether no division over several GPUs has a measured time."""
+        return not any(r.performance for r in self.rows if r.ranks > 1 and r.kind == MEASURED)
+
     def to_json(self) -> str:
         """Return the text of the result file."""
         return record_text(self)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from nsa_bench.render.format import Rows
+from nsa_bench.roofline import PARTS
 from nsa_core.contract import SLOTS
 
 _KEYS = ("batch", "tokens", "subject")
-_PARTS = ("compress", *SLOTS)
 _GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("time", ("ms", "q1 ms", "q3 ms", "eager ms", "CV %", "x dense")),
     ("efficiency", ("% of floor", "bound", "TB/s", "MiB")),
-    ("time of each part", tuple(f"{name} ms" for name in _PARTS)),
+    ("time of each part", tuple(f"{name} ms" for name in PARTS)),
     ("shares", tuple(f"{name} %" for name in (*SLOTS, "sum"))),
 )
 _GAP = 2  # columns between two columns

@@ -26,7 +26,6 @@ from nsa_bench.render.words import (
     shape_words,
     tokens,
 )
-from nsa_bench.result import EAGER
 
 if TYPE_CHECKING:
     from nsa_bench.render.style import Look
@@ -79,9 +78,9 @@ def _charts(result: Result) -> Iterator[Chart]:
             time = _step_figure(timed, looks) if timed else None
         else:
             time = _length_figure(timed, result, looks) if timed else None
-        with_parts = [m for m in timed if m.shares and not m.subject.endswith(EAGER)]
+        with_parts = [m for m in timed if m.timed_parts]
         title = f"{phase_words(phase)}: {problem_words(measurements[0])}"
-        yield Chart(title, choice, time, _parts_figure(with_parts) if with_parts else None)
+        yield Chart(title, choice, time, _parts_figure(with_parts, result) if with_parts else None)
 
 
 def plotly_script() -> str:
@@ -295,8 +294,11 @@ def _step_figure(measurements: list[Measurement], looks: dict[str, Look]) -> dic
     return _figure(traces, layout)
 
 
-def _parts_figure(measurements: Sequence[Measurement]) -> dict[str, Any]:
-    """Return stacked bars: the time of each kernel over the time of the whole call."""
+def _parts_figure(measurements: Sequence[Measurement], result: Result) -> dict[str, Any]:
+    """Return stacked bars: the time of each kernel over the time of the whole call.
+
+    A call whose parts are no shares has the reason in place of a bar.
+    """
     is_decode = measurements[0].phase == "decode"
     rows = [
         html.escape(label(m))
@@ -304,13 +306,16 @@ def _parts_figure(measurements: Sequence[Measurement]) -> dict[str, Any]:
         + (cell_words(m) if is_decode else f"{tokens(m.length)} tokens")
         for m in measurements
     ]
-    branches = [name for name in BRANCH_COLOURS if any(name in m.shares for m in measurements)]
-    widest = max(1.0, *(sum(m.shares.values()) for m in measurements))
+    shares = [result.shares(m) for m in measurements]
+    branches = [name for name in BRANCH_COLOURS if any(name in each for each in shares)]
+    widest = max(1.0, *(sum(each.values()) for each in shares))
     traces: list[dict[str, Any]] = []
     for name in branches:
-        chosen = [(row, m) for row, m in zip(rows, measurements) if name in m.shares]
+        chosen = [
+            (row, m, each[name]) for row, m, each in zip(rows, measurements, shares) if name in each
+        ]
         texts = []
-        for _, m in chosen:
+        for _, m, _ in chosen:
             part = m.parts[name]
             assert part.performance is not None  # it has a share
             texts.append(
@@ -322,19 +327,33 @@ def _parts_figure(measurements: Sequence[Measurement]) -> dict[str, Any]:
                 "type": "bar",
                 "orientation": "h",
                 "name": name,
-                "x": [100 * m.shares[name] for _, m in chosen],
-                "y": [row for row, _ in chosen],
+                "x": [100 * share for *_, share in chosen],
+                "y": [row for row, *_ in chosen],
                 "hovertext": texts,
                 "hovertemplate": "%{hovertext}<extra></extra>",
                 "text": [
-                    f"{m.shares[name]:.0%}" if m.shares[name] > _NARROW * widest else ""
-                    for _, m in chosen
+                    f"{share:.0%}" if share > _NARROW * widest else "" for *_, share in chosen
                 ],
                 "textposition": "inside",
                 "insidetextanchor": "middle",
                 "textangle": 0,
                 "constraintext": "none",
                 "marker": {"color": BRANCH_COLOURS[name]},
+            }
+        )
+    reasons = [(row, result.not_comparable(m)) for row, m in zip(rows, measurements)]
+    if reasons := [(row, reason) for row, reason in reasons if reason]:
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "text",
+                "name": "not comparable",
+                "showlegend": False,
+                "x": [0] * len(reasons),
+                "y": [row for row, _ in reasons],
+                "text": [f"not comparable: {html.escape(reason)}" for _, reason in reasons],
+                "textposition": "middle right",
+                "hoverinfo": "skip",
             }
         )
     layout = {

@@ -218,7 +218,7 @@ def _rows(measurements: list[Measurement]) -> Any:
     """Yield the rows of a problem; a row is a list of (kind of panel, measurements)."""
     phases = dict.fromkeys(m.phase for m in measurements)
     panels = [("time", [m for m in measurements if m.phase == phase]) for phase in phases]
-    if with_parts := [m for m in measurements if m.parts and m.performance]:
+    if with_parts := [m for m in measurements if m.timed_parts]:
         panels.append(("parts", with_parts))
     if timed := [m for m in measurements if m.performance and m.floor_fraction is not None]:
         panels.append(("limits", timed))
@@ -230,7 +230,7 @@ def _draw_panel(
     axes: Any, kind: str, measurements: list[Measurement], result: Result, looks: dict[str, Look]
 ) -> None:
     if kind == "parts":
-        parts_panel(axes, measurements)
+        parts_panel(axes, measurements, result)
     elif kind == "limits":
         limits_panel(axes, measurements, result, looks)
     else:

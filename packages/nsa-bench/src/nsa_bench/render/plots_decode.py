@@ -48,8 +48,8 @@ def decode_figure(result: Result) -> Any:
         _times(axes, group, looks)
         title = f"Time of a step, {problem_words(measurements[0])}"
         axes.set_title(title, x=(0.25 - _LEFT) / _TIMES, pad=22)
-        if with_shares := [m for m in measurements if m.shares and not m.subject.endswith(EAGER)]:
-            shares_height = min(group_height, 0.5 * len(with_shares) + 0.2)
+        if with_parts := [m for m in measurements if m.timed_parts]:
+            shares_height = min(group_height, 0.5 * len(with_parts) + 0.2)
             left = _LEFT + _TIMES + _NUMBERS + _SHARES_LEFT
             box = (
                 left / width,
@@ -60,9 +60,9 @@ def decode_figure(result: Result) -> Any:
             shares = figure.add_axes(box, gid="shares")
             names = [
                 f"{label(m).removesuffix(UNFUSED)}\n{m.batch} x {tokens(m.length)}"
-                for m in with_shares
+                for m in with_parts
             ]
-            stacked_bars(shares, with_shares, names)
+            stacked_bars(shares, with_parts, names, result)
             shares.set_xlabel("time of each slot / time of the step run slot by slot (line)")
             shares.set_title("Time per slot", pad=22)
         y -= _ABOVE + group_height + _BELOW

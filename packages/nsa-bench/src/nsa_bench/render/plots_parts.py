@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from nsa_bench.render.format import number
@@ -16,28 +17,35 @@ _DARK_TEXT = {"compress", "select", "combine"}  # branches with a light colour
 _NARROW = 0.09  # a segment below this share of the axis has no text of its own
 
 
-def parts_panel(axes: Any, measurements: list[Measurement], title: str = "") -> None:
+def parts_panel(axes: Any, measurements: list[Measurement], result: Result) -> None:
     """Draw each call as a stacked bar: the time of each kernel over the time of the whole call.
 
     Args:
         axes: The axes to draw in.
-        measurements: Timed measurements with parts; those of the longest length are drawn.
-        title: The title; "" writes "Time per branch at 64k tokens".
+        measurements: Measurements with timed parts; those of the longest length are drawn.
+        result: Their result.
     """
     longest = max(m.length for m in measurements)
-    bars = [m for m in measurements if m.length == longest] if not title else measurements
+    bars = [m for m in measurements if m.length == longest]
     names = [f"{label(m)}\n{phase_words(m.phase)}" for m in bars]
-    stacked_bars(axes, bars, names)
-    axes.set_title(title or f"Time per branch at {tokens(longest)} tokens", pad=22)
+    stacked_bars(axes, bars, names, result)
+    axes.set_title(f"Time per branch at {tokens(longest)} tokens", pad=22)
 
 
-def stacked_bars(axes: Any, bars: list[Measurement], names: list[str]) -> None:
-    """Draw the shares of each measurement as one bar, with a key of the branches above."""
-    ends = [max(1.0, sum(m.shares.values())) for m in bars]
+def stacked_bars(axes: Any, bars: list[Measurement], names: list[str], result: Result) -> None:
+    """Draw the shares of each measurement as one bar, with a key of the branches above.
+
+    A measurement whose parts are no shares has the reason in place of a bar.
+    """
+    shares = [result.shares(m) for m in bars]
+    ends = [max(1.0, sum(each.values())) for each in shares]
     limit = max(ends) * 1.3
     for row, m in enumerate(bars):
         left = 0.0
-        for name, share in m.shares.items():
+        if reason := result.not_comparable(m):
+            text = textwrap.fill(f"not comparable: {reason}", 48)
+            axes.text(0.01, row, text, va="center", fontsize=7, color=FAINT, gid="reason")
+        for name, share in shares[row].items():
             axes.barh(
                 row,
                 share,
@@ -76,7 +84,7 @@ def stacked_bars(axes: Any, bars: list[Measurement], names: list[str]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.set_xlabel("time of each kernel / time of the whole call (line)")
-    _key(axes, [name for name in BRANCH_COLOURS if any(name in m.shares for m in bars)])
+    _key(axes, [name for name in BRANCH_COLOURS if any(name in each for each in shares)])
 
 
 def _key(axes: Any, names: list[str]) -> None:

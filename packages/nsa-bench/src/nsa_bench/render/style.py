@@ -41,6 +41,7 @@ BRANCH_COLOURS = {
     "cmp": "#0072b2",
     "select": "#e69f00",
     "sel": "#d55e00",
+    "causal": "#a6611a",
     "win": "#009e73",
     "combine": "#cc79a7",
 }

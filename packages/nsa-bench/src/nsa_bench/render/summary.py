@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from nsa_bench.render.tables_decode import decode_notes
 from nsa_core.util.text import one_line
 
 if TYPE_CHECKING:
-    from nsa_bench.result import Result
+    from nsa_bench.result import Measurement, Result
     from nsa_bench.timing import Performance
 
 MISSING = "yellow"  # style of a line about missing times
@@ -34,6 +34,8 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
         result, lambda performance, reason: performance.not_captured if performance else ""
     ):
         yield "", f"not captured, so its time includes host launches: {text}"
+    for text in _grouped((m, m.subject, result.not_comparable(m)) for m in result.measurements):
+        yield "", f"not comparable: the parts of {text}"
     for c in result.crossovers:
         yield "", f"{c.subject}, {c.shape} {c.dtype} {c.inputs}, {c.phase}: {c.sentence}"
     if any(m.phase == "decode" for m in result.measurements):
@@ -51,6 +53,8 @@ def _notes(result: Result) -> Iterator[str]:
     if rates:
         yield f"peak rates measured: {rates}"
     yield "ms: median of all samples; q1 and q3: their quartiles."
+    if any(m.timed_parts and m.phase != "decode" for m in result.measurements):
+        yield from _notes_on_parts(result)
     yield "x dense: fastest dense time over this time."
     yield (
         "% of floor: shortest time for the counted operations or bytes, whichever is longer, over"
@@ -63,6 +67,28 @@ def _notes(result: Result) -> Iterator[str]:
         )
 
 
+def _notes_on_parts(result: Result) -> Iterator[str]:
+    """Explain the columns of the parts, and state what they add up to."""
+    sums: dict[tuple[str, ...], list[float]] = {}
+    for m in result.measurements:
+        shares = result.shares(m)
+        if shares and len(shares) == len(m.parts) and m.phase != "decode":
+            key = (m.subject, f"{m.shape} {m.dtype} {m.inputs}, {m.phase}")
+            sums.setdefault(key, []).append(sum(shares.values()))
+    for (subject, problem), totals in sums.items():
+        bounds = dict.fromkeys(f"{total:.0%}"[:-1] for total in (min(totals), max(totals)))
+        yield f"parts of {subject}, {problem}: together {' to '.join(bounds)} % of ms"
+    yield (
+        "parts: each kernel timed alone. Together they differ from ms where kernels run side by"
+        " side, where caches help one of the two, and by the work between the kernels."
+    )
+    if any("causal" in m.parts for m in result.measurements):
+        yield (
+            "causal: in a sequence of at most n * l' tokens, every token selects all its blocks:"
+            " selection does not run, and causal attention takes the place of select and sel."
+        )
+
+
 def _verdict(result: Result) -> tuple[str, str]:
     """Return (style, last line): whether every gate passed, and the timing methods."""
     methods = sorted({m.performance.method for m in result.measurements if m.performance})
@@ -71,6 +97,7 @@ def _verdict(result: Result) -> tuple[str, str]:
     device, threads = result.environment.get("device", "?"), result.settings.get("threads")
     noun = "thread" if threads == 1 else "threads"
     line = f"{device}, {threads} CPU {noun}, {how}; {result.seconds:.0f} s"
+    untimed = f"{_why_nothing(result)}; " if result.timed_nothing else ""
     failed, checks = sum(not gate.ok for gate in result.gates), len(result.gates)
     if result.interrupted is not None:
         cut = result.interrupted
@@ -78,34 +105,44 @@ def _verdict(result: Result) -> tuple[str, str]:
         red = f"{failed} of {checks} correctness checks failed so far"
         return "bold red", f"INTERRUPTED by {cut.signal}, {left}, {red}: {line}"
     if result.failed:
-        return "bold red", f"FAILED {failed} of {checks} correctness checks: {line}"
+        return "bold red", f"{untimed}FAILED {failed} of {checks} correctness checks: {line}"
     passed = f"{checks} of {checks} correctness checks passed" if checks else "nothing was checked"
-    return "bold green", f"{passed}: {line}"
+    return "bold red" if untimed else "bold green", f"{untimed}{passed}: {line}"
+
+
+def _why_nothing(result: Result) -> str:
+    """State that no combination was timed, and each reason."""
+    reasons = dict.fromkeys(one_line(m.reason) for m in result.measurements if m.kind == "combo")
+    return f"NO COMBINATION WAS TIMED ({'; '.join(reasons) or 'no backend is ready'})"
 
 
 def _with_reasons(
     result: Result, reason_of: Callable[[Performance | None, str], str]
 ) -> Iterator[str]:
-    """Yield one line per reason, with every subject that has it.
+    """Return one line per reason, with every subject that has it.
 
     ``reason_of(performance, reason)`` returns the reason of one time, or "".
     """
-    lengths_by_reason: dict[tuple[str, ...], list[int]] = {}
+    entries = []
     for m in result.measurements:
-        reasons = {m.subject: reason_of(m.performance, m.reason)}
-        reasons |= {
-            f"{m.subject}, {n} alone": reason_of(part.performance, part.reason)
-            for n, part in m.parts.items()
-        }
-        for subject, reason in reasons.items():
-            if reason:
-                key = (subject, m.shape, m.dtype, m.inputs, m.phase, reason)
-                lengths_by_reason.setdefault(key, []).append(m.length)
+        entries.append((m, m.subject, reason_of(m.performance, m.reason)))
+        for name, part in m.parts.items():
+            reason = reason_of(part.performance, part.reason)
+            entries.append((m, f"{m.subject}, {name} alone", reason))
+    return _grouped(entries)
+
+
+def _grouped(entries: Iterable[tuple[Measurement, str, str]]) -> Iterator[str]:
+    """Yield one line per reason, from triples of a measurement, a subject and its reason or ""."""
+    lengths_by_reason: dict[tuple[str, ...], list[int]] = {}
+    for m, subject, reason in entries:
+        if reason:
+            key = (subject, m.shape, m.dtype, m.inputs, m.phase, reason)
+            lengths_by_reason.setdefault(key, []).append(m.length)
     subjects_by_reason: dict[tuple[str, str], list[str]] = {}
     for (subject, shape, dtype, inputs, phase, reason), lengths in lengths_by_reason.items():
         tokens = ", ".join(map(str, lengths))
-        subjects_by_reason.setdefault(
-            (f"{shape} {dtype} {inputs}, {phase}, {tokens} tokens", reason), []
-        ).append(subject)
+        problem = f"{shape} {dtype} {inputs}, {phase}, {tokens} tokens"
+        subjects_by_reason.setdefault((problem, reason), []).append(subject)
     for (problem, reason), subjects in subjects_by_reason.items():
         yield f"{'; '.join(subjects)}, {problem}: {reason}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from nsa_bench.render.format import Rows, milliseconds, number, percent, size
 from nsa_bench.render.tables_decode import decode_rows
+from nsa_bench.roofline import PARTS
 from nsa_core.contract import SLOTS
 from nsa_core.util.text import one_line
 
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
     from nsa_bench.compare import Change
     from nsa_bench.result import Measurement, Result
     from nsa_bench.roofline import Peaks
-
-_PARTS = ("compress", *SLOTS)
 
 
 def tables(result: Result) -> list[Rows]:
@@ -34,20 +33,21 @@ def rows_of(result: Result) -> Iterator[Rows]:
         title = f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs"
         measurements = [m for m in result.measurements if m.series == series]
         has_graphs = any(m.performance and m.performance.eager for m in measurements)
+        parts = [name for name in PARTS if any(name in m.parts for m in measurements)]
         columns = [
             *("tokens", "subject", "ms", "q1 ms", "q3 ms"),
             *["eager ms"] * has_graphs,
             *("x dense", "% of floor", "bound", "MiB"),
-            *(f"{name} ms" for name in _PARTS),
+            *(f"{name} ms" for name in parts),
         ]
         rows = sorted(measurements, key=lambda m: (m.length, m.kind, m.subject))
-        yield title, columns, [_row(m, result.peaks[dtype], has_graphs) for m in rows]
+        yield title, columns, [_row(m, result.peaks[dtype], has_graphs, parts) for m in rows]
 
 
-def _row(m: Measurement, peaks: Peaks, has_graphs: bool) -> list[str]:
+def _row(m: Measurement, peaks: Peaks, has_graphs: bool, parts: Sequence[str]) -> list[str]:
     if m.performance is None:
         # The summary states the reason.
-        return [str(m.length), m.subject, "-", *[""] * (len(_PARTS) + 6 + has_graphs)]
+        return [str(m.length), m.subject, "-", *[""] * (len(parts) + 6 + has_graphs)]
     p = m.performance
     bound = "ops" if m.flops / peaks.flops_per_s > m.bytes / peaks.bytes_per_s else "bytes"
     return [
@@ -59,7 +59,7 @@ def _row(m: Measurement, peaks: Peaks, has_graphs: bool) -> list[str]:
         percent(m.floor_fraction),
         "-" if m.floor_fraction is None else bound,
         size(m.peak_memory_bytes),
-        *(_part(m, name) if m.kind == "combo" else "" for name in _PARTS),
+        *(_part(m, name) if m.kind == "combo" else "" for name in parts),
     ]
 
 

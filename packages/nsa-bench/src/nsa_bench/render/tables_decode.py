@@ -26,16 +26,17 @@ def decode_rows(result: Result) -> Iterator[Rows]:
             "sum %",
         ]
         rows = [m for m in measurements if (m.shape, m.dtype, m.inputs) == group]
-        yield title, columns, [_row(m) for m in rows]
+        yield title, columns, [_row(m, result.shares(m)) for m in rows]
 
 
-def _row(m: Measurement) -> list[str]:
+def _row(m: Measurement, shares: dict[str, float]) -> list[str]:
     cell, p = [str(m.batch), str(m.length), m.subject], m.performance
     if p is None:
         return [*cell, "-", *[""] * (2 * len(SLOTS) + 8)]  # the summary states the reason
-    shares = m.shares
-    times = [milliseconds(m.parts[slot].performance) if slot in shares else "" for slot in SLOTS]
-    fractions = [f"{shares[slot]:.0%}"[:-1] if slot in shares else "" for slot in SLOTS]
+    timed = m.timed_parts
+    times = [milliseconds(timed.get(slot)) if timed else "" for slot in SLOTS]
+    none = "-" if timed else ""  # the summary states the reason
+    fractions = [f"{shares[slot]:.0%}"[:-1] if slot in shares else none for slot in SLOTS]
     return [
         *cell,
         *(number(time_ms) for time_ms in (p.median_ms, p.q1_ms, p.q3_ms)),
@@ -46,7 +47,7 @@ def _row(m: Measurement) -> list[str]:
         size(m.peak_memory_bytes),
         *times,
         *fractions,
-        f"{sum(shares.values()):.0%}"[:-1] if shares else "",
+        f"{sum(shares.values()):.0%}"[:-1] if shares else none,
     ]
 
 

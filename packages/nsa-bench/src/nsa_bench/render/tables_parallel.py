@@ -68,6 +68,10 @@ def parallel_summary(result: ParallelResult) -> Iterator[tuple[str, str]]:
     for row in result.rows:
         if row.performance is None:
             yield "", f"{division_words(row)}, {tokens(row.length)} tokens: {one_line(row.reason)}"
+    if result.timed_nothing:
+        divided = (row.reason for row in result.rows if row.ranks > 1 and row.kind == MEASURED)
+        reasons = dict.fromkeys(map(one_line, (*divided, *result.skipped.values())))
+        yield "bold red", f"NO DIVISION WAS TIMED ({'; '.join(reasons) or 'none was measured'})"
     for largest in result.largest:
         yield "", largest_words(largest)
     if result.interrupted is not None:
