@@ -19,7 +19,7 @@ from nsa_bench.cells import Cell
 from nsa_bench.decode import DecodeBench
 from nsa_bench.decode_settings import DecodeSettings
 from nsa_bench.decode_workloads import DecodeCell
-from nsa_bench.estimates import Estimates
+from nsa_bench.estimates import Estimates, probe_length
 from nsa_bench.inputs import make_inputs
 from nsa_bench.result import read_result
 from nsa_bench.run import Bench
@@ -188,6 +188,17 @@ def test_a_probe_skips_only_calls_that_are_far_over_the_limit():
     )
     estimates.add(cell, "a", 6_000.0)  # a measured time counts instead
     assert "about 6 s, over" in estimates.too_long(cell, "a", 5.0)
+
+
+def test_a_probe_selects_blocks_if_the_call_does():
+    def probe(length: int, device: str) -> int:
+        config = parse_shape("tiny").config()  # n * l' = 1024
+        cell = Cell(config, "4/2/32", "float32", "random", "forward", 1, length)
+        return probe_length(cell, device)
+
+    lengths = (1, 512, 1024, 1025, 2048, 65536, 2**31 - 1)
+    assert [probe(n, "cpu") for n in lengths] == [1, 128, 256, 1025, 1088, 1088, 1088]
+    assert [probe(n, "cuda") for n in lengths] == [1, 128, 256, 1025, 1088, 16384, 16384]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import signal
 import stat
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 import typer
 
 from nsa_cli import output
+from nsa_cli.app import app
+from nsa_cli.choices import tokens
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 
 
@@ -277,3 +280,44 @@ def test_environment_is_json_and_names_versions():
     assert {"nsa-core", "nsa-cli", "torch"} <= set(environment["versions"])
     assert environment["python"]
     assert environment["platform"]
+
+
+def options_of(command, path: str = "nsa"):
+    """Yield (command line, option) of a command and of all below it."""
+    for name, below in getattr(command, "commands", {}).items():
+        yield from options_of(below, f"{path} {name}")
+    yield from ((path, param) for param in command.params if param.param_type_name == "option")
+
+
+def test_options_of_tokens_take_k_and_m_in_every_command(nsa):
+    lists = {("nsa bench", "--length"), ("nsa eval", "--length")}  # see the tests of parse_lengths
+    help_texts = r"[Tt]okens per|in tokens|number of tokens|this many tokens"
+    found = {
+        (path, option.opts[0])
+        for path, option in options_of(typer.main.get_command(app))
+        if re.search(help_texts, option.help) and "Block sizes" not in option.help
+    }
+    assert {
+        *lists,
+        ("nsa bench", "--page-size"),
+        ("nsa train", "--length"),
+        ("nsa convert", "--length"),
+        ("nsa tune", "--length"),
+        ("nsa generate", "--max-new-tokens"),
+        ("nsa inspect", "--max-tokens"),
+        ("nsa backends explain", "--seq-len"),
+        ("nsa backends explain", "--page-size"),
+    } <= found
+    for path, option in found - lists:
+        done = nsa(*path.split()[1:], option, "2048M")
+        assert done.code == 2
+        error = f"Invalid value for '{option}': '2048M' is not a number of tokens from"
+        assert error in done.err, path
+
+
+@pytest.mark.parametrize(("text", "value"), [("1M", 1 << 20), ("64k", 1 << 16), (256, 256)])
+def test_an_option_of_tokens_returns_an_integer(text, value):
+    assert tokens(2)(text) == value
+    for wrong in ("1", "-1", "1.5k", "2147483648", "9" * 5000):
+        with pytest.raises(typer.BadParameter, match="is not a number of tokens from 2 to"):
+            tokens(2)(wrong)

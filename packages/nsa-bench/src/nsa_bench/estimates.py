@@ -20,9 +20,16 @@ _Curve = tuple[str, ...]  # a workload at any length
 
 
 def probe_length(cell: Cell, device: str) -> int:
-    """Return a number of tokens whose call is short and grows like the call of ``cell``."""
+    """Return a number of tokens whose call is short and grows like the call of ``cell``.
+
+    If the call of ``cell`` selects blocks, so does that of this number: up to n * l' tokens, causal
+    attention would run in place of selection.
+    """
     limit = 16384 if device.startswith("cuda") else 1024  # fewer would be launch-bound on a GPU
-    return 1 << (max(1, min(limit, cell.length // 4)).bit_length() - 1)
+    short = 1 << (max(1, min(limit, cell.length // 4)).bit_length() - 1)
+    block = cell.config.select_block_size
+    every = cell.config.num_selected_blocks * block
+    return short if cell.length <= every else max(short, min(cell.length, every + block))
 
 
 class _Probe(NamedTuple):

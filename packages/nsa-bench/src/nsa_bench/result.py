@@ -175,7 +175,7 @@ class Result:
         if ratios[longest] > 1:
             return f"{longest} alone took longer than the whole call that contains it"
         if sum(ratios.values()) > _LARGEST_SUM:
-            return f"together, the kernels alone took over {_LARGEST_SUM:.0%} of the whole call"
+            return f"together, the kernels alone took over {_LARGEST_SUM * 100:.0f} % of the whole call"
         if min(ratios.values()) < 0:
             return "the times of the parts are differences of two times, and one is negative"
         return ""

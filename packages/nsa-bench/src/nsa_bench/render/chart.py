@@ -127,7 +127,7 @@ def _hover(m: Measurement, fastest: str | None = None) -> str:
     elif m.ratio_to_dense:
         lines.append(f"{number(1 / m.ratio_to_dense)} times the time of dense")
     if m.floor_fraction is not None:
-        lines.append(f"{m.floor_fraction:.0%} of the hardware's limit")
+        lines.append(f"{m.floor_fraction:.0%} of the measured peak rate")
     return "<br>".join(lines)
 
 

@@ -146,7 +146,7 @@ def limits_panel(
     ticks = [0, 0.25, 0.5, 0.75, 1.0]
     axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
     axes.set_xlabel(
-        f"least possible time / measured time (peaks: {peaks.flops_per_s / 1e12:.0f} TFLOP/s,"
+        f"time at the measured peak rates / measured time (peaks: {peaks.flops_per_s / 1e12:.0f} TFLOP/s,"
         f" {peaks.bytes_per_s / 1e9:.0f} GB/s)",
         fontsize=8.5,
     )

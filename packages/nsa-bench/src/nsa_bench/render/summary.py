@@ -57,8 +57,9 @@ def _notes(result: Result) -> Iterator[str]:
         yield from _notes_on_parts(result)
     yield "x dense: fastest dense time over this time."
     yield (
-        "% of floor: shortest time for the counted operations or bytes, whichever is longer, over"
-        " the measured time. bound: the longer one."
+        "% of floor: time of the counted operations or bytes at the measured peak rates, whichever"
+        " is longer, over the measured time. bound: the longer one. Above 100, a call moves bytes"
+        " faster than the copy that measured the rate."
     )
     if any(m.performance and m.performance.eager for m in result.measurements):
         yield (
