@@ -30,7 +30,7 @@ def tune(
     length: Annotated[
         int | None,
         typer.Option(
-            help="Sequence length in tokens, such as 64k. Default: 8k on cuda, 2k on cpu.",
+            help="Sequence length in tokens, such as 64k. Default: 8k on cuda, 1k on cpu.",
             parser=tokens(),
             show_default=False,
         ),
@@ -73,7 +73,7 @@ def tune(
         with output.progress(candidates.steps) as advance:
             result = run_tuning(
                 candidates,
-                length=length or (8192 if cuda else 2048),
+                length=length or (8192 if cuda else 1024),
                 seed=seed,
                 budget_s=budget,
                 advance=advance,
