@@ -114,8 +114,8 @@ def test_parts_are_shares_of_the_whole_call():
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        ({"cmp": 1.0, "sel": 66.7}, "sel alone took longer than the whole call that contains it"),
-        ({"cmp": 6.0, "sel": 5.0}, "together, the kernels alone took over 125 % of the whole call"),
+        ({"cmp": 1.0, "sel": 66.7}, "sel took longer than the whole call that contains it"),
+        ({"cmp": 6.0, "sel": 5.0}, "together, the parts took over 125 % of the whole call"),
         ({"cmp": 6.0, "sel": -0.1}, "one is negative"),
     ],
 )

@@ -218,6 +218,26 @@ def test_projections_are_labelled_in_tables_and_charts() -> None:
     assert example().failed
 
 
+def test_a_run_without_a_time_on_several_gpus_says_so_and_exits_with_1(tmp_path) -> None:
+    passed = dataclasses.replace(example(), gates=[])
+    assert not passed.timed_nothing
+    one, divided, projected, failed = passed.rows
+    late = dataclasses.replace(divided, performance=None, reason="not measured: late")
+    skipped = {"heads, 4/2/16": "2 ranks do not divide 1 key/value heads"}
+    nothing = dataclasses.replace(passed, rows=[one, late, projected, failed], skipped=skipped)
+    assert nothing.timed_nothing
+    assert not nothing.failed
+    reasons = "not measured: late; out of memory; 2 ranks do not divide 1 key/value heads"
+    line = f"NO DIVISION WAS TIMED ({reasons})"
+    assert ("bold red", line) in list(parallel_summary(nothing))
+    for result, code in ((passed, 0), (nothing, 1)):
+        file = tmp_path / f"{code}.json"
+        file.write_text(result.to_json())
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", "report", str(file)])
+        assert ended.value.code == code
+
+
 def test_tables_fit_80_columns() -> None:
     for _, columns, cells in parallel_tables(example()):
         widths = [max(map(len, column)) for column in zip(columns, *cells)]

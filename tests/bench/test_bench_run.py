@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import sys
 
 import markupsafe
 import pytest
+import torch
 
 from nsa_bench.clocks import CpuClock
 from nsa_bench.render.page import page
 from nsa_bench.render.summary import summary
 from nsa_bench.render.tables import rows_of
 from nsa_bench.result import read_result
+from nsa_bench.shapes import parse_lengths
 from nsa_bench.timing import Outcome, Workload, measure, summarise
 from nsa_cli import output
+from nsa_cli.bench import bench
+from nsa_cli.bench_options import PRESETS
 from nsa_core.errors import InvalidInput
 from nsa_verify.combination import parse_combination
 
@@ -197,8 +202,15 @@ def test_a_run_that_timed_nothing_says_why_and_exits_with_1(
     assert done.code == 1, done.err
     assert "NO COMBINATION WAS TIMED (" in words
     assert why in words.split("NO COMBINATION WAS TIMED (")[1]
-    assert not done.err
+    assert "Traceback" not in done.err
     assert nsa("bench", "report", file).code == 1
+
+
+def test_default_lengths_select_blocks():
+    block_sizes = inspect.signature(bench).parameters["blocks"].default
+    *_, block, n, _ = map(int, block_sizes.split(","))
+    lengths = [v["lengths"] for preset in PRESETS.values() for v in preset.values()]
+    assert min(min(parse_lengths(text)) for text in lengths) > n * block == 1024
 
 
 def test_a_run_of_dense_attention_alone_timed_no_combination(run):
@@ -362,6 +374,12 @@ def test_a_broken_device_fails_later_cells_and_keeps_earlier_ones(run, monkeypat
         for m in result.measurements
         if m.length == 80
     )
+
+
+def test_memory_that_the_cpu_refuses_is_out_of_memory():
+    workload = Workload("large", lambda: lambda: torch.empty(1 << 50, dtype=torch.uint8))
+    outcomes = measure([workload], CpuClock(), budget_s=0.01)
+    assert outcomes["large"].reason == "out of memory"
 
 
 def test_a_kernel_that_fails_during_timing_has_a_reason(monkeypatch):

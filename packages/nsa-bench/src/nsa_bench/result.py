@@ -173,9 +173,9 @@ class Result:
             return "one fused kernel runs the backward of the whole call, in place of these kernels"
         longest = max(ratios, key=lambda name: ratios[name])
         if ratios[longest] > 1:
-            return f"{longest} alone took longer than the whole call that contains it"
+            return f"{longest} took longer than the whole call that contains it"
         if sum(ratios.values()) > _LARGEST_SUM:
-            return f"together, the kernels alone took over {_LARGEST_SUM * 100:.0f} % of the whole call"
+            return f"together, the parts took over {_LARGEST_SUM * 100:.0f} % of the whole call"
         if min(ratios.values()) < 0:
             return "the times of the parts are differences of two times, and one is negative"
         return ""
