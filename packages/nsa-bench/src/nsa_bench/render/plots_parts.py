@@ -146,8 +146,8 @@ def limits_panel(
     ticks = [0, 0.25, 0.5, 0.75, 1.0]
     axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
     axes.set_xlabel(
-        f"time at the measured peak rates / measured time (peaks: {peaks.flops_per_s / 1e12:.0f} TFLOP/s,"
-        f" {peaks.bytes_per_s / 1e9:.0f} GB/s)",
+        f"time at the measured peak rates ({peaks.flops_per_s / 1e12:.0f} TFLOP/s,"
+        f" {peaks.bytes_per_s / 1e9:.0f} GB/s) / measured time",
         fontsize=8.5,
     )
     axes.set_title(f"Hardware efficiency, {phase_words(phase).lower()}, {tokens(longest)} tokens")
