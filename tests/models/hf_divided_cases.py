@@ -138,6 +138,12 @@ def refusal(rank: int, world: int, *, of: str) -> str:
 
     actions = {
         "a mask": lambda: divided(ContextParallel())(ids, attention_mask=torch.ones_like(ids)),
+        "a mask for the decoder": lambda: divided(ContextParallel()).model(
+            ids, attention_mask=torch.ones_like(ids)
+        ),
+        "boundaries of two rows": lambda: divided(ContextParallel())(
+            ids.expand(2, -1), **_packing(True)
+        ),
         "positions": lambda: divided(ContextParallel())(ids, position_ids=torch.arange(48)[None]),
         "labels": lambda: divided(ContextParallel())(ids, labels=ids),
         "a cache": lambda: divided(ContextParallel())(ids, use_cache=True),

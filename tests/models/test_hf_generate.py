@@ -29,12 +29,13 @@ def generate(model, ids, mask=None, seed=0, **options):
 @pytest.mark.parametrize("kind", NSA_MODELS)
 @pytest.mark.parametrize("decoding", DECODING)
 def test_the_cache_does_not_change_the_tokens(kind, decoding):
-    model, ids = nsa_model(kind, torch.float64), torch.randint(1, 61, (2, 50))
-    options = DECODING[decoding]
+    # the usual weights of a new model are small: it repeats one token
+    model = nsa_model(kind, torch.float64, initializer_range=0.3)
+    ids, options = torch.randint(1, 61, (2, 50)), DECODING[decoding]
     without = {k: v for k, v in options.items() if k != "prefill_chunk_size"}
     expected = generate(model, ids, use_cache=False, **without)
     assert torch.equal(generate(model, ids, **options), expected)
-    assert len(expected.unique()) > 3
+    assert len(expected.unique()) > 10
 
 
 @pytest.mark.parametrize("decoding", ["greedy", "beams"])

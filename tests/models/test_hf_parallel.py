@@ -26,6 +26,8 @@ SAVED: dict[str, dict[str, Any]] = {
 }
 REFUSED = {
     "a mask": "InvalidInput: attention_mask must be None for layers with the style ContextParallel",
+    "a mask for the decoder": "InvalidInput: attention_mask must be None for layers with the style",
+    "boundaries of two rows": "InvalidInput: cu_seq_lens_q needs an input of one row, got 2 rows",
     "positions": "InvalidInput: position_ids must be None for layers with the style Context",
     "labels": "InvalidInput: labels would be shifted within the rows of this rank",
     "a cache": "Unsupported: a cache is not context parallel",

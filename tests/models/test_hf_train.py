@@ -12,7 +12,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DataCollatorWithFlattening,
-    DynamicCache,
     Trainer,
     TrainingArguments,
 )
@@ -283,21 +282,3 @@ def test_an_old_version_of_transformers_is_named(version, monkeypatch):
     message = rf"needs transformers 5.20 or newer, but {version} is installed; pip install"
     with pytest.raises(BackendUnavailable, match=message):
         importlib.reload(hf)
-
-
-def test_calls_that_nsa_cannot_serve_are_refused():
-    model, ids = nsa_model(), torch.ones(2, 20, dtype=torch.long)
-    for arguments, message in (
-        ({"output_attentions": True}, "output_attentions is not supported"),
-        ({"past_key_values": DynamicCache()}, "must be a cache of an NSA model, got DynamicCache"),
-        ({"attention_mask": torch.ones(2, 1, 20, 20)}, "pass a 2-D mask"),
-        ({"position_ids": torch.arange(5, 25)[None]}, "must count the tokens of each sequence"),
-        ({"attention_mask": torch.ones(2, 19)}, r"must be \[2, 20\], .* got \[2, 19\]"),
-        (
-            {"cu_seq_lens_q": torch.tensor([0, 20]), "attention_mask": torch.ones(2, 20)},
-            "cu_seq_lens_q and attention_mask",
-        ),
-    ):
-        with pytest.raises(InvalidInput, match=message):
-            model(ids, **arguments)
-    assert hf.NSASelfAttention is type(model.model.layers[0].self_attn)

@@ -19,6 +19,7 @@ from nsa_models.hf.attention import NSASelfAttention  # noqa: E402
 from nsa_models.hf.cache import NSAModelCache  # noqa: E402
 from nsa_models.hf.configs import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config  # noqa: E402
 from nsa_models.hf.conversion import Conversion, convert, convert_checkpoint  # noqa: E402
+from nsa_models.hf.decoder import NSALlamaModel, NSAQwen2Model, NSAQwen3Model  # noqa: E402
 from nsa_models.hf.first_stage import selected_mass, train_new_parameters  # noqa: E402
 from nsa_models.hf.models import (  # noqa: E402
     NSALlamaForCausalLM,
@@ -34,11 +35,14 @@ __all__ = [
     "Conversion",
     "NSALlamaConfig",
     "NSALlamaForCausalLM",
+    "NSALlamaModel",
     "NSAModelCache",
     "NSAQwen2Config",
     "NSAQwen2ForCausalLM",
+    "NSAQwen2Model",
     "NSAQwen3Config",
     "NSAQwen3ForCausalLM",
+    "NSAQwen3Model",
     "NSASelfAttention",
     "convert",
     "convert_checkpoint",

@@ -35,6 +35,8 @@ class NSASelfAttention(NSAttention):
         for module in self.modules():  # reset_uninitialized initialises them
             if module is not self:
                 module._is_hf_initialized = True  # type: ignore[assignment]
+        for parameter in self.parameters():
+            parameter._is_hf_initialized = not parameter.is_meta  # type: ignore[attr-defined]
 
     def forward(  # type: ignore[override]  # the call of transformers
         self,
@@ -56,7 +58,8 @@ class NSASelfAttention(NSAttention):
                 if all are.
             past_key_values: The cache, to which the tokens are appended; before transformers 5.24.
             cache: The same, from transformers 5.24 on.
-            cu_seq_lens_q: int32 [documents + 1], the boundaries of packed documents; B is then 1.
+            cu_seq_lens_q: int32 [documents + 1], the boundaries of packed documents in the B rows
+                laid end to end.
             max_length_q: Length of the longest packed document.
             **other: Arguments of other attention layers, ignored.
 
@@ -87,7 +90,8 @@ class NSASelfAttention(NSAttention):
         if cache is not None:
             return cache.layers[self.layer_idx].attend(super().forward, x, rows), None
         if cu_seq_lens_q is not None:
-            return super().forward(x[0], cu_seq_lens_q, max_length_q)[None], None
+            y = super().forward(x.flatten(0, 1), cu_seq_lens_q, max_length_q)
+            return y.unflatten(0, x.shape[:2]), None
         if rows is None:
             return super().forward(x), None
         return rows.restore(super().forward(rows.to_front(x))), None

@@ -183,6 +183,11 @@ class NSAModelCache(Cache):
     def __init__(self, layers: Sequence[NSAttention], max_len: int = 0, max_rollback: int = 0):
         super().__init__(layers=[NSACacheLayer(attn, max_len, max_rollback) for attn in layers])
 
+    def host_lengths(self, batch: int) -> list[int]:
+        """Return the number of tokens of each of ``batch`` sequences."""
+        state = self.layers[0].state
+        return [0] * batch if state is None else state.host_lengths()
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the sequences for beam search. Synchronises once."""
         super().reorder_cache(beam_idx.tolist())

@@ -119,7 +119,7 @@ def _classes(model: Any) -> tuple[type[Any], type[Any]]:
             "quantization_config: a quantised model cannot be converted; load the model in bfloat16"
         )
     config_class, model_class = MODELS[model.config.model_type]
-    dense_class = model_class.__mro__[2]
+    dense_class = model_class.__bases__[1]
     if not isinstance(model, dense_class):
         raise InvalidInput(f"model must be a {dense_class.__name__}, got {type(model).__name__}")
     return config_class, model_class

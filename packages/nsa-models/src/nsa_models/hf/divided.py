@@ -17,16 +17,24 @@ from nsa_models.lm.head_shards import unshard
 
 
 def check_divided_call(
-    layer: NSAttention, arguments: dict[str, Any], options: dict[str, Any]
+    layer: NSAttention,
+    size: torch.Size,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cache: Any,
+    options: dict[str, Any],
 ) -> None:
-    """Check a call of a model whose layers hold a part of each sequence.
+    """Check a call of a decoder whose layers hold a part of each sequence.
 
     The check does not depend on the values of tensors, so that all ranks raise the error or none.
 
     Args:
-        layer: An attention layer of the model.
-        arguments: Arguments of the call by name.
-        options: Its other arguments.
+        layer: An attention layer of the decoder.
+        size: Shape of the input, [B, S].
+        attention_mask: The argument of the decoder.
+        position_ids: The argument of the decoder.
+        cache: The argument of the decoder.
+        options: Other arguments of the decoder.
 
     Raises:
         InvalidInput: An argument describes the rows of this rank as a whole sequence.
@@ -34,23 +42,42 @@ def check_divided_call(
     """
     if not isinstance(layer.parallel, DividedSequence):
         return
-    if arguments["past_key_values"] is not None:
+    if cache is not None:
         layer.parallel.refuse("a call with a cache")
-    problems = {
-        "attention_mask": "pad each sequence at its end, or pack the documents and pass"
-        " cu_seq_lens_q",
-        "position_ids": "leave them out; for packed documents pass cu_seq_lens_q and max_length_q"
-        " of the whole row, the same on all ranks",
-    }
     packed = options.get("cu_seq_lens_q") is not None
-    for name, fix in problems.items():
-        # DataCollatorWithFlattening adds positions to the boundaries, which are used then.
-        if arguments[name] is not None and not (packed and name == "position_ids"):
+    problems = (
+        (
+            attention_mask is not None,
+            "attention_mask must be None",
+            "pad each sequence at its end, or pack the documents and pass cu_seq_lens_q",
+        ),
+        (  # DataCollatorWithFlattening adds positions to the boundaries, which are used then
+            position_ids is not None and not packed,
+            "position_ids must be None",
+            "leave them out; for packed documents pass cu_seq_lens_q and max_length_q of the whole"
+            " row, the same on all ranks",
+        ),
+        (
+            packed and size[0] != 1,
+            f"cu_seq_lens_q needs an input of one row, got {size[0]} rows,",
+            "pack all documents in one row",
+        ),
+    )
+    for is_wrong, problem, fix in problems:
+        if is_wrong:
             raise InvalidInput(
-                f"{name} must be None for layers with the style ContextParallel, which cannot see"
-                f" the rows of other ranks: {fix}"
+                f"{problem} for layers with the style ContextParallel, which cannot see the rows of"
+                f" other ranks: {fix}"
             )
-    if arguments["labels"] is not None and options.get("shift_labels") is None:
+
+
+def check_divided_labels(layer: NSAttention) -> None:
+    """Check that the layers of a model may shift labels.
+
+    Raises:
+        InvalidInput: The layers hold a part of each sequence.
+    """
+    if isinstance(layer.parallel, DividedSequence):
         raise InvalidInput(
             "labels would be shifted within the rows of this rank, because the layers have the"
             " style ContextParallel: shift the labels of the whole sequence, and pass this rank's"

@@ -3,58 +3,56 @@
 from __future__ import annotations
 
 import os
-from inspect import signature
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     LlamaForCausalLM,
+    PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
 from transformers.generation import GenerationMode
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nsa_core.errors import InvalidInput
-from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.hf.cache import NSAModelCache
-from nsa_models.hf.configs import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config, layer_spec
-from nsa_models.hf.divided import check_divided_call, divided_heads_of, whole_state
-from nsa_models.hf.packed import packed_boundaries
+from nsa_models.hf.configs import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config
+from nsa_models.hf.decoder import (
+    ATTENTION,
+    CACHE,
+    NSALlamaModel,
+    NSAPreTrained,
+    NSAQwen2Model,
+    NSAQwen3Model,
+    one_cache,
+    use_nsa_attention,
+)
+from nsa_models.hf.divided import check_divided_labels, divided_heads_of, whole_state
 from nsa_models.hf.rows import nsa_mask
 
-ATTENTION = "nsa"  # the attention implementation of transformers
-# The argument for the cache; transformers 5.24 renamed it.
-_CACHE = "cache" if "cache" in signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 # Assisted generation removes at most the candidates of one round, of which there are few.
 MAX_ROLLBACK = 1024
 
 
-class _NSACausalLM:
-    """Put NSA layers and their cache into a dense model of transformers; a mixin."""
+class _NSACausalLM(NSAPreTrained):
+    """Put a decoder with NSA into a dense model of transformers; a mixin."""
 
-    _supports_flash_attn = False
-    _supports_sdpa = False
-    _supports_flex_attn = False
+    decoder_class: Any
 
     def __init__(self, config: Any) -> None:
-        requested = config._attn_implementation
-        if requested not in (None, ATTENTION):
-            raise InvalidInput(
-                f"attn_implementation must be {ATTENTION!r} or None, got {requested!r}; choose the"
-                " kernels of NSA with config.nsa_backends"
-            )
-        config._attn_implementation = ATTENTION
-        spec = layer_spec(config)
-        super().__init__(config)  # type: ignore[call-arg]
-        for index, layer in enumerate(self._decoder_layers()):
-            layer.self_attn = NSASelfAttention(spec, index)
-
-    def _decoder_layers(self) -> Any:
-        return self.model.layers  # type: ignore[attr-defined]
+        use_nsa_attention(config)
+        # As the dense model, whose __init__ would create the dense decoder.
+        PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]
+        self.model = self.decoder_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -73,59 +71,37 @@ class _NSACausalLM:
 
         Args:
             input_ids: Integer [B, S].
-            attention_mask: [B, S] with the tokens of a cache before the input; 0 marks padding, on
-                either side.
-            position_ids: [B, S]. Only positions that count the tokens of each sequence or packed
-                document from 0 are supported.
-            past_key_values: A cache from :meth:`new_cache` or from an earlier output.
+            attention_mask: As for the decoder, :meth:`NSALlamaModel.forward`.
+            position_ids: As for the decoder.
+            past_key_values: As for the decoder.
             inputs_embeds: Embeddings [B, S, dim] in place of ``input_ids``.
             labels: Integer [B, S], for the loss.
-            use_cache: Return a cache in the output. Default: only if ``past_key_values`` is passed.
+            use_cache: As for the decoder.
             logits_to_keep: Number of last rows with logits; 0 for all.
-            cache: The same as ``past_key_values``, under the name that transformers uses from 5.24
-                on.
-            **kwargs: ``cu_seq_lens_q`` int32 [documents + 1] and ``max_length_q`` for documents
-                packed in one row; ``shift_labels`` [B, S], the label of each row, in place of
-                ``labels``; and other arguments of the dense model.
+            cache: As for the decoder.
+            **kwargs: ``cu_seq_lens_q`` and ``max_length_q`` for packed documents, as for the
+                decoder; ``shift_labels`` [B, S], the label of each row, in place of ``labels``;
+                and other arguments of the dense model.
 
         Raises:
-            InvalidInput: The cache is of another kind, the attention weights are requested, the
-                positions are not supported, or an argument does not go with layers that hold a part
-                of each sequence (:class:`nsa_core.parallel.ContextParallel`).
+            InvalidInput: As for the decoder; or ``labels`` would be shifted within a part of a
+                sequence (:class:`nsa_core.parallel.ContextParallel`).
             Unsupported: Layers that are divided over ranks do not support the call.
         """
-        if kwargs.get("output_attentions"):
-            raise InvalidInput(
-                "output_attentions is not supported, because NSA computes no attention matrix; see"
-                " docs/how-to/inspect.md for the gates and the selected blocks"
-            )
-        cache = past_key_values if cache is None else cache
-        if cache is None and use_cache:
-            cache = self.new_cache()
+        shift_labels = kwargs.get("shift_labels")
         if labels is None:  # transformers computes a loss only if there are labels
-            labels = kwargs.get("shift_labels")
-        arguments = {
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": cache,
-            "labels": labels,
-        }
-        check_divided_call(self._decoder_layers()[0].self_attn, arguments, kwargs)
-        if cache is not None and not isinstance(cache, NSAModelCache):
-            raise InvalidInput(
-                "past_key_values must be a cache of an NSA model, got"
-                f" {type(cache).__name__}: create it with model.new_cache()"
-            )
-        packed = packed_boundaries(attention_mask, position_ids, cache is not None, kwargs)
+            labels = shift_labels
+        elif shift_labels is None:
+            check_divided_labels(self.model.layers[0].self_attn)
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             labels=labels,
-            use_cache=cache is not None,
+            use_cache=use_cache,
             logits_to_keep=logits_to_keep,
-            **{**kwargs, **packed, _CACHE: cache},
+            **{**kwargs, CACHE: one_cache(past_key_values, cache)},
         )
 
     def new_cache(self, max_len: int = 0, max_rollback: int = 0) -> NSAModelCache:
@@ -139,11 +115,19 @@ class _NSACausalLM:
         Raises:
             Unsupported: A style of nsa_core.parallel divided the layers.
         """
-        layers = [layer.self_attn for layer in self._decoder_layers()]
-        for layer in layers:
-            if layer.parallel is not None:
-                layer.parallel.refuse("a cache")
-        return NSAModelCache(layers, max_len, max_rollback)
+        cache: NSAModelCache = self.model.new_cache(max_len, max_rollback)
+        return cache
+
+    def _get_name(self) -> str:
+        # The Trainer looks this name up to decide that label smoothing shifts the labels. FSDP2
+        # puts "FSDP" before it.
+        return type(self).__name__.removeprefix("FSDP")
+
+    def _prepare_position_ids_for_generation(self, *arguments: Any) -> None:
+        """Make no positions; `generate` calls this function if the user passes none.
+
+        The cache knows them, and a check of passed ones waits for the device.
+        """
 
     def _prepare_cache_for_generation(
         self,
@@ -154,7 +138,7 @@ class _NSACausalLM:
         max_cache_length: int,
     ) -> None:
         """Put a cache into ``model_kwargs``; `generate` calls this function."""
-        parallel = self._decoder_layers()[0].self_attn.parallel
+        parallel = self.model.layers[0].self_attn.parallel
         if parallel is not None:
             parallel.refuse("generation")
         if generation_config.cache_implementation not in (None, "dynamic"):
@@ -162,15 +146,15 @@ class _NSACausalLM:
                 "cache_implementation must be None for an NSA model, which has a cache of its own,"
                 f" got {generation_config.cache_implementation!r}"
             )
-        if model_kwargs.get(_CACHE) is not None:
-            model_kwargs[_CACHE]._is_user_defined = True
+        if model_kwargs.get(CACHE) is not None:
+            model_kwargs[CACHE]._is_user_defined = True
             return
         if generation_config.use_cache is False:
             return
         rolls_back = generation_config.is_assistant or (
             generation_mode == GenerationMode.ASSISTED_GENERATION
         )
-        model_kwargs[_CACHE] = self.new_cache(
+        model_kwargs[CACHE] = self.new_cache(
             max_cache_length, min(max_cache_length, MAX_ROLLBACK) if rolls_back else 0
         )
 
@@ -202,18 +186,12 @@ class _NSACausalLM:
             save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs
         )
 
-    def initialize_weights(self) -> None:
-        """Initialise the parameters that a checkpoint did not have; transformers calls this."""
-        for module in self.modules():  # type: ignore[attr-defined]
-            if isinstance(module, NSASelfAttention):
-                module.reset_uninitialized()
-        super().initialize_weights()  # type: ignore[misc]
-
 
 class NSALlamaForCausalLM(_NSACausalLM, LlamaForCausalLM):
     """Llama with NSA; a LlamaForCausalLM whose ``self_attn`` are :class:`NSASelfAttention`."""
 
     config_class = NSALlamaConfig
+    decoder_class = NSALlamaModel
     config: NSALlamaConfig
 
 
@@ -221,6 +199,7 @@ class NSAQwen2ForCausalLM(_NSACausalLM, Qwen2ForCausalLM):
     """Qwen2 with NSA; a Qwen2ForCausalLM whose ``self_attn`` are :class:`NSASelfAttention`."""
 
     config_class = NSAQwen2Config
+    decoder_class = NSAQwen2Model
     config: NSAQwen2Config
 
 
@@ -228,6 +207,7 @@ class NSAQwen3ForCausalLM(_NSACausalLM, Qwen3ForCausalLM):
     """Qwen3 with NSA; a Qwen3ForCausalLM whose ``self_attn`` are :class:`NSASelfAttention`."""
 
     config_class = NSAQwen3Config
+    decoder_class = NSAQwen3Model
     config: NSAQwen3Config
 
 
@@ -252,3 +232,5 @@ def register() -> None:
     for config, model in MODELS.values():
         AutoConfig.register(config.model_type, config, exist_ok=True)
         AutoModelForCausalLM.register(config, model, exist_ok=True)
+        # The Trainer, pipelines and `transformers serve` know causal language models by these.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = model.__name__

@@ -1,4 +1,4 @@
-"""Packed training: the boundaries of documents that share one row of a batch."""
+"""The boundaries of packed documents, and the positions of tokens, in a call of a decoder."""
 
 from __future__ import annotations
 
@@ -7,35 +7,42 @@ from typing import Any
 import torch
 
 from nsa_core.errors import InvalidInput
+from nsa_core.torch_ops.torch_state import is_capturing
+from nsa_models.hf.cache import NSAModelCache
 
 
 def packed_boundaries(
+    size: torch.Size,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
-    has_cache: bool,
+    cache: NSAModelCache | None,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return ``cu_seq_lens_q`` and ``max_length_q`` of a call of a model; empty if not packed.
+    """Return ``cu_seq_lens_q`` and ``max_length_q`` for the layers; empty if not packed.
 
     Args:
-        attention_mask: The argument of the model.
-        position_ids: The argument of the model. Positions that start again at 0 mark documents.
-        has_cache: Whether the call has a cache.
-        options: Other arguments of the model.
+        size: Shape of the input, [B, S].
+        attention_mask: [B, S] with the tokens of the cache before the input, or None.
+        position_ids: The argument of the decoder. Positions that start again at 0 mark documents.
+        cache: The cache of the call.
+        options: Other arguments of the decoder.
 
     Raises:
-        InvalidInput: The arguments contradict each other, or the positions do not count the tokens
-            of each sequence or document from 0.
+        InvalidInput: The arguments contradict each other, the boundaries do not divide each of
+            several rows, or the positions do not count the tokens of each sequence or document
+            from 0.
     """
     boundaries = options.get("cu_seq_lens_q")
     if boundaries is None:
-        if has_cache or position_ids is None:
+        if position_ids is None:
             return {}
-        packing: dict[str, Any] = _from_positions(attention_mask, position_ids)
+        packing: dict[str, Any] = _from_positions(size, attention_mask, position_ids, cache)
         return packing
-    if has_cache or attention_mask is not None:
-        other = "past_key_values" if has_cache else "attention_mask"
+    if cache is not None or attention_mask is not None:
+        other = "attention_mask" if cache is None else "past_key_values"
         raise InvalidInput(f"cu_seq_lens_q and {other} are passed; pass only one of them")
+    if size[0] != 1:
+        _check_rows(size, boundaries)
     longest = options.get("max_length_q")
     return {
         "cu_seq_lens_q": boundaries.to(torch.int32),
@@ -43,30 +50,67 @@ def packed_boundaries(
     }
 
 
+@torch.compiler.disable(reason="it reads the boundaries on the host")
+def _check_rows(size: torch.Size, boundaries: torch.Tensor) -> None:
+    """Check that the boundaries are those of all rows laid end to end. Synchronises.
+
+    Raises:
+        InvalidInput: They end elsewhere, or a document has tokens of two rows.
+    """
+    rows, columns = size
+    starts_of_rows = range(0, rows * columns + 1, columns)
+    _check_readable("cu_seq_lens_q of several rows", boundaries)
+    bounds = boundaries.flatten().tolist()
+    if bounds[-1:] != [rows * columns] or not set(starts_of_rows) <= set(bounds):
+        raise InvalidInput(
+            f"cu_seq_lens_q must hold the boundaries of the {rows} rows laid end to end, from 0 to"
+            f" {rows} * {columns} = {rows * columns} with every multiple of {columns}, got {bounds}"
+        )
+
+
+def _check_readable(name: str, tensor: torch.Tensor) -> None:
+    if is_capturing(tensor.device):
+        raise InvalidInput(
+            f"{name} cannot be read while a CUDA graph is captured: leave the argument out"
+        )
+
+
 @torch.compiler.disable(reason="it reads the positions on the host")
 def _from_positions(
-    attention_mask: torch.Tensor | None, position_ids: torch.Tensor
+    size: torch.Size,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor,
+    cache: NSAModelCache | None,
 ) -> dict[str, Any]:
-    positions = position_ids.flatten(0, -2)
-    counted = torch.arange(positions.shape[-1], device=positions.device).expand_as(positions)
-    is_token = torch.ones_like(counted, dtype=torch.bool)
+    """Check the positions, and return the boundaries that they mark. Synchronises."""
+    batch, columns = size
+    if position_ids.dim() != 2 or position_ids.shape not in ((1, columns), (batch, columns)):
+        raise InvalidInput(
+            f"position_ids must be [{batch}, {columns}] or [1, {columns}], like the input, got"
+            f" {list(position_ids.shape)}"
+        )
+    _check_readable("position_ids", position_ids)
+    positions = position_ids.expand(batch, columns)
+    index = torch.arange(columns, device=positions.device)
+    counted, is_padding = index, torch.zeros_like(index, dtype=torch.bool)
     if attention_mask is not None:
-        is_token = attention_mask.to(positions.device).bool()
-        counted = is_token.cumsum(-1) - 1
-    if bool(((positions == counted) | ~is_token).all()):
+        is_token = attention_mask[:, -columns:].to(positions.device).bool()
+        counted, is_padding = is_token.cumsum(-1) - 1, ~is_token
+    if cache is not None:
+        counted = counted + positions.new_tensor(cache.host_lengths(batch))[:, None]
+    if bool(((positions == counted) | is_padding).all()):
         return {}
     is_first = positions == 0
-    rows = torch.arange(positions.shape[-1], device=positions.device)
-    starts = torch.where(is_first, rows, 0).cummax(-1).values
-    is_packed = bool((is_first[:, :1]).all()) and bool((positions == rows - starts).all())
-    if attention_mask is not None or len(positions) != 1 or not is_packed:
+    starts = torch.where(is_first, index, 0).cummax(-1).values
+    is_packed = bool((positions == index - starts).all())
+    if attention_mask is not None or cache is not None or not is_packed:
         raise InvalidInput(
             f"position_ids {list(position_ids.shape)} must count the tokens of each sequence from"
-            " 0, because NSA rotates at these positions; documents packed in one row, [1, T], may"
-            " each start at 0 again, without an attention_mask"
+            " 0, those in the cache included, because NSA rotates at these positions; documents"
+            " packed in a row may each start at 0 again, without an attention_mask and a cache"
         )
-    first_rows = is_first[0].nonzero().flatten()
-    boundaries = torch.cat([first_rows, first_rows.new_tensor([positions.shape[-1]])])
+    first_rows = is_first.flatten().nonzero().flatten()
+    boundaries = torch.cat([first_rows, first_rows.new_tensor([positions.numel()])])
     return {
         "cu_seq_lens_q": boundaries.to(torch.int32),
         "max_length_q": int(boundaries.diff().max()),

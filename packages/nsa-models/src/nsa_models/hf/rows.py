@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_core.errors import InvalidInput
-
 
 class TokenRows(NamedTuple):
     """The rows of a padded batch that are tokens.
@@ -56,17 +54,9 @@ def nsa_mask(
         q_offset: Number of rows in the cache.
         attention_mask: bool [B, kv_length]; False marks padding.
         **other: Arguments of other kinds of masks.
-
-    Raises:
-        InvalidInput: The mask has another shape.
     """
     if attention_mask is None:
         return None
-    if attention_mask.shape != (batch_size, q_offset + q_length):
-        raise InvalidInput(
-            f"attention_mask must be [{batch_size}, {q_offset + q_length}], one entry per token of"
-            f" the cache and of the input, got {list(attention_mask.shape)}"
-        )
     is_token = attention_mask[:, q_offset:].bool()
     counts: list[int] | None = None
     if not torch.compiler.is_compiling():

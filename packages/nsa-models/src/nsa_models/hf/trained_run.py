@@ -86,7 +86,7 @@ def _model_of(saved: Checkpoint) -> Any:
             " with nsa train --from-dense"
         )
     nsa_config, nsa_model = MODELS["qwen3" if config.layer.qk_norm else "llama"]
-    dense_model = nsa_model.__mro__[2]
+    dense_model = nsa_model.__bases__[1]
     values = _shapes(config) | _tokens_of(saved)
     if has_nsa:
         model = nsa_model(nsa_config(**values, nsa=fields))

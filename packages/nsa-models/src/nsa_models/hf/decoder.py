@@ -1,0 +1,230 @@
+"""The decoders of Llama, Qwen2 and Qwen3 with NSA: documents, positions and caches.
+
+Every call of a model passes a decoder, also a call of ``model.model``, of ``get_decoder()`` or of a
+wrapper. So the checks and conversions of arguments belong here, not to the model with a head.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from transformers import LlamaModel, Qwen2Model, Qwen3Model
+
+from nsa_core.errors import InvalidInput
+from nsa_models.hf.attention import NSASelfAttention
+from nsa_models.hf.cache import NSAModelCache
+from nsa_models.hf.configs import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config, layer_spec
+from nsa_models.hf.divided import check_divided_call
+from nsa_models.hf.packed import packed_boundaries
+
+ATTENTION = "nsa"  # the attention implementation of transformers
+# The argument for the cache; transformers 5.24 renamed it.
+CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
+
+
+class NSAPreTrained:
+    """Attention, and weights that a checkpoint lacks, of decoders and models; a mixin."""
+
+    _supports_flash_attn = False
+    _supports_sdpa = False
+    _supports_flex_attn = False
+
+    def initialize_weights(self) -> None:
+        """Initialise the parameters that a checkpoint did not have; transformers calls this."""
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, NSASelfAttention):
+                module.reset_uninitialized()
+        super().initialize_weights()  # type: ignore[misc]
+
+
+def use_nsa_attention(config: Any) -> None:
+    """Set the attention implementation in the configuration of a model.
+
+    Raises:
+        InvalidInput: The configuration asks for another one.
+    """
+    requested = config._attn_implementation
+    if requested not in (None, ATTENTION):
+        raise InvalidInput(
+            f"attn_implementation must be {ATTENTION!r} or None, got {requested!r}; choose the"
+            " kernels of NSA with config.nsa_backends"
+        )
+    config._attn_implementation = ATTENTION
+
+
+def one_cache(past_key_values: Any, cache: Any) -> Any:
+    """Return the cache, whose argument has two names.
+
+    Raises:
+        InvalidInput: Both names have a cache.
+    """
+    if past_key_values is None or cache is None or past_key_values is cache:
+        return past_key_values if cache is None else cache
+    raise InvalidInput("past_key_values and cache are passed; pass only one of them")
+
+
+class _NSADecoder(NSAPreTrained):
+    """Put NSA layers and their cache into a dense decoder of transformers; a mixin."""
+
+    layers: Any
+    config: Any
+    gradient_checkpointing: bool
+    training: bool
+
+    def __init__(self, config: Any) -> None:
+        use_nsa_attention(config)
+        spec = layer_spec(config)
+        super().__init__(config)  # type: ignore[call-arg]
+        for index, layer in enumerate(self.layers):
+            layer.self_attn = NSASelfAttention(spec, index)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: NSAModelCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        cache: NSAModelCache | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Apply the decoder, as the dense one of transformers does.
+
+        Args:
+            input_ids: Integer [B, S].
+            attention_mask: [B, S] with the tokens of a cache before the input; 0 marks padding, on
+                either side.
+            position_ids: [B, S], or [1, S] for all rows. They must count the tokens of each
+                sequence from 0, the tokens in a cache included. Without a cache and without
+                ``attention_mask``, positions that start at 0 again mark packed documents.
+            past_key_values: A cache from :meth:`new_cache` or from an earlier output.
+            inputs_embeds: Embeddings [B, S, dim] in place of ``input_ids``.
+            use_cache: Return a cache in the output. Default: only if ``past_key_values`` is passed.
+            cache: The same as ``past_key_values``, under the name that transformers uses from 5.24
+                on.
+            **kwargs: ``cu_seq_lens_q`` int32 [documents + 1] and ``max_length_q`` for packed
+                documents: the boundaries in the B rows laid end to end, from 0 to B * S, with a
+                boundary at the end of each row. Other arguments of the dense decoder.
+
+        Raises:
+            InvalidInput: The cache is of another kind, the mask or the positions are not supported,
+                the arguments contradict each other, the attention weights or attention to later
+                tokens are requested, or an argument does not go with layers that hold a part of
+                each sequence (:class:`nsa_core.parallel.ContextParallel`).
+            Unsupported: Layers that are divided over ranks do not support the call.
+        """
+        cache = one_cache(past_key_values, cache)
+        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        self._check_call(cache, recomputes, kwargs)
+        if cache is None and use_cache and not recomputes:
+            cache = self.new_cache()
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if inputs is not None:  # otherwise the dense decoder raises
+            size = inputs.shape[:2]
+            check_divided_call(
+                self.layers[0].self_attn, size, attention_mask, position_ids, cache, kwargs
+            )
+            _check_mask(attention_mask, size, cache)
+            kwargs |= packed_boundaries(size, attention_mask, position_ids, cache, kwargs)
+        return super().forward(  # type: ignore[misc]
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache or cache is not None,
+            **{**kwargs, CACHE: cache},
+        )
+
+    def _check_call(self, cache: Any, recomputes: bool, options: dict[str, Any]) -> None:
+        """Check the cache, and that the other arguments ask for what NSA computes.
+
+        Args:
+            cache: The cache.
+            recomputes: Whether activation checkpointing drops the cache.
+            options: Other arguments of :meth:`forward`.
+
+        Raises:
+            InvalidInput: as :meth:`forward`.
+        """
+        if options.get("output_attentions"):
+            raise InvalidInput(
+                "output_attentions is not supported, because NSA computes no attention matrix; see"
+                " docs/how-to/inspect.md for the gates and the selected blocks"
+            )
+        if not options.get("is_causal", getattr(self.config, "is_causal", True)):
+            raise InvalidInput("is_causal must be True, got False: NSA attends to the past only")
+        if options.get("cu_seq_lens_q") is not None and getattr(self, "_is_replica", False):
+            raise InvalidInput(
+                "cu_seq_lens_q is divided by nn.DataParallel, which does not know boundaries: pass"
+                " position_ids that start at 0 in each document, or use DistributedDataParallel"
+            )
+        if cache is None:
+            return
+        if not isinstance(cache, NSAModelCache):
+            raise InvalidInput(
+                "past_key_values must be a cache of an NSA model, got"
+                f" {type(cache).__name__}: create it with model.new_cache()"
+            )
+        if recomputes:
+            raise InvalidInput(
+                "past_key_values is passed to a model in training with activation checkpointing,"
+                " which computes without a cache: call the model under torch.no_grad()"
+            )
+
+    def new_cache(self, max_len: int = 0, max_rollback: int = 0) -> NSAModelCache:
+        """Create an empty cache for ``past_key_values``.
+
+        Args:
+            max_len: Number of tokens per sequence for which the first call allocates memory; the
+                cache grows when it is full.
+            max_rollback: Maximum number of tokens that ``crop`` can remove.
+
+        Raises:
+            Unsupported: A style of nsa_core.parallel divided the layers.
+        """
+        layers = [layer.self_attn for layer in self.layers]
+        for layer in layers:
+            if layer.parallel is not None:
+                layer.parallel.refuse("a cache")
+        return NSAModelCache(layers, max_len, max_rollback)
+
+
+def _check_mask(mask: Any, size: torch.Size, cache: NSAModelCache | None) -> None:
+    """Check the shape of ``attention_mask`` for an input of ``size`` [B, S].
+
+    Raises:
+        InvalidInput: It is no tensor with one entry per token of the cache and of the input.
+    """
+    if mask is None:
+        return
+    shape = [size[0], size[1] + (0 if cache is None else cache.get_seq_length())]
+    if not isinstance(mask, torch.Tensor) or list(mask.shape) != shape:
+        passed = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise InvalidInput(
+            f"attention_mask must be a 2-D mask {shape}, one entry per token of the cache and of"
+            f" the input, got {passed}"
+        )
+
+
+class NSALlamaModel(_NSADecoder, LlamaModel):
+    """The decoder of :class:`nsa_models.hf.NSALlamaForCausalLM`."""
+
+    config_class = NSALlamaConfig
+    config: NSALlamaConfig
+
+
+class NSAQwen2Model(_NSADecoder, Qwen2Model):
+    """The decoder of :class:`nsa_models.hf.NSAQwen2ForCausalLM`."""
+
+    config_class = NSAQwen2Config
+    config: NSAQwen2Config
+
+
+class NSAQwen3Model(_NSADecoder, Qwen3Model):
+    """The decoder of :class:`nsa_models.hf.NSAQwen3ForCausalLM`."""
+
+    config_class = NSAQwen3Config
+    config: NSAQwen3Config

@@ -1,0 +1,350 @@
+"""NSA models of transformers: every way to call a model gives the numbers of documents alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import DynamicCache, Trainer, TrainingArguments
+
+from hf_models import NSA_MODELS, nsa_model, padded_batch
+from nsa_core import InvalidInput
+
+ROW = 60
+LENGTHS = ((20, 40), (15, 1, 44))  # of the documents in two rows
+
+
+def _lora(model: Any) -> Any:
+    return get_peft_model(copy.deepcopy(model), LoraConfig(target_modules=["qkv", "out"], r=2))
+
+
+def _checkpointed(model: Any) -> Any:
+    model = copy.deepcopy(model).train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model
+
+
+def _replica(module: Any) -> Any:
+    """Return what nn.DataParallel makes of a module on each GPU."""
+    replica = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        replica._modules[name] = _replica(child)
+    for name, parameter in module._parameters.items():
+        setattr(replica, name, None if parameter is None else parameter.detach().clone())
+    return replica
+
+
+def _logits(model: Any, **extra: Any) -> Any:
+    return lambda **arguments: model(**arguments, **extra)[0]
+
+
+def _through_head(model: Any, decoder: Any, output: int | str = 0, **extra: Any) -> Any:
+    def call(**arguments: Any) -> torch.Tensor:
+        hidden = decoder(**arguments, **extra)[output]
+        return model.lm_head(hidden[-1] if isinstance(hidden, tuple) else hidden)
+
+    return call
+
+
+def _embedded(model: Any, call: Any) -> Any:
+    return lambda input_ids, **others: call(
+        inputs_embeds=model.model.embed_tokens(input_ids), **others
+    )
+
+
+DOORS: dict[str, Any] = {
+    "model": _logits,
+    "a tuple": lambda m: _logits(m, return_dict=False),
+    "embeddings": lambda m: _embedded(m, _logits(m)),
+    "hidden states": lambda m: _through_head(m, m, "hidden_states", output_hidden_states=True),
+    "decoder": lambda m: _through_head(m, m.model),
+    "embeddings of the decoder": lambda m: _embedded(m, _through_head(m, m.model)),
+    "get_decoder": lambda m: _through_head(m, m.get_decoder(), return_dict=False),
+    "base_model": lambda m: _through_head(m, m.base_model, "last_hidden_state", use_cache=False),
+    "LoRA": lambda m: _logits(_lora(m)),
+    "decoder under LoRA": lambda m: _through_head(m, _lora(m).get_base_model().get_decoder()),
+    "LoRA on the decoder": lambda m: _through_head(m, _lora(m.model)),
+    "checkpointing": lambda m: _logits(_checkpointed(m)),
+    "checkpointing of the decoder": lambda m: _through_head(m, _checkpointed(m).model),
+    "replica": lambda m: _logits(_replica(m)),
+    "compiled": lambda m: _logits(torch.compile(m, backend="eager")),
+}
+
+
+def _positions(rows: Any) -> torch.Tensor:
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+
+
+def _boundaries(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+
+
+# (lengths of the documents in each row, arguments that say so)
+PACKED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "boundaries of one row": (LENGTHS[1:], {"cu_seq_lens_q": _boundaries(*LENGTHS[1])}),
+    "boundaries of two rows": (
+        LENGTHS,
+        {"cu_seq_lens_q": _boundaries(*LENGTHS[0], *LENGTHS[1]), "max_length_q": 44},
+    ),
+    "positions of two rows": (LENGTHS, {"position_ids": _positions(LENGTHS)}),
+    "positions of one row for two": (LENGTHS[:1] * 2, {"position_ids": _positions(LENGTHS[:1])}),
+    "one row is packed": (((60,), (25, 35)), {"position_ids": _positions(((60,), (25, 35)))}),
+}
+
+
+@pytest.fixture(scope="module")
+def documents_alone() -> tuple[Any, dict[str, Any]]:
+    """Return a model, and by the name of a batch (arguments, rows that are tokens, logits)."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = nsa_model("qwen3", torch.float64)
+        batches = {}
+        for name, (lengths, arguments) in PACKED.items():
+            ids = torch.randint(1, 61, (len(lengths), ROW))
+            documents = [d for row, n in zip(ids, lengths) for d in row.split(list(n))]
+            logits = torch.cat([model(document[None]).logits[0] for document in documents])
+            assert (model(ids).logits.flatten(0, 1) - logits).abs().max() > 1e-3
+            batches[name] = {"input_ids": ids, **arguments}, torch.ones_like(ids), logits
+        for side in ("left", "right"):
+            ids, mask, prompts = padded_batch((ROW, 25), side)
+            logits = torch.cat([model(prompt).logits[0] for prompt in prompts])
+            arguments = {"input_ids": ids, "attention_mask": mask}
+            positions = {"position_ids": mask.cumsum(-1) - 1}
+            batches[f"padding on the {side}"] = arguments, mask, logits
+            batches[f"{side}, with positions"] = {**arguments, **positions}, mask, logits
+        return model, batches
+
+
+@pytest.mark.parametrize(
+    "door", [pytest.param(d, marks=[pytest.mark.slow] * (d == "compiled")) for d in DOORS]
+)
+def test_every_door_gives_the_numbers_of_each_document_alone(door, documents_alone):
+    model, batches = documents_alone
+    call = DOORS[door](model)
+    for name, (arguments, mask, expected) in batches.items():
+        if door == "replica" and "cu_seq_lens_q" in arguments:
+            continue  # refused: nn.DataParallel would divide the boundaries
+        actual = call(**arguments)[mask.bool()]
+        assert torch.allclose(actual, expected, rtol=0, atol=1e-12), name
+
+
+@pytest.mark.parametrize("kind", NSA_MODELS)
+def test_a_loss_that_calls_the_decoder_has_the_gradients_of_the_documents(kind):
+    model = nsa_model(kind, torch.float64)
+    lengths, arguments = PACKED["positions of two rows"]
+    ids = torch.randint(1, 61, (2, ROW))
+    documents = [d for row, sizes in zip(ids, lengths) for d in row.split(list(sizes))]
+    for document in documents:
+        logits = model(document[None]).logits[0, :-1]
+        nn.functional.cross_entropy(logits, document[1:], reduction="sum").backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    hidden = model.get_decoder()(ids, **arguments).last_hidden_state
+    labels = torch.cat([nn.functional.pad(d[1:], (0, 1), value=-100) for d in documents])
+    logits = (hidden @ model.lm_head.weight.T).flatten(0, 1)
+    nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    for (name, parameter), grad in zip(model.named_parameters(), expected, strict=True):
+        assert torch.allclose(parameter.grad, grad, rtol=1e-9, atol=1e-11), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("door", ["model", "decoder"])
+def test_positions_that_continue_a_cache_are_accepted(door):
+    model = nsa_model("qwen2", torch.float64)
+    ids, mask, _ = padded_batch((50, 30))
+    more = torch.randint(1, 61, (2, 8))
+    both = torch.cat([mask, torch.ones_like(more)], 1)
+    positions = both.cumsum(-1) - 1
+    expected = model(torch.cat([ids, more], 1), attention_mask=both).logits[:, 50:]
+    call, first = DOORS[door](model), {"attention_mask": mask, "position_ids": positions[:, :50]}
+    for last in ({"attention_mask": both}, {}):  # tokens without padding need no mask
+        cache = model.new_cache()
+        call(input_ids=ids, past_key_values=cache, **first)
+        logits = call(input_ids=more, past_key_values=cache, position_ids=positions[:, 50:], **last)
+        assert torch.allclose(logits, expected, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_the_decoder_returns_a_cache_as_the_model_does():
+    model, ids = nsa_model(dtype=torch.float64), torch.randint(1, 61, (2, 60))
+    expected = model.model(ids).last_hidden_state
+    assert model.model(ids, return_dict=False, use_cache=False)[0].equal(expected)
+    first = model.model(ids[:, :50], use_cache=True)
+    cache = first["cache" if "cache" in first else "past_key_values"]
+    second = model.model(ids[:, 50:], past_key_values=cache)
+    hidden = torch.cat([first.last_hidden_state, second.last_hidden_state], 1)
+    assert torch.allclose(hidden, expected, rtol=0, atol=1e-12)
+
+
+def test_generate_passes_no_positions():
+    """A check of positions would wait for the GPU in each step."""
+    model = nsa_model()
+    ids, mask, _ = padded_batch((40, 25))
+    passed = []
+    model.register_forward_pre_hook(
+        lambda module, args, options: passed.append(options.get("position_ids")), with_kwargs=True
+    )
+    model.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=2)
+    assert passed == [None] * 4
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "boundaries of row 0": (
+        {"cu_seq_lens_q": torch.tensor([0, 20, 60], dtype=torch.int32), "max_length_q": 40},
+        r"boundaries of the 2 rows laid end to end, from 0 to 2 \* 60 = 120 .*, got \[0, 20, 60\]",
+    ),
+    "boundaries of rows side by side": (
+        {"cu_seq_lens_q": torch.tensor([[0, 20, 60], [0, 30, 60]])},
+        r"boundaries of the 2 rows laid end to end",
+    ),
+    "a document in two rows": (
+        {"cu_seq_lens_q": torch.tensor([0, 20, 120])},
+        r"with every multiple of 60, got \[0, 20, 120\]",
+    ),
+    "boundaries and a cache": (
+        {"cu_seq_lens_q": torch.tensor([0, 60, 120]), "use_cache": True},
+        "cu_seq_lens_q and past_key_values are passed",
+    ),
+    "boundaries and a mask": (
+        {"cu_seq_lens_q": torch.tensor([0, 60, 120]), "attention_mask": torch.ones(2, 60)},
+        "cu_seq_lens_q and attention_mask are passed",
+    ),
+    "packed positions and a cache": (
+        {"position_ids": _positions(((20, 40),)), "use_cache": True},
+        r"position_ids \[1, 60\] must count the tokens .* those in the cache included",
+    ),
+    "packed positions and a mask": (
+        {"position_ids": _positions(((20, 40),)), "attention_mask": torch.ones(2, 60)},
+        r"each start at 0 again, without an attention_mask and a cache",
+    ),
+    "other positions": ({"position_ids": torch.arange(5, 65)[None]}, "must count the tokens"),
+    "positions of one row": ({"position_ids": torch.arange(60)}, r"or \[1, 60\].* got \[60\]"),
+    "too few positions": ({"position_ids": torch.arange(59)[None]}, r"\[2, 60\] .* got \[1, 59\]"),
+    "positions of three rows": (
+        {"position_ids": torch.arange(60).expand(3, -1)},
+        r"position_ids must be \[2, 60\] or \[1, 60\], like the input, got \[3, 60\]",
+    ),
+    "a mask of one row": ({"attention_mask": torch.ones(1, 60)}, r"\[2, 60\], .* got \[1, 60\]"),
+    "a mask with 4 axes": (
+        {"attention_mask": torch.ones(2, 1, 60, 60)},
+        r"must be a 2-D mask \[2, 60\], .* got \[2, 1, 60, 60\]",
+    ),
+    "masks by kind of layer": (
+        {"attention_mask": {"full_attention": None}},
+        r"must be a 2-D mask \[2, 60\], .* got dict",
+    ),
+    "attention weights": ({"output_attentions": True}, "output_attentions is not supported"),
+    "attention to later tokens": ({"is_causal": False}, "is_causal must be True, got False"),
+    "two caches": (
+        {"past_key_values": DynamicCache(), "cache": DynamicCache()},
+        "past_key_values and cache are passed",
+    ),
+    "another cache": (
+        {"past_key_values": DynamicCache()},
+        "must be a cache of an NSA model, got DynamicCache",
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", REFUSED)
+def test_calls_that_nsa_cannot_serve_are_refused(case, documents_alone):
+    (arguments, message), (model, _) = REFUSED[case], documents_alone
+    for call in (model, model.model):
+        with pytest.raises(InvalidInput, match=message):
+            call(torch.ones(2, 60, dtype=torch.long), **arguments)
+
+
+@torch.no_grad()
+def test_positions_that_do_not_continue_the_cache_are_refused():
+    model = nsa_model()
+    ids, mask, _ = padded_batch((50, 30))
+    for positions in (
+        torch.arange(100, 108)[None],
+        torch.arange(8)[None],
+        torch.arange(50, 58)[None],  # right for the first row, whose prompt has no padding
+    ):
+        cache = model.new_cache()
+        model(ids, attention_mask=mask, past_key_values=cache)
+        for call in (model, model.model):
+            with pytest.raises(InvalidInput, match=r"position_ids \[1, 8\] must count the tokens"):
+                call(ids[:, :8], past_key_values=cache, position_ids=positions)
+        assert cache.get_seq_length() == 50
+
+
+def test_checkpointing_does_not_drop_a_cache_in_silence():
+    model, ids = _checkpointed(nsa_model()), torch.randint(1, 61, (1, 30))
+    cache = model.new_cache()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    with pytest.raises(InvalidInput, match="in training with activation checkpointing"):
+        model.model(ids, past_key_values=cache)
+    assert not {"cache", "past_key_values"} & model(ids, use_cache=True).keys()
+
+
+def test_boundaries_that_data_parallel_divided_are_refused():
+    replica = _replica(nsa_model())
+    with pytest.raises(InvalidInput, match=r"cu_seq_lens_q is divided by nn\.DataParallel"):
+        replica(torch.ones(1, 60, dtype=torch.long), cu_seq_lens_q=torch.tensor([0, 20, 60]))
+
+
+def _smoothed(logits: torch.Tensor, labels: torch.Tensor, factor: float) -> tuple[float, int]:
+    """Return the sum of the losses of the next tokens, and their number."""
+    logits, labels = logits[:, :-1].double(), labels[:, 1:]
+    log_p = logits.log_softmax(-1)[labels != -100]
+    target = torch.full_like(log_p, factor / log_p.shape[-1])
+    labels = labels[labels != -100]
+    target[torch.arange(len(labels)), labels] += 1 - factor
+    return -(target * log_p).sum().item(), len(labels)
+
+
+def _sharded(model: Any) -> Any:
+    """Give a model the class that ``fully_shard`` gives it."""
+    model.__class__ = type(f"FSDP{type(model).__name__}", (type(model),), {})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrap", "factor"),
+    [
+        ("llama", lambda model: model, 0.0),
+        ("llama", lambda model: model, 0.1),
+        ("qwen2", _lora, 0.1),
+        ("qwen3", _sharded, 0.1),
+    ],
+    ids=["no smoothing", "smoothing", "LoRA", "FSDP2"],
+)
+def test_the_trainer_compares_with_the_next_token(kind, wrap, factor, tmp_path):
+    """With label smoothing and without, over two batches of unlike numbers of tokens."""
+    model = nsa_model(kind)
+    rows = torch.randint(1, 61, (2, 40))
+    labels = rows.clone()
+    labels[0, :30] = -100
+    with torch.no_grad():
+        parts = [
+            _smoothed(model(row[None]).logits, label[None], factor)
+            for row, label in zip(rows, labels)
+        ]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        label_smoothing_factor=factor,
+        learning_rate=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    data = [{"input_ids": r.tolist(), "labels": y.tolist()} for r, y in zip(rows, labels)]
+    trainer = Trainer(model=wrap(model), args=arguments, train_dataset=data)
+    loss = trainer.train().training_loss
+    assert loss == pytest.approx(sum(s for s, _ in parts) / sum(n for _, n in parts), rel=1e-5)
+    evaluated = trainer.evaluate(data[1:])["eval_loss"]
+    assert evaluated == pytest.approx(parts[1][0] / parts[1][1], rel=1e-5)
