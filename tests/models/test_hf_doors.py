@@ -90,6 +90,13 @@ PACKED: dict[str, tuple[Any, dict[str, Any]]] = {
         LENGTHS,
         {"cu_seq_lens_q": _boundaries(*LENGTHS[0], *LENGTHS[1]), "max_length_q": 44},
     ),
+    "boundaries with positions": (
+        LENGTHS,
+        {
+            "cu_seq_lens_q": _boundaries(*LENGTHS[0], *LENGTHS[1]),
+            "position_ids": torch.arange(7, 67)[None],
+        },
+    ),
     "positions of two rows": (LENGTHS, {"position_ids": _positions(LENGTHS)}),
     "positions of one row for two": (LENGTHS[:1] * 2, {"position_ids": _positions(LENGTHS[:1])}),
     "one row is packed": (((60,), (25, 35)), {"position_ids": _positions(((60,), (25, 35)))}),
@@ -199,11 +206,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "boundaries of rows side by side": (
         {"cu_seq_lens_q": torch.tensor([[0, 20, 60], [0, 30, 60]])},
-        r"boundaries of the 2 rows laid end to end",
+        r"cu_seq_lens_q must be \[documents \+ 1\], got \[2, 3\]",
     ),
     "a document in two rows": (
         {"cu_seq_lens_q": torch.tensor([0, 20, 120])},
         r"with every multiple of 60, got \[0, 20, 120\]",
+    ),
+    "boundaries and other positions": (
+        {
+            "cu_seq_lens_q": torch.tensor([0, 20, 60, 120]),
+            "position_ids": _positions(((30, 30), (60,))),
+        },
+        "position_ids must count up by 1 in each document of cu_seq_lens_q",
     ),
     "boundaries and a cache": (
         {"cu_seq_lens_q": torch.tensor([0, 60, 120]), "use_cache": True},

@@ -266,6 +266,7 @@ def test_trainer_lowers_the_loss_and_writes_a_model(tmp_path):
         ({"attention_dropout": 0.1}, r"attention_dropout = 0.1 \(NSA has no dropout\)"),
         ({"nsa": {"head_dim": 8}}, r"config.nsa: head_dim must not be set"),
         ({"nsa": {"window": 8}}, r"config.nsa: NSAConfig has no field 'window'"),
+        ({"is_causal": False}, r"config.is_causal must be True, got False"),
         ({"attn_implementation": "sdpa"}, r"attn_implementation must be 'nsa' or None, got 'sdpa'"),
     ],
 )

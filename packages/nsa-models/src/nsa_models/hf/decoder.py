@@ -43,8 +43,10 @@ def use_nsa_attention(config: Any) -> None:
     """Set the attention implementation in the configuration of a model.
 
     Raises:
-        InvalidInput: The configuration asks for another one.
+        InvalidInput: The configuration asks for another one, or for attention to later tokens.
     """
+    if getattr(config, "is_causal", None) is False:
+        raise InvalidInput("config.is_causal must be True, got False: NSA attends to the past only")
     requested = config._attn_implementation
     if requested not in (None, ATTENTION):
         raise InvalidInput(
@@ -107,7 +109,9 @@ class _NSADecoder(NSAPreTrained):
                 on.
             **kwargs: ``cu_seq_lens_q`` int32 [documents + 1] and ``max_length_q`` for packed
                 documents: the boundaries in the B rows laid end to end, from 0 to B * S, with a
-                boundary at the end of each row. Other arguments of the dense decoder.
+                boundary at the end of each row. ``position_ids`` have no effect beside them; those
+                that do not count up by 1 in each document are an error on the CPU, and on a GPU
+                with NSA_CHECK=1. Other arguments of the dense decoder.
 
         Raises:
             InvalidInput: The cache is of another kind, the mask or the positions are not supported,
@@ -124,11 +128,12 @@ class _NSADecoder(NSAPreTrained):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is not None:  # otherwise the dense decoder raises
             size = inputs.shape[:2]
-            check_divided_call(
+            is_divided = check_divided_call(
                 self.layers[0].self_attn, size, attention_mask, position_ids, cache, kwargs
             )
             _check_mask(attention_mask, size, cache)
-            kwargs |= packed_boundaries(size, attention_mask, position_ids, cache, kwargs)
+            positions = None if is_divided else position_ids
+            kwargs |= packed_boundaries(size, attention_mask, positions, cache, kwargs)
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -154,7 +159,7 @@ class _NSADecoder(NSAPreTrained):
                 "output_attentions is not supported, because NSA computes no attention matrix; see"
                 " docs/how-to/inspect.md for the gates and the selected blocks"
             )
-        if not options.get("is_causal", getattr(self.config, "is_causal", True)):
+        if options.get("is_causal") is False:
             raise InvalidInput("is_causal must be True, got False: NSA attends to the past only")
         if options.get("cu_seq_lens_q") is not None and getattr(self, "_is_replica", False):
             raise InvalidInput(

@@ -23,7 +23,7 @@ def check_divided_call(
     position_ids: torch.Tensor | None,
     cache: Any,
     options: dict[str, Any],
-) -> None:
+) -> bool:
     """Check a call of a decoder whose layers hold a part of each sequence.
 
     The check does not depend on the values of tensors, so that all ranks raise the error or none.
@@ -36,12 +36,15 @@ def check_divided_call(
         cache: The argument of the decoder.
         options: Other arguments of the decoder.
 
+    Returns:
+        Whether the layers hold a part of each sequence. Positions have no use then.
+
     Raises:
         InvalidInput: An argument describes the rows of this rank as a whole sequence.
         Unsupported: The call has a cache.
     """
     if not isinstance(layer.parallel, DividedSequence):
-        return
+        return False
     if cache is not None:
         layer.parallel.refuse("a call with a cache")
     packed = options.get("cu_seq_lens_q") is not None
@@ -69,6 +72,7 @@ def check_divided_call(
                 f"{problem} for layers with the style ContextParallel, which cannot see the rows of"
                 f" other ranks: {fix}"
             )
+    return True
 
 
 def check_divided_labels(layer: NSAttention) -> None:

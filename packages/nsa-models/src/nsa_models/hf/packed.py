@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
 from nsa_core.errors import InvalidInput
+from nsa_core.packing import token_positions
 from nsa_core.torch_ops.torch_state import is_capturing
 from nsa_models.hf.cache import NSAModelCache
 
@@ -29,8 +31,8 @@ def packed_boundaries(
 
     Raises:
         InvalidInput: The arguments contradict each other, the boundaries do not divide each of
-            several rows, or the positions do not count the tokens of each sequence or document
-            from 0.
+            several rows, or the positions do not count the tokens of each sequence or document.
+            Positions beside boundaries are checked on the CPU, and on a GPU with NSA_CHECK=1.
     """
     boundaries = options.get("cu_seq_lens_q")
     if boundaries is None:
@@ -41,8 +43,14 @@ def packed_boundaries(
     if cache is not None or attention_mask is not None:
         other = "attention_mask" if cache is None else "past_key_values"
         raise InvalidInput(f"cu_seq_lens_q and {other} are passed; pass only one of them")
+    if boundaries.dim() != 1:
+        raise InvalidInput(f"cu_seq_lens_q must be [documents + 1], got {list(boundaries.shape)}")
     if size[0] != 1:
         _check_rows(size, boundaries)
+    if position_ids is not None:
+        positions = _rows_of(size, position_ids)
+        if positions.device.type == "cpu" or os.environ.get("NSA_CHECK") == "1":
+            _check_documents(boundaries, positions.flatten())
     longest = options.get("max_length_q")
     return {
         "cu_seq_lens_q": boundaries.to(torch.int32),
@@ -60,11 +68,23 @@ def _check_rows(size: torch.Size, boundaries: torch.Tensor) -> None:
     rows, columns = size
     starts_of_rows = range(0, rows * columns + 1, columns)
     _check_readable("cu_seq_lens_q of several rows", boundaries)
-    bounds = boundaries.flatten().tolist()
+    bounds = boundaries.tolist()
     if bounds[-1:] != [rows * columns] or not set(starts_of_rows) <= set(bounds):
         raise InvalidInput(
             f"cu_seq_lens_q must hold the boundaries of the {rows} rows laid end to end, from 0 to"
             f" {rows} * {columns} = {rows * columns} with every multiple of {columns}, got {bounds}"
+        )
+
+
+@torch.compiler.disable(reason="it reads the positions on the host")
+def _check_documents(boundaries: torch.Tensor, positions: torch.Tensor) -> None:
+    """Check that positions count up by 1 in each document; where they start has no effect."""
+    counted = token_positions(boundaries, len(positions)).position
+    steps = (positions - counted.to(positions.device)).diff()
+    if bool(steps.masked_fill(counted[1:].to(steps.device) == 0, 0).any()):
+        raise InvalidInput(
+            "position_ids must count up by 1 in each document of cu_seq_lens_q, because NSA rotates"
+            " at these positions: leave them out"
         )
 
 
@@ -84,13 +104,8 @@ def _from_positions(
 ) -> dict[str, Any]:
     """Check the positions, and return the boundaries that they mark. Synchronises."""
     batch, columns = size
-    if position_ids.dim() != 2 or position_ids.shape not in ((1, columns), (batch, columns)):
-        raise InvalidInput(
-            f"position_ids must be [{batch}, {columns}] or [1, {columns}], like the input, got"
-            f" {list(position_ids.shape)}"
-        )
-    _check_readable("position_ids", position_ids)
-    positions = position_ids.expand(batch, columns)
+    positions = _rows_of(size, position_ids)
+    _check_readable("position_ids", positions)
     index = torch.arange(columns, device=positions.device)
     counted, is_padding = index, torch.zeros_like(index, dtype=torch.bool)
     if attention_mask is not None:
@@ -115,3 +130,13 @@ def _from_positions(
         "cu_seq_lens_q": boundaries.to(torch.int32),
         "max_length_q": int(boundaries.diff().max()),
     }
+
+
+def _rows_of(size: torch.Size, position_ids: torch.Tensor) -> torch.Tensor:
+    """Return the positions as [B, S]."""
+    if position_ids.shape not in (size, (1, size[1])):
+        raise InvalidInput(
+            f"position_ids must be {list(size)} or {[1, size[1]]}, like the input, got"
+            f" {list(position_ids.shape)}"
+        )
+    return position_ids.expand(size)
