@@ -364,8 +364,11 @@ def test_left_padding_warns_once_per_prompt_and_right_padding_does_not(model, to
 def test_packed_rows_are_refused(model, tokens):
     model.set_attn_implementation("nsa_blocks")
     positions = torch.cat([torch.arange(100), torch.arange(50)])[None]
-    with pytest.raises(InvalidInput, match="give each document a row of its own"):
-        model(tokens, position_ids=positions, use_cache=False)
+    boundaries = torch.tensor([0, 100, 150], dtype=torch.int32)
+    for packing in ({"position_ids": positions}, {"cu_seq_lens_q": boundaries}):
+        for call in (model, model.model):
+            with pytest.raises(InvalidInput, match="give each document a row of its own"):
+                call(tokens, use_cache=False, **packing)
 
 
 def test_a_mask_of_pairs_is_refused(model, tokens):

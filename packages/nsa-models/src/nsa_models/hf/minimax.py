@@ -73,9 +73,15 @@ def attend(
         The output [B, S, Hq, D], and None for the attention weights.
 
     Raises:
-        InvalidInput: The mask is not from :func:`usable_keys`, the dropout is not 0, or the heads
-            of the indexer and of the keys do not divide.
+        InvalidInput: The mask is not from :func:`usable_keys`, the boundaries of packed documents
+            are passed, the dropout is not 0, or the heads of the indexer and of the keys do not
+            divide.
     """
+    if options.get("cu_seq_lens_q") is not None:
+        raise InvalidInput(
+            f'"{NAME}" does not keep the packed documents of cu_seq_lens_q apart: give each'
+            " document a row of its own"
+        )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise InvalidInput(
             f'"{NAME}" takes a padding mask [B, N], got attention_mask of shape'
