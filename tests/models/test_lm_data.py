@@ -127,7 +127,7 @@ def test_a_split_side_without_documents_is_refused():
         TextRows(corpus, ByteTokenizer(), 8, share=0.999999).begin()
     with pytest.raises(InvalidInput, match="empty contains no text"):
         next(TextRows(ListCorpus(["", ""], "empty"), ByteTokenizer(), 8))
-    with pytest.raises(InvalidInput, match="length must be at least 2, got 1"):
+    with pytest.raises(InvalidInput, match="length must be an integer >= 2, got 1"):
         TextRows(corpus, ByteTokenizer(), 1)
 
 

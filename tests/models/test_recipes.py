@@ -206,11 +206,11 @@ def test_the_sizes_of_minicpm4_are_the_default():
     ("call", "message"),
     [
         (lambda q, k: infllm2_blocks(q, k, block_size=72), "multiples of stride.* block_size 72"),
-        (lambda q, k: infllm2_blocks(q, k, stride=0), "at least 1, .* stride 0"),
+        (lambda q, k: infllm2_blocks(q, k, stride=0), "stride must be .* >= 1, got 0"),
         (lambda q, k: infllm2_blocks(q, k, pool=40), "multiples of stride.* pool 40"),
-        (lambda q, k: infllm2_blocks(q, k, local_blocks=0), "local_blocks at least 1.* 0"),
-        (lambda q, k: moba_blocks(q, k, block_size=8, topk=0), "at least 1, got topk 0"),
-        (lambda q, k: moba_blocks(q, k, block_size=0, topk=1), "block_size 0"),
+        (lambda q, k: infllm2_blocks(q, k, local_blocks=0), "local_blocks must be .* >= 1, got 0"),
+        (lambda q, k: moba_blocks(q, k, block_size=8, topk=0), "topk must be .* >= 1, got 0"),
+        (lambda q, k: moba_blocks(q, k, block_size=0, topk=1), "block_size must be .* got 0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(call: Callable[..., Any], message: str):

@@ -24,6 +24,7 @@ FOR_ORACLE = {
     "nsa_core.config",
     "nsa_core.errors",
     "nsa_core.layout",
+    "nsa_core.limits",
 }
 PACKAGES = (
     "nsa_core",

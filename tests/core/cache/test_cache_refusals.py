@@ -123,7 +123,7 @@ def test_inputs_that_do_not_fit_the_cache_are_refused(attn):
         ),
         ({"page_size": 24}, "page_size must be a multiple of select_block_size 16, got 24"),
         ({"num_pages": 3}, "num_pages 3 needs page_size, which is None"),
-        ({"page_size": 16, "num_pages": 0}, "num_pages must be an integer >= 1, got 0"),
+        ({"page_size": 16, "num_pages": 0}, "num_pages must be an integer >= 1 or None, got 0"),
         (
             {"max_rollback": -1, "max_step": True},
             "max_rollback must be an integer >= 0, got -1; max_step must be an",

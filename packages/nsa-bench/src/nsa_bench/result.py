@@ -16,6 +16,7 @@ from nsa_bench.timing import FAILED, Performance
 from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.dispatch.default_plan import is_long
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import COUNT, shown
 from nsa_core.util.interruption import Interruption
 
 SCHEMA_VERSION = 1
@@ -28,6 +29,8 @@ UNFUSED, EAGER, LAYER = DECODE_SUFFIXES = (", slots one by one", ", eager", ", l
 _LARGEST_SUM = 1.25
 
 T = typing.TypeVar("T")
+_COUNTS = ("batch", "length", "eager_length", "failed_length")
+LARGEST = 2**63 - 1  # of the other integers, such as flops
 Series = tuple[str, str, str, str, int]  # shape, dtype, inputs, phase, batch
 
 
@@ -315,8 +318,13 @@ def _value(kind: Any, value: Any, path: str) -> Any:
         return {key: _value(arguments[1], item, f"{path}.{key}") for key, item in value.items()}
     if origin is list and isinstance(value, list):
         return [_value(arguments[0], item, f"{path}[{index}]") for index, item in enumerate(value)]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if type(value) is int and (kind is float or kind is int):
+        limit = COUNT if path.rpartition(".")[2] in _COUNTS else LARGEST
+        lowest = 0 if kind is int else -LARGEST
+        if not lowest <= value <= limit:
+            text = f"{path.lstrip('.')} must be from {lowest} to {limit}, got {shown(value)}"
+            raise _WrongError(text)
+        return kind(value)
     if origin is None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     raise _WrongError(

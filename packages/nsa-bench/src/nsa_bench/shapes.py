@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import as_integer, integer_problems
 from nsa_core.util.text import did_you_mean
 
 NAMED = {"reports": "12/2/64", "paper": "64/4/192/128", "tiny": "4/2/32"}
@@ -79,13 +80,17 @@ def parse_shape(text: str) -> Shape:
         InvalidInput: The text is not a shape, or Hq is not a multiple of G.
     """
     parts = NAMED.get(text.strip(), text.strip()).split("/")
-    if len(parts) not in (3, 4) or not all(part.isdecimal() and int(part) > 0 for part in parts):
+    numbers = [as_integer(part) or 0 for part in parts]
+    if len(parts) not in (3, 4) or not all(numbers):
         known = ", ".join(f"{name} ({shape})" for name, shape in NAMED.items())
         hint = did_you_mean(text, NAMED)
         raise InvalidInput(
-            f"shape must be Hq/G/Dk, Hq/G/Dk/Dv or one of {known}; got {text!r}{hint}"
+            f"shape must be Hq/G/Dk, Hq/G/Dk/Dv or one of {known}; got {text!r:.80}{hint}"
         )
-    hq, g, dk, *dv = map(int, parts)
+    sizes = zip(("n_heads", "n_kv_heads", "head_dim", "v_head_dim"), numbers)
+    if problems := [problem for size in sizes for problem in integer_problems(*size)]:
+        raise InvalidInput(f"shape {text!r}: {'; '.join(problems)}")
+    hq, g, dk, *dv = numbers
     if hq % g:
         raise InvalidInput(
             f"shape {text!r}: {hq} query heads do not divide over {g} kv heads;"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nsa_cli import bench_options, output
 from nsa_cli.choices import as_options, dtype_names, leave_out, pick_device, split_commas
 from nsa_core.errors import BackendUnavailable, InvalidInput
+from nsa_core.limits import COUNT, as_integer
 from nsa_core.util.interruption import Interruption
 
 if TYPE_CHECKING:
@@ -110,9 +111,10 @@ def settings(
 
 
 def _count(word: str) -> int:
-    if not word.isdecimal():
-        raise InvalidInput(f"--project must be numbers of GPUs such as 4,8, got {word!r}")
-    return int(word)
+    number = as_integer(word)
+    if number is None or number > COUNT:
+        raise InvalidInput(f"--project must be numbers of GPUs such as 4,8, got {word!r:.80}")
+    return number
 
 
 def _check_gpus(device: str, ranks: int) -> None:

@@ -12,6 +12,7 @@ import typer.core
 from nsa_cli import completion, output
 from nsa_cli.choices import long_dtypes
 from nsa_cli.panels import arrange_help
+from nsa_core.limits import largest, shown
 
 _BACKEND_OPTIONS = (
     *("--cmp", "--sel", "--win", "--select", "--combine"),
@@ -45,6 +46,8 @@ class _Command:
             if type(error).__name__ != "NoSuchOption" or option is None:
                 raise
             raise output.UsageError(_unknown_option(self, ctx, option), ctx) from None
+        if not ctx.resilient_parsing:
+            _check_integers(self, ctx)
         if ctx.params.get("dtype") and not ctx.resilient_parsing:
             ctx.params["dtype"] = long_dtypes(ctx.params["dtype"])
         return rest
@@ -76,6 +79,15 @@ class App(typer.Typer):
     def callback(self, **settings: Any) -> Callable[..., Any]:
         """Register the function of a group, as :meth:`typer.Typer.callback` does."""
         return super().callback(**({"cls": Group} | settings))
+
+
+def _check_integers(command: Any, ctx: Any) -> None:
+    """Refuse an integer beyond the limit of its option, for every command alike."""
+    for param in command.params:
+        value, limit = ctx.params.get(param.name), largest(param.name)
+        if type(value) is int and abs(value) > limit:
+            bound = f"<= {limit}" if value > 0 else f">= {-limit}"
+            raise output.UsageError(f"{param.opts[0]} must be {bound}, got {shown(value)}", ctx)
 
 
 def _unknown_option(command: Any, ctx: Any, option: str) -> str:

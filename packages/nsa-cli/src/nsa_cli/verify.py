@@ -15,6 +15,7 @@ from nsa_cli.choices import dtype_names, pick_device
 from nsa_cli.result_files import ResultFiles
 from nsa_cli.verify_isolated import call_planning, is_isolated, prepare_children
 from nsa_cli.verify_run import SCHEMA_VERSION, RunOptions, run_combinations
+from nsa_core.limits import as_integer
 from nsa_core.util.interruption import deferred_signals
 
 if TYPE_CHECKING:
@@ -256,12 +257,13 @@ def _shard(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     index, _, count = text.partition("/")
-    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+    part, parts = as_integer(index), as_integer(count)
+    if part is None or parts is None or not 1 <= part <= parts:
         raise typer.BadParameter(
             f"{text!r} is not I/N with 1 <= I <= N, such as 1/4, the first of four parts",
             param_hint="--shard",
         )
-    return int(index), int(count)
+    return part, parts
 
 
 def _history(line: str | None) -> History | None:

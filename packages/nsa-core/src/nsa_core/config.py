@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from nsa_core import hugging_face
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_core.limits import integer_problems, shown
 from nsa_core.util.text import did_you_mean
 
 Class = TypeVar("Class", bound=type)
@@ -169,8 +170,7 @@ class NSAConfig:
             value = getattr(self, name)
             if name in ("head_dim", "v_head_dim") and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                problems.append(f"{name} must be an integer >= 1, got {value!r}")
+            problems += integer_problems(name, value)
         for name in ("rope", "rope_before_compress", "qk_norm", "shared_kv", "causal"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -218,7 +218,7 @@ class NSAConfig:
                 " rope=False"
             )
         if not (is_finite(self.rope_base) and self.rope_base > 0):
-            problems.append(f"rope_base must be a finite number > 0, got {self.rope_base!r}")
+            problems.append(f"rope_base must be a finite number > 0, got {shown(self.rope_base)}")
         if (frequencies := self.rope_frequencies) is not None and not (
             isinstance(frequencies, tuple)
             and len(frequencies) == self.qk_dim // 2
@@ -229,11 +229,11 @@ class NSAConfig:
                 f" numbers, got {frequencies!r:.80}"
             )
         if self.scale is not None and not is_finite(self.scale):
-            problems.append(f"scale must be finite (a number) or None, got {self.scale!r}")
+            problems.append(f"scale must be finite (a number) or None, got {shown(self.scale)}")
         if not (is_finite(self.dropout) and self.dropout == 0):
             problems.append(
-                f"dropout is not part of NSA, got dropout={self.dropout!r}; apply dropout outside"
-                " the layer"
+                f"dropout is not part of NSA, got dropout={shown(self.dropout)}; apply dropout"
+                " outside the layer"
             )
         if not self.causal:
             problems.append("causal must be True, got False: NSA is causal attention")

@@ -120,6 +120,7 @@ import pluggy
 
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_core.limits import integer_problems
 
 if TYPE_CHECKING:
     import torch
@@ -251,16 +252,11 @@ class Request:
 
     def _invalid_sizes_and_flags(self) -> list[str]:
         """Problems with integer fields and with bool fields; an empty list if all are valid."""
-        problems = []
+        problems: list[str] = []
         sizes = dict.fromkeys(("n_heads", "n_kv_heads", "head_dim", "v_head_dim", "page_size"), 1)
         for name, minimum in {**sizes, "batch": 0, "seq_len": 0}.items():
-            value, optional = getattr(self, name), name in ("batch", "seq_len", "page_size")
-            if optional and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                problems.append(
-                    f"{name} must be an integer >= {minimum}{' or None' * optional}, got {value!r}"
-                )
+            optional = name in ("batch", "seq_len", "page_size")
+            problems += integer_problems(name, getattr(self, name), minimum, optional=optional)
         for name in ("needs_grad", "deterministic", "varlen", "partial"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} must be True or False, got {getattr(self, name)!r}")

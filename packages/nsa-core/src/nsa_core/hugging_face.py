@@ -6,12 +6,14 @@ This module imports neither torch nor transformers.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import shown
 from nsa_core.util.text import did_you_mean, one_line
 
 # Hugging Face name -> field of NSAConfig
@@ -152,11 +154,24 @@ def read_fields(
     fields.setdefault("n_kv_heads", fields["n_heads"])
     if values.get("qk_norm") == "per head":
         fields["qk_norm"] = True
-    if values.get("query_pre_attn_scalar") is not None:
-        fields["scale"] = float(values["query_pre_attn_scalar"]) ** -0.5
+    if (scalar := values.get("query_pre_attn_scalar")) is not None:
+        fields["scale"] = _inverse_root(scalar)
     elif values.get("attention_multiplier") is not None:
         fields["scale"] = values["attention_multiplier"]
     return {**fields, **overrides}
+
+
+def _inverse_root(scalar: Any) -> float:
+    """Return query_pre_attn_scalar to the power -1/2."""
+    try:
+        root = math.sqrt(scalar) if type(scalar) in (int, float) else math.nan
+    except (OverflowError, ValueError):  # too large, or negative
+        root = math.nan
+    if not 0 < root < math.inf:
+        raise InvalidInput(
+            f"query_pre_attn_scalar must be a finite number > 0, got {shown(scalar)}"
+        )
+    return 1 / root
 
 
 def _values_of(source: object) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import integer_problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +44,10 @@ class BlockGeometry:
     window_size: int = 512
 
     def __post_init__(self) -> None:
-        problems = []
+        problems: list[str] = []
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
             minimum = 0 if field.name in ("init_blocks", "local_blocks") else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                problems.append(f"{field.name} must be an integer >= {minimum}, got {value!r}")
+            problems += integer_problems(field.name, getattr(self, field.name), minimum)
         if problems:
             raise InvalidInput("; ".join(problems))
         size, stride, select = (

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layout import BlockGeometry
+from nsa_core.limits import integer_problems, too_large
 
 
 class TokenPositions(NamedTuple):
@@ -162,8 +163,12 @@ def pad(rows: torch.Tensor, indices: torch.Tensor, batch: int, seq_len: int) -> 
         [B, S, ...], zero where there is padding.
 
     Raises:
-        InvalidInput: ``indices`` and ``rows`` have different lengths.
+        InvalidInput: ``indices`` and ``rows`` have different lengths, or a size is out of range.
     """
+    if not isinstance(batch, torch.SymInt) and not isinstance(seq_len, torch.SymInt):
+        problems = integer_problems("batch", batch, 0) + integer_problems("seq_len", seq_len, 0)
+        if problems := problems or too_large("batch * seq_len", batch * seq_len):
+            raise InvalidInput("; ".join(problems))
     if len(indices) != len(rows):
         raise InvalidInput(
             f"indices must have one entry per row, got {len(indices)} for {len(rows)} rows"

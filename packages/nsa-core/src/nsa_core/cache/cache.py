@@ -14,6 +14,7 @@ from nsa_core.cache.state import CacheState
 from nsa_core.cache.undo import Undo, undone_on_error
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import shown, too_large
 
 _Rows = tuple[torch.Tensor, torch.Tensor]
 
@@ -311,8 +312,10 @@ class NSACache(CacheState):
         values = integers(argument, self.batch)
         if values is None or len(values) != self.batch or min(values) < 0:
             raise InvalidInput(
-                f"{name} must be an integer >= 0, or {self.batch} of them, got {argument!r}"
+                f"{name} must be an integer >= 0, or {self.batch} of them, got {shown(argument)}"
             )
+        if problems := too_large(name, max(values)):
+            raise InvalidInput(problems[0])
         return values
 
     def _indices(
@@ -321,9 +324,11 @@ class NSACache(CacheState):
         """``argument`` as a list of valid sequence indices, of length 1 if ``one``."""
         values = integers(argument)
         if values is None or any(not 0 <= b < self.batch for b in values):
-            raise InvalidInput(f"sequences are numbered 0 to {self.batch - 1}, got {argument!r}")
+            raise InvalidInput(
+                f"sequences are numbered 0 to {self.batch - 1}, got {shown(argument)}"
+            )
         if one and len(values) != 1:
-            raise InvalidInput(f"expected one sequence index, got {argument!r}")
+            raise InvalidInput(f"expected one sequence index, got {shown(argument)}")
         return values
 
     def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

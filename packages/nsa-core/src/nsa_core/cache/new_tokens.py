@@ -9,6 +9,7 @@ import torch
 
 from nsa_core.cache.sizes import integers
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import shown
 
 if TYPE_CHECKING:
     from nsa_core.cache.state import CacheState
@@ -64,9 +65,11 @@ def new_tokens(cache: CacheState, rows: int, new: New, in_graph: bool) -> NewTok
         )
     counts = integers(new)
     if counts is None or len(counts) != cache.batch:
-        raise InvalidInput(f"new must be {cache.batch} integers, one per sequence, got {new!r}")
+        raise InvalidInput(
+            f"new must be {cache.batch} integers, one per sequence, got {shown(new)}"
+        )
     if not all(0 <= n <= rows for n in counts):
-        raise InvalidInput(f"new must be from 0 to the {rows} rows of x, got {counts}")
+        raise InvalidInput(f"new must be from 0 to the {rows} rows of x, got {shown(counts)}")
     if min(counts) == rows:
         return NewTokens(rows, counts, None, True)
     device_counts = torch.tensor(counts, dtype=torch.int32).to(cache.device, non_blocking=True)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import integer_problems, too_large
 
 
 class CacheSizes(NamedTuple):
@@ -27,17 +28,20 @@ class CacheSizes(NamedTuple):
         Raises:
             InvalidInput: a size is invalid; the message names every invalid size and its value.
         """
-        problems = []
+        problems: list[str] = []
         for name, value in self._asdict().items():
+            optional = name in ("page_size", "num_pages")
             minimum = int(name != "max_rollback")
-            if value is None and name in ("page_size", "num_pages"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                problems.append(f"{name} must be an integer >= {minimum}, got {value!r}")
+            problems += integer_problems(name, value, minimum, optional=optional)
         if self.num_pages is not None and self.page_size is None:
             problems.append(f"num_pages {self.num_pages} needs page_size, which is None")
         if problems:
             raise InvalidInput("; ".join(problems))
+        of_pages = self.page_size is not None and self.num_pages is not None
+        names = ("num_pages", "page_size") if of_pages else ("batch", "max_len")
+        rows = getattr(self, names[0]) * getattr(self, names[1])
+        if problems := too_large(" * ".join(names), rows):
+            raise InvalidInput(problems[0])
 
 
 def integers(argument: object, repeat: int = 1) -> list[int] | None:

@@ -13,7 +13,6 @@ import torch
 
 from nsa_core.dispatch.default_plan import is_long
 from nsa_core.dispatch.options import PlanOptions
-from nsa_core.errors import InvalidInput
 from nsa_core.layer.block_checks import check_arguments, check_plan
 from nsa_core.layer.block_plans import (
     BlockPlan,
@@ -25,6 +24,7 @@ from nsa_core.layer.block_plans import (
     split_blocks,
 )
 from nsa_core.layer.short_config import as_constant
+from nsa_core.limits import check_integers
 
 
 @overload
@@ -226,12 +226,6 @@ def plan_block_attention(
     options = dataclasses.replace(options or PlanOptions(), **fields)
     page = options.page_size if options.phase == "decode" else None
     counts |= {} if page is None else {"page_size": page}
-    problems = [
-        f"{name} must be an integer >= 1, got {value!r}"
-        for name, value in counts.items()
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1
-    ]
-    if problems:
-        raise InvalidInput("; ".join(problems))
+    check_integers(counts)
     sizes = BlockSizes(n_heads, n_kv_heads, head_dim, width, block_size, n_blocks, scale, page)
     return resolve_blocks(sizes, options)

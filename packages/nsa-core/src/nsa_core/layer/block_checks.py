@@ -13,6 +13,7 @@ from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.block_plans import BlockPlan, BlockSizes
 from nsa_core.layer.input_checks import INTEGERS, check_types
+from nsa_core.limits import integer_problems
 from nsa_core.torch_ops.tensor_checks import (
     Metadata,
     TensorOrMetadata,
@@ -111,9 +112,10 @@ def _row_problems(q: torch.Tensor, k: torch.Tensor, first_query: int | None) -> 
             f"q has {rows} rows and k has {keys}: pass first_query, the position of the first row"
             " of q among the keys"
         ]
-    if isinstance(first_query, bool) or not isinstance(first_query, (int, torch.SymInt)):
-        return [f"first_query must be an integer >= 0, got {first_query!r}"]
-    if first_query < 0:
+    if not isinstance(first_query, torch.SymInt):
+        if problems := integer_problems("first_query", first_query, 0):
+            return problems
+    elif first_query < 0:
         return [f"first_query must be an integer >= 0, got {first_query}"]
     if keys < first_query + rows:
         return [

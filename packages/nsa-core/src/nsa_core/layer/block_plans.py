@@ -16,6 +16,7 @@ from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import SlotPlan, resolve_slot
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
+from nsa_core.limits import integer_problems, shown
 
 # Blocks of more keys are split into blocks of one of these sizes, which all kernels take.
 LARGEST_BLOCK = 256
@@ -86,10 +87,10 @@ def check_block_size(block_size: object) -> None:
     """Check an argument ``block_size``.
 
     Raises:
-        InvalidInput: it is not an integer >= 1.
+        InvalidInput: it is not an integer from 1 to 2^31 - 1.
     """
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
-        raise InvalidInput(f"block_size must be an integer >= 1, got {block_size!r}")
+    if problems := integer_problems("block_size", block_size):
+        raise InvalidInput(problems[0])
 
 
 def check_scale(scale: object) -> None:
@@ -100,7 +101,7 @@ def check_scale(scale: object) -> None:
     """
     # torch.compile cannot trace the test, and a call without a plan checks the scale anyway.
     if scale is not None and not torch.compiler.is_compiling() and not is_finite(scale):
-        raise InvalidInput(f"scale must be finite (a number) or None, got {scale!r}")
+        raise InvalidInput(f"scale must be finite (a number) or None, got {shown(scale)}")
 
 
 def split_blocks(blocks: torch.Tensor, parts: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import integer_problems
 
 LAYOUTS = ("contiguous", "head_tail")
 
@@ -28,13 +29,13 @@ def check_layout(layout: object) -> None:
 
 
 def check_count(name: str, value: object, minimum: int) -> None:
-    """Check that ``value`` is an integer >= ``minimum``.
+    """Check that ``value`` is an integer >= ``minimum`` and not beyond its limit.
 
     Raises:
         InvalidInput: it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise InvalidInput(f"{name} must be an integer >= {minimum}, got {value!r}")
+    if problems := integer_problems(name, value, minimum):
+        raise InvalidInput(problems[0])
 
 
 def pieces_per_rank(layout: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch._C import _AutoDispatchBelowAutograd
 
+from nsa_core import limits
 from nsa_core.contract import SLOTS
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops import autograd, core_backward
@@ -168,7 +169,7 @@ def causal_kernel(sel: Kernel, win: SlotOp) -> Kernel:
 
 def causal_geometry(geometry: BlockGeometry) -> BlockGeometry:
     """Return ``geometry`` with a window of the longest sequence whose tokens select every block."""
-    longest = geometry.num_selected_blocks * geometry.select_block_size
+    longest = min(geometry.num_selected_blocks * geometry.select_block_size, limits.COUNT)
     return dataclasses.replace(geometry, window_size=longest)
 
 

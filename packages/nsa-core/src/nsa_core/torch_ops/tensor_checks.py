@@ -14,6 +14,7 @@ import torch
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_core.limits import too_large
 from nsa_core.torch_ops.autograd import is_unobserved
 from nsa_core.torch_ops.tensor_kinds import (
     boundaries_hint,
@@ -275,6 +276,8 @@ def packing_problems(cu_seqlens: object, max_seqlen: object, device: torch.devic
         if not_a_count or cast(int, max_seqlen) < 0:
             text = describe_max_seqlen(max_seqlen)
             problems.append(f"max_seqlen must be a host integer >= 0, got {text}")
+        elif beyond := too_large("max_seqlen", cast(int, max_seqlen)):
+            problems += beyond
         elif cu_seqlens is None:
             problems.append("max_seqlen goes with cu_seqlens, which is None: pass both or neither")
     if cu_seqlens is None:

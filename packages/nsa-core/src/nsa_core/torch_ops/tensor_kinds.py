@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.limits import shown
 from nsa_core.torch_ops.torch_state import is_exporting
 from nsa_core.torch_ops.vmap_rule import PACKED_UNDER_VMAP, is_mapped
 
@@ -67,7 +68,7 @@ def describe_max_seqlen(max_seqlen: object) -> str:
             "a tensor: pass int(max_seqlen), computed once per batch, because reading it from a GPU"
             " synchronises"
         )
-    return repr(max_seqlen)
+    return shown(max_seqlen)
 
 
 def boundaries_hint(cu_seqlens: object) -> str:

@@ -12,6 +12,7 @@ from nsa_core.cache import NSACache
 from nsa_core.cache.resize import resized
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
+from nsa_core.limits import check_integers
 from nsa_models.hf.rows import TokenRows
 
 
@@ -176,11 +177,15 @@ class NSAModelCache(Cache):
         layers: The attention layers of the model, in order.
         max_len: Number of tokens per sequence for which memory is allocated; the cache grows.
         max_rollback: Maximum number of tokens that ``crop`` can remove.
+
+    Raises:
+        InvalidInput: A number is out of range.
     """
 
     layers: list[NSACacheLayer]
 
     def __init__(self, layers: Sequence[NSAttention], max_len: int = 0, max_rollback: int = 0):
+        check_integers({}, {"max_len": max_len, "max_rollback": max_rollback})
         super().__init__(layers=[NSACacheLayer(attn, max_len, max_rollback) for attn in layers])
 
     def host_lengths(self, batch: int) -> list[int]:

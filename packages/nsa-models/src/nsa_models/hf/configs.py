@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.hugging_face import read_fields
+from nsa_core.limits import integer_problems
 
 # Their frequencies depend on the length of the input. Keys in a cache are rotated already.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -85,11 +86,12 @@ def layer_spec(config: PreTrainedConfig) -> LayerSpec:
         config: The configuration of the model.
 
     Raises:
-        InvalidInput: NSA cannot express the attention of the model, a field of ``config.nsa`` is
-            invalid or is stated by the model, or the rotary embedding is not supported. The message
-            names the fields.
+        InvalidInput: NSA cannot express the attention of the model, a size is out of range, a field
+            of ``config.nsa`` is invalid or is stated by the model, or the rotary embedding is not
+            supported. The message names the fields.
     """
     values = config.to_dict()
+    _check_sizes(values)
     values["model_type"] = values["model_type"].removeprefix("nsa_")
     frequencies, factor = rotary_frequencies(config)
     options = dict(values.get("nsa") or {})
@@ -124,6 +126,22 @@ def layer_spec(config: PreTrainedConfig) -> LayerSpec:
         out_bias=bias and not is_qwen2,
         norm_eps=float(values["rms_norm_eps"]),
     )
+
+
+def _check_sizes(values: Mapping[str, Any]) -> None:
+    """Check the sizes of a model before anything is allocated for it.
+
+    Raises:
+        InvalidInput: A size is out of range; the message names every such size.
+    """
+    problems: list[str] = []
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"):
+        problems += integer_problems(name, values.get(name))
+    problems += integer_problems("num_attention_heads", values.get("num_attention_heads"))
+    for name in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
+        problems += integer_problems(name, values.get(name), optional=True)
+    if problems:
+        raise InvalidInput("; ".join(problems))
 
 
 def rotary_frequencies(config: PreTrainedConfig) -> tuple[tuple[float, ...] | None, float]:

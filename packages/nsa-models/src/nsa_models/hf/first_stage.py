@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import integer_problems
 from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.lm.mass import Mass, layer_mass, measured_rows
 
@@ -59,11 +61,11 @@ def train_new_parameters(
     Raises:
         InvalidInput: The model has no NSA layer, or a number is out of range.
     """
-    if not learning_rate > 0 or measure_every < 1:
-        raise InvalidInput(
-            "learning_rate must be > 0 and measure_every >= 1, got"
-            f" {learning_rate!r} and {measure_every!r}"
-        )
+    problems = integer_problems("measure_every", measure_every)
+    if not 0 < learning_rate < math.inf:
+        problems.append(f"learning_rate must be finite and > 0, got {learning_rate!r}")
+    if problems:
+        raise InvalidInput("; ".join(problems))
     parameters = new_parameters(model)
     if measure is not None:
         yield _measured(model, measure, Progress(0, float("nan")))

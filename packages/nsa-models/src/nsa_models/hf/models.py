@@ -113,6 +113,7 @@ class _NSACausalLM(NSAPreTrained):
             max_rollback: Maximum number of tokens that ``crop`` can remove.
 
         Raises:
+            InvalidInput: A number is out of range.
             Unsupported: A style of nsa_core.parallel divided the layers.
         """
         cache: NSAModelCache = self.model.new_cache(max_len, max_rollback)

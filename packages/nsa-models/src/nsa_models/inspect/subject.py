@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import integer_problems
 from nsa_models.inspect.collect import Inspection, inspect_model
 from nsa_models.lm import checkpoint as checkpoints
 from nsa_models.lm.config import size
@@ -120,8 +121,8 @@ def inspect_text(
         >>> len(inspection.layers), inspection.trained
         (2, False)
     """
-    if max_tokens is not None and max_tokens < 1:
-        raise InvalidInput(f"max_tokens must be at least 1, got {max_tokens}")
+    if problems := integer_problems("max_tokens", max_tokens, optional=True):
+        raise InvalidInput(problems[0])
     if not text.strip():
         raise InvalidInput(f"{source} must contain text, got only white space; give another text")
     subject = checkpoint if isinstance(checkpoint, Subject) else open_subject(checkpoint)

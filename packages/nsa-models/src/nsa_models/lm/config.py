@@ -8,6 +8,7 @@ from typing import Any
 
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import integer_problems
 
 ATTENTION = ("nsa", "dense")
 
@@ -36,17 +37,15 @@ class LMConfig:
     attention: str = "nsa"
 
     def __post_init__(self) -> None:
-        errors = []
+        errors: list[str] = []
         if not isinstance(self.layer, NSAConfig):
             errors.append(f"layer must be an NSAConfig, got {type(self.layer).__name__}")
         elif self.mlp_dim is None:
             object.__setattr__(self, "mlp_dim", -(-8 * self.layer.dim // 3 // 64) * 64)
         for name, minimum in (("n_layers", 1), ("vocab_size", 2), ("mlp_dim", 1)):
-            value = getattr(self, name)
-            if value is None and name == "mlp_dim":  # its default needs a valid layer
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                errors.append(f"{name} must be an integer >= {minimum}, got {value!r}")
+            # The default of mlp_dim needs a valid layer.
+            optional = name == "mlp_dim"
+            errors += integer_problems(name, getattr(self, name), minimum, optional=optional)
         if self.attention not in ATTENTION:
             errors.append(
                 f"attention must be one of {', '.join(ATTENTION)}, got {self.attention!r}"

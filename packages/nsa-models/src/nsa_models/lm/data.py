@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import integer_problems
 from nsa_core.parallel import Shards, pad_to
 from nsa_models.lm.corpus import WHOLE, Corpus, Lane
 from nsa_models.lm.model import IGNORED
@@ -159,8 +160,8 @@ class TextRows:
         lane: Which documents of each epoch to use.
 
     Raises:
-        InvalidInput: ``length`` is below 2; or, when rows are taken, a whole epoch has no document
-            on this side of the split.
+        InvalidInput: ``length`` is out of range; or, when rows are taken, a whole epoch has no
+            document on this side of the split.
     """
 
     packed = True
@@ -176,8 +177,8 @@ class TextRows:
         epochs: int | None = None,
         lane: Lane = WHOLE,
     ) -> None:
-        if length < 2:
-            raise InvalidInput(f"length must be at least 2, got {length}")
+        if problems := integer_problems("length", length, 2):
+            raise InvalidInput(problems[0])
         self.corpus, self.tokenizer, self.length = corpus, tokenizer, length
         self._held_out, self._share, self._epochs = held_out, share, epochs
         self._lane = lane

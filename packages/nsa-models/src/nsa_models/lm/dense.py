@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nsa_core.cache.sizes import CacheSizes
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.projection import HeadNorm
@@ -23,9 +24,13 @@ class DenseCache:
         attn: The layer; its weights decide device and dtype.
         batch: Number of sequences.
         max_len: Maximum number of tokens per sequence.
+
+    Raises:
+        InvalidInput: A size is out of range.
     """
 
     def __init__(self, attn: DenseAttention, batch: int, max_len: int) -> None:
+        CacheSizes(batch, max_len).check()
         config, weight = attn.config, attn.qkv.weight
         self.k = weight.new_empty((batch, max_len, config.n_kv_heads, config.qk_dim))
         self.v = weight.new_empty((batch, max_len, config.n_kv_heads, config.v_dim))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import integer_problems
 from nsa_models.lm.model import Cache, LanguageModel
 
 
@@ -63,14 +64,11 @@ def generate(
     errors = []
     if prompt.dim() != 2 or prompt.shape[1] < 1:
         errors.append(f"prompt must be [B, S] with S >= 1, got {list(prompt.shape)}")
-    if max_new_tokens < 0:
-        errors.append(f"max_new_tokens must be >= 0, got {max_new_tokens}")
+    errors += integer_problems("max_new_tokens", max_new_tokens, 0)
     if not 0 <= temperature < float("inf"):
         errors.append(f"temperature must be finite and >= 0, got {temperature}")
-    if top_k is not None and top_k < 1:
-        errors.append(f"top_k must be >= 1, got {top_k}")
-    if not 0 <= seed < 2**63:
-        errors.append(f"seed must lie in [0, 2^63), got {seed}")
+    errors += integer_problems("top_k", top_k, optional=True)
+    errors += integer_problems("seed", seed, 0)
     if errors:
         raise InvalidInput("; ".join(errors))
     generator = torch.Generator().manual_seed(seed)

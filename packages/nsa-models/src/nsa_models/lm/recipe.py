@@ -8,6 +8,7 @@ import math
 import torch
 
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import SEED, integer_problems
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import KINDS
@@ -73,11 +74,12 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        errors = []
+        errors: list[str] = []
         counts = ("steps", "batch", "accumulate", "eval_every", "save_every")
         for name in (*counts, "context_parallel", "tensor_parallel"):
-            if getattr(self, name) < 1:
-                errors.append(f"{name} must be at least 1, got {getattr(self, name)}")
+            errors += integer_problems(name, getattr(self, name))
+        errors += integer_problems("warmup", self.warmup, 0)
+        errors += integer_problems("seed", self.seed, -SEED)
         for name in ("learning_rate", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 errors.append(f"{name} must be finite and > 0, got {getattr(self, name)}")
@@ -86,9 +88,8 @@ class Recipe:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 errors.append(f"{name} must be >= 0 and < 1, got {getattr(self, name)}")
-        for name in ("warmup", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                errors.append(f"{name} must be finite and >= 0, got {getattr(self, name)}")
+        if not 0 <= self.weight_decay < math.inf:
+            errors.append(f"weight_decay must be finite and >= 0, got {self.weight_decay}")
         for name, known in (("precision", PRECISIONS), ("parallel", KINDS)):
             if getattr(self, name) not in known:
                 errors.append(

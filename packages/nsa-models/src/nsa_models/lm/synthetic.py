@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import check_integers
 from nsa_models.lm.corpus import combine_seeds
 from nsa_models.lm.data import Row
 from nsa_models.lm.model import IGNORED
@@ -56,11 +57,16 @@ class NumberedRows(abc.ABC):
 
 
 class SyntheticRows(NumberedRows):
-    """Rows generated from their numbers; held-out rows use a different seed."""
+    """Rows generated from their numbers; held-out rows use a different seed.
+
+    Raises:
+        InvalidInput: A number is out of range.
+    """
 
     def __init__(
         self, vocab_size: int, length: int, *, seed: int = 0, held_out: bool = False
     ) -> None:
+        check_integers({"vocab_size": vocab_size, "length": length})
         super().__init__(length)
         self.vocab_size, self._seed, self._held_out = vocab_size, seed, held_out
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from nsa_core import block_attention
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import check_integers
 
 QUERIES = 256  # scored at a time, which bounds the memory
 
@@ -55,13 +56,16 @@ def infllm2_blocks(
         int64 [B, S, G, local_blocks + min(topk, number of blocks)], -1 padded, without duplicates.
 
     Raises:
-        InvalidInput: The sizes do not fit each other.
+        InvalidInput: A number is out of range, or the sizes do not fit each other.
     """
-    if min(stride, local_blocks) < 1 or block_size % stride or pool % stride:
+    check_integers(
+        {"block_size": block_size, "pool": pool, "stride": stride, "local_blocks": local_blocks},
+        {"topk": topk, "init_blocks": init_blocks, "first_query": first_query},
+    )
+    if block_size % stride or pool % stride:
         raise InvalidInput(
-            "block_size and pool must be multiples of stride, and stride and local_blocks at least"
-            f" 1, got block_size {block_size}, pool {pool}, stride {stride}, local_blocks"
-            f" {local_blocks}"
+            "block_size and pool must be multiples of stride, got block_size"
+            f" {block_size}, pool {pool}, stride {stride}"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     count, ratio, overlap = -(-k.shape[1] // block_size), block_size // stride, pool // stride

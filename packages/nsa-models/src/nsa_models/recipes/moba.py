@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nsa_core import block_attention
-from nsa_core.errors import InvalidInput
+from nsa_core.limits import check_integers
 
 
 @torch.no_grad()
@@ -28,12 +28,9 @@ def moba_blocks(
         int64 [B, S, H, min(topk, 1 + number of full blocks)], the own block first, -1 padded.
 
     Raises:
-        InvalidInput: ``topk`` or ``block_size`` is below 1.
+        InvalidInput: A number is out of range.
     """
-    if min(topk, block_size) < 1:
-        raise InvalidInput(
-            f"topk and block_size must be at least 1, got topk {topk}, block_size {block_size}"
-        )
+    check_integers({"block_size": block_size, "topk": topk}, {"first_query": first_query})
     whole = k.shape[1] // block_size  # a block that is not full is nobody's earlier block
     blocks = k[:, : whole * block_size].unflatten(1, (whole, block_size))
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 from nsa_core.config import NSAConfig
 from nsa_core.contract import DTYPES
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import SEED
 from nsa_core.util.text import did_you_mean
 
 LARGEST = 1 << 20
@@ -168,13 +169,13 @@ def _read(kind: type[Line], name: str, value: str) -> Any:
                 return lengths
         else:
             number = int(value)
-            if least <= number <= LARGEST or name == "seed":
+            if least <= number <= (SEED if name == "seed" else LARGEST):
                 return number
     except ValueError:
         pass
-    allowed = f"an integer from {least} to {LARGEST}"
+    allowed = f"an integer from {least} to {SEED if name == 'seed' else LARGEST}"
     if name == "scale":
         allowed = "a finite number or none"
     elif name in kind.LISTS:
         allowed = f"lengths of 0 to {LARGEST} joined by +, such as 0+5+1"
-    raise InvalidInput(f"case: {name} must be {allowed}, got {value!r}")
+    raise InvalidInput(f"case: {name} must be {allowed}, got {value!r:.80}")

@@ -8,7 +8,9 @@ from typing import Any
 
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import as_integer
 from nsa_core.util.text import did_you_mean
+from nsa_verify.generated.line import LARGEST
 
 # A line of text states only the fields that differ from these.
 BASE = NSAConfig(
@@ -162,9 +164,12 @@ def _operation(kind: str, value: str) -> Operation:
 
 
 def _integer(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise InvalidInput(f"history: {name} needs integers >= 0, got {text!r}")
-    return int(text)
+    number = as_integer(text)
+    if number is None:
+        raise InvalidInput(f"history: {name} needs integers >= 0, got {text!r:.80}")
+    if number > LARGEST and name != "seed":
+        raise InvalidInput(f"history: {name} must be <= {LARGEST}, got {number}")
+    return number
 
 
 def _value(name: str, text: str, base: Any) -> Any:
