@@ -23,7 +23,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
         return dense_plan(config, options.dtype, **flags)
 
     monkeypatch.setattr(default_plan, "resolve", resolve)
-    monkeypatch.setattr(default_plan, "_plans", default_plan._Plans())
+    monkeypatch.setattr(
+        default_plan, "_plans", default_plan.ObjectCache(default_plan._resolve_default)
+    )
     return requested
 
 

@@ -58,7 +58,9 @@ def test_exported_function_equals_eager_and_has_the_plan_of_short_sequences(monk
 
     planned = []
     resolve = default_plan.resolve
-    monkeypatch.setattr(default_plan, "_plans", default_plan._Plans())
+    monkeypatch.setattr(
+        default_plan, "_plans", default_plan.ObjectCache(default_plan._resolve_default)
+    )
     monkeypatch.setattr(
         default_plan, "resolve", lambda config, o: planned.append(o.seq_len) or resolve(config, o)
     )

@@ -44,7 +44,7 @@ def test_the_config_is_built_once_per_tuple_of_values(monkeypatch):
     monkeypatch.setattr(
         short_config, "build_config", lambda *values: built.append(values) or build(*values)
     )
-    short_config._store_config.cache_clear()
+    short_config._configs.get.cache_clear()
     for length in (12, 12, 20):
         nsa_attention(*inputs(CONFIG, 1, length), **SIZES)
     nsa_attention(*inputs(CONFIG, 1, 12), **{**SIZES, "window_size": 5})

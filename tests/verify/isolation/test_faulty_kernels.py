@@ -31,7 +31,7 @@ from nsa_verify.histories.history import History, parse_history
 from nsa_verify.histories.replay import Failure, Fault
 from nsa_verify.isolation import gpu_context
 from nsa_verify.isolation.children import call_in_child
-from nsa_verify.isolation.global_state import GlobalState
+from nsa_verify.isolation.global_state import KernelState
 from nsa_verify.run import suite, workers
 from nsa_verify.run.runner import run_jobs
 
@@ -88,7 +88,7 @@ def assert_reasons(actual: dict[str, str], behaviours: dict[str, tuple[object, s
 
 
 def test_a_faulty_kernel_is_a_failed_row_in_this_process(combination) -> None:
-    before = GlobalState()
+    before = KernelState()
     behaviours = {n: b for n, b in (ERRORS | STATES).items() if not n.startswith("prints")}
     # Python's own handler of SIGINT is installed: a KeyboardInterrupt counts as a Ctrl-C here.
     del behaviours["KeyboardInterrupt"]

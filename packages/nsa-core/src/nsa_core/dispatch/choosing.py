@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,12 +18,12 @@ from nsa_core.torch_ops.core_kernels import causal_geometry, causal_kernel
 from nsa_core.torch_ops.decode_kernel import DecodeKernel, decode_kernel
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 from nsa_core.util.interruption import is_ctrl_c
+from nsa_core.util.planning_lock import planning_lock
 from nsa_core.util.plugin_output import stdout_to_stderr
 from nsa_core.util.text import describe_error, one_line
 
 _log = logging.getLogger("nsa")
 _logged: set[tuple[str, ...]] = set()
-_logged_lock = threading.Lock()
 _NO_BACKEND = (
     "no backend can be used; pip install nsa-backend-sdpa (runs on the CPU and on any GPU)"
 )
@@ -235,7 +234,7 @@ def log_once(all_candidates: Candidates, choices: Mapping[str, Choice]) -> None:
         request.dtype,
         *(f"{slot}: {one_line(name)}" for slot, name in chosen.items()),
     )
-    with _logged_lock:
+    with planning_lock:
         if not chosen or key in _logged:
             return
         _logged.add(key)

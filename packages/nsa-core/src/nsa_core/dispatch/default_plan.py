@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -19,6 +19,11 @@ from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
 from nsa_core.torch_ops.torch_state import is_exporting
 
 Function = TypeVar("Function", bound=Callable[..., object])
+Value = TypeVar("Value")
+Result = TypeVar("Result")
+CACHED = (
+    256  # objects of an ObjectCache; a plan has about 13 KiB, and a layer uses two to six plans
+)
 Backends = str | tuple[tuple[str, str], ...] | None
 
 
@@ -61,14 +66,28 @@ def is_long(tokens: int, varlen: bool) -> bool:
     return True if not varlen and tokens >= LONG_SEQUENCE else False  # noqa: SIM210
 
 
-class _Plans:
-    """Holds every default plan as an attribute.
+class ObjectCache(Generic[Value]):
+    """Objects by the arguments from which they are made: plans, or configs.
 
-    torch.compile traces attribute reads down to a kernel and guards on them.
+    Eager calls use the CACHED latest of them, so that a server whose requests never repeat keeps a
+    few MiB at most; an object that was dropped is made again. A compiled graph reads its object
+    as an attribute and guards on it, so each object of a graph stays.
+
+    Args:
+        make: Makes an object.
+        typed: Whether equal arguments of different types, such as 1 and True, are distinct.
     """
 
+    def __init__(self, make: Callable[..., Value], typed: bool = False) -> None:
+        self.get: Callable[..., Value] = functools.lru_cache(CACHED, typed)(make)
+        self.name_of: Callable[..., str] = functools.lru_cache(None, typed)(self._name)
+        self._numbers = itertools.count()
 
-_plans = _Plans()
+    def _name(self, *arguments: Any) -> str:
+        """Set the object of ``arguments`` as an attribute; return the attribute's name."""
+        name = f"object_{next(self._numbers)}"
+        setattr(self, name, self.get(*arguments))
+        return name
 
 
 def default_plan(
@@ -81,7 +100,7 @@ def default_plan(
     long: bool = False,
     partial: bool = False,
 ) -> Plan:
-    """Return the plan of calls without an explicit plan, resolved once per process and arguments.
+    """Return the cached plan of calls without an explicit plan.
 
     The plan supports gradients, so that a call runs the same kernels with and without grad mode.
     If no such plan exists and ``wants_grad`` is False, the plan is forward-only. Meta tensors, on
@@ -100,11 +119,11 @@ def default_plan(
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
     """
-    plan: Plan = getattr(
-        _plans,
-        _plan_name(config.values, device, dtype, varlen, wants_grad, backends, long, partial),
-    )
-    return plan
+    arguments = (config.values, device, dtype, varlen, wants_grad, backends, long, partial)
+    if torch.compiler.is_compiling():
+        plan: Plan = getattr(_plans, _plan_name(*arguments))
+        return plan
+    return _planned(_plans.get, *arguments)
 
 
 @functools.lru_cache(maxsize=64)
@@ -150,40 +169,34 @@ def constant_result(function: Function) -> Function:
 
 
 @constant_result  # planning calls plugin code, which torch.compile must not trace
-def _plan_name(
-    # Fields of the config: some versions of torch.compile cannot pass a dataclass here.
+def _plan_name(*arguments: Any) -> str:
+    """Return the name of the attribute of ``_plans`` that holds the default plan."""
+    return _planned(_plans.name_of, *arguments)
+
+
+def _planned(
+    look_up: Callable[..., Result],
+    # Fields of the config: some versions of torch.compile cannot pass a dataclass.
     values: tuple[Any, ...],
     device: torch.device,
     dtype: torch.dtype,
     varlen: bool,
     wants_grad: bool,
-    backends: Backends,
-    long: bool,
-    partial: bool,
-) -> str:
-    """Return the name of the attribute of ``_plans`` that holds the default plan."""
+    *others: Any,
+) -> Result:
+    """Return ``look_up`` of the plan with a backward, or without one if none is needed."""
     device = torch.device("cpu") if device.type == "meta" else device
-    arguments = (
-        values,
-        device,
-        dtype,
-        varlen,
-        torch.are_deterministic_algorithms_enabled(),
-        backends,
-        long,
-        partial,
-    )
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    arguments = (values, device, dtype, varlen, deterministic, *others)
     try:
-        return _store_plan(_plans, True, *arguments)
+        return look_up(True, *arguments)
     except Unsupported:
         if wants_grad:
             raise
-        return _store_plan(_plans, False, *arguments)
+        return look_up(False, *arguments)
 
 
-@functools.cache
-def _store_plan(
-    plans: _Plans,
+def _resolve_default(
     needs_grad: bool,
     values: tuple[Any, ...],
     device: torch.device,
@@ -193,8 +206,7 @@ def _store_plan(
     backends: Backends,
     long: bool,
     partial: bool,
-) -> str:
-    """Resolve a plan and set it as an attribute of ``plans``; return the attribute's name."""
+) -> Plan:
     options = PlanOptions(
         device=device,
         dtype=dtype,
@@ -205,10 +217,7 @@ def _store_plan(
         partial=partial,
         seq_len=LONG_SEQUENCE if long else None,
     )
-    plan = resolve(NSAConfig(*values), options)
-    name = f"plan_{next(_numbers)}"
-    setattr(plans, name, plan)
-    return name
+    return resolve(NSAConfig(*values), options)
 
 
-_numbers = itertools.count()
+_plans = ObjectCache(_resolve_default)

@@ -27,6 +27,7 @@ from nsa_core.contract import (
     SlotSpec,
     Unavailable,
 )
+from nsa_core.util.global_state import loading
 from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.plugin_output import stdout_to_stderr
 from nsa_core.util.text import describe_error, one_line
@@ -170,7 +171,7 @@ def load(plugin: Plugin) -> list[BackendEntry]:
         ]
     try:
         quiet = contextlib.nullcontext() if plugin.first_party else stdout_to_stderr()
-        with quiet:
+        with quiet, loading(plugin.name):
             results = call_plugin(plugin.name, plugin.value)
         entries = [_entry(plugin, result) for result in results]
     except pluggy.PluginValidationError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.contract import SLOTS, Request, SlotSpec, import_named
+from nsa_core.contract import SLOTS, Request, SlotSpec
 from nsa_core.dispatch.candidates import Candidates, find_candidates
 from nsa_core.dispatch.choosing import (
     Choice,
@@ -26,6 +26,7 @@ from nsa_core.dispatch.describe import describe_causal, describe_request
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
+from nsa_core.torch_ops.call_wrapper import import_function
 from nsa_core.torch_ops.core_kernels import CoreConstants, causal_geometry, constants_of
 from nsa_core.util.text import describe_error, one_line
 
@@ -129,7 +130,7 @@ class Plan:
         if path is None:
             raise Unsupported(f"backend {name!r} does not state the workspace of {subject}")
         try:
-            size = import_named(path)(request)
+            size = import_function(name, path)(request)
         except NSAError:
             raise
         except Exception as error:

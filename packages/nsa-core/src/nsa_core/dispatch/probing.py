@@ -15,6 +15,7 @@ from nsa_core.contract import Rank, Reason, Request
 from nsa_core.dispatch.loading import BackendEntry, is_reason, report_hint
 from nsa_core.torch_ops.call_wrapper import call_function, import_function
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE
+from nsa_core.util.global_state import SETTINGS, is_new, loading
 from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.plugin_output import stdout_to_stderr
 from nsa_core.util.text import describe_error, one_line
@@ -170,6 +171,13 @@ def _probe(entry: BackendEntry, path: str, request: Request) -> tuple[Reason, ..
     return tuple(result)
 
 
+def _state_restored(entry: BackendEntry, path: str) -> contextlib.AbstractContextManager[None]:
+    """Return the context of a call of a backend's function, which may import modules."""
+    if is_new(path):
+        return loading(entry.name)
+    return contextlib.nullcontext() if entry.first_party else loading(entry.name, SETTINGS)
+
+
 def _call_limited(entry: BackendEntry, path: str, *arguments: Any) -> Any:
     """Import the function that ``path`` names, and return its result for ``arguments``.
 
@@ -189,7 +197,8 @@ def _call_limited(entry: BackendEntry, path: str, *arguments: Any) -> Any:
         except BaseException as error:  # noqa: BLE001  raised again in the calling thread
             outcomes.put((None, error))
 
-    with contextlib.nullcontext() if entry.first_party else stdout_to_stderr():
+    quiet = contextlib.nullcontext() if entry.first_party else stdout_to_stderr()
+    with quiet, _state_restored(entry, path):
         try:
             function = import_function(entry.name, path)
         except BaseException as failure:

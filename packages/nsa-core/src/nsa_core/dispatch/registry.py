@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -23,6 +22,7 @@ from nsa_core.dispatch.loading import (
     normalized,
 )
 from nsa_core.errors import InvalidInput
+from nsa_core.util.planning_lock import planning_lock
 from nsa_core.util.text import did_you_mean, one_line
 
 __all__ = [
@@ -187,7 +187,7 @@ def discover(
     return Registry(tuple(entries))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=8)  # programs that change sys.path
 def _installed_names(path: tuple[str, ...]) -> frozenset[str]:
     """Return the names of all entry points that ``path``, a copy of sys.path, leads to."""
     return frozenset(plugin.name for plugin in installed())
@@ -215,13 +215,12 @@ def check_backend_names(names: Iterable[str]) -> None:
 
 
 _default: Registry | None = None
-_lock = threading.Lock()
 
 
 def default_registry() -> Registry:
     """Return the registry from :func:`discover`, built once per process, for all threads."""
     global _default
-    with _lock:
+    with planning_lock:
         if _default is None:
             _default = discover()
         return _default

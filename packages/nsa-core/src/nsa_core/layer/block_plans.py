@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from nsa_core.config import NSAConfig, is_finite
 from nsa_core.contract import LONG_SEQUENCE
-from nsa_core.dispatch.default_plan import constant_result, frozen_backends
+from nsa_core.dispatch.default_plan import CACHED, ObjectCache, constant_result, frozen_backends
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import SlotPlan, resolve_slot
 from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.limits import integer_problems, shown
+
+Result = TypeVar("Result")
 
 # Blocks of more keys are split into blocks of one of these sizes, which all kernels take.
 LARGEST_BLOCK = 256
@@ -168,14 +170,6 @@ def _split_note(sizes: BlockSizes) -> str:
     return f"  {sizes.n_blocks} blocks of {sizes.block_size} keys run as {count} blocks of {size}"
 
 
-class _Plans:
-    """Holds every default plan as an attribute, which torch.compile can read and guard on."""
-
-
-_plans = _Plans()
-_numbers = itertools.count()
-
-
 def default_block_plan(
     sizes: BlockSizes,
     device: torch.device,
@@ -186,7 +180,7 @@ def default_block_plan(
     backends: str | None,
     long: bool,
 ) -> BlockPlan:
-    """Return the plan of calls without an explicit plan, resolved once per process and arguments.
+    """Return the cached plan of calls without an explicit plan.
 
     The plan supports gradients if a backend does, so that a call runs the same kernels with and
     without grad mode.
@@ -194,13 +188,21 @@ def default_block_plan(
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
     """
-    name = _plan_name(tuple(sizes), device, dtype, varlen, partial, wants_grad, backends, long)
-    plan: BlockPlan = getattr(_plans, name)
-    return plan
+    frozen = (tuple(sizes), device, dtype, varlen, partial, wants_grad, backends, long)
+    if torch.compiler.is_compiling():
+        plan: BlockPlan = getattr(_plans, _plan_name(*frozen))
+        return plan
+    return _planned(_plans.get, *frozen)
 
 
 @constant_result  # planning calls plugin code, which torch.compile must not trace
-def _plan_name(
+def _plan_name(*arguments: Any) -> str:
+    """Return the name of the attribute of ``_plans`` that holds the plan."""
+    return _planned(_plans.name_of, *arguments)
+
+
+def _planned(
+    look_up: Callable[..., Result],
     sizes: tuple[Any, ...],
     device: torch.device,
     dtype: torch.dtype,
@@ -209,8 +211,8 @@ def _plan_name(
     wants_grad: bool,
     backends: str | None,
     long: bool,
-) -> str:
-    """Return the name of the attribute of ``_plans`` that holds the plan."""
+) -> Result:
+    """Return ``look_up`` of the plan with a backward, or without one if none is needed."""
     device = torch.device("cpu") if device.type == "meta" else device
     frozen_backends(backends)  # an unknown name is refused before any probe runs
     options = PlanOptions(
@@ -224,20 +226,18 @@ def _plan_name(
         seq_len=LONG_SEQUENCE if long else None,
     )
     try:
-        return _store_plan(sizes, options)
+        return look_up(sizes, options)
     except Unsupported:
         if wants_grad:
             raise
-        return _store_plan(sizes, dataclasses.replace(options, needs_grad=False))
+        return look_up(sizes, dataclasses.replace(options, needs_grad=False))
 
 
-@functools.lru_cache(maxsize=None, typed=True)  # typed, so that 1 and 1.0 are distinct scales
-def _store_plan(sizes: tuple[Any, ...], options: PlanOptions) -> str:
-    """Resolve a plan and set it as an attribute of ``_plans``; return the attribute's name."""
-    plan = resolve_blocks(BlockSizes(*sizes), options)
-    name = f"plan_{next(_numbers)}"
-    setattr(_plans, name, plan)
-    return name
+def _resolve_default(sizes: tuple[Any, ...], options: PlanOptions) -> BlockPlan:
+    return resolve_blocks(BlockSizes(*sizes), options)
+
+
+_plans = ObjectCache(_resolve_default)
 
 
 def default_decode_plan(
@@ -249,7 +249,7 @@ def default_decode_plan(
     return _decode_plan(sizes, device, dtype, backends, deterministic)
 
 
-@functools.lru_cache(maxsize=256, typed=True)
+@functools.lru_cache(maxsize=CACHED)
 def _decode_plan(
     sizes: BlockSizes,
     device: torch.device,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from nsa_core.config import NSAConfig, check_config
-from nsa_core.dispatch.default_plan import check_is_plan, constant_result
+from nsa_core.dispatch.default_plan import ObjectCache, check_is_plan, constant_result
 from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from nsa_core.dispatch.plan import Plan
+
+Result = TypeVar("Result")
 
 # The keywords of nsa_attention that are fields of NSAConfig, in the order of ``numbers``.
 NUMBERS = (
@@ -36,17 +37,6 @@ def any_passed(numbers: Numbers) -> bool:
         if number is not None:
             return True
     return False
-
-
-class _Configs:
-    """Holds every config as an attribute.
-
-    torch.compile traces attribute reads and guards on them; it cannot trace the construction.
-    """
-
-
-_configs = _Configs()
-_counter = itertools.count()
 
 
 def call_config(
@@ -88,10 +78,10 @@ def call_config(
         return plan.config
     values: Numbers = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], *numbers)
     if torch.compiler.is_compiling():
-        values = tuple([as_constant(value) for value in values])
-    name = _config_name(*values)
-    built: NSAConfig = getattr(_configs, name)
-    return built
+        name = _config_name(*[as_constant(value) for value in values])
+        built: NSAConfig = getattr(_configs, name)
+        return built
+    return _cached(_configs.get, values)
 
 
 def as_constant(value: Any) -> Any:
@@ -101,21 +91,18 @@ def as_constant(value: Any) -> Any:
     return value.__float__() if isinstance(value, float) else value
 
 
-@constant_result
+@constant_result  # torch.compile cannot trace the construction
 def _config_name(*values: Any) -> str:
     """Return the name of the attribute of ``_configs`` that holds the config of ``values``."""
+    return _cached(_configs.name_of, values)
+
+
+def _cached(look_up: Callable[..., Result], values: Numbers) -> Result:
     try:
-        return _store_config(*values)
+        return look_up(*values)
     except TypeError:  # a value is not hashable, hence invalid
         build_config(*values)
         raise
-
-
-@functools.lru_cache(maxsize=None, typed=True)  # typed, so that True and 1 are distinct keys
-def _store_config(*values: Any) -> str:
-    name = f"config_{next(_counter)}"
-    setattr(_configs, name, build_config(*values))
-    return name
 
 
 def build_config(heads: int, groups: int, qk_dim: int, v_dim: int, *numbers: Any) -> NSAConfig:
@@ -126,3 +113,6 @@ def build_config(heads: int, groups: int, qk_dim: int, v_dim: int, *numbers: Any
     """
     passed = {name: value for name, value in zip(NUMBERS, numbers) if value is not None}
     return NSAConfig(heads * qk_dim, heads, groups, qk_dim, v_dim, rope=False, **passed)
+
+
+_configs = ObjectCache(lambda *values: build_config(*values), typed=True)

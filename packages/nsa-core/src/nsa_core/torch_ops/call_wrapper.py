@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nsa_core.contract import import_named
+from nsa_core.util.global_state import is_new, loading
 
 # Backend, slot, and "forward", "backward" or "decode". For other functions of a plugin: backend,
 # "module:function", and "import" or "plugin" (a call of its probe, rank or detail).
@@ -45,4 +46,5 @@ def call_function(
 
 def import_function(backend: str, path: str) -> Any:
     """Import the function of ``backend`` that ``path``, "module:function", names."""
-    return call_function((backend, path, "import"), import_named, (path,))
+    with loading(backend) if is_new(path) else contextlib.nullcontext():
+        return call_function((backend, path, "import"), import_named, (path,))

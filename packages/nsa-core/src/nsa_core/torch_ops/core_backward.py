@@ -8,7 +8,6 @@ all inputs need a gradient.
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ from nsa_core.torch_ops.slot_op import (
     slot_call,
 )
 from nsa_core.torch_ops.vmap_rule import TAIL_LENGTH
+from nsa_core.util.planning_lock import planning_lock
 from nsa_core.util.text import describe_error
 
 # The tensors that the backward takes after the gradient of o, in this order.
@@ -106,7 +106,6 @@ class CoreBackward:
 
 _operators: dict[Any, CoreBackward] = {}  # by the overload of the operator
 _of_path: dict[tuple[str, str], CoreBackward] = {}
-_lock = threading.Lock()
 
 
 def operator_of(op: Any) -> CoreBackward:
@@ -120,7 +119,7 @@ def core_backward(backend: str, path: str) -> CoreBackward:
     Raises:
         BackendUnavailable: The function cannot be imported.
     """
-    with _lock:
+    with planning_lock:
         if (backend, path) not in _of_path:
             namespace = f"nsa_{re.sub(r'[^0-9a-zA-Z_]', '_', backend)}"
             number = f"_{len(_of_path) + 1}" if _of_path else ""

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from nsa_core.torch_ops.tensor_checks import (
 )
 from nsa_core.torch_ops.torch_state import backend_state
 from nsa_core.torch_ops.vmap_rule import TAIL_LENGTH, folding_rule
+from nsa_core.util.planning_lock import planning_lock
 from nsa_core.util.text import describe_error
 
 INPUTS = {slot: tuple(axes) for slot, axes in SLOT_AXES.items()}
@@ -440,7 +440,6 @@ def slot_call(tail: Sequence[Any]) -> SlotCall:
 
 _operators: dict[Any, SlotOp] = {}  # by the overload of the forward operator
 _ops: dict[tuple[str, str], list[SlotOp]] = {}
-_ops_lock = threading.Lock()
 
 
 def operator_of(op: Any) -> SlotOp:
@@ -459,7 +458,7 @@ def slot_op(backend: str, slot: str, spec: SlotSpec) -> SlotOp:
     Raises:
         ImportError, AttributeError: A function that ``spec`` names cannot be imported.
     """
-    with _ops_lock:
+    with planning_lock:
         ops = _ops.setdefault((backend, slot), [])
         for op in ops:
             if op.spec == spec:

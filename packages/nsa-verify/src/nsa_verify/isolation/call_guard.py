@@ -20,7 +20,7 @@ from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.text import describe_error, one_line
 from nsa_verify.isolation.activity import describe, running
 from nsa_verify.isolation.captured_output import printed, restore_streams
-from nsa_verify.isolation.global_state import GlobalState
+from nsa_verify.isolation.global_state import KernelState
 from nsa_verify.isolation.own_signals import take_signals
 
 _INTEGERS: dict[int, torch.dtype] = {
@@ -71,7 +71,7 @@ class Guard:
         copies, versions = [t.clone() for t in watched], [_version(t) for t in watched]
         printed()  # text from before this call
         _outside.extend(_restore_process())
-        state = GlobalState()
+        state = KernelState()
         try:
             results = self._run(where, function, arguments, options)
         finally:
