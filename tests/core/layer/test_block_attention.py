@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import re
 import threading
@@ -22,9 +21,10 @@ from nsa_core import (
     plan_block_attention,
     resolve,
 )
+from nsa_core.dispatch.default_plan import ObjectCache
 from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import resolve_slot
-from nsa_core.layer.block_plans import BlockSizes, _store_plan, resolve_blocks
+from nsa_core.layer.block_plans import BlockSizes, resolve_blocks
 from nsa_core.layout import BlockGeometry
 from nsa_verify.judge.slot import judge_slot
 
@@ -266,24 +266,22 @@ def test_plans_are_immutable_values() -> None:
     assert copy.deepcopy(slot) is slot
 
 
-def test_threads_share_no_name_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_no_name_of_a_plan() -> None:
     """Two first calls at once: both name their plans, then both store them, then both read them."""
     barrier = threading.Barrier(2, timeout=60)
 
-    class Plans:
+    class Plans(ObjectCache[int]):
         def __setattr__(self, name: str, plan: object) -> None:
+            if not name.startswith("object_"):
+                return super().__setattr__(name, plan)
             barrier.wait()
             super().__setattr__(name, plan)
             barrier.wait()
 
-    monkeypatch.setattr("nsa_core.layer.block_plans._plans", Plans())
-    x = {name: t.detach() for name, t in problem().items()}
-    calls = [functools.partial(block_attention, **x, block_size=size) for size in (23, 29)]
+    plans = Plans(lambda number: 10 * number)
     with ThreadPoolExecutor(2) as pool:
-        results = [future.result() for future in [pool.submit(call) for call in calls]]
-    _store_plan.cache_clear()  # later calls must not read the plans of this test
-    for size, o in zip((23, 29), results):
-        assert torch.allclose(o.double(), masked(**x, size=size), atol=1e-5)
+        names = list(pool.map(plans.name_of, (23, 29)))
+    assert [getattr(plans, name) for name in names] == [230, 290]
 
 
 @pytest.mark.parametrize(

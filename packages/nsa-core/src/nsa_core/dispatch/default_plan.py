@@ -182,12 +182,14 @@ def _planned(
     dtype: torch.dtype,
     varlen: bool,
     wants_grad: bool,
-    *others: Any,
+    backends: Backends,
+    long: bool,
+    partial: bool,
 ) -> Result:
     """Return ``look_up`` of the plan with a backward, or without one if none is needed."""
     device = torch.device("cpu") if device.type == "meta" else device
     deterministic = torch.are_deterministic_algorithms_enabled()
-    arguments = (values, device, dtype, varlen, deterministic, *others)
+    arguments = (values, device, dtype, varlen, deterministic, backends, long, partial)
     try:
         return look_up(True, *arguments)
     except Unsupported:
