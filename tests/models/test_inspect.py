@@ -216,7 +216,7 @@ def test_unusable_checkpoints_and_texts_are_refused(write_checkpoint, config, tm
         open_subject(tmp_path / "other")
     with pytest.raises(InvalidInput, match="text must contain text, got only white space"):
         inspect_text(" \n")
-    with pytest.raises(InvalidInput, match="max_tokens must be an integer >= 1, got 0"):
+    with pytest.raises(InvalidInput, match="max_tokens must be an integer >= 1 or None, got 0"):
         inspect_text("text", max_tokens=0)
 
 
