@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
-from nsa_core import InvalidInput, NSAError, NSAttention, Unsupported, nsa_attention
+from nsa_core import InvalidInput, NSAttention, nsa_attention
 from nsa_core.contract import SlotSpec
 from nsa_core.torch_ops.autograd import is_unobserved
 from nsa_core.torch_ops.slot_op import slot_op
@@ -179,13 +179,6 @@ def test_undefined_gradient_stays_undefined():
     assert grad is None
 
 
-def test_row_31_double_backward_is_an_error():
-    tensors = inputs(CONFIG, 1, 12, requires_grad=True)
-    (dq,) = torch.autograd.grad(attend(tensors).square().sum(), tensors.q, create_graph=True)
-    with pytest.raises(NSAError, match="differentiable once"):
-        dq.sum().backward()
-
-
 def test_row_31_vmap_and_its_gradient_are_correct():
     tensors, q = inputs(CONFIG, 1, 12), torch.randn(3, 1, 12, 4, 8, dtype=torch.float64)
 
@@ -199,12 +192,6 @@ def test_row_31_vmap_and_its_gradient_are_correct():
     (expected,) = torch.autograd.grad(sum(one(x).sum() for x in leaf), leaf)
     actual = torch.func.vmap(torch.func.grad(lambda x: one(x).sum()))(q)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_row_31_forward_mode_is_an_error():
-    tensors = inputs(CONFIG, 1, 12)
-    with pytest.raises(Unsupported, match="forward-mode"):
-        torch.func.jvp(lambda x: attend(tensors._replace(q=x)), (tensors.q,), (tensors.q,))
 
 
 def test_row_31_dtensor_is_refused():

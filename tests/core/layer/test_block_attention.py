@@ -371,17 +371,6 @@ def test_a_forward_only_backend_serves_calls_without_gradient(
     assert asked == [True, True, False]
 
 
-def test_forward_mode_differentiation_is_refused() -> None:
-    """The operators would drop the tangent."""
-    x = {name: t.detach() for name, t in problem().items()}
-
-    def of_k(k: torch.Tensor) -> Any:
-        return block_attention(**{**x, "k": k}, block_size=SIZE)
-
-    with pytest.raises(Unsupported, match="forward-mode differentiation"):
-        torch.func.jvp(of_k, (x["k"],), (torch.ones_like(x["k"]),))
-
-
 def test_packed_documents_are_refused_under_vmap() -> None:
     x = {name: t.detach()[0] for name, t in problem().items()}
     bounds = torch.tensor([0, 70, 150], dtype=torch.int32)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from nsa_core.torch_ops.torch_state import is_exporting
+from nsa_core.torch_ops import autograd
+from nsa_core.torch_ops.torch_state import is_exporting, is_transformed
 
 DEVICES = ("cuda",)  # types of devices on which matrix units compute the product
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -42,9 +43,9 @@ def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> N
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     a, b = ctx.saved_tensors
     halves, da, db = _both_halves(grad), None, None
-    if ctx.needs_input_grad[0]:
+    if ctx.needs_input_grad[1]:  # after the key set of the dispatcher
         da = halves @ torch.cat((b, b), 1).t()
-    if ctx.needs_input_grad[1]:
+    if ctx.needs_input_grad[2]:
         high, low = torch.ops.nsa_core.fp32_product(a.t(), halves).chunk(2, 1)
         db = (high + low).to(b.dtype)
     return da, db
@@ -55,14 +56,16 @@ _lib.define("fp32_product(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_co
 _lib.impl("fp32_product", _on_matrix_units, "CUDA")
 _lib.impl("fp32_product", _upcast, "CPU")
 torch.library.register_fake("nsa_core::fp32_product", _shape, lib=_lib)
-torch.library.register_autograd("nsa_core::fp32_product", _backward, setup_context=_save, lib=_lib)
+autograd.register(
+    _lib, "fp32_product", torch.ops.nsa_core.fp32_product.default, _upcast, _save, _backward
+)
 
 
 def takes_fp32_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether :func:`fp32_linear` takes the tensors: plain bf16 tensors on a CUDA device.
 
-    Graphs that are exported keep the operators of PyTorch, and so do transforms of torch.func: the
-    operator has no rule for vmap.
+    Graphs that are exported keep the operators of PyTorch, and so do transformed calls: the
+    operator has no rule for vmap and forward mode.
     """
     return (
         x.dtype == weight.dtype == torch.bfloat16
@@ -72,7 +75,7 @@ def takes_fp32_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and torch.version.hip is None  # its torch.mm has no out_dtype
         and hasattr(torch.ops.aten.mm, "dtype")
         and not is_exporting()
-        and not torch._C._are_functorch_transforms_active()
+        and not is_transformed()
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from nsa_core.layer.rope import Table, rotate_pairs, widened
+from nsa_core.layer.rope import Table, rotate_back, rotate_pairs, widened
+from nsa_core.torch_ops.torch_state import is_transformed
 
 
 class RotatedHeads(torch.autograd.Function):
@@ -38,15 +38,21 @@ class RotatedHeads(torch.autograd.Function):
         return q, joint[..., heads:k_start, :], k[0], k[1], v[..., 0, :, :], v_copy[0], v_copy[1]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(
         ctx: Any, dq: torch.Tensor, *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of the product."""
         (heads, groups, dk), dk_raw = ctx.sizes, grads[0]
+        cos, sin = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_transformed():  # autograd refuses out=
+            q, _, ks = rotate_back(torch.cat((dq, *grads[:3]), -2), cos, sin).split(
+                (heads, groups, 2 * groups), -2
+            )
+            joint, v = torch.cat((q, dk_raw, ks), -2), torch.stack(grads[3:], -3)
+            grad = torch.cat((joint.flatten(-2), v.flatten(-3)), -1)
+            return grad, None, None, None, None, None
         grad = dq.new_empty(ctx.shape)
         joint, v = _split(grad, heads, groups, dk)
-        cos, sin = ctx.saved_tensors
         rotate_pairs(torch.cat((dq, *grads[:3]), -2), cos, sin, joint, back=True)
         joint[..., heads : heads + groups, :].copy_(dk_raw)
         torch.stack(grads[3:], -3, out=v)

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import forward_ad
 
 from nsa_core.config import NSAConfig, check_config
 from nsa_core.dispatch.default_plan import check_is_plan
 from nsa_core.dtypes import dtype_name
-from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.errors import InvalidInput
 from nsa_core.layer.input_errors import (
     Sizes,
     argument,
@@ -28,6 +27,7 @@ from nsa_core.layer.short_config import (
     build_config,
     call_config,
 )
+from nsa_core.torch_ops.autograd import refuse_dual
 from nsa_core.torch_ops.tensor_checks import (
     Metadata,
     TensorOrMetadata,
@@ -223,10 +223,8 @@ def _cached_problems(
 
 
 def check_types(inputs: dict[str, torch.Tensor]) -> None:
-    """Check that all inputs are dense tensors, not DTensors or dual tensors.
-
-    The operators would silently drop the tangent of a dual tensor.
-    """
+    """Check that all inputs are dense tensors, not DTensors or dual tensors."""
+    refuse_dual("NSA", inputs.values())
     if torch.compiler.is_compiling():
         _refuse_wrong_types(inputs)
         return
@@ -242,12 +240,6 @@ def check_types(inputs: dict[str, torch.Tensor]) -> None:
         _refuse_wrong_types(odd)
         if kinds := [problem for n, t in odd.items() if (problem := kind_problem(n, t))]:
             raise InvalidInput("; ".join(kinds))
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(t).tangent is not None for t in inputs.values()
-    ):
-        raise Unsupported(
-            "forward-mode differentiation (jvp, jacfwd) of NSA is not supported; use reverse mode"
-        )
 
 
 def _refuse_wrong_types(inputs: Mapping[str, object]) -> None:

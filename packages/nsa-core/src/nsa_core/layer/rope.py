@@ -14,7 +14,12 @@ import torch
 
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope_op import Frequencies, cos_sin
-from nsa_core.torch_ops.torch_state import is_capturing, is_eager, is_exporting
+from nsa_core.torch_ops.torch_state import (
+    is_capturing,
+    is_eager,
+    is_exporting,
+    is_transformed,
+)
 
 # Longer tables are not cached. A table of this length takes 8 MiB at D = 128, and eight are cached.
 # Calls on longer sequences are not limited by the host.
@@ -173,10 +178,17 @@ class _Rotate(torch.autograd.Function):
 def _rotated(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False
 ) -> torch.Tensor:
+    if is_transformed():  # the gradient of a node that was recorded before
+        return _rotate_by_operators(x, RopeTable(cos, -sin if back else sin))
     if x.requires_grad and torch.is_grad_enabled():
         rotated: torch.Tensor = _Rotate.apply(x, cos, sin, back)  # type: ignore[no-untyped-call]
         return rotated
     return rotate_pairs(x, cos, sin, x.new_empty(x.shape), back)
+
+
+def rotate_back(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return x [..., R, heads, D] rotated by the negative angles of a table."""
+    return _rotated(x, cos, sin, back=True)
 
 
 def rotate(
@@ -211,7 +223,7 @@ class _Unbind(torch.autograd.Function):
         if not angles:
             return (grad,)
         cos, sin = angles
-        return _rotated(grad, cos.unsqueeze(-2), sin.unsqueeze(-2), back=True), None, None
+        return rotate_back(grad, cos.unsqueeze(-2), sin.unsqueeze(-2)), None, None
 
 
 def unbind_branches(x: torch.Tensor, table: Table | None) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ from nsa_core.dispatch.default_plan import constant_result
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.parallel.halo import halo_plan
 from nsa_core.parallel.layouts import pieces_per_rank
+from nsa_core.torch_ops.autograd import without_tangents
 from nsa_core.util.text import describe_error
 
 _groups: dict[str, dist.ProcessGroup] = {}
@@ -341,3 +342,7 @@ scatter_sum.register_autograd(_scatter_backward, setup_context=_save_group)
 extend.register_autograd(_extend_backward, setup_context=_save_group)
 extend_back.register_autograd(_extend_back_backward, setup_context=_save_group)
 sum_ranks.register_autograd(_sum_backward, setup_context=_save_group)
+
+gather_rows, scatter_sum, extend, extend_back, sum_ranks = (  # type: ignore[assignment]
+    without_tangents(op) for op in (gather_rows, scatter_sum, extend, extend_back, sum_ranks)
+)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from nsa_core.parallel.collectives import group_of, group_size, named_errors
 from nsa_core.parallel.layouts import chunks_of, pieces_per_rank
+from nsa_core.torch_ops.autograd import without_tangents
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -157,3 +158,7 @@ def _to_rows_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, None, N
 
 to_heads.register_autograd(_to_heads_backward, setup_context=_save_arguments)
 to_rows.register_autograd(_to_rows_backward, setup_context=_save_arguments)
+
+to_heads, to_rows = (  # type: ignore[assignment]
+    without_tangents(op) for op in (to_heads, to_rows)
+)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nsa_core.errors import BackendUnavailable, Unsupported
+from nsa_core.errors import BackendUnavailable
 from nsa_core.torch_ops import autograd
 from nsa_core.torch_ops.call_wrapper import call_function, import_function
 from nsa_core.torch_ops.slot_op import (
@@ -58,8 +58,8 @@ class CoreBackward:
         self._lib.impl(short, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(name, self._fake, lib=self._lib)
         self.op = getattr(getattr(torch.ops, namespace), short).default
-        autograd.register(
-            self._lib, short, self.op, self._run, lambda *_: None, self._refuse_double
+        autograd.register_backward(
+            self._lib, short, self.op, self._run, f"backend {backend!r}, core"
         )
         _operators[self.op] = self
 
@@ -96,12 +96,6 @@ class CoreBackward:
     def _fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
         """Return empty tensors with the shapes and dtypes of the results."""
         return tuple(t.new_empty(t.shape) for t in args[1 : 1 + len(DIFFERENTIABLE)])
-
-    def _refuse_double(self, ctx: Any, *grads: Any) -> Any:
-        """Refuse to differentiate the backward."""
-        raise Unsupported(
-            f"backend {self.backend!r}, core: NSA kernels are differentiable once, not twice"
-        )
 
 
 _operators: dict[Any, CoreBackward] = {}  # by the overload of the operator

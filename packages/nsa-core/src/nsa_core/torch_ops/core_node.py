@@ -26,7 +26,7 @@ import torch.utils.checkpoint
 from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
 from torch.utils.checkpoint import CheckpointPolicy
 
-from nsa_core.torch_ops import core_op
+from nsa_core.torch_ops import autograd, core_op
 from nsa_core.torch_ops.core_kernels import (
     Branches,
     CoreInputs,
@@ -153,7 +153,7 @@ def _may_be_one_node(inputs: CoreInputs) -> bool:
 
 
 def _may_be_one_operator(inputs: CoreInputs) -> bool:
-    """Return whether a call with gradient is one operator: torch.compile without transforms."""
+    """Return whether a call with gradient is one operator: torch.compile without torch.func."""
     if not torch.compiler.is_compiling() or is_exporting():
         return False
     if torch._C._are_functorch_transforms_active() or not torch.is_grad_enabled():
@@ -255,4 +255,10 @@ class _CoreNode(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         needs = ctx.needs_input_grad[len(constants) :]
         options = (ctx.max_seqlen, ctx.nonnegative_gates)
-        return (*constants, *gradients(ctx.kernels, *options, grads, saved, needs))
+        if not torch.is_grad_enabled():
+            return (*constants, *gradients(ctx.kernels, *options, grads, saved, needs))
+        # The backwards of the slots read outputs of the branches, which have no graph here.
+        sources = (*grads, *(saved[name] for name in CoreInputs._fields))
+        with torch.no_grad():
+            results = gradients(ctx.kernels, *options, grads, saved, needs)
+        return (*constants, *autograd.final_gradients("the core", results, sources))

@@ -18,7 +18,6 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from nsa_core.errors import Unsupported
 from nsa_core.torch_ops import autograd
 from nsa_core.torch_ops.core_kernels import (
     Branches,
@@ -230,11 +229,6 @@ def _backward_fake(*args: Any) -> tuple[torch.Tensor, ...]:
     return tuple(x.new_empty(x.shape if needed else 0) for x, needed in zip(inputs, needs))
 
 
-def _refuse_double(ctx: Any, *grads: Any) -> Any:
-    """Refuse to differentiate the backward."""
-    raise Unsupported("the core: NSA kernels are differentiable once, not twice")
-
-
 _lib = torch.library.Library("nsa_core", "FRAGMENT")
 
 
@@ -250,4 +244,4 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any])
 _op = _define(_FORWARD, _forward, _forward_fake)
 _backward_op = _define(_BACKWARD, _backward, _backward_fake)
 autograd.register(_lib, "core", _op, _forward, _setup_context, _autograd, _by_slots)
-autograd.register(_lib, "core_backward", _backward_op, _backward, lambda *_: None, _refuse_double)
+autograd.register_backward(_lib, "core_backward", _backward_op, _backward, "the core")

@@ -15,6 +15,7 @@ import torch
 from nsa_core.contract import DecodeCall
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import NSAError
+from nsa_core.torch_ops.autograd import refuse_tangents
 from nsa_core.torch_ops.call_wrapper import call_function, import_function
 from nsa_core.torch_ops.slot_op import BackendCall
 
@@ -37,8 +38,10 @@ class DecodeKernel:
 
         Raises:
             NSAError: The backend raised or returned a wrong result; the message names it.
+            Unsupported: A tensor carries a tangent of forward-mode differentiation.
         """
         q: torch.Tensor = tensors[0]
+        refuse_tangents(self.slot, tensors)
         starts, lengths, table = call.starts, call.lengths, call.block_table
         if not (starts.is_contiguous() and lengths.is_contiguous() and table.is_contiguous()):
             # Copies at every call: the caller may change the values before the next one.

@@ -270,13 +270,12 @@ class SlotOp:
             direct = autograd.register(
                 self._lib, short, self.op, self.forward, self._setup_context, self._autograd
             )
-            autograd.register(
+            autograd.register_backward(
                 self._lib,
                 f"{short}_backward",
                 self.backward_op,
                 self._backward_impl,
-                lambda *_: None,
-                self._double,
+                f"backend {backend!r}, slot {slot!r}",
             )
         self.direct: Callable[..., Any] = direct
         _operators[self.op] = self
@@ -412,13 +411,6 @@ class SlotOp:
         for index, result in zip(self._grads, results):
             input_grads[index] = result
         return tuple(input_grads)
-
-    def _double(self, ctx: Any, *grads: Any) -> Any:
-        """Refuse to differentiate the backward."""
-        raise Unsupported(
-            f"backend {self.backend!r}, slot {self.slot!r}: NSA kernels are differentiable once,"
-            " not twice"
-        )
 
 
 def slot_call(tail: Sequence[Any]) -> SlotCall:

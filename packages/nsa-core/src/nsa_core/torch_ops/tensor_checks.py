@@ -15,7 +15,7 @@ from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.limits import too_large
-from nsa_core.torch_ops.autograd import is_unobserved
+from nsa_core.torch_ops.autograd import is_unobserved, refuse_dual
 from nsa_core.torch_ops.tensor_kinds import (
     boundaries_hint,
     check_kind,
@@ -323,9 +323,11 @@ def check_layer_input(
 
     Raises:
         InvalidInput: An argument is wrong; the message names every wrong argument.
+        Unsupported: x carries a tangent of forward-mode differentiation.
     """
     if not isinstance(x, torch.Tensor):
         raise InvalidInput(f"x must be a tensor, got {type(x).__name__}")
+    refuse_dual("NSAttention", (x,))
     problems = []
     check_kind("x", x)
     form = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+from torch.autograd import forward_ad
 
 _NO_CHANGE = contextlib.nullcontext()
 
@@ -43,12 +44,20 @@ def backend_state(device: torch.device) -> contextlib.AbstractContextManager[obj
     return stack
 
 
+def is_transformed() -> bool:
+    """Return whether torch.func transforms the call, or tensors may carry tangents.
+
+    The latter are the dual tensors of torch.autograd.forward_ad, on which torch.func.jvp builds.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def is_eager() -> bool:
-    """Return whether operations run eagerly: no torch.compile and no functorch transform is active.
+    """Return whether operations run eagerly: neither compiled nor transformed.
 
     Only then may an autograd node of this project replace the gradients of PyTorch's operations.
     """
-    return not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
+    return not torch.compiler.is_compiling() and not is_transformed()
 
 
 def is_exporting() -> bool:

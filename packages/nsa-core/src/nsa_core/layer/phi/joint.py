@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.phi.chunks import Chunks, PackedBlocks
 from nsa_core.layout import BlockGeometry
+from nsa_core.torch_ops.autograd import final_gradients
 from nsa_core.torch_ops.torch_state import autocast_enabled, no_autocast
 
 
@@ -120,16 +120,28 @@ class JointPhi(torch.autograd.Function):
                 out = torch.baddbmm(_stack(down[1], dtype).unsqueeze(1), inner, outer.mT)
                 out = out.view(count, batch, blocks, heads, len(down[0][0]))
                 saved += [hidden, inner, outer]
-        ctx.save_for_backward(*saved, *weight)
+        outs = out.unbind(0)
+        # The last result has the graph of all inputs, for a second derivative.
+        ctx.save_for_backward(*saved, *weight, outs[-1])
         ctx.stride, ctx.count, ctx.shape, ctx.down = stride, count, x[0].shape, bool(down)
-        return out.unbind(0)
+        return outs
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of all tensors in the order of forward, in their dtypes."""
+        *saved, out = ctx.saved_tensors  # read once: a checkpoint refuses to unpack twice
+        if not torch.is_grad_enabled():
+            return JointPhi._gradients(ctx, saved, grads)
+        with torch.no_grad():
+            results = JointPhi._gradients(ctx, saved, grads)
+        return final_gradients("phi", results, (*grads, out))
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the result of backward, without a graph."""
         count, d_down = ctx.count, []
-        tensors = ctx.saved_tensors  # read once: a checkpoint refuses to unpack twice
         saved, weight = tensors[:-count], tensors[-count:]
         precise, master = stats_dtype(grads[0].dtype), weight[0].dtype
         with no_autocast(grads[0].device):
