@@ -6,6 +6,7 @@ The right value is a finite difference of the function, or of its gradient by to
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
