@@ -324,6 +324,9 @@ def test_decode_steps_refuse_tangents() -> None:
         inner = functools.partial(factor_gradient, f)
         with pytest.raises(Unsupported, match=FORWARD):
             jvp(inner, (point,), (point,))
+    for nesting in ("vmap(jvp)", "jvp(vmap)"):
+        with pytest.raises(Unsupported, match=FORWARD):
+            FIRST[nesting](decode, q, q)
 
 
 def factor_gradient(f: Function, x: torch.Tensor) -> torch.Tensor:
@@ -350,7 +353,14 @@ def test_collectives_refuse_tangents(group: str) -> None:
         (lambda x: head_exchange.to_heads([x], "contiguous", group)[0], x),
         (lambda x: head_exchange.to_rows([x], "contiguous", group)[0], x),
     ):
-        for nesting in ("jvp", "forward_ad", "jvp(grad)", "grad(jvp)", "dual gradient"):
+        for nesting in (
+            "jvp",
+            "forward_ad",
+            "jvp(vmap)",
+            "jvp(grad)",
+            "grad(jvp)",
+            "dual gradient",
+        ):
             with pytest.raises(Unsupported, match=FORWARD):
                 NESTINGS[nesting](f, point, direction(nesting, f, point))
 

@@ -77,13 +77,15 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
 
 def _has_tangent_below(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` carries a tangent at any level of torch.func, or at none."""
-    if _has_tangent(tensor):
-        return True
+    functorch = torch._C._functorch
     if not torch._C._are_functorch_transforms_active():
-        return False
-    level = pyfunctorch.retrieve_current_functorch_interpreter().level()
-    if torch._C._functorch.maybe_get_level(tensor) == level:
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        return _has_tangent(tensor)
+    level = pyfunctorch.retrieve_current_functorch_interpreter()
+    # vmap has no rule for unpack_dual.
+    if level.key() == functorch.TransformType.Jvp and _has_tangent(tensor):
+        return True
+    if functorch.maybe_get_level(tensor) == level.level():
+        tensor = functorch.get_unwrapped(tensor)
     with pyfunctorch.temporarily_pop_interpreter_stack():
         return _has_tangent_below(tensor)
 
