@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_core.limits import as_integer, integer_problems
+from nsa_core.limits import COUNT, as_integer, integer_problems
 from nsa_core.util.text import did_you_mean
 
 NAMED = {"reports": "12/2/64", "paper": "64/4/192/128", "tiny": "4/2/32"}
 PAPER_BLOCKS = (32, 16, 64, 16, 512)  # l, d, l', n, w
-LONGEST = 2**31 - 1  # tokens; positions are 32-bit integers
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
@@ -111,9 +110,9 @@ def parse_length(text: str, least: int = 1) -> int:
     """
     match = re.fullmatch("([0-9]{1,10})([km]?)", text.strip().lower())
     tokens = int(match[1]) * _FACTORS[match[2]] if match else 0
-    if match is None or not least <= tokens <= LONGEST:
+    if match is None or not least <= tokens <= COUNT:
         raise InvalidInput(
-            f"{text!r} is not a number of tokens from {least} to {LONGEST}, such as 512, 64k"
+            f"{text!r} is not a number of tokens from {least} to {COUNT}, such as 512, 64k"
             " (65536) or 1M (1048576)"
         )
     return tokens
