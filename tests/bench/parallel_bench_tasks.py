@@ -7,8 +7,9 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -51,24 +52,29 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Planted:
-    """Run a task while the gradients of the second piece's keys and values are lost.
+    """Run a task with a change of the sources of mode sequence, as in tests/core/parallel.
 
     Attributes:
         task: The task.
+        module: The module that is changed; empty for no change.
+        changes: Old text -> new text.
     """
 
     task: Any
+    module: str = ""
+    changes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __call__(self, worker: Any) -> Any:
-        """Run the task."""
-        from nsa_core.parallel import exchange_rows
+        """Run the task with the operators of a GPU; a tensor that NCCL refuses is an error."""
+        from dense_collectives import dense_collectives
+        from sequence_mutants import mutated
 
-        original = exchange_rows._sum
-        exchange_rows._sum = lambda grads, dtype: original(grads[:1], dtype)
-        try:
+        from nsa_core.layer import fp32_product
+
+        # In bf16, the gradient of a gate's weight is then a transposed view.
+        gpu = mock.patch.object(fp32_product, "DEVICES", ("cpu",))
+        with dense_collectives(), gpu, mutated(self.module, self.changes):
             return self.task(worker)
-        finally:
-            exchange_rows._sum = original
 
 
 def settings(**changes: Any) -> ParallelSettings:

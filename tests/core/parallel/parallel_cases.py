@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib
-import pathlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +23,7 @@ from nsa_core.parallel import (
     Shards,
     whole_parameters,
 )
+from sequence_mutants import mutated
 
 # name -> rows, and documents or None for a batch of two sequences
 FORMS: dict[str, tuple[int, list[int] | None]] = {
@@ -348,40 +346,9 @@ def head_parallel(
     }
 
 
-_MODULES = (
-    "halo",
-    "exchange_rows",
-    "gathered_keys",
-    "compressed_rows",
-    "row_angles",
-    "sequence",
-    "context",
-)
-
-
-def _load(changes: dict[str, str], module_name: str) -> None:
-    """Execute the modules of the sequence mode again, one of them changed."""
-    for name in _MODULES:
-        module = importlib.import_module(f"nsa_core.parallel.{name}")
-        source = pathlib.Path(str(module.__file__)).read_text(encoding="utf-8")
-        for old, new in changes.items() if name == module_name else ():
-            assert source.count(old) == 1, (name, old, source.count(old))
-            source = source.replace(old, new)
-        exec(compile(source, str(module.__file__), "exec"), module.__dict__)
-
-
-@contextlib.contextmanager
-def _mutated(module_name: str, changes: dict[str, str]) -> Iterator[None]:
-    try:
-        _load(changes, module_name)
-        yield
-    finally:
-        _load({}, module_name)
-
-
 def mutant(
     rank: int, world: int, *, module: str, changes: dict[str, str], form: str, layout: str
 ) -> dict[str, Any]:
     """Return the errors of :func:`equality` with a planted fault."""
-    with _mutated(module, changes):
+    with mutated(module, changes):
         return equality(rank, world, form=form, layout=layout, mode="sequence")

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dense_collectives import dense_collectives
+
 MODULES = ("parallel_cases", "collective_cases", "block_cases", "agreement_cases")
 Outcome = Any  # the result of a case on a rank, or the text of its exception after "raised "
 
@@ -57,7 +59,8 @@ def _rank(
     for name, arguments in cases:
         try:
             module = next(module for module in loaded if hasattr(module, name))
-            results.append(getattr(module, name)(rank, world, **arguments))
+            with dense_collectives():
+                results.append(getattr(module, name)(rank, world, **arguments))
         except Exception as error:  # noqa: BLE001  (the parent process reports it)
             traceback.print_exc()
             results.append(f"raised {type(error).__name__}: {error}")

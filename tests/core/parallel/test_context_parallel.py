@@ -12,6 +12,7 @@ from expected_errors import CALLS, DISAGREEMENTS, FAULTS, REFUSALS
 from nsa_verify.judge.tensor import LIMITS, judge
 from parallel_cases import FORMS
 from rank_processes import run_on_ranks
+from sequence_mutants import MUTANTS
 
 LAYOUTS, MODES = ("contiguous", "head_tail"), ("sequence", "heads")
 LIMIT = 1e-13  # relative, in float64
@@ -354,43 +355,6 @@ def test_compiled_layers_compute_the_layer_of_one() -> None:
     compiled = Processes(2, COMPILED)
     for case in COMPILED:
         assert_equal_to_one_process(compiled.outcomes(case), "sequence")
-
-
-MUTANTS: dict[str, tuple[str, dict[str, str]]] = {
-    "halo of w - 2 rows": ("sequence", {"config.window_size - 1": "config.window_size - 2"}),
-    "ownership by the first token": (
-        "compressed_rows",
-        {"(tokens - size)": "(tokens - 1)", " * stride + size - 1": " * stride"},
-    ),
-    "capacity rounded down": (
-        "compressed_rows",
-        {"-(-ranks.chunk // geometry.compress_stride)": "ranks.chunk // geometry.compress_stride"},
-    ),
-    "the second piece's dk and dv are missing": (
-        "exchange_rows",
-        {"    for grad in grads[1:]:\n": "    for grad in grads[1:1]:\n"},
-    ),
-    "mean for sum": (
-        "exchange_rows",
-        {"ranks.group, ranks.world).to(": "ranks.group, ranks.world).div(ranks.world).to("},
-    ),
-    "halo rows are not sent back": (
-        "exchange_rows",
-        {"        win = torch.stack([": "        win = 0 * torch.stack(["},
-    ),
-    "rotary by the row of the rank": (
-        "row_angles",
-        {"(cu_seqlens, end - first, first)": "(cu_seqlens, end - first)"},
-    ),
-    "select of the second piece reads from row 0": (
-        "sequence",
-        {
-            "plan.select(q, k, lse, **packing.of_slots, first_query=first)": (
-                "plan.select(q, k, lse, **packing.of_slots, first_query=0)"
-            )
-        },
-    ),
-}
 
 
 @pytest.mark.slow

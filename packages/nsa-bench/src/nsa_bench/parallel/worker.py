@@ -28,7 +28,7 @@ from nsa_bench.parallel.call import (
     measure_call,
     training_call,
 )
-from nsa_bench.parallel.equality import judge_division
+from nsa_bench.parallel.equality import Referee
 from nsa_bench.parallel.settings import ParallelSettings
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import FAILED
@@ -79,6 +79,7 @@ class Worker:
             self.device = torch.device("cuda", setup.rank)
             torch.cuda.set_device(self.device)
         self._setup = setup
+        self._referees: dict[tuple[Shape, torch.dtype], Referee] = {}
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh:
@@ -99,6 +100,13 @@ class Worker:
     def place(self, ranks: int) -> Place:
         """Return where this rank runs; the others take part if ``ranks`` is above 1."""
         return Place(self.rank, 1 if ranks == 1 else self.settings.ranks, self.device)
+
+    def referee(self, shape: Shape, dtype: torch.dtype) -> Referee:
+        """Return the referee of divisions of a shape in a dtype."""
+        if (shape, dtype) not in self._referees:
+            referee = Referee(self.settings, shape, dtype, self.device)
+            self._referees[shape, dtype] = referee
+        return self._referees[shape, dtype]
 
     def free(self) -> None:
         """Release the memory of the last task."""
@@ -124,15 +132,8 @@ class Judge:
 
     def __call__(self, worker: Worker) -> Gate:
         """Run the task."""
-        place = worker.place(self.division.ranks)
-        return judge_division(
-            worker.settings,
-            self.shape,
-            getattr(torch, self.dtype),
-            self.division,
-            place,
-            worker.mesh,
-        )
+        referee = worker.referee(self.shape, getattr(torch, self.dtype))
+        return referee.judge(self.division, worker.place(self.division.ranks), worker.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
