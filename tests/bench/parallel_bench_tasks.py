@@ -67,9 +67,8 @@ class Planted:
     def __call__(self, worker: Any) -> Any:
         """Run the task with the operators of a GPU; a tensor that NCCL refuses is an error."""
         from dense_collectives import dense_collectives
-        from sequence_mutants import mutated
-
         from nsa_core.layer import fp32_product
+        from sequence_mutants import mutated
 
         # In bf16, the gradient of a gate's weight is then a transposed view.
         gpu = mock.patch.object(fp32_product, "DEVICES", ("cpu",))

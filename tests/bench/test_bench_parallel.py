@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -296,6 +298,48 @@ def test_the_command_refuses_options_that_do_not_fit(
     assert message in capsys.readouterr().err
 
 
+def test_a_run_that_timed_nothing_has_failed() -> None:
+    good = dataclasses.replace(example(), gates=[])
+    assert not good.failed
+    untimed = [dataclasses.replace(row, performance=None, reason="late") for row in good.rows]
+    assert dataclasses.replace(good, rows=untimed).failed
+    assert dataclasses.replace(good, rows=[]).failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["bench", "--context-parallel", "2", "--length", "1Q"],
+            "lengths must be a list such as",
+        ),
+        (
+            ["bench", "--context-parallel", "3", "--shape", "tiny", "--length", "128"],
+            "runs on 3 processes, but torchrun started 2",
+        ),
+        (["train", "--no-such-option"], "has no option --no-such-option"),
+        (["train", "--tensor-parallel", "3"], "--tensor-parallel must divide"),
+    ],
+)
+def test_processes_print_an_error_once_and_have_the_same_exit_code(
+    tmp_path, arguments: list[str], message: str
+) -> None:
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    more = ["--out", str(tmp_path / "run")] if arguments[0] == "train" else []
+    done = subprocess.run(
+        [sys.executable, *launched, "-m", "nsa_cli", *arguments, *more, "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    lines = done.stderr.splitlines()
+    assert [message in line for line in lines if line.startswith("nsa: ")] == [True], done.stderr
+    codes = [line.split()[2] for line in lines if line.lstrip().startswith("exitcode")]
+    assert codes == ["2", "2"], done.stderr
+
+
 def test_report_prints_a_result(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
     file.write_text(example().to_json())
@@ -315,6 +359,10 @@ def test_report_prints_a_result(tmp_path, capsys: pytest.CaptureFixture[str]) ->
     [
         ({"modes": ("ring",)}, "modes must be one or more of sequence, heads, got 'ring'"),
         ({"layouts": ()}, "layouts must be one or more of contiguous, head_tail, got ''"),
+        (
+            {"modes": ("heads",), "shapes": [parse_shape("6/3/16")]},
+            "2 ranks do not divide the 3 of 6/3/16: use mode sequence",
+        ),
         ({"projected": (4, 1)}, "projected must be numbers of GPUs >= 2, got 1"),
     ],
 )

@@ -34,7 +34,7 @@ MAY_CATCH_ALL |= {
 # tokenizers raises plain Exception
 MAY_CATCH_ALL |= {"packages/nsa-models/src/nsa_models/lm/tokens.py"}
 # a platform convention for the cache directory, not a setting of ours
-PLATFORM = {"XDG_CACHE_HOME"}
+PLATFORM = {"XDG_CACHE_HOME", "TORCHELASTIC_RUN_ID"}
 
 
 @functools.cache  # `repo` keeps the trees

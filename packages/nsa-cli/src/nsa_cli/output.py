@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 
+from nsa_cli import torchrun
 from nsa_cli.wrapping import wrap
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.util.atomic_files import NotWritten, check_folder_writable, write_atomic
@@ -321,16 +322,21 @@ def environment() -> dict[str, Any]:
 
 
 def end(code: int, message: str) -> NoReturn:
-    """Flush standard output, print ``message`` on standard error, and exit with ``code``."""
+    """Flush standard output, print ``message`` on standard error, and exit with ``code``.
+
+    Of several processes of torchrun that end with the same message, one prints it.
+    """
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except (OSError, ValueError):
         _discard(sys.stdout)
-    try:
-        print(fitted(f"nsa: {message}"), file=sys.stderr, flush=True)
-    except OSError:  # standard error is closed too
-        _discard(sys.stderr)
+    with torchrun.ending(message) as prints:
+        try:
+            if prints:
+                print(fitted(f"nsa: {message}"), file=sys.stderr, flush=True)
+        except OSError:  # standard error is closed too
+            _discard(sys.stderr)
     raise SystemExit(code)
 
 

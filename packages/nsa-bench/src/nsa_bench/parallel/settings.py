@@ -41,7 +41,8 @@ class ParallelSettings:
         time_limit_s: Seconds after which the run ends.
 
     Raises:
-        InvalidInput: A mode, a layout or a number of GPUs is invalid.
+        InvalidInput: A mode, a layout or a number of GPUs is invalid, or no mode can divide a
+            shape.
     """
 
     ranks: int
@@ -68,6 +69,12 @@ class ParallelSettings:
             if not values or not {*values} <= {*known}:
                 raise InvalidInput(
                     f"{name} must be one or more of {', '.join(known)}, got {', '.join(values)!r}"
+                )
+        for shape in self.shapes:
+            if {*self.modes} == {"heads"} and shape.n_kv_heads % self.ranks:
+                raise InvalidInput(
+                    f"modes 'heads' divides the key/value heads, but {self.ranks} ranks do not"
+                    f" divide the {shape.n_kv_heads} of {shape.name}: use mode sequence"
                 )
         if wrong := [ranks for ranks in self.projected if ranks < 2]:
             raise InvalidInput(f"projected must be numbers of GPUs >= 2, got {wrong[0]}")
