@@ -312,7 +312,7 @@ def test_a_run_that_timed_nothing_has_failed() -> None:
     [
         (
             ["bench", "--context-parallel", "2", "--length", "1Q"],
-            "lengths must be a list such as",
+            "'1Q'",
         ),
         (
             ["bench", "--context-parallel", "3", "--shape", "tiny", "--length", "128"],
