@@ -298,14 +298,6 @@ def test_the_command_refuses_options_that_do_not_fit(
     assert message in capsys.readouterr().err
 
 
-def test_a_run_that_timed_nothing_has_failed() -> None:
-    good = dataclasses.replace(example(), gates=[])
-    assert not good.failed
-    untimed = [dataclasses.replace(row, performance=None, reason="late") for row in good.rows]
-    assert dataclasses.replace(good, rows=untimed).failed
-    assert dataclasses.replace(good, rows=[]).failed
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
