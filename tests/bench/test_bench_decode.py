@@ -174,7 +174,8 @@ def test_a_decode_result_is_tabulated_saved_and_compared(result, tmp_path):
     by_subject = {row[2]: dict(zip(columns, row)) for row in rows}
     assert by_subject["wrong"]["ms"] == "-"
     assert float(by_subject["sdpa"]["select ms"]) > 0
-    assert 0 <= int(by_subject["sdpa"]["select %"]) <= 100
+    share = by_subject["sdpa"]["select %"]  # "-" if the times of a loaded machine do not add up
+    assert share == "-" or 0 <= int(share) <= 100
     assert by_subject["dense SDPA"]["x dense"] == "1.00"
     assert by_subject["sdpa, layer step"]["% of floor"] == "-"
     file = tmp_path / "r.json"

@@ -114,7 +114,7 @@ def use_provider(monkeypatch: pytest.MonkeyPatch):
         ("2.8.3", {}, None),
         ("2.6.3", {}, None),
         ("2.8.3", {"page_size": 4096}, None),
-        ("2.8.3", {"n_heads": 8192}, None),
+        ("2.8.3", {"n_heads": 4096}, None),
         ("2.8.3", {"page_size": 128}, "page_size"),
         ("2.8.3", {"head_dim": 192, "v_head_dim": 128}, "head_dim_decode"),
         ("2.8.3", {"head_dim": 65, "v_head_dim": 65}, "head_dim_decode"),

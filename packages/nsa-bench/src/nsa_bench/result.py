@@ -30,7 +30,7 @@ _LARGEST_SUM = 1.25
 
 T = typing.TypeVar("T")
 _COUNTS = ("batch", "length", "eager_length", "failed_length")
-LARGEST = 2**63 - 1  # of the other integers, such as flops
+LARGEST = 10**30  # of the other integers, such as flops: above any count of a legal shape
 Series = tuple[str, str, str, str, int]  # shape, dtype, inputs, phase, batch
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_core.limits import COUNT, as_integer, integer_problems
+from nsa_core.limits import COUNT, as_integer, integer_problems, shown
 from nsa_core.util.text import did_you_mean
 
 NAMED = {"reports": "12/2/64", "paper": "64/4/192/128", "tiny": "4/2/32"}
@@ -112,7 +112,7 @@ def parse_length(text: str, least: int = 1) -> int:
     tokens = int(match[1]) * _FACTORS[match[2]] if match else 0
     if match is None or not least <= tokens <= COUNT:
         raise InvalidInput(
-            f"{text!r} is not a number of tokens from {least} to {COUNT}, such as 512, 64k"
+            f"{shown(text)} is not a number of tokens from {least} to {COUNT}, such as 512, 64k"
             " (65536) or 1M (1048576)"
         )
     return tokens
