@@ -102,9 +102,7 @@ def test_probe_accepts_what_flash_attention_supports(slot: str, name: str, use_p
             "65536 documents",
             id="row44-documents",
         ),
-        pytest.param(
-            {"slot": "cmp", "n_heads": 4096}, "too_many_heads", "65536", id="row44-heads"
-        ),
+        pytest.param({"slot": "cmp", "n_heads": 4096}, "too_many_heads", "65536", id="row44-heads"),
     ],
 )
 def test_probe_refuses_with_a_reason(change: dict, code: str, words: str, use_provider) -> None:
