@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,29 +10,45 @@ import pytest
 import torch
 
 import toy_blocks
+from nsa_core.contract import DTYPES
 from nsa_core.layer import block_attention as core
-from nsa_verify.checks import block_attention
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
+from nsa_verify.generated.case import GeneratedCase
+from nsa_verify.generated.checks import judge_generated
+from nsa_verify.generated.design import covering_design, missing_tuples
+from nsa_verify.generated.functions import (
+    FUNCTIONS,
+    NEEDS,
+    allowed,
+    function_cases,
+    function_levels,
+)
+from nsa_verify.generated.jobs import job_of
+from nsa_verify.generated.parse import parse_case
+from nsa_verify.generated.shrink import ShrinkBudget
 from nsa_verify.run import suite
 
 KERNELS = sorted(name for name in vars(toy_blocks) if name.startswith(("forward_", "backward_")))
 
 
+def cases(preset: str, dtype: str = "float32") -> list[GeneratedCase]:
+    return function_cases(preset, [dtype], seed=3, names=["block_attention"])
+
+
 def findings(
-    combination: Combination, preset: str = "quick", dtype: torch.dtype = torch.float32
+    combination: Combination, preset: str = "interpreter", dtype: str = "float32"
 ) -> list[Finding]:
-    jobs = block_attention.jobs_for(preset, [dtype], 3, suite.Job)
-    return [finding for job in jobs for finding in job.run(combination)]
+    return [f for case in cases(preset, dtype) for f in judge_generated(combination, case)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize(
     "preset", ["interpreter", *(pytest.param(p, marks=pytest.mark.slow) for p in ("quick", "full"))]
 )
-def test_correct_kernels_pass(preset: str, dtype: torch.dtype) -> None:
+def test_correct_kernels_pass(preset: str, dtype: str) -> None:
     results = findings(toy_blocks.subject(), preset, dtype)
-    assert len(results) == 5 * len(block_attention.CALLS[preset])
+    assert {f.case for f in results} == {case.text() for case in cases(preset, dtype)}
     assert all(finding.ok for finding in results), [f for f in results if not f.ok]
 
 
@@ -44,11 +61,14 @@ def test_correct_kernels_pass(preset: str, dtype: torch.dtype) -> None:
 )
 def test_a_faulty_kernel_fails(kernel: str) -> None:
     direction = kernel.partition("_")[0]
-    results = findings(toy_blocks.subject(**{direction: kernel}))
-    failed = {finding.quantity for finding in results if finding.ok is False}
+    combination = toy_blocks.subject(**{direction: kernel})
+    for case in cases("quick"):
+        failed = {f.quantity for f in judge_generated(combination, case) if f.ok is False}
+        if failed:
+            break
     assert failed, kernel
     if direction == "backward":
-        assert failed <= {"dq", "dk", "dv"}
+        assert {quantity.partition(" ")[0] for quantity in failed} <= {"dq", "dk", "dv"}
 
 
 def _unsplit(blocks: torch.Tensor, parts: int) -> torch.Tensor:
@@ -71,35 +91,36 @@ def test_a_faulty_split_fails(
     faulty_split: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core, "split_blocks", faulty_split)
-    assert False in [finding.ok for finding in findings(toy_blocks.subject())]
+    results = (judge_generated(toy_blocks.subject(), case) for case in cases("quick"))
+    assert any(finding.ok is False for case in results for finding in case)
 
 
 def test_a_backend_without_partial_is_judged_on_whole_sequences_alone() -> None:
-    results = findings(toy_blocks.subject(partial=False))
-    refused = [finding for finding in results if finding.ok is None]
-    inside = [call for call in block_attention.CALLS["quick"] if call.rows]
-    assert [finding.case for finding in refused] == [call.name for call in inside]
-    assert all(finding.ok for finding in results if finding.ok is not None)
+    inside = {case for case in cases("interpreter") if case.first_query is not None}
+    assert inside
+    todo = [job_of(x, suite.Job, ShrinkBudget(0), if_declared=True) for x in cases("interpreter")]
+    results = [f for job in todo for f in job.run(toy_blocks.subject(partial=False))]
+    whole = {case.text() for case in cases("interpreter") if case not in inside}
+    assert {finding.case for finding in results} == whole
+    assert all(finding.ok for finding in results)
 
 
-@pytest.mark.parametrize(
-    "preset", ["interpreter", *(pytest.param(p, marks=pytest.mark.slow) for p in ("quick", "full"))]
-)
+def test_design_has_every_allowed_pair_and_every_group_size() -> None:
+    for name in FUNCTIONS:
+        levels, limit = function_levels(name, "quick", DTYPES), functools.partial(allowed, "quick")
+        needs = [parameter for parameter in NEEDS if parameter in levels]
+        rows = covering_design(levels, allowed=limit, needs=needs)
+        assert missing_tuples(levels, rows, 2, limit, needs) == []
+        drawn = function_cases("quick", DTYPES, names=[name])
+        assert len(drawn) == len(rows) <= 60
+        assert {case.h for case in drawn} == {*range(1, 21), 64}
+        for case in drawn:
+            assert parse_case(case.text()) == case
+
+
+@pytest.mark.parametrize("preset", ["interpreter", "quick"])
 def test_the_jobs_of_a_preset_have_the_check(preset: str) -> None:
-    jobs = suite.jobs(preset, [torch.float32], text=None, phase="prefill", cases_per_slot=0)
-    names = [job.case.name for job in jobs if job.name == block_attention.CHECK]
-    assert names == [call.name for call in block_attention.CALLS[preset]]
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    "preset", ["interpreter", "quick", pytest.param("full", marks=pytest.mark.slow)]
-)
-def test_twelve_queries_of_each_head_see_a_key(preset: str, seed: int) -> None:
-    for call in block_attention.CALLS[preset]:
-        first, last = call.rows or (0, sum(call.lengths))
-        batch = (call.batch,) if call.batch else ()
-        blocks = call.blocks((*batch, last - first), seed + 1).long()
-        tokens = torch.cat([torch.arange(length) for length in call.lengths])[first:last]
-        sees = ((blocks >= 0) & (blocks * call.size <= tokens[:, None, None])).any(-1)
-        assert sees.sum(-2).min() >= 12, call.name
+    jobs = suite.jobs(preset, [torch.float32], text=None, phase="prefill")
+    for name in FUNCTIONS:
+        count = sum(job.name == f"generated {name}" for job in jobs)
+        assert count == len(function_cases(preset, ["float32"], names=[name])) > 5

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import toy_blocks
-from nsa_core.contract import SlotSpec
+from nsa_core.contract import DecodeCall, SlotSpec
+from nsa_core.errors import InvalidInput
 from nsa_core.layer import block_step as core
-from nsa_verify.checks import block_decode
+from nsa_verify.checks.generated_steps import draw_block_steps, judge_step
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
+from nsa_verify.generated.block_step import CHECK
+from nsa_verify.generated.parse import parse_case
+from nsa_verify.generated.step import STARTS
 from nsa_verify.run import suite
 
 FORMS = sorted(name for name in vars(toy_blocks) if name.startswith("decode_"))
@@ -18,45 +24,75 @@ FORMS.remove("decode_forms")
 
 
 def findings(
-    combination: Combination, preset: str = "quick", dtype: torch.dtype = torch.float32
+    combination: Combination, preset: str = "interpreter", dtype: str = "float32"
 ) -> list[Finding]:
-    jobs = block_decode.jobs_for(preset, [dtype], 3, suite.Job)
-    return [finding for job in jobs for finding in job.run(combination)]
+    steps = draw_block_steps(preset, 3, (dtype,))
+    return [finding for step in steps for finding in judge_step(combination, step)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("preset", ["quick", "full"])
-def test_correct_forms_pass(preset: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("preset", ["quick", pytest.param("full", marks=pytest.mark.slow)])
+def test_correct_forms_pass(preset: str, dtype: str) -> None:
     results = findings(toy_blocks.subject(), preset, dtype)
-    assert {finding.case for finding in results} == {
-        step.case(0).name for step in block_decode.STEPS[preset]
-    }
+    assert {f.case for f in results} == {s.text() for s in draw_block_steps(preset, 3, (dtype,))}
     assert all(finding.ok for finding in results), [f for f in results if not f.ok]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_faulty_form_fails(form: str) -> None:
-    assert False in [finding.ok for finding in findings(toy_blocks.subject(decode=form))]
+    assert False in [f.ok for f in findings(toy_blocks.subject(decode=form), "quick")]
 
 
 def test_a_faulty_split_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         core, "split_blocks", lambda blocks, parts: blocks.long().repeat_interleave(parts, -1)
     )
-    assert False in [finding.ok for finding in findings(toy_blocks.subject())]
+    assert False in [finding.ok for finding in findings(toy_blocks.subject(), "quick")]
 
 
 def test_a_backend_without_the_form_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toy_blocks, "SlotSpec", lambda *paths, **fields: SlotSpec(*paths[:2]))
     results = findings(toy_blocks.subject())
-    assert [finding.ok for finding in results] == [None] * len(block_decode.STEPS["quick"])
+    assert results
+    assert {finding.ok for finding in results} == {None}
     assert "has no decode form of sel" in results[0].detail
 
 
-@pytest.mark.parametrize(
-    "preset", ["interpreter", *(pytest.param(p, marks=pytest.mark.slow) for p in ("quick", "full"))]
-)
+def test_steps_have_sequences_that_are_shorter_than_the_step() -> None:
+    steps = draw_block_steps("quick")
+    assert {step.h for step in steps} == {*range(1, 21), 64}
+    for starts in STARTS:
+        drawn = [step for step in steps if step.starts == starts and step.rows > 1]
+        assert any(0 < length < step.rows for step in drawn for length in step.lengths)
+    for step in steps:
+        assert parse_case(step.text()) == step
+
+
+def test_lengths_that_are_read_as_dense_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(geometry: Any, scale: float, starts: Any, lengths: Any, *rest: Any) -> DecodeCall:
+        dense = lengths.as_strided(lengths.shape, (1,))
+        return DecodeCall(geometry, scale, starts, dense, *rest)
+
+    monkeypatch.setattr(core, "DecodeCall", faulty)
+    failed = {f.case for f in findings(toy_blocks.subject()) if f.ok is False}
+    assert failed
+    assert all("metadata=strided" in case for case in failed)
+
+
+@pytest.mark.parametrize("preset", ["interpreter", "quick"])
 def test_the_jobs_of_a_preset_have_the_check(preset: str) -> None:
     jobs = suite.jobs(preset, [torch.float32], text=None, phase="decode")
-    names = [job.case.name for job in jobs if job.name == block_decode.CHECK]
-    assert names == [step.case(0).name for step in block_decode.STEPS[preset]]
+    count = sum(job.name == CHECK for job in jobs)
+    assert count == len(draw_block_steps(preset, 0, ("float32",))) > 5
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("phase=decode,starts=default", "starts=default and index=int32 need form=block_attention"),
+        ("phase=decode,form=block_attention,lengths=5,rows=3,new=2,starts=default", "needs new=3"),
+    ],
+)
+def test_invalid_steps_are_refused(line: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        parse_case(line)

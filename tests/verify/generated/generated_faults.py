@@ -156,6 +156,34 @@ def _sum_over_expanded(results: list[torch.Tensor], inputs: dict[str, torch.Tens
             results[1] = results[1].sum(axis, keepdim=True).expand_as(results[1]).contiguous()
 
 
+def _with_five_heads(results: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
+    """Results of groups of five query heads are wrong."""
+    if inputs["q"].shape[-2] == 5 * inputs["k"].shape[-2]:
+        wrong = results[0] - 1 if results[0].dtype == torch.int32 else results[0] * 1.05
+        results[0] = wrong.clamp(min=-1) if results[0].dtype == torch.int32 else wrong
+
+
+def _with_10_to_16_heads(results: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
+    """Gradients of keys are wrong for these group sizes."""
+    if 10 <= inputs["q"].shape[-2] // inputs["k"].shape[-2] <= 16:
+        results[1] = results[1] * 0.9
+
+
+def _only_low_blocks(results: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
+    results[0] = torch.where(results[0] < 128, results[0], -1)
+
+
+def _run_takes_a_token(tensors: dict[str, torch.Tensor], call: SlotCall) -> SlotCall:
+    """The first of several empty documents takes the last token of the document before them."""
+    if call.cu_seqlens is None:
+        return call
+    bounds = call.cu_seqlens.tolist()
+    for i in range(1, len(bounds) - 2):
+        if bounds[i - 1] < bounds[i] == bounds[i + 1] == bounds[i + 2]:
+            bounds[i] -= 1
+    return dataclasses.replace(call, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+
+
 def _finite_nan(results: list[torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
     results[0] = results[0].nan_to_num()
 
@@ -212,6 +240,19 @@ FAULTS = (
     *(
         Fault(f"{slot} sums gradients of expanded keys", slot, grads=_sum_over_expanded)
         for slot in BRANCHES
+    ),
+    *(
+        Fault(f"{slot} is wrong with five query heads a group", slot, outputs=_with_five_heads)
+        for slot in (*BRANCHES, "select")
+    ),
+    *(
+        Fault(f"{slot} has a wrong dk in groups of 10 to 16", slot, grads=_with_10_to_16_heads)
+        for slot in BRANCHES
+    ),
+    Fault("select drops blocks from the 128th on", "select", outputs=_only_low_blocks),
+    *(
+        Fault(f"{slot} gives a token to a run of empty documents", slot, _run_takes_a_token)
+        for slot in ("sel", "win")
     ),
     *(Fault(f"{slot} replaces NaN", slot, outputs=_finite_nan) for slot in BRANCHES),
     *(Fault(f"{slot} spreads NaN", slot, outputs=_spread_nan) for slot in BRANCHES),

@@ -19,7 +19,7 @@ from nsa_verify.generated.data import problem_of
 from nsa_verify.generated.design import covering_design, missing_tuples
 from nsa_verify.generated.jobs import job_of, jobs_for
 from nsa_verify.generated.parse import parse_case
-from nsa_verify.generated.partial import SLOTS, partial_cases, partial_levels
+from nsa_verify.generated.partial import NEEDS, SLOTS, allowed, partial_cases, partial_levels
 from nsa_verify.generated.shrink import ShrinkBudget, shrink
 from nsa_verify.run import suite
 from semantic.model import FUNCTIONS, healthy_combination, healthy_spec
@@ -63,8 +63,10 @@ def test_quick_cuts_everywhere(slot: str) -> None:
 @pytest.mark.parametrize("slot", SLOTS)
 def test_design_of_quick_has_every_pair_and_few_rows(slot: str) -> None:
     levels = partial_levels(slot, "quick", DTYPES)
-    assert missing_tuples(levels, covering_design(levels)) == []
-    assert len(QUICK[slot]) == len(covering_design(levels)) <= 50
+    needs = [name for name in NEEDS if name in levels]
+    rows = covering_design(levels, allowed=allowed, needs=needs)
+    assert missing_tuples(levels, rows, 2, allowed, needs) == []
+    assert len(QUICK[slot]) == len(rows) <= 60
 
 
 def test_lines_come_back_as_the_same_cases() -> None:
@@ -82,7 +84,8 @@ def test_lines_come_back_as_the_same_cases() -> None:
         ("slot=win,tokens=5,first_query=2,queries=4", "the queries 2 .. 6 must lie in the 5 rows"),
         ("slot=win,documents=2+3,first_query=5,queries=1", "must lie in the 5 rows of keys"),
         ("slot=win,tokens=5,first_query=-1", "first_query must be an integer from 0"),
-        ("slot=combine,tokens=5,first_query=1", "combine reads no keys"),
+        ("slot=combine,tokens=5,first_query=1", "combine takes whole sequences"),
+        ("slot=core,tokens=5,first_query=1", "core takes whole sequences"),
     ],
 )
 def test_invalid_cuts_are_refused(line: str, message: str) -> None:
@@ -90,20 +93,22 @@ def test_invalid_cuts_are_refused(line: str, message: str) -> None:
         parse_case(line)
 
 
-def test_tensors_are_those_rows_of_the_whole_problem() -> None:
-    line = "slot=sel,dk=3,dv=2,block=4,n=2,documents=3+0+9,seed=4"
-    whole, part = problem_of(parse_case(line)), problem_of(parse_case(line + ",first_query=5"))
-    assert (whole.first_query, part.first_query) == (None, 5)
-    for name in ("q", "blocks"):
-        assert torch.equal(part.inputs[name], whole.inputs[name][5:])
-    assert torch.equal(part.inputs["k"], whole.inputs["k"])
+def test_tensors_have_the_rows_of_the_queries_and_all_keys() -> None:
+    case = parse_case("slot=sel,dk=3,dv=2,block=4,n=3,documents=3+0+9,seed=4,first_query=5")
+    part = problem_of(case)
+    assert part.first_query == 5
     assert part.do is not None
-    assert whole.do is not None
-    assert torch.equal(part.do, whole.do[5:])
-    lse = problem_of(parse_case("slot=select,tokens=9,batch=2,first_query=2,queries=3")).inputs[
-        "lse"
-    ]
-    assert lse.shape == (2, 1, 3)
+    assert (len(part.inputs["q"]), len(part.do), len(part.inputs["k"])) == (7, 7, 12)
+    # Token 2 of the second document, and its last one: blocks 0, and 0 to 2.
+    assert set(part.inputs["blocks"][0].flatten().tolist()) == {0, -1}
+    assert set(part.inputs["blocks"].flatten().tolist()) == {-1, 0, 1, 2}
+    case = parse_case("slot=select,l=4,d=2,tokens=9,batch=2,first_query=2,queries=3")
+    inputs = problem_of(case).inputs
+    assert inputs["lse"].shape == (2, 1, 3)
+    # Token 2 sees no compressed token, token 3 the first, and token 4 no other.
+    assert torch.equal(inputs["lse"].isinf(), torch.tensor([[[True, False, False]]] * 2))
+    score = (inputs["q"][0, 1, 0] @ inputs["k_cmp"][0, 0, 0]) / 4
+    torch.testing.assert_close(inputs["lse"][0, 0, 1], score)
 
 
 @pytest.mark.parametrize("slot", SLOTS)
@@ -130,6 +135,8 @@ def test_padded_calls_pass_the_full_design(slot: str, seed: int) -> None:
         assert {position % 16 for _, _, position in spans} == set(range(16))
     for case in cases:
         case.check()
+        if case.axis > 3000:
+            continue  # padding computes every row
         failed = [f for f in judge_generated(healthy_combination(), case) if f.ok is not True]
         assert failed == []
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from generated_faults import FAULTS, Fault
+from harness import Mutant, faulty_module
 from nsa_core.contract import DTYPES, SLOTS
+from nsa_verify.checks.generated_steps import draw_block_steps, judge_step
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.generated.checks import judge_generated
+from nsa_verify.generated.functions import function_cases
 from nsa_verify.generated.levels import generated_cases
+from nsa_verify.generated.partial import partial_cases
+from nsa_verify.generated.step import GeneratedStep
 
 
 def first_failure(combination: Combination, slot: str) -> Finding | None:
     """Return the first failed finding of the generated quick cases of ``slot``."""
-    for case in generated_cases("quick", DTYPES, slots=[slot]):
+    partial = partial_cases("quick", DTYPES, slots=[slot]) if slot != "combine" else []
+    for case in (*generated_cases("quick", DTYPES, slots=[slot]), *partial):
         for finding in judge_generated(combination, case):
             if finding.ok is False:
                 return finding
@@ -41,3 +49,54 @@ def test_planted_fault_is_found(fault: Fault) -> None:
     finding = first_failure(fault.combination(), fault.slot)
     assert finding is not None, f"{fault.name}: no generated case of quick fails"
     assert finding.quantity != "run", finding.detail
+
+
+CORE = "nsa_core.torch_ops.core_kernels"
+FUNCTION_FAULTS = (
+    Mutant(
+        "recompute takes the values of win for sel",
+        CORE,
+        "inputs = CoreInputs(*[saved[name] for name in CoreInputs._fields])",
+        "inputs = CoreInputs(*[saved[n] for n in CoreInputs._fields])\n"
+        "        inputs = inputs._replace(v_sel=saved['v_win'])",
+    ),
+    Mutant(
+        "the cmp part of dq is lost without a gradient of k_cmp and v_cmp",
+        CORE,
+        "if needs[0] or needs[k] or needs[k + 1]:",
+        "if (needs[0] and k > 1) or needs[k] or needs[k + 1]:",
+    ),
+    Mutant(
+        "a branch has no gradients without one of q",
+        CORE,
+        "if needs[0] or needs[k] or needs[k + 1]:",
+        "if needs[0]:",
+    ),
+    Mutant(
+        "dv of a branch is lost without a gradient of its k",
+        CORE,
+        "if needs[0] or needs[k] or needs[k + 1]:",
+        "if needs[0] or needs[k]:",
+    ),
+    Mutant(
+        "the default starts of short sequences are below 0",
+        "nsa_core.layer.block_step",
+        "(lengths - q.shape[1]).clamp_(min=0)",
+        "lengths - q.shape[1]",
+    ),
+)
+
+
+@pytest.mark.parametrize("fault", FUNCTION_FAULTS, ids=lambda fault: fault.name)
+def test_planted_fault_of_a_function_is_found(fault: Mutant) -> None:
+    combination = Combination(dict.fromkeys(SLOTS, "sdpa"))
+    cases: list[Any] = [*function_cases("quick", ["float32"]), *draw_block_steps("quick")]
+    cases = [c for c in cases if isinstance(c, GeneratedStep) == (fault.module != CORE)]
+    with faulty_module(fault):
+        for case in cases:
+            judge: Any = judge_step if isinstance(case, GeneratedStep) else judge_generated
+            failed = [f for f in judge(combination, case) if f.ok is False]
+            if failed:
+                break
+    assert failed, f"{fault.name}: no generated case of quick fails"
+    assert not any(f.quantity.startswith("o") for f in failed) or fault.module != CORE

@@ -64,7 +64,7 @@ def killing_finding(mutant: Mutant, scratch: Path) -> Finding | None:
     """Return the finding that kills ``mutant``, or None if it survives."""
     if mutant.module.startswith(BACKEND):
         return first_failure(_faulty_copy(mutant, scratch), mutant.phase)
-    with _faulty_module(mutant):
+    with faulty_module(mutant):
         return first_failure(Combination(dict.fromkeys(SLOTS, "sdpa")), mutant.phase)
 
 
@@ -96,7 +96,7 @@ def _faulty_copy(mutant: Mutant, scratch: Path) -> Combination:
 
 
 @contextlib.contextmanager
-def _faulty_module(mutant: Mutant) -> Iterator[None]:
+def faulty_module(mutant: Mutant) -> Iterator[None]:
     """Replace the objects of a module by their faulty versions inside the block.
 
     This rebinds names in all nsa modules, and the bases of their classes.

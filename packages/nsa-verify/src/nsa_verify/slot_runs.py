@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -76,18 +76,26 @@ def run_slot(
 
 
 def run_kernel(
-    kernel: Kernel,
+    kernel: Any,
     inputs: Mapping[str, torch.Tensor],
     do: torch.Tensor | None,
     data: Documents,
     first_query: int | None = None,
+    frozen: Sequence[str] = (),
 ) -> SlotRun:
     """Call ``kernel`` on ``inputs`` and, if ``do`` is given, its backward.
 
-    ``first_query`` is the position of row 0 of q, if q holds only some rows.
+    Args:
+        kernel: The kernel of a slot, or a callable with the attribute ``slot``.
+        inputs: Its tensors.
+        do: Gradient of o; None: only the forward runs.
+        data: Document bounds.
+        first_query: Position of row 0 of q, if q holds only some rows.
+        frozen: Inputs that need no gradient.
     """
     leaves = {n: t.detach() for n, t in inputs.items()}
-    differentiated = [n for n in leaves if do is not None and n not in ("blocks", "lse")]
+    without = ("blocks", "lse", *frozen)
+    differentiated = [n for n in leaves if do is not None and n not in without]
     for name in differentiated:
         leaves[name].requires_grad_()
     result = kernel(

@@ -7,10 +7,11 @@ checks of the slots cover; so all checks but the gradients' are for fused backwa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from nsa_core.config import NSAConfig
 from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
 from nsa_core.layer.attention import nsa_attention
@@ -20,52 +21,77 @@ from nsa_verify.checks.invariants import HUGE, between_nans, poisoned_memory
 from nsa_verify.combination import Combination, spec_of
 from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.core import judge_core
-from nsa_verify.slot_runs import masked_do
+from nsa_verify.slot_runs import Documents, masked_do
 
 _NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 _SMALL_GATE = 1e-6  # its logarithm, which a fused backward may use, is large
 
 
-class _Run:
+class CoreRun:
     """One call of nsa_attention, whose backward may run several times.
 
+    Args:
+        plan: The plan of the call.
+        config: The layer configuration.
+        data: Document bounds.
+        tensors: The tensors of the core by name.
+        blocks: Blocks that replace the selection.
+        recompute: The argument of nsa_attention.
+        nonnegative: Its argument ``nonnegative_gates``.
+        frozen: Names of tensors that need no gradient.
+
     Attributes:
-        inputs: The tensors of the core by name, and the blocks that were selected or given.
+        inputs: The tensors by name, and the blocks that were selected or given.
         o: The output.
+        lse: The log-sum-exps of cmp, sel and win.
     """
 
     def __init__(
         self,
         plan: Plan,
-        case: Case,
-        data: CaseData,
+        config: NSAConfig,
+        data: Documents,
         tensors: Mapping[str, torch.Tensor],
         blocks: torch.Tensor | None = None,
+        *,
+        recompute: bool = False,
+        nonnegative: bool = True,
+        frozen: Sequence[str] = (),
     ) -> None:
-        leaves = {name: tensors[name].detach().requires_grad_() for name in _NAMES}
-        o, used = nsa_attention(
+        leaves = {n: tensors[n].detach().requires_grad_(n not in frozen) for n in _NAMES}
+        self.o: torch.Tensor
+        self.lse: tuple[torch.Tensor, ...]
+        self.o, self.lse, used = nsa_attention(
             leaves["q"],
             (None, leaves["k_sel"], leaves["k_win"]),
             (None, leaves["v_sel"], leaves["v_win"]),
             leaves["gates"],
-            config=case.config,
+            config=config,
             plan=plan,
             k_cmp=leaves["k_cmp"],
             v_cmp=leaves["v_cmp"],
             cu_seqlens=data.cu_seqlens,
             max_seqlen=None if data.cu_seqlens is None else data.max_seqlen,
             blocks=blocks,
-            nonnegative_gates=True,
+            recompute=recompute,
+            nonnegative_gates=nonnegative,
+            return_lse=True,
             return_blocks=True,
         )
-        self._leaves = leaves
-        self.o: torch.Tensor = o
+        self._leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         self.inputs = {name: leaf.detach() for name, leaf in leaves.items()} | {"blocks": used}
 
     def gradients(self, do: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Run the backward, and return dq, dk_cmp, and so on."""
-        grads = torch.autograd.grad(self.o, list(self._leaves.values()), do, retain_graph=True)
-        return {f"d{name}": grad for name, grad in zip(self._leaves, grads)}
+        """Run the backward, and return dq, dk_cmp, and so on, but not those of frozen tensors.
+
+        A gradient that is missing is NaN, which no verdict accepts.
+        """
+        leaves, options = self._leaves, {"retain_graph": True, "allow_unused": True}
+        grads = torch.autograd.grad(self.o, list(leaves.values()), do, **options)
+        return {
+            f"d{name}": torch.full_like(leaf, torch.nan) if grad is None else grad
+            for (name, leaf), grad in zip(leaves.items(), grads)
+        }
 
 
 def _tensors(data: CaseData) -> dict[str, torch.Tensor]:
@@ -81,7 +107,7 @@ def _tensors(data: CaseData) -> dict[str, torch.Tensor]:
 
 
 def _judged(
-    check: str, run: _Run, do: torch.Tensor, case: Case, dtype: torch.dtype, data: CaseData
+    check: str, run: CoreRun, do: torch.Tensor, case: Case, dtype: torch.dtype, data: CaseData
 ) -> Iterator[Finding]:
     """Judge the gradients of ``run``, computed while new memory holds NaN."""
     with poisoned_memory():
@@ -107,7 +133,7 @@ def core_gradients(combination: Combination, case: Case, dtype: torch.dtype) -> 
     """
     data = case.data(dtype, combination.device)
     plan = combination.plan(case.config, dtype, varlen=case.packed)
-    run = _Run(plan, case, data, _tensors(data))
+    run = CoreRun(plan, case.config, data, _tensors(data))
     yield from _judged("core gradients", run, masked_do(case, data.do), case, dtype, data)
 
 
@@ -119,7 +145,7 @@ def nan_storage(combination: Combination, case: Case, dtype: torch.dtype) -> Ite
         return
     data = case.data(dtype, combination.device)
     tensors = {name: between_nans(tensor) for name, tensor in _tensors(data).items()}
-    run = _Run(plan, case, data, tensors)
+    run = CoreRun(plan, case.config, data, tensors)
     yield from _judged("core nan storage", run, between_nans(data.do), case, dtype, data)
 
 
@@ -133,14 +159,14 @@ def finite_poison(combination: Combination, case: Case, dtype: torch.dtype) -> I
     if case.packed or case.tokens < 2 or case.rows is not None or "backward" not in plan.fused:
         return
     data = case.data(dtype, combination.device)
-    clean = _Run(plan, case, data, _tensors(data))
+    clean = CoreRun(plan, case.config, data, _tensors(data))
     t, huge, poisoned = case.tokens // 2, HUGE.get(dtype, 1e30), _tensors(data)
     visible = case.config.geometry.num_compressed(t + 1)
     for name in _NAMES[1:-1]:
         poisoned[name] = poisoned[name].clone()
         tail = poisoned[name][:, visible if name.endswith("_cmp") else t + 1 :]
         tail.copy_(torch.where(tail >= 0, huge, -huge))
-    other = _Run(plan, case, data, poisoned, clean.inputs["blocks"])
+    other = CoreRun(plan, case.config, data, poisoned, clean.inputs["blocks"])
     expected, actual = (run.gradients(data.do) for run in (clean, other))
     for name in ("dq", "dgates"):
         rows = (gradients[name][:, : t + 1] for gradients in (actual, expected))
@@ -154,7 +180,7 @@ def inputs_untouched(combination: Combination, case: Case, dtype: torch.dtype) -
     if "backward" not in plan.fused:
         return
     data = case.data(dtype, combination.device)
-    run = _Run(plan, case, data, _tensors(data))
+    run = CoreRun(plan, case.config, data, _tensors(data))
     tensors = {**run.inputs, "do": data.do.clone()}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     run.gradients(tensors["do"])
@@ -188,7 +214,7 @@ def run_to_run(combination: Combination, case: Case, dtype: torch.dtype) -> Iter
                 detail=f"{backend} does not declare {not_declared[0]} deterministic",
             )
             continue
-        run = _Run(plan, case, data, _tensors(data))
+        run = CoreRun(plan, case.config, data, _tensors(data))
         first, *others = [run.gradients(masked_do(case, data.do)) for _ in range(3)]
         for other, name in itertools.product(others, first):
             values = other[name], first[name]

@@ -38,6 +38,8 @@ class Step:
         page_size: Tokens per page of the sel cache; None uses one page per sequence.
         spare_ring: Rows of the ring of win beyond the required ones; None is 3 with pages, else 0.
         wide_gates: Whether gates are from -2 to 3 instead of from 0 to 1.
+        strided: Whether starts and lengths have gaps between their entries, and the block table is
+            transposed.
     """
 
     case: Case
@@ -47,6 +49,7 @@ class Step:
     page_size: int | None = None
     spare_ring: int | None = None
     wide_gates: bool = False
+    strided: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,16 +131,19 @@ def step_data(
             else:
                 store[table[b, token // rows].long(), token % rows] = x[b, :owned]
         stores[name] = store.to(device)
-    call = DecodeCall(
-        geometry,
-        config.softmax_scale,
-        starts.to(device),
-        lengths.to(device),
-        table.to(device),
-        max_len=longest,
-    )
+    starts, lengths, table = (x.to(device) for x in (starts, lengths, table))
+    if step.strided:
+        starts, lengths = column_of_table(starts), column_of_table(lengths)
+        table = table.T.contiguous().T
+    call = DecodeCall(geometry, config.softmax_scale, starts, lengths, table, max_len=longest)
     q, gates = (dense[name][sequences, positions].to(device) for name in ("q", "gates"))
     return StepData(q, gates, dense, stores, call)
+
+
+def column_of_table(metadata: torch.Tensor) -> torch.Tensor:
+    """Return integers as a column of a table: between two of the last axis is another number."""
+    table = torch.stack([metadata, metadata.flip(-1) // 2 + 1], -1)
+    return table[..., 0]
 
 
 Results = dict[str, tuple[torch.Tensor, ...]]  # slot -> (o, lse), or (blocks,) of select

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
@@ -12,12 +13,25 @@ from nsa_verify.cases import Case
 from nsa_verify.generated.line import Line, below
 
 LAYOUTS = ("plain", "transposed", "gaps", "offset", "expanded", "strided")
-BLOCKS = ("sorted", "sorted64", "messy", "messy64", "none")
+BLOCKS = ("sorted", "sorted64", "messy", "messy64", "messy16", "messy8", "none", "selected")
 SCORES = ("normal", "tiny", "zero", "large")
 VALUES = ("normal", "small", "outlier", "steep")
 GATES = ("sigmoid", "negative", "above1", "zero")
 POISONS = ("none", "nan_q", "nan_k", "nan_v", "inf_v", "nan_do")
-PARTIAL_CHECK = "partial queries"  # the check of cases with first_query
+METADATA = ("dense", "strided")
+RECOMPUTE = ("off", "on")
+PARTIAL_CHECK = "partial queries"  # the check of cases of a slot with first_query
+# The inputs that have a gradient, of each slot and of the functions that consist of slots.
+_OF_QKV = ("q", "k", "v")
+GRADIENTS: Mapping[str, tuple[str, ...]] = {
+    "cmp": ("q", "k_cmp", "v_cmp"),
+    "select": (),
+    "sel": _OF_QKV,
+    "win": _OF_QKV,
+    "combine": ("gates", "o_cmp", "o_sel", "o_win"),
+    "core": ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates"),
+    "block_attention": _OF_QKV,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +39,8 @@ class GeneratedCase(Line):
     """One call of one slot, forward and backward.
 
     Attributes:
-        slot: The slot.
+        slot: The slot; "core" for nsa_attention, which runs all slots, and "block_attention" for
+            the function of this name, which runs sel.
         tokens: Tokens of each sequence of a dense case.
         batch: Sequences of a dense case.
         documents: Lengths of the packed documents; empty in a dense case.
@@ -35,16 +50,20 @@ class GeneratedCase(Line):
             query are extra keys, which no query sees.
         layout: Memory layout of the inputs, one of LAYOUTS.
         do_layout: Memory layout of the gradient of o.
-        blocks: Kind of the blocks that sel receives, one of BLOCKS.
+        blocks: Kind of the blocks that sel receives, one of BLOCKS; "selected", in core only: those
+            that select returns.
+        metadata: "strided": cu_seqlens is a column of a table, and so is each list of blocks.
         scores: Size of the scores, one of SCORES.
         values: Kind of the values, one of VALUES.
         gates: Kind of the gates, one of GATES.
         poison: The NaN or Inf that a second run receives, one of POISONS.
+        frozen: Inputs that need no gradient in a second run.
+        recompute: The argument of core in that run, "on" or "off".
     """
 
     FIRST: ClassVar[str] = "slot"
     CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "slot": SLOTS,
+        "slot": tuple(GRADIENTS),
         "layout": LAYOUTS,
         "do_layout": LAYOUTS,
         "blocks": BLOCKS,
@@ -52,9 +71,14 @@ class GeneratedCase(Line):
         "values": VALUES,
         "gates": GATES,
         "poison": POISONS,
+        "metadata": METADATA,
+        "recompute": RECOMPUTE,
     }
     FROM_ZERO: ClassVar[tuple[str, ...]] = ("tokens", "batch", "first_query", "queries")
     LISTS: ClassVar[tuple[str, ...]] = ("documents",)
+    NAMES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "frozen": tuple(dict.fromkeys(itertools.chain(*GRADIENTS.values())))
+    }
 
     slot: str
     tokens: int = 8
@@ -69,6 +93,14 @@ class GeneratedCase(Line):
     values: str = "normal"
     gates: str = "sigmoid"
     poison: str = "none"
+    metadata: str = "dense"
+    frozen: tuple[str, ...] = ()
+    recompute: str = "off"
+
+    @property
+    def kernel(self) -> str:
+        """The slot whose inputs and results those of the call are; core has no such slot."""
+        return "sel" if self.slot == "block_attention" else self.slot
 
     @property
     def packed(self) -> bool:
@@ -83,7 +115,8 @@ class GeneratedCase(Line):
     @property
     def check_name(self) -> str:
         """Name of the check that runs the case."""
-        return f"generated {self.slot}" if self.first_query is None else PARTIAL_CHECK
+        whole = self.first_query is None or self.slot not in SLOTS
+        return f"generated {self.slot}" if whole else PARTIAL_CHECK
 
     @property
     def axis(self) -> int:
@@ -124,16 +157,38 @@ class GeneratedCase(Line):
             raise InvalidInput(
                 f"case: queries={self.queries} needs first_query, such as first_query=0"
             )
-        if self.first_query is not None and self.slot == "combine":
+        if self.first_query is not None and self.slot in ("combine", "core"):
             raise InvalidInput(
-                "case: combine reads no keys; leave first_query out, or choose another slot"
+                f"case: {self.slot} takes whole sequences; leave first_query out, or choose another"
+                " slot"
             )
+        self._check_choices()
         first, end = self.query_rows
         if not 0 <= first <= end <= self.axis:
             raise InvalidInput(
                 f"case: the queries {first} .. {end} must lie in the {self.axis} rows of keys;"
                 " change first_query and queries, or tokens and documents"
             )
+
+    def _check_choices(self) -> None:
+        """Raise InvalidInput if a field has a value that the slot does not take."""
+        wrong = []
+        names = GRADIENTS[self.slot]
+        if set(self.frozen) - set(names) or (names and not set(names) - set(self.frozen)):
+            wrong.append(
+                f"frozen must name some but not all of {', '.join(names) or 'no inputs'}, got"
+                f" {'+'.join(self.frozen)}"
+            )
+        for field, value, slot in (
+            ("recompute", "on", "core"),
+            ("blocks", "selected", "core"),
+            ("blocks", "messy8", "block_attention"),
+            ("blocks", "messy16", "block_attention"),
+        ):
+            if getattr(self, field) == value and self.slot != slot:
+                wrong.append(f"{field}={value} needs slot={slot}, got slot={self.slot}")
+        if wrong:
+            raise InvalidInput("case: " + "; ".join(wrong))
 
     def as_case(self) -> Case:
         """Return a case with the name, the configuration and the lengths of this one."""
@@ -155,6 +210,8 @@ class GeneratedCase(Line):
                     yield dataclasses.replace(self, documents=(*before, *after))
                 for smaller in below(document, 0):
                     yield dataclasses.replace(self, documents=(*before, smaller, *after))
+        for name in self.frozen if len(self.frozen) > 1 else ():
+            yield dataclasses.replace(self, frozen=tuple(x for x in self.frozen if x != name))
         fixed = ("documents", "tokens", "n", "w", "first_query", "queries")
         without = (*fixed, *(("batch",) if self.packed else ()))
         yield from self.with_defaults(("batch", "groups", "h"), without)

@@ -10,25 +10,33 @@ from typing import Any
 
 import torch
 
+from nsa_core.contract import SLOTS
+from nsa_core.dispatch.options import PlanOptions
 from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
+from nsa_core.layer.block_attention import block_attention
+from nsa_core.layer.block_plans import BlockPlan, BlockSizes, resolve_blocks
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel
 from nsa_verify import oracle
 from nsa_verify.cases import Case
 from nsa_verify.combination import Combination, spec_of
-from nsa_verify.findings import Finding, judged, same_bits
-from nsa_verify.generated.bias import MIN_ROWS, without_bias
+from nsa_verify.findings import Finding, same_bits
 from nsa_verify.generated.case import GeneratedCase
+from nsa_verify.generated.core import core_findings
 from nsa_verify.generated.data import Problem, problem_of
-from nsa_verify.judge.selection import MAX_REGRET, judge_selection
-from nsa_verify.judge.slot import judge_slot
+from nsa_verify.generated.verdicts import (
+    documents_of,
+    judge_blocks,
+    judge_run,
+    judge_second_run,
+)
 from nsa_verify.judge.truth_cache import cached, caching
 from nsa_verify.slot_runs import SlotRun, run_kernel
 
 
 def judge_if_declared(combination: Combination, generated: GeneratedCase) -> list[Finding]:
     """Judge a generated case with first_query; nothing where no backend declares such queries."""
-    if not combination.declares_partial(generated.slot):
+    if not combination.declares_partial(generated.kernel):
         return []
     return judge_generated(combination, generated)
 
@@ -36,9 +44,9 @@ def judge_if_declared(combination: Combination, generated: GeneratedCase) -> lis
 def judge_generated(combination: Combination, generated: GeneratedCase) -> list[Finding]:
     """Judge one generated case.
 
-    The findings cover outputs, LSE and all gradients, a second run of a whole call if the backend
-    declares equal bits, and the NaN or Inf of the case. A refused case gives one finding with ok
-    None; a kernel that raises gives a failed one.
+    The findings cover outputs, LSE and all gradients, a second run, and the NaN or Inf of the case.
+    In the second run the frozen inputs of the case need no gradient. A refused case gives one
+    finding with ok None; a kernel that raises gives a failed one.
 
     Raises:
         InvalidInput: The case is wrong for every backend.
@@ -51,13 +59,12 @@ def judge_generated(combination: Combination, generated: GeneratedCase) -> list[
         return [Finding(check, slot, name, generated.dtype, quantity, ok, detail=detail)]
 
     try:
-        kernel, grad, deterministic = _kernel(combination, generated)
+        findings = (_core if slot == "core" else _slot)(combination, generated)
     except Unsupported as refusal:
         return finding("plan", None, _reasons(refusal))
     try:
-        problem = problem_of(generated, combination.device)
-        with caching():  # the second run, with NaN, needs the truths of the first
-            return list(_findings(check, generated, problem, kernel, grad, deterministic))
+        with caching():  # the other runs need the truths of the first
+            return list(findings)
     except InvalidInput:
         raise
     except NSAError as fault:  # a kernel raised, or returned an invalid result
@@ -67,6 +74,64 @@ def judge_generated(combination: Combination, generated: GeneratedCase) -> list[
 def _reasons(refusal: Unsupported) -> str:
     """Return the reasons of a refusal in a line."""
     return " ".join(str(refusal).split())
+
+
+def _core(combination: Combination, generated: GeneratedCase) -> Iterator[Finding]:
+    """Plan a case of core, and return its findings."""
+    dtype = getattr(torch, generated.dtype)
+    plan = combination.plan(generated.config, dtype, varlen=generated.packed)
+    specs = [spec_of(combination, plan, slot).slots[slot] for slot in SLOTS]
+    deterministic = all(spec.deterministic for spec in specs)
+    problem = problem_of(generated, combination.device)
+    return core_findings(generated, problem, plan, deterministic)
+
+
+def _slot(combination: Combination, generated: GeneratedCase) -> Iterator[Finding]:
+    """Plan a case of a slot or of block_attention, and return its findings."""
+    plan = _block_attention if generated.slot == "block_attention" else _kernel
+    kernel, grad, deterministic = plan(combination, generated)
+    problem = problem_of(generated, combination.device)
+    return _findings(generated.check_name, generated, problem, kernel, grad, deterministic)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockAttention:
+    """block_attention with a plan, called as the kernel of sel."""
+
+    plan: BlockPlan
+    slot: str = "sel"
+
+    def __call__(self, *tensors: torch.Tensor, max_seqlen: int, **options: Any) -> Any:
+        """Return o and lse."""
+        sizes = self.plan.sizes
+        if options["cu_seqlens"] is not None:
+            options["max_seqlen"] = max_seqlen
+        options |= {"block_size": sizes.block_size, "scale": sizes.scale, "plan": self.plan}
+        return block_attention(*tensors, return_lse=True, **options)
+
+
+def _block_attention(
+    combination: Combination, generated: GeneratedCase
+) -> tuple[_BlockAttention, bool, bool]:
+    """Return what :func:`_kernel` does, for block_attention; its bits are not compared."""
+    heads = generated.h * generated.groups
+    sizes = BlockSizes(
+        *(heads, generated.groups, generated.dk, generated.dv),
+        *(generated.block, generated.n, generated.scale),
+    )
+    first, end = generated.query_rows
+    options = PlanOptions(
+        device=combination.device,
+        dtype=getattr(torch, generated.dtype),
+        backends=combination.backends.get("sel"),
+        needs_grad=True,
+        varlen=generated.packed,
+        partial=generated.first_query is not None,
+        batch=generated.batch,
+        seq_len=end - first,
+    )
+    plan = resolve_blocks(sizes, options, registry=combination.registry)
+    return _BlockAttention(plan), True, False
 
 
 def _kernel(combination: Combination, generated: GeneratedCase) -> tuple[Kernel, bool, bool]:
@@ -100,7 +165,7 @@ def _findings(
     check: str,
     generated: GeneratedCase,
     problem: Problem,
-    kernel: Kernel,
+    kernel: Kernel | _BlockAttention,
     grad: bool,
     deterministic: bool,
 ) -> Iterator[Finding]:
@@ -112,94 +177,21 @@ def _findings(
         for name, output in run.outputs.items():
             yield same_bits(check, slot, case, dtype, name, output, torch.zeros_like(output))
         return
-    yield from _judge(check, generated, case, run, problem)
-    if deterministic and generated.first_query is None:
-        again = run_kernel(kernel, problem.inputs, do, problem, problem.first_query)
-        for name, output in run.outputs.items():
-            yield same_bits(
-                check, slot, case, dtype, f"{name} of a second run", again.outputs[name], output
-            )
+    yield from judge_run(check, generated, case, run, problem)
+    equal = deterministic and generated.first_query is None
+    frozen = generated.frozen if grad else ()
+    if equal or frozen:
+        again = run_kernel(kernel, problem.inputs, do, problem, problem.first_query, frozen)
+        yield from judge_second_run(check, generated, case, run, again, problem, equal=equal)
     if generated.poison != "none" and slot != "combine":  # combine has it in its inputs
         yield from _judge_poisoned(check, generated, case, kernel, run, problem)
-
-
-def _judge(
-    check: str, generated: GeneratedCase, case: Case, run: SlotRun, problem: Problem
-) -> Iterator[Finding]:
-    """Judge every output of ``run``."""
-    slot, dtype = generated.slot, getattr(torch, generated.dtype)
-    sizes = (generated.config.geometry, generated.config.softmax_scale)
-    if slot == "select":
-        yield _judge_blocks(check, generated, run, problem)
-        return
-    verdicts = judge_slot(
-        slot, run.inputs, run.outputs, *sizes, do=run.do, **_documents_of(problem)
-    )
-    for finding in judged(check, slot, case, dtype, verdicts):
-        # A row that sees one key has the probability 1, and no gradient of q or k.
-        few = _rows_that_see(2 if finding.quantity in ("dq", "dk") else 1, generated) < MIN_ROWS
-        equal_roundings = finding.quantity.startswith("dv") and _scores_equal(generated)
-        yield without_bias(finding) if few or equal_roundings else finding
-
-
-def _scores_equal(generated: GeneratedCase) -> bool:
-    """Return whether all scores of a row are equal.
-
-    So are the roundings of its probabilities: a window of 5 gives 1/5 to each key, which fp16
-    rounds down by nearly half a unit. dv of a correct kernel is too small by that part.
-    """
-    return generated.scale == 0 or generated.scores == "zero"
-
-
-def _rows_that_see(keys: int, generated: GeneratedCase) -> int:
-    """Return the rows of a head that see ``keys`` keys: of all documents, or of one sequence."""
-    hidden = keys - 1
-    if generated.slot == "cmp":
-        hidden = generated.l - 1 + (keys - 1) * generated.d
-    spans = generated.query_spans if generated.packed else generated.query_spans[:1]
-    return sum(max(0, end - begin - max(0, hidden - position)) for begin, end, position in spans)
-
-
-def _documents_of(problem: Problem) -> dict[str, Any]:
-    """Return the arguments of the oracle and the judges that place the rows of ``problem``."""
-    return {"cu_seqlens": problem.cu_seqlens, "first_query": problem.first_query}
-
-
-def _judge_blocks(check: str, generated: GeneratedCase, run: SlotRun, problem: Problem) -> Finding:
-    """Judge the blocks of select.
-
-    The limit of 0.1 % on exchanged sets is for thousands of sets with random scores. In a case with
-    fewer, one set with a regret within its limit passes. If all logits are 0, the scores of many
-    blocks are equal but for rounding, and every set with such a regret passes.
-    """
-    inputs: dict[str, Any] = dict(run.inputs)
-    verdict = judge_selection(
-        **inputs,
-        blocks=run.outputs["blocks"],
-        geometry=generated.config.geometry,
-        scale=generated.config.softmax_scale,
-        **_documents_of(problem),
-    )
-    exchanged = verdict.flip_rate * generated.rows
-    legal = verdict.regret <= MAX_REGRET and (_scores_equal(generated) or exchanged < 1.5)
-    detail = verdict.why or f"regret {verdict.regret:.2g}"
-    return Finding(
-        check,
-        "select",
-        generated.text(),
-        generated.dtype,
-        "blocks",
-        verdict.ok or legal,
-        verdict.regret / MAX_REGRET,
-        detail=detail,
-    )
 
 
 def _judge_poisoned(
     check: str,
     generated: GeneratedCase,
     case: Case,
-    kernel: Kernel,
+    kernel: Kernel | _BlockAttention,
     clean: SlotRun,
     problem: Problem,
 ) -> Iterator[Finding]:
@@ -232,7 +224,7 @@ def _judge_poisoned(
         return
     sizes = (generated.config.geometry, generated.config.softmax_scale)
     outputs = run_kernel(kernel, inputs, do, problem, problem.first_query).outputs
-    options = {**_documents_of(problem), "do": do}
+    options = {**documents_of(problem), "do": do}
     golden = cached(
         ("poisoned", slot, *sizes, problem.first_query),
         [*inputs.values(), problem.cu_seqlens, do],
@@ -256,7 +248,9 @@ def _judge_poisoned(
         # With the clean results where NaN may be, the rest must be as right as without NaN.
         spread = place.region(key, actual) & ~torch.isfinite(actual)
         beside[key] = torch.where(spread, clean.outputs[key], actual)
-    for finding in _judge(check, generated, case, SlotRun(clean.inputs, beside, clean.do), problem):
+    for finding in judge_run(
+        check, generated, case, SlotRun(clean.inputs, beside, clean.do), problem
+    ):
         yield dataclasses.replace(finding, quantity=f"{finding.quantity} beside {quantity}")
 
 
@@ -264,7 +258,7 @@ def _judge_poisoned_blocks(
     check: str,
     generated: GeneratedCase,
     case: Case,
-    kernel: Kernel,
+    kernel: Kernel | _BlockAttention,
     clean: SlotRun,
     problem: Problem,
     inputs: dict[str, Any],
@@ -281,14 +275,14 @@ def _judge_poisoned_blocks(
         **inputs,
         geometry=generated.config.geometry,
         scale=generated.config.softmax_scale,
-        **_documents_of(problem),
+        **documents_of(problem),
     ).to(blocks)
     groups = _by_groups(generated, place.rows, blocks)
     yield same_bits(check, "select", case, dtype, quantity, blocks[groups], expected[groups])
     merged = torch.where(groups[..., None], clean.outputs["blocks"], blocks)
     run = SlotRun(clean.inputs, {"blocks": merged}, None)
     yield dataclasses.replace(
-        _judge_blocks(check, generated, run, problem), quantity=f"blocks beside {quantity}"
+        judge_blocks(check, generated, run, problem), quantity=f"blocks beside {quantity}"
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import torch
 
 from nsa_core.dtypes import stats_dtype
+from nsa_verify.checks.decode_parity import column_of_table
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.reference import attention
 
@@ -48,32 +50,29 @@ def problem_of(case: GeneratedCase, device: str = "cpu") -> Problem:
     bounds = [0, *itertools.accumulate(case.documents)]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32) if case.packed else None
     inputs, do = source.inputs(cu_seqlens)
-    if case.first_query is not None:
-        inputs, do = _cut(inputs, do, *case.query_rows)
     for name, tensor in inputs.items():
         if (name == "blocks" and case.layout == "transposed") or name not in ("lse", "blocks"):
             inputs[name] = laid_out(tensor, case.layout, name)
     if do is not None:
         do = laid_out(do, case.do_layout, "do")
+    if case.first_query is not None and case.layout == "plain":
+        inputs["q"], do = _inside(inputs["q"]), None if do is None else _inside(do)
+    if case.metadata == "strided":
+        cu_seqlens = None if cu_seqlens is None else column_of_table(cu_seqlens)
+        if "blocks" in inputs:
+            inputs["blocks"] = column_of_table(inputs["blocks"])
     if device != "cpu":
         inputs = {name: _moved(tensor, device) for name, tensor in inputs.items()}
         do = None if do is None else _moved(do, device)
-        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(device)
+        cu_seqlens = None if cu_seqlens is None else _moved(cu_seqlens, device)
     return Problem(inputs, do, cu_seqlens, max(case.lengths, default=0), case.first_query)
 
 
-def _cut(
-    inputs: dict[str, torch.Tensor], do: torch.Tensor | None, first: int, end: int
-) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    """Return the inputs and the gradient of o with the rows first .. end - 1 of every query."""
-    axes = {"q": -3, "blocks": -3, "lse": -1}
-    cut = {
-        name: x.narrow(axes[name], first, end - first) if name in axes else x
-        for name, x in inputs.items()
-    }
-    # cmp and select return these, so they are contiguous; q and do may be views of longer ones.
-    cut |= {name: cut[name].contiguous() for name in ("lse", "blocks") if name in cut}
-    return cut, None if do is None else do.narrow(-3, first, end - first)
+def _inside(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` [.., rows, heads, D] as a view of one with NaN before and after it."""
+    rows = tensor.shape[-3]
+    longer = tensor.new_full((*tensor.shape[:-3], rows + 2, *tensor.shape[-2:]), torch.nan)
+    return longer.narrow(-3, 1, rows).copy_(tensor)
 
 
 class _Source:
@@ -90,7 +89,10 @@ class _Source:
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
         """Return the inputs of the slot and the gradient of o."""
         case, heads = self._case, self._config.n_heads
-        tokens = sum(case.documents) if case.packed else case.tokens
+        first, end = case.query_rows
+        tokens = end - first  # rows of the queries; the keys have those of the whole axis
+        if case.slot == "core":
+            return self._core(tokens, cu_seqlens)
         if case.slot == "combine":
             outputs = {
                 f"o_{branch}": self._values(tokens, heads) for branch in ("cmp", "sel", "win")
@@ -101,7 +103,7 @@ class _Source:
             return {"gates": self._gates(tokens, heads), **outputs}, self._gradient(tokens)
         geometry, compressed = self._config.geometry, case.slot in ("cmp", "select")
         count = geometry.max_compressed if case.packed else geometry.num_compressed
-        rows = count(tokens) if compressed else tokens
+        rows = count(case.axis) if compressed else case.axis
         q, k = self._queries_and_keys(tokens, rows)
         suffix = "_cmp" if compressed else ""
         inputs = {"q": q, f"k{suffix}": k}
@@ -109,8 +111,25 @@ class _Source:
             inputs["lse"] = self._lse(q, k, cu_seqlens)
             return inputs, None
         inputs[f"v{suffix}"] = self._values(rows, case.groups)
-        if case.slot == "sel":
-            inputs["blocks"] = self._blocks(cu_seqlens)
+        if case.kernel == "sel":
+            inputs["blocks"] = self._blocks()
+        return inputs, self._gradient(tokens)
+
+    def _core(
+        self, tokens: int, cu_seqlens: torch.Tensor | None
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return the inputs of the core, without blocks if they are selected, and do."""
+        case, geometry = self._case, self._config.geometry
+        count = geometry.max_compressed if case.packed else geometry.num_compressed
+        rows = {"cmp": count(tokens), "sel": tokens, "win": tokens}
+        q, k = self._queries_and_keys(tokens, sum(rows.values()))
+        inputs = {"q": q}
+        for branch, keys in zip(rows, k.split(list(rows.values()), -3)):
+            inputs[f"k_{branch}"] = keys.contiguous()
+            inputs[f"v_{branch}"] = self._values(rows[branch], case.groups)
+        inputs["gates"] = self._gates(tokens, self._config.n_heads)
+        if case.blocks != "selected":
+            inputs["blocks"] = self._blocks()
         return inputs, self._gradient(tokens)
 
     def _lead(self, rows: int) -> tuple[int, ...]:
@@ -163,7 +182,8 @@ class _Source:
         self, q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> torch.Tensor:
         sizes = (self._config.geometry, self._config.softmax_scale)
-        reference = attention.cmp(q, k, k[..., :1], *sizes, cu_seqlens=cu_seqlens)
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "first_query": self._case.first_query}
+        reference = attention.cmp(q, k, k[..., :1], *sizes, **options)
         assert reference.lse is not None  # cmp has one
         return reference.lse.to(stats_dtype(self._dtype)).contiguous()
 
@@ -177,24 +197,28 @@ class _Source:
         }[self._case.gates]
         return gates.to(stats_dtype(self._dtype))
 
-    def _blocks(self, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        """Return blocks [.., G, n] of the kind that the case names."""
+    def _blocks(self) -> torch.Tensor:
+        """Return blocks [.., G, n] of the kind that the case names, for each row of q."""
         case = self._case
-        kind = torch.int64 if case.blocks.endswith("64") else torch.int32
+        kinds = {"64": torch.int64, "16": torch.int16, "y8": torch.uint8}
+        kind = kinds.get(case.blocks[-2:], torch.int32)
         size = self._config.geometry.select_block_size
-        documents = [self._block_lists(length, size) for length in case.lengths]
-        blocks = torch.cat(documents) if case.packed else torch.stack(documents)
+        lists = [
+            self._block_lists(range(position, position + end - begin), length, size)
+            for (begin, end, position), length in zip(case.query_spans, case.lengths)
+        ]
+        blocks = torch.cat(lists) if case.packed else torch.stack(lists)
         return blocks.to(kind)
 
-    def _block_lists(self, length: int, size: int) -> torch.Tensor:
-        """Return the blocks [length, G, n] of one document, in int64."""
+    def _block_lists(self, positions: range, length: int, size: int) -> torch.Tensor:
+        """Return the blocks [rows, G, n] of tokens at ``positions`` of a document, in int64."""
         case = self._case
-        candidates = (torch.arange(length) // size + 1)[:, None, None]
-        shape = (length, case.groups, case.n)
-        if case.blocks == "none" or not length:
+        candidates = (torch.tensor(positions) // size + 1)[:, None, None]
+        shape = (len(positions), case.groups, case.n)
+        if case.blocks == "none" or not positions:
             return torch.full(shape, -1)
-        count = int(candidates.max())
-        keys = torch.rand((length, case.groups, count), generator=self._generator)
+        count = -(-length // size)
+        keys = torch.rand((*shape[:2], count), generator=self._generator)
         # The candidates of each token in random order, then the blocks after its own.
         order = (keys + (torch.arange(count) >= candidates)).argsort(-1)[..., : case.n]
         order = torch.nn.functional.pad(order, (0, case.n - order.shape[-1]), value=count)
@@ -204,16 +228,27 @@ class _Source:
         return self._messy(order, count)
 
     def _messy(self, order: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the blocks out of order, with duplicates, -1, future and far entries."""
-        far = [-1, *_FAR]
-        if self._case.blocks == "messy64":
-            far += [2**32, 2**32 + count - 1, 2**62, -(2**32)]  # low bits that are valid blocks
+        """Return the blocks out of order, with duplicates, -1, future and far entries.
+
+        Where blocks are an argument of the user, two lists of five are empty: one of them all, the
+        other in its first half.
+        """
+        far = {
+            "messy": [-1, *_FAR],
+            # The low bits of some are valid blocks.
+            "messy64": [-1, *_FAR, 2**32, 2**32 + count - 1, 2**62, -(2**32)],
+            "messy16": [-1, -(2**15), 2**15 - 1],
+            "messy8": [255, 254],
+        }[self._case.blocks]
         blocks, entries = order.flip(-1).clone(), order.shape[-1]
         if entries > 1:
             blocks[..., 0] = blocks[..., -1]
         for index in range(1, entries - 1, 2):  # every second entry is not a block
             picks = torch.randint(len(far), blocks.shape[:-1], generator=self._generator)
             blocks[..., index] = torch.tensor(far)[picks]
+        if self._case.slot != "sel":
+            blocks[3::5, :, : entries // 2] = far[-1]
+            blocks[1::5] = far[-1]
         return blocks
 
 

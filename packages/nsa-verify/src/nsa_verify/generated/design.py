@@ -14,6 +14,44 @@ Row = dict[str, Any]  # a value per parameter
 Levels = Mapping[str, Sequence[Any]]  # the values of each parameter
 
 
+class OneOf(tuple[Any, ...]):
+    """Values of a parameter that a design takes as one value.
+
+    A parameter of many values would need a row for each pair of them with the values of another
+    parameter. :func:`take_turns` distributes the values over the rows.
+    """
+
+    __slots__ = ()
+
+
+# Query heads per kv head: every size up to 20, and 64.
+GROUP_SIZES = (
+    OneOf((1, 2, 3, 4)),
+    OneOf((5, 6, 7, 8)),
+    OneOf((9, 10, 16, 64)),
+    OneOf((11, 12, 13, 14)),
+    OneOf((15, 17, 18, 19, 20)),
+)
+
+
+def take_turns(rows: Sequence[Row], seed: int = 0) -> list[Row]:
+    """Return ``rows`` with a value in the place of each OneOf; the rows take its values in turn.
+
+    Args:
+        rows: The rows of a design.
+        seed: The first row takes the value with this number, modulo the number of values.
+    """
+    turns: dict[tuple[str, OneOf], Iterator[int]] = {}
+
+    def value(name: str, values: Any) -> Any:
+        if not isinstance(values, OneOf):
+            return values
+        turn = next(turns.setdefault((name, values), itertools.count(seed)))
+        return values[turn % len(values)]
+
+    return [{name: value(name, values) for name, values in row.items()} for row in rows]
+
+
 def covering_design(
     levels: Levels,
     *,

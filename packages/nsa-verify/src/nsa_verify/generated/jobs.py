@@ -10,10 +10,11 @@ import torch
 
 from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
-from nsa_verify.checks.calls import prefill
+from nsa_verify.checks.calls import CORE, PREFILL, prefill
 from nsa_verify.findings import Finding
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.checks import judge_generated, judge_if_declared
+from nsa_verify.generated.functions import FUNCTIONS, function_cases
 from nsa_verify.generated.levels import generated_cases
 from nsa_verify.generated.partial import partial_cases
 from nsa_verify.generated.shrink import OnGenerated, ShrinkBudget
@@ -31,19 +32,19 @@ def jobs_for(
     """Return one job per generated case.
 
     Args:
-        preset: "quick", "full" or "interpreter". The slow interpreter has no generated case unless
-            ``count`` asks for them.
+        preset: "quick", "full" or "interpreter". The slow interpreter has those of functions alone
+            unless ``count`` asks for the others.
         dtypes: Dtypes of the cases.
         seed: Seed of the design.
         count: Cases of each slot, and as many with first_query; None takes the whole designs.
         job: Creates a job from its name, check, case and dtype.
     """
-    if count is None and preset == "interpreter":
-        return []
     names = [dtype_name(d) for d in dtypes]
     options: dict[str, Any] = {"seed": seed, "count": count}
-    cases = generated_cases(preset, names, **options) + partial_cases(preset, names, **options)
-    budgets = {slot: ShrinkBudget() for slot in SLOTS}
+    cases = function_cases(preset, names, **options)
+    if count is not None or preset != "interpreter":
+        cases += generated_cases(preset, names, **options) + partial_cases(preset, names, **options)
+    budgets = {slot: ShrinkBudget() for slot in (*SLOTS, *FUNCTIONS)}
     return [job_of(case, job, budgets[case.slot], if_declared=True) for case in cases]
 
 
@@ -62,7 +63,8 @@ def job_of(
     name = f"{generated.slot} {generated.seed}" if partial else f"case {generated.seed}"
     case = dataclasses.replace(generated.as_case(), name=name)
     judge = judge_if_declared if if_declared and partial else judge_generated
-    check = OnGenerated(generated, judge, budget, frozenset(prefill(generated.slot)))
+    calls = (*PREFILL, CORE) if generated.slot == "core" else prefill(generated.kernel)
+    check = OnGenerated(generated, judge, budget, frozenset(calls))
     return job(generated.check_name, check, case, getattr(torch, generated.dtype))
 
 

@@ -9,8 +9,23 @@ from typing import Any
 
 from nsa_core.contract import SLOTS
 from nsa_core.errors import InvalidInput
-from nsa_verify.generated.case import GeneratedCase
-from nsa_verify.generated.design import Row, covering_design, longer_design
+from nsa_verify.generated.case import GRADIENTS, GeneratedCase
+from nsa_verify.generated.design import (
+    GROUP_SIZES,
+    OneOf,
+    Row,
+    covering_design,
+    longer_design,
+    take_turns,
+)
+
+
+def frozen_levels(slot: str) -> tuple[Any, ...]:
+    """Return the levels of ``frozen``: no input of ``slot``, each one alone, and all but one."""
+    names = GRADIENTS[slot]
+    alone = OneOf((name,) for name in names)
+    return (), alone, OneOf(tuple(x for x in names if x != name) for name in names)
+
 
 # Each first group of values is that of quick (at most five), the second is added in full.
 _BLOCKS = (  # l, d, l'
@@ -20,7 +35,7 @@ _BLOCKS = (  # l, d, l'
 _FORCED = (((1, 2), (0, 0), (2, 1), (0, 3), (3, 0)), ((1, 1), (0, 1)))  # init, local
 _FREE = ((1, 0, 2, 5, 17), (3, 13))  # selected blocks that are not forced
 _WINDOW = ((5, 1, 16, 33, 520), (2, 64, 600, 2000))
-_HEADS = ((2, 1, 3, 9, 17), (4, 7, 16))  # query heads per kv head
+_HEADS = (GROUP_SIZES, ())
 _GROUPS = ((2, 1, 3, 5, 9), (4, 8))
 _WIDTHS = (
     ((16, 16), (72, 24), (24, 136), (8, 65), (13, 13)),
@@ -37,8 +52,9 @@ _COMBINE_POISON = (("none", "nan_v", "inf_v"), ())
 _BLOCK_KINDS = (("sorted", "sorted64", "messy", "messy64", "none"), ())
 _GATES = (("sigmoid", "negative", "above1", "zero"), ())
 _POISON = (("none", "nan_q", "nan_k", "nan_v", "inf_v"), ("nan_do",))
+_METADATA = (("dense", "strided"), ())
 _HEADS_ALONE = {"h": _HEADS, "groups": _GROUPS}
-_LAYOUTS = {"layout": _LAYOUT, "do_layout": _DO_LAYOUT}
+_LAYOUTS = {"layout": _LAYOUT, "do_layout": _DO_LAYOUT, "metadata": _METADATA}
 # Lengths by name, because they depend on the block sizes; see _length.
 _LEVELS: Mapping[str, Mapping[str, Any]] = {
     "cmp": {
@@ -52,9 +68,13 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         "scores": _SCORES,
         "values": _VALUES,
         "poison": _POISON,
+        "frozen": (frozen_levels("cmp"), ()),
     },
     "select": {
-        "length": (("n blocks+", "n blocks", "block+1", "40 blocks", "1"), ("block", "l-1", "l+d")),
+        "length": (
+            ("n blocks+", "n blocks", "block+1", "40 blocks", "1"),
+            ("block", "l-1", "l+d", "140 blocks"),
+        ),
         "blocks": _BLOCKS,
         "forced": _FORCED,
         "free": _FREE,
@@ -63,6 +83,7 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         "scale": _SCALE,
         "documents": _DOCUMENTS,
         "layout": _LAYOUT,
+        "metadata": _METADATA,
         "scores": _SCORES,
         "poison": (("none", "nan_q", "nan_k"), ()),
     },
@@ -82,6 +103,7 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         "scores": _SCORES,
         "values": _VALUES,
         "poison": _POISON,
+        "frozen": (frozen_levels("sel"), ()),
     },
     "win": {
         "length": (("w+1", "w", "2w+3", "129", "1"), ("w-1", "130", "17")),
@@ -94,6 +116,7 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         "scores": _SCORES,
         "values": _VALUES,
         "poison": _POISON,
+        "frozen": (frozen_levels("win"), ()),
     },
     "combine": {
         "length": (("17", "1", "2", "40", "129"), ()),
@@ -105,6 +128,7 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         "gates": _GATES,
         "values": _VALUES,
         "poison": _COMBINE_POISON,
+        "frozen": (frozen_levels("combine"), ()),
     },
 }
 # Parameters that interact by three in full.
@@ -117,14 +141,15 @@ _TRIPLES = {
 }
 # The parameters of _rows. A length does not depend on the forced blocks: with them, the library
 # needs minutes for the design of select.
-_NEEDS = ("length", "blocks", "free", "w", "groups", "documents")
+_NEEDS = ("length", "blocks", "free", "w", "groups", "documents", "h")
 _MOST_FORCED = 3  # of _FORCED
 # A length of n blocks is at most this long, so that few values exclude each other: only with small
 # blocks are more than 16 of them selected from more. Else a design has hundreds of rows.
 _BLOCK_TOKENS = 96
 _MOST_BLOCK_TOKENS = 168
-# Query rows times kv heads; a row takes about 0.1 ms in the oracle.
+# Query rows times kv heads, each of which takes about 0.1 ms in the oracle, and times query heads.
 _MOST_ROWS = {"quick": 700, "full": 1500, "interpreter": 48}
+_MOST_HEADS = {"quick": 4500, "full": 12000, "interpreter": 400}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +161,14 @@ class SlotDesign:
         levels: The values of each parameter.
         triples: Parameters of which every allowed triple occurs.
         most_rows: Largest number of query rows times kv heads in a case.
+        most_heads: Largest number of query rows times query heads, with the mean of a OneOf.
     """
 
     slot: str
     levels: Mapping[str, Sequence[Any]]
     triples: tuple[str, ...]
     most_rows: int
+    most_heads: int
 
     @property
     def needs(self) -> list[str]:
@@ -150,7 +177,8 @@ class SlotDesign:
 
     def allowed(self, row: Row) -> bool:
         """Return whether the case of ``row`` is small enough for the oracle."""
-        return _rows(row) <= self.most_rows
+        rows, sizes = _rows(row), row["h"]
+        return rows <= self.most_rows and rows * sum(sizes) <= self.most_heads * len(sizes)
 
     def rows(self, seed: int, count: int | None = None) -> list[Row]:
         """Return the rows of the design, or ``count`` rows that begin with them."""
@@ -177,7 +205,8 @@ def slot_design(slot: str, preset: str, dtypes: Sequence[str]) -> SlotDesign:
         for name, (quick, added) in _LEVELS[slot].items()
     }
     triples = _TRIPLES[slot] if preset == "full" else ()
-    return SlotDesign(slot, {"dtype": tuple(dtypes), **levels}, triples, _MOST_ROWS[preset])
+    levels = {"dtype": tuple(dtypes), **levels}
+    return SlotDesign(slot, levels, triples, _MOST_ROWS[preset], _MOST_HEADS[preset])
 
 
 def generated_cases(
@@ -205,7 +234,7 @@ def generated_cases(
 def _cases(
     slot: str, preset: str, dtypes: tuple[str, ...], seed: int, count: int | None
 ) -> tuple[GeneratedCase, ...]:
-    rows = slot_design(slot, preset, dtypes).rows(seed, count)
+    rows = take_turns(slot_design(slot, preset, dtypes).rows(seed, count), seed)
     # The random numbers differ from case to case, and from seed to seed.
     return tuple(case_of(slot, row, seed * 10_007 + index) for index, row in enumerate(rows))
 
@@ -215,15 +244,20 @@ def case_of(slot: str, row: Row, seed: int) -> GeneratedCase:
     sizes = _sizes(row)
     name = row["documents"]
     length = _length(row)
-    lengths: dict[str, Any] = {"documents": _documents(name, length)}
+    lengths: dict[str, Any] = {"documents": documents_of_length(name, length)}
     if not lengths["documents"]:
         lengths = {"tokens": length, "batch": _batch(name)}
     fields: dict[str, Any] = {**sizes, **lengths, "slot": slot, "seed": seed, "dtype": row["dtype"]}
     fields["dk"], fields["dv"] = row["widths"]
-    same = ("h", "groups", "scale", "layout", "do_layout", "scores", "values", "gates", "poison")
+    same = ["h", "groups", "scale", "layout", "do_layout", "scores", "values", "gates", "poison"]
+    same += ["metadata", "frozen"]
     fields |= {name: row[name] for name in same if name in row}
     if "block_kind" in row:
         fields["blocks"] = row["block_kind"]
+    equal = row.get("scale") == 0 or row.get("scores") == "zero"
+    if equal and row.get("do_layout") == "expanded":
+        # The terms of the sum over the heads would be equal, and so would their rounding errors.
+        fields["do_layout"] = "transposed"
     return GeneratedCase(**fields)
 
 
@@ -248,6 +282,7 @@ def _length(row: Row) -> int:
         "130 keys": size + 130 * stride + 1,  # more than the bits of an integer of 128
         "40 blocks": min(40 * block, _MOST_BLOCK_TOKENS) + 1,
         "66 blocks": 66 * block + 1,
+        "140 blocks": 140 * block + 1,
         "l": size,
         "l-1": size - 1,
         "l+d-1": size + stride - 1,
@@ -269,16 +304,16 @@ def _batch(name: str) -> int:
     return int(name.removeprefix("batch ")) if name.startswith("batch ") else 1
 
 
-def _documents(name: str, length: int) -> tuple[int, ...]:
-    """Return the lengths of packed documents, with empty ones; () if dense."""
+def documents_of_length(name: str, length: int) -> tuple[int, ...]:
+    """Return the lengths of packed documents, with empty ones and runs of them; () if dense."""
     return {
-        "packed": (0, length, 1, (length + 1) // 2),
+        "packed": (0, 0, length, 1, 0, 0, 0, (length + 1) // 2, 0, 0),
         "tiny documents": (1, 0, 2, 1, 3, length, 0, 1, 5, length // 2 + 1, 0),
     }.get(name, ())
 
 
 def _rows(row: Row) -> int:
     length = _length(row)
-    documents = _documents(row["documents"], length)
+    documents = documents_of_length(row["documents"], length)
     tokens = sum(documents) if documents else length * _batch(row["documents"])
     return tokens * int(row["groups"])

@@ -42,6 +42,7 @@ class Line:
     CHOICES: ClassVar[Mapping[str, tuple[str, ...]]]
     FROM_ZERO: ClassVar[tuple[str, ...]]  # fields that may be 0
     LISTS: ClassVar[tuple[str, ...]]  # fields that are lists of lengths
+    NAMES: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # fields that are lists of these names
 
     dtype: str = "float32"
     l: int = 4  # noqa: E741  # the symbol of the paper
@@ -163,6 +164,10 @@ def _read(kind: type[Line], name: str, value: str) -> Any:
             scale = None if value == "none" else float(value)
             if scale is None or math.isfinite(scale):
                 return scale
+        elif name in kind.NAMES:
+            parts = tuple(value.split("+"))
+            if all(part in kind.NAMES[name] for part in parts):
+                return parts
         elif name in kind.LISTS:
             lengths = tuple(int(length) for length in value.split("+"))
             if all(0 <= length <= LARGEST for length in lengths):
@@ -176,6 +181,8 @@ def _read(kind: type[Line], name: str, value: str) -> Any:
     allowed = f"an integer from {least} to {SEED if name == 'seed' else LARGEST}"
     if name == "scale":
         allowed = "a finite number or none"
+    elif name in kind.NAMES:
+        allowed = f"names joined by +, of {', '.join(kind.NAMES[name])}"
     elif name in kind.LISTS:
         allowed = f"lengths of 0 to {LARGEST} joined by +, such as 0+5+1"
     raise InvalidInput(f"case: {name} must be {allowed}, got {value!r:.80}")

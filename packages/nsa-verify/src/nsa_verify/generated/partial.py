@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nsa_verify.generated.case import GeneratedCase
-from nsa_verify.generated.design import Row, covering_design, longer_design
+from nsa_verify.generated.design import (
+    GROUP_SIZES,
+    OneOf,
+    Row,
+    covering_design,
+    longer_design,
+    take_turns,
+)
+from nsa_verify.generated.levels import frozen_levels
 
 SLOTS = ("cmp", "select", "sel", "win")  # combine reads no keys
 _RESIDUES = 8
@@ -20,22 +28,27 @@ _RESIDUES = 8
 _SHARED: Mapping[str, Any] = {
     "residue": (tuple(range(_RESIDUES)), ()),
     # Positions from which the residue counts: the start of the axis, which is that of the first
-    # document, the start of the longest document, and its third block.
-    "begin": (("axis", "document", "third block"), ()),
+    # document, the start of the longest document, and one of its blocks.
+    "begin": (("axis", "document", 2, 140), (OneOf((300, 1024, 4095)),)),
     # To the end of the document leaves nothing of it; to the end of the axis leaves no extra key.
     "queries": (("1", "5", "to its end", "all", "all but 3"), ("0", "40")),
     "documents": (("dense", "batch 2", "packed", "tiny documents"), ("batch 3", "one document")),
-    "h": ((2, 1, 3), (16,)),
+    "h": (GROUP_SIZES, ()),
     "groups": ((2, 1), (3,)),
     "widths": (((16, 16), (24, 8), (13, 13)), ((72, 24), (64, 64))),
     "layout": (("plain", "gaps", "transposed"), ("offset", "expanded")),
+    "metadata": (("dense", "strided"), ()),
 }
 _MORE_BLOCKS = ((6, 3, 9), (32, 16, 64))
 _BLOCKS = ((4, 2, 8), (8, 4, 8), (2, 1, 8), (8, 8, 8)), ((8, 4, 16), *_MORE_BLOCKS)
 # Kernels that read whole selection blocks may refuse those below 16 tokens.
 _SELECTED = ((4, 2, 16), (8, 4, 16), (2, 1, 8), (8, 8, 16)), ((2, 1, 16), *_MORE_BLOCKS)
 _OWN: Mapping[str, Mapping[str, Any]] = {
-    "cmp": {"blocks": _BLOCKS, "poison": (("none",), ("nan_q", "nan_k"))},
+    "cmp": {
+        "blocks": _BLOCKS,
+        "poison": (("none",), ("nan_q", "nan_k")),
+        "frozen": (frozen_levels("cmp"), ()),
+    },
     "select": {
         "blocks": _SELECTED,
         "forced": (((1, 1), (1, 2), (0, 0), (0, 3), (2, 0)), ()),  # init, local
@@ -47,10 +60,19 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "free": ((2, 1, 5), (17,)),
         "block_kind": (("sorted", "messy", "sorted64"), ("messy64", "none")),
         "poison": (("none",), ("nan_q", "nan_k", "nan_v")),
+        "frozen": (frozen_levels("sel"), ()),
     },
-    "win": {"w": ((5, 1, 8, 33), (2, 64)), "poison": (("none",), ("nan_q", "nan_k", "inf_v"))},
+    "win": {
+        "w": ((5, 1, 8, 33), (2, 64)),
+        "poison": (("none",), ("nan_q", "nan_k", "inf_v")),
+        "frozen": (frozen_levels("win"), ()),
+    },
 }
 _TRIPLES = ("residue", "begin", "queries", "documents")
+_DEFAULT_BLOCKS = (4, 4, 8)
+# The parameters that `allowed` reads, and the most elements of k or v.
+NEEDS = ("begin", "blocks", "groups", "widths", "documents", "residue")
+_MOST_KEYS = 1 << 21
 
 
 def partial_cases(
@@ -80,11 +102,28 @@ def _cases(
 ) -> tuple[GeneratedCase, ...]:
     levels = partial_levels(slot, preset, dtypes)
     options: dict[str, Any] = {"seed": seed, "triples": _TRIPLES if preset == "full" else ()}
+    options |= {"allowed": allowed, "needs": [name for name in NEEDS if name in levels]}
     if count is None:
         rows = covering_design(levels, **options)
     else:
         rows = longer_design(levels, count, **options)
+    rows = take_turns(rows, seed)
     return tuple(_case_of(slot, row, seed * 10_007 + index) for index, row in enumerate(rows))
+
+
+def allowed(row: Row) -> bool:
+    """Return whether the keys of ``row`` are few enough: many blocks only with small sizes.
+
+    Queries that begin with a later document begin with its first token.
+    """
+    if row["begin"] == "document" and row["residue"] and "batch" not in row["documents"]:
+        return bool(row["documents"] in ("dense", "one document"))
+    _, _, block = row.get("blocks", _DEFAULT_BLOCKS)
+    numbers = row["begin"] if isinstance(row["begin"], OneOf) else (row["begin"],)
+    number = max((n for n in numbers if isinstance(n, int)), default=2)
+    batch = int(row["documents"].removeprefix("batch ")) if "batch" in row["documents"] else 1
+    elements = number * block * batch * int(row["groups"]) * max(row["widths"])
+    return bool(elements <= _MOST_KEYS)
 
 
 def partial_levels(slot: str, preset: str, dtypes: Sequence[str]) -> dict[str, tuple[Any, ...]]:
@@ -98,19 +137,21 @@ def partial_levels(slot: str, preset: str, dtypes: Sequence[str]) -> dict[str, t
 
 def _case_of(slot: str, row: Row, seed: int) -> GeneratedCase:
     """Return the case that ``row`` describes."""
-    size, stride, block = row.get("blocks", (4, 4, 8))
+    size, stride, block = row.get("blocks", _DEFAULT_BLOCKS)
     init, local = row.get("forced", (0, 0))
-    length = 3 * block + size + 3  # of the longest document
+    number = row["begin"] if isinstance(row["begin"], int) else 0  # of the block of the queries
+    length = (max(number, 2) + 1) * block + size + 3  # of the longest document
+    short = 3 * block + size + 3
     documents = {
-        "packed": (block, 0, length, 0, 1, (length + 1) // 3),
+        "packed": (0, 0, block, 0, 0, length, 0, 0, 0, 1, (short + 1) // 3, 0, 0),
         "tiny documents": (block, 1, 0, 2, 1, 3, length, 0, 1, 5, 0),
         "one document": (length,),
     }.get(row["documents"], ())
     longest = documents.index(length) if documents else 0
     start = sum(documents[:longest])
     axis = sum(documents) if documents else length
-    base = {"axis": 0, "document": start, "third block": start + 2 * block}[row["begin"]]
-    first = base + _position(row["residue"], block, row["begin"] == "third block")
+    base = 0 if row["begin"] == "axis" else start + number * block
+    first = base + _position(row["residue"], block, number > 0)
     rest = axis - first
     to_end = start + length - first
     queries = {"to its end": to_end, "all": rest, "all but 3": max(1, rest - 3)}.get(row["queries"])
@@ -119,7 +160,7 @@ def _case_of(slot: str, row: Row, seed: int) -> GeneratedCase:
     fields: dict[str, Any] = {"documents": documents} if documents else {"tokens": length}
     if row["documents"].startswith("batch "):
         fields["batch"] = int(row["documents"].removeprefix("batch "))
-    same = ("dtype", "h", "groups", "layout", "poison", "w")
+    same = ("dtype", "h", "groups", "layout", "metadata", "poison", "frozen", "w")
     fields |= {name: row[name] for name in same if name in row}
     if "block_kind" in row:
         fields["blocks"] = row["block_kind"]
@@ -140,12 +181,12 @@ def _case_of(slot: str, row: Row, seed: int) -> GeneratedCase:
     )
 
 
-def _position(residue: int, block: int, third: bool) -> int:
+def _position(residue: int, block: int, later: bool) -> int:
     """Return the position of the first query in its selection block of ``block`` tokens.
 
     Eight residues are half of the positions in a block of 16: every second one of each half block.
-    The third block has the others.
+    Later blocks have the others.
     """
     if block >= 2 * _RESIDUES:
-        return (residue + _RESIDUES * ((residue + third) % 2)) * block // (2 * _RESIDUES)
+        return (residue + _RESIDUES * ((residue + later) % 2)) * block // (2 * _RESIDUES)
     return residue * block // _RESIDUES

@@ -9,17 +9,21 @@ from typing import ClassVar
 from nsa_core.errors import InvalidInput
 from nsa_verify.cases import Case
 from nsa_verify.checks.decode_parity import Step
+from nsa_verify.generated.case import METADATA
 from nsa_verify.generated.line import Line, below
 
 SHARP = 100.0  # factor on q
 GATES = ("unit", "wide")
 SCORES = ("normal", "large")
 ORDERS = ("ascending", "messy")
+FORMS = ("slots", "block_attention")
+STARTS = ("given", "default")
+INDICES = ("int32", "int64", "int16")
 
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedStep(Line):
-    """One step of all decode forms.
+    """One step of all decode forms, or of block_attention_decode.
 
     Attributes:
         phase: Always "decode".
@@ -32,6 +36,14 @@ class GeneratedStep(Line):
         scores: "normal" or "large".
         order: Order of the blocks that sel receives: "ascending", as select returns them, or
             "messy", descending with -1 and duplicates.
+        metadata: "strided": the positions, the blocks and the block table have gaps between their
+            entries, or are transposed.
+        form: "slots", the forms of the plan of a layer; or "block_attention", the function
+            block_attention_decode, which takes any ``page``, and of the fields above only the
+            sizes, ``scale`` and ``metadata``.
+        starts: The argument of block_attention_decode; "default": it is left out, so every sequence
+            has as many new tokens as it has rows or tokens.
+        index: Dtype of the blocks of block_attention_decode.
     """
 
     FIRST: ClassVar[str] = "phase"
@@ -40,6 +52,10 @@ class GeneratedStep(Line):
         "gates": GATES,
         "scores": SCORES,
         "order": ORDERS,
+        "metadata": METADATA,
+        "form": FORMS,
+        "starts": STARTS,
+        "index": INDICES,
     }
     FROM_ZERO: ClassVar[tuple[str, ...]] = ("page", "spare")
     LISTS: ClassVar[tuple[str, ...]] = ("lengths", "new")
@@ -53,6 +69,10 @@ class GeneratedStep(Line):
     gates: str = "unit"
     scores: str = "normal"
     order: str = "ascending"
+    metadata: str = "dense"
+    form: str = "slots"
+    starts: str = "given"
+    index: str = "int32"
 
     def check(self) -> None:
         """Raise InvalidInput if the sizes do not fit together."""
@@ -67,7 +87,19 @@ class GeneratedStep(Line):
                 f"new must have one entry per sequence, at most its length and rows={self.rows},"
                 f" got new={_joined(self.new)} with lengths={_joined(self.lengths)}"
             )
-        if self.page % self.block:
+        of_slots = self.form == "slots"
+        if of_slots and (self.starts, self.index) != ("given", "int32"):
+            wrong.append(
+                f"starts={self.starts} and index={self.index} need form=block_attention, whose step"
+                " has no other form"
+            )
+        whole = tuple(min(length, self.rows) for length in self.lengths)
+        if self.starts == "default" and self.new != whole:
+            wrong.append(
+                f"starts=default needs new={_joined(whole)}, the rows or the length of each"
+                f" sequence, got new={_joined(self.new)}"
+            )
+        if of_slots and self.page % self.block:
             wrong.append(f"page must be a multiple of block={self.block}, got {self.page}")
         if wrong:
             raise InvalidInput("case: " + "; ".join(wrong))
@@ -77,7 +109,16 @@ class GeneratedStep(Line):
         sharpness = SHARP if self.scores == "large" else 1.0
         case = Case(self.text(), self.config, (), sharpness=sharpness, seed=self.seed)
         wide = self.gates == "wide"
-        return Step(case, self.lengths, self.new, self.rows, self.page or None, self.spare, wide)
+        return Step(
+            case,
+            self.lengths,
+            self.new,
+            self.rows,
+            self.page or None,
+            self.spare,
+            wide,
+            strided=self.metadata == "strided",
+        )
 
     def simpler(self) -> Iterator[GeneratedStep]:
         """Yield simpler neighbours, those that save most first. They may be invalid."""
@@ -95,7 +136,9 @@ class GeneratedStep(Line):
                 changed = (*self.new[:index], fewer, *self.new[index + 1 :])
                 yield dataclasses.replace(self, new=changed)
         yield from self.with_defaults(("groups", "h"), ("lengths", "new", "rows", "n", "w"))
-        yield from self.with_smaller("groups", "h", "rows", "n", "w", "dk", "dv")
+        for fewer_rows in self.with_smaller("groups", "h", "rows", "n", "w", "dk", "dv"):
+            bounded = tuple(min(count, fewer_rows.rows) for count in self.new)
+            yield dataclasses.replace(fewer_rows, new=bounded)
 
     def _with_sequences(self, indices: list[int]) -> GeneratedStep:
         lengths, new = (tuple(x[i] for i in indices) for x in (self.lengths, self.new))

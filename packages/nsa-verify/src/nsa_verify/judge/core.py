@@ -1,4 +1,4 @@
-"""Judge the gradients of the whole core: the gated sum of the three branches (Eq. 5).
+"""Judge the output and gradients of the whole core: the gated sum of the branches (Eq. 5).
 
 do_c = g_c do is the gradient of a branch's output. The slots' backwards receive it rounded; a fused
 backward may keep it exact. Both are judged against the exact one, with the noise of the former.
@@ -28,36 +28,36 @@ _INPUTS = {
 
 
 class _Sums(NamedTuple):
-    """Gradients of the core in one arithmetic, and their noise of large scores."""
+    """Output and gradients of the core in one arithmetic, and their noise of large scores."""
 
-    gradients: dict[str, torch.Tensor]
+    results: dict[str, torch.Tensor]
     score_noise: dict[str, torch.Tensor]
 
 
 def judge_core(
     inputs: Tensors,
     do: torch.Tensor,
-    gradients: Tensors,
+    outputs: Tensors,
     geometry: BlockGeometry,
     scale: float,
     *,
     cu_seqlens: torch.Tensor | None = None,
     rows: Sequence[int] | None = None,
 ) -> dict[str, Verdict]:
-    """Judge each tensor of ``gradients``.
+    """Judge each tensor of ``outputs``.
 
     Args:
         inputs: q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates and the selected blocks, in the
             shapes of nsa_core.contract.
         do: Gradient of the gated sum, 0 outside ``rows``.
-        gradients: dq, dgates, dk_cmp, and so on.
+        outputs: o, dq, dgates, dk_cmp, and so on.
         geometry: Block sizes.
         scale: Softmax scale.
         cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
         rows: Query rows that are judged in dq and dgates; None: all.
 
     Returns:
-        A verdict per gradient. Its ``where`` is (batch entry, head, row), or (head, row) if packed;
+        A verdict per output. Its ``where`` is (batch entry, head, row), or (head, row) if packed;
         a row is a position in ``rows`` if they are given.
     """
     dtype = inputs["q"].dtype
@@ -67,22 +67,22 @@ def judge_core(
         lambda: _truths(inputs, do, geometry, scale, cu_seqlens, rows),
     )
     verdicts = {}
-    for name, actual in gradients.items():
-        like = inputs[name[1:]]
+    for name, actual in outputs.items():
+        like = do if name == "o" else inputs[name[1:]]
         if actual.shape != like.shape or actual.dtype != like.dtype:
             verdicts[name] = refused(f"{tuple(actual.shape)} {actual.dtype}, expected {like.dtype}")
             continue
         noise = magnitude.score_noise.get(name)
-        truths = [x.gradients[name] for x in (golden, rounded, magnitude)]
+        truths = [x.results[name] for x in (golden, rounded, magnitude)]
         tensors = [x for x in (actual, *truths, noise) if x is not None]
-        if rows is not None and name in ("dq", "dgates"):
+        if rows is not None and name in ("o", "dq", "dgates"):
             tensors = [x[..., list(rows), :, :] for x in tensors]
         actual, exact, rounding, size, *noises = (
             gate_rows(x) if name == "dgates" else heads_first(x) for x in tensors
         )
         score_noise = noises[0] if noises else None
         verdicts[name] = judge(
-            actual, exact, rounding, size, dtype, grad=True, score_noise=score_noise
+            actual, exact, rounding, size, dtype, grad=name != "o", score_noise=score_noise
         )
     return verdicts
 
@@ -102,7 +102,7 @@ def _truths(
 
     def run(module: Any, arithmetic: dict[str, Any], do_dtype: torch.dtype) -> _Sums:
         outputs: list[torch.Tensor] = []
-        gradients: dict[str, torch.Tensor] = {}
+        results: dict[str, torch.Tensor] = {}
         score_noise: dict[str, torch.Tensor] = {}
         for branch, of_branch in zip(BRANCHES, exact.unbind(-1)):
             arguments = [inputs[name] for name in ("q", *_INPUTS[branch])]
@@ -110,15 +110,15 @@ def _truths(
                 *arguments, geometry, scale, do=of_branch.to(do_dtype), **options, **arithmetic
             )
             outputs.append(truth.o)
-            for own, values in (("grads", gradients), ("score_noise", score_noise)):
+            for own, values in (("grads", results), ("score_noise", score_noise)):
                 for name, value in getattr(truth, own, {}).items():
                     if name == "dq":
                         values["dq"] = values["dq"] + value if "dq" in values else value
                     elif name.startswith("d"):
                         values[f"{name[:2]}_{branch}"] = value
         o = module.combine(inputs["gates"], *outputs, do=do, **arithmetic)
-        gradients["dgates"] = o.grads["dgates"]
-        return _Sums(gradients, score_noise)
+        results |= {"o": o.o, "dgates": o.grads["dgates"]}
+        return _Sums(results, score_noise)
 
     golden = run(oracle, {}, torch.float64)
     tested = {"dtype": dtype}

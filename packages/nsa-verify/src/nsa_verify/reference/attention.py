@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ Arithmetic = Literal["exact", "rounded", "magnitude"]
 # (positions in the document int64 [R], kv head) -> bool [R, L]
 Mask = Callable[[torch.Tensor, int], torch.Tensor]
 Rows = Sequence[int] | torch.Tensor | None
-_CHUNK = 256
+_CHUNK = 256  # rows that are evaluated together, of one head or, if they are few, of several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +91,15 @@ class _Maths:
 
 def _chunk(
     maths: _Maths,
-    q: torch.Tensor,  # [R, Dk]
+    q: torch.Tensor,  # [R, Dk]; the rows of several heads follow each other
     k: torch.Tensor,  # [L, Dk]
     v: torch.Tensor,  # [L, Dv]
     mask: torch.Tensor,  # bool [R, L]
     scale: float,
     do: torch.Tensor | None,  # [R, Dv]
+    heads: int,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Compute o [R, Dv], lse [R] and top [R] of one head for a chunk of rows.
+    """Compute o [R, Dv], lse [R] and top [R] for a chunk of rows of ``heads`` heads.
 
     With ``do``, the results also have dq [R, Dk], dk [L, Dk] and dv [L, Dv], which the caller
     rounds. The second tuple has the sizes of the scores [R] and their noise in o, dq, dk and dv. It
@@ -114,11 +115,9 @@ def _chunk(
     visible_scores = s.masked_fill(~mask, 0.0)
     top, p = visible_scores.abs().amax(-1), e / divisor
     noise: tuple[torch.Tensor, ...] = ()
-    # No size exceeds |scale| |q| |k|.
-    bound = abs(scale) * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()
-    if maths.arithmetic == "magnitude" and bound > COVERED:
-        sizes = score_sizes(visible_scores, q, k, mask, scale)
-        noise = (sizes, *score_noise(p, sizes, mask, q, k, v, do, scale, maths.dtype))
+    if maths.arithmetic == "magnitude":
+        rows = (visible_scores, p, mask, q, do)
+        noise = _noise_of_heads(rows, k, v, scale, maths.dtype, heads)
     if do is None:
         return (o, lse, top), noise
     d = maths.term(do)
@@ -127,6 +126,37 @@ def _chunk(
     factor = abs(scale) if maths.arithmetic == "magnitude" else scale
     dq, dk = factor * (ds @ maths.term(k)), factor * (ds.T @ maths.term(q))
     return (o, lse, top, dq, dk, maths.store(p).T @ d), noise
+
+
+def _noise_of_heads(
+    rows: tuple[torch.Tensor | None, ...],  # scores, P, mask [R, L], q and do
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    heads: int,
+) -> tuple[torch.Tensor, ...]:
+    """Return the second result of :func:`_chunk`: the noise of each head, those of keys added."""
+    noises = []
+    for s, p, mask, q, do in zip(*(_split(x, heads) for x in rows)):
+        # No size exceeds |scale| |q| |k|.
+        if abs(scale) * q.norm(dim=-1).amax() * k.norm(dim=-1).amax() > COVERED:
+            sizes = score_sizes(s, q, k, mask, scale)
+            noises.append((sizes, *score_noise(p, sizes, mask, q, k, v, do, scale, dtype)))
+        else:
+            noises.append(())
+    count = max(map(len, noises))
+    if not count:
+        return ()
+    empty = [torch.zeros_like(x) for x in next(noise for noise in noises if noise)]
+    sizes_o_dq_dk_dv = list(zip(*(noise or empty for noise in noises)))
+    rowwise = [torch.cat(parts) for parts in sizes_o_dq_dk_dv[:3]]
+    return (*rowwise, *(torch.stack(parts).sum(0) for parts in sizes_o_dq_dk_dv[3:]))
+
+
+def _split(x: torch.Tensor | None, heads: int) -> Sequence[Any]:
+    """Return the rows of each of ``heads`` heads."""
+    return [None] * heads if x is None else x.chunk(heads)
 
 
 def _chunks(
@@ -156,22 +186,37 @@ def _document(
     """Evaluate ``rows`` of one document, whose row 0 is its token ``first``; write the results."""
     (q, k, v), (o, lse, top, *grads) = tensors, results
     heads, groups = q.shape[1], k.shape[1]
+    of_group = torch.arange(heads).chunk(groups)
     for g in range(groups):
         for chunk, columns, visible in _chunks(rows, mask, g, first):
             lse[chunk, g * (heads // groups) : (g + 1) * (heads // groups)] = -torch.inf
             if not visible.numel():
                 continue
-            for head in range(g * (heads // groups), (g + 1) * (heads // groups)):
-                d = do[chunk, head] if do is not None else None
+            together = max(1, _CHUNK // len(chunk))
+            for heads_ in of_group[g].split(together):
+                place = chunk[:, None], heads_
+
+                def fold(x: torch.Tensor) -> torch.Tensor:
+                    return x[place].transpose(0, 1).flatten(0, 1)  # noqa: B023  # used here
+
+                def store(whole: torch.Tensor, rows: torch.Tensor) -> None:
+                    whole[place] = rows.unflatten(0, (len(heads_), -1)).transpose(0, 1)  # noqa: B023
+
                 out, noise = _chunk(
-                    maths, q[chunk, head], k[columns, g], v[columns, g], visible, scale, d
+                    maths,
+                    fold(q),
+                    k[columns, g],
+                    v[columns, g],
+                    visible.repeat(len(heads_), 1),
+                    scale,
+                    None if do is None else fold(do),
+                    len(heads_),
                 )
-                o[chunk, head], lse[chunk, head], top[chunk, head] = out[:3]
-                for rowwise, part in zip(noises, noise[:2]):
-                    rowwise[chunk, head] = part
+                for whole, rows_ in zip((o, lse, top, *noises[:2]), (*out[:3], *noise[:2])):
+                    store(whole, rows_)
                 for sums, parts in ((grads, out[3:]), (noises[2:], noise[2:])):
                     if parts:
-                        sums[0][chunk, head] = parts[0]
+                        store(sums[0], parts[0])
                         sums[1][columns, g] += parts[1]
                         sums[2][columns, g] += parts[2]
 

@@ -44,7 +44,7 @@ def _kernel_key(job: Job) -> Hashable:
     config = dataclasses.replace(
         job.case.config, init_blocks=0, local_blocks=0, num_selected_blocks=1
     )
-    return config, job.dtype, isinstance(job.check, OnStep) or job.name == generated_steps.NAME
+    return config, job.dtype, isinstance(job.check, OnStep) or job.name in generated_steps.NAMES
 
 
 def _work(job: Job) -> int:

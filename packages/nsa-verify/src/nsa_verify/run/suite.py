@@ -16,8 +16,6 @@ from nsa_core.util.interruption import NEVER, Interruption, is_ctrl_c
 from nsa_core.util.text import describe_error
 from nsa_verify.cases import PRESETS, Case, text_case
 from nsa_verify.checks import (
-    block_attention,
-    block_decode,
     core,
     decode_compress,
     decode_fused,
@@ -105,7 +103,8 @@ class Job:
 class _CheckSize:
     """A check, and the largest case on which it runs in each preset.
 
-    Sizes are (tokens x query heads); the tokens of a decode step are those in the cache.
+    Sizes are (tokens x query heads); the tokens of a decode step are those in the cache. Quick runs
+    the check in the first ``dtypes`` dtypes.
     """
 
     name: str
@@ -113,6 +112,7 @@ class _CheckSize:
     quick: int
     full: int
     interpreter: int = 1 << 6
+    dtypes: int = 4
 
 
 _CHECKS = (
@@ -122,7 +122,7 @@ _CHECKS = (
     _CheckSize("any blocks", checks.any_blocks, 1 << 10, 1 << 13),
     _CheckSize("empty rows", checks.empty_rows, 1 << 10, 1 << 13),
     _CheckSize("composition", invariants.composition, 1 << 14, 1 << 15),
-    _CheckSize("core gradients", core.core_gradients, 1 << 11, 1 << 14),
+    _CheckSize("core gradients", core.core_gradients, 1 << 9, 1 << 14),
     _CheckSize("causality", invariants.causality, 1 << 11, 1 << 14),
     _CheckSize("coverage", checks.coverage, 1 << 9, 1 << 13),
     _CheckSize("poison", invariants.finite_poison, 1 << 11, 1 << 14),
@@ -133,7 +133,7 @@ _CHECKS = (
     _CheckSize("core nan storage", core.nan_storage, 1 << 9, 1 << 13),
     _CheckSize("core inputs", core.inputs_untouched, 1 << 9, 1 << 10),
     _CheckSize("core run to run", core.run_to_run, 1 << 11, 1 << 14),
-    _CheckSize("dispatch", invariants.dispatch, 1 << 9, 1 << 10),
+    _CheckSize("dispatch", invariants.dispatch, 1 << 9, 1 << 10, dtypes=2),
 )
 
 # Cases above a size run the checks of _FIRST, and the others, in so many of the first dtypes. They
@@ -179,7 +179,7 @@ _STEP_CHECKS = (
         "decode inputs untouched", decode_invariants.inputs_untouched, 1 << 10, 1 << 12, 1 << 8
     ),
     _CheckSize("decode reads", reads.reads, 1 << 11, 1 << 11, 0),
-    _CheckSize("decode dispatch", decode_invariants.dispatch, 1 << 10, 1 << 10, 1 << 8),
+    _CheckSize("decode dispatch", decode_invariants.dispatch, 1 << 10, 1 << 10, 1 << 8, dtypes=2),
 )
 PHASES = ("prefill", "decode", "both")
 
@@ -214,7 +214,6 @@ def jobs(
             cases.append(dataclasses.replace(text_case(text), seed=seed))
         listed += layer.jobs_for(preset, seed, Job) if preset != "interpreter" else []
         listed += _jobs(preset, dtypes, _CHECKS, [(c.batch * c.tokens, c, None) for c in cases])
-        listed += block_attention.jobs_for(preset, dtypes, seed, Job)
         listed += generated.jobs_for(preset, dtypes, seed, cases_per_slot, Job)
     if phase != "prefill":
         steps = [
@@ -222,7 +221,6 @@ def jobs(
             for s in STEPS[preset]()
         ]
         listed += _jobs(preset, dtypes, _STEP_CHECKS, [(sum(s.lengths), s.case, s) for s in steps])
-        listed += block_decode.jobs_for(preset, dtypes, seed, Job)
         listed += generated_steps.jobs_for(preset, dtypes, seed, Job)
         listed += histories.jobs_for(preset, dtypes, seed, Job)
     return listed
@@ -256,6 +254,7 @@ def _jobs(
         for entry in checks
         if size <= getattr(entry, preset)
         and (entry.name in _FIRST) == first
+        and (preset != "quick" or dtype in dtypes[: entry.dtypes])
         # The slow interpreter compares bits in the first dtype only.
         and (preset != "interpreter" or first or dtype == dtypes[0])
         and (size <= large or dtype in dtypes[: counts[not first]])
