@@ -18,10 +18,13 @@ meta_inputs = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
 offline = importlib.import_module("nsa_backend_triton.tools.offline")
 sass = importlib.import_module("nsa_backend_triton.tools.sass")
 sequences = importlib.import_module("nsa_backend_triton.host.sequences")
+decode_launch = importlib.import_module("nsa_backend_triton.decode.launch")
+forms = importlib.import_module("nsa_backend_triton.decode.forms")
 span_forward = importlib.import_module("nsa_backend_triton.span.forward")
 
 # One width of each kind: 16 columns, 32, 64, and three bands of 32; none is a multiple of a band.
 WIDTHS = (13, 24, 56, 72)
+STEPS = ("decode_span", "decode_sel", "decode_step")
 LOOPS = ("span_forward", "sel_forward_kernel", "sel_bucket_kernel")  # kernels that read K, then V
 
 
@@ -45,25 +48,51 @@ def lost(slot: str, head_dim: int, v_head_dim: int, **changes: object) -> list[s
     return found
 
 
+def lost_in_steps(slot: str, head_dim: int, v_head_dim: int, group: int = 16) -> list[str]:
+    """As :func:`lost`, for the decode form of ``slot``, or of a fused step, with four tokens."""
+    request = dataclasses.replace(
+        compile_table._BASE,
+        **{"phase": "decode", "needs_grad": False, "batch": 3, "seq_len": 256, "page_size": 64},
+        **{"n_heads": 2 * group, "n_kv_heads": 2, "head_dim": head_dim, "v_head_dim": v_head_dim},
+    )
+    tensors, call = meta_inputs.step_inputs(request, 4)
+    with offline.recording(90) as launches:
+        getattr(forms, slot)(*(tensors[name] for name in meta_inputs.STEP_INPUTS[slot]), call=call)
+    codes = [
+        sass.disassemble(offline.compile_launch(launch).asm["cubin"])
+        for launch in launches
+        if launch.name in STEPS
+    ]
+    assert any(line.name.startswith("HGMMA") for code in codes for line in code)
+    return [line for code in codes for line in sass.lost_descriptors(code)]
+
+
 def test_a_narrow_v_keeps_its_address() -> None:
     assert lost("cmp", 24, 8) == []
 
 
+def test_a_narrow_v_keeps_its_address_in_steps() -> None:
+    assert lost_in_steps("win", 24, 8) == []
+
+
 @pytest.mark.skipif(triton.__version__ != "3.6.0", reason="a later ptxas has no such fault")
 def test_the_fault_of_ptxas_is_seen_without_value_band() -> None:
-    with mock.patch.object(
-        span_forward, "value_band", lambda k, v, architecture, use_tma: sequences.band(v)
-    ):
+    def band_of_v(k_band: int, v_band: int, *_: object, **__: object) -> int:
+        return v_band
+
+    with mock.patch.object(span_forward, "value_band", band_of_v):
         assert "ULDC.64" in lost("cmp", 24, 8)[0]
+    with mock.patch.object(decode_launch, "value_band", band_of_v):
+        assert lost_in_steps("win", 24, 8)
 
 
 def test_value_band_changes_only_narrow_v_on_sm_90() -> None:
-    band, value_band = sequences.band, sequences.value_band
-    assert value_band(24, 8, 90, use_tma=False) == band(24) == 32
-    assert value_band(250, 13, 90, use_tma=False) == 64
-    assert value_band(24, 8, 90, use_tma=True) == value_band(24, 8, 80, use_tma=False) == 16
-    for dk, dv in ((64, 64), (192, 128), (128, 128), (13, 250)):
-        assert value_band(dk, dv, 90, use_tma=False) == band(dv)
+    value_band = sequences.value_band
+    assert value_band(32, 16, 90, use_tma=False) == 32
+    assert value_band(256, 16, 90, use_tma=False) == 64
+    assert value_band(32, 16, 90, use_tma=True) == value_band(32, 16, 80, use_tma=False) == 16
+    for k_band, v_band in ((64, 64), (256, 128), (128, 128), (16, 256)):
+        assert value_band(k_band, v_band, 90, use_tma=False) == v_band
 
 
 @pytest.mark.slow
@@ -73,6 +102,16 @@ def test_value_band_changes_only_narrow_v_on_sm_90() -> None:
 def test_masked_columns_of_any_width(head_dim: int, slot: str, packed: bool) -> None:
     for v_head_dim in WIDTHS:
         assert lost(slot, head_dim, v_head_dim, varlen=packed) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [16, 17, 64])
+@pytest.mark.parametrize("slot", ["cmp", "select", "win", "sel", "step"])
+def test_masked_columns_of_any_width_in_steps(slot: str, group: int) -> None:
+    if slot == "sel" and group < 33:
+        pytest.skip("too few rows for asynchronous products")
+    for head_dim, v_head_dim in ((24, 8), (72, 13), (56, 24), (128, 64)):
+        assert lost_in_steps(slot, head_dim, v_head_dim, group) == []
 
 
 @pytest.mark.slow

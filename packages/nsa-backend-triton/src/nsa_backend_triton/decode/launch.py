@@ -18,7 +18,12 @@ from nsa_backend_triton.decode.span import decode_span
 from nsa_backend_triton.decode.step import decode_step
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.launch_cache import Launch
-from nsa_backend_triton.host.sequences import accumulator, architecture, multiprocessors
+from nsa_backend_triton.host.sequences import (
+    accumulator,
+    architecture,
+    multiprocessors,
+    value_band,
+)
 from nsa_backend_triton.shared.rows import LOG2E
 from nsa_backend_triton.span.forward import launch_options
 from nsa_core.contract import DecodeCall
@@ -49,6 +54,12 @@ def power(n: int) -> int:
 
 def _padded(width: int) -> int:
     return max(16, power(width))
+
+
+def _value_band(q: Tensor, v_head_dim: int) -> int:
+    """Return the band of V beside that of ``q``; a decode kernel has no TMA."""
+    bands = _padded(q.shape[3]), _padded(v_head_dim)
+    return value_band(*bands, architecture(q.device), use_tma=False)
 
 
 def _num_splits(
@@ -171,7 +182,8 @@ class Span:
         )
         self.cmp_programs = units * self.splits if cmp is not None else 0
         self.programs = self.cmp_programs + (units * self.win_splits if win is not None else 0)
-        self.block_m, self.v_head_dim_band = _padded(self.block_t * group), _padded(self.v_head_dim)
+        self.block_m = _padded(self.block_t * group)
+        self.v_head_dim_band = _value_band(q, self.v_head_dim)
         # Short caches have a binary of their own.
         short = geometry.num_select_blocks(self.max_len) <= _SHORT_BLOCKS
         rank = {
@@ -324,7 +336,7 @@ class Sel:
         self.programs, self.block_m, self.v_head_dim_band = (
             units * self.splits,
             _padded(self.group),
-            _padded(v.shape[3]),
+            _value_band(q, v.shape[3]),
         )
         self.max_len = min(call.max_len, call.block_table.shape[1] * k.shape[1])
 

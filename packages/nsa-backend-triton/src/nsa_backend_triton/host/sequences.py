@@ -105,17 +105,18 @@ def band(width: int) -> int:
     return padded // 4 if padded >= 64 and 4 * width <= 3 * padded else padded
 
 
-def value_band(head_dim: int, v_head_dim: int, architecture: int, *, use_tma: bool) -> int:
-    """Return :func:`band` of V for kernels that multiply tiles of K, then of V, in a loop.
+def value_band(k_band: int, v_band: int, architecture: int, *, use_tma: bool) -> int:
+    """Return the band of V for kernels that multiply tiles of K, then of V, in a loop.
 
-    On sm_90 it is at least the band of K, up to 64 columns (the 128 bytes of the widest swizzle).
-    Without TMA, tiles of K and V that cannot be copied asynchronously share their place in shared
-    memory, and if V's are narrower, the ptxas of CUDA 12.8, which Triton 3.6 brings, computes the
-    addresses of V's products from a register that holds something else. The ptxas of CUDA 12.9
-    translates the same PTX correctly. See :func:`nsa_backend_triton.tools.sass.lost_descriptors`.
+    It is ``v_band``; on sm_90 at least ``k_band``, up to 64 columns (the 128 bytes of the widest
+    swizzle). Without TMA, tiles of K and V that cannot be copied asynchronously share their place
+    in shared memory, and if V's are narrower, the ptxas of CUDA 12.8, which Triton 3.6 brings,
+    computes the addresses of V's products from a register that holds something else. The ptxas of
+    CUDA 12.9 translates the same PTX correctly. See
+    :func:`nsa_backend_triton.tools.sass.lost_descriptors`.
     """
-    least = min(band(head_dim), 64) if architecture == 90 and not use_tma else 0
-    return max(band(v_head_dim), least)
+    least = min(k_band, 64) if architecture == 90 and not use_tma else 0
+    return max(v_band, least)
 
 
 Shape: TypeAlias = Sequence[int]

@@ -28,12 +28,12 @@ def common_constants(
 ) -> dict[str, object]:
     """Return the constexpr arguments that the attention kernels of the forward share."""
     head_dim, v_head_dim = q.shape[-1], v.shape[-1]
-    v_band = value_band(head_dim, v_head_dim, architecture(q.device), use_tma=use_tma)
+    k_band, v_band = band(head_dim), band(v_head_dim)
     return {
         "HEAD_DIM": head_dim,
         "V_HEAD_DIM": v_head_dim,
-        "HEAD_DIM_BAND": band(head_dim),
-        "V_HEAD_DIM_BAND": v_band,
+        "HEAD_DIM_BAND": k_band,
+        "V_HEAD_DIM_BAND": value_band(k_band, v_band, architecture(q.device), use_tma=use_tma),
         "GROUP": group,
         "VARLEN": seqs.packed,
         "PARTIAL": seqs.partial,

@@ -245,7 +245,8 @@ def _launch(
     use_tma, block_n = bool(settings.get("USE_TMA")), settings["BLOCK_N"]
     block_h = heads_together(heads // groups, settings["BLOCK_H"])
     block_t = settings["BLOCK_M"] // block_h
-    v_band = value_band(head_dim, v_head_dim, architecture(q.device), use_tma=use_tma)
+    bands = band(head_dim), band(v_head_dim)
+    v_band = value_band(*bands, architecture(q.device), use_tma=use_tma)
     o, lse = (*lead, heads, v_head_dim), (*lead[:-1], heads, lead[-1])
     launch = Launch(
         span_forward, (seqs.tiles(block_t) * (heads // block_h),),
