@@ -228,6 +228,16 @@ def test_kernels_raise_unsupported_at_every_nesting(name: str, nesting: str) -> 
         NESTINGS[nesting](f, x, direction(nesting, f, x))
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_refuse_a_batch_of_gradients(name: str) -> None:
+    f, x = KERNELS[name]
+    leaf = x.detach().clone().requires_grad_()
+    y = f(leaf)
+    batch = torch.ones(2, *y.shape, dtype=y.dtype)
+    with pytest.raises(Unsupported, match=r"a batch of gradients .* use torch\.func\.jacrev"):
+        torch.autograd.grad(y, leaf, batch, is_grads_batched=True)
+
+
 # PyTorch's backward of torch.logsumexp raises an error for a dual tensor.
 NOT_IN_TORCH = ("phi attn_pool", "reverse over forward_ad")
 CASES = [case for case in itertools.product(OTHERS, NESTINGS) if case != NOT_IN_TORCH]

@@ -63,6 +63,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "It comes from nested `grad` or `jacrev`, or from `create_graph=True`.": (
         "test_kernels_raise_unsupported_at_every_nesting",
     ),
+    "A backward of a batch of gradients (`is_grads_batched=True`, or `vectorize=True` in"
+    " `torch.autograd.functional`) raises `Unsupported` too.": (
+        "test_kernels_refuse_a_batch_of_gradients",
+    ),
+    "Use `jacrev`, or `vmap` over `vjp`.": ("test_nested_vmap_and_jacrev",),
     "Derivatives that meet no kernel are right, such as those with respect to the weight of"
     " `attn.out`.": ("test_derivatives_that_meet_no_kernel_are_right",),
     "Instead of a Hessian-vector product, take the difference of two gradients in float64:": (
@@ -71,11 +76,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "Steps with a cache and `block_attention_decode` have no gradient, and raise `Unsupported` for"
     " tangents too.": ("test_decode_steps_refuse_tangents", "test_steps_have_no_gradient"),
-    "A compiled call does not see tangents.": (
+    "A compiled call cannot see whether its inputs carry tangents.": (
         "test_the_gradient_of_a_compiled_call_refuses_tangents",
     ),
-    "With `fullgraph=True`, the call and its backward raise an error with the same message inside"
-    " every level of `torch.autograd.forward_ad`.": (
+    "So with `fullgraph=True`, the call and its backward raise an error with the same message"
+    " inside every level of `torch.autograd.forward_ad`.": (
         "test_compiled_calls_refuse_tangents",
         "test_the_gradient_of_a_compiled_call_refuses_tangents",
     ),

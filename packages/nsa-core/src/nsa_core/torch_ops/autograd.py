@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._C import _after_autograd_keyset, _any_requires_grad, _AutoDispatchBelowAutograd
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch import autograd_function, pyfunctorch
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -123,6 +124,21 @@ def refuse_dual(name: str, arguments: Iterable[Any]) -> None:
     """:func:`refuse_tangents` for a function whose operators see the tangents of torch.func."""
     if not torch._C._are_functorch_transforms_active():
         refuse_tangents(name, arguments)
+
+
+def refuse_batches(name: str, grads: Iterable[torch.Tensor | None]) -> None:
+    """Check that no gradient is a batch of gradients, which a backend cannot read.
+
+    Raises:
+        Unsupported: One is.
+    """
+    for grad in grads:
+        if grad is not None and is_legacy_batchedtensor(grad):
+            raise Unsupported(
+                f"{name}: a backward of a batch of gradients (is_grads_batched=True,"
+                " vectorize=True, check_batched_grad=True) is not supported; use"
+                " torch.func.jacrev, or torch.func.vmap over torch.func.vjp"
+            )
 
 
 def without_tangents(op: Any) -> Callable[..., Any]:
@@ -242,6 +258,7 @@ def register(
         return result
 
     def node_backward(ctx: Any, *grads: Any) -> Any:
+        refuse_batches(op.name(), grads)
         return (None, *backward(ctx, *grads))
 
     def level_forward(ctx: Any, keyset: Any, *arguments: Any) -> Any:

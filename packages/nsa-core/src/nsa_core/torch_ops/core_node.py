@@ -251,6 +251,7 @@ class _CoreNode(torch.autograd.Function):
         grads = [ctx.held_do.release() if do is None else do]
         if grads[0] is None:
             return (*constants, *(None for _ in CoreInputs._fields))
+        autograd.refuse_batches("the core", grads)
         saved = by_name(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         needs = ctx.needs_input_grad[len(constants) :]
