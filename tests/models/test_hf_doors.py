@@ -206,7 +206,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "boundaries of rows side by side": (
         {"cu_seq_lens_q": torch.tensor([[0, 20, 60], [0, 30, 60]])},
-        r"cu_seq_lens_q must be \[documents \+ 1\], got \[2, 3\]",
+        r"cu_seq_lens_q must be a tensor \[documents \+ 1\], got \[2, 3\]",
+    ),
+    "boundaries in a list": (
+        {"cu_seq_lens_q": [0, 60, 120]},
+        r"cu_seq_lens_q must be a tensor \[documents \+ 1\], got list",
+    ),
+    "boundaries of the keys alone": (
+        {"cu_seq_lens_k": torch.tensor([0, 20, 60, 120])},
+        "cu_seq_lens_k is passed without cu_seq_lens_q",
     ),
     "a document in two rows": (
         {"cu_seq_lens_q": torch.tensor([0, 20, 120])},
@@ -221,7 +229,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "boundaries and a cache": (
         {"cu_seq_lens_q": torch.tensor([0, 60, 120]), "use_cache": True},
-        "cu_seq_lens_q and past_key_values are passed",
+        r"cu_seq_lens_q and a cache \(past_key_values or use_cache\) are passed",
     ),
     "boundaries and a mask": (
         {"cu_seq_lens_q": torch.tensor([0, 60, 120]), "attention_mask": torch.ones(2, 60)},

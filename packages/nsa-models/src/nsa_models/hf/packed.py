@@ -36,15 +36,22 @@ def packed_boundaries(
     """
     boundaries = options.get("cu_seq_lens_q")
     if boundaries is None:
+        if options.get("cu_seq_lens_k") is not None:
+            raise InvalidInput(
+                "cu_seq_lens_k is passed without cu_seq_lens_q: pass the boundaries of the packed"
+                " documents as cu_seq_lens_q"
+            )
         if position_ids is None:
             return {}
         packing: dict[str, Any] = _from_positions(size, attention_mask, position_ids, cache)
         return packing
     if cache is not None or attention_mask is not None:
-        other = "attention_mask" if cache is None else "past_key_values"
+        other = "attention_mask" if cache is None else "a cache (past_key_values or use_cache)"
         raise InvalidInput(f"cu_seq_lens_q and {other} are passed; pass only one of them")
-    if boundaries.dim() != 1:
-        raise InvalidInput(f"cu_seq_lens_q must be [documents + 1], got {list(boundaries.shape)}")
+    if not isinstance(boundaries, torch.Tensor) or boundaries.dim() != 1:
+        is_tensor = isinstance(boundaries, torch.Tensor)
+        passed = list(boundaries.shape) if is_tensor else type(boundaries).__name__
+        raise InvalidInput(f"cu_seq_lens_q must be a tensor [documents + 1], got {passed}")
     if size[0] != 1:
         _check_rows(size, boundaries)
     if position_ids is not None:
