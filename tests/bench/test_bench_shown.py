@@ -11,8 +11,10 @@ import re
 import pytest
 
 from nsa_bench.render import style, words
+from nsa_bench.render.arrange import arrange
 from nsa_bench.render.style import log_ticks, looks_of, need_plot_packages, plot_style, spread
 from nsa_bench.result import EAGER, Result, read_result
+from nsa_bench.roofline import PARTS
 from nsa_core.errors import BackendUnavailable, InvalidInput
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
@@ -434,3 +436,18 @@ def test_a_page_without_plotly_is_refused_and_json_is_written(monkeypatch, nsa, 
     limits = ("--budget", "0.001", "--device", "cpu", "--phase", "forward")
     assert nsa("bench", *arguments, *limits, "--json", str(file)).code == 0
     assert read_result(file).measurements
+
+
+def test_a_group_of_columns_wider_than_the_screen_is_divided():
+    names = ["tokens", "subject", "ms", *(f"{name} ms" for name in PARTS)]
+    cells = [str(number) for number in range(len(names))]
+    stacked = list(arrange(("title", names, [cells]), 60))
+    assert [title for title, _, _ in stacked] == [
+        "title | time and time of each part",
+        "title | time of each part",
+    ]
+    shown: dict[str, str] = {}
+    for _, columns, rows in stacked:
+        assert len("  ".join(columns)) <= 60
+        shown.update(zip(columns, rows[0]))
+    assert shown == dict(zip(names, cells))

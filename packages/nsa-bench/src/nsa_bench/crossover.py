@@ -71,7 +71,7 @@ def crossing(pairs: Sequence[tuple[int, float]]) -> tuple[int | None, str]:
         length is not below 1, or if nothing was measured.
     """
     if not pairs:
-        return None, "not known: no length was measured for both"
+        return None, "whether it is faster than dense is not known: no length has both times"
     last, ratio = pairs[-1]
     if ratio >= 1:
         return (

@@ -21,8 +21,9 @@ _GAP = 2  # columns between two columns
 def arrange(rows: Rows, width: int) -> Iterator[Rows]:
     """Yield ``rows`` as one table if it fits ``width`` columns, else as tables to be stacked.
 
-    Each of these has the columns that identify a row and as many groups of columns as fit, at least
-    one. Rows without a value in these groups are left out of all tables but the first.
+    Each of these has the columns that identify a row and as many groups of columns as fit; a group
+    that does not fit is divided. Rows without a value in these groups are left out of all tables
+    but the first.
     """
     title, columns, cells = rows
     keys = [name for name in columns if name in _KEYS]
@@ -30,7 +31,11 @@ def arrange(rows: Rows, width: int) -> Iterator[Rows]:
         (title_of_group, [name for name in columns if name in names])
         for title_of_group, names in _GROUPS
     ]
-    groups = [group for group in groups if group[1]]
+    groups = [
+        (title_of_group, part)
+        for title_of_group, names in groups
+        for part in _divided(rows, keys, names, width)
+    ]
     if not groups or _width(columns, cells) <= width:
         yield rows
         return
@@ -43,10 +48,24 @@ def arrange(rows: Rows, width: int) -> Iterator[Rows]:
             parts.append([group])
     for index, part in enumerate(parts):
         names = [*keys, *(name for _, members in part for name in members)]
-        subtitle = " and ".join(title_of_group for title_of_group, _ in part)
+        subtitle = " and ".join(dict.fromkeys(title_of_group for title_of_group, _ in part))
         header, selected = _select(rows, names, keep_all=index == 0)
         if selected:
             yield f"{title} | {subtitle}", header, selected
+
+
+def _divided(
+    rows: Rows, keys: Sequence[str], names: Sequence[str], width: int
+) -> Iterator[list[str]]:
+    """Yield the columns ``names`` in parts that fit ``width`` columns beside ``keys``."""
+    part: list[str] = []
+    for name in names:
+        if part and _width(*_select(rows, [*keys, *part, name], keep_all=True)) > width:
+            yield part
+            part = []
+        part.append(name)
+    if part:
+        yield part
 
 
 def _select(rows: Rows, names: Sequence[str], keep_all: bool) -> tuple[list[str], list[list[str]]]:
