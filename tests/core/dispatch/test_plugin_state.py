@@ -1,5 +1,6 @@
 """Plugins that change the global state when they are loaded: it is restored, they are named."""
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -118,6 +119,26 @@ def test_state_is_restored_and_the_plugin_is_named(
     y = layer(torch.randn(1, 8, 32, requires_grad=True), plan=plan)
     y.sum().backward()
     assert (y.dtype, layer.out.weight.grad.dtype) == (torch.float32, torch.float32)
+
+
+def test_a_workspace_function_leaves_the_settings(
+    state: GlobalState, installed: Any, caplog: Any
+) -> None:
+    change = (
+        "import torch; torch.set_default_dtype(torch.float64); torch.set_default_device('meta')"
+    )
+    modules = _sources("pass", "import")
+    head = "def workspace(request):\n"
+    modules["toy_state"] = modules["toy_state"].replace(head, f"{head}    {change}\n")
+    installed(modules)
+    plan = resolve(CONFIG, registry=discover())
+    request = dataclasses.replace(plan.requests["combine"], batch=2, seq_len=8)
+    with caplog.at_level(logging.WARNING, logger="nsa"):
+        assert plan.workspace_bytes(request) == 16
+    assert state.changed() == []
+    (record,) = caplog.records
+    names = "PyTorch's default dtype, PyTorch's default device"
+    assert f"plugin toy-state changed {names}: restored" in record.getMessage()
 
 
 @pytest.mark.parametrize("ending", ["1 / 0", "raise SystemExit(3)", "import toy_absent_package"])

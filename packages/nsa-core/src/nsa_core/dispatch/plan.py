@@ -28,6 +28,7 @@ from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.torch_ops.call_wrapper import import_function
 from nsa_core.torch_ops.core_kernels import CoreConstants, causal_geometry, constants_of
+from nsa_core.util.global_state import SETTINGS, loading
 from nsa_core.util.text import describe_error, one_line
 
 
@@ -130,7 +131,8 @@ class Plan:
         if path is None:
             raise Unsupported(f"backend {name!r} does not state the workspace of {subject}")
         try:
-            size = import_function(name, path)(request)
+            with loading(name, SETTINGS):
+                size = import_function(name, path)(request)
         except NSAError:
             raise
         except Exception as error:
