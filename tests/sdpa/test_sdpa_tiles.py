@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 
-from nsa_backend_sdpa import aten, device, engine, probe, select
-from nsa_core import BlockGeometry, NSAConfig, Request, resolve
+from nsa_backend_sdpa import aten, device, engine, probe, sel, select
+from nsa_core import BlockGeometry, NSAConfig, Request, block_attention, resolve
 from nsa_core.contract import SLOTS, SlotCall
 from nsa_verify.cases import Case
 from nsa_verify.findings import bits
@@ -359,3 +359,24 @@ def test_malformed_cu_seqlens_cause_no_invalid_access() -> None:
         blocks = select.forward(q[rows], data.k_cmp, lse, call=call)
         o, lse = sel.forward(q[rows], k, v, blocks, call=call)
         sel.backward(data.do[rows], q[rows], k, v, blocks, o, lse, call=call)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_block_of_more_keys_than_exist_has_no_rows_of_its_own(packed, monkeypatch):
+    sizes: list[int] = []
+    original = sel.make_tiles
+    monkeypatch.setattr(
+        sel, "make_tiles", lambda k, size, call: sizes.append(size) or original(k, size, call)
+    )
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(16, 4, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+    k = torch.randn(16, 2, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+    documents = torch.tensor([0, 5, 16], dtype=torch.int32) if packed else None
+    inputs = (q, k, k) if packed else (q[None], k[None], k[None])
+    blocks = torch.zeros(*inputs[0].shape[:-2], 2, 1, dtype=torch.int32)
+    results = []
+    for size in (16, 100003):  # a prime: larger sizes are split before the kernel
+        o = block_attention(*inputs, blocks, block_size=size, cu_seqlens=documents)
+        results.append([o, *torch.autograd.grad(o.square().sum(), (q, k))])
+    assert sizes == [16] * 4
+    torch.testing.assert_close(results[1], results[0])

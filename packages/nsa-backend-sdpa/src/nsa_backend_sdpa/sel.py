@@ -42,6 +42,11 @@ def _key_call(q: Tensor, k: Tensor, call: SlotCall) -> tuple[int, SlotCall]:
     return end, dataclasses.replace(call, first_query=0)
 
 
+def _block_rows(k: Tensor, call: SlotCall) -> int:
+    """Return l', but at most the rows of ``k``: a longer block has no other key."""
+    return min(call.geometry.select_block_size, max(1, k.shape[-3]))
+
+
 def _positions(q: Tensor, tiles: Tiles, call: SlotCall) -> tuple[Tensor, Tensor]:
     """Return each query's position in its document, and its document's first tile, int64 [T]."""
     if call.cu_seqlens is None:
@@ -142,7 +147,7 @@ def forward(
         end, key_call = _key_call(q, k, call)
         if key_call is not call:
             k, v = k[..., :end, :, :], v[..., :end, :, :]
-        tiles = make_tiles(k, call.geometry.select_block_size, key_call)
+        tiles = make_tiles(k, _block_rows(k, call), key_call)
         rows_q = as_rows(q, packed).unflatten(1, (groups, 1, -1))  # [T, G, 1, h, Dk]
         o = q.new_empty((*rows_q.shape[:-1], v.shape[-1]))
         lse = q.new_empty(rows_q.shape[:-1], dtype=stats_dtype(q.dtype))
@@ -200,7 +205,7 @@ def backward(
         whole_k, whole_v = k, v
         if key_call is not call:
             k, v = k[..., :end, :, :], v[..., :end, :, :]
-        tiles = make_tiles(k, call.geometry.select_block_size, key_call)
+        tiles = make_tiles(k, _block_rows(k, call), key_call)
         rows = [
             as_rows(x, packed).unflatten(1, (groups, 1, -1))
             for x in (do, q, o, lse.transpose(-1, -2))
