@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.checks import judge_generated
 from nsa_verify.generated.data import LARGE_SCORE, problem_of
 from nsa_verify.generated.design import missing_tuples
+from nsa_verify.generated.functions import FUNCTIONS
 from nsa_verify.generated.jobs import count_cases
-from nsa_verify.generated.levels import generated_cases, slot_design
+from nsa_verify.generated.levels import SlotDesign, generated_cases, slot_design
 from nsa_verify.generated.parse import parse_case
 from nsa_verify.generated.shrink import shrink
 from nsa_verify.run import suite
@@ -33,11 +35,16 @@ def quick(slot: str) -> list[GeneratedCase]:
     return generated_cases("quick", DTYPES, slots=[slot])
 
 
+def filter_of(design: SlotDesign) -> tuple[Any, ...]:
+    """Return the arguments of missing_tuples about the rows that a design allows."""
+    return design.allowed, design.needs, design.firsts
+
+
 @pytest.mark.parametrize("slot", SLOTS)
 def test_quick_has_every_allowed_pair_and_at_most_five_values(slot: str) -> None:
     design = slot_design(slot, "quick", DTYPES)
     assert max(len(values) for values in design.levels.values()) <= 5
-    assert missing_tuples(design.levels, design.rows(0), 2, design.allowed, design.needs) == []
+    assert missing_tuples(design.levels, design.rows(0), 2, *filter_of(design)) == []
 
 
 @pytest.mark.slow
@@ -45,7 +52,7 @@ def test_quick_has_every_allowed_pair_and_at_most_five_values(slot: str) -> None
 def test_full_has_every_allowed_pair_and_every_triple_that_interacts(slot: str) -> None:
     design = slot_design(slot, "full", DTYPES)
     rows = design.rows(0)
-    assert missing_tuples(design.levels, rows, 2, design.allowed, design.needs) == []
+    assert missing_tuples(design.levels, rows, 2, *filter_of(design)) == []
     interacting = {name: design.levels[name] for name in design.triples}
     assert len(interacting) >= 4
     # A filter reads parameters outside the triple too, so the test completes rows with their first
@@ -66,7 +73,7 @@ def test_quick_cases_reach_past_the_limits_of_the_hand_written_ones() -> None:
         assert some(slot, lambda c: c.n > 16 and max(c.lengths) > 17 * c.block), slot
     assert some("win", lambda c: c.w > 512 and max(c.lengths) > c.w)
     for slot in SLOTS:
-        assert some(slot, lambda c: c.batch >= 7), slot
+        assert some(slot, lambda c: c.batch >= 8), slot
         assert some(slot, lambda c: c.groups >= 9), slot
         assert some(slot, lambda c: 0 in c.documents and 1 in c.documents), slot
         assert {c.dtype for c in quick(slot)} == set(DTYPES)
@@ -262,10 +269,12 @@ def test_number_of_generated_jobs_is_that_asked_for() -> None:
         return [job.name for job in jobs if job.name.startswith("generated")]
 
     assert names(cases_per_slot=0) == []
-    assert names(cases_per_slot=3) == [f"generated {slot}" for slot in SLOTS for _ in range(3)]
+    kinds = [f"generated {name}" for name in (*FUNCTIONS, *SLOTS)]
+    assert names(cases_per_slot=3) == [name for name in kinds for _ in range(3)]
     assert len(names()) > 5 * 25  # every pair of five values takes 25 rows
     interpreted = suite.jobs("interpreter", [torch.float32], text=None)
-    assert not any(job.name.startswith("generated") for job in interpreted)
+    generated = {job.name for job in interpreted if job.name.startswith("generated")}
+    assert generated == set(kinds[: len(FUNCTIONS)])
 
 
 def test_equal_roundings_of_equal_probabilities_are_no_bias() -> None:

@@ -9,6 +9,7 @@ import pytest
 from generated_faults import FAULTS, Fault
 from harness import Mutant, faulty_module
 from nsa_core.contract import DTYPES, SLOTS
+from nsa_verify.checks import layer
 from nsa_verify.checks.generated_steps import draw_block_steps, judge_step
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
@@ -17,6 +18,7 @@ from nsa_verify.generated.functions import function_cases
 from nsa_verify.generated.levels import generated_cases
 from nsa_verify.generated.partial import partial_cases
 from nsa_verify.generated.step import GeneratedStep
+from nsa_verify.run import suite
 
 
 def first_failure(combination: Combination, slot: str) -> Finding | None:
@@ -49,6 +51,19 @@ def test_planted_fault_is_found(fault: Fault) -> None:
     finding = first_failure(fault.combination(), fault.slot)
     assert finding is not None, f"{fault.name}: no generated case of quick fails"
     assert finding.quantity != "run", finding.detail
+
+
+@pytest.mark.parametrize("seed", [0, *[pytest.param(s, marks=pytest.mark.slow) for s in (1, 2)]])
+@pytest.mark.parametrize(
+    "fault", [f for f in FAULTS if "batch entry" in f.name], ids=lambda f: f.name
+)
+def test_every_design_finds_a_fault_in_a_large_batch(fault: Fault, seed: int) -> None:
+    """With both sizes of a large batch, in a case whose other values do not hide it."""
+    cases = generated_cases("quick", DTYPES, slots=[fault.slot], seed=seed)
+    combination = fault.combination()
+    for size in (5, 8):
+        findings = (judge_generated(combination, case) for case in cases if case.batch == size)
+        assert any(f.ok is False for judged in findings for f in judged), size
 
 
 CORE = "nsa_core.torch_ops.core_kernels"
@@ -100,3 +115,26 @@ def test_planted_fault_of_a_function_is_found(fault: Mutant) -> None:
                 break
     assert failed, f"{fault.name}: no generated case of quick fails"
     assert not any(f.quantity.startswith("o") for f in failed) or fault.module != CORE
+
+
+RECOMPUTE_FAULTS = (
+    FUNCTION_FAULTS[0],
+    Mutant(
+        "a layer with recompute has no gradient of its gates",
+        "nsa_core.layer.module",
+        "            gates,\n            k_cmp=k_cmp,",
+        "            gates.detach() if self.recompute else gates,\n            k_cmp=k_cmp,",
+    ),
+)
+
+
+@pytest.mark.parametrize("fault", RECOMPUTE_FAULTS, ids=lambda fault: fault.name)
+def test_planted_fault_of_recompute_is_found_in_a_layer(fault: Mutant) -> None:
+    combination = Combination(dict.fromkeys(SLOTS, "sdpa"))
+    todo = layer.jobs_for("quick", 0, suite.Job)
+    assert todo
+    with faulty_module(fault):
+        for job in todo:
+            failed = {f.quantity for f in job.run(combination) if f.ok is False}
+            assert failed
+            assert all(quantity.endswith(" recomputed") for quantity in failed)

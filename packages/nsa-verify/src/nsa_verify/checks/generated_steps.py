@@ -45,7 +45,7 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "select": (3, 4, 6),  # l' / d
     "blocks": ((4, 1, 2), (1, 0, 0), (5, 3, 1), (19, 1, 2), (6, 1, 3)),  # n, init, local
     "window": (1, 7, 24, 200),
-    "batch": (1, 3, 7),  # at least
+    "batch": (1, 3, 8),  # at least
     "rows": (1, 2, 3, 5, 40),
     "pages": (0, 1, 3),  # blocks per page; 0: no pages
     "spare": (0, 1, 9),

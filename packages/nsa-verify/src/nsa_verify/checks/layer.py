@@ -21,7 +21,7 @@ from nsa_verify.cases import Case
 from nsa_verify.checks.calls import CORE, PREFILL, may_call
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding, judged
-from nsa_verify.judge.layer_gradients import judge_layer
+from nsa_verify.judge.layer_gradients import golden_layer, judge_results, run_layer
 
 CONFIG = NSAConfig(
     dim=12,
@@ -61,7 +61,10 @@ def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
 
 @may_call(*PREFILL, CORE)
 def layer(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-    """Compare NSAttention with the oracle: output, and gradients of input and parameters."""
+    """Compare NSAttention with the oracle: output, and gradients of input and parameters.
+
+    The layer runs without recompute, and with it.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
         attn = NSAttention(case.config).to(dtype)
@@ -70,8 +73,12 @@ def layer(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[
     plan = _plan(combination, case, dtype) or resolve(
         case.config, dtype=dtype, needs_grad=True, varlen=case.packed
     )
-    verdicts = judge_layer(attn, x, do, case.data(dtype).cu_seqlens, plan)
-    yield from judged("layer", "", case, dtype, verdicts)
+    cu_seqlens = case.data(dtype).cu_seqlens
+    truth = golden_layer(attn, x, do, plan, cu_seqlens)
+    for attn.recompute, label in ((False, ""), (True, " recomputed")):
+        verdicts = judge_results(run_layer(attn, x, do, cu_seqlens, plan), *truth)
+        named = {name + label: verdict for name, verdict in verdicts.items()}
+        yield from judged("layer", "", case, dtype, named)
 
 
 def _plan(combination: Combination, case: Case, dtype: torch.dtype) -> Plan | None:

@@ -59,6 +59,7 @@ def covering_design(
     triples: Sequence[str] = (),
     allowed: Callable[[Row], bool] | None = None,
     needs: Sequence[str] = (),
+    firsts: Sequence[str] = (),
 ) -> list[Row]:
     """Return rows in which every allowed pair of values of two parameters occurs.
 
@@ -71,6 +72,8 @@ def covering_design(
         triples: Parameters of which every allowed triple of values occurs too.
         allowed: Returns whether a row may occur; None allows every row.
         needs: Parameters that ``allowed`` reads. It receives rows that hold at least these.
+        firsts: Parameters that it reads too, and of which it allows the first value wherever it
+            allows another one.
 
     Raises:
         InvalidInput: A parameter has no value, or ``triples`` or ``needs`` names an unknown one.
@@ -81,7 +84,7 @@ def covering_design(
         True
     """
     empty = [name for name, values in levels.items() if not values]
-    unknown = [name for name in (*triples, *needs) if name not in levels]
+    unknown = [name for name in (*triples, *needs, *firsts) if name not in levels]
     if empty or unknown:
         raise InvalidInput(
             "levels must give each parameter at least one value:"
@@ -103,15 +106,16 @@ def covering_design(
         return rows
     groups: list[tuple[str, ...]] = [*itertools.combinations(names, 2)]
     groups += itertools.combinations(triples, 3) if len(triples) >= 3 else []
-    return _repaired(rows, levels, groups, allowed, needs)
+    first_values = {name: levels[name][0] for name in firsts}
+    return _repaired(rows, groups, allowed, {name: levels[name] for name in needs}, first_values)
 
 
 def _repaired(
     rows: Sequence[Row],
-    levels: Levels,
     groups: Sequence[tuple[str, ...]],
     allowed: Callable[[Row], bool],
-    needs: Sequence[str],
+    needs: Levels,
+    firsts: Row,
 ) -> list[Row]:
     """Replace the rows that are not allowed by rows with the same tuples that are.
 
@@ -120,10 +124,10 @@ def _repaired(
 
     Args:
         rows: A design without a filter.
-        levels: The values of each parameter.
         groups: The parameters of each tuple to keep.
         allowed: Returns whether a row may occur.
-        needs: Parameters that ``allowed`` reads.
+        needs: Parameters that ``allowed`` reads, and their values.
+        firsts: Parameters that it reads too, and the values that it always allows.
     """
 
     def tuples(row: Row) -> set[tuple[tuple[str, ...], str]]:
@@ -131,31 +135,42 @@ def _repaired(
 
     kept = [row for row in rows if allowed(row)]
     covered = {one for row in kept for one in tuples(row)}
+    impossible = set()
     for row in rows:
         if allowed(row):
             continue
         for names in groups:
             key = (names, repr([row[name] for name in names]))
-            if key not in covered and (smaller := _nearest(row, names, levels, allowed, needs)):
+            if key in covered or key in impossible:
+                continue
+            if smaller := _nearest(row, names, allowed, needs, firsts):
                 kept.append(smaller)
                 covered |= tuples(smaller)
+            else:
+                impossible.add(key)
     return kept
 
 
 def _nearest(
     row: Row,
     fixed: Sequence[str],
-    levels: Levels,
     allowed: Callable[[Row], bool],
-    needs: Sequence[str],
+    needs: Levels,
+    firsts: Row,
 ) -> Row | None:
-    """Return an allowed row that differs from ``row`` in the fewest of ``needs`` but ``fixed``."""
+    """Return an allowed row that differs from ``row`` in the fewest ``needs``, not in ``fixed``.
+
+    It may have all ``firsts`` that are not fixed.
+    """
     free = [name for name in needs if name not in fixed]
-    for count in range(1, len(free) + 1):
+    firsts = {name: value for name, value in firsts.items() if name not in fixed}
+    for count in range(len(free) + 1):
         for changed in itertools.combinations(free, count):
-            for values in itertools.product(*(levels[name] for name in changed)):
+            for values in itertools.product(*(needs[name] for name in changed)):
                 candidate = {**row, **dict(zip(changed, values))}
                 if allowed(candidate):
+                    return candidate
+                if firsts and allowed(candidate := {**candidate, **firsts}):
                     return candidate
     return None
 
@@ -188,6 +203,7 @@ def missing_tuples(
     strength: int = 2,
     allowed: Callable[[Row], bool] | None = None,
     needs: Sequence[str] = (),
+    firsts: Sequence[str] = (),
 ) -> list[Row]:
     """List the tuples of ``strength`` values that occur in no row and in at least one allowed row.
 
@@ -197,28 +213,23 @@ def missing_tuples(
         strength: Number of parameters in a tuple.
         allowed: Returns whether a row may occur; None allows every row.
         needs: Parameters that ``allowed`` reads.
+        firsts: Parameters that it reads too, as in :func:`covering_design`.
     """
     missing = []
+    choices = {n: levels[n] for n in needs} | {n: levels[n][:1] for n in firsts}
     for names in itertools.combinations(levels, strength):
         indexed = {name: list(levels[name]) for name in names}
         covered = {tuple(indexed[name].index(row[name]) for name in names) for row in rows}
         for picks in itertools.product(*(range(len(values)) for values in indexed.values())):
             part = {name: indexed[name][i] for name, i in zip(names, picks)}
             if picks not in covered and (
-                allowed is None or _possible(part, levels, allowed, needs)
+                allowed is None or any(map(allowed, _completions(part, choices)))
             ):
                 missing.append(part)
     return missing
 
 
-def _possible(
-    part: Row, levels: Levels, allowed: Callable[[Row], bool], needs: Sequence[str]
-) -> bool:
-    """Return whether an allowed row has the values of ``part``."""
-    return any(allowed(row) for row in _completions(part, levels, needs))
-
-
-def _completions(part: Row, levels: Levels, needs: Sequence[str]) -> Iterator[Row]:
-    free = [name for name in needs if name not in part]
-    for values in itertools.product(*(levels[name] for name in free)):
+def _completions(part: Row, choices: Levels) -> Iterator[Row]:
+    free = [name for name in choices if name not in part]
+    for values in itertools.product(*(choices[name] for name in free)):
         yield {**part, **dict(zip(free, values))}

@@ -20,7 +20,7 @@ from nsa_verify.generated.levels import documents_of_length, frozen_levels
 FUNCTIONS = ("core", "block_attention")
 _NO_INPUT, _ALONE, _ALL_BUT_ONE = frozen_levels("core")
 _BRANCHES = OneOf((f"k_{branch}", f"v_{branch}") for branch in ("cmp", "sel", "win"))
-_DOCUMENTS = ("dense", "batch 2", "packed", "tiny documents")
+_DOCUMENTS = ("dense", "batch 5", "packed", "tiny documents")
 # Each first group of values is that of quick, the second is added in full, and the third is that
 # of the interpreter, whose kernels take milliseconds for an operation.
 _LEVELS: Mapping[str, Mapping[str, Any]] = {
@@ -38,7 +38,7 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         "h": (GROUP_SIZES, (), (OneOf((1, 2)), OneOf((3, 5)))),
         "groups": ((2, 1, 3), (), (2, 1)),
         "widths": (((16, 16), (24, 8), (13, 13)), ((64, 64), (128, 64)), ((16, 16), (16, 8))),
-        "documents": (_DOCUMENTS, ("batch 3",), ("dense", "packed")),
+        "documents": (_DOCUMENTS, ("batch 8",), ("dense", "packed")),
         "layout": (("plain", "transposed", "gaps"), ("offset", "strided"), ("plain", "gaps")),
         "do_layout": (("plain", "transposed", "expanded"), ("gaps",), ("plain",)),
         "metadata": (("dense", "strided"), (), ("dense", "strided")),
@@ -62,7 +62,7 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         "groups": ((2, 1, 3), (), (2, 1)),
         "widths": (((16, 16), (16, 24), (24, 16)), ((64, 64), (128, 128)), ((16, 16), (16, 8))),
         "scale": ((None, -0.2), (0.0,), (None,)),
-        "documents": (_DOCUMENTS, ("batch 3",), ("dense", "packed")),
+        "documents": (_DOCUMENTS, ("batch 8",), ("dense", "packed")),
         "layout": (("plain", "transposed", "gaps"), ("offset",), ("plain",)),
         "do_layout": (("plain", "expanded"), ("gaps",), ("plain",)),
         "metadata": (("dense", "strided"), (), ("dense", "strided")),

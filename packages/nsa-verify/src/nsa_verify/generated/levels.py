@@ -43,7 +43,7 @@ _WIDTHS = (
 )
 _SCALE = ((None, 1.0, -0.3, 0.0, 0.05), (-1.0, 2.5))
 # Sequences of a dense batch, or documents around one of the length of the case.
-_DOCUMENTS = (("dense", "batch 2", "batch 7", "packed", "tiny documents"), ("batch 3", "batch 5"))
+_DOCUMENTS = (("dense", "batch 5", "batch 8", "packed", "tiny documents"), ("batch 2", "batch 3"))
 _LAYOUT = (("plain", "transposed", "gaps", "offset", "expanded"), ("strided",))
 _DO_LAYOUT = (("plain", "transposed", "gaps", "expanded", "strided"), ("offset",))
 _SCORES = (("normal", "tiny", "zero", "large"), ())
@@ -142,6 +142,11 @@ _TRIPLES = {
 # The parameters of _rows. A length does not depend on the forced blocks: with them, the library
 # needs minutes for the design of select.
 _NEEDS = ("length", "blocks", "free", "w", "groups", "documents", "h")
+# With this length the entries of a large batch have results that no other value makes equal, so
+# that every design finds a kernel that reads another entry.
+_LENGTH_OF_BATCH = {"cmp": "l+d", "select": "n blocks+", "sel": "n blocks+", "win": "w+1"}
+_LARGE_BATCH = 5
+_HIDING = ("layout", "scale", "scores", "block_kind")  # their first values hide no entry
 _MOST_FORCED = 3  # of _FORCED
 # A length of n blocks is at most this long, so that few values exclude each other: only with small
 # blocks are more than 16 of them selected from more. Else a design has hundreds of rows.
@@ -175,15 +180,23 @@ class SlotDesign:
         """The parameters that :meth:`allowed` reads."""
         return [name for name in _NEEDS if name in self.levels]
 
+    @property
+    def firsts(self) -> list[str]:
+        """The parameters that it reads too, and of which it allows the first value."""
+        return [name for name in _HIDING if name in self.levels and self.slot != "combine"]
+
     def allowed(self, row: Row) -> bool:
-        """Return whether the case of ``row`` is small enough for the oracle."""
+        """Return whether the case of ``row`` is small enough for the oracle, and hides no entry."""
         rows, sizes = _rows(row), row["h"]
-        return rows <= self.most_rows and rows * sum(sizes) <= self.most_heads * len(sizes)
+        if rows > self.most_rows or rows * sum(sizes) > self.most_heads * len(sizes):
+            return False
+        plain = row["length"] == _LENGTH_OF_BATCH.get(self.slot)
+        return not (plain and _batch(row["documents"]) >= _LARGE_BATCH and _hides_batch(row))
 
     def rows(self, seed: int, count: int | None = None) -> list[Row]:
         """Return the rows of the design, or ``count`` rows that begin with them."""
         options: dict[str, Any] = {"triples": self.triples}
-        options |= {"allowed": self.allowed, "needs": self.needs}
+        options |= {"allowed": self.allowed, "needs": self.needs, "firsts": self.firsts}
         if count is not None:
             return longer_design(self.levels, count, seed=seed, **options)
         return covering_design(self.levels, seed=seed, **options)
@@ -298,6 +311,17 @@ def _length(row: Row) -> int:
         "2w+3": 2 * w + 3,
     }
     return lengths[name] if name in lengths else int(name)
+
+
+def _hides_batch(row: Row) -> bool:
+    """Return whether the values of ``row`` make the results of all batch entries equal.
+
+    The keys are equal or have no influence, or select has no choice.
+    """
+    size, free = row.get("blocks", (4, 4, 4))[2], row.get("free", 1)
+    few = "forced" in row and (not free or (free + _MOST_FORCED) * size >= _length(row))
+    equal = row["scale"] == 0 or row["scores"] == "zero" or row["layout"] == "expanded"
+    return bool(few or equal or row.get("block_kind") == "none")
 
 
 def _batch(name: str) -> int:

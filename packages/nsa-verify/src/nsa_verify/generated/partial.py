@@ -32,7 +32,7 @@ _SHARED: Mapping[str, Any] = {
     "begin": (("axis", "document", 2, 140), (OneOf((300, 1024, 4095)),)),
     # To the end of the document leaves nothing of it; to the end of the axis leaves no extra key.
     "queries": (("1", "5", "to its end", "all", "all but 3"), ("0", "40")),
-    "documents": (("dense", "batch 2", "packed", "tiny documents"), ("batch 3", "one document")),
+    "documents": (("dense", "batch 5", "packed", "tiny documents"), ("batch 8", "one document")),
     "h": (GROUP_SIZES, ()),
     "groups": ((2, 1), (3,)),
     "widths": (((16, 16), (24, 8), (13, 13)), ((72, 24), (64, 64))),

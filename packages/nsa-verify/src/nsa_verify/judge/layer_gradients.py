@@ -45,17 +45,31 @@ def judge_layer(
         Verdicts on the output "y", on the gradient of "x", and on the gradient of every parameter
         by its name.
     """
+    actual = run_layer(attn, x, do, cu_seqlens, plan)
+    return judge_results(actual, *golden_layer(attn, x, do, plan or attn.plan, cu_seqlens))
+
+
+def run_layer(
+    attn: NSAttention,
+    x: torch.Tensor,
+    do: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    plan: Plan | None = None,
+) -> Tensors:
+    """Return the output "y" of a layer and its gradients by name; arguments of judge_layer."""
     names, parameters = zip(*attn.named_parameters())
     leaf = x.detach().requires_grad_()
     y = attn(leaf, cu_seqlens, plan=plan)
-    actual = dict(
-        zip(("x", *names), torch.autograd.grad(y, [leaf, *parameters], do, materialize_grads=True))
-    )
-    golden, magnitude = golden_layer(attn, x, do, plan or attn.plan, cu_seqlens)
-    verdicts = {"y": _judge(y, golden.pop("y"), magnitude["y"], grad=False)}
-    for name, expected in golden.items():
-        verdicts[name] = _judge(actual[name], expected, magnitude[name], grad=True)
-    return verdicts
+    grads = torch.autograd.grad(y, [leaf, *parameters], do, materialize_grads=True)
+    return {"y": y.detach(), **dict(zip(("x", *names), grads))}
+
+
+def judge_results(actual: Tensors, golden: Tensors, magnitude: Tensors) -> dict[str, Verdict]:
+    """Judge the results of :func:`run_layer` by those of :func:`golden_layer`."""
+    return {
+        name: _judge(actual[name], expected, magnitude[name], grad=name != "y")
+        for name, expected in golden.items()
+    }
 
 
 def _judge(
