@@ -124,8 +124,9 @@ def verify(
             metavar="LINE",
             show_default=False,
             help=(
-                "Run one generated case alone, such as slot=win,w=3,tokens=5, or one decode step,"
-                " such as phase=decode,lengths=9+5,new=1+1."
+                "Run one generated case alone, such as slot=win,w=3,tokens=5 or"
+                " slot=core,recompute=on, or one decode step, such as"
+                " phase=decode,lengths=9+5,new=1+1."
             ),
         ),
     ] = None,
