@@ -58,6 +58,7 @@ def test_full_has_every_allowed_pair_and_every_triple_that_interacts(slot: str) 
     # A filter reads parameters outside the triple too, so the test completes rows with their first
     # values: a triple that they allow must occur.
     first = {name: min(design.levels[name], key=str) for name in design.needs}
+    first |= {name: design.levels[name][0] for name in design.firsts}
 
     def allowed(row: dict[str, object]) -> bool:
         return design.allowed({**first, "groups": 1, "documents": "dense", **row})
