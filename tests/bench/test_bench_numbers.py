@@ -60,12 +60,13 @@ def test_parse_lengths_accepts_lists_and_ranges():
     "wrong",
     [
         *("", "x", "0", "-1", "+1", "1.5k", "k", "M", "1G", "1kk", "1km", "1 k", "1_000", "\u0663"),
-        *("2147483648", "2048M", "2097152k", "1k..2048M", "9" * 5000),
+        *("2147483648", "2048M", "2097152k", "1k..2048M"),
+        pytest.param("9" * 5000, id="5000 digits"),
     ],
 )
 def test_a_wrong_length_is_named_with_what_works(wrong):
     part = wrong.split("..")[-1]
-    text = re.escape(f"--length: {part!r} is not a number of tokens from 1 to 2147483647")
+    text = re.escape(f"--length: {part!r:.80} is not a number of tokens from 1 to 2147483647")
     with pytest.raises(
         InvalidInput, match=text + r", such as 512, 64k \(65536\) or 1M \(1048576\)"
     ):
