@@ -302,11 +302,6 @@ MUTANTS = (
         reads("blocks", repeat_from(0, 3)),
         every(dense, lambda c: c.batch >= 4),
     ),
-    _forward(
-        "strided blocks are read as contiguous",
-        reads("blocks", read_as_contiguous),
-        scattered("blocks"),
-    ),
     _forward("an expanded k is read as contiguous", reads("k", read_as_contiguous), scattered("k")),
     _forward(
         "q at an unaligned address is read rounded down",
