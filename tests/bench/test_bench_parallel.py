@@ -133,6 +133,9 @@ def test_a_run_measures_projects_and_searches() -> None:
         assert row.performance is not None, row
         assert len(row.compute_ms) == row.ranks
         assert min(row.compute_ms) > 0
+        if row.kind == MEASURED:  # no rank computes longer than the whole call takes
+            together = [sum(times) for times in zip(row.compute_ms, row.waiting_ms, strict=True)]
+            assert together == pytest.approx([row.performance.median_ms] * row.ranks, rel=1e-3)
         assert (sum(row.received_bytes) > 0) == (row.ranks > 1)
 
 

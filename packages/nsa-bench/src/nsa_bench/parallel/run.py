@@ -7,7 +7,6 @@ same decisions. Rank 0 keeps the result file.
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -282,7 +281,7 @@ class ParallelBench:
         if reason or communication is None:
             self._rows.append(self._row(shape, dtype, division, length, PROJECTED, [], reason))
             return
-        slowest = max(statistics.median(t.samples_ms) - t.waiting_ms for t in times)
+        slowest = max(t.compute_ms for t in times)
         projected = [slowest + communication]
         self._rows.append(
             self._row(
