@@ -26,19 +26,19 @@ _DOCUMENTS = ("dense", "batch 5", "packed", "tiny documents")
 _LEVELS: Mapping[str, Mapping[str, Any]] = {
     "core": {
         # At most n blocks: sel is causal attention.
-        "length": (("n blocks+", "n blocks", "l+d", "1"), ("40",), ("n blocks+", "n blocks")),
+        "length": (("n blocks+", "n blocks", "l+d", "1"), ("40",), ("l+d", "n blocks")),
         "blocks": (  # l, d, l'
             ((8, 4, 16), (4, 2, 4), (2, 1, 8), (12, 4, 12)),
             ((32, 16, 64),),
             ((8, 4, 16), (4, 2, 16)),
         ),
-        "forced": (((1, 2), (0, 0), (1, 1)), (), ((1, 2), (0, 0))),  # init, local
+        "forced": (((1, 2), (0, 0), (1, 1)), (), ((0, 0),)),  # init, local
         "free": ((1, 0, 2), (5,), (1,)),
         "w": ((5, 1, 33), (64,), (5, 20)),
         "h": (GROUP_SIZES, (), (OneOf((1, 2)), OneOf((3, 5)))),
         "groups": ((2, 1, 3), (), (2, 1)),
         "widths": (((16, 16), (24, 8), (13, 13)), ((64, 64), (128, 64)), ((16, 16), (16, 8))),
-        "documents": (_DOCUMENTS, ("batch 8",), ("dense", "packed")),
+        "documents": (_DOCUMENTS, ("batch 8",), ("dense",)),
         "layout": (("plain", "transposed", "gaps"), ("offset", "strided"), ("plain", "gaps")),
         "do_layout": (("plain", "transposed", "expanded"), ("gaps",), ("plain",)),
         "metadata": (("dense", "strided"), (), ("dense", "strided")),
@@ -56,7 +56,7 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         "rows": (("all", "last", "middle"), ("one",), ("all", "middle")),
         "length": (("1 block+", "2 blocks+"), ("5 blocks",), ("45",)),
         # Blocks of more than 256 keys are split, and so are some that a kernel does not take.
-        "block": ((16, 48, 128, 256, 512), (32, 64, 192, 200, 384, 1024), (16, 48, 256, 272)),
+        "block": ((16, 48, 128, 256, 512), (32, 64, 192, 200, 384, 1024), (16, 48, 272)),
         "n": ((3, 1, 16, 70, 130), (2, 256), (3, 2)),
         "h": (GROUP_SIZES, (), (OneOf((1, 2)), OneOf((3, 5)))),
         "groups": ((2, 1, 3), (), (2, 1)),
