@@ -9,9 +9,6 @@ from nsa_verify.findings import Finding
 # The bias is a rule for many rows. With fewer, the error of one row decides it, and that may be
 # parallel to the row: the gradient of a query that sees two keys is a multiple of their difference.
 MIN_ROWS = 12
-# With more keys for each query row, almost every key sees the same queries. The rounding of the LSE
-# of a query is then an error of all rows of dk and dv, which the bias takes as independent.
-KEYS_PER_ROW = 16
 
 
 def without_bias(finding: Finding) -> Finding:

@@ -10,7 +10,7 @@ import torch
 
 from nsa_verify.cases import Case
 from nsa_verify.findings import Finding, judged, same_bits
-from nsa_verify.generated.bias import KEYS_PER_ROW, MIN_ROWS, without_bias
+from nsa_verify.generated.bias import MIN_ROWS, without_bias
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.data import Problem
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
@@ -30,9 +30,7 @@ def judge_run(
     verdicts = judge_slot(slot, run.inputs, run.outputs, *sizes, do=run.do, **documents_of(problem))
     for finding in judged(check, generated.slot, case, dtype, verdicts):
         # A row that sees one key has the probability 1, and no gradient of q or k.
-        rows = rows_that_see(2 if finding.quantity in ("dq", "dk") else 1, generated)
-        of_keys = finding.quantity.startswith(("dk", "dv"))
-        few = rows < MIN_ROWS or (of_keys and max(generated.lengths) > KEYS_PER_ROW * rows)
+        few = rows_that_see(2 if finding.quantity in ("dq", "dk") else 1, generated) < MIN_ROWS
         equal_roundings = finding.quantity.startswith("dv") and _scores_equal(generated)
         yield without_bias(finding) if few or equal_roundings else finding
 
