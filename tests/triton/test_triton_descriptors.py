@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 from unittest import mock
 
 import pytest
@@ -105,11 +106,12 @@ def test_masked_columns_of_any_width(head_dim: int, slot: str, packed: bool) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [16, 17, 64])
-@pytest.mark.parametrize("slot", ["cmp", "select", "win", "sel", "step"])
+@pytest.mark.parametrize(
+    ("slot", "group"),
+    # A tile of sel holds one token: asynchronous products need more than 32 heads a group.
+    [*itertools.product(("cmp", "select", "win", "step"), (16, 17, 64)), ("sel", 64)],
+)
 def test_masked_columns_of_any_width_in_steps(slot: str, group: int) -> None:
-    if slot == "sel" and group < 33:
-        pytest.skip("too few rows for asynchronous products")
     for head_dim, v_head_dim in ((24, 8), (72, 13), (56, 24), (128, 64)):
         assert lost_in_steps(slot, head_dim, v_head_dim, group) == []
 

@@ -140,13 +140,13 @@ class Referee:
 
     @functools.cached_property
     def _truth(self) -> Tensors:
-        """What one process computes in float64."""
+        """The results of one process in float64."""
         layer = self._layer(Division(), None).double()
         return self._case.gradients(layer, self._x.double(), self._up.double())
 
     @functools.cached_property
     def _one(self) -> Tensors:
-        """What one process computes in the dtype."""
+        """The results of one process in the dtype."""
         return self._case.gradients(self._layer(Division(), None), self._x, self._up)
 
     @functools.cached_property

@@ -65,7 +65,7 @@ BLOCK_LEVELS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "select": ((16, 32, 48, 128, 512), (64, 192, 256), (16,)),
     "blocks": ((3, 1, 16, 70, 130), (256,), (3, 1)),
     "rows": ((1, 2, 3, 5), (8,), (1, 3)),
-    # Of a contiguous cache, the largest part of a block that kernels take, and two blocks.
+    # The pages of a contiguous cache hold two blocks, or the largest part of one that kernels take.
     "pages": (("none", "part", "two"), (), ("none", "part")),
     "starts": (("given", "default"), (), ("given", "default")),
     "index": (INDICES, (), ("int32", "int64")),

@@ -84,7 +84,7 @@ def rows_that_see(keys: int, generated: GeneratedCase) -> int:
         hidden = generated.l - 1 + (keys - 1) * generated.d
     spans = generated.query_spans if generated.packed else generated.query_spans[:1]
     rows = sum(max(0, end - begin - max(0, hidden - position)) for begin, end, position in spans)
-    # Of block_attention, two lists of five have few blocks or none.
+    # Two of the five kinds of lists for block_attention have few blocks or none.
     return rows * 3 // 5 if generated.slot == "block_attention" else rows
 
 
