@@ -1,5 +1,6 @@
 """The layer against the oracle: output and all gradients in float64, and replay in other dtypes."""
 
+import killers
 import pytest
 import torch
 
@@ -104,13 +105,16 @@ def _swapped_branches(attn, monkeypatch):
     monkeypatch.setattr(attn, "project", swapped)
 
 
-@pytest.mark.parametrize(
-    "fault", [_unrotated, _shifted_block_angles, _untrained_key, _swapped_gates, _swapped_branches]
-)
+FAULTS = (_unrotated, _shifted_block_angles, _untrained_key, _swapped_gates, _swapped_branches)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_judge_rejects_planted_faults(fault, monkeypatch):
     attn, (x, do, cu) = layer_of(), problem(packed=True)
     fault(attn, monkeypatch)
-    assert not all(judge_layer(attn, x, do, cu).values())
+    failed = [name for name, verdict in judge_layer(attn, x, do, cu).items() if not verdict]
+    assert failed
+    killers.expect("judge of a layer", fault.__name__, failed[0])
 
 
 @pytest.mark.parametrize(

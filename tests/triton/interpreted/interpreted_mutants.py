@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import killers
 import pytest
 
 import mutation
@@ -62,6 +63,16 @@ def test_the_list_of_equivalent_mutants_is_of_this_code() -> None:
     known = {mutant.key for name in named & set(FUNCTIONS) for mutant in mutation.mutants(name)}
     assert not set(mutation.EQUIVALENT) - known
     assert all(len(reason) > 10 for reason in mutation.EQUIVALENT.values())
+
+
+def test_the_list_of_killers_has_the_number_of_mutants_of_each_function() -> None:
+    """A replayed launch kills each mutant that is not equivalent; edits of a kernel change both."""
+    for name in FUNCTIONS:
+        made = [mutant.key for mutant in mutation.mutants(name)]
+        equivalent = sum(key in mutation.EQUIVALENT for key in made)
+        counts = f"{len(made) - equivalent} by a replayed launch, {equivalent} equivalent"
+        killers.expect("kernels of triton", name, counts)
+    assert killers.load()["kernels of triton"].keys() == set(FUNCTIONS)
 
 
 def test_the_readme_states_how_many_mutants_there_are() -> None:

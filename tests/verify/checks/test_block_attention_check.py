@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import killers
 import pytest
 import torch
 
@@ -63,12 +64,13 @@ def test_a_faulty_kernel_fails(kernel: str) -> None:
     direction = kernel.partition("_")[0]
     combination = toy_blocks.subject(**{direction: kernel})
     for case in cases("quick"):
-        failed = {f.quantity for f in judge_generated(combination, case) if f.ok is False}
+        failed = [f for f in judge_generated(combination, case) if f.ok is False]
         if failed:
             break
     assert failed, kernel
     if direction == "backward":
-        assert {quantity.partition(" ")[0] for quantity in failed} <= {"dq", "dk", "dv"}
+        assert {finding.quantity.partition(" ")[0] for finding in failed} <= {"dq", "dk", "dv"}
+    killers.expect("block attention", kernel, killers.killer(failed[0]))
 
 
 def _unsplit(blocks: torch.Tensor, parts: int) -> torch.Tensor:
@@ -84,15 +86,17 @@ def _wrapping(blocks: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 split = core.split_blocks
+SPLITS = (_unsplit, _first_parts, _wrapping)
 
 
-@pytest.mark.parametrize("faulty_split", [_unsplit, _first_parts, _wrapping])
+@pytest.mark.parametrize("faulty_split", SPLITS)
 def test_a_faulty_split_fails(
     faulty_split: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core, "split_blocks", faulty_split)
     results = (judge_generated(toy_blocks.subject(), case) for case in cases("quick"))
-    assert any(finding.ok is False for case in results for finding in case)
+    first = next(finding for case in results for finding in case if finding.ok is False)
+    killers.expect("block attention", f"split {faulty_split.__name__}", killers.killer(first))
 
 
 def test_a_backend_without_partial_is_judged_on_whole_sequences_alone() -> None:

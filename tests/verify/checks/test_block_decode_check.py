@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import killers
 import pytest
 import torch
 
@@ -40,7 +41,9 @@ def test_correct_forms_pass(preset: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_faulty_form_fails(form: str) -> None:
-    assert False in [f.ok for f in findings(toy_blocks.subject(decode=form), "quick")]
+    results = findings(toy_blocks.subject(decode=form), "quick")
+    first = next(finding for finding in results if finding.ok is False)
+    killers.expect("block attention decode", form, killers.killer(first))
 
 
 def test_a_faulty_split_fails(monkeypatch: pytest.MonkeyPatch) -> None:

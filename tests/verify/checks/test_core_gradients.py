@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import killers
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -103,8 +104,8 @@ def test_right_gradients_pass(case: str, dtype: torch.dtype) -> None:
 def test_a_fault_of_a_fused_backward_is_found(name: str) -> None:
     with fused_toy.fault(FAULTS[name]):
         findings = list(core_gradients(COMBINATION, CASES["dense"], torch.bfloat16))
-    wrong = [finding.quantity for finding in findings if not finding.ok]
-    assert len(wrong) == 1, wrong
+    (wrong,) = [finding for finding in findings if not finding.ok]
+    killers.expect("fused backward", name, f"{killers.killer(wrong)}, {wrong.quantity}")
 
 
 def changed_output(g: Any, _: Any, outputs: Any) -> Any:
@@ -149,8 +150,10 @@ def test_a_fault_is_found_by_its_check(name: str) -> None:
     check, plant, quantities = CHECK_FAULTS[name]
     with fused_toy.fault_on(plant):
         findings = list(check(COMBINATION, CASES["dense"], torch.float32))
-    wrong = {finding.quantity.split()[0] for finding in findings if finding.ok is False}
-    assert quantities <= wrong, findings
+    wrong = {f.quantity.split()[0]: killers.killer(f) for f in findings if f.ok is False}
+    assert quantities <= wrong.keys(), findings
+    for quantity in quantities:
+        killers.expect("fused backward", name, f"{wrong[quantity]}, {quantity}")
 
 
 def test_a_backward_that_differs_from_run_to_run_is_found() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import killers
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -96,6 +97,7 @@ def test_correct_forms_pass(check):
 )
 def test_faulty_form_fails_its_check(check, forms):
     assert False in run(check, **forms)
+    killers.expect("decode checks", *forms.values(), check)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import killers
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -34,16 +35,16 @@ def test_counted_reads_equal_the_prediction(length, dtype):
     assert sum(predicted.values()) == predicted_total(CONFIG, length)
 
 
-@pytest.mark.parametrize(
-    ("slot", "form", "count", "detail"),
-    [
-        ("win", "win_one_more", 25, "1 token(s) too many [44], 0 too few"),
-        ("win", "win_one_fewer", 23, "0 token(s) too many [], 1 too few [45]"),
-        ("cmp", "cmp_one_more", 17, "1 token(s) too many [16], 0 too few"),
-        ("sel", "sel_one_more", 54, "1 token(s) too many [69], 0 too few"),
-        ("sel", "sel_one_fewer", 52, "0 token(s) too many [], 1 too few [68]"),
-    ],
+FAULTS = (
+    ("win", "win_one_more", 25, "1 token(s) too many [44], 0 too few"),
+    ("win", "win_one_fewer", 23, "0 token(s) too many [], 1 too few [45]"),
+    ("cmp", "cmp_one_more", 17, "1 token(s) too many [16], 0 too few"),
+    ("sel", "sel_one_more", 54, "1 token(s) too many [69], 0 too few"),
+    ("sel", "sel_one_fewer", 52, "0 token(s) too many [], 1 too few [68]"),
 )
+
+
+@pytest.mark.parametrize(("slot", "form", "count", "detail"), FAULTS)
 def test_one_token_too_many_or_too_few_is_found(slot, form, count, detail):
     entries = [
         r
@@ -55,6 +56,7 @@ def test_one_token_too_many_or_too_few_is_found(slot, form, count, detail):
     ] * 2
     assert f"values of {detail}" in entries[0].detail
     assert f"keys of {detail}" in entries[0].detail
+    killers.expect("decode reads", form, f"decode reads, {slot}")
 
 
 def test_keys_and_values_are_counted_separately():

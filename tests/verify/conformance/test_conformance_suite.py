@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import types
 
+import killers
 import pytest
 import torch
 
@@ -99,6 +100,7 @@ def test_faulty_decode_form_fails_accepted_requests(make_suite, fault: str) -> N
         faulty.test_accepted_decode_requests_are_correct(
             "win", next(s for s in STEPS if s.label == "step, five rows, pages")
         )
+    killers.expect("conformance", fault, "win, step, five rows, pages")
 
 
 def test_decode_forms_of_every_slot_are_judged() -> None:
@@ -192,6 +194,7 @@ def test_faulty_kernel_fails_its_check(make_suite, check: str) -> None:
     # opcheck raises its own error. pytest.fail raises a BaseException that is no Exception.
     with pytest.raises((*FAILURES, Exception), match=f"win, {check}|opcheck"):
         faulty.test_kernel("win", check)
+    killers.expect("conformance", check, f"test_kernel {check}")
 
 
 def test_kernel_that_writes_to_its_inputs_fails_verify(make_suite) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import killers
 import pytest
 
 from generated_faults import FAULTS, Fault
@@ -51,6 +52,7 @@ def test_planted_fault_is_found(fault: Fault) -> None:
     finding = first_failure(fault.combination(), fault.slot)
     assert finding is not None, f"{fault.name}: no generated case of quick fails"
     assert finding.quantity != "run", finding.detail
+    killers.expect("generated cases", fault.name, killers.killer(finding))
 
 
 @pytest.mark.parametrize("seed", [0, *[pytest.param(s, marks=pytest.mark.slow) for s in (1, 2)]])
@@ -115,6 +117,7 @@ def test_planted_fault_of_a_function_is_found(fault: Mutant) -> None:
                 break
     assert failed, f"{fault.name}: no generated case of quick fails"
     assert not any(f.quantity.startswith("o") for f in failed) or fault.module != CORE
+    killers.expect("generated functions", fault.name, killers.killer(failed[0]))
 
 
 RECOMPUTE_FAULTS = (
@@ -135,6 +138,7 @@ def test_planted_fault_of_recompute_is_found_in_a_layer(fault: Mutant) -> None:
     assert todo
     with faulty_module(fault):
         for job in todo:
-            failed = {f.quantity for f in job.run(combination) if f.ok is False}
+            failed = [f for f in job.run(combination) if f.ok is False]
             assert failed
-            assert all(quantity.endswith(" recomputed") for quantity in failed)
+            assert all(finding.quantity.endswith(" recomputed") for finding in failed)
+            killers.expect("layers with recompute", fault.name, killers.killer(failed[0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import killers
 import pytest
 import torch
 
@@ -171,6 +172,7 @@ def test_fault_is_found(slot, change):
     failure = _first_failure(Changed({}, slot=slot, change=change), steps)
     assert failure is not None
     assert failure.slot == slot
+    killers.expect("generated steps", f"{slot} {change.__name__}", killers.killer(failure))
 
 
 def test_a_failing_step_shrinks_and_its_line_repeats_the_failure():

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterable
 
+import killers
 import pytest
 import torch
 
@@ -85,6 +86,8 @@ def assert_reasons(actual: dict[str, str], behaviours: dict[str, tuple[object, s
         n for n in named if n not in CRASHES and "'faulty', slot 'win', forward" not in actual[n]
     ]
     assert not unnamed
+    for name, (_, expected) in behaviours.items():  # the reason contains ``expected``, see above
+        killers.expect("behaviour of a kernel", name, expected)
 
 
 def test_a_faulty_kernel_is_a_failed_row_in_this_process(combination) -> None:
@@ -259,6 +262,8 @@ def test_after_three_hangs_of_a_slot_only_the_jobs_that_call_it_are_not_run(comb
     ]
     assert all(f.ok for job in ours for f in job)
     assert len(ours) == len(jobs)
+    assert BEHAVIOURS["hang"][1] in hung
+    killers.expect("behaviour of a kernel", "hang", BEHAVIOURS["hang"][1])
 
 
 def generated() -> list[suite.Job]:

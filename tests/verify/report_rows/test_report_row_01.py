@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import killers
 import pytest
 import torch
 
@@ -65,8 +66,12 @@ def duplicates_count_twice(kernel: Any) -> Any:
     return listed
 
 
-@pytest.mark.parametrize("fault", [previous_block, one_key_too_many, duplicates_count_twice])
+FAULTS = (previous_block, one_key_too_many, duplicates_count_twice)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_report_row_01_finds_planted_faults(fault: Any) -> None:
     (case,) = [case for case in CASES if case_id(case) == "duplicates-cpu"]
     with pytest.raises(AssertionError):
         check("sdpa", "sdpa", case, fault=fault)
+    killers.expect("report rows", f"row 1 {fault.__name__}", case_id(case))

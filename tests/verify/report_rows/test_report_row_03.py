@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import killers
 import pytest
 
 from nsa_core.layout import BlockGeometry
@@ -33,6 +34,7 @@ def test_report_row_03_finds_the_planted_fault(name: str, slot: str) -> None:
     kernels = kernels_of("sdpa")
     with pytest.raises(AssertionError):
         INVARIANTS[name](dataclasses.replace(kernels, **{slot: FAULTS[name][slot](kernels)}))
+    killers.expect("report rows", f"row 3 {name} {slot}", name)
 
 
 def test_report_row_03_finds_a_missing_guard(monkeypatch: pytest.MonkeyPatch) -> None:
