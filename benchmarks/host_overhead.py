@@ -46,9 +46,9 @@ from nsa_backend_triton.host import configs, launch_cache, sequences
 from nsa_backend_triton.plugin import nsa_register_backends
 from nsa_core import NSAConfig, NSAttention, nsa_attention
 from nsa_core.contract import SLOTS, SlotCall, SlotSpec
-from nsa_core.dispatch.candidates import request_of
-from nsa_core.dispatch.plan import Plan
 from nsa_core.layer import attention
+from nsa_core.plan.candidates import request_of
+from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.core_backward import core_backward
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, output_specs, slot_op
 from nsa_models.lm.config import LMConfig

@@ -18,7 +18,7 @@ import torch
 
 from nsa_core import NSAConfig, block_attention, nsa_attention, resolve
 from nsa_core.contract import SLOTS
-from nsa_core.dispatch.plan import Plan
+from nsa_core.plan.plan import Plan
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.checks.decode_compress import fused_compress
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity

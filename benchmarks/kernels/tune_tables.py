@@ -49,8 +49,8 @@ from nsa_backend_triton.sel import runs
 from nsa_bench.environment import machine
 from nsa_bench.random_blocks import random_causal_blocks, share_blocks
 from nsa_core import NSAConfig, plan_block_attention, resolve
+from nsa_core.block.plans import split_blocks
 from nsa_core.contract import BRANCHES
-from nsa_core.layer.block_plans import split_blocks
 
 CHECKED_TOKENS = 1500  # length of the compared calls: several tiles and partial ones
 MAX_DISTANCE = 0.01  # rms of the difference relative to the tuned row's rms; bf16 rounds to 2**-9

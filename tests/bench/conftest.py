@@ -17,7 +17,7 @@ from nsa_bench.run import Bench
 from nsa_bench.settings import Settings
 from nsa_bench.shapes import parse_shape
 from nsa_core.contract import API_VERSION, BackendSpec, SlotSpec
-from nsa_core.dispatch.registry import Registry, discover
+from nsa_core.plan.registry import Registry, discover
 
 BLOCKS = (8, 4, 16, 3, 24)
 _numbers = itertools.count()  # operators are created once per function name, so names must be new

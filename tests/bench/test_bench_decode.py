@@ -28,8 +28,8 @@ from nsa_bench.shapes import Shape
 from nsa_bench.timing import Performance, spread_of_repeats
 from nsa_cli import bench_decode
 from nsa_core.contract import SLOTS, SlotCall
-from nsa_core.dispatch.plan import resolve
-from nsa_core.dispatch.registry import Registry
+from nsa_core.plan.plan import resolve
+from nsa_core.plan.registry import Registry
 from nsa_verify.combination import Combination
 
 BLOCKS = (16, 8, 32, 4, 32)

@@ -26,7 +26,7 @@ from nsa_bench.run import Bench
 from nsa_bench.shapes import Shape, parse_shape
 from nsa_bench.subjects import Subjects, workload_in_child
 from nsa_bench.timing import INTERRUPTED, LATE
-from nsa_core.dispatch.registry import discover
+from nsa_core.plan.registry import discover
 from nsa_core.util.interruption import deferred_signals
 from nsa_verify.combination import parse_combination
 

@@ -6,7 +6,7 @@ import pytest
 
 from nsa_bench import run as run_module
 from nsa_bench import subjects
-from nsa_core.dispatch import default_plan
+from nsa_core.plan import default_plan
 from nsa_verify.combination import Combination
 
 

@@ -11,8 +11,8 @@ from nsa_bench.shapes import parse_shape
 from nsa_bench.tune import tune
 from nsa_bench.tune_candidates import TuneCandidates, find_tune_candidates
 from nsa_cli import output
-from nsa_core.dispatch import tuned
-from nsa_core.dispatch.plan import resolve
+from nsa_core.plan import tuned
+from nsa_core.plan.plan import resolve
 
 CONFIG = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
 

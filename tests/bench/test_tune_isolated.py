@@ -15,8 +15,8 @@ from nsa_bench.shapes import parse_shape
 from nsa_bench.tune import Tuning, tune
 from nsa_bench.tune_candidates import find_tune_candidates
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec, SlotSpec
-from nsa_core.dispatch.loading import load_spec
-from nsa_core.dispatch.registry import Registry
+from nsa_core.plan.loading import load_spec
+from nsa_core.plan.registry import Registry
 
 CONFIG = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
 # name -> (forward, probe, how it fails)

@@ -11,7 +11,7 @@ import torch
 
 from nsa_cli import output
 from nsa_core.contract import FUSED_DECODE, SLOTS, BackendSpec, Reason
-from nsa_core.dispatch.registry import BackendEntry, Registry, discover
+from nsa_core.plan.registry import BackendEntry, Registry, discover
 
 
 def row_of(document: dict, name: str) -> dict:
@@ -67,7 +67,7 @@ def test_list_without_probe_reads_metadata_only(nsa, monkeypatch):
     def fail(*args, **options):
         raise AssertionError("a plugin was loaded")
 
-    monkeypatch.setattr("nsa_core.dispatch.registry.load", fail)
+    monkeypatch.setattr("nsa_core.plan.registry.load", fail)
     monkeypatch.setenv("NSA_DISABLE_PLUGINS", "fa2")
     document = json.loads(nsa("backends", "list", "--no-probe", "--json").out)
     assert (row_of(document, "sdpa")["status"], row_of(document, "sdpa")["slots"]) == (
@@ -297,7 +297,7 @@ def test_an_unavailable_device_exits_with_code_3(nsa, monkeypatch):
 def test_safe_mode_reaches_the_registry(nsa, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "nsa_core.dispatch.registry.discover", lambda **options: calls.append(options) or Registry()
+        "nsa_core.plan.registry.discover", lambda **options: calls.append(options) or Registry()
     )
     nsa("--safe", "--plugin-limit", "3", "backends", "list")
     nsa("backends", "list")

@@ -14,7 +14,7 @@ from rich.console import Console
 from five_commands import try_all_here
 from nsa_cli import health, trial_imports, wrapping
 from nsa_core.contract import Reason
-from nsa_core.dispatch.registry import Registry, discover
+from nsa_core.plan.registry import Registry, discover
 from screen import assert_readable
 
 COMMANDS = [
@@ -51,7 +51,7 @@ def environment(monkeypatch, registry) -> None:
         Reason("long", "the library cannot be loaded because its file is missing", "reinstall it")
     ]
     monkeypatch.setitem(sys.modules, "long_winded", module)
-    monkeypatch.setattr("nsa_core.dispatch.registry.discover", lambda **options: registry)
+    monkeypatch.setattr("nsa_core.plan.registry.discover", lambda **options: registry)
     monkeypatch.setattr(trial_imports, "try_all", try_all_here)
     monkeypatch.setattr(health.platform, "platform", lambda: PLATFORM)
 

@@ -15,7 +15,7 @@ from nsa_bench import clocks, decode, decode_gate, roofline, run, subjects, timi
 from nsa_bench.result import read_result
 from nsa_cli import verify
 from nsa_cli.conformance import _PytestPlugin
-from nsa_core.dispatch.registry import discover
+from nsa_core.plan.registry import discover
 from nsa_core.util.interruption import deferred_signals
 from nsa_verify import cases
 from nsa_verify.findings import Finding

@@ -17,7 +17,7 @@ import torch
 from five_commands import standings_by_command, try_all_here
 from nsa_cli import trial_imports
 from nsa_core.contract import Reason
-from nsa_core.dispatch.registry import BackendEntry, Registry, discover
+from nsa_core.plan.registry import BackendEntry, Registry, discover
 
 SAME = ("list", "show", "explain", "doctor", "env")
 
@@ -85,7 +85,7 @@ def test_with_broken_plugins(by_command, monkeypatch) -> None:
     for name in ("picky", "raising"):
         spec = dataclasses.replace(sdpa, name=name, probe=f"broken_toys:{name}")
         registry = registry.with_backend(spec, distribution=f"nsa-{name}")
-    monkeypatch.setattr("nsa_core.dispatch.registry.discover", lambda **options: registry)
+    monkeypatch.setattr("nsa_core.plan.registry.discover", lambda **options: registry)
     standings = assert_same(by_command())
     assert standings["sdpa"] == ("ready", "runs every slot")
     assert standings["crashed"] == ("broken", "killed its process with SIGSEGV while loading")

@@ -18,8 +18,8 @@ from nsa_bench import clocks, roofline
 from nsa_bench.result import read_result
 from nsa_cli import bench, verify
 from nsa_cli import inspect as inspect_command
-from nsa_core.dispatch import tuned
-from nsa_core.dispatch.registry import discover
+from nsa_core.plan import tuned
+from nsa_core.plan.registry import discover
 from nsa_core.util import atomic_files
 from nsa_verify import cases
 from nsa_verify.findings import Finding

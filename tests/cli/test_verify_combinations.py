@@ -19,8 +19,8 @@ from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_cli import verify, verify_isolated
 from nsa_cli.app import app
 from nsa_core.contract import Reason, Request
-from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import Unsupported
+from nsa_core.plan.registry import Registry
 from nsa_verify import cases, oracle
 from nsa_verify.checks import slots as checks
 from nsa_verify.combination import Combination, every_combination

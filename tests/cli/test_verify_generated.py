@@ -17,7 +17,7 @@ from nsa_cli.verify_report import (
     refusal_lines,
     summary,
 )
-from nsa_core.dispatch.registry import default_registry
+from nsa_core.plan.registry import default_registry
 
 
 def verify(*options: str) -> tuple[int, str]:

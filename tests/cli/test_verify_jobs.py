@@ -18,8 +18,8 @@ import nsa_cli.verify_run
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_cli.app import app
 from nsa_cli.verify_run import _default_processes
-from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import BackendUnavailable, InvalidInput
+from nsa_core.plan.registry import Registry
 from nsa_core.util.interruption import deferred_signals
 from nsa_verify import cases
 from nsa_verify.combination import Combination

@@ -12,9 +12,9 @@ from nsa_backend_fa2 import decode, providers
 from nsa_backend_fa2 import probe as probes
 from nsa_backend_fa2.providers import Source
 from nsa_core.contract import Request
-from nsa_core.dispatch.plan import resolve
 from nsa_core.errors import Unsupported
 from nsa_core.layout import BlockGeometry
+from nsa_core.plan.plan import resolve
 from nsa_verify.cases import PAPER, TINY, Case, config_of
 from nsa_verify.checks.decode_parity import Step, judge_step, step_data
 from nsa_verify.combination import Combination

@@ -18,9 +18,9 @@ from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_backend_fa2.providers import Source
 from nsa_core.contract import Reason, Request, import_named
-from nsa_core.dispatch.probing import details
-from nsa_core.dispatch.registry import Registry
 from nsa_core.layout import BlockGeometry
+from nsa_core.plan.probing import details
+from nsa_core.plan.registry import Registry
 
 GOOD = Request(
     slot="win",

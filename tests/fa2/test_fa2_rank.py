@@ -12,11 +12,11 @@ from nsa_backend_fa2 import rank as ranks
 from nsa_backend_triton.plugin import nsa_register_backends as triton_backend
 from nsa_core import NSAConfig, resolve
 from nsa_core.contract import BackendSpec, Rank, Request
-from nsa_core.dispatch.candidates import find_candidates
-from nsa_core.dispatch.gpus import gpu_named
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.registry import Registry, discover
 from nsa_core.layout import BlockGeometry
+from nsa_core.plan.candidates import find_candidates
+from nsa_core.plan.gpus import gpu_named
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.registry import Registry, discover
 
 A100 = Request(
     slot="cmp",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nsa_core import block_attention, block_attention_decode, plan_block_attention
-from nsa_core.layer.block_plans import BlockPlan
+from nsa_core.block.plans import BlockPlan
 from nsa_verify.findings import bits
 
 pytest.importorskip("triton")

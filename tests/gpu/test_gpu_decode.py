@@ -10,7 +10,7 @@ import torch
 
 from nsa_core import InvalidInput, NSACache, NSAConfig, NSAttention
 from nsa_core.contract import SLOTS
-from nsa_core.dispatch.registry import default_registry
+from nsa_core.plan.registry import default_registry
 from nsa_verify.judge.tensor import judge
 
 pytestmark = pytest.mark.gpu

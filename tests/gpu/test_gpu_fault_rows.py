@@ -9,8 +9,8 @@ import torch
 
 from nsa_core import NSAConfig, nsa_attention, resolve
 from nsa_core.contract import SLOTS
-from nsa_core.dispatch.plan import Plan
-from nsa_core.dispatch.registry import default_registry
+from nsa_core.plan.plan import Plan
+from nsa_core.plan.registry import default_registry
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.conformance import BackendConformance
 from nsa_verify.findings import bits

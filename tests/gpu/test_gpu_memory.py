@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_iter
 
 from nsa_core import BlockGeometry, NSAConfig, Unsupported, resolve
 from nsa_core.contract import SLOTS, SlotCall, import_named
-from nsa_core.dispatch.plan import Plan
-from nsa_core.dispatch.registry import default_registry
+from nsa_core.plan.plan import Plan
+from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.core_backward import OUTPUTS, STATISTICS
 from nsa_core.torch_ops.core_kernels import CoreInputs, run_branches
 from nsa_core.torch_ops.slot_op import Kernel

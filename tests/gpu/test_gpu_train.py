@@ -15,7 +15,7 @@ import torch
 
 from nsa_core import NSAConfig
 from nsa_core.contract import SLOTS
-from nsa_core.dispatch.registry import default_registry
+from nsa_core.plan.registry import default_registry
 from nsa_models.lm import log
 from nsa_models.lm.config import LMConfig, size
 from nsa_models.lm.data import batch_of

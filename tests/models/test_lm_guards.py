@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nsa_core import NSAConfig
-from nsa_core.dispatch.default_plan import default_plan
 from nsa_core.layer import projection
+from nsa_core.plan.default_plan import default_plan
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import World

@@ -15,10 +15,10 @@ OTHER_SKIPS = 20  # places with "fmt: skip" that are neither kernel signatures, 
 PUBLIC = {"nsa_attention"}  # exempt from PARAMETERS
 VARIABLES = {"NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK"}
 CORE = "packages/nsa-core/src/nsa_core/"
-DISPATCH = CORE + "dispatch/"
+PLAN = CORE + "plan/"
 # Files that run third-party code, and may catch Exception. All other files name the errors.
-MAY_CATCH_ALL = {DISPATCH + name for name in ("choosing.py", "loading.py", "plan.py")}
-MAY_CATCH_ALL |= {DISPATCH + name for name in ("probing.py", "trial.py")}
+MAY_CATCH_ALL = {PLAN + name for name in ("choosing.py", "loading.py", "plan.py")}
+MAY_CATCH_ALL |= {PLAN + name for name in ("probing.py", "trial.py")}
 MAY_CATCH_ALL |= {CORE + "torch_ops/slot_op.py", CORE + "util/text.py"}
 MAY_CATCH_ALL |= {CORE + "parallel/agreement.py"}  # it raises the error after a collective
 VERIFY, BENCH = "packages/nsa-verify/src/nsa_verify/", "packages/nsa-bench/src/nsa_bench/"
@@ -234,7 +234,7 @@ def passed_by_callers(
 
 
 # Pass all variables to a child process, or restore them, without reading one.
-PASSES_ENVIRONMENT_ON = {DISPATCH + "trial.py", VERIFY + "isolation/global_state.py"}
+PASSES_ENVIRONMENT_ON = {PLAN + "trial.py", VERIFY + "isolation/global_state.py"}
 
 
 def test_only_three_environment_variables_are_read(repo):

@@ -119,8 +119,7 @@ def test_the_contract_and_all_plugins_import_without_torch():
         "nsa_backend_triton.plugin",
     ]
     core = [
-        f"nsa_core.{name}"
-        for name in ("contract", "config", "layout", "errors", "dispatch.registry")
+        f"nsa_core.{name}" for name in ("contract", "config", "layout", "errors", "plan.registry")
     ]
     assert "torch" not in loaded_by(
         "\n".join(f"import {name}" for name in ["nsa_core", *core, *plugins])
@@ -148,7 +147,7 @@ def test_public_names_and_the_layer_import_without_torch_dynamo():
 def test_constant_result_sets_the_attributes_of_assume_constant_result():
     import torch
 
-    from nsa_core.dispatch.default_plan import constant_result
+    from nsa_core.plan.default_plan import constant_result
 
     assert (
         vars(constant_result(lambda: 0))

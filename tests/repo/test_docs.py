@@ -11,7 +11,7 @@ import torch
 from nsa_cli import scaffold
 from nsa_cli.support_matrix import support_matrix
 from nsa_core.contract import API_VERSION, BackendSpec, Reason, SlotSpec
-from nsa_core.dispatch.registry import Registry, discover
+from nsa_core.plan.registry import Registry, discover
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 

@@ -18,9 +18,9 @@ from nsa_backend_sdpa import aten, cmp, cudnn, engine, probe, sel, select, win
 from nsa_backend_sdpa.device import simulated
 from nsa_core import NSAConfig, resolve
 from nsa_core.contract import Request, SlotCall
-from nsa_core.dispatch.registry import default_registry
 from nsa_core.dryrun import PeakBytes
 from nsa_core.errors import NSAError
+from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 from nsa_verify import oracle
 from nsa_verify.cases import Case

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nsa_core import NSAConfig, resolve
-from nsa_core.dispatch.registry import default_registry
+from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify.cases import Case
 from nsa_verify.findings import bits

@@ -10,8 +10,8 @@ import torch
 from caches import assert_equal, layer_of, poisoned_cache, tokens, truth
 from nsa_core import resolve
 from nsa_core.cache import step
-from nsa_core.dispatch.default_plan import partial_plan
-from nsa_core.dispatch.registry import Registry, default_registry
+from nsa_core.plan.default_plan import partial_plan
+from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops.slot_op import record_dispatch
 
 LENGTH = 70
@@ -94,7 +94,7 @@ def test_decode_forms_run_without_a_backend_that_takes_partial_queries(monkeypat
     sdpa = default_registry().get("sdpa").spec
     slots = {name: dataclasses.replace(slot, partial=False) for name, slot in sdpa.slots.items()}
     registry = Registry(()).with_backend(dataclasses.replace(sdpa, slots=slots))
-    monkeypatch.setattr("nsa_core.dispatch.plan.default_registry", lambda: registry)
+    monkeypatch.setattr("nsa_core.plan.plan.default_registry", lambda: registry)
     partial_plan.cache_clear()
     attn = layer_of()
     x, cache = tokens(attn, 1, 40), poisoned_cache(attn, 1, 40, max_step=1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dense_backend import dense_plan
-from nsa_core.dispatch import default_plan
+from nsa_core.plan import default_plan
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, SlotCall, SlotSpec
-from nsa_core.dispatch.candidates import request_of
-from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import stats_dtype
 from nsa_core.packing import compressed_cu_seqlens, token_positions
+from nsa_core.plan.candidates import request_of
+from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 
 

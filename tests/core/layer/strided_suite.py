@@ -25,7 +25,7 @@ from nsa_core import (
 )
 from nsa_core.cache.state import CacheState
 from nsa_core.contract import DecodeCall, SlotCall
-from nsa_core.dispatch.plan import Plan
+from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.call_wrapper import Where, wrapped_calls
 
 CONFIG = NSAConfig(

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-import nsa_core.dispatch.plan
+import nsa_core.plan.plan
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, Unsupported, nsa_attention
@@ -313,14 +313,14 @@ def test_default_plan_is_resolved_once_for_all_grad_modes(planned):
 
 
 def test_forward_only_plan_is_used_if_no_gradient_is_needed(planned, monkeypatch):
-    resolve = nsa_core.dispatch.default_plan.resolve
+    resolve = nsa_core.plan.default_plan.resolve
 
     def cannot_train(config, options):
         if options.needs_grad:
             raise Unsupported("forward only")
         return resolve(config, options)
 
-    monkeypatch.setattr(nsa_core.dispatch.default_plan, "resolve", cannot_train)
+    monkeypatch.setattr(nsa_core.plan.default_plan, "resolve", cannot_train)
     tensors = inputs(CONFIG, 1, 12, requires_grad=True)
     with pytest.raises(Unsupported, match="forward only"):
         nsa_attention(*tensors, config=CONFIG)
@@ -329,13 +329,13 @@ def test_forward_only_plan_is_used_if_no_gradient_is_needed(planned, monkeypatch
 
 
 def test_long_sequences_have_their_own_plan(planned, monkeypatch):
-    monkeypatch.setattr(nsa_core.dispatch.default_plan, "LONG_SEQUENCE", 20)
+    monkeypatch.setattr(nsa_core.plan.default_plan, "LONG_SEQUENCE", 20)
     layer = nsa_core.NSAttention(CONFIG).double()
     for length in (12, 19, 20, 40):
         nsa_attention(*inputs(CONFIG, 1, length), config=CONFIG)
         layer(torch.zeros(1, length, CONFIG.dim, dtype=torch.float64))
     assert [a["seq_len"] for a in planned] == [None, 20]
-    assert layer.plan is nsa_core.dispatch.default_plan.default_plan(
+    assert layer.plan is nsa_core.plan.default_plan.default_plan(
         CONFIG, torch.device("cpu"), torch.float64, False, True, None, True
     )
     nsa_attention(*inputs(CONFIG, 40), config=CONFIG, cu_seqlens=boundaries(40))

@@ -25,10 +25,10 @@ from nsa_core import (
     nsa_attention,
 )
 from nsa_core.config import COMPRESS_KINDS
-from nsa_core.dispatch.default_plan import default_plan
 from nsa_core.layer.fp32_product import fp32_linear
 from nsa_core.layer.phi.kinds import make_phi
 from nsa_core.parallel import collectives, head_exchange
+from nsa_core.plan.default_plan import default_plan
 
 CONFIG, LENGTH = small(), 13
 FORWARD = r"forward-mode differentiation of NSA .* is not supported; use reverse mode"

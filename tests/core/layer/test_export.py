@@ -9,7 +9,7 @@ from torch.export import Dim, export
 from cases import boundaries, inputs, layer_of, small
 from nsa_core import Unsupported, nsa_attention
 from nsa_core.contract import LONG_SEQUENCE
-from nsa_core.dispatch import default_plan
+from nsa_core.plan import default_plan
 
 CONFIG = small()
 # Two compressed tokens, borders of selection blocks and strides, and lengths between them.

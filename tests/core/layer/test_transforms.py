@@ -9,7 +9,7 @@ from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
 from cases import boundaries, inputs, layer_of, small
 from nsa_core import Unsupported, nsa_attention
 from nsa_core.config import COMPRESS_KINDS
-from nsa_core.dispatch.default_plan import default_plan
+from nsa_core.plan.default_plan import default_plan
 from nsa_core.torch_ops.slot_op import record_dispatch
 
 CONFIG = small()

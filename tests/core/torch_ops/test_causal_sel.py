@@ -11,10 +11,10 @@ import torch
 import fused_toy
 from nsa_core import NSAConfig, nsa_attention, resolve
 from nsa_core.contract import SLOTS, BackendSpec, Reason, Request
-from nsa_core.dispatch.finite_checks import checked_plan
-from nsa_core.dispatch.plan import Plan
-from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import NSAError
+from nsa_core.plan.finite_checks import checked_plan
+from nsa_core.plan.plan import Plan
+from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops import core_node
 from nsa_core.torch_ops.slot_op import record_dispatch
 

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import fused_toy
 from nsa_core import InvalidInput, NSAConfig, Unsupported, nsa_attention, resolve
 from nsa_core.contract import BRANCHES, SLOTS
-from nsa_core.dispatch.finite_checks import checked_plan
-from nsa_core.dispatch.plan import Plan
-from nsa_core.dispatch.registry import Registry, default_registry
+from nsa_core.plan.finite_checks import checked_plan
+from nsa_core.plan.plan import Plan
+from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops import core_op
 from nsa_core.torch_ops.core_kernels import CoreInputs
 from nsa_core.torch_ops.slot_op import record_dispatch, slot_op

@@ -10,8 +10,8 @@ import torch
 import partial_toy
 from nsa_core import InvalidInput, NSAConfig, Unsupported, resolve
 from nsa_core.contract import Request
-from nsa_core.dispatch.candidates import request_of
-from nsa_core.dispatch.registry import Registry, default_registry
+from nsa_core.plan.candidates import request_of
+from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 
 CONFIG = NSAConfig(

@@ -7,7 +7,7 @@ import torch
 
 from caches import OPTIONS, assert_equal, layer_of, poisoned_cache, tokens, whole
 from nsa_backend_triton.strict.interpreter import strict
-from nsa_core.dispatch.registry import default_registry
+from nsa_core.plan.registry import default_registry
 
 SPEC = default_registry().get("triton").spec
 LENGTH = 30

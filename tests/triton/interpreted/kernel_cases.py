@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch.registry import default_registry
+from nsa_core.plan.registry import default_registry
 from nsa_verify.cases import Case
 from nsa_verify.conformance.grid import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import toy_blocks
+from nsa_core.block import attention as core
 from nsa_core.contract import DTYPES
-from nsa_core.layer import block_attention as core
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.generated.case import GeneratedCase

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import toy_blocks
+from nsa_core.block import step as core
 from nsa_core.contract import DecodeCall, SlotSpec
 from nsa_core.errors import InvalidInput
-from nsa_core.layer import block_step as core
 from nsa_verify.checks.generated_steps import draw_block_steps, judge_step
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding

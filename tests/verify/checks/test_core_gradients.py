@@ -26,9 +26,9 @@ from nsa_core import (
     resolve,
 )
 from nsa_core.contract import SLOTS
-from nsa_core.dispatch.plan import Plan
-from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.layer.gating import LinearGate, MLPGate
+from nsa_core.plan.plan import Plan
+from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops.core_backward import core_backward
 from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import Case

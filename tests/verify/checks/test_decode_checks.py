@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_cli.app import app
-from nsa_core.dispatch.registry import Registry
+from nsa_core.plan.registry import Registry
 from nsa_verify.checks import decode_compress, decode_fused, decode_invariants
 from nsa_verify.checks.decode_parity import quick_steps
 from nsa_verify.combination import Combination

@@ -11,8 +11,8 @@ from nsa_backend_sdpa import decode as decode_forms
 from nsa_backend_sdpa import sel
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.contract import DecodeCall, SlotCall, SlotSpec
-from nsa_core.dispatch.registry import Registry
 from nsa_core.packing import token_positions
+from nsa_core.plan.registry import Registry
 from nsa_verify.combination import Combination
 
 

@@ -10,8 +10,8 @@ import torch
 from nsa_backend_sdpa import combine, decode
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.contract import FUSED, SLOTS, DecodeCall, SlotCall
-from nsa_core.dispatch.registry import Registry
 from nsa_core.layer.rope import RopeTable, rotate
+from nsa_core.plan.registry import Registry
 from nsa_verify.combination import Combination
 
 _calls = itertools.count()

@@ -9,7 +9,7 @@ import pytest
 
 from nsa_cli import scaffold
 from nsa_core.contract import BackendSpec, import_named
-from nsa_core.dispatch.registry import default_registry
+from nsa_core.plan.registry import default_registry
 from nsa_verify.conformance import BackendConformance
 
 # module of the package -> (source text that occurs once, its replacement)

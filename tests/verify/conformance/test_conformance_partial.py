@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nsa_core.contract import BackendSpec, import_named
-from nsa_core.dispatch.registry import discover
+from nsa_core.plan.registry import discover
 from nsa_verify.conformance import BackendConformance
 from semantic.model import FUNCTIONS, healthy_spec
 

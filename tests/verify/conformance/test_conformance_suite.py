@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nsa_core import NSAError
-from nsa_core.dispatch.registry import default_registry
 from nsa_core.dtypes import dtype_name
+from nsa_core.plan.registry import default_registry
 from nsa_verify.cases import quick_cases
 from nsa_verify.conformance import BackendConformance
 from nsa_verify.conformance.grid import Point

@@ -13,8 +13,8 @@ import torch
 from generated_faults import FAULTS, Fault
 from nsa_backend_sdpa.plugin import nsa_register_backends
 from nsa_core.contract import DTYPES, SLOTS, Reason, Request
-from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput
+from nsa_core.plan.registry import Registry
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.generated.bias import without_bias

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nsa_core.contract import DTYPES, BackendSpec, import_named
-from nsa_core.dispatch.registry import Registry, discover
 from nsa_core.errors import InvalidInput
+from nsa_core.plan.registry import Registry, discover
 from nsa_verify.combination import Combination
 from nsa_verify.generated.case import PARTIAL_CHECK, GeneratedCase
 from nsa_verify.generated.checks import judge_generated

@@ -97,7 +97,7 @@ FUNCTION_FAULTS = (
     ),
     Mutant(
         "the default starts of short sequences are below 0",
-        "nsa_core.layer.block_step",
+        "nsa_core.block.step",
         "(lengths - q.shape[1]).clamp_(min=0)",
         "lengths - q.shape[1]",
     ),

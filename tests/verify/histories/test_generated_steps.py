@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nsa_core.contract import DTYPES
-from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import InvalidInput, NSAError
+from nsa_core.plan.plan import Plan
 from nsa_verify.checks import generated_steps
 from nsa_verify.combination import Combination
 from nsa_verify.generated.design import longer_design, missing_tuples

@@ -20,8 +20,8 @@ from faulty_kernels import (
     own_signals,
 )
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
-from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import BackendUnavailable
+from nsa_core.plan.registry import Registry
 from nsa_verify import cases
 from nsa_verify.checks import decode_parity, histories, slots
 from nsa_verify.combination import Combination

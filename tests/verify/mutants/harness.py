@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec
-from nsa_core.dispatch.registry import discover
+from nsa_core.plan.registry import discover
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.run import suite

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nsa_core.dispatch.registry import default_registry
 from nsa_core.layout import BlockGeometry
+from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.slot_op import Kernel, slot_op
 
 Sets = list[list[list[list[int]]]]  # [B][S][G] -> keys, ascending

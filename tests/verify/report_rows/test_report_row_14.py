@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nsa_core.contract import SLOTS, SlotCall, import_named
-from nsa_core.dispatch.registry import default_registry
+from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.slot_op import output_specs
 from row_14 import GEOMETRY, group_sets_agree
 

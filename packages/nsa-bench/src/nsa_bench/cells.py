@@ -17,9 +17,9 @@ from nsa_bench.rivals import guarded
 from nsa_bench.roofline import PARTS
 from nsa_bench.timing import Workload
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch.plan import Plan
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.layer.phi.kinds import mean_compress
+from nsa_core.plan.plan import Plan
 
 PHASES = ("forward", "backward", "both")
 TOTAL = "total "

@@ -50,11 +50,11 @@ from nsa_bench.timing import (
 )
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.plan import Plan, resolve
-from nsa_core.dispatch.registry import Registry
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import NSAError
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import Plan, resolve
+from nsa_core.plan.registry import Registry
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_verify.combination import Combination
 

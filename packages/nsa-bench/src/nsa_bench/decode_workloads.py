@@ -21,9 +21,9 @@ from nsa_bench.shapes import PAPER_BLOCKS, Shape
 from nsa_bench.timing import MAX_ROUNDS, Performance, Workload, summarise
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
-from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.module import NSAttention
+from nsa_core.plan.plan import Plan
 
 LAYER_ROOM = 2048  # free space in a layer's cache for the timed steps, in tokens
 

@@ -9,7 +9,7 @@ from typing import Any
 from nsa_bench.result import Measurement, Part
 from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.timing import Outcome
-from nsa_core.dispatch.plan import Plan
+from nsa_core.plan.plan import Plan
 
 
 def part(backend: str, outcome: Outcome, cost: Cost, peaks: Peaks) -> Part:

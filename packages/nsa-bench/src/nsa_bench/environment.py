@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nsa_bench.provenance import command_output, source
-from nsa_core.dispatch import tuned
+from nsa_core.plan import tuned
 
 _QUERY = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 

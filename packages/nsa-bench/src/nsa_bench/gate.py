@@ -14,8 +14,8 @@ from nsa_bench.shapes import Shape
 from nsa_bench.timing import TimeUp
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
-from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
+from nsa_core.plan.plan import Plan
 from nsa_core.util.text import describe_error
 from nsa_verify.cases import Case
 from nsa_verify.isolation.call_guard import guarded_calls

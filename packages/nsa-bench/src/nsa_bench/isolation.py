@@ -10,11 +10,11 @@ from typing import Any
 from nsa_bench.gate import Gate
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.plan import Plan, resolve
-from nsa_core.dispatch.registry import Registry
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import Plan, resolve
+from nsa_core.plan.registry import Registry
 from nsa_verify.combination import Combination, ready_combinations
 from nsa_verify.isolation.children import PLAN_LIMIT_S, call_in_child, needs_isolation
 

@@ -27,7 +27,7 @@ from nsa_bench.timing import (
     Workload,
     reason_of,
 )
-from nsa_core.dispatch.trial import describe_exit
+from nsa_core.plan.trial import describe_exit
 from nsa_core.util.interruption import Interruption
 from nsa_core.util.text import describe_error
 from nsa_verify.isolation import children

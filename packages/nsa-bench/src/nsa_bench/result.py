@@ -14,9 +14,9 @@ from nsa_bench.gate import Gate
 from nsa_bench.roofline import Peaks
 from nsa_bench.timing import FAILED, Performance
 from nsa_core.contract import LONG_SEQUENCE
-from nsa_core.dispatch.default_plan import is_long
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import COUNT, shown
+from nsa_core.plan.default_plan import is_long
 from nsa_core.util.interruption import Interruption
 
 SCHEMA_VERSION = 1

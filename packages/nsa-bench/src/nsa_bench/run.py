@@ -33,11 +33,11 @@ from nsa_bench.slow_calls import SlowCalls
 from nsa_bench.subjects import Subjects, gate_of
 from nsa_bench.timing import INTERRUPTED, LATE, Outcome, measure, reason_of
 from nsa_core.contract import LONG_SEQUENCE
-from nsa_core.dispatch.default_plan import is_long
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.plan import Plan
-from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput
+from nsa_core.plan.default_plan import is_long
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import Plan
+from nsa_core.plan.registry import Registry
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_verify.cases import Case
 from nsa_verify.combination import Combination

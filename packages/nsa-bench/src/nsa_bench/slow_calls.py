@@ -13,8 +13,8 @@ from nsa_bench.limits import Limits
 from nsa_bench.roofline import Peaks
 from nsa_bench.subjects import Subjects
 from nsa_bench.timing import Prepared, TimeUp, Workload
-from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import NSAError
+from nsa_core.plan.plan import Plan
 from nsa_core.util.interruption import Interruption
 
 

@@ -20,10 +20,10 @@ from nsa_bench.settings import Settings
 from nsa_bench.timing import Workload
 from nsa_core.config import NSAConfig
 from nsa_core.contract import LONG_SEQUENCE
-from nsa_core.dispatch.default_plan import is_long
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.plan import Plan, resolve
-from nsa_core.dispatch.registry import Registry
+from nsa_core.plan.default_plan import is_long
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import Plan, resolve
+from nsa_core.plan.registry import Registry
 from nsa_verify.cases import Case
 from nsa_verify.combination import Combination
 

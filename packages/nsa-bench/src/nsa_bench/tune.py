@@ -26,8 +26,8 @@ from nsa_bench.tune_candidates import (
     workload_of,
 )
 from nsa_core.contract import SLOTS, Request
-from nsa_core.dispatch import tuned
 from nsa_core.errors import InvalidInput
+from nsa_core.plan import tuned
 from nsa_core.util.interruption import NEVER
 from nsa_verify.cases import Case
 

@@ -15,12 +15,12 @@ from nsa_bench.shapes import Shape
 from nsa_bench.timing import Workload
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, Request
-from nsa_core.dispatch.candidates import find_candidates
-from nsa_core.dispatch.loading import BackendEntry
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.plan import Plan, resolve
-from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import BackendUnavailable, NSAError
+from nsa_core.plan.candidates import find_candidates
+from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import Plan, resolve
+from nsa_core.plan.registry import Registry
 from nsa_verify.cases import Case
 from nsa_verify.isolation.children import PLAN_LIMIT_S, call_in_child, needs_isolation, preload
 

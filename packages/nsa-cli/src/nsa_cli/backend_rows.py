@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output, wrapping
 from nsa_core.contract import SLOTS, Reason
-from nsa_core.dispatch.gpus import GPU
-from nsa_core.dispatch.loading import BackendEntry, installed
-from nsa_core.dispatch.registry import Registry, disabled_reason
-from nsa_core.dispatch.standing import (
+from nsa_core.errors import BackendUnavailable
+from nsa_core.plan.gpus import GPU
+from nsa_core.plan.loading import BackendEntry, installed
+from nsa_core.plan.registry import Registry, disabled_reason
+from nsa_core.plan.standing import (
     Standing,
     facts_of_this_machine,
     reason_text,
     standings,
     typical_candidates,
 )
-from nsa_core.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nsa_core.dispatch.candidates import Candidates
-    from nsa_core.dispatch.probing import Candidate
+    from nsa_core.plan.candidates import Candidates
+    from nsa_core.plan.probing import Candidate
 
 SCHEMA_VERSION = 1
 _LONGEST_SENTENCE = 200  # characters; `show` prints all of a longer one
@@ -62,7 +62,7 @@ def list_and_probe(
 
     The request is for this machine, or for the simulated ``gpu``.
     """
-    from nsa_core.dispatch.describe import describe_request
+    from nsa_core.plan.describe import describe_request
 
     registry = output.find_backends() if registry is None else registry
     candidates = typical_candidates(registry, phase, gpu)
@@ -103,7 +103,7 @@ def simulated_row(gpu: GPU | None) -> dict[str, Any] | None:
 
 def add_details(document: dict[str, Any], registry: Registry) -> None:
     """Add to each row of ``document`` the details that its backend reports on this machine."""
-    from nsa_core.dispatch.probing import details
+    from nsa_core.plan.probing import details
 
     entries = {(entry.name, entry.distribution): entry for entry in registry.entries}
     for row in document["backends"]:

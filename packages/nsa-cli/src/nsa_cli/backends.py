@@ -14,8 +14,8 @@ from nsa_cli.commands import App
 from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.candidates import Candidates
-    from nsa_core.dispatch.gpus import GPU
+    from nsa_core.plan.candidates import Candidates
+    from nsa_core.plan.gpus import GPU
 
 _HELP = """List the backends, show one, or explain which backend runs a request and why.
 
@@ -39,7 +39,7 @@ _GPU = Annotated[
 
 def _simulated(name: str | None) -> GPU | None:
     """Return the GPU that --gpu names, or None."""
-    from nsa_core.dispatch.gpus import gpu_named
+    from nsa_core.plan.gpus import gpu_named
 
     return None if name is None else gpu_named(name)
 
@@ -207,8 +207,8 @@ def explain(
     named = {"cmp": cmp, "select": select, "sel": sel, "win": win, "combine": combine}
     with output.exit_codes():
         from nsa_core.config import NSAConfig
-        from nsa_core.dispatch.candidates import find_candidates
-        from nsa_core.dispatch.options import PlanOptions
+        from nsa_core.plan.candidates import find_candidates
+        from nsa_core.plan.options import PlanOptions
 
         config = NSAConfig(
             dim=n_heads * head_dim,

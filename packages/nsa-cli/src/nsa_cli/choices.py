@@ -169,7 +169,7 @@ def pick_device(text: str, threads: int | None = None) -> str:
     silence_profiler()
     import torch
 
-    from nsa_core.dispatch.device import usable_device
+    from nsa_core.plan.device import usable_device
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -18,7 +18,7 @@ from nsa_core.util.atomic_files import write_atomic
 
 
 def _backends() -> list[str]:
-    from nsa_core.dispatch.loading import installed
+    from nsa_core.plan.loading import installed
 
     return sorted({plugin.name for plugin in installed()})
 

@@ -18,7 +18,7 @@ from nsa_core.util.interruption import Interruption, deferred_signals, exit_code
 if TYPE_CHECKING:
     import pytest
 
-    from nsa_core.dispatch.loading import BackendEntry
+    from nsa_core.plan.loading import BackendEntry
 
 
 def conformance(
@@ -73,7 +73,7 @@ def _run_suite(
     silence_profiler()
     import torch
 
-    from nsa_core.dispatch.device import usable_device
+    from nsa_core.plan.device import usable_device
 
     if device != "auto":
         usable_device(device)

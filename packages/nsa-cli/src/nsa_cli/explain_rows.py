@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from nsa_cli import output, wrapping
 from nsa_cli.backend_rows import print_reasons, print_simulated, reason_lines, simulated_row
 from nsa_core.contract import Reason
-from nsa_core.dispatch.candidates import Candidates
-from nsa_core.dispatch.describe import describe_causal, describe_request
-from nsa_core.dispatch.gpus import GPU
-from nsa_core.dispatch.plan import decide
-from nsa_core.dispatch.probing import Candidate
-from nsa_core.dispatch.standing import facts_of_this_machine, standings
 from nsa_core.errors import BackendUnavailable, NSAError, Unsupported
+from nsa_core.plan.candidates import Candidates
+from nsa_core.plan.describe import describe_causal, describe_request
+from nsa_core.plan.gpus import GPU
+from nsa_core.plan.plan import decide
+from nsa_core.plan.probing import Candidate
+from nsa_core.plan.standing import facts_of_this_machine, standings
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,9 +18,9 @@ from packaging.version import InvalidVersion, Version
 from nsa_cli import output, trial_imports
 from nsa_cli.trial_imports import TrialResult
 from nsa_core.contract import SLOTS
-from nsa_core.dispatch.loading import BackendEntry
-from nsa_core.dispatch.registry import Registry
-from nsa_core.dispatch.standing import Standing, standing_of, standing_without_torch
+from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.registry import Registry
+from nsa_core.plan.standing import Standing, standing_of, standing_without_torch
 
 SCHEMA_VERSION = 1
 _OUR_PACKAGES = (

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from nsa_core.dispatch.registry import Registry
+    from nsa_core.plan.registry import Registry
 
 __all__ = [
     "ClickError",
@@ -92,7 +92,7 @@ def find_backends() -> Registry:
 
     Third-party plugins load in a child process first, so that a crash does not end the command.
     """
-    from nsa_core.dispatch.registry import discover
+    from nsa_core.plan.registry import discover
 
     safe, limit_s = _plugin_options
     return discover(isolate=True, safe=safe, limit_s=limit_s)

@@ -9,8 +9,8 @@ from pathlib import Path
 from string import Template
 
 from nsa_core.contract import API_VERSION
-from nsa_core.dispatch.loading import FIRST_PARTY, installed, normalized
 from nsa_core.errors import InvalidInput
+from nsa_core.plan.loading import FIRST_PARTY, installed, normalized
 from nsa_core.util.atomic_files import check_folder_writable, writing
 from nsa_core.util.text import one_line
 

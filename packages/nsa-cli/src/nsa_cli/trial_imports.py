@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_core.contract import Reason
-from nsa_core.dispatch.trial import failure_reason, kill_child, start_child
+from nsa_core.plan.trial import failure_reason, kill_child, start_child
 
 # Each child assigns a dict ``facts`` and writes it as JSON. An exception becomes {"error": "..."}.
 TORCH = """
@@ -35,8 +35,8 @@ FLASH_ATTN = 'import flash_attn, flash_attn_2_cuda\nfacts = {"version": flash_at
 ATTENTION = """
 import torch
 from nsa_core import NSAConfig, nsa_attention
-from nsa_core.dispatch.plan import resolve
-from nsa_core.dispatch.registry import discover
+from nsa_core.plan.plan import resolve
+from nsa_core.plan.registry import discover
 registry = discover(safe={safe!r})
 config = NSAConfig(64, 4, 2, num_selected_blocks=3)
 facts = {{}}
@@ -55,10 +55,10 @@ for device in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
 PROBE = """
 import torch
 from nsa_core import NSAConfig
-from nsa_core.dispatch.registry import discover
-from nsa_core.dispatch.candidates import find_candidates
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.standing import FAULTS, standings, typical_candidates
+from nsa_core.plan.registry import discover
+from nsa_core.plan.candidates import find_candidates
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.standing import FAULTS, standings, typical_candidates
 registry = discover(safe={safe!r})
 registry = type(registry)(tuple(entry for entry in registry.ready() if entry.name in {names!r}))
 devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])

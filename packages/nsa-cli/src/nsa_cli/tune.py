@@ -63,7 +63,7 @@ def tune(
         from nsa_bench.shapes import parse_shape
         from nsa_bench.tune import tune as run_tuning
         from nsa_bench.tune_candidates import find_tune_candidates
-        from nsa_core.dispatch import tuned
+        from nsa_core.plan import tuned
 
         config = parse_shape(shape).config(block_sizes(blocks))
         tuned.check_writable()

@@ -11,8 +11,8 @@ from nsa_cli import output
 if TYPE_CHECKING:
     import torch
 
-    from nsa_core.dispatch.plan import Plan
-    from nsa_core.dispatch.registry import Registry
+    from nsa_core.plan.plan import Plan
+    from nsa_core.plan.registry import Registry
     from nsa_verify.combination import Combination
     from nsa_verify.findings import Finding
 

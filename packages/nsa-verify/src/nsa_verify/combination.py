@@ -12,11 +12,11 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import BRANCHES, SLOTS, BackendSpec
-from nsa_core.dispatch.candidates import find_candidates
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.plan import Plan, decide, resolve
-from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.plan.candidates import find_candidates
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import Plan, decide, resolve
+from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.util.text import did_you_mean
 from nsa_verify import cases
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from nsa_core.contract import SLOTS, import_named
-from nsa_core.dispatch.registry import discover
 from nsa_core.dtypes import dtype_name
+from nsa_core.plan.registry import discover
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding
 from nsa_verify.run import suite

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from nsa_bench.parallel.settings import ParallelSettings
 from nsa_bench.parallel.worker import OUT_OF_MEMORY, Answer, Setup, serve
 from nsa_bench.timing import FAILED, INTERRUPTED, LATE, NOT_MEASURED
-from nsa_core.dispatch.trial import describe_exit
+from nsa_core.plan.trial import describe_exit
 from nsa_core.util.interruption import Interruption
 from nsa_verify.isolation import children
 

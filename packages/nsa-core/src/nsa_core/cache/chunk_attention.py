@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from nsa_core.cache.kv_store import KVBuffer, KVStore
     from nsa_core.cache.state import CacheState
-    from nsa_core.dispatch.plan import Plan
+    from nsa_core.plan.plan import Plan
 
 # Shorter chunks are left to the decode forms, which were faster in them: on a CPU of two cores, and
 # on an H200 at 32k tokens.

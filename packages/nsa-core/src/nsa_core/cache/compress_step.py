@@ -19,8 +19,8 @@ from nsa_core.layer.rope import RopeTable, rotate, rotate_pairs
 if TYPE_CHECKING:
     from nsa_core.cache.kv_store import KVStore
     from nsa_core.contract import DecodeCall
-    from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.projection import NSAProjections
+    from nsa_core.plan.plan import Plan
 
 
 def compress(

@@ -13,8 +13,8 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.plain_linear import dtype_and_device_from
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.projection import NSAProjections
+    from nsa_core.plan.plan import Plan
 
 
 def make_cache(
@@ -25,9 +25,9 @@ def make_cache(
     plan: Plan | None,
 ) -> NSACache:
     """Create an empty cache for the layer ``attn``; see NSAttention.new_cache."""
-    from nsa_core.dispatch.device import usable_device
-    from nsa_core.dispatch.options import PlanOptions
-    from nsa_core.dispatch.plan import resolve
+    from nsa_core.plan.device import usable_device
+    from nsa_core.plan.options import PlanOptions
+    from nsa_core.plan.plan import resolve
 
     sizes.check()
     if not isinstance(dtype, torch.dtype):

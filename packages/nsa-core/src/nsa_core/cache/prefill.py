@@ -12,8 +12,8 @@ from nsa_core.layer.gating import compute_gates
 if TYPE_CHECKING:
     from nsa_core.cache.new_tokens import NewTokens
     from nsa_core.cache.state import CacheState
-    from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.projection import NSAProjections
+    from nsa_core.plan.plan import Plan
 
 
 def prefill(

@@ -12,14 +12,14 @@ from nsa_core.cache.kv_store import KVStore
 from nsa_core.cache.pages import Pages
 from nsa_core.cache.undo import Undo
 from nsa_core.contract import DecodeCall
-from nsa_core.dispatch.default_plan import check_is_plan
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
+from nsa_core.plan.default_plan import check_is_plan
 
 if TYPE_CHECKING:
     from nsa_core.cache.sizes import CacheSizes
-    from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.projection import NSAProjections
+    from nsa_core.plan.plan import Plan
 
 
 class CacheState:

@@ -28,18 +28,18 @@ from nsa_core.cache.prefill import prefill
 from nsa_core.cache.state import CacheState, check_plan
 from nsa_core.cache.undo import run_or_undo
 from nsa_core.contract import DecodeCall
-from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates, plain_linear_gate
 from nsa_core.layer.plain_linear import apply_linear, dtype_and_device_from
 from nsa_core.layer.rope import RopeTable, rotate
+from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.torch_ops.torch_state import is_capturing
 
 if TYPE_CHECKING:
     from nsa_core.cache.kv_store import KVStore
     from nsa_core.config import NSAConfig
-    from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.projection import NSAProjections
+    from nsa_core.plan.plan import Plan
 
 MAX_FUSED_GATE_TOKENS = 32  # up to this many tokens the gates are launch-bound
 MAX_CHUNK_ROWS = 8192  # longer chunks are split, to bound their memory besides the cache

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch.default_plan import default_plan, is_long
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.input_checks import check_inputs, check_plan
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.layer.phi.kinds import mean_compress
+from nsa_core.plan.default_plan import default_plan, is_long
 from nsa_core.torch_ops.core_kernels import CoreInputs
 from nsa_core.torch_ops.core_node import run_core
 from nsa_core.torch_ops.tensor_checks import check_nonnegative, checked_boundaries
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.plan import Plan
+    from nsa_core.plan.plan import Plan
 
 KV = torch.Tensor | Sequence[torch.Tensor | None]
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa_core.config import NSAConfig, check_config
-from nsa_core.dispatch.default_plan import check_is_plan
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.input_errors import (
@@ -27,6 +26,7 @@ from nsa_core.layer.short_config import (
     build_config,
     call_config,
 )
+from nsa_core.plan.default_plan import check_is_plan
 from nsa_core.torch_ops.autograd import refuse_dual
 from nsa_core.torch_ops.tensor_checks import (
     Metadata,
@@ -42,7 +42,7 @@ from nsa_core.torch_ops.tensor_checks import (
 from nsa_core.torch_ops.tensor_kinds import check_packed_transforms, kind_problem
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.plan import Plan
+    from nsa_core.plan.plan import Plan
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
 INTEGERS = (

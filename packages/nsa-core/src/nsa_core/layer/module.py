@@ -18,8 +18,8 @@ from nsa_core.torch_ops.tensor_checks import check_layer_input
 
 if TYPE_CHECKING:
     from nsa_core.cache.cache import NSACache
-    from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.stats import NSAStats
+    from nsa_core.plan.plan import Plan
 
 
 class ParallelForward(Protocol):

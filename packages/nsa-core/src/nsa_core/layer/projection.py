@@ -12,14 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa_core.config import NSAConfig, check_config
-from nsa_core.dispatch.default_plan import (
-    check_is_plan,
-    default_plan,
-    frozen_backends,
-    is_long,
-    partial_plan,
-)
-from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.layer.columns import joins_columns, split_columns
 from nsa_core.layer.fused_heads import rotated_heads
 from nsa_core.layer.gating import make_gate
@@ -35,10 +27,18 @@ from nsa_core.layer.rope import (
     wide_if_eager,
 )
 from nsa_core.packing import token_positions
+from nsa_core.plan.default_plan import (
+    check_is_plan,
+    default_plan,
+    frozen_backends,
+    is_long,
+    partial_plan,
+)
+from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.torch_ops.torch_state import autocast_enabled, is_eager
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.plan import Plan
+    from nsa_core.plan.plan import Plan
 
 
 class HeadNorm(nn.Module):

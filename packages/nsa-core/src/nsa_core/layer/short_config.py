@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from nsa_core.config import NSAConfig, check_config
-from nsa_core.dispatch.default_plan import ObjectCache, check_is_plan, constant_result
 from nsa_core.errors import InvalidInput
+from nsa_core.plan.default_plan import ObjectCache, check_is_plan, constant_result
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.plan import Plan
+    from nsa_core.plan.plan import Plan
 
 Result = TypeVar("Result")
 

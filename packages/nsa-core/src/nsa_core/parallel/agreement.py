@@ -19,9 +19,9 @@ from nsa_core.parallel.collectives import gather_rows, group_of
 from nsa_core.torch_ops.tensor_checks import has_values
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.choosing import Choice
-    from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.module import NSAttention
+    from nsa_core.plan.choosing import Choice
+    from nsa_core.plan.plan import Plan
 
 Prepared = TypeVar("Prepared")
 

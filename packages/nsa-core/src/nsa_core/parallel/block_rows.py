@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nsa_core.dispatch.default_plan import is_long
-from nsa_core.errors import InvalidInput
-from nsa_core.layer.block_attention import block_attention
-from nsa_core.layer.block_checks import check_arguments, check_plan
-from nsa_core.layer.block_plans import (
+from nsa_core.block.attention import block_attention
+from nsa_core.block.checks import check_arguments, check_plan
+from nsa_core.block.plans import (
     BlockPlan,
     BlockSizes,
     check_block_size,
     check_scale,
     default_block_plan,
 )
+from nsa_core.errors import InvalidInput
 from nsa_core.layer.input_checks import check_types
 from nsa_core.parallel.agreement import agreed, is_compared, names_of, values_of_packing
 from nsa_core.parallel.collectives import group_name
 from nsa_core.parallel.exchange_rows import Ranks
 from nsa_core.parallel.gathered_keys import attend_gathered
 from nsa_core.parallel.shards import Shards
+from nsa_core.plan.default_plan import is_long
 from nsa_core.torch_ops.tensor_checks import check_cu_seqlens, has_values
 
 if TYPE_CHECKING:

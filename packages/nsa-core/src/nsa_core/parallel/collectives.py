@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nsa_core.dispatch.default_plan import constant_result
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.parallel.halo import halo_plan
 from nsa_core.parallel.layouts import pieces_per_rank
+from nsa_core.plan.default_plan import constant_result
 from nsa_core.torch_ops.autograd import without_tangents
 from nsa_core.util.text import describe_error
 

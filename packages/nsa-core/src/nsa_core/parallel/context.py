@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch.default_plan import check_is_plan, default_plan, is_long
-from nsa_core.dispatch.finite_checks import checked_plan
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layer.module import NSAttention
 from nsa_core.parallel import heads, sequence
@@ -21,10 +19,12 @@ from nsa_core.parallel.collectives import group_name
 from nsa_core.parallel.exchange_rows import Ranks
 from nsa_core.parallel.layouts import check_layout, pieces_per_rank
 from nsa_core.parallel.shards import Shards
+from nsa_core.plan.default_plan import check_is_plan, default_plan, is_long
+from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.torch_ops.tensor_checks import check_cu_seqlens, has_values
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.plan import Plan
+    from nsa_core.plan.plan import Plan
 
 MODES = ("auto", "heads", "sequence")
 

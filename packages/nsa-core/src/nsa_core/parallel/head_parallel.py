@@ -23,7 +23,7 @@ from nsa_core.parallel.context import check_layer, check_mesh, heads_of_one_rank
 from nsa_core.torch_ops.tensor_checks import check_cu_seqlens
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.plan import Plan
+    from nsa_core.plan.plan import Plan
 
     Prepared = tuple[Projected, torch.Tensor, Plan]  # inputs of nsa_attention, gates, plan
 

@@ -22,8 +22,8 @@ from nsa_core.parallel.row_angles import rope_of_rows
 
 if TYPE_CHECKING:
     from nsa_core.config import NSAConfig
-    from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.module import NSAttention
+    from nsa_core.plan.plan import Plan
 
 
 def forward(

@@ -25,8 +25,8 @@ from nsa_core.parallel.row_angles import rope_of_rows
 from nsa_core.torch_ops.core_node import keeping_the_blocks
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.plan import Plan
     from nsa_core.layer.module import NSAttention
+    from nsa_core.plan.plan import Plan
 
 
 class _Packing(NamedTuple):

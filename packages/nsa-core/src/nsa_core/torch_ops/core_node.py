@@ -41,7 +41,7 @@ from nsa_core.torch_ops.slot_op import slot_of
 from nsa_core.torch_ops.torch_state import is_eager, is_exporting
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.plan import Plan
+    from nsa_core.plan.plan import Plan
 
 
 class CoreResults(NamedTuple):

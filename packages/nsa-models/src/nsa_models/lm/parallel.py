@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from nsa_core.dispatch.device import usable_device
 from nsa_core.errors import InvalidInput
 from nsa_core.parallel import ContextParallel
+from nsa_core.plan.device import usable_device
 from nsa_models.lm.head_shards import HeadShards, unshard
 from nsa_models.lm.model import LanguageModel
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
 from nsa_core.layer.attention import nsa_attention
+from nsa_core.plan.plan import Plan
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.checks.calls import CORE, PREFILL, may_call
 from nsa_verify.checks.invariants import HUGE, between_nans, poisoned_memory

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope import rope_table
+from nsa_core.plan.plan import Plan
 from nsa_verify.checks.calls import may_call
 from nsa_verify.checks.decode_fused import missing_form
 from nsa_verify.checks.decode_parity import Step, StepData, decode_plan, step_data

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name, stats_dtype
 from nsa_core.layer.rope import RopeTable, rope_table, rotate
+from nsa_core.plan.plan import Plan
 from nsa_verify import oracle
 from nsa_verify.checks.calls import may_call
 from nsa_verify.checks.decode_parity import Step, StepData, decode_plan, packed, step_data

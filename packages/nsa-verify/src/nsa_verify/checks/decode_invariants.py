@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
+from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.checks.calls import DECODE, may_call
 from nsa_verify.checks.decode_parity import (

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from nsa_core.contract import DecodeCall
-from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
+from nsa_core.plan.plan import Plan
 from nsa_verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_verify.checks.calls import DECODE, may_call
 from nsa_verify.combination import Combination

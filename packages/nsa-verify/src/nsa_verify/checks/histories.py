@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import Unsupported
+from nsa_core.plan.plan import Plan, resolve
 from nsa_verify.cases import Case
 from nsa_verify.combination import Combination
 from nsa_verify.findings import Finding

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 
 from nsa_core.contract import SLOTS
-from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
 from nsa_core.layer.attention import nsa_attention
+from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.core_kernels import selects_all
 from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import Case, CaseData

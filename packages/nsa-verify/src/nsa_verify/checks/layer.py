@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from nsa_core.config import COMPRESS_KINDS, NSAConfig
-from nsa_core.dispatch.plan import Plan, resolve
 from nsa_core.errors import Unsupported
 from nsa_core.layer.module import NSAttention
+from nsa_core.plan.plan import Plan, resolve
 from nsa_verify.cases import Case
 from nsa_verify.checks.calls import CORE, PREFILL, may_call
 from nsa_verify.combination import Combination

@@ -17,8 +17,8 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import BRANCHES
-from nsa_core.dispatch.plan import Plan
 from nsa_core.dtypes import dtype_name
+from nsa_core.plan.plan import Plan
 from nsa_verify.cases import PAPER, Case, config_of
 from nsa_verify.checks.calls import DECODE, may_call
 from nsa_verify.checks.decode_parity import (

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from nsa_core.dispatch.trial import describe_exit
 from nsa_core.errors import BackendUnavailable
+from nsa_core.plan.trial import describe_exit
 from nsa_verify.isolation import children, gpu_context
 from nsa_verify.isolation.activity import record_activity
 from nsa_verify.isolation.call_guard import guarded_calls

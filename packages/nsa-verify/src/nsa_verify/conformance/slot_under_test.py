@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from nsa_core.contract import SlotSpec
-from nsa_core.dispatch.loading import BackendEntry
-from nsa_core.dispatch.probing import Candidate, probe_candidate
 from nsa_core.dtypes import stats_dtype
+from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.probing import Candidate, probe_candidate
 from nsa_core.torch_ops.decode_kernel import decode_kernel
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, slot_op
 from nsa_verify import oracle

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from nsa_core.contract import SLOTS, Request
-from nsa_core.dispatch.loading import BackendEntry
-from nsa_core.dispatch.probing import probe_candidate
-from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
+from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.probing import probe_candidate
+from nsa_core.plan.registry import Registry, default_registry
 from nsa_verify.combination import Combination
 from nsa_verify.conformance import kernel_checks
 from nsa_verify.conformance.grid import Point, StepPoint, grid, step_grid

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.layer.block_decode import block_attention_decode
-from nsa_core.layer.block_plans import BlockSizes, resolve_blocks
+from nsa_core.block.decode import block_attention_decode
+from nsa_core.block.plans import BlockSizes, resolve_blocks
+from nsa_core.plan.options import PlanOptions
 from nsa_verify.cases import Case
 from nsa_verify.checks.decode_parity import column_of_table
 from nsa_verify.combination import Combination

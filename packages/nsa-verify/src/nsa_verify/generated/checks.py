@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from nsa_core.block.attention import block_attention
+from nsa_core.block.plans import BlockPlan, BlockSizes, resolve_blocks
 from nsa_core.contract import SLOTS
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
-from nsa_core.layer.block_attention import block_attention
-from nsa_core.layer.block_plans import BlockPlan, BlockSizes, resolve_blocks
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel
 from nsa_verify import oracle
 from nsa_verify.cases import Case

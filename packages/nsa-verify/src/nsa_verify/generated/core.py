@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nsa_core.dispatch.plan import Plan
+from nsa_core.plan.plan import Plan
 from nsa_verify.checks.core import CoreRun
 from nsa_verify.checks.invariants import poisoned_memory
 from nsa_verify.findings import Finding, judged, same_bits

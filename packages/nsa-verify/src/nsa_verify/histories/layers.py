@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch.plan import Plan
 from nsa_core.layer.module import NSAttention
+from nsa_core.plan.plan import Plan
 from nsa_verify.histories.history import History
 
 # Kinds of phi whose result is exact, too. The others have a GELU or a softmax.

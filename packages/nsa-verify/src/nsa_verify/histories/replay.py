@@ -11,8 +11,8 @@ import torch
 
 from nsa_core.cache import NSACache, Snapshot
 from nsa_core.contract import DecodeCall
-from nsa_core.dispatch.plan import Plan
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
+from nsa_core.plan.plan import Plan
 from nsa_verify.histories import layers
 from nsa_verify.histories.contents import Fault, content_faults
 from nsa_verify.histories.history import History, Operation

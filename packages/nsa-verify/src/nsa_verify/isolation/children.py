@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from nsa_core.dispatch.loading import BackendEntry
-from nsa_core.dispatch.trial import describe_exit
 from nsa_core.errors import BackendUnavailable, NSAError
+from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.trial import describe_exit
 from nsa_core.util.interruption import signals_blocked_in_children
 from nsa_core.util.text import describe_error
 from nsa_verify.isolation.own_signals import keep_signals_inside, watch_signals

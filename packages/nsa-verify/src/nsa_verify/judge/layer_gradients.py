@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from nsa_core.dispatch.plan import Plan
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.layer.module import NSAttention
+from nsa_core.plan.plan import Plan
 from nsa_verify import oracle
 from nsa_verify.judge.tensor import Verdict, judge
 from nsa_verify.oracle.phi import compressed_positions, token_positions

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator
 
 from nsa_core.contract import SLOTS, import_named
-from nsa_core.dispatch.loading import BackendEntry
-from nsa_core.dispatch.registry import default_registry
 from nsa_core.errors import NSAError
+from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.registry import default_registry
 from nsa_core.util.text import describe_error
 from nsa_verify.combination import Combination
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from nsa_core.dispatch.trial import describe_exit
 from nsa_core.errors import BackendUnavailable, NSAError
+from nsa_core.plan.trial import describe_exit
 from nsa_core.util.interruption import Interruption
 from nsa_verify.checks.calls import Call, calls_of
 from nsa_verify.combination import Combination

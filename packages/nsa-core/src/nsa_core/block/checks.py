@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from nsa_core.dispatch.candidates import backends_problems
+from nsa_core.block.plans import BlockPlan, BlockSizes
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.block_plans import BlockPlan, BlockSizes
 from nsa_core.layer.input_checks import INTEGERS, check_types
 from nsa_core.limits import integer_problems
+from nsa_core.plan.candidates import backends_problems
 from nsa_core.torch_ops.tensor_checks import (
     Metadata,
     TensorOrMetadata,

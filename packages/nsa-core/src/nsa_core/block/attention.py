@@ -11,10 +11,8 @@ from typing import Any, Literal, overload
 
 import torch
 
-from nsa_core.dispatch.default_plan import is_long
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.layer.block_checks import check_arguments, check_plan
-from nsa_core.layer.block_plans import (
+from nsa_core.block.checks import check_arguments, check_plan
+from nsa_core.block.plans import (
     BlockPlan,
     BlockSizes,
     check_block_size,
@@ -25,6 +23,8 @@ from nsa_core.layer.block_plans import (
 )
 from nsa_core.layer.short_config import as_constant
 from nsa_core.limits import check_integers
+from nsa_core.plan.default_plan import is_long
+from nsa_core.plan.options import PlanOptions
 
 
 @overload

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nsa_core.contract import FUSED_DECODE, Reason, Request
-from nsa_core.dispatch.candidates import Candidates
-from nsa_core.dispatch.describe import describe_request
-from nsa_core.dispatch.probing import Candidate, reasons_against
 from nsa_core.errors import BackendUnavailable, NSAError, Unsupported
+from nsa_core.plan.candidates import Candidates
+from nsa_core.plan.describe import describe_request
+from nsa_core.plan.probing import Candidate, reasons_against
 from nsa_core.torch_ops.core_backward import core_backward
 from nsa_core.torch_ops.core_kernels import causal_geometry, causal_kernel
 from nsa_core.torch_ops.decode_kernel import DecodeKernel, decode_kernel

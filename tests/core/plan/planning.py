@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec, SlotSpec
-from nsa_core.dispatch.registry import Registry
+from nsa_core.plan.registry import Registry
 
 CONFIG = NSAConfig(dim=32, n_heads=4, n_kv_heads=2)
 

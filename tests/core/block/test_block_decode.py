@@ -15,8 +15,8 @@ from nsa_core import (
     block_attention_decode,
     plan_block_attention,
 )
+from nsa_core.block.plans import BlockSizes
 from nsa_core.dtypes import stats_dtype
-from nsa_core.layer.block_plans import BlockSizes
 
 LENGTHS = (130, 64, 1, 0)
 

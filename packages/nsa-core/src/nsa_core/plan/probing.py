@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 from nsa_core.contract import Rank, Reason, Request
-from nsa_core.dispatch.loading import BackendEntry, is_reason, report_hint
+from nsa_core.plan.loading import BackendEntry, is_reason, report_hint
 from nsa_core.torch_ops.call_wrapper import call_function, import_function
 from nsa_core.torch_ops.slot_op import DIFFERENTIABLE
 from nsa_core.util.global_state import SETTINGS, is_new, loading

@@ -10,7 +10,7 @@ import torch
 from nsa_core.errors import NSAError
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.plan import Plan
+    from nsa_core.plan.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 
 import toys
 from nsa_core.config import NSAConfig
-from nsa_core.dispatch.loading import STATUSES, installed
-from nsa_core.dispatch.plan import resolve
-from nsa_core.dispatch.registry import discover
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
+from nsa_core.plan.loading import STATUSES, installed
+from nsa_core.plan.plan import resolve
+from nsa_core.plan.registry import discover
 
 CONFIG = NSAConfig(dim=32, n_heads=4, n_kv_heads=2)
 

@@ -11,14 +11,14 @@ import torch
 
 from nsa_core.config import NSAConfig, check_config
 from nsa_core.contract import SLOTS, Reason, Request
-from nsa_core.dispatch import tuned
-from nsa_core.dispatch.device import usable_device
-from nsa_core.dispatch.gpus import GPU
-from nsa_core.dispatch.options import Backends, PlanOptions
-from nsa_core.dispatch.probing import Candidate, rank_of, reasons_against
-from nsa_core.dispatch.registry import Registry
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
+from nsa_core.plan import tuned
+from nsa_core.plan.device import usable_device
+from nsa_core.plan.gpus import GPU
+from nsa_core.plan.options import Backends, PlanOptions
+from nsa_core.plan.probing import Candidate, rank_of, reasons_against
+from nsa_core.plan.registry import Registry
 from nsa_core.util.text import did_you_mean
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from nsa_core import NSAConfig, nsa_attention
-from nsa_core.dispatch import default_plan as plans
-from nsa_core.layer import block_plans, short_config
+from nsa_core.block import plans as block_plans
+from nsa_core.layer import short_config
+from nsa_core.plan import default_plan as plans
 
 LIMIT = 4
 Q, KV = torch.randn(1, 12, 4, 8), torch.randn(1, 12, 2, 8)

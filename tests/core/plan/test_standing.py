@@ -8,14 +8,14 @@ import pytest
 
 from nsa_core import InvalidInput, NSAConfig, NSAttention
 from nsa_core.contract import API_VERSION, BackendSpec, Reason, SlotSpec
-from nsa_core.dispatch import registry as registries
-from nsa_core.dispatch.candidates import find_candidates
-from nsa_core.dispatch.gpus import ARCHITECTURES, GPUS, gpu_named
-from nsa_core.dispatch.loading import STATUSES, BackendEntry
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.probing import Candidate
-from nsa_core.dispatch.registry import Registry
-from nsa_core.dispatch.standing import facts_of_this_machine, standing_of, standings
+from nsa_core.plan import registry as registries
+from nsa_core.plan.candidates import find_candidates
+from nsa_core.plan.gpus import ARCHITECTURES, GPUS, gpu_named
+from nsa_core.plan.loading import STATUSES, BackendEntry
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.probing import Candidate
+from nsa_core.plan.registry import Registry
+from nsa_core.plan.standing import facts_of_this_machine, standing_of, standings
 
 CONFIG = NSAConfig(64, 4, 2)
 SPEC = BackendSpec(
@@ -106,7 +106,7 @@ def test_a_probe_that_fails_is_asked_once_for_facts(toy) -> None:
 def test_candidates_for_a_simulated_gpu_need_no_gpu(toy, monkeypatch) -> None:
     toy.probe = lambda request: [] if request.capability == (9, 0) else [Reason("old", "too old")]
     monkeypatch.setattr(
-        "nsa_core.dispatch.candidates.usable_device",
+        "nsa_core.plan.candidates.usable_device",
         lambda device: pytest.fail("a simulated GPU needs no device"),
     )
     registry, options = Registry().with_backend(SPEC), PlanOptions(device="cuda", dtype="bfloat16")

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from nsa_core.contract import Reason, Request, import_named
-from nsa_core.dispatch.loading import BackendEntry, Plugin, load
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
+from nsa_core.plan.loading import BackendEntry, Plugin, load
 from nsa_core.util.atomic_files import user_cache, write_atomic
 
 LIMIT_S = 20.0
-_PROBE_S = 5.0  # equals nsa_core.dispatch.probing.PROBE_LIMIT_S
+_PROBE_S = 5.0  # equals nsa_core.plan.probing.PROBE_LIMIT_S
 _MAX_CHILDREN = 8
 # The child reports survival by this exit status. A pipe would stay open if a process that the
 # plugin started outlived the child.
@@ -134,7 +134,7 @@ def _start(plugin: Plugin, names: Path) -> subprocess.Popen[bytes]:
     # the code, so that no environment variable is needed.
     path = [entry for entry in sys.path if isinstance(entry, str)]
     code = (
-        f"import sys; sys.path[:] = {path!r}\nfrom nsa_core.dispatch.trial import"
+        f"import sys; sys.path[:] = {path!r}\nfrom nsa_core.plan.trial import"
         " _child\n_child(*sys.argv[1:])"
     )
     return start_child([code, plugin.name, plugin.value, str(names)])
@@ -184,7 +184,7 @@ def _child(name: str, value: str, names: str) -> None:
 def _probe_slots(entries: Sequence[BackendEntry]) -> None:
     """Call the probes with a simple request for each slot, and ignore results and exceptions.
 
-    :mod:`nsa_core.dispatch.probing` evaluates them later, in the caller's process.
+    :mod:`nsa_core.plan.probing` evaluates them later, in the caller's process.
     """
     geometry = BlockGeometry()
     for spec in (entry.spec for entry in entries if entry.spec is not None):

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from nsa_core.contract import SLOTS, Reason
-from nsa_core.dispatch import probing
-from nsa_core.dispatch.candidates import find_candidates
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.plan import resolve
-from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
+from nsa_core.plan import probing
+from nsa_core.plan.candidates import find_candidates
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import resolve
+from nsa_core.plan.registry import Registry, default_registry
 from planning import CONFIG, backends, registry_of, spec
 
 
@@ -192,7 +192,7 @@ def run_in_threads(work, count: int = 8) -> list:
 
 
 def test_row_52_concurrent_first_calls_share_one_registry(monkeypatch):
-    registry_module, calls = sys.modules["nsa_core.dispatch.registry"], []
+    registry_module, calls = sys.modules["nsa_core.plan.registry"], []
     monkeypatch.setattr(registry_module, "_default", None)
     real = registry_module.discover
     monkeypatch.setattr(

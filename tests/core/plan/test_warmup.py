@@ -10,9 +10,9 @@ import torch
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core import InvalidInput, NSAConfig, resolve
 from nsa_core.contract import SLOTS, DecodeCall, Request
-from nsa_core.dispatch.registry import Registry
-from nsa_core.dispatch.warmup import warm
 from nsa_core.errors import Unsupported
+from nsa_core.plan.registry import Registry
+from nsa_core.plan.warmup import warm
 from nsa_core.torch_ops.decode_kernel import DecodeKernel
 from nsa_core.torch_ops.slot_op import record_dispatch
 

@@ -11,12 +11,12 @@ import torch
 
 from nsa_core.config import NSAConfig, is_finite
 from nsa_core.contract import LONG_SEQUENCE
-from nsa_core.dispatch.default_plan import CACHED, ObjectCache, constant_result, frozen_backends
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.plan import SlotPlan, resolve_slot
-from nsa_core.dispatch.registry import Registry
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.limits import integer_problems, shown
+from nsa_core.plan.default_plan import CACHED, ObjectCache, constant_result, frozen_backends
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import SlotPlan, resolve_slot
+from nsa_core.plan.registry import Registry
 
 Result = TypeVar("Result")
 

@@ -11,9 +11,9 @@ import time
 import pytest
 
 import toys
-from nsa_core.dispatch import trial
-from nsa_core.dispatch.loading import Plugin, installed
-from nsa_core.dispatch.registry import discover
+from nsa_core.plan import trial
+from nsa_core.plan.loading import Plugin, installed
+from nsa_core.plan.registry import discover
 
 
 def plugin(name: str) -> Plugin:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from nsa_core.contract import DecodeCall
-from nsa_core.dtypes import stats_dtype
-from nsa_core.errors import InvalidInput
-from nsa_core.layer.block_checks import check_decode_arguments, check_decode_plan
-from nsa_core.layer.block_plans import (
+from nsa_core.block.checks import check_decode_arguments, check_decode_plan
+from nsa_core.block.plans import (
     BlockPlan,
     BlockSizes,
     check_block_size,
@@ -16,6 +13,9 @@ from nsa_core.layer.block_plans import (
     default_decode_plan,
     split_blocks,
 )
+from nsa_core.contract import DecodeCall
+from nsa_core.dtypes import stats_dtype
+from nsa_core.errors import InvalidInput
 
 
 @torch.compiler.disable(reason="a decode form is no operator: capture it in a CUDA graph")

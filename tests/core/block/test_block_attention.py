@@ -21,11 +21,11 @@ from nsa_core import (
     plan_block_attention,
     resolve,
 )
-from nsa_core.dispatch.default_plan import ObjectCache
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.plan import resolve_slot
-from nsa_core.layer.block_plans import BlockSizes, resolve_blocks
+from nsa_core.block.plans import BlockSizes, resolve_blocks
 from nsa_core.layout import BlockGeometry
+from nsa_core.plan.default_plan import ObjectCache
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import resolve_slot
 from nsa_verify.judge.slot import judge_slot
 
 SIZE = 16
@@ -361,7 +361,7 @@ def test_a_forward_only_backend_serves_calls_without_gradient(
             raise Unsupported("has no backward")
         return resolve_blocks(sizes, options)
 
-    monkeypatch.setattr("nsa_core.layer.block_plans.resolve_blocks", forward_only)
+    monkeypatch.setattr("nsa_core.block.plans.resolve_blocks", forward_only)
     x = problem()
     with pytest.raises(Unsupported, match="has no backward"):
         block_attention(**x, block_size=31)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 import pytest
 
 import toys
-from nsa_core.dispatch import trial
-from nsa_core.dispatch.loading import installed
-from nsa_core.dispatch.registry import Registry, discover
+from nsa_core.plan import trial
+from nsa_core.plan.loading import installed
+from nsa_core.plan.registry import Registry, discover
 
 LIMIT_S = 8.0  # long enough for a busy machine; only toy-hangs reaches it
 

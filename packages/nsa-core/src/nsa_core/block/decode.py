@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 if TYPE_CHECKING:
-    from nsa_core.layer.block_plans import BlockPlan
+    from nsa_core.block.plans import BlockPlan
 
 
 @overload
@@ -119,7 +119,7 @@ def block_attention_decode(
         torch.Size([2, 1, 8, 32])
     """
     # The import takes as long as that of torch, because it imports the compiler.
-    from nsa_core.layer.block_step import run_step
+    from nsa_core.block.step import run_step
 
     tensors = {"q": q, "k": k, "v": v, "blocks": blocks, "lengths": lengths}
     tensors |= {} if starts is None else {"starts": starts}

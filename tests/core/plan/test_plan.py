@@ -12,10 +12,10 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec, Rank, Reason, SlotSpec
-from nsa_core.dispatch import candidates
-from nsa_core.dispatch.plan import resolve
-from nsa_core.dispatch.registry import Registry, default_registry
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
+from nsa_core.plan import candidates
+from nsa_core.plan.plan import resolve
+from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops.decode_kernel import DecodeKernel
 from planning import CONFIG, backends, registry_of, spec
 

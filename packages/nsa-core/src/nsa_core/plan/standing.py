@@ -12,18 +12,18 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from nsa_core.contract import DTYPES, PHASES, SLOTS, Reason, Request
-from nsa_core.dispatch.gpus import gpu_named
-from nsa_core.dispatch.loading import BackendEntry
 from nsa_core.layout import BlockGeometry
+from nsa_core.plan.gpus import gpu_named
+from nsa_core.plan.loading import BackendEntry
 from nsa_core.util.text import one_line
 
 if TYPE_CHECKING:
-    from nsa_core.dispatch.candidates import Candidates
-    from nsa_core.dispatch.gpus import GPU
-    from nsa_core.dispatch.probing import Candidate
-    from nsa_core.dispatch.registry import Registry
+    from nsa_core.plan.candidates import Candidates
+    from nsa_core.plan.gpus import GPU
+    from nsa_core.plan.probing import Candidate
+    from nsa_core.plan.registry import Registry
 
-# Codes of the reasons that nsa_core.dispatch.probing gives for a plugin that misbehaves.
+# Codes of the reasons that nsa_core.plan.probing gives for a plugin that misbehaves.
 FAULTS = (
     "probe_raised",
     "probe_nonsense",
@@ -128,8 +128,8 @@ def typical_candidates(
     import torch
 
     from nsa_core.config import NSAConfig
-    from nsa_core.dispatch.candidates import find_candidates
-    from nsa_core.dispatch.options import PlanOptions
+    from nsa_core.plan.candidates import find_candidates
+    from nsa_core.plan.options import PlanOptions
 
     on_gpu = gpu is not None or torch.cuda.is_available()
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
@@ -145,7 +145,7 @@ def facts_of_this_machine(entry: BackendEntry) -> frozenset[Reason]:
     """
     if entry.spec is None:
         return frozenset() if entry.reason is None else frozenset({entry.reason})
-    from nsa_core.dispatch.probing import probe_candidate
+    from nsa_core.plan.probing import probe_candidate
 
     constant: set[Reason] | None = None
     for slot in entry.spec.slots:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nsa_core.dispatch.loading import Plugin, load
+from nsa_core.plan.loading import Plugin, load
 
 SOURCES = {
     "load_failed": "raise RuntimeError('boo')",

@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from nsa_core.contract import BackendSpec, Reason
-from nsa_core.dispatch import trial as isolation
-from nsa_core.dispatch.loading import (
+from nsa_core.errors import InvalidInput
+from nsa_core.plan import trial as isolation
+from nsa_core.plan.loading import (
     FIRST_PARTY,
     BackendEntry,
     Plugin,
@@ -21,7 +22,6 @@ from nsa_core.dispatch.loading import (
     load_spec,
     normalized,
 )
-from nsa_core.errors import InvalidInput
 from nsa_core.util.planning_lock import planning_lock
 from nsa_core.util.text import did_you_mean, one_line
 

@@ -19,7 +19,7 @@ import torch
 
 import toys
 from nsa_core import NSAConfig, NSAttention, resolve
-from nsa_core.dispatch.registry import discover
+from nsa_core.plan.registry import discover
 from nsa_core.util import global_state
 from nsa_core.util.global_state import ITEMS, GlobalState
 
@@ -174,7 +174,7 @@ def test_a_plugin_that_imports_torch_leaves_its_defaults(tmp_path: Path) -> None
     _install(tmp_path, {"toy_state": f"{ALL}\n" + _sources("pass", "import")["toy_state"]})
     code = """
         import sys, os
-        from nsa_core.dispatch.registry import discover
+        from nsa_core.plan.registry import discover
         assert "torch" not in sys.modules
         finders = list(sys.meta_path)
         assert discover().get("toy-state").status == "ready"
@@ -197,7 +197,7 @@ def test_listing_without_torch_restores_the_state_of_python(tmp_path: Path) -> N
     _install(tmp_path, {"toy_state": source})
     code = """
         import os, sys
-        from nsa_core.dispatch.registry import discover
+        from nsa_core.plan.registry import discover
         discover()
         print(os.getcwd(), "torch" in sys.modules)
     """

@@ -11,8 +11,9 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, Request, SlotSpec
-from nsa_core.dispatch.candidates import Candidates, find_candidates
-from nsa_core.dispatch.choosing import (
+from nsa_core.errors import InvalidInput, NSAError, Unsupported
+from nsa_core.plan.candidates import Candidates, find_candidates
+from nsa_core.plan.choosing import (
     Choice,
     SlotKernel,
     choose,
@@ -22,10 +23,9 @@ from nsa_core.dispatch.choosing import (
     log_once,
     with_causal,
 )
-from nsa_core.dispatch.describe import describe_causal, describe_request
-from nsa_core.dispatch.options import PlanOptions
-from nsa_core.dispatch.registry import Registry, default_registry
-from nsa_core.errors import InvalidInput, NSAError, Unsupported
+from nsa_core.plan.describe import describe_causal, describe_request
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops.call_wrapper import import_function
 from nsa_core.torch_ops.core_kernels import CoreConstants, causal_geometry, constants_of
 from nsa_core.util.global_state import SETTINGS, loading
@@ -177,7 +177,7 @@ class Plan:
             InvalidInput: ``device`` has another type than the plan's device.
             NSAError: A kernel failed; the message names it.
         """
-        from nsa_core.dispatch.warmup import warm
+        from nsa_core.plan.warmup import warm
 
         target = torch.device(self.requests["cmp"].device if device is None else device)
         if target.type != self.requests["cmp"].device:
@@ -259,7 +259,7 @@ def resolve(
     Args:
         config: Configuration of the layer.
         options: The other choices about the plan
-            (:class:`nsa_core.dispatch.options.PlanOptions`); None: the defaults.
+            (:class:`nsa_core.plan.options.PlanOptions`); None: the defaults.
         registry: The registry of backends; None: the installed plugins.
         **fields: Fields of PlanOptions by name, which override those of ``options``: device,
             dtype, backends, needs_grad, deterministic, varlen, partial, phase, batch, seq_len,

@@ -1,0 +1,1 @@
+"""block_attention: one branch of attention over selected blocks, without an NSA layer."""
