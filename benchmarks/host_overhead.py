@@ -50,7 +50,9 @@ from nsa_core.layer import attention
 from nsa_core.plan.candidates import request_of
 from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.core_backward import core_backward
-from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, output_specs, slot_op
+from nsa_core.torch_ops.kernel import Kernel
+from nsa_core.torch_ops.schema import DIFFERENTIABLE, output_specs
+from nsa_core.torch_ops.slot_op import slot_op
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import Block
 

@@ -14,7 +14,7 @@ from nsa_bench.shapes import PAPER_BLOCKS, parse_shape
 from nsa_core import resolve
 from nsa_core.contract import SLOTS
 from nsa_core.layer.phi.kinds import mean_compress
-from nsa_core.torch_ops.slot_op import record_dispatch
+from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_verify import oracle
 
 CONFIG = parse_shape("4/2/8").config((8, 4, 16, 3, 24))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_core.layout import BlockGeometry
-from nsa_core.torch_ops.slot_op import Kernel, slot_op
+from nsa_core.torch_ops.kernel import Kernel
+from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify.judge.slot import judge_slot
 
 SMALL = BlockGeometry(8, 4, 8, 4, 1, 2, 5)

@@ -19,7 +19,7 @@ PLAN = CORE + "plan/"
 # Files that run third-party code, and may catch Exception. All other files name the errors.
 MAY_CATCH_ALL = {PLAN + name for name in ("choosing.py", "loading.py", "plan.py")}
 MAY_CATCH_ALL |= {PLAN + name for name in ("probing.py", "trial.py")}
-MAY_CATCH_ALL |= {CORE + "torch_ops/slot_op.py", CORE + "util/text.py"}
+MAY_CATCH_ALL |= {CORE + "torch_ops/backend_call.py", CORE + "util/text.py"}
 MAY_CATCH_ALL |= {CORE + "parallel/agreement.py"}  # it raises the error after a collective
 VERIFY, BENCH = "packages/nsa-verify/src/nsa_verify/", "packages/nsa-bench/src/nsa_bench/"
 MAY_CATCH_ALL |= {VERIFY + name for name in ("run/contexts.py", "run/suite.py")}

@@ -21,7 +21,8 @@ from nsa_core.contract import Request, SlotCall
 from nsa_core.dryrun import PeakBytes
 from nsa_core.errors import NSAError
 from nsa_core.plan.registry import default_registry
-from nsa_core.torch_ops.slot_op import Kernel, slot_op
+from nsa_core.torch_ops.kernel import Kernel
+from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify import oracle
 from nsa_verify.cases import Case
 from nsa_verify.judge.selection import judge_selection

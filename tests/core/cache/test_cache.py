@@ -19,7 +19,7 @@ from caches import (
     whole,
 )
 from nsa_core.cache import step
-from nsa_core.torch_ops.slot_op import record_dispatch
+from nsa_core.torch_ops.backend_call import record_dispatch
 
 LENGTH = 53
 

@@ -12,7 +12,7 @@ from nsa_core import resolve
 from nsa_core.cache import step
 from nsa_core.plan.default_plan import partial_plan
 from nsa_core.plan.registry import Registry, default_registry
-from nsa_core.torch_ops.slot_op import record_dispatch
+from nsa_core.torch_ops.backend_call import record_dispatch
 
 LENGTH = 70
 

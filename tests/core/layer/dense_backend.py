@@ -16,7 +16,8 @@ from nsa_core.dtypes import stats_dtype
 from nsa_core.packing import compressed_cu_seqlens, token_positions
 from nsa_core.plan.candidates import request_of
 from nsa_core.plan.plan import Plan
-from nsa_core.torch_ops.slot_op import Kernel, slot_op
+from nsa_core.torch_ops.kernel import Kernel
+from nsa_core.torch_ops.slot_op import slot_op
 
 
 def _rows(

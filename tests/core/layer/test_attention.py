@@ -11,7 +11,7 @@ from cases import boundaries, inputs, small
 from dense_backend import dense_plan
 from nsa_core import InvalidInput, Unsupported, nsa_attention
 from nsa_core.layer.phi.kinds import mean_compress
-from nsa_core.torch_ops.slot_op import record_dispatch
+from nsa_core.torch_ops.backend_call import record_dispatch
 
 CONFIG = small()
 

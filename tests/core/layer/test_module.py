@@ -14,7 +14,7 @@ from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAConfig, NSAttention, nsa_attention, pad, unpad
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.layer.rope import rope_table, rotate
-from nsa_core.torch_ops.slot_op import record_dispatch
+from nsa_core.torch_ops.backend_call import record_dispatch
 
 pytestmark = pytest.mark.usefixtures("planned")
 OPTIONS = {

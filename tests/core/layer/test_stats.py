@@ -55,7 +55,7 @@ def test_stats_of_a_layer(planned):
 
 
 def test_stats_run_cmp_and_select_without_gradient(planned):
-    from nsa_core.torch_ops.slot_op import record_dispatch
+    from nsa_core.torch_ops.backend_call import record_dispatch
 
     attn, x = (
         NSAttention(small()).double(),

@@ -10,7 +10,7 @@ from cases import boundaries, inputs, layer_of, small
 from nsa_core import Unsupported, nsa_attention
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.plan.default_plan import default_plan
-from nsa_core.torch_ops.slot_op import record_dispatch
+from nsa_core.torch_ops.backend_call import record_dispatch
 
 CONFIG = small()
 SAMPLES = 3

@@ -56,7 +56,7 @@ def test_plan_of_a_layer_names_the_backends_that_ran():
     attn = NSAttention(CONFIG, backends={"win": "sdpa"})
     assert attn.plan.choices["win"].explicit
     assert not attn.plan.choices["sel"].explicit
-    with nsa_core.torch_ops.slot_op.record_dispatch() as calls:
+    with nsa_core.torch_ops.backend_call.record_dispatch() as calls:
         attn(torch.randn(1, 70, 24))  # sel is causal attention in shorter sequences
     assert {c.slot: c.backend for c in calls} == {
         slot: choice.backend for slot, choice in attn.plan.choices.items()

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_core import NSAttention
 from nsa_core.parallel import HeadParallel, Shards, whole_parameters
-from nsa_core.torch_ops.slot_op import record_dispatch
+from nsa_core.torch_ops.backend_call import record_dispatch
 from parallel_cases import Collectives, Problem, divided, problem, relative_error
 
 

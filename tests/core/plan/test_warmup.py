@@ -13,8 +13,8 @@ from nsa_core.contract import SLOTS, DecodeCall, Request
 from nsa_core.errors import Unsupported
 from nsa_core.plan.registry import Registry
 from nsa_core.plan.warmup import warm
+from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.decode_kernel import DecodeKernel
-from nsa_core.torch_ops.slot_op import record_dispatch
 
 CONFIG = NSAConfig(
     dim=32,

@@ -16,7 +16,7 @@ from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops import core_node
-from nsa_core.torch_ops.slot_op import record_dispatch
+from nsa_core.torch_ops.backend_call import record_dispatch
 
 CONFIG = NSAConfig(
     32,

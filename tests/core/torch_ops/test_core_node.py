@@ -19,8 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from nsa_core import NSAConfig, NSAttention, Unsupported, nsa_attention, resolve
 from nsa_core.contract import BRANCHES
 from nsa_core.torch_ops import core_node
+from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.call_wrapper import wrapped_calls
-from nsa_core.torch_ops.slot_op import record_dispatch, slot_op
+from nsa_core.torch_ops.slot_op import slot_op
 
 CONFIG = NSAConfig(
     64,

@@ -22,8 +22,9 @@ from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops import core_op
+from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.core_kernels import CoreInputs
-from nsa_core.torch_ops.slot_op import record_dispatch, slot_op
+from nsa_core.torch_ops.slot_op import slot_op
 
 CONFIG = NSAConfig(
     16,
@@ -222,8 +223,9 @@ def test_the_operators_pass_opcheck(kind: str, case: str) -> None:
     cu_seqlens = torch.tensor([0, 11, 11, 30], dtype=torch.int32) if packed else None
     blocks = torch.randint(-1, 4, (2, 30, 2, 3)) if case == "blocks" else None
     assert of_plan.core is not None
-    tail = (cu_seqlens, tokens, of_plan.core.kernels, 0.3, CONFIG.geometry.as_ints(), False)
-    arguments = (*x.values(), blocks, *tail, case == "packed", True, case == "causal")
+    constants = (tokens, of_plan.core.kernels, 0.3, CONFIG.geometry.as_ints(), False)
+    options = (case == "packed", True, case == "causal")
+    arguments = (*x.values(), cu_seqlens, blocks, *constants, *options)
     torch.library.opcheck(torch.ops.nsa_core.core.default, arguments)
     o, selected, *rest = torch.ops.nsa_core.core.default(*arguments)
     inputs = [t.detach() for t in x.values()]
@@ -233,7 +235,7 @@ def test_the_operators_pass_opcheck(kind: str, case: str) -> None:
     saved = [selected if blocks is None else blocks, *rest]
     some = [False, True, False, True, True, False, False, True]
     for needs, kept in (([True] * 8, saved), (some, [saved[0], *[None] * 6])):
-        arguments = (torch.randn_like(o), *inputs, *kept, *tail, True, needs)
+        arguments = (torch.randn_like(o), *inputs, cu_seqlens, *kept, *constants, True, needs)
         torch.library.opcheck(torch.ops.nsa_core.core_backward.default, arguments)
 
 
@@ -241,8 +243,8 @@ def test_a_result_is_no_given_tensor_and_the_backward_is_not_differentiable() ->
     x, blocks = leaves(), torch.zeros(2, 30, 2, 1, dtype=torch.int32)
     core, inputs = plan("fused").core, CoreInputs(*x.values())
     assert core is not None
-    tail = (None, 30, core.kernels, 0.3, CONFIG.geometry.as_ints(), False, False, True, False)
-    assert torch.ops.nsa_core.core.default(*inputs, blocks, *tail)[1].shape == (0,)
+    tail = (30, core.kernels, 0.3, CONFIG.geometry.as_ints(), False, False, True, False)
+    assert torch.ops.nsa_core.core.default(*inputs, None, blocks, *tail)[1].shape == (0,)
     o, branches = core_op.core(core, inputs, blocks, None, 30, False, True, False)
     assert branches.blocks is blocks
     (dq,) = torch.autograd.grad(o.square().sum(), inputs.q, create_graph=True)

@@ -12,7 +12,8 @@ from nsa_core import InvalidInput, NSAConfig, Unsupported, resolve
 from nsa_core.contract import Request
 from nsa_core.plan.candidates import request_of
 from nsa_core.plan.registry import Registry, default_registry
-from nsa_core.torch_ops.slot_op import Kernel, slot_op
+from nsa_core.torch_ops.kernel import Kernel
+from nsa_core.torch_ops.slot_op import slot_op
 
 CONFIG = NSAConfig(
     32,

@@ -12,7 +12,7 @@ import torch
 
 from nsa_core import NSAConfig
 from nsa_core.layout import BlockGeometry
-from nsa_core.torch_ops.slot_op import Kernel
+from nsa_core.torch_ops.kernel import Kernel
 from nsa_verify.cases import CaseData
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot

@@ -12,7 +12,7 @@ import torch
 
 from kernel_cases import CASES, EVERY_DTYPE, SLOTS, SLOW, SMALLEST, point, under_test
 from nsa_backend_triton.strict.interpreter import strict
-from nsa_core.torch_ops.slot_op import DIFFERENTIABLE
+from nsa_core.torch_ops.schema import DIFFERENTIABLE
 from nsa_verify.cases import Case
 from nsa_verify.conformance.slot_under_test import faults
 from nsa_verify.findings import bits

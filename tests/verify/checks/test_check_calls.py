@@ -12,7 +12,7 @@ import torch
 import fused_toy
 from nsa_core.contract import SLOTS
 from nsa_core.plan.registry import Registry
-from nsa_core.torch_ops.slot_op import record_dispatch
+from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_verify.checks.calls import CORE, DECODE, EVERY, PREFILL, calls_of, may_call
 from nsa_verify.combination import Combination
 from nsa_verify.run import suite

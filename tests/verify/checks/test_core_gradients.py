@@ -29,8 +29,8 @@ from nsa_core.contract import SLOTS
 from nsa_core.layer.gating import LinearGate, MLPGate
 from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry, default_registry
+from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.core_backward import core_backward
-from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import Case
 from nsa_verify.checks.core import (
     core_gradients,

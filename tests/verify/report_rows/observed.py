@@ -6,7 +6,8 @@ import torch
 
 from nsa_core.layout import BlockGeometry
 from nsa_core.plan.registry import default_registry
-from nsa_core.torch_ops.slot_op import Kernel, slot_op
+from nsa_core.torch_ops.kernel import Kernel
+from nsa_core.torch_ops.slot_op import slot_op
 
 Sets = list[list[list[list[int]]]]  # [B][S][G] -> keys, ascending
 

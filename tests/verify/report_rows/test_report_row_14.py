@@ -14,7 +14,7 @@ import torch
 
 from nsa_core.contract import SLOTS, SlotCall, import_named
 from nsa_core.plan.registry import default_registry
-from nsa_core.torch_ops.slot_op import output_specs
+from nsa_core.torch_ops.schema import output_specs
 from row_14 import GEOMETRY, group_sets_agree
 
 CUDA = [pytest.param(backend, "cuda", marks=pytest.mark.gpu) for backend in ("sdpa", "triton")]

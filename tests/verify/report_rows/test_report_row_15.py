@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nsa_core.layout import BlockGeometry
-from nsa_core.torch_ops.slot_op import DispatchRecord, record_dispatch
+from nsa_core.torch_ops.backend_call import DispatchRecord, record_dispatch
 from nsa_verify import oracle
 from nsa_verify.judge.slot import judge_slot
 from observed import slot_kernel

@@ -14,7 +14,7 @@ import torch
 from nsa_core import NSAConfig, NSAttention
 from nsa_core.errors import NSAError
 from nsa_core.layout import BlockGeometry
-from nsa_core.torch_ops.slot_op import record_dispatch
+from nsa_core.torch_ops.backend_call import record_dispatch
 from observed import slot_kernel
 
 GEOMETRY = BlockGeometry(8, 4, 16, 4, window_size=16)

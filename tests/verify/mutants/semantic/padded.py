@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nsa_core.contract import BackendSpec, SlotCall, import_named
-from nsa_core.torch_ops.slot_op import INPUTS
+from nsa_core.torch_ops.schema import INPUTS
 
 SLOTS = ("cmp", "select", "sel", "win")
 _QUERY_AXIS = {"q": -3, "do": -3, "o": -3, "blocks": -3, "lse": -1}

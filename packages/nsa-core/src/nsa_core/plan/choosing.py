@@ -16,7 +16,8 @@ from nsa_core.plan.probing import Candidate, reasons_against
 from nsa_core.torch_ops.core_backward import core_backward
 from nsa_core.torch_ops.core_kernels import causal_geometry, causal_kernel
 from nsa_core.torch_ops.decode_kernel import DecodeKernel, decode_kernel
-from nsa_core.torch_ops.slot_op import Kernel, slot_op
+from nsa_core.torch_ops.kernel import Kernel
+from nsa_core.torch_ops.slot_op import slot_op
 from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.planning_lock import planning_lock
 from nsa_core.util.plugin_output import stdout_to_stderr

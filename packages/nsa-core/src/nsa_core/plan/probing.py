@@ -14,7 +14,7 @@ from typing import Any
 from nsa_core.contract import Rank, Reason, Request
 from nsa_core.plan.loading import BackendEntry, is_reason, report_hint
 from nsa_core.torch_ops.call_wrapper import call_function, import_function
-from nsa_core.torch_ops.slot_op import DIFFERENTIABLE
+from nsa_core.torch_ops.schema import DIFFERENTIABLE
 from nsa_core.util.global_state import SETTINGS, is_new, loading
 from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.plugin_output import stdout_to_stderr

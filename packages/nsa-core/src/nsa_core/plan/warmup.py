@@ -11,7 +11,8 @@ from nsa_core.contract import DecodeCall, Request, SlotSpec
 from nsa_core.dtypes import stats_dtype
 from nsa_core.torch_ops.core_backward import CoreBackward
 from nsa_core.torch_ops.decode_kernel import DecodeKernel
-from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, INPUTS, Kernel
+from nsa_core.torch_ops.kernel import Kernel
+from nsa_core.torch_ops.schema import DIFFERENTIABLE, INPUTS
 from nsa_core.torch_ops.tensor_checks import SLOT_AXES
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ all inputs need a gradient.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +14,15 @@ import torch
 
 from nsa_core.errors import BackendUnavailable
 from nsa_core.torch_ops import autograd
-from nsa_core.torch_ops.call_wrapper import call_function, import_function
-from nsa_core.torch_ops.slot_op import (
+from nsa_core.torch_ops.backend_call import in_layout, run_backend
+from nsa_core.torch_ops.call_wrapper import import_function
+from nsa_core.torch_ops.schema import (
     TAIL,
-    BackendCall,
-    checked_results,
-    in_layout,
-    slot_call,
+    Tail,
+    define,
+    operator_namespace,
+    results_schema,
+    tensors_schema,
 )
 from nsa_core.torch_ops.vmap_rule import TAIL_LENGTH
 from nsa_core.util.planning_lock import planning_lock
@@ -45,19 +46,13 @@ class CoreBackward:
             DIFFERENTIABLE.
     """
 
-    def __init__(self, backend: str, path: str, name: str) -> None:
+    def __init__(self, backend: str, path: str, short: str) -> None:
         self.backend = backend
         self._function: Callable[..., Any] = import_function(backend, path)
-        namespace, short = name.split("::")
-        self._lib = torch.library.Library(namespace, "FRAGMENT")
-        tensors = ", ".join(f"Tensor {n}" for n in ("do", *DIFFERENTIABLE, *STATISTICS, *OUTPUTS))
-        results = ", ".join(["Tensor"] * len(DIFFERENTIABLE))
-        self._lib.define(
-            f"{short}({tensors}, {TAIL}) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,)
-        )
-        self._lib.impl(short, self._run, "CompositeExplicitAutograd")
-        torch.library.register_fake(name, self._fake, lib=self._lib)
-        self.op = getattr(getattr(torch.ops, namespace), short).default
+        self._lib = torch.library.Library(operator_namespace(backend), "FRAGMENT")
+        tensors = tensors_schema(("do", *DIFFERENTIABLE, *STATISTICS, *OUTPUTS))
+        schema = f"{short}({tensors}, {TAIL}) -> {results_schema(len(DIFFERENTIABLE))}"
+        self.op = define(self._lib, schema, self._run, self._fake)
         autograd.register_backward(
             self._lib, short, self.op, self._run, f"backend {backend!r}, core"
         )
@@ -83,15 +78,15 @@ class CoreBackward:
 
     def _call(self, tensors: list[torch.Tensor], tail: Any) -> tuple[torch.Tensor, ...]:
         """Call the backend's function, and check its results; ``tensors`` is emptied."""
-        call, where = slot_call(tail), (self.backend, "core", "backward")
         arguments = in_layout(tensors, _BLOCKS)
         tensors.clear()
         arguments, outputs = arguments[: -len(OUTPUTS)], arguments[-len(OUTPUTS) :]
         specs = [(t.shape, t.dtype) for t in arguments[1 : 1 + len(DIFFERENTIABLE)]]
+        where, call = (self.backend, "core", "backward"), Tail(*tail).call()
+        options = {"outputs": outputs, "call": call}
         device = arguments[0].device
-        with BackendCall(*where, device):
-            results = call_function(where, self._function, arguments, outputs=outputs, call=call)
-            return tuple(checked_results(*where, results, specs, device))
+        results = run_backend(where, self._function, arguments, specs, device, **options)
+        return tuple([result.contiguous() for result in results])
 
     def _fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
         """Return empty tensors with the shapes and dtypes of the results."""
@@ -115,10 +110,9 @@ def core_backward(backend: str, path: str) -> CoreBackward:
     """
     with planning_lock:
         if (backend, path) not in _of_path:
-            namespace = f"nsa_{re.sub(r'[^0-9a-zA-Z_]', '_', backend)}"
             number = f"_{len(_of_path) + 1}" if _of_path else ""
             try:
-                fused = CoreBackward(backend, path, f"{namespace}::core_backward{number}")
+                fused = CoreBackward(backend, path, f"core_backward{number}")
             except (ImportError, AttributeError) as error:
                 raise BackendUnavailable(
                     f"backend {backend!r}: its fused backward {path} cannot be imported:"

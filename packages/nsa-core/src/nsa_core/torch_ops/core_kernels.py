@@ -20,7 +20,8 @@ from nsa_core.contract import SLOTS
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops import autograd, core_backward
 from nsa_core.torch_ops.core_backward import CoreBackward
-from nsa_core.torch_ops.slot_op import Kernel, SlotOp, operator_of
+from nsa_core.torch_ops.kernel import Kernel
+from nsa_core.torch_ops.slot_op import SlotOp, operator_of
 from nsa_core.torch_ops.torch_state import is_exporting
 
 # Slots, or a Plan, whose kernels have the names of the slots.
@@ -271,7 +272,7 @@ def run_all(
     return slots.combine(inputs.gates, *outputs, **packing), branches
 
 
-_SAVED = (*CoreInputs._fields, "cu_seqlens", *Branches._fields)
+SAVED = (*CoreInputs._fields, "cu_seqlens", *Branches._fields)  # by a forward
 # The order in which autograd would run the nodes of the slots, and add up dq: the branch, what its
 # backward reads besides do and q, and the position of its keys in CoreInputs.
 _BACKWARD = (
@@ -281,12 +282,16 @@ _BACKWARD = (
 )
 
 
-def by_name(saved: Sequence[torch.Tensor | None]) -> dict[str, Any]:
-    """Return the tensors that a forward saved, by name: the inputs, cu_seqlens and the results.
+def to_save(
+    inputs: CoreInputs, cu_seqlens: torch.Tensor | None, branches: Branches, recompute: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """Return what a forward saves, in the order of SAVED; with ``recompute`` up to the blocks."""
+    return (*inputs, cu_seqlens, *(branches[:1] if recompute else branches))
 
-    With ``recompute``, the results are the blocks alone. They are None if sel was causal attention.
-    """
-    return dict(zip(_SAVED, saved))
+
+def by_name(saved: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+    """Return the tensors of :func:`to_save` by name; after causal attention, blocks are None."""
+    return dict(zip(SAVED, saved))
 
 
 def gradients(

@@ -36,6 +36,7 @@ from nsa_core.torch_ops.core_kernels import (
     kernels_of_plan,
     run_all,
     selects_all,
+    to_save,
 )
 from nsa_core.torch_ops.slot_op import slot_of
 from nsa_core.torch_ops.torch_state import is_eager, is_exporting
@@ -83,7 +84,7 @@ def run_core(
             plan, if it has one.
 
     Raises:
-        InvalidInput, NSAError: As a call of :class:`nsa_core.torch_ops.slot_op.Kernel`.
+        InvalidInput, NSAError: As a call of :class:`nsa_core.torch_ops.kernel.Kernel`.
     """
     if max_seqlen is None:
         max_seqlen = inputs.q.shape[0 if cu_seqlens is not None else 1]
@@ -239,7 +240,7 @@ class _CoreNode(torch.autograd.Function):
         ctx.mark_non_differentiable(*lse, *selected)
         # Without this, every backward would fill unused gradients of the log-sum-exps.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, cu_seqlens, *(branches[:1] if recompute else branches))
+        ctx.save_for_backward(*to_save(inputs, cu_seqlens, branches, recompute))
         ctx.kernels, ctx.max_seqlen = kernels, max_seqlen
         ctx.held_do = _HeldGradient(ctx)
         return o, *lse, *selected

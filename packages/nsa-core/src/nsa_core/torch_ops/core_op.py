@@ -11,8 +11,8 @@ Python object, and two layers with equal plans share one compiled graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from nsa_core.torch_ops import autograd
 from nsa_core.torch_ops.core_kernels import (
+    SAVED,
     Branches,
     CoreConstants,
     CoreInputs,
@@ -29,29 +30,61 @@ from nsa_core.torch_ops.core_kernels import (
     gradients_by_slots,
     kernels_of_constants,
     run_all,
+    to_save,
 )
+from nsa_core.torch_ops.schema import define, results_schema, tensors_schema
 from nsa_core.torch_ops.tensor_checks import check_nonnegative
 
-_INPUTS = ", ".join(f"Tensor {name}" for name in CoreInputs._fields)
-_CONSTANTS = (
-    "Tensor? cu_seqlens, SymInt max_seqlen, str kernels, float scale, int[] geometry,"
-    " bool deterministic"
-)
-_FORWARD = (
-    f"core({_INPUTS}, Tensor? blocks, {_CONSTANTS}, bool recompute, bool nonnegative_gates,"
-    f" bool causal)"
-    f" -> (Tensor o, {', '.join(f'Tensor {name}' for name in Branches._fields)})"
-)
-_RESULTS = ", ".join(f"Tensor? {name}" for name in Branches._fields if name != "blocks")
-_BACKWARD = (
-    f"core_backward(Tensor do, {_INPUTS}, Tensor? blocks, {_RESULTS}, {_CONSTANTS},"
-    f" bool nonnegative_gates, bool[] needs)"
-    f" -> ({', '.join(['Tensor'] * len(CoreInputs._fields))})"
-)
-_SAVED = (*CoreInputs._fields, *Branches._fields)  # by the forward, for the backward operator
 _NUM_INPUTS = len(CoreInputs._fields)
-_NUM_OPTIONS = 3  # the last arguments of the forward
-_NUM_ARGUMENTS = _NUM_INPUTS + 7 + _NUM_OPTIONS  # of the forward
+_CONSTANTS = "SymInt max_seqlen, str kernels, float scale, int[] geometry, bool deterministic"
+_FORWARD = (
+    f"core({tensors_schema(CoreInputs._fields)}, Tensor? cu_seqlens, Tensor? blocks, {_CONSTANTS},"
+    " bool recompute, bool nonnegative_gates, bool causal)"
+    f" -> {results_schema(1 + len(Branches._fields))}"
+)
+_OPTIONAL = ", ".join(f"Tensor? {name}" for name in SAVED[_NUM_INPUTS:])
+_BACKWARD = (
+    f"core_backward(Tensor do, {tensors_schema(CoreInputs._fields)}, {_OPTIONAL}, {_CONSTANTS},"
+    f" bool nonnegative_gates, bool[] needs) -> {results_schema(_NUM_INPUTS)}"
+)
+
+
+class _Forward(NamedTuple):
+    """The arguments of ``nsa_core::core`` after CoreInputs; :func:`core` describes them."""
+
+    cu_seqlens: torch.Tensor | None
+    blocks: torch.Tensor | None
+    max_seqlen: int
+    kernels: str
+    scale: float
+    geometry: Sequence[int]
+    deterministic: bool
+    recompute: bool
+    nonnegative_gates: bool
+    causal: bool
+
+    def core_kernels(self) -> CoreKernels:
+        return _kernels(self.kernels, self.scale, self.geometry, self.deterministic)
+
+    def packing(self) -> dict[str, Any]:
+        return {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
+
+
+class _Backward(NamedTuple):
+    """The arguments of ``nsa_core::core_backward`` after do and the saved tensors.
+
+    Attributes:
+        max_seqlen, kernels, scale, geometry, deterministic, nonnegative_gates: As in the forward.
+        needs: Whether each input needs a gradient.
+    """
+
+    max_seqlen: int
+    kernels: str
+    scale: float
+    geometry: Sequence[int]
+    deterministic: bool
+    nonnegative_gates: bool
+    needs: Sequence[bool]
 
 
 def core(
@@ -85,8 +118,8 @@ def core(
     names, scale, geometry, deterministic = constants
     o, *results = torch.ops.nsa_core.core.default(
         *inputs,
-        blocks,
         cu_seqlens,
+        blocks,
         max_seqlen,
         names,
         scale,
@@ -101,47 +134,34 @@ def core(
     return o, branches if selected else branches._replace(blocks=blocks)
 
 
-def _kernels(constants: Sequence[Any]) -> CoreKernels:
-    """Return the kernels of the arguments ``kernels`` to ``deterministic`` of an operator."""
-    names, scale, geometry, deterministic = constants
+def _kernels(names: str, scale: float, geometry: Sequence[int], deterministic: bool) -> CoreKernels:
+    """Return the kernels of a call."""
     return kernels_of_constants(CoreConstants(names, scale, tuple(geometry), deterministic))
-
-
-def _split(
-    args: Sequence[Any],
-) -> tuple[CoreKernels, CoreInputs, torch.Tensor | None, dict[str, Any]]:
-    """Return the kernels, the inputs, the given blocks and the packing of a call of the forward."""
-    inputs = args[:_NUM_INPUTS]
-    blocks, cu_seqlens, max_seqlen, *constants = args[_NUM_INPUTS:-_NUM_OPTIONS]
-    packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-    return _kernels(constants), CoreInputs(*inputs), blocks, packing
 
 
 def _forward(*args: Any) -> tuple[torch.Tensor, ...]:
     """Run the slots. The blocks among the results are empty unless they were selected."""
-    kernels, inputs, blocks, packing = _split(args)
-    _, nonnegative_gates, causal = args[-_NUM_OPTIONS:]
-    if nonnegative_gates:
+    inputs, call = CoreInputs(*args[:_NUM_INPUTS]), _Forward(*args[_NUM_INPUTS:])
+    if call.nonnegative_gates:
         check_nonnegative(inputs.gates)
-    slots = kernels.slots(*inputs, blocks, packing["cu_seqlens"])
-    return _results(blocks, *run_all(slots, inputs, blocks, packing, causal))
+    slots = call.core_kernels().slots(*inputs, call.blocks, call.cu_seqlens)
+    return _run(slots, inputs, call)
 
 
 def _forward_fake(*args: Any) -> tuple[torch.Tensor, ...]:
     """Return the results that the slots infer, which check their inputs."""
-    kernels, inputs, blocks, packing = _split(args)
-    return _results(blocks, *run_all(kernels.observed, inputs, blocks, packing, args[-1]))
+    inputs, call = CoreInputs(*args[:_NUM_INPUTS]), _Forward(*args[_NUM_INPUTS:])
+    return _run(call.core_kernels().observed, inputs, call)
 
 
-def _results(
-    given: torch.Tensor | None, o: torch.Tensor, branches: Branches
-) -> tuple[torch.Tensor, ...]:
+def _run(slots: Any, inputs: CoreInputs, call: _Forward) -> tuple[torch.Tensor, ...]:
     """Return the results of the forward; blocks that were not selected are an empty tensor.
 
     No result may be an argument, so given blocks cannot be one.
     """
+    o, branches = run_all(slots, inputs, call.blocks, call.packing(), call.causal)
     blocks = branches.blocks
-    if blocks is None or given is not None:
+    if blocks is None or call.blocks is not None:
         blocks = o.new_empty(0, dtype=torch.int32)
     of_branches: tuple[Any, ...] = branches._replace(blocks=blocks)
     return o, *of_branches
@@ -149,46 +169,46 @@ def _results(
 
 def _setup_context(ctx: Any, args: tuple[Any, ...], results: Sequence[torch.Tensor]) -> None:
     """Save what the backward reads: with ``recompute`` the inputs and the blocks alone."""
+    inputs, call = CoreInputs(*args[:_NUM_INPUTS]), _Forward(*args[_NUM_INPUTS:])
     branches = Branches(*results[1:])
-    recompute, ctx.nonnegative_gates, causal = args[-_NUM_OPTIONS:]
     ctx.mark_non_differentiable(*branches)
     ctx.set_materialize_grads(False)  # as in a slot's operator
-    blocks, cu_seqlens, ctx.max_seqlen, *ctx.constants = args[_NUM_INPUTS:-_NUM_OPTIONS]
-    if causal or blocks is not None:
-        branches = branches._replace(blocks=blocks)
-    kept = branches[:1] if recompute else branches
-    ctx.save_for_backward(*args[:_NUM_INPUTS], cu_seqlens, *kept)
+    if call.causal or call.blocks is not None:
+        branches = branches._replace(blocks=call.blocks)
+    ctx.save_for_backward(*to_save(inputs, call.cu_seqlens, branches, call.recompute))
+    ctx.call = call._replace(cu_seqlens=None, blocks=None)  # tensors are among the saved ones
 
 
 def _autograd(ctx: Any, do: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
     """Return the gradient of each argument of the forward, None if it has none."""
-    none = (None,) * (_NUM_ARGUMENTS - _NUM_INPUTS)
+    none = (None,) * len(_Forward._fields)
     if do is None:
         return (*(None for _ in CoreInputs._fields), *none)
+    call: _Forward = ctx.call
     needs = ctx.needs_input_grad[1 : 1 + _NUM_INPUTS]  # after the key set of the dispatcher
     saved = by_name(ctx.saved_tensors)
-    kernels = _kernels(ctx.constants)
-    fused = kernels.fused is not None and ctx.nonnegative_gates and all(needs)
+    kernels = call.core_kernels()
+    fused = kernels.fused is not None and call.nonnegative_gates and all(needs)
     fused = fused and saved["blocks"] is not None
     with autograd.backward_context():
         if not fused and "o_win" in saved:
-            grads = gradients_by_slots(kernels, ctx.max_seqlen, [do], saved, needs)
+            grads = gradients_by_slots(kernels, call.max_seqlen, [do], saved, needs)
             return (*grads, *none)
-        tensors = [saved.get(name) for name in _SAVED]
-        options = (*ctx.constants, ctx.nonnegative_gates, list(needs))
-        results = torch.ops.nsa_core.core_backward.default(
-            do, *tensors, saved["cu_seqlens"], ctx.max_seqlen, *options
-        )
+        tensors = [saved.get(name) for name in SAVED]
+        constants = call.kernels, call.scale, call.geometry, call.deterministic
+        options = _Backward(call.max_seqlen, *constants, call.nonnegative_gates, list(needs))
+        results = torch.ops.nsa_core.core_backward.default(do, *tensors, *options)
     grads = tuple(grad if needed else None for grad, needed in zip(results, needs))
     return (*grads, *none)
 
 
 def _by_slots(*args: Any) -> tuple[torch.Tensor, ...] | None:
     """Run the slots as operators of their own if a policy may keep or recompute each of them."""
-    kernels, inputs, blocks, packing = _split(args)
+    inputs, call = CoreInputs(*args[:_NUM_INPUTS]), _Forward(*args[_NUM_INPUTS:])
+    kernels = call.core_kernels()
     if not _has_policy(kernels.backwards["cmp"][1].op):
         return None
-    return _results(blocks, *run_all(kernels.observed, inputs, blocks, packing, args[-1]))
+    return _run(kernels.observed, inputs, call)
 
 
 def _has_policy(op: Any) -> bool:
@@ -210,16 +230,17 @@ def _has_policy(op: Any) -> bool:
 
 def _backward(*args: Any) -> tuple[torch.Tensor, ...]:
     """Compute the gradients; the result is empty for an input that needs none."""
-    do, *tensors, cu_seqlens, max_seqlen = args[:18]
-    *constants, nonnegative_gates, needs = args[18:]
-    saved = {n: t for n, t in zip(_SAVED, tensors) if t is not None or n == "blocks"}
-    saved |= {"cu_seqlens": cu_seqlens}
-    kernels = _kernels(constants)
+    do, tensors, call = args[0], args[1 : 1 + len(SAVED)], _Backward(*args[1 + len(SAVED) :])
+    saved = by_name(tensors)
+    if saved["o_win"] is None:  # the branches run again
+        saved = {name: saved[name] for name in SAVED[: SAVED.index("blocks") + 1]}
+    kernels = _kernels(call.kernels, call.scale, call.geometry, call.deterministic)
     with torch.no_grad():
-        grads = gradients(kernels, max_seqlen, nonnegative_gates, [do], saved, needs)
+        grads = gradients(kernels, call.max_seqlen, call.nonnegative_gates, [do], saved, call.needs)
     none = do.new_empty(0)
     return tuple(
-        none.clone() if grad is None or not needed else grad for grad, needed in zip(grads, needs)
+        none.clone() if grad is None or not needed else grad
+        for grad, needed in zip(grads, call.needs)
     )
 
 
@@ -232,16 +253,7 @@ def _backward_fake(*args: Any) -> tuple[torch.Tensor, ...]:
 _lib = torch.library.Library("nsa_core", "FRAGMENT")
 
 
-def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define an operator with its implementation and its shape inference; return its overload."""
-    name = schema[: schema.index("(")]
-    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _lib.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"nsa_core::{name}", fake, lib=_lib)
-    return getattr(torch.ops.nsa_core, name).default
-
-
-_op = _define(_FORWARD, _forward, _forward_fake)
-_backward_op = _define(_BACKWARD, _backward, _backward_fake)
+_op = define(_lib, _FORWARD, _forward, _forward_fake)
+_backward_op = define(_lib, _BACKWARD, _backward, _backward_fake)
 autograd.register(_lib, "core", _op, _forward, _setup_context, _autograd, _by_slots)
 autograd.register_backward(_lib, "core_backward", _backward_op, _backward, "the core")

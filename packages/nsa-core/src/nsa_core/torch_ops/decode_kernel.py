@@ -14,10 +14,9 @@ import torch
 
 from nsa_core.contract import DecodeCall
 from nsa_core.dtypes import stats_dtype
-from nsa_core.errors import NSAError
 from nsa_core.torch_ops.autograd import refuse_tangents
-from nsa_core.torch_ops.call_wrapper import call_function, import_function
-from nsa_core.torch_ops.slot_op import BackendCall
+from nsa_core.torch_ops.backend_call import TensorSpec, run_backend
+from nsa_core.torch_ops.call_wrapper import import_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +48,11 @@ class DecodeKernel:
             call = dataclasses.replace(call, starts=starts, lengths=lengths, block_table=table)
         if self.slot == "sel":
             tensors = (*tensors[:3], tensors[3].contiguous())
-        with BackendCall(self.backend, self.slot, "decode", q.device):
-            where = (self.backend, self.slot, "decode")
-            results = call_function(where, self.function, tensors, call=call, **options)
-        self._check(results, self._expected(tensors, call), q.device)
-        return results
+        where, specs = (self.backend, self.slot, "decode"), self._expected(tensors, call)
+        results = run_backend(where, self.function, tensors, specs, q.device, call=call, **options)
+        return results[0] if len(results) == 1 else tuple(results)
 
-    def _expected(
-        self, tensors: Sequence[Any], call: DecodeCall
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def _expected(self, tensors: Sequence[Any], call: DecodeCall) -> list[TensorSpec]:
         """Return the shape and dtype of each result that the contract requires."""
         q = tensors[0]
         if self.slot == "compress":
@@ -75,27 +70,6 @@ class DecodeKernel:
             return [((batch, rows, heads, tensors[3].shape[-1]), q.dtype), blocks]
         o = (batch, rows, heads, tensors[2].shape[-1])
         return [(o, q.dtype), ((batch, heads, rows), stats_dtype(q.dtype))]
-
-    def _check(
-        self,
-        results: Any,
-        expected: list[tuple[tuple[int, ...], torch.dtype]],
-        device: torch.device,
-    ) -> None:
-        """Raise NSAError if ``results`` differ from ``expected`` or are on another device."""
-        tensors = [results] if isinstance(results, torch.Tensor) else list(results or ())
-        if len(tensors) == len(expected):
-            for t, (shape, dtype) in zip(tensors, expected):
-                if t.shape != shape or t.dtype != dtype or t.device != device:
-                    break
-            else:
-                return
-        returned = [(tuple(t.shape), t.dtype) for t in tensors]
-        text = (
-            f"returned {returned} on {[str(t.device) for t in tensors]}, expected {expected} on"
-            f" {device}"
-        )
-        raise NSAError(f"backend {self.backend!r}, slot {self.slot!r}, decode: {text}")
 
 
 def decode_kernel(backend: str, slot: str, path: str) -> DecodeKernel:

@@ -12,7 +12,7 @@ import torch
 
 from nsa_core.dtypes import dtype_name
 from nsa_core.plan.plan import Plan
-from nsa_core.torch_ops.slot_op import record_dispatch
+from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_verify.checks.calls import DECODE, may_call
 from nsa_verify.checks.decode_parity import (
     DECODE_SLOTS,

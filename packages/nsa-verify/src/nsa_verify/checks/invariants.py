@@ -13,8 +13,8 @@ from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.plan.plan import Plan
+from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.core_kernels import selects_all
-from nsa_core.torch_ops.slot_op import record_dispatch
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.checks.calls import PREFILL, may_call
 from nsa_verify.combination import Combination, spec_of

@@ -13,7 +13,9 @@ from nsa_core.dtypes import stats_dtype
 from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.probing import Candidate, probe_candidate
 from nsa_core.torch_ops.decode_kernel import decode_kernel
-from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel, slot_op
+from nsa_core.torch_ops.kernel import Kernel
+from nsa_core.torch_ops.schema import DIFFERENTIABLE
+from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify import oracle
 from nsa_verify.cases import Case, CaseData
 from nsa_verify.checks.decode_parity import (

@@ -16,7 +16,8 @@ from nsa_core.contract import SLOTS
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan
-from nsa_core.torch_ops.slot_op import DIFFERENTIABLE, Kernel
+from nsa_core.torch_ops.kernel import Kernel
+from nsa_core.torch_ops.schema import DIFFERENTIABLE
 from nsa_verify import oracle
 from nsa_verify.cases import Case
 from nsa_verify.combination import Combination, spec_of
