@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 FIRST_PARTY = {"sdpa", "triton", "fa2"}
 TORCH = "torch==2.13.0"
-TRITON = "triton==3.6.0"  # tools/compile_table.json holds the registers that it allocates
+TRITON = "triton==3.6.0"  # tests/triton/tools/compile_table.json has its register counts
 RUFF = "ruff>=0.17,<0.18"  # another minor version may format differently
 TYPE_TOOLS = ("mypy>=2.4,<3",)
 TEST_TOOLS = (

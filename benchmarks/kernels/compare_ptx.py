@@ -5,7 +5,7 @@
     python benchmarks/kernels/compare_ptx.py write after.json [--only REGEX] [--jobs 2]
     python benchmarks/kernels/compare_ptx.py compare before.json after.json
 
-``write`` compiles the rows of nsa_backend_triton.tools.compile_table and stores, for each row, the
+``write`` compiles the rows of tests/triton/tools/compile_table.py and stores, for each row, the
 PTX without debug information and names, and the registers, spills and shared memory that ptxas
 reports. It needs no GPU. ``--only`` selects rows whose title matches, such as "span_.*sm_90".
 Renamed variables and moved functions do not change the PTX. Changed signatures do; in that case
@@ -25,7 +25,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nsa_backend_triton.tools import compile_table, offline
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "triton" / "tools"))
+
+import compile_table
+import offline
 
 _DEBUG_LINE = re.compile(r"^\s*(\.loc|\.file|//).*$", re.MULTILINE)
 _DEBUG_SECTIONS = re.compile(r"^\s*\.section\s+\.debug.*\Z", re.MULTILINE | re.DOTALL)

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "packages" / "nsa-backend-triton"
 SOURCE = PACKAGE / "src" / "nsa_backend_triton"
 TESTS = ROOT / "tests" / "triton" / "interpreted"
 PAGE = (PACKAGE / "KERNELS.md").read_text()
-TABLE = json.loads((SOURCE / "tools" / "compile_table.json").read_text())
+TABLE = json.loads((ROOT / "tests/triton/tools/compile_table.json").read_text())
 KERNELS = {row["kernel"] for row in TABLE["rows"]}
 # Files that the commands write.
 WRITTEN = {"before.json", "after.json"}

@@ -13,9 +13,9 @@ import pytest
 from nsa_core.layout import BlockGeometry
 
 triton = pytest.importorskip("triton")
-compile_table = importlib.import_module("nsa_backend_triton.tools.compile_table")
-offline = importlib.import_module("nsa_backend_triton.tools.offline")
-sass = importlib.import_module("nsa_backend_triton.tools.sass")
+compile_table = importlib.import_module("compile_table")
+offline = importlib.import_module("offline")
+sass = importlib.import_module("sass")
 configs = importlib.import_module("nsa_backend_triton.host.configs")
 
 TABLE = json.loads(compile_table.FILE.read_text())
@@ -38,7 +38,7 @@ def check(rows) -> int:
             cubin = offline.compile_launch(row.launch).asm["cubin"]
             assert sass.lost_descriptors(sass.disassemble(cubin)) == [], row.title
         if SAME_TRITON:
-            again = "write the table again: python -m nsa_backend_triton.tools.compile_table"
+            again = "write the table again: python tests/triton/tools/compile_table.py"
             assert row.entry(cost) in ENTRIES[row.title], again
     return count
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-compile_table = importlib.import_module("nsa_backend_triton.tools.compile_table")
-meta_inputs = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
-offline = importlib.import_module("nsa_backend_triton.tools.offline")
-sass = importlib.import_module("nsa_backend_triton.tools.sass")
+compile_table = importlib.import_module("compile_table")
+meta_inputs = importlib.import_module("nsa_backend_triton.meta_inputs")
+offline = importlib.import_module("offline")
+sass = importlib.import_module("sass")
 sequences = importlib.import_module("nsa_backend_triton.host.sequences")
 decode_launch = importlib.import_module("nsa_backend_triton.decode.launch")
 forms = importlib.import_module("nsa_backend_triton.decode.forms")

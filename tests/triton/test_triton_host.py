@@ -21,9 +21,9 @@ from nsa_core.contract import Request
 
 pytest.importorskip("triton")
 sequences = importlib.import_module("nsa_backend_triton.host.sequences")
-offline = importlib.import_module("nsa_backend_triton.tools.offline")
+offline = importlib.import_module("offline")
 launch_cache = importlib.import_module("nsa_backend_triton.host.launch_cache")
-meta_inputs = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
+meta_inputs = importlib.import_module("nsa_backend_triton.meta_inputs")
 
 # A tensor map is made from its address, swizzle, element size and type, block, shape, strides and
 # padding.

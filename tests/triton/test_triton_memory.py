@@ -22,9 +22,9 @@ from nsa_core import BlockGeometry, Request
 pytest.importorskip("triton")
 configs = importlib.import_module("nsa_backend_triton.host.configs")
 launch = importlib.import_module("nsa_backend_triton.host.sequences")
-requests = importlib.import_module("nsa_backend_triton.tools.meta_inputs")
-compile_table = importlib.import_module("nsa_backend_triton.tools.compile_table")
-workspace = importlib.import_module("nsa_backend_triton.tools.workspace")
+requests = importlib.import_module("nsa_backend_triton.meta_inputs")
+compile_table = importlib.import_module("compile_table")
+workspace = importlib.import_module("nsa_backend_triton.workspace")
 
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 

@@ -19,8 +19,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 tl = importlib.import_module("triton.language")
-compile_table = importlib.import_module("nsa_backend_triton.tools.compile_table")
-offline = importlib.import_module("nsa_backend_triton.tools.offline")
+compile_table = importlib.import_module("compile_table")
+offline = importlib.import_module("offline")
 
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 # of groups of at most 8 query heads, from 16384 tokens on

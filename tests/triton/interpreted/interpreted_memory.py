@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kernel_cases import BASE, CASES, SLOTS, point, under_test
+from nsa_backend_triton import meta_inputs, workspace
 from nsa_backend_triton.sel import bitmask
 from nsa_backend_triton.strict.interpreter import strict
-from nsa_backend_triton.tools import meta_inputs, workspace
 from nsa_core import resolve
 from nsa_core.contract import BRANCHES, SlotCall
 from nsa_core.dryrun import PeakBytes

@@ -97,8 +97,8 @@ class Mutant:
 
 
 def modules() -> list[ModuleType]:
-    """Return the package's modules except the plugin, the strict interpreter and the tools."""
-    skipped = ("tools", "strict", "plugin")
+    """Return the package's modules except the plugin and the strict interpreter."""
+    skipped = ("strict", "plugin")
     names = [
         info.name
         for info in pkgutil.walk_packages(nsa_backend_triton.__path__, PREFIX)

@@ -112,8 +112,7 @@ def value_band(k_band: int, v_band: int, architecture: int, *, use_tma: bool) ->
     swizzle). Without TMA, tiles of K and V that cannot be copied asynchronously share their place
     in shared memory, and if V's are narrower, the ptxas of CUDA 12.8, which Triton 3.6 brings,
     computes the addresses of V's products from a register that holds something else. The ptxas of
-    CUDA 12.9 translates the same PTX correctly. See
-    :func:`nsa_backend_triton.tools.sass.lost_descriptors`.
+    CUDA 12.9 translates the same PTX correctly. tests/triton/tools/sass.py finds such products.
     """
     least = min(k_band, 64) if architecture == 90 and not use_tma else 0
     return max(v_band, least)

@@ -79,9 +79,9 @@ class Branch(NamedTuple):
         k: [B, L, G, Dk], packed [L, G, Dk].
         v: [B, L, G, Dv].
         lse: [B, Hq, S], packed [Hq, T]; only its shape and strides are used.
-        stats: [2, *padded_rows(lse)], laid out as those of :func:`dq_of`: delta, and a log-sum-exp
-            in base 2 that is inf in a row without keys. It need not be ``lse``: P is exp2(scores in
-            base 2 - stats[1]).
+        stats: [2, *padded_rows(lse)]: delta = sum over columns of do o, and a log-sum-exp in base 2
+            that is inf in a row without keys. It need not be ``lse``: P is exp2(scores in base 2 -
+            stats[1]).
         span: COMPRESS_BLOCK, STRIDE, WINDOW.
     """
 
@@ -118,43 +118,6 @@ class Branch(NamedTuple):
             q, k, v, do, lse2, seqs, span, scale, tensors_aligned, None, True,
         )  # fmt: skip
         return _dkdv(plan, do, q, k, v, lse2, stats, seqs, fork)
-
-
-def dq_of(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    seqs: Sequences,
-    span: tuple[int, int, int],
-    scale: float,
-    settings: configs.Settings | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return dq in q's shape, and the statistics [2, *lse] with rows padded to 16 bytes.
-
-    The statistics are delta = sum over columns of do o, and lse in base 2, inf in a row without
-    keys.
-    """
-    return _dq(do, q, k, v, o, lse, seqs, span, scale, settings, True)
-
-
-def dkdv_of(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    stats: Tensor,
-    seqs: Sequences,
-    span: tuple[int, int, int],
-    scale: float,
-    settings: configs.Settings | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return dk, dv in the shapes of k, v; ``stats`` are those of :func:`dq_of`."""
-    dkdv_plan = _launch_dkdv(q, k, v, do, lse, seqs, span, scale, aligned(q, do), settings)
-    return _dkdv(dkdv_plan, do, q, k, v, lse, stats, seqs)
 
 
 def _dq(

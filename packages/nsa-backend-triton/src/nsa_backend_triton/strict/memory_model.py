@@ -28,8 +28,6 @@ class Counts:
     """Counts of what ran inside a ``strict`` block."""
 
     programs: int = 0
-    bytes_loaded: int = 0
-    bytes_stored: int = 0
     # loads, stores, products, comparisons and float arithmetic; one tensor operation counts once
     operations: int = 0
 
@@ -257,10 +255,6 @@ class Machine:
         if not inside.all():
             lanes = f"{(~inside).sum()} of {used.size} lanes"
             raise Violation(f"{access} outside every argument in program {self._program}: {lanes}")
-        if access == "load":
-            self.counts.bytes_loaded += used.size * width
-        else:
-            self.counts.bytes_stored += used.size * width
         return used
 
     def create_masked_load(

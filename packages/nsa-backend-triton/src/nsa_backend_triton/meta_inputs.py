@@ -11,7 +11,6 @@ import torch
 from nsa_backend_triton.core.backward import Tensors
 from nsa_backend_triton.plugin import MODULES
 from nsa_core.contract import DecodeCall, Request, SlotCall
-from nsa_core.layout import BlockGeometry
 
 
 def slot_module(slot: str) -> ModuleType:
@@ -126,17 +125,6 @@ def step_inputs(
     return tensors, DecodeCall(
         geometry, 0.125, starts, lengths, tensor(batch, pages, kind=torch.int32), longest
     )
-
-
-def phi_weights(
-    x: torch.Tensor, geometry: BlockGeometry, *, is_mlp: bool
-) -> tuple[torch.Tensor, ...]:
-    """Return uninitialised weights of phi for x [.., D] as the fused form compress takes them."""
-    size, width = geometry.compress_block_size, x.shape[-1]
-    hidden = 2 * width if is_mlp else width
-    shapes: list[tuple[int, ...]] = [(size, width), (hidden, size * width), (hidden,)]
-    shapes += [(width, hidden), (width,)] if is_mlp else []
-    return tuple(x.new_empty(shape) for shape in shapes)
 
 
 STEP_INPUTS = {

@@ -1,6 +1,6 @@
 """Write compile_table.json: the resources of every kernel on the GPUs that it ships for.
 
-    python -m nsa_backend_triton.tools.compile_table [--output FILE]
+    python tests/triton/tools/compile_table.py [--output FILE]
 
 Each kernel is compiled for sm_80 and sm_90 with the tile shapes that ship, from the launches that a
 call of its slot makes: 64 query heads over 4 kv heads (``h=4``: over 16), 8192 tokens, l=32, d=16,
@@ -12,9 +12,9 @@ queries are the second half of their sequences.
 launch alike. ``step`` is a decode step, its append, gates and compression (phi of kind mlp), 32
 sequences of 65536 tokens, one new token each; ``steps`` has four each, and phi of kind linear. This
 needs no GPU: kernels are compiled for GPUs that are not present, see
-nsa_backend_triton.tools.offline.
+offline.py.
 
-The file is not part of the wheel. Every run of the tests compiles the rows whose launch changed,
+Every run of the tests compiles the rows whose launch changed,
 for example because a tile of tuned/*.json did; ``nox -s full`` compiles all rows. Each row must
 stay within its GPU's shared memory and the limit of spilled bytes, and must have the stored figures
 where triton's version is the same.
@@ -29,17 +29,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 
+import offline
 from nsa_backend_triton.core import backward as core_backward
 from nsa_backend_triton.decode import append, compress, forms, gates
 from nsa_backend_triton.host import configs
-from nsa_backend_triton.tools import offline
-from nsa_backend_triton.tools.meta_inputs import (
+from nsa_backend_triton.meta_inputs import (
     STEP_INPUTS,
     core_inputs,
     inputs,
-    phi_weights,
     slot_module,
     step_inputs,
 )
@@ -140,6 +140,17 @@ def step_launches(
         )
         forms.step(*(tensors[name] for name in STEP_INPUTS["step"]), call=call)
     return recorded
+
+
+def phi_weights(
+    x: torch.Tensor, geometry: BlockGeometry, *, is_mlp: bool
+) -> tuple[torch.Tensor, ...]:
+    """Return uninitialised weights of phi for x [.., D] as the fused form compress takes them."""
+    size, width = geometry.compress_block_size, x.shape[-1]
+    hidden = 2 * width if is_mlp else width
+    shapes: list[tuple[int, ...]] = [(size, width), (hidden, size * width), (hidden,)]
+    shapes += [(width, hidden), (width,)] if is_mlp else []
+    return tuple(x.new_empty(shape) for shape in shapes)
 
 
 @dataclasses.dataclass(frozen=True)

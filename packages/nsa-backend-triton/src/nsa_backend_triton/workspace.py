@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 from nsa_backend_triton.core import backward as core
 from nsa_backend_triton.decode import forms
 from nsa_backend_triton.host import sequences
-from nsa_backend_triton.tools.meta_inputs import (
+from nsa_backend_triton.meta_inputs import (
     STEP_INPUTS,
     core_inputs,
     inputs,

@@ -1,1 +1,0 @@
-"""Offline compilation and workspace sizes, from tensors without data."""
