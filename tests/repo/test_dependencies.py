@@ -16,6 +16,7 @@ FOR_BACKENDS = {
     "nsa_core.layout",
     "nsa_core.packing",
     "nsa_core.fold",
+    "nsa_core.flash",
     "nsa_core.dryrun",
 }
 FOR_ORACLE = {

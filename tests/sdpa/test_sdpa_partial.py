@@ -395,7 +395,7 @@ def test_random_cuts_of_cmp_through_flash_attention(
     """The calls of CUDA, with at most 3 entries a call."""
     monkeypatch.setattr(aten, "route", lambda *request: "flash")
     monkeypatch.setattr(aten, "_ops", FlashOnCPU())
-    monkeypatch.setattr(aten, "_MAX_BATCH", 3)
+    monkeypatch.setattr(aten.flash, "MAX_BATCH", 3)
     for first, end in random_cuts(case.tokens, 4, seed=5):
         assert_exact(case, "cmp", first, end)
 

@@ -270,12 +270,12 @@ def test_causal_aligns_the_last_query_with_the_last_key(
 def test_rows_for_cuda_begin_on_16_bytes(offset: int, strides: tuple[int, ...], copied) -> None:
     x = torch.empty(4096, dtype=torch.bfloat16, device="meta")
     rows = x.as_strided((3, 8, 24), strides, offset)
-    result = aten.aligned(rows)
+    result = aten._pad_to(rows, 24)
     assert (result is rows) != copied
     assert result.shape == rows.shape
     assert not copied or (result.is_contiguous() and not result.storage_offset())
     with device.simulated("cpu", None):
-        assert aten.aligned(rows) is rows
+        assert aten._pad_to(rows, 24) is rows
 
 
 def test_every_operand_of_the_cuda_operators_is_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def test_rows_of_nan_scores_have_a_nan_lse_on_cuda(split: bool, monkeypatch) -> 
     """Their gradients would be finite without it: exp(s - inf) is 0."""
     monkeypatch.setattr(aten, "_ops", FlashOfNaN())
     monkeypatch.setattr(aten, "route", lambda *request: "flash")
-    monkeypatch.setattr(aten, "_may_split_keys", lambda q: split)
+    monkeypatch.setattr(aten.flash, "may_split_keys", lambda *sizes: split)
     q, k = torch.zeros(1, 1, 3, 8), torch.zeros(1, 3, 8)
     o, lse = aten.causal(q, k, k, 1.0)
     assert o.isnan().any(-1).tolist() == [[[False, True, True]]]

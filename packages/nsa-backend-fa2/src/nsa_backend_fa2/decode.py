@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from nsa_backend_fa2 import providers
-from nsa_backend_fa2.padding import (
-    MAX_BATCH,
-    fit,
-    mark_nan_rows,
-    width_of,
-    with_positive_scale,
-)
+from nsa_backend_fa2.padding import fit, mark_nan_rows, width_of
 from nsa_core.contract import DecodeCall
+from nsa_core.flash import MAX_BATCH, with_positive_scale
 
 PAGE_ROWS = 256  # the page size of the library must be a multiple of this
 

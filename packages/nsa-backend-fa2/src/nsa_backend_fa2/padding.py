@@ -14,10 +14,10 @@ from torch.nn.functional import pad
 
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.providers import Attention
+from nsa_core import flash
+from nsa_core.flash import MAX_BATCH
 
 MAX_WIDTH = 256
-MAX_BATCH = 65535  # sequences per call: the limit of an axis of the kernels' grid
-_ALIGN = 16  # bytes per load of the kernels
 
 
 def safe_boundaries(
@@ -49,28 +49,7 @@ def width_of(head_dim: int, v_head_dim: int) -> int:
 
 def fit(x: Tensor, width: int) -> Tensor:
     """Return ``x`` padded with zeros to ``width``, with aligned rows; uncopied if it has both."""
-    if x.shape[-1] != width:
-        return pad(x, (0, width - x.shape[-1]))
-    elements_per_load = _ALIGN // x.element_size()
-    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1]
-    if (
-        x.stride(-1) == 1
-        and x.data_ptr() % _ALIGN == 0
-        and not any(stride % elements_per_load for stride in strides)
-    ):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q and a positive scale with the same scores.
-
-    The kernels scale the scores after masking them with -inf, so that a negative or zero scale
-    would break the mask.
-    """
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+    return flash.aligned(flash.padded(x, width))
 
 
 def _exceeds_max_batch(q: Tensor, attention: Attention) -> bool:
@@ -105,29 +84,19 @@ def attend(
         parts = [attend(q_, k_, v_, attention) for q_, k_, v_ in batches]
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
     width = width_of(q.shape[-1], v.shape[-1])
-    signed_q, scale = with_positive_scale(q, attention.scale)
+    signed_q, scale = flash.with_positive_scale(q, attention.scale)
     o, lse = providers.active_provider().forward(
         fit(signed_q, width),
         fit(k, width),
         fit(v, width),
         dataclasses.replace(attention, scale=scale),
     )
-    if attention.packed is None and _may_split_keys(q):
+    is_dense = attention.packed is None
+    if is_dense and flash.may_split_keys(q, q.shape[0] * q.shape[2], q.shape[1]):
         mark_nan_rows(o, lse)
     # The library returns +inf for a row whose sum is NaN, as for a row without keys.
     lse.masked_fill_(lse == torch.inf, torch.nan)
     return o[..., : v.shape[-1]], lse
-
-
-def _may_split_keys(q: Tensor) -> bool:
-    """Return whether the library may split the keys of a row over several programs.
-
-    It does so for calls of fewer than 1.6 programs per multiprocessor, each of 64 rows.
-    """
-    if q.device.type != "cuda":
-        return True
-    programs = q.shape[0] * q.shape[2] * -(-q.shape[1] // 64)
-    return programs < 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
 
 
 def mark_nan_rows(
@@ -162,7 +131,7 @@ def attend_backward(
         )
         return torch.cat(dqs), torch.cat(dks), torch.cat(dvs)
     width = width_of(q.shape[-1], v.shape[-1])
-    signed_q, scale = with_positive_scale(q, attention.scale)
+    signed_q, scale = flash.with_positive_scale(q, attention.scale)
     fit_do, fit_q, fit_k, fit_v, fit_o = (fit(x, width) for x in (do, signed_q, k, v, o))
     dq, dk, dv = providers.active_provider().backward(
         fit_do,
@@ -173,7 +142,5 @@ def attend_backward(
         lse.contiguous(),
         dataclasses.replace(attention, scale=scale),
     )
-    dq = dq[..., : q.shape[-1]]
-    if attention.scale <= 0:
-        dq = -dq if attention.scale < 0 else dq * 0
+    dq = flash.with_sign_of_scale(dq[..., : q.shape[-1]], attention.scale)
     return dq, dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.decode import PAGE_ROWS
-from nsa_backend_fa2.padding import MAX_BATCH, MAX_WIDTH, width_of
+from nsa_backend_fa2.padding import MAX_WIDTH, width_of
 from nsa_core.contract import Reason, Request
+from nsa_core.flash import MAX_BATCH
 
 OLDEST_GPU = (8, 0)
 NEWEST_GPU = (12, 1)

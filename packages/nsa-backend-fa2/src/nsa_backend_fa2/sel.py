@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa_backend_fa2.padding import MAX_BATCH, attend, attend_backward, safe_boundaries
+from nsa_backend_fa2.padding import attend, attend_backward, safe_boundaries
 from nsa_backend_fa2.providers import Attention, Packed
 from nsa_core.contract import SlotCall
+from nsa_core.flash import MAX_BATCH
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import token_positions
 

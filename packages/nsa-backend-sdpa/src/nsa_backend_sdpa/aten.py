@@ -23,14 +23,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from nsa_backend_sdpa import device, engine
 from nsa_backend_sdpa.engine import stats_dtype
+from nsa_core import flash
 
 _MAX_FLASH_WIDTH = 256  # widest head that the CUDA operator supports
-_ALIGN = 16  # bytes per load of the CUDA operators
-_MAX_BATCH = 65_535  # entries per call: the limit of the second axis of a CUDA grid
 _ops = torch.ops.aten
 
 
@@ -57,46 +55,15 @@ def _route(q: Tensor, v: Tensor) -> str:
     return route(q.dtype, device.device_type(q), width, device.capability(q))
 
 
-def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q and a positive scale with the same scores.
-
-    The operators scale the scores after masking them with -inf, so that a negative or zero scale
-    would break the mask.
-    """
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
-
-
 def _pad_to(x: Tensor, width: int) -> Tensor:
-    """Pad the last axis of ``x`` with zeros to ``width``, and give it unit stride and alignment.
+    """Pad the last axis of ``x`` with zeros to ``width``; give it unit stride, on CUDA alignment.
 
-    The operators require both without checking them. ``pad`` alone does not ensure unit stride: it
-    keeps the memory format that the strides suggest, and heads of one element suggest
-    channels_last.
+    The operators require them without checking.
     """
-    if x.shape[-1] < width:
-        x = pad(x, (0, width - x.shape[-1]))
-    return aligned(x) if x.stride(-1) == 1 else x.contiguous()
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Return ``x``, or a contiguous copy if a row does not begin on 16 bytes; on the CPU, ``x``.
-
-    Kernels on CUDA load 16 bytes at once. An unaligned load makes the GPU unusable in this process.
-    """
+    x = flash.padded(x, width)
     if device.device_type(x) == "cpu":
-        return x
-    strides = (stride for size, stride in zip(x.shape[:-1], x.stride()) if size > 1)
-    if _begins_aligned(x) and not any(s * x.element_size() % _ALIGN for s in strides):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _begins_aligned(x: Tensor) -> bool:
-    # A tensor of a dry run has no address, but it has an offset.
-    begin = x.storage_offset() * x.element_size() if x.device.type == "meta" else x.data_ptr()
-    return begin % _ALIGN == 0
+        return x if x.stride(-1) == 1 else x.contiguous()
+    return flash.aligned(x)
 
 
 def causal(
@@ -129,7 +96,7 @@ def _keys_before(q: Tensor, k: Tensor, v: Tensor) -> int:
 
 def _batches(count: int) -> list[slice]:
     """Return slices of a batch that the CUDA operators support."""
-    return [slice(n, n + _MAX_BATCH) for n in range(0, count, _MAX_BATCH)]
+    return [slice(n, n + flash.MAX_BATCH) for n in range(0, count, flash.MAX_BATCH)]
 
 
 def _attend(
@@ -140,11 +107,11 @@ def _attend(
     o is in q's dtype on CUDA, and in the statistics' dtype on the CPU.
     """
     assert not causal or q.shape[2] == k.shape[1], "is_causal aligns the mask top-left"
-    if kernel == "flash" and len(q) > _MAX_BATCH:
+    if kernel == "flash" and len(q) > flash.MAX_BATCH:
         parts = [_attend(q[n], k[n], v[n], scale, kernel, causal=causal) for n in _batches(len(q))]
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
     q_width, v_width = q.shape[-1], v.shape[-1]
-    q, scale = _with_positive_scale(q, scale)
+    q, scale = flash.with_positive_scale(q, scale)
     if kernel == "cpu":
         stats, width = stats_dtype(q.dtype), max(q_width, v_width)
         q4, k4, v4 = _operands(q.to(stats), k.to(stats), v.to(stats), width)
@@ -163,24 +130,13 @@ def _attend(
         o, lse = _ops._scaled_dot_product_flash_attention(
             q4, k4, v4, 0.0, causal, False, scale=scale
         )[:2]
-        if _may_split_keys(q):
+        if flash.may_split_keys(q, q.shape[0] * q.shape[1], q.shape[2]):
             # A part of the keys whose sum is NaN is left out of lse. The row of o is NaN in every
             # column.
             lse.masked_fill_(o[..., 0].isnan(), torch.nan)
         # The operator returns +inf for a row whose sum is NaN, as for a row without keys.
         lse.masked_fill_(lse == torch.inf, torch.nan)
     return o[..., :v_width], lse
-
-
-def _may_split_keys(q: Tensor) -> bool:
-    """Return whether the CUDA operator may divide the keys of a row over several programs.
-
-    It does so below 1.6 programs per multiprocessor, each of 64 rows; the limit here is a safe 2.
-    """
-    if not q.is_cuda:  # a dry run
-        return True
-    programs = q.shape[0] * q.shape[1] * -(-q.shape[2] // 64)
-    return programs < 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,7 +192,7 @@ def _attend_backward(
     """
     do, q, k, v, o, lse = tensors
     assert not causal or q.shape[2] == k.shape[1], "is_causal aligns the mask top-left"
-    if kernel == "flash" and len(q) > _MAX_BATCH:
+    if kernel == "flash" and len(q) > flash.MAX_BATCH:
         grads = [
             _attend_backward([x[n] for x in tensors], scale, kernel, causal=causal)
             for n in _batches(len(q))
@@ -244,7 +200,7 @@ def _attend_backward(
         d_q, d_k, d_v = (torch.cat(parts) for parts in zip(*grads))
         return d_q, d_k, d_v
     q_width, v_width, stats = q.shape[-1], v.shape[-1], stats_dtype(q.dtype)
-    signed_q, positive_scale = _with_positive_scale(q, scale)
+    signed_q, positive_scale = flash.with_positive_scale(q, scale)
     if kernel == "cpu":
         width = max(q_width, v_width)
         q4, k4, v4 = _operands(signed_q.to(stats), k.to(stats), v.to(stats), width)
@@ -281,9 +237,7 @@ def _attend_backward(
             state,
             scale=positive_scale,
         )
-    dq = dq[..., :q_width]
-    if scale <= 0:
-        dq = -dq if scale < 0 else dq * 0
+    dq = flash.with_sign_of_scale(dq[..., :q_width], scale)
     return dq, dk[..., :q_width].sum(1, dtype=stats), dv[..., :v_width].sum(1, dtype=stats)
 
 

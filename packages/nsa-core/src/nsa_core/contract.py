@@ -107,7 +107,7 @@ Returned tensors must be new, contiguous and must not alias an input. Operators 
 torch.func.vjp works inside a backward, torch.autograd.grad does not.
 
 Of nsa_core, a backend imports only this module, layout, packing, fold (compressed attention as
-causal attention) and dryrun (workspace sizes).
+causal attention), flash (operands of FlashAttention's kernels) and dryrun (workspace sizes).
 """
 
 from __future__ import annotations
