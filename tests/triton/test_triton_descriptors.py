@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
+from nsa_core import dryrun
+
 triton = pytest.importorskip("triton")
 compile_table = importlib.import_module("compile_table")
 meta_inputs = importlib.import_module("nsa_backend_triton.meta_inputs")
@@ -128,9 +130,9 @@ def test_rows_that_are_not_aligned(head_dim: int) -> None:
         return wider[..., :-1]
 
     def inputs(request: object) -> tuple[object, ...]:
-        do, tensors, call = meta_inputs.inputs(request)
+        do, tensors, call = dryrun.slot_inputs(request)
         return odd(do), tuple(map(odd, tensors)), call
 
-    with mock.patch.object(compile_table, "inputs", inputs):
+    with mock.patch.object(compile_table, "slot_inputs", inputs):
         for v_head_dim in (16, 32, 64, 96):
             assert lost("cmp", head_dim, v_head_dim) == []

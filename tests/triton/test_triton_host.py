@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_core import BlockGeometry, NSAConfig, NSAttention
+from nsa_core import BlockGeometry, NSAConfig, NSAttention, dryrun
 from nsa_core.contract import Request
 
 pytest.importorskip("triton")
@@ -110,7 +110,7 @@ def test_slots_launch_exactly_the_listed_kernels(slot: str, shape: str) -> None:
     forward, backward = BUDGET[slot, shape]
     shape, _, packed = shape.partition(", ")
     request = request_of(slot, shape, 8192, needs_grad=True, varlen=bool(packed))
-    do, given, call = meta_inputs.inputs(request)
+    do, given, call = dryrun.slot_inputs(request)
     module = meta_inputs.slot_module(slot)
     seen, out = counted(module.forward, *given, call=call)
     assert seen == forward
@@ -121,7 +121,7 @@ def test_slots_launch_exactly_the_listed_kernels(slot: str, shape: str) -> None:
 
 def test_a_forward_of_too_many_pairs_is_refused_before_it_launches_anything() -> None:
     """At 12/2/64 the forward sorts the pairs that few tokens share, after its tiles."""
-    _, given, call = meta_inputs.inputs(request_of("sel", "12/2/64", 2**26))
+    _, given, call = dryrun.slot_inputs(request_of("sel", "12/2/64", 2**26))
     message = (
         "67108864 tokens with 2 lists of 16 blocks are 2147483648 pairs, at most 2147475456 are"
         r" supported: pass the queries in parts \(first_query\)"

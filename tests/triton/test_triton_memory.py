@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from nsa_core import BlockGeometry, Request
+from nsa_core.dryrun import slot_inputs
 
 pytest.importorskip("triton")
 configs = importlib.import_module("nsa_backend_triton.host.configs")
 launch = importlib.import_module("nsa_backend_triton.host.sequences")
-requests = importlib.import_module("nsa_backend_triton.meta_inputs")
 compile_table = importlib.import_module("compile_table")
 workspace = importlib.import_module("nsa_backend_triton.workspace")
 
@@ -178,7 +178,7 @@ def test_row_29_one_binary_per_kernel_over_ten_lengths(slot: str, packed: bool) 
         per_length = {}
         for length in LENGTHS:
             request = make_request(slot, length, varlen=packed, **shape)
-            if not requests.inputs(request)[1][1].numel():
+            if not slot_inputs(request)[1][1].numel():
                 continue  # no compressed token: the core does not call the slot
             launches = compile_table.launches(request, 90)
             per_length[length] = {launch.binary for launch in launches}

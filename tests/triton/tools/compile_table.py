@@ -39,11 +39,11 @@ from nsa_backend_triton.host import configs
 from nsa_backend_triton.meta_inputs import (
     STEP_INPUTS,
     core_inputs,
-    inputs,
     slot_module,
     step_inputs,
 )
 from nsa_core.contract import SLOTS, Request
+from nsa_core.dryrun import slot_inputs
 from nsa_core.layout import BlockGeometry
 
 FILE = Path(__file__).with_name("compile_table.json")
@@ -96,7 +96,7 @@ _BASE = Request(
 
 def launches(request: Request, architecture: int) -> list[offline.RecordedLaunch]:
     """Return the launches of a call of ``request.slot``, and of its backward if requested."""
-    do, tensors, call = inputs(request)
+    do, tensors, call = slot_inputs(request)
     module = slot_module(request.slot)
     with offline.recording(architecture) as recorded:
         out = module.forward(*tensors, call=call)

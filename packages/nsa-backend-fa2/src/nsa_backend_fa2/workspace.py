@@ -19,7 +19,7 @@ from nsa_backend_fa2 import providers
 from nsa_backend_fa2.providers import Attention
 from nsa_backend_fa2.sel import keys_per_token, tokens_per_chunk
 from nsa_core.contract import Request
-from nsa_core.dryrun import PeakBytes, slot_inputs
+from nsa_core.dryrun import PeakBytes, call_slot, slot_inputs
 
 # Chunks that a dry run of sel takes at most. With more chunks, memory grows linearly in tokens.
 _EXACT_CHUNKS = 4
@@ -129,25 +129,11 @@ class AllocationsOnly:
 @functools.lru_cache(maxsize=256)
 def _measure(request: Request, copies_strided: bool) -> int:
     """Return the peak bytes of the slot's functions on meta tensors, with contiguous results."""
-    do, tensors, call = slot_inputs(request)
+    do, tensors, call = slot_inputs(dataclasses.replace(request, partial=False))
     module = importlib.import_module(f"nsa_backend_fa2.{request.slot}")
-    count = PeakBytes()
-    with providers.override(AllocationsOnly(copies_strided)), count:
-        if request.slot == "cmp" and not tensors[1].shape[-3]:
-            # No query sees a key. nsa_core then creates the results without calling the backend.
-            outputs = [do.new_empty(do.shape), do.new_empty(do.shape[:-1], dtype=torch.float32)]
-            gradients = [torch.empty_like(x) for x in tensors] if request.needs_grad else []
-            del outputs, gradients
-            return int(count.peak)
-        o, lse = _contiguous(module.forward(*tensors, call=call))
-        if request.needs_grad:
-            _contiguous(module.backward(do, *tensors, o, lse, call=call))
+    with providers.override(AllocationsOnly(copies_strided)), PeakBytes() as count:
+        call_slot(module, request, do, tensors, call)
     return int(count.peak)
-
-
-def _contiguous(results: tuple[Tensor, ...]) -> list[Tensor]:
-    """Make results contiguous, as nsa_core does."""
-    return [x.contiguous() for x in results]
 
 
 def _sizes(request: Request) -> tuple[Request, int]:

@@ -15,6 +15,7 @@ the keys.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from torch import Tensor
 from nsa_backend_sdpa import cudnn
 from nsa_backend_sdpa.device import simulated
 from nsa_core.contract import Request, SlotCall
-from nsa_core.dryrun import PeakBytes, slot_inputs
+from nsa_core.dryrun import PeakBytes, call_slot, slot_inputs
 
 
 class _WithLibraries(PeakBytes):
@@ -79,7 +80,7 @@ def peak(request: Request) -> int:
     """Return the peak bytes of ``request.slot``, backward included if it needs gradients."""
     if not request.seq_len:
         return 0
-    do, tensors, call = slot_inputs(request)
+    do, tensors, call = slot_inputs(dataclasses.replace(request, partial=False))
     with simulated(request.device, request.capability):
         if request.slot != "cmp" or call.cu_seqlens is None:
             return _measure(request, do, tensors, call)
@@ -97,20 +98,8 @@ def _one_document(call: SlotCall, length: int) -> SlotCall:
 def _measure(request: Request, do: Tensor, tensors: list[Tensor], call: SlotCall) -> int:
     """Return the peak bytes of one call of the slot."""
     module = importlib.import_module(f"nsa_backend_sdpa.{request.slot}")
-    backward = request.needs_grad and request.slot != "select"
     with _WithLibraries() as count:
-        if request.slot == "cmp" and not tensors[1].shape[-3]:
-            # No query sees a key. nsa_core then creates the results without calling the backend.
-            outputs = [do.new_empty(do.shape), do.new_empty(do.shape[:-1], dtype=torch.float32)]
-            gradients = [x.new_empty(x.shape) for x in tensors] if backward else []
-            del outputs, gradients
-            return int(count.peak)
-        outputs = module.forward(*tensors, call=call)
-        if backward:
-            saved = () if request.slot == "combine" else outputs
-            gradients = module.backward(do, *tensors, *saved, call=call)
-            del gradients
-        del outputs
+        call_slot(module, request, do, tensors, call)
     return int(count.peak)
 
 

@@ -11,6 +11,7 @@ import torch
 from nsa_backend_triton.core.backward import Tensors
 from nsa_backend_triton.plugin import MODULES
 from nsa_core.contract import DecodeCall, Request, SlotCall
+from nsa_core.dryrun import slot_inputs
 
 
 def slot_module(slot: str) -> ModuleType:
@@ -18,64 +19,16 @@ def slot_module(slot: str) -> ModuleType:
     return importlib.import_module(f"nsa_backend_triton.{MODULES[slot]}")
 
 
-def inputs(
-    request: Request, device: str = "meta"
-) -> tuple[torch.Tensor, list[torch.Tensor], SlotCall]:
-    """Return (do, the slot's tensors, the call) of ``request``, uninitialised.
-
-    A packed request has ``batch`` documents. The queries of a partial one begin after as many
-    tokens as they are themselves.
-    """
-    geometry, length, batch = request.geometry, request.seq_len or 0, request.batch or 1
-    dtype = getattr(torch, request.dtype)
-    stats = torch.float64 if dtype == torch.float64 else torch.float32
-    first_query = length if request.partial else 0
-    total = first_query + length
-    lead = [length] if request.varlen else [batch, length]
-    tokens = [*lead[:-1], total]
-    keys = (
-        [geometry.max_compressed(total)]
-        if request.varlen
-        else [batch, geometry.num_compressed(total)]
-    )
-
-    def tensor(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=kind, device=device)
-
-    hq, g, dk, dv = request.n_heads, request.n_kv_heads, request.head_dim, request.v_head_dim
-    q, do, lse = (
-        tensor(*lead, hq, dk),
-        tensor(*lead, hq, dv),
-        tensor(*lead[:-1], hq, length, kind=stats),
-    )
-    k_cmp, v_cmp, k, v = (
-        tensor(*keys, g, dk),
-        tensor(*keys, g, dv),
-        tensor(*tokens, g, dk),
-        tensor(*tokens, g, dv),
-    )
-    tensors = {
-        "cmp": [q, k_cmp, v_cmp],
-        "select": [q, k_cmp, lse],
-        "sel": [q, k, v, tensor(*lead, g, geometry.num_selected_blocks, kind=torch.int32)],
-        "win": [q, k, v],
-        "combine": [tensor(*lead, hq, 3, kind=stats), do, do, do],
-    }[request.slot]
-    cu = tensor(batch + 1, kind=torch.int32) if request.varlen else None
-    call = SlotCall(geometry, 0.125, cu, total, request.deterministic, first_query)
-    return do, tensors, call
-
-
 def core_inputs(
     request: Request, device: str = "meta"
 ) -> tuple[torch.Tensor, Tensors, list[torch.Tensor], SlotCall]:
-    """Return do, the tensors, the outputs and the call of the fused backward, as of :func:`inputs`.
+    """Return do, the tensors, the outputs and the call of the fused backward, as of slot_inputs.
 
     The three outputs are one tensor.
     """
-    do, (q, *k_cmp), call = inputs(dataclasses.replace(request, slot="cmp"), device)
+    do, (q, *k_cmp), call = slot_inputs(dataclasses.replace(request, slot="cmp"), device)
     (_, *k_sel, blocks), (_, *k_win), (_, _, lse), (gates, *outputs) = (
-        inputs(dataclasses.replace(request, slot=slot), device)[1]
+        slot_inputs(dataclasses.replace(request, slot=slot), device)[1]
         for slot in ("sel", "win", "select", "combine")
     )
     tensors = Tensors._make((q, *k_cmp, *k_sel, *k_win, gates, blocks, lse, lse, lse))

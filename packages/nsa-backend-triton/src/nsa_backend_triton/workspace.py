@@ -29,12 +29,11 @@ from nsa_backend_triton.host import sequences
 from nsa_backend_triton.meta_inputs import (
     STEP_INPUTS,
     core_inputs,
-    inputs,
     slot_module,
     step_inputs,
 )
 from nsa_core.contract import Request
-from nsa_core.dryrun import PeakBytes
+from nsa_core.dryrun import PeakBytes, call_slot, slot_inputs
 
 _dry = contextvars.ContextVar("dry", default=False)
 # Two threads that patch and restore by turns would leave a patch behind.
@@ -92,18 +91,11 @@ def peak(request: Request) -> int:
         if request.phase == "decode"
         else request
     )
-    do, given, call = inputs(request)
+    do, given, call = slot_inputs(request)
     if not given[1].numel():
         return 0  # no query sees a key: the core does not call the slot
-    module = slot_module(request.slot)
     with _dry_run(request) as counted:
-        out = module.forward(*given, call=call)
-        if request.needs_grad and request.slot != "select":
-            kept = module.backward(
-                do, *given, *(out if request.slot != "combine" else ()), call=call
-            )
-            del kept
-        del out
+        call_slot(slot_module(request.slot), request, do, given, call)
     total: int = counted.peak
     return total
 

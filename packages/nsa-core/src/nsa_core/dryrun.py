@@ -76,36 +76,76 @@ def _temporary_bytes(func: Any, args: Any, kwargs: Any) -> int:
     return 0
 
 
-def slot_inputs(request: Request) -> tuple[Tensor, list[Tensor], SlotCall]:
-    """Create the tensors of ``request`` on the meta device, for a dry run of a slot.
+def slot_inputs(request: Request, device: str = "meta") -> tuple[Tensor, list[Tensor], SlotCall]:
+    """Create uninitialised tensors of ``request``, for a dry run of a slot.
 
     A ``batch`` or ``seq_len`` of None counts as 1. For a packed request they are the number of
-    documents and the total number of tokens; the boundaries have no values.
+    documents and the total number of queries; the boundaries have no values. The queries of a
+    partial request begin after as many tokens as they are themselves.
+
+    Args:
+        request: The request.
+        device: Device of the tensors; those on "meta" have no data.
 
     Returns:
         The output gradient do, the tensors of the slot in the contract's order, and the SlotCall.
     """
     geometry = request.geometry
     batch, length = (1 if size is None else size for size in (request.batch, request.seq_len))
+    first_query = length if request.partial else 0
+    total = first_query + length
     dtype = getattr(torch, request.dtype)
     stats = torch.float64 if dtype == torch.float64 else torch.float32
-    lead = (length,) if request.varlen else (batch, length)
-    runs = geometry.max_compressed(length) if request.varlen else geometry.num_compressed(length)
+    sequences = () if request.varlen else (batch,)
+    lead = (*sequences, length)
+    runs = geometry.max_compressed(total) if request.varlen else geometry.num_compressed(total)
 
     def tensor(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty(shape, dtype=dtype, device=device)
 
     heads, groups = request.n_heads, request.n_kv_heads
     q, do = (tensor(*lead, heads, width) for width in (request.head_dim, request.v_head_dim))
-    keys = (*lead[:-1], runs) if request.slot in ("cmp", "select") else lead
+    keys = (*sequences, runs if request.slot in ("cmp", "select") else total)
     k, v = (tensor(*keys, groups, width) for width in (request.head_dim, request.v_head_dim))
     tensors = {
         "cmp": [q, k, v],
-        "select": [q, k, tensor(*lead[:-1], heads, length, dtype=stats)],
+        "select": [q, k, tensor(*sequences, heads, length, dtype=stats)],
         "sel": [q, k, v, tensor(*lead, groups, geometry.num_selected_blocks, dtype=torch.int32)],
         "win": [q, k, v],
         "combine": [tensor(*lead, heads, 3, dtype=stats), do, do, do],
     }[request.slot]
     cu_seqlens = tensor(batch + 1, dtype=torch.int32) if request.varlen else None
     scale = request.head_dim**-0.5
-    return do, tensors, SlotCall(geometry, scale, cu_seqlens, length, request.deterministic)
+    call = SlotCall(geometry, scale, cu_seqlens, total, request.deterministic, first_query)
+    return do, tensors, call
+
+
+def call_slot(
+    slot: Any, request: Request, do: Tensor, tensors: list[Tensor], call: SlotCall
+) -> None:
+    """Call forward, and backward if gradients are needed, with the inputs of :func:`slot_inputs`.
+
+    Outputs stay alive during the backward. Results are made contiguous, as nsa_core does.
+
+    Args:
+        slot: The module with the functions of ``request.slot``.
+        request: The request.
+        do: The output gradient.
+        tensors: The slot's tensors.
+        call: The call.
+    """
+    backward = request.needs_grad and request.slot != "select"
+    if request.slot == "cmp" and not tensors[1].shape[-3]:
+        # No query sees a key. nsa_core then creates the results without calling the backend.
+        outputs = [do.new_empty(do.shape), do.new_empty(do.shape[:-1], dtype=torch.float32)]
+        gradients = [torch.empty_like(x) for x in tensors] if backward else []
+    else:
+        outputs = _contiguous(slot.forward(*tensors, call=call))
+        saved = () if request.slot == "combine" else outputs
+        gradients = _contiguous(slot.backward(do, *tensors, *saved, call=call)) if backward else []
+    del outputs, gradients
+
+
+def _contiguous(results: Any) -> list[Tensor]:
+    listed = [results] if isinstance(results, Tensor) else results
+    return [x.contiguous() for x in listed]
