@@ -1,6 +1,7 @@
 """The tables of docs/how-to/million-tokens.md, about one layer and about training.
 
-Their result files come from `nsa bench --context-parallel` and from parallel_training.py.
+Their result files come from scaling.py and from parallel_training.py. That of the H200 is older
+than scaling.py, and has projections to more GPUs and the longest sequences too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from typing import Any
 
 from figure_tables import PENDING, Results, table
 
-from nsa_bench.parallel.result import PROJECTED, ParallelResult, Row, read_parallel_result
 from nsa_bench.render.format import number
-from nsa_bench.render.plots_parallel import lines_of, milliseconds
-from nsa_bench.render.tables_parallel import gib, largest_words
 from nsa_bench.render.words import tokens
+from nsa_core.util.text import one_line
 
 FILE = "context_parallel.json"
 SPEED_FILE = "parallel_speed.json"
@@ -25,6 +24,7 @@ COLUMNS = ("tokens", "GPUs", "ms", "speed-up", "collectives, ms", "memory of a G
 
 SPEED_COLUMNS = ("training on", "s per step", "tokens per s", "speed-up", "memory of a GPU, GiB")
 LOSS_COLUMNS = ("heads", "training on", "largest difference", "mean difference", "loss at the end")
+Row = dict[str, Any]
 
 
 def rows_of_times(folder: Path) -> list[list[str]]:
@@ -32,37 +32,77 @@ def rows_of_times(folder: Path) -> list[list[str]]:
 
     Without a result file, one row says so.
     """
-    result = _result(folder)
-    if result is None:
+    document = _document(folder, FILE)
+    if document is None:
         return [_not_yet(COLUMNS)]
-    rows = [row for _, line in lines_of(result) for row in line]
-    return [_cells(row) for row in sorted(rows, key=lambda row: (row.length, row.ranks))]
+    rows = [row for _, line in lines_of(document) for row in line]
+    return [_cells(row) for row in sorted(rows, key=lambda row: (row["length"], row["ranks"]))]
+
+
+def lines_of(document: dict[str, Any]) -> list[tuple[str, list[Row]]]:
+    """Return a label and the timed rows of each number of GPUs, by ascending number.
+
+    Several divisions over the same GPUs make one line: at each length the fastest.
+    """
+    lines: dict[tuple[int, bool], dict[int, Row]] = {}
+    for row in document["rows"]:
+        if row["performance"]:
+            line = lines.setdefault((row["ranks"], _is_projection(row)), {})
+            other = line.get(row["length"])
+            if other is None or milliseconds(row) < milliseconds(other):
+                line[row["length"]] = row
+    return [
+        (
+            f"{ranks} GPU" + "s" * (ranks > 1) + ", projected" * projected,
+            [line[length] for length in sorted(line)],
+        )
+        for (ranks, projected), line in sorted(lines.items())
+    ]
+
+
+def milliseconds(row: Row) -> float:
+    """Return the median of a timed row."""
+    return float(row["performance"]["median_ms"])
+
+
+def _is_projection(row: Row) -> bool:
+    return bool(row.get("kind") == "projection")
 
 
 def longest(folder: Path) -> str:
     """Return the longest sequences in one line of text."""
-    result = _result(folder)
-    if result is None or not result.largest:
+    document = _document(folder, FILE)
+    if document is None or "largest" not in document:
         return PENDING
-    return "; ".join(map(largest_words, result.largest))
+    return "; ".join(map(_longest_words, document["largest"]))
+
+
+def _longest_words(largest: Row) -> str:
+    """State the longest sequence that a division trains."""
+    start, failed = f"{largest['shape']} {largest['dtype']}, {_division(largest)}", ""
+    reason = one_line(largest["reason"])
+    if largest["failed_length"] is not None:
+        failed = f" ({tokens(largest['failed_length'])}: {reason})"
+    elif reason:
+        failed = f" (the search ended early: {reason})"
+    return f"{start}: the longest sequence has {tokens(largest['length'])} tokens{failed}"
+
+
+def _division(row: Row) -> str:
+    """Name a division: "1 GPU", or "2 GPUs, sequence, head_tail"."""
+    return f"{row['ranks']} GPUs, {row['mode']}, {row['layout']}" if row["mode"] else "1 GPU"
 
 
 def device(folder: Path) -> str:
     """Return the GPU of the result file."""
-    result = _result(folder)
-    return PENDING if result is None else str(result.environment.get("device"))
+    document = _document(folder, FILE)
+    return PENDING if document is None else str(document["environment"].get("device"))
 
 
 def device_of_training(folder: Path) -> str:
     """Return the GPU of the result file of training steps."""
     document = _document(folder, SPEED_FILE)
     return PENDING if document is None else str(document["machine"]["device"])
-
-
-def _result(folder: Path) -> ParallelResult | None:
-    """Return the result in ``folder``, or in that of another GPU; None if there is none."""
-    file = _file(folder, FILE)
-    return None if file is None else read_parallel_result(file)
 
 
 def rows_of_speed(folder: Path) -> list[list[str]]:
@@ -137,14 +177,14 @@ def _file(folder: Path, name: str) -> Path | None:
 
 
 def _cells(row: Row) -> list[str]:
-    gpus = "1" if row.ranks == 1 else f"{row.ranks}, {row.mode}, {row.layout}"
+    gpus = f"{row['ranks']}, {row['mode']}, {row['layout']}" if row["mode"] else "1"
     return [
-        tokens(row.length),
-        gpus + ", projection" * (row.kind == PROJECTED),
+        tokens(row["length"]),
+        gpus + ", projection" * _is_projection(row),
         number(milliseconds(row)),
-        "-" if row.speed_up is None else f"{row.speed_up:.2f}x",
-        number(row.communication_ms),
-        gib(row.peak_bytes),
+        "-" if row["speed_up"] is None else f"{row['speed_up']:.2f}x",
+        "-" if row["ranks"] == 1 else number(row["communication_ms"]),
+        number(max(row["peak_bytes"]) / 2**30),
     ]
 
 

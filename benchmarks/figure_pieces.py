@@ -255,10 +255,9 @@ PIECES = (
     ),
     Piece(
         "context-parallel",
-        "one document on one GPU and on two, projected to four and eight; needs two GPUs",
-        "python -m torch.distributed.run --standalone --nproc-per-node 2 -m nsa_cli bench"
-        " --context-parallel 2 --device cuda --preset full --shape 64/4/128"
-        " --length 64k,256k,1024k --layouts head_tail --budget 0.3 --time-limit 300 --json {file}",
+        "one document on one GPU and on two; needs two GPUs",
+        "python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/scaling.py"
+        " --length 64k,256k,1024k --layouts head_tail --budget 0.3 --json {file}",
         "context_parallel.json",
         6,
         gpus=2,

@@ -6,7 +6,7 @@
 Run it before a release, on two and on four GPUs. It takes at most three minutes. The exit code is 1
 if a check fails.
 
-``division`` judges a layer on all GPUs against one process, as `nsa bench --context-parallel` does.
+``division`` judges a layer on all GPUs against one process, as scaling.py does before it times one.
 ``train`` trains a small model in fp32 under each kind of parallelism, and compares the loss and the
 gradient norm of three steps, and the gradient of every parameter of the first, with one GPU.
 ``resume`` continues from the checkpoint of the first step on one GPU, and from there on all.
@@ -38,12 +38,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parallel_training import move_weights
+from scaling import JUDGED, MODES, Division, Referee, layer_config
 
 from nsa_bench.environment import machine
-from nsa_bench.parallel.call import Division, Place
-from nsa_bench.parallel.equality import Referee
-from nsa_bench.parallel.settings import MODES, ParallelSettings
-from nsa_bench.shapes import parse_shape
 from nsa_core.config import NSAConfig
 from nsa_core.parallel.context import DividedSequence
 from nsa_core.parallel.layouts import LAYOUTS
@@ -171,22 +168,17 @@ class Report:
 
 def judge_divisions(world: World, report: Report) -> None:
     """Judge a layer in both dtypes, modes and layouts."""
-    cuda = world.device.type == "cuda"
-    shape = parse_shape("64/4/128" if cuda else f"{2 * world.size}/{world.size}/16")
-    blocks = {} if cuda else {"blocks": (8, 4, 16, 4, 16)}
-    settings = ParallelSettings(
-        ranks=world.size, shapes=[shape], lengths=[65536], device=world.device.type, **blocks
-    )
-    grid = world.arranged(world.size, 1).mesh
-    assert grid is not None  # there are several processes
-    place = Place(world.rank, world.size, world.device)
-    for dtype in (torch.bfloat16, torch.float32):
-        referee = Referee(settings, shape, dtype, world.device)
+    if world.device.type == "cuda":
+        config = layer_config("64/4/128")
+    else:
+        config = layer_config(f"{2 * world.size}/{world.size}/16", (8, 4, 16, 4, 16))
+    grid = world.arranged(world.size, 1)
+    for dtype in JUDGED:
+        referee = Referee(config, getattr(torch, dtype), grid)
         for mode, layout in itertools.product(MODES, LAYOUTS):
             division = Division(world.size, mode, layout)
             report.check(
-                f"division {mode}, {layout}, {dtype}",
-                lambda r=referee, d=division: r.judge(d, place, grid["cp"]).failures,
+                f"division {mode}, {layout}, {dtype}", lambda r=referee, d=division: r.judge(d)
             )
 
 

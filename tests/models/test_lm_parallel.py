@@ -207,3 +207,25 @@ def test_a_deleted_model_does_not_destroy_the_group(tmp_path):
     command = [sys.executable, *TORCHRUN, "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--no-such-option"], "has no option --no-such-option"),
+        (["--tensor-parallel", "3"], "--tensor-parallel must divide"),
+    ],
+)
+def test_processes_print_an_error_once_and_have_the_same_exit_code(tmp_path, options, message):
+    command = [*TORCHRUN, "2", "-m", "nsa_cli", "train", *options, "--out", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, *command, "--device", "cpu"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    lines = done.stderr.splitlines()
+    assert [message in line for line in lines if line.startswith("nsa: ")] == [True], done.stderr
+    codes = [line.split()[2] for line in lines if line.lstrip().startswith("exitcode")]
+    assert codes == ["2", "2"], done.stderr

@@ -12,9 +12,7 @@ import sys
 
 import pytest
 
-from nsa_bench.parallel.result import read_parallel_result
 from nsa_bench.render.format import number
-from nsa_bench.render.plots_parallel import lines_of, milliseconds, render_parallel
 from test_release import PACKAGES
 
 NETWORK = re.compile(
@@ -26,11 +24,9 @@ ALLOWED = {
     "nsa-models/src/nsa_models/lm/sources.py": {"datasets"},
     "nsa-models/src/nsa_models/lm/": {"torch.distributed"},
     "nsa-core/src/nsa_core/parallel/": {"torch.distributed"},
-    "nsa-bench/src/nsa_bench/parallel/": {"torch.distributed"},
     "nsa-models/src/nsa_models/hf/": {"transformers"},
     "nsa-models/src/nsa_models/evaluation/run.py": {"transformers"},
     "nsa-cli/src/nsa_cli/convert.py": {"transformers"},
-    "nsa-cli/src/nsa_cli/bench_parallel.py": {"torch.distributed"},
 }
 
 
@@ -84,17 +80,21 @@ def test_the_chart_of_the_readme_is_that_of_the_results(repo, monkeypatch, tmp_p
     assert shown == drawn, "run `python docs/scripts/readme_figure.py docs/images`"
 
 
-def test_the_chart_of_several_gpus_is_that_of_the_results(repo, tmp_path):
-    command = "report benchmarks/results/h200/context_parallel.json --svg"
-    result = read_parallel_result(repo.root / command.split()[1])
-    drawn = lines_of_chart(render_parallel(result, "svg").decode())
+def test_the_chart_of_several_gpus_is_that_of_the_results(repo, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["scaling_figure.py", str(tmp_path)])
+    monkeypatch.setattr("sys.path", [*sys.path])  # the script adds a folder
+    script = repo.root / "docs/scripts/scaling_figure.py"
+    names = runpy.run_path(str(script), run_name="__main__")
+    drawn = lines_of_chart((tmp_path / "context_parallel.svg").read_text())
     shown = lines_of_chart(repo.text("docs/images/context_parallel.svg"))
     assert len(shown) >= 8
-    assert shown == drawn, f"run `nsa bench {command} docs/images/context_parallel.svg`"
+    assert shown == drawn, "run `python docs/scripts/scaling_figure.py docs/images`"
     (words,) = re.findall(r"!\[([^]]+)\]", repo.text("docs/how-to/million-tokens.md"))
-    rows = [row for _, line in lines_of(result) for row in line if row.length == 2**18]
-    assert [row.ranks for row in rows] == [1, 2, 4, 8]
-    for value in [*map(milliseconds, rows), *(max(row.peak_bytes) / 2**30 for row in rows)]:
+    document = json.loads(names["RESULT"].read_text())
+    rows = [row for _, line in names["lines_of"](document) for row in line]
+    rows = [row for row in rows if row["length"] == 2**18]
+    assert [row["ranks"] for row in rows] == [1, 2, 4, 8]
+    for value in [*map(names["milliseconds"], rows), *map(names["gib"], rows)]:
         assert re.search(rf"\b{re.escape(number(value))}\b", words), value
 
 
@@ -225,7 +225,7 @@ def test_only_the_exceptions_of_the_security_page_use_the_network(repo):
     [
         "`nsa train --data fineweb-edu` and `--data hf:NAME`",
         "`nsa eval --tasks NAME`",
-        "Under `torchrun`, the processes of `nsa train` and of `nsa bench --context-parallel`",
+        "Under `torchrun`, the processes of `nsa train`",
         "download nothing",
     ],
 )

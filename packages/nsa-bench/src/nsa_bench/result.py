@@ -242,17 +242,6 @@ def read_result(path: Path) -> Result:
     return result
 
 
-def kind_of(path: Path) -> str:
-    """Return the field ``kind`` of a result file; empty if the file has none.
-
-    Raises:
-        InvalidInput: The file cannot be read, or is not JSON.
-    """
-    document = _document(path)
-    kind = document.get("kind") if isinstance(document, dict) else None
-    return kind if isinstance(kind, str) else ""
-
-
 def read_record(path: Path, record: type[T], kind: str, version: int) -> T:
     """Read a result file into a dataclass.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nsa_cli import bench_options as options
-from nsa_cli import bench_parallel, output
+from nsa_cli import output
 from nsa_cli.choices import (
     as_options,
     block_sizes,
@@ -28,8 +28,6 @@ from nsa_core.util.interruption import Interruption, deferred_signals, exit_code
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nsa_bench.parallel.result import ParallelResult
-    from nsa_bench.parallel.settings import ParallelSettings
     from nsa_bench.render.format import Rows
     from nsa_bench.result import Result
     from nsa_bench.settings import Settings
@@ -71,11 +69,6 @@ def bench(
     svg: options.Svg = None,
     force: options.Force = False,
     seed: Annotated[int, typer.Option(help="Seed of all random inputs.")] = 0,
-    context_parallel: options.ContextParallel = None,
-    modes: options.Modes = "sequence,heads",
-    layouts: options.Layouts = "head_tail,contiguous",
-    project: options.ProjectTo = "4,8",
-    longest: options.Longest = None,
 ) -> None:
     """Run the benchmark; options that are not given take the preset's values for this device."""
     if context.invoked_subcommand is not None:
@@ -86,30 +79,6 @@ def bench(
         _check_outputs([json_file, html, png, svg], html or png or svg, force)
         _prepare_quick_end()
         typed = options_on_command_line(context)
-        if context_parallel is not None:
-            _check_preset(preset)
-            bench_parallel.check_typed(typed)
-            bench_parallel.check_ranks(context_parallel)
-            numbers = {"blocks": block_sizes(blocks), "threads": threads, "seed": seed}
-            numbers |= {"budget_s": budget, "cell_limit_s": cell_limit, "time_limit_s": time_limit}
-            del overrides["phases"]
-            raise typer.Exit(
-                _context_parallel(
-                    bench_parallel.settings(
-                        context_parallel,
-                        bench_parallel.Parts(modes, layouts, project, longest),
-                        preset,
-                        overrides,
-                        combo or [],
-                        numbers,
-                        device,
-                    ),
-                    [json_file, png, svg],
-                    force,
-                    stop,
-                )
-            )
-        bench_parallel.check_alone(typed)
         _check_options(preset, decode, typed)
         preset_limits = {
             "budget_s": options.BUDGET_S.get(preset),
@@ -218,12 +187,9 @@ def report(
     Exit code 1 if a combination in the file failed its check, or none was timed.
     """
     with output.exit_codes():
-        from nsa_bench.parallel.result import KIND
-        from nsa_bench.result import kind_of, read_result
+        from nsa_bench.result import read_result
 
         _check_outputs([html, png, svg], html or png or svg, force)
-        if kind_of(file) == KIND:
-            raise typer.Exit(_report_parallel(file, html, png, svg, force))
         result = read_result(file)
         files = _write_files(result, None, html, png, svg, force)
         _print_result(result)
@@ -232,13 +198,13 @@ def report(
     raise typer.Exit(_verdict(result))
 
 
-def _exit_code(result: Result | ParallelResult) -> int:
+def _exit_code(result: Result) -> int:
     if result.interrupted is not None:
         return exit_code(result.interrupted.signal)
     return _verdict(result)
 
 
-def _verdict(result: Result | ParallelResult) -> int:
+def _verdict(result: Result) -> int:
     """Return 1 if a check failed or nothing was timed, else 0."""
     return output.FAILED if result.failed or result.timed_nothing else 0
 
@@ -288,55 +254,6 @@ def _check_preset(preset: str) -> None:
 
     if preset not in options.PRESETS:
         raise InvalidInput(f"--preset must be one of {', '.join(options.PRESETS)}, got {preset!r}")
-
-
-def _context_parallel(
-    settings: ParallelSettings, files: Sequence[Path | None], force: bool, stop: Interruption
-) -> int:
-    """Run on this rank; rank 0 writes the files and prints. Return the exit code.
-
-    It is 0 on other ranks: torchrun ends all processes as soon as one has another code.
-    """
-    json_file, png, svg = files
-    result, first = bench_parallel.run(settings, json_file, force, stop)
-    if not first:
-        return 0
-    code, written = _exit_code(result), ResultFiles()
-    written.write(json_file, lambda f: output.write_atomic(f, result.to_json(), True), keep=True)
-    _write_parallel_plots(result, written, png, svg, force)
-    bench_parallel.print_result(result)
-    _print_written(written)
-    return written.exit_code(code)
-
-
-def _report_parallel(
-    file: Path, html: Path | None, png: Path | None, svg: Path | None, force: bool
-) -> int:
-    """Print a result of --context-parallel and write its chart; return the exit code."""
-    from nsa_bench.parallel.result import read_parallel_result
-    from nsa_core.errors import InvalidInput
-
-    if html is not None:
-        raise InvalidInput(
-            "--html: a result of --context-parallel has no page; give --png or --svg for its chart"
-        )
-    result, written = read_parallel_result(file), ResultFiles()
-    _write_parallel_plots(result, written, png, svg, force)
-    bench_parallel.print_result(result)
-    _print_written(written)
-    return written.exit_code(_verdict(result))
-
-
-def _write_parallel_plots(
-    result: ParallelResult, files: ResultFiles, png: Path | None, svg: Path | None, force: bool
-) -> None:
-    def write(file: Path, kind: str) -> None:
-        from nsa_bench.render.plots_parallel import save
-
-        save(result, file, kind, force)
-
-    files.write(png, lambda f: write(f, "png"))
-    files.write(svg, lambda f: write(f, "svg"))
 
 
 def _percentage(text: str) -> float:

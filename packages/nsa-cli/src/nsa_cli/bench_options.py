@@ -48,8 +48,6 @@ PREFILL_ONLY = (
     "checkpoint",
     "max_call",
 )
-# options that have an effect with --context-parallel only
-PARALLEL_ONLY = ("modes", "layouts", "project", "longest")
 BUDGET_S = {"quick": 0.1, "full": 0.3}
 TIME_LIMIT_S = {"quick": 40.0, "full": 420.0}
 
@@ -179,42 +177,6 @@ TimeLimit = Annotated[
     typer.Option(
         help="Seconds after which the run ends; it leaves out what is not measured by then.",
         min=1,
-        show_default=False,
-    ),
-]
-ContextParallel = Annotated[
-    int | None,
-    typer.Option(
-        help=(
-            "Divide the sequence over this many GPUs, and compare with one. Start it with torchrun"
-            " --nproc-per-node N -m nsa_cli bench."
-        ),
-        min=2,
-        show_default=False,
-    ),
-]
-Modes = Annotated[
-    str,
-    typer.Option(help="Comma-separated modes: sequence, heads. Default: both.", show_default=False),
-]
-Layouts = Annotated[
-    str,
-    typer.Option(
-        help="Comma-separated layouts: head_tail, contiguous. Default: both.", show_default=False
-    ),
-]
-ProjectTo = Annotated[
-    str,
-    typer.Option(
-        "--project",
-        help='Comma-separated numbers of GPUs to project to; "" for none.',
-    ),
-]
-Longest = Annotated[
-    bool | None,
-    typer.Option(
-        "--longest/--no-longest",
-        help=("Search the longest sequence that one GPU and all GPUs train. Default: on a GPU."),
         show_default=False,
     ),
 ]

@@ -30,7 +30,6 @@ OPTION_PANELS: dict[str, dict[str, tuple[str, ...]]] = {
         "Machine and limits": (
             *("device", "threads", "budget", "max_call", "cell_limit", "time_limit"),
         ),
-        "Several GPUs": ("context_parallel", "modes", "layouts", "project", "longest"),
         "Output": ("json_file", "html", *_PLOTS, "force"),
     },
     "train": {
