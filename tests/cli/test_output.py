@@ -48,7 +48,7 @@ WITHOUT_TORCH = [
     ["verify", "--help"],
 ]
 WITHOUT_TORCH += [["train", "--help"], ["generate", "--help"]]
-WITHOUT_TORCH += [["convert", "--help"], ["eval", "--help"]]
+WITHOUT_TORCH += [["convert", "--help"]]
 WITHOUT_TORCH += [["backends", "list", "--no-probe"], ["backends", "list", "--no-probe", "--json"]]
 
 
@@ -290,7 +290,7 @@ def options_of(command, path: str = "nsa"):
 
 
 def test_options_of_tokens_take_k_and_m_in_every_command(nsa):
-    lists = {("nsa bench", "--length"), ("nsa eval", "--length")}  # see the tests of parse_lengths
+    lists = {("nsa bench", "--length")}  # see the tests of parse_lengths
     help_texts = r"[Tt]okens per|in tokens|number of tokens|this many tokens"
     found = {
         (path, option.opts[0])

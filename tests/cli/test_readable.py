@@ -256,7 +256,7 @@ def test_commands_are_listed_in_groups(nsa):
         "Use": {"backends", "doctor", "env", "inspect"},
         "Prove": {"verify"},
         "Measure": {"bench", "tune"},
-        "Train": {"train", "generate", "convert", "eval"},
+        "Train": {"train", "generate", "convert"},
         "Extend": {"conformance"},
     }
     assert list(panels) == ["Options", "Use", "Prove", "Measure", "Train", "Extend"]

@@ -25,7 +25,6 @@ ALLOWED = {
     "nsa-models/src/nsa_models/lm/": {"torch.distributed"},
     "nsa-core/src/nsa_core/parallel/": {"torch.distributed"},
     "nsa-models/src/nsa_models/hf/": {"transformers"},
-    "nsa-models/src/nsa_models/evaluation/run.py": {"transformers"},
     "nsa-cli/src/nsa_cli/convert.py": {"transformers"},
 }
 
@@ -224,7 +223,6 @@ def test_only_the_exceptions_of_the_security_page_use_the_network(repo):
     "words",
     [
         "`nsa train --data fineweb-edu` and `--data hf:NAME`",
-        "`nsa eval --tasks NAME`",
         "Under `torchrun`, the processes of `nsa train`",
         "download nothing",
     ],

@@ -134,7 +134,7 @@ def test_nsa_cli_requires_the_packages_that_it_imports(repo):
         **dict.fromkeys([*imported, "nsa-backend-sdpa", "typer", "rich"], ""),
         "nsa-backend-triton": 'sys_platform == "linux"',
     }
-    assert groups.keys() == {"fa2", "train", "hf", "plot", "eval", "all"}
+    assert groups.keys() == {"fa2", "train", "hf", "plot", "all"}
 
 
 def test_nsa_models_requires_backends_that_run_its_models(repo):
@@ -159,7 +159,7 @@ def required_by(repo, package: str, extra: str) -> set[str]:
 
 def test_the_extra_all_includes_every_extra_and_pytest(repo):
     everything = required_by(repo, "nsa-cli", "all")
-    for extra in ("fa2", "train", "hf", "plot", "eval"):
+    for extra in ("fa2", "train", "hf", "plot"):
         assert required_by(repo, "nsa-cli", extra) <= everything, extra
     assert required_by(repo, "nsa-verify", "test") <= everything
     assert required_by(repo, "nsa-bench", "checkpoint") <= everything

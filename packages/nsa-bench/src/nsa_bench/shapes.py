@@ -118,7 +118,7 @@ def parse_length(text: str, least: int = 1) -> int:
     return tokens
 
 
-def parse_lengths(text: str, least: int = 1) -> list[int]:
+def parse_lengths(text: str) -> list[int]:
     """Parse lengths; return them in ascending order.
 
     "512,64k,1M" is a list; "2k..64k" doubles from the first length up to the last.
@@ -130,8 +130,8 @@ def parse_lengths(text: str, least: int = 1) -> list[int]:
     for part in text.split(","):
         first, dots, last = part.partition("..")
         try:
-            low = parse_length(first, least)
-            high = parse_length(last, least) if dots else low
+            low = parse_length(first)
+            high = parse_length(last) if dots else low
         except InvalidInput as error:
             raise InvalidInput(f"--length: {error}") from error
         if high < low:

@@ -13,7 +13,6 @@ from nsa_cli.commands import App
 from nsa_cli.conformance import conformance
 from nsa_cli.convert import convert
 from nsa_cli.doctor import doctor, env
-from nsa_cli.evaluate import evaluate
 from nsa_cli.generate import generate
 from nsa_cli.inspect import inspect
 from nsa_cli.panels import EXTEND, MEASURE, PROVE, TRAIN, USE
@@ -55,7 +54,6 @@ app.command(
 app.command(short_help="Train a small language model.", rich_help_panel=TRAIN)(train)
 app.command(short_help="Generate text from a checkpoint.", rich_help_panel=TRAIN)(generate)
 app.command(short_help="Convert a Hugging Face model to NSA.", rich_help_panel=TRAIN)(convert)
-app.command("eval", short_help="Score a checkpoint on tasks.", rich_help_panel=TRAIN)(evaluate)
 app.command(
     short_help="Run the conformance suite on a backend.",
     rich_help_panel=EXTEND,

@@ -13,7 +13,6 @@ _EXTRA_OF = {
     "pyarrow": "train",
     "transformers": "hf",
     "matplotlib": "plot",
-    "lm_eval": "eval",
 }
 
 

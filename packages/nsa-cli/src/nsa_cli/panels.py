@@ -48,12 +48,6 @@ OPTION_PANELS: dict[str, dict[str, tuple[str, ...]]] = {
         "Training of new parameters": ("text", "steps", "length", "batch", "lr", "seed"),
         "Machine": ("device", "threads"),
     },
-    "eval": {
-        "Model": ("checkpoint", "dtype", "backends"),
-        "Tasks": ("tasks", "length", "limit", "fewshot", "task_folder"),
-        "Machine": ("device", "threads", "batch"),
-        "Output": ("json_file", "force"),
-    },
     "explain": {
         "Backends": _SLOTS,
         "Layer": ("n_heads", "n_kv_heads", "head_dim", "v_head_dim"),

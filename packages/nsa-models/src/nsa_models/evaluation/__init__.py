@@ -1,1 +1,0 @@
-"""Score checkpoints on tasks of the lm-evaluation-harness."""
