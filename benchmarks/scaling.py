@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nsa_verify.combination import parse_combination
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.tensor.parallel import parallelize_module
@@ -49,7 +50,6 @@ from nsa_core.parallel import ContextParallel, Shards, pad_to
 from nsa_core.parallel.layouts import LAYOUTS
 from nsa_core.util.atomic_files import write_atomic
 from nsa_models.lm.parallel import World, join
-from nsa_verify.combination import parse_combination
 from nsa_verify.judge.tensor import LIMITS, Verdict, judge
 
 MODES = ("sequence", "heads")

@@ -38,8 +38,8 @@ from nsa_backend_triton.host import configs, sequences
 from nsa_core.contract import SLOTS
 from nsa_verify.checks.decode_fused import append_parity, step_parity
 from nsa_verify.checks.decode_parity import decode_parity, quick_steps
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 
 FLOOR = 4.3e12  # bytes per second of HBM
 Change = dict[str, int]

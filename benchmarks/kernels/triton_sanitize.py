@@ -19,13 +19,13 @@ import torch
 from nsa_core import NSAConfig, block_attention, nsa_attention, resolve
 from nsa_core.contract import SLOTS
 from nsa_core.plan.plan import Plan
-from nsa_verify.cases import Case, CaseData
 from nsa_verify.checks.decode_compress import fused_compress
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
 from nsa_verify.checks.decode_parity import Step
-from nsa_verify.combination import Combination
 from nsa_verify.generated.partial import SLOTS as PARTIAL_SLOTS
-from nsa_verify.slot_runs import SlotRun, run_kernel, run_slots, slot_inputs
+from nsa_verify.problems.cases import Case, CaseData
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.slot_runs import SlotRun, run_kernel, run_slots, slot_inputs
 
 DEVICE = "cuda"
 SHAPES = {

@@ -30,7 +30,7 @@ from nsa_cli import bench_decode
 from nsa_core.contract import SLOTS, SlotCall
 from nsa_core.plan.plan import resolve
 from nsa_core.plan.registry import Registry
-from nsa_verify.combination import Combination
+from nsa_verify.problems.combination import Combination
 
 BLOCKS = (16, 8, 32, 4, 32)
 SHAPE = Shape(4, 2, 16, 16)

@@ -28,7 +28,7 @@ from nsa_bench.subjects import Subjects, workload_in_child
 from nsa_bench.timing import INTERRUPTED, LATE
 from nsa_core.plan.registry import discover
 from nsa_core.util.interruption import deferred_signals
-from nsa_verify.combination import parse_combination
+from nsa_verify.problems.combination import parse_combination
 
 SLOW = (parse_combination("win=slow"),)
 TOO_SLOW = "not measured: a call took longer than --max-call {:g} s"

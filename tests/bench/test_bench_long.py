@@ -7,7 +7,7 @@ import pytest
 from nsa_bench import run as run_module
 from nsa_bench import subjects
 from nsa_core.plan import default_plan
-from nsa_verify.combination import Combination
+from nsa_verify.problems.combination import Combination
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.01, False)])

@@ -20,7 +20,7 @@ from nsa_bench.shapes import parse_length, parse_lengths, parse_shape
 from nsa_bench.timing import LATE, summarise
 from nsa_core.contract import SLOTS
 from nsa_core.errors import InvalidInput
-from nsa_verify.combination import parse_combination
+from nsa_verify.problems.combination import parse_combination
 
 
 def test_parse_shape_accepts_names_and_heads():

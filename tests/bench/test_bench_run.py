@@ -22,7 +22,7 @@ from nsa_cli import output
 from nsa_cli.bench import bench
 from nsa_cli.bench_options import PRESETS
 from nsa_core.errors import InvalidInput
-from nsa_verify.combination import parse_combination
+from nsa_verify.problems.combination import parse_combination
 
 
 def test_a_run_times_every_kernel_and_dense_attention(run, tmp_path):

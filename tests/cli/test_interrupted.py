@@ -17,8 +17,8 @@ from nsa_cli import verify
 from nsa_cli.conformance import _PytestPlugin
 from nsa_core.plan.registry import discover
 from nsa_core.util.interruption import deferred_signals
-from nsa_verify import cases
-from nsa_verify.findings import Finding
+from nsa_verify.problems import cases
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite
 
 SIGNALS = [((signal.SIGTERM,) * 2, 143), ((signal.SIGINT,), 130), ((signal.SIGINT,) * 2, 130)]

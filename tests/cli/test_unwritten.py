@@ -21,8 +21,8 @@ from nsa_cli import inspect as inspect_command
 from nsa_core.plan import tuned
 from nsa_core.plan.registry import discover
 from nsa_core.util import atomic_files
-from nsa_verify import cases
-from nsa_verify.findings import Finding
+from nsa_verify.problems import cases
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite
 
 SMALL_BENCH = ["--device", "cpu", "--shape", "2/1/8", "--length", "40", "--combo", "sdpa"]

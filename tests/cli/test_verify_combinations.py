@@ -21,9 +21,10 @@ from nsa_cli.app import app
 from nsa_core.contract import Reason, Request
 from nsa_core.errors import Unsupported
 from nsa_core.plan.registry import Registry
-from nsa_verify import cases, oracle
+from nsa_verify import oracle
 from nsa_verify.checks import slots as checks
-from nsa_verify.combination import Combination, every_combination
+from nsa_verify.problems import cases
+from nsa_verify.problems.combination import Combination, every_combination
 from nsa_verify.run import suite
 
 

@@ -21,9 +21,9 @@ from nsa_cli.verify_run import _default_processes
 from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.plan.registry import Registry
 from nsa_core.util.interruption import deferred_signals
-from nsa_verify import cases
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
+from nsa_verify.problems import cases
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run import runner, suite
 from nsa_verify.run.runner import run_jobs
 from nsa_verify.run.schedule import Schedule

@@ -13,7 +13,7 @@ import torch
 
 from nsa_core import block_attention, block_attention_decode, plan_block_attention
 from nsa_core.block.plans import BlockPlan
-from nsa_verify.findings import bits
+from nsa_verify.problems.findings import bits
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu

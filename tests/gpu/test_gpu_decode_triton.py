@@ -10,12 +10,12 @@ import torch
 
 from nsa_core import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
-from nsa_verify.cases import Case
 from nsa_verify.checks.decode_compress import fused_compress
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
 from nsa_verify.checks.decode_parity import Step, StepData, decode_parity, step_data
-from nsa_verify.combination import Combination
-from nsa_verify.findings import bits
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import bits
 
 pytest.importorskip("triton")
 pytest.importorskip("nsa_backend_triton")

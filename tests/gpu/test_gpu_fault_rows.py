@@ -11,11 +11,11 @@ from nsa_core import NSAConfig, nsa_attention, resolve
 from nsa_core.contract import SLOTS
 from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import default_registry
-from nsa_verify.cases import Case, CaseData
 from nsa_verify.conformance import BackendConformance
-from nsa_verify.findings import bits
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.slot_runs import run_slot, run_slots, slot_inputs
+from nsa_verify.problems.cases import Case, CaseData
+from nsa_verify.problems.findings import bits
+from nsa_verify.problems.slot_runs import run_slot, run_slots, slot_inputs
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.core_backward import OUTPUTS, STATISTICS
 from nsa_core.torch_ops.core_kernels import CoreInputs, run_branches
 from nsa_core.torch_ops.kernel import Kernel
-from nsa_verify.cases import Case
+from nsa_verify.problems.cases import Case
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ import torch
 
 from nsa_core import NSAConfig, NSAttention
 from nsa_core.contract import SLOTS
-from nsa_verify.cases import Case
 from nsa_verify.checks.slots import parity
-from nsa_verify.combination import Combination
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu

@@ -12,10 +12,10 @@ import torch
 from nsa_core import NSAConfig, nsa_attention, resolve
 from nsa_core.contract import SLOTS
 from nsa_core.plan.plan import Plan
-from nsa_verify.cases import Case, CaseData
 from nsa_verify.conformance import BackendConformance
-from nsa_verify.findings import bits
-from nsa_verify.slot_runs import run_slot, run_slots, slot_inputs
+from nsa_verify.problems.cases import Case, CaseData
+from nsa_verify.problems.findings import bits
+from nsa_verify.problems.slot_runs import run_slot, run_slots, slot_inputs
 
 nsa_backend_triton = pytest.importorskip("nsa_backend_triton")
 pytest.importorskip("triton")

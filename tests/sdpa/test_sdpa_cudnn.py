@@ -12,9 +12,9 @@ import torch
 from nsa_backend_sdpa import cudnn, probe
 from nsa_core import NSAConfig, Request, resolve
 from nsa_core.contract import SlotCall
-from nsa_verify.cases import Case
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.slot_runs import run_slot
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.slot_runs import run_slot
 
 CONFIG = NSAConfig(
     dim=64,

@@ -9,9 +9,9 @@ import torch
 
 from nsa_backend_sdpa import aten
 from nsa_core import NSAConfig, resolve
-from nsa_verify.cases import Case
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.slot_runs import run_slots
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.slot_runs import run_slots
 
 CONFIG = NSAConfig(
     dim=64,

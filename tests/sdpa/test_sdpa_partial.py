@@ -24,9 +24,9 @@ from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify import oracle
-from nsa_verify.cases import Case
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
+from nsa_verify.problems.cases import Case
 
 BRANCHES = ("cmp", "sel", "win")
 NAMES = {

@@ -14,10 +14,10 @@ import torch
 from nsa_core import NSAConfig, resolve
 from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.slot_op import slot_op
-from nsa_verify.cases import Case
-from nsa_verify.findings import bits
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.slot_runs import SlotRun, run_slot, run_slots, slot_inputs
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.findings import bits
+from nsa_verify.problems.slot_runs import SlotRun, run_slot, run_slots, slot_inputs
 
 BRANCHES = ("cmp", "sel", "win")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

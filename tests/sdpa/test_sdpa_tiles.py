@@ -11,11 +11,11 @@ import torch
 from nsa_backend_sdpa import aten, device, engine, probe, sel, select
 from nsa_core import BlockGeometry, NSAConfig, Request, block_attention, resolve
 from nsa_core.contract import SLOTS, SlotCall
-from nsa_verify.cases import Case
-from nsa_verify.findings import bits
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.slot_runs import SlotRun, run_slot, run_slots
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.findings import bits
+from nsa_verify.problems.slot_runs import SlotRun, run_slot, run_slots
 
 BRANCHES = ("cmp", "sel", "win")
 CONFIG = NSAConfig(

@@ -19,8 +19,8 @@ from caches import (
 )
 from nsa_core import InvalidInput
 from nsa_verify.checks import histories
-from nsa_verify.combination import Combination
 from nsa_verify.histories.draw import draw_histories
+from nsa_verify.problems.combination import Combination
 from nsa_verify.run.suite import Job
 
 ROOM = 70

@@ -11,9 +11,9 @@ import misbehaving
 from nsa_core import InvalidInput, NSAConfig, NSAError, Unsupported, nsa_attention, resolve
 from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.backend_call import record_dispatch
-from nsa_verify.cases import Case
 from nsa_verify.checks import invariants
-from nsa_verify.combination import Combination
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination
 
 CONFIG = NSAConfig(
     dim=32,

@@ -27,12 +27,12 @@ from nsa_core import NSAttention
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.dryrun import PeakBytes
 from nsa_core.torch_ops.backend_call import record_dispatch
-from nsa_verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_verify.checks.decode_compress import fused_compress
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
 from nsa_verify.checks.decode_parity import ODD, Step, StepData, decode_parity, step_data
-from nsa_verify.combination import Combination
-from nsa_verify.findings import bits
+from nsa_verify.problems.cases import PAPER, SMALL, TINY, Case, config_of
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import bits
 
 SUBJECT = Combination(dict.fromkeys(SLOTS, "triton"))
 TINY_STEP, RAGGED_LENGTHS = config_of(4, 2, 16, 16, TINY), (1, 7, 8, 15, 16, 17, 23, 24, 25, 64, 77)

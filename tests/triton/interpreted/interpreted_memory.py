@@ -15,7 +15,7 @@ from nsa_core import resolve
 from nsa_core.contract import BRANCHES, SlotCall
 from nsa_core.dryrun import PeakBytes
 from nsa_core.torch_ops.core_kernels import CoreInputs
-from nsa_verify.cases import Case
+from nsa_verify.problems.cases import Case
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)

@@ -13,10 +13,10 @@ import torch
 from nsa_core import NSAConfig
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.kernel import Kernel
-from nsa_verify.cases import CaseData
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.slot_runs import SlotRun, run_kernel
+from nsa_verify.problems.cases import CaseData
+from nsa_verify.problems.slot_runs import SlotRun, run_kernel
 
 SCRIPTS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks" / "kernels"
 SMALL = {

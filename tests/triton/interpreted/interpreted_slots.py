@@ -13,9 +13,9 @@ import torch
 from kernel_cases import CASES, EVERY_DTYPE, SLOTS, SLOW, SMALLEST, point, under_test
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.torch_ops.schema import DIFFERENTIABLE
-from nsa_verify.cases import Case
 from nsa_verify.conformance.slot_under_test import faults
-from nsa_verify.findings import bits
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.findings import bits
 
 EACH_SLOT = pytest.mark.parametrize("slot", SLOTS)
 DTYPES = ("float64", "float32", "bfloat16")

@@ -7,9 +7,9 @@ from typing import Any
 
 from nsa_core.config import NSAConfig
 from nsa_core.plan.registry import default_registry
-from nsa_verify.cases import Case
 from nsa_verify.conformance.grid import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
+from nsa_verify.problems.cases import Case
 
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 

@@ -13,8 +13,6 @@ import torch
 import toy_blocks
 from nsa_core.block import attention as core
 from nsa_core.contract import DTYPES
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.checks import judge_generated
 from nsa_verify.generated.design import covering_design, missing_tuples
@@ -28,6 +26,8 @@ from nsa_verify.generated.functions import (
 from nsa_verify.generated.jobs import job_of
 from nsa_verify.generated.parse import parse_case
 from nsa_verify.generated.shrink import ShrinkBudget
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite
 
 KERNELS = sorted(name for name in vars(toy_blocks) if name.startswith(("forward_", "backward_")))

@@ -13,11 +13,11 @@ from nsa_core.block import step as core
 from nsa_core.contract import DecodeCall, SlotSpec
 from nsa_core.errors import InvalidInput
 from nsa_verify.checks.generated_steps import draw_block_steps, judge_step
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
 from nsa_verify.generated.block_step import CHECK
 from nsa_verify.generated.parse import parse_case
 from nsa_verify.generated.step import STARTS
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite
 
 FORMS = sorted(name for name in vars(toy_blocks) if name.startswith("decode_"))

@@ -14,7 +14,7 @@ from nsa_core.contract import SLOTS
 from nsa_core.plan.registry import Registry
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_verify.checks.calls import CORE, DECODE, EVERY, PREFILL, calls_of, may_call
-from nsa_verify.combination import Combination
+from nsa_verify.problems.combination import Combination
 from nsa_verify.run import suite
 
 # sdpa has no fused forms, so that these calls are declared only.

@@ -31,7 +31,6 @@ from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.core_backward import core_backward
-from nsa_verify.cases import Case
 from nsa_verify.checks.core import (
     core_gradients,
     finite_poison,
@@ -39,7 +38,8 @@ from nsa_verify.checks.core import (
     nan_storage,
     run_to_run,
 )
-from nsa_verify.combination import Combination
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination
 
 CONFIG = NSAConfig(
     16,

@@ -15,7 +15,7 @@ from nsa_cli.app import app
 from nsa_core.plan.registry import Registry
 from nsa_verify.checks import decode_compress, decode_fused, decode_invariants
 from nsa_verify.checks.decode_parity import quick_steps
-from nsa_verify.combination import Combination
+from nsa_verify.problems.combination import Combination
 from nsa_verify.run import suite
 from toy_forms import subject
 

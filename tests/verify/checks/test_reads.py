@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from nsa_cli.app import app
-from nsa_verify.cases import TINY, config_of
 from nsa_verify.checks import reads
 from nsa_verify.checks.reads import PAPER_BOUND, count_reads, predicted_total, reads_config
+from nsa_verify.problems.cases import TINY, config_of
 from nsa_verify.run import suite
 from toy_forms import subject
 

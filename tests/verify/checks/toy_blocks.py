@@ -13,7 +13,7 @@ from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.contract import DecodeCall, SlotCall, SlotSpec
 from nsa_core.packing import token_positions
 from nsa_core.plan.registry import Registry
-from nsa_verify.combination import Combination
+from nsa_verify.problems.combination import Combination
 
 
 def subject(

@@ -12,7 +12,7 @@ from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.contract import FUSED, SLOTS, DecodeCall, SlotCall
 from nsa_core.layer.rope import RopeTable, rotate
 from nsa_core.plan.registry import Registry
-from nsa_verify.combination import Combination
+from nsa_verify.problems.combination import Combination
 
 _calls = itertools.count()
 

@@ -15,11 +15,11 @@ import torch
 from nsa_core import NSAError
 from nsa_core.dtypes import dtype_name
 from nsa_core.plan.registry import default_registry
-from nsa_verify.cases import quick_cases
 from nsa_verify.conformance import BackendConformance
 from nsa_verify.conformance.grid import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest, faults
 from nsa_verify.conformance.suite import GRID, STEPS, TESTS_WITHOUT_KERNELS
+from nsa_verify.problems.cases import quick_cases
 from nsa_verify.run import suite
 
 POINTS = {point.label: point for point in GRID}

@@ -12,7 +12,7 @@ from nsa_backend_sdpa import cmp, combine, sel, select, win
 from nsa_backend_sdpa.plugin import nsa_register_backends
 from nsa_core.contract import SlotCall
 from nsa_core.plan.registry import Registry
-from nsa_verify.combination import Combination
+from nsa_verify.problems.combination import Combination
 
 _MODULES = {"cmp": cmp, "select": select, "sel": sel, "win": win, "combine": combine}
 # (slot, its inputs by position, call) -> the faulty inputs and call

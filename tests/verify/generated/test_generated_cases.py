@@ -15,8 +15,6 @@ from nsa_backend_sdpa.plugin import nsa_register_backends
 from nsa_core.contract import DTYPES, SLOTS, Reason, Request
 from nsa_core.errors import InvalidInput
 from nsa_core.plan.registry import Registry
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
 from nsa_verify.generated.bias import without_bias
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.checks import judge_generated
@@ -27,6 +25,8 @@ from nsa_verify.generated.jobs import count_cases
 from nsa_verify.generated.levels import SlotDesign, generated_cases, slot_design
 from nsa_verify.generated.parse import parse_case
 from nsa_verify.generated.shrink import shrink
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite
 
 

@@ -12,7 +12,6 @@ import torch
 from nsa_core.contract import DTYPES, BackendSpec, import_named
 from nsa_core.errors import InvalidInput
 from nsa_core.plan.registry import Registry, discover
-from nsa_verify.combination import Combination
 from nsa_verify.generated.case import PARTIAL_CHECK, GeneratedCase
 from nsa_verify.generated.checks import judge_generated
 from nsa_verify.generated.data import problem_of
@@ -21,6 +20,7 @@ from nsa_verify.generated.jobs import job_of, jobs_for
 from nsa_verify.generated.parse import parse_case
 from nsa_verify.generated.partial import NEEDS, SLOTS, allowed, partial_cases, partial_levels
 from nsa_verify.generated.shrink import ShrinkBudget, shrink
+from nsa_verify.problems.combination import Combination
 from nsa_verify.run import suite
 from semantic.model import FUNCTIONS, healthy_combination, healthy_spec
 

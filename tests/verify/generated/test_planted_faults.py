@@ -12,13 +12,13 @@ from harness import Mutant, faulty_module
 from nsa_core.contract import DTYPES, SLOTS
 from nsa_verify.checks import layer
 from nsa_verify.checks.generated_steps import draw_block_steps, judge_step
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
 from nsa_verify.generated.checks import judge_generated
 from nsa_verify.generated.functions import function_cases
 from nsa_verify.generated.levels import generated_cases
 from nsa_verify.generated.partial import partial_cases
 from nsa_verify.generated.step import GeneratedStep
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite
 
 

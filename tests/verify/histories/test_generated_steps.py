@@ -13,11 +13,11 @@ from nsa_core.contract import DTYPES
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks import generated_steps
-from nsa_verify.combination import Combination
 from nsa_verify.generated.design import longer_design, missing_tuples
 from nsa_verify.generated.parse import parse_case
 from nsa_verify.generated.shrink import OnGenerated, ShrinkBudget
 from nsa_verify.generated.step import GeneratedStep
+from nsa_verify.problems.combination import Combination
 
 AUTO = Combination({}, name="auto")
 

@@ -11,11 +11,11 @@ import torch
 from cache_faults import FAULTS
 from nsa_core import InvalidInput
 from nsa_verify.checks import histories
-from nsa_verify.combination import Combination
 from nsa_verify.generated.design import longer_design, missing_tuples
 from nsa_verify.histories.draw import LEVELS, draw_histories
 from nsa_verify.histories.history import BASE, History, Operation, Sizes, parse_history
 from nsa_verify.histories.model import Model
+from nsa_verify.problems.combination import Combination
 from nsa_verify.run.suite import Job
 
 AUTO = Combination({}, name="auto")

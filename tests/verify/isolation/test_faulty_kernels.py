@@ -22,10 +22,7 @@ from faulty_kernels import (
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_core.errors import BackendUnavailable
 from nsa_core.plan.registry import Registry
-from nsa_verify import cases
 from nsa_verify.checks import decode_parity, histories, slots
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
 from nsa_verify.generated import jobs as generated_jobs
 from nsa_verify.generated.shrink import OnGenerated, ShrinkBudget
 from nsa_verify.histories.history import History, parse_history
@@ -33,6 +30,9 @@ from nsa_verify.histories.replay import Failure, Fault
 from nsa_verify.isolation import gpu_context
 from nsa_verify.isolation.children import call_in_child
 from nsa_verify.isolation.global_state import KernelState
+from nsa_verify.problems import cases
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite, workers
 from nsa_verify.run.runner import run_jobs
 

@@ -15,8 +15,8 @@ import torch
 
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec
 from nsa_core.plan.registry import discover
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite
 
 BACKEND = "nsa_backend_sdpa"

@@ -11,7 +11,7 @@ from decode_faults import DECODE_MUTANTS
 from faults import MUTANTS
 from harness import Mutant, first_failure, killing_finding
 from nsa_core.contract import SLOTS
-from nsa_verify.combination import Combination
+from nsa_verify.problems.combination import Combination
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.backend_call import DispatchRecord, record_dispatch
 from nsa_verify import oracle
-from nsa_verify.findings import bits
+from nsa_verify.problems.findings import bits
 from observed import slot_kernel
 
 REPORTED = BlockGeometry(16, 8, 32, 4, window_size=32)  # l, d as reported

@@ -56,7 +56,7 @@ from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
 from nsa_core.util.interruption import NEVER, Interruption
-from nsa_verify.combination import Combination
+from nsa_verify.problems.combination import Combination
 
 REPEATS = 5  # minimum number of rounds; the spread of this many repeats is reported
 # A workload, and the steps that run it in a child process

@@ -11,7 +11,7 @@ import torch
 from nsa_bench.decode_workloads import DecodeCell
 from nsa_bench.shapes import PAPER_BLOCKS, Shape, parse_shape
 from nsa_bench.timing import METHODS
-from nsa_verify.combination import Combination
+from nsa_verify.problems.combination import Combination
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
 from nsa_core.plan.plan import Plan
 from nsa_core.util.text import describe_error
-from nsa_verify.cases import Case
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.slot_runs import SlotRun, masked_do, run_slot, slot_inputs
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.slot_runs import SlotRun, masked_do, run_slot, slot_inputs
 
 NOT_CORRECT = "not correct: its gate failed"  # reason of a measurement without a time
 

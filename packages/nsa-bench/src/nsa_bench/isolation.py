@@ -15,8 +15,8 @@ from nsa_core.errors import BackendUnavailable
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
-from nsa_verify.combination import Combination, ready_combinations
 from nsa_verify.isolation.children import PLAN_LIMIT_S, call_in_child, needs_isolation
+from nsa_verify.problems.combination import Combination, ready_combinations
 
 GATE_LIMIT_S = {"cpu": 60.0, "cuda": 300.0}
 
@@ -36,7 +36,9 @@ def is_foreign(registry: Registry, plan: Plan) -> bool:
 def combinations(
     registry: Registry, config: NSAConfig, options: PlanOptions
 ) -> Sequence[Combination]:
-    """Return :func:`nsa_verify.combination.ready_combinations`, found in a child if need be.
+    """Return the result of :func:`nsa_verify.problems.combination.ready_combinations`.
+
+    Third-party plugins are asked in a child process.
 
     Raises:
         BackendUnavailable: A probe ended its process.

@@ -39,9 +39,9 @@ from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry
 from nsa_core.util.interruption import NEVER, Interruption
-from nsa_verify.cases import Case
-from nsa_verify.combination import Combination
 from nsa_verify.isolation.children import preload
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination
 
 
 class Bench:

@@ -24,8 +24,8 @@ from nsa_core.plan.default_plan import is_long
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
-from nsa_verify.cases import Case
-from nsa_verify.combination import Combination
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination
 
 
 class Subjects:

@@ -29,7 +29,7 @@ from nsa_core.contract import SLOTS, Request
 from nsa_core.errors import InvalidInput
 from nsa_core.plan import tuned
 from nsa_core.util.interruption import NEVER
-from nsa_verify.cases import Case
+from nsa_verify.problems.cases import Case
 
 CALL_LIMIT_S = 60.0  # longest call of an isolated candidate, in seconds
 

@@ -21,8 +21,8 @@ from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
-from nsa_verify.cases import Case
 from nsa_verify.isolation.children import PLAN_LIMIT_S, call_in_child, needs_isolation, preload
+from nsa_verify.problems.cases import Case
 
 PHASES = {"inference": "forward", "training": "both"}
 _Accepted = dict[str, list[str]]  # use -> slots that a backend accepts

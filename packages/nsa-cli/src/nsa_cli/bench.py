@@ -285,7 +285,7 @@ def _settings(
     values = defaults | {name: text for name, text in overrides.items() if text is not None}
     from nsa_bench.settings import Settings
     from nsa_bench.shapes import parse_lengths, parse_shape
-    from nsa_verify.combination import parse_combination
+    from nsa_verify.problems.combination import parse_combination
 
     input_kinds, lengths = split_commas(inputs), parse_lengths(values["lengths"])
     name, content = "", b""

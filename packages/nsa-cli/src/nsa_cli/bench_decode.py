@@ -48,7 +48,7 @@ def run(
     """Run the decode benchmark; a limit that is None takes the preset's value."""
     from nsa_bench.decode import DecodeBench
     from nsa_bench.decode_settings import DecodeSettings
-    from nsa_verify.combination import parse_combination
+    from nsa_verify.problems.combination import parse_combination
 
     torch_device = pick_device(device, threads)
     dtypes = dtype_names(dtype or ("bfloat16" if torch_device.startswith("cuda") else "float32"))

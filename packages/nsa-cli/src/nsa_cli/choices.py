@@ -142,7 +142,7 @@ def parse_backends(text: str) -> dict[str, str] | None:
     Raises:
         InvalidInput: ``text`` names an unknown slot, or one slot twice.
     """
-    from nsa_verify.combination import parse_combination
+    from nsa_verify.problems.combination import parse_combination
 
     return dict(parse_combination(text).backends) or None
 

@@ -243,7 +243,7 @@ def verify(
 def _every_combination(
     named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], phase: str
 ) -> list[dict[str, str]]:
-    from nsa_verify.combination import every_combination
+    from nsa_verify.problems.combination import every_combination
 
     registry = output.find_backends()
     arguments = (registry, device, dtypes, named, phase == "decode")

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from nsa_core.plan.plan import Plan
     from nsa_core.plan.registry import Registry
-    from nsa_verify.combination import Combination
-    from nsa_verify.findings import Finding
+    from nsa_verify.problems.combination import Combination
+    from nsa_verify.problems.findings import Finding
 
 
 def prepare_children(named: dict[str, str]) -> None:
@@ -83,7 +83,7 @@ def plan_one(
             against the first.
     """
     from nsa_core.errors import Unsupported
-    from nsa_verify import cases
+    from nsa_verify.problems import cases
 
     config, refusals = cases.PRESETS[preset]()[0].config, []
     for dtype in dtypes:
@@ -107,8 +107,8 @@ def reads_or_failure(
         limit_s: Seconds for a child process that counts them; None: this process counts them.
     """
     from nsa_core.errors import NSAError
-    from nsa_verify.findings import Finding
     from nsa_verify.isolation.children import call_in_child
+    from nsa_verify.problems.findings import Finding
 
     name = str(dtypes[0]).removeprefix("torch.")
     try:

@@ -20,11 +20,11 @@ from nsa_core.util.interruption import Interruption
 if TYPE_CHECKING:
     import torch
 
-    from nsa_verify.combination import Combination
-    from nsa_verify.findings import Finding
     from nsa_verify.generated.case import GeneratedCase
     from nsa_verify.generated.step import GeneratedStep
     from nsa_verify.histories.history import History
+    from nsa_verify.problems.combination import Combination
+    from nsa_verify.problems.findings import Finding
     from nsa_verify.run.suite import Job
 
 SCHEMA_VERSION = 1
@@ -75,7 +75,7 @@ def run_combinations(
     """
     import torch
 
-    from nsa_verify.combination import Combination
+    from nsa_verify.problems.combination import Combination
     from nsa_verify.run.runner import run_jobs
 
     device, dtypes, phase = options.device, options.dtypes, options.phase
@@ -203,7 +203,7 @@ def _accepted(
     combos: Sequence[Combination], dtypes: Sequence[torch.dtype], phase: str
 ) -> list[torch.dtype]:
     """Return those of ``dtypes`` that at least one combination accepts."""
-    from nsa_verify.combination import accepted_dtypes
+    from nsa_verify.problems.combination import accepted_dtypes
 
     accepted = {d for c in combos for d in accepted_dtypes(c, dtypes, phase == "decode")}
     return [dtype for dtype in dtypes if dtype in accepted]

@@ -13,7 +13,7 @@ import torch
 
 from nsa_core.contract import SLOTS, BackendSpec, SlotSpec, import_named
 from nsa_core.plan.registry import discover
-from nsa_verify.combination import Combination
+from nsa_verify.problems.combination import Combination
 from semantic.padded import is_partial, names_of, padded_spec
 
 HEALTHY = "sdpa"

@@ -12,8 +12,8 @@ import torch
 from nsa_core.contract import SLOTS, import_named
 from nsa_core.dtypes import dtype_name
 from nsa_core.plan.registry import discover
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite
 from semantic.model import (
     FUNCTIONS,

@@ -15,13 +15,13 @@ from nsa_core.config import NSAConfig
 from nsa_core.dtypes import dtype_name
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.plan.plan import Plan
-from nsa_verify.cases import Case, CaseData
 from nsa_verify.checks.calls import CORE, PREFILL, may_call
 from nsa_verify.checks.invariants import HUGE, between_nans, poisoned_memory
-from nsa_verify.combination import Combination, spec_of
-from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.core import judge_core
-from nsa_verify.slot_runs import Documents, masked_do
+from nsa_verify.problems.cases import Case, CaseData
+from nsa_verify.problems.combination import Combination, spec_of
+from nsa_verify.problems.findings import Finding, judged, same_bits
+from nsa_verify.problems.slot_runs import Documents, masked_do
 
 _NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 _SMALL_GATE = 1e-6  # its logarithm, which a fused backward may use, is large

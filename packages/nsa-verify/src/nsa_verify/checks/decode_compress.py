@@ -16,9 +16,9 @@ from nsa_core.plan.plan import Plan
 from nsa_verify.checks.calls import may_call
 from nsa_verify.checks.decode_fused import missing_form
 from nsa_verify.checks.decode_parity import Step, StepData, decode_plan, step_data
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.tensor import Verdict, heads_first, judge
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding, judged, same_bits
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 _SPREAD = 4  # sequences that complete blocks spread over the longest sequence

@@ -17,10 +17,10 @@ from nsa_core.plan.plan import Plan
 from nsa_verify import oracle
 from nsa_verify.checks.calls import may_call
 from nsa_verify.checks.decode_parity import Step, StepData, decode_plan, packed, step_data
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
 from nsa_verify.judge.tensor import Verdict, gate_rows, heads_first, judge
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding, judged, same_bits
 from nsa_verify.reference import attention
 
 _DIM = 200  # layer width of the gates check: larger than a tile, and not a multiple of one

@@ -25,8 +25,8 @@ from nsa_verify.checks.decode_parity import (
     run_step,
     step_data,
 )
-from nsa_verify.combination import Combination, spec_of
-from nsa_verify.findings import Finding, same_bits
+from nsa_verify.problems.combination import Combination, spec_of
+from nsa_verify.problems.findings import Finding, same_bits
 
 _NAMES = {"select": ("blocks",)}
 

@@ -16,12 +16,12 @@ import torch
 from nsa_core.contract import DecodeCall
 from nsa_core.dtypes import dtype_name
 from nsa_core.plan.plan import Plan
-from nsa_verify.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_verify.checks.calls import DECODE, may_call
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
 from nsa_verify.judge.slot import judge_slot
+from nsa_verify.problems.cases import PAPER, SMALL, TINY, Case, config_of
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding, judged, same_bits
 
 ODD = (16, 8, 48, 4, 20)  # l, d, l', n, w: l'/d is no power of two
 

@@ -13,12 +13,9 @@ import torch
 from nsa_core.contract import DTYPES
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
-from nsa_verify.cases import Case
 from nsa_verify.checks.calls import DECODE
 from nsa_verify.checks.decode_fused import step_parity
 from nsa_verify.checks.decode_parity import decode_parity, decode_plan
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
 from nsa_verify.generated.bias import MIN_ROWS, without_bias
 from nsa_verify.generated.block_step import CHECK, block_step_findings
 from nsa_verify.generated.design import (
@@ -31,6 +28,9 @@ from nsa_verify.generated.design import (
 )
 from nsa_verify.generated.shrink import OnGenerated, ShrinkBudget
 from nsa_verify.generated.step import INDICES, GeneratedStep
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 
 NAME = "generated steps"
 NAMES = (NAME, CHECK)

@@ -18,15 +18,15 @@ import torch
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import Unsupported
 from nsa_core.plan.plan import Plan, resolve
-from nsa_verify.cases import Case
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
 from nsa_verify.histories.draw import draw_histories
 from nsa_verify.histories.history import History, parse_history
 from nsa_verify.histories.outputs import judge_output
 from nsa_verify.histories.replay import Failure, Plans, Replay
 from nsa_verify.histories.shrink import shrink
 from nsa_verify.isolation import gpu_context
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 
 NAME = "cache histories"
 # Histories in float64, and in each other dtype.

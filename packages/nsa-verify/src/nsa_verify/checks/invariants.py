@@ -15,12 +15,19 @@ from nsa_core.layer.attention import nsa_attention
 from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.core_kernels import selects_all
-from nsa_verify.cases import Case, CaseData
 from nsa_verify.checks.calls import PREFILL, may_call
-from nsa_verify.combination import Combination, spec_of
-from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.slot_runs import CausalSel, SlotRun, masked_do, run_slot, run_slots, slot_inputs
+from nsa_verify.problems.cases import Case, CaseData
+from nsa_verify.problems.combination import Combination, spec_of
+from nsa_verify.problems.findings import Finding, judged, same_bits
+from nsa_verify.problems.slot_runs import (
+    CausalSel,
+    SlotRun,
+    masked_do,
+    run_slot,
+    run_slots,
+    slot_inputs,
+)
 
 HUGE = {torch.float16: 6e4}  # finite poison; 1e30 in other dtypes
 

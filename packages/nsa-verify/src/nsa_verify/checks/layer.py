@@ -17,11 +17,11 @@ from nsa_core.config import COMPRESS_KINDS, NSAConfig
 from nsa_core.errors import Unsupported
 from nsa_core.layer.module import NSAttention
 from nsa_core.plan.plan import Plan, resolve
-from nsa_verify.cases import Case
 from nsa_verify.checks.calls import CORE, PREFILL, may_call
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding, judged
 from nsa_verify.judge.layer_gradients import golden_layer, judge_results, run_layer
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding, judged
 
 CONFIG = NSAConfig(
     dim=12,

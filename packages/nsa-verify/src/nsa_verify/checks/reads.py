@@ -19,7 +19,6 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import BRANCHES
 from nsa_core.dtypes import dtype_name
 from nsa_core.plan.plan import Plan
-from nsa_verify.cases import PAPER, Case, config_of
 from nsa_verify.checks.calls import DECODE, may_call
 from nsa_verify.checks.decode_parity import (
     Results,
@@ -29,8 +28,9 @@ from nsa_verify.checks.decode_parity import (
     run_step,
     step_data,
 )
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
+from nsa_verify.problems.cases import PAPER, Case, config_of
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 
 PAPER_BOUND = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}  # the paper's Table 4
 CHUNK = 256  # copies per call

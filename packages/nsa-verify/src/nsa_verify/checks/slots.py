@@ -12,13 +12,13 @@ from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
-from nsa_verify.cases import Case, CaseData
 from nsa_verify.checks.calls import PREFILL, may_call, prefill
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.slot_runs import SlotRun, run_slot, run_slots
+from nsa_verify.problems.cases import Case, CaseData
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding, judged, same_bits
+from nsa_verify.problems.slot_runs import SlotRun, run_slot, run_slots
 
 
 @may_call(*PREFILL)

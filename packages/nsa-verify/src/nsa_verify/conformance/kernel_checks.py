@@ -14,11 +14,11 @@ import torch
 
 from nsa_core.errors import NSAError
 from nsa_core.torch_ops.slot_op import slot_op
-from nsa_verify.cases import CaseData
 from nsa_verify.conformance.grid import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest, faults
-from nsa_verify.findings import bits
-from nsa_verify.slot_runs import SlotRun
+from nsa_verify.problems.cases import CaseData
+from nsa_verify.problems.findings import bits
+from nsa_verify.problems.slot_runs import SlotRun
 
 Check = Callable[[SlotUnderTest, Point, bool], Iterator[str]]
 FAR = 2**31 + 128  # elements between two batch entries: more than a 32-bit offset can address

@@ -17,7 +17,6 @@ from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.schema import DIFFERENTIABLE
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify import oracle
-from nsa_verify.cases import Case, CaseData
 from nsa_verify.checks.decode_parity import (
     Results,
     Step,
@@ -30,7 +29,8 @@ from nsa_verify.checks.decode_parity import (
 from nsa_verify.conformance.grid import Point, StepPoint
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.slot_runs import SlotRun, run_kernel
+from nsa_verify.problems.cases import Case, CaseData
+from nsa_verify.problems.slot_runs import SlotRun, run_kernel
 
 
 @dataclasses.dataclass(frozen=True)

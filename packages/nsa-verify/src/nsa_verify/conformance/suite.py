@@ -18,7 +18,6 @@ from nsa_core.errors import InvalidInput
 from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.probing import probe_candidate
 from nsa_core.plan.registry import Registry, default_registry
-from nsa_verify.combination import Combination
 from nsa_verify.conformance import kernel_checks
 from nsa_verify.conformance.grid import Point, StepPoint, grid, step_grid
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
@@ -26,6 +25,7 @@ from nsa_verify.generated import partial
 from nsa_verify.generated.case import PARTIAL_CHECK
 from nsa_verify.generated.checks import judge_generated
 from nsa_verify.isolation.call_guard import guarded_calls
+from nsa_verify.problems.combination import Combination
 from nsa_verify.run import suite
 from nsa_verify.run.contexts import context_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nsa_verify.findings import Finding
+from nsa_verify.problems.findings import Finding
 
 # The bias is a rule for many rows. With fewer, the error of one row decides it, and that may be
 # parallel to the row: the gradient of a query that sees two keys is a multiple of their difference.

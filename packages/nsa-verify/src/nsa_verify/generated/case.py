@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from nsa_core.contract import SLOTS
 from nsa_core.errors import InvalidInput
-from nsa_verify.cases import Case
 from nsa_verify.generated.line import Line, below
+from nsa_verify.problems.cases import Case
 
 LAYOUTS = ("plain", "transposed", "gaps", "offset", "expanded", "strided")
 BLOCKS = ("sorted", "sorted64", "messy", "messy64", "messy16", "messy8", "none", "selected")

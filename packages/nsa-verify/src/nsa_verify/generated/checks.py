@@ -19,9 +19,6 @@ from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.schema import DIFFERENTIABLE
 from nsa_verify import oracle
-from nsa_verify.cases import Case
-from nsa_verify.combination import Combination, spec_of
-from nsa_verify.findings import Finding, same_bits
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.core import core_findings
 from nsa_verify.generated.data import Problem, problem_of
@@ -32,7 +29,10 @@ from nsa_verify.generated.verdicts import (
     judge_second_run,
 )
 from nsa_verify.judge.truth_cache import cached, caching
-from nsa_verify.slot_runs import SlotRun, run_kernel
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination, spec_of
+from nsa_verify.problems.findings import Finding, same_bits
+from nsa_verify.problems.slot_runs import SlotRun, run_kernel
 
 
 def judge_if_declared(combination: Combination, generated: GeneratedCase) -> list[Finding]:

@@ -15,13 +15,13 @@ import torch
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks.core import CoreRun
 from nsa_verify.checks.invariants import poisoned_memory
-from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.generated.bias import MIN_ROWS, without_bias
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.data import Problem
 from nsa_verify.generated.verdicts import judge_blocks, rows_that_see
 from nsa_verify.judge.core import judge_core
-from nsa_verify.slot_runs import SlotRun
+from nsa_verify.problems.findings import Finding, judged, same_bits
+from nsa_verify.problems.slot_runs import SlotRun
 
 
 def core_findings(

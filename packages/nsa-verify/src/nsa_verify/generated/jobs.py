@@ -11,13 +11,13 @@ import torch
 from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
 from nsa_verify.checks.calls import CORE, PREFILL, prefill
-from nsa_verify.findings import Finding
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.checks import judge_generated, judge_if_declared
 from nsa_verify.generated.functions import FUNCTIONS, function_cases
 from nsa_verify.generated.levels import generated_cases
 from nsa_verify.generated.partial import partial_cases
 from nsa_verify.generated.shrink import OnGenerated, ShrinkBudget
+from nsa_verify.problems.findings import Finding
 
 _Job = TypeVar("_Job")
 

@@ -11,12 +11,12 @@ from typing import Generic, TypeVar
 import torch
 
 from nsa_core.errors import InvalidInput
-from nsa_verify.cases import Case
 from nsa_verify.checks.calls import EVERY, Call
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
 from nsa_verify.generated.line import Line
 from nsa_verify.isolation import gpu_context
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 
 SECONDS = 4.0  # for all failing cases of one slot, or all failing steps
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from nsa_verify.cases import Case
-from nsa_verify.findings import Finding, judged, same_bits
 from nsa_verify.generated.bias import MIN_ROWS, without_bias
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.data import Problem
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.slot_runs import SlotRun
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.findings import Finding, judged, same_bits
+from nsa_verify.problems.slot_runs import SlotRun
 
 
 def judge_run(

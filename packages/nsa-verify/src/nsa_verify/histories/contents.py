@@ -10,8 +10,8 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.contract import DecodeCall
 from nsa_verify.checks.decode_fused import judge_rotated
-from nsa_verify.findings import bits
 from nsa_verify.histories.layers import Rows, exact_k_cmp, exact_k_rows, exact_v_cmp
+from nsa_verify.problems.findings import bits
 
 if TYPE_CHECKING:
     from nsa_core.cache.cache import NSACache

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from nsa_verify import oracle
-from nsa_verify.cases import Case
 from nsa_verify.checks.decode_fused import judge_composed
 from nsa_verify.checks.decode_parity import DECODE_SLOTS, Step, StepData, judge_step
 from nsa_verify.histories import layers
@@ -17,6 +16,7 @@ from nsa_verify.histories.chunks import ChunkCall, chunk_faults, chunk_of
 from nsa_verify.histories.contents import Fault, received, received_faults
 from nsa_verify.histories.replay import Called, Done, Replay
 from nsa_verify.judge.tensor import judge
+from nsa_verify.problems.cases import Case
 
 # One call of every decode form, by slot; of a fused step, "step" alone.
 Group = dict[str, Called]

@@ -10,7 +10,7 @@ from nsa_core.errors import NSAError
 from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.registry import default_registry
 from nsa_core.util.text import describe_error
-from nsa_verify.combination import Combination
+from nsa_verify.problems.combination import Combination
 
 
 def context_of(

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from nsa_core.dtypes import dtype_name
 from nsa_core.util.interruption import NEVER, Interruption
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run.suite import Job, run_each
 from nsa_verify.run.workers import spread
 

@@ -14,7 +14,6 @@ from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.util.interruption import NEVER, Interruption, is_ctrl_c
 from nsa_core.util.text import describe_error
-from nsa_verify.cases import PRESETS, Case, text_case
 from nsa_verify.checks import (
     core,
     decode_compress,
@@ -29,8 +28,6 @@ from nsa_verify.checks import (
 from nsa_verify.checks import slots as checks
 from nsa_verify.checks.calls import Call, calls_of
 from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
-from nsa_verify.combination import Combination
-from nsa_verify.findings import Finding
 from nsa_verify.generated import jobs as generated
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.shrink import ShrinkBudget
@@ -39,6 +36,9 @@ from nsa_verify.histories.history import History
 from nsa_verify.isolation import gpu_context
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.judge.truth_cache import caching
+from nsa_verify.problems.cases import PRESETS, Case, text_case
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
 from nsa_verify.run.contexts import judging
 
 Check = Callable[[Combination, Case, torch.dtype], Iterator[Finding]]

@@ -24,11 +24,11 @@ from nsa_core.errors import BackendUnavailable, NSAError
 from nsa_core.plan.trial import describe_exit
 from nsa_core.util.interruption import Interruption
 from nsa_verify.checks.calls import Call, calls_of
-from nsa_verify.combination import Combination
 from nsa_verify.isolation import children, gpu_context
 from nsa_verify.isolation.activity import last_activity, record_activity
 from nsa_verify.isolation.call_guard import faults_outside_calls
 from nsa_verify.isolation.captured_output import capture_output, forget_output
+from nsa_verify.problems.combination import Combination
 from nsa_verify.run.schedule import Schedule
 from nsa_verify.run.suite import Job, JobResult, judge_one, shared_truths
 

@@ -11,7 +11,7 @@ import torch
 from nsa_core.contract import SLOTS
 from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.kernel import Kernel
-from nsa_verify.cases import Case, CaseData
+from nsa_verify.problems.cases import Case, CaseData
 
 
 class Documents(Protocol):

@@ -18,7 +18,7 @@ from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan, decide, resolve
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.util.text import did_you_mean
-from nsa_verify import cases
+from nsa_verify.problems import cases
 
 
 @dataclasses.dataclass(frozen=True)

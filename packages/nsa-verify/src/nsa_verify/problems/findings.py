@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from nsa_core.dtypes import dtype_name
-from nsa_verify.cases import Case
 from nsa_verify.judge.tensor import LIMITS, LSE_LIMIT, Verdict
+from nsa_verify.problems.cases import Case
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What is judged: cases, combinations of backends, runs of slots, and findings."""
