@@ -36,10 +36,11 @@ from graph_time import graph_ms
 from nsa_backend_triton.decode import forms
 from nsa_backend_triton.host import configs, sequences
 from nsa_core.contract import SLOTS
-from nsa_verify.checks.decode_fused import append_parity, step_parity
-from nsa_verify.checks.decode_parity import decode_parity, quick_steps
+from nsa_verify.checks.decode_fused import append_parity, fused_step
+from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
+from nsa_verify.problems.steps import quick_steps
 
 FLOOR = 4.3e12  # bytes per second of HBM
 Change = dict[str, int]
@@ -177,7 +178,7 @@ def judge(job: tuple[str, int, torch.dtype]) -> list[str]:
     try:
         findings: list[Finding] = [
             *decode_parity(subject, step, dtype),
-            *step_parity(subject, step, dtype),
+            *fused_step(subject, step, dtype),
         ]
         findings += append_parity(subject, step, dtype, rope=True, rotate_raw=False, raw_ring=8)
         return [f"{f.slot} {f.case} {f.quantity} {f.detail}" for f in findings if f.ok is False]

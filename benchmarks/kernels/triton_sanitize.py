@@ -20,12 +20,12 @@ from nsa_core import NSAConfig, block_attention, nsa_attention, resolve
 from nsa_core.contract import SLOTS
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks.decode_compress import fused_compress
-from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
-from nsa_verify.checks.decode_parity import Step
+from nsa_verify.checks.decode_fused import append_parity, fused_gates, fused_step
 from nsa_verify.generated.partial import SLOTS as PARTIAL_SLOTS
 from nsa_verify.problems.cases import Case, CaseData
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.slot_runs import SlotRun, run_kernel, run_slots, slot_inputs
+from nsa_verify.problems.steps import Step
 
 DEVICE = "cuda"
 SHAPES = {
@@ -167,7 +167,7 @@ def decode(name: str, config: NSAConfig) -> None:
     for new in ((1, 1, 0), (3, 1, 2)):
         step = Step(Case(name, config, ()), (1500, 70, 40), new, max(new), page_size=128)
         findings = [
-            *step_parity(subject, step, torch.bfloat16),
+            *fused_step(subject, step, torch.bfloat16),
             *fused_gates(subject, step, torch.bfloat16),
             *fused_compress(subject, step, torch.bfloat16),
         ]

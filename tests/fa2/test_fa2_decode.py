@@ -15,9 +15,11 @@ from nsa_core.contract import Request
 from nsa_core.errors import Unsupported
 from nsa_core.layout import BlockGeometry
 from nsa_core.plan.plan import resolve
-from nsa_verify.checks.decode_parity import Step, judge_step, step_data
+from nsa_verify.checks.decode_parity import judge_step
 from nsa_verify.problems.cases import PAPER, TINY, Case, config_of
 from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.step_data import step_data
+from nsa_verify.problems.steps import Step
 
 RAGGED = (1, 7, 8, 11, 12, 64, 77)
 STEPS = {

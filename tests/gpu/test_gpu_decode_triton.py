@@ -11,11 +11,13 @@ import torch
 from nsa_core import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_verify.checks.decode_compress import fused_compress
-from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
-from nsa_verify.checks.decode_parity import Step, StepData, decode_parity, step_data
+from nsa_verify.checks.decode_fused import append_parity, fused_gates, fused_step
+from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import bits
+from nsa_verify.problems.step_data import StepData, step_data
+from nsa_verify.problems.steps import Step
 
 pytest.importorskip("triton")
 pytest.importorskip("nsa_backend_triton")
@@ -63,7 +65,7 @@ def forms(
     ("step", "dtype"), PROBLEMS, ids=lambda x: x.case.name if isinstance(x, Step) else str(x)
 )
 def test_every_decode_form_matches_the_oracle(step: Step, dtype: torch.dtype) -> None:
-    findings = [*decode_parity(TRITON, step, dtype), *step_parity(TRITON, step, dtype)]
+    findings = [*decode_parity(TRITON, step, dtype), *fused_step(TRITON, step, dtype)]
     findings += [*fused_gates(TRITON, step, dtype), *fused_compress(TRITON, step, dtype)]
     for rope, rotate_raw in ((False, False), (True, False), (True, True)):
         findings += append_parity(

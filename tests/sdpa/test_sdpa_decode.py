@@ -10,8 +10,10 @@ import torch
 from nsa_backend_sdpa import decode, engine
 from nsa_core import NSAConfig, resolve
 from nsa_core.errors import InvalidInput
-from nsa_verify.checks.decode_parity import decode_parity, quick_steps, step_data
+from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.step_data import step_data
+from nsa_verify.problems.steps import quick_steps
 
 SDPA = Combination(dict.fromkeys(("cmp", "select", "sel", "win", "combine"), "sdpa"))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

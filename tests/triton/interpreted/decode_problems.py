@@ -19,8 +19,9 @@ from nsa_backend_triton.decode import forms, launch
 from nsa_backend_triton.decode import gates as decode_gates
 from nsa_backend_triton.host import configs
 from nsa_core.layer.rope import rope_table
-from nsa_verify.checks.decode_parity import Step, StepData, step_data
 from nsa_verify.problems.cases import Case, config_of
+from nsa_verify.problems.step_data import StepData, step_data
+from nsa_verify.problems.steps import Step
 
 Outputs = dict[str, torch.Tensor]
 Form = Callable[[StepData, Callable[[torch.Tensor], torch.Tensor]], Outputs]

@@ -28,11 +28,13 @@ from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.dryrun import PeakBytes
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_verify.checks.decode_compress import fused_compress
-from nsa_verify.checks.decode_fused import append_parity, fused_gates, step_parity
-from nsa_verify.checks.decode_parity import ODD, Step, StepData, decode_parity, step_data
+from nsa_verify.checks.decode_fused import append_parity, fused_gates, fused_step
+from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.problems.cases import PAPER, SMALL, TINY, Case, config_of
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import bits
+from nsa_verify.problems.step_data import StepData, step_data
+from nsa_verify.problems.steps import ODD, Step
 
 SUBJECT = Combination(dict.fromkeys(SLOTS, "triton"))
 TINY_STEP, RAGGED_LENGTHS = config_of(4, 2, 16, 16, TINY), (1, 7, 8, 15, 16, 17, 23, 24, 25, 64, 77)
@@ -110,7 +112,7 @@ def test_decode_forms_and_fused_step_match_oracle(name, dtype):
     with strict():
         findings = [
             *decode_parity(SUBJECT, STEPS[name], dtype),
-            *step_parity(SUBJECT, STEPS[name], dtype),
+            *fused_step(SUBJECT, STEPS[name], dtype),
         ]
     assert len(findings) >= 9
     assert not [f for f in findings if not f.ok]
@@ -120,7 +122,7 @@ def test_rounding_does_not_bias_rows_of_few_keys():
     """A factor that is wrong in all columns of a row shows up with many wide heads."""
     step = Step(Case("32/1 256/256", config_of(32, 1, 256, 256, PAPER), ()), (65, 40), (1, 1))
     with strict():
-        findings = [*step_parity(SUBJECT, step, BF16)]
+        findings = [*fused_step(SUBJECT, step, BF16)]
     assert len(findings) == 2
     assert not [f for f in findings if not f.ok]
 
@@ -132,7 +134,7 @@ def test_forms_match_oracle_if_every_tile_is_a_split(name):
     with strict(), many_splits():
         findings = [
             *decode_parity(SUBJECT, STEPS[name], FP64),
-            *step_parity(SUBJECT, STEPS[name], FP64),
+            *fused_step(SUBJECT, STEPS[name], FP64),
         ]
     assert not [f for f in findings if not f.ok]
 
@@ -142,7 +144,7 @@ def test_negative_and_zero_scales_match_oracle(scale):
     config = dataclasses.replace(ONE.case.config, scale=scale)
     step = dataclasses.replace(ONE, case=dataclasses.replace(ONE.case, config=config))
     with strict():
-        findings = [*decode_parity(SUBJECT, step, FP64), *step_parity(SUBJECT, step, FP64)]
+        findings = [*decode_parity(SUBJECT, step, FP64), *fused_step(SUBJECT, step, FP64)]
     assert not [f for f in findings if not f.ok]
 
 

@@ -14,8 +14,8 @@ from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_cli.app import app
 from nsa_core.plan.registry import Registry
 from nsa_verify.checks import decode_compress, decode_fused, decode_invariants
-from nsa_verify.checks.decode_parity import quick_steps
 from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.steps import quick_steps
 from nsa_verify.run import suite
 from toy_forms import subject
 

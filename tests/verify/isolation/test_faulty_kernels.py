@@ -30,7 +30,7 @@ from nsa_verify.histories.replay import Failure, Fault
 from nsa_verify.isolation import gpu_context
 from nsa_verify.isolation.children import call_in_child
 from nsa_verify.isolation.global_state import KernelState
-from nsa_verify.problems import cases
+from nsa_verify.problems import cases, steps
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite, workers
@@ -271,6 +271,6 @@ def generated() -> list[suite.Job]:
 
 
 def decode_job() -> suite.Job:
-    step = decode_parity.quick_steps()[0]
+    step = steps.quick_steps()[0]
     check = suite.OnStep(decode_parity.decode_parity, step)
     return suite.Job("decode", check, step.case, torch.float32)

@@ -16,7 +16,7 @@ from large_scores import FAULTS, Kernel
 from nsa_core.contract import SLOTS
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
-from nsa_verify.checks.decode_parity import Step, decode_parity
+from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.checks.slots import parity
 from nsa_verify.generated.checks import judge_generated
 from nsa_verify.generated.data import problem_of
@@ -25,6 +25,7 @@ from nsa_verify.judge.slot import judge_slot
 from nsa_verify.judge.tensor import Verdict, judge
 from nsa_verify.problems.cases import Case, config_of, quick_cases
 from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.steps import Step
 from nsa_verify.reference import attention, score_noise
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -14,9 +14,10 @@ from nsa_core.config import NSAConfig
 from nsa_core.dtypes import dtype_name
 from nsa_core.util.text import describe_error
 from nsa_verify.checks.decode_fused import fused_step as judge_fused
-from nsa_verify.checks.decode_parity import Step, decode_parity
+from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.steps import Step
 
 
 def decode_gate(

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.dtypes import dtype_name
+from nsa_core.contract import SLOTS
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.plan.plan import Plan
-from nsa_verify.checks.calls import CORE, PREFILL, may_call
-from nsa_verify.checks.invariants import HUGE, between_nans, poisoned_memory
+from nsa_verify.checks.calls import CORE, PREFILL
+from nsa_verify.checks.invariants import between_nans, poisoned_memory, with_poison
+from nsa_verify.checks.subjects import CaseSubject, case_check
 from nsa_verify.judge.core import judge_core
-from nsa_verify.problems.cases import Case, CaseData
-from nsa_verify.problems.combination import Combination, spec_of
-from nsa_verify.problems.findings import Finding, judged, same_bits
+from nsa_verify.problems.cases import CaseData
+from nsa_verify.problems.findings import Finding
 from nsa_verify.problems.slot_runs import Documents, masked_do
 
 _NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
@@ -106,116 +106,93 @@ def _tensors(data: CaseData) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _judged(
-    check: str, run: CoreRun, do: torch.Tensor, case: Case, dtype: torch.dtype, data: CaseData
-) -> Iterator[Finding]:
+def _run(
+    subject: CaseSubject,
+    plan: Plan,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    blocks: torch.Tensor | None = None,
+) -> CoreRun:
+    """Run the forward on ``tensors``, by default those of the case."""
+    tensors = _tensors(subject.data) if tensors is None else tensors
+    return CoreRun(plan, subject.case.config, subject.data, tensors, blocks)
+
+
+def _judged(subject: CaseSubject, run: CoreRun, do: torch.Tensor) -> Iterator[Finding]:
     """Judge the gradients of ``run``, computed while new memory holds NaN."""
     with poisoned_memory():
         gradients = run.gradients(do)
+    case = subject.case
+    sizes = (case.config.geometry, case.config.softmax_scale)
     verdicts = judge_core(
-        run.inputs,
-        do,
-        gradients,
-        case.config.geometry,
-        case.config.softmax_scale,
-        cu_seqlens=data.cu_seqlens,
-        rows=case.rows,
+        run.inputs, do, gradients, *sizes, cu_seqlens=subject.data.cu_seqlens, rows=case.rows
     )
-    yield from judged(check, "", case, dtype, verdicts)
+    yield from subject.judged("", verdicts)
 
 
-@may_call(*PREFILL, CORE)
-def core_gradients(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+@case_check("core gradients", *PREFILL, CORE)
+def core_gradients(subject: CaseSubject) -> Iterator[Finding]:
     """Judge the gradients of nsa_attention, given the blocks that it selected.
 
     Some gates are 0, 1e-6 or 2.5. During the backward, new memory holds NaN: a
     gradient that reads memory before it is written fails.
     """
-    data = case.data(dtype, combination.device)
-    plan = combination.plan(case.config, dtype, varlen=case.packed)
-    run = CoreRun(plan, case.config, data, _tensors(data))
-    yield from _judged("core gradients", run, masked_do(case, data.do), case, dtype, data)
+    do = masked_do(subject.case, subject.data.do)
+    yield from _judged(subject, _run(subject, subject.plan()), do)
 
 
-@may_call(*PREFILL, CORE)
-def nan_storage(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+@case_check("core nan storage", *PREFILL, CORE)
+def nan_storage(subject: CaseSubject) -> Iterator[Finding]:
     """Judge a fused backward on inputs and a do with NaN beyond S and between rows."""
-    plan = combination.plan(case.config, dtype, varlen=case.packed)
-    if case.rows is not None or "backward" not in plan.fused:
+    plan = subject.plan()
+    if subject.case.rows is not None or "backward" not in plan.fused:
         return
-    data = case.data(dtype, combination.device)
-    tensors = {name: between_nans(tensor) for name, tensor in _tensors(data).items()}
-    run = CoreRun(plan, case.config, data, tensors)
-    yield from _judged("core nan storage", run, between_nans(data.do), case, dtype, data)
+    tensors = {name: between_nans(tensor) for name, tensor in _tensors(subject.data).items()}
+    yield from _judged(subject, _run(subject, plan, tensors), between_nans(subject.data.do))
 
 
-@may_call(*PREFILL, CORE)
-def finite_poison(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+@case_check("core poison", *PREFILL, CORE)
+def finite_poison(subject: CaseSubject) -> Iterator[Finding]:
     """Check that huge keys and values after t do not change dq and dgates of rows <= t, bitwise.
 
     The values are those of the check "poison"; the blocks are those of the run without them.
     """
-    plan = combination.plan(case.config, dtype, deterministic=True)
+    case, plan = subject.case, subject.plan(varlen=False, deterministic=True)
     if case.packed or case.tokens < 2 or case.rows is not None or "backward" not in plan.fused:
         return
-    data = case.data(dtype, combination.device)
-    clean = CoreRun(plan, case.config, data, _tensors(data))
-    t, huge, poisoned = case.tokens // 2, HUGE.get(dtype, 1e30), _tensors(data)
-    visible = case.config.geometry.num_compressed(t + 1)
-    for name in _NAMES[1:-1]:
-        poisoned[name] = poisoned[name].clone()
-        tail = poisoned[name][:, visible if name.endswith("_cmp") else t + 1 :]
-        tail.copy_(torch.where(tail >= 0, huge, -huge))
-    other = CoreRun(plan, case.config, data, poisoned, clean.inputs["blocks"])
-    expected, actual = (run.gradients(data.do) for run in (clean, other))
+    clean = _run(subject, plan)
+    poisoned = {n: with_poison(subject, n, x) for n, x in _tensors(subject.data).items()}
+    other = _run(subject, plan, poisoned, clean.inputs["blocks"])
+    expected, actual = (run.gradients(subject.data.do) for run in (clean, other))
+    t = case.tokens // 2
     for name in ("dq", "dgates"):
         rows = (gradients[name][:, : t + 1] for gradients in (actual, expected))
-        yield same_bits("core poison", "core", case, dtype, f"{name} up to {t}", *rows)
+        yield subject.same_bits("core", f"{name} up to {t}", *rows)
 
 
-@may_call(*PREFILL, CORE)
-def inputs_untouched(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+@case_check("core inputs", *PREFILL, CORE)
+def inputs_untouched(subject: CaseSubject) -> Iterator[Finding]:
     """Check that a fused backward writes to none of its inputs, blocks and do included."""
-    plan = combination.plan(case.config, dtype, varlen=case.packed)
+    plan = subject.plan()
     if "backward" not in plan.fused:
         return
-    data = case.data(dtype, combination.device)
-    run = CoreRun(plan, case.config, data, _tensors(data))
-    tensors = {**run.inputs, "do": data.do.clone()}
-    before = {name: tensor.clone() for name, tensor in tensors.items()}
-    run.gradients(tensors["do"])
-    for name, tensor in tensors.items():
-        yield same_bits("core inputs", "core", case, dtype, name, tensor, before[name])
+    run, do = _run(subject, plan), subject.data.do.clone()
+    yield from subject.untouched("core", {**run.inputs, "do": do}, lambda: run.gradients(do))
 
 
-@may_call(*PREFILL, CORE)
-def run_to_run(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+@case_check("core run to run", *PREFILL, CORE)
+def run_to_run(subject: CaseSubject) -> Iterator[Finding]:
     """Check that a fused backward gives equal bits three times.
 
     This holds if every slot is declared deterministic, and under ``deterministic=True``. The runs
     share their forward: a backward that changes what the forward saved fails.
     """
-    data = case.data(dtype, combination.device)
     for required in (False, True):
-        plan = combination.plan(case.config, dtype, varlen=case.packed, deterministic=required)
+        plan = subject.plan(deterministic=required)
         if "backward" not in plan.fused:
             continue
-        slots = spec_of(combination, plan, "sel").slots
-        not_declared = [name for name, slot in slots.items() if not slot.deterministic]
+        not_declared = [slot for slot in SLOTS if not subject.is_deterministic(plan, slot)]
         if not_declared and not required:
-            backend = plan.choices["sel"].backend
-            yield Finding(
-                "core run to run",
-                "core",
-                case.name,
-                dtype_name(dtype),
-                "as declared",
-                None,
-                detail=f"{backend} does not declare {not_declared[0]} deterministic",
-            )
+            yield subject.not_deterministic(plan, not_declared[0], of="core")
             continue
-        run = CoreRun(plan, case.config, data, _tensors(data))
-        first, *others = [run.gradients(masked_do(case, data.do)) for _ in range(3)]
-        for other, name in itertools.product(others, first):
-            values = other[name], first[name]
-            yield same_bits("core run to run", "core", case, dtype, name, *values)
+        run, do = _run(subject, plan), masked_do(subject.case, subject.data.do)
+        yield from subject.equal_runs("core", [run.gradients(do) for _ in range(3)])

@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope import rope_table
 from nsa_core.plan.plan import Plan
-from nsa_verify.checks.calls import may_call
-from nsa_verify.checks.decode_fused import missing_form
-from nsa_verify.checks.decode_parity import Step, StepData, decode_plan, step_data
+from nsa_verify.checks.subjects import StepSubject, step_check
 from nsa_verify.judge.tensor import Verdict, heads_first, judge
-from nsa_verify.problems.combination import Combination
-from nsa_verify.problems.findings import Finding, judged, same_bits
+from nsa_verify.problems.findings import Finding
+from nsa_verify.problems.step_data import StepData
+from nsa_verify.problems.steps import Step
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 _SPREAD = 4  # sequences that complete blocks spread over the longest sequence
@@ -26,22 +25,21 @@ Weights = tuple[torch.Tensor, ...]
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [N, 1, D / 2]
 
 
-@may_call(("compress", "decode"))
-def fused_compress(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+@step_check("decode fused compress", ("compress", "decode"))
+def fused_compress(subject: StepSubject) -> Iterator[Finding]:
     """Run :func:`compress_parity` with both kinds of phi, with and without rotary.
 
     With 16-bit keys, one run has weights in fp32, as under autocast.
     """
-    plan = decode_plan(combination, step, dtype)
+    plan = subject.plan()
     if "compress" not in plan.fused:
-        yield missing_form(plan, "compress", step, dtype)
+        yield subject.missing_form("compress")
         return
-    step = with_complete_blocks(step)
-    data = step_data(step, dtype, combination.device)
+    subject = dataclasses.replace(subject, step=with_complete_blocks(subject.step))
     for kind, rope in itertools.product(("mlp", "linear"), (False, True)):
-        yield from compress_parity(plan, step, data, kind, rope=rope)
-    if dtype in _HALF_PRECISION:
-        yield from compress_parity(plan, step, data, "mlp", rope=True, weights=torch.float32)
+        yield from compress_parity(subject, plan, kind, rope=rope)
+    if subject.dtype in _HALF_PRECISION:
+        yield from compress_parity(subject, plan, "mlp", rope=True, weights=torch.float32)
 
 
 def with_complete_blocks(step: Step) -> Step:
@@ -73,9 +71,8 @@ def with_complete_blocks(step: Step) -> Step:
 
 
 def compress_parity(
+    subject: StepSubject,
     plan: Plan,
-    step: Step,
-    data: StepData,
     kind: str,
     *,
     rope: bool,
@@ -86,14 +83,14 @@ def compress_parity(
     The ring holds NaN except in the tokens that the cache keeps, and the pages hold numbers.
 
     Args:
+        subject: The combination on a step of at most d rows.
         plan: A decode plan with a fused compress.
-        step: The step, of at most d rows.
-        data: Its tensors.
         kind: Kind of phi, "mlp" or "linear".
         rope: Whether to rotate k_cmp.
         weights: Dtype of the weights; None: that of the keys.
     """
-    config, dtype, device = step.case.config, data.q.dtype, data.q.device
+    step, data, dtype = subject.step, subject.data, subject.dtype
+    config, device = step.case.config, data.q.device
     generator = torch.Generator().manual_seed(step.case.seed)
     blocks = _complete_blocks(step)
     rings = [_ring(step, data, width, generator) for width in (config.qk_dim, config.v_dim)]
@@ -125,16 +122,9 @@ def compress_parity(
         )
         others = torch.ones(stores[i].flatten(0, 1).shape[0], dtype=torch.bool, device=device)
         others[rows] = False
-        yield same_bits(
-            "decode fused compress",
-            "",
-            step.case,
-            dtype,
-            f"other rows of {name}, {label}",
-            stores[i].flatten(0, 1)[others],
-            before[i].flatten(0, 1)[others],
-        )
-    yield from judged("decode fused compress", "", step.case, dtype, verdicts)
+        after, unchanged = (store.flatten(0, 1)[others] for store in (stores[i], before[i]))
+        yield subject.same_bits("", f"other rows of {name}, {label}", after, unchanged)
+    yield from subject.judged("", verdicts)
 
 
 def _complete_blocks(step: Step) -> list[tuple[int, int]]:

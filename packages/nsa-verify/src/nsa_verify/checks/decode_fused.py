@@ -11,57 +11,46 @@ from typing import Any
 
 import torch
 
-from nsa_core.dtypes import dtype_name, stats_dtype
+from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope import RopeTable, rope_table, rotate
-from nsa_core.plan.plan import Plan
 from nsa_verify import oracle
-from nsa_verify.checks.calls import may_call
-from nsa_verify.checks.decode_parity import Step, StepData, decode_plan, packed, step_data
-from nsa_verify.judge.selection import MAX_REGRET, judge_selection
+from nsa_verify.checks.subjects import StepSubject, step_check
+from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.tensor import Verdict, gate_rows, heads_first, judge
 from nsa_verify.problems.combination import Combination
-from nsa_verify.problems.findings import Finding, judged, same_bits
+from nsa_verify.problems.findings import Finding, Findings
+from nsa_verify.problems.step_data import StepData, packed
+from nsa_verify.problems.steps import Step
 from nsa_verify.reference import attention
 
 _DIM = 200  # layer width of the gates check: larger than a tile, and not a multiple of one
 
 
-@may_call(("step", "decode"))
-def fused_step(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-    """Run :func:`step_parity` if the backend of the combination has a fused step."""
-    plan = decode_plan(combination, step, dtype)
-    if "step" in plan.fused:
-        yield from step_parity(combination, step, dtype)
-    else:
-        yield missing_form(plan, "step", step, dtype)
-
-
-@may_call(("append", "decode"))
-def fused_append(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+@step_check("decode fused append", ("append", "decode"))
+def fused_append(subject: StepSubject) -> Iterator[Finding]:
     """Run :func:`append_parity` with and without rotary if the backend has a fused append."""
-    plan = decode_plan(combination, step, dtype)
-    if "append" not in plan.fused:
-        yield missing_form(plan, "append", step, dtype)
+    if "append" not in subject.plan().fused:
+        yield subject.missing_form("append")
         return
-    ring = step.case.config.compress_block_size + step.rows - 1
+    ring = subject.case.config.compress_block_size + subject.step.rows - 1
+    target = (subject.combination, subject.step, subject.dtype)
     for rope, rotate_raw in ((False, False), (True, False), (True, True)):
-        yield from append_parity(
-            combination, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring, exact=False
-        )
+        options = {"rope": rope, "rotate_raw": rotate_raw}
+        yield from append_parity(*target, **options, raw_ring=ring, exact=False)
 
 
-@may_call(("gates", "decode"))
-def fused_gates(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+@step_check("decode fused gates", ("gates", "decode"))
+def fused_gates(subject: StepSubject) -> Iterator[Finding]:
     """Judge sigmoid(x W^T + b) in the dtype of gates, if the backend has fused gates."""
-    plan, data = decode_plan(combination, step, dtype), step_data(step, dtype, combination.device)
+    plan, data, dtype = subject.plan(), subject.data, subject.dtype
     if "gates" not in plan.fused:
-        yield missing_form(plan, "gates", step, dtype)
+        yield subject.missing_form("gates")
         return
-    (batch, m), heads = data.q.shape[:2], step.case.config.n_heads
-    generator = torch.Generator().manual_seed(step.case.seed)
+    (batch, m), heads = data.q.shape[:2], subject.case.config.n_heads
+    generator = torch.Generator().manual_seed(subject.case.seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(combination.device, dtype)
+        return torch.randn(shape, generator=generator).to(subject.combination.device, dtype)
 
     x = normal(batch, m, _DIM + 8)[..., :_DIM]  # rows with gaps between them
     weight, bias = normal(3 * heads, _DIM) * _DIM**-0.5, normal(3 * heads)
@@ -77,52 +66,37 @@ def fused_gates(combination: Combination, step: Step, dtype: torch.dtype) -> Ite
     golden = logits(torch.float64).sigmoid()
     # The magnitude of a logit, multiplied by the derivative of the sigmoid.
     magnitude = golden * (1 - golden) * logits(torch.float64, torch.abs) + golden
-    actual, golden, rounded, magnitude = (
-        gate_rows(t) for t in (actual, golden, logits(gates_dtype).sigmoid(), magnitude)
-    )
-    verdict = judge(actual, golden, rounded, magnitude, gates_dtype)
-    yield from judged("decode fused gates", "", step.case, dtype, {"gates": verdict})
+    tensors = (actual, golden, logits(gates_dtype).sigmoid(), magnitude)
+    verdict = judge(*(gate_rows(t) for t in tensors), gates_dtype)
+    yield from subject.judged("", {"gates": verdict})
 
 
-def missing_form(plan: Plan, name: str, step: Step, dtype: torch.dtype) -> Finding:
-    """Return the finding of a check that does not apply: no fused form ``name``."""
-    backends = {choice.backend for choice in plan.choices.values()}
-    why = (
-        f"{backends.pop()} has no fused {name}"
-        if len(backends) == 1
-        else "the slots are of several backends"
-    )
-    return Finding(
-        f"decode fused {name}", "", step.case.name, dtype_name(dtype), name, None, detail=why
-    )
-
-
-def step_parity(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+@step_check("decode fused step", ("step", "decode"))
+def fused_step(subject: StepSubject) -> Iterator[Finding]:
     """Check the blocks of a fused step, its output given these blocks, and its padding rows.
 
     The output is the gated sum of the branches (Eq. 5). It is judged like a composition of slots,
     whose outputs are rounded before the gates; a fused step may round less.
     """
-    plan = decode_plan(combination, step, dtype)
-    data = step_data(step, dtype, combination.device)
-    s = data.stores
+    plan, step, data = subject.plan(), subject.step, subject.data
+    if "step" not in plan.fused:
+        yield subject.missing_form("step")
+        return
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
-    o, blocks = plan.fused["step"](data.q, data.gates, *(s[name] for name in names), call=data.call)
+    stores = (data.stores[name] for name in names)
+    o, blocks = plan.fused["step"](data.q, data.gates, *stores, call=data.call)
     for b, new in enumerate(step.new):
-        for name, padding, value in (("o", o[b, new:], 0), ("blocks", blocks[b, new:], -1)):
-            if new < step.rows:
-                expected = torch.full_like(padding, value)
-                quantity = f"{name} of padding"
-                yield same_bits(
-                    "decode fused step", "", step.case, dtype, quantity, padding, expected
-                )
-    yield from judge_composed(step, dtype, data, o, blocks)
+        if new < step.rows:
+            yield subject.filled("", "o of padding", o[b, new:], 0)
+            yield subject.filled("", "blocks of padding", blocks[b, new:], -1)
+    yield from judge_composed(step, subject.dtype, data, o, blocks)
 
 
 def judge_composed(
     step: Step, dtype: torch.dtype, data: StepData, o: torch.Tensor, blocks: torch.Tensor
 ) -> Iterator[Finding]:
     """Judge o [B, m, Hq, Dv] and blocks [B, m, G, n] of a fused step."""
+    findings = Findings("decode fused step", step.case, dtype)
     p, sizes = packed(step, data), (step.case.config.geometry, step.case.config.softmax_scale)
     t, selected = p.tensors, p.scatter(blocks)
     options: dict[str, Any] = {"cu_seqlens": p.cu_seqlens, "rows": p.rows}
@@ -134,21 +108,7 @@ def judge_composed(
     selection = judge_selection(
         t["q"], t["k_cmp"], truth.lse.to(stats_dtype(dtype)), selected, *sizes, **options
     )
-    common = (
-        "decode fused step",
-        "",
-        step.case.name,
-        dtype_name(dtype),
-        "blocks",
-        selection.ok,
-        selection.regret / MAX_REGRET,
-    )
-    detail = (
-        selection.why + p.describe(selection.where[:1])
-        if selection.why
-        else f"regret {selection.regret:.2g}"
-    )
-    yield Finding(*common, detail=detail)
+    yield findings.selected("", selection, p.describe(selection.where[:1]))
     golden = oracle.combine(
         t["gates"], truth.o, oracle.sel(*sel_args, **options).o, oracle.win(*win_args, **options).o
     ).o
@@ -175,7 +135,7 @@ def judge_composed(
     )
     score_noise = None if score_noise is None else heads_first(score_noise)
     verdict = judge(actual, golden, rounded, magnitude, dtype, score_noise=score_noise)
-    yield from judged("decode fused step", "", step.case, dtype, {"o": verdict})
+    yield from findings.judged("", {"o": verdict})
 
 
 def append_parity(
@@ -200,8 +160,8 @@ def append_parity(
         exact: Require equal bits of rotated tensors. Otherwise they are judged, because a fused
             multiply-add rounds once less than a product and a sum.
     """
-    data, config = step_data(step, dtype, combination.device), step.case.config
-    plan, table = decode_plan(combination, step, dtype), None
+    subject = StepSubject("decode fused append", step.case, dtype, combination, step)
+    plan, data, config, table = subject.plan(), subject.data, step.case.config, None
     if rope:
         positions = torch.arange(max(step.lengths) + step.rows, device=combination.device)
         table = rope_table(positions, config.qk_dim, config.frequencies, dtype)
@@ -210,17 +170,9 @@ def append_parity(
     expected_q = _plain_append(step, data, rows, expected, table, rotate_raw)
     tables = None if table is None else (table.cos[:, 0], table.sin[:, 0])
     keys, values = (tuple(rows[name][i] for name in ("raw", "sel", "win")) for i in (0, 1))
-    q = plan.fused["append"](
-        data.q,
-        keys,
-        values,
-        stores["raw"],
-        stores["sel"],
-        stores["win"],
-        rope=tables,
-        rotate_raw=rotate_raw,
-        call=data.call,
-    )
+    written = (stores[name] for name in ("raw", "sel", "win"))
+    options = {"rope": tables, "rotate_raw": rotate_raw, "call": data.call}
+    q = plan.fused["append"](data.q, keys, values, *written, **options)
     label = "no rotary" if not rope else "rotary of raw too" if rotate_raw else "rotary"
     is_new = (torch.arange(step.rows) < torch.tensor(step.new)[:, None]).to(expected_q.device)
     pairs = {"q": (q[is_new], expected_q[is_new], rope)}
@@ -231,10 +183,9 @@ def append_parity(
     for name, (actual, plain, rotated) in pairs.items():  # [rows, heads, D]
         quantity = f"{name}, {label}"
         if exact or not rotated:
-            yield same_bits("decode fused append", "", step.case, dtype, quantity, actual, plain)
+            yield subject.same_bits("", quantity, actual, plain)
         elif len(actual):
-            verdict = judge_rotated(actual, plain, dtype)
-            yield from judged("decode fused append", "", step.case, dtype, {quantity: verdict})
+            yield from subject.judged("", {quantity: judge_rotated(actual, plain, dtype)})
 
 
 def judge_rotated(actual: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> Verdict:

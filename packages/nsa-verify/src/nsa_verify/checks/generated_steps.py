@@ -14,8 +14,8 @@ from nsa_core.contract import DTYPES
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_verify.checks.calls import DECODE
-from nsa_verify.checks.decode_fused import step_parity
-from nsa_verify.checks.decode_parity import decode_parity, decode_plan
+from nsa_verify.checks.decode_fused import fused_step
+from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.generated.bias import MIN_ROWS, without_bias
 from nsa_verify.generated.block_step import CHECK, block_step_findings
 from nsa_verify.generated.design import (
@@ -31,6 +31,7 @@ from nsa_verify.generated.step import INDICES, GeneratedStep
 from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
+from nsa_verify.problems.step_runs import decode_plan
 
 NAME = "generated steps"
 NAMES = (NAME, CHECK)
@@ -245,7 +246,7 @@ def judge_step(combination: Combination, generated: GeneratedStep) -> list[Findi
         messy = messy_blocks if generated.order == "messy" else None
         findings = list(decode_parity(combination, step, dtype, messy))
         if "step" in decode_plan(combination, step, dtype).fused:
-            findings += step_parity(combination, step, dtype)
+            findings += fused_step(combination, step, dtype)
     except Unsupported as refusal:
         return finding("plan", None, " ".join(str(refusal).split()))
     except (InvalidInput, BackendUnavailable):

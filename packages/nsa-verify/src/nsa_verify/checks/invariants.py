@@ -4,106 +4,76 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
+import functools
 from collections.abc import Iterator
 
 import torch
 
-from nsa_core.contract import SLOTS
-from nsa_core.dtypes import dtype_name
+from nsa_core.contract import BRANCHES, SLOTS
 from nsa_core.layer.attention import nsa_attention
-from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.core_kernels import selects_all
-from nsa_verify.checks.calls import PREFILL, may_call
-from nsa_verify.judge.slot import judge_slot
-from nsa_verify.problems.cases import Case, CaseData
-from nsa_verify.problems.combination import Combination, spec_of
-from nsa_verify.problems.findings import Finding, judged, same_bits
-from nsa_verify.problems.slot_runs import (
-    CausalSel,
-    SlotRun,
-    masked_do,
-    run_slot,
-    run_slots,
-    slot_inputs,
-)
+from nsa_verify.checks.calls import PREFILL
+from nsa_verify.checks.slots import judge_run
+from nsa_verify.checks.subjects import CaseSubject, case_check
+from nsa_verify.problems.cases import CaseData
+from nsa_verify.problems.findings import Finding
+from nsa_verify.problems.slot_runs import CausalSel, masked_do, slot_inputs
 
 HUGE = {torch.float16: 6e4}  # finite poison; 1e30 in other dtypes
 
 
-@may_call(*PREFILL)
-def composition(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+@case_check("composition", *PREFILL)
+def composition(subject: CaseSubject) -> Iterator[Finding]:
     """Check that nsa_attention equals the five slots in order, bit for bit, with gradients.
 
     In sequences of at most n * l' tokens, its sel is the causal kernel of the plan.
     """
-    data = case.data(dtype, combination.device)
+    data = subject.data
     # Equal bits of two runs require deterministic slots.
-    plan = combination.plan(case.config, dtype, varlen=case.packed, deterministic=True)
-    do = masked_do(case, data.do)
+    plan = subject.plan(deterministic=True)
+    do = masked_do(subject.case, data.do)
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
     leaves = {n: getattr(data, n).detach().requires_grad_() for n in ("q", *names)}
-    kv = {n: leaves[n] for n in ("k_cmp", "v_cmp")}
-    k, v = (None, leaves["k_sel"], leaves["k_win"]), (None, leaves["v_sel"], leaves["v_win"])
     o, blocks = nsa_attention(
         leaves["q"],
-        k,
-        v,
+        (None, leaves["k_sel"], leaves["k_win"]),
+        (None, leaves["v_sel"], leaves["v_win"]),
         leaves["gates"],
-        config=case.config,
+        config=subject.case.config,
         plan=plan,
+        k_cmp=leaves["k_cmp"],
+        v_cmp=leaves["v_cmp"],
         cu_seqlens=data.cu_seqlens,
-        max_seqlen=_longest(data),
+        max_seqlen=None if data.cu_seqlens is None else data.max_seqlen,
         return_blocks=True,
-        **kv,
     )
     grads = dict(zip(names, torch.autograd.grad(o, [leaves[n] for n in names], do)))
     if plan.causal_sel is not None and selects_all(plan, None, data.max_seqlen):
         plan = dataclasses.replace(plan, sel=CausalSel(plan.causal_sel))
-    runs = run_slots(plan, case, data)
-    yield same_bits("composition", "combine", case, dtype, "o", o, runs["combine"].outputs["o"])
-    yield same_bits(
-        "composition", "select", case, dtype, "blocks", blocks, runs["select"].outputs["blocks"]
-    )
-    yield same_bits(
-        "composition",
-        "combine",
-        case,
-        dtype,
-        "dgates",
-        grads["gates"],
-        runs["combine"].outputs["dgates"],
-    )
-    for branch in ("cmp", "sel", "win"):
-        upstream = runs["combine"].outputs[f"do_{branch}"]
-        run = run_slot(plan, branch, slot_inputs(branch, data, runs), upstream, data)
+    runs = subject.runs(plan)
+    combined = runs["combine"].outputs
+    yield subject.same_bits("combine", "o", o, combined["o"])
+    yield subject.same_bits("select", "blocks", blocks, runs["select"].outputs["blocks"])
+    yield subject.same_bits("combine", "dgates", grads["gates"], combined["dgates"])
+    for branch in BRANCHES:
+        upstream = combined[f"do_{branch}"]
+        run = subject.run(plan, branch, slot_inputs(branch, data, runs), upstream)
         suffix = "_cmp" if branch == "cmp" else ""
         for kind in "kv":
-            expected = run.outputs[f"d{kind}{suffix}"]
-            yield same_bits(
-                "composition",
-                branch,
-                case,
-                dtype,
-                f"d{kind}_{branch}",
-                grads[f"{kind}_{branch}"],
-                expected,
-            )
+            name, expected = f"{kind}_{branch}", run.outputs[f"d{kind}{suffix}"]
+            yield subject.same_bits(branch, f"d{name}", grads[name], expected)
 
 
-def _longest(data: CaseData) -> int | None:
-    return None if data.cu_seqlens is None else data.max_seqlen
-
-
-@may_call(*PREFILL)
-def causality(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+@case_check("causality", *PREFILL)
+def causality(subject: CaseSubject) -> Iterator[Finding]:
     """Check that no row before t0 depends on tokens from t0 on, by equal bits and by autograd."""
+    case = subject.case
     if case.packed or case.tokens < 2 or case.rows is not None:
         return
-    data = case.data(dtype, combination.device)
-    other = case.data(dtype, combination.device, seed=1)
-    plan = combination.plan(case.config, dtype)
+    data = subject.data
+    other = case.data(subject.dtype, subject.combination.device, seed=1)
+    plan = subject.plan()
 
     def run(d: CaseData) -> tuple[torch.Tensor, torch.Tensor]:
         # The keys of win replace the uncompressed keys of cmp. With mean compression, every branch
@@ -117,50 +87,22 @@ def causality(combination: Combination, case: Case, dtype: torch.dtype) -> Itera
     with torch.no_grad():
         o, blocks = run(data)
     geometry = case.config.geometry
-    points = {
-        1,
-        geometry.compress_block_size,
-        geometry.select_block_size + 1,
-        case.tokens // 2,
-        case.tokens - 1,
-    }
+    points = {geometry.compress_block_size, geometry.select_block_size + 1}
+    points |= {1, case.tokens // 2, case.tokens - 1}
     for t0 in sorted(t for t in points if 0 < t < case.tokens):
         with torch.no_grad():
             changed_o, changed_blocks = run(_splice(data, other, t0))
-        yield same_bits(
-            "causality", "whole", case, dtype, f"o before {t0}", changed_o[:, :t0], o[:, :t0]
-        )
-        yield same_bits(
-            "causality",
-            "select",
-            case,
-            dtype,
-            f"blocks before {t0}",
-            changed_blocks[:, :t0],
-            blocks[:, :t0],
+        yield subject.same_bits("whole", f"o before {t0}", changed_o[:, :t0], o[:, :t0])
+        yield subject.same_bits(
+            "select", f"blocks before {t0}", changed_blocks[:, :t0], blocks[:, :t0]
         )
     t0 = case.tokens // 2
-    leaves = {
-        n: getattr(data, n).detach().requires_grad_()
-        for n in ("q", "k_sel", "v_sel", "k_win", "v_win")
-    }
-    o, _ = run(_replaced(data, **leaves))
+    names = ("q", "k_sel", "v_sel", "k_win", "v_win")
+    leaves = {n: getattr(data, n).detach().requires_grad_() for n in names}
+    o, _ = run(dataclasses.replace(data, **leaves))
     grads = torch.autograd.grad(o[:, :t0], list(leaves.values()), data.do[:, :t0])
     for name, grad in zip(leaves, grads):
-        future = grad[:, t0:]
-        yield same_bits(
-            "causality",
-            "whole",
-            case,
-            dtype,
-            f"d{name} from {t0}",
-            future,
-            torch.zeros_like(future),
-        )
-
-
-def _replaced(data: CaseData, **tensors: torch.Tensor) -> CaseData:
-    return CaseData(**{**{n: getattr(data, n) for n in CaseData.__dataclass_fields__}, **tensors})
+        yield subject.filled("whole", f"d{name} from {t0}", grad[:, t0:], 0)
 
 
 def _splice(data: CaseData, other: CaseData, t0: int) -> CaseData:
@@ -169,63 +111,59 @@ def _splice(data: CaseData, other: CaseData, t0: int) -> CaseData:
     for name in ("q", "k_sel", "v_sel", "k_win", "v_win", "gates"):
         a, b = getattr(data, name), getattr(other, name)
         joined[name] = torch.cat([a[:, :t0], b[:, t0:]], 1)
-    return _replaced(data, **joined)
+    return dataclasses.replace(data, **joined)
 
 
-@may_call(*PREFILL)
-def finite_poison(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+@case_check("poison", *PREFILL)
+def finite_poison(subject: CaseSubject) -> Iterator[Finding]:
     """Check that huge keys and values after t do not change o, LSE and dq of rows <= t, bitwise.
 
     The values are +-1e30, in float16 +-6e4.
     """
+    case, data = subject.case, subject.data
     if case.packed or case.tokens < 2 or case.rows is not None:
         return
-    data = case.data(dtype, combination.device)
-    plan = combination.plan(case.config, dtype, deterministic=True)
-    runs = run_slots(plan, case, data)
+    plan = subject.plan(deterministic=True)
+    runs = subject.runs(plan)
     t = case.tokens // 2
-    visible = case.config.geometry.num_compressed(t + 1)
-    huge = HUGE.get(dtype, 1e30)
-    for slot in ("cmp", "sel", "win"):
-        inputs = dict(runs[slot].inputs)
-        for name in (n for n in inputs if n[0] in "kv"):
-            poisoned = inputs[name].clone()
-            tail = poisoned[:, visible if name.endswith("_cmp") else t + 1 :]
-            tail.copy_(torch.where(tail >= 0, huge, -huge))
-            inputs[name] = poisoned
-        run = run_slot(plan, slot, inputs, data.do, data)
-        for quantity in ("o", "dq"):
-            actual = run.outputs[quantity][:, : t + 1]
-            clean = runs[slot].outputs[quantity][:, : t + 1]
-            yield same_bits("poison", slot, case, dtype, f"{quantity} up to {t}", actual, clean)
-        actual, clean = run.outputs["lse"][..., : t + 1], runs[slot].outputs["lse"][..., : t + 1]
-        yield same_bits("poison", slot, case, dtype, f"lse up to {t}", actual, clean)
+    for slot in BRANCHES:
+        inputs = {n: with_poison(subject, n, x) for n, x in runs[slot].inputs.items()}
+        outputs, clean = subject.run(plan, slot, inputs, data.do).outputs, runs[slot].outputs
+        for name in ("o", "dq", "lse"):
+            tokens = -1 if name == "lse" else 1
+            actual, expected = (x[name].narrow(tokens, 0, t + 1) for x in (outputs, clean))
+            yield subject.same_bits(slot, f"{name} up to {t}", actual, expected)
 
 
-@may_call(*PREFILL)
-def nan_storage(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+def with_poison(subject: CaseSubject, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return keys or values with huge numbers after the middle token; other tensors unchanged.
+
+    Compressed tokens are huge if one of their tokens is after the middle.
+    """
+    if name[0] not in "kv":
+        return tensor
+    t, huge = subject.case.tokens // 2, HUGE.get(subject.dtype, 1e30)
+    compressed = subject.case.config.geometry.num_compressed(t + 1)
+    poisoned = tensor.clone()
+    tail = poisoned[:, compressed if name.endswith("_cmp") else t + 1 :]
+    tail.copy_(torch.where(tail >= 0, huge, -huge))
+    return poisoned
+
+
+@case_check("nan storage", *PREFILL)
+def nan_storage(subject: CaseSubject) -> Iterator[Finding]:
     """Judge slots on inputs with NaN beyond S and between rows, and on outputs filled with NaN."""
-    if case.rows is not None:
+    data = subject.data
+    if subject.case.rows is not None:
         return
-    data = case.data(dtype, combination.device)
-    plan = combination.plan(case.config, dtype, varlen=case.packed)
-    runs = run_slots(plan, case, data)
+    plan = subject.plan()
+    runs = subject.runs(plan)
     with poisoned_memory():
-        for slot in ("cmp", "sel", "win"):
-            inputs = {
-                n: t if n in ("blocks",) else between_nans(t) for n, t in runs[slot].inputs.items()
-            }
-            run = run_slot(plan, slot, inputs, data.do, data)
-            verdicts = judge_slot(
-                slot,
-                run.inputs,
-                run.outputs,
-                case.config.geometry,
-                case.config.softmax_scale,
-                cu_seqlens=data.cu_seqlens,
-                do=run.do,
-            )
-            yield from judged("nan storage", slot, case, dtype, verdicts)
+        for slot in BRANCHES:
+            inputs = runs[slot].inputs
+            inputs = {n: t if n == "blocks" else between_nans(t) for n, t in inputs.items()}
+            run = subject.run(plan, slot, inputs, data.do)
+            yield from judge_run(subject, slot, run, data.cu_seqlens)
 
 
 def between_nans(tensor: torch.Tensor) -> torch.Tensor:
@@ -233,11 +171,8 @@ def between_nans(tensor: torch.Tensor) -> torch.Tensor:
     axis = tensor.dim() - 3
     shape = list(tensor.shape)
     shape[axis] = 2 * shape[axis] + 2
-    storage = tensor.new_full(shape, torch.nan)
-    view = storage.narrow(axis, 1, 2 * tensor.shape[axis])[
-        (slice(None),) * axis + (slice(None, None, 2),)
-    ]
-    return view.copy_(tensor)
+    rows = tensor.new_full(shape, torch.nan).narrow(axis, 1, 2 * tensor.shape[axis])
+    return rows[(slice(None),) * axis + (slice(None, None, 2),)].copy_(tensor)
 
 
 @contextlib.contextmanager
@@ -252,101 +187,49 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-@may_call(*PREFILL)
-def run_to_run(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+@case_check("run to run", *PREFILL)
+def run_to_run(subject: CaseSubject) -> Iterator[Finding]:
     """Check that three runs have equal bits, forward and backward.
 
     This holds for slots declared deterministic, and for every slot under ``deterministic=True``.
     """
-    data = case.data(dtype, combination.device)
     for required in (False, True):
-        plan = combination.plan(case.config, dtype, varlen=case.packed, deterministic=required)
-        first, *others = [run_slots(plan, case, data) for _ in range(3)]
+        plan = subject.plan(deterministic=required)
+        runs = [subject.runs(plan) for _ in range(3)]
         for slot in SLOTS:
-            if not (required or spec_of(combination, plan, slot).slots[slot].deterministic):
-                detail = f"{plan.choices[slot].backend} does not declare {slot} deterministic"
-                yield Finding(
-                    "run to run",
-                    slot,
-                    case.name,
-                    dtype_name(dtype),
-                    "as declared",
-                    None,
-                    detail=detail,
-                )
-                continue
-            for other, quantity in itertools.product(others, first[slot].outputs):
-                actual, expected = other[slot].outputs[quantity], first[slot].outputs[quantity]
-                yield same_bits("run to run", slot, case, dtype, quantity, actual, expected)
+            if required or subject.is_deterministic(plan, slot):
+                yield from subject.equal_runs(slot, [run[slot].outputs for run in runs])
+            else:
+                yield subject.not_deterministic(plan, slot)
 
 
-@may_call(*PREFILL)
-def inputs_untouched(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+@case_check("inputs untouched", *PREFILL)
+def inputs_untouched(subject: CaseSubject) -> Iterator[Finding]:
     """Check that no slot writes to its inputs, forward or backward."""
-    data = case.data(dtype, combination.device)
-    plan = combination.plan(case.config, dtype, varlen=case.packed)
-    runs = run_slots(plan, case, data)
+    data, plan = subject.data, subject.plan()
+    runs = subject.runs(plan)
     for slot in SLOTS:
-        inputs = slot_inputs(slot, data, runs)
-        before = {n: t.clone() for n, t in inputs.items()} | {"do": data.do.clone()}
-        run_slot(plan, slot, inputs, None if slot == "select" else data.do, data)
-        for name, tensor in {**inputs, "do": data.do}.items():
-            yield same_bits("inputs untouched", slot, case, dtype, name, tensor, before[name])
+        inputs, do = slot_inputs(slot, data, runs), None if slot == "select" else data.do
+        run = functools.partial(subject.run, plan, slot, inputs, do)
+        yield from subject.untouched(slot, {**inputs, "do": data.do}, run)
 
 
-@may_call(*PREFILL)
-def dispatch(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+@case_check("dispatch", *PREFILL)
+def dispatch(subject: CaseSubject) -> Iterator[Finding]:
     """Check that the requested kernels ran, by the dispatch record and by a profile."""
-    data = case.data(dtype, combination.device)
-    plan = combination.plan(case.config, dtype, varlen=case.packed)
+    plan = subject.plan()
     with record_dispatch() as trace:
-        runs = run_slots(plan, case, data)
-    for slot in SLOTS:
-        backend = plan.choices[slot].backend
-        requested = combination.backends.get(slot, backend)
+        runs = subject.runs(plan)
+    for slot, run in runs.items():
+        if slot == "cmp" and not run.inputs["k_cmp"].numel():
+            yield subject.finding(slot, "record", True, detail="no compressed token: no call")
+            continue
+        requested = subject.combination.backends.get(slot, plan.choices[slot].backend)
         ran = sorted({r.backend for r in trace if r.slot == slot})
         directions = {r.direction for r in trace if r.slot == slot}
         expected = {"forward"} if slot == "select" else {"forward", "backward"}
-        no_keys = slot == "cmp" and not runs[slot].inputs["k_cmp"].numel()
-        ok = no_keys or (ran == [requested] and directions == expected)
-        detail = (
-            "no compressed token: no call"
-            if no_keys
-            else f"asked {requested}, ran {', '.join(ran) or 'nothing'}"
-        )
-        yield Finding("dispatch", slot, case.name, dtype_name(dtype), "record", ok, detail=detail)
-        if not no_keys:
-            yield _profiled(combination, plan, slot, case, dtype, data, runs[slot])
-
-
-def _profiled(
-    combination: Combination,
-    plan: Plan,
-    slot: str,
-    case: Case,
-    dtype: torch.dtype,
-    data: CaseData,
-    run: SlotRun,
-) -> Finding:
-    """Check that a profile shows an event name that the backend declares as evidence."""
-    evidence = spec_of(combination, plan, slot).slots[slot].evidence
-    if not evidence:
-        return Finding(
-            "dispatch",
-            slot,
-            case.name,
-            dtype_name(dtype),
-            "profile",
-            None,
-            detail="no evidence declared",
-        )
-    with torch.profiler.profile() as profile:
-        run_slot(plan, slot, run.inputs, run.do, data)
-    names = {event.key for event in profile.key_averages()}
-    events = sorted({n for n in names for e in evidence if e in n})
-    detail = (
-        f"profile shows {events[0]}" if events else f"profile shows none of {', '.join(evidence)}"
-    )
-    return Finding(
-        "dispatch", slot, case.name, dtype_name(dtype), "profile", bool(events), detail=detail
-    )
+        detail = f"asked {requested}, ran {', '.join(ran) or 'nothing'}"
+        ok = ran == [requested] and directions == expected
+        yield subject.finding(slot, "record", ok, detail=detail)
+        again = functools.partial(subject.run, plan, slot, run.inputs, run.do)
+        yield subject.profiled(plan, slot, again)

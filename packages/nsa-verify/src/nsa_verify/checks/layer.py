@@ -17,11 +17,11 @@ from nsa_core.config import COMPRESS_KINDS, NSAConfig
 from nsa_core.errors import Unsupported
 from nsa_core.layer.module import NSAttention
 from nsa_core.plan.plan import Plan, resolve
-from nsa_verify.checks.calls import CORE, PREFILL, may_call
+from nsa_verify.checks.calls import CORE, PREFILL
+from nsa_verify.checks.subjects import CaseSubject, case_check
 from nsa_verify.judge.layer_gradients import golden_layer, judge_results, run_layer
 from nsa_verify.problems.cases import Case
-from nsa_verify.problems.combination import Combination
-from nsa_verify.problems.findings import Finding, judged
+from nsa_verify.problems.findings import Finding
 
 CONFIG = NSAConfig(
     dim=12,
@@ -59,33 +59,31 @@ def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
     return [job("layer", layer, case, torch.float64) for case in cases]
 
 
-@may_call(*PREFILL, CORE)
-def layer(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
+@case_check("layer", *PREFILL, CORE)
+def layer(subject: CaseSubject) -> Iterator[Finding]:
     """Compare NSAttention with the oracle: output, and gradients of input and parameters.
 
     The layer runs without recompute, and with it.
     """
+    case, dtype = subject.case, subject.dtype
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
         attn = NSAttention(case.config).to(dtype)
         shape = (*(() if case.packed else (case.batch,)), case.tokens, case.config.dim)
         x, do = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
-    plan = _plan(combination, case, dtype) or resolve(
-        case.config, dtype=dtype, needs_grad=True, varlen=case.packed
-    )
+    plan = _plan(subject) or resolve(case.config, dtype=dtype, needs_grad=True, varlen=case.packed)
     cu_seqlens = case.data(dtype).cu_seqlens
     truth = golden_layer(attn, x, do, plan, cu_seqlens)
     for attn.recompute, label in ((False, ""), (True, " recomputed")):
         verdicts = judge_results(run_layer(attn, x, do, cu_seqlens, plan), *truth)
-        named = {name + label: verdict for name, verdict in verdicts.items()}
-        yield from judged("layer", "", case, dtype, named)
+        yield from subject.judged("", {name + label: v for name, v in verdicts.items()})
 
 
-def _plan(combination: Combination, case: Case, dtype: torch.dtype) -> Plan | None:
-    """Return the plan of the combination if it accepts ``dtype`` on the CPU, else None."""
-    if combination.device != "cpu":
+def _plan(subject: CaseSubject) -> Plan | None:
+    """Return the plan of the combination if it accepts the dtype on the CPU, else None."""
+    if subject.combination.device != "cpu":
         return None
     try:
-        return combination.plan(case.config, dtype, varlen=case.packed)
+        return subject.plan()
     except Unsupported:
         return None

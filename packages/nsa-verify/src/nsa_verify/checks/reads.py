@@ -17,20 +17,15 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import BRANCHES
-from nsa_core.dtypes import dtype_name
 from nsa_core.plan.plan import Plan
-from nsa_verify.checks.calls import DECODE, may_call
-from nsa_verify.checks.decode_parity import (
-    Results,
-    Step,
-    StepData,
-    decode_plan,
-    run_step,
-    step_data,
-)
+from nsa_verify.checks.calls import DECODE
+from nsa_verify.checks.subjects import StepSubject, step_check
 from nsa_verify.problems.cases import PAPER, Case, config_of
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
+from nsa_verify.problems.step_data import StepData, step_data
+from nsa_verify.problems.step_runs import Results, decode_plan, run_step
+from nsa_verify.problems.steps import Step
 
 PAPER_BOUND = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}  # the paper's Table 4
 CHUNK = 256  # copies per call
@@ -84,17 +79,10 @@ def predicted_total(config: NSAConfig, length: int) -> int:
     This is the exact form of the paper's S/d + n*l' + w.
     """
     geometry, t = config.geometry, length - 1
-    block, selected = (
-        geometry.select_block_size,
-        min(geometry.num_selected_blocks, t // geometry.select_block_size + 1),
-    )
-    return (
-        geometry.num_compressed(length)
-        + (selected - 1) * block
-        + t % block
-        + 1
-        + min(geometry.window_size, length)
-    )
+    block = geometry.select_block_size
+    selected = min(geometry.num_selected_blocks, t // block + 1)
+    in_blocks = (selected - 1) * block + t % block + 1
+    return geometry.num_compressed(length) + in_blocks + min(geometry.window_size, length)
 
 
 def count_reads(
@@ -138,37 +126,24 @@ def count_reads(
     return entries
 
 
-@may_call(*DECODE)
-def reads(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
+@step_check("decode reads", *DECODE)
+def reads(subject: StepSubject) -> Iterator[Finding]:
     """Check at each length of the step that every branch reads exactly the predicted tokens."""
-    if step.rows > 1:
+    if subject.step.rows > 1:
         return
-    for length in step.lengths:
-        for entry in count_reads(combination, step.case.config, length, dtype):
+    for length in subject.step.lengths:
+        for entry in count_reads(subject.combination, subject.case.config, length, subject.dtype):
             quantity = f"kv head {entry.kv_head}, {length} tokens"
             detail = entry.detail or f"{entry.predicted} predicted and counted"
-            common = (
-                "decode reads",
-                entry.branch,
-                step.case.name,
-                dtype_name(dtype),
-                quantity,
-                entry.ok,
-            )
-            yield Finding(*common, detail=detail)
+            yield subject.finding(entry.branch, quantity, entry.ok, detail=detail)
 
 
 def _predicted(branch: str, config: NSAConfig, length: int, blocks: torch.Tensor) -> list[set[int]]:
     """Return the tokens that each kv head reads by definition, given its ``blocks`` [G, n]."""
     geometry = config.geometry
     if branch == "cmp":
-        return [
-            set(
-                range(
-                    max(0, (length - geometry.compress_block_size) // geometry.compress_stride + 1)
-                )
-            )
-        ] * len(blocks)
+        size, stride = geometry.compress_block_size, geometry.compress_stride
+        return [set(range(max(0, (length - size) // stride + 1)))] * len(blocks)
     if branch == "win":
         return [set(range(max(0, length - geometry.window_size), length))] * len(blocks)
     size = geometry.select_block_size

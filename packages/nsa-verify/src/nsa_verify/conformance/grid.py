@@ -9,8 +9,8 @@ from typing import Any
 from nsa_core.config import NSAConfig
 from nsa_core.contract import DTYPES, Request
 from nsa_core.plan.candidates import request_of
-from nsa_verify.checks.decode_parity import Step
 from nsa_verify.problems.cases import Case
+from nsa_verify.problems.steps import Step
 
 BASE = NSAConfig(
     dim=64,

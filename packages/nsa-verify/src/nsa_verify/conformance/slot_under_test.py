@@ -17,20 +17,15 @@ from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.schema import DIFFERENTIABLE
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify import oracle
-from nsa_verify.checks.decode_parity import (
-    Results,
-    Step,
-    StepData,
-    decode_inputs,
-    judge_step,
-    packed,
-    step_data,
-)
+from nsa_verify.checks.decode_parity import judge_step
 from nsa_verify.conformance.grid import Point, StepPoint
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.cases import Case, CaseData
 from nsa_verify.problems.slot_runs import SlotRun, run_kernel
+from nsa_verify.problems.step_data import StepData, packed, step_data
+from nsa_verify.problems.step_runs import Results, decode_inputs
+from nsa_verify.problems.steps import Step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,13 @@ import torch
 from nsa_core.block.decode import block_attention_decode
 from nsa_core.block.plans import BlockSizes, resolve_blocks
 from nsa_core.plan.options import PlanOptions
-from nsa_verify.checks.decode_parity import column_of_table
 from nsa_verify.generated.bias import MIN_ROWS, without_bias
 from nsa_verify.generated.step import GeneratedStep
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding, judged, same_bits
+from nsa_verify.problems.step_data import column_of_table
 
 CHECK = "block attention decode"
 _Results = tuple[torch.Tensor, torch.Tensor]  # o, lse

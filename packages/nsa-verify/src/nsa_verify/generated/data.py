@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from nsa_core.dtypes import stats_dtype
-from nsa_verify.checks.decode_parity import column_of_table
 from nsa_verify.generated.case import GeneratedCase
+from nsa_verify.problems.step_data import column_of_table
 from nsa_verify.reference import attention
 
 # Largest |score| of each level of GeneratedCase.scores. From 16 on the noise of the verdict has a

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from nsa_core.errors import InvalidInput
-from nsa_verify.checks.decode_parity import Step
 from nsa_verify.generated.case import METADATA
 from nsa_verify.generated.line import Line, below
 from nsa_verify.problems.cases import Case
+from nsa_verify.problems.steps import Step
 
 SHARP = 100.0  # factor on q
 GATES = ("unit", "wide")

@@ -10,13 +10,16 @@ import torch
 
 from nsa_verify import oracle
 from nsa_verify.checks.decode_fused import judge_composed
-from nsa_verify.checks.decode_parity import DECODE_SLOTS, Step, StepData, judge_step
+from nsa_verify.checks.decode_parity import judge_step
 from nsa_verify.histories import layers
 from nsa_verify.histories.chunks import ChunkCall, chunk_faults, chunk_of
 from nsa_verify.histories.contents import Fault, received, received_faults
 from nsa_verify.histories.replay import Called, Done, Replay
 from nsa_verify.judge.tensor import judge
 from nsa_verify.problems.cases import Case
+from nsa_verify.problems.step_data import StepData
+from nsa_verify.problems.step_runs import DECODE_SLOTS
+from nsa_verify.problems.steps import Step
 
 # One call of every decode form, by slot; of a fused step, "step" alone.
 Group = dict[str, Called]

@@ -1,4 +1,4 @@
-"""Finding: the result of one comparison."""
+"""Finding: the result of one comparison. Findings: makes those of one check."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nsa_core.dtypes import dtype_name
+from nsa_verify.judge.selection import MAX_REGRET, SelectionVerdict
 from nsa_verify.judge.tensor import LIMITS, LSE_LIMIT, Verdict
 from nsa_verify.problems.cases import Case
 
@@ -86,3 +87,47 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     kinds: dict[int, Any] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return (tensor + 0.0).contiguous().view(kinds[tensor.element_size()])
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """Makes the findings of one check on one case in one dtype.
+
+    Attributes:
+        check: Name of the check.
+        case: The case.
+        dtype: Dtype of q, k and v.
+    """
+
+    check: str
+    case: Case
+    dtype: torch.dtype
+
+    def finding(
+        self, slot: str, quantity: str, ok: bool | None, row: float | None = None, detail: str = ""
+    ) -> Finding:
+        """Return a finding with these attributes of :class:`Finding`."""
+        name = dtype_name(self.dtype)
+        return Finding(self.check, slot, self.case.name, name, quantity, ok, row, detail=detail)
+
+    def same_bits(
+        self, slot: str, quantity: str, actual: torch.Tensor, expected: torch.Tensor
+    ) -> Finding:
+        """Compare two tensors as :func:`same_bits` does."""
+        return same_bits(self.check, slot, self.case, self.dtype, quantity, actual, expected)
+
+    def filled(self, slot: str, quantity: str, actual: torch.Tensor, value: float) -> Finding:
+        """Compare every element of a tensor with ``value``, bit for bit."""
+        return self.same_bits(slot, quantity, actual, torch.full_like(actual, value))
+
+    def judged(self, slot: str, verdicts: Mapping[str, Verdict]) -> Iterator[Finding]:
+        """Yield one finding per verdict as :func:`judged` does."""
+        yield from judged(self.check, slot, self.case, self.dtype, verdicts)
+
+    def selected(self, slot: str, verdict: SelectionVerdict, place: str = "") -> Finding:
+        """Return the finding of a selection; ``place`` names where a rule is broken."""
+        detail = (
+            verdict.why + place
+            or f"regret {verdict.regret:.2g}, {verdict.flip_rate:.2%} of sets are not the oracle's"
+        )
+        return self.finding(slot, "blocks", verdict.ok, verdict.regret / MAX_REGRET, detail)

@@ -27,7 +27,7 @@ from nsa_verify.checks import (
 )
 from nsa_verify.checks import slots as checks
 from nsa_verify.checks.calls import Call, calls_of
-from nsa_verify.checks.decode_parity import STEPS, Step, decode_parity
+from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.generated import jobs as generated
 from nsa_verify.generated.case import GeneratedCase
 from nsa_verify.generated.shrink import ShrinkBudget
@@ -39,6 +39,7 @@ from nsa_verify.judge.truth_cache import caching
 from nsa_verify.problems.cases import PRESETS, Case, text_case
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
+from nsa_verify.problems.steps import STEPS, Step
 from nsa_verify.run.contexts import judging
 
 Check = Callable[[Combination, Case, torch.dtype], Iterator[Finding]]
