@@ -35,8 +35,9 @@ def fused_append(subject: StepSubject) -> Iterator[Finding]:
     ring = subject.case.config.compress_block_size + subject.step.rows - 1
     target = (subject.combination, subject.step, subject.dtype)
     for rope, rotate_raw in ((False, False), (True, False), (True, True)):
-        options = {"rope": rope, "rotate_raw": rotate_raw}
-        yield from append_parity(*target, **options, raw_ring=ring, exact=False)
+        yield from append_parity(
+            *target, rope=rope, rotate_raw=rotate_raw, raw_ring=ring, exact=False
+        )
 
 
 @step_check("decode fused gates", ("gates", "decode"))
@@ -66,8 +67,10 @@ def fused_gates(subject: StepSubject) -> Iterator[Finding]:
     golden = logits(torch.float64).sigmoid()
     # The magnitude of a logit, multiplied by the derivative of the sigmoid.
     magnitude = golden * (1 - golden) * logits(torch.float64, torch.abs) + golden
-    tensors = (actual, golden, logits(gates_dtype).sigmoid(), magnitude)
-    verdict = judge(*(gate_rows(t) for t in tensors), gates_dtype)
+    actual, golden, rounded, magnitude = (
+        gate_rows(t) for t in (actual, golden, logits(gates_dtype).sigmoid(), magnitude)
+    )
+    verdict = judge(actual, golden, rounded, magnitude, gates_dtype)
     yield from subject.judged("", {"gates": verdict})
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -98,7 +99,7 @@ def causality(subject: CaseSubject) -> Iterator[Finding]:
         )
     t0 = case.tokens // 2
     names = ("q", "k_sel", "v_sel", "k_win", "v_win")
-    leaves = {n: getattr(data, n).detach().requires_grad_() for n in names}
+    leaves: dict[str, Any] = {n: getattr(data, n).detach().requires_grad_() for n in names}
     o, _ = run(dataclasses.replace(data, **leaves))
     grads = torch.autograd.grad(o[:, :t0], list(leaves.values()), data.do[:, :t0])
     for name, grad in zip(leaves, grads):
@@ -107,7 +108,7 @@ def causality(subject: CaseSubject) -> Iterator[Finding]:
 
 def _splice(data: CaseData, other: CaseData, t0: int) -> CaseData:
     """Join ``data`` before t0 and ``other`` from t0 on, except for the compressed tensors."""
-    joined = {}
+    joined: dict[str, Any] = {}
     for name in ("q", "k_sel", "v_sel", "k_win", "v_win", "gates"):
         a, b = getattr(data, name), getattr(other, name)
         joined[name] = torch.cat([a[:, :t0], b[:, t0:]], 1)

@@ -35,8 +35,8 @@ def judge_run(
     options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "rows": findings.case.rows}
     if slot == "select":
         inputs: dict[str, Any] = {**run.inputs, "blocks": run.outputs["blocks"]}
-        sizes = {"geometry": config.geometry, "scale": config.softmax_scale}
-        yield findings.selected(slot, judge_selection(**inputs, **sizes, **options))
+        options |= {"geometry": config.geometry, "scale": config.softmax_scale}
+        yield findings.selected(slot, judge_selection(**inputs, **options))
         return
     call = (slot, run.inputs, run.outputs, config.geometry, config.softmax_scale)
     yield from findings.judged(slot, judge_slot(*call, do=run.do, **options))
@@ -76,7 +76,7 @@ def _judge_dense(
         ("d" + rename.get(n[1:], n[1:]) if n.startswith("d") else n): t
         for n, t in run.outputs.items()
     }
-    options = {"cu_seqlens": subject.data.cu_seqlens, "do": run.do}
+    options: dict[str, Any] = {"cu_seqlens": subject.data.cu_seqlens, "do": run.do}
     scale = subject.case.config.softmax_scale
     yield from subject.judged(slot, judge_slot("win", inputs, outputs, geometry, scale, **options))
 

@@ -10,7 +10,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import DTYPES, Request
 from nsa_core.plan.candidates import request_of
 from nsa_verify.problems.cases import Case
-from nsa_verify.problems.steps import Step
+from nsa_verify.problems.steps import Step, step_of
 
 BASE = NSAConfig(
     dim=64,
@@ -26,12 +26,21 @@ BASE = NSAConfig(
     window_size=24,
     rope=False,
 )
+# The block sizes of the paper.
+PAPER: dict[str, Any] = {
+    "compress_block_size": 32,
+    "compress_stride": 16,
+    "select_block_size": 64,
+    "num_selected_blocks": 16,
+    "local_blocks": 2,
+    "window_size": 512,
+}
 LENGTH = 61  # the last 13 tokens select one of two blocks; their other blocks are forced
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A request, and the case that runs if the probe accepts it.
+    """A request, and the case or decode step that runs if the probe accepts it.
 
     Attributes:
         label: Name in test ids.
@@ -39,6 +48,7 @@ class Point:
         dtype: Name of the dtype of q, k and v.
         deterministic: Whether the request requires deterministic kernels.
         sized: Whether the request states batch and seq_len.
+        step: Decode step to run; None: the point is the prefill of ``case``.
     """
 
     label: str
@@ -46,24 +56,34 @@ class Point:
     dtype: str = "float32"
     deterministic: bool = False
     sized: bool = True
+    step: Step | None = None
 
     def request(
-        self, slot: str, device: str, capability: tuple[int, int] | None, needs_grad: bool
+        self,
+        slot: str,
+        device: str,
+        capability: tuple[int, int] | None,
+        needs_grad: bool = False,
     ) -> Request:
         """Return the request that a plan makes for ``slot``."""
-        case = self.case
-        batch = 1 if case.packed else case.batch
+        case, step, fields = self.case, self.step, dict[str, Any]()
+        if step is None:
+            sizes = (1 if case.packed else case.batch, case.tokens)
+            fields = {"varlen": case.packed, "needs_grad": needs_grad}
+        else:
+            sizes = (len(step.lengths), max(step.lengths))
+            fields = {"phase": "decode", "page_size": step.page_size}
+        batch, seq_len = sizes if self.sized else (None, None)
         return request_of(
             case.config,
             slot,
             dtype=self.dtype,
             device=device,
             capability=capability,
-            needs_grad=needs_grad,
             deterministic=self.deterministic,
-            varlen=case.packed,
-            batch=batch if self.sized else None,
-            seq_len=case.tokens if self.sized else None,
+            batch=batch,
+            seq_len=seq_len,
+            **fields,
         )
 
 
@@ -74,9 +94,8 @@ def _point(
     packed: bool = False,
     **config: Any,
 ) -> Point:
-    return Point(
-        label, Case(label, dataclasses.replace(BASE, **config), lengths, batch=batch, packed=packed)
-    )
+    config_ = dataclasses.replace(BASE, **config)
+    return Point(label, Case(label, config_, lengths, batch=batch, packed=packed))
 
 
 def _shapes() -> Iterator[Point]:
@@ -99,60 +118,20 @@ def _shapes() -> Iterator[Point]:
     yield _point("l=l'", compress_block_size=16)
     yield _point("nothing forced", init_blocks=0, local_blocks=0, num_selected_blocks=1)
     yield _point("n*l'>S", num_selected_blocks=8)
-    yield _point(
-        "real block sizes",
-        (130,),
-        compress_block_size=32,
-        compress_stride=16,
-        select_block_size=64,
-        num_selected_blocks=16,
-        local_blocks=2,
-        window_size=512,
-    )
+    yield _point("real block sizes", (130,), **PAPER)
+
+
+def _varied(base: Point, prefix: str = "") -> list[Point]:
+    """Return the base point in each dtype, without sizes, and deterministic."""
+    points = [dataclasses.replace(base, label=prefix + dtype, dtype=dtype) for dtype in DTYPES]
+    points.append(dataclasses.replace(base, label=f"{prefix}sizes unknown", sized=False))
+    points.append(dataclasses.replace(base, label=f"{prefix}deterministic", deterministic=True))
+    return points
 
 
 def grid() -> tuple[Point, ...]:
     """Return all points, first the base case in each dtype."""
-    base = _point("base")
-    points = [dataclasses.replace(base, label=dtype, dtype=dtype) for dtype in DTYPES]
-    points.append(dataclasses.replace(base, label="sizes unknown", sized=False))
-    points.append(dataclasses.replace(base, label="deterministic", deterministic=True))
-    return (*points, *_shapes())
-
-
-@dataclasses.dataclass(frozen=True)
-class StepPoint:
-    """A request of a decode step, and the step that runs if the probe accepts it.
-
-    Attributes:
-        label: Name in test ids.
-        step: Step to run.
-        dtype: Name of the dtype of q, keys and values.
-        deterministic: Whether the request requires deterministic kernels.
-        sized: Whether the request states batch and seq_len.
-    """
-
-    label: str
-    step: Step
-    dtype: str = "float32"
-    deterministic: bool = False
-    sized: bool = True
-
-    def request(self, slot: str, device: str, capability: tuple[int, int] | None) -> Request:
-        """Return the request that a plan makes for ``slot``."""
-        lengths = self.step.lengths
-        return request_of(
-            self.step.case.config,
-            slot,
-            dtype=self.dtype,
-            device=device,
-            capability=capability,
-            phase="decode",
-            deterministic=self.deterministic,
-            batch=len(lengths) if self.sized else None,
-            seq_len=max(lengths) if self.sized else None,
-            page_size=self.step.page_size,
-        )
+    return (*_varied(_point("base")), *_shapes())
 
 
 _RAGGED = (1, 7, 8, 12, 24, 25, 61, 80)
@@ -161,20 +140,19 @@ _RAGGED = (1, 7, 8, 12, 24, 25, 61, 80)
 def _step(
     label: str,
     lengths: tuple[int, ...] = _RAGGED,
-    rows: int = 1,
+    new: int = 1,
     page_size: int | None = None,
     **config: Any,
-) -> StepPoint:
-    case = Case(label, dataclasses.replace(BASE, **config), ())
-    new = tuple(min(rows, length) for length in lengths)
-    return StepPoint(label, Step(case, lengths, new, rows, page_size))
+) -> Point:
+    step = step_of(label, dataclasses.replace(BASE, **config), lengths, new, page_size)
+    return Point(label, step.case, step=step)
 
 
-def _step_shapes() -> Iterator[StepPoint]:
+def _step_shapes() -> Iterator[Point]:
     yield _step("step, pages of 16", page_size=16)
     yield _step("step, pages of 48", page_size=48)
-    yield _step("step, three rows", rows=3)
-    yield _step("step, five rows, pages", (5, 3, 40, 66), rows=5, page_size=32)
+    yield _step("step, three rows", new=3)
+    yield _step("step, five rows, pages", (5, 3, 40, 66), 5, 32)
     yield _step("step, B=1", (61,))
     for heads, groups in ((2, 2), (3, 1), (7, 1), (32, 2)):
         yield _step(f"step, Hq={heads} G={groups}", n_heads=heads, n_kv_heads=groups)
@@ -183,24 +161,9 @@ def _step_shapes() -> Iterator[StepPoint]:
     yield _step("step, w=1", window_size=1)
     yield _step("step, w>S", window_size=100)
     yield _step("step, nothing forced", init_blocks=0, local_blocks=0, num_selected_blocks=1)
-    yield _step(
-        "step, real block sizes",
-        (130, 33, 96, 64),
-        rows=4,
-        page_size=64,
-        compress_block_size=32,
-        compress_stride=16,
-        select_block_size=64,
-        num_selected_blocks=16,
-        local_blocks=2,
-        window_size=512,
-    )
+    yield _step("step, real block sizes", (130, 33, 96, 64), 4, 64, **PAPER)
 
 
-def step_grid() -> tuple[StepPoint, ...]:
-    """Return all points, first the base step in each dtype."""
-    base = _step("step")
-    points = [dataclasses.replace(base, label=f"step, {dtype}", dtype=dtype) for dtype in DTYPES]
-    points.append(dataclasses.replace(base, label="step, sizes unknown", sized=False))
-    points.append(dataclasses.replace(base, label="step, deterministic", deterministic=True))
-    return (*points, *_step_shapes())
+def step_grid() -> tuple[Point, ...]:
+    """Return all points of decode steps, first the base step in each dtype."""
+    return (*_varied(_step("step"), "step, "), *_step_shapes())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -18,11 +17,11 @@ from nsa_core.torch_ops.schema import DIFFERENTIABLE
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify import oracle
 from nsa_verify.checks.decode_parity import judge_step
-from nsa_verify.conformance.grid import Point, StepPoint
-from nsa_verify.judge.selection import judge_selection
-from nsa_verify.judge.slot import judge_slot
+from nsa_verify.checks.slots import judge_run
+from nsa_verify.conformance.grid import Point
 from nsa_verify.problems.cases import Case, CaseData
-from nsa_verify.problems.slot_runs import SlotRun, run_kernel
+from nsa_verify.problems.findings import Finding, Findings
+from nsa_verify.problems.slot_runs import SlotRun, run_kernel, slot_inputs
 from nsa_verify.problems.step_data import StepData, packed, step_data
 from nsa_verify.problems.step_runs import Results, decode_inputs
 from nsa_verify.problems.steps import Step
@@ -53,20 +52,15 @@ class SlotUnderTest:
         """Whether the slot has differentiable inputs and the backend has a backward for it."""
         return bool(DIFFERENTIABLE[self.slot]) and self.spec.backward is not None
 
-    def probe(self, point: Point, needs_grad: bool) -> Candidate:
+    def probe(self, point: Point, needs_grad: bool = False) -> Candidate:
         """Probe the backend with the request of ``point`` on this device."""
         kind = torch.device(self.device).type
         capability = torch.cuda.get_device_capability(self.device) if kind == "cuda" else None
         return probe_candidate(self.entry, point.request(self.slot, kind, capability, needs_grad))
 
-    def probe_step(self, point: StepPoint) -> Candidate:
-        """Probe the backend with the request of a decode step on this device."""
-        kind = torch.device(self.device).type
-        capability = torch.cuda.get_device_capability(self.device) if kind == "cuda" else None
-        return probe_candidate(self.entry, point.request(self.slot, kind, capability))
-
-    def step_faults(self, point: StepPoint) -> list[str]:
+    def step_faults(self, point: Point) -> list[str]:
         """Run the decode form on a step and list its faults; the oracle computes its inputs."""
+        assert point.step is not None
         assert self.spec.decode is not None  # the suite tests declared forms only
         dtype = getattr(torch, point.dtype)
         data = step_data(point.step, dtype, self.device)
@@ -74,8 +68,7 @@ class SlotUnderTest:
         form = decode_kernel(self.entry.name, self.slot, self.spec.decode)
         result = form(*decode_inputs(self.slot, data, results), call=data.call)
         results[self.slot] = (result,) if isinstance(result, torch.Tensor) else tuple(result)
-        findings = judge_step(point.step, dtype, data, results, (self.slot,))
-        return [f"{f.quantity}: {f.detail}" for f in findings if not f.ok]
+        return _failures(judge_step(point.step, dtype, data, results, (self.slot,)))
 
     def kernel(self, point: Point) -> Kernel:
         """Return the kernel that a plan for ``point`` would hold."""
@@ -103,25 +96,21 @@ class SlotUnderTest:
 
 def inputs_of(slot: str, case: Case, data: CaseData) -> dict[str, torch.Tensor]:
     """Return the inputs of ``slot``; the oracle computes the outputs of earlier slots."""
-    if slot == "win":
-        return {"q": data.q, "k": data.k_win, "v": data.v_win}
-    if slot == "combine":
-        return {
-            "gates": data.gates,
-            "o_cmp": data.do.flip(0),
-            "o_sel": data.do.flip(-1),
-            "o_win": data.do * 0.5,
-        }
-    if slot == "cmp":
-        return {"q": data.q, "k_cmp": data.k_cmp, "v_cmp": data.v_cmp}
-    geometry, scale = case.config.geometry, case.config.softmax_scale
-    truth = oracle.cmp(data.q, data.k_cmp, data.v_cmp, geometry, scale, cu_seqlens=data.cu_seqlens)
-    assert truth.lse is not None  # cmp has one
-    lse = truth.lse.to(data.q.device, stats_dtype(data.q.dtype))
-    if slot == "select":
-        return {"q": data.q, "k_cmp": data.k_cmp, "lse": lse}
-    blocks = oracle.select(data.q, data.k_cmp, lse, geometry, scale, cu_seqlens=data.cu_seqlens)
-    return {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": blocks.to(data.q.device)}
+    outputs: dict[str, dict[str, torch.Tensor]] = {
+        "cmp": {"o": data.do.flip(0)},
+        "sel": {"o": data.do.flip(-1)},
+        "win": {"o": data.do * 0.5},
+    }
+    if slot in ("select", "sel"):
+        options = {"cu_seqlens": data.cu_seqlens}
+        sizes = (case.config.geometry, case.config.softmax_scale)
+        lse = oracle.cmp(data.q, data.k_cmp, data.v_cmp, *sizes, **options).lse
+        assert lse is not None  # cmp has one
+        lse = outputs["cmp"]["lse"] = lse.to(data.q.device, stats_dtype(data.q.dtype))
+        if slot == "sel":
+            blocks = oracle.select(data.q, data.k_cmp, lse, *sizes, **options)
+            outputs["select"] = {"blocks": blocks.to(data.q.device)}
+    return slot_inputs(slot, data, {n: SlotRun({}, x, None) for n, x in outputs.items()})
 
 
 def _upstream(slot: str, step: Step, data: StepData) -> Results:
@@ -134,12 +123,8 @@ def _upstream(slot: str, step: Step, data: StepData) -> Results:
     assert truth.lse is not None  # cmp has one
     lse = truth.lse.to(stats_dtype(data.q.dtype))
     if slot == "select":
-        return {
-            "cmp": (
-                data.q,
-                p.gather(lse.T, -torch.inf).transpose(1, 2).contiguous().to(data.q.device),
-            )
-        }
+        padded = p.gather(lse.T, -torch.inf).transpose(1, 2).contiguous()
+        return {"cmp": (data.q, padded.to(data.q.device))}
     blocks = oracle.select(*q_k, lse, *sizes, cu_seqlens=p.cu_seqlens, rows=p.rows)
     return {"select": (p.gather(blocks, -1).to(data.q.device),)}
 
@@ -152,17 +137,9 @@ def faults(slot: str, case: Case, run: SlotRun, data: CaseData) -> list[str]:
             for n, t in run.outputs.items()
             if n[0] != "d" and t.numel()
         ]
-    geometry, scale = case.config.geometry, case.config.softmax_scale
-    if slot == "select":
-        blocks, inputs = run.outputs["blocks"], dict[str, Any](run.inputs)
-        selection = judge_selection(
-            **inputs, blocks=blocks, geometry=geometry, scale=scale, cu_seqlens=data.cu_seqlens
-        )
-        why = selection.why or f"regret {selection.regret}, flips {selection.flip_rate}"
-        return [] if selection.ok else [f"blocks: {why}"]
-    verdicts = judge_slot(
-        slot, run.inputs, run.outputs, geometry, scale, cu_seqlens=data.cu_seqlens, do=run.do
-    )
-    return [
-        f"{quantity}: {verdict.why}" for quantity, verdict in verdicts.items() if not verdict.ok
-    ]
+    findings = Findings("conformance", case, data.q.dtype)
+    return _failures(judge_run(findings, slot, run, data.cu_seqlens))
+
+
+def _failures(findings: Iterable[Finding]) -> list[str]:
+    return [f"{f.quantity}: {f.detail}" for f in findings if not f.ok]

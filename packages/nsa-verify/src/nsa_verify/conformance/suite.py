@@ -6,20 +6,20 @@ import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from nsa_core.contract import SLOTS, Request
+from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.probing import probe_candidate
 from nsa_core.plan.registry import Registry, default_registry
-from nsa_verify.conformance import kernel_checks
-from nsa_verify.conformance.grid import Point, StepPoint, grid, step_grid
+from nsa_verify.conformance.grid import Point, grid, step_grid
+from nsa_verify.conformance.kernel_checks import KernelChecks
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
 from nsa_verify.generated import partial
 from nsa_verify.generated.case import PARTIAL_CHECK
@@ -100,17 +100,17 @@ class BackendConformance:
             todo = [job for job in todo if job.name != PARTIAL_CHECK]  # they have their own test
             labels = [f"{job.name}-{job.case.name}-{dtype_name(job.dtype)}" for job in todo]
             metafunc.parametrize("job", todo, ids=labels)
-        if "slot" in metafunc.fixturenames:
-            metafunc.parametrize("slot", offered or ["no slot"])
-        if "form" in metafunc.fixturenames:
-            forms = [s for s in offered if entry and entry.spec and entry.spec.slots[s].decode]
-            metafunc.parametrize("form", forms or ["no decode form"])
-        if "step" in metafunc.fixturenames:
-            metafunc.parametrize("step", STEPS, ids=[step.label for step in STEPS])
-        if "point" in metafunc.fixturenames:
-            metafunc.parametrize("point", GRID, ids=[point.label for point in GRID])
-        if "check" in metafunc.fixturenames:
-            metafunc.parametrize("check", _KERNEL_CHECKS)
+        forms = [s for s in offered if entry and entry.spec and entry.spec.slots[s].decode]
+        for fixture, values in (
+            ("slot", offered or ["no slot"]),
+            ("form", forms or ["no decode form"]),
+            ("check", _KERNEL_CHECKS),
+        ):
+            if fixture in metafunc.fixturenames:
+                metafunc.parametrize(fixture, values)
+        for fixture, points in (("step", STEPS), ("point", GRID)):
+            if fixture in metafunc.fixturenames:
+                metafunc.parametrize(fixture, points, ids=[point.label for point in points])
 
     @pytest.fixture(autouse=True)
     def _set_up(self, pytestconfig: pytest.Config) -> Iterator[None]:
@@ -127,27 +127,29 @@ class BackendConformance:
 
     def test_probe_gives_reasons_on_every_device(self, slot: str) -> None:
         """The probe handles every request on every device, and gives the same result twice."""
-        entry = self._entry()
-        for point in GRID:
-            for device, capability in DEVICES:
-                for needs_grad in (False, True):
-                    request = point.request(slot, device, capability, needs_grad)
-                    _check_probe(entry, request, f"{point.label} on {device} {capability or ''}")
+        self._check_probe(slot, GRID, (False, True))
 
     def test_probe_gives_reasons_for_decode_on_every_device(self, slot: str) -> None:
         """The probe handles every decode request, with or without a decode form."""
-        entry = self._entry()
-        for step in STEPS:
-            for device, capability in DEVICES:
-                request = step.request(slot, device, capability)
-                _check_probe(entry, request, f"{step.label} on {device} {capability or ''}")
+        self._check_probe(slot, STEPS, (False,))
 
-    def test_accepted_decode_requests_are_correct(self, form: str, step: StepPoint) -> None:
+    def _check_probe(self, slot: str, points: Sequence[Point], grads: Sequence[bool]) -> None:
+        """Fail the test if the probe raises, gives malformed reasons, or is not deterministic."""
+        entry = self._entry()
+        for point, (device, capability), grad in itertools.product(points, DEVICES, grads):
+            request = point.request(slot, device, capability, grad)
+            where = f"{point.label} on {device} {capability or ''}"
+            first, second = probe_candidate(entry, request), probe_candidate(entry, request)
+            _fail_if(_reason_faults(first.reasons), where)
+            if first != second:
+                pytest.fail(f"{where}: the probe gives different results for the same request")
+
+    def test_accepted_decode_requests_are_correct(self, form: str, step: Point) -> None:
         """The decode form is correct on accepted requests; a refused request has reasons."""
         if form == "no decode form":
             pytest.skip("the backend declares no decode form")
         subject = SlotUnderTest(self._entry(), form, self._device)
-        answer = subject.probe_step(step)
+        answer = subject.probe(step)
         _fail_if(_reason_faults(answer.reasons), step.label)
         if not answer.accepted:
             pytest.skip(str(answer))
@@ -156,8 +158,8 @@ class BackendConformance:
     def test_accepted_requests_are_correct(self, slot: str, point: Point) -> None:
         """The kernel is correct on accepted requests; a refused request has reasons."""
         subject = SlotUnderTest(self._entry(), slot, self._device)
-        grad = _grad(subject, point)
-        _fail_if(list(kernel_checks.correct(subject, point, grad)), f"{slot}, {point.label}")
+        checks = KernelChecks(subject, point, _grad(subject, point))
+        _fail_if(list(checks.correct()), f"{slot}, {point.label}")
 
     def test_kernel(self, slot: str, check: str) -> None:
         """The kernel passes opcheck, compilation, layouts, 64-bit offsets, threads, grad modes."""
@@ -165,9 +167,8 @@ class BackendConformance:
         if check in ("cuda_graph", "long_offsets") and torch.device(self._device).type != "cuda":
             pytest.skip("needs a CUDA GPU")
         point = _first_accepted(subject)
-        grad = _grad(subject, point)
-        run: kernel_checks.Check = getattr(kernel_checks, check)
-        _fail_if(list(run(subject, point, grad)), f"{slot}, {check}, {point.dtype}")
+        checks = KernelChecks(subject, point, _grad(subject, point))
+        _fail_if(list(getattr(checks, check)()), f"{slot}, {check}, {point.dtype}")
 
     def test_partial_queries_are_correct(self, slot: str) -> None:
         """Queries that begin inside a sequence give the rows of the whole call, if declared."""
@@ -255,11 +256,8 @@ def _accepted_dtypes(
 
 def _accepts(subject: SlotUnderTest, dtype: str) -> bool:
     """Return whether the probe accepts a request of the grid in ``dtype``."""
-    answers = itertools.chain(
-        (subject.probe(dataclasses.replace(point, dtype=dtype), False) for point in GRID),
-        (subject.probe_step(dataclasses.replace(step, dtype=dtype)) for step in STEPS),
-    )
-    for answer in answers:
+    for point in (*GRID, *STEPS):
+        answer = subject.probe(dataclasses.replace(point, dtype=dtype))
         if answer.accepted or any(reason.code == "probe_too_slow" for reason in answer.reasons):
             return answer.accepted
     return False
@@ -271,7 +269,7 @@ def _first_accepted(subject: SlotUnderTest) -> Point:
     for dtype in ("bfloat16", "float32", "float16", "float64"):
         base = next(point for point in GRID if point.label == dtype)
         point = dataclasses.replace(base, case=dataclasses.replace(base.case, batch=2))
-        answer = subject.probe(point, needs_grad=False)
+        answer = subject.probe(point)
         if answer.accepted:
             return point
         refusals.append(str(answer))
@@ -284,19 +282,11 @@ def _grad(subject: SlotUnderTest, point: Point) -> bool:
     if answer.accepted:
         return subject.differentiable
     _fail_if(_reason_faults(answer.reasons), point.label)
-    forward = subject.probe(point, needs_grad=False)
+    forward = subject.probe(point)
     if not forward.accepted:
         _fail_if(_reason_faults(forward.reasons), point.label)
         pytest.skip(str(forward))
     return False
-
-
-def _check_probe(entry: BackendEntry, request: Request, where: str) -> None:
-    """Fail the test if the probe raises, gives malformed reasons, or is not deterministic."""
-    first, second = probe_candidate(entry, request), probe_candidate(entry, request)
-    _fail_if(_reason_faults(first.reasons), where)
-    if first != second:
-        pytest.fail(f"{where}: the probe gives different results for the same request")
 
 
 def _reason_faults(reasons: Any) -> list[str]:
