@@ -11,9 +11,10 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
-from nsa_core import NSAConfig, NSAttention, resolve
+from nsa_core import NSAttention, resolve
 from nsa_verify.judge.layer_gradients import golden_layer
 from nsa_verify.judge.tensor import judge
+from nsa_verify.problems.cases import config_of
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -21,17 +22,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 TOKENS = 100
 DOCUMENTS = (0, 37, 1, 62)
-CONFIG = NSAConfig(
-    dim=64,
-    n_heads=4,
-    n_kv_heads=2,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=3,
-    window_size=20,
-    qk_norm=True,
-)
+CONFIG = config_of(4, 2, 16, 16, (8, 4, 16, 3, 20), qk_norm=True)
 # Rounding changes the selection in bf16, not in fp32. With all blocks, there is none to change.
 CONFIGS = {
     torch.float32: CONFIG,

@@ -8,25 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nsa_core import InvalidInput, NSACache, NSAConfig, NSAttention
+from nsa_core import InvalidInput, NSACache, NSAttention
 from nsa_core.contract import SLOTS
 from nsa_core.plan.registry import default_registry
 from nsa_verify.judge.tensor import judge
+from nsa_verify.problems.cases import config_of
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-CONFIG = NSAConfig(
-    dim=256,
-    n_heads=8,
-    n_kv_heads=2,
-    head_dim=32,
-    compress_block_size=16,
-    compress_stride=8,
-    select_block_size=32,
-    num_selected_blocks=4,
-    window_size=48,
-)
+CONFIG = config_of(8, 2, 32, 32, (16, 8, 32, 4, 48))
 CAPACITY = 300
 BACKENDS = [
     entry.name

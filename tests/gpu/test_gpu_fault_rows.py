@@ -13,23 +13,13 @@ from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import default_registry
 from nsa_verify.conformance import BackendConformance
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.problems.cases import Case, CaseData
+from nsa_verify.problems.cases import Case, CaseData, config_of
 from nsa_verify.problems.findings import bits
 from nsa_verify.problems.slot_runs import run_slot, run_slots, slot_inputs
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = NSAConfig(
-    dim=256,
-    n_heads=8,
-    n_kv_heads=2,
-    head_dim=32,
-    compress_block_size=16,
-    compress_stride=8,
-    select_block_size=32,
-    num_selected_blocks=4,
-    window_size=48,
-)
+CONFIG = config_of(8, 2, 32, 32, (16, 8, 32, 4, 48))
 CASE = Case("gpu rows", CONFIG, (300,), batch=2)
 BRANCHES = ("cmp", "sel", "win")
 

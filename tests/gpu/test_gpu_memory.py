@@ -19,27 +19,14 @@ from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.core_backward import OUTPUTS, STATISTICS
 from nsa_core.torch_ops.core_kernels import CoreInputs, run_branches
-from nsa_core.torch_ops.kernel import Kernel
-from nsa_verify.problems.cases import Case
+from nsa_verify.problems.cases import Case, config_of
 
 pytestmark = pytest.mark.gpu
 
 REPORTS = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)
 FEW_HEADS = dataclasses.replace(REPORTS, n_heads=2)  # FlashAttention-2 splits keys for few rows
 PAPER = NSAConfig(dim=256, n_heads=64, n_kv_heads=4, head_dim=192, v_head_dim=128)
-ODD = NSAConfig(
-    dim=256,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=65,
-    v_head_dim=80,
-    rope=False,
-    compress_block_size=16,
-    compress_stride=8,
-    select_block_size=32,
-    num_selected_blocks=4,
-    window_size=48,
-)
+ODD = config_of(4, 2, 65, 80, (16, 8, 32, 4, 48), dim=256, rope=False)
 CASES = {
     "2k": Case("2k", REPORTS, (2048,)),
     "batch": Case("batch", REPORTS, (2048,), batch=3),

@@ -10,24 +10,13 @@ import pytest
 import torch
 
 from nsa_backend_sdpa import cudnn, probe
-from nsa_core import NSAConfig, Request, resolve
+from nsa_core import Request, resolve
 from nsa_core.contract import SlotCall
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.problems.cases import Case
+from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.slot_runs import run_slot
 
-CONFIG = NSAConfig(
-    dim=64,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=16,
-    v_head_dim=24,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=4,
-    window_size=20,
-)
+CONFIG = config_of(4, 2, 16, 24, (8, 4, 16, 4, 20))
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 

@@ -8,24 +8,12 @@ import pytest
 import torch
 
 from nsa_backend_sdpa import aten
-from nsa_core import NSAConfig, resolve
+from nsa_core import resolve
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.problems.cases import Case
+from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.slot_runs import run_slots
 
-CONFIG = NSAConfig(
-    dim=64,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=1,
-    v_head_dim=2,
-    rope=False,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=3,
-    window_size=64,
-)
+CONFIG = config_of(4, 2, 1, 2, (8, 4, 16, 3, 64), dim=64, rope=False)
 
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 0.9])

@@ -26,7 +26,7 @@ from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify import oracle
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.problems.cases import Case
+from nsa_verify.problems.cases import Case, config_of
 
 BRANCHES = ("cmp", "sel", "win")
 NAMES = {
@@ -35,19 +35,7 @@ NAMES = {
     "sel": ("q", "k", "v", "blocks"),
     "win": ("q", "k", "v"),
 }
-CONFIG = NSAConfig(
-    dim=32,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    v_head_dim=6,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=3,
-    window_size=12,
-    rope=False,
-)
+CONFIG = config_of(4, 2, 8, 6, (8, 4, 16, 3, 12), rope=False)
 DENSE = Case("dense", CONFIG, (60,), batch=2)
 # Documents at rows 0, 3, 3, 45, 45, 46, 66; the last one is empty.
 PACKED = Case("packed", CONFIG, (3, 0, 42, 0, 1, 20, 0), packed=True)

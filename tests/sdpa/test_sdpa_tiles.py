@@ -9,27 +9,16 @@ import pytest
 import torch
 
 from nsa_backend_sdpa import aten, device, engine, probe, sel, select
-from nsa_core import BlockGeometry, NSAConfig, Request, block_attention, resolve
+from nsa_core import BlockGeometry, Request, block_attention, resolve
 from nsa_core.contract import SLOTS, SlotCall
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.problems.cases import Case
+from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.findings import bits
 from nsa_verify.problems.slot_runs import SlotRun, run_slot, run_slots
 
 BRANCHES = ("cmp", "sel", "win")
-CONFIG = NSAConfig(
-    dim=64,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=16,
-    v_head_dim=24,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=4,
-    window_size=20,
-)
+CONFIG = config_of(4, 2, 16, 24, (8, 4, 16, 4, 20))
 DENSE = Case("dense", CONFIG, (131,), batch=2)
 PACKED = Case("packed", CONFIG, (0, 3, 57, 0, 1, 89, 0), packed=True)
 

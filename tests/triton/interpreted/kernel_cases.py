@@ -5,28 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from nsa_core.config import NSAConfig
 from nsa_core.plan.registry import default_registry
 from nsa_verify.conformance.grid import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
-from nsa_verify.problems.cases import Case
+from nsa_verify.problems.cases import Case, config_of
 
 SLOTS = ("cmp", "select", "sel", "win", "combine")
 
-BASE = NSAConfig(
-    dim=64,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=16,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=2,
-    init_blocks=0,
-    local_blocks=1,
-    window_size=20,
-    rope=False,
-)
+BASE = config_of(4, 2, 16, 16, (8, 4, 16, 2, 20), init_blocks=0, local_blocks=1, rope=False)
 
 
 def _case(

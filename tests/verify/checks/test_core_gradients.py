@@ -18,7 +18,6 @@ import fused_toy
 from nsa_core import (
     BackendUnavailable,
     InvalidInput,
-    NSAConfig,
     NSAError,
     NSAttention,
     Unsupported,
@@ -38,21 +37,10 @@ from nsa_verify.checks.core import (
     nan_storage,
     run_to_run,
 )
-from nsa_verify.problems.cases import Case
+from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.combination import Combination
 
-CONFIG = NSAConfig(
-    16,
-    4,
-    2,
-    head_dim=4,
-    v_head_dim=6,
-    compress_block_size=4,
-    compress_stride=2,
-    select_block_size=8,
-    num_selected_blocks=3,
-    window_size=10,
-)
+CONFIG = config_of(4, 2, 4, 6, (4, 2, 8, 3, 10))
 REGISTRY = Registry().with_backend(fused_toy.spec())
 COMBINATION = Combination(dict.fromkeys(SLOTS, "fused-toy"), registry=REGISTRY)
 CASES = {

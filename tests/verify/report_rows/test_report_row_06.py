@@ -8,19 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from nsa_bench.python_docs import library_text
-from nsa_core import NSAConfig, NSAttention
+from nsa_core import NSAttention
+from nsa_verify.problems.cases import config_of
 
-CONFIG = NSAConfig(
-    dim=32,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=4,
-    window_size=16,
-)
+CONFIG = config_of(4, 2, 8, 8, (8, 4, 16, 4, 16))
 BATCH, LENGTH, STEPS = 4, 96, 20
 BYTES = STEPS * BATCH * (LENGTH + 1)
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_core import NSAConfig, NSAttention
+from nsa_core import NSAttention
 from nsa_core.errors import NSAError
 from nsa_core.layout import BlockGeometry
-from nsa_core.torch_ops.backend_call import record_dispatch
+from nsa_verify.problems.cases import config_of
 from observed import slot_kernel
 
 GEOMETRY = BlockGeometry(8, 4, 16, 4, window_size=16)
@@ -92,19 +92,7 @@ def test_report_row_24_empty_block_lists_give_zeros(
 
 @pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
 def test_report_row_24_non_finite_is_an_error_and_never_a_reroute(branch: str) -> None:
-    config = NSAConfig(
-        dim=32,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=8,
-        compress_block_size=8,
-        compress_stride=4,
-        select_block_size=8,
-        num_selected_blocks=4,
-        window_size=8,
-        compress="mean",
-        rope=False,
-    )
+    config = config_of(4, 2, 8, 8, (8, 4, 8, 4, 8), compress="mean", rope=False)
     attention = NSAttention(config, backends="sdpa", layer=3, check=True)
     first = (
         attention._widths[0]

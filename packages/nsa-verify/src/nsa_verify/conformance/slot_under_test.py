@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -102,7 +103,7 @@ def inputs_of(slot: str, case: Case, data: CaseData) -> dict[str, torch.Tensor]:
         "win": {"o": data.do * 0.5},
     }
     if slot in ("select", "sel"):
-        options = {"cu_seqlens": data.cu_seqlens}
+        options: dict[str, Any] = {"cu_seqlens": data.cu_seqlens}
         sizes = (case.config.geometry, case.config.softmax_scale)
         lse = oracle.cmp(data.q, data.k_cmp, data.v_cmp, *sizes, **options).lse
         assert lse is not None  # cmp has one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -159,7 +160,7 @@ def _from_text(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Ten
     }
 
 
-def config_of(hq: int, g: int, dk: int, dv: int, blocks: Sequence[int]) -> NSAConfig:
+def config_of(hq: int, g: int, dk: int, dv: int, blocks: Sequence[int], **fields: Any) -> NSAConfig:
     """Return the configuration of a layer with dim = Hq * Dk.
 
     Args:
@@ -169,22 +170,25 @@ def config_of(hq: int, g: int, dk: int, dv: int, blocks: Sequence[int]) -> NSACo
         dv: Head dimension of values.
         blocks: (l, d, l', n, w): compression block and stride, selection block, number of selected
             blocks, and window.
+        **fields: Other fields of NSAConfig.
     """
     size, stride, select, n, window = blocks
-    return NSAConfig(
-        dim=hq * dk,
-        n_heads=hq,
-        n_kv_heads=g,
-        head_dim=dk,
-        v_head_dim=dv,
-        compress_block_size=size,
-        compress_stride=stride,
-        select_block_size=select,
-        num_selected_blocks=n,
-        window_size=window,
-    )
+    sizes = {
+        "dim": hq * dk,
+        "n_heads": hq,
+        "n_kv_heads": g,
+        "head_dim": dk,
+        "v_head_dim": dv,
+        "compress_block_size": size,
+        "compress_stride": stride,
+        "select_block_size": select,
+        "num_selected_blocks": n,
+        "window_size": window,
+    }
+    return NSAConfig(**{**sizes, **fields})
 
 
+FREE = {"init_blocks": 0, "local_blocks": 0}  # no block is forced
 TINY = (8, 4, 16, 4, 24)  # l, d, l', n, w
 SMALL = (16, 8, 32, 4, 48)
 PAPER = (32, 16, 64, 16, 512)
@@ -222,7 +226,7 @@ def quick_cases() -> tuple[Case, ...]:
         Case("S=1", small, (1,)),
         Case("S<l", small, (5,), batch=2),
         # Two forced local blocks would hide scores that include invisible tokens.
-        Case("nothing forced", dataclasses.replace(small, init_blocks=0, local_blocks=0), (93,)),
+        Case("nothing forced", config_of(4, 2, 16, 16, TINY, **FREE), (93,)),
         Case("packed", small, (0, 5, 40, 1, 77, 0), packed=True),
         # Scores of 100: what rounds them shows. Many keys are seen by one query alone.
         Case("large scores", config_of(3, 3, 16, 16, (8, 4, 16, 4, 5)), (28,), sharpness=30.0),
@@ -278,7 +282,7 @@ def interpreter_cases() -> tuple[Case, ...]:
 
     They have S <= 80 and head dimension 16. Every check runs on the first one.
     """
-    blocks = (8, 4, 16, 3, 12)
+    blocks, two_blocks = (8, 4, 16, 3, 12), (8, 4, 16, 2, 12)
     return (
         Case("interpreted", config_of(2, 1, 16, 16, blocks), (21,)),
         Case(
@@ -287,16 +291,7 @@ def interpreter_cases() -> tuple[Case, ...]:
         Case("interpreted, h=1, fused", config_of(2, 2, 16, 16, blocks), (40,), fused=True),
         Case("interpreted, large scores", config_of(2, 2, 16, 16, blocks), (33,), sharpness=30.0),
         Case("interpreted, S<l", config_of(4, 1, 16, 16, blocks), (5,), batch=4),
-        Case(
-            "interpreted, nothing forced",
-            dataclasses.replace(
-                config_of(2, 1, 16, 16, blocks),
-                init_blocks=0,
-                local_blocks=0,
-                num_selected_blocks=2,
-            ),
-            (77,),
-        ),
+        Case("interpreted, nothing forced", config_of(2, 1, 16, 16, two_blocks, **FREE), (77,)),
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from nsa_core.config import NSAConfig
-from nsa_verify.problems.cases import PAPER, SMALL, TINY, Case, config_of
+from nsa_verify.problems.cases import FREE, PAPER, SMALL, TINY, Case, config_of
 
 ODD = (16, 8, 48, 4, 20)  # l, d, l', n, w: l'/d is no power of two
 
@@ -70,7 +70,7 @@ def quick_steps() -> tuple[Step, ...]:
     tiny, small = config_of(4, 2, 16, 16, TINY), config_of(12, 2, 64, 64, SMALL)
     one_head = config_of(2, 2, 16, 16, TINY)
     narrow_values = config_of(3, 1, 32, 16, TINY)
-    free = dataclasses.replace(tiny, init_blocks=0, local_blocks=0)
+    free = config_of(4, 2, 16, 16, TINY, **FREE)
     ragged = (1, 7, 8, 15, 16, 17, 23, 24, 25, 64, 77)
     return (
         step_of("one token", tiny, ragged),
@@ -118,9 +118,7 @@ def interpreter_steps() -> tuple[Step, ...]:
     They have a page edge, a sequence shorter than l, a ring that has wrapped around, and padding.
     """
     tiny = config_of(2, 1, 16, 16, (8, 4, 16, 3, 12))
-    odd = dataclasses.replace(
-        config_of(3, 1, 16, 16, (8, 4, 16, 3, 5)), init_blocks=0, local_blocks=0
-    )
+    odd = config_of(3, 1, 16, 16, (8, 4, 16, 3, 5), **FREE)
     return (
         step_of("interpreted step", tiny, (70, 16, 5, 33, 49, 77), page_size=16),
         step_of("interpreted step, three tokens", tiny, (33, 3, 21, 60), (3, 3, 0, 2), 32),
