@@ -11,15 +11,14 @@ from fa2_standin import Library, make
 from nsa_backend_fa2 import decode, providers
 from nsa_backend_fa2 import probe as probes
 from nsa_backend_fa2.providers import Source
-from nsa_core.contract import Request
 from nsa_core.errors import Unsupported
-from nsa_core.layout import BlockGeometry
 from nsa_core.plan.plan import resolve
 from nsa_verify.checks.decode_parity import judge_step
 from nsa_verify.problems.cases import PAPER, TINY, Case, config_of
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.step_data import step_data
 from nsa_verify.problems.steps import Step
+from slot_requests import make_request
 
 RAGGED = (1, 7, 8, 11, 12, 64, 77)
 STEPS = {
@@ -36,18 +35,7 @@ STEPS = {
     ),
     "h=1": Step(Case("h=1", config_of(2, 2, 16, 16, TINY), ()), (70, 9), (1, 1)),
 }
-REQUEST = Request(
-    slot="cmp",
-    geometry=BlockGeometry(),
-    n_heads=12,
-    n_kv_heads=2,
-    head_dim=64,
-    v_head_dim=64,
-    dtype="bfloat16",
-    device="cuda",
-    capability=(9, 0),
-    phase="decode",
-)
+REQUEST = make_request("cmp", None, phase="decode", needs_grad=False, batch=None)
 
 
 def findings(

@@ -18,24 +18,11 @@ from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_backend_fa2.providers import Source
 from nsa_core.contract import Reason, Request, import_named
-from nsa_core.layout import BlockGeometry
 from nsa_core.plan.probing import details
 from nsa_core.plan.registry import Registry
+from slot_requests import make_request
 
-GOOD = Request(
-    slot="win",
-    geometry=BlockGeometry(),
-    n_heads=12,
-    n_kv_heads=2,
-    head_dim=64,
-    v_head_dim=64,
-    dtype="bfloat16",
-    device="cuda",
-    capability=(9, 0),
-    needs_grad=True,
-    batch=1,
-    seq_len=2048,
-)
+GOOD = make_request("win")
 
 
 @pytest.fixture

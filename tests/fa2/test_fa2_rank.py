@@ -12,26 +12,14 @@ from nsa_backend_fa2 import rank as ranks
 from nsa_backend_triton.plugin import nsa_register_backends as triton_backend
 from nsa_core import NSAConfig, resolve
 from nsa_core.contract import BackendSpec, Rank, Request
-from nsa_core.layout import BlockGeometry
 from nsa_core.plan.candidates import find_candidates
 from nsa_core.plan.gpus import gpu_named
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.registry import Registry, discover
+from slot_requests import make_request
 
-A100 = Request(
-    slot="cmp",
-    geometry=BlockGeometry(),
-    n_heads=64,
-    n_kv_heads=4,
-    head_dim=128,
-    v_head_dim=128,
-    dtype="bfloat16",
-    device="cuda",
-    capability=(8, 0),
-    needs_grad=True,
-    batch=1,
-    seq_len=65536,
-)
+SHAPE = {"n_heads": 64, "n_kv_heads": 4, "head_dim": 128, "v_head_dim": 128}
+A100 = make_request("cmp", 65536, capability=(8, 0), **SHAPE)
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results/h200_as_sm80/branch_ranks.json"
 
 

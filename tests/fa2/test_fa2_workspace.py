@@ -8,25 +8,12 @@ import pytest
 
 from nsa_backend_fa2 import padding, providers, workspace
 from nsa_backend_fa2.plugin import nsa_register_backends
-from nsa_core.contract import Request, import_named
+from nsa_core.contract import import_named
 from nsa_core.dryrun import rounded
-from nsa_core.layout import BlockGeometry
+from slot_requests import make_request
 
 S, HQ, G, D = 8192, 12, 2, 64
-BASE = Request(
-    slot="win",
-    geometry=BlockGeometry(),
-    n_heads=HQ,
-    n_kv_heads=G,
-    head_dim=D,
-    v_head_dim=D,
-    dtype="bfloat16",
-    device="cuda",
-    capability=(9, 0),
-    needs_grad=True,
-    batch=1,
-    seq_len=S,
-)
+BASE = make_request("win", S)
 OUTPUTS = S * HQ * (D * 2 + 4)  # o and lse
 INF_MASK = S * HQ  # bool mask of rows whose lse is +inf
 PACKAGE, PYTORCH = providers.FlashAttnPackage(None, providers.TOO_NEW), providers.TorchFlash(None)

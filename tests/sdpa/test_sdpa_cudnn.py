@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from nsa_backend_sdpa import cudnn, probe
-from nsa_core import Request, resolve
+from nsa_core import resolve
 from nsa_core.contract import SlotCall
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.slot_runs import run_slot
+from slot_requests import make_request
 
 CONFIG = config_of(4, 2, 16, 24, (8, 4, 16, 4, 20))
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -163,19 +164,8 @@ def test_rank_of_cmp_is_higher_on_cudnn(
     changes: dict[str, object], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends, "cudnn", types.SimpleNamespace(is_available=lambda: True))
-    request = Request(
-        slot="cmp",
-        geometry=CONFIG.geometry,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=128,
-        v_head_dim=128,
-        dtype="bfloat16",
-        device="cuda",
-        capability=(9, 0),
-        batch=1,
-        seq_len=8192,
-    )
+    sizes = {"n_heads": 4, "head_dim": 128, "v_head_dim": 128, "geometry": CONFIG.geometry}
+    request = make_request("cmp", 8192, **sizes, needs_grad=False)
     assert probe.rank(dataclasses.replace(request, **changes)) == rank
 
 

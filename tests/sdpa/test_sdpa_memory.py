@@ -21,6 +21,7 @@ from nsa_backend_sdpa import aten, device, engine, select, tiles, win, workspace
 from nsa_core import BlockGeometry, NSAConfig, Request, resolve
 from nsa_core.contract import SLOTS, SlotCall
 from nsa_core.dryrun import PeakBytes, slot_inputs
+from slot_requests import make_request
 
 LENGTHS = [2048 << i for i in range(6)]
 
@@ -29,24 +30,6 @@ LENGTHS = [2048 << i for i in range(6)]
 def _cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     workspace.peak.cache_clear()
-
-
-def make_request(slot: str, seq_len: int, **fields: Any) -> Request:
-    defaults = {
-        "n_heads": 12,
-        "n_kv_heads": 2,
-        "head_dim": 64,
-        "v_head_dim": 64,
-        "dtype": "bfloat16",
-        "batch": 1,
-    }
-    defaults |= {
-        "geometry": BlockGeometry(),
-        "needs_grad": True,
-        "device": "cuda",
-        "capability": (9, 0),
-    }
-    return Request(slot=slot, seq_len=seq_len, **{**defaults, **fields})
 
 
 def all_chunks(total: int, size: int, document: int = 0) -> Iterator[slice]:

@@ -17,7 +17,7 @@ import torch
 from nsa_backend_sdpa import aten, cmp, cudnn, engine, probe, sel, select, win
 from nsa_backend_sdpa.device import simulated
 from nsa_core import NSAConfig, resolve
-from nsa_core.contract import Request, SlotCall
+from nsa_core.contract import SlotCall
 from nsa_core.dryrun import PeakBytes
 from nsa_core.errors import NSAError
 from nsa_core.plan.registry import default_registry
@@ -27,6 +27,7 @@ from nsa_verify import oracle
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.cases import Case, config_of
+from slot_requests import make_request
 
 BRANCHES = ("cmp", "sel", "win")
 NAMES = {
@@ -443,17 +444,8 @@ def test_probe_accepts_and_cmp_ranks_without_cudnn(
     slot: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    request = Request(
-        slot=slot,
-        geometry=CONFIG.geometry,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=64,
-        v_head_dim=64,
-        device="cuda",
-        capability=(9, 0),
-        dtype="bfloat16",
-    )
+    sizes = {"n_heads": 4, "geometry": CONFIG.geometry, "batch": None}
+    request = make_request(slot, None, **sizes, needs_grad=False)
     assert probe.rank(request) == (probe.CUDNN_RANK if slot == "cmp" else 0)
     request = dataclasses.replace(request, partial=True)
     assert list(probe.probe(request)) == []

@@ -11,27 +11,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nsa_core import NSAConfig, resolve
+from nsa_core import resolve
 from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.problems.cases import Case
+from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.findings import bits
 from nsa_verify.problems.slot_runs import SlotRun, run_slot, run_slots, slot_inputs
 
 BRANCHES = ("cmp", "sel", "win")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-CONFIG = NSAConfig(
-    dim=64,  # with fewer elements per row, the RMS of a row varies too much
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=16,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=3,
-    window_size=12,
-)
+# With fewer elements per row than 64, the RMS of a row varies too much.
+CONFIG = config_of(4, 2, 16, 16, (8, 4, 16, 3, 12))
 
 
 def case(length: int = 53, batch: int = 1, **fields: object) -> Case:

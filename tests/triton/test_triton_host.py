@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_core import BlockGeometry, NSAConfig, NSAttention, dryrun
 from nsa_core.contract import Request
+from slot_requests import make_request
 
 pytest.importorskip("triton")
 sequences = importlib.import_module("nsa_backend_triton.host.sequences")
@@ -90,19 +91,9 @@ def counted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[di
 def request_of(slot: str, shape: str, tokens: int, **options: Any) -> Request:
     """Return a bf16 request of one sequence; ``shape`` is Hq/G/D."""
     n_heads, n_kv_heads, width = (int(n) for n in shape.split("/"))
-    return Request(
-        slot=slot,
-        geometry=BlockGeometry(),
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=width,
-        v_head_dim=width,
-        dtype="bfloat16",
-        device="cuda",
-        batch=1,
-        seq_len=tokens,
-        **options,
-    )
+    sizes = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": width, "v_head_dim": width}
+    none = {"capability": None, "needs_grad": False}
+    return make_request(slot, tokens, **{**sizes, **none, **options})
 
 
 @pytest.mark.parametrize(("slot", "shape"), BUDGET, ids=lambda x: str(x))

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_core import BlockGeometry, Request
 from nsa_core.dryrun import slot_inputs
+from slot_requests import make_request
 
 pytest.importorskip("triton")
 configs = importlib.import_module("nsa_backend_triton.host.configs")
@@ -27,24 +27,6 @@ compile_table = importlib.import_module("compile_table")
 workspace = importlib.import_module("nsa_backend_triton.workspace")
 
 SLOTS = ("cmp", "select", "sel", "win", "combine")
-
-
-def make_request(slot: str, seq_len: int, **fields: Any) -> Request:
-    defaults = {
-        "n_heads": 12,
-        "n_kv_heads": 2,
-        "head_dim": 64,
-        "v_head_dim": 64,
-        "dtype": "bfloat16",
-        "batch": 1,
-    }
-    defaults |= {
-        "geometry": BlockGeometry(),
-        "needs_grad": True,
-        "device": "cuda",
-        "capability": (9, 0),
-    }
-    return Request(slot=slot, seq_len=seq_len, **{**defaults, **fields})
 
 
 def test_row_47_peak_of_combine_equals_its_outputs() -> None:

@@ -11,28 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_core import BlockGeometry, Request, Unsupported, resolve
+from nsa_core import BlockGeometry, Unsupported, resolve
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
+from slot_requests import make_request
 
 pytest.importorskip("triton")
 from nsa_backend_triton import probe as probing
 from nsa_backend_triton.host import configs
 
-BASE = Request(
-    slot="combine",
-    geometry=BlockGeometry(),
-    n_heads=12,
-    n_kv_heads=2,
-    head_dim=64,
-    v_head_dim=64,
-    dtype="bfloat16",
-    device="cuda",
-    capability=(9, 0),
-    needs_grad=True,
-    batch=1,
-    seq_len=4096,
-)
+BASE = make_request("combine", 4096)
 
 
 def codes(**fields: Any) -> list[str]:

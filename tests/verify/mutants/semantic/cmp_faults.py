@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from semantic.common import (
     dtype_is,
     empty_rows_lse_zero,
     every,
+    heads_of_group_zero_from,
     in_dtype,
     misaligned,
     overflow_without_max,
@@ -35,13 +37,8 @@ from semantic.common import (
 from semantic.dense import cmp_mask, masked
 from semantic.model import View, mutant
 
-
-def _forward(text: str, fault: Any, when: Any = None) -> Any:
-    return mutant("cmp", "forward", text, fault, when)
-
-
-def _backward(text: str, fault: Any, when: Any = None) -> Any:
-    return mutant("cmp", "backward", text, fault, when)
+_forward = functools.partial(mutant, "cmp", "forward")
+_backward = functools.partial(mutant, "cmp", "backward")
 
 
 def _hard_coded_overlap(c: View, token: Any, key: Any, index: int) -> torch.Tensor:
@@ -175,10 +172,7 @@ MUTANTS = (
     ),
     _forward(
         "heads of a group from the ninth on give zero",
-        lambda c: [
-            zero_from(-2, 8)(c, o.unflatten(-2, (c.groups, -1))).flatten(-3, -2) if i == 0 else o
-            for i, o in enumerate(c.run())
-        ],
+        heads_of_group_zero_from(lambda c: 8),
         lambda c: c.per_group > 8,
     ),
     _forward(

@@ -6,6 +6,7 @@ kernel rounds o to bf16, and this error is as large: it lies within the noise of
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -34,13 +35,8 @@ from semantic.common import (
 )
 from semantic.model import View, mutant
 
-
-def _forward(text: str, fault: Any, when: Any = None) -> Any:
-    return mutant("combine", "forward", text, fault, when)
-
-
-def _backward(text: str, fault: Any, when: Any = None) -> Any:
-    return mutant("combine", "backward", text, fault, when)
+_forward = functools.partial(mutant, "combine", "forward")
+_backward = functools.partial(mutant, "combine", "backward")
 
 
 def _gates_outside(c: View) -> bool:

@@ -130,6 +130,16 @@ def returns(index: int, change: Change) -> Fault:
     return fault
 
 
+def heads_of_group_zero_from(count: Callable[[View], int]) -> Fault:
+    """The healthy function, whose heads of each group from number ``count(c)`` on give zero."""
+
+    def change(c: View, o: torch.Tensor) -> torch.Tensor:
+        heads = o.unflatten(-2, (c.groups, -1))
+        return zero_from(-2, count(c))(c, heads).flatten(-3, -2)
+
+    return returns(0, change)
+
+
 def returns_all(change: Change) -> Fault:
     """The healthy function with every result changed."""
     return lambda c: [change(c, x.clone()) for x in c.run()]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from semantic.model import View
+from semantic.model import Fault, View
 
 # (view, positions of the queries [S], keys [n], piece or sequence index) -> bool [S, n], or
 # [S, G, n] where the groups differ
@@ -180,6 +180,11 @@ def sequences(c: View) -> Iterator[Sequence]:
         yield Sequence(
             index, slice(0, length - start), torch.arange(start, length), parts[0], parts[-1]
         )
+
+
+def key_gradients(visible: Visible, **options: Any) -> Fault:
+    """The healthy dq, and dk and dv of another mask; options as in :func:`masked`."""
+    return lambda c: [c.run()[0], *masked(c, visible, **options)[1:]]
 
 
 def masked_decode(c: View, visible: Visible, **options: Any) -> list[torch.Tensor]:

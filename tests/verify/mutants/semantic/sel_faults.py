@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from semantic.common import (
     dtype_is,
     empty_rows_lse_zero,
     every,
+    heads_of_group_zero_from,
     in_dtype,
     misaligned,
     packed,
@@ -31,16 +33,11 @@ from semantic.common import (
     scattered,
     zero_from,
 )
-from semantic.dense import chosen, counts, masked, sel_mask
+from semantic.dense import chosen, counts, key_gradients, masked, sel_mask
 from semantic.model import View, mutant
 
-
-def _forward(text: str, fault: Any, when: Any = None) -> Any:
-    return mutant("sel", "forward", text, fault, when)
-
-
-def _backward(text: str, fault: Any, when: Any = None) -> Any:
-    return mutant("sel", "backward", text, fault, when)
+_forward = functools.partial(mutant, "sel", "forward")
+_backward = functools.partial(mutant, "sel", "backward")
 
 
 def _listed(c: View) -> int:
@@ -170,13 +167,6 @@ def _capped_rows(cap: int) -> Any:
     return mask
 
 
-def _key_gradients(visible: Any, **options: Any) -> Any:
-    def fault(c: View) -> list[torch.Tensor]:
-        return [c.run()[0], *masked(c, visible, **options)[1:]]
-
-    return fault
-
-
 def _only_head(c: View, head: int) -> torch.Tensor:
     do = c["do"].unflatten(-2, (c.groups, c.per_group))
     keep = torch.arange(c.per_group).view(-1, 1) == head
@@ -281,20 +271,12 @@ MUTANTS = (
     ),
     _forward(
         "heads of a group from the 17th on give zero",
-        lambda c: [
-            zero_from(-2, 16)(c, o.unflatten(-2, (c.groups, -1))).flatten(-3, -2) if i == 0 else o
-            for i, o in enumerate(c.run())
-        ],
+        heads_of_group_zero_from(lambda c: 16),
         lambda c: c.per_group > 16,
     ),
     _forward(
         "a group of 3, 5, 6 or 7 heads loses the last",
-        lambda c: [
-            zero_from(-2, c.per_group - 1)(c, o.unflatten(-2, (c.groups, -1))).flatten(-3, -2)
-            if i == 0
-            else o
-            for i, o in enumerate(c.run())
-        ],
+        heads_of_group_zero_from(lambda c: c.per_group - 1),
         lambda c: c.per_group in (3, 5, 6, 7),
     ),
     _forward(
@@ -334,18 +316,18 @@ MUTANTS = (
     ),
     _backward(
         "dk and dv miss the queries of a block from the 65th on",
-        _key_gradients(_capped_rows(64)),
+        key_gradients(_capped_rows(64)),
         lambda c: max(c.lengths) > 64,
     ),
     _backward(
         "dk and dv miss the queries of a block from the 1025th on",
-        _key_gradients(_capped_rows(1024)),
+        key_gradients(_capped_rows(1024)),
         lambda c: max(c.lengths) > 1024,
     ),
     _backward("dv sums the first head of a group", _dv_of_first_head, lambda c: c.per_group > 1),
     _backward(
         "a block named twice apart counts twice in dk and dv",
-        _key_gradients(sel_mask, weight=_multiplicity),
+        key_gradients(sel_mask, weight=_multiplicity),
         _repeated_apart,
     ),
     _backward("the loop over blocks stops at -1", reads("blocks", _stop_at_hole), _hole),

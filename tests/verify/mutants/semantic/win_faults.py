@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,16 +33,11 @@ from semantic.common import (
     underflow_without_max,
     zero_from,
 )
-from semantic.dense import masked, win_mask
+from semantic.dense import key_gradients, masked, win_mask
 from semantic.model import View, mutant
 
-
-def _forward(text: str, fault: Any, when: Any = None) -> Any:
-    return mutant("win", "forward", text, fault, when)
-
-
-def _backward(text: str, fault: Any, when: Any = None) -> Any:
-    return mutant("win", "backward", text, fault, when)
+_forward = functools.partial(mutant, "win", "forward")
+_backward = functools.partial(mutant, "win", "backward")
 
 
 def _window(c: View, window: int) -> list[torch.Tensor]:
@@ -142,15 +138,6 @@ def _later_tiles_missing(c: View, token: Any, key: Any, index: int) -> torch.Ten
     tile = 32
     last = key // tile * tile + (1 + (c.window - 1) // tile) * tile
     return win_mask(c, token, key, index) & (token[:, None] < last)
-
-
-def _key_gradients(visible: Any) -> Any:
-    """The healthy dq, and dk and dv of another mask."""
-
-    def fault(c: View) -> list[torch.Tensor]:
-        return [c.run()[0], *masked(c, visible)[1:]]
-
-    return fault
 
 
 def _without_last_key_tile(c: View) -> list[torch.Tensor]:
@@ -285,7 +272,7 @@ MUTANTS = (
     # backward
     _backward(
         "dk and dv miss the last partial tile of queries",
-        _key_gradients(_later_tiles_missing),
+        key_gradients(_later_tiles_missing),
         lambda c: c.window % 32 != 1 and _longest(c) > c.window,
     ),
     _backward(

@@ -87,23 +87,15 @@ def win(
 ) -> Truth:
     """Attend to the keys t-w+1 .. t.
 
+    The arguments after v, and the errors, are those of :func:`cmp`.
+
     Args:
         q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
         k: Keys [B, S, G, Dk], packed [T, G, Dk].
         v: Values [B, S, G, Dv], packed [T, G, Dv].
-        geometry: Block sizes.
-        scale: Softmax scale.
-        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
-        do: Gradient of o, [B, S, Hq, Dv]. With it, the result has the gradients of all inputs.
-        rows: Rows of q to evaluate; None evaluates all. Other rows of the result are 0.
-        first_query: Position of row 0 of q, if q holds only some rows: see "Queries inside a
-            sequence" in nsa_core.contract. None: whole sequences.
 
     Returns:
         o, lse, and with ``do`` the gradients dq, dk and dv.
-
-    Raises:
-        InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
     """
 
     def visible(t: int, g: int) -> Keys:
@@ -138,27 +130,18 @@ def sel(
 ) -> Truth:
     """Attend to the keys <= t in the union of the selected blocks.
 
-    ``blocks`` may have any order. Duplicates count once. Entries of -1 and blocks that are out of
-    range or in the future are ignored.
+    The arguments after blocks, and the errors, are those of :func:`cmp`.
 
     Args:
         q: Queries [B, S, Hq, Dk], packed [T, Hq, Dk].
         k: Keys [B, S, G, Dk], packed [T, G, Dk].
         v: Values [B, S, G, Dv], packed [T, G, Dv].
-        blocks: Selected blocks, int [B, S, G, n], packed [T, G, n], local to the document.
-        geometry: Block sizes.
-        scale: Softmax scale.
-        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
-        do: Gradient of o, [B, S, Hq, Dv]. With it, the result has the gradients of all inputs.
-        rows: Rows of q to evaluate; None evaluates all. Other rows of the result are 0.
-        first_query: Position of row 0 of q, if q holds only some rows: see "Queries inside a
-            sequence" in nsa_core.contract. None: whole sequences.
+        blocks: Selected blocks, int [B, S, G, n], packed [T, G, n], local to the document. They may
+            have any order. Duplicates count once. Entries of -1 and blocks that are out of range or
+            in the future are ignored.
 
     Returns:
         o, lse, and with ``do`` the gradients dq, dk and dv.
-
-    Raises:
-        InvalidInput: The scores exceed the size limit of the oracle; pass ``rows``.
     """
     size, queries = geometry.select_block_size, queries_of(q, cu_seqlens, first_query)
     per_document = documents(blocks.detach().cpu(), queries.bounds)

@@ -247,10 +247,7 @@ def layer(
     """Compute a layer in float64, differentiable in ``x`` and every parameter.
 
     Args:
-        state: The layer's state_dict.
-        x: Input [B, S, dim], packed [T, dim].
-        config: Configuration of the layer.
-        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        state: The layer's state_dict; x, config and cu_seqlens are those of :func:`project`.
         blocks: Selected blocks, int32 [B, S, G, n]; None selects them by Eq. 8 to 12.
 
     Returns:

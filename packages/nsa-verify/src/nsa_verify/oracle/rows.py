@@ -234,22 +234,11 @@ def attend(
     scale: float,
     *,
     queries: Queries,
-    key_bounds: list[int] | None,
-    do: torch.Tensor | None,
-    rows: Sequence[int] | torch.Tensor | None,
+    key_bounds: list[int] | None,  # of documents; None if dense
+    do: torch.Tensor | None,  # [B, S, Hq, Dv]
+    rows: Sequence[int] | torch.Tensor | None,  # None evaluates all
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
     """Compute attention of the evaluated rows over their visible keys.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        visible: Maps a document to its visibility.
-        scale: Softmax scale.
-        queries: The rows of q of each document, and their positions.
-        key_bounds: Document bounds of keys; None if dense.
-        do: Gradient of o, [B, S, Hq, Dv].
-        rows: Rows to evaluate; None evaluates all.
 
     Returns:
         (o, lse, grads) with grads = (dq, dk, dv), or () without ``do``. Rows that are not evaluated
