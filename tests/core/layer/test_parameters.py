@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from cases import boundaries
-from nsa_core import NSAConfig, NSAttention
+from nsa_core import NSAConfig, NSAttention, nsa_attention
 from nsa_core.config import COMPRESS_KINDS
-from nsa_verify.judge.layer_gradients import judge_layer, replay_gradients
+from nsa_verify.judge.layer_gradients import golden_layer, judge_results, run_layer
 
 SIZES = {
     "dim": 12,
@@ -53,6 +53,10 @@ def problem(packed):
         torch.randn(*lead, 12, dtype=torch.float64),
         cu,
     )
+
+
+def judge_layer(attn, x, do, cu):
+    return judge_results(run_layer(attn, x, do, cu), *golden_layer(attn, x, do, attn.plan, cu))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -115,6 +119,40 @@ def test_judge_rejects_planted_faults(fault, monkeypatch):
     failed = [name for name, verdict in judge_layer(attn, x, do, cu).items() if not verdict]
     assert failed
     killers.expect("judge of a layer", fault.__name__, failed[0])
+
+
+def replay_gradients(attn, x, do, cu):
+    """Compute the parameter gradients by the layer's own backward, and by a replay.
+
+    The replay feeds the graph of projections, phi and gates with the gradients that left
+    nsa_attention. Both are equal bit for bit under deterministic algorithms.
+    """
+    parameters = dict(attn.named_parameters())
+
+    def grads_of(run):
+        outputs, output_grads = run()
+        grads = torch.autograd.grad(
+            outputs, list(parameters.values()), output_grads, allow_unused=True
+        )
+        return {n: g for n, g in zip(parameters, grads) if g is not None}
+
+    own = grads_of(lambda: ([attn(x, cu)], [do]))
+    p, gates = attn.project(x, cu), attn.gate(x)
+    sources = [p.q, p.k[1], p.k[2], p.v[1], p.v[2], p.k_cmp, p.v_cmp, gates]
+    q, k1, k2, v1, v2, k_cmp, v_cmp, g = leaves = [s.detach().requires_grad_() for s in sources]
+    o = nsa_attention(
+        q,
+        (None, k1, k2),
+        (None, v1, v2),
+        g,
+        config=attn.config,
+        k_cmp=k_cmp,
+        v_cmp=v_cmp,
+        cu_seqlens=cu,
+    )
+    y = attn.out(o.flatten(-2))
+    *source_grads, out_grad = torch.autograd.grad(y, [*leaves, attn.out.weight], do)
+    return own, {**grads_of(lambda: (sources, source_grads)), "out.weight": out_grad}
 
 
 @pytest.mark.parametrize(

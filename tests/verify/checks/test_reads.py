@@ -11,12 +11,24 @@ from typer.testing import CliRunner
 
 from nsa_cli.app import app
 from nsa_verify.checks import reads
-from nsa_verify.checks.reads import PAPER_BOUND, count_reads, predicted_total, reads_config
+from nsa_verify.checks.reads import PAPER_BOUND, count_reads, reads_config
 from nsa_verify.problems.cases import TINY, config_of
 from nsa_verify.run import suite
 from toy_forms import subject
 
 CONFIG = config_of(4, 2, 16, 16, TINY)  # l=8 d=4 l'=16 n=4 w=24
+
+
+def predicted_total(config, length):
+    """Predict the tokens that a step reads for one kv head, if it selects its current block.
+
+    This is the exact form of the paper's S/d + n*l' + w.
+    """
+    geometry, t = config.geometry, length - 1
+    block = geometry.select_block_size
+    selected = min(geometry.num_selected_blocks, t // block + 1)
+    in_blocks = (selected - 1) * block + t % block + 1
+    return geometry.num_compressed(length) + in_blocks + min(geometry.window_size, length)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

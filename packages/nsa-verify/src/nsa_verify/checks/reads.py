@@ -73,18 +73,6 @@ def reads_config() -> NSAConfig:
     return config_of(4, 2, 16, 16, PAPER)
 
 
-def predicted_total(config: NSAConfig, length: int) -> int:
-    """Predict the tokens that a step reads for one kv head, if it selects its current block.
-
-    This is the exact form of the paper's S/d + n*l' + w.
-    """
-    geometry, t = config.geometry, length - 1
-    block = geometry.select_block_size
-    selected = min(geometry.num_selected_blocks, t // block + 1)
-    in_blocks = (selected - 1) * block + t % block + 1
-    return geometry.num_compressed(length) + in_blocks + min(geometry.window_size, length)
-
-
 def count_reads(
     combination: Combination,
     config: NSAConfig,

@@ -1,21 +1,17 @@
-"""Judge the parameter gradients of a layer.
+"""Judge the parameter gradients of a layer in float64, by the autograd of the oracle.
 
-Parameters are outside the slots, so they have no low-precision verdict. Two checks replace it:
-
-- In float64, every gradient is compared with the autograd of the oracle. The magnitude is the sum
-  of the absolute values of the terms of the gradient.
-- In any dtype and on any backend, the gradients equal, bit for bit, those of the shared PyTorch
-  graph replayed with the gradients that left the slots. The slot gradients are judged themselves.
+Parameters are outside the slots, so they have no low-precision verdict. The magnitude is the sum
+of the absolute values of the terms of the gradient. In other dtypes the slot gradients are judged,
+and tests/core/layer/test_parameters.py replays the shared PyTorch graph with them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from nsa_core.layer.attention import nsa_attention
 from nsa_core.layer.module import NSAttention
 from nsa_core.plan.plan import Plan
 from nsa_verify import oracle
@@ -25,30 +21,6 @@ from nsa_verify.oracle.phi import compressed_positions, token_positions
 Tensors = dict[str, torch.Tensor]
 
 
-def judge_layer(
-    attn: NSAttention,  # in float64
-    x: torch.Tensor,  # float64 [B, S, dim], packed [T, dim]
-    do: torch.Tensor,  # of x's shape
-    cu_seqlens: torch.Tensor | None = None,
-    plan: Plan | None = None,
-) -> dict[str, Verdict]:
-    """Judge a layer in float64 against the oracle, given the blocks that the layer selects.
-
-    Args:
-        attn: Layer in float64.
-        x: Input, float64 [B, S, dim], packed [T, dim].
-        do: Gradient of the layer's output, in the shape of ``x``.
-        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
-        plan: Plan that runs the slots; None uses the layer's own.
-
-    Returns:
-        Verdicts on the output "y", on the gradient of "x", and on the gradient of every parameter
-        by its name.
-    """
-    actual = run_layer(attn, x, do, cu_seqlens, plan)
-    return judge_results(actual, *golden_layer(attn, x, do, plan or attn.plan, cu_seqlens))
-
-
 def run_layer(
     attn: NSAttention,
     x: torch.Tensor,
@@ -56,7 +28,15 @@ def run_layer(
     cu_seqlens: torch.Tensor | None = None,
     plan: Plan | None = None,
 ) -> Tensors:
-    """Return the output "y" of a layer and its gradients by name; arguments of judge_layer."""
+    """Return the output "y" of a layer and its gradients by name.
+
+    Args:
+        attn: The layer.
+        x: Input [B, S, dim], packed [T, dim].
+        do: Gradient of the layer's output, in the shape of ``x``.
+        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
+        plan: Plan that runs the slots; None uses the layer's own.
+    """
     names, parameters = zip(*attn.named_parameters())
     leaf = x.detach().requires_grad_()
     y = attn(leaf, cu_seqlens, plan=plan)
@@ -92,7 +72,8 @@ def golden_layer(
 ) -> tuple[Tensors, Tensors]:
     """Compute the output and the gradients of a layer by the oracle, with their magnitudes.
 
-    The arguments are those of :func:`judge_layer`.
+    The layer is in float64; the blocks are those that it selects with ``plan``. The arguments are
+    those of :func:`run_layer`.
 
     Returns:
         (golden results, magnitudes), each by name: the output "y", the gradient of "x", and the
@@ -293,48 +274,3 @@ def _blocks(
         for start, block_grad in zip(starts, span_grad):
             for head in range(span.shape[1]):
                 yield span[start : start + geometry.compress_block_size, head], block_grad[head]
-
-
-def replay_gradients(
-    attn: NSAttention, x: torch.Tensor, do: torch.Tensor, cu_seqlens: torch.Tensor | None = None
-) -> tuple[Tensors, Tensors]:
-    """Compute the parameter gradients of a layer twice: by its own backward, and by a replay.
-
-    The replay feeds the graph of projections, phi and gates with the gradients that left
-    nsa_attention. Both results are equal bit for bit under deterministic algorithms.
-
-    Args:
-        attn: The layer.
-        x: Input [B, S, dim], packed [T, dim].
-        do: Gradient of the layer's output, in the shape of ``x``.
-        cu_seqlens: Document bounds, int32 [documents + 1]; None if dense.
-
-    Returns:
-        (own gradients, replayed gradients) by parameter name.
-    """
-    parameters = dict(attn.named_parameters())
-
-    def grads_of(run: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Tensors:
-        outputs, output_grads = run()
-        grads = torch.autograd.grad(
-            outputs, list(parameters.values()), output_grads, allow_unused=True
-        )
-        return {n: g for n, g in zip(parameters, grads) if g is not None}
-
-    own = grads_of(lambda: ([attn(x, cu_seqlens)], [do]))
-    p, gates = attn.project(x, cu_seqlens), attn.gate(x)
-    sources = [p.q, p.k[1], p.k[2], p.v[1], p.v[2], p.k_cmp, p.v_cmp, gates]
-    q, k1, k2, v1, v2, k_cmp, v_cmp, g = leaves = [s.detach().requires_grad_() for s in sources]
-    o = nsa_attention(
-        q,
-        (None, k1, k2),
-        (None, v1, v2),
-        g,
-        config=attn.config,
-        k_cmp=k_cmp,
-        v_cmp=v_cmp,
-        cu_seqlens=cu_seqlens,
-    )
-    y = attn.out(o.flatten(-2))
-    *source_grads, out_grad = torch.autograd.grad(y, [*leaves, attn.out.weight], do)
-    return own, {**grads_of(lambda: (sources, source_grads)), "out.weight": out_grad}
