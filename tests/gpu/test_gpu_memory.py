@@ -19,6 +19,7 @@ from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.core_backward import OUTPUTS, STATISTICS
 from nsa_core.torch_ops.core_kernels import CoreInputs, run_branches
+from nsa_core.torch_ops.kernel import Kernel
 from nsa_verify.problems.cases import Case, config_of
 
 pytestmark = pytest.mark.gpu

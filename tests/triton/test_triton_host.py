@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa_core import BlockGeometry, NSAConfig, NSAttention, dryrun
+from nsa_core import NSAConfig, NSAttention, dryrun
 from nsa_core.contract import Request
 from slot_requests import make_request
 

@@ -14,6 +14,7 @@ import torch
 from nsa_core import NSAttention
 from nsa_core.errors import NSAError
 from nsa_core.layout import BlockGeometry
+from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_verify.problems.cases import config_of
 from observed import slot_kernel
 

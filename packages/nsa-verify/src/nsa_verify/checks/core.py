@@ -17,7 +17,7 @@ from nsa_core.layer.attention import nsa_attention
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks.calls import CORE, PREFILL
 from nsa_verify.checks.invariants import between_nans, poisoned_memory, with_poison
-from nsa_verify.checks.subjects import CaseSubject, case_check
+from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.judge.core import judge_core
 from nsa_verify.problems.cases import CaseData
 from nsa_verify.problems.findings import Finding
@@ -107,7 +107,7 @@ def _tensors(data: CaseData) -> dict[str, torch.Tensor]:
 
 
 def _run(
-    subject: CaseSubject,
+    subject: CaseUnderTest,
     plan: Plan,
     tensors: Mapping[str, torch.Tensor] | None = None,
     blocks: torch.Tensor | None = None,
@@ -117,7 +117,7 @@ def _run(
     return CoreRun(plan, subject.case.config, subject.data, tensors, blocks)
 
 
-def _judged(subject: CaseSubject, run: CoreRun, do: torch.Tensor) -> Iterator[Finding]:
+def _judged(subject: CaseUnderTest, run: CoreRun, do: torch.Tensor) -> Iterator[Finding]:
     """Judge the gradients of ``run``, computed while new memory holds NaN."""
     with poisoned_memory():
         gradients = run.gradients(do)
@@ -130,7 +130,7 @@ def _judged(subject: CaseSubject, run: CoreRun, do: torch.Tensor) -> Iterator[Fi
 
 
 @case_check("core gradients", *PREFILL, CORE)
-def core_gradients(subject: CaseSubject) -> Iterator[Finding]:
+def core_gradients(subject: CaseUnderTest) -> Iterator[Finding]:
     """Judge the gradients of nsa_attention, given the blocks that it selected.
 
     Some gates are 0, 1e-6 or 2.5. During the backward, new memory holds NaN: a
@@ -141,7 +141,7 @@ def core_gradients(subject: CaseSubject) -> Iterator[Finding]:
 
 
 @case_check("core nan storage", *PREFILL, CORE)
-def nan_storage(subject: CaseSubject) -> Iterator[Finding]:
+def nan_storage(subject: CaseUnderTest) -> Iterator[Finding]:
     """Judge a fused backward on inputs and a do with NaN beyond S and between rows."""
     plan = subject.plan()
     if subject.case.rows is not None or "backward" not in plan.fused:
@@ -151,7 +151,7 @@ def nan_storage(subject: CaseSubject) -> Iterator[Finding]:
 
 
 @case_check("core poison", *PREFILL, CORE)
-def finite_poison(subject: CaseSubject) -> Iterator[Finding]:
+def finite_poison(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that huge keys and values after t do not change dq and dgates of rows <= t, bitwise.
 
     The values are those of the check "poison"; the blocks are those of the run without them.
@@ -170,7 +170,7 @@ def finite_poison(subject: CaseSubject) -> Iterator[Finding]:
 
 
 @case_check("core inputs", *PREFILL, CORE)
-def inputs_untouched(subject: CaseSubject) -> Iterator[Finding]:
+def inputs_untouched(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that a fused backward writes to none of its inputs, blocks and do included."""
     plan = subject.plan()
     if "backward" not in plan.fused:
@@ -180,7 +180,7 @@ def inputs_untouched(subject: CaseSubject) -> Iterator[Finding]:
 
 
 @case_check("core run to run", *PREFILL, CORE)
-def run_to_run(subject: CaseSubject) -> Iterator[Finding]:
+def run_to_run(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that a fused backward gives equal bits three times.
 
     This holds if every slot is declared deterministic, and under ``deterministic=True``. The runs

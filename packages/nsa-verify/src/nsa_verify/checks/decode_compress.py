@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope import rope_table
 from nsa_core.plan.plan import Plan
-from nsa_verify.checks.subjects import StepSubject, step_check
+from nsa_verify.checks.under_test import StepUnderTest, step_check
 from nsa_verify.judge.tensor import Verdict, heads_first, judge
 from nsa_verify.problems.findings import Finding
 from nsa_verify.problems.step_data import StepData
@@ -26,7 +26,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [N, 1, D / 2]
 
 
 @step_check("decode fused compress", ("compress", "decode"))
-def fused_compress(subject: StepSubject) -> Iterator[Finding]:
+def fused_compress(subject: StepUnderTest) -> Iterator[Finding]:
     """Run :func:`compress_parity` with both kinds of phi, with and without rotary.
 
     With 16-bit keys, one run has weights in fp32, as under autocast.
@@ -71,7 +71,7 @@ def with_complete_blocks(step: Step) -> Step:
 
 
 def compress_parity(
-    subject: StepSubject,
+    subject: StepUnderTest,
     plan: Plan,
     kind: str,
     *,

@@ -14,7 +14,7 @@ import torch
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope import RopeTable, rope_table, rotate
 from nsa_verify import oracle
-from nsa_verify.checks.subjects import StepSubject, step_check
+from nsa_verify.checks.under_test import StepUnderTest, step_check
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.tensor import Verdict, gate_rows, heads_first, judge
 from nsa_verify.problems.combination import Combination
@@ -27,7 +27,7 @@ _DIM = 200  # layer width of the gates check: larger than a tile, and not a mult
 
 
 @step_check("decode fused append", ("append", "decode"))
-def fused_append(subject: StepSubject) -> Iterator[Finding]:
+def fused_append(subject: StepUnderTest) -> Iterator[Finding]:
     """Run :func:`append_parity` with and without rotary if the backend has a fused append."""
     if "append" not in subject.plan().fused:
         yield subject.missing_form("append")
@@ -41,7 +41,7 @@ def fused_append(subject: StepSubject) -> Iterator[Finding]:
 
 
 @step_check("decode fused gates", ("gates", "decode"))
-def fused_gates(subject: StepSubject) -> Iterator[Finding]:
+def fused_gates(subject: StepUnderTest) -> Iterator[Finding]:
     """Judge sigmoid(x W^T + b) in the dtype of gates, if the backend has fused gates."""
     plan, data, dtype = subject.plan(), subject.data, subject.dtype
     if "gates" not in plan.fused:
@@ -75,7 +75,7 @@ def fused_gates(subject: StepSubject) -> Iterator[Finding]:
 
 
 @step_check("decode fused step", ("step", "decode"))
-def fused_step(subject: StepSubject) -> Iterator[Finding]:
+def fused_step(subject: StepUnderTest) -> Iterator[Finding]:
     """Check the blocks of a fused step, its output given these blocks, and its padding rows.
 
     The output is the gated sum of the branches (Eq. 5). It is judged like a composition of slots,
@@ -163,7 +163,7 @@ def append_parity(
         exact: Require equal bits of rotated tensors. Otherwise they are judged, because a fused
             multiply-add rounds once less than a product and a sum.
     """
-    subject = StepSubject("decode fused append", step.case, dtype, combination, step)
+    subject = StepUnderTest("decode fused append", step.case, dtype, combination, step)
     plan, data, config, table = subject.plan(), subject.data, step.case.config, None
     if rope:
         positions = torch.arange(max(step.lengths) + step.rows, device=combination.device)

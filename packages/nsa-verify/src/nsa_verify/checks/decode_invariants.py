@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_verify.checks.calls import DECODE
 from nsa_verify.checks.decode_parity import judge_step
-from nsa_verify.checks.subjects import StepSubject, step_check
+from nsa_verify.checks.under_test import StepUnderTest, step_check
 from nsa_verify.problems.findings import Finding
 from nsa_verify.problems.step_data import step_data
 from nsa_verify.problems.step_runs import DECODE_SLOTS, Results, run_step
@@ -24,7 +25,7 @@ def _named(results: Results, slot: str) -> dict[str, torch.Tensor]:
 
 
 def _same_results(
-    subject: StepSubject, runs: Sequence[Results], slots: Sequence[str] = DECODE_SLOTS
+    subject: StepUnderTest, runs: Sequence[Results], slots: Sequence[str] = DECODE_SLOTS
 ) -> Iterator[Finding]:
     """Compare the results of ``slots`` in all runs with those of the first, bit for bit."""
     for slot in slots:
@@ -32,7 +33,7 @@ def _same_results(
 
 
 @step_check("decode ties", *DECODE)
-def ties(subject: StepSubject) -> Iterator[Finding]:
+def ties(subject: StepUnderTest) -> Iterator[Finding]:
     """Check that equal scores select the lowest blocks; zero queries make all scores equal."""
     data = subject.data
     data = dataclasses.replace(data, q=data.q * 0, dense={**data.dense, "q": data.dense["q"] * 0})
@@ -43,7 +44,7 @@ def ties(subject: StepSubject) -> Iterator[Finding]:
 
 
 @step_check("decode run to run", *DECODE)
-def run_to_run(subject: StepSubject) -> Iterator[Finding]:
+def run_to_run(subject: StepUnderTest) -> Iterator[Finding]:
     """Check that three runs have equal bits.
 
     This holds for slots declared deterministic, and for every slot under ``deterministic=True``.
@@ -59,7 +60,7 @@ def run_to_run(subject: StepSubject) -> Iterator[Finding]:
 
 
 @step_check("decode page order", *DECODE)
-def page_order(subject: StepSubject) -> Iterator[Finding]:
+def page_order(subject: StepUnderTest) -> Iterator[Finding]:
     """Check that the order of pages does not change the bits."""
     plan, device = subject.plan(deterministic=True), subject.combination.device
     orders = [step_data(subject.step, subject.dtype, device, order) for order in (0, 1)]
@@ -67,7 +68,7 @@ def page_order(subject: StepSubject) -> Iterator[Finding]:
 
 
 @step_check("decode replay", *DECODE)
-def replayed(subject: StepSubject) -> Iterator[Finding]:
+def replayed(subject: StepUnderTest) -> Iterator[Finding]:
     """Check a second call with new lengths in the same tensors, as in a CUDA graph replay.
 
     It must give the bits of a first call with these lengths.
@@ -87,7 +88,7 @@ def replayed(subject: StepSubject) -> Iterator[Finding]:
 
 
 @step_check("decode inputs untouched", *DECODE)
-def inputs_untouched(subject: StepSubject) -> Iterator[Finding]:
+def inputs_untouched(subject: StepUnderTest) -> Iterator[Finding]:
     """Check that no decode form writes to the cache, the queries or the tensors of the call."""
     data, plan = subject.data, subject.plan()
     call = {name: getattr(data.call, name) for name in ("starts", "lengths", "block_table")}
@@ -96,7 +97,7 @@ def inputs_untouched(subject: StepSubject) -> Iterator[Finding]:
 
 
 @step_check("decode dispatch", *DECODE)
-def dispatch(subject: StepSubject) -> Iterator[Finding]:
+def dispatch(subject: StepUnderTest) -> Iterator[Finding]:
     """Check that the requested decode forms ran, by the dispatch record and by a profile."""
     data, plan = subject.data, subject.plan()
     with record_dispatch() as trace:

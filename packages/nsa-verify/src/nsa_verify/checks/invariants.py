@@ -16,7 +16,7 @@ from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.core_kernels import selects_all
 from nsa_verify.checks.calls import PREFILL
 from nsa_verify.checks.slots import judge_run
-from nsa_verify.checks.subjects import CaseSubject, case_check
+from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.problems.cases import CaseData
 from nsa_verify.problems.findings import Finding
 from nsa_verify.problems.slot_runs import CausalSel, masked_do, slot_inputs
@@ -25,7 +25,7 @@ HUGE = {torch.float16: 6e4}  # finite poison; 1e30 in other dtypes
 
 
 @case_check("composition", *PREFILL)
-def composition(subject: CaseSubject) -> Iterator[Finding]:
+def composition(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that nsa_attention equals the five slots in order, bit for bit, with gradients.
 
     In sequences of at most n * l' tokens, its sel is the causal kernel of the plan.
@@ -67,7 +67,7 @@ def composition(subject: CaseSubject) -> Iterator[Finding]:
 
 
 @case_check("causality", *PREFILL)
-def causality(subject: CaseSubject) -> Iterator[Finding]:
+def causality(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that no row before t0 depends on tokens from t0 on, by equal bits and by autograd."""
     case = subject.case
     if case.packed or case.tokens < 2 or case.rows is not None:
@@ -116,7 +116,7 @@ def _splice(data: CaseData, other: CaseData, t0: int) -> CaseData:
 
 
 @case_check("poison", *PREFILL)
-def finite_poison(subject: CaseSubject) -> Iterator[Finding]:
+def finite_poison(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that huge keys and values after t do not change o, LSE and dq of rows <= t, bitwise.
 
     The values are +-1e30, in float16 +-6e4.
@@ -136,7 +136,7 @@ def finite_poison(subject: CaseSubject) -> Iterator[Finding]:
             yield subject.same_bits(slot, f"{name} up to {t}", actual, expected)
 
 
-def with_poison(subject: CaseSubject, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def with_poison(subject: CaseUnderTest, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return keys or values with huge numbers after the middle token; other tensors unchanged.
 
     Compressed tokens are huge if one of their tokens is after the middle.
@@ -152,7 +152,7 @@ def with_poison(subject: CaseSubject, name: str, tensor: torch.Tensor) -> torch.
 
 
 @case_check("nan storage", *PREFILL)
-def nan_storage(subject: CaseSubject) -> Iterator[Finding]:
+def nan_storage(subject: CaseUnderTest) -> Iterator[Finding]:
     """Judge slots on inputs with NaN beyond S and between rows, and on outputs filled with NaN."""
     data = subject.data
     if subject.case.rows is not None:
@@ -189,7 +189,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 @case_check("run to run", *PREFILL)
-def run_to_run(subject: CaseSubject) -> Iterator[Finding]:
+def run_to_run(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that three runs have equal bits, forward and backward.
 
     This holds for slots declared deterministic, and for every slot under ``deterministic=True``.
@@ -205,7 +205,7 @@ def run_to_run(subject: CaseSubject) -> Iterator[Finding]:
 
 
 @case_check("inputs untouched", *PREFILL)
-def inputs_untouched(subject: CaseSubject) -> Iterator[Finding]:
+def inputs_untouched(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that no slot writes to its inputs, forward or backward."""
     data, plan = subject.data, subject.plan()
     runs = subject.runs(plan)
@@ -216,7 +216,7 @@ def inputs_untouched(subject: CaseSubject) -> Iterator[Finding]:
 
 
 @case_check("dispatch", *PREFILL)
-def dispatch(subject: CaseSubject) -> Iterator[Finding]:
+def dispatch(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that the requested kernels ran, by the dispatch record and by a profile."""
     plan = subject.plan()
     with record_dispatch() as trace:

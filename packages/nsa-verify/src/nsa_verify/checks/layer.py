@@ -18,7 +18,7 @@ from nsa_core.errors import Unsupported
 from nsa_core.layer.module import NSAttention
 from nsa_core.plan.plan import Plan, resolve
 from nsa_verify.checks.calls import CORE, PREFILL
-from nsa_verify.checks.subjects import CaseSubject, case_check
+from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.judge.layer_gradients import golden_layer, judge_results, run_layer
 from nsa_verify.problems.cases import Case
 from nsa_verify.problems.findings import Finding
@@ -60,7 +60,7 @@ def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
 
 
 @case_check("layer", *PREFILL, CORE)
-def layer(subject: CaseSubject) -> Iterator[Finding]:
+def layer(subject: CaseUnderTest) -> Iterator[Finding]:
     """Compare NSAttention with the oracle: output, and gradients of input and parameters.
 
     The layer runs without recompute, and with it.
@@ -79,7 +79,7 @@ def layer(subject: CaseSubject) -> Iterator[Finding]:
         yield from subject.judged("", {name + label: v for name, v in verdicts.items()})
 
 
-def _plan(subject: CaseSubject) -> Plan | None:
+def _plan(subject: CaseUnderTest) -> Plan | None:
     """Return the plan of the combination if it accepts the dtype on the CPU, else None."""
     if subject.combination.device != "cpu":
         return None

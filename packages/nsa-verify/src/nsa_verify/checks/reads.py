@@ -19,7 +19,7 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import BRANCHES
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks.calls import DECODE
-from nsa_verify.checks.subjects import StepSubject, step_check
+from nsa_verify.checks.under_test import StepUnderTest, step_check
 from nsa_verify.problems.cases import PAPER, Case, config_of
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
@@ -115,7 +115,7 @@ def count_reads(
 
 
 @step_check("decode reads", *DECODE)
-def reads(subject: StepSubject) -> Iterator[Finding]:
+def reads(subject: StepUnderTest) -> Iterator[Finding]:
     """Check at each length of the step that every branch reads exactly the predicted tokens."""
     if subject.step.rows > 1:
         return

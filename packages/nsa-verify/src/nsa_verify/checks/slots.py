@@ -12,7 +12,7 @@ from nsa_core.contract import SLOTS
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
 from nsa_verify.checks.calls import PREFILL, prefill
-from nsa_verify.checks.subjects import CaseSubject, case_check
+from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.findings import Finding, Findings
@@ -20,7 +20,7 @@ from nsa_verify.problems.slot_runs import SlotRun, slot_inputs
 
 
 @case_check("parity", *PREFILL)
-def parity(subject: CaseSubject) -> Iterator[Finding]:
+def parity(subject: CaseUnderTest) -> Iterator[Finding]:
     """Compare every slot with the oracle on the same inputs: outputs, LSE and all gradients."""
     runs = subject.runs(subject.plan())
     for slot in SLOTS:
@@ -43,7 +43,7 @@ def judge_run(
 
 
 @case_check("coverage", *PREFILL)
-def coverage(subject: CaseSubject) -> Iterator[Finding]:
+def coverage(subject: CaseUnderTest) -> Iterator[Finding]:
     """Compare branches that see every key with dense causal attention.
 
     These are sel with n*l' >= S, win with w >= S, and cmp with l = d = 1.
@@ -64,7 +64,7 @@ def coverage(subject: CaseSubject) -> Iterator[Finding]:
 
 
 def _judge_dense(
-    subject: CaseSubject,
+    subject: CaseUnderTest,
     slot: str,
     run: SlotRun,
     geometry: BlockGeometry,
@@ -82,7 +82,7 @@ def _judge_dense(
 
 
 @case_check("packed", *PREFILL)
-def packed_equals_separate(subject: CaseSubject) -> Iterator[Finding]:
+def packed_equals_separate(subject: CaseUnderTest) -> Iterator[Finding]:
     """Judge each document of a packed call as a dense sequence of its own."""
     case = subject.case
     if not case.packed:
@@ -112,7 +112,7 @@ def _document(run: SlotRun, rows: slice, cmp_rows: slice) -> SlotRun:
 
 
 @case_check("ties", *prefill("cmp", "select"))
-def ties(subject: CaseSubject) -> Iterator[Finding]:
+def ties(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that equal scores select the lower block: with zero keys, and with exact logits."""
     case, data = subject.case, subject.data
     if case.rows is not None or case.text is not None:
@@ -143,7 +143,7 @@ def ties(subject: CaseSubject) -> Iterator[Finding]:
 
 
 @case_check("any blocks", *prefill("sel"))
-def any_blocks(subject: CaseSubject) -> Iterator[Finding]:
+def any_blocks(subject: CaseUnderTest) -> Iterator[Finding]:
     """Judge sel on unsorted blocks with duplicates, -1, out-of-range and future entries."""
     case, data = subject.case, subject.data
     if case.tokens == 0 or case.rows is not None:
@@ -165,7 +165,7 @@ def any_blocks(subject: CaseSubject) -> Iterator[Finding]:
 
 
 @case_check("empty rows", *prefill("cmp", "sel"))
-def empty_rows(subject: CaseSubject) -> Iterator[Finding]:
+def empty_rows(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check rows without a visible key: output exactly 0, LSE -inf, and gradients exactly 0."""
     case, data = subject.case, subject.data
     if case.packed or case.tokens == 0 or case.rows is not None:

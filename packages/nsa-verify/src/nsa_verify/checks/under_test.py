@@ -30,7 +30,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject(Findings):
+class UnderTest(Findings):
     """A combination that a check judges.
 
     Attributes:
@@ -80,7 +80,7 @@ class Subject(Findings):
 
 
 @dataclasses.dataclass(frozen=True)
-class CaseSubject(Subject):
+class CaseUnderTest(UnderTest):
     """A combination on a case."""
 
     @functools.cached_property
@@ -111,7 +111,7 @@ class CaseSubject(Subject):
 
 
 @dataclasses.dataclass(frozen=True)
-class StepSubject(Subject):
+class StepUnderTest(UnderTest):
     """A combination on a decode step.
 
     Attributes:
@@ -143,7 +143,7 @@ class StepSubject(Subject):
 
 def case_check(
     name: str, *calls: Call
-) -> Callable[[Callable[[CaseSubject], Iterator[Finding]]], CaseCheck]:
+) -> Callable[[Callable[[CaseUnderTest], Iterator[Finding]]], CaseCheck]:
     """Make a check of cases: a function of (combination, case, dtype) that yields findings.
 
     Args:
@@ -151,10 +151,10 @@ def case_check(
         *calls: The functions of the combination that it calls at most.
     """
 
-    def declare(check: Callable[[CaseSubject], Iterator[Finding]]) -> CaseCheck:
+    def declare(check: Callable[[CaseUnderTest], Iterator[Finding]]) -> CaseCheck:
         @functools.wraps(check)
         def run(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
-            return check(CaseSubject(name, case, dtype, combination))
+            return check(CaseUnderTest(name, case, dtype, combination))
 
         return may_call(*calls)(run)
 
@@ -163,13 +163,13 @@ def case_check(
 
 def step_check(
     name: str, *calls: Call
-) -> Callable[[Callable[[StepSubject], Iterator[Finding]]], StepCheck]:
+) -> Callable[[Callable[[StepUnderTest], Iterator[Finding]]], StepCheck]:
     """Make a check of decode steps, as :func:`case_check`: of (combination, step, dtype)."""
 
-    def declare(check: Callable[[StepSubject], Iterator[Finding]]) -> StepCheck:
+    def declare(check: Callable[[StepUnderTest], Iterator[Finding]]) -> StepCheck:
         @functools.wraps(check)
         def run(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
-            return check(StepSubject(name, step.case, dtype, combination, step))
+            return check(StepUnderTest(name, step.case, dtype, combination, step))
 
         return may_call(*calls)(run)
 
