@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable
 
 COLUMNS = 80
-# Output that holds a fence, as that of `nsa env`, stands between longer ones.
+# Output that holds a fence, as that of `nsa doctor --report`, stands between longer ones.
 BLOCK = re.compile(r"(?ms)^(?P<fence>`{3,})console\n(?P<lines>.*?)^(?P=fence)$")
 _PLATFORM = re.compile(r"Linux-[\w.]+(-[\w.]+)*?-x86_64")  # names the kernel of the machine
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\r")

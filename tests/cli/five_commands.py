@@ -1,4 +1,4 @@
-"""The status and the sentence that each of five commands gives to every backend."""
+"""The status and the sentence that each of four commands gives to every backend."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def standings_by_command(
         command: {row["name"]: (row["status"], row["sentence"]) for row in of_command}
         for command, of_command in rows.items()
     }
-    block = run("env")
+    block = run("doctor", "--report")
     pattern = r"(?m)^backend (\S+): (\w+) \((.*?)(?:; from \S+ \S+)?\)$"
-    result["env"] = {
+    result["report"] = {
         name: (status, sentence) for name, status, sentence in re.findall(pattern, block)
     }
     return result

@@ -343,14 +343,6 @@ def test_explain_with_phase_decode_and_pages(nsa):
     assert nsa("backends", "explain", "--phase", "decode", "--page-size", "100").code == 2
 
 
-def test_conformance_without_pytest_prints_the_install_command(nsa, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pytest", None)
-    done = nsa("conformance", "sdpa", "--device", "cpu")
-    reason = "nsa conformance needs pytest, which is not installed"
-    message = f"nsa: {reason}; pip install 'nsa-verify[test]'\n"
-    assert (done.code, done.out, done.err) == (3, "", message)
-
-
 def test_gpu_option_answers_for_another_machine(nsa):
     document = json.loads(nsa("backends", "list", "--gpu", "a100", "--json").out)
     assert document["simulated"]["title"] == "A100 (sm_80)"

@@ -1,4 +1,4 @@
-"""list, show, explain, doctor and env in terminals of 80, 100 and 200 columns, and in a pipe."""
+"""list, show, explain and doctor in terminals of 80, 100 and 200 columns, and in a pipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS = [
     ("backends", "explain"),
     ("backends", "explain", "--gpu", "t4", "--grad", "--head-dim", "320"),
     ("doctor",),
-    ("env",),
+    ("doctor", "--report"),
 ]
 LONG = "/a/directory/with/a/long/name/that/no/terminal/of/80/columns/can/show/libcudart.so.12"
 

@@ -26,15 +26,6 @@ BENCH = [
     "8,4,16,3,24",
 ]
 BENCH += ["--budget", "0.001"]
-CONFORMANCE = [
-    "conformance",
-    "sdpa",
-    "--device",
-    "cpu",
-    "-v",
-    "-k",
-    "test_backend_loads or test_probe_gives_reasons",
-]
 CLOSED = "nsa: the output was closed before everything was written\n"
 
 # Run the first checks of `nsa verify` in worker processes. Progress prints a line per check.
@@ -123,13 +114,12 @@ COMMANDS = [
     ["backends", "list", "--json"],
     ["backends", "explain", "--device", "cpu"],
     ["doctor"],
-    ["env"],
+    ["doctor", "--report"],
     BENCH,
-    CONFORMANCE,
 ]
 
 
-IN_FORKS = [["backends", "list"], ["env"], BENCH]  # each prints with other functions
+IN_FORKS = [["backends", "list"], ["doctor", "--report"], BENCH]  # each prints with other functions
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +204,7 @@ def test_a_closed_pipe_in_a_shell_exits_with_code_141(tmp_path):
     "arguments",
     [
         ["backends", "list"],
-        *(pytest.param(a, marks=pytest.mark.slow) for a in (["--help"], ["verify"], ["env"])),
+        *(pytest.param(a, marks=pytest.mark.slow) for a in (["--help"], ["verify"], ["doctor"])),
     ],
     ids=" ".join,
 )

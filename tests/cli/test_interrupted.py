@@ -1,11 +1,14 @@
-"""SIGTERM and Ctrl-C in a long run: partial results are written and marked as interrupted."""
+"""A signal in the middle of a command: the exit code, and the results that are kept.
+
+tests/models has the signals of `nsa train`, and tests/core/util those of any block.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +17,20 @@ import torch
 from nsa_bench import clocks, decode, decode_gate, roofline, run, subjects, timing
 from nsa_bench.result import read_result
 from nsa_cli import verify
-from nsa_cli.conformance import _PytestPlugin
+from nsa_core.plan import registry
 from nsa_core.plan.registry import discover
-from nsa_core.util.interruption import deferred_signals
+from nsa_core.util import interruption
+from nsa_core.util.interruption import SIGNALS, deferred_signals, exit_code
 from nsa_verify.problems import cases
 from nsa_verify.problems.findings import Finding
-from nsa_verify.run import suite
+from nsa_verify.run import runner, suite
+from nsa_verify.run.suite import Job
 
-SIGNALS = [((signal.SIGTERM,) * 2, 143), ((signal.SIGINT,), 130), ((signal.SIGINT,) * 2, 130)]
-SIGNAL_IDS = ["SIGTERM twice, as timeout sends it", "SIGINT", "SIGINT twice"]
+ONCE, TWICE = 1, 2  # the second signal ends the current work too
+BENCH = ["bench", "--device", "cpu", "--shape", "2/1/8", "--combo", "sdpa"]
+BENCH += ["--blocks", "8,4,16,3,24", "--budget", "0.001"]
+VERIFY = ["verify", "--device", "cpu", "--dtype", "float32"]
+VERIFY += [f"--{slot}=sdpa" for slot in ("cmp", "sel", "win")]
 
 
 @pytest.fixture(autouse=True)
@@ -30,102 +38,84 @@ def default_signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Handle SIGINT as a foreground job does (background jobs ignore it), and time briefly."""
     monkeypatch.setattr(clocks, "SAMPLE_MS", 0.1)
     monkeypatch.setattr(roofline, "measure_peaks", lambda device, dtype: roofline.Peaks(1e11, 1e10))
+    monkeypatch.setattr(interruption, "_SAME_S", 0.0)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
+def send(number: signal.Signals, times: int = ONCE) -> None:
+    for _ in range(times):
+        signal.raise_signal(number)
+
+
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sends a signal at a call of ``owner.name``, by default the first."""
+
+    def patch(
+        owner: object, name: str, number: signal.Signals, times: int = ONCE, call: int = 1
+    ) -> None:
+        calls, original = [], getattr(owner, name)
+
+        def interrupted(*arguments, **options):
+            calls.append(1)
+            send(number, times * (len(calls) == call))
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, interrupted)
+
+    return patch
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("command", ["backends list", "verify", "tune --device cpu"])
+def test_a_command_that_has_nothing_to_keep_ends_at_once(nsa, interrupt, command, number):
+    interrupt(registry, "discover", number)
+    done = nsa(*command.split())
+    code, name = exit_code(number.name), number.name
+    assert (done.code, done.out, done.err) == (code, "", f"nsa: interrupted by {name}\n")
+
+
 @pytest.mark.parametrize(
-    ("phase", "signals", "code"),
-    [*(("forward", *row) for row in SIGNALS), ("decode", *SIGNALS[0])],
-    ids=[*(f"forward {text}" for text in SIGNAL_IDS), "decode SIGTERM"],
+    ("phase", "number", "times"),
+    [
+        ("forward", signal.SIGTERM, ONCE),
+        ("forward", signal.SIGINT, TWICE),
+        ("decode", signal.SIGHUP, ONCE),
+    ],
+    ids=["forward SIGTERM", "forward SIGINT twice", "decode SIGHUP"],
 )
-def test_an_interrupted_bench_keeps_its_figures(phase, signals, code, nsa, tmp_path, monkeypatch):
-    module, name = (decode, "make_state") if phase == "decode" else (subjects, "make_inputs")
-    calls, original = [], getattr(module, name)
-
-    def interrupted(*arguments, **options):
-        calls.append(1)
-        for number in signals * (len(calls) == 2):
-            signal.raise_signal(number)
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(module, name, interrupted)
-    file, plots = (
-        tmp_path / "r.json",
-        [f"--{kind}={tmp_path / 'r'}.{kind}" for kind in ("html", "png")],
-    )
-    done = nsa(
-        "bench",
-        "--device",
-        "cpu",
-        "--phase",
-        phase,
-        "--shape",
-        "2/1/8",
-        "--length",
-        "40,80,120",
-        "--combo",
-        "sdpa",
-        "--blocks",
-        "8,4,16,3,24",
-        "--budget",
-        "0.001",
-        "--json",
-        str(file),
-        *plots * (code == 143),
-    )
-    assert done.code == code, done.err
+def test_an_interrupted_bench_keeps_its_figures(phase, number, times, nsa, tmp_path, interrupt):
+    owner, name = (decode, "make_state") if phase == "decode" else (subjects, "make_inputs")
+    interrupt(owner, name, number, times, call=2)
+    file, page = tmp_path / "r.json", tmp_path / "r.html"
+    files = ["--json", str(file), *["--html", str(page)] * (phase == "forward")]
+    done = nsa(*BENCH, "--phase", phase, "--length", "40,80,120", *files)
+    assert done.code == exit_code(number.name), done.err
     result = read_result(file)
-    interruption = result.interrupted
-    assert (interruption.signal, interruption.cells_left) == (signals[0].name, 2)
-    assert interruption.cells == 3
+    assert (result.interrupted.signal, result.interrupted.cells_left) == (number.name, 2)
+    assert result.interrupted.cells == 3
     assert all(m.performance for m in result.measurements if m.length == 40)
-    interrupted_cell = [m for m in result.measurements if m.length == 80]
-    assert {m.reason for m in interrupted_cell} == (
-        set() if signals == SIGNALS[2][0] else {timing.INTERRUPTED}
-    )
-    assert len({m.length for m in result.measurements}) == 1 + bool(interrupted_cell)
+    rest = {(m.length, m.reason) for m in result.measurements if m.length != 40}
+    assert rest == ({(80, timing.INTERRUPTED)} if times == ONCE else set())
     line = (
-        f"INTERRUPTED by {signals[0].name}, 2 of 3 cells left, 0 of 1 correctness checks failed"
-        " so far"
+        f"INTERRUPTED by {number.name}, 2 of 3 cells left, 0 of 1 correctness checks failed so far"
     )
     assert line in done.out
-    assert code != 143 or line in (tmp_path / "r.html").read_text()
-    assert code != 143 or (tmp_path / "r.png").stat().st_size
+    assert phase == "decode" or line in page.read_text()
     assert "passed" not in done.out
 
 
-@pytest.mark.parametrize("phase", ["forward", "decode"])
-def test_a_bench_interrupted_in_its_first_gate_reports_it(phase, nsa, tmp_path, monkeypatch):
-    module = decode_gate if phase == "decode" else run
-    original = module.gate_case
-    monkeypatch.setattr(
-        module,
-        "gate_case",
-        lambda *arguments: signal.raise_signal(signal.SIGTERM) or original(*arguments),
-    )
-    done = nsa(
-        "bench",
-        "--device",
-        "cpu",
-        "--phase",
-        phase,
-        "--shape",
-        "2/1/8",
-        "--length",
-        "40",
-        "--combo",
-        "sdpa",
-        "--blocks",
-        "8,4,16,3,24",
-        "--html",
-        str(tmp_path / "r.html"),
-    )
+@pytest.mark.parametrize(("phase", "owner"), [("forward", run), ("decode", decode_gate)])
+def test_a_bench_interrupted_in_its_first_gate_reports_it(phase, owner, nsa, tmp_path, interrupt):
+    interrupt(owner, "gate_case", signal.SIGTERM)
+    page = tmp_path / "r.html"
+    done = nsa(*BENCH, "--phase", phase, "--length", "40", "--html", str(page))
     assert done.code == 143, done.err
     assert "INTERRUPTED by SIGTERM, 1 of 1 cells left" in done.out
-    assert "INTERRUPTED by SIGTERM" in (tmp_path / "r.html").read_text()
+    assert "INTERRUPTED by SIGTERM" in page.read_text()
 
 
 def test_an_interrupted_workload_keeps_its_samples():
@@ -133,11 +123,10 @@ def test_an_interrupted_workload_keeps_its_samples():
 
     def signal_in_second_sample():
         calls.append(1)
-        if len(calls) == 4:  # after two preparing calls
-            signal.raise_signal(signal.SIGTERM)
+        send(signal.SIGTERM, len(calls) == 4)  # after two preparing calls
 
     def compiler_fails():
-        signal.raise_signal(signal.SIGTERM)
+        send(signal.SIGTERM)
         raise RuntimeError("ptxas died of a signal")
 
     workloads = [
@@ -156,47 +145,55 @@ def test_an_interrupted_workload_keeps_its_samples():
     assert (timings["c"].reason, timings["c"].performance) == (timing.INTERRUPTED, None)
 
 
-@pytest.mark.parametrize(("signals", "code"), SIGNALS, ids=SIGNAL_IDS)
-@pytest.mark.parametrize("every", [False, True], ids=["one", "every combination"])
-def test_an_interrupted_verify_reports_the_finished_checks(
-    every, signals, code, nsa, tmp_path: Path, monkeypatch
-):
-    def check(name, ok, raised_signals=()):
-        def findings(subject, case, dtype):
-            for number in raised_signals:
-                signal.raise_signal(number)
-            yield Finding(name, "cmp", case.name, "float32", "o", ok, detail=f"detail of {name}")
-
-        return suite.Job(name, findings, cases.quick_cases()[0], torch.float32)
-
-    jobs = [
-        check("good", True),
-        check("bad", False),
-        check("interrupted", True, signals),
-        check("not started", False),
-    ]
-    monkeypatch.setattr(suite, "jobs", lambda *a, **o: jobs)
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sets the checks of `nsa verify`: name, result, what happens in it."""
     monkeypatch.setattr(verify.output, "find_backends", discover)
-    slots = [f"--{slot}=sdpa" for slot in ("cmp", "sel", "win")]
-    options = [
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--json",
-        str(tmp_path / "r.json"),
-        "--reads",
-    ]
-    done = nsa("verify", *slots, *options, *["--every-combination"] * every)
-    assert done.code == code, done.err
-    report = json.loads((tmp_path / "r.json").read_text())
+
+    def use(*rows: tuple[str, bool, Callable[[], object]]) -> None:
+        def check(name: str, ok: bool, happens: Callable[[], object]) -> Job:
+            def findings(subject, case, dtype):
+                happens()
+                quantity = "o" if name != "broken" else "run"
+                detail = f"detail of {name}"
+                yield Finding(name, "cmp", case.name, "float32", quantity, ok, detail=detail)
+
+            return Job(name, findings, cases.quick_cases()[0], torch.float32)
+
+        jobs = [check(*row) for row in rows]
+        monkeypatch.setattr(suite, "jobs", lambda *a, **o: jobs)
+
+    return use
+
+
+def nothing() -> None:
+    """Happens in a check without a signal."""
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["one", "every combination"])
+@pytest.mark.parametrize("times", [ONCE, TWICE])
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_interrupted_verify_reports_the_finished_checks(
+    every, number, times, nsa, tmp_path: Path, checks
+):
+    checks(
+        ("good", True, nothing),
+        ("bad", False, nothing),
+        ("interrupted", True, lambda: send(number, times)),
+        ("not started", False, nothing),
+    )
+    file = tmp_path / "r.json"
+    options = ["--json", str(file), "--reads", *["--every-combination"] * every]
+    done = nsa(*VERIFY, *options)
+    assert done.code == exit_code(number.name), done.err
+    report = json.loads(file.read_text())
     (report,) = report["combinations"] if every else [report]
-    # Left are the last check, the reads, and a check that a second Ctrl-C ended.
-    left = 3 if signals == SIGNALS[2][0] else 2
-    assert report["interrupted"] == {"signal": signals[0].name, "checks_left": left, "checks": 5}
+    # Left are the last check, the reads, and a check that a second signal ended.
+    left = 2 if times == ONCE else 3
+    assert report["interrupted"] == {"signal": number.name, "checks_left": left, "checks": 5}
     assert [f["check"] for f in report["findings"]] == ["good", "bad", "interrupted"][: 5 - left]
     assert "reads" not in report
-    assert f"INTERRUPTED by {signals[0].name}, {left} of 5 checks left" in done.out
+    assert f"INTERRUPTED by {number.name}, {left} of 5 checks left" in done.out
     assert "FAILED bad, cmp" in done.out
     assert every or "ok so far" in done.out
     last = done.out.splitlines()[-1]
@@ -204,49 +201,23 @@ def test_an_interrupted_verify_reports_the_finished_checks(
     assert not every or "0 of 1 combinations passed" in last
 
 
-def test_a_check_that_fails_after_the_signal_counts_as_left(nsa, monkeypatch):
-    def broken(subject, case, dtype):
-        signal.raise_signal(signal.SIGTERM)
-        yield Finding(
-            "broken", "", case.name, "float32", "run", False, detail="ptxas died of a signal"
-        )
+def test_a_check_that_goes_on_after_the_signal_ends_after_its_grace(nsa, checks, monkeypatch):
+    monkeypatch.setattr(runner, "GRACE_S", 0.2)
+    checks(("slow", True, lambda: (send(signal.SIGTERM), [time.sleep(0.05) for _ in range(100)])))
+    started = time.monotonic()
+    done = nsa(*VERIFY)
+    assert time.monotonic() - started < 3
+    assert (done.code, "1 of 1 checks left" in done.out) == (143, True)
 
-    job = suite.Job("broken", broken, cases.quick_cases()[0], torch.float32)
-    monkeypatch.setattr(suite, "jobs", lambda *a, **o: [job])
-    done = nsa("verify", "--device", "cpu", "--dtype", "float32")
+
+def test_a_check_that_fails_after_the_signal_counts_as_left(nsa, checks):
+    checks(("broken", False, lambda: send(signal.SIGTERM)))  # ptxas died of a signal
+    done = nsa(*VERIFY)
     assert done.code == 143
     assert "INTERRUPTED by SIGTERM, 1 of 1 checks left; 0 checks passed, 0 failed" in done.out
 
 
-def test_a_signal_in_the_last_check_leaves_a_complete_report(nsa, monkeypatch):
-    def last(subject, case, dtype):
-        signal.raise_signal(signal.SIGTERM)
-        yield Finding("last", "cmp", case.name, "float32", "o", True)
-
-    job = suite.Job("last", last, cases.quick_cases()[0], torch.float32)
-    monkeypatch.setattr(suite, "jobs", lambda *a, **o: [job])
-    done = nsa("verify", "--device", "cpu", "--dtype", "float32")
+def test_a_signal_in_the_last_check_leaves_a_complete_report(nsa, checks):
+    checks(("last", True, lambda: send(signal.SIGTERM)))
+    done = nsa(*VERIFY)
     assert (done.code, "1 checks passed, 0 failed" in done.out) == (0, True)
-
-
-def test_conformance_without_kernel_tests_exits_with_code_3(nsa):
-    done = nsa("conformance", "sdpa", "--device", "cpu", "-k", "test_backend_loads")
-    assert (done.code, "nothing could be tested" in done.err) == (3, True)
-
-
-def test_an_interrupted_conformance_run_ends_after_the_current_test(nsa, monkeypatch):
-    original = _PytestPlugin.pytest_runtest_logreport
-
-    def interrupted(self, report):
-        original(self, report)
-        if report.when == "call":
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(_PytestPlugin, "pytest_runtest_logreport", interrupted)
-    done = nsa(
-        *("conformance", "sdpa", "--device", "cpu"),
-        *("-k", "test_backend_loads or test_probe_gives_reasons"),
-    )
-    assert done.code == 143, done.out + done.err
-    assert "1 passed" in done.out
-    assert re.search(r"INTERRUPTED by SIGTERM, [1-9]\d* of \d+ tests left", done.out)

@@ -188,7 +188,7 @@ def test_row_60_ctrl_c_prints_one_line_and_ends_the_children(start, tmp_path):
     child = start(
         "backends",
         "list",
-        env={"PYTHONPATH": str(site)},
+        env={"PYTHONPATH": str(site) + ":" + os.environ.get("PYTHONPATH", "")},
         start_new_session=True,
         # In a background job of a shell, SIGINT is ignored and child processes inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -200,7 +200,9 @@ def test_row_60_ctrl_c_prints_one_line_and_ends_the_children(start, tmp_path):
     assert child.poll() is None, f"ended by itself within {waited:.1f} s: {child.communicate()}"
     os.killpg(child.pid, signal.SIGINT)
     out, err = child.communicate(timeout=60)
-    assert (child.returncode, err) == (130, "nsa: interrupted\n"), f"after {waited:.1f} s: {out}"
+    assert (child.returncode, err) == (130, "nsa: interrupted by SIGINT\n"), (
+        f"after {waited:.1f} s: {out}"
+    )
     state = pathlib.Path(f"/proc/{pid_file.read_text()}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
 

@@ -188,20 +188,6 @@ def test_columns_of_numbers_are_aligned_at_the_point(nsa):
     assert len(points) == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param((), id="quiet", marks=pytest.mark.slow),
-        pytest.param(("-v",), id="verbose", marks=pytest.mark.slow),
-    ],
-)
-def test_conformance_is_readable(nsa, terminal, options):
-    arguments = ("conformance", "sdpa", "--device", "cpu", "-k", "step and pages", *options)
-    out = assert_command_is_readable(nsa, terminal, *arguments)
-    assert ("passed  test_accepted_decode_requests" in out) == bool(options)
-    assert "passed" in out.splitlines()[-1]
-
-
 def test_tune_is_readable(nsa, terminal, monkeypatch):
     from nsa_bench import tune
     from nsa_bench.gate import Gate
@@ -299,7 +285,7 @@ def complete(words: str, shell: str = "bash") -> list[str]:
         ("nsa verify --dtype fp32,bf", {"fp32,bf16", "fp32,bfloat16"}),
         ("nsa bench --preset ", {"quick", "full"}),
         ("nsa verify --preset ", {"quick", "full"}),
-        ("nsa conformance sd", {"sdpa"}),
+        ("nsa backends show sd", {"sdpa"}),
     ],
 )
 def test_bash_completion(words, expected):

@@ -1,4 +1,4 @@
-"""list, show, explain, doctor and env give each backend the same status and the same sentence."""
+"""list, show, explain and doctor give each backend the same status and the same sentence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nsa_cli import trial_imports
 from nsa_core.contract import Reason
 from nsa_core.plan.registry import BackendEntry, Registry, discover
 
-SAME = ("list", "show", "explain", "doctor", "env")
+SAME = ("list", "show", "explain", "doctor", "report")
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def by_command(nsa, monkeypatch):
 
 
 def assert_same(by_command: dict[str, dict[str, tuple[str, str]]]) -> dict[str, tuple[str, str]]:
-    """Assert that all five commands agree, and return what they say."""
+    """Assert that all of them agree, and return what they say."""
     assert set(by_command) == set(SAME)
     for command in SAME:
         assert by_command[command] == by_command["list"], command

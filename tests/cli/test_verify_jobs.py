@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,31 +149,32 @@ def test_a_process_that_dies_is_a_failed_finding_and_other_jobs_run():
     assert str(os.getpid()) not in {f.detail for f in meta.values()}
 
 
+def sleep_after_the_first(
+    subject: Combination, case: cases.Case, dtype: torch.dtype
+) -> Iterator[Finding]:
+    if case.name != cases.quick_cases()[0].name:
+        time.sleep(600)
+    yield Finding("sleep", "", case.name, "float32", "o", True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("signals", "max_jobs"),
-    [((signal.SIGTERM,) * 2, 2), ((signal.SIGINT,), 2), ((signal.SIGINT,) * 2, 1)],
-)
-def test_a_signal_ends_the_run_after_the_current_jobs(signals, max_jobs):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def interrupt(label: str) -> None:
-        for number in signals * (not stop.received):
-            signal.raise_signal(number)
-
-    try:
-        with deferred_signals() as stop:
-            (findings,) = run_jobs(
-                [Combination({})],
-                jobs_of(report_process, 8),
-                processes=2,
-                stop=stop,
-                advance=interrupt,
-            ).findings
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert stop.signal == signals[0]
-    assert 1 <= len(findings) <= max_jobs
+def test_the_first_signal_ends_the_worker_processes():
+    jobs = jobs_of(sleep_after_the_first, 4)
+    with deferred_signals() as stop:
+        (findings,) = run_jobs(
+            [Combination({})],
+            jobs,
+            processes=2,
+            stop=stop,
+            advance=lambda label: signal.raise_signal(signal.SIGTERM),
+        ).findings
+        ended = time.monotonic() - stop._received_at
+    assert (stop.name, [[f.case for f in job] for job in findings]) == (
+        "SIGTERM",
+        [[jobs[0].case.name]],
+    )
+    assert ended < 5
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.slow

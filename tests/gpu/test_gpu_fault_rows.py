@@ -108,7 +108,7 @@ CONFORMANCE_CHECKS = {
 @pytest.mark.parametrize("row", CONFORMANCE_CHECKS)
 def test_rows_of_the_conformance_suite(backend: str, slot: str, row: str) -> None:
     suite = BackendConformance()
-    suite._name, suite._device = backend, "cuda"
+    suite.backend, suite._device = backend, "cuda"
     suite.test_kernel(slot, CONFORMANCE_CHECKS[row])
 
 

@@ -90,19 +90,14 @@ def saved_random_state(folder: pathlib.Path) -> torch.Tensor:
     return checkpoint.read(folder).tensors["random.cpu"]
 
 
-@pytest.mark.parametrize(
-    ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
-)
-def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(
-    trainer, tmp_path, number, ends
-):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(trainer, tmp_path, number):
     uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
     uninterrupted.mkdir(), resumed.mkdir()
     expected = train(trainer(), uninterrupted)
     stopped = trainer()
-    with pytest.raises(ends) as end:
+    with pytest.raises(KeyboardInterrupt, match=number.name):
         train(stopped, resumed, lambda p: p.step == 3 and signal.raise_signal(number))
-    assert ends is KeyboardInterrupt or end.value.code == 143
     assert stopped.step_number == 4  # the current step is finished
     # A step that was logged before its process was killed.
     with open(resumed / log.FILE, "a") as file:

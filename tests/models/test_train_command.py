@@ -337,8 +337,11 @@ def test_sigterm_saves_and_prints_a_command_that_goes_on(nsa, text, tmp_path, mo
     report = log.Log.write
     out = tmp_path / "my run"
     with monkeypatch.context() as patch:
+        signals = [signal.SIGTERM]  # before the first step
         patch.setattr(
-            log.Log, "write", lambda *given: (report(*given), signal.raise_signal(signal.SIGTERM))
+            log.Log,
+            "write",
+            lambda *given: (report(*given), signals and signal.raise_signal(signals.pop())),
         )
         arguments = ["--out", str(out), "--data", text, "--steps", "2", "--threads", "1", *SMALL]
         done = nsa("train", *arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import subprocess
 
 import pytest
 
@@ -218,7 +217,6 @@ def probe(request):
     [
         ("verify --win named --phase prefill", 3, "while planning"),
         ("bench --combo win=named --length 128 --phase forward", 3, "while planning"),
-        ("conformance named -k strided", 1, "in this test"),
     ],
 )
 def test_a_crash_in_the_import_of_a_kernel_names_backend_and_module(
@@ -243,44 +241,6 @@ def test_a_probe_that_ends_its_process_for_some_requests_is_unavailable(nsa, tmp
     assert done.returncode == 3, done.stderr
     reason = "call of 'plugged:probe': ended its process with exit status 0 while planning"
     assert f"backend 'named', {reason}" in " ".join(done.stderr.split())
-
-
-def assert_some_tests_failed(done: subprocess.CompletedProcess[str], failed: int) -> None:
-    """Assert that `nsa conformance -v` failed so many tests, and passed others."""
-    assert done.returncode == 1, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    outcomes = [line.split()[0] for line in lines if line.startswith(("passed ", "failed "))]
-    assert outcomes.count("passed") > 5, done.stdout
-    assert outcomes.count("failed") == failed, done.stdout
-
-
-@pytest.mark.slow
-def test_conformance_fails_the_tests_of_a_faulty_kernel_and_runs_the_others(nsa, tmp_path) -> None:
-    install(tmp_path, "faulty", faulty(24, 25, 64, 0))
-    tests = "test_accepted_requests_are_correct or test_backend_loads"
-    done = nsa("conformance", "faulty", "--device", "cpu", "-k", tests, "-v", path=tmp_path)
-    assert_some_tests_failed(done, 3)
-    assert "killed its process with SIGSEGV in this test" in done.stdout
-    assert "ended its process with exit status 0 in this test" in done.stdout
-    assert "it raised SystemExit: 0" in done.stdout
-    assert not any(line.startswith(PRINTED) for line in (done.stdout + done.stderr).splitlines())
-
-
-BREAKS_GPU = """
-    if tokens == 25:
-        from nsa_verify.isolation import gpu_context
-        gpu_context.gpu_error = lambda: "CUDA error: misaligned address"
-def forward("""
-
-
-@pytest.mark.slow
-def test_conformance_replaces_a_process_whose_gpu_a_kernel_broke(nsa, tmp_path) -> None:
-    source = faulty(0, 0, 0, 25).replace("time.sleep(600)", "pass").replace("print(", "str(")
-    install(tmp_path, "faulty", source.replace("\ndef forward(", BREAKS_GPU))
-    tests = "test_accepted_requests_are_correct or test_backend_loads"
-    done = nsa("conformance", "faulty", "--device", "cpu", "-k", tests, "-v", path=tmp_path)
-    assert_some_tests_failed(done, 1)
-    assert "a kernel made the GPU unusable: CUDA error: misaligned address" in done.stdout
 
 
 @pytest.mark.slow

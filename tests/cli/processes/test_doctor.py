@@ -1,4 +1,4 @@
-"""`nsa doctor` and `nsa env` report each problem with a fix and keep running."""
+"""`nsa doctor` reports each problem with a fix and keeps running."""
 
 from __future__ import annotations
 
@@ -133,7 +133,10 @@ def test_an_error_in_our_own_probe_is_reported_to_this_project(nsa, report, brok
     assert "ZeroDivisionError" in problem["message"]
     assert "this is a bug in NSA itself" in problem["message"]
     shown = nsa("--safe", "backends", "show", "fa2", path=broken_site).stdout
-    assert "this is a bug in NSA itself: please report it with the output of `nsa env`" in shown
+    assert (
+        "this is a bug in NSA itself: please report it with the output of `nsa doctor --report`"
+        in shown
+    )
     assert "broken: its probe raised ZeroDivisionError" in shown
     assert "author" not in shown
 
@@ -162,10 +165,10 @@ def test_the_block_has_no_path_and_no_user(report, monkeypatch, capsys) -> None:
 
 
 @pytest.mark.slow  # the test above checks the block in the ordinary run
-def test_env_prints_no_path_and_no_user(nsa, broken_site, monkeypatch) -> None:
+def test_the_report_prints_no_path_and_no_user(nsa, broken_site, monkeypatch) -> None:
     monkeypatch.setenv("LOGNAME", "janedoe")
     monkeypatch.setenv("NSA_DISABLE_PLUGINS", "raiser")  # as the doctor advises
-    done = nsa("env", path=broken_site)
+    done = nsa("doctor", "--report", path=broken_site)
     assert done.returncode == 0
     assert "cannot read .../libx.so.1, ask USER" in done.stdout
     assert "janedoe" not in done.stdout

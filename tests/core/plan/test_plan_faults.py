@@ -76,7 +76,9 @@ def test_hint_of_a_faulty_probe_or_rank_names_who_should_get_the_report(
         registry = registry.with_backend(backend_spec, distribution=distribution)
     candidates = find_candidates(CONFIG, PlanOptions(), registry=registry).by_slot["win"]
     hints = [reason.hint for candidate in candidates for reason in candidate.reasons]
-    expected = "this is a bug in NSA itself: please report it with the output of `nsa env`"
+    expected = (
+        "this is a bug in NSA itself: please report it with the output of `nsa doctor --report`"
+    )
     assert hints == [expected if ours else "report it to the plugin's author"] * len(specs)
 
 

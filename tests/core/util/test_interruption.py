@@ -1,18 +1,105 @@
-"""nsa_core.util.interruption: an alarm ends a block, and leaves imports whole."""
+"""nsa_core.util.interruption: recorded and deferred signals, and alarms."""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import os
 import signal
-import sys
 import time
 
 import pytest
 
-from nsa_core.util.interruption import alarm_in, is_ctrl_c, recorded_ctrl_c
+from nsa_core.util import interruption
+from nsa_core.util.interruption import (
+    SIGNALS,
+    alarm_in,
+    deferred_signals,
+    exit_code,
+    is_ctrl_c,
+    recorded_signals,
+    signal_of,
+)
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs setitimer")
+
+
+@pytest.fixture(autouse=True)
+def default_handlers():
+    """Handlers as of a foreground job; a shell that starts the tests may have replaced them."""
+    default = {signal.SIGINT: signal.default_int_handler}
+    previous = {n: signal.signal(n, default.get(n, signal.SIG_DFL)) for n in SIGNALS}
+    yield
+    for number, handler in previous.items():
+        assert signal.signal(number, handler) is default.get(number, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_raises_and_names_itself(number):
+    with recorded_signals() as stop:
+        with pytest.raises(KeyboardInterrupt) as raised:
+            os.kill(os.getpid(), number)
+        assert stop.name == number.name
+        assert is_ctrl_c(KeyboardInterrupt())
+    codes = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
+    assert exit_code(signal_of(raised.value)) == codes[number.name]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_deferred_signal_raises_at_its_second_time(number, monkeypatch):
+    with deferred_signals() as stop:
+        signal.raise_signal(number)
+        signal.raise_signal(number)  # as `timeout` does
+        assert stop.name == number.name
+        monkeypatch.setattr(interruption, "_SAME_S", 0.0)
+        with pytest.raises(KeyboardInterrupt, match=number.name):
+            signal.raise_signal(number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_the_process_ignores_stays_ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with recorded_signals() as stop:
+            signal.raise_signal(number)
+            assert not stop.received
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_block_inside_another_one_has_the_same_record():
+    with recorded_signals() as outer:
+        with deferred_signals() as inner:
+            signal.raise_signal(signal.SIGTERM)
+        assert inner is outer
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+            outer.check()
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError])
+def test_an_import_that_swallows_a_signal_and_fails_does_not_hide_it(error):
+    def load() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise error("cannot load module more than once per process")
+
+    with pytest.raises(KeyboardInterrupt), recorded_signals():
+        load()
+    with pytest.raises(error), recorded_signals():
+        raise error("no signal")
+
+
+def test_a_block_that_goes_on_after_a_signal_ends_after_its_grace():
+    started = time.monotonic()
+    with recorded_signals() as stop:
+        with stop.stop_on_interrupt(grace_s=0.1):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(5)
+        with stop.stop_on_interrupt(grace_s=0.1):
+            pass
+        time.sleep(0.2)  # no alarm is left
+    assert time.monotonic() - started < 2
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
 class Rung(Exception):
@@ -27,63 +114,3 @@ def test_an_alarm_ends_a_block_and_is_off_after_it():
     with alarm_in(0.05, Rung()):
         pass
     time.sleep(0.1)
-
-
-def test_an_alarm_waits_for_the_end_of_an_import(tmp_path, monkeypatch):
-    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(0.3)\ncomplete = True\n")
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def import_and_wait() -> None:
-        importlib.import_module("slow_module")
-        time.sleep(5)
-
-    with pytest.raises(Rung), alarm_in(0.05, Rung()):
-        import_and_wait()
-    assert sys.modules.pop("slow_module").complete
-
-
-@pytest.fixture
-def default_handler():
-    """Python's own handler of SIGINT, which a shell that starts the tests may have replaced."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
-
-
-@pytest.fixture
-def pressed(tmp_path, monkeypatch):
-    """Name of a module that sends SIGINT to its process while it is imported."""
-    code = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n"
-    (tmp_path / "pressed_module.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "pressed_module"
-    sys.modules.pop("pressed_module", None)
-
-
-@pytest.mark.usefixtures("default_handler")
-def test_ctrl_c_waits_for_the_end_of_an_import(pressed):
-    def import_and_wait() -> None:
-        importlib.import_module(pressed)
-        time.sleep(5)
-
-    with pytest.raises(KeyboardInterrupt) as raised, recorded_ctrl_c():
-        import_and_wait()
-    assert sys.modules[pressed].whole
-    assert is_ctrl_c(raised.value)
-    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-
-
-@pytest.mark.usefixtures("default_handler")
-def test_ctrl_c_during_the_last_import_does_not_outlive_the_block(pressed):
-    with recorded_ctrl_c():
-        importlib.import_module(pressed)
-    time.sleep(0.2)
-    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-
-
-@pytest.mark.usefixtures("default_handler")
-def test_ctrl_c_outside_an_import_raises_at_once():
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), recorded_ctrl_c():
-        os.kill(os.getpid(), signal.SIGINT)
-    assert time.monotonic() - started < 0.05

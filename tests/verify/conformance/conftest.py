@@ -44,7 +44,7 @@ def make_suite(
         suite = type(
             "Suite", (BackendConformance,), {"registry": default_registry().with_backend(spec)}
         )()
-        suite._name, suite._device = name, "cpu"
+        suite.backend, suite._device = name, "cpu"
         return suite
 
     return make

@@ -16,7 +16,7 @@ from semantic.model import FUNCTIONS, healthy_spec
 
 def suite_of(spec: BackendSpec) -> BackendConformance:
     made = type("Suite", (BackendConformance,), {"registry": discover().with_backend(spec)})()
-    made._name, made._device = spec.name, "cpu"
+    made.backend, made._device = spec.name, "cpu"
     return made
 
 

@@ -10,7 +10,7 @@ def main() -> None:
     try:
         from nsa_cli.app import main as run
     except KeyboardInterrupt:
-        print("nsa: interrupted", file=sys.stderr)
+        print("nsa: interrupted by SIGINT", file=sys.stderr)
         raise SystemExit(130) from None
     run()
 

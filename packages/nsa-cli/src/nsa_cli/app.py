@@ -10,16 +10,14 @@ import typer
 
 from nsa_cli import backends, bench, completion, output
 from nsa_cli.commands import App
-from nsa_cli.conformance import conformance
 from nsa_cli.convert import convert
-from nsa_cli.doctor import doctor, env
+from nsa_cli.doctor import doctor
 from nsa_cli.generate import generate
 from nsa_cli.inspect import inspect
-from nsa_cli.panels import EXTEND, MEASURE, PROVE, TRAIN, USE
+from nsa_cli.panels import MEASURE, PROVE, TRAIN, USE
 from nsa_cli.train import train
 from nsa_cli.tune import tune
 from nsa_cli.verify import verify
-from nsa_core.util.interruption import recorded_ctrl_c
 
 _HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, verify, time and train it.
 
@@ -27,7 +25,7 @@ This is not DeepSeek Sparse Attention (DSA), the lightning indexer of DeepSeek-V
 """
 _EXIT_CODES = """Exit codes: 0 ok; 1 a check failed; 2 usage error, unknown name or invalid input;
 3 a backend or device is unsupported or unavailable on this machine; 4 no backend can run; 5 could
-not write the output; 130 interrupted by Ctrl-C; 143 ended by SIGTERM; 141 the reader closed
+not write the output; 130, 143 or 129 ended by Ctrl-C, SIGTERM or SIGHUP; 141 the reader closed
 the output."""
 
 app = App(name="nsa", help=_HELP, epilog=_EXIT_CODES, add_completion=True)
@@ -37,8 +35,7 @@ app.add_typer(
     short_help="List, show and explain backends, and write a new one.",
     rich_help_panel=USE,
 )
-app.command(short_help="Diagnose this environment and suggest fixes.", rich_help_panel=USE)(doctor)
-app.command(short_help="Print an environment report for bug reports.", rich_help_panel=USE)(env)
+app.command(short_help="Diagnose this environment, or report it.", rich_help_panel=USE)(doctor)
 app.command(short_help="Show which blocks a model selects.", rich_help_panel=USE)(inspect)
 app.command(short_help="Check backends against a float64 oracle.", rich_help_panel=PROVE)(verify)
 app.add_typer(
@@ -54,10 +51,6 @@ app.command(
 app.command(short_help="Train a small language model.", rich_help_panel=TRAIN)(train)
 app.command(short_help="Generate text from a checkpoint.", rich_help_panel=TRAIN)(generate)
 app.command(short_help="Convert a Hugging Face model to NSA.", rich_help_panel=TRAIN)(convert)
-app.command(
-    short_help="Run the conformance suite on a backend.",
-    rich_help_panel=EXTEND,
-)(conformance)
 
 
 def _print_version(requested: bool) -> None:
@@ -93,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     output.prepare_streams()
     code = 0
-    with output.exit_codes(), recorded_ctrl_c():
+    with output.exit_codes():
         # Typer's own main would exit with other codes on Ctrl-C and on closed pipes.
         command = typer.main.get_command(app)
         command._main_shell_completion({}, "nsa")  # exits if a shell asks for completions

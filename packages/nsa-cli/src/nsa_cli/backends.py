@@ -130,7 +130,8 @@ def new(
         for path in written:
             console.print(str(path))
         console.print(
-            f"next: pip install -e {shlex.quote(f'{folder}[test]')}; nsa conformance {name}"
+            f"next: pip install -e {shlex.quote(f'{folder}[test]')};"
+            f" python -m pytest {shlex.quote(str(folder))}"
         )
 
 

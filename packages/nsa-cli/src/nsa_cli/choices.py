@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nsa_core.errors import InvalidInput
+from nsa_core.util.interruption import recorded_signals
 from nsa_core.util.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -167,7 +168,10 @@ def pick_device(text: str, threads: int | None = None) -> str:
         BackendUnavailable: The device is not available on this machine.
     """
     silence_profiler()
-    import torch
+    # Libraries that torch imports swallow a KeyboardInterrupt, or cannot be imported a second time.
+    with recorded_signals() as interruption, interruption.deferred():
+        import torch
+    interruption.check()
 
     from nsa_core.plan.device import usable_device
 

@@ -1,4 +1,4 @@
-"""Collect the environment report of `nsa doctor` and `nsa env`.
+"""Collect the environment report of `nsa doctor`.
 
 Torch is imported only in child processes, because torch itself may be broken.
 """

@@ -1,4 +1,4 @@
-"""Print the environment report of `nsa doctor` and `nsa env`."""
+"""Print the environment report of `nsa doctor`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OPTIONAL = {
 
 
 def _rows(document: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the rows (component, state, detail) of `nsa doctor` and `nsa env`."""
+    """Return the rows (component, state, detail) of `nsa doctor`."""
     torch = document["torch"]
     platform = document["platform"].replace("-", " ")  # a line may break at spaces only
     rows = [("python", document["python"], f"{platform}, {document['cpus']} CPUs")]

@@ -18,6 +18,7 @@ from nsa_cli import torchrun
 from nsa_cli.wrapping import wrap
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.util.atomic_files import NotWritten, check_folder_writable, write_atomic
+from nsa_core.util.interruption import exit_code, recorded_signals, signal_of
 from nsa_core.util.text import describe_error, one_line
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ __all__ = [
     "write_atomic",
 ]
 
-FAILED, USAGE, UNAVAILABLE, BROKEN, UNWRITTEN, INTERRUPTED, CLOSED = 1, 2, 3, 4, 5, 130, 141
+FAILED, USAGE, UNAVAILABLE, BROKEN, UNWRITTEN, CLOSED = 1, 2, 3, 4, 5, 141
 # Errors of a failed write. EBADF: standard output is open for reading only.
 _UNWRITABLE = {
     errno.ENOSPC,
@@ -59,13 +60,9 @@ _UNWRITABLE = {
     errno.EBADF,
     getattr(errno, "EDQUOT", errno.ENOSPC),
 }
-# Depending on its version, typer depends on click or vendors it; this finds ClickException in both.
-ClickError: Any
-UsageError: Any
-ClickError, UsageError = (
-    next(base for base in typer.BadParameter.__mro__ if base.__name__ == name)
-    for name in ("ClickException", "UsageError")
-)
+# Depending on its version, typer depends on click or vendors it.
+UsageError: Any = typer.BadParameter.__base__
+ClickError: Any = UsageError.__base__
 UNLIMITED = 1_000_000  # columns; lines of piped output are never broken or truncated by rich
 _WIDEST_TEXT = 100  # columns; longer lines of text are hard to read
 _plugin_options = (False, 20.0)
@@ -353,7 +350,8 @@ def _discard(stream: TextIO) -> None:
 def exit_codes() -> Iterator[None]:
     """Turn expected errors into a message on standard error and an exit code of `nsa --help`."""
     try:
-        yield
+        with recorded_signals():
+            yield
     except InvalidInput as error:
         end(USAGE, _paragraph(error))
     except BackendUnavailable as error:
@@ -366,8 +364,9 @@ def exit_codes() -> Iterator[None]:
         context = getattr(error, "ctx", None)
         hint = f" (try '{context.command_path} --help')" if context is not None else ""
         end(USAGE, one_line(error.format_message()) + hint)
-    except (KeyboardInterrupt, typer.Abort):
-        end(INTERRUPTED, "interrupted")
+    except KeyboardInterrupt as error:
+        name = signal_of(error)
+        end(exit_code(name), f"interrupted by {name}")
     except BrokenPipeError:
         end(CLOSED, "the output was closed before everything was written")
     except NotWritten as error:

@@ -74,8 +74,8 @@ def train(
 
     Documents are packed into rows with their boundaries; a document that does not fit continues in
     the next row. A document is either trained on or held out, never both. Under torchrun, the same
-    command trains on several GPUs, with the losses of one. Ctrl-C and SIGTERM save a checkpoint and
-    print the command that continues from it.
+    command trains on several GPUs, with the losses of one. Ctrl-C, SIGTERM and SIGHUP save a
+    checkpoint and print the command that continues from it.
     """
     # After typer's conversion, so that paths are Path objects.
     values = {name: value for name, value in locals().items() if name != "context"}
@@ -84,7 +84,7 @@ def train(
     named = {name: name for name in values} | options.RENAMED
     with (
         output.exit_codes(),
-        train_interrupted.explained(training) as raise_again,
+        train_interrupted.explained(training) as interruption,
         _world(values, training, named) as world,
         _watching(world, train_interrupted.end_of(training, world)),
         _locked(values, world),
@@ -92,8 +92,8 @@ def train(
         with errors_name_options(named):
             trainer = _prepare(values, typed, world)
         training.trainer = trainer
-        raise_again()
-        history = _run(trainer, out, raise_again)
+        interruption.check()
+        history = _run(trainer, out)
         # A sharded model computes on all processes together.
         accuracy = trainer.accuracy() if trainer.data.spec.data == "recall" else None
         if world.rank == 0:
@@ -291,14 +291,13 @@ def _model(values: Mapping[str, Any], vocab_size: int, saved: Checkpoint | None)
     return LanguageModel(config, backends)
 
 
-def _run(trainer: Trainer, out: Path, raise_again: Callable[[], None]) -> list[Progress]:
+def _run(trainer: Trainer, out: Path) -> list[Progress]:
     from nsa_models.lm.train import train as run
 
     held_out = ""
 
     def show_progress(step: Progress) -> None:
         nonlocal held_out
-        raise_again()  # a signal that was swallowed before the loop deferred signals
         if step.held_out_loss is not None:
             held_out = f", held out {step.held_out_loss:.3f}"
         if step.step:

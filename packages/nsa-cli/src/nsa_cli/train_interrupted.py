@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,7 @@ import typer
 
 from nsa_cli import output
 from nsa_core.util.atomic_files import NotWritten
-from nsa_core.util.interruption import exit_code
+from nsa_core.util.interruption import Interruption, exit_code, recorded_signals, signal_of
 from nsa_models.lm.run_folder import CHECKPOINT, is_empty
 
 if TYPE_CHECKING:
@@ -46,66 +44,27 @@ class Training:
 
 
 @contextlib.contextmanager
-def explained(training: Training) -> Iterator[Callable[[], None]]:
+def explained(training: Training) -> Iterator[Interruption]:
     """End a run that a signal or a full disk ends with a message: how far it came, how it goes on.
 
-    Yields:
-        A function that raises a signal again whose exception was swallowed, for example by an
-        import.
+    Signals raise at once; the training loop defers them on its own.
 
     Raises:
-        SystemExit: 130 after Ctrl-C, 143 after SIGTERM, 5 if a file could not be written.
+        SystemExit: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, 5 if a file could not be
+            written.
     """
     try:
-        with _signals_raise() as raise_again:
-            yield raise_again
-    except KeyboardInterrupt:
-        _explain("ended by Ctrl-C", training)
-        raise SystemExit(output.INTERRUPTED) from None
+        with recorded_signals() as interruption:
+            yield interruption
+    except KeyboardInterrupt as error:
+        name = signal_of(error)
+        _explain(f"ended by {'Ctrl-C' if name == 'SIGINT' else name}", training)
+        raise SystemExit(exit_code(name)) from None
     except NotWritten as error:
         if training.trainer is None:
             raise  # no work is lost
         _explain(str(error), training)
         raise SystemExit(output.UNWRITTEN) from None
-    except SystemExit as error:
-        if error.code == exit_code("SIGTERM"):
-            _explain("ended by SIGTERM", training)
-        raise
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[Callable[[], None]]:
-    """Raise SystemExit(143) at SIGTERM and KeyboardInterrupt at SIGINT.
-
-    An import may swallow the exception. Yields a function that raises such a signal again. The
-    training loop defers signals on its own.
-    """
-    received: list[int] = []
-
-    def end(number: int, frame: object) -> None:
-        received.append(number)
-        if number == signal.SIGTERM:
-            raise SystemExit(exit_code("SIGTERM"))
-        raise KeyboardInterrupt
-
-    def raise_again() -> None:
-        if received:
-            signal.raise_signal(received.pop())
-
-    if threading.current_thread() is not threading.main_thread():
-        yield raise_again
-        return
-    # Jobs that a shell runs in the background ignore SIGINT.
-    numbers = [signal.SIGTERM, *[signal.SIGINT] * callable(signal.getsignal(signal.SIGINT))]
-    previous = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield raise_again
-    except (ImportError, AttributeError, RuntimeError):
-        raise_again()  # an import that swallowed it may have left modules that cannot be used
-        raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def end_of(training: Training, world: World) -> Callable[[int, str], None]:

@@ -16,7 +16,7 @@ from nsa_cli.result_files import ResultFiles
 from nsa_cli.verify_isolated import call_planning, is_isolated, prepare_children
 from nsa_cli.verify_run import SCHEMA_VERSION, RunOptions, run_combinations
 from nsa_core.limits import as_integer
-from nsa_core.util.interruption import deferred_signals
+from nsa_core.util.interruption import recorded_signals
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +199,7 @@ def verify(
     """
     by_slot = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
     named = {slot: name for slot, name in by_slot.items() if name is not None}
-    with output.exit_codes(), deferred_signals() as stop:
+    with output.exit_codes(), recorded_signals() as stop:
         output.check_writable(json_file, force)
         prepare_children(named)
         from nsa_verify.generated.parse import parse_case

@@ -54,7 +54,9 @@ def is_first_party(distribution: str) -> bool:
 def report_hint(distribution: str) -> str:
     """Return a hint where to report a fault in a backend of ``distribution``."""
     if is_first_party(distribution):
-        return "this is a bug in NSA itself: please report it with the output of `nsa env`"
+        return (
+            "this is a bug in NSA itself: please report it with the output of `nsa doctor --report`"
+        )
     return "report it to the plugin's author"
 
 

@@ -1,6 +1,6 @@
 """The status of a backend and the sentence that states it: one function for every command.
 
-`nsa backends list`, `show` and `explain`, `nsa doctor` and `nsa env` print what
+`nsa backends list`, `show` and `explain` and `nsa doctor` print what
 :func:`standing_of` returns, so that they never contradict each other. Importing this module does
 not import torch.
 """

@@ -1,18 +1,26 @@
-"""Deferred SIGINT and SIGTERM, so that a long run can stop between two units of work."""
+"""SIGINT, SIGTERM and SIGHUP: the first one asks a long run to end, the second one ends it.
+
+All three have the same effect, a KeyboardInterrupt that names the signal. A signal that the process
+ignores from its start, as SIGHUP under nohup, stays ignored.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+import time
+from collections.abc import Iterator
 
-_IMPORT_S = 0.05  # an alarm that rings during an import rings again after this time
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+# `timeout` sends SIGTERM to the command and to its group: two signals so soon are one.
+_SAME_S = 0.1
 
 
 class Interruption:
-    """The first signal received while signals are deferred.
+    """The first signal received while signals are recorded.
 
     Attributes:
         signal: the signal, or None if none was received.
@@ -20,6 +28,8 @@ class Interruption:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._received_at = 0.0
+        self._deferred = False
         self._grace_s: float | None = None
 
     @property
@@ -32,11 +42,28 @@ class Interruption:
         """Name of the signal, for example "SIGTERM"; empty if none was received."""
         return "" if self.signal is None else self.signal.name
 
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal was received.
+
+        Call it after code of others, which may have swallowed the exception.
+        """
+        if self.received:
+            raise KeyboardInterrupt(self.name)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Let the first signal inside the block raise nothing; the second one raises."""
+        before, self._deferred = self._deferred, True
+        try:
+            yield
+        finally:
+            self._deferred = before
+
     @contextlib.contextmanager
     def stop_on_interrupt(self, grace_s: float | None = None) -> Iterator[None]:
-        """Suppress a KeyboardInterrupt that ends the block, if a signal was received before it.
+        """Defer signals inside the block, and suppress a KeyboardInterrupt that one of them raises.
 
-        The second Ctrl-C raises it: the block stops at once and execution continues after it.
+        The second signal raises it: the block stops at once and execution continues after it.
 
         Args:
             grace_s: After this many seconds the first signal raises it too, if the block has not
@@ -44,7 +71,8 @@ class Interruption:
         """
         self._grace_s = grace_s
         try:
-            yield
+            with self.deferred():
+                yield
         except KeyboardInterrupt:
             if not self.received:
                 raise
@@ -53,16 +81,26 @@ class Interruption:
                 _stop_alarm()
             self._grace_s = None
 
-    def record(self, number: int) -> None:
-        """Record a signal, and let a block that does not end by itself end after its grace."""
-        global _signal_received
-        _signal_received = True
-        first, self.signal = self.signal is None, self.signal or signal.Signals(number)
-        if first and self._grace_s is not None and hasattr(signal, "setitimer"):
-            _start_alarm(self._grace_s, KeyboardInterrupt())
+    def record(self, number: int, frame: object = None) -> None:
+        """Handle a signal: record the first one, and raise KeyboardInterrupt unless it is deferred.
+
+        A deferred block that does not end by itself ends after its grace.
+        """
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._received_at = signal.Signals(number), now
+            if self._deferred:
+                if self._grace_s is not None and hasattr(signal, "setitimer"):
+                    signal.signal(signal.SIGALRM, self.record)  # as a second signal
+                    signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+                return
+        elif now - self._received_at < _SAME_S:
+            return
+        raise KeyboardInterrupt(self.name)
 
 
-_signal_received = False
+NEVER = Interruption()  # for a run whose signals are not recorded
+_active: Interruption | None = None
 
 
 def is_ctrl_c(error: BaseException) -> bool:
@@ -75,97 +113,96 @@ def is_ctrl_c(error: BaseException) -> bool:
     """
     if not isinstance(error, KeyboardInterrupt):
         return False
-    return _signal_received or signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    received = _active is not None and _active.received
+    return received or signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@contextlib.contextmanager
-def recorded_ctrl_c() -> Iterator[None]:
-    """Record a Ctrl-C inside the block before it raises KeyboardInterrupt, for is_ctrl_c().
-
-    An import is finished first: C++ code that runs while torch is imported, and that calls Python,
-    ends the process if Python raises.
-
-    Outside the main thread, and where SIGINT has another handler, the block has no effect.
-    """
-    global _signal_received
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-
-    after_import: Callable[[int, FrameType | None], None] | None = None
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        global _signal_received
-        nonlocal after_import
-        _signal_received = True
-        if hasattr(signal, "setitimer") and _is_importing(frame):
-            after_import = _start_alarm(_IMPORT_S, KeyboardInterrupt())
-        else:
-            signal.default_int_handler(number, frame)
-
-    _signal_received = False
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if after_import is not None and signal.getsignal(signal.SIGALRM) is after_import:
-            _stop_alarm()
-
-
-NEVER = Interruption()  # for a run without deferred signals: Ctrl-C raises KeyboardInterrupt
+def signal_of(error: KeyboardInterrupt) -> str:
+    """Return the name of the signal that raised ``error``; "SIGINT" if it does not say."""
+    names = [number.name for number in SIGNALS]
+    return str(error) if str(error) in names else "SIGINT"
 
 
 def exit_code(name: str) -> int:
     """Return the exit code that a shell reports for a process ended by the signal ``name``.
 
-    It is 130 for SIGINT and 143 for SIGTERM.
+    It is 130 for SIGINT, 143 for SIGTERM and 129 for SIGHUP.
     """
     return 128 + signal.Signals[name]
+
+
+@contextlib.contextmanager
+def recorded_signals() -> Iterator[Interruption]:
+    """Let signals inside the block raise KeyboardInterrupt; the yielded Interruption records one.
+
+    A block inside another one yields the same Interruption. Outside the main thread, which alone
+    receives signals, the block has no effect.
+    """
+    global _active
+    if threading.current_thread() is not threading.main_thread():
+        yield Interruption()
+        return
+    if _active is not None:
+        with _checked(_active):
+            yield _active
+        return
+    _active = interruption = Interruption()
+    # None: a handler that Python did not install, and cannot install again.
+    previous = {
+        number: handler
+        for number in SIGNALS
+        if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
+    }
+    for number in previous:
+        signal.signal(number, interruption.record)
+    try:
+        with _checked(interruption):
+            yield interruption
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        _active = None
+
+
+@contextlib.contextmanager
+def _checked(interruption: Interruption) -> Iterator[None]:
+    """Raise KeyboardInterrupt again in place of an error that comes after it.
+
+    An import that swallows it may leave modules that fail whoever uses them next.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError, RuntimeError):
+        interruption.check()
+        raise
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[Interruption]:
+    """Record signals inside the block and defer them: the first one raises nothing."""
+    with recorded_signals() as interruption, interruption.deferred():
+        yield interruption
 
 
 @contextlib.contextmanager
 def alarm_in(seconds: float, error: BaseException) -> Iterator[None]:
     """Raise ``error`` in the block after ``seconds``, between two operations of Python.
 
-    An import is finished first: a module that is imported by half fails whoever uses it next.
-
     Call it in the main thread, where no other alarm is set. A signal that an :class:`Interruption`
     records replaces the alarm by its own.
     """
 
+    def ring(number: int, frame: object) -> None:
+        raise error
+
+    signal.signal(signal.SIGALRM, ring)
     # It rings again: code such as __del__ swallows exceptions.
-    ring = _start_alarm(seconds, error, again_s=0.1)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
     try:
         yield
     finally:
         if signal.getsignal(signal.SIGALRM) is ring:
             _stop_alarm()
-
-
-def _start_alarm(
-    seconds: float, error: BaseException, again_s: float = 0.0
-) -> Callable[[int, FrameType | None], None]:
-    """Raise ``error`` in the main thread after ``seconds``; return the handler that does it."""
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        if _is_importing(frame):
-            signal.setitimer(signal.ITIMER_REAL, _IMPORT_S, again_s)
-            return
-        raise error
-
-    signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, again_s)
-    return ring
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib."):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _stop_alarm() -> None:
@@ -175,44 +212,8 @@ def _stop_alarm() -> None:
 
 
 @contextlib.contextmanager
-def deferred_signals(*numbers: signal.Signals) -> Iterator[Interruption]:
-    """Defer signals inside the block; the yielded Interruption records the first one.
-
-    A second SIGINT has its previous effect, normally a KeyboardInterrupt. Further SIGTERMs are
-    ignored, because `timeout` sends two. Outside the main thread, which alone receives signals, the
-    block has no effect.
-
-    Args:
-        numbers: the signals; default SIGINT and SIGTERM.
-    """
-    global _signal_received
-    interruption = Interruption()
-    if threading.current_thread() is not threading.main_thread():
-        yield interruption
-        return
-    previous = {
-        number: signal.getsignal(number) for number in numbers or (signal.SIGINT, signal.SIGTERM)
-    }
-
-    def record(number: int, frame: object) -> None:
-        interruption.record(number)
-        if number == signal.SIGINT:
-            signal.signal(number, previous[signal.SIGINT])
-
-    _signal_received = False
-    for number in previous:
-        signal.signal(number, record)
-    try:
-        yield interruption
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        _signal_received = False
-
-
-@contextlib.contextmanager
 def signals_blocked_in_children() -> Iterator[None]:
-    """Block SIGINT and SIGTERM in child processes started inside the block.
+    """Block the signals in child processes started inside the block.
 
     A terminal and `timeout` signal the whole process group, but only the parent should decide when
     to stop. The parent receives the signals after the block.
@@ -220,7 +221,7 @@ def signals_blocked_in_children() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """The training loop: steps, held-out loss, log and checkpoints.
 
-Ctrl-C and SIGTERM end it without losing a finished step.
+Ctrl-C, SIGTERM and SIGHUP end it without losing a finished step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nsa_bench.environment import device_name
 from nsa_bench.roofline import measure_peaks
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.util.atomic_files import NotWritten
-from nsa_core.util.interruption import deferred_signals, exit_code
+from nsa_core.util.interruption import deferred_signals
 from nsa_models.lm import checkpoint, log
 from nsa_models.lm.flops import matrix_share, row_flops
 from nsa_models.lm.lanes import Unreadable
@@ -60,8 +60,8 @@ class NotFinite(NSAError):
 def train(trainer: Trainer, out: Path, report: Report | None = None) -> list[Progress]:
     """Train up to the last step of the recipe.
 
-    Ctrl-C (SIGINT) finishes the current step, saves and raises KeyboardInterrupt; a second Ctrl-C
-    ends at once. SIGTERM, which clusters send, finishes the step, saves and raises SystemExit(143).
+    Ctrl-C (SIGINT), SIGTERM, which clusters send, and SIGHUP finish the current step, save it and
+    raise KeyboardInterrupt with the name of the signal; a second signal ends at once.
 
     Args:
         trainer: The trainer, new or resumed.
@@ -138,11 +138,7 @@ class _Run:
                     if saving or stop or stop_alone:
                         trainer.save(self.file)
                     if stop or stop_alone:
-                        raise (
-                            SystemExit(exit_code(interruption.name))
-                            if interruption.name == "SIGTERM"
-                            else KeyboardInterrupt
-                        )
+                        raise KeyboardInterrupt(interruption.name)
         except NotWritten:
             if trainer.rescued is None and trainer.saved_step != trainer.step_number:
                 with contextlib.suppress(NotWritten):

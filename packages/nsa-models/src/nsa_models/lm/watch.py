@@ -94,7 +94,7 @@ class Watch:
         until = time.monotonic() + 2 * SILENT_AFTER_ERROR_S
         while not self._all_left.is_set() and time.monotonic() < until:
             # torchrun sends SIGTERM to all processes when one is lost, which may raise here.
-            with contextlib.suppress(SystemExit):
+            with contextlib.suppress(KeyboardInterrupt):
                 self._all_left.wait(timeout=_EVERY_S)
 
     def stop(self) -> None:

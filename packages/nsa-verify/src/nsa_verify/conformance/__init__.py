@@ -5,8 +5,7 @@
     class TestMine(BackendConformance):
         backend = "mine"
 
-The suite requires pytest: ``pip install "nsa-verify[test]"``. The command ``nsa conformance mine``
-runs the same suite.
+The suite requires pytest: ``pip install "nsa-verify[test]"``.
 """
 
 from __future__ import annotations

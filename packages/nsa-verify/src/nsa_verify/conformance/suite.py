@@ -53,12 +53,6 @@ _KERNEL_CHECKS = (
     "two_threads",
     "grad_modes",
 )
-# The tests that run no kernel. `nsa conformance` reports an error if no other test ran.
-TESTS_WITHOUT_KERNELS = (
-    "test_backend_loads",
-    "test_probe_gives_reasons_on_every_device",
-    "test_probe_gives_reasons_for_decode_on_every_device",
-)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -84,12 +78,11 @@ class BackendConformance:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrize the tests over slots, points of the grid and verify jobs."""
-        name = self.backend or getattr(metafunc.config.option, "nsa_backend", "")
-        if not name:
+        if not self.backend:
             raise pytest.UsageError(
                 f"{metafunc.cls} has no backend: set the class attribute backend = 'name'"
             )
-        entry = _find(name, self.registry)
+        entry = _find(self.backend, self.registry)
         offered = [slot for slot in SLOTS if entry and entry.spec and slot in entry.spec.slots]
         if "job" in metafunc.fixturenames:
             option = metafunc.config.option
@@ -114,9 +107,8 @@ class BackendConformance:
 
     @pytest.fixture(autouse=True)
     def _set_up(self, pytestconfig: pytest.Config) -> Iterator[None]:
-        self._name = self.backend or getattr(pytestconfig.option, "nsa_backend", "")
         self._device = _device(pytestconfig.option)
-        entry = _find(self._name, self.registry)
+        entry = _find(self.backend, self.registry)
         context = (entry and context_of(entry, self._device)) or contextlib.nullcontext()
         with context, _one_thread(), guarded_calls():
             yield
@@ -206,7 +198,7 @@ class BackendConformance:
     def _entry(self) -> BackendEntry:
         registry = default_registry() if self.registry is None else self.registry
         try:
-            entry = registry.get(self._name)
+            entry = registry.get(self.backend)
         except InvalidInput as error:
             pytest.fail(f"{error}; install the distribution of the backend", pytrace=False)
         if entry.status == "ready":

@@ -14,6 +14,8 @@ from nsa_verify.problems.findings import Finding
 from nsa_verify.run.suite import Job, run_each
 from nsa_verify.run.workers import spread
 
+GRACE_S = 2.0  # after a signal, a check in this process may take this long to end by itself
+
 
 @dataclasses.dataclass
 class RunResult:
@@ -49,7 +51,8 @@ def run_jobs(
             replaces it.
         job_limit_s: Seconds after which a job counts as hanging. If it is set, all jobs run in
             worker processes, and whatever a backend does becomes a failed finding.
-        stop: After it is set, running jobs are completed and no new job starts.
+        stop: After it is set, no new job starts. Worker processes end at once; a job in this
+            process may end within GRACE_S.
         advance: Called with a label after each job on each combination.
 
     Raises:
@@ -64,7 +67,7 @@ def run_jobs(
         if processes > 1 or job_limit_s is not None
         else run_each(combinations, todo, stop=stop)
     )
-    with stop.stop_on_interrupt(), contextlib.closing(results):
+    with stop.stop_on_interrupt(GRACE_S), contextlib.closing(results):
         for result in results:
             # A signal to the process group also ends the compiler of a kernel. The failure is not
             # the kernel's.

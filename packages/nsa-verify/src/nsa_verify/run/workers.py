@@ -57,7 +57,7 @@ def spread(
     """Run every job on every combination, in any order.
 
     A worker runs a job on all combinations in turn, because it caches their truths. Once ``stop``
-    is set, no new task starts. A worker that dies, or whose job exceeds its limit, becomes a failed
+    is set, the workers end. A worker that dies, or whose job exceeds its limit, becomes a failed
     finding. It is replaced unless it died before it started. A worker whose GPU has become unusable
     is replaced after its result.
 
@@ -79,7 +79,7 @@ def spread(
         try:
             for number in range(processes):
                 pool.start(number)
-            while pool.workers:
+            while pool.workers and not stop.received:
                 for connection in pool.events():
                     worker = pool.workers[connection]
                     try:
@@ -93,7 +93,7 @@ def spread(
                             worker.task[1] + 1 if worker.started else len(combinations),
                         ):
                             yield _failed(todo, (worker.task[0], combination), why)
-                        if worker.started and not stop.received:
+                        if worker.started:
                             pool.start(worker.number, worker.task)
                         continue
                     worker.started = True
@@ -102,9 +102,9 @@ def spread(
                     if message is not None:
                         yield message
                         if message.gpu_lost:
-                            pool.replace(connection, stop)
+                            pool.replace(connection)
                             continue
-                        pool.assign_next(connection, stop)
+                        pool.assign_next(connection)
                     worker.deadline = pool.new_deadline()
                 for task, reason in pool.take_skipped():
                     yield _failed(todo, task, reason)
@@ -238,20 +238,19 @@ class _Pool:
         self.workers[parent_end] = _Worker(number, process, task, folder)
         _send(parent_end, task)
 
-    def replace(self, connection: Connection, stop: Interruption) -> None:
+    def replace(self, connection: Connection) -> None:
         """End a worker whose GPU is unusable, and start another one in its place."""
         worker = self.workers.pop(connection)
         connection.close()
         # The new worker may need the memory of this one, which might hang while it exits.
         worker.process.kill()
         worker.process.join()
-        if not stop.received:
-            self.start(worker.number, worker.task)
+        self.start(worker.number, worker.task)
 
-    def assign_next(self, connection: Connection, stop: Interruption) -> None:
+    def assign_next(self, connection: Connection) -> None:
         """Send the worker its next task, or let it exit."""
         worker = self.workers[connection]
-        task = None if stop.received else self.next_task(worker.number, worker.task)
+        task = self.next_task(worker.number, worker.task)
         if task is None:
             del self.workers[connection]
             connection.close()
