@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import shutil
-import stat
 import subprocess
 import sys
 
@@ -212,20 +211,6 @@ def test_a_new_backend_that_cannot_be_written_leaves_nothing(nsa, tmp_path, monk
     done = nsa("backends", "new", "toy-one", str(tmp_path / "new" / "toy"))
     assert (done.code, f"{NO_SPACE}\n" in done.err) == (5, True), done.err
     assert not (tmp_path / "new").exists()
-
-
-def test_the_installation_of_completion_keeps_a_shell_file_whole(nsa, full_disk, monkeypatch):
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    for home, code in ((full_disk, 5), (full_disk.parent / "elsewhere", 0)):
-        monkeypatch.setenv("HOME", str(home))
-        (home / ".bashrc").write_text("mine\n")
-        (home / ".bashrc").chmod(0o600)
-        done = nsa("--install-completion", "bash")
-        assert done.code == code, done
-        text = (home / ".bashrc").read_text()
-        assert text == "mine\n" if code else text.startswith("mine\n\nsource ")
-        assert stat.S_IMODE((home / ".bashrc").stat().st_mode) == 0o600
-    assert f"nsa: could not write {full_disk / '.bashrc'}: {NO_SPACE}\n" not in done.err
 
 
 @pytest.fixture

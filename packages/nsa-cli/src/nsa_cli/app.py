@@ -8,17 +8,17 @@ from typing import Annotated
 
 import typer
 
-from nsa_cli import backends, bench, completion, output
+from nsa_cli import backends, bench, output
 from nsa_cli.commands import App
 from nsa_cli.convert import convert
 from nsa_cli.doctor import doctor
 from nsa_cli.generate import generate
 from nsa_cli.inspect import inspect
-from nsa_cli.panels import MEASURE, PROVE, TRAIN, USE
 from nsa_cli.train import train
 from nsa_cli.tune import tune
 from nsa_cli.verify import verify
 
+USE, PROVE, MEASURE, TRAIN = "Use", "Prove", "Measure", "Train"  # panels of commands, in this order
 _HELP = """Native Sparse Attention (NSA, arXiv 2502.11089): list, verify, time and train it.
 
 This is not DeepSeek Sparse Attention (DSA), the lightning indexer of DeepSeek-V3.2.
@@ -90,7 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # Typer's own main would exit with other codes on Ctrl-C and on closed pipes.
         command = typer.main.get_command(app)
         command._main_shell_completion({}, "nsa")  # exits if a shell asks for completions
-        completion.write_atomically(command.params)
         try:
             with command.make_context("nsa", arguments) as context:
                 command.invoke(context)

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nsa_cli import output
-from nsa_cli.choices import pick_device, tokens
+from nsa_cli.choices import (
+    ADVANCED,
+    complete_backend,
+    complete_device,
+    complete_dtype,
+    completion,
+    pick_device,
+    tokens,
+)
 from nsa_cli.commands import App
 from nsa_core.errors import InvalidInput
 
@@ -25,7 +33,14 @@ A name is that of an entry point or a distribution.
 """
 app = App(help=_HELP)
 
-_Phase = Annotated[str, typer.Option("--phase", help="Phase of the request: prefill or decode.")]
+_Phase = Annotated[
+    str,
+    typer.Option(
+        "--phase",
+        help="Phase of the request: prefill or decode.",
+        autocompletion=completion("prefill", "decode"),
+    ),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version.")]
 _GPU = Annotated[
     str | None,
@@ -84,7 +99,9 @@ def list_backends(
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="Name of the backend.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of the backend.", autocompletion=complete_backend)
+    ],
     json: _Json = False,
     phase: _Phase = "prefill",
     gpu: _GPU = None,
@@ -137,7 +154,11 @@ def new(
 
 _ValueWidth = Annotated[
     int | None,
-    typer.Option(help="Dv, width of a value head. Default: --head-dim.", show_default=False),
+    typer.Option(
+        help="Dv, width of a value head. Default: --head-dim.",
+        show_default=False,
+        rich_help_panel=ADVANCED,
+    ),
 ]
 _PageSize = Annotated[
     int | None,
@@ -145,11 +166,13 @@ _PageSize = Annotated[
         help="Tokens per cache page (decode only). Default: no pages.",
         parser=tokens(),
         show_default=False,
+        rich_help_panel=ADVANCED,
     ),
 ]
 _Slot = typer.Option(
     help="Backend for this slot. Default: the accepting backend of the highest rank.",
     show_default=False,
+    autocompletion=complete_backend,
 )
 
 
@@ -163,20 +186,30 @@ def explain(
     dtype: Annotated[
         str,
         typer.Option(
-            help="bfloat16, float16, float32 or float64; auto: bfloat16 on a GPU, else float32."
+            help="bfloat16, float16, float32 or float64; auto: bfloat16 on a GPU, else float32.",
+            autocompletion=complete_dtype,
         ),
     ] = "auto",
     head_dim: Annotated[int, typer.Option(help="Dk, width of a query or key head.")] = 64,
     v_head_dim: _ValueWidth = None,
-    n_heads: Annotated[int, typer.Option(help="Query heads.")] = 12,
-    n_kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
+    n_heads: Annotated[int, typer.Option(help="Query heads.", rich_help_panel=ADVANCED)] = 12,
+    n_kv_heads: Annotated[int, typer.Option(help="Key/value heads.", rich_help_panel=ADVANCED)] = 2,
     device: Annotated[
         str,
-        typer.Option(help="auto, cpu, cuda or cuda:N; auto: cuda if a GPU is available, else cpu."),
+        typer.Option(
+            help="auto, cpu, cuda or cuda:N; auto: cuda if a GPU is available, else cpu.",
+            autocompletion=complete_device,
+            rich_help_panel=ADVANCED,
+        ),
     ] = "auto",
     batch: Annotated[
         int | None,
-        typer.Option(help="Sequences per batch. Default: unknown.", min=0, show_default=False),
+        typer.Option(
+            help="Sequences per batch. Default: unknown.",
+            min=0,
+            show_default=False,
+            rich_help_panel=ADVANCED,
+        ),
     ] = None,
     seq_len: Annotated[
         int | None,
@@ -189,11 +222,18 @@ def explain(
     grad: Annotated[
         bool, typer.Option("--grad/--no-grad", help="Whether gradients are needed.")
     ] = False,
-    varlen: Annotated[bool, typer.Option("--varlen", help="Packed documents.")] = False,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Require equal bits in every run.")
+    varlen: Annotated[
+        bool, typer.Option("--varlen", help="Packed documents.", rich_help_panel=ADVANCED)
     ] = False,
-    phase: Annotated[str, typer.Option(help="prefill or decode.")] = "prefill",
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Require equal bits in every run.",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = False,
+    phase: _Phase = "prefill",
     page_size: _PageSize = None,
     gpu: _GPU = None,
     json: _Json = False,

@@ -13,8 +13,10 @@ import typer
 from nsa_cli import bench_options as options
 from nsa_cli import output
 from nsa_cli.choices import (
+    ADVANCED,
     as_options,
     block_sizes,
+    complete_device,
     dtype_names,
     leave_out,
     options_on_command_line,
@@ -52,13 +54,17 @@ def bench(
     phase: options.Phases = None,
     dtype: options.Dtypes = None,
     blocks: options.Blocks = "32,16,64,16,512",
-    batch: Annotated[int, typer.Option(help="Sequences per batch.", min=1)] = 1,
+    batch: Annotated[
+        int, typer.Option(help="Sequences per batch.", min=1, rich_help_panel=ADVANCED)
+    ] = 1,
     page_size: options.PageSize = None,
     inputs: options.Inputs = "random",
     text: options.Text = None,
     checkpoint: options.Checkpoints = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda.", autocompletion=complete_device)
+    ] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1, rich_help_panel=ADVANCED)] = 1,
     budget: options.Budget = None,
     max_call: options.MaxCall = 5.0,
     cell_limit: options.CellLimit = 60.0,
@@ -68,7 +74,9 @@ def bench(
     png: options.Png = None,
     svg: options.Svg = None,
     force: options.Force = False,
-    seed: Annotated[int, typer.Option(help="Seed of all random inputs.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of all random inputs.", rich_help_panel=ADVANCED)
+    ] = 0,
 ) -> None:
     """Run the benchmark; options that are not given take the preset's values for this device."""
     if context.invoked_subcommand is not None:

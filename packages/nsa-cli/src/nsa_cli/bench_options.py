@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nsa_cli.choices import tokens
+from nsa_cli.choices import ADVANCED, complete_dtype, complete_pairs, completion, tokens
 
 # All lengths are longer than n * l' = 1024 tokens: up to it, selection does not run.
 PRESETS: dict[str, dict[str, dict[str, str]]] = {
@@ -74,6 +74,7 @@ Combos = Annotated[
             " every ready backend."
         ),
         show_default=False,
+        autocompletion=complete_pairs,
     ),
 ]
 Rivals = Annotated[
@@ -85,19 +86,24 @@ Rivals = Annotated[
             "Other NSA library to time as well: fla, sfnsa or xunhao. Repeatable. Default: on a"
             " GPU, all that are installed."
         ),
+        autocompletion=completion("fla", "sfnsa", "xunhao"),
+        rich_help_panel=ADVANCED,
     ),
 ]
 Preset = Annotated[
     str,
     typer.Option(
         help="quick (less than a minute) or full: defaults of the shapes, lengths, phases, dtypes,"
-        " --budget and --time-limit."
+        " --budget and --time-limit.",
+        autocompletion=completion("quick", "full"),
     ),
 ]
 Shapes = Annotated[
     str | None,
     typer.Option(
-        help="Comma-separated shapes: Hq/G/Dk[/Dv], reports, paper or tiny.", show_default=False
+        help="Comma-separated shapes: Hq/G/Dk[/Dv], reports, paper or tiny.",
+        show_default=False,
+        autocompletion=completion("reports", "paper", "tiny"),
     ),
 ]
 Lengths = Annotated[
@@ -112,6 +118,7 @@ Phases = Annotated[
     typer.Option(
         help="Comma-separated phases: forward, backward, both; or decode alone.",
         show_default=False,
+        autocompletion=completion("forward", "backward", "both", "decode"),
     ),
 ]
 PageSize = Annotated[
@@ -120,6 +127,7 @@ PageSize = Annotated[
         help="Tokens per cache page (decode only). Default: no pages.",
         parser=tokens(),
         show_default=False,
+        rich_help_panel=ADVANCED,
     ),
 ]
 Dtypes = Annotated[
@@ -127,18 +135,27 @@ Dtypes = Annotated[
     typer.Option(
         help="Comma-separated dtypes: bf16, fp16, fp32, fp64, or long names such as bfloat16.",
         show_default=False,
+        autocompletion=complete_dtype,
     ),
 ]
-Blocks = Annotated[str, typer.Option(help="Block sizes l,d,l',n,w in tokens (n: blocks).")]
+Blocks = Annotated[
+    str,
+    typer.Option(help="Block sizes l,d,l',n,w in tokens (n: blocks).", rich_help_panel=ADVANCED),
+]
 Inputs = Annotated[
     str,
-    typer.Option(help="Comma-separated inputs: random, real (activations of a layer on --text)."),
+    typer.Option(
+        help="Comma-separated inputs: random, real (activations of a layer on --text).",
+        autocompletion=completion("random", "real"),
+        rich_help_panel=ADVANCED,
+    ),
 ]
 Text = Annotated[
     Path | None,
     typer.Option(
         help="Text file for real inputs. Default: the documentation that ships with Python.",
         show_default=False,
+        rich_help_panel=ADVANCED,
     ),
 ]
 Checkpoints = Annotated[
@@ -147,12 +164,16 @@ Checkpoints = Annotated[
         "--checkpoint",
         show_default=False,
         help="Trained layer for real inputs (safetensors), one per shape. Repeatable.",
+        rich_help_panel=ADVANCED,
     ),
 ]
 Budget = Annotated[
     float | None,
     typer.Option(
-        help="Seconds to spend on each figure (3 to 20 samples).", min=0.001, show_default=False
+        help="Seconds to spend on each figure (3 to 20 samples).",
+        min=0.001,
+        show_default=False,
+        rich_help_panel=ADVANCED,
     ),
 ]
 AllowMissing = Annotated[
@@ -166,11 +187,16 @@ MaxCall = Annotated[
     typer.Option(
         help="Seconds per call: longer calls are ended, or skipped if that is expected.",
         min=0.001,
+        rich_help_panel=ADVANCED,
     ),
 ]
 CellLimit = Annotated[
     float,
-    typer.Option(help="Seconds after which a cell starts no new measurement.", min=0.001),
+    typer.Option(
+        help="Seconds after which a cell starts no new measurement.",
+        min=0.001,
+        rich_help_panel=ADVANCED,
+    ),
 ]
 TimeLimit = Annotated[
     float | None,
@@ -178,5 +204,6 @@ TimeLimit = Annotated[
         help="Seconds after which the run ends; it leaves out what is not measured by then.",
         min=1,
         show_default=False,
+        rich_help_panel=ADVANCED,
     ),
 ]

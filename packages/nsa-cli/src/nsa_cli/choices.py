@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from nsa_core.contract import DTYPES, SLOTS
 from nsa_core.errors import InvalidInput
 from nsa_core.util.interruption import recorded_signals
 from nsa_core.util.text import did_you_mean
@@ -29,6 +30,45 @@ def options_on_command_line(context: typer.Context) -> set[str]:
         for name in context.params
         if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     }
+
+
+ADVANCED = "Advanced"  # the panel of all options of a command but the twelve most important
+
+
+def completion(
+    *values: str, listed: Callable[[], Sequence[str]] = tuple
+) -> Callable[[str], list[str]]:
+    """Return the ``autocompletion`` of an option whose value is one of ``values``, or several.
+
+    Args:
+        values: The values.
+        listed: Returns further values when a shell asks for them.
+    """
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, _ = incomplete.rpartition(",")
+        return [before + comma + value for value in (*values, *listed())]
+
+    return complete
+
+
+def installed_backends() -> list[str]:
+    """Return the names of the installed backends, from the metadata of their distributions."""
+    from nsa_core.plan.loading import installed
+
+    return sorted({plugin.name for plugin in installed()})
+
+
+complete_backend = completion(listed=installed_backends)
+complete_pairs = completion(
+    "auto",
+    listed=lambda: [
+        *installed_backends(),
+        *(f"{slot}={name}" for slot in SLOTS for name in installed_backends()),
+    ],
+)
+complete_dtype = completion(*DTYPES, *SHORT_DTYPES)
+complete_device = completion("auto", "cpu", "cuda")
 
 
 def as_options(names: Sequence[str]) -> str:
@@ -74,8 +114,6 @@ def dtype_name(text: str) -> str:
     Raises:
         InvalidInput: The contract lists no dtype of this name; the message suggests one.
     """
-    from nsa_core.contract import DTYPES
-
     name = SHORT_DTYPES.get(text, text)
     if name not in DTYPES:
         forms = (f"{long} ({short})" for short, long in SHORT_DTYPES.items())

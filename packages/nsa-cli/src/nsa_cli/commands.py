@@ -1,17 +1,15 @@
-"""The classes behind every command: help in panels, completion, and hints at unknown options."""
+"""The classes behind every command: limits of integers, names of dtypes, hints at backends."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
 import typer
 import typer.core
 
-from nsa_cli import completion, output
+from nsa_cli import output
 from nsa_cli.choices import long_dtypes
-from nsa_cli.panels import arrange_help
 from nsa_core.limits import largest, shown
 
 _BACKEND_OPTIONS = (
@@ -26,26 +24,28 @@ _INSTEAD = {  # option of a command that chooses backends -> how to use it
 
 
 class _Command:
-    """Help, completion and errors that commands and groups share."""
+    """Help and errors that commands and groups share."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        name, params = self.name or "", self.params  # type: ignore[attr-defined]
-        completion.add(name, params)
-        arrange_help(name, params)
+        for param in self.params:  # type: ignore[attr-defined]
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""  # some versions of typer print <bool>
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse ``args``; the error about an unknown option suggests a known one.
+        """Parse ``args``; the error about an option of other commands says what this one has.
 
         In every command, --dtype accepts the short names of dtypes; its value has the long ones.
         """
         try:
             rest: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
         except output.ClickError as error:
-            option = getattr(error, "option_name", None)
-            if type(error).__name__ != "NoSuchOption" or option is None:
-                raise
-            raise output.UsageError(_unknown_option(self, ctx, option), ctx) from None
+            if getattr(error, "option_name", None) in _BACKEND_OPTIONS:
+                known = {name for param in ctx.command.params for name in param.opts}
+                for option, sentence in _INSTEAD.items():
+                    if option in known:
+                        raise output.UsageError(f"{error.message}; {sentence}", ctx) from None
+            raise
         if not ctx.resilient_parsing:
             _check_integers(self, ctx)
         if ctx.params.get("dtype") and not ctx.resilient_parsing:
@@ -88,15 +88,3 @@ def _check_integers(command: Any, ctx: Any) -> None:
         if type(value) is int and abs(value) > limit:
             bound = f"<= {limit}" if value > 0 else f">= {-limit}"
             raise output.UsageError(f"{param.opts[0]} must be {bound}, got {shown(value)}", ctx)
-
-
-def _unknown_option(command: Any, ctx: Any, option: str) -> str:
-    """Return the error about ``option``, with the option that the user may have meant."""
-    known = {name for param in command.get_params(ctx) for name in param.opts}
-    message = f"{ctx.command_path} has no option {option}"
-    if option in _BACKEND_OPTIONS:
-        for alternative, sentence in _INSTEAD.items():
-            if alternative in known:
-                return f"{message}; {sentence}"
-    close = difflib.get_close_matches(option, sorted(known), n=1)
-    return f"{message}; did you mean {close[0]}?" if close else message

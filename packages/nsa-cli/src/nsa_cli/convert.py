@@ -12,6 +12,8 @@ import typer
 from nsa_cli import output
 from nsa_cli import train_options as options
 from nsa_cli.choices import (
+    ADVANCED,
+    complete_dtype,
     dtype_names,
     options_on_command_line,
     parse_backends,
@@ -50,7 +52,10 @@ def convert(
         ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Dtype of the model. auto: that of the checkpoint.")
+        str,
+        typer.Option(
+            help="Dtype of the model. auto: that of the checkpoint.", autocompletion=complete_dtype
+        ),
     ] = "auto",
     text: Annotated[
         Path | None,
@@ -66,7 +71,10 @@ def convert(
     ] = 4096,
     batch: Annotated[int, typer.Option(help="Rows per step of the training.", min=1)] = 1,
     lr: Annotated[float, typer.Option(help="Learning rate of the training.", min=0.0)] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Seed of the new parameters and of the rows.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(help="Seed of the new parameters and of the rows.", rich_help_panel=ADVANCED),
+    ] = 0,
     device: options.Device = "auto",
     threads: options.Threads = 1,
     backends: options.Backends = "auto",

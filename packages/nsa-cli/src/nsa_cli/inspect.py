@@ -10,6 +10,7 @@ import typer
 from nsa_cli import output
 from nsa_cli import train_options as options
 from nsa_cli.choices import (
+    complete_dtype,
     dtype_names,
     errors_name_options,
     options_on_command_line,
@@ -55,7 +56,11 @@ def inspect(
         bool, typer.Option("--force", help="Overwrite the pictures in the folder.")
     ] = False,
     dtype: Annotated[
-        str, typer.Option(help="Dtype of the model: float32, bfloat16, float16 or float64.")
+        str,
+        typer.Option(
+            help="Dtype of the model: float32, bfloat16, float16 or float64.",
+            autocompletion=complete_dtype,
+        ),
     ] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of the untrained weights.")] = 0,
     device: options.Device = "auto",

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nsa_cli import output
-from nsa_cli.choices import block_sizes, dtype_names, pick_device, tokens
+from nsa_cli.choices import (
+    block_sizes,
+    complete_device,
+    complete_dtype,
+    completion,
+    dtype_names,
+    pick_device,
+    tokens,
+)
 from nsa_cli.result_files import ResultFiles
 from nsa_core.errors import InvalidInput
 
@@ -18,13 +26,18 @@ if TYPE_CHECKING:
 
 def tune(
     shape: Annotated[
-        str, typer.Option(help="Shape Hq/G/Dk[/Dv], or one of reports, paper, tiny.")
+        str,
+        typer.Option(
+            help="Shape Hq/G/Dk[/Dv], or one of reports, paper, tiny.",
+            autocompletion=completion("reports", "paper", "tiny"),
+        ),
     ] = "reports",
     dtype: Annotated[
         str | None,
         typer.Option(
             help="bf16, fp16, fp32, fp64 or a long name. Default: bf16 on cuda, fp32 on cpu.",
             show_default=False,
+            autocompletion=complete_dtype,
         ),
     ] = None,
     length: Annotated[
@@ -38,7 +51,9 @@ def tune(
     blocks: Annotated[
         str, typer.Option(help="Block sizes l,d,l',n,w in tokens (n: blocks).")
     ] = "32,16,64,16,512",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda.", autocompletion=complete_device)
+    ] = "auto",
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
     budget: Annotated[
         float, typer.Option(help="Seconds to spend on each figure (3 to 20 samples).", min=0.001)

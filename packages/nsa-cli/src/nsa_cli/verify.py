@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nsa_cli import output
-from nsa_cli.choices import dtype_names, pick_device
+from nsa_cli.choices import (
+    ADVANCED,
+    complete_backend,
+    complete_dtype,
+    dtype_names,
+    pick_device,
+)
 from nsa_cli.result_files import ResultFiles
 from nsa_cli.verify_isolated import call_planning, is_isolated, prepare_children
 from nsa_cli.verify_run import SCHEMA_VERSION, RunOptions, run_combinations
@@ -51,7 +57,10 @@ class Phase(str, enum.Enum):
 
 
 _Backend = typer.Option(
-    help="Backend for this slot. Default: highest rank.", metavar="NAME", show_default=False
+    help="Backend for this slot. Default: highest rank.",
+    metavar="NAME",
+    show_default=False,
+    autocompletion=complete_backend,
 )
 _Jobs = Annotated[
     int | None,
@@ -59,6 +68,7 @@ _Jobs = Annotated[
         "--jobs",
         min=1,
         show_default=False,
+        rich_help_panel=ADVANCED,
         help=(
             "Number of processes that run checks in parallel; the report does not depend on it."
             " Default: one per core, at most 16; on the CPU 1 for few checks."
@@ -84,34 +94,48 @@ def verify(
                 " Default: all that the backends accept on the device."
             ),
             show_default=False,
+            autocompletion=complete_dtype,
         ),
     ] = None,
     preset: Annotated[
         Preset, typer.Option(help="quick: about a minute on two cores.")
     ] = Preset.quick,
     phase: Annotated[
-        Phase, typer.Option(help="Slot forms to check; decode: steps over a cache.")
+        Phase,
+        typer.Option(
+            help="Slot forms to check; decode: steps over a cache.", rich_help_panel=ADVANCED
+        ),
     ] = Phase.both,
     text: Annotated[
         Path | None,
         typer.Option(
             help="File whose bytes are the input of the real case. Default: a README.",
             show_default=False,
+            rich_help_panel=ADVANCED,
         ),
     ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", help="Write all findings to this file.", show_default=False),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the --json file.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Overwrite the --json file.", rich_help_panel=ADVANCED),
+    ] = False,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of all random inputs and of the generated cases.")
+        int,
+        typer.Option(
+            min=0,
+            help="Seed of all random inputs and of the generated cases.",
+            rich_help_panel=ADVANCED,
+        ),
     ] = 0,
     cases: Annotated[
         int | None,
         typer.Option(
             min=0,
             show_default=False,
+            rich_help_panel=ADVANCED,
             help=(
                 "Generated cases of each slot. Default: as many as cover every pair of parameter"
                 " values; with --preset full also triples."
@@ -126,7 +150,7 @@ def verify(
             help=(
                 "Run one generated case alone, such as slot=win,w=3,tokens=5 or"
                 " slot=core,recompute=on, or one decode step, such as"
-                " phase=decode,lengths=9+5,new=1+1."
+                " phase=decode,lengths=9."
             ),
         ),
     ] = None,
@@ -134,6 +158,7 @@ def verify(
         bool,
         typer.Option(
             "--reads",
+            rich_help_panel=ADVANCED,
             help=(
                 "Also count the cached tokens that a decode step reads, by changing cached values."
             ),
@@ -154,6 +179,7 @@ def verify(
         typer.Option(
             metavar="LINE",
             show_default=False,
+            rich_help_panel=ADVANCED,
             help=(
                 "Run one history of a cache alone, in each dtype, such as"
                 " 'window_size=1 batch=2 step=5,3 step=1,1'. A failed history prints its line."
@@ -165,6 +191,7 @@ def verify(
         typer.Option(
             metavar="I/N",
             show_default=False,
+            rich_help_panel=ADVANCED,
             help=(
                 "Run the I-th of N equal parts of the checks, such as 1/4. The parts together are"
                 " the whole run."
@@ -177,6 +204,7 @@ def verify(
         typer.Option(
             min=1,
             show_default=False,
+            rich_help_panel=ADVANCED,
             help=(
                 "Seconds after which a check of a third-party backend counts as hanging. Default:"
                 " 60 on the CPU, 300 on cuda and in an interpreter."
