@@ -20,7 +20,6 @@ from screen import FRAMES, assert_readable
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
 WIDTHS = (80, 100, 200)
-SECONDS = re.compile(r" in \d+\.\d+s$", re.MULTILINE)  # the time that pytest prints
 DETAIL = (
     "row 12 of head 3: error 1.234 of its limit, at position (0, 17, 3, 5): got 0.123456, golden"
     " 0.234567, limit 0.0001234; 14 rows are wrong"
@@ -85,12 +84,10 @@ def assert_command_is_readable(nsa, terminal, *arguments: str, code: int = 0) ->
     """Assert that a command fits 80, 100 and 200 columns, and return its piped output."""
     piped = nsa(*arguments)
     assert piped.code == code, piped.err
-    too_long = [line for line in piped.out.splitlines() if len(line) > 100]
-    assert not too_long, too_long
     for columns in WIDTHS:
         exit_code, text = terminal(*arguments, columns=columns)
         assert exit_code == code
-        assert_readable(SECONDS.sub("", text), SECONDS.sub("", piped.out), columns)
+        assert_readable(text, piped.out, columns)
     return piped.out
 
 
@@ -118,7 +115,7 @@ def test_verify_is_readable_and_prints_failures_first(nsa, terminal, monkeypatch
         assert where in words
     assert ("to repeat: nsa verify" in words) == bool(failed)
     if failed:
-        command = words.partition("to repeat: ")[2].replace(" \\", "")
+        command = words.partition("to repeat: ")[2]
         assert "--select sdpa --sel triton" in command
         assert "--device cuda --dtype bfloat16 --preset full --phase prefill --seed 7" in command
     failures = len(failed) + bool(failed)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from nsa_cli.app import app
 from nsa_cli.verify_report import (
-    _case_command,
+    _command,
     _print_failures,
     checks_rows,
     refusal_lines,
@@ -115,11 +115,11 @@ def test_refusals_are_shown_and_refusing_everything_fails() -> None:
 
 def test_a_failed_case_is_repeated_by_one_line() -> None:
     finding = _finding(False, "row 9 > 4")
-    command = _case_command(_report(finding), finding)
+    command = _command(_report(finding), finding)
     assert command == "nsa verify --sel mine --device cpu --case 'slot=sel,w=3'"
 
 
 def test_a_failed_step_is_repeated_by_one_line_and_names_every_backend() -> None:
     finding = _finding(False, "row 9 > 4") | {"check": "generated steps", "case": "phase=decode"}
-    command = _case_command(_report(finding), finding)
+    command = _command(_report(finding), finding)
     assert command == "nsa verify --sel mine --win sdpa --device cpu --case 'phase=decode'"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nsa_cli import output, wrapping
+from nsa_cli import output
 from nsa_core.contract import SLOTS, Reason
 from nsa_core.errors import BackendUnavailable
 from nsa_core.plan.gpus import GPU
@@ -206,7 +206,7 @@ def print_list(document: dict[str, Any]) -> None:
             for row in document["backends"]
         ]
         titles = ["name", "version", "distribution", "status", "in short"]
-        wrapping.print_rows(console, [titles, *rows], styled=3, header=True)
+        output.print_rows(console, [titles, *rows], styled=3)
         return
     both = _both(console)
     rows = [
@@ -215,7 +215,7 @@ def print_list(document: dict[str, Any]) -> None:
             output.one_line(row["version"]),
             row["status"],
             *(_mark(row["slots"][slot], both) for slot in SLOTS),
-            wrapping.shorten(row["sentence"], _LONGEST_SENTENCE),
+            output.shorten(row["sentence"], _LONGEST_SENTENCE),
         ]
         for row in document["backends"]
     ]
@@ -227,17 +227,15 @@ def print_list(document: dict[str, Any]) -> None:
         # The reasons do not fit beside the marks: they follow below the table.
         below = _reasons_below(document)
         table = [[*row[:-1], ""] for row in table]
-    wrapping.print_rows(console, table, gaps, styled=2, header=True)
+    output.print_rows(console, table, gaps, styled=2)
     for names, sentence in below:
-        wrapping.print_paragraph(console, sentence, f"{names}: ", "  ")
+        output.print_text(console, f"{names}: {sentence}")
     # The block sizes are the defaults; `show` prints them.
     sizes, *rest = document["request"].split(", ")
     heads = [size for size in sizes.split() if size.partition("=")[0] in ("Hq", "G", "Dk", "Dv")]
     _print_request(console, document, ", ".join([" ".join(heads), *rest]))
-    wrapping.print_paragraph(console, _legend(both), rest="  ")
-    wrapping.print_paragraph(
-        console, "more: nsa backends show NAME, nsa backends explain", rest="  "
-    )
+    output.print_text(console, _legend(both))
+    output.print_text(console, "more: nsa backends show NAME, nsa backends explain")
 
 
 def _reasons_below(document: dict[str, Any]) -> list[tuple[str, str]]:
@@ -246,36 +244,30 @@ def _reasons_below(document: dict[str, Any]) -> list[tuple[str, str]]:
     for row in document["backends"]:
         slots = [slot for slot in row["slots"].values() if slot["forward"]]
         if not slots or not all(slot["accepted"] for slot in slots):
-            sentence = wrapping.shorten(row["sentence"], _LONGEST_SENTENCE)
+            sentence = output.shorten(row["sentence"], _LONGEST_SENTENCE)
             names.setdefault(sentence, []).append(output.one_line(row["name"]))
     return [(", ".join(of_sentence), sentence) for sentence, of_sentence in names.items()]
 
 
 def _print_request(console: Console, document: dict[str, Any], request: str) -> None:
     """Print the request, and the GPU that is simulated or the fact that there is none."""
-    wrapping.print_paragraph(console, request, "request: ", "  ")
+    output.print_text(console, f"request: {request}")
     if document["simulated"]:
         print_simulated(console, document["simulated"])
     elif document["device"] == "cpu":
         text = "no CUDA GPU is usable: the answers are for the CPU; --gpu a100 simulates one"
-        wrapping.print_paragraph(console, text, rest="  ")
+        output.print_text(console, text)
 
 
 def print_simulated(console: Console, simulated: dict[str, Any]) -> None:
     """Print the GPU that is simulated, and the software, which is that of this machine."""
-    from rich.text import Text
-
-    for line in wrapping.wrap(
-        f"simulated: {simulated['title']}, not this machine",
-        wrapping.columns_of(console),
-        rest="  ",
-    ):
-        wrapping.print_line(console, Text(line, "bold yellow"))
+    title = f"simulated: {simulated['title']}, not this machine"
+    output.print_text(console, title, "bold yellow")
     software = ", ".join(
         f"{name} {version}" if version else f"no {name}"
         for name, version in simulated["software_here"].items()
     )
-    wrapping.print_paragraph(console, f"software of this machine: {software}", rest="  ")
+    output.print_text(console, f"software of this machine: {software}")
 
 
 def print_details(document: dict[str, Any]) -> None:
@@ -299,18 +291,17 @@ def print_details(document: dict[str, Any]) -> None:
             values = [_cell(slot[key]) if slot["forward"] else "-" for key in columns]
             cells.append((name, _mark(slot, both), *values))
         console.print()
-        wrapping.print_rows(console, [(*row, "") for row in cells], header=True)
-        wrapping.print_paragraph(console, _legend(both), rest="  ")
+        output.print_rows(console, [(*row, "") for row in cells])
+        output.print_text(console, _legend(both))
         if ranks:
-            text = "replaces the stated priority for this request"
-            wrapping.print_paragraph(console, text, "rank: ", "  ")
+            output.print_text(console, "rank: replaces the stated priority for this request")
         if row["fused"]:
             cells = [(name, _cell(form["workspace"]), "") for name, form in row["fused"].items()]
             console.print()
-            wrapping.print_rows(console, [("fused", "workspace", ""), *cells], header=True)
+            output.print_rows(console, [("fused", "workspace", ""), *cells])
         if reasons := _reasons(row):
             console.print()
-            wrapping.print_line(console, "reasons for refusal")
+            output.print_text(console, "reasons for refusal")
             print_reasons(console, reasons)
         console.print()
         _print_request(console, document, document["request"])
@@ -326,7 +317,7 @@ def _print_fields(console: Console, row: dict[str, Any], simulated: bool) -> Non
         fields += [("detail" + " here" * simulated, line) for line in row["details"]]
         fields.append(("contract", ".".join(map(str, row["api_version"]))))
     for key, value in fields:
-        wrapping.print_paragraph(console, value, f"{key:13} ")
+        output.print_text(console, f"{key:13} {value}", indent=" " * 14)
 
 
 def _cell(value: object) -> str:
@@ -358,11 +349,9 @@ def print_reasons(
     """Print each (slots, message, hint), the hint indented below the message."""
     for slots, message, hint in reasons:
         title = f"{', '.join(slots)}: " if slots else "- "
-        wrapping.print_paragraph(console, message, " " * indent + title, " " * (indent + 2))
+        output.print_text(console, " " * indent + title + message)
         if hint:
-            wrapping.print_paragraph(
-                console, hint, " " * (indent + 2) + "hint: ", " " * (indent + 4)
-            )
+            output.print_text(console, " " * (indent + 2) + f"hint: {hint}")
 
 
 def raise_nothing_usable(document: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from nsa_cli import output, wrapping
+from nsa_cli import output
 from nsa_cli.backend_rows import print_reasons, print_simulated, reason_lines, simulated_row
 from nsa_core.contract import Reason
 from nsa_core.errors import BackendUnavailable, NSAError, Unsupported
@@ -107,7 +107,7 @@ def print_explained(document: dict[str, Any]) -> None:
     so is the hint of each reason. Fused forms follow the slots.
     """
     console = output.console()
-    wrapping.print_paragraph(console, document["request"]["summary"], "request: ", "  ")
+    output.print_text(console, f"request: {document['request']['summary']}")
     if document["simulated"]:
         print_simulated(console, document["simulated"])
     slots_by_list: dict[tuple[Any, ...], list[str]] = {}
@@ -118,12 +118,11 @@ def print_explained(document: dict[str, Any]) -> None:
     for lines, slots in slots_by_list.items():
         title = ", ".join(slots)
         console.print()
-        wrapping.print_line(console, title)
+        output.print_text(console, title)
         for mark, name, version, verdict, reasons in lines:
             elsewhere = where.get((name, reasons)) if reasons else None
             text = verdict + f": reasons as for {elsewhere}" * bool(elsewhere)
-            gaps = _gaps(document, name, version)
-            wrapping.print_rows(console, [(mark, name, version, text)], gaps, indent=2)
+            _print_answer(console, document, mark, name, version, text)
             if elsewhere:
                 continue
             where[name, reasons] = title
@@ -131,14 +130,15 @@ def print_explained(document: dict[str, Any]) -> None:
             print_reasons(console, shown, 6)
             hints |= {*reasons}
         if not lines:
-            wrapping.print_paragraph(console, "no backend is installed", "  - ")
-            wrapping.print_paragraph(console, "pip install nsa-backend-sdpa", "    hint: ")
+            print_reasons(
+                console, [((), "no backend is installed", "pip install nsa-backend-sdpa")]
+            )
         for slot in slots:
             for note in _notes(document, slot):
-                wrapping.print_paragraph(console, note, "  ", "    ")
+                output.print_text(console, f"  {note}")
     _print_fused(console, document)
     console.print()
-    wrapping.print_paragraph(console, "* chosen; the others in the order in which auto takes them")
+    output.print_text(console, "* chosen; the others in the order in which auto takes them")
 
 
 def _print_fused(console: Console, document: dict[str, Any]) -> None:
@@ -153,9 +153,8 @@ def _print_fused(console: Console, document: dict[str, Any]) -> None:
     )
     name, version = output.one_line(name), output.one_line(version)
     console.print()
-    wrapping.print_line(console, ", ".join(document["fused"]))
-    cells = ("*", name, version, "fused")
-    wrapping.print_rows(console, [cells], _gaps(document, name, version), indent=2)
+    output.print_text(console, ", ".join(document["fused"]))
+    _print_answer(console, document, "*", name, version, "fused")
 
 
 def _notes(document: dict[str, Any], slot: str) -> list[str]:
@@ -178,13 +177,16 @@ def _rank_reason(row: dict[str, Any]) -> str:
     )
 
 
-def _gaps(document: dict[str, Any], name: str, version: str) -> tuple[int, int, int]:
-    """Return the gaps after mark, name and version that align the rows of all slots."""
-    names, versions = (
-        [len(output.one_line(row[key])) for row in document["backends"]]
+def _print_answer(
+    console: Console, document: dict[str, Any], mark: str, name: str, version: str, text: str
+) -> None:
+    """Print the row of a candidate; names and versions of all slots are aligned."""
+    widths = [
+        max(len(output.one_line(row[key])) for row in document["backends"])
         for key in ("name", "version")
-    )
-    return (1, max(names) - len(name) + 2, max(versions) - len(version) + 2)
+    ]
+    start = f"  {mark} {name:{widths[0]}}  {version:{widths[1]}}  "
+    output.print_text(console, start + text, indent=" " * len(start))
 
 
 def _answers(document: dict[str, Any], slot: str, row: dict[str, Any]) -> tuple[Any, ...]:

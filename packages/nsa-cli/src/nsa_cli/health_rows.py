@@ -6,7 +6,7 @@ import getpass
 import re
 from typing import Any
 
-from nsa_cli import output, wrapping
+from nsa_cli import output
 
 _LONGEST_STATE = 24  # characters; a longer state, such as a version, moves to the detail
 
@@ -77,17 +77,12 @@ def _short_state(component: str, state: str, detail: str) -> tuple[str, str, str
 
 def print_screen(document: dict[str, Any]) -> None:
     """Print the table, then each problem with a command to type, then the verdict."""
-    from rich.text import Text
-
     console = output.console()
-    rows = [("component", "state", "detail"), *_rows(document)]
-    wrapping.print_rows(console, rows, styled=1, header=True)
+    output.print_rows(console, [("component", "state", "detail"), *_rows(document)], styled=1)
     for problem in document["troubles"]:
-        text = f"{output.one_line(problem['what'])}: {output.one_line(problem['message'])}"
         console.print()
-        for line in wrapping.wrap(text, wrapping.columns_of(console), "PROBLEM ", "  "):
-            wrapping.print_line(console, Text(line, "red"))
-        wrapping.print_paragraph(console, output.one_line(problem["hint"]), "  type: ", "    ")
+        output.print_text(console, _problem(problem), "red")
+        output.print_text(console, f"  type: {output.one_line(problem['hint'])}")
     console.print()
     if not document["works"]:
         verdict, style = "no attention can run in this environment", "bold red"
@@ -95,7 +90,7 @@ def print_screen(document: dict[str, Any]) -> None:
         count = len(document["troubles"])
         noun = "problem" if count == 1 else "problems"
         verdict, style = f"this environment works, {count or 'no'} {noun}", "bold green"
-    wrapping.print_line(console, Text(verdict, style))
+    output.print_text(console, verdict, style)
 
 
 def print_block(document: dict[str, Any]) -> None:
@@ -104,15 +99,14 @@ def print_block(document: dict[str, Any]) -> None:
         f"{component}: {state}" + (f" ({detail})" if state and detail else detail)
         for component, state, detail in _rows(document)
     ]
-    lines += [
-        f"PROBLEM {output.one_line(row['what'])}: {output.one_line(row['message'])}"
-        for row in document["troubles"]
-    ]
+    lines += map(_problem, document["troubles"])
     console = output.console()
-    wrapping.print_line(console, "```")
-    for line in lines:
-        wrapping.print_paragraph(console, anonymize(line), rest="  ")
-    wrapping.print_line(console, "```")
+    for line in ("```", *map(anonymize, lines), "```"):
+        output.print_text(console, line)
+
+
+def _problem(problem: dict[str, str]) -> str:
+    return f"PROBLEM {output.one_line(problem['what'])}: {output.one_line(problem['message'])}"
 
 
 def anonymize(line: str) -> str:

@@ -1,30 +1,34 @@
-"""Shared by all commands: consoles, progress, output files, and errors as exit codes."""
+"""Shared by all commands: progress, output files, and errors as exit codes."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 
 from nsa_cli import torchrun
-from nsa_cli.wrapping import wrap
+from nsa_cli.screen import (
+    console,
+    fitted,
+    print_rows,
+    print_table,
+    print_text,
+    shorten,
+    table_width,
+)
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.util.atomic_files import NotWritten, check_folder_writable, write_atomic
 from nsa_core.util.interruption import exit_code, recorded_signals, signal_of
 from nsa_core.util.text import describe_error, one_line
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
     from nsa_core.plan.registry import Registry
 
 __all__ = [
@@ -40,13 +44,14 @@ __all__ = [
     "one_line",
     "prepare_streams",
     "print_json",
+    "print_rows",
     "print_table",
     "print_text",
     "progress",
     "safe_mode",
     "set_plugin_options",
+    "shorten",
     "table_width",
-    "text_width",
     "write_atomic",
 ]
 
@@ -63,8 +68,6 @@ _UNWRITABLE = {
 # Depending on its version, typer depends on click or vendors it.
 UsageError: Any = typer.BadParameter.__base__
 ClickError: Any = UsageError.__base__
-UNLIMITED = 1_000_000  # columns; lines of piped output are never broken or truncated by rich
-_WIDEST_TEXT = 100  # columns; longer lines of text are hard to read
 _plugin_options = (False, 20.0)
 
 
@@ -108,107 +111,6 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-
-
-def console(stderr: bool = False) -> Console:
-    """Return a console without markup; piped output has no colour and no line limit."""
-    from rich.console import Console
-
-    class PlainConsole(Console):
-        def on_broken_pipe(self) -> None:  # rich would exit with code 1
-            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-    file = sys.stderr if stderr else sys.stdout
-    width = None if file.isatty() else UNLIMITED
-    return PlainConsole(file=file, width=width, markup=False, highlight=False, emoji=False)
-
-
-def text_width() -> int:
-    """Return the columns of a line of text: those of the terminal, at most 100; 100 if piped."""
-    return min(_WIDEST_TEXT, table_width())
-
-
-def table_width() -> int:
-    """Return the columns of a table: those of the terminal; 100 if piped."""
-    import shutil
-
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDEST_TEXT
-
-
-def print_text(target: Console, text: str, style: str = "", indent: str = "  ") -> None:
-    """Print ``text`` with hanging indent; lines break between words only.
-
-    Args:
-        target: A console from :func:`console`.
-        text: The text; each line of it starts at the left margin.
-        style: The style of a terminal, such as "bold red".
-        indent: The start of each wrapped line.
-    """
-    for paragraph in text.splitlines() or [""]:
-        margin = paragraph[: len(paragraph) - len(paragraph.lstrip(" "))]
-        for line in wrap(paragraph.strip(), text_width(), margin, margin + indent):
-            target.print(line, style=style, no_wrap=True, overflow="ignore", crop=False)
-
-
-def print_table(
-    target: Console,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str | Text]],
-    title: str = "",
-    wrapped: Collection[str] = (),
-) -> None:
-    """Print a table without borders, and break no word.
-
-    Columns of numbers are aligned at their decimal points, others at the left.
-
-    Args:
-        target: A console from :func:`console`.
-        columns: The header; a unit belongs to it.
-        rows: The cells of each row.
-        title: A line above the table.
-        wrapped: The columns that may take several lines per row on a narrow screen; all others
-            take one.
-    """
-    from rich.table import Table
-    from rich.text import Text
-
-    if title:
-        print_text(target, title, "bold")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    aligned: list[list[str | Text]] = []
-    for index, name in enumerate(columns):
-        cells: list[str | Text] = [row[index] for row in rows]
-        texts = [str(cell) for cell in cells]
-        if _is_numeric(texts):
-            # Rich would strip the padding at the right of right-justified cells.
-            name, *padded = _align_right([name, *_align_decimals(texts)])
-            cells = list(padded)
-        aligned.append(cells)
-        words = [word for text in (name, *texts) for word in text.split()]
-        table.add_column(
-            Text(name),
-            no_wrap=columns[index] not in wrapped,
-            min_width=max(map(len, words)) if columns[index] in wrapped else None,
-        )
-    for row in zip(*aligned):
-        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
-    target.print(table, width=table_width(), no_wrap=True, crop=False)
-
-
-def _is_numeric(texts: Sequence[str]) -> bool:
-    """Return whether ``texts`` are numbers, such as "1.25", "3e+12", "40%", "-" for none, or ""."""
-    number = re.compile(r"-|[-+]?[\d,]+(\.\d+)?(e[-+]\d+)?%?")
-    return any(texts) and all(number.fullmatch(text) for text in texts if text)
-
-
-def _align_right(texts: Sequence[str]) -> list[str]:
-    return [text.rjust(max(map(len, texts))) for text in texts]
-
-
-def _align_decimals(texts: Sequence[str]) -> list[str]:
-    """Pad numbers at the right so that their decimal points are in one column."""
-    tails = [len(re.sub(r"^[-+]?[\d,]*", "", text)) if text != "-" else 0 for text in texts]
-    return [text + " " * (max(tails, default=0) - tail) for text, tail in zip(texts, tails)]
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -385,17 +287,3 @@ def _paragraph(error: BaseException) -> str:
     """Return the message with its line breaks; other control characters are escaped."""
     lines = str(error).splitlines() or [type(error).__name__]
     return "\n".join(line[: len(line) - len(line.lstrip(" "))] + one_line(line) for line in lines)
-
-
-def fitted(message: str) -> str:
-    """Return ``message`` with its lines wrapped between words if standard error is a terminal."""
-    if not sys.stderr.isatty():
-        return message
-    import shutil
-
-    columns = shutil.get_terminal_size().columns
-    lines = []
-    for line in message.splitlines():
-        indent = line[: len(line) - len(line.lstrip(" "))]
-        lines += wrap(line.strip(), columns, indent, indent + "  ")
-    return "\n".join(lines)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output
-from nsa_cli.wrapping import shorten, wrap
+from nsa_cli.output import shorten
 from nsa_core.contract import SLOTS
 from nsa_core.util.interruption import exit_code
 from nsa_core.util.text import escape_control
@@ -259,15 +259,12 @@ def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None
     if len(failed) > _LISTED_FAILURES:
         more = len(failed) - _LISTED_FAILURES
         output.print_text(console, f"and {more} more failures; --json FILE writes all", "red")
-    generated = [pair for pair in failed if _has_case_line(pair[1])]
-    for command in dict.fromkeys(_case_command(*pair) for pair in generated[:_LISTED_FAILURES]):
+    # A case repeats itself alone; other findings repeat with all checks of the first one.
+    repeated = [pair for pair in failed if _has_case_line(pair[1])][:_LISTED_FAILURES]
+    repeated += [pair for pair in failed if not _has_case_line(pair[1])][:1]
+    for command in dict.fromkeys(_command(*pair) for pair in repeated):
         # One line, to be copied whole: a break inside the quotes would be part of the case.
         console.print(f"to repeat: {command}", no_wrap=True, overflow="ignore", crop=False)
-    failed = [pair for pair in failed if pair not in generated]
-    if failed:
-        # A backslash continues the command where the line is wrapped.
-        lines = wrap(f"to repeat: {_command(*failed[0])}", output.text_width() - 2, rest="  ")
-        output.print_text(console, " \\\n".join(lines), indent="")
 
 
 def _choices(report: dict[str, Any]) -> str:
@@ -281,29 +278,28 @@ def _sentence(finding: Finding) -> str:
 
 
 def _command(report: dict[str, Any], finding: Finding) -> str:
-    """Return the command that runs the checks of ``finding`` again."""
-    device = "cpu" if report["device"] == "cpu" else "cuda"
+    """Return the command that runs the case of ``finding`` alone, or else its checks again."""
+    alone = _has_case_line(finding)
     options = [
-        *(f"--{slot} {name}" for slot, name in report["named"].items()),
-        f"--device {device} --dtype {finding['dtype']}",
-        *(["--preset full"] if report["preset"] == "full" else []),
-        *([f"--phase {report['phase']}"] if report["phase"] != "both" else []),
-        *([f"--seed {report['seed']}"] if report["seed"] else []),
+        *(
+            f"--{slot} {name}"
+            for slot, name in report["named"].items()
+            if not alone or _is_step(finding) or slot == finding["slot"]
+        ),
+        f"--device {'cpu' if report['device'] == 'cpu' else 'cuda'}",
     ]
+    if alone:
+        options.append(f"--case '{finding['case']}'")
+    else:
+        defaults = {"preset": ("quick", "interpreter"), "phase": ("both",), "seed": (0,)}
+        options.append(f"--dtype {finding['dtype']}")
+        options += [
+            f"--{name} {report[name]}"
+            for name, values in defaults.items()
+            if report[name] not in values
+        ]
     interpreter = "TRITON_INTERPRET=1 " if report["interpreted"] else ""
     return f"{interpreter}nsa verify {' '.join(options)}"
-
-
-def _case_command(report: dict[str, Any], finding: Finding) -> str:
-    """Return the command that runs the generated case or decode step of ``finding`` alone."""
-    named = "".join(
-        f" --{slot} {name}"
-        for slot, name in report["named"].items()
-        if _is_step(finding) or slot == finding["slot"]
-    )
-    device = "cpu" if report["device"] == "cpu" else "cuda"
-    interpreter = "TRITON_INTERPRET=1 " if report["interpreted"] else ""
-    return f"{interpreter}nsa verify{named} --device {device} --case '{finding['case']}'"
 
 
 def _print_reads(console: Console, report: dict[str, Any]) -> None:

@@ -1,0 +1,190 @@
+"""Text and tables that fit a terminal. Piped text has no width: its lines are not wrapped."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+STYLES = {
+    "ready": "green",
+    "broken": "red",
+    "incompatible": "red",
+    "wrong": "red",
+    "unavailable": "yellow",
+    "disabled": "yellow",
+    "missing": "yellow",
+}
+UNLIMITED = 1_000_000  # columns; lines of piped output are never broken or truncated by rich
+_WIDEST_TEXT = 100  # columns; longer lines of text are hard to read
+
+
+def console(stderr: bool = False) -> Console:
+    """Return a console without markup; piped output has no colour and no line limit."""
+    from rich.console import Console
+
+    class PlainConsole(Console):
+        def on_broken_pipe(self) -> None:  # rich would exit with code 1
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    file = sys.stderr if stderr else sys.stdout
+    width = None if file.isatty() else UNLIMITED
+    return PlainConsole(file=file, width=width, markup=False, highlight=False, emoji=False)
+
+
+def table_width() -> int:
+    """Return the columns of a table: those of the terminal; 100 if piped."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDEST_TEXT
+
+
+def shorten(text: str, limit: int) -> str:
+    """Return ``text``, cut at a word border to at most ``limit`` characters with " ..."."""
+    return text if len(text) <= limit else textwrap.shorten(text, limit, placeholder=" ...")
+
+
+def wrap(text: str, columns: int, indent: str | None = None) -> Iterator[str]:
+    """Yield the lines of ``text``, broken between words.
+
+    Args:
+        text: The text; each line of it keeps its spaces at the left.
+        columns: The width of the terminal.
+        indent: The start of each further line of a line that is broken; None: two spaces more than
+            the first.
+    """
+    for line in text.splitlines() or [""]:
+        margin = line[: len(line) - len(line.lstrip(" "))]
+        rest = margin + "  " if indent is None else indent
+        yield from textwrap.wrap(
+            line,
+            max(columns, len(rest) + 1),
+            subsequent_indent=rest,
+            break_on_hyphens=False,
+        ) or [""]
+
+
+def print_text(target: Console, text: str, style: str = "", indent: str | None = None) -> None:
+    """Print ``text`` with hanging indent; in a terminal, lines break between words.
+
+    Args:
+        target: A console from :func:`console`.
+        text: The text; each line of it starts at the left margin.
+        style: The style of a terminal, such as "bold red".
+        indent: The start of each wrapped line; None: two spaces more than the first.
+    """
+    lines = text.splitlines() or [""]
+    if target.file.isatty():
+        lines = list(wrap(text, min(_WIDEST_TEXT, target.width), indent))
+    for line in lines:
+        target.print(line, style=style, no_wrap=True, overflow="ignore", crop=False)
+
+
+def print_rows(
+    target: Console,
+    rows: Sequence[Sequence[str]],
+    gaps: Sequence[int] = (),
+    styled: int | None = None,
+) -> None:
+    """Print ``rows``, the first of which is the header, as a table whose last column is wrapped.
+
+    Args:
+        target: A console from :func:`console`.
+        rows: Cells of each row. All rows have the same number of cells.
+        gaps: Spaces after each column but the last; missing entries are 2.
+        styled: The column whose cells are coloured by STYLES.
+    """
+    from rich.text import Text
+
+    *widths, _ = (max(map(len, column)) for column in zip(*rows))
+    gaps = [*gaps, *[2] * (len(widths) - len(gaps))]
+    starts = [0]
+    for width, gap in zip(widths, gaps):
+        starts.append(starts[-1] + width + gap)
+    for number, row in enumerate(rows):
+        padded = (cell.ljust(width + gap) for cell, width, gap in zip(row, widths, gaps))
+        line = ("".join(padded) + row[-1]).rstrip()
+        first, *others = [line]
+        if target.file.isatty():
+            first, *others = wrap(line, target.width, " " * starts[-1])
+        shown = Text(first, "" if number else "bold")
+        if styled is not None:
+            style = STYLES.get(row[styled], "")
+            shown.stylize(style, starts[styled], starts[styled] + len(row[styled]))
+        for text in (shown, *others):
+            target.print(text, no_wrap=True, overflow="ignore", crop=False)
+
+
+def print_table(
+    target: Console,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    title: str = "",
+    wrapped: Collection[str] = (),
+) -> None:
+    """Print a table without borders, and break no word.
+
+    Columns of numbers are aligned at their decimal points, others at the left.
+
+    Args:
+        target: A console from :func:`console`.
+        columns: The header; a unit belongs to it.
+        rows: The cells of each row.
+        title: A line above the table.
+        wrapped: The columns that may take several lines per row on a narrow screen; all others
+            take one.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    if title:
+        print_text(target, title, "bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    aligned: list[list[str | Text]] = []
+    for index, name in enumerate(columns):
+        cells: list[str | Text] = [row[index] for row in rows]
+        texts = [str(cell) for cell in cells]
+        if _is_numeric(texts):
+            # Rich would strip the padding at the right of right-justified cells.
+            name, *padded = _align_right([name, *_align_decimals(texts)])
+            cells = list(padded)
+        aligned.append(cells)
+        words = [word for text in (name, *texts) for word in text.split()]
+        table.add_column(
+            Text(name),
+            no_wrap=columns[index] not in wrapped,
+            min_width=max(map(len, words)) if columns[index] in wrapped else None,
+        )
+    for row in zip(*aligned):
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    target.print(table, width=table_width(), no_wrap=True, crop=False)
+
+
+def _is_numeric(texts: Sequence[str]) -> bool:
+    """Return whether ``texts`` are numbers, such as "1.25", "3e+12", "40%", "-" for none, or ""."""
+    number = re.compile(r"-|[-+]?[\d,]+(\.\d+)?(e[-+]\d+)?%?")
+    return any(texts) and all(number.fullmatch(text) for text in texts if text)
+
+
+def _align_right(texts: Sequence[str]) -> list[str]:
+    return [text.rjust(max(map(len, texts))) for text in texts]
+
+
+def _align_decimals(texts: Sequence[str]) -> list[str]:
+    """Pad numbers at the right so that their decimal points are in one column."""
+    tails = [len(re.sub(r"^[-+]?[\d,]*", "", text)) if text != "-" else 0 for text in texts]
+    return [text + " " * (max(tails, default=0) - tail) for text, tail in zip(texts, tails)]
+
+
+def fitted(message: str) -> str:
+    """Return ``message`` with its lines wrapped between words if standard error is a terminal."""
+    if not sys.stderr.isatty():
+        return message
+    return "\n".join(wrap(message, shutil.get_terminal_size().columns))
