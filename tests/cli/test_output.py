@@ -154,27 +154,6 @@ def test_control_characters_in_a_message_are_escaped(capsys):
     assert capsys.readouterr().err == "nsa: first\n  toy: \\x1b[2J\\x07[bold]boo[/]\\u202e\n"
 
 
-def test_row_60_a_closed_pipe_prints_one_line(start):
-    for arguments in (["backends", "list", "--no-probe", "--json"], ["--help"]):
-        reader, writer = os.pipe()
-        os.close(reader)
-        child = start(*arguments, stdout=writer)
-        os.close(writer)
-        _, err = child.communicate(timeout=60)
-        assert child.returncode == 141
-        assert err == "nsa: the output was closed before everything was written\n"
-
-
-@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs /dev/full")
-def test_row_60_a_full_disk_prints_one_line(start):
-    with open("/dev/full", "w") as full:
-        child = start("backends", "list", "--no-probe", stdout=full)
-        _, err = child.communicate(timeout=60)
-    assert child.returncode == 5
-    assert err.count("\n") == 1
-    assert "No space left" in err
-
-
 def test_row_60_ctrl_c_prints_one_line_and_ends_the_children(start, tmp_path):
     site, pid_file = tmp_path / "site", tmp_path / "pid"
     info = site / "toy_hangs-1.dist-info"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from string import Template
@@ -49,8 +49,7 @@ def rendered(name: str) -> dict[str, str]:
 def create(name: str, folder: Path) -> list[Path]:
     """Write the plugin package of a backend called ``name`` into ``folder``.
 
-    Existing files are never overwritten. If a file cannot be written, the files and folders written
-    before it are removed.
+    Existing files are never overwritten. If a file cannot be written, none is.
 
     Args:
         name: Name of the backend: lower-case words joined by "-".
@@ -65,36 +64,32 @@ def create(name: str, folder: Path) -> list[Path]:
         NotWritten: A file cannot be written, because the disk is full or broken.
     """
     texts = rendered(name)
-    _check_folder(folder)
-    written: list[Path] = []
-    new_folders: list[Path] = []
-    complete = False
-    try:
+    existing = _check_folder(folder)
+    # The files are written beside the folder first, so that a full disk leaves nothing.
+    with (
+        writing(folder),
+        tempfile.TemporaryDirectory(prefix=".nsa-", dir=existing) as temporary,
+    ):
+        home = Path(temporary) / folder.absolute().relative_to(existing)
         for path, text in texts.items():
-            target = folder / path
-            with writing(target):
-                _create_folders(target.parent, new_folders)
-                with open(target, "x", encoding="utf-8", newline="\n") as file:
-                    written.append(target)
-                    file.write(text)
-        complete = True
-    finally:
-        if not complete:
-            with contextlib.suppress(OSError):
-                for target in written:
-                    target.unlink()
-                for directory in reversed(new_folders):
-                    directory.rmdir()
-    return written
+            (home / path).parent.mkdir(parents=True, exist_ok=True)
+            (home / path).write_text(text, encoding="utf-8", newline="\n")
+        for entry in Path(temporary).iterdir():
+            entry.rename(existing / entry.name)
+    return [folder / path for path in texts]
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder that holds something, or in which no file can be created."""
+def _check_folder(folder: Path) -> Path:
+    """Refuse a folder that holds something, or in which no file can be created.
+
+    Returns:
+        The folder if it exists, or else its nearest parent that exists.
+    """
     try:
         if folder.exists() and not folder.is_dir():
             raise InvalidInput(f"{folder} is not a directory; give a new directory")
         entries = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     except OSError as error:
         raise InvalidInput(f"{folder} cannot be read: {error.strerror or error}") from error
     if entries:
@@ -107,6 +102,7 @@ def _check_folder(folder: Path) -> None:
     if not existing.is_dir():
         raise InvalidInput(f"{folder}: {existing} is not a directory; give a new directory")
     check_folder_writable(existing, folder)
+    return existing
 
 
 def _check_name(name: str) -> None:
@@ -124,13 +120,6 @@ def _check_name(name: str) -> None:
     owner = owners.get(name) or owners.get(f"nsa-backend-{name}")
     if owner is not None:
         raise InvalidInput(f"the name {name!r} is taken by {owner}; choose another")
-
-
-def _create_folders(folder: Path, created: list[Path]) -> None:
-    """Create ``folder`` and its missing parents; add them to ``created``, outermost first."""
-    for path in [path for path in (folder, *folder.parents) if not path.exists()][::-1]:
-        path.mkdir()
-        created.append(path)
 
 
 def _templates() -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Write docs/reference/backends.md: the requests that this project's own backends support.
 
-    python -m nsa_cli.support_matrix > docs/reference/backends.md
+    python docs/scripts/support_matrix.py > docs/reference/backends.md
 
 Run it on a machine without a GPU and with a CPU build of torch. Probes see metadata only, so the
 requests describe GPUs that the machine does not have.
@@ -54,8 +54,9 @@ Each row changes one thing in a base request: 12 query heads in 2 groups, Dk = D
 bfloat16, l=32, d=16, l'=64, n=16 and w=512. For any other request, ask
 [`nsa backends explain`](cli.md#use).
 
-`nsa_cli.support_matrix` generates this page from the probes of the backends, and a test compares
-them. Reasons that depend on the machine, such as a missing package or driver, are left out.
+`docs/scripts/support_matrix.py` generates this page from the probes of the backends, and a test
+compares them. Reasons that depend on the machine, such as a missing package or driver, are left
+out.
 """
 
 
