@@ -192,11 +192,11 @@ def test_fa2_and_sdpa_form_eight_combinations(monkeypatch: pytest.MonkeyPatch) -
 
 def test_large_errors_are_short_and_aligned(capsys) -> None:
     from nsa_cli import output
-    from nsa_cli.verify_report import slots_rows
+    from nsa_cli.verify_report import checks_rows
 
     wrong = {"check": "parity", "slot": "win", "ok": False, "row": 2e12, "elem": None, "bias": 0.5}
     right = {**wrong, "check": "ties", "ok": True, "row": 520.4}
-    output.print_table(output.console(), *slots_rows([wrong, right]))
+    output.print_table(output.console(), *checks_rows([wrong, right], verbose=True))
     first, second = capsys.readouterr().out.splitlines()[1:]
     assert "2.0e+12 " in first
     assert first.index(".") == second.index(".")

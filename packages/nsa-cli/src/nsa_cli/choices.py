@@ -143,6 +143,18 @@ def dtype_names(text: str) -> list[str]:
     return list(dict.fromkeys(dtype_name(word) for word in split_commas(text) or [text]))
 
 
+def one_dtype(text: str) -> str:
+    """Parse --dtype of a command that takes one dtype into its long name; "auto" stays.
+
+    Raises:
+        InvalidInput: ``text`` is empty, lists several dtypes or an unknown one.
+    """
+    names = ["auto"] if text == "auto" else dtype_names(text)
+    if len(names) > 1:
+        raise InvalidInput(f"--dtype must be one dtype, got {', '.join(names)}")
+    return names[0]
+
+
 def block_sizes(text: str) -> tuple[int, ...]:
     """Parse --blocks into integers; the shape checks their number later.
 

@@ -14,7 +14,7 @@ from nsa_cli import train_options as options
 from nsa_cli.choices import (
     ADVANCED,
     complete_dtype,
-    dtype_names,
+    one_dtype,
     options_on_command_line,
     parse_backends,
     pick_device,
@@ -101,7 +101,7 @@ def convert(
         check_target(out)
         tokens = None if text is None else _read_tokens(hf, text, length)
         torch.manual_seed(seed)
-        dense = read_dense(hf, _one_dtype(dtype))
+        dense = read_dense(hf, one_dtype(dtype))
         fields = {**default_fields(hf), **fields}
         conversion = convert_model(dense, fields, parse_backends(backends))
         del dense
@@ -121,15 +121,6 @@ def _check_options(text: Path | None, typed: set[str]) -> None:
     if text is None and unused:
         names = ", ".join(f"--{name}" for name in unused)
         raise InvalidInput(f"{names}: there is no training without --text; give a text file")
-
-
-def _one_dtype(text: str) -> str:
-    from nsa_core.errors import InvalidInput
-
-    names = ["auto"] if text == "auto" else dtype_names(text)
-    if len(names) > 1:
-        raise InvalidInput(f"--dtype must be one dtype, got {', '.join(names)}")
-    return names[0]
 
 
 def _fields(pairs: Sequence[str]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from nsa_cli import output
 from nsa_cli import train_options as options
 from nsa_cli.choices import (
     complete_dtype,
-    dtype_names,
     errors_name_options,
+    one_dtype,
     options_on_command_line,
     parse_backends,
     pick_device,
@@ -75,7 +75,7 @@ def inspect(
     with output.exit_codes():
         content = _read_text(text)
         _check_seed(context, checkpoint)
-        torch_dtype_name = _one_dtype(dtype)
+        torch_dtype_name = one_dtype(dtype)
         from nsa_models.inspect.save import check_folder, check_layer, need_libraries, save
 
         with errors_name_options({"layer": "layer", "max_tokens": "max_tokens"}):
@@ -120,15 +120,6 @@ def _check_seed(context: typer.Context, checkpoint: Path | None) -> None:
             "--seed sets untrained weights, and --checkpoint has trained ones; leave one of them"
             " out"
         )
-
-
-def _one_dtype(text: str) -> str:
-    from nsa_core.errors import InvalidInput
-
-    names = dtype_names(text)
-    if len(names) > 1:
-        raise InvalidInput(f"--dtype must be one dtype, got {', '.join(names)}")
-    return names[0]
 
 
 def _print_summary(inspection: Inspection, folders: list[Path], max_tokens: int | None) -> None:

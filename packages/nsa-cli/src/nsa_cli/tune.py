@@ -13,12 +13,11 @@ from nsa_cli.choices import (
     complete_device,
     complete_dtype,
     completion,
-    dtype_names,
+    one_dtype,
     pick_device,
     tokens,
 )
 from nsa_cli.result_files import ResultFiles
-from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from nsa_bench.tune import Tuning
@@ -70,9 +69,7 @@ def tune(
     with output.exit_codes():
         torch_device = pick_device(device, threads)
         cuda = torch_device.startswith("cuda")
-        name, *others = dtype_names(dtype or ("bfloat16" if cuda else "float32"))
-        if others:
-            raise InvalidInput(f"--dtype must be one dtype, got {dtype!r}")
+        name = one_dtype(dtype or ("bfloat16" if cuda else "float32"))
         import torch
 
         from nsa_bench.shapes import parse_shape

@@ -51,7 +51,7 @@ def print_report(report: dict[str, Any], verbose: bool) -> int:
     output.print_text(console, _setting(report))
     console.print()
     findings, interrupted = report["findings"], bool(report.get("interrupted"))
-    columns, rows = (slots_rows if verbose else checks_rows)(findings, interrupted)
+    columns, rows = checks_rows(findings, verbose, interrupted)
     output.print_table(console, columns, rows, wrapped=("slots",))
     console.print()
     note = _VERBOSE_NOTE if verbose else _NOTE + " --verbose: a row per slot."
@@ -109,29 +109,30 @@ def _circumstances(report: dict[str, Any]) -> str:
     return f"{device}, {dtypes}, text {report['text']['name']}, seed {report['seed']}{shard}"
 
 
-def checks_rows(findings: Sequence[Finding], interrupted: bool = False) -> Rows:
+def checks_rows(
+    findings: Sequence[Finding], verbose: bool = False, interrupted: bool = False
+) -> Rows:
     """Return the header and one row per check, failed checks first.
 
-    In an ``interrupted`` run only failures are final, so a passing row reads "ok so far".
+    Args:
+        findings: The findings of a report.
+        verbose: Return a row per check and slot, with each kind of error.
+        interrupted: Only failures are final, so a passing row reads "ok so far".
     """
-    rows = []
-    for check, group in _grouped(findings, "check").items():
+    rows: list[tuple[list[Finding], list[Cell]]] = []
+    for key, group in _grouped(findings, "check", *["slot"] * verbose).items():
         names = {finding["slot"] or "all" for finding in group}
         slots = "all" if names >= set(SLOTS) else " ".join(sorted(names, key=_slot_order))
-        errors = [f[name] for f in group for name in _ERRORS if f[name] is not None]
-        rows.append((group, [check, slots, *_counts(group), _two_digits(errors)]))
-    columns = ("check", "slots", "passed", "n/a", "worst", "verdict")
-    return _with_verdicts(columns, rows, interrupted)
-
-
-def slots_rows(findings: Sequence[Finding], interrupted: bool = False) -> Rows:
-    """Return the header and one row per check and slot, with each kind of error, failures first."""
-    rows = []
-    for (check, slot), group in _grouped(findings, "check", "slot").items():
-        worst = [_two_digits([f[name] for f in group if f[name] is not None]) for name in _ERRORS]
-        rows.append((group, [check, slot or "all", *_counts(group), *worst]))
-    columns = ("check", "slot", "passed", "n/a", *_ERRORS, "verdict")
-    return _with_verdicts(columns, rows, interrupted)
+        kinds = [[name] for name in _ERRORS] if verbose else [_ERRORS]
+        worst = [
+            _two_digits([f[n] for f in group for n in kind if f[n] is not None]) for kind in kinds
+        ]
+        row: list[Cell] = [key[0], slots, *_counts(group), *worst, _verdict(group, interrupted)]
+        rows.append((group, row))
+    rows.sort(key=lambda pair: not _failed(pair[0]))
+    errors = _ERRORS if verbose else ["worst"]
+    columns = ("check", "slot" if verbose else "slots", "passed", "n/a", *errors, "verdict")
+    return columns, [row for _, row in rows]
 
 
 def _slot_order(name: str) -> int:
@@ -145,20 +146,10 @@ _VERBOSE_NOTE = (
 )
 
 
-def _with_verdicts(
-    columns: Sequence[str], rows: Iterable[tuple[list[Finding], list[str]]], interrupted: bool
-) -> Rows:
-    """Return the header and the rows, with a verdict at the end of each; failures come first."""
-    ordered = sorted(rows, key=lambda pair: not _failed(pair[0]))
-    cells: list[list[Cell]] = [[*row, _verdict(group, interrupted)] for group, row in ordered]
-    return columns, cells
-
-
-def _grouped(findings: Sequence[Finding], *keys: str) -> dict[Any, list[Finding]]:
-    groups: dict[Any, list[Finding]] = {}
+def _grouped(findings: Sequence[Finding], *keys: str) -> dict[tuple[str, ...], list[Finding]]:
+    groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        key = finding[keys[0]] if len(keys) == 1 else tuple(finding[name] for name in keys)
-        groups.setdefault(key, []).append(finding)
+        groups.setdefault(tuple(finding[key] for key in keys), []).append(finding)
     return groups
 
 
@@ -197,7 +188,7 @@ def _verdict(group: Sequence[Finding], interrupted: bool) -> Text:
 def _not_run(findings: Sequence[Finding]) -> dict[str, list[str]]:
     """Return, for each reason, the checks of which no comparison applies."""
     checks_by_reason: dict[str, list[str]] = {}
-    for check, group in _grouped(findings, "check").items():
+    for (check,), group in _grouped(findings, "check").items():
         if _is_generated(group[0]):
             continue  # refusal_lines counts them
         if _not_applicable(group) == len(group):
