@@ -210,11 +210,15 @@ def test_a_check_that_goes_on_after_the_signal_ends_after_its_grace(nsa, checks,
     assert (done.code, "1 of 1 checks left" in done.out) == (143, True)
 
 
-def test_a_check_that_fails_after_the_signal_counts_as_left(nsa, checks):
+@pytest.mark.parametrize(
+    ("options", "passed"),
+    [((), "0 checks passed, 0 failed"), (("--every-combination",), "0 of 1 combinations passed")],
+)
+def test_a_check_that_fails_after_the_signal_counts_as_left(nsa, checks, options, passed):
     checks(("broken", False, lambda: send(signal.SIGTERM)))  # ptxas died of a signal
-    done = nsa(*VERIFY)
+    done = nsa(*VERIFY, *options)
     assert done.code == 143
-    assert "INTERRUPTED by SIGTERM, 1 of 1 checks left; 0 checks passed, 0 failed" in done.out
+    assert f"INTERRUPTED by SIGTERM, 1 of 1 checks left; {passed}" in done.out
 
 
 def test_a_signal_in_the_last_check_leaves_a_complete_report(nsa, checks):

@@ -178,10 +178,9 @@ def _verdict(group: Sequence[Finding], interrupted: bool) -> Text:
 
     if failed := _failed(group):
         return Text(f"{failed} FAILED", "bold red")
-    if _is_generated(group[0]) and _not_applicable(group) == len(group):
-        return Text("REFUSED", "bold red")
     if _not_applicable(group) == len(group):
-        return Text("not run", "yellow")
+        refused = any(map(_is_generated, group))
+        return Text("REFUSED", "bold red") if refused else Text("not run", "yellow")
     return Text("ok so far", "yellow") if interrupted else Text("ok", "green")
 
 
