@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -122,6 +123,31 @@ def test_the_command_saves_records_and_explain_shows_them(nsa, registry, monkeyp
     )
     shown = nsa("backends", "explain", "--device", "cpu")
     assert "win was tuned: 1 ms against slow 50 ms" in shown.out
+
+
+def test_the_command_shows_and_deletes_saved_choices(nsa, registry):
+    tuned.save([_record(slot, time) for slot, time in (("win", 0.5), ("cmp", 2.0))])
+    shown = nsa("tune", "--show")
+    assert shown.code == 0, shown.err
+    assert "chip, torch 2.0, 2/1/8/8 8,4,16,3,24 float32 (not used: torch" in shown.out
+    assert re.search(r"win +training +slow +0.5 ms against sdpa 3 ms at 48 tokens", shown.out)
+    assert shown.out.index("cmp") < shown.out.index("win")
+    assert nsa("tune", "--show", "--reset").code == 2
+    assert len(tuned.load()) == 2
+    reset = nsa("tune", "--reset")
+    assert reset.code == 0
+    assert reset.out.startswith(shown.out)
+    assert not tuned.path().exists()
+    assert "no choices are saved" in nsa("tune", "--show").out
+    assert nsa("tune", "--reset").code == 0
+
+
+def _record(slot: str, time: float) -> tuned.Record:
+    shape = "2/1/8/8 8,4,16,3,24 float32 training"
+    times, versions = {"sdpa": 3.0, "slow": time}, {"sdpa": "1", "slow": "1"}
+    if slot == "cmp":
+        times, versions = {"sdpa": time}, {"sdpa": "1"}
+    return tuned.Record("chip", "2.0", shape, slot, times, versions, 48, "2026-01-31")
 
 
 def test_the_command_exits_with_1_if_a_backend_is_wrong(nsa, registry_with, monkeypatch):

@@ -58,6 +58,12 @@ def tune(
         float, typer.Option(help="Seconds to spend on each figure (3 to 20 samples).", min=0.001)
     ] = 0.5,
     seed: Annotated[int, typer.Option(help="Seed of all random inputs.")] = 0,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the saved choices, and measure nothing.")
+    ] = False,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Delete the saved choices, and measure nothing.")
+    ] = False,
 ) -> None:
     """Time the backends that can run each slot of a shape class, and save their order.
 
@@ -67,6 +73,13 @@ def tune(
     a crash, an exit or a hang is its failure, and the others are timed.
     """
     with output.exit_codes():
+        if show and reset:
+            raise typer.BadParameter("--show prints what --reset deletes: pass one of them")
+        if show or reset:
+            _print_saved()
+            if reset:
+                _reset()
+            return
         torch_device = pick_device(device, threads)
         cuda = torch_device.startswith("cuda")
         name = one_dtype(dtype or ("bfloat16" if cuda else "float32"))
@@ -95,6 +108,38 @@ def tune(
         _print_tuning(result, files.written)
         code = files.exit_code(output.FAILED if result.failed else 0)
     raise typer.Exit(code)
+
+
+def _print_saved() -> None:
+    """Print the saved choices, one table for each device, version of torch and shape."""
+    from nsa_core.plan import tuned
+
+    console = output.console()
+    tables: dict[str, list[list[str]]] = {}
+    for record in tuned.load():
+        shape, use = record.shape_class.rsplit(" ", 1)
+        title = f"{record.device}, torch {record.torch}, {shape}"
+        if record.torch != tuned.torch_version():
+            title += f" (not used: torch {tuned.torch_version()} is installed)"
+        fastest = min(record.times_ms, key=record.times_ms.__getitem__)
+        row = [record.slot, use, output.one_line(fastest), record.sentence()]
+        tables.setdefault(output.one_line(title), []).append(row)
+    for title, rows in tables.items():
+        output.print_text(console, title, "bold")
+        output.print_table(console, ["slot", "use", "backend", "measured"], sorted(rows))
+    if not tables:
+        output.print_text(console, f"no choices are saved in {tuned.path()}")
+
+
+def _reset() -> None:
+    """Delete the saved choices, so that `auto` follows the ranks of the backends."""
+    from nsa_core.plan import tuned
+    from nsa_core.util.atomic_files import writing
+
+    if tuned.path().exists():
+        with writing(tuned.path()):
+            tuned.path().unlink(missing_ok=True)
+        output.print_text(output.console(), f"deleted {tuned.path()}", "bold")
 
 
 def _print_tuning(result: Tuning, files: list[Path]) -> None:
