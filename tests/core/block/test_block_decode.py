@@ -95,7 +95,9 @@ def test_a_contiguous_cache_equals_pages() -> None:
     assert torch.allclose(block_attention_decode(**x, block_size=10), paged, atol=1e-6)
     assert torch.isfinite(block_attention_decode(**x, block_size=7)).all()  # 130 is no multiple
     x["k"], x["v"] = (torch.cat([x[name], x[name][:1]]) for name in ("k", "v"))
-    with pytest.raises(InvalidInput, match="k has B = 5, expected 4"):
+    with pytest.raises(
+        InvalidInput, match="k and v have batch size 5, but q, blocks and lengths have batch size 4"
+    ):
         block_attention_decode(**x, block_size=7)
 
 
@@ -172,12 +174,12 @@ def test_plans_are_for_one_phase() -> None:
     x = problem(page=64)
     del x["block_table"]
     x["k"], x["v"] = x["k"][:4].nan_to_num(), x["v"][:4].nan_to_num()
-    with pytest.raises(InvalidInput, match="plan is for prefill, but this call is decode"):
+    with pytest.raises(InvalidInput, match="plan is for prefill, but this call is a decode step"):
         block_attention_decode(**x, block_size=64, plan=whole)
     assert block_attention_decode(**x, block_size=64, plan=step).isfinite().all()
     del x["lengths"]
     x["q"], x["blocks"] = x["q"].expand(4, 64, 6, 24), x["blocks"].expand(4, 64, 2, 4)
-    with pytest.raises(InvalidInput, match="plan is for decode, but this call is prefill"):
+    with pytest.raises(InvalidInput, match="plan is for decode, but this call is a prefill"):
         block_attention(**x, block_size=64, plan=step)
 
 
@@ -193,18 +195,21 @@ def test_a_size_that_fits_no_page_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q": torch.zeros(4, 6, 24)}, "q must have 4 axes"),
+        (
+            {"q": torch.zeros(4, 6, 24)},
+            r"q must be \[B, S, Hq, Dk\], got \[4, 6, 24\]: add the batch axis",
+        ),
         ({"blocks": torch.zeros(4, 1, 2, 4)}, "blocks must be integers, got float32"),
         (
             {"lengths": torch.tensor(LENGTHS)},
             "lengths must be int32, got int64: pass",
         ),
-        ({"lengths": torch.tensor([1], dtype=torch.int32)}, "lengths has B = 1, expected 4"),
+        ({"lengths": torch.tensor([1], dtype=torch.int32)}, "lengths have batch size 1, but q, "),
         ({"starts": [0, 0, 0, 0]}, "starts must be a tensor, got list"),
-        ({"k": torch.zeros(2, 64, 2, 24)}, "v has P = 16, expected 2"),
+        ({"k": torch.zeros(2, 64, 2, 24)}, "v has 16 pages, but k has 2 pages"),
         ({"v": torch.zeros(16, 64, 2, 16)[..., ::2]}, "the columns of v must be contiguous"),
         ({"q": torch.zeros(4, 1, 6, 24, requires_grad=True)}, r"call it under torch\.no_grad\(\)"),
-        ({"q": torch.zeros(4, 1, 5, 24)}, "5 query heads do not divide over 2"),
+        ({"q": torch.zeros(4, 1, 5, 24)}, "q has 5 heads and k has 2: the number of"),
         ({"backends": {"sel": "sdpa"}}, "backends must be None or the name of a backend"),
         ({"backends": "spda"}, "sdpa"),
         ({"block_size": 0}, "block_size must be an integer >= 1"),

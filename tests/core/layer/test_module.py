@@ -11,10 +11,10 @@ import torch
 
 from cases import boundaries, layer_of, small
 from dense_backend import dense_plan
-from nsa_core import InvalidInput, NSAConfig, NSAttention, nsa_attention, pad, unpad
+from nsa_core import NSAConfig, NSAttention, nsa_attention, pad, unpad
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.layer.rope import rope_table, rotate
-from nsa_core.torch_ops.backend_call import record_dispatch
+from nsa_core.torch_ops.core_node import run_core
 
 pytestmark = pytest.mark.usefixtures("planned")
 OPTIONS = {
@@ -204,84 +204,6 @@ def test_padded_batch_through_unpad_and_pad():
     assert torch.equal(y[mask == 0], torch.zeros(28, 24, dtype=torch.float64))
 
 
-def test_unpad_and_pad_refuse_invalid_arguments():
-    x = torch.randn(2, 5, 3)
-    with pytest.raises(InvalidInput, match=r"must be \[2, 5\], got \[2, 4\]"):
-        unpad(x, torch.ones(2, 4).bool())
-    with pytest.raises(InvalidInput, match="row 1 has a gap"):
-        unpad(x, torch.tensor([[1, 1, 0, 0, 0], [1, 0, 1, 0, 0]]))
-    with pytest.raises(InvalidInput, match="got 3 for 2 rows"):
-        pad(x[0, :2], torch.arange(3), 2, 5)
-
-
-REFUSED = {
-    "mask": (
-        {"attention_mask": torch.ones(2, 9)},
-        ["attention_mask", "cu_seqlens", "nsa_core.unpad", "nsa_core.pad"],
-    ),
-    "context": ({"context": torch.randn(2, 9, 24)}, ["context: NSA is self-attention only"]),
-    "key_value_states": (
-        {"key_value_states": torch.randn(2, 9, 24)},
-        ["key_value_states: NSA is self-attention"],
-    ),
-    "two": ({"attention_mask": torch.ones(2, 9), "context": 1}, ["attention_mask", "context"]),
-    "row15-width": ({"x": torch.randn(2, 9, 23).double()}, ["dim = 24", "[2, 9, 23]"]),
-    "row15-rank": ({"x": torch.randn(9, 24).double()}, ["[T, dim] with cu_seqlens", "[9, 24]"]),
-    "row15-packed": (
-        {"x": torch.randn(2, 9, 24).double(), "cu_seqlens": boundaries(9)},
-        ["[T, dim] beside cu_seqlens"],
-    ),
-    "row20-dtype": (
-        {"x": torch.randn(2, 9, 24)},
-        ["x is torch.float32", "torch.float64", "autocast"],
-    ),
-    "row21-int": ({"x": torch.ones(2, 9, 24).long()}, ["x is torch.int64"]),
-    "row26-device": (
-        {"x": torch.randn(2, 9, 24, device="meta").double()},
-        ["x is on meta, the layer on cpu"],
-    ),
-    "row17": (
-        {"x": torch.randn(9, 24).double(), "cu_seqlens": torch.tensor([0, 9])},
-        ["cu_seqlens", "int32"],
-    ),
-    "row17-values": (
-        {"x": torch.randn(9, 24).double(), "cu_seqlens": boundaries(8)},
-        ["must end at the 9 tokens"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_invalid_inputs_are_refused_before_any_launch(name):
-    arguments, expected = REFUSED[name]
-    with record_dispatch() as calls, pytest.raises(InvalidInput) as caught:
-        layer_of()(**{"x": torch.randn(2, 9, 24).double(), **arguments})
-    for text in expected:
-        assert text in str(caught.value)
-    assert not calls
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"attn_mask": 1}, "attn_mask is not supported: NSA is causal, .*nsa_core.unpad"),
-        ({"past_key_values": ()}, r"past_key_values is not supported: pass cache=.*new_cache\(\)"),
-        ({"use_cache": True}, "use_cache is not supported: pass cache="),
-        ({"position_ids": torch.arange(9)}, "position_ids is not supported: .*cu_seqlens="),
-        ({"is_causal": False}, "is_causal must be True"),
-        ({"need_weights": True}, r"need_weights is not supported: .*stats\(\)"),
-        ({"dropout_p": 0.1}, "dropout_p must be 0"),
-        ({"encoder_hidden_states": 1}, "encoder_hidden_states: NSA is self-attention only"),
-    ],
-)
-@pytest.mark.parametrize("cached", [False, True])
-def test_keywords_of_other_layers_are_refused_by_name(keywords, message, cached):
-    attn = layer_of()
-    cache = {"cache": attn.new_cache(2, 16)} if cached else {}
-    with pytest.raises(InvalidInput, match=message):
-        attn(torch.randn(2, 9, 24).double(), **keywords, **cache)
-
-
 def test_keywords_of_other_layers_without_effect_are_accepted():
     torch._dynamo.reset()
     attn, x = layer_of(), torch.randn(2, 9, 24).double()
@@ -292,25 +214,10 @@ def test_keywords_of_other_layers_without_effect_are_accepted():
     torch.testing.assert_close(compiled(x, **other), attn(x))
 
 
-def test_unknown_keywords_suggest_a_similar_one():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'plna'; did you mean 'plan'"):
-        layer_of()(torch.randn(2, 9, 24).double(), plna=None)
+def test_the_own_keywords_of_the_layer():
     parameters = inspect.signature(NSAttention.forward).parameters
     own = ["self", "x", "cu_seqlens", "max_seqlen", "plan", "cache", "new"]
     assert list(parameters) == [*own, "other"]
-
-
-def test_x_with_the_width_first_is_named():
-    with pytest.raises(
-        InvalidInput, match=r"it looks like \[B, dim, S\], pass x.transpose\(1, 2\)"
-    ):
-        layer_of()(torch.randn(2, 24, 9).double())
-
-
-@pytest.mark.parametrize(("field", "value"), [("dropout", 0.1), ("causal", False)])
-def test_dropout_and_non_causal_attention_are_refused(field, value):
-    with pytest.raises(InvalidInput, match=field):
-        small(**{field: value})
 
 
 def test_replaced_config_keeps_its_head_widths_unless_none():
@@ -328,17 +235,15 @@ def test_autocast_runs_the_slots_in_low_precision_and_the_gates_in_fp32(
     attn, x = layer_of(torch.float32, qk_norm=True), torch.randn(2, 37, 24, requires_grad=True)
     seen = {}
 
-    def spy(q, k, v, gates, **options):
-        seen.update(
-            q=q, k=k[1], v=v[2], gates=gates, k_cmp=options["k_cmp"], v_cmp=options["v_cmp"]
-        )
-        return nsa_attention(q, k, v, gates, **options)
+    def spy(plan, tensors, *options):
+        seen.update(tensors._asdict())
+        return run_core(plan, tensors, *options)
 
-    monkeypatch.setattr("nsa_core.layer.module.nsa_attention", spy)
+    monkeypatch.setattr("nsa_core.layer.projection.run_core", spy)
     with torch.autocast("cpu", dtype=dtype):
         y = attn(x)
     assert {n: t.dtype for n, t in seen.items()} == {
-        **dict.fromkeys(("q", "k", "v", "k_cmp", "v_cmp"), dtype),
+        **dict.fromkeys(seen, dtype),
         "gates": torch.float32,
     }
     assert y.dtype == dtype

@@ -8,7 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from cases import boundaries, layer_of, small
-from nsa_core import NSAError, NSAttention, nsa_attention
+from nsa_core import NSAError, NSAttention
+from nsa_core.torch_ops.core_node import run_core
 
 pytestmark = pytest.mark.usefixtures("planned")
 
@@ -31,12 +32,12 @@ def test_row_42_checkpoint_recomputes_the_same_selection_and_bits(reentrant, pla
     attn, x = layer_of(torch.float32), torch.randn(2, 60, 24)
     chosen = []
 
-    def spy(*args, **options):
-        o, blocks = nsa_attention(*args, **options, return_blocks=True)
-        chosen.append(blocks)
-        return o
+    def spy(*arguments):
+        results = run_core(*arguments)
+        chosen.append(results.blocks)
+        return results
 
-    monkeypatch.setattr("nsa_core.layer.module.nsa_attention", spy)
+    monkeypatch.setattr("nsa_core.layer.projection.run_core", spy)
 
     def grads(run):
         leaf = x.clone().requires_grad_()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import inputs
 from nsa_core import InvalidInput, NSAConfig, NSAttention, Unsupported, nsa_attention, packing
-from nsa_core.torch_ops.tensor_checks import check_cu_seqlens, checked_boundaries
+from nsa_core.torch_ops.packing_checks import check_cu_seqlens, checked_boundaries
 
 CONFIG = NSAConfig(
     dim=16,

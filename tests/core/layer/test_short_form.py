@@ -51,28 +51,6 @@ def test_the_config_is_built_once_per_tuple_of_values(monkeypatch):
     assert len(built) == 2
 
 
-def test_config_and_keywords_together_are_refused_by_name():
-    with pytest.raises(InvalidInput, match=r"^config and window_size=9, scale=0.5 are passed, but"):
-        nsa_attention(*inputs(CONFIG, 1, 12), config=CONFIG, window_size=9, scale=0.5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"window_size": "9"}, "^window_size must be an integer >= 1, got '9'$"),
-        ({"window_size": [9]}, r"^window_size must be an integer >= 1, got \[9\]$"),
-        ({"window_size": True}, "^window_size must be an integer >= 1, got True$"),
-        ({"compress_stride": 3}, "^compress_stride must divide compress_block_size, got 3 and 8"),
-        ({"scale": float("nan")}, "^scale must be finite"),
-    ],
-)
-def test_invalid_keywords_are_refused_as_by_the_config(changes, message):
-    tensors = inputs(CONFIG, 1, 12)
-    nsa_attention(*tensors, **{**SIZES, "window_size": 1})  # True == 1 must not hit the cache
-    with pytest.raises(InvalidInput, match=message):
-        nsa_attention(*tensors, **{**SIZES, **changes})
-
-
 def test_a_plan_brings_its_config_and_fits_calls_of_the_same_sizes():
     tensors, plan = inputs(CONFIG, 1, 37), resolve(CONFIG, dtype="float64")
     expected = nsa_attention(*tensors, config=CONFIG, plan=plan)

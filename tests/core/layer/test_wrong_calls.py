@@ -1,194 +1,509 @@
-"""A wrong call of nsa_attention gives one sentence: the cause and the fix."""
+"""A wrong call is refused before any kernel runs; the error names the argument and the fix."""
 
 import itertools
+import re
 
+import numpy as np
 import pytest
 import torch
 
-from cases import SMALL, boundaries, inputs, small
-from nsa_core import InvalidInput, nsa_attention
-from nsa_core.layer.input_errors import Sizes, shape_errors
+from cases import SMALL, boundaries, inputs, layer_of, small
+from nsa_core import InvalidInput, NSAttention, Unsupported, nsa_attention, pad, resolve, unpad
+from nsa_core.layer import attention
 from nsa_core.layer.short_config import NUMBERS
+from nsa_core.torch_ops.backend_call import record_dispatch
+from nsa_core.torch_ops.tensor_checks import Metadata, Sizes, call_problems
 
 CONFIG = small()
 SIZES = {name: SMALL[name] for name in NUMBERS if name in SMALL}
-q, (_, k, _), (_, v, _), gates = inputs(CONFIG, 2, 12)
+THREE = inputs(CONFIG, 2, 12)  # one tensor per branch
+q, (_, k, _), (_, v, _), gates = THREE
 CALL = {"q": q, "k": k, "v": v, "gates": gates}
+PACKED = {name: x[0] for name, x in CALL.items()} | {"cu_seqlens": boundaries(12)}
+X = torch.randn(2, 9, 24).double()
+ROWS = torch.randn(9, 24).double()
+MASK = torch.tensor([[1, 1, 1, 0]])
 
 
-def transposed(*names: str) -> dict[str, torch.Tensor]:
+def attend(**changes):
+    nsa_attention(**{**CALL, "config": CONFIG, **changes})
+
+
+def attend_three(**changes):
+    nsa_attention(**{**THREE._asdict(), "config": CONFIG, **changes})
+
+
+def attend_short(**changes):
+    nsa_attention(**{**CALL, **SIZES, **changes})
+
+
+def layer(**changes):
+    layer_of()(**{"x": X, **changes})
+
+
+def cached(**changes):
+    attn = layer_of()
+    cache = attn.new_cache(2, 16)
+    try:
+        attn(**{"x": X, "cache": cache, **changes})
+    finally:
+        assert cache.host_lengths() == [0, 0]
+
+
+def new_cache(**changes):
+    layer_of().new_cache(2, 16, **changes)
+
+
+def build(**changes):
+    NSAttention(**{"config": CONFIG, **changes})
+
+
+def plan(**changes):
+    resolve(**{"config": CONFIG, **changes})
+
+
+def strip(**changes):
+    unpad(**{"x": torch.randn(1, 4, 2), "attention_mask": MASK, **changes})
+
+
+def transposed(*names):
     return {name: CALL[name].transpose(1, 2) for name in names}
 
 
-def more(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+def more(tensor, axis, size):
     return torch.randn(*tensor.shape[:axis], size, *tensor.shape[axis + 1 :]).double()
 
 
-# name -> (changed arguments, the whole message before the list of tensors)
-WRONG = {
-    "all transposed": (
+def changed(dtype, *names):
+    return {name: CALL[name].to(dtype) for name in names}
+
+
+def nested(*shape, **options):
+    return torch.nested.nested_tensor([torch.randn(5, *shape), torch.randn(9, *shape)], **options)
+
+
+def with_gaps():
+    starts, lengths = torch.tensor([0, 0]), torch.tensor([3, 4])
+    return torch.nested.narrow(torch.randn(2, 9, 24), 1, starts, lengths, layout=torch.jagged)
+
+
+def quantised(x):
+    return torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8)
+
+
+# Changes of a right call of nsa_attention, and the whole message before the list of tensors.
+SENTENCES = [
+    (
         transposed("q", "k", "v"),
         "q, k and v look like [B, H, S, D]: pass q.transpose(1, 2), k.transpose(1, 2) and"
         " v.transpose(1, 2)",
     ),
-    "q transposed": (transposed("q"), "q looks like [B, H, S, D]: pass q.transpose(1, 2)"),
-    "k, v transposed": (
+    (transposed("q"), "q looks like [B, H, S, D]: pass q.transpose(1, 2)"),
+    (
         transposed("k", "v"),
         "k and v look like [B, H, S, D]: pass k.transpose(1, 2) and v.transpose(1, 2)",
     ),
-    "gates transposed": (
-        transposed("gates"),
-        "gates look like [B, H, S, 3]: pass gates.transpose(1, 2)",
-    ),
-    "three k transposed": (
+    (transposed("gates"), "gates look like [B, H, S, 3]: pass gates.transpose(1, 2)"),
+    (
         {"k": [k.transpose(1, 2) for _ in range(3)]},
         "k looks like [B, H, S, D]: pass [x.transpose(1, 2) for x in k]",
     ),
-    "gates without factors": (
+    (
+        {"blocks": torch.zeros(2, 2, 12, 4).int()},
+        "blocks look like [B, H, S, n]: pass blocks.transpose(1, 2)",
+    ),
+    (
+        {**PACKED, **{n: CALL[n][0].transpose(0, 1) for n in "qkv"}},
+        "q, k and v look like [H, T, D]: pass q.transpose(0, 1), k.transpose(0, 1) and"
+        " v.transpose(0, 1)",
+    ),
+    (
         {"gates": gates[..., 0]},
         "gates must be [B, S, Hq, 3], got [2, 12, 4]: pass one factor per branch, for example"
         " torch.stack((g_cmp, g_sel, g_win), dim=-1)",
     ),
-    "gates without heads": (
+    (
         {"gates": gates[:, :, 0]},
         "gates must be [B, S, Hq, 3], got [2, 12, 3]: for the same factors in all heads, pass"
         " gates.unsqueeze(2)",
     ),
-    "gates flat": (
+    (
         {"gates": gates.flatten(2)},
         "gates must be [B, S, Hq, 3], got [2, 12, 12]: pass gates.unflatten(-1, (4, 3))",
     ),
-    "gates [B, S, 3, Hq]": (
+    (
         {"gates": gates.mT},
         "gates must be [B, S, Hq, 3], got [2, 12, 3, 4]: pass gates.transpose(-1, -2)",
     ),
-    "gates [3, B, S, Hq]": (
+    (
         {"gates": gates.movedim(-1, 0)},
         "gates must be [B, S, Hq, 3], got [3, 2, 12, 4]: pass gates.movedim(0, -1)",
     ),
-    "gates in a tuple": (
+    (
         {"gates": gates.unbind(-1)},
         "gates must be a tensor, got tuple: pass torch.stack(gates, dim=-1)",
     ),
-    "gates bfloat16": (
-        {"gates": gates.bfloat16()},
+    (
+        changed(torch.bfloat16, "gates"),
         "gates must be float64 beside float64 inputs, got bfloat16: pass gates.to(torch.float64)",
     ),
-    "other lengths of k and v": (
+    (
         {"k": more(k, 1, 20), "v": more(v, 1, 20)},
         "k and v have 20 tokens, but q and gates have 12 tokens: NSA is self-attention, with one"
         " key and value per query; to continue a sequence, use NSAttention with a cache",
     ),
-    "other length of k": (
-        {"k": more(k, 1, 20)},
-        "k has 20 tokens, but q, v and gates have 12 tokens",
-    ),
-    "batch of one": (
+    ({"k": more(k, 1, 20)}, "k has 20 tokens, but q, v and gates have 12 tokens"),
+    (
         {"k": k[:1], "v": v[:1]},
         "k and v have batch size 1, but q and gates have batch size 2: pass"
         " k.expand(2, -1, -1, -1) and v.expand(2, -1, -1, -1)",
     ),
-    "no batch": (
+    (
         {name: x[0] for name, x in CALL.items()},
         "q, k, v and gates have no batch axis: add it with x.unsqueeze(0), or pass cu_seqlens for"
         " packed documents [T, H, D]",
     ),
-    "batch beside cu_seqlens": (
+    (
         {"cu_seqlens": boundaries(24)},
         "q, k, v and gates have a batch axis, but cu_seqlens is passed: pass packed documents"
         " [T, H, D] (nsa_core.unpad packs a padded batch), or leave out cu_seqlens",
     ),
-    "packed transposed": (
-        {**{n: CALL[n][0].transpose(0, 1) for n in "qkv"}, "gates": gates[0]}
-        | {"cu_seqlens": boundaries(12)},
-        "q, k and v look like [H, T, D]: pass q.transpose(0, 1), k.transpose(0, 1) and"
-        " v.transpose(0, 1)",
+    (
+        {"q": q[0]},
+        "q must be [B, S, Hq, Dk], got [12, 4, 8]: add the batch axis with .unsqueeze(0)",
     ),
-    "k without heads": (
+    (
         {"k": k[:, :, 0]},
         "k must be [B, S, G, Dk], got [2, 12, 8]: for a single head, pass k.unsqueeze(2)",
     ),
-    "q float32": (
-        {"q": q.float()},
+    (
+        changed(torch.float32, "q"),
         "q is float32, but k and v are float64: pass q.to(torch.float64)",
     ),
-    "k elsewhere": (
-        {"k": k.to("meta")},
-        "k is on meta, but q, v and gates are on cpu: pass k.to('cpu')",
-    ),
-    "numpy": (
+    ({"k": k.to("meta")}, "k is on meta, but q, v and gates are on cpu: pass k.to('cpu')"),
+    (
         {"q": q.numpy(), "gates": gates.numpy()},
         "q and gates must be tensors, got ndarray: pass torch.from_numpy(q)",
     ),
-    "numpy k": (
+    (
         {"k": k.numpy()},
         "k must be one tensor or three (cmp, sel, win), got ndarray: pass torch.from_numpy(k)",
     ),
-    "list": ({"q": q.tolist()}, "q must be a tensor, got list: pass torch.tensor(q)"),
-    "blocks transposed": (
-        {"blocks": torch.zeros(2, 2, 12, 4).int()},
-        "blocks look like [B, H, S, n]: pass blocks.transpose(1, 2)",
-    ),
-    "cu_seqlens is a mask": (
+    ({"q": q.tolist()}, "q must be a tensor, got list: pass torch.tensor(q)"),
+    ({"gates": None}, "gates must be a tensor, got NoneType"),
+    (
         {"cu_seqlens": torch.ones(2, 12).bool()},
         "cu_seqlens must be an int32 tensor [documents + 1], got cu_seqlens [2, 12] bool cpu",
     ),
-}
+]
 
-
-def message_of(changes, **options) -> str:
-    with pytest.raises(InvalidInput) as caught:
-        nsa_attention(**{**CALL, **changes}, **options)
-    return str(caught.value).partition(" (q [")[0]
-
-
-@pytest.mark.parametrize("options", [{"config": CONFIG}, SIZES], ids=["config", "keywords"])
-@pytest.mark.parametrize("name", WRONG)
-def test_one_sentence_names_the_cause(name, options):
-    changes, message = WRONG[name]
-    assert message_of(changes, **options) == message
-
-
-@pytest.mark.parametrize(
-    ("options", "changes", "message"),
-    [
+# call -> changes of its arguments, and words of the message
+INVALID = {
+    attend: [
+        ({"q": q[..., :3, :]}, "q has 3 query heads, but config.n_heads is 4 ("),
         (
-            {"config": CONFIG},
             {"k": more(k, 2, 4), "v": more(v, 2, 4)},
             "k and v have 4 key/value heads, but config.n_kv_heads is 2: pass a config with"
             " n_kv_heads=4, or keys and values that the query heads of a group share",
         ),
         (
             {"config": small(head_dim=16)},
-            {},
             "q and k have heads of width 8, but config.head_dim is 16: pass a config with"
             " head_dim=8",
         ),
         (
             {"config": small(n_heads=8)},
-            {},
             "q and gates have 4 query heads, but config.n_heads is 8: pass a config with n_heads=4",
         ),
-        (SIZES, {"k": more(k, 2, 4)}, "v has 2 key/value heads, but k has 4 key/value heads"),
         (
-            SIZES,
-            {"k": more(k, 2, 3), "v": more(v, 2, 3)},
-            "q has 4 heads and k has 3: the number of query heads must be a multiple of the number"
-            " of key/value heads",
-        ),
-        (
-            {"config": CONFIG},
             {**transposed("q", "v"), "k": q.transpose(1, 2)},
             "q, k and v look like [B, H, S, D]: pass q.transpose(1, 2), k.transpose(1, 2) and"
             " v.transpose(1, 2); k has 4 key/value heads, but config.n_kv_heads is 2",
         ),
+        ({"gates": gates[..., :2]}, "a factor for each of cmp, sel and win, got 2 factors ("),
+        ({"blocks": torch.zeros(2, 12, 1, 4).int()}, "blocks have 1 key/value head, but config"),
+        ({"blocks": torch.zeros(2, 12, 2, 4)}, "blocks must be integers, got float32"),
+        ({"blocks": torch.zeros(2, 12, 2, 4).bool()}, "blocks must be integers, got bool"),
+        ({"k_cmp": torch.randn(2, 2, 2, 8).double()}, "pass both or neither"),
+        ({"k": (k, k)}, "k must be one tensor or three", "tuple of length 2"),
+        ({"v": (v, None, None)}, "v lacks its sel, win entry"),
+        ({"q": q[..., :6], "gates": gates[:, :4]}, "q has heads of width 6", "gates have 4 tokens"),
+        (changed(torch.int8, "q", "k", "v"), "q, k and v are int8: pass bfloat16, "),
+        (changed(torch.complex64, "q", "k", "v"), "q, k and v are complex64: pass bfloat16, "),
+        ({"max_seqlen": 12}, "max_seqlen goes with cu_seqlens"),
+        ({"config": {"dim": 64}}, "config must be an NSAConfig, got dict", "NSAConfig(**config)"),
+        ({"window_size": 9, "scale": 0.5}, "config and window_size=9, scale=0.5 are passed, but"),
+        ({"plan": "sdpa"}, "plan must be what nsa_core.resolve() returns, got str"),
+        (
+            {"plan": resolve(CONFIG, dtype="float64", phase="decode")},
+            "plan is for decode, but this call is a prefill: pass a plan resolved with",
+        ),
+        ({"q": q.to_sparse()}, "q is sparse (torch.sparse_coo): pass q.to_dense()"),
+        (
+            {"gates": nested(4, 3, layout=torch.jagged)},
+            "gates is a nested tensor: pass gates.values() as gates",
+        ),
+        ({"q": quantised(q)}, "q is quantised: pass q.dequantize()"),
+    ],
+    attend_three: [
+        (
+            {"k": (THREE.k[0], THREE.k[1][:, :-1], THREE.k[2])},
+            "k[sel] has 11 tokens, but q, k[cmp], k[win], v[cmp]",
+            "v[win] [2, 12, 2, 6]",
+        ),
+        (
+            {"v": (*THREE.v[:2], THREE.v[2][..., :5])},
+            "v[win] has heads of width 5, but config.v_head_dim is 6 (",
+        ),
+        (
+            {"k": (THREE.k[0].float(), *THREE.k[1:])},
+            "k[cmp] is float32, but q, ",
+            "pass k[cmp].to(torch.float64) (",
+        ),
+        (
+            {"k_cmp": torch.randn(2, 3, 2, 8).double(), "v_cmp": torch.randn(2, 2, 2, 6).double()},
+            "k_cmp has 3 compressed tokens, but 12 tokens have 2 for blocks of 8 tokens every 4",
+        ),
+    ],
+    attend_short: [
+        (
+            {"k_cmp": torch.randn(2, 3, 2, 8).double(), "v_cmp": torch.randn(2, 2, 2, 6).double()},
+            "k_cmp has 3 compressed tokens, but 12 tokens have 2 for blocks of 8 tokens every 4",
+        ),
+        (
+            {**PACKED, "k_cmp": torch.randn(2, 2, 8).double()}
+            | {"v_cmp": torch.randn(3, 2, 6).double()},
+            "k_cmp has 2 compressed tokens, but 12 tokens have T // d = 3",
+        ),
+        ({"k": more(k, 2, 4)}, "v has 2 key/value heads, but k has 4 key/value heads"),
+        (
+            {"k": more(k, 2, 3), "v": more(v, 2, 3)},
+            "q has 4 heads and k has 3: the number of query heads must be a multiple of the number"
+            " of key/value heads",
+        ),
+        ({"window_size": "9"}, "window_size must be an integer >= 1, got '9'"),
+        ({"window_size": [9]}, "window_size must be an integer >= 1, got [9]"),
+        ({"window_size": True}, "window_size must be an integer >= 1, got True"),
+        ({"compress_stride": 3}, "compress_stride must divide compress_block_size, got 3 and 8"),
+        ({"scale": float("nan")}, "scale must be finite"),
+    ],
+    layer: [
+        ({"x": ROWS[..., :23]}, "[T, dim] with cu_seqlens", "dim = 24", "[9, 23]"),
+        ({"cu_seqlens": boundaries(9)}, "[T, dim] beside cu_seqlens"),
+        ({"x": torch.randn(2, 24, 9).double()}, "[B, dim, S], pass x.transpose(1, 2)"),
+        ({"x": X.float()}, "x is torch.float32", "torch.float64", "autocast"),
+        ({"x": X.long()}, "x is torch.int64"),
+        ({"x": X.to("meta")}, "x is on meta, the layer on cpu"),
+        ({"x": X.to_sparse()}, "x is sparse (torch.sparse_coo): pass x.to_dense()"),
+        ({"x": ROWS.to_sparse_csr()}, "x is sparse (torch.sparse_csr): pass x.to_dense()"),
+        ({"x": quantised(X)}, "x is quantised: pass x.dequantize()"),
+        (
+            {"x": nested(24, layout=torch.jagged)},
+            "x is a nested tensor: pass x.values() as x, and cu_seqlens=x.offsets().int()",
+        ),
+        ({"x": with_gaps()}, "x is a nested tensor: pass x.contiguous().values() as x"),
+        ({"x": nested(24), "cu_seqlens": boundaries(5, 9)}, "pass torch.cat(x.unbind()) as x"),
+        ({"attention_mask": torch.ones(2, 9), "context": 1}, "attention_mask", "context: NSA is"),
+        ({"key_value_states": X}, "key_value_states: NSA is self-attention only"),
+    ],
+    new_cache: [
+        ({"dtype": "float32"}, "dtype must be a torch.dtype such ", "got 'float32'"),
+        ({"plan": 3}, "plan must be what nsa_core.resolve() returns, got int"),
+    ],
+    small: [
+        *(
+            ({field: value}, f"{field} must be True or False, got ")
+            for field in ("rope", "rope_before_compress", "qk_norm", "shared_kv", "causal")
+            for value in ("false", 1, None, torch.tensor(True))
+        ),
+        *(
+            ({field: value}, f"{message}, got ")
+            for field, message in (
+                ("scale", "scale must be finite (a number) or None"),
+                ("rope_base", "rope_base must be a finite number > 0"),
+                ("dropout", "dropout is not part of NSA"),
+            )
+            for value in ("1", True, torch.tensor(1.0), 10**400, [1.0], 1j)
+        ),
+        ({"dropout": 0.1}, "dropout is not part of NSA, got dropout=0.1; apply dropout outside"),
+        ({"causal": False}, "causal must be True, got False: NSA is causal attention"),
+    ],
+    plan: [
+        ({"batch": -1}, "batch must be an integer >= 0 or None, got -1"),
+        ({"batch": 2.5}, "batch must be an integer >= 0 or None, got 2.5"),
+        ({"seq_len": "20"}, "seq_len must be an integer >= 0 or None, got '20'"),
+        ({"seq_len": True}, "seq_len must be an integer >= 0 or None, got True"),
+        ({"page_size": "64"}, "page_size must be an integer >= 1 or None, got '64'"),
+        ({"page_size": 0}, "page_size must be an integer >= 1 or None, got 0"),
+        ({"needs_grad": "no"}, "needs_grad must be True or False, got 'no'"),
+        ({"deterministic": 1}, "deterministic must be True or False, got 1"),
+        ({"varlen": None}, "varlen must be True or False, got None"),
+    ],
+    strip: [
+        ({"attention_mask": None}, "attention_mask must be a tensor, got NoneType"),
+        ({"attention_mask": [[1, 1]]}, "attention_mask must be a tensor, got list"),
+        ({"x": [[1.0]]}, "x must be a tensor, got list"),
+        ({"attention_mask": MASK[:, :3]}, "attention_mask must be [1, 4], got [1, 3]"),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "row 0 has a gap"),
+        *(
+            ({"attention_mask": MASK.to(dtype)}, f"{name}: pass mask == 0 for an additive mask")
+            for name in ("float32", "bfloat16", "float64")
+            for dtype in (getattr(torch, name),)
+        ),
+    ],
+    pad: [
+        (
+            {"rows": ROWS[:2], "indices": torch.arange(3), "batch": 2, "seq_len": 5},
+            "got 3 for 2 rows",
+        )
+    ],
+}
+
+# changes of packing arguments, and words of the message of the layer and of nsa_attention
+PACKING = [
+    ({"cu_seqlens": [0, 9]}, "int32 tensor [documents + 1], got list: pass torch.tensor(cu_seq"),
+    ({"cu_seqlens": np.array([0, 9])}, "got ndarray: pass torch.tensor(cu_seqlens, dtype="),
+    ({"cu_seqlens": torch.tensor([0, 9])}, "got cu_seqlens [2] int64 cpu: pass cu_seqlens.int()"),
+    ({"cu_seqlens": torch.tensor([[0, 9]]).int()}, "an int32 tensor", "got cu_seqlens [1, 2]"),
+    ({"cu_seqlens": torch.tensor([]).int()}, "must hold at least one document", "got [0]"),
+    ({"cu_seqlens": torch.tensor([0]).int()}, "must hold at least one document", "got [1]"),
+    ({"cu_seqlens": boundaries(9).to("meta")}, "cu_seqlens must be on cpu, got meta"),
+    ({"cu_seqlens": boundaries(9).to_sparse()}, "pass cu_seqlens.to_dense()"),
+    ({"cu_seqlens": torch.tensor([1, 9]).int()}, "cu_seqlens must start at 0, got 1"),
+    ({"cu_seqlens": torch.tensor([0, 6, 4, 9]).int()}, "must not decrease, got 6 then 4"),
+    ({"cu_seqlens": boundaries(8)}, "cu_seqlens must end at the 9 tokens given, got 8"),
+    ({"max_seqlen": "20"}, "max_seqlen must be a host integer >= 0, got '20'"),
+    ({"max_seqlen": 9.0}, "max_seqlen must be a host integer >= 0, got 9.0"),
+    ({"max_seqlen": -1}, "max_seqlen must be a host integer >= 0, got -1"),
+    ({"max_seqlen": True}, "max_seqlen must be a host integer >= 0, got True"),
+    ({"max_seqlen": torch.tensor(9)}, "got a tensor: pass int(max_seqlen)"),
+    ({"max_seqlen": 8}, "max_seqlen must be at least the longest document's 9 tokens, got 8"),
+]
+
+# arguments of the layer that are refused with and without a cache
+LAYER = [
+    ({"x": None}, "x must be a tensor, got NoneType"),
+    ({"x": X.numpy()}, "x must be a tensor, got ndarray"),
+    ({"x": X.tolist()}, "x must be a tensor, got list"),
+    ({"plan": "sdpa"}, "plan must be what nsa_core.resolve() returns, got str"),
+    (
+        {"plan": resolve(CONFIG, dtype="float64", phase="decode")},
+        "plan is for decode, but this call is a prefill: pass a plan resolved with",
+    ),
+    ({"attention_mask": torch.ones(2, 9)}, "NSA is causal", "nsa_core.unpad", "nsa_core.pad"),
+    ({"attn_mask": 1}, "attn_mask is not supported: NSA is causal", "nsa_core.unpad"),
+    ({"past_key_values": ()}, "past_key_values is not supported: pass cache=", "new_cache()"),
+    ({"use_cache": True}, "use_cache is not supported: pass cache="),
+    ({"position_ids": torch.arange(9)}, "position_ids is not supported: ", "cu_seqlens="),
+    ({"is_causal": False}, "is_causal must be True"),
+    ({"need_weights": True}, "need_weights is not supported: ", "stats()"),
+    ({"dropout_p": 0.1}, "dropout_p must be 0"),
+    ({"encoder_hidden_states": 1}, "encoder_hidden_states: NSA is self-attention only"),
+]
+
+# backends and configs that are refused by the layer and by a plan
+BUILD = [
+    ({"backends": ["sdpa"]}, "a name, or a mapping of slots to names, got ['sdpa']"),
+    ({"backends": 3}, "backends must be None, a name, or a mapping of slots to names, got 3"),
+    ({"backends": {"window": "sdpa"}}, "unknown slot 'window'; did you mean 'win'"),
+    ({"backends": {"win": 3}}, "the backend of slot 'win' must be a name, got 3"),
+    ({"backends": {3: "sdpa", "win": "sdpa"}}, "unknown slot 3"),
+    ({"config": None}, "config must be an NSAConfig, got NoneType"),
+    ({"config": {"dim": 64}}, "config must be an NSAConfig, got dict"),
+]
+
+TABLE = [
+    *((attend, row) for row in SENTENCES),
+    *((attend_short, row) for row in SENTENCES),
+    *((call, row) for call, rows in INVALID.items() for row in rows),
+    *(
+        (call, ({**whole, "cu_seqlens": boundaries(9), **changes}, *words))
+        for changes, *words in PACKING
+        for call, whole in ((layer, {"x": ROWS}), (attend, inputs(CONFIG, 9)._asdict()))
+    ),
+    *((call, row) for row in LAYER for call in (layer, cached)),
+    *((call, row) for row in BUILD for call in (build, plan)),
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # nested and sparse tensors warn
+@pytest.mark.parametrize(
+    ("call", "row"), TABLE, ids=[f"{call.__name__}-{row[1][:40]}" for call, row in TABLE]
+)
+def test_the_error_names_the_argument_and_the_fix(call, row, monkeypatch):
+    changes, *words = row
+    monkeypatch.setattr(attention, "default_plan", None)  # nothing is planned for a wrong call
+    with record_dispatch() as calls, pytest.raises(InvalidInput) as caught:
+        call(**changes)
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+    assert not calls
+    if any(row is whole for whole in SENTENCES):
+        assert str(caught.value).partition(" (q [")[0] == words[0]
+
+
+def test_compiled_calls_name_the_cause_too():
+    compiled = torch.compile(attend_short, backend="eager")
+    with pytest.raises(InvalidInput, match=re.escape("q looks like [B, H, S, D]")):
+        compiled(**transposed("q"))
+
+
+def test_an_unknown_keyword_suggests_a_similar_one():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'plna'; did you mean 'plan'"):
+        layer(plna=None)
+
+
+def test_tangents_are_refused_in_the_input_and_in_the_parameters():
+    attn = layer_of()
+    weight = attn.qkv.weight
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
+        with pytest.raises(Unsupported, match="forward-mode differentiation"):
+            attn(dual)
+        dual = torch.autograd.forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+        with pytest.raises(Unsupported, match="forward-mode differentiation"):
+            torch.func.functional_call(attn, {"qkv.weight": dual}, (X,))
+
+
+class Wrong(torch.nn.Module):
+    """A gate of the user's own with an output that no kernel can read."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x):
+        return self.change(torch.rand(*x.shape[:-1], 4, 3, dtype=x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            torch.Tensor.float,
+            "gates must be float64 beside float64 inputs, got float32: pass",
+        ),
+        (lambda g: g[:, :5], "gates have 5 tokens, but o_cmp, o_sel and o_win have 9 tokens"),
+        (lambda g: g.flatten(-2), "gates must be [B, S, Hq, 3], got [2, 9, 12]"),
     ],
 )
-def test_sizes_that_differ_from_the_config_or_from_each_other(options, changes, message):
-    assert message_of(changes, **options) == message
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_module_of_the_user_in_the_layer_is_checked(change, words, compiled):
+    """The layer does not check the tensors that it made; the slots do."""
+    attn = layer_of()
+    attn.gate = Wrong(change)
+    run = torch.compile(attn, backend="eager") if compiled else attn
+    with pytest.raises(Exception, match=re.escape(words)) as caught:
+        run(X.requires_grad_(False))
+    assert compiled or isinstance(caught.value, InvalidInput)
 
 
-def shapes_of(b: int, s: int, hq: int, g: int) -> dict[str, tuple[int, ...]]:
+def problems_of(shapes, config):
+    dtypes, cpu = {"blocks": torch.int32}, torch.device("cpu")
+    tensors = {n: Metadata(s, dtypes.get(n, torch.float32), cpu) for n, s in shapes.items()}
+    return call_problems("nsa_attention", tensors, Sizes(False, config))
+
+
+def shapes_of(b, s, hq, g):
     return {
         "q": (b, s, hq, 8),
         "k": (b, s, g, 8),
@@ -203,7 +518,7 @@ def test_correct_shapes_are_never_taken_for_transposed(with_config):
     """In particular if S equals a number of heads, the batch size or a width."""
     for b, s, (hq, g) in itertools.product((1, 3), (1, 2, 3, 4, 6, 8), ((1, 1), (3, 3), (8, 2))):
         config = small(n_heads=hq, n_kv_heads=g) if with_config else None
-        assert shape_errors(shapes_of(b, s, hq, g), Sizes(config, "", CONFIG.geometry, False)) == []
+        assert problems_of(shapes_of(b, s, hq, g), config) == []
 
 
 @pytest.mark.parametrize("names", [("q",), ("k", "v"), ("q", "k", "v"), ("q", "k", "v", "gates")])
@@ -212,5 +527,5 @@ def test_transposed_tensors_are_named_with_and_without_a_config(names):
         shapes = shapes_of(2, 37, hq, g)
         swapped = {n: (x[0], x[2], x[1], x[3]) if n in names else x for n, x in shapes.items()}
         for config in (None, small(n_heads=hq, n_kv_heads=g)):
-            (sentence,) = shape_errors(swapped, Sizes(config, "config", CONFIG.geometry, False))
+            (sentence,) = problems_of(swapped, config)
             assert [n for n in shapes if f"{n}.transpose(1, 2)" in sentence] == list(names)

@@ -66,10 +66,22 @@ def test_cut_call_gives_the_rows_of_the_whole_call(packed: bool) -> None:
 @pytest.mark.parametrize(
     ("slot", "rows", "keys", "first_query", "message"),
     [
-        ("win", 5, 9, 5, "k must have at least 10 rows for 10 tokens, got 9"),
+        (
+            "win",
+            5,
+            9,
+            5,
+            "k and v have 9 rows, but the 5 rows of q from first_query = 5 on need at least 10",
+        ),
         ("win", 5, 9, -1, "first_query must be >= 0, got -1"),
-        ("cmp", 5, 3, 5, "k_cmp must have at least 4 rows for 10 tokens, got 3"),
-        ("win", 5, 9, None, "k has S = 9, expected 5"),
+        (
+            "cmp",
+            5,
+            3,
+            5,
+            "k_cmp and v_cmp have 3 compressed tokens, but the 5 rows of q from first_query = 5 on",
+        ),
+        ("win", 5, 9, None, "q has 5 tokens, but k and v have 9 tokens"),
     ],
 )
 def test_key_rows_that_do_not_fit_are_refused(

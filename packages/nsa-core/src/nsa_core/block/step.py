@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nsa_core.block.checks import check_decode_arguments, check_decode_plan
+from nsa_core.block.checks import check_decode_arguments, check_plan
 from nsa_core.block.plans import (
     BlockPlan,
     BlockSizes,
@@ -52,7 +52,7 @@ def run_step(
     if plan is None:
         plan = default_decode_plan(sizes, q.device, q.dtype, backends)
     else:
-        check_decode_plan(plan, sizes, q)
+        check_plan(plan, sizes, q, phase="decode")
     with torch.no_grad():
         arguments = (q, k, blocks, block_table)
         if not all(tensor.numel() for tensor in arguments if tensor is not None):

@@ -6,9 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nsa_core.layer.attention import nsa_attention
-from nsa_core.layer.gating import compute_gates
-
 if TYPE_CHECKING:
     from nsa_core.cache.new_tokens import NewTokens
     from nsa_core.cache.state import CacheState
@@ -34,16 +31,15 @@ def prefill(
     if new.on_device is not None:
         padding = (cache.kv.count[: new.rows] >= lengths[:, None])[..., None]
         x = x.masked_fill(padding, 0)
-    (q, k, v, k_cmp, v_cmp), raw = layer.project_with_raw(x)
-    gates, plan = compute_gates(layer.gate, x), layer.resolve_plan(x, q, False, plan)
-    o = nsa_attention(q, k, v, gates, config=layer.config, k_cmp=k_cmp, v_cmp=v_cmp, plan=plan)
+    projected, raw = layer.project_with_raw(x)
+    o = layer.attend(x, projected, plan=plan)
     _fill(
         cache,
         sequences,
         lengths,
         padding is not None,
-        ((*raw,), (k[1], v[1]), (k[2], v[2])),
-        (k_cmp, v_cmp),
+        (raw, (projected.k[1], projected.v[1]), (projected.k[2], projected.v[2])),
+        (projected.k_cmp, projected.v_cmp),
     )
     y: torch.Tensor = layer.out(o.flatten(-2))
     y = y if padding is None else y.masked_fill(padding, 0)

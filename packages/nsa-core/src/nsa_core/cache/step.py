@@ -30,7 +30,7 @@ from nsa_core.cache.undo import run_or_undo
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates, plain_linear_gate
-from nsa_core.layer.plain_linear import apply_linear, dtype_and_device_from
+from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.layer.rope import RopeTable, rotate
 from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.torch_ops.torch_state import is_capturing
@@ -202,7 +202,8 @@ def _decode(
     if is_chunk:
         cache.save_rings()
         write_back_newest(cache, store, tokens.rows)
-    return apply_linear(layer.out, o.flatten(-2))
+    y: torch.Tensor = layer.out(o.flatten(-2))
+    return y
 
 
 def _chunk_plan(layer: NSAProjections, cache: CacheState, plan: Plan, rows: int) -> Plan | None:

@@ -18,7 +18,8 @@ from nsa_core.layer.phi.kinds import mean_compress
 from nsa_core.plan.default_plan import default_plan, is_long
 from nsa_core.torch_ops.core_kernels import CoreInputs
 from nsa_core.torch_ops.core_node import run_core
-from nsa_core.torch_ops.tensor_checks import check_nonnegative, checked_boundaries
+from nsa_core.torch_ops.packing_checks import checked_boundaries
+from nsa_core.torch_ops.tensor_checks import check_nonnegative
 
 if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan
@@ -256,14 +257,16 @@ def nsa_attention(
     """
     k_raw, k_sel, k_win = _per_branch("k", k, k_cmp)
     v_raw, v_sel, v_win = _per_branch("v", v, v_cmp)
-    inputs: dict[str, Any] = {"q": q, "k_cmp": k_cmp, "v_cmp": v_cmp, "gates": gates}
-    inputs |= {"blocks": blocks, "k[cmp]": k_raw, "k[sel]": k_sel, "k[win]": k_win}
-    inputs |= {"v[cmp]": v_raw, "v[sel]": v_sel, "v[win]": v_win}
+    tensors: dict[str, Any] = {"q": q, **_named("k", k, k_raw), **_named("v", v, v_raw)}
+    tensors["gates"] = gates
+    optional = {"k_cmp": k_cmp, "v_cmp": v_cmp, "blocks": blocks}
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     blocking = (compress_block_size, compress_stride, select_block_size, num_selected_blocks)
     numbers = (*blocking, init_blocks, local_blocks, window_size, scale)
-    config, needs_grad = check_inputs(inputs, config, numbers, plan, cu_seqlens, max_seqlen)
+    config = check_inputs(tensors, config, numbers, plan, cu_seqlens, max_seqlen)
     if nonnegative_gates:
         check_nonnegative(gates)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values())
     varlen = cu_seqlens is not None
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.contiguous()  # one copy for all slots and their backwards
@@ -278,11 +281,11 @@ def nsa_attention(
             packed = packed_blocks(cu_seqlens, q.shape[0], config.geometry)
         k_cmp, v_cmp = (mean_compress(x, config.geometry, packed) for x in (k_raw, v_raw))
 
-    tensors = CoreInputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+    inputs = CoreInputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     with checked_boundaries(cu_seqlens, q.shape[0], max_seqlen):
         given = None if blocks is None else _widen(blocks).contiguous()
         options = (cu_seqlens, max_seqlen, recompute, nonnegative_gates)
-        core = run_core(plan, tensors, given, *options)
+        core = run_core(plan, inputs, given, *options)
         selected = core.blocks
         if selected is None and return_blocks:  # sel was causal attention, without select
             packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
@@ -318,6 +321,14 @@ def _per_branch(name: str, x: KV, compressed: torch.Tensor | None) -> tuple[Any,
             f" None, and only with {name}_cmp)"
         )
     return (None if compressed is not None else x[0]), x[1], x[2]
+
+
+def _named(name: str, x: KV, of_cmp: torch.Tensor | None) -> dict[str, Any]:
+    """Return the tensors of ``x``, which is k or v, by the names that errors give them."""
+    if isinstance(x, torch.Tensor):
+        return {name: x}
+    named = {f"{name}[cmp]": of_cmp, f"{name}[sel]": x[1], f"{name}[win]": x[2]}
+    return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def _widen(blocks: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,11 @@ import torch
 
 from nsa_core.cache.new_cache import make_cache
 from nsa_core.cache.sizes import CacheSizes
-from nsa_core.layer.attention import nsa_attention
-from nsa_core.layer.gating import compute_gates, has_sigmoid
+from nsa_core.layer.gating import compute_gates
+from nsa_core.layer.input_checks import check_layer_input
 from nsa_core.layer.other_keywords import check_other_keywords
-from nsa_core.layer.plain_linear import apply_linear, dtype_and_device_from
+from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.layer.projection import NSAProjections
-from nsa_core.torch_ops.tensor_checks import check_layer_input
 
 if TYPE_CHECKING:
     from nsa_core.cache.cache import NSACache
@@ -160,23 +159,9 @@ class NSAttention(NSAProjections):
 
             y: torch.Tensor = step(self, x, cache, new, plan, packed)
             return y
-        q, k, v, k_cmp, v_cmp = self.project(x, cu_seqlens)
-        gates, plan = compute_gates(self.gate, x), self.resolve_plan(x, q, packed, plan)
-        o = nsa_attention(
-            q,
-            k,
-            v,
-            gates,
-            k_cmp=k_cmp,
-            v_cmp=v_cmp,
-            config=self.config,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            plan=plan,
-            recompute=self.recompute,
-            nonnegative_gates=has_sigmoid(self.gate),
-        )
-        return apply_linear(self.out, o.flatten(-2))
+        o = self.attend(x, self.project(x, cu_seqlens), cu_seqlens, max_seqlen, plan)
+        y = self.out(o.flatten(-2))
+        return y
 
     def new_cache(
         self,

@@ -8,13 +8,11 @@ module.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from nsa_core.errors import InvalidInput
 
-_LINEAR_FORWARD = nn.Linear.forward
 PLAIN_TENSORS = (nn.Parameter, torch.Tensor)  # torch.func.functional_call sets tensors
 
 
@@ -53,26 +51,6 @@ def are_plain_linear(*layers: nn.Module, kind: type[nn.Linear] = nn.Linear) -> b
             if name not in parameters or type(parameters[name]) not in PLAIN_TENSORS:
                 return False
     return True
-
-
-def apply_linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return ``layer(x)``.
-
-    The call of a module takes as long on the host as the product of a few rows. So the result of a
-    plain nn.Linear is computed from its parameters, without this call.
-    """
-    parameters = layer._parameters
-    if (
-        nn.Linear.forward is not _LINEAR_FORWARD  # a tool replaced it for all layers
-        or "weight" not in parameters
-        or "bias" not in parameters
-        or not are_plain(nn.Linear, layer)
-    ):
-        y: torch.Tensor = layer(x)
-        return y
-    weight = parameters["weight"]
-    assert weight is not None  # nn.Linear always has one
-    return F.linear(x, weight, parameters["bias"])
 
 
 def dtype_and_device_from(layer: nn.Module) -> torch.Tensor:

@@ -14,10 +14,11 @@ from torch import nn
 from nsa_core.config import NSAConfig, check_config
 from nsa_core.layer.columns import joins_columns, split_columns
 from nsa_core.layer.fused_heads import rotated_heads
-from nsa_core.layer.gating import make_gate
+from nsa_core.layer.gating import compute_gates, has_sigmoid, make_gate
+from nsa_core.layer.input_checks import check_plan
 from nsa_core.layer.phi.chunks import PackedBlocks, packed_blocks
 from nsa_core.layer.phi.kinds import compress_pair, make_phi
-from nsa_core.layer.plain_linear import apply_linear, are_plain, dtype_and_device_from
+from nsa_core.layer.plain_linear import are_plain, dtype_and_device_from
 from nsa_core.layer.rope import (
     Table,
     rope_table,
@@ -35,6 +36,10 @@ from nsa_core.plan.default_plan import (
     partial_plan,
 )
 from nsa_core.plan.finite_checks import checked_plan
+from nsa_core.torch_ops.autograd import refuse_dual
+from nsa_core.torch_ops.core_kernels import CoreInputs
+from nsa_core.torch_ops.core_node import run_core
+from nsa_core.torch_ops.packing_checks import check_cu_seqlens, checked_boundaries, has_values
 from nsa_core.torch_ops.torch_state import autocast_enabled, is_eager
 
 if TYPE_CHECKING:
@@ -158,7 +163,7 @@ class NSAProjections(nn.Module):
         config, packed = self.config, None
         if cu_seqlens is not None:
             packed = packed_blocks(cu_seqlens, x.shape[0], config.geometry)
-        product = apply_linear(self.qkv, x)
+        product = self.qkv(x)
         table = self._rope_of_tokens(product, cu_seqlens) if config.rope else None
         q, (k_raw, v_raw), ks, vs = self.rotated(product, table)
         k_cmp, v_cmp = compress_pair(self.phi_k, self.phi_v, k_raw, v_raw, packed)
@@ -225,7 +230,7 @@ class NSAProjections(nn.Module):
         Returns:
             q, and lists of the keys and of the values of (cmp, sel, win), or of the shared pair.
         """
-        config, product = self.config, apply_linear(self.qkv, x)
+        config, product = self.config, self.qkv(x)
         plain_pairs = not (config.shared_kv or self._norms())
         if plain_pairs and config.qk_dim == config.v_dim:  # two operators instead of twelve
             count = config.n_heads + 6 * config.n_kv_heads
@@ -237,6 +242,52 @@ class NSAProjections(nn.Module):
         if config.shared_kv:
             return q, [k_raw], [v_raw]
         return q, [k_raw, *k.unbind(-3)], [v_raw, *v.unbind(-3)]
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        projected: Projected,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        plan: Plan | None = None,
+    ) -> torch.Tensor:
+        """Compute the gates and the attention (Eq. 5) of a checked input.
+
+        The projections made the tensors, so only the slots check their shapes and dtypes: a module
+        that replaced one of the layer may return others. A sigmoid made the gates, so their sign
+        is not checked.
+
+        Args:
+            x: input of the layer.
+            projected: the projections of x.
+            cu_seqlens: int32 [documents + 1], for packed documents; their values are checked here.
+            max_seqlen: length of the longest document, or an upper bound.
+            plan: an explicit plan, which is checked.
+
+        Returns:
+            The heads [B, S, Hq, Dv], or packed [T, Hq, Dv].
+
+        Raises:
+            InvalidInput: the plan, or the values of cu_seqlens, do not fit the call.
+            Unsupported: a parameter carries a tangent of forward-mode differentiation; or as
+                :meth:`resolve_plan`.
+        """
+        q, (_, k_sel, k_win), (_, v_sel, v_win), k_cmp, v_cmp = projected
+        gates = compute_gates(self.gate, x)
+        tensors = CoreInputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
+        refuse_dual("NSA", tensors)
+        packed = cu_seqlens is not None
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.contiguous()  # one copy for all slots and their backwards
+            if has_values(cu_seqlens):
+                check_cu_seqlens(cu_seqlens, q.shape[0], max_seqlen)
+        if plan is not None:
+            needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+            check_plan(plan, self.config, q, packed, needs_grad)
+        plan = self.resolve_plan(x, q, packed, plan)
+        options = (self.recompute, has_sigmoid(self.gate))
+        with checked_boundaries(cu_seqlens, q.shape[0], max_seqlen):
+            return run_core(plan, tensors, None, cu_seqlens, max_seqlen, *options).o
 
     def _norms(self) -> bool:
         """Whether q_norm and k_norm must be called."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from nsa_core.config import NSAConfig, check_config
-from nsa_core.errors import InvalidInput
-from nsa_core.plan.default_plan import ObjectCache, check_is_plan, constant_result
-
-if TYPE_CHECKING:
-    from nsa_core.plan.plan import Plan
+from nsa_core.config import NSAConfig
+from nsa_core.plan.default_plan import ObjectCache, constant_result
 
 Result = TypeVar("Result")
 
@@ -39,43 +35,20 @@ def any_passed(numbers: Numbers) -> bool:
     return False
 
 
-def call_config(
-    config: NSAConfig | None,
-    numbers: Numbers,
-    plan: Plan | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-) -> NSAConfig:
-    """Return the config of a call of nsa_attention.
+def short_config(numbers: Numbers, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> NSAConfig:
+    """Return the config with ``numbers`` and the head counts and widths of checked tensors.
 
-    It is ``config``; else that of ``plan`` if no number is passed; else a config with the head
-    counts and widths of the tensors, cached per tuple of values.
+    It is cached per tuple of values.
 
     Args:
-        config: the argument ``config``.
         numbers: the arguments :data:`NUMBERS`.
-        plan: the argument ``plan``.
         q: queries [..., Hq, Dk].
         k: keys [..., G, Dk] of one branch.
         v: values [..., G, Dv] of one branch.
 
     Raises:
-        InvalidInput: ``config`` and a number are passed, a number is invalid, or the head counts do
-            not fit each other.
+        InvalidInput: a number is invalid.
     """
-    if config is not None:
-        check_config(config)
-        if any_passed(numbers):
-            passed = [f"{n}={x!r}" for n, x in zip(NUMBERS, numbers) if x is not None]
-            raise InvalidInput(
-                f"config and {', '.join(passed)} are passed, but config has these fields: pass"
-                " either config or the keywords, or change the config with dataclasses.replace"
-            )
-        return config
-    if plan is not None and not any_passed(numbers):
-        check_is_plan(plan)
-        return plan.config
     values: Numbers = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], *numbers)
     if torch.compiler.is_compiling():
         name = _config_name(*[as_constant(value) for value in values])

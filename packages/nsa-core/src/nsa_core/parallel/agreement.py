@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nsa_core.errors import InvalidInput
 from nsa_core.parallel.collectives import gather_rows, group_of
-from nsa_core.torch_ops.tensor_checks import has_values
+from nsa_core.torch_ops.packing_checks import has_values
 
 if TYPE_CHECKING:
     from nsa_core.layer.module import NSAttention

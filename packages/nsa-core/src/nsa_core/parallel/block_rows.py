@@ -16,14 +16,14 @@ from nsa_core.block.plans import (
     default_block_plan,
 )
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.input_checks import check_types
 from nsa_core.parallel.agreement import agreed, is_compared, names_of, values_of_packing
 from nsa_core.parallel.collectives import group_name
 from nsa_core.parallel.exchange_rows import Ranks
 from nsa_core.parallel.gathered_keys import attend_gathered
 from nsa_core.parallel.shards import Shards
 from nsa_core.plan.default_plan import is_long
-from nsa_core.torch_ops.tensor_checks import check_cu_seqlens, has_values
+from nsa_core.torch_ops.packing_checks import check_cu_seqlens, has_values
+from nsa_core.torch_ops.tensor_kinds import check_types
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

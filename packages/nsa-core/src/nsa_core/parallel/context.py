@@ -21,7 +21,7 @@ from nsa_core.parallel.layouts import check_layout, pieces_per_rank
 from nsa_core.parallel.shards import Shards
 from nsa_core.plan.default_plan import check_is_plan, default_plan, is_long
 from nsa_core.plan.finite_checks import checked_plan
-from nsa_core.torch_ops.tensor_checks import check_cu_seqlens, has_values
+from nsa_core.torch_ops.packing_checks import check_cu_seqlens, has_values
 
 if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan

@@ -20,7 +20,7 @@ from nsa_core.layer.projection import Projected
 from nsa_core.parallel.agreement import agreed, is_compared, values_of_layer
 from nsa_core.parallel.collectives import gather_rows, group_name, sum_dtype, sum_ranks
 from nsa_core.parallel.context import check_layer, check_mesh, heads_of_one_rank
-from nsa_core.torch_ops.tensor_checks import check_cu_seqlens
+from nsa_core.torch_ops.packing_checks import check_cu_seqlens
 
 if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan

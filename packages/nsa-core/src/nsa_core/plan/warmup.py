@@ -13,7 +13,7 @@ from nsa_core.torch_ops.core_backward import CoreBackward
 from nsa_core.torch_ops.decode_kernel import DecodeKernel
 from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.schema import DIFFERENTIABLE, INPUTS
-from nsa_core.torch_ops.tensor_checks import SLOT_AXES
+from nsa_core.torch_ops.tensor_checks import CALLS
 
 if TYPE_CHECKING:
     from nsa_core.config import NSAConfig
@@ -120,21 +120,23 @@ def _zeros(request: Request, length: int, device: torch.device) -> dict[str, tor
     geometry = request.geometry
     dtype: torch.dtype = getattr(torch, request.dtype)
     rows = geometry.max_compressed(length) if request.varlen else geometry.num_compressed(length)
-    sizes: dict[str | int, int] = {
+    sizes = {
         "B": 1,
         "S": length,
+        "N": length,
         "Hq": request.n_heads,
         "G": request.n_kv_heads,
         "Dk": request.head_dim,
         "Dv": request.v_head_dim,
         "C": rows,
         "n": geometry.num_selected_blocks,
+        "3": 3,
     }
     dtypes = {"blocks": torch.int32, "lse": stats_dtype(dtype), "gates": stats_dtype(dtype)}
     tensors = {}
     for name in INPUTS[request.slot]:
-        axes = [a for a in SLOT_AXES[request.slot][name] if not (request.varlen and a == "B")]
-        shape = [sizes.get(axis, axis if isinstance(axis, int) else 0) for axis in axes]
+        axes = [a for a in CALLS[request.slot][name].axes if not (request.varlen and a == "B")]
+        shape = [sizes[axis] for axis in axes]
         tensors[name] = torch.zeros(shape, dtype=dtypes.get(name, dtype), device=device)
     return tensors
 

@@ -11,8 +11,8 @@ import torch
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops import autograd
+from nsa_core.torch_ops.packing_checks import packed_total
 from nsa_core.torch_ops.slot_op import operator_of
-from nsa_core.torch_ops.tensor_checks import packed_total
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nsa_core.contract import SlotCall
+from nsa_core.contract import SLOTS, SlotCall
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.backend_call import TensorSpec
-from nsa_core.torch_ops.tensor_checks import SLOT_AXES, TensorOrMetadata
+from nsa_core.torch_ops.tensor_checks import CALLS, TensorOrMetadata
 
-INPUTS = {slot: tuple(axes) for slot, axes in SLOT_AXES.items()}
+INPUTS = {slot: tuple(CALLS[slot]) for slot in SLOTS}
 DIFFERENTIABLE = {
     slot: tuple(n for n in names if n not in ("blocks", "lse")) for slot, names in INPUTS.items()
 }

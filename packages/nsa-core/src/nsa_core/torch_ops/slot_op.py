@@ -22,6 +22,7 @@ from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops import autograd
 from nsa_core.torch_ops.backend_call import TensorSpec, in_layout, run_backend
 from nsa_core.torch_ops.call_wrapper import import_function
+from nsa_core.torch_ops.packing_checks import check_slot_boundaries, packed_total
 from nsa_core.torch_ops.schema import (
     DIFFERENTIABLE,
     INPUTS,
@@ -34,12 +35,7 @@ from nsa_core.torch_ops.schema import (
     results_schema,
     tensors_schema,
 )
-from nsa_core.torch_ops.tensor_checks import (
-    Metadata,
-    check_slot,
-    check_slot_boundaries,
-    packed_total,
-)
+from nsa_core.torch_ops.tensor_checks import Metadata, check_slot
 from nsa_core.torch_ops.vmap_rule import TAIL_LENGTH, folding_rule
 from nsa_core.util.planning_lock import planning_lock
 

@@ -1,30 +1,26 @@
-"""Check tensors against the contract: metadata always, values only if they are on the host."""
+"""One table of the tensors that each call takes, and the check of a call against it.
+
+The check reads metadata only. It names the arguments that do not fit, their values, and the fix of
+common mistakes.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from typing import NamedTuple, TypeAlias, cast
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from nsa_core.dtypes import dtype_name
+from nsa_core.config import NSAConfig
+from nsa_core.dtypes import dtype_name, stats_dtype
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
-from nsa_core.limits import too_large
-from nsa_core.torch_ops.autograd import is_unobserved, refuse_dual
-from nsa_core.torch_ops.tensor_kinds import (
-    boundaries_hint,
-    check_kind,
-    check_packed_transforms,
-    describe_max_seqlen,
-    is_strided,
-    kind_problem,
-)
-from nsa_core.torch_ops.torch_state import autocast_enabled
+from nsa_core.torch_ops.autograd import is_unobserved
+
+Value = TypeVar("Value", bound=Hashable)
 
 
 class Metadata(NamedTuple):
@@ -39,128 +35,512 @@ class Metadata(NamedTuple):
         """Return the metadata of ``tensor``."""
         return cls(tensor.shape, tensor.dtype, tensor.device)
 
-    def dim(self) -> int:
-        """Return the number of axes, like torch.Tensor.dim()."""
-        return len(self.shape)
-
 
 TensorOrMetadata: TypeAlias = torch.Tensor | Metadata
+
+
+class Argument(NamedTuple):
+    """A tensor argument of a call.
+
+    Attributes:
+        axes: The symbols of its axes. Equal symbols have equal sizes. Packed tensors have no axis
+            B. N are the keys of S queries, and C the compressed tokens of N keys.
+        dtype: "float": the floating dtype that all such arguments share. "stats": float64 beside
+            float64 tensors, else float32. "integer": any integer dtype. "index": int32 or int64.
+            "int32".
+    """
+
+    axes: tuple[str, ...]
+    dtype: str = "float"
+
+
+_Q = Argument(("B", "S", "Hq", "Dk"))
+_K, _V = Argument(("B", "N", "G", "Dk")), Argument(("B", "N", "G", "Dv"))
+_K_CMP, _V_CMP = Argument(("B", "C", "G", "Dk")), Argument(("B", "C", "G", "Dv"))
+_O = Argument(("B", "S", "Hq", "Dv"))
+_LSE = Argument(("B", "Hq", "S"), "stats")
+_GATES = Argument(("B", "S", "Hq", "3"), "stats")
+_CHOICE = Argument(("B", "S", "G", "n"), "integer")
+_K_CACHE, _V_CACHE = Argument(("P", "rows", "G", "Dk")), Argument(("P", "rows", "G", "Dv"))
+_COUNTS = Argument(("B",), "int32")
+
+# call -> its tensor arguments in order. The slots are the operators of backends.
+CALLS: dict[str, dict[str, Argument]] = {
+    "cmp": {"q": _Q, "k_cmp": _K_CMP, "v_cmp": _V_CMP},
+    "select": {"q": _Q, "k_cmp": _K_CMP, "lse": _LSE},
+    "sel": {"q": _Q, "k": _K, "v": _V, "blocks": Argument(_CHOICE.axes, "index")},
+    "win": {"q": _Q, "k": _K, "v": _V},
+    "combine": {"gates": _GATES, "o_cmp": _O, "o_sel": _O, "o_win": _O},
+    "nsa_attention": {
+        "q": _Q,
+        "k": _K,
+        "v": _V,
+        "gates": _GATES,
+        "k_cmp": _K_CMP,
+        "v_cmp": _V_CMP,
+        "blocks": _CHOICE,
+    },
+    "block_attention": {"q": _Q, "k": _K, "v": _V, "blocks": _CHOICE},
+    "block_attention_decode": {
+        "q": _Q,
+        "k": _K_CACHE,
+        "v": _V_CACHE,
+        "blocks": _CHOICE,
+        "lengths": _COUNTS,
+        "starts": _COUNTS,
+        "block_table": Argument(("B", "pages"), "int32"),
+    },
+}
+
+_FIELDS = {"Hq": "n_heads", "G": "n_kv_heads", "Dk": "head_dim", "Dv": "v_head_dim"}
+_WORDS = {
+    "S": "token",
+    "Hq": "query head",
+    "G": "key/value head",
+    "N": "row",
+    "rows": "row",
+    "P": "page",
+    "C": "compressed token",
+}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+)
 
 
-def describe(names: Sequence[str], tensors: Sequence[TensorOrMetadata]) -> str:
+class Sizes(NamedTuple):
+    """The sizes that the tensors of a call must have.
+
+    Attributes:
+        packed: Whether the tensors are packed documents, without the axis B.
+        config: The config of the call; None: head counts and widths need only fit each other.
+        source: The name of ``config`` in messages, "config" or "plan.config".
+        geometry: The block sizes; None: those of ``config``, and without it the number of
+            compressed tokens is not checked.
+        first_query: The position of row 0 of q in its sequence; None: whole sequences, which have
+            as many keys as queries.
+    """
+
+    packed: bool = False
+    config: NSAConfig | None = None
+    source: str = "config"
+    geometry: BlockGeometry | None = None
+    first_query: int | None = None
+
+
+class _Call(NamedTuple):
+    """The name of a call, its tensors by name, and the sizes that they must have."""
+
+    name: str
+    tensors: Mapping[str, TensorOrMetadata]
+    sizes: Sizes
+
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+
+def raise_problems(problems: Sequence[str], tensors: Mapping[str, TensorOrMetadata]) -> None:
+    """Raise InvalidInput with ``problems``, if there are any, and the metadata of the tensors."""
+    if problems:
+        raise InvalidInput("; ".join(problems) + f" ({describe(tensors)})")
+
+
+def describe(tensors: Mapping[str, TensorOrMetadata]) -> str:
     """Return the name, shape, dtype and device of each tensor, for error messages."""
     return ", ".join(
-        f"{n} {list(t.shape)} {dtype_name(t.dtype)} {t.device}" for n, t in zip(names, tensors)
+        f"{n} {list(t.shape)} {dtype_name(t.dtype)} {t.device}" for n, t in tensors.items()
     )
 
 
-def tensor_problems(
-    names: Sequence[str],
-    tensors: Sequence[TensorOrMetadata],
-    shapes: Sequence[Sequence[str | int]],
-    packed: bool,
-    sizes: Mapping[str, int] | None = None,
-) -> list[str]:
-    """Return the mismatches between ``tensors`` and ``shapes``; [] if there are none.
-
-    "Hq" must be a multiple of "G", and all tensors must be on one device.
+def call_problems(call: str, tensors: Mapping[str, TensorOrMetadata], sizes: Sizes) -> list[str]:
+    """Return a sentence per problem of the metadata of a call's tensors; [] if there are none.
 
     Args:
-        names: Name of each tensor, for the messages.
-        tensors: The tensors, or their metadata.
-        shapes: For each tensor, a symbol or a number per axis of the [B, S, ...] layout: "B", "S",
-            "Hq", "G", "Dk", 3. Equal symbols must have equal sizes.
-        packed: Whether the tensors are packed and have no axis "B".
-        sizes: Required sizes of some symbols.
+        call: A key of :data:`CALLS`.
+        tensors: The tensors by name. The three tensors of an argument may be "k[cmp]", "k[sel]"
+            and "k[win]".
+        sizes: The sizes that they must have.
     """
-    problems: list[str] = []
-    known: dict[str, int] = dict(sizes or {})
-    for name, tensor, axes in zip(names, tensors, shapes):
-        axes = [a for a in axes if not (packed and a == "B")]
-        if tensor.dim() != len(axes):
-            problems.append(f"{name} must have {len(axes)} axes {axes}, got {tensor.dim()}")
-            continue
-        for axis, size in zip(axes, tensor.shape):
-            expected = axis if isinstance(axis, int) else known.setdefault(axis, size)
-            if size != expected:
-                problems.append(f"{name} has {axis} = {size}, expected {expected}")
-    if "Hq" in known and "G" in known and (known["G"] == 0 or known["Hq"] % known["G"]):
-        problems.append(f"{known['Hq']} query heads do not divide over {known['G']} kv heads")
-    if len({t.device for t in tensors}) > 1:
-        problems.append("all tensors must be on one device")
-    return problems
+    if torch.compiler.is_compiling():
+        return _problems(_Call(call, tensors, sizes))
+    metadata = tuple([(t.shape, t.dtype, t.device) for t in tensors.values()])
+    return [*_cached_problems(call, tuple(tensors), metadata, sizes)]
 
 
-def check_tensors(
-    names: Sequence[str],
-    tensors: Sequence[TensorOrMetadata],
-    shapes: Sequence[Sequence[str | int]],
-    packed: bool,
-) -> None:
-    """Check tensors with :func:`tensor_problems`.
-
-    Raises:
-        InvalidInput: At least one problem exists. The message lists the problems, and the name,
-            shape, dtype and device of every tensor.
-    """
-    if problems := tensor_problems(names, tensors, shapes, packed):
-        raise InvalidInput("; ".join(problems) + f" ({describe(names, tensors)})")
-
-
-_Q, _K, _V = ("B", "S", "Hq", "Dk"), ("B", "S", "G", "Dk"), ("B", "S", "G", "Dv")
-# of calls with first_query, in which keys have an axis of their own
-_K_PART, _V_PART = ("B", "N", "G", "Dk"), ("B", "N", "G", "Dv")
-_O, _LSE = ("B", "S", "Hq", "Dv"), ("B", "Hq", "S")
-_K_CMP, _V_CMP = ("B", "C", "G", "Dk"), ("B", "C", "G", "Dv")
-# slot -> its input tensors in order -> the symbols of their axes
-SLOT_AXES: dict[str, dict[str, tuple[str | int, ...]]] = {
-    "cmp": {"q": _Q, "k_cmp": _K_CMP, "v_cmp": _V_CMP},
-    "select": {"q": _Q, "k_cmp": _K_CMP, "lse": _LSE},
-    "sel": {"q": _Q, "k": _K, "v": _V, "blocks": ("B", "S", "G", "n")},
-    "win": {"q": _Q, "k": _K, "v": _V},
-    "combine": {"gates": ("B", "S", "Hq", 3), "o_cmp": _O, "o_sel": _O, "o_win": _O},
-}
-_PARTIAL_AXES = {
-    slot: {name: {"k": _K_PART, "v": _V_PART}.get(name, axes) for name, axes in named.items()}
-    for slot, named in SLOT_AXES.items()
-}
-
-
-def dtype_problems(
-    named: Mapping[str, TensorOrMetadata], stats: Mapping[str, TensorOrMetadata]
+@functools.lru_cache(maxsize=4096)
+def _cached_problems(
+    call: str, names: tuple[str, ...], metadata: tuple[tuple[Any, ...], ...], sizes: Sizes
 ) -> list[str]:
-    """Return the dtypes that do not fit together; [] if all do. Nothing is cast silently.
+    """:func:`call_problems`; ``metadata`` has the fields of each tensor's Metadata."""
+    tensors = {name: Metadata(*fields) for name, fields in zip(names, metadata)}
+    return _problems(_Call(call, tensors, sizes))
 
-    Args:
-        named: Tensors that must share one floating dtype.
-        stats: Gates and log-sum-exp, which must be float64 if ``named`` is float64, else float32.
-    """
-    dtypes = {t.dtype for t in named.values()}
-    if len(dtypes) > 1:
-        return [f"{', '.join(named)} must share one dtype"]
-    dtype = dtypes.pop()
-    if dtype not in _FLOATS:
-        return [f"dtype must be bfloat16, float16, float32 or float64, got {dtype_name(dtype)}"]
-    expected = torch.float64 if dtype == torch.float64 else torch.float32
+
+def _problems(call: _Call) -> list[str]:
+    shapes = {name: tuple(tensor.shape) for name, tensor in call.tensors.items()}
+    problems = _rank_problems(call, shapes)
+    if not problems:
+        problems = _size_problems(call, shapes)
+        if problems:
+            problems = _mistakes(call, shapes, problems)
+    return problems + _dtype_problems(call) + _device_problems(call)
+
+
+def _argument(call: _Call, name: str) -> Argument:
+    return CALLS[call.name][argument_of(name)]
+
+
+def argument_of(name: str) -> str:
+    """Return the argument that holds the tensor ``name``: "k" for "k[sel]"."""
+    return name.partition("[")[0]
+
+
+def _axes(call: _Call, name: str) -> tuple[str, ...]:
+    """Return the symbols of the axes of a tensor in this call."""
+    symbols = _argument(call, name).axes
+    if call.sizes.packed:
+        symbols = symbols[1:]
+    if call.sizes.first_query is None:
+        symbols = tuple(["S" if symbol == "N" else symbol for symbol in symbols])
+    if "block_table" not in call.tensors:  # a contiguous cache has one page for each sequence
+        symbols = tuple(["B" if symbol == "P" else symbol for symbol in symbols])
+    return symbols
+
+
+def _layout(call: _Call, name: str) -> str:
+    """Return the layout of a tensor, for example "[B, S, Hq, Dk]"."""
+    symbols = ["T" if s == "S" and call.sizes.packed else s for s in _axes(call, name)]
+    return f"[{', '.join(symbols)}]"
+
+
+def _required(call: _Call, symbol: str) -> int | None:
+    """Return the size that ``symbol`` must have; None if the tensors need only agree."""
+    if symbol == "3":
+        return 3
+    if call.sizes.config is None or symbol not in _FIELDS:
+        return None
+    size: int = getattr(call.sizes.config, _FIELDS[symbol])
+    return size
+
+
+def joined(names: Sequence[str]) -> str:
+    """Return "q", "q and k" or "q, k and v"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _plural(names: Sequence[str]) -> bool:
+    return len(names) > 1 or names[0] in ("gates", "blocks", "lengths", "starts")
+
+
+def _be(names: Sequence[str]) -> str:
+    return f"{joined(names)} {'are' if _plural(names) else 'is'}"
+
+
+def _have(names: Sequence[str]) -> str:
+    return f"{joined(names)} {'have' if _plural(names) else 'has'}"
+
+
+def _agreed(values: Mapping[str, Value]) -> Value:
+    """Return the value of most arguments; in a tie, the first one, which is that of q."""
+    counts = Counter(dict.fromkeys((argument_of(n), value) for n, value in values.items()))
+    votes = Counter(value for _, value in counts)
+    return max(votes, key=lambda value: votes[value])
+
+
+def _others(values: Mapping[str, Value], agreed: Value) -> dict[Value, list[str]]:
+    """Return each value but ``agreed``, with the names of the tensors that have it."""
+    others: dict[Value, list[str]] = {}
+    for name, value in values.items():
+        if value != agreed:
+            others.setdefault(value, []).append(name)
+    return others
+
+
+def _rank_problems(call: _Call, shapes: Shapes) -> list[str]:
+    """Return the problems of tensors with a wrong number of axes."""
+    excess = {name: len(shape) - len(_axes(call, name)) for name, shape in shapes.items()}
+    wrong = [name for name, count in excess.items() if count]
+    if not wrong:
+        return []
+    names = joined(list(shapes))
+    if call.sizes.packed and all(count == 1 for count in excess.values()):
+        return [
+            f"{names} have a batch axis, but cu_seqlens is passed: pass packed documents"
+            " [T, H, D] (nsa_core.unpad packs a padded batch), or leave out cu_seqlens"
+        ]
+    if not call.sizes.packed and all(count == -1 for count in excess.values()):
+        return [
+            f"{names} have no batch axis: add it with x.unsqueeze(0), or pass cu_seqlens for packed"
+            " documents [T, H, D]"
+        ]
     return [
-        f"{n} must be {dtype_name(expected)} beside {dtype_name(dtype)} inputs"
-        for n, t in stats.items()
-        if t.dtype != expected
+        f"{name} must be {_layout(call, name)}, got {list(shapes[name])}"
+        f"{_rank_fix(call, name, shapes)}"
+        for name in wrong
     ]
 
 
-def check_dtypes(named: dict[str, TensorOrMetadata], stats: dict[str, TensorOrMetadata]) -> None:
-    """Check dtypes with :func:`dtype_problems`.
-
-    Raises:
-        InvalidInput: At least one problem exists. The message describes every tensor.
-    """
-    if problems := dtype_problems(named, stats):
-        tensors = {**named, **stats}
-        raise InvalidInput(
-            "; ".join(problems) + f" ({describe(list(tensors), list(tensors.values()))})"
+def _rank_fix(call: _Call, name: str, shapes: Shapes) -> str:
+    """Return the fix of a tensor with one axis too few; "" if none is known."""
+    shape, axes = shapes[name], _axes(call, name)
+    lead = len(axes) - 2
+    if len(shape) != len(axes) - 1 or "q" not in shapes or axes[-2:-1] not in (("Hq",), ("G",)):
+        return ""
+    q = shapes["q"]
+    others = [s for n, s in shapes.items() if len(s) == len(_axes(call, n)) == len(axes)]
+    if others and shape[:lead] != others[0][:lead]:
+        return ": add the batch axis with .unsqueeze(0)"
+    if name == "gates":
+        if shape[-1] == 3 != q[-2]:
+            return f": for the same factors in all heads, pass gates.unsqueeze({lead})"
+        if shape[-1] == 3 * q[-2]:
+            return f": pass gates.unflatten(-1, ({q[-2]}, 3))"
+        return (
+            ": pass one factor per branch, for example torch.stack((g_cmp, g_sel, g_win), dim=-1)"
         )
+    if name == "blocks" or (name != "q" and shape[-1] == q[-1]):
+        return f": for a single head, pass {name}.unsqueeze({lead})"
+    sizes = [_required(call, symbol) or symbol for symbol in axes[-2:]]
+    return f": pass {name}.unflatten(-1, ({', '.join(map(str, sizes))}))"
+
+
+def _size_problems(call: _Call, shapes: Shapes) -> list[str]:
+    """Return the problems of the sizes along the axes, one sentence per axis and wrong size."""
+    holders: dict[str, dict[str, int]] = {}
+    for name, shape in shapes.items():
+        for symbol, size in zip(_axes(call, name), shape):
+            holders.setdefault(symbol, {})[name] = size
+    problems, agreed = [], {}
+    for symbol, of_names in holders.items():
+        required = _required(call, symbol)
+        agreed[symbol] = next(iter(of_names.values())) if required is None else required
+        for size in of_names.values():
+            if symbol not in ("n", "C") and size != agreed[symbol]:
+                agreed[symbol] = _agreed(of_names) if required is None else required
+                problems += _axis_problems(call, symbol, of_names, agreed)
+                break
+    problems += _row_problems(call, holders, agreed)
+    heads, groups = agreed.get("Hq", 0), agreed.get("G", 1)
+    if not problems and call.sizes.config is None and (groups == 0 or heads % groups):
+        problems.append(
+            f"q has {heads} heads and {next(iter(holders['G']))} has {groups}: the number of query"
+            " heads must be a multiple of the number of key/value heads"
+        )
+    return problems
+
+
+def _axis_problems(
+    call: _Call, symbol: str, of_names: Mapping[str, int], agreed: Mapping[str, int]
+) -> list[str]:
+    """Return the problems of the tensors whose size along the axis ``symbol`` is not the agreed."""
+    size, required = agreed[symbol], _required(call, symbol)
+    right = [name for name in of_names if of_names[name] == size]
+    expected = f"{_have(right)} {_in_words(call, symbol, size)}" if right else ""
+    if required is not None and symbol in _FIELDS:
+        expected = f"{call.sizes.source}.{_FIELDS[symbol]} is {size}"
+    problems = []
+    for other, names in _others(of_names, size).items():
+        if symbol == "3":
+            problems.append(
+                f"gates must be {_layout(call, 'gates')} with a factor for each of cmp, sel and"
+                f" win, got {other} factors"
+            )
+            continue
+        fix = _axis_fix(call, symbol, names, other, agreed, len(names) == len(of_names))
+        actual = f"{_have(names)} {_in_words(call, symbol, other)}"
+        problems.append(f"{actual}, but {expected}{fix}")
+    return problems
+
+
+def _in_words(call: _Call, symbol: str, size: int) -> str:
+    """Return a size along an axis in words, for example "4 query heads"."""
+    if symbol in ("Dk", "Dv"):
+        return f"heads of width {size}"
+    if symbol == "B":
+        return f"batch size {size}"
+    word = "row" if symbol == "S" and call.sizes.packed else _WORDS[symbol]
+    return f"{size} {word}{'s' * (size != 1)}"
+
+
+def _axis_fix(
+    call: _Call,
+    symbol: str,
+    names: Sequence[str],
+    size: int,
+    agreed: Mapping[str, int],
+    all_wrong: bool,
+) -> str:
+    """Return the fix of tensors of ``size`` along the axis ``symbol``; "" if none is known."""
+    if symbol == "B" and size == 1 and all(len(_axes(call, name)) > 2 for name in names):
+        calls = [
+            f"{name}.expand({agreed['B']}{', -1' * (len(_axes(call, name)) - 1)})" for name in names
+        ]
+        return ": pass " + joined(calls)
+    if symbol == "S" and {argument_of(name) for name in names} == {"k", "v"}:
+        if call.name == "nsa_attention":
+            return (
+                ": NSA is self-attention, with one key and value per query; to continue a sequence,"
+                " use NSAttention with a cache"
+            )
+        return ": pass first_query, the position of the first row of q among the keys"
+    if symbol in _FIELDS and call.sizes.config is not None and all_wrong:
+        values = f"{_FIELDS[symbol]}={size}"
+        if symbol == "G" and size == agreed["Hq"]:
+            return (
+                f": pass a config with {values}, or keys and values that the query heads of a group"
+                " share"
+            )
+        return f": pass a config with {values}"
+    return ""
+
+
+def _row_problems(
+    call: _Call, holders: Mapping[str, Mapping[str, int]], agreed: Mapping[str, int]
+) -> list[str]:
+    """Return the problems of the number of keys N and of compressed tokens C."""
+    first, geometry = call.sizes.first_query, call.sizes.geometry
+    if first is not None and first < 0:
+        return [f"first_query must be >= 0, got {first}"]
+    if geometry is None and call.sizes.config is not None:
+        geometry = call.sizes.config.geometry
+    problems = []
+    for symbol in ("N", "C"):
+        if symbol not in holders or (symbol == "C" and geometry is None):
+            continue
+        needed = length = agreed["S"] + (first or 0)
+        if symbol == "C" and geometry is not None:
+            count = geometry.max_compressed if call.sizes.packed else geometry.num_compressed
+            needed = count(length)
+        wrong: dict[int, list[str]] = {}
+        for name, size in holders[symbol].items():
+            if size < needed or (first is None and size != needed):
+                wrong.setdefault(size, []).append(name)
+        for size, names in wrong.items():
+            rule = _row_rule(call, geometry, agreed["S"], needed)
+            problems.append(f"{_have(names)} {_in_words(call, symbol, size)}, but {rule}")
+    return problems
+
+
+def _row_rule(call: _Call, geometry: BlockGeometry | None, rows: int, needed: int) -> str:
+    """Return how many keys or compressed tokens the ``rows`` rows of q need."""
+    if call.sizes.first_query is not None:
+        start = f"first_query = {call.sizes.first_query}"
+        return f"the {rows} rows of q from {start} on need at least {needed}"
+    assert geometry is not None  # whole sequences have as many keys as queries
+    size, stride = geometry.compress_block_size, geometry.compress_stride
+    if call.sizes.packed:
+        return f"{rows} tokens have T // d = {needed}, d = compress_stride = {stride}"
+    return f"{rows} tokens have {needed} for blocks of {size} tokens every {stride}"
+
+
+def _mistakes(call: _Call, shapes: Shapes, problems: list[str]) -> list[str]:
+    """Return ``problems``, or a sentence per tensor of another layout and what is wrong besides."""
+    mistakes, corrected = [], dict(shapes)
+    for correct in (_factors_last, _tokens_first):
+        if sentence := correct(call, corrected):
+            mistakes.append(sentence)
+    return [*mistakes, *_size_problems(call, corrected)] if mistakes else problems
+
+
+def _factors_last(call: _Call, shapes: dict[str, tuple[int, ...]]) -> str:
+    """Correct gates with the axis of the three factors at another place, and return the fix."""
+    if "gates" not in shapes or "q" not in shapes or shapes["gates"][-1] == 3:
+        return ""
+    gates = shapes["gates"]
+    for axis, fix in ((-2, "transpose(-1, -2)"), (0, "movedim(0, -1)")):
+        rest = list(gates)
+        if rest.pop(axis) == 3 and tuple(rest) == shapes["q"][:-1]:
+            shapes["gates"] = (*rest, 3)
+            return f"gates must be {_layout(call, 'gates')}, got {list(gates)}: pass gates.{fix}"
+    return ""
+
+
+def _tokens_first(call: _Call, shapes: dict[str, tuple[int, ...]]) -> str:
+    """Transpose the shapes of tensors of layout [B, H, S, D], and return the fix.
+
+    The number of tokens is the largest size that every tensor has on one of these two axes.
+    """
+    heads_and_tokens = {
+        name: shape[-3:-1] for name, shape in shapes.items() if _axes(call, name)[-3:-2] == ("S",)
+    }
+    if not heads_and_tokens:
+        return ""
+    common = set.intersection(*map(set, heads_and_tokens.values()))
+    tokens = max(common, default=None)
+    swapped = [n for n, (first, second) in heads_and_tokens.items() if first != tokens == second]
+    transposed = {n: (*s[:-3], s[-2], s[-3], s[-1]) for n, s in shapes.items() if n in swapped}
+    before = len(_size_problems(call, shapes))
+    if not swapped or len(_size_problems(call, {**shapes, **transposed})) >= before:
+        return ""
+    shapes.update(transposed)
+    packed, names = call.sizes.packed, list(dict.fromkeys(map(argument_of, swapped)))
+    axes, layout = ("(0, 1)", "[H, T, D]") if packed else ("(1, 2)", "[B, H, S, D]")
+    if len(names) == 1:  # gates end with 3, blocks with n
+        layout = layout.replace("D]", {"gates": "3]", "blocks": "n]"}.get(names[0], "D]"))
+    fixes = [
+        f"{name}.transpose{axes}" if name in shapes else f"[x.transpose{axes} for x in {name}]"
+        for name in names
+    ]
+    look = "look" if _plural(names) else "looks"
+    return f"{joined(names)} {look} like {layout}: pass {joined(fixes)}"
+
+
+def _dtype_problems(call: _Call) -> list[str]:
+    """Return the problems of dtypes. Nothing is cast silently."""
+    floats = {n: t.dtype for n, t in call.tensors.items() if _argument(call, n).dtype == "float"}
+    dtype = next(iter(floats.values()))
+    problems = []
+    if any(other != dtype for other in floats.values()):
+        dtype = _agreed(floats)
+        right = [name for name in floats if floats[name] == dtype]
+        for other, names in _others(floats, dtype).items():
+            fixes = joined([f"{name}.to({dtype})" for name in names])
+            problems.append(
+                f"{_be(names)} {dtype_name(other)}, but {_be(right)} {dtype_name(dtype)}: pass"
+                f" {fixes}"
+            )
+    if dtype not in _FLOATS:
+        return [
+            f"{_be(list(floats))} {dtype_name(dtype)}: pass bfloat16, float16, float32 or float64"
+            " tensors"
+        ]
+    for name, tensor in call.tensors.items():
+        kind, actual = _argument(call, name).dtype, dtype_name(tensor.dtype)
+        if kind == "stats" and tensor.dtype != stats_dtype(dtype):
+            stats = stats_dtype(dtype)
+            problems.append(
+                f"{name} must be {dtype_name(stats)} beside {dtype_name(dtype)} inputs, got"
+                f" {actual}: pass {name}.to({stats})"
+            )
+        if kind == "integer" and tensor.dtype not in INTEGERS:
+            problems.append(f"{name} must be integers, got {actual}")
+        if kind == "index" and tensor.dtype not in (torch.int32, torch.int64):
+            problems.append(f"{name} must be int32 or int64, got {actual}")
+        if kind == "int32" and tensor.dtype != torch.int32:
+            problems.append(f"{name} must be int32, got {actual}: pass {name}.int()")
+    return problems
+
+
+def _device_problems(call: _Call) -> list[str]:
+    """Return a sentence per wrong device."""
+    devices = {name: tensor.device for name, tensor in call.tensors.items()}
+    device = next(iter(devices.values()))
+    if all(other == device for other in devices.values()):
+        return []
+    device = _agreed(devices)
+    right = [name for name in devices if devices[name] == device]
+    return [
+        f"{_be(names)} on {other}, but {_be(right)} on {device}: pass"
+        f" {joined([f'{name}.to({str(device)!r})' for name in names])}"
+        for other, names in _others(devices, device).items()
+    ]
 
 
 def check_slot(
@@ -184,257 +564,18 @@ def check_slot(
         InvalidInput: An axis count, size, dtype or device does not fit. The message describes every
             tensor.
     """
-    names = tuple(SLOT_AXES[slot])
-    named = dict(zip(names, tensors))
-    axes = (SLOT_AXES if first_query is None else _PARTIAL_AXES)[slot]
-    check_tensors(names, tensors, tuple(axes.values()), packed=cu_seqlens is not None)
-    check_dtypes(
-        {n: t for n, t in named.items() if n not in ("lse", "gates", "blocks")},
-        {n: t for n, t in named.items() if n in ("lse", "gates")},
-    )
-    if slot == "sel" and named["blocks"].dtype not in (torch.int32, torch.int64):
-        raise InvalidInput(f"blocks must be int32 or int64 ({describe(names, tensors)})")
-    if slot != "combine":
-        _check_key_rows(slot, named, cu_seqlens is not None, geometry, first_query)
+    named = dict(zip(CALLS[slot], tensors))
+    sizes = Sizes(cu_seqlens is not None, geometry=geometry, first_query=first_query)
+    raise_problems(_problems(_Call(slot, named, sizes)), named)
     if cu_seqlens is not None and (
         cu_seqlens.dtype != torch.int32
-        or cu_seqlens.dim() != 1
+        or len(cu_seqlens.shape) != 1
         or cu_seqlens.device != tensors[0].device
     ):
         raise InvalidInput(
             f"cu_seqlens must be int32 [documents + 1] on {tensors[0].device}, "
             f"got {dtype_name(cu_seqlens.dtype)} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
         )
-
-
-def _check_key_rows(
-    slot: str,
-    named: Mapping[str, TensorOrMetadata],
-    packed: bool,
-    geometry: BlockGeometry,
-    first_query: int | None,
-) -> None:
-    """Check the number of rows of k or k_cmp.
-
-    Raises:
-        InvalidInput: It does not fit the queries, or ``first_query`` is negative.
-    """
-    if first_query is not None and first_query < 0:
-        raise InvalidInput(f"first_query must be >= 0, got {first_query}")
-    length = named["q"].shape[-3] + (first_query or 0)
-    if slot in ("sel", "win"):
-        name, required, rows = "k", length, named["k"].shape[-3]
-    else:
-        count = geometry.max_compressed if packed else geometry.num_compressed
-        name, required, rows = "k_cmp", count(length), named["k_cmp"].shape[-3]
-    if rows < required or (first_query is None and rows != required):
-        needed = "at least " * (first_query is not None) + str(required)
-        raise InvalidInput(
-            f"{name} must have {needed} rows for {length} tokens, got {rows}"
-            f" ({describe(list(named), list(named.values()))})"
-        )
-
-
-def packed_total(
-    slot: str,
-    tensors: Sequence[torch.Tensor],
-    geometry: BlockGeometry,
-    first_query: int | None,
-) -> int | range:
-    """Return the number of rows of the packed axis, where the last boundary must be.
-
-    It is a range in cmp and select if q holds only some rows.
-    """
-    rows: int = tensors[0].shape[0]
-    if first_query is None or slot == "combine":
-        return rows
-    keys: int = tensors[1].shape[0]
-    if slot in ("sel", "win"):
-        return keys
-    stride = geometry.compress_stride
-    return range(max(keys * stride, first_query + rows), (keys + 1) * stride)
-
-
-def is_tensor(x: object) -> bool:
-    """Return whether ``x`` is a tensor but not a DTensor, whose shape is not that of its memory."""
-    return isinstance(x, torch.Tensor) and type(x).__name__ != "DTensor"
-
-
-def packing_problems(cu_seqlens: object, max_seqlen: object, device: torch.device) -> list[str]:
-    """Return what is wrong with the packing arguments of a call, without reading boundary values.
-
-    Args:
-        cu_seqlens: The argument cu_seqlens of the call.
-        max_seqlen: The argument max_seqlen of the call.
-        device: Device of the packed tensors.
-    """
-    problems = []
-    if max_seqlen is not None:
-        # The second test accepts numpy integers and torch.SymInt.
-        is_integer = isinstance(max_seqlen, int) or hasattr(max_seqlen, "__index__")
-        not_a_count = isinstance(max_seqlen, (bool, torch.Tensor)) or not is_integer
-        if not_a_count or cast(int, max_seqlen) < 0:
-            text = describe_max_seqlen(max_seqlen)
-            problems.append(f"max_seqlen must be a host integer >= 0, got {text}")
-        elif beyond := too_large("max_seqlen", cast(int, max_seqlen)):
-            problems += beyond
-        elif cu_seqlens is None:
-            problems.append("max_seqlen goes with cu_seqlens, which is None: pass both or neither")
-    if cu_seqlens is None:
-        return problems
-    if not isinstance(cu_seqlens, torch.Tensor) or not is_tensor(cu_seqlens):
-        problems.append(
-            f"cu_seqlens must be an int32 tensor [documents + 1], got {type(cu_seqlens).__name__}"
-            + boundaries_hint(cu_seqlens)
-        )
-    elif not is_strided(cu_seqlens):
-        problems.append(cast(str, kind_problem("cu_seqlens", cu_seqlens)))
-    elif cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        text = describe(["cu_seqlens"], [cu_seqlens])
-        problems.append(
-            f"cu_seqlens must be an int32 tensor [documents + 1], got {text}"
-            + boundaries_hint(cu_seqlens)
-        )
-    elif cu_seqlens.device != device:
-        problems.append(f"cu_seqlens must be on {device}, got {cu_seqlens.device}")
-    elif cu_seqlens.shape[0] < 2:
-        problems.append(
-            "cu_seqlens must hold at least one document, [documents + 1], got"
-            f" {list(cu_seqlens.shape)}"
-        )
-    return problems
-
-
-def check_layer_input(
-    x: torch.Tensor,
-    dim: int,
-    weight: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    max_seqlen: int | None = None,
-) -> None:
-    """Check the arguments of a layer's forward, by metadata only.
-
-    Args:
-        x: Input of the layer, [B, S, dim] or packed [T, dim].
-        dim: Model dimension of the layer.
-        weight: Weight of the layer's projection, which has the layer's device and dtype.
-        cu_seqlens: int32 [documents + 1] for packed documents, else None.
-        max_seqlen: Length of the longest document, as a host integer.
-
-    Raises:
-        InvalidInput: An argument is wrong; the message names every wrong argument.
-        Unsupported: x carries a tangent of forward-mode differentiation.
-    """
-    if not isinstance(x, torch.Tensor):
-        raise InvalidInput(f"x must be a tensor, got {type(x).__name__}")
-    refuse_dual("NSAttention", (x,))
-    problems = []
-    check_kind("x", x)
-    form = (
-        "[T, dim] beside cu_seqlens"
-        if cu_seqlens is not None
-        else "[B, S, dim], or [T, dim] with cu_seqlens"
-    )
-    if x.dim() != (3 if cu_seqlens is None else 2) or x.shape[-1] != dim:
-        looks = x.dim() == 3 and x.shape[1] == dim != x.shape[2] and cu_seqlens is None
-        fix = ": it looks like [B, dim, S], pass x.transpose(1, 2)" * looks
-        problems.append(f"x must be {form}, dim = {dim}; got {list(x.shape)}{fix}")
-    if x.device != weight.device:
-        problems.append(f"x is on {x.device}, the layer on {weight.device}: move one of them")
-    if x.dtype != weight.dtype and not (autocast_enabled(x.device) and x.is_floating_point()):
-        problems.append(
-            f"x is {x.dtype}, the layer's parameters are {weight.dtype}: convert one of them, or"
-            " use autocast"
-        )
-    if cu_seqlens is not None:
-        check_packed_transforms(cu_seqlens, x)
-    problems += packing_problems(cu_seqlens, max_seqlen, x.device)
-    if problems:
-        raise InvalidInput("; ".join(problems))
-
-
-def check_cu_seqlens(
-    cu_seqlens: torch.Tensor | None, total: int | range, max_seqlen: int | None = None
-) -> None:
-    """Check the values of packed boundaries.
-
-    They must start at 0, must not decrease, and must end at ``total``. No document may be longer
-    than ``max_seqlen``. The check runs only for boundaries on the CPU, because reading a GPU's
-    values synchronises; NSA_CHECK=1 enables it for all devices.
-
-    Args:
-        cu_seqlens: int32 [documents + 1], or None if the call is not packed.
-        total: Rows of the packed tensors, T, or the possible numbers of rows.
-        max_seqlen: Declared length of the longest document; None: not declared.
-
-    Raises:
-        InvalidInput: The message names the wrong boundary, or the longest document's length.
-    """
-    if cu_seqlens is None or (
-        cu_seqlens.device.type != "cpu" and os.environ.get("NSA_CHECK") != "1"
-    ):
-        return
-    bounds = cu_seqlens.tolist()
-    if len(bounds) < 2:
-        raise InvalidInput(f"cu_seqlens must hold at least one document, got {bounds}")
-    if bounds[0] != 0:
-        raise InvalidInput(f"cu_seqlens must start at 0, got {bounds[0]}")
-    for i, (a, b) in enumerate(itertools.pairwise(bounds)):
-        if b < a:
-            raise InvalidInput(f"cu_seqlens must not decrease, got {a} then {b} at index {i + 1}")
-    totals = range(total, total + 1) if isinstance(total, int) else total
-    if bounds[-1] not in totals:
-        needed = f"{total}" if isinstance(total, int) else f"{total.start} to {total.stop - 1}"
-        raise InvalidInput(f"cu_seqlens must end at the {needed} tokens given, got {bounds[-1]}")
-    longest = max(b - a for a, b in itertools.pairwise(bounds))
-    if max_seqlen is not None and longest > max_seqlen:
-        raise InvalidInput(
-            f"max_seqlen must be at least the longest document's {longest} tokens, got {max_seqlen}"
-        )
-
-
-# (cu_seqlens, number of rows, max_seqlen) that the caller of the slots has already checked.
-_checked: ContextVar[tuple[torch.Tensor, int, int] | None] = ContextVar("_checked", default=None)
-_NO_CHANGE = contextlib.nullcontext()
-
-
-def has_values(cu_seqlens: object) -> bool:
-    """Return whether the boundaries have values; fake and traced tensors have none."""
-    return type(cu_seqlens) is torch.Tensor and not torch.compiler.is_compiling()
-
-
-def checked_boundaries(
-    cu_seqlens: torch.Tensor | None, total: int, max_seqlen: int | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which slots do not check the values of ``cu_seqlens`` again.
-
-    The caller must have run :func:`check_cu_seqlens` with the same arguments. A slot call with
-    another tensor, number of rows or max_seqlen is still checked. The context has no effect if
-    the boundaries have no values (:func:`has_values`).
-    """
-    if cu_seqlens is None or not has_values(cu_seqlens):
-        return _NO_CHANGE
-    return _marked(cu_seqlens, total, total if max_seqlen is None else max_seqlen)
-
-
-@contextlib.contextmanager
-def _marked(cu_seqlens: torch.Tensor, total: int, max_seqlen: int) -> Iterator[None]:
-    token = _checked.set((cu_seqlens, total, max_seqlen))
-    try:
-        yield
-    finally:
-        _checked.reset(token)
-
-
-def check_slot_boundaries(
-    cu_seqlens: torch.Tensor | None, total: int | range, max_seqlen: int
-) -> None:
-    """Run :func:`check_cu_seqlens` for a slot, unless inside :func:`checked_boundaries`."""
-    if cu_seqlens is None:
-        return
-    checked = _checked.get()
-    if checked is None or checked[0] is not cu_seqlens or checked[1:] != (total, max_seqlen):
-        check_cu_seqlens(cu_seqlens, total, max_seqlen)
 
 
 def check_nonnegative(gates: torch.Tensor) -> None:

@@ -1,15 +1,21 @@
-"""Refuse kinds of tensors and packing arguments that no kernel can read, with the conversion."""
+"""Refuse arguments that are not dense tensors, with the conversion."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
-from nsa_core.errors import InvalidInput, Unsupported
-from nsa_core.limits import shown
-from nsa_core.torch_ops.torch_state import is_exporting
-from nsa_core.torch_ops.vmap_rule import PACKED_UNDER_VMAP, is_mapped
+from nsa_core.errors import InvalidInput
+from nsa_core.torch_ops.autograd import refuse_dual
+from nsa_core.torch_ops.tensor_checks import argument_of, joined
+
+_PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
+
+
+def is_tensor(x: object) -> bool:
+    """Return whether ``x`` is a tensor but not a DTensor, whose shape is not that of its memory."""
+    return isinstance(x, torch.Tensor) and type(x).__name__ != "DTensor"
 
 
 def is_strided(x: torch.Tensor) -> bool:
@@ -50,52 +56,49 @@ def _nested_problem(name: str, x: torch.Tensor) -> str:
     )
 
 
-def check_kind(name: str, x: torch.Tensor) -> None:
-    """Check that ``x`` is a dense tensor.
+def check_types(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that the arguments ``tensors``, by name, are dense tensors without tangents.
 
     Raises:
-        InvalidInput: It is sparse, nested or quantised; the message gives the conversion.
+        InvalidInput: One is another object, a DTensor, or sparse, nested or quantised; the message
+            gives the conversion.
+        Unsupported: One carries a tangent of forward-mode differentiation.
     """
-    problem = kind_problem(name, x)
-    if problem:
-        raise InvalidInput(problem)
+    refuse_dual("NSA", tensors.values())
+    if torch.compiler.is_compiling():
+        _refuse_wrong_types(tensors)
+        return
+    odd = {
+        n: t
+        for n, t in tensors.items()
+        if type(t) not in _PLAIN_TYPES
+        or t.layout is not torch.strided
+        or t.is_nested
+        or t.is_quantized
+    }
+    if odd:
+        _refuse_wrong_types(odd)
+        if kinds := [problem for n, t in odd.items() if (problem := kind_problem(n, t))]:
+            raise InvalidInput("; ".join(kinds))
 
 
-def describe_max_seqlen(max_seqlen: object) -> str:
-    """Return a wrong max_seqlen for the end of a message, with the conversion of a tensor."""
-    if isinstance(max_seqlen, torch.Tensor):
-        return (
-            "a tensor: pass int(max_seqlen), computed once per batch, because reading it from a GPU"
-            " synchronises"
-        )
-    return shown(max_seqlen)
-
-
-def boundaries_hint(cu_seqlens: object) -> str:
-    """Return ": pass ..." with the conversion of cu_seqlens to int32 [documents + 1], or ""."""
-    if isinstance(cu_seqlens, torch.Tensor):
-        is_integer = not (cu_seqlens.is_floating_point() or cu_seqlens.is_complex())
-        if cu_seqlens.dim() == 1 and is_integer and cu_seqlens.dtype is not torch.bool:
-            return ": pass cu_seqlens.int()"
-        return ""
-    if isinstance(cu_seqlens, (list, tuple)) or type(cu_seqlens).__name__ == "ndarray":
-        return ": pass torch.tensor(cu_seqlens, dtype=torch.int32, device=...), made once per batch"
-    return ""
-
-
-def check_packed_transforms(cu_seqlens: Any, *tensors: torch.Tensor) -> None:
-    """Check that a packed call is neither mapped by vmap nor exported with dynamic sizes.
-
-    Raises:
-        Unsupported: It is; the message names the alternatives.
-    """
-    if torch._C._are_functorch_transforms_active() and any(map(is_mapped, (cu_seqlens, *tensors))):
-        raise Unsupported(PACKED_UNDER_VMAP)
-    if is_exporting() and isinstance(cu_seqlens, torch.Tensor):
-        sizes = (tensors[0].shape[0], *cu_seqlens.shape)
-        if not all(isinstance(size, int) for size in sizes):
-            raise Unsupported(
-                "packed documents (cu_seqlens) cannot be exported with a dynamic number of rows or"
-                " documents: export the call on [B, S, ...] without cu_seqlens, or use"
-                " torch.compile"
-            )
+def _refuse_wrong_types(tensors: Mapping[str, object]) -> None:
+    """Raise InvalidInput, with one sentence per type, if an argument is no tensor or a DTensor."""
+    by_type: dict[str, list[str]] = {}
+    for name, value in tensors.items():
+        if not is_tensor(value):
+            by_type.setdefault(type(value).__name__, []).append(name)
+    problems = []
+    for kind, names in by_type.items():
+        first = argument_of(names[0])
+        fix = {
+            "DTensor": " (pass to_local() of a DTensor)",
+            "ndarray": f": pass torch.from_numpy({first})",
+            "list": f": pass torch.tensor({first})",
+        }.get(kind, "")
+        if names == ["gates"] and kind in ("list", "tuple"):
+            fix = ": pass torch.stack(gates, dim=-1)"
+        noun = "tensors" if len(names) > 1 else "a tensor"
+        problems.append(f"{joined(names)} must be {noun}, got {kind}{fix}")
+    if problems:
+        raise InvalidInput("; ".join(problems))
