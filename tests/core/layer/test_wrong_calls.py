@@ -267,13 +267,18 @@ INVALID = {
     ],
     attend_short: [
         (
-            {"k_cmp": torch.randn(2, 3, 2, 8).double(), "v_cmp": torch.randn(2, 2, 2, 6).double()},
-            "k_cmp has 3 compressed tokens, but 12 tokens have 2 for blocks of 8 tokens every 4",
+            {"k_cmp": torch.randn(2, 3, 2, 8).double(), "v_cmp": torch.randn(2, 3, 2, 6).double()},
+            "k_cmp and v_cmp have 3 compressed tokens, but 12 tokens have 2 for blocks of 8 tokens"
+            " every 4",
         ),
         (
             {**PACKED, "k_cmp": torch.randn(2, 2, 8).double()}
-            | {"v_cmp": torch.randn(3, 2, 6).double()},
-            "k_cmp has 2 compressed tokens, but 12 tokens have T // d = 3",
+            | {"v_cmp": torch.randn(2, 2, 6).double()},
+            "k_cmp and v_cmp have 2 compressed tokens, but 12 tokens have T // d = 3",
+        ),
+        (
+            {"k_cmp": torch.randn(2, 2, 2, 8).double(), "v_cmp": torch.randn(2, 3, 2, 6).double()},
+            "v_cmp has 3 compressed tokens, but k_cmp has 2 compressed tokens",
         ),
         ({"k": more(k, 2, 4)}, "v has 2 key/value heads, but k has 4 key/value heads"),
         (

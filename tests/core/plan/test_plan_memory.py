@@ -45,7 +45,7 @@ def _block_plan(number: int) -> object:
 
 def _config(number: int) -> object:
     numbers = (None,) * 6 + (1 + number, None)
-    return short_config.call_config(None, numbers, None, Q, KV, KV)
+    return short_config.short_config(numbers, Q, KV, KV)
 
 
 MAKERS = [_layer_plan, _block_plan, _config]

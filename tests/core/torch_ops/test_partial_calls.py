@@ -92,6 +92,14 @@ def test_key_rows_that_do_not_fit_are_refused(
         kernel(slot)(q, k, k, first_query=first_query)
 
 
+def test_keys_and_values_of_different_lengths_are_refused() -> None:
+    """Both may have more rows than the queries need, but a kernel reads as many of both."""
+    q, k, v = tensors(1, 5)[0], tensors(1, 12)[1], tensors(1, 11)[1]
+    for slot, names in (("win", "v has 11 rows, but k has 12"), ("cmp", "v_cmp has 11 compressed")):
+        with pytest.raises(InvalidInput, match=names):
+            kernel(slot)(q, k, v, first_query=5)
+
+
 def test_first_query_needs_a_partial_plan() -> None:
     plan = resolve(CONFIG, dtype="float64", backends="sdpa")
     with pytest.raises(InvalidInput, match=r"first_query is 3.*resolve it with partial=True"):

@@ -34,48 +34,7 @@ def nsa_attention(
     v: KV,
     gates: torch.Tensor,
     *,
-    config: NSAConfig,
-    k_cmp: torch.Tensor | None = None,
-    v_cmp: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    blocks: torch.Tensor | None = None,
-    plan: Plan | None = None,
-    recompute: bool = False,
-    nonnegative_gates: bool = False,
-    return_lse: Literal[False] = False,
-    return_blocks: Literal[False] = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def nsa_attention(
-    q: torch.Tensor,
-    k: KV,
-    v: KV,
-    gates: torch.Tensor,
-    *,
-    config: NSAConfig,
-    k_cmp: torch.Tensor | None = None,
-    v_cmp: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    blocks: torch.Tensor | None = None,
-    plan: Plan | None = None,
-    recompute: bool = False,
-    nonnegative_gates: bool = False,
-    return_lse: bool = False,
-    return_blocks: bool = False,
-) -> Any: ...
-
-
-@overload
-def nsa_attention(
-    q: torch.Tensor,
-    k: KV,
-    v: KV,
-    gates: torch.Tensor,
-    *,
+    config: NSAConfig | None = None,
     compress_block_size: int = 32,
     compress_stride: int = 16,
     select_block_size: int = 64,
@@ -104,6 +63,7 @@ def nsa_attention(
     v: KV,
     gates: torch.Tensor,
     *,
+    config: NSAConfig | None = None,
     compress_block_size: int = 32,
     compress_stride: int = 16,
     select_block_size: int = 64,

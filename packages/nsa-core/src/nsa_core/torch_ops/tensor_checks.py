@@ -103,16 +103,6 @@ _WORDS = {
     "C": "compressed token",
 }
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-INTEGERS = (
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.uint16,
-    torch.int32,
-    torch.uint32,
-    torch.int64,
-    torch.uint64,
-)
 
 
 class Sizes(NamedTuple):
@@ -230,6 +220,11 @@ def _required(call: _Call, symbol: str) -> int | None:
     return size
 
 
+def _geometry(call: _Call) -> BlockGeometry | None:
+    config = call.sizes.config
+    return call.sizes.geometry if config is None else config.geometry
+
+
 def joined(names: Sequence[str]) -> str:
     """Return "q", "q and k" or "q, k and v"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
@@ -318,11 +313,12 @@ def _size_problems(call: _Call, shapes: Shapes) -> list[str]:
         for symbol, size in zip(_axes(call, name), shape):
             holders.setdefault(symbol, {})[name] = size
     problems, agreed = [], {}
+    exact = _geometry(call) is not None and call.sizes.first_query is None  # the number C is known
     for symbol, of_names in holders.items():
         required = _required(call, symbol)
         agreed[symbol] = next(iter(of_names.values())) if required is None else required
         for size in of_names.values():
-            if symbol not in ("n", "C") and size != agreed[symbol]:
+            if size != agreed[symbol] and not (symbol == "C" and exact):
                 agreed[symbol] = _agreed(of_names) if required is None else required
                 problems += _axis_problems(call, symbol, of_names, agreed)
                 break
@@ -405,11 +401,9 @@ def _row_problems(
     call: _Call, holders: Mapping[str, Mapping[str, int]], agreed: Mapping[str, int]
 ) -> list[str]:
     """Return the problems of the number of keys N and of compressed tokens C."""
-    first, geometry = call.sizes.first_query, call.sizes.geometry
+    first, geometry = call.sizes.first_query, _geometry(call)
     if first is not None and first < 0:
         return [f"first_query must be >= 0, got {first}"]
-    if geometry is None and call.sizes.config is not None:
-        geometry = call.sizes.config.geometry
     problems = []
     for symbol in ("N", "C"):
         if symbol not in holders or (symbol == "C" and geometry is None):
@@ -519,13 +513,17 @@ def _dtype_problems(call: _Call) -> list[str]:
                 f"{name} must be {dtype_name(stats)} beside {dtype_name(dtype)} inputs, got"
                 f" {actual}: pass {name}.to({stats})"
             )
-        if kind == "integer" and tensor.dtype not in INTEGERS:
+        if kind == "integer" and not _is_integer(tensor.dtype):
             problems.append(f"{name} must be integers, got {actual}")
         if kind == "index" and tensor.dtype not in (torch.int32, torch.int64):
             problems.append(f"{name} must be int32 or int64, got {actual}")
         if kind == "int32" and tensor.dtype != torch.int32:
             problems.append(f"{name} must be int32, got {actual}: pass {name}.int()")
     return problems
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _device_problems(call: _Call) -> list[str]:

@@ -353,18 +353,11 @@ def weights_of_pair(
         return None
     weights = []
     for phi, x in ((phi_k, k), (phi_v, v)):
-        layers = phi.linears()  # type: ignore[operator]  # phi is of type kind
-        if not are_plain_linear(*layers):
+        if not are_plain_linear(*phi.linears()):  # type: ignore[operator]  # phi is of type kind
             return None
-        # Read from the dictionaries: the attributes of a module take ten times as long.
-        parameters = [phi._parameters.get("position")]
-        parameters += [layer._parameters[name] for layer in layers for name in ("weight", "bias")]
-        device, tensors = x.device, []
-        for tensor in parameters:
-            if tensor is None or type(tensor) not in PLAIN_TENSORS or tensor.device != device:
-                return None
-            tensors.append(tensor)
-        if not fits(x, tensors[1]):
+        tensors: PhiWeights = phi.weights()  # type: ignore[operator]
+        plain = all(type(t) in PLAIN_TENSORS and t.device == x.device for t in tensors)
+        if not plain or not fits(x, tensors[1]):
             return None
-        weights.append(tuple(tensors))
+        weights.append(tensors)
     return weights[0], weights[1]
