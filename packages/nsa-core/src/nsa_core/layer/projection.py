@@ -36,7 +36,6 @@ from nsa_core.plan.default_plan import (
     partial_plan,
 )
 from nsa_core.plan.finite_checks import checked_plan
-from nsa_core.torch_ops.autograd import refuse_dual
 from nsa_core.torch_ops.core_kernels import CoreInputs
 from nsa_core.torch_ops.core_node import run_core
 from nsa_core.torch_ops.packing_checks import check_cu_seqlens, checked_boundaries, has_values
@@ -269,13 +268,12 @@ class NSAProjections(nn.Module):
 
         Raises:
             InvalidInput: the plan, or the values of cu_seqlens, do not fit the call.
-            Unsupported: a parameter carries a tangent of forward-mode differentiation; or as
-                :meth:`resolve_plan`.
+            Unsupported: as :meth:`resolve_plan`; or a parameter carries a tangent, which the
+                operators of the slots see.
         """
         q, (_, k_sel, k_win), (_, v_sel, v_win), k_cmp, v_cmp = projected
         gates = compute_gates(self.gate, x)
         tensors = CoreInputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
-        refuse_dual("NSA", tensors)
         packed = cu_seqlens is not None
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.contiguous()  # one copy for all slots and their backwards
