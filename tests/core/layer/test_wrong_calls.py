@@ -244,6 +244,7 @@ INVALID = {
             "gates is a nested tensor: pass gates.values() as gates",
         ),
         ({"q": quantised(q)}, "q is quantised: pass q.dequantize()"),
+        ({"nonnegative_gates": True}, "nonnegative_gates is True, but the smallest of gates is -"),
     ],
     attend_three: [
         (
@@ -450,6 +451,12 @@ def test_compiled_calls_name_the_cause_too():
     compiled = torch.compile(attend_short, backend="eager")
     with pytest.raises(InvalidInput, match=re.escape("q looks like [B, H, S, D]")):
         compiled(**transposed("q"))
+
+
+def test_the_layer_does_not_read_its_own_gates(monkeypatch):
+    attn = layer_of()
+    monkeypatch.setattr(torch.Tensor, "min", None)  # a sigmoid made them: they are not negative
+    attn(X)
 
 
 def test_an_unknown_keyword_suggests_a_similar_one():
