@@ -32,7 +32,6 @@ TEST_TOOLS = (
     "matplotlib>=3.8",
     "jinja2>=3.1",
     "playwright>=1.40",  # drives the Chromium of the machine
-    "plotly>=6.0",
     "pyyaml>=6",
     "sybil>=9",  # runs the code blocks of docs
     "transformers>=5.20",
@@ -67,8 +66,8 @@ import contextlib, importlib
 for name in (
     "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint", "torch.testing", "hypothesis", "transformers.trainer",
-    "transformers.models.llama.modeling_llama", "peft", "matplotlib.pyplot", "plotly.graph_objects",
-    "triton.compiler", "datasets",
+    "transformers.models.llama.modeling_llama", "peft", "matplotlib.pyplot", "triton.compiler",
+    "datasets",
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)

@@ -193,7 +193,7 @@ def test_a_decode_result_is_drawn(result):
     assert render(result, "png").startswith(b"\x89PNG")
     text = page(result)
     assert "slots one by one" in text
-    assert "One decode step" in text
+    assert "<figcaption>Time of a step</figcaption>" in text
 
 
 def test_a_step_runs_every_slot_of_the_plan_on_a_paged_cache():

@@ -286,11 +286,11 @@ def test_nsa_is_coloured_and_the_others_are_grey_with_different_dashes(result):
     kinds = {m.subject: m.kind for m in result.measurements}
     nsa = [looks[name] for name, kind in kinds.items() if kind == "combo"]
     others = [looks[name] for name, kind in kinds.items() if kind != "combo"]
-    assert {look.dash for look in nsa} == {"solid"}
+    assert {look.linestyle for look in nsa} == {style.SOLID}
     assert len({look.colour for look in nsa}) == len({look.marker for look in nsa}) == len(nsa) == 3
     assert {look.colour for look in others} <= set(style.GREYS)
-    assert len({look.dash for look in others}) == len(others) == 5
-    assert "solid" not in {look.dash for look in others}
+    assert len({look.linestyle for look in others}) == len(others) == 5
+    assert style.SOLID not in {look.linestyle for look in others}
 
 
 def test_a_step_and_its_variants_share_a_hue():
@@ -398,7 +398,7 @@ def test_a_combination_that_is_always_slower_is_called_slower(result):
 
 
 @pytest.mark.parametrize("option", ["--png", "--svg", "--html"])
-@pytest.mark.parametrize("package", ["matplotlib", "jinja2", "plotly"])
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
 def test_a_missing_package_is_named_before_any_work(nsa, monkeypatch, tmp_path, package, option):
     hide(monkeypatch, package)
     file = tmp_path / "r.out"
@@ -419,16 +419,19 @@ def hide(monkeypatch, *packages: str) -> None:
 
 
 def test_all_missing_packages_are_named_at_once(monkeypatch):
-    hide(monkeypatch, "jinja2", "plotly")
-    with pytest.raises(BackendUnavailable, match="need jinja2 and plotly, which are not installed"):
+    hide(monkeypatch, "matplotlib", "jinja2")
+    names = "need matplotlib and jinja2, which are not installed"
+    with pytest.raises(BackendUnavailable, match=names):
         need_plot_packages()
 
 
-def test_a_page_without_plotly_is_refused_and_json_is_written(monkeypatch, nsa, run, tmp_path):
+def test_a_page_without_its_packages_is_refused_and_json_is_written(
+    monkeypatch, nsa, run, tmp_path
+):
     from nsa_bench.render.page import page
 
     result = run(phases=["forward"])
-    hide(monkeypatch, "matplotlib", "jinja2", "plotly")
+    hide(monkeypatch, "matplotlib", "jinja2")
     with pytest.raises(BackendUnavailable, match="pip install"):
         page(result)
     file = tmp_path / "r.json"

@@ -1,18 +1,17 @@
 """The HTML report of a benchmark result: one file that works offline.
 
-The file holds its style, its data and plotly.js; a Content-Security-Policy forbids every request.
-Jinja2 escapes all names. jinja2 and plotly are imported when a page is made.
+The file holds its style and its figures, as SVG, and no script; a Content-Security-Policy forbids
+every request. Jinja2 escapes all names. jinja2 and matplotlib are imported when a page is made.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from nsa_bench.render.chart import charts, plotly_script
 from nsa_bench.render.format import number
+from nsa_bench.render.page_figures import page_figures
 from nsa_bench.render.style import DARK_COLOURS, need_plot_packages
 from nsa_bench.render.summary import MISSING, summary
 from nsa_bench.render.tables import tables
@@ -40,12 +39,10 @@ def page(result: Result) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # choosers in order
     sentences = list(summary(result))
     problems = [line for style, line in sentences if "red" in style]
     verdict = [line for style, line in sentences if "bold" in style and "red" not in style]
     plain = [line for style, line in sentences if not style]
-    documents = [dataclasses.asdict(chart) for chart in charts(result)]
     return environment.get_template("report.html.jinja").render(
         device=result.environment.get("device", "?"),
         facts=_facts(result),
@@ -56,9 +53,8 @@ def page(result: Result) -> str:
         missing=[line for style, line in sentences if style == MISSING],
         tables=[_table(rows) for rows in (*tables(result), *_kernels_without_total(result))],
         folded={"Machine": _lines(result.environment), "Settings": _lines(result.settings)},
-        charts=documents if any(document["time"] for document in documents) else [],
+        problems_with_figures=list(page_figures(result)),
         dark_colours=DARK_COLOURS,
-        plotly=plotly_script(),
     )
 
 

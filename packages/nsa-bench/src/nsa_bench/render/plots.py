@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa_bench.render.plots_decode import decode_figure
 from nsa_bench.render.plots_length import end_labels, time_against_length
-from nsa_bench.render.plots_parts import limits_panel, parts_panel
+from nsa_bench.render.plots_parts import efficiency_cell, limits_panel, parts_bars, parts_panel
 from nsa_bench.render.style import FAINT, LABEL_POINTS, draw, looks_of, text_width
-from nsa_bench.render.words import label, phase_words, problem_words, shape_words
+from nsa_bench.render.words import label, phase_words, problem_words, shape_words, tokens
 from nsa_core.errors import InvalidInput
 from nsa_core.util.atomic_files import write_bytes_atomic
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nsa_bench.result import Measurement, Result
 
 # Inches. A panel has its axis labels on the left and its lines' labels on the right.
-_LEFT, _AXES_WIDTH, _AXES_HEIGHT, _ROW, _HEADING, _TOP = 0.8, 4.4, 3.0, 4.0, 0.85, 0.6
+_LEFT, _AXES_WIDTH, _AXES_HEIGHT, _ROW, _HEADING, _TOP = 0.8, 4.4, 3.0, 4.1, 0.85, 0.6
 _COLUMNS = 2
 _NOTE_LINE, _NOTE_LETTERS = 0.17, 14.0  # inches of a line, letters of an inch
 
@@ -169,13 +169,11 @@ def result_figure(result: Result) -> Any:
 
     if any(m.phase == "decode" for m in result.measurements):
         return decode_figure(result)
-    groups: dict[tuple[str, str, str, int], list[Measurement]] = {}
-    for m in result.measurements:
-        groups.setdefault((m.shape, m.dtype, m.inputs, m.batch), []).append(m)
+    groups = problem_groups(result)
     right = _labels_width([m for m in result.measurements if m.performance])
-    bar_names = 0.3 + text_width([label(m) for m in result.measurements], LABEL_POINTS)
+    bar_names = names_width(result.measurements)
     panel = _LEFT + _AXES_WIDTH + right
-    rows = [list(_rows(measurements)) for measurements in groups.values()]
+    rows = [list(_rows(measurements)) for measurements in groups]
     columns = max((len(row) for row in itertools.chain(*rows)), default=1)
     height = _TOP + sum(_HEADING + _ROW * len(group) for group in rows) + (not rows)
     figure = Figure(figsize=(panel * columns, height))
@@ -189,8 +187,8 @@ def result_figure(result: Result) -> Any:
         va="top",
     )
     y = height - _TOP
-    for (shape, *_), group, measurements in zip(groups, rows, groups.values()):
-        heading = f"{problem_words(measurements[0])} ({shape_words(shape)})"
+    for group, measurements in zip(rows, groups):
+        heading = f"{problem_words(measurements[0])} ({shape_words(measurements[0].shape)})"
         figure.text(
             0.25 / figure.get_figwidth(),
             (y - 0.3) / height,
@@ -207,38 +205,74 @@ def result_figure(result: Result) -> Any:
                 bottom = y - _AXES_HEIGHT - 0.4
                 axes = _axes(figure, column * panel + names, bottom, width, _AXES_HEIGHT)
                 axes.set_gid(kind)
-                _draw_panel(axes, kind, chosen, result, looks)
+                draw_panel(axes, kind, chosen, result, looks)
+                above = 22 if kind == "parts" else None  # room for the names of the branches
+                axes.set_title(panel_title(kind, chosen), pad=above)
             y -= _ROW
     if not rows:  # the run was interrupted before its first cell
         no_figure(_axes(figure, _LEFT, 0.2, _AXES_WIDTH, 0.7))
     return figure
 
 
-def _rows(measurements: list[Measurement]) -> Any:
-    """Yield the rows of a problem; a row is a list of (kind of panel, measurements)."""
+def problem_groups(result: Result) -> list[list[Measurement]]:
+    """Return the measurements of each shape, dtype, inputs and batch."""
+    groups: dict[tuple[str, str, str, int], list[Measurement]] = {}
+    for m in result.measurements:
+        groups.setdefault((m.shape, m.dtype, m.inputs, m.batch), []).append(m)
+    return list(groups.values())
+
+
+def panels(measurements: list[Measurement]) -> list[tuple[str, list[Measurement]]]:
+    """Return the panels of a problem, as (kind, measurements) for :func:`draw_panel`."""
     phases = dict.fromkeys(m.phase for m in measurements)
-    panels = [("time", [m for m in measurements if m.phase == phase]) for phase in phases]
+    kinds = [("time", [m for m in measurements if m.phase == phase]) for phase in phases]
     if with_parts := [m for m in measurements if m.timed_parts]:
-        panels.append(("parts", with_parts))
+        kinds.append(("parts", with_parts))
     if timed := [m for m in measurements if m.performance and m.floor_fraction is not None]:
-        panels.append(("limits", timed))
-    for start in range(0, len(panels), _COLUMNS):
-        yield panels[start : start + _COLUMNS]
+        kinds.append(("limits", timed))
+    return kinds
 
 
-def _draw_panel(
-    axes: Any, kind: str, measurements: list[Measurement], result: Result, looks: dict[str, Look]
+def _rows(measurements: list[Measurement]) -> Iterator[list[tuple[str, list[Measurement]]]]:
+    """Yield the panels of a problem in rows."""
+    for start in range(0, len(kinds := panels(measurements)), _COLUMNS):
+        yield kinds[start : start + _COLUMNS]
+
+
+def draw_panel(
+    axes: Any,
+    kind: str,
+    measurements: list[Measurement],
+    result: Result,
+    looks: dict[str, Look],
+    *,
+    legend: bool = False,
 ) -> None:
+    """Draw a panel; ``legend`` is that of :func:`time_against_length`."""
     if kind == "parts":
         parts_panel(axes, measurements, result)
     elif kind == "limits":
         limits_panel(axes, measurements, result, looks)
+    elif timed := [m for m in measurements if m.performance]:
+        time_against_length(axes, timed, result.crossovers, looks, legend=legend)
     else:
-        axes.set_title(phase_words(measurements[0].phase))
-        if timed := [m for m in measurements if m.performance]:
-            time_against_length(axes, timed, result.crossovers, looks)
-        else:
-            no_figure(axes, measurements[0].reason)
+        no_figure(axes, measurements[0].reason)
+
+
+def panel_title(kind: str, measurements: list[Measurement]) -> str:
+    """Return the title of :func:`draw_panel`."""
+    if kind == "time":
+        return phase_words(measurements[0].phase)
+    if kind == "parts":
+        return f"Time per branch at {tokens(parts_bars(measurements)[0].length)} tokens"
+    m = efficiency_cell(measurements)[0]
+    return f"Hardware efficiency, {phase_words(m.phase).lower()}, {tokens(m.length)} tokens"
+
+
+def names_width(measurements: Sequence[Measurement]) -> float:
+    """Return the room in inches for the names left of bars."""
+    phases = [phase_words(m.phase) for m in measurements if m.timed_parts]
+    return 0.3 + text_width([*map(label, measurements), *phases], LABEL_POINTS)
 
 
 def no_figure(axes: Any, reason: str = "") -> None:

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nsa_bench.render.format import number
-from nsa_bench.render.style import INK, EndLabel, label_ends, log_ticks, text_width
+from nsa_bench.render.style import (
+    INK,
+    LABEL_POINTS,
+    SOLID,
+    EndLabel,
+    label_ends,
+    log_ticks,
+    text_width,
+)
 from nsa_bench.render.words import crossover_words, label, tokens
 
 if TYPE_CHECKING:
@@ -97,15 +105,19 @@ def time_against_length(
     measurements: list[Measurement],
     crossovers: Sequence[Crossover],
     looks: dict[str, Look],
+    *,
+    legend: bool = False,
 ) -> None:
-    """Draw medians with quartiles over the length, labels at the lines' ends, and crossovers.
+    """Draw medians with quartiles over the length, a label for each line, and crossovers.
 
     Args:
         axes: Axes whose place in the figure does not change later, so that labels stay apart.
         measurements: Timed measurements of one shape, dtype, kind of inputs, phase and batch.
         crossovers: The result's crossovers; those of other problems are ignored.
         looks: A look per subject.
+        legend: Write the labels below the axes instead of at the lines' ends, for a narrow figure.
     """
+    labels = end_labels(measurements)
     lines, rival = curves(measurements), fastest_dense(measurements)
     for subject, points in lines.items():
         look, lengths = looks[subject], [m.length for m in points]
@@ -114,17 +126,22 @@ def time_against_length(
             lengths,
             [t.median_ms for t in times],
             linestyle=look.linestyle,
-            marker=look.marker_letter,
-            ms=4.5 if look.dash == "solid" else 3,
+            marker=look.marker,
+            ms=4.5 if look.linestyle == SOLID else 3,
             color=look.colour,
             lw=2.0 if subject == rival else look.width,
-            zorder=3 if look.dash == "solid" else 2,
+            zorder=3 if look.linestyle == SOLID else 2,
+            label=labels[subject],
         )
         low, high = [t.q1_ms for t in times], [t.q3_ms for t in times]
         axes.fill_between(lengths, low, high, color=look.colour, alpha=0.15, lw=0)
     marks = crossover_marks(measurements, crossovers)
     _set_scales(axes, measurements, len(marks))
-    label_ends(axes, _ends(lines, looks))
+    if legend:
+        place: Any = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.14), "handlelength": 3.2}
+        axes.legend(frameon=False, fontsize=LABEL_POINTS, **place)
+    else:
+        label_ends(axes, _ends(lines, looks, labels))
     for row, (crossover, length, value, sentence) in enumerate(marks):
         subject = f"NSA {crossover.subject}: " if len(marks) > 1 else ""
         bottom = 0.02 + _ROW * row
@@ -155,18 +172,19 @@ def _set_scales(axes: Any, measurements: list[Measurement], rows: int) -> None:
     axes.grid()
 
 
-def _ends(lines: dict[str, list[Measurement]], looks: dict[str, Look]) -> list[EndLabel]:
+def _ends(
+    lines: dict[str, list[Measurement]], looks: dict[str, Look], texts: dict[str, str]
+) -> list[EndLabel]:
     """Return the labels; one stands where its line ends, or would end at the longest length."""
     longest = max(points[-1].length for points in lines.values())
-    measurements = [m for points in lines.values() for m in points]
-    rival, texts = fastest_dense(measurements), end_labels(measurements)
+    rival = fastest_dense([m for points in lines.values() for m in points])
     return [
         EndLabel(
             texts[subject],
             INK if subject == rival else looks[subject].colour,
             (points[-1].length, milliseconds_of(points[-1])),
             value_at(points, longest),
-            is_bold=looks[subject].dash == "solid",
+            is_bold=looks[subject].linestyle == SOLID,
         )
         for subject, points in lines.items()
     ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_bench.render.format import number
 from nsa_bench.render.style import BRANCH_COLOURS, FAINT, INK
-from nsa_bench.render.words import fastest_combination, label, phase_words, tokens
+from nsa_bench.render.words import fastest_combination, label, phase_words
 
 if TYPE_CHECKING:
     from nsa_bench.render.style import Look
@@ -25,11 +25,15 @@ def parts_panel(axes: Any, measurements: list[Measurement], result: Result) -> N
         measurements: Measurements with timed parts; those of the longest length are drawn.
         result: Their result.
     """
-    longest = max(m.length for m in measurements)
-    bars = [m for m in measurements if m.length == longest]
+    bars = parts_bars(measurements)
     names = [f"{label(m)}\n{phase_words(m.phase)}" for m in bars]
     stacked_bars(axes, bars, names, result)
-    axes.set_title(f"Time per branch at {tokens(longest)} tokens", pad=22)
+
+
+def parts_bars(measurements: list[Measurement]) -> list[Measurement]:
+    """Return the measurements of the longest length."""
+    longest = max(m.length for m in measurements)
+    return [m for m in measurements if m.length == longest]
 
 
 def stacked_bars(axes: Any, bars: list[Measurement], names: list[str], result: Result) -> None:
@@ -63,7 +67,7 @@ def stacked_bars(axes: Any, bars: list[Measurement], names: list[str], result: R
                     ha="center",
                     va="center",
                     fontsize=7.5,
-                    color=INK if name in _DARK_TEXT else "white",
+                    color="black" if name in _DARK_TEXT else "white",
                 )
             left += share
         assert m.performance is not None  # the caller passes timed measurements only
@@ -114,24 +118,8 @@ def limits_panel(
     The bars are those of the first phase with timed kernels at the longest length: the fastest
     combination, its kernels, dense attention and other libraries.
     """
-    phase = next((m.phase for m in measurements if m.parts), measurements[0].phase)
-    longest = max(m.length for m in measurements if m.phase == phase)
-    cell = [m for m in measurements if (m.phase, m.length) == (phase, longest)]
-    best = fastest_combination(cell)
-    bars: list[tuple[str, float, str]] = []
-    if best is not None and best.floor_fraction is not None:
-        colour = looks[best.subject].colour
-        bars.append((label(best), best.floor_fraction, colour))
-        bars += [
-            (f"   {name}", part.floor_fraction, BRANCH_COLOURS[name])
-            for name, part in best.parts.items()
-            if part.floor_fraction is not None
-        ]
-    bars += [
-        (label(m), m.floor_fraction, looks[m.subject].colour)
-        for m in cell
-        if m.kind in ("dense", "rival") and m.floor_fraction is not None
-    ]
+    cell = efficiency_cell(measurements)
+    bars = efficiency_bars(measurements, looks)
     for row, (_, share, colour) in enumerate(bars):
         axes.barh(row, share, color=colour, height=0.66)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
@@ -147,7 +135,35 @@ def limits_panel(
     axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
     axes.set_xlabel(
         f"time at the measured peak rates ({peaks.flops_per_s / 1e12:.0f} TFLOP/s,"
-        f" {peaks.bytes_per_s / 1e9:.0f} GB/s) / measured time",
+        f" {peaks.bytes_per_s / 1e9:.0f} GB/s)\n/ measured time",
         fontsize=8.5,
     )
-    axes.set_title(f"Hardware efficiency, {phase_words(phase).lower()}, {tokens(longest)} tokens")
+
+
+def efficiency_cell(measurements: list[Measurement]) -> list[Measurement]:
+    """Return the first phase with timed kernels, at the longest length."""
+    phase = next((m.phase for m in measurements if m.parts), measurements[0].phase)
+    longest = max(m.length for m in measurements if m.phase == phase)
+    return [m for m in measurements if (m.phase, m.length) == (phase, longest)]
+
+
+def efficiency_bars(
+    measurements: list[Measurement], looks: dict[str, Look]
+) -> list[tuple[str, float, str]]:
+    """Return (name, share of the peak rate, colour) of each bar of :func:`limits_panel`."""
+    cell = efficiency_cell(measurements)
+    best = fastest_combination(cell)
+    bars: list[tuple[str, float, str]] = []
+    if best is not None and best.floor_fraction is not None:
+        bars.append((label(best), best.floor_fraction, looks[best.subject].colour))
+        bars += [
+            (f"   {name}", part.floor_fraction, BRANCH_COLOURS[name])
+            for name, part in best.parts.items()
+            if part.floor_fraction is not None
+        ]
+    bars += [
+        (label(m), m.floor_fraction, looks[m.subject].colour)
+        for m in cell
+        if m.kind in ("dense", "rival") and m.floor_fraction is not None
+    ]
+    return bars

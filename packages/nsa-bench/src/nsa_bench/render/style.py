@@ -21,11 +21,17 @@ from nsa_core.util.extras import require_module
 if TYPE_CHECKING:
     from nsa_bench.result import Result
 
-PLOT_PACKAGES = ("matplotlib", "jinja2", "plotly")  # the extra "plot"
+PLOT_PACKAGES = ("matplotlib", "jinja2")  # the extra "plot"
 NSA_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c5639c", "#a6611a")
 GREYS = ("#666666", "#808080", "#949494")
-# The same hues on a dark page.
+LABEL_POINTS = 8.5
+INK, FAINT, _GRID, _PAPER = "#1f2328", "#6b7280", "#d7dbe0", "#ffffff"
+# The same colours on a dark page. Text on a light bar is black, which has no other colour there.
 DARK_COLOURS = {
+    INK: "#e6e9ed",
+    FAINT: "#9aa4af",
+    _GRID: "#363c44",
+    _PAPER: "#14171a",
     "#0072b2": "#58a6ff",
     "#d55e00": "#f0883e",
     "#009e73": "#3fb98a",
@@ -34,7 +40,6 @@ DARK_COLOURS = {
     "#666666": "#8b949e",
     "#808080": "#a8b0b9",
     "#949494": "#c2c9d0",
-    "#6b7280": "#9aa4af",
 }
 BRANCH_COLOURS = {
     "compress": "#949494",
@@ -45,23 +50,20 @@ BRANCH_COLOURS = {
     "win": "#009e73",
     "combine": "#cc79a7",
 }
-LABEL_POINTS = 8.5
-INK, FAINT = "#1f2328", "#6b7280"
-_DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot")
-_LINESTYLES: dict[str, Any] = {
-    "solid": "-",
-    "dash": (0, (4, 2)),
-    "dot": (0, (1, 1.6)),
-    "dashdot": (0, (5, 2, 1, 2)),
-    "longdash": (0, (8, 2.5)),
-    "longdashdot": (0, (8, 2, 1, 2, 1, 2)),
-}
-_MARKERS = ("circle", "square", "diamond", "triangle-up", "pentagon")
-_MARKER_LETTERS = dict(zip(_MARKERS, "osD^p"))
+SOLID = "-"
+_DASHES = (
+    (0, (4, 2)),
+    (0, (1, 1.6)),
+    (0, (5, 2, 1, 2)),
+    (0, (8, 2.5)),
+    (0, (8, 2, 1, 2, 1, 2)),
+)
+_MARKERS = "osD^p"
 DPI, _PALETTE_SIZE = 110, 128
 
 _STYLE: Any = {
     "svg.hashsalt": "nsa",
+    "text.parse_math": False,  # a name may have a dollar sign
     "svg.fonttype": "path",
     "font.size": 9,
     "axes.titlesize": 10.5,
@@ -78,30 +80,22 @@ _STYLE: Any = {
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "axes.grid.axis": "both",
-    "grid.color": "#d7dbe0",
+    "grid.color": _GRID,
     "grid.linewidth": 0.6,
     "axes.axisbelow": True,
 }
+# A page's fonts are narrower than the one that matplotlib lays out with, so text fits.
+_IN_PAGE: Any = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """The colour, dash, marker and width of a subject's line, in Plotly's words."""
+    """The colour, line style, marker and width of a subject's line, as matplotlib takes them."""
 
     colour: str
-    dash: str = "solid"
-    marker: str = "circle"
+    linestyle: Any = SOLID
+    marker: str = "o"
     width: float = 1.3
-
-    @property
-    def linestyle(self) -> Any:
-        """Return matplotlib's name of the dash."""
-        return _LINESTYLES[self.dash]
-
-    @property
-    def marker_letter(self) -> str:
-        """Return matplotlib's name of the marker."""
-        return _MARKER_LETTERS[self.marker]
 
 
 def need_plot_packages() -> None:
@@ -119,21 +113,29 @@ def need_plot_packages() -> None:
         )
 
 
-def plot_style() -> Any:
+def plot_style(*, in_page: bool = False) -> Any:
     """Return a context manager that sets the fonts, colours and grid of our plots."""
     import matplotlib as mpl
 
-    return mpl.rc_context(_STYLE)
+    return mpl.rc_context(_STYLE | _IN_PAGE if in_page else _STYLE)
 
 
-def draw(make: Callable[[], Any], kind: str) -> bytes:
-    """Return the figure that ``make`` creates, as png or svg."""
+def draw(make: Callable[[], Any], kind: str, *, in_page: bool = False) -> bytes:
+    """Return the figure that ``make`` creates, as png or svg.
+
+    ``in_page`` leaves out the background of an svg and its metadata, and keeps its text as text.
+    """
     require_module("matplotlib", "plots need", "nsa-cli[plot]")
-    with plot_style():
+    with plot_style(in_page=in_page):
         figure = make()
         buffer = io.BytesIO()
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type") if in_page else ("Date",))
         figure.savefig(
-            buffer, format=kind, dpi=DPI, metadata={"Date": None} if kind == "svg" else None
+            buffer,
+            format=kind,
+            dpi=DPI,
+            metadata=no_metadata if kind == "svg" else None,
+            transparent=in_page,
         )
     return buffer.getvalue() if kind == "svg" else _with_palette(buffer)
 
@@ -169,7 +171,7 @@ def looks_of(result: Result) -> dict[str, Look]:
         if m.kind in ("combo", "layer"):
             index = nsa.index(base)
             marker = _MARKERS[index % len(_MARKERS)]
-            looks[m.subject] = Look(NSA_COLOURS[index % len(NSA_COLOURS)], "solid", marker, 2.4)
+            looks[m.subject] = Look(NSA_COLOURS[index % len(NSA_COLOURS)], SOLID, marker, 2.4)
         else:
             index = others.index(base)
             looks[m.subject] = Look(GREYS[index % len(GREYS)], _DASHES[index % len(_DASHES)])
@@ -278,5 +280,5 @@ def text_width(texts: Sequence[str], points: float) -> float:
     from matplotlib.textpath import TextPath
 
     return max(
-        (TextPath((0, 0), t, size=points).get_extents().x1 / 72 for t in texts if t), default=0.0
+        (TextPath((0, 0), t, size=points).get_extents().x1 / 72 for t in {*texts} if t), default=0.0
     )
