@@ -13,6 +13,7 @@ CHECKPOINTS = "build/figures/checkpoints"
 PUBLISHED = "h200"  # folder of benchmarks/results with the figures of README.md and the docs
 
 _BENCH = "nsa bench --device cuda --dtype bfloat16 --threads 8"
+_DECODE = "nsa bench decode --device cuda --dtype bfloat16 --threads 8"
 _CORE = (
     _BENCH + " --shape {shape} --length 8k,32k,64k --phase {phases} {combos}"
     " --inputs random,real --checkpoint " + CHECKPOINTS + "/{checkpoint}.safetensors"
@@ -203,14 +204,14 @@ PIECES = (
     Piece(
         "decode",
         "decode steps with large caches",
-        f"{_BENCH} --phase decode --budget 0.1 --time-limit 240 --json {{file}}",
+        f"{_DECODE} --budget 0.1 --time-limit 240 --json {{file}}",
         "decode.json",
         5,
     ),
     Piece(
         "decode-small",
         "decode steps at the shape of the earlier reports",
-        f"{_BENCH} --phase decode --shape 8/2/32 --length 512,1k,2k --batch 1 --combo auto"
+        f"{_DECODE} --shape 8/2/32 --length 512,1k,2k --batch 1 --combo auto"
         " --combo sdpa --budget 0.05 --time-limit 100 --json {file}",
         "decode_small.json",
         2,
@@ -285,8 +286,7 @@ PIECES = (
     Piece(
         "a100-decode",
         "decode steps with large caches, with code for the A100",
-        f"{_REHEARSE} {_BENCH} --phase decode --combo auto --budget 0.1 --time-limit 240"
-        " --json {file}",
+        f"{_REHEARSE} {_DECODE} --combo auto --budget 0.1 --time-limit 240 --json {{file}}",
         "a100_decode.json",
         5,
         rehearses="sm80",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nsa_bench import clocks, roofline
-from nsa_bench.run import Bench
+from nsa_bench.prefill import PrefillBench
 from nsa_bench.settings import Settings
 from nsa_bench.shapes import parse_shape
 from nsa_core.contract import API_VERSION, BackendSpec, SlotSpec
@@ -55,7 +55,7 @@ def run(small) -> Callable[..., object]:
     """Run a small benchmark."""
 
     def do(registry: Registry | None = None, **changes):
-        return Bench(small(**changes), registry or discover(), {"device": "?"}).run()
+        return PrefillBench(small(**changes), registry or discover(), {"device": "?"}).run()
 
     return do
 

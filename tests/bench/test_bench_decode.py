@@ -12,18 +12,11 @@ from nsa_backend_sdpa import combine, decode
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_bench.compare import compare
 from nsa_bench.decode import DecodeBench
-from nsa_bench.decode_settings import DecodeSettings
-from nsa_bench.decode_workloads import (
-    DecodeCell,
-    default_cells,
-    layer_config,
-    make_state,
-    one_by_one,
-    step_costs,
-)
+from nsa_bench.decode_workloads import make_state, one_by_one, step_costs
 from nsa_bench.render.summary import summary
 from nsa_bench.render.tables import rows_of
 from nsa_bench.result import Result, read_result
+from nsa_bench.settings import DecodeCell, DecodeSettings, default_cells, layer_config
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import Performance, spread_of_repeats
 from nsa_cli import bench_decode
@@ -198,10 +191,9 @@ def test_a_decode_result_is_drawn(result):
 
 def test_a_step_runs_every_slot_of_the_plan_on_a_paged_cache():
     """Pages are in random order; dense attention uses the same memory."""
-    cell = DecodeCell(SHAPE, 3, 70, 64)
-    config = layer_config(SHAPE, BLOCKS)
-    plan = resolve(config, phase="decode", page_size=64)
-    x = make_state(cell, config, torch.float32, "cpu", 0)
+    cell = DecodeCell(SHAPE, 3, 70, 64).of("float32", BLOCKS)
+    plan = resolve(cell.config, phase="decode", page_size=64)
+    x = make_state(cell, "cpu", 0)
     assert x.call.block_table.flatten().tolist() != list(range(6))
     assert sorted(x.call.block_table.flatten().tolist()) == list(range(6))
     seen: list[str] = []
@@ -232,8 +224,8 @@ def test_default_cells_and_cells_from_options():
     small = [2048, 4096, 8192]  # beyond n * l' = 1024: a step does not select every block
     assert [c.length for c in default_cells("cuda")[3:]] == small
     assert [c.length for c in default_cells("cpu")] == [*small, 2048]
-    assert [c.length for c in bench_decode.cells("reports", None, 1, None)] == small
-    assert bench_decode.cells(None, None, 1, None) == []
+    assert [c.length for c in bench_decode.cells("reports", None, None, None)] == small
+    assert bench_decode.cells(None, None, None, None) == []
     chosen = bench_decode.cells("reports,12/2/64", "1k", 4, 128)
     assert chosen == [
         DecodeCell(Shape(8, 2, 32, 32), 4, 1024, 128),
@@ -282,7 +274,6 @@ def test_the_decode_command_times_and_saves(nsa, tmp_path):
     file: Path = tmp_path / "r.json"
     done = nsa(
         "bench",
-        "--phase",
         "decode",
         "--device",
         "cpu",

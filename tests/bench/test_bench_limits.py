@@ -13,16 +13,14 @@ import pytest
 import torch
 
 import slow_backend
-from nsa_bench import remote, roofline, slow_calls
-from nsa_bench import run as run_module
+from nsa_bench import remote, roofline, slow_calls, subjects
 from nsa_bench.cells import Cell
 from nsa_bench.decode import DecodeBench
-from nsa_bench.decode_settings import DecodeSettings
-from nsa_bench.decode_workloads import DecodeCell
 from nsa_bench.estimates import Estimates, probe_length
 from nsa_bench.inputs import make_inputs
+from nsa_bench.prefill import PrefillBench
 from nsa_bench.result import read_result
-from nsa_bench.run import Bench
+from nsa_bench.settings import DecodeCell, DecodeSettings
 from nsa_bench.shapes import Shape, parse_shape
 from nsa_bench.subjects import Subjects, workload_in_child
 from nsa_bench.timing import INTERRUPTED, LATE
@@ -104,7 +102,7 @@ def test_a_call_of_one_long_operation_ends_in_its_child(run, all_in_children):
 @pytest.mark.slow
 def test_sigterm_ends_a_long_operation_in_a_child(small, all_in_children, seconds_after_sigterm):
     options = {"lengths": [40], "phases": ["forward"], "combos": SLOW, "max_call_s": 50.0}
-    bench = Bench(small(**options), registry("one_operation"), {})
+    bench = PrefillBench(small(**options), registry("one_operation"), {})
     seconds, result = seconds_after_sigterm(bench, remote, "RemoteCall", "total win=slow")
     assert seconds < 2.0
     assert result.interrupted.signal == "SIGTERM"
@@ -113,8 +111,8 @@ def test_sigterm_ends_a_long_operation_in_a_child(small, all_in_children, second
 
 def test_sigterm_ends_a_gate_of_a_minute(small, seconds_after_sigterm, monkeypatch):
     monkeypatch.setattr(slow_backend, "LENGTH", 81)  # of the gate's case
-    bench = Bench(small(lengths=[40], phases=["forward"], combos=SLOW), registry(), {})
-    seconds, result = seconds_after_sigterm(bench, run_module, "run_gate")
+    bench = PrefillBench(small(lengths=[40], phases=["forward"], combos=SLOW), registry(), {})
+    seconds, result = seconds_after_sigterm(bench, subjects, "run_gate")
     assert seconds < 2.0
     assert (result.interrupted.cells_left, result.gates) == (1, [])
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nsa_bench import run as run_module
-from nsa_bench import subjects
+from nsa_bench import prefill, subjects
 from nsa_core.plan import default_plan
 from nsa_verify.problems.combination import Combination
 
@@ -21,7 +20,7 @@ def test_the_plan_of_long_sequences_is_judged_and_timed_separately(
         backends = options.backends if is_short else {**options.backends, "win": "other"}
         return resolve(config, options, registry=registry, backends=backends)
 
-    for where in (run_module, subjects, default_plan):
+    for where in (prefill, subjects, default_plan):
         monkeypatch.setattr(where, "LONG_SEQUENCE", 64)
     monkeypatch.setattr(subjects, "resolve", by_length)
     registry = registry_with("other", lambda o: o * factor)

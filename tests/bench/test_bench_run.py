@@ -109,11 +109,6 @@ def test_cells_after_the_time_limit_have_a_reason(run):
     assert {c.length for c in result.crossovers} == {None}
 
 
-def test_decode_cannot_be_combined_with_other_phases(run):
-    with pytest.raises(InvalidInput, match="decode is measured by"):
-        run(phases=["decode", "forward"])
-
-
 def test_an_unknown_phase_is_refused(run):
     with pytest.raises(InvalidInput, match="sideways"):
         run(phases=["sideways"])
@@ -273,25 +268,21 @@ def test_the_compare_command_names_the_figures_that_the_new_file_lacks(nsa, run,
     [
         (("--combo", "win=sdqa"), 2, "did you mean 'sdpa'"),
         (("--combo", "triton"), 3, "triton"),
-        (("--phase", "decode,forward"), 2, "apart from other phases"),
-        (("--phase", "decode", "--combo", "win=fa2"), 3, "fa2"),
+        (("--phase", "decode,forward"), 2, "nsa bench decode times steps of decoding"),
+        (("decode", "--device", "cpu", "--combo", "win=fa2"), 3, "fa2"),
         (("--shape", "12/5/64"), 2, "do not divide"),
         (("--blocks", "1,2"), 2, "five integers"),
         (("--dtype", "int8"), 2, "int8"),
         (("--preset", "huge"), 2, "quick, full"),
-        (("--preset", "huge", "--phase", "decode"), 2, "quick, full"),
-        (
-            ("--phase", "decode", "--rival", "fla", "--max-call", "1"),
-            2,
-            "--rival, --max-call: not for --phase decode; leave them out",
-        ),
-        (("--phase", "decode", "--page-size", "64"), 2, "--page-size: give --shape or --length"),
-        (("--page-size", "64"), 2, "--page-size is for --phase decode"),
+        (("decode", "--preset", "huge"), 2, "quick, full"),
+        (("--threads", "2", "decode"), 2, "--threads: not before decode"),
+        (("decode", "--page-size", "64"), 2, "--page-size: give --shape or --length"),
     ],
     ids=lambda value: "-".join(value).strip("-") if isinstance(value, tuple) else None,
 )
 def test_bad_arguments_are_refused(nsa, arguments, code, text):
-    done = nsa("bench", "--device", "cpu", *arguments)
+    device = () if "decode" in arguments else ("--device", "cpu")
+    done = nsa("bench", *device, *arguments)
     assert done.code == code
     assert text in done.err
 
@@ -336,7 +327,7 @@ def test_a_table_of_short_sequences_names_causal_attention_in_place_of_selection
 
 def test_the_expected_time_follows_the_growth_of_the_last_two_lengths(run, monkeypatch):
     """1 ms per 40 tokens is 4 ms at 160 tokens; S^2 from 80 would expect 8 and skip it at 5."""
-    from nsa_bench import run as module
+    from nsa_bench import prefill as module
 
     def measured(self, cell, plans, baselines):
         times = {
@@ -345,7 +336,7 @@ def test_the_expected_time_follows_the_growth_of_the_last_two_lengths(run, monke
         }
         return {name: Outcome(time) for name, time in times.items()}
 
-    monkeypatch.setattr(module.Bench, "_time_workloads", measured)
+    monkeypatch.setattr(module.PrefillBench, "_time_workloads", measured)
     measurements = run(
         phases=["forward"], lengths=[40, 80, 160, 320], max_call_s=0.005
     ).measurements

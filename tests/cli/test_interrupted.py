@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_bench import clocks, decode, decode_gate, roofline, run, subjects, timing
+from nsa_bench import clocks, decode, gate, prefill, roofline, subjects, timing
 from nsa_bench.result import read_result
 from nsa_cli import verify
 from nsa_core.plan import registry
@@ -27,10 +27,15 @@ from nsa_verify.run import runner, suite
 from nsa_verify.run.suite import Job
 
 ONCE, TWICE = 1, 2  # the second signal ends the current work too
-BENCH = ["bench", "--device", "cpu", "--shape", "2/1/8", "--combo", "sdpa"]
+BENCH = ["--device", "cpu", "--shape", "2/1/8", "--combo", "sdpa"]
 BENCH += ["--blocks", "8,4,16,3,24", "--budget", "0.001"]
 VERIFY = ["verify", "--device", "cpu", "--dtype", "float32"]
 VERIFY += [f"--{slot}=sdpa" for slot in ("cmp", "sel", "win")]
+
+
+def bench(phase: str) -> list[str]:
+    """Return the arguments of a benchmark of ``phase``."""
+    return ["bench", *(["decode"] if phase == "decode" else ["--phase", phase]), *BENCH]
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +97,7 @@ def test_an_interrupted_bench_keeps_its_figures(phase, number, times, nsa, tmp_p
     interrupt(owner, name, number, times, call=2)
     file, page = tmp_path / "r.json", tmp_path / "r.html"
     files = ["--json", str(file), *["--html", str(page)] * (phase == "forward")]
-    done = nsa(*BENCH, "--phase", phase, "--length", "40,80,120", *files)
+    done = nsa(*bench(phase), "--length", "40,80,120", *files)
     assert done.code == exit_code(number.name), done.err
     result = read_result(file)
     assert (result.interrupted.signal, result.interrupted.cells_left) == (number.name, 2)
@@ -108,11 +113,11 @@ def test_an_interrupted_bench_keeps_its_figures(phase, number, times, nsa, tmp_p
     assert "passed" not in done.out
 
 
-@pytest.mark.parametrize(("phase", "owner"), [("forward", run), ("decode", decode_gate)])
+@pytest.mark.parametrize(("phase", "owner"), [("forward", prefill), ("decode", gate)])
 def test_a_bench_interrupted_in_its_first_gate_reports_it(phase, owner, nsa, tmp_path, interrupt):
     interrupt(owner, "gate_case", signal.SIGTERM)
     page = tmp_path / "r.html"
-    done = nsa(*BENCH, "--phase", phase, "--length", "40", "--html", str(page))
+    done = nsa(*bench(phase), "--length", "40", "--html", str(page))
     assert done.code == 143, done.err
     assert "INTERRUPTED by SIGTERM, 1 of 1 cells left" in done.out
     assert "INTERRUPTED by SIGTERM" in page.read_text()

@@ -273,7 +273,7 @@ def test_options_of_tokens_take_k_and_m_in_every_command(nsa):
     }
     assert {
         *lists,
-        ("nsa bench", "--page-size"),
+        ("nsa bench decode", "--page-size"),
         ("nsa train", "--length"),
         ("nsa convert", "--length"),
         ("nsa tune", "--length"),

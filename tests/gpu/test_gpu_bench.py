@@ -64,7 +64,7 @@ def test_bench_times_trained_inputs_in_every_phase_with_every_rival(tmp_path: pa
 
 def test_bench_times_decode_steps_as_graphs_and_eagerly(tmp_path: pathlib.Path) -> None:
     bench = shlex.split(
-        "--phase decode --device cuda --shape reports,16/1/128 --length 600,4k --batch 4"
+        "decode --device cuda --shape reports,16/1/128 --length 600,4k --batch 4"
         f" --page-size 128 --budget 0.02 --time-limit 240 --json {tmp_path / 'r.json'}"
     )
     subprocess.run([sys.executable, "-m", "nsa_cli", "bench", *bench], check=True)

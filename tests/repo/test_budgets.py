@@ -27,7 +27,7 @@ MAY_CATCH_ALL |= {VERIFY + name for name in ("isolation/call_guard.py", "isolati
 MAY_CATCH_ALL |= {
     BENCH + name
     for name in (
-        *("decode_gate.py", "gate.py", "remote.py", "rivals.py", "timing.py"),
+        *("gate.py", "remote.py", "rivals.py", "timing.py"),
         "parallel/worker.py",
     )
 }

@@ -220,7 +220,7 @@ def test_a_command_that_does_not_exist_is_detected(command: str, repo: Any) -> N
 
 @pytest.mark.parametrize(
     "command",
-    ["nsa verify --win fa2", "nsa bench --phase decode", "nsa bench compare a b", "nsa tune"],
+    ["nsa verify --win fa2", "nsa bench decode", "nsa bench compare a b", "nsa tune"],
 )
 def test_a_command_that_exists_has_no_error(command: str, repo: Any) -> None:
     assert not command_error(command.split(), repo)

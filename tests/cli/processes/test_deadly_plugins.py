@@ -267,7 +267,7 @@ def test_bench_fails_the_cells_of_a_faulty_kernel_and_times_the_others(nsa, tmp_
 def test_bench_decode_fails_the_gate_of_a_faulty_kernel(nsa, tmp_path) -> None:
     install(tmp_path, "faulty", faulty(1, 2, 3, 4))
     file = tmp_path / "result.json"
-    options = ("--phase", "decode", "--shape", "4/2/16", "--length", "128", "--device", "cpu")
+    options = ("decode", "--shape", "4/2/16", "--length", "128", "--device", "cpu")
     combos = ("--combo", "win=faulty", "--combo", "sdpa", "--budget", "0.05", *PATIENT)
     done = nsa("bench", *options, *combos, "--json", str(file), path=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -287,7 +287,7 @@ def test_bench_decode_survives_a_kernel_that_crashes_late(nsa, tmp_path) -> None
     source = source.replace("    if q.shape[0] == 1: misbehave(1)\n", "")
     install(tmp_path, "faulty", source.replace("    from nsa_backend_sdpa import decode", late))
     file = tmp_path / "result.json"
-    options = ("--phase", "decode", "--shape", "4/2/16", "--length", "128", "--device", "cpu")
+    options = ("decode", "--shape", "4/2/16", "--length", "128", "--device", "cpu")
     combos = ("--combo", "win=faulty", "--combo", "sdpa", "--budget", "0.05", *PATIENT)
     done = nsa("bench", *options, *combos, "--json", str(file), path=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -28,7 +28,11 @@ LEAVES = ("q", "k", "v", "gates")  # of Inputs; dense attention has no gates
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One configuration to measure: shape, dtype, inputs, phase, batch and length."""
+    """One configuration to measure: shape, dtype, inputs, phase, batch and length.
+
+    For decode, ``inputs`` is the kind of cache, ``length`` its tokens per sequence including the
+    token of the step, and ``page_size`` the tokens per page, or None for a contiguous cache.
+    """
 
     config: NSAConfig
     shape: str
@@ -37,6 +41,7 @@ class Cell:
     phase: str
     batch: int
     length: int
+    page_size: int | None = None
 
 
 def kernels_of(plan: Plan, length: int) -> dict[str, str]:

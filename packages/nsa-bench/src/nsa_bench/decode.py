@@ -1,380 +1,234 @@
-"""One run of the decode benchmark: gates first, then every cell.
-
-A cell times whole steps, the slots within a step, one step of a layer, and dense baselines.
-"""
+"""The decode benchmark: whole steps, the slots within a step, a layer's step, dense attention."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import gc
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from nsa_bench import entries, isolation, remote, roofline
+from nsa_bench import entries, isolation, remote
+from nsa_bench.cells import Cell
 from nsa_bench.clocks import EagerClock, clock_for
-from nsa_bench.decode_children import StepsInChild
-from nsa_bench.decode_gate import decode_gate
-from nsa_bench.decode_settings import DecodeSettings
 from nsa_bench.decode_workloads import (
-    DecodeCell,
     State,
-    default_cells,
     dense_workloads,
-    layer_config,
     make_state,
     step_costs,
     step_workloads,
     within_step,
 )
-from nsa_bench.environment import machine
-from nsa_bench.gate import NOT_CORRECT, Gates
-from nsa_bench.limits import GRACE_S, Limits, lacks_memory
-from nsa_bench.result import EAGER, LAYER, UNFUSED, Interrupted, Measurement, Part, Result
+from nsa_bench.gate import decode_gate
+from nsa_bench.result import EAGER, LAYER, UNFUSED
 from nsa_bench.roofline import Cost, Peaks
+from nsa_bench.run import Bench, Subject
+from nsa_bench.settings import DecodeSettings, default_cells
 from nsa_bench.timing import (
-    INTERRUPTED,
-    LATE,
+    FAILED,
     MIN_ROUNDS,
     Clock,
     Outcome,
+    Performance,
     Prepared,
-    TimeUp,
     Workload,
     measure,
-    reason_of,
 )
-from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
-from nsa_core.dtypes import dtype_name
 from nsa_core.errors import NSAError
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
-from nsa_core.util.interruption import NEVER, Interruption
+from nsa_core.util.text import describe_error
+from nsa_verify.isolation.children import call_in_child
 from nsa_verify.problems.combination import Combination
 
 REPEATS = 5  # minimum number of rounds; the spread of this many repeats is reported
-# A workload, and the steps that run it in a child process
-_Timed: TypeAlias = tuple[Workload, StepsInChild | None]
 
 
-class DecodeBench:
-    """One run of the decode benchmark.
-
-    Args:
-        settings: What to measure.
-        registry: The installed backends.
-        versions: Facts for the result file's ``environment``, beside those of the machine.
-    """
+class DecodeBench(Bench):
+    """One run of the decode benchmark; the arguments are those of :class:`nsa_bench.run.Bench`."""
 
     def __init__(
         self, settings: DecodeSettings, registry: Registry, versions: dict[str, Any]
     ) -> None:
-        self.settings = dataclasses.replace(
-            settings, cells=settings.cells or default_cells(settings.device)
-        )
-        self.registry, self._versions = registry, versions
-        self._started = time.monotonic()
-        self._deadline = self._started + settings.time_limit_s
+        chosen = settings.cells or default_cells(settings.device)
+        self.settings = dataclasses.replace(settings, cells=chosen)
+        super().__init__(self.settings, registry, versions)
         self._judged: set[tuple[Any, ...]] = set()
-        self._limits = Limits(deadline=self._deadline)
-        self._gates = Gates(self._limits)
-        self._measurements: list[Measurement] = []
-        self._skipped: dict[str, str] = {}
-        self._combos: dict[str, dict[str, str]] = {}
+        self._plans: dict[Cell, dict[str, Plan]] = {}
+        self._dense: dict[Cell, list[str]] = {}  # the baselines that run here
 
-    def cells(self) -> list[tuple[DecodeCell, str]]:
+    def cells(self) -> list[Cell]:
         """Return every cell with every dtype."""
-        return [(cell, dtype) for cell in self.settings.cells for dtype in self.settings.dtypes]
+        s = self.settings
+        return [cell.of(dtype, s.blocks) for cell in s.cells for dtype in s.dtypes]
 
-    def run(
-        self, advance: Callable[[str], None] = lambda label: None, stop: Interruption = NEVER
-    ) -> Result:
-        """Measure every cell, or as many as finish before an interruption.
+    def problems(self) -> list[Cell]:
+        """Return every cell."""
+        return self.cells()
 
-        Args:
-            advance: Called with a label after each finished cell.
-            stop: Reports an interruption by a signal.
-
-        Returns:
-            The result; ``result.interrupted`` is set if cells are missing.
-
-        Raises:
-            Unsupported, BackendUnavailable, InvalidInput: A combination in the settings cannot run
-                here.
-        """
-        s, peaks, left = self.settings, dict[str, Peaks](), len(self.cells())
-        self._stop = stop
-        environment = self._versions | machine(s.device)  # after a signal it would take too long
-        with stop.stop_on_interrupt(GRACE_S):
-            plans = {
-                (cell, dtype): self._plan_and_judge(cell, dtype) for cell, dtype in self.cells()
-            }
-            if not stop.received:
-                peaks |= {
-                    name: roofline.measure_peaks(s.device, getattr(torch, name))
-                    for name in s.dtypes
-                }
-                self._clock = clock_for(s.device)
-            for cell, dtype in self.cells():
-                if stop.received:
-                    break
-                with torch.inference_mode():
-                    self._measure_cell(cell, dtype, plans[cell, dtype], peaks[dtype])
-                gc.collect()
-                left -= not stop.received
-                advance(f"{cell.shape.name}, {dtype}, B={cell.batch}, S={cell.length}")
-        return Result(
-            settings=s.as_json(),
-            environment=environment,
-            combos=self._combos,
-            skipped=self._skipped,
-            peaks=peaks,
-            gates=self._gates.done,
-            measurements=self._measurements,
-            crossovers=[],
-            seconds=round(time.monotonic() - self._started, 2),
-            interrupted=Interrupted.by(stop, left, len(self.cells())),
+    def plan_and_judge(self, problem: Cell) -> None:
+        """Plan the combinations of a cell; judge each once per shape, dtype and page size."""
+        s, config = self.settings, problem.config
+        options = step_options(problem, s.device, {})
+        combos = list(s.combos) or isolation.combinations(
+            self.registry, config, dataclasses.replace(options, batch=None, seq_len=None)
         )
-
-    def _plan_and_judge(self, cell: DecodeCell, dtype_text: str) -> dict[str, Plan]:
-        """Plan each combination for a cell and judge it; return the plans by combination."""
-        s, dtype = self.settings, getattr(torch, dtype_text)
-        config = layer_config(cell.shape, tuple(s.blocks))
-        options = PlanOptions(
-            device=s.device, dtype=dtype, phase="decode", page_size=cell.page_size
-        )
-        combos = list(s.combos) or isolation.combinations(self.registry, config, options)
-        plans = {}
+        plans = self._plans.setdefault(problem, {})
         for combo in combos:
             if self._stop.received:
-                break
-            named = dataclasses.replace(
-                options, backends=dict(combo.backends), batch=cell.batch, seq_len=cell.length
-            )
+                return
+            named = dataclasses.replace(options, backends=dict(combo.backends))
             isolation.check_plan(self.registry, config, named)
             plans[combo.name] = plan = resolve(config, named, registry=self.registry)
-            entries.record_backends(
-                self._combos, combo.name, plan, f"{cell.shape.name} {dtype_text} {cell.inputs}"
-            )
-            self._judge(combo, plan, config, cell, dtype)
-        return plans
+            where = f"{problem.shape} {problem.dtype} {problem.inputs}"
+            entries.record_backends(self._combos, combo.name, plan, where)
+            key = (combo.name, problem.shape, problem.page_size, problem.dtype)
+            if key not in self._judged:
+                self._judged.add(key)
+                self._judge_steps(combo, problem, plan)
 
-    def _judge(
+    def _judge_steps(self, combo: Combination, problem: Cell, plan: Plan) -> None:
+        s = self.settings
+        combination = dataclasses.replace(combo, device=s.device, registry=self.registry)
+        gate = functools.partial(decode_gate, combo.name, combination, problem, s.seed)
+        self.judge(combo.name, problem, plan, f"{problem.shape} steps", gate)
+
+    def plans_of(self, cell: Cell) -> dict[str, Plan]:
+        """Return the plan of each combination of a cell."""
+        return self._plans.get(cell, {})
+
+    def least_bytes(self, cell: Cell) -> int:
+        """Return the bytes of the cache."""
+        return _costs(cell)["dense"].bytes
+
+    @torch.inference_mode()
+    def time_cell(
         self,
-        combo: Combination,
-        plan: Plan,
-        config: NSAConfig,
-        cell: DecodeCell,
-        dtype: torch.dtype,
-    ) -> None:
-        """Judge a combination once per shape, dtype and page size."""
-        key = (combo.name, cell.shape, cell.page_size, dtype)
-        if key not in self._judged:
-            self._judged.add(key)
-            combination = dataclasses.replace(
-                combo, device=self.settings.device, registry=self.registry
-            )
-            arguments = (combo.name, combination, config, cell, dtype, self.settings.seed)
-            judge = functools.partial(decode_gate, *arguments)
-            if isolation.is_foreign(self.registry, plan):
-                name = f"{cell.shape.name} steps"
-                judge = functools.partial(
-                    isolation.gate_in_child,
-                    decode_gate,
-                    *arguments,
-                    failed=isolation.failed_gate(combo.name, cell.shape.name, dtype, name),
-                    device=self.settings.device,
-                    deadline=self._deadline,
-                )
-            self._gates.judge(combo.name, cell.shape.name, dtype_name(dtype), judge)
-
-    def _measure_cell(
-        self, cell: DecodeCell, dtype_text: str, plans: dict[str, Plan], peaks: Peaks
-    ) -> None:
-        s, dtype = self.settings, getattr(torch, dtype_text)
-        failed_combos = self._gates.failed(cell.shape.name, dtype_text)
-        untimed = failed_combos | self._gates.unjudged(cell.shape.name, dtype_text)
-        timed = {name: plan for name, plan in plans.items() if name not in untimed}
-        outcomes: dict[str, Outcome] = {name: Outcome(reason=NOT_CORRECT) for name in failed_combos}
-        subjects: dict[str, str] = dict.fromkeys(plans, "combo")
-        config, cuda = layer_config(cell.shape, tuple(s.blocks)), s.device.startswith("cuda")
-        cache_bytes = self._costs(cell, dtype_text)["dense"].bytes
-        if no_memory := lacks_memory(cache_bytes, s.device):
-            outcomes = dict.fromkeys(timed, Outcome(reason=no_memory)) | outcomes
-            self._record(cell, dtype_text, plans, subjects, outcomes, peaks)
-            return
-        steps = {
-            name: self._in_child(name, plan, config, cell, dtype) for name, plan in timed.items()
-        }
-        try:
-            with self._limits.until_deadline():
-                x = make_state(cell, config, dtype, s.device, s.seed)
-                rivals, skipped = dense_workloads(x, config)
-            self._skipped |= {
-                f"{name}, {cell.shape.name} {dtype_text}": why for name, why in skipped.items()
-            }
-            subjects |= dict.fromkeys((work.key for work in rivals), "dense")
-            workloads: list[_Timed] = [(work, None) for work in rivals]
-            for name, plan in timed.items():
-                workloads += [
-                    (work, steps[name])
-                    for work in step_workloads(name, plan, lambda: x, cell, dtype, s.device)
-                ]
-            limits: dict[str, Any] = {"budget_s": s.budget_s, "deadline": self._deadline}
-            limits |= {"limit_s": s.cell_limit_s, "stop": self._stop}
-            outcomes |= self._timed(workloads, self._clock, limits)
-            if cuda:
-                eager = [
-                    (dataclasses.replace(work, key=work.key + EAGER), child)
-                    for work, child in workloads
-                    if work.key not in subjects or work.key in plans
-                ]
-                outcomes |= self._timed(eager, EagerClock(), limits)
-            self._time_slots(timed, steps, x, outcomes)
-        except TimeUp:  # _record() gives the reason
-            pass
-        except (NSAError, RuntimeError) as error:
-            failed = Outcome(reason=reason_of(error))
-            outcomes |= {name: failed for name in subjects if name not in outcomes}
-        self._record(cell, dtype_text, plans, subjects, outcomes, peaks)
-
-    def _time_slots(
-        self,
+        cell: Cell,
         plans: dict[str, Plan],
-        steps: dict[str, StepsInChild | None],
-        x: State,
+        peaks: Peaks,
         outcomes: dict[str, Outcome],
+        reasons: dict[str, str],
     ) -> None:
-        """Add the time of each slot within the step of each plan to ``outcomes``."""
+        """Time steps and dense attention over one cache, on a GPU also without CUDA graphs."""
+        s = self.settings
+        with self._limits.until_deadline():
+            x = make_state(cell, s.device, s.seed)
+            dense, skipped = dense_workloads(x, cell.config)
+        self._skipped |= {
+            f"{name}, {cell.shape} {cell.dtype}": why for name, why in skipped.items()
+        }
+        self._dense[cell] = [work.key for work in dense]
+        steps = [
+            (work, name)
+            for name, plan in plans.items()
+            for work in step_workloads(name, plan, lambda: x, cell, s.device)
+        ]
+        baselines = [(work, "") for work in dense]
+        outcomes |= self._timed(cell, [*baselines, *steps], plans, self._clock)
+        if s.device.startswith("cuda"):
+            eager = [
+                (dataclasses.replace(work, key=work.key + EAGER), name) for work, name in steps
+            ]
+            outcomes |= self._timed(cell, eager, plans, EagerClock())
         for name, plan in plans.items():
             if self._stop.received or time.monotonic() > self._deadline:
                 return  # a part without a time then has its step's reason, or none
-            child, budget_s = steps[name], self.settings.budget_s
-            if child is not None:
-                times = child.slot_times(budget_s, self._deadline - time.monotonic())
-            else:
-                with self._limits.until_deadline():
-                    measured = within_step(plan, x, self._clock, budget_s)
-                times = {slot: Outcome(time) for slot, time in measured.items()}
+            times = self._slot_times(cell, name, plan, x)
             outcomes |= {slot_key(name, slot): outcome for slot, outcome in times.items()}
 
     def _timed(
         self,
-        workloads: Sequence[_Timed],
+        cell: Cell,
+        workloads: Sequence[tuple[Workload, str]],
+        plans: Mapping[str, Plan],
         clock: Clock,
-        limits: dict[str, Any],
     ) -> dict[str, Outcome]:
-        """Time workloads together, those of third-party backends in children."""
+        """Time workloads and their combinations together, third-party backends in children."""
+        s, is_eager = self.settings, isinstance(clock, EagerClock)
         with contextlib.ExitStack() as children:
             prepared = []
-            for workload, steps in workloads:
+            for workload, name in workloads:
                 limited = dataclasses.replace(workload, limited=self._limits.first_call)
-                if steps is not None:
-                    is_eager = isinstance(clock, EagerClock)
-                    limited = self._started_in_child(limited, steps, children, eager=is_eager)
+                if name and isolation.is_foreign(self.registry, plans[name]):
+                    start = functools.partial(
+                        self._start_in_child, cell, name, plans[name], workload.key, children
+                    )
+                    limited = dataclasses.replace(limited, start=start)
                 prepared.append(limited)
-            rounds = MIN_ROUNDS if isinstance(clock, EagerClock) else REPEATS
-            return measure(prepared, clock, min_rounds=rounds, **limits)
+            return measure(
+                prepared,
+                clock,
+                budget_s=s.budget_s,
+                deadline=self._deadline,
+                limit_s=s.cell_limit_s,
+                min_rounds=MIN_ROUNDS if is_eager else REPEATS,
+                stop=self._stop,
+            )
 
-    def _in_child(
-        self, name: str, plan: Plan, config: NSAConfig, cell: DecodeCell, dtype: torch.dtype
-    ) -> StepsInChild | None:
-        """Return the steps of a plan that run in a child: those of third-party backends."""
-        if not isolation.is_foreign(self.registry, plan):
-            return None
-        options = PlanOptions(
-            device=self.settings.device,
-            dtype=dtype,
-            phase="decode",
-            page_size=cell.page_size,
-            batch=cell.batch,
-            seq_len=cell.length,
-            backends={slot: choice.backend for slot, choice in plan.choices.items()},
+    def _start_in_child(
+        self, cell: Cell, name: str, plan: Plan, key: str, children: contextlib.ExitStack
+    ) -> Prepared:
+        """Let a child process prepare a workload of a plan and take its samples."""
+        s, eager = self.settings, key.endswith(EAGER)
+        make = functools.partial(
+            step_in_child,
+            *(self.registry, cell, _options_of(cell, s.device, plan), s.seed),
+            *(name, key.removesuffix(EAGER)),
         )
-        return StepsInChild(name, self.registry, config, options, cell, self.settings.seed)
+        try:
+            return remote.prepare_in_child(
+                make, s.device, self._limits, self._stop, children, eager=eager, inference=True
+            )
+        except remote.CannotStart as error:
+            raise RuntimeError(str(error)) from error
 
-    def _started_in_child(
-        self,
-        workload: Workload,
-        steps: StepsInChild,
-        children: contextlib.ExitStack,
-        *,
-        eager: bool,
-    ) -> Workload:
-        """Let a child process prepare ``workload`` and take its samples."""
-        make = functools.partial(steps.workload, workload.key.removesuffix(EAGER))
-
-        def start() -> Prepared:
+    def _slot_times(self, cell: Cell, name: str, plan: Plan, x: State) -> dict[str, Outcome]:
+        """Return the outcome of each slot within the step of a plan."""
+        s = self.settings
+        if not isolation.is_foreign(self.registry, plan):
+            with self._limits.until_deadline():
+                times = within_step(plan, x, self._clock, s.budget_s)
+        else:
+            arguments = (self.registry, cell, _options_of(cell, s.device, plan), s.seed, s.budget_s)
+            limit_s = self._deadline - time.monotonic()
             try:
-                return remote.prepare_in_child(
-                    make,
-                    self.settings.device,
-                    self._limits,
-                    self._stop,
-                    children,
-                    eager=eager,
-                    inference=True,
+                times = call_in_child(
+                    slots_in_child, *arguments, limit_s=limit_s, doing="in a step"
                 )
-            except remote.CannotStart as error:
-                raise RuntimeError(str(error)) from error
+            except NSAError as error:
+                return dict.fromkeys(SLOTS, Outcome(reason=f"{FAILED}: {describe_error(error)}"))
+        return {slot: Outcome(performance) for slot, performance in times.items()}
 
-        return dataclasses.replace(workload, start=start)
+    def subjects_of(self, cell: Cell, outcomes: Mapping[str, Outcome]) -> Iterator[Subject]:
+        """Yield the steps, dense attention, and the other ways to run a step that have a time.
 
-    def _costs(self, cell: DecodeCell, dtype: str) -> dict[str, Cost]:
-        """Return the costs of a step; those of dense attention have the bytes of the cache."""
-        config = layer_config(cell.shape, tuple(self.settings.blocks))
-        element = torch.finfo(getattr(torch, dtype)).bits // 8
-        return step_costs(config, cell.batch, cell.length, element)
+        Only a step that was run slot by slot has parts.
+        """
+        plans, costs = self.plans_of(cell), _costs(cell)
 
-    def _record(
-        self,
-        cell: DecodeCell,
-        dtype: str,
-        plans: dict[str, Plan],
-        subjects: dict[str, str],
-        outcomes: dict[str, Outcome],
-        peaks: Peaks,
-    ) -> None:
-        kinds = dict(subjects)
-        for key in outcomes:
-            if key not in kinds and any(key.startswith(name + ", ") for name in plans):
-                kinds[key] = "layer" if LAYER in key else "combo"
-        costs = self._costs(cell, dtype)
-        measurements = []
-        for subject, kind in kinds.items():
-            plan = plans.get(subject.removesuffix(UNFUSED))
-            has_parts = plan is not None and (subject.endswith(UNFUSED) or "step" not in plan.fused)
-            parts = (
-                _parts(subject.removesuffix(UNFUSED), plan, outcomes, costs, peaks)
-                if plan is not None and has_parts
-                else {}
-            )
-            outcome = outcomes.get(
-                subject, Outcome(reason=INTERRUPTED if self._stop.received else LATE)
-            )
-            measurements.append(
-                entries.measurement(
-                    kind,
-                    outcome,
-                    costs["dense" if kind == "dense" else "total"],
-                    peaks,
-                    subject=subject,
-                    shape=cell.shape.name,
-                    dtype=dtype,
-                    inputs=cell.inputs,
-                    phase="decode",
-                    batch=cell.batch,
-                    length=cell.length,
-                    parts=parts,
-                )
-            )
-        self._measurements += entries.add_dense_ratios(measurements)
+        def step(subject: str) -> Subject:
+            combo = subject.removesuffix(UNFUSED)
+            plan = plans.get(combo)
+            parts: dict[str, tuple[str, str, Cost]] = {}
+            if plan is not None and (subject.endswith(UNFUSED) or "step" not in plan.fused):
+                parts = {
+                    slot: (plan.choices[slot].backend, slot_key(combo, slot), costs[slot])
+                    for slot in SLOTS
+                }
+            kind = "layer" if LAYER in subject else "combo"
+            return Subject(subject, kind, subject, costs["total"], parts)
+
+        dense = self._dense.get(cell, [])
+        yield from map(step, plans)
+        yield from (Subject(name, "dense", name, costs["dense"], {}) for name in dense)
+        variants = [key for key in outcomes if any(key.startswith(name + ", ") for name in plans)]
+        yield from (step(key) for key in variants if key not in plans and key not in dense)
 
 
 def slot_key(combo: str, slot: str) -> str:
@@ -382,12 +236,52 @@ def slot_key(combo: str, slot: str) -> str:
     return f"{slot} in {combo}"
 
 
-def _parts(
-    combo: str, plan: Plan, outcomes: dict[str, Outcome], costs: dict[str, Cost], peaks: Peaks
-) -> dict[str, Part]:
-    parts = {}
-    for slot in SLOTS:
-        outcome = outcomes.get(slot_key(combo, slot))
-        if outcome is not None:
-            parts[slot] = entries.part(plan.choices[slot].backend, outcome, costs[slot], peaks)
-    return parts
+def _costs(cell: Cell) -> dict[str, Cost]:
+    """Return the costs of a step; those of dense attention have the bytes of the cache."""
+    element = torch.finfo(getattr(torch, cell.dtype)).bits // 8
+    return step_costs(cell.config, cell.batch, cell.length, element)
+
+
+def step_options(cell: Cell, device: str, backends: Mapping[str, str]) -> PlanOptions:
+    """Return the options of a plan for a step of a cell."""
+    return PlanOptions(
+        device=device,
+        dtype=getattr(torch, cell.dtype),
+        phase="decode",
+        page_size=cell.page_size,
+        batch=cell.batch,
+        seq_len=cell.length,
+        backends=dict(backends),
+    )
+
+
+def _options_of(cell: Cell, device: str, plan: Plan) -> PlanOptions:
+    """Return options that name the backend of each slot of a plan."""
+    return step_options(cell, device, {s: choice.backend for s, choice in plan.choices.items()})
+
+
+def step_in_child(
+    registry: Registry, cell: Cell, options: PlanOptions, seed: int, name: str, key: str
+) -> Workload:
+    """Return a workload of a plan; call it in a child process.
+
+    Args:
+        registry: The backends.
+        cell: The cell.
+        options: Options of the plan, with the backend of each slot.
+        seed: Seed of the random tensors.
+        name: Name of the plan's combination.
+        key: Key of the workload.
+    """
+    device, plan = str(options.device), resolve(cell.config, options, registry=registry)
+    workloads = step_workloads(name, plan, lambda: make_state(cell, device, seed), cell, device)
+    return next(workload for workload in workloads if workload.key == key)
+
+
+@torch.inference_mode()
+def slots_in_child(
+    registry: Registry, cell: Cell, options: PlanOptions, seed: int, budget_s: float
+) -> dict[str, Performance]:
+    """Time each slot within the step of a plan; call it in a child process."""
+    device, plan = str(options.device), resolve(cell.config, options, registry=registry)
+    return within_step(plan, make_state(cell, device, seed), clock_for(device), budget_s)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nsa_bench.cells import Cell
 from nsa_bench.clocks import CpuClock, CudaClock
 from nsa_bench.result import LAYER, UNFUSED
 from nsa_bench.roofline import Cost
-from nsa_bench.shapes import PAPER_BLOCKS, Shape
 from nsa_bench.timing import MAX_ROUNDS, Performance, Workload, summarise
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
@@ -26,44 +26,6 @@ from nsa_core.layer.module import NSAttention
 from nsa_core.plan.plan import Plan
 
 LAYER_ROOM = 2048  # free space in a layer's cache for the timed steps, in tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeCell:
-    """A decode configuration to measure.
-
-    Attributes:
-        shape: The heads.
-        batch: Number of sequences.
-        length: Cached tokens per sequence, including the token of the step.
-        page_size: Tokens per page of the cache; None for a contiguous cache.
-    """
-
-    shape: Shape
-    batch: int
-    length: int
-    page_size: int | None = None
-
-    @property
-    def inputs(self) -> str:
-        """Return the kind of cache as a result file names it."""
-        return "random" if self.page_size is None else f"random, pages of {self.page_size}"
-
-
-def default_cells(device: str) -> list[DecodeCell]:
-    """Return the default cells, as in docs/how-to/benchmark.md.
-
-    On a GPU: caches of 4 GiB, and small cells. On the CPU: small cells. All caches are longer than
-    n * l' = 1024 tokens; up to it, a step selects every block.
-    """
-    small = [DecodeCell(Shape(8, 2, 32, 32), 1, length) for length in (2048, 4096, 8192)]
-    if not device.startswith("cuda"):
-        return [*small, DecodeCell(Shape(8, 2, 32, 32), 4, 2048, 128)]
-    large = Shape(64, 4, 128, 128)
-    return [
-        *(DecodeCell(large, b, s * 1024, 128) for b, s in ((256, 8), (32, 64), (16, 128))),
-        *small,
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +46,9 @@ class State:
         return k, v
 
 
-def make_state(
-    cell: DecodeCell, config: NSAConfig, dtype: torch.dtype, device: str, seed: int
-) -> State:
+def make_state(cell: Cell, device: str, seed: int) -> State:
     """Create a state of random tensors; pages are in random order, as in a long-running server."""
+    dtype, config = getattr(torch, cell.dtype), cell.config
     generator, geometry = torch.Generator(device).manual_seed(seed), config.geometry
     block = geometry.select_block_size
     size = cell.page_size or -(-cell.length // block) * block
@@ -155,12 +116,7 @@ def fused_step(plan: Plan, x: State) -> Any:
 
 
 def step_workloads(
-    name: str,
-    plan: Plan,
-    state: Callable[[], State],
-    cell: DecodeCell,
-    dtype: torch.dtype,
-    device: str,
+    name: str, plan: Plan, state: Callable[[], State], cell: Cell, device: str
 ) -> list[Workload]:
     """Return workloads: the step, its slots one by one if it is fused, and a layer's step.
 
@@ -169,7 +125,6 @@ def step_workloads(
         plan: The plan.
         state: Returns the cache and the queries; called when a workload is set up.
         cell: The cell of ``state``.
-        dtype: Its dtype.
         device: Its device.
     """
 
@@ -186,17 +141,17 @@ def step_workloads(
             Workload(name, of_state(fused_step), True),
             dataclasses.replace(workloads[0], key=name + UNFUSED),
         ]
-    layer = Workload(name + LAYER, lambda: layer_step(plan, cell, dtype, device), True)
+    layer = Workload(name + LAYER, lambda: layer_step(plan, cell, device), True)
     return [*workloads, layer]
 
 
-def layer_step(plan: Plan, cell: DecodeCell, dtype: torch.dtype, device: str) -> Callable[[], Any]:
+def layer_step(plan: Plan, cell: Cell, device: str) -> Callable[[], Any]:
     """Return a call that runs one decode step of a whole layer with default options.
 
     The cache is filled to the cell's length. Every call appends a token; the cache has room for
     LAYER_ROOM of them.
     """
-    config = plan.config
+    config, dtype = plan.config, getattr(torch, cell.dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         attn = NSAttention(config).to(device, dtype).requires_grad_(False)
@@ -215,11 +170,6 @@ def layer_step(plan: Plan, cell: DecodeCell, dtype: torch.dtype, device: str) ->
         store.normal_()
     cache.advance(cell.length - 1, before, None, True)
     return lambda: attn(x, cache=cache)
-
-
-def layer_config(shape: Shape, blocks: tuple[int, ...] = PAPER_BLOCKS) -> NSAConfig:
-    """Return a layer with default options: mlp compression, one key/value pair per branch."""
-    return dataclasses.replace(shape.config(blocks), compress="mlp", shared_kv=False)
 
 
 def dense_workloads(x: State, config: NSAConfig) -> tuple[list[Workload], dict[str, str]]:

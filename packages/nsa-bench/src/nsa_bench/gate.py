@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from nsa_bench.cells import Cell
 from nsa_bench.limits import Limits
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import TimeUp
@@ -17,11 +19,15 @@ from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
 from nsa_core.plan.plan import Plan
 from nsa_core.util.text import describe_error
+from nsa_verify.checks.decode_fused import fused_step
+from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.slot_runs import SlotRun, masked_do, run_slot, slot_inputs
+from nsa_verify.problems.steps import Step
 
 NOT_CORRECT = "not correct: its gate failed"  # reason of a measurement without a time
 
@@ -142,12 +148,37 @@ def run_gate(
     combo: str, plan: Plan, case: Case, dtype: torch.dtype, device: str, gradients: bool, shape: str
 ) -> Gate:
     """Judge a combination, whose ``plan`` is for ``case.config``. A kernel that raises fails."""
+    judge = functools.partial(judge_plan, plan, case, dtype, device, gradients)
+    return _gate(combo, shape, dtype_name(dtype), case.name, judge)
+
+
+def decode_gate(combo: str, combination: Combination, cell: Cell, seed: int) -> Gate:
+    """Judge a combination's decode forms and fused step on a few small steps of the same shape."""
+    case = dataclasses.replace(gate_case(cell.config, combination.device, seed), rows=None)
+    longest, page = case.lengths[0], cell.page_size
+    lengths = (longest, longest - 1, longest // 2, longest // 3)
+    name = f"{cell.shape} steps at {lengths} tokens, page {page or 'none'}"
+    step = Step(dataclasses.replace(case, name=name), lengths, (4,) * 4, rows=4, page_size=page)
+    dtype = getattr(torch, cell.dtype)
+
+    def judge() -> list[str]:
+        findings = [*decode_parity(combination, step, dtype), *fused_step(combination, step, dtype)]
+        return [
+            f"{finding.slot or finding.check} {finding.quantity}: {finding.detail}"
+            for finding in findings
+            if finding.ok is False
+        ]
+
+    return _gate(combo, cell.shape, cell.dtype, name, judge)
+
+
+def _gate(combo: str, shape: str, dtype: str, case: str, judge: Callable[[], list[str]]) -> Gate:
+    """Return the verdict of ``judge()``, which returns the failures."""
     started = time.perf_counter()
     try:
         with guarded_calls((TimeUp,)):
-            failures = judge_plan(plan, case, dtype, device, gradients)
+            failures = judge()
     except Exception as error:  # noqa: BLE001  a kernel may return anything
         failures = [describe_error(error)]
     seconds = round(time.perf_counter() - started, 3)
-    name = dtype_name(dtype)
-    return Gate(combo, shape, name, not failures, case.name, seconds, failures)
+    return Gate(combo, shape, dtype, not failures, case, seconds, failures)

@@ -1,41 +1,33 @@
-"""One run of the prefill benchmark: gates first, then every cell, then crossovers.
+"""The loop of a benchmark run: gates first, then every cell, then crossovers.
 
-Cells run in order of length, the shortest first.
+Prefill and decode say what their cells, plans and workloads are.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from nsa_bench import cells, entries, isolation, roofline
-from nsa_bench.baselines import Baseline
+from nsa_bench import entries, isolation, roofline
 from nsa_bench.cells import Cell
 from nsa_bench.clocks import clock_for
 from nsa_bench.crossover import crossovers
 from nsa_bench.environment import machine
-from nsa_bench.gate import NOT_CORRECT, Gate, Gates, gate_case, run_gate
+from nsa_bench.gate import NOT_CORRECT, Gate, Gates
 from nsa_bench.limits import GRACE_S, Limits, lacks_memory
-from nsa_bench.result import Interrupted, Measurement, Part, Result
-from nsa_bench.rivals import check_rivals
+from nsa_bench.result import Interrupted, Measurement, Result
 from nsa_bench.roofline import Cost, Peaks
-from nsa_bench.settings import Settings
-from nsa_bench.shapes import Shape
-from nsa_bench.slow_calls import SlowCalls
-from nsa_bench.subjects import Subjects, gate_of
-from nsa_bench.timing import INTERRUPTED, LATE, Outcome, measure, reason_of
-from nsa_core.contract import LONG_SEQUENCE
-from nsa_core.errors import InvalidInput
-from nsa_core.plan.default_plan import is_long
-from nsa_core.plan.options import PlanOptions
+from nsa_bench.settings import RunSettings
+from nsa_bench.timing import INTERRUPTED, LATE, Outcome, TimeUp, reason_of
+from nsa_core.errors import NSAError
 from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry
 from nsa_core.util.interruption import NEVER, Interruption
@@ -44,53 +36,106 @@ from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import Combination
 
 
-class Bench:
-    """One run of the prefill benchmark.
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """An entry of a cell in the result file.
+
+    Attributes:
+        name: The name of the combination or baseline.
+        kind: combo, dense, layer or rival.
+        key: The key of its outcome.
+        cost: The operations and bytes of a call.
+        parts: Name of a part -> its backend, the key of its outcome, and its cost.
+    """
+
+    name: str
+    kind: str
+    key: str
+    cost: Cost
+    parts: Mapping[str, tuple[str, str, Cost]]
+
+
+class Bench(abc.ABC):
+    """One run of a benchmark.
 
     Args:
         settings: What to measure.
         registry: The installed backends.
         versions: Facts for the result file's ``environment``, beside those of the machine.
-
-    Raises:
-        InvalidInput: A phase or rival is unknown, or a checkpoint cannot be used.
-        BackendUnavailable: A checkpoint is given and safetensors is not installed.
+        max_call_s: Longest duration of a call, in seconds.
     """
 
-    def __init__(self, settings: Settings, registry: Registry, versions: dict[str, Any]) -> None:
-        if "decode" in settings.phases:
-            phases = ", ".join(settings.phases)
-            raise InvalidInput(
-                "phase decode is measured by itself, apart from other phases, got"
-                f" {phases}; run decode separately"
-            )
-        unknown = [phase for phase in settings.phases if phase not in cells.PHASES]
-        if unknown:
-            raise InvalidInput(
-                f"phase must be one of {', '.join(cells.PHASES)}, decode; got {', '.join(unknown)}"
-            )
-        check_rivals(settings.rivals or ())
-        self.settings, self.registry, self._versions = settings, registry, versions
+    def __init__(
+        self,
+        settings: RunSettings,
+        registry: Registry,
+        versions: dict[str, Any],
+        max_call_s: float = float("inf"),
+    ) -> None:
+        self.registry, self._run_settings, self._versions = registry, settings, versions
         self._started = time.monotonic()
         self._deadline = self._started + settings.time_limit_s
-        self._limits = Limits.of_run(self._deadline, settings.max_call_s, settings.device)
+        self._limits = Limits.of_run(self._deadline, max_call_s, settings.device)
         self._gates = Gates(self._limits)
         self._measurements: list[Measurement] = []
         self._stop = NEVER
         self._combos: dict[str, dict[str, str]] = {}
-        self._subjects = Subjects(settings, registry)
+        self._skipped: dict[str, str] = {}
 
+    @abc.abstractmethod
     def cells(self) -> list[Cell]:
-        """Return the cells, shortest first, so that a time limit drops the longest lengths."""
-        s = self.settings
-        return [
-            Cell(shape.config(s.blocks), shape.name, dtype, inputs, phase, s.batch, length)
-            for length in sorted(s.lengths)
-            for shape in s.shapes
-            for dtype in s.dtypes
-            for inputs in s.inputs
-            for phase in s.phases
-        ]
+        """Return the cells in the order in which they are timed."""
+
+    @abc.abstractmethod
+    def problems(self) -> list[Cell]:
+        """Return a cell of each problem that is planned and judged, in this order."""
+
+    @abc.abstractmethod
+    def plan_and_judge(self, problem: Cell) -> None:
+        """Plan and judge the combinations of a problem."""
+
+    @abc.abstractmethod
+    def plans_of(self, cell: Cell) -> dict[str, Plan]:
+        """Return the plan of each combination of a cell."""
+
+    @abc.abstractmethod
+    def least_bytes(self, cell: Cell) -> int:
+        """Return the bytes of a cell's tensors, without which no call can run."""
+
+    @abc.abstractmethod
+    def time_cell(
+        self,
+        cell: Cell,
+        plans: dict[str, Plan],
+        peaks: Peaks,
+        outcomes: dict[str, Outcome],
+        reasons: dict[str, str],
+    ) -> None:
+        """Time the subjects of a cell.
+
+        Args:
+            cell: The cell.
+            plans: Its correct combinations.
+            peaks: The machine's peak rates.
+            outcomes: The outcomes by key; this adds to them.
+            reasons: Name of a subject -> why it has no time; this adds to them.
+        """
+
+    @abc.abstractmethod
+    def subjects_of(self, cell: Cell, outcomes: Mapping[str, Outcome]) -> Iterator[Subject]:
+        """Yield the subjects of a cell for the result file."""
+
+    def may_be_slow(self, cell: Cell, peaks: Peaks) -> bool:
+        """Return whether a call of ``cell`` may need a child process."""
+        return False
+
+    def settings_as_json(self) -> dict[str, Any]:
+        """Return the settings as the result file stores them."""
+        return self._run_settings.as_json()
+
+    def steps(self) -> int:
+        """Return how often :meth:`run` calls ``advance``."""
+        return len(self.problems()) + len(self.cells())
 
     def run(
         self, advance: Callable[[str], None] = lambda label: None, stop: Interruption = NEVER
@@ -108,7 +153,8 @@ class Bench:
             Unsupported, BackendUnavailable, InvalidInput: A combination in the settings cannot run
                 here.
         """
-        s, peaks, left = self.settings, dict[str, Peaks](), len(self.cells())
+        s, peaks, cells = self._run_settings, dict[str, Peaks](), self.cells()
+        left = len(cells)
         self._stop = stop
         environment = self._versions | machine(s.device)  # after a signal it would take too long
         with stop.stop_on_interrupt(GRACE_S):
@@ -116,131 +162,59 @@ class Bench:
                 name: roofline.measure_peaks(s.device, getattr(torch, name)) for name in s.dtypes
             }
             self._clock = clock_for(s.device)
-            self._slow = SlowCalls(self._subjects, self._limits, self._clock, stop)
             if isolation.may_be_foreign(self.registry, {}) or any(
-                self._slow.may_be_slow(cell, peaks[cell.dtype]) for cell in self.cells()
+                self.may_be_slow(cell, peaks[cell.dtype]) for cell in cells
             ):
-                preload([__name__])  # while the gates run
-            for shape, dtype in itertools.product(s.shapes, s.dtypes):
-                self._plan_and_judge(shape, dtype)
-                advance(f"gate {shape.name}, {dtype}")
-            for cell in self.cells():
+                preload([type(self).__module__])  # while the gates run
+            for problem in self.problems():
+                if stop.received:
+                    break
+                self.plan_and_judge(problem)
+                advance(f"gate {problem.shape}, {problem.dtype}")
+            for cell in cells:
                 if stop.received:
                     break
                 self._measure_cell(cell, peaks[cell.dtype])
                 left -= not stop.received
-                advance(f"{cell.shape}, {cell.dtype}, {cell.inputs}, {cell.phase}, S={cell.length}")
+                advance(
+                    f"{cell.shape}, {cell.dtype}, {cell.inputs}, {cell.phase}, B={cell.batch},"
+                    f" S={cell.length}"
+                )
         return Result(
-            settings=s.as_json()
-            | {
-                "checkpoints": {
-                    name: checkpoint.facts for name, checkpoint in self._subjects.models.items()
-                }
-            },
+            settings=self.settings_as_json(),
             environment=environment,
             combos=self._combos,
-            skipped=self._subjects.skipped,
+            skipped=self._skipped,
             peaks=peaks,
             gates=self._gates.done,
             measurements=self._measurements,
-            crossovers=crossovers(self._measurements),
+            crossovers=crossovers([m for m in self._measurements if m.phase != "decode"]),
             seconds=round(time.monotonic() - self._started, 2),
-            interrupted=Interrupted.by(stop, left, len(self.cells())),
+            interrupted=Interrupted.by(stop, left, len(cells)),
         )
 
-    def _plan_and_judge(self, shape: Shape, dtype_name: str) -> None:
-        """Plan and judge the combinations of a shape and dtype."""
-        s, dtype, config = (
-            self.settings,
-            getattr(torch, dtype_name),
-            shape.config(self.settings.blocks),
-        )
-        options = PlanOptions(device=s.device, dtype=dtype, needs_grad=self._subjects.gradients)
-        combos = list(s.combos) or isolation.combinations(self.registry, config, options)
-        case = gate_case(config, s.device, s.seed)
-        judged = []
-        for long, combo in itertools.product(
-            sorted({is_long(length, False) for length in s.lengths}), combos
-        ):
-            if self._stop.received:
-                return
-            plan, gate_plan = (
-                self._subjects.plan(config, dtype, combo, long),
-                self._subjects.plan(case.config, dtype, combo, long),
+    def judge(
+        self, combo: str, problem: Cell, plan: Plan, case: str, gate: Callable[[], Gate]
+    ) -> None:
+        """Judge a combination, in a child process if a third-party backend takes part.
+
+        Args:
+            combo: The combination.
+            problem: Its problem.
+            plan: Its plan.
+            case: Name of the case on which it is judged.
+            gate: Returns the verdict; pickle can send it.
+        """
+        if isolation.is_foreign(self.registry, plan):
+            dtype = getattr(torch, problem.dtype)
+            gate = functools.partial(
+                isolation.gate_in_child,
+                gate,
+                failed=isolation.failed_gate(combo, problem.shape, dtype, case),
+                device=self._run_settings.device,
+                deadline=self._deadline,
             )
-            self._subjects.add(combo, shape.name, dtype_name, long, plan)
-            where = f"{shape.name} {dtype_name}" + f" from {LONG_SEQUENCE} tokens on" * long
-            entries.record_backends(self._combos, combo.name, plan, where)
-            backends = {slot: choice.backend for slot, choice in gate_plan.choices.items()}
-            if (combo, backends) not in judged:
-                judged.append((combo, backends))
-                gate = functools.partial(self._gate, combo, gate_plan, case, dtype, shape, long)
-                self._gates.judge(combo.name, shape.name, dtype_name, gate)
-
-    def _gate(
-        self,
-        combo: Combination,
-        plan: Plan,
-        case: Case,
-        dtype: torch.dtype,
-        shape: Shape,
-        long: bool,
-    ) -> Gate:
-        """Judge a combination, in a child process if a third-party backend takes part."""
-        s = self.settings
-        arguments = (combo.name, plan, case, dtype, s.device, self._subjects.gradients, shape.name)
-        if not isolation.is_foreign(self.registry, plan):
-            return run_gate(*arguments)
-        return isolation.gate_in_child(
-            gate_of,
-            s,
-            self.registry,
-            combo,
-            case,
-            dtype,
-            shape.name,
-            long,
-            failed=isolation.failed_gate(combo.name, shape.name, dtype, case.name),
-            device=s.device,
-            deadline=self._deadline,
-        )
-
-    def _measure_cell(self, cell: Cell, peaks: Peaks) -> None:
-        s = self.settings
-        plans = self._subjects.plans_of(cell)
-        baselines = {baseline.name: baseline for baseline in self._subjects.baselines(cell)}
-        reasons = self._not_judged(cell)
-        if no_memory := self._lacks_memory(cell):
-            reasons |= dict.fromkeys([*plans, *baselines], no_memory)
-        subjects = {cells.TOTAL + name: name for name in plans if name not in reasons}
-        subjects |= {name: name for name in baselines if name not in reasons}
-        reasons |= self._slow.probe(cell, subjects, peaks)
-        reasons |= {
-            name: reason
-            for key, name in subjects.items()
-            if (reason := self._slow.estimates.too_long(cell, key, s.max_call_s))
-        }
-        timed_plans = {name: plan for name, plan in plans.items() if name not in reasons}
-        timed_baselines = [b for name, b in baselines.items() if name not in reasons]
-        outcomes: dict[str, Outcome] = {}
-        if time.monotonic() < self._deadline and (timed_plans or timed_baselines):
-            try:
-                outcomes = self._time_workloads(cell, timed_plans, timed_baselines)
-            except RuntimeError as error:  # a kernel that broke the device fails all later calls
-                reasons |= dict.fromkeys([*timed_plans, *baselines], reason_of(error))
-        for key, outcome in outcomes.items():
-            if outcome.performance is not None:
-                self._slow.estimates.add(cell, key, outcome.performance.median_ms)
-        self._record(cell, peaks, outcomes, reasons, [*plans], baselines)
-        gc.collect()  # retained autograd graphs hold most of the memory
-        if s.device.startswith("cuda"):
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.empty_cache()
-
-    def _lacks_memory(self, cell: Cell) -> str:
-        """Return why a cell cannot run: its inputs and its output alone exceed the memory."""
-        forward = self._subjects.costs(dataclasses.replace(cell, phase="forward"), cell.config)
-        return lacks_memory(forward["total"].bytes, self.settings.device)
+        self._gates.judge(combo, problem.shape, problem.dtype, gate)
 
     def _not_judged(self, cell: Cell) -> dict[str, str]:
         """Return the combinations of a cell that may not be timed, and the reason of each."""
@@ -249,54 +223,47 @@ class Bench:
         reasons = dict.fromkeys(self._gates.unjudged(*where), late)
         return reasons | dict.fromkeys(self._gates.failed(*where), NOT_CORRECT)
 
-    def _time_workloads(
-        self, cell: Cell, timed_plans: dict[str, Plan], timed_baselines: list[Baseline]
-    ) -> dict[str, Outcome]:
-        s = self.settings
-        with contextlib.ExitStack() as children:
-            return measure(
-                [
-                    self._slow.limited(cell, workload, timed_plans, children)
-                    for workload in self._subjects.workloads(cell, timed_plans, timed_baselines)
-                ],
-                self._clock,
-                budget_s=s.budget_s,
-                deadline=self._deadline,
-                limit_s=s.cell_limit_s,
-                stop=self._stop,
-            )
+    def _measure_cell(self, cell: Cell, peaks: Peaks) -> None:
+        device, outcomes = self._run_settings.device, dict[str, Outcome]()
+        reasons = self._not_judged(cell)
+        if no_memory := lacks_memory(self.least_bytes(cell), device):
+            reasons = {s.name: no_memory for s in self.subjects_of(cell, outcomes)} | reasons
+        elif time.monotonic() < self._deadline:
+            plans = {n: plan for n, plan in self.plans_of(cell).items() if n not in reasons}
+            try:
+                self.time_cell(cell, plans, peaks, outcomes, reasons)
+            except TimeUp:  # _record() gives the reason
+                pass
+            except (NSAError, RuntimeError) as error:
+                # A kernel that broke the device fails all later calls.
+                subjects = self.subjects_of(cell, outcomes)
+                missing = [s.name for s in subjects if s.key not in outcomes]
+                reasons = dict.fromkeys(missing, reason_of(error)) | reasons
+        self._record(cell, peaks, outcomes, reasons)
+        gc.collect()  # retained autograd graphs hold most of the memory
+        if device.startswith("cuda"):
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
 
     def _record(
-        self,
-        cell: Cell,
-        peaks: Peaks,
-        outcomes: dict[str, Outcome],
-        reasons: dict[str, str],
-        plans: list[str],
-        baselines: dict[str, Baseline],
+        self, cell: Cell, peaks: Peaks, outcomes: dict[str, Outcome], reasons: dict[str, str]
     ) -> None:
-        costs = self._subjects.costs(cell, cell.config)
         late = Outcome(reason=INTERRUPTED if self._stop.received else LATE)
         measurements = []
-        for name in [*plans, *baselines]:
-            is_combo = name in plans
-            outcome = (
-                Outcome(reason=reasons[name])
-                if name in reasons
-                else outcomes.get(cells.TOTAL * is_combo + name, late)
-            )
-            parts = (
-                self._parts(cell, name, outcomes, costs, peaks)
-                if is_combo and name not in reasons
-                else {}
-            )
+        for subject in self.subjects_of(cell, outcomes):
+            reason = reasons.get(subject.name, "")
+            parts = {
+                name: entries.part(backend, outcomes[key], cost, peaks)
+                for name, (backend, key, cost) in subject.parts.items()
+                if key in outcomes and not reason
+            }
             measurements.append(
                 entries.measurement(
-                    "combo" if is_combo else baselines[name].kind,
-                    outcome,
-                    self._subjects.cost(cell, name),
+                    subject.kind,
+                    Outcome(reason=reason) if reason else outcomes.get(subject.key, late),
+                    subject.cost,
                     peaks,
-                    subject=name,
+                    subject=subject.name,
                     shape=cell.shape,
                     dtype=cell.dtype,
                     inputs=cell.inputs,
@@ -307,21 +274,3 @@ class Bench:
                 )
             )
         self._measurements += entries.add_dense_ratios(measurements)
-
-    def _parts(
-        self,
-        cell: Cell,
-        combo: str,
-        outcomes: dict[str, Outcome],
-        costs: dict[str, Cost],
-        peaks: Peaks,
-    ) -> dict[str, Part]:
-        plan = self._subjects.plans_of(cell)[combo]
-        keys = {"compress": ("nsa_core", "compress")}
-        for name, backend in cells.kernels_of(plan, cell.length).items():
-            keys[name] = (backend, cells.part_key(name, backend))
-        parts = {}
-        for name, (backend, key) in keys.items():
-            if key in outcomes:
-                parts[name] = entries.part(backend, outcomes[key], costs[name], peaks)
-        return parts

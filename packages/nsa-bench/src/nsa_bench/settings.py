@@ -1,7 +1,8 @@
-"""Settings: what a prefill benchmark measures."""
+"""Settings: what a benchmark measures."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,69 +10,156 @@ from typing import Any
 
 import torch
 
-from nsa_bench.shapes import PAPER_BLOCKS, Shape
+from nsa_bench.cells import Cell
+from nsa_bench.shapes import PAPER_BLOCKS, Shape, parse_shape
 from nsa_bench.timing import METHODS
+from nsa_core.config import NSAConfig
 from nsa_verify.problems.combination import Combination
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class RunSettings(abc.ABC):
+    """Settings that every benchmark has.
+
+    Attributes:
+        dtypes: Names of torch dtypes.
+        combos: Combinations to time; empty for all that are ready.
+        blocks: l, d, l', n, w.
+        device: "cpu", "cuda" or "cuda:N".
+        seed: Seed of the random tensors.
+        budget_s: Seconds of samples per workload.
+        cell_limit_s: Seconds after which a cell prepares no further workload.
+        time_limit_s: Seconds after which the run ends: nothing more is judged or prepared, and slow
+            calls are ended.
+    """
+
+    dtypes: Sequence[str] = ("float32",)
+    combos: Sequence[Combination] = ()
+    blocks: Sequence[int] = PAPER_BLOCKS
+    device: str = "cpu"
+    seed: int = 0
+    budget_s: float = 0.3
+    cell_limit_s: float = 60.0
+    time_limit_s: float = 420.0
+
+    @abc.abstractmethod
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings as a result file stores them."""
+
+    def _common(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            **{name: list(v) if isinstance(v, tuple) else v for name, v in values.items()},
+            "combos": [combo.name for combo in self.combos],
+            "threads": torch.get_num_threads(),
+            "methods": METHODS,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(RunSettings):
     """Settings of a prefill benchmark.
 
     Attributes:
         shapes: The heads to measure.
         lengths: Tokens per sequence.
         phases: Any of "forward", "backward" and "both".
-        dtypes: Names of torch dtypes.
         inputs: "random", "real" or both.
-        combos: Combinations to time; empty for all that are ready.
         rivals: Other libraries to time; None for all known ones on a GPU and none elsewhere.
-        blocks: l, d, l', n, w.
         batch: Number of sequences.
-        device: "cpu", "cuda" or "cuda:N".
-        seed: Seed of the random tensors.
         text: Text of real inputs.
         text_name: Name of the text in the result file.
         checkpoints: Models for real inputs, one per shape; empty for an untrained layer.
-        budget_s: Seconds of samples per workload.
         max_call_s: Skip calls that are expected to take longer than this many seconds, and end
             calls that do.
-        cell_limit_s: Seconds after which a cell prepares no further workload.
-        time_limit_s: Seconds after which the run ends: nothing more is prepared, and slow calls
-            are ended.
     """
 
     shapes: Sequence[Shape]
     lengths: Sequence[int]
     phases: Sequence[str] = ("forward", "backward")
-    dtypes: Sequence[str] = ("float32",)
     inputs: Sequence[str] = ("random",)
-    combos: Sequence[Combination] = ()
     rivals: Sequence[str] | None = None
-    blocks: Sequence[int] = PAPER_BLOCKS
     batch: int = 1
-    device: str = "cpu"
-    seed: int = 0
     text: bytes = b""
     text_name: str = ""
     checkpoints: Sequence[Path] = ()
-    budget_s: float = 0.3
     max_call_s: float = 5.0
-    cell_limit_s: float = 60.0
-    time_limit_s: float = 420.0
 
     def as_json(self) -> dict[str, Any]:
         """Return the settings as a result file stores them, with the text's length for the text."""
-        values = dataclasses.asdict(self)
-        values["shapes"] = [shape.name for shape in self.shapes]
-        values["combos"] = [combo.name for combo in self.combos]
+        values = self._common() | {"shapes": [shape.name for shape in self.shapes]}
         values.pop("checkpoints")
-        values |= {
-            "text_bytes": len(values.pop("text")),
-            "threads": torch.get_num_threads(),
-            "methods": METHODS,
-        }
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-        }
+        return values | {"text_bytes": len(values.pop("text"))}
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCell:
+    """A decode configuration to measure.
+
+    Attributes:
+        shape: The heads.
+        batch: Number of sequences.
+        length: Cached tokens per sequence, including the token of the step.
+        page_size: Tokens per page of the cache; None for a contiguous cache.
+    """
+
+    shape: Shape
+    batch: int
+    length: int
+    page_size: int | None = None
+
+    def of(self, dtype: str, blocks: Sequence[int] = PAPER_BLOCKS) -> Cell:
+        """Return the cell of a dtype and of block sizes l, d, l', n, w."""
+        config, pages = layer_config(self.shape, blocks), self.page_size
+        cache = "random" if pages is None else f"random, pages of {pages}"
+        return Cell(
+            *(config, self.shape.name, dtype, cache, "decode", self.batch, self.length),
+            page_size=pages,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeSettings(RunSettings):
+    """Settings of a decode benchmark.
+
+    Attributes:
+        cells: Shapes, batch sizes and cache lengths; empty for the device's default cells.
+    """
+
+    cells: Sequence[DecodeCell] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the settings as a result file stores them."""
+        cells = [
+            f"{c.shape.name} B={c.batch} S={c.length} page {c.page_size or 'none'}"
+            for c in self.cells
+        ]
+        shapes = list(dict.fromkeys(c.shape.name for c in self.cells))
+        described = {"phases": ["decode"], "inputs": ["random"]}
+        return self._common() | {"cells": cells, "shapes": shapes} | described
+
+
+def default_cells(device: str) -> list[DecodeCell]:
+    """Return the default cells, as in docs/how-to/benchmark.md.
+
+    On a GPU: caches of 4 GiB, and small cells. On the CPU: small cells. All caches are longer than
+    n * l' = 1024 tokens; up to it, a step selects every block.
+    """
+    small = [DecodeCell(Shape(8, 2, 32, 32), 1, length) for length in (2048, 4096, 8192)]
+    if not device.startswith("cuda"):
+        return [*small, DecodeCell(Shape(8, 2, 32, 32), 4, 2048, 128)]
+    large = Shape(64, 4, 128, 128)
+    return [
+        *(DecodeCell(large, b, s * 1024, 128) for b, s in ((256, 8), (32, 64), (16, 128))),
+        *small,
+    ]
+
+
+def layer_config(shape: Shape, blocks: Sequence[int] = PAPER_BLOCKS) -> NSAConfig:
+    """Return a layer with default options: mlp compression, one key/value pair per branch."""
+    return dataclasses.replace(shape.config(blocks), compress="mlp", shared_kv=False)
+
+
+def parse_decode_shape(text: str) -> Shape:
+    """Parse the shape of a decode cell: "reports" is 8/2/32, other names as in ``parse_shape``."""
+    return Shape(8, 2, 32, 32) if text.strip() == "reports" else parse_shape(text)

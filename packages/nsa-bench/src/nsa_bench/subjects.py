@@ -34,7 +34,6 @@ class Subjects:
     Args:
         settings: What the run measures.
         registry: The installed backends.
-        is_child: Whether this process is a child in which third-party backends may run.
 
     Attributes:
         gradients: Whether a phase needs gradients.
@@ -46,9 +45,9 @@ class Subjects:
         BackendUnavailable: A checkpoint is given and safetensors is not installed.
     """
 
-    def __init__(self, settings: Settings, registry: Registry, *, is_child: bool = False) -> None:
-        self.settings, self._registry, self._is_child = settings, registry, is_child
-        self.gradients = any(phase != "forward" for phase in settings.phases)
+    def __init__(self, settings: Settings, registry: Registry) -> None:
+        self.settings, self._registry = settings, registry
+        self.gradients = _needs_gradients(settings)
         self.models = load_models(settings.checkpoints, settings.shapes, settings.inputs)
         self.skipped: dict[str, str] = {}
         # (shape, dtype, whether the sequence is long) -> combination -> plan
@@ -80,16 +79,12 @@ class Subjects:
         )
 
     def plan(self, config: NSAConfig, dtype: torch.dtype, combo: Combination, long: bool) -> Plan:
-        """Return the plan that a call with these backends would use."""
-        options = PlanOptions(
-            device=self.settings.device,
-            dtype=dtype,
-            backends=dict(combo.backends),
-            needs_grad=self.gradients,
-            seq_len=LONG_SEQUENCE if long else None,
-        )
-        if not self._is_child:
-            isolation.check_plan(self._registry, config, options)
+        """Return the plan that a call with these backends would use.
+
+        A third-party backend is planned in a child process first.
+        """
+        options = _options(self.settings, dtype, combo, long)
+        isolation.check_plan(self._registry, config, options)
         return resolve(config, options, registry=self._registry)
 
     def plans_of(self, cell: Cell) -> dict[str, Plan]:
@@ -154,6 +149,20 @@ class Subjects:
         return roofline.part_costs(config, cell.batch, cell.length, element, cell.phase)
 
 
+def _needs_gradients(settings: Settings) -> bool:
+    return any(phase != "forward" for phase in settings.phases)
+
+
+def _options(settings: Settings, dtype: torch.dtype, combo: Combination, long: bool) -> PlanOptions:
+    return PlanOptions(
+        device=settings.device,
+        dtype=dtype,
+        backends=dict(combo.backends),
+        needs_grad=_needs_gradients(settings),
+        seq_len=LONG_SEQUENCE if long else None,
+    )
+
+
 def workload_in_child(
     settings: Settings, registry: Registry, combo: Combination | None, cell: Cell, key: str
 ) -> Workload:
@@ -166,11 +175,11 @@ def workload_in_child(
         cell: The cell.
         key: Key of the workload.
     """
-    subjects = Subjects(settings, registry, is_child=True)
-    plans = {}
+    subjects, plans = Subjects(settings, registry), {}
     if combo is not None:
         dtype, long = getattr(torch, cell.dtype), is_long(cell.length, False)
-        plans[combo.name] = subjects.plan(cell.config, dtype, combo, long)
+        options = _options(settings, dtype, combo, long)
+        plans[combo.name] = resolve(cell.config, options, registry=registry)
     baselines = [] if combo else [b for b in subjects.baselines(cell) if b.name == key]
     return next(w for w in subjects.workloads(cell, plans, baselines) if w.key == key)
 
@@ -184,7 +193,7 @@ def gate_of(
     shape: str,
     long: bool,
 ) -> Gate:
-    """Plan and judge a combination in a child process."""
-    subjects = Subjects(settings, registry, is_child=True)
-    plan = subjects.plan(case.config, dtype, combo, long)
-    return run_gate(combo.name, plan, case, dtype, settings.device, subjects.gradients, shape)
+    """Plan and judge a combination, in this process or in a child."""
+    plan = resolve(case.config, _options(settings, dtype, combo, long), registry=registry)
+    gradients = _needs_gradients(settings)
+    return run_gate(combo.name, plan, case, dtype, settings.device, gradients, shape)

@@ -18,7 +18,6 @@ from nsa_cli.choices import (
     block_sizes,
     complete_device,
     dtype_names,
-    leave_out,
     options_on_command_line,
     pick_device,
     split_commas,
@@ -57,7 +56,6 @@ def bench(
     batch: Annotated[
         int, typer.Option(help="Sequences per batch.", min=1, rich_help_panel=ADVANCED)
     ] = 1,
-    page_size: options.PageSize = None,
     inputs: options.Inputs = "random",
     text: options.Text = None,
     checkpoint: options.Checkpoints = None,
@@ -79,55 +77,116 @@ def bench(
     ] = 0,
 ) -> None:
     """Run the benchmark; options that are not given take the preset's values for this device."""
+    typed = options_on_command_line(context)
     if context.invoked_subcommand is not None:
+        with output.exit_codes():
+            _check_before_command(context.invoked_subcommand, sorted(typed))
         return
     overrides = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
-    decode = split_commas(phase or "") == ["decode"]
     with output.exit_codes(), deferred_signals() as stop:
         _check_outputs([json_file, html, png, svg], html or png or svg, force)
         _prepare_quick_end()
-        typed = options_on_command_line(context)
-        _check_options(preset, decode, typed)
-        preset_limits = {
-            "budget_s": options.BUDGET_S.get(preset),
-            "time_limit_s": options.TIME_LIMIT_S.get(preset),
-        }
-        limits = {"budget_s": budget, "time_limit_s": time_limit}
-        if decode:
-            from nsa_cli import bench_decode
-
-            cells = bench_decode.cells(shape, length, batch, page_size)
-            settings_of_run = (combo or [], dtype, block_sizes(blocks), device, threads, seed)
-            result = bench_decode.run(cells, *settings_of_run, limits, preset, cell_limit, stop)
-        else:
-            settings = _settings(
-                preset,
-                overrides,
-                combo or [],
-                block_sizes(blocks),
-                device,
-                {
-                    "batch": batch,
-                    "seed": seed,
-                    "rivals": rival,
-                    "max_call_s": max_call,
-                    "cell_limit_s": cell_limit,
-                }
-                | {
-                    name: default if limits[name] is None else limits[name]
-                    for name, default in preset_limits.items()
-                },
-                inputs,
-                text,
-                checkpoint or [],
-                threads,
-            )
-            result = _run(settings, stop)
-        files = _write_files(result, json_file, html, png, svg, force)
-        _print_result(result)
-        _print_written(files)
-        files.exit_code(_exit_code(result))
+        _check_preset(preset)
+        settings = _settings(
+            preset,
+            overrides,
+            combo or [],
+            block_sizes(blocks),
+            device,
+            {
+                "batch": batch,
+                "seed": seed,
+                "rivals": rival,
+                "max_call_s": max_call,
+                "cell_limit_s": cell_limit,
+                **_limits(preset, budget, time_limit),
+            },
+            inputs,
+            text,
+            checkpoint or [],
+            threads,
+        )
+        result = _run(settings, stop)
+        _finish(result, json_file, html, png, svg, force)
     raise typer.Exit(_exit_code(result))
+
+
+@app.command()
+def decode(
+    combo: options.Combos = None,
+    preset: options.DecodePreset = "quick",
+    shape: options.Shapes = None,
+    length: options.CacheLengths = None,
+    batch: options.DecodeBatch = None,
+    page_size: options.PageSize = None,
+    dtype: options.Dtypes = None,
+    blocks: options.Blocks = "32,16,64,16,512",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu or cuda.", autocompletion=complete_device)
+    ] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1, rich_help_panel=ADVANCED)] = 1,
+    budget: options.Budget = None,
+    cell_limit: options.CellLimit = 60.0,
+    time_limit: options.TimeLimit = None,
+    json_file: options.Json = None,
+    html: options.Html = None,
+    png: options.Png = None,
+    svg: options.Svg = None,
+    force: options.Force = False,
+    seed: Annotated[
+        int, typer.Option(help="Seed of all random inputs.", rich_help_panel=ADVANCED)
+    ] = 0,
+) -> None:
+    """Time steps of decoding: each step, its slots, a whole layer, and dense attention.
+
+    Without --shape and --length, the cells of this device are timed: large caches on a GPU, small
+    ones on the CPU.
+    """
+    with output.exit_codes(), deferred_signals() as stop:
+        _check_outputs([json_file, html, png, svg], html or png or svg, force)
+        _prepare_quick_end()
+        _check_preset(preset)
+        from nsa_cli import bench_decode
+
+        settings = bench_decode.settings(
+            bench_decode.cells(shape, length, batch, page_size),
+            combo or [],
+            dtype,
+            device,
+            threads,
+            {
+                "blocks": block_sizes(blocks),
+                "seed": seed,
+                "cell_limit_s": cell_limit,
+                **_limits(preset, budget, time_limit),
+            },
+        )
+        result = bench_decode.run(settings, stop)
+        _finish(result, json_file, html, png, svg, force)
+    raise typer.Exit(_exit_code(result))
+
+
+def _limits(preset: str, budget: float | None, time_limit: float | None) -> dict[str, float]:
+    """Return the seconds of a figure and of the run; None takes the preset's value."""
+    return {
+        "budget_s": options.BUDGET_S[preset] if budget is None else budget,
+        "time_limit_s": options.TIME_LIMIT_S[preset] if time_limit is None else time_limit,
+    }
+
+
+def _finish(
+    result: Result,
+    json_file: Path | None,
+    html: Path | None,
+    png: Path | None,
+    svg: Path | None,
+    force: bool,
+) -> None:
+    """Write the files of a run and print it."""
+    files = _write_files(result, json_file, html, png, svg, force)
+    _print_result(result)
+    _print_written(files)
+    files.exit_code(_exit_code(result))
 
 
 @app.command("compare")
@@ -237,24 +296,15 @@ def _check_outputs(files: Sequence[Path | None], plot: Path | None, force: bool)
         need_plot_packages()
 
 
-def _check_options(preset: str, decode: bool, typed: set[str]) -> None:
-    """Refuse an unknown preset, and typed options that have no effect in this phase."""
+def _check_before_command(command: str, typed: Sequence[str]) -> None:
+    """Refuse options of the prefill benchmark in front of another command."""
     from nsa_core.errors import InvalidInput
 
-    _check_preset(preset)
-    if unused := [name for name in options.PREFILL_ONLY if decode and name in typed]:
-        raise InvalidInput(f"{as_options(unused)}: not for --phase decode; {leave_out(unused)}")
-    if unused := [
-        name
-        for name in ("batch", "page_size")
-        if decode and name in typed and not {"shape", "length"} & typed
-    ]:
+    if typed:
         raise InvalidInput(
-            f"{as_options(unused)}: give --shape or --length with it; the default cells of this"
-            " device have their own values"
+            f"{as_options(typed)}: not before {command}; give the options of nsa bench {command}"
+            " after it"
         )
-    if "page_size" in typed and not decode:
-        raise InvalidInput("--page-size is for --phase decode; leave it out")
 
 
 def _check_preset(preset: str) -> None:
@@ -329,11 +379,10 @@ def _read_text(path: Path | None, min_bytes: int) -> tuple[str, bytes]:
 
 
 def _run(settings: Settings, stop: Interruption) -> Result:
-    from nsa_bench.run import Bench
+    from nsa_bench.prefill import PrefillBench
 
-    benchmark = Bench(settings, output.find_backends(), output.environment())
-    total = len(benchmark.cells()) + len(settings.shapes) * len(settings.dtypes)
-    with output.progress(total) as advance:
+    benchmark = PrefillBench(settings, output.find_backends(), output.environment())
+    with output.progress(benchmark.steps()) as advance:
         return benchmark.run(advance, stop)
 
 

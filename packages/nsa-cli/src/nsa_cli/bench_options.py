@@ -40,14 +40,6 @@ PRESETS: dict[str, dict[str, dict[str, str]]] = {
         },
     },
 }
-# options that have no effect on --phase decode
-PREFILL_ONLY = (
-    "rival",
-    "inputs",
-    "text",
-    "checkpoint",
-    "max_call",
-)
 BUDGET_S = {"quick": 0.1, "full": 0.3}
 TIME_LIMIT_S = {"quick": 40.0, "full": 420.0}
 
@@ -98,6 +90,20 @@ Preset = Annotated[
         autocompletion=completion("quick", "full"),
     ),
 ]
+DecodePreset = Annotated[
+    str, typer.Option(help="quick or full: defaults of --budget and --time-limit.")
+]
+DecodeBatch = Annotated[
+    int | None,
+    typer.Option(help="Sequences in the cache. Default: 1.", min=1, show_default=False),
+]
+CacheLengths = Annotated[
+    str | None,
+    typer.Option(
+        help="Tokens in the cache: a list such as 512,64k,1M or a range such as 2k..64k.",
+        show_default=False,
+    ),
+]
 Shapes = Annotated[
     str | None,
     typer.Option(
@@ -116,7 +122,7 @@ Lengths = Annotated[
 Phases = Annotated[
     str | None,
     typer.Option(
-        help="Comma-separated phases: forward, backward, both; or decode alone.",
+        help="Comma-separated phases: forward, backward, both.",
         show_default=False,
         autocompletion=completion("forward", "backward", "both", "decode"),
     ),
@@ -124,7 +130,7 @@ Phases = Annotated[
 PageSize = Annotated[
     int | None,
     typer.Option(
-        help="Tokens per cache page (decode only). Default: no pages.",
+        help="Tokens per cache page. Default: no pages.",
         parser=tokens(),
         show_default=False,
         rich_help_panel=ADVANCED,
