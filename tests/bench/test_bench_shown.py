@@ -300,16 +300,6 @@ def test_a_step_and_its_variants_share_a_hue():
     assert looks["sdpa"] not in auto
 
 
-def test_one_panel_is_drawn_from_a_result_file(result):
-    from nsa_bench.render.plots import render_lengths
-
-    few = {"shape": "64/4/128", "phase": "forward", "subjects": ("auto", "dense cudnn")}
-    image = render_lengths(result, "svg", **few)
-    assert image == render_lengths(result, "svg", **few)
-    assert len(image) < len(render_lengths(result, "svg", shape="64/4/128", phase="forward"))
-    assert render_lengths(result, "png", **few).startswith(PNG)
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -322,19 +312,22 @@ def test_one_panel_is_drawn_from_a_result_file(result):
     ],
 )
 def test_an_unknown_problem_or_subject_is_refused_by_name(result, arguments, text):
-    from nsa_bench.render.plots import render_lengths
+    from nsa_bench.render.plots import LengthPanel, render_length_panels
 
     with pytest.raises(InvalidInput, match=re.escape(text)):
-        render_lengths(result, "svg", **arguments)
+        render_length_panels([LengthPanel(result, **arguments)], "svg")
 
 
 def test_panels_stand_side_by_side_with_a_heading_and_notes(result):
-    from nsa_bench.render.plots import LengthPanel, render_length_panels, render_lengths
+    from nsa_bench.render.plots import LengthPanel, render_length_panels
 
     few = ("auto", "dense cudnn")
     panel = LengthPanel(result, "64/4/128", "forward", subjects=few)
     one = render_length_panels([panel], "svg")
-    assert one == render_lengths(result, "svg", shape="64/4/128", phase="forward", subjects=few)
+    assert one == render_length_panels([panel], "svg")
+    everything = render_length_panels([dataclasses.replace(panel, subjects=None)], "svg")
+    assert len(one) < len(everything)
+    assert render_length_panels([panel], "png").startswith(PNG)
     noted = dataclasses.replace(panel, subjects=None, title="Another", note="A note " * 20)
     both = render_length_panels([panel, noted], "svg", heading="Two panels").decode()
     assert one.count(b"<!-- tokens -->") == 1

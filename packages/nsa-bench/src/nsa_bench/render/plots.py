@@ -64,34 +64,6 @@ class LengthPanel:
     note: str | None = None
 
 
-def render_lengths(
-    result: Result,
-    kind: str,
-    *,
-    shape: str,
-    phase: str = "both",
-    inputs: str = "random",
-    subjects: Sequence[str] | None = None,
-    title: str | None = None,
-) -> bytes:
-    """Draw one panel, the time of NSA and of dense attention against the length.
-
-    Args:
-        result: A result of `nsa bench`, such as `read_result(Path("core.json"))`.
-        kind: "png" or "svg".
-        shape: One of its shapes, such as "64/4/128".
-        phase: forward, backward or both.
-        inputs: random or real.
-        subjects: The subjects to draw, such as ("auto", "dense cudnn"); None draws all.
-        title: The title; None writes the phase and the shape.
-
-    Raises:
-        InvalidInput: The result has no time of this problem or of a subject.
-    """
-    panel = LengthPanel(result, shape, phase, inputs, subjects, title)
-    return render_length_panels([panel], kind)
-
-
 def render_length_panels(
     panels: Sequence[LengthPanel], kind: str, *, heading: str | None = None
 ) -> bytes:
