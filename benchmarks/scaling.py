@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nsa_verify.combination import parse_combination
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.tensor.parallel import parallelize_module
@@ -51,6 +50,7 @@ from nsa_core.parallel.layouts import LAYOUTS
 from nsa_core.util.atomic_files import write_atomic
 from nsa_models.lm.parallel import World, join
 from nsa_verify.judge.tensor import LIMITS, Verdict, judge
+from nsa_verify.problems.combination import parse_combination
 
 MODES = ("sequence", "heads")
 JUDGED = ("bfloat16", "float32")  # and the timed dtype

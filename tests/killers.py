@@ -17,7 +17,7 @@ import json
 import os
 from pathlib import Path
 
-from nsa_verify.findings import Finding
+from nsa_verify.problems.findings import Finding
 
 FILE = Path(__file__).with_suffix(".json")
 RECORD = os.environ.get("RECORD_KILLERS") == "1"

@@ -32,8 +32,6 @@ from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_verify.isolation.children import preload
-from nsa_verify.problems.cases import Case
-from nsa_verify.problems.combination import Combination
 
 
 @dataclasses.dataclass(frozen=True)
