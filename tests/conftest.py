@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import sharding
 
+from nsa_core.util import child
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", metavar="I/N", help="run only shard I of N")
@@ -144,6 +146,10 @@ class CommandResult:
     code: int
     out: str
     err: str
+
+
+# Children of this process start with torch, whichever test starts the first one.
+child.processes.set_forkserver_preload(["nsa_verify.run.workers"])
 
 
 @pytest.fixture

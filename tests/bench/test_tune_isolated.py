@@ -17,6 +17,7 @@ from nsa_bench.tune_candidates import find_tune_candidates
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec, SlotSpec
 from nsa_core.plan.loading import load_spec
 from nsa_core.plan.registry import Registry
+from nsa_core.util.child import Child
 
 CONFIG = parse_shape("2/1/8").config((8, 4, 16, 3, 24))
 # name -> (forward, probe, how it fails)
@@ -36,7 +37,7 @@ def tuning_with(*names: str) -> Tuning:
         slot = SlotSpec(forward, backward="nsa_backend_sdpa.win:backward")
         # Its priority is the highest: the plans of other candidates must not use it either.
         spec = BackendSpec(name, API_VERSION, {"win": slot}, f"tune_faults:{probe}", priority=100)
-        entry = dataclasses.replace(load_spec(spec, "1.0", "toy"), entry_point="tune_faults")
+        entry = dataclasses.replace(load_spec(spec, "1.0", "toy"), child=Child())
         registry = Registry((*registry.entries, entry))
     candidates = find_tune_candidates(CONFIG, registry, device="cpu", dtype=torch.float32)
     steps: list[str] = []

@@ -9,6 +9,7 @@ from typing import Any
 
 from nsa_cli import trial_imports
 from nsa_cli.trial_imports import TrialResult
+from nsa_core.plan.registry import BackendEntry
 
 TORCH = {
     "version": "2.13.0",
@@ -20,22 +21,24 @@ TORCH = {
 }
 
 
-def try_all_here(bodies: Sequence[str], limit_s: float, **torch_facts: Any) -> list[TrialResult]:
+def try_all_here(
+    calls: Sequence[tuple[Any, ...]],
+    plugins: Sequence[BackendEntry],
+    limit_s: float,
+    **torch_facts: Any,
+) -> tuple[list[TrialResult], list[TrialResult]]:
     """Run the probes of `nsa doctor` in this process, so that they see what a test has changed.
 
     The import tests of the libraries are replaced: they need a process of their own.
     """
+    facts: dict[Any, dict[str, Any]] = {trial_imports.torch_facts: {**TORCH, **torch_facts}}
     results = []
-    for body in bodies:
-        facts: dict[str, Any] = {"error": "not tried"}
-        if body == trial_imports.TORCH:
-            facts = {**TORCH, **torch_facts}
-        elif "typical_candidates" in body:
-            namespace: dict[str, Any] = {}
-            exec(body, namespace)
-            facts = namespace["facts"]
-        results.append(TrialResult(facts, None))
-    return results
+    for function, *arguments in calls:
+        if function is trial_imports.probe_facts:
+            facts[function] = function(*arguments)
+        results.append(TrialResult(facts.get(function, {"error": "not tried"}), None))
+    assert not plugins
+    return results, []
 
 
 def standings_by_command(

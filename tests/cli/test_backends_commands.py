@@ -303,7 +303,7 @@ def test_safe_mode_reaches_the_registry(nsa, monkeypatch):
     nsa("backends", "list")
     assert calls == [
         {"isolate": True, "safe": True, "limit_s": 3.0},
-        {"isolate": True, "safe": False, "limit_s": 20.0},
+        {"isolate": True, "safe": False, "limit_s": 10.0},
     ]
 
 

@@ -21,11 +21,13 @@ from nsa_cli.app import app
 from nsa_core.contract import Reason, Request
 from nsa_core.errors import Unsupported
 from nsa_core.plan.registry import Registry
+from nsa_core.util.interruption import NEVER
 from nsa_verify import oracle
 from nsa_verify.checks import slots as checks
 from nsa_verify.problems import cases
 from nsa_verify.problems.combination import Combination, every_combination
 from nsa_verify.run import suite
+from nsa_verify.run.workers import run_tasks
 
 
 def bfloat16_only(request: Request) -> list[Reason]:
@@ -82,7 +84,9 @@ def test_the_command_runs_each_combination_and_prints_a_summary(
     monkeypatch.setattr(verify.output, "find_backends", lambda: registry)
     remaining_verdicts = list(verdicts)
 
-    def run(combinations: list[dict[str, str]], options: Any, stop: Any) -> list[dict[str, Any]]:
+    def run(
+        combinations: list[dict[str, str]], options: Any, registry: Any, stop: Any
+    ) -> list[dict[str, Any]]:
         assert (options.phase, options.reads, options.jobs) == ("both", False, None)
         finding = {
             "check": "parity",
@@ -153,7 +157,7 @@ def test_combinations_share_the_truth_of_a_case(
     separate = [[job.run(combination) for job in jobs] for combination in combinations]
     assert len(oracle_calls) == 4 * 4
     oracle_calls.clear()
-    together = list(suite.run_each(combinations, jobs))
+    together = list(run_tasks(combinations, jobs, processes=1, stop=NEVER))
     assert sorted(oracle_calls) == ["cmp", "combine", "sel", "win"]
     assert [judged.combination for judged in together] == [0, 1, 2, 3]
     assert [[judged.findings] for judged in together] == separate
@@ -170,7 +174,10 @@ def test_a_wrong_combination_fails_beside_correct_ones(registry: Registry) -> No
         Combination({"win": name}, "cpu", registry.with_backend(wrong))
         for name in ("sdpa", "wrong", "sdpa")
     ]
-    verdicts = [all(f.ok for f in judged.findings) for judged in suite.run_each(combinations, jobs)]
+    verdicts = [
+        all(f.ok for f in judged.findings)
+        for judged in run_tasks(combinations, jobs, processes=1, stop=NEVER)
+    ]
     assert verdicts == [True, False, True]
 
 

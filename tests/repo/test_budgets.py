@@ -18,12 +18,13 @@ CORE = "packages/nsa-core/src/nsa_core/"
 PLAN = CORE + "plan/"
 # Files that run third-party code, and may catch Exception. All other files name the errors.
 MAY_CATCH_ALL = {PLAN + name for name in ("choosing.py", "loading.py", "plan.py")}
-MAY_CATCH_ALL |= {PLAN + name for name in ("probing.py", "trial.py")}
-MAY_CATCH_ALL |= {CORE + "torch_ops/backend_call.py", CORE + "util/text.py"}
+MAY_CATCH_ALL |= {PLAN + "plugin_calls.py", CORE + "torch_ops/slot_op.py"}
+MAY_CATCH_ALL |= {CORE + name for name in ("util/child.py", "util/text.py")}
 MAY_CATCH_ALL |= {CORE + "parallel/agreement.py"}  # it raises the error after a collective
 VERIFY, BENCH = "packages/nsa-verify/src/nsa_verify/", "packages/nsa-bench/src/nsa_bench/"
 MAY_CATCH_ALL |= {VERIFY + name for name in ("run/contexts.py", "run/suite.py")}
-MAY_CATCH_ALL |= {VERIFY + name for name in ("isolation/call_guard.py", "isolation/children.py")}
+MAY_CATCH_ALL |= {VERIFY + "isolation/call_guard.py"}
+MAY_CATCH_ALL |= {"packages/nsa-cli/src/nsa_cli/trial_imports.py"}
 MAY_CATCH_ALL |= {
     BENCH + name
     for name in (
@@ -233,10 +234,6 @@ def passed_by_callers(
     return [string_value(call.args[0] if call.args else None, {}) for call in calls]
 
 
-# Pass all variables to a child process, or restore them, without reading one.
-PASSES_ENVIRONMENT_ON = {PLAN + "trial.py", VERIFY + "isolation/global_state.py"}
-
-
 def test_only_three_environment_variables_are_read(repo):
     errors, seen = [], set()
     for name, tree in repo.python("packages").items():
@@ -254,9 +251,7 @@ def test_only_three_environment_variables_are_read(repo):
                 )
         for line, variable in environment_reads(tree):
             seen.add(variable)
-            if variable not in VARIABLES | PLATFORM and not (
-                variable is None and name in PASSES_ENVIRONMENT_ON
-            ):
+            if variable not in VARIABLES | PLATFORM:
                 errors.append(f"{name}:{line} reads {variable}")
     assert not errors, "\n".join(errors)
     assert seen >= VARIABLES, f"documented, but never read: {VARIABLES - seen}"

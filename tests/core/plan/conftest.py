@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
-import subprocess
+import pickle
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pytest
 
 import toys
-from nsa_core.plan import trial
-from nsa_core.plan.loading import installed
 from nsa_core.plan.registry import Registry, discover
 
 LIMIT_S = 8.0  # long enough for a busy machine; only toy-hangs reaches it
@@ -39,22 +35,21 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def discovered(
-    zoo: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Registry, pathlib.Path]:
-    """The registry of the zoo, discovered once with isolation, and its cache directory."""
-    cache = tmp_path_factory.mktemp("cache")
+def isolated(zoo: pathlib.Path) -> Registry:
+    """The registry of the zoo, each plugin of which runs in a child process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.delenv("NSA_PLUGINS", raising=False)
         patch.delenv("NSA_DISABLE_PLUGINS", raising=False)
         patch.syspath_prepend(str(zoo))
-        third_party = [plugin for plugin in installed() if not plugin.first_party]
-        # Check this before any plugin is loaded in this process: a deadly toy would end the test
-        # run, some of them with exit status 0.
-        failed = trial.failed_trials(third_party, LIMIT_S)
-        assert {plugin.distribution for plugin in failed} == set(toys.DEADLY)
-        return discover(isolate=True, limit_s=LIMIT_S), cache
+        return discover(isolate=True, limit_s=LIMIT_S)
+
+
+@pytest.fixture
+def discovered(isolated: Registry, zoo: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """The same registry, whose plugins run in this process."""
+    monkeypatch.syspath_prepend(str(zoo))
+    registry: Registry = pickle.loads(pickle.dumps(isolated))
+    return registry
 
 
 @pytest.fixture
@@ -72,42 +67,6 @@ def install(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable
         return target
 
     return install_toy
-
-
-@pytest.fixture
-def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Return a function that runs `nsa` in a process of its own, with ``path`` on its path."""
-
-    def run(
-        *arguments: str, path: pathlib.Path | None = None, env: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            **({"PYTHONPATH": str(path)} if path else {}),
-            **(env or {}),
-        }
-        return subprocess.run(
-            [sys.executable, "-m", "nsa_cli", *arguments],
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=300,
-        )
-
-    return run
-
-
-@pytest.fixture
-def listed(nsa) -> Callable[..., dict[str, dict]]:
-    """Return a function that returns the rows of `nsa backends list --json` by distribution."""
-
-    def read(*options: str, **run_options) -> dict[str, dict]:
-        done = nsa(*options, "backends", "list", "--json", **run_options)
-        assert done.returncode == 0, done.stderr
-        return {row["distribution"]: row for row in json.loads(done.stdout)["backends"]}
-
-    return read
 
 
 @pytest.fixture

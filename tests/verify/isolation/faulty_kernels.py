@@ -5,12 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import signal
-import subprocess
-import sys
 import threading
-import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +15,6 @@ import torch
 from nsa_backend_sdpa import win
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
 from nsa_verify.isolation import gpu_context
-from nsa_verify.isolation.own_signals import take_signals
 
 FIRST_LENGTH = 17  # tokens of the case of the first behaviour
 
@@ -55,19 +49,6 @@ def _changes_input_bytes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, resu
     return results
 
 
-def _prints_in_c() -> None:
-    ctypes.CDLL(None).puts(b"printed in C")
-
-
-def _restores_streams() -> None:
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-
-
-def _takes_descriptor() -> None:
-    os.close(1)
-    os.open(os.devnull, os.O_WRONLY)  # takes the lowest free number
-
-
 def _hangs() -> None:
     # A lock that is never released also ignores signals.
     lock = threading.Lock()
@@ -79,7 +60,6 @@ def _hangs() -> None:
 ERRORS = {
     "healthy": (_do(lambda: None), ""),
     "SystemExit": (_raise(SystemExit(0)), "it raised SystemExit: 0"),
-    "KeyboardInterrupt": (_raise(KeyboardInterrupt()), "it raised KeyboardInterrupt"),
     "GeneratorExit": (_raise(GeneratorExit()), "it raised GeneratorExit"),
     "StopIteration": (_raise(StopIteration()), "StopIteration"),
     "own BaseException": (_raise(OwnError("own")), "it raised OwnError: own"),
@@ -102,63 +82,16 @@ ERRORS = {
     ),
     "changes an input": (_changes_input, "in place"),
     "changes the bytes of an input": (_changes_input_bytes, "in place"),
-    "prints": (_do(lambda: print("hello\nfrom Python")), "output: 'from Python'"),
-    "prints in C": (_do(_prints_in_c), "output: 'printed in C'"),
-}
-STATES = {
-    "seed": (_do(lambda: torch.manual_seed(3)), "PyTorch's random state"),
+    "seed": (_do(lambda: torch.manual_seed(3)), "it changed PyTorch's random state"),
     "draws": (_do(lambda: torch.rand(1)), "PyTorch's random state"),
     "default dtype": (_do(lambda: torch.set_default_dtype(torch.float64)), "default dtype"),
     "default device": (_do(lambda: torch.set_default_device("meta")), "default device"),
     "grad mode": (_do(lambda: torch.set_grad_enabled(not torch.is_grad_enabled())), "gradient"),
     "deterministic": (_do(lambda: torch.set_deterministic_debug_mode(2)), "deterministic"),
-    "precision": (_do(lambda: torch.set_float32_matmul_precision("medium")), "precision"),
     "threads": (_do(lambda: torch.set_num_threads(3)), "number of threads"),
-    "autocast": (_do(lambda: torch.set_autocast_enabled("cpu", True)), "autocast"),
-    "cudnn": (_do(lambda: torch.backends.cudnn.set_flags(_benchmark=True)), "cuDNN"),
     "numpy seed": (_do(lambda: numpy.random.seed(3)), "numpy's random state"),
     "Python seed": (_do(lambda: random.seed(3)), "Python's random state"),
-    "environment": (_do(lambda: os.environ.update(NSA_X="1")), "environment variables"),
-    "environment less": (_do(lambda: os.environ.pop("PATH")), "environment variables"),
     "directory": (_do(lambda: os.chdir("/")), "the working directory"),
-    "signals": (
-        _do(lambda: signal.signal(signal.SIGTERM, lambda *_: None)),
-        "the signal handlers",
-    ),
-    "warnings": (_do(lambda: warnings.simplefilter("error")), "the filters of warnings"),
-    "streams": (_do(_restores_streams), "sys.stdout"),
-    "denormals": (_do(lambda: torch.set_flush_denormal(True)), "treatment of subnormal numbers"),
-}
-# Only a child process survives or notices these.
-PROCESS = {
-    "SIGTERM": (_do(lambda: os.kill(os.getpid(), signal.SIGTERM)), "it sent SIGTERM to its own"),
-    "SIGINT": (_do(lambda: signal.raise_signal(signal.SIGINT)), "it sent SIGINT to its own"),
-    "signals its parent": (
-        _do(lambda: os.kill(os.getppid(), signal.SIGTERM)),
-        "PermissionError: a kernel must not send signal SIGTERM to the command",
-    ),
-    "signals its parent's group": (
-        _do(lambda: os.killpg(os.getpgid(os.getppid()), signal.SIGCONT)),
-        "PermissionError: a kernel must not send signal SIGCONT to the command",
-    ),
-    "signals everything": (
-        _do(lambda: os.kill(-1, signal.SIGCONT)),
-        "PermissionError: a kernel must not send signal SIGCONT to the command",
-    ),
-    "signal mask": (
-        _do(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])),
-        "the blocked signals",
-    ),
-    "closes sys.stdout": (_do(lambda: sys.stdout.close()), "it closed sys.stdout"),
-    "closes sys.stderr": (_do(lambda: sys.stderr.close()), "it closed sys.stderr"),
-    "closes the buffer": (_do(lambda: sys.stdout.buffer.close()), "it closed sys.stdout"),
-    "closes descriptors": (
-        _do(lambda: os.closerange(1, 3)),
-        "it closed file descriptor 1 (standard output); it closed file descriptor 2 (standard",
-    ),
-    "replaces descriptor": (_do(lambda: os.dup2(0, 2)), "it replaced file descriptor 2"),
-    "takes descriptor": (_do(_takes_descriptor), "it replaced file descriptor 1"),
-    "prints after all": (_do(lambda: print("still captured")), "output: 'still captured'"),
 }
 
 
@@ -180,22 +113,29 @@ def breaks_the_gpu_and_is_unavailable(*of_check: Any) -> Any:
     raise BackendUnavailable("no")
 
 
-CRASHES = {
+# Only a child process survives or notices these.
+IN_CHILD = {
+    "KeyboardInterrupt": (_raise(KeyboardInterrupt()), "it raised KeyboardInterrupt"),
+    "prints": (_do(lambda: print("hello\nfrom Python")), "output: 'from Python'"),
+    "prints in C": (
+        _do(lambda: ctypes.CDLL(None).puts(b"printed in C")),
+        "output: 'printed in C'",
+    ),
     "_exit": (_do(lambda: os._exit(0)), "ended its process with exit status 0 in this check"),
     "segfault": (_do(lambda: ctypes.string_at(0)), "SIGSEGV in this check"),
     "abort": (
         _do(lambda: (os.write(2, b"assertion failed\n"), os.abort())),
         "SIGABRT in this check; its last line of output: 'assertion failed'",
     ),
-    "group": (_do(lambda: os.killpg(0, signal.SIGKILL)), "SIGKILL in this check"),
+    "closes its streams": (_do(lambda: os.closerange(1, 3)), ""),
     "breaks the GPU": (
         _breaks_the_gpu(None),
         "a kernel made the GPU unusable: AcceleratorError: CUDA error: misaligned address",
     ),
     "breaks the GPU and raises": (_breaks_the_gpu(RuntimeError("no")), "RuntimeError: no"),
-    "hang": (_do(_hangs), "did not end within 2 s"),
 }
-BEHAVIOURS = ERRORS | STATES | PROCESS | CRASHES
+HANG = {"hang": (_do(_hangs), "did not end")}
+BEHAVIOURS = ERRORS | IN_CHILD | HANG
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, call: Any) -> Any:
@@ -212,27 +152,7 @@ def accept(request: Any) -> list[Any]:
     return []
 
 
-def disturb(request: Any) -> list[Any]:
-    """Accept every request, but close standard error and send a signal to this process."""
-    os.close(2)
-    os.kill(os.getpid(), signal.SIGTERM)
+def accept_elsewhere(request: Any) -> list[Any]:
+    """Accept every request, but change the working directory."""
+    os.chdir("/")
     return []
-
-
-def end_process(request: Any) -> list[Any]:
-    """End the process instead of answering."""
-    os._exit(0)
-
-
-def sleep(request: Any) -> list[Any]:
-    """Answer after the time limit of a probe."""
-    time.sleep(60)
-    return []
-
-
-def own_signals() -> list[list[str]]:
-    """Return the own signals after a SIGTERM of another process, and after an own one."""
-    subprocess.run(["kill", "-TERM", str(os.getpid())], check=True)
-    taken = [take_signals()]
-    os.kill(os.getpid(), signal.SIGTERM)
-    return [*taken, take_signals()]

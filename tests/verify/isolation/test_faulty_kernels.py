@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable
 
 import killers
@@ -12,42 +11,50 @@ import torch
 
 from faulty_kernels import (
     BEHAVIOURS,
-    CRASHES,
     ERRORS,
     FIRST_LENGTH,
-    STATES,
+    HANG,
+    IN_CHILD,
     breaks_the_gpu_and_is_unavailable,
-    own_signals,
 )
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
-from nsa_core.errors import BackendUnavailable
+from nsa_core.plan.loading import load_spec
 from nsa_core.plan.registry import Registry
+from nsa_core.util.child import Child
+from nsa_core.util.global_state import GlobalState
 from nsa_verify.checks import decode_parity, histories, slots
 from nsa_verify.generated import jobs as generated_jobs
 from nsa_verify.generated.shrink import OnGenerated, ShrinkBudget
 from nsa_verify.histories.history import History, parse_history
 from nsa_verify.histories.replay import Failure, Fault
 from nsa_verify.isolation import gpu_context
-from nsa_verify.isolation.children import call_in_child
-from nsa_verify.isolation.global_state import KernelState
 from nsa_verify.problems import cases, steps
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
-from nsa_verify.run import suite, workers
+from nsa_verify.run import suite
 from nsa_verify.run.runner import run_jobs
 
 
-@pytest.fixture(scope="module")
-def combination() -> Combination:
-    return combination_of("faulty_kernels:accept")
-
-
-def combination_of(probe: str, forward: str = "faulty_kernels:forward") -> Combination:
-    win = dataclasses.replace(sdpa().slots["win"], forward=forward)
-    spec = dataclasses.replace(sdpa(), name="faulty", slots={"win": win}, probe=probe, fused={})
-    return Combination(
-        {"win": "faulty"}, "cpu", Registry(()).with_backend(sdpa()).with_backend(spec)
+def combination_of(probe: str = "accept", **entry: object) -> Combination:
+    win = dataclasses.replace(sdpa().slots["win"], forward="faulty_kernels:forward")
+    spec = dataclasses.replace(
+        sdpa(), name="faulty", slots={"win": win}, probe=f"faulty_kernels:{probe}", fused={}
     )
+    faulty = dataclasses.replace(load_spec(spec, "1.0", "toy"), **entry)
+    registry = Registry((*Registry().with_backend(sdpa()).entries, faulty))
+    return Combination({"win": "faulty"}, "cpu", registry)
+
+
+@pytest.fixture
+def combination() -> Combination:
+    """A faulty backend that runs in this process."""
+    return combination_of()
+
+
+@pytest.fixture
+def in_child() -> Combination:
+    """A faulty backend that runs in child processes."""
+    return combination_of(child=Child("plugin 'faulty'"))
 
 
 def jobs_of(names: Iterable[str]) -> list[suite.Job]:
@@ -82,29 +89,35 @@ def assert_reasons(actual: dict[str, str], behaviours: dict[str, tuple[object, s
     }
     assert not wrong
     named = [n for n, (_, expected) in behaviours.items() if expected and n != "out of memory"]
-    unnamed = [
-        n for n in named if n not in CRASHES and "'faulty', slot 'win', forward" not in actual[n]
-    ]
-    assert not unnamed
+    at_fault = "'faulty', slot 'win', forward"
+    assert not [n for n in named if "GPU" not in n and at_fault not in actual[n]]
     for name, (_, expected) in behaviours.items():  # the reason contains ``expected``, see above
         killers.expect("behaviour of a kernel", name, expected)
 
 
 def test_a_faulty_kernel_is_a_failed_row_in_this_process(combination) -> None:
-    before = KernelState()
-    behaviours = {n: b for n, b in (ERRORS | STATES).items() if not n.startswith("prints")}
-    # Python's own handler of SIGINT is installed: a KeyboardInterrupt counts as a Ctrl-C here.
-    del behaviours["KeyboardInterrupt"]
-    (findings,) = run_jobs([combination], jobs_of(behaviours)).findings
-    assert_reasons(reasons(findings), behaviours)
+    before = GlobalState()
+    (findings,) = run_jobs([combination], jobs_of(ERRORS)).findings
+    assert_reasons(reasons(findings), ERRORS)
     assert before.restore() == []
 
 
-def test_a_faulty_kernel_is_a_failed_row_in_a_worker(combination, capfd) -> None:
-    behaviours = {name: b for name, b in BEHAVIOURS.items() if name != "hang"}  # a slow test below
-    (findings,) = run_jobs([combination], jobs_of(behaviours), job_limit_s=60).findings
+def test_a_faulty_kernel_is_a_failed_row_in_a_child(in_child, capfd) -> None:
+    behaviours = {"healthy": ERRORS["healthy"], "directory": ERRORS["directory"], **IN_CHILD}
+    healthy = Combination({}, "cpu", Registry().with_backend(sdpa()))
+    findings, ours = run_jobs([in_child, healthy], jobs_of(behaviours), job_limit_s=60).findings
     assert_reasons(reasons(findings), behaviours)
+    assert all(f.ok for job in ours for f in job)
     assert capfd.readouterr() == ("", "")
+
+
+def test_two_workers_give_the_same_rows(in_child) -> None:
+    behaviours = {name: (ERRORS | IN_CHILD)[name] for name in ("healthy", "segfault", "draws")}
+    healthy = Combination({}, "cpu", Registry().with_backend(sdpa()))
+    findings, ours = run_jobs([in_child, healthy], jobs_of(behaviours), processes=2).findings
+    assert_reasons(reasons(findings), behaviours)
+    assert [job[0].case for job in findings] == [*behaviours]
+    assert all(f.ok for job in ours for f in job)
 
 
 def test_without_workers_the_checks_after_a_broken_gpu_name_its_cause(
@@ -123,32 +136,15 @@ def test_without_workers_the_checks_after_a_broken_gpu_name_its_cause(
     ]
 
 
-def test_a_worker_with_a_broken_gpu_is_replaced(combination) -> None:
-    jobs = jobs_of(["breaks the GPU", "healthy", "breaks the GPU and raises", "healthy"])
-    (findings,) = run_jobs([combination], jobs, job_limit_s=60).findings
-    assert [sum(f.ok is False for f in job) for job in findings] == [1, 0, 1, 0]
-
-
-def test_a_worker_with_a_broken_gpu_is_replaced_after_an_error_of_nsa_core(combination) -> None:
-    first, healthy = jobs_of(["healthy", "healthy"])
-    jobs = [dataclasses.replace(first, check=breaks_the_gpu_and_is_unavailable), healthy]
-    broken, after = run_jobs([combination], jobs, job_limit_s=60).findings[0]
-    assert [f.detail for f in broken] == ["BackendUnavailable: no"]
-    assert all(f.ok for f in after)
-
-
-def test_a_worker_with_a_broken_gpu_ends_before_the_next_one_starts(
-    combination, monkeypatch
-) -> None:
-    start, running = workers._Pool.start, []
-
-    def watched(pool: workers._Pool, *arguments: object) -> None:
-        running.append([process.is_alive() for process in pool._processes])
-        start(pool, *arguments)
-
-    monkeypatch.setattr(workers._Pool, "start", watched)
-    run_jobs([combination], jobs_of(["breaks the GPU", "healthy"]), job_limit_s=60)
-    assert running == [[], [False]]
+def test_a_child_with_a_broken_gpu_is_replaced(in_child) -> None:
+    first, second, third, healthy = jobs_of(
+        ["breaks the GPU", "healthy", "breaks the GPU and raises", "healthy"]
+    )
+    broken = dataclasses.replace(healthy, check=breaks_the_gpu_and_is_unavailable)
+    jobs = [first, second, third, second, broken, healthy]
+    (findings,) = run_jobs([in_child], jobs, job_limit_s=60).findings
+    assert [sum(f.ok is False for f in job) for job in findings] == [1, 0, 1, 0, 1, 0]
+    assert [f.detail for f in findings[4]] == ["BackendUnavailable: no"]
 
 
 def test_no_case_is_shrunk_on_a_broken_gpu(combination, monkeypatch) -> None:
@@ -200,64 +196,31 @@ def test_an_error_of_the_gpu_is_found_only_where_the_gpu_is_in_use(advice, monke
     assert gpu_context.gpu_error() == ""
 
 
-def test_a_probe_that_disturbs_its_process_fails_a_row() -> None:
-    disturbing = combination_of("faulty_kernels:disturb")
-    (findings,) = run_jobs([disturbing], jobs_of(["healthy"] * 2), job_limit_s=60).findings
+def test_a_probe_that_changes_the_state_fails_a_row() -> None:
+    moving = combination_of("accept_elsewhere", child=Child())
+    (findings,) = run_jobs([moving], jobs_of(["healthy"] * 2), job_limit_s=60).findings
     for job in findings:
         assert [f.detail for f in job if f.ok is False] == [
-            "a backend outside of its kernels' calls: it closed file descriptor 2 (standard error);"
-            " it sent SIGTERM to its own process"
+            "loading plugin faulty changed the working directory"
         ]
         assert any(f.ok for f in job)
 
 
-def test_a_signal_of_another_process_is_not_the_kernels() -> None:
-    assert call_in_child(own_signals, limit_s=60, doing="in a test") == [[], ["SIGTERM"]]
-
-
-@pytest.mark.parametrize(
-    ("action", "reason"),
-    [
-        ("crash", "killed its process with SIGSEGV while planning"),
-        ("exit", "ended its process with exit status 0 while planning"),
-        pytest.param("hang", "did not end within 8 s while planning", marks=pytest.mark.slow),
-    ],
-)
-def test_a_module_that_ends_its_process_is_named_with_its_backend(action, reason) -> None:
-    limit_s = 8 if action == "hang" else 60
-    with pytest.raises(BackendUnavailable) as caught:
-        call_in_child(plan_deadly, action, limit_s=limit_s, doing="while planning")
-    assert str(caught.value) == f"backend 'faulty', import of module 'deadly_module': {reason}"
-
-
-def plan_deadly(action: str) -> None:
-    os.environ["DEADLY_MODULE"] = action
-    combination = combination_of("faulty_kernels:accept", "deadly_module:forward")
-    combination.plan(cases.config_of(2, 1, 8, 8, (8, 4, 8, 3, 8)), torch.float32)
-
-
 @pytest.mark.slow
-def test_after_three_hangs_of_a_slot_only_the_jobs_that_call_it_are_not_run(combination) -> None:
-    hang, fine = jobs_of(["hang", "healthy"])
-    first, again, second, third = (
-        dataclasses.replace(hang, case=dataclasses.replace(hang.case, name=f"case {number}"))
-        for number in (1, 1, 2, 3)
-    )
+def test_after_three_hangs_of_a_function_it_is_not_called_again(in_child) -> None:
+    hang, fine = jobs_of([*HANG, "healthy"])
     # It calls sel only, on a case in which win hangs.
-    other = dataclasses.replace(first, name="any blocks", check=slots.any_blocks)
+    other = dataclasses.replace(hang, name="any blocks", check=slots.any_blocks)
     combine = next(job for job in generated() if job.name == "generated combine")
     last = dataclasses.replace(fine, name="last")
-    jobs = [first, again, other, fine, second, third, last, other, combine, decode_job()]
-    healthy = Combination({}, "cpu", Registry(()).with_backend(sdpa()))
-    faulty, ours = run_jobs([combination, healthy], jobs, job_limit_s=2).findings
-    hung = "backend 'faulty', slot 'win', forward: did not end within 2 s"
-    limit = "slot 'win', prefill, did not end within 2 s"
-    assert [
-        next((f.detail for f in job if f.quantity == "run"), "" if job[0].ok else "?")
-        for job in faulty
-    ] == [
-        *(hung, f"not run: a check of this case with {limit}", "", "", hung, hung),
-        f"not run: checks of 3 cases with {limit}",
+    jobs = [hang, other, fine, hang, hang, last, other, combine, decode_job()]
+    healthy = Combination({}, "cpu", Registry().with_backend(sdpa()))
+    faulty, ours = run_jobs([in_child, healthy], jobs, job_limit_s=5).findings
+    where = "backend 'faulty', slot 'win', forward: "
+    hung = f"{where}did not end within 5 s in this check"
+    assert [next((f.detail for f in job if f.ok is False), "") for job in faulty] == [
+        *(hung, "", "", hung, hung),
+        f"{where}not called: it did not end within 5 s in 3 checks",
         *("", "", ""),
     ]
     assert all(f.ok for job in ours for f in job)

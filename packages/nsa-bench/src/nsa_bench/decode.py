@@ -43,8 +43,7 @@ from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
 from nsa_core.util.text import describe_error
-from nsa_verify.isolation.children import call_in_child
-from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.combination import Combination, ready_combinations
 
 REPEATS = 5  # minimum number of rounds; the spread of this many repeats is reported
 
@@ -75,7 +74,7 @@ class DecodeBench(Bench):
         """Plan the combinations of a cell; judge each once per shape, dtype and page size."""
         s, config = self.settings, problem.config
         options = step_options(problem, s.device, {})
-        combos = list(s.combos) or isolation.combinations(
+        combos = list(s.combos) or ready_combinations(
             self.registry, config, dataclasses.replace(options, batch=None, seq_len=None)
         )
         plans = self._plans.setdefault(problem, {})
@@ -83,7 +82,6 @@ class DecodeBench(Bench):
             if self._stop.received:
                 return
             named = dataclasses.replace(options, backends=dict(combo.backends))
-            isolation.check_plan(self.registry, config, named)
             plans[combo.name] = plan = resolve(config, named, registry=self.registry)
             where = f"{problem.shape} {problem.dtype} {problem.inputs}"
             entries.record_backends(self._combos, combo.name, plan, where)
@@ -94,7 +92,8 @@ class DecodeBench(Bench):
 
     def _judge_steps(self, combo: Combination, problem: Cell, plan: Plan) -> None:
         s = self.settings
-        combination = dataclasses.replace(combo, device=s.device, registry=self.registry)
+        registry = isolation.only_of(self.registry, plan)
+        combination = dataclasses.replace(combo, device=s.device, registry=registry)
         gate = functools.partial(decode_gate, combo.name, combination, problem, s.seed)
         self.judge(combo.name, problem, plan, f"{problem.shape} steps", gate)
 
@@ -178,7 +177,8 @@ class DecodeBench(Bench):
         s, eager = self.settings, key.endswith(EAGER)
         make = functools.partial(
             step_in_child,
-            *(self.registry, cell, _options_of(cell, s.device, plan), s.seed),
+            *(isolation.only_of(self.registry, plan), cell),
+            *(_options_of(cell, s.device, plan), s.seed),
             *(name, key.removesuffix(EAGER)),
         )
         try:
@@ -195,10 +195,12 @@ class DecodeBench(Bench):
             with self._limits.until_deadline():
                 times = within_step(plan, x, self._clock, s.budget_s)
         else:
-            arguments = (self.registry, cell, _options_of(cell, s.device, plan), s.seed, s.budget_s)
+            registry = isolation.only_of(self.registry, plan)
+            options = _options_of(cell, s.device, plan)
+            arguments = (registry, cell, options, s.seed, s.budget_s)
             limit_s = self._deadline - time.monotonic()
             try:
-                times = call_in_child(
+                times = isolation.call_in_child(
                     slots_in_child, *arguments, limit_s=limit_s, doing="in a step"
                 )
             except NSAError as error:

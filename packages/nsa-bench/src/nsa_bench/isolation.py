@@ -1,71 +1,59 @@
-"""Third-party backends in a benchmark: they are planned and judged in child processes."""
+"""Third-party backends in a benchmark: they are judged and timed in child processes."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from nsa_bench.gate import Gate
-from nsa_core.config import NSAConfig
-from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
-from nsa_core.errors import BackendUnavailable
-from nsa_core.plan.options import PlanOptions
-from nsa_core.plan.plan import Plan, resolve
+from nsa_core.errors import NSAError
+from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry
-from nsa_verify.isolation.children import PLAN_LIMIT_S, call_in_child, needs_isolation
-from nsa_verify.problems.combination import Combination, ready_combinations
+from nsa_core.util.child import Child
+from nsa_verify.isolation.call_guard import guarded_calls
 
 GATE_LIMIT_S = {"cpu": 60.0, "cuda": 300.0}
 
 
-def may_be_foreign(registry: Registry, backends: Mapping[str, str]) -> bool:
-    """Return whether a plan with ``backends`` by slot may use a third-party backend."""
-    foreign = {entry.name for entry in registry.ready() if needs_isolation(entry)}
-    named = foreign & {*backends.values()}
-    return bool(named) or (bool(foreign) and not backends.keys() >= {*SLOTS})
+def has_plugins(registry: Registry) -> bool:
+    """Return whether a third-party backend may take part."""
+    return any(entry.child is not None for entry in registry.ready())
 
 
 def is_foreign(registry: Registry, plan: Plan) -> bool:
-    """Return whether ``plan`` uses a third-party backend."""
-    return any(needs_isolation(registry.get(c.backend)) for c in plan.choices.values())
+    """Return whether ``plan`` uses a backend that runs in child processes only."""
+    return any(registry.get(c.backend).child is not None for c in plan.choices.values())
 
 
-def combinations(
-    registry: Registry, config: NSAConfig, options: PlanOptions
-) -> Sequence[Combination]:
-    """Return the result of :func:`nsa_verify.problems.combination.ready_combinations`.
-
-    Third-party plugins are asked in a child process.
-
-    Raises:
-        BackendUnavailable: A probe ended its process.
-    """
-    if not may_be_foreign(registry, {}):
-        return ready_combinations(registry, config, options)
-    found: Sequence[Combination] = call_in_child(
-        ready_combinations, registry, config, options, limit_s=PLAN_LIMIT_S, doing="while planning"
-    )
-    return found
+def only_of(registry: Registry, plan: Plan) -> Registry:
+    """Return ``registry`` without the third-party backends that ``plan`` does not use."""
+    used = {choice.backend for choice in plan.choices.values()}
+    entries = (e for e in registry.entries if e.child is None or e.name in used)
+    return Registry(tuple(entries))
 
 
-def check_plan(registry: Registry, config: NSAConfig, options: PlanOptions) -> None:
-    """Plan in a child first, if a third-party backend may take part.
+def call_in_child(function: Callable[..., Any], *arguments: Any, limit_s: float, doing: str) -> Any:
+    """Return ``function(*arguments)``, called in a child that guards the calls of kernels.
 
     Raises:
-        NSAError: The plan is refused.
-        BackendUnavailable: A probe or the import of a kernel ended its process.
+        NSAError: The function raised it, or the child ended.
     """
-    named = options.backends if isinstance(options.backends, Mapping) else {}
-    if may_be_foreign(registry, {slot: name for slot, name in named.items() if name}):
-        arguments = (registry, config, options)
-        call_in_child(_plan, *arguments, limit_s=PLAN_LIMIT_S, doing="while planning")
+    child = Child("a third-party backend")
+    try:
+        return child.call(_guarded, function, arguments, limit_s=limit_s, doing=doing)
+    finally:
+        child.end()
 
 
-def _plan(registry: Registry, config: NSAConfig, options: PlanOptions) -> None:
-    resolve(config, options, registry=registry)
+def _guarded(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(1)
+    with guarded_calls():
+        return function(*arguments)
 
 
 def gate_in_child(
@@ -84,7 +72,7 @@ def gate_in_child(
     limit_s = min(GATE_LIMIT_S[device.partition(":")[0]], max(1.0, deadline - started))
     try:
         gate: Gate = call_in_child(function, *arguments, limit_s=limit_s, doing="in its gate")
-    except BackendUnavailable as error:
+    except NSAError as error:
         seconds = round(time.monotonic() - started, 3)
         return dataclasses.replace(failed, ok=False, seconds=seconds, failures=[str(error)])
     return gate

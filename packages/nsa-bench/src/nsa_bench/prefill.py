@@ -31,6 +31,7 @@ from nsa_core.plan.default_plan import is_long
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry
+from nsa_verify.problems.combination import ready_combinations
 
 
 class PrefillBench(Bench):
@@ -88,7 +89,7 @@ class PrefillBench(Bench):
         """Plan and judge the combinations of a shape and dtype."""
         s, dtype, config = self.settings, getattr(torch, problem.dtype), problem.config
         options = PlanOptions(device=s.device, dtype=dtype, needs_grad=self._subjects.gradients)
-        combos = list(s.combos) or isolation.combinations(self.registry, config, options)
+        combos = list(s.combos) or ready_combinations(self.registry, config, options)
         case = gate_case(config, s.device, s.seed)
         judged = []
         for long, combo in itertools.product(
@@ -105,8 +106,9 @@ class PrefillBench(Bench):
             backends = {slot: choice.backend for slot, choice in gate_plan.choices.items()}
             if (combo, backends) not in judged:
                 judged.append((combo, backends))
+                registry = isolation.only_of(self.registry, gate_plan)
                 gate = functools.partial(
-                    gate_of, s, self.registry, combo, case, dtype, problem.shape, long
+                    gate_of, s, registry, combo, case, dtype, problem.shape, long
                 )
                 self.judge(combo.name, problem, gate_plan, case.name, gate)
 

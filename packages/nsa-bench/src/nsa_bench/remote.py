@@ -11,7 +11,6 @@ import dataclasses
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -22,19 +21,19 @@ from nsa_bench.timing import (
     INTERRUPTED,
     LATE,
     NO_MEMORY,
+    Clock,
     Prepared,
     TimeUp,
     Workload,
     reason_of,
 )
-from nsa_core.plan.trial import describe_exit
+from nsa_core.errors import NSAError
+from nsa_core.util.child import Child, announced
 from nsa_core.util.interruption import Interruption
 from nsa_core.util.text import describe_error
-from nsa_verify.isolation import children
 
 _POLL_S = 0.05
-_BEGIN, _END = "begin", "end"  # a setup or call has begun, or has ended
-
+_CALL = ("call",)  # a setup or call that has a limit
 
 # AttributeError and TypeError: pickle cannot send an object. AssertionError: this process is itself
 # a daemon.
@@ -43,6 +42,15 @@ _START_ERRORS = (OSError, AssertionError, AttributeError, TypeError, pickle.Pick
 
 class CannotStart(Exception):
     """The child process could not set up the workload, for example a backend of a test."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    """An exception in the child: its text, and whether the setup or a call had begun."""
+
+    text: str
+    no_memory: bool
+    has_begun: bool = True
 
 
 class RemoteCall:
@@ -68,17 +76,13 @@ class RemoteCall:
         inference: bool = False,
     ) -> None:
         self._limits, self._stop = limits, stop
-        self._process: Any = None
         self._sample_limit_s = float("inf")
-        self._connection, child_end = children.processes.Pipe()
-        arguments = (child_end, make, device, torch.get_num_threads(), eager, inference)
         try:
             with limits.until_deadline():
-                self._process = children.start(_serve, *arguments)
+                self._child = Child()
+                self._child.send(_prepare, make, device, torch.get_num_threads(), eager, inference)
         except _START_ERRORS as error:
             raise CannotStart(describe_error(error)) from error
-        finally:
-            child_end.close()
 
     def prepare(self) -> Prepared:
         """Prepare the workload in the child.
@@ -88,18 +92,9 @@ class RemoteCall:
             CannotStart: The child could not begin.
             RuntimeError: The workload failed; OutOfMemoryError if memory ran out.
         """
-        message, limit_s, begun = None, float("inf"), False
-        while not isinstance(message, Prepared):
-            try:
-                message = self._receive(limit_s)
-            except RuntimeError as error:
-                if begun or isinstance(error, torch.OutOfMemoryError):
-                    raise
-                raise CannotStart(str(error)) from error
-            begun |= message == _BEGIN
-            limit_s = self._limits.first_call_s if message == _BEGIN else float("inf")
-        self._sample_limit_s = self._limits.max_call_s * message.calls
-        return dataclasses.replace(message, take=self.sample)
+        prepared: Prepared = self._receive(self._limits.first_call_s)
+        self._sample_limit_s = self._limits.max_call_s * prepared.calls
+        return dataclasses.replace(prepared, take=self.sample)
 
     def sample(self) -> float:
         """Take a sample in the child; return milliseconds per call.
@@ -108,40 +103,37 @@ class RemoteCall:
             TimeUp: A limit or an interruption ended the child.
             RuntimeError: The child ended.
         """
-        with contextlib.suppress(OSError):  # the next receive detects a dead child
-            self._connection.send(None)
+        self._child.send(_sample)
         return float(self._receive(self._sample_limit_s))
 
     def end(self) -> None:
         """End the child at once."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-        self._connection.close()
+        self._child.end()
 
     def _receive(self, limit_s: float) -> Any:
-        """Return the child's next message; end the child at a limit."""
-        end = time.monotonic() + limit_s
-        while not self._connection.poll(_POLL_S):
-            now = time.monotonic()
+        """Return the child's result; end the child at a limit."""
+        while not self._child.poll(_POLL_S):
+            now, (running, _, since) = time.monotonic(), self._child.announced
             reasons = {
                 INTERRUPTED: self._stop.received,
                 LATE: now > self._limits.deadline,
-                self._limits.too_slow: now > end,
+                self._limits.too_slow: running == _CALL and now > since + limit_s,
             }
             reason = next((reason for reason, is_over in reasons.items() if is_over), "")
             if reason:
                 self.end()
                 raise TimeUp(reason)
         try:
-            message = self._connection.recv()
-        except (EOFError, OSError):
-            self._process.join(10)
-            status = self._process.exitcode or 0
-            raise RuntimeError(describe_exit(status, "in a child process")) from None
-        if isinstance(message, BaseException):
-            raise message
-        return message
+            result = self._child.receive(0.0, "in a child process")
+        except RuntimeError:
+            raise
+        except NSAError as error:  # the function could not be sent
+            raise CannotStart(str(error)) from error
+        if isinstance(result, _Failure):
+            if result.no_memory:
+                raise torch.OutOfMemoryError(result.text)
+            raise (RuntimeError if result.has_begun else CannotStart)(result.text)
+        return result
 
 
 def prepare_in_child(
@@ -162,41 +154,41 @@ def prepare_in_child(
     return call.prepare()
 
 
-def _serve(
-    connection: Connection,
-    make: Callable[[], Workload],
-    device: str,
-    threads: int,
-    eager: bool,
-    inference: bool,
-) -> None:
-    """Run in the child: prepare the workload, and take samples until the pipe closes."""
+_prepared: list[tuple[Clock, Prepared, bool]] = []  # of a child
+
+
+def _prepare(
+    make: Callable[[], Workload], device: str, threads: int, eager: bool, inference: bool
+) -> Prepared | _Failure:
+    """Prepare the workload in the child."""
     torch.set_num_threads(threads)
+    has_begun = False
 
     @contextlib.contextmanager
-    def announced() -> Iterator[None]:
-        connection.send(_BEGIN)
-        yield
-        connection.send(_END)
+    def limited() -> Iterator[None]:
+        nonlocal has_begun
+        has_begun = True
+        with announced(_CALL, ""):
+            yield
 
-    mode = torch.inference_mode() if inference else contextlib.nullcontext()
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError), mode:
-        try:
-            clock = EagerClock() if eager else clock_for(device)
-            prepared = clock.prepare(dataclasses.replace(make(), limited=announced))
-            connection.send(dataclasses.replace(prepared, call=_in_child))
-            while True:
-                connection.recv()
-                connection.send(clock.sample(prepared.call, prepared.calls))
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise
-        except BaseException as error:  # noqa: BLE001  a third-party kernel may raise anything
-            no_memory = reason_of(error) == NO_MEMORY
-            connection.send(
-                torch.OutOfMemoryError(str(error))
-                if no_memory
-                else RuntimeError(describe_error(error))
-            )
+    try:
+        with torch.inference_mode(inference):
+            clock: Clock = EagerClock() if eager else clock_for(device)
+            prepared = clock.prepare(dataclasses.replace(make(), limited=limited))
+    except BaseException as error:  # noqa: BLE001  a third-party kernel may raise anything
+        return _Failure(describe_error(error), reason_of(error) == NO_MEMORY, has_begun)
+    _prepared.append((clock, prepared, inference))
+    return dataclasses.replace(prepared, call=_in_child)
+
+
+def _sample() -> float | _Failure:
+    """Take a sample in the child."""
+    ((clock, prepared, inference),) = _prepared
+    try:
+        with torch.inference_mode(inference), announced(_CALL, ""):
+            return clock.sample(prepared.call, prepared.calls)
+    except BaseException as error:  # noqa: BLE001  a third-party kernel may raise anything
+        return _Failure(describe_error(error), reason_of(error) == NO_MEMORY)
 
 
 def _in_child() -> None:

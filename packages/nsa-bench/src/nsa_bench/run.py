@@ -30,8 +30,8 @@ from nsa_bench.timing import INTERRUPTED, LATE, Outcome, TimeUp, reason_of
 from nsa_core.errors import NSAError
 from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry
+from nsa_core.util.child import preload
 from nsa_core.util.interruption import NEVER, Interruption
-from nsa_verify.isolation.children import preload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +160,10 @@ class Bench(abc.ABC):
                 name: roofline.measure_peaks(s.device, getattr(torch, name)) for name in s.dtypes
             }
             self._clock = clock_for(s.device)
-            if isolation.may_be_foreign(self.registry, {}) or any(
+            if isolation.has_plugins(self.registry) or any(
                 self.may_be_slow(cell, peaks[cell.dtype]) for cell in cells
             ):
-                preload([type(self).__module__])  # while the gates run
+                preload(type(self).__module__)  # while the gates run
             for problem in self.problems():
                 if stop.received:
                     break

@@ -124,7 +124,7 @@ def _gate(candidates: TuneCandidates, candidate: TuneCandidate, case: Case) -> G
     combo, shape = f"{candidate.slot}={candidate.backend}", Shape.of(candidates.config).name
     return isolation.gate_in_child(
         judge_candidate,
-        candidates,
+        candidates.for_child(candidate),
         candidate,
         case,
         failed=isolation.failed_gate(combo, shape, candidates.dtype, case.name),
@@ -180,7 +180,9 @@ def _workload_in_child(
     """Return the workload of a candidate that runs in a child process, which ``children`` ends."""
     device = candidates.device
     limits = Limits.of_run(float("inf"), CALL_LIMIT_S, device)
-    make = functools.partial(isolated_workload, candidates, candidate, length, seed)
+    make = functools.partial(
+        isolated_workload, candidates.for_child(candidate), candidate, length, seed
+    )
 
     def start() -> Prepared:
         with _end_is_failure():

@@ -15,17 +15,15 @@ from nsa_bench.shapes import Shape
 from nsa_bench.timing import Workload
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, Request
-from nsa_core.errors import BackendUnavailable, NSAError
+from nsa_core.errors import NSAError
 from nsa_core.plan.candidates import find_candidates
-from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import Registry
-from nsa_verify.isolation.children import PLAN_LIMIT_S, call_in_child, needs_isolation, preload
 from nsa_verify.problems.cases import Case
 
 PHASES = {"inference": "forward", "training": "both"}
-_Accepted = dict[str, list[str]]  # use -> slots that a backend accepts
+_ENDS = ("probe_ended", "probe_too_slow", "rank_ended", "rank_too_slow")  # codes of reasons
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,18 +96,28 @@ class TuneCandidates:
             NSAError: A slot has no backend.
         """
         options = _options(self.device, self.dtype, candidate.use)
-        own = _own(self.registry)
         if not candidate.isolated:
-            return resolve(
-                config, options, registry=own, backends={candidate.slot: candidate.backend}
-            )
-        by_slot = find_candidates(config, options, registry=own).by_slot
-        others = {s: c.backend for s in SLOTS for c in reversed(by_slot[s]) if c.accepted}
+            backends = {candidate.slot: candidate.backend}
+            return resolve(config, options, registry=_own(self.registry), backends=backends)
+        by_slot = find_candidates(config, options, registry=self.registry).by_slot
+        others = {
+            slot: c.backend
+            for slot in SLOTS
+            for c in reversed(by_slot[slot])
+            if c.accepted and c.backend != candidate.backend
+        }
         backends = others | {candidate.slot: candidate.backend}
-        # The probes of the whole registry run only if no other way is left.
-        entry = self.registry.get(candidate.backend)
-        registry = Registry((*own.entries, entry)) if backends.keys() == {*SLOTS} else self.registry
-        return resolve(config, options, registry=registry, backends=backends)
+        return resolve(config, options, registry=self.registry, backends=backends)
+
+    def for_child(self, candidate: TuneCandidate) -> TuneCandidates:
+        """Return the candidates without the third-party backends that a plan does not need."""
+        foreign = {entry.name for entry in self.registry.entries if entry.child is not None}
+        own = {c.slot for c in self.accepted if c.use == candidate.use and c.backend not in foreign}
+        if own | {candidate.slot} != {*SLOTS}:
+            return self
+        unused = foreign - {candidate.backend}
+        entries = tuple(e for e in self.registry.entries if e.name not in unused)
+        return dataclasses.replace(self, registry=Registry(entries))
 
 
 def find_tune_candidates(
@@ -117,50 +125,30 @@ def find_tune_candidates(
 ) -> TuneCandidates:
     """Return the backends that accept a slot, for inference and for training.
 
-    The probes of a third-party backend run in a child process.
-
     Args:
         config: The layer.
         registry: The installed backends.
         device: "cpu", "cuda" or "cuda:N".
         dtype: Dtype of the inputs.
     """
-    own = _own(registry)
-    foreign = [entry for entry in registry.ready() if needs_isolation(entry)]
-    if foreign:
-        preload([__name__])  # while the own backends are probed
     requests, accepted = {}, []
     failed: list[tuple[TuneCandidate, str]] = []
     for use in PHASES:
-        candidates = find_candidates(config, _options(device, dtype, use), registry=own)
+        candidates = find_candidates(config, _options(device, dtype, use), registry=registry)
         requests[use] = dict(candidates.requests)
+        foreign = {entry.name for entry in registry.ready() if entry.child is not None}
         by_slot = candidates.by_slot
-        is_complete = all(any(c.accepted for c in by_slot[slot]) for slot in SLOTS)
-        accepted += [
-            TuneCandidate(slot, c.backend, c.version, use, not is_complete)
-            for slot in SLOTS
-            for c in by_slot[slot]
-            if c.accepted
-        ]
-    for entry in foreign:
-        assert entry.spec is not None  # a ready backend has one
-        arguments = (_accepted_slots, entry, config, device, dtype)
-        try:
-            uses: _Accepted = call_in_child(
-                *arguments, limit_s=PLAN_LIMIT_S, doing="while planning"
-            )
-        except BackendUnavailable as error:
-            failed += [
-                (TuneCandidate(slot, entry.name, entry.version, use, True), str(error))
-                for use in PHASES
-                for slot in entry.spec.slots
-            ]
-            continue
-        accepted += [
-            TuneCandidate(slot, entry.name, entry.version, use, True)
-            for use, slots in uses.items()
-            for slot in slots
-        ]
+        is_complete = all(
+            any(c.accepted and c.backend not in foreign for c in by_slot[each]) for each in SLOTS
+        )
+        for slot, c in [(each, c) for each in SLOTS for c in by_slot[each]]:
+            isolated = c.backend in foreign or not is_complete
+            candidate = TuneCandidate(slot, c.backend, c.version, use, isolated)
+            ends = [str(reason) for reason in c.reasons if reason.code in _ENDS]
+            if c.accepted:
+                accepted.append(candidate)
+            elif ends:
+                failed.append((candidate, ends[0]))
     return TuneCandidates(config, registry, device, dtype, accepted, requests, failed)
 
 
@@ -170,19 +158,7 @@ def _options(device: str, dtype: torch.dtype, use: str) -> PlanOptions:
 
 def _own(registry: Registry) -> Registry:
     """Return the backends of ``registry`` that share this process."""
-    return Registry(tuple(entry for entry in registry.entries if not needs_isolation(entry)))
-
-
-def _accepted_slots(
-    entry: BackendEntry, config: NSAConfig, device: str, dtype: torch.dtype
-) -> _Accepted:
-    """Return the slots that a backend accepts, for each use."""
-    registry, accepted = Registry((entry,)), {}
-    for use in PHASES:
-        candidates = find_candidates(config, _options(device, dtype, use), registry=registry)
-        by_slot = candidates.by_slot
-        accepted[use] = [s for s in SLOTS if any(c.accepted for c in by_slot[s])]
-    return accepted
+    return Registry(tuple(entry for entry in registry.entries if entry.child is None))
 
 
 def judge_candidate(candidates: TuneCandidates, candidate: TuneCandidate, case: Case) -> Gate:

@@ -84,6 +84,7 @@ def list_backends(
         if simulated and not probe:
             raise InvalidInput("--gpu needs a probe: leave out --no-probe")
         if probe:
+            output.import_with_plugins("torch")
             registry, document = rows.list_and_probe(phase=phase, gpu=simulated)
             usable = bool(registry.ready())
         else:
@@ -114,6 +115,7 @@ def show(
 
     with output.exit_codes():
         simulated = _simulated(gpu)
+        output.import_with_plugins("torch")
         registry = output.find_backends()
         entry = registry.get(name)  # raises for an unknown name before any backend is probed
         _, document = rows.list_and_probe(registry, phase, simulated)
@@ -277,6 +279,7 @@ def explain(
             seq_len=seq_len,
             page_size=page_size,
         )
+        output.import_with_plugins("torch")
         candidates: Candidates = find_candidates(
             config, options, registry=output.find_backends(), gpu=simulated
         )

@@ -381,6 +381,7 @@ def _read_text(path: Path | None, min_bytes: int) -> tuple[str, bytes]:
 def _run(settings: Settings, stop: Interruption) -> Result:
     from nsa_bench.prefill import PrefillBench
 
+    output.import_with_plugins("nsa_bench.prefill")
     benchmark = PrefillBench(settings, output.find_backends(), output.environment())
     with output.progress(benchmark.steps()) as advance:
         return benchmark.run(advance, stop)

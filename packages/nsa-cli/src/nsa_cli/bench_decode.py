@@ -67,6 +67,7 @@ def settings(
 
 def run(settings: DecodeSettings, stop: Interruption) -> Result:
     """Run the decode benchmark."""
+    output.import_with_plugins("nsa_bench.decode")
     from nsa_bench.decode import DecodeBench
 
     bench = DecodeBench(settings, output.find_backends(), output.environment())

@@ -44,32 +44,32 @@ def inspect_environment(limit_s: float) -> dict[str, Any]:
         limit_s: Seconds after which a child process is ended.
     """
     registry = output.find_backends()
-    bodies = (trial_imports.TORCH, trial_imports.TRITON, trial_imports.FLASH_ATTN)
-    safe = output.safe_mode()
-    # The probes of our own backends share a child process. A third-party probe may crash, so each
-    # has its own.
-    groups = [[entry for entry in registry.ready() if entry.first_party]]
-    groups += [[entry] for entry in registry.ready() if not entry.first_party]
-    probes = [
-        trial_imports.PROBE.format(safe=safe, names=[entry.name for entry in group])
-        for group in groups
-    ]
-    attention = trial_imports.ATTENTION.format(safe=safe)
-    torch, triton, flash, attention_result, *probe_results = trial_imports.try_all(
-        [*bodies, attention, *probes], limit_s
+    own = [entry for entry in registry.ready() if entry.child is None]
+    plugins = [entry for entry in registry.ready() if entry.child is not None]
+    # A third-party backend may end the process: without it, this project's own show what works.
+    used = Registry(tuple(own) or registry.ready())
+    (torch, triton, flash, attention_result, of_own), of_plugins = trial_imports.try_all(
+        [
+            (trial_imports.torch_facts,),
+            (trial_imports.triton_facts,),
+            (trial_imports.flash_attn_facts,),
+            (trial_imports.attention_facts, used),
+            (trial_imports.probe_facts, Registry(tuple(own))),
+        ],
+        plugins,
+        limit_s,
     )
     gpu = bool(torch.facts.get("gpus"))
-    results = {
-        entry.name: result for group, result in zip(groups, probe_results) for entry in group
-    }
+    probes = [(entry, of_own) for entry in own] + [*zip(plugins, of_plugins)]
+    results = {entry.name: result for entry, result in probes}
     standings = [
         (entry, _standing(entry, torch, results.get(entry.name))) for entry in registry.entries
     ]
     problems = _python_problems() + _torch_problems(torch) + _optional_problems(triton, flash, gpu)
     problems += _backend_problems(registry)
     if torch.facts.get("version"):
-        for group, result in zip(groups, probe_results):
-            problems += [problem for entry in group for problem in _probe_problems(entry, result)]
+        for entry, result in probes:
+            problems += _probe_problems(entry, result)
         problems += _attention_problems(attention_result, registry)
     return {
         "schema_version": SCHEMA_VERSION,

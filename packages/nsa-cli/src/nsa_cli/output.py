@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import sys
 import time
@@ -41,6 +42,7 @@ __all__ = [
     "exit_codes",
     "find_backends",
     "fitted",
+    "import_with_plugins",
     "one_line",
     "prepare_streams",
     "print_json",
@@ -68,7 +70,7 @@ _UNWRITABLE = {
 # Depending on its version, typer depends on click or vendors it.
 UsageError: Any = typer.BadParameter.__base__
 ClickError: Any = UsageError.__base__
-_plugin_options = (False, 20.0)
+_plugin_options = (False, 10.0)
 
 
 def set_plugin_options(safe: bool, limit_s: float) -> None:
@@ -87,10 +89,24 @@ def safe_mode() -> bool:
     return _plugin_options[0]
 
 
+def import_with_plugins(module: str) -> None:
+    """Import ``module`` here and for the children of plugins, at the same time, if there are any.
+
+    Call it before :func:`find_backends`, which starts the children.
+    """
+    from nsa_core.plan.registry import third_party_plugins
+    from nsa_core.util.child import preload
+
+    if third_party_plugins(safe_mode()):
+        preload(module)
+        importlib.import_module(module)
+
+
 def find_backends() -> Registry:
     """Return the registry of all backends, or of this project's own in safe mode.
 
-    Third-party plugins load in a child process first, so that a crash does not end the command.
+    Each third-party plugin loads and runs in a child process, so that a crash does not end the
+    command.
     """
     from nsa_core.plan.registry import discover
 

@@ -92,6 +92,7 @@ def tune(
 
         config = parse_shape(shape).config(block_sizes(blocks))
         tuned.check_writable()
+        output.import_with_plugins("nsa_bench.tune")
         registry = output.find_backends()
         torch_dtype = getattr(torch, name)
         candidates = find_tune_candidates(config, registry, device=torch_device, dtype=torch_dtype)

@@ -19,7 +19,6 @@ from nsa_cli.choices import (
     pick_device,
 )
 from nsa_cli.result_files import ResultFiles
-from nsa_cli.verify_isolated import call_planning, is_isolated, prepare_children
 from nsa_cli.verify_run import SCHEMA_VERSION, RunOptions, run_combinations
 from nsa_core.limits import as_integer
 from nsa_core.util.interruption import recorded_signals
@@ -229,8 +228,10 @@ def verify(
     named = {slot: name for slot, name in by_slot.items() if name is not None}
     with output.exit_codes(), recorded_signals() as stop:
         output.check_writable(json_file, force)
-        prepare_children(named)
+        output.import_with_plugins("nsa_verify.run.workers")
+        registry = output.find_backends()
         from nsa_verify.generated.parse import parse_case
+        from nsa_verify.problems.combination import every_combination
 
         generated = parse_case(case) if case is not None else None
         part = _shard(shard)
@@ -238,7 +239,9 @@ def verify(
         torch_device, content = pick_device(device.value), read_text(text)
         dtypes = _dtypes(names)
         combinations = (
-            _every_combination(named, torch_device, dtypes, phase.value) if every else [named]
+            every_combination(registry, torch_device, dtypes, named, phase.value == "decode")
+            if every
+            else [named]
         )
         options = RunOptions(
             device=torch_device,
@@ -255,7 +258,7 @@ def verify(
             only=generated or _history(history),
             shard=part,
         )
-        reports = run_combinations(combinations, options, stop)
+        reports = run_combinations(combinations, options, registry, stop)
         report: dict[str, Any] = reports[0]
         if every:
             report = {"schema_version": SCHEMA_VERSION, "combinations": reports}
@@ -266,19 +269,6 @@ def verify(
         code = print_combinations(reports) if every else print_report(report, verbose)
         files.exit_code(code)
     raise typer.Exit(code)
-
-
-def _every_combination(
-    named: dict[str, str], device: str, dtypes: Sequence[torch.dtype], phase: str
-) -> list[dict[str, str]]:
-    from nsa_verify.problems.combination import every_combination
-
-    registry = output.find_backends()
-    arguments = (registry, device, dtypes, named, phase == "decode")
-    combinations: list[dict[str, str]] = call_planning(
-        is_isolated([named], registry), every_combination, *arguments
-    )
-    return combinations
 
 
 def _shard(text: str | None) -> tuple[int, int] | None:

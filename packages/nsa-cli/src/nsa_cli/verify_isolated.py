@@ -1,49 +1,17 @@
-"""The parts of `nsa verify` that run plugins outside of the checks, in children if need be."""
+"""The parts of `nsa verify` that run plugins outside of the checks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-from nsa_cli import output
 
 if TYPE_CHECKING:
     import torch
 
     from nsa_core.plan.plan import Plan
-    from nsa_core.plan.registry import Registry
     from nsa_verify.problems.combination import Combination
     from nsa_verify.problems.findings import Finding
-
-
-def prepare_children(named: dict[str, str]) -> None:
-    """Start the server of child processes, if third-party backends may run, before torch loads."""
-    if is_isolated([named], output.find_backends()):
-        from nsa_verify.isolation.children import preload
-
-        preload(["nsa_verify.run.workers"])
-
-
-def is_isolated(combinations: Sequence[dict[str, str]], registry: Registry) -> bool:
-    """Return whether a combination may use a third-party backend, which only children run."""
-    from nsa_core.contract import SLOTS
-    from nsa_verify.isolation.children import needs_isolation
-
-    foreign = {entry.name for entry in registry.ready() if needs_isolation(entry)}
-    return any(
-        foreign & {*named.values()} if named.keys() >= {*SLOTS} else foreign
-        for named in combinations
-    )
-
-
-def call_planning(isolated: bool, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return ``function(*arguments)``, called in a child process if ``isolated``."""
-    from nsa_verify.isolation.children import PLAN_LIMIT_S, call_in_child
-
-    if not isolated:
-        return function(*arguments)
-    return call_in_child(function, *arguments, limit_s=PLAN_LIMIT_S, doing="while planning")
 
 
 def default_job_limit_s(device: str, interpreted: bool) -> float:
@@ -97,28 +65,36 @@ def plan_one(
 
 
 def reads_or_failure(
-    combination: Combination, dtypes: Sequence[torch.dtype], limit_s: float | None
+    combination: Combination, dtypes: Sequence[torch.dtype], limit_s: float
 ) -> tuple[dict[str, Any], list[Finding]]:
     """Count the cached tokens that a decode step reads; a failure is a finding instead.
 
     Args:
         combination: The combination.
         dtypes: Candidate dtypes.
-        limit_s: Seconds for a child process that counts them; None: this process counts them.
+        limit_s: Seconds for the child process that counts them, if it has a third-party backend.
     """
     from nsa_core.errors import NSAError
-    from nsa_verify.isolation.children import call_in_child
+    from nsa_core.util.child import Child
     from nsa_verify.problems.findings import Finding
 
     name = str(dtypes[0]).removeprefix("torch.")
     try:
-        if limit_s is None:
+        if not (plugins := combination.plugins()):
             return _count_reads(combination, dtypes), []
-        arguments = (_count_reads, combination, dtypes)
-        return call_in_child(*arguments, limit_s=limit_s, doing="in this check"), []
+        child = Child(f"backend {' or '.join(map(repr, plugins))}")
+        call = (_count_guarded_reads, combination.for_child(), dtypes)
+        return child.call(*call, limit_s=limit_s, doing="in this check"), []
     except NSAError as error:
         failed = Finding("reads", "", "", name, "run", False, detail=str(error))
         return {"reads": [], "reads_refused": str(error)}, [failed]
+
+
+def _count_guarded_reads(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+    from nsa_verify.isolation.call_guard import guarded_calls
+
+    with guarded_calls():
+        return _count_reads(combination, dtypes)
 
 
 def _count_reads(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:

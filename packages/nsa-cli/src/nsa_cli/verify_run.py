@@ -8,18 +8,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output
-from nsa_cli.verify_isolated import (
-    call_planning,
-    default_job_limit_s,
-    is_isolated,
-    plan_all,
-    reads_or_failure,
-)
+from nsa_cli.verify_isolated import default_job_limit_s, plan_all, reads_or_failure
 from nsa_core.util.interruption import Interruption
 
 if TYPE_CHECKING:
     import torch
 
+    from nsa_core.plan.registry import Registry
     from nsa_verify.generated.case import GeneratedCase
     from nsa_verify.generated.step import GeneratedStep
     from nsa_verify.histories.history import History
@@ -67,7 +62,10 @@ class RunOptions:
 
 
 def run_combinations(
-    combinations: Sequence[dict[str, str]], options: RunOptions, stop: Interruption
+    combinations: Sequence[dict[str, str]],
+    options: RunOptions,
+    registry: Registry,
+    stop: Interruption,
 ) -> list[dict[str, Any]]:
     """Run the checks and return a report per combination.
 
@@ -81,18 +79,14 @@ def run_combinations(
     device, dtypes, phase = options.device, options.dtypes, options.phase
     # Cases are small: starting more threads takes longer than the computation.
     torch.set_num_threads(1 if device == "cpu" else min(4, torch.get_num_threads()))
-    registry = output.find_backends()
     combos = [Combination(named, device, registry) for named in combinations]
-    isolated = is_isolated(combinations, registry)
-    interpreted, chosen = call_planning(isolated, plan_all, combos, dtypes, options.preset, phase)
+    interpreted, chosen = plan_all(combos, dtypes, options.preset, phase)
     if interpreted:
         options = dataclasses.replace(options, preset="interpreter", text=("none", b""))
     if options.only_accepted:
         candidates = dtypes[:2] if interpreted else dtypes
-        dtypes = call_planning(isolated, _accepted, combos, candidates, phase) or dtypes
-    job_limit_s = default_job_limit_s(device, interpreted) if isolated else None
-    if isolated and options.job_timeout is not None:
-        job_limit_s = options.job_timeout
+        dtypes = _accepted(combos, candidates, phase) or dtypes
+    job_limit_s = options.job_timeout or default_job_limit_s(device, interpreted)
     suite_jobs = _jobs(options, dtypes)
     if options.shard is not None:
         index, count = options.shard

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nsa_core.config import NSAConfig, check_config
-from nsa_core.contract import SLOTS, Reason, Request
+from nsa_core.contract import SLOTS, Request
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.plan import tuned
@@ -92,11 +92,8 @@ def find_candidates(
     requests = _requests(config, options, device, gpu)
     ranked: dict[str, list[tuple[tuple[bool, int, str], Candidate]]] = {s: [] for s in SLOTS}
     for entry in registry.entries:
-        probe_timeout: Reason | None = None
         for slot, request in requests.items():
-            reasons = reasons_against(entry, request, probe_timeout)
-            timeouts = (r for r in reasons if r.code == "probe_too_slow")
-            probe_timeout = next(timeouts, probe_timeout)  # for all later slots
+            reasons = reasons_against(entry, request)
             rank, reasons = rank_of(entry, request, reasons)
             has_rank_function = entry.spec is not None and entry.spec.rank is not None
             shown = (rank.value, rank.reason) if has_rank_function and not reasons else (None, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -12,15 +11,15 @@ from nsa_core.contract import FUSED_DECODE, Reason, Request
 from nsa_core.errors import BackendUnavailable, NSAError, Unsupported
 from nsa_core.plan.candidates import Candidates
 from nsa_core.plan.describe import describe_request
+from nsa_core.plan.plugin_calls import PluginFault, ask, import_kernel
 from nsa_core.plan.probing import Candidate, reasons_against
 from nsa_core.torch_ops.core_backward import core_backward
 from nsa_core.torch_ops.core_kernels import causal_geometry, causal_kernel
-from nsa_core.torch_ops.decode_kernel import DecodeKernel, decode_kernel
+from nsa_core.torch_ops.decode_kernel import decode_kernel
 from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.planning_lock import planning_lock
-from nsa_core.util.plugin_output import stdout_to_stderr
 from nsa_core.util.text import describe_error, one_line
 
 _log = logging.getLogger("nsa")
@@ -63,6 +62,21 @@ class Choice:
 
 # A Kernel. In a plan for decode, a DecodeKernel for every slot except combine.
 SlotKernel = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelInChild:
+    """A kernel of a plugin that runs in a child process: a plan there has the kernel itself."""
+
+    backend: str
+    slot: str
+    causal: KernelInChild | None = None  # see Kernel
+
+    def __call__(self, *tensors: Any, **options: Any) -> Any:
+        """Raise NSAError: this process cannot call the kernel."""
+        raise NSAError(f"backend {self.backend!r}, slot {self.slot!r}: it runs in a child process")
+
+
 # The chosen candidate and its kernel, all candidates, and the class of the error: decide_slot().
 Outcome = tuple[tuple[Candidate, Any] | None, tuple[Candidate, ...], type[NSAError] | None]
 
@@ -99,15 +113,19 @@ def _request_of(all_candidates: Candidates, slots: Mapping[str, object]) -> Requ
     return all_candidates.requests["cmp" if "cmp" in slots else next(iter(slots))]
 
 
-def _kernel(all_candidates: Candidates, slot: str, backend: str) -> Kernel | DecodeKernel:
+def _kernel(all_candidates: Candidates, slot: str, backend: str) -> SlotKernel:
     """Return the kernel of ``slot`` from ``backend``; passes on any exception of its imports."""
     entry, request = all_candidates.registry.get(backend), all_candidates.requests[slot]
     assert entry.spec is not None  # an accepted candidate is ready
     slot_spec = entry.spec.slots[slot]
-    with contextlib.nullcontext() if entry.first_party else stdout_to_stderr():
-        if request.phase == "decode" and slot_spec.decode is not None:
-            return decode_kernel(backend, slot, slot_spec.decode)
-        op = slot_op(backend, slot, slot_spec).op
+    decode = slot_spec.decode if request.phase == "decode" else None
+    if entry.child is not None:
+        functions = (decode,) if decode else (slot_spec.forward, slot_spec.backward)
+        ask(entry, "kernel", import_kernel, *filter(None, functions))
+        return KernelInChild(backend, slot)
+    if decode is not None:
+        return decode_kernel(backend, slot, decode)
+    op = slot_op(backend, slot, slot_spec).op
     scale, geometry = all_candidates.config.softmax_scale, tuple(request.geometry.as_ints())
     partial = request.partial and slot != "combine"
     return Kernel(backend, slot, op, scale, geometry, request.deterministic, partial)
@@ -122,10 +140,11 @@ def with_causal(all_candidates: Candidates, sel: SlotKernel) -> SlotKernel:
     entry = all_candidates.registry.get(sel.backend)
     if reasons_against(entry, request):
         return sel
+    if isinstance(sel, KernelInChild):
+        return dataclasses.replace(sel, causal=KernelInChild(sel.backend, "win"))
     assert entry.spec is not None  # a backend without reasons against it is ready
     try:
-        with contextlib.nullcontext() if entry.first_party else stdout_to_stderr():
-            win = slot_op(sel.backend, "win", entry.spec.slots["win"])
+        win = slot_op(sel.backend, "win", entry.spec.slots["win"])
     except BaseException as failure:  # a plugin may raise anything
         if is_ctrl_c(failure):
             raise
@@ -136,11 +155,13 @@ def with_causal(all_candidates: Candidates, sel: SlotKernel) -> SlotKernel:
 def fused_forms(all_candidates: Candidates, choices: Mapping[str, Choice]) -> dict[str, Any]:
     """Return the fused forms for the plan if one backend runs every slot; else {}."""
     names = {choice.backend for choice in choices.values()}
-    spec = all_candidates.registry.get(names.pop()).spec if len(names) == 1 else None
-    if spec is None:
+    entry = all_candidates.registry.get(names.pop()) if len(names) == 1 else None
+    if entry is None or entry.spec is None:
         return {}
-    request = all_candidates.requests["cmp"]
+    spec, request = entry.spec, all_candidates.requests["cmp"]
     paths = {name: path for name, path in spec.fused.items() if name in fused_names(request)}
+    if entry.child is not None:
+        return {name: KernelInChild(spec.name, name) for name in paths}
     if request.phase == "decode":
         return {name: decode_kernel(spec.name, name, path) for name, path in paths.items()}
     return {name: core_backward(spec.name, path) for name, path in paths.items()}
@@ -180,7 +201,8 @@ def decide_slot(all_candidates: Candidates, slot: str) -> Outcome:
         except BaseException as failure:  # a plugin may raise anything
             if is_ctrl_c(failure):
                 raise
-            text = f"its kernel does not load: {describe_error(failure)}"
+            cause = str(failure) if isinstance(failure, PluginFault) else describe_error(failure)
+            text = f"its kernel does not load: {cause}"
             reason = Reason("kernel_import_failed", text, "reinstall the plugin")
             candidates[index] = dataclasses.replace(candidate, reasons=(reason,))
             error = BackendUnavailable if name else error

@@ -1,4 +1,4 @@
-"""Find the installed plugins by their metadata, and load each one in isolation. Imports no torch.
+"""Find the installed plugins by their metadata, and load each one alone. Imports no torch.
 
 Plain pluggy stops at the first plugin that fails to load. Here every entry point has its own pluggy
 manager, its own exception handling and its own status.
@@ -6,7 +6,6 @@ manager, its own exception handling and its own status.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import re
@@ -27,9 +26,9 @@ from nsa_core.contract import (
     SlotSpec,
     Unavailable,
 )
+from nsa_core.util.child import Child
 from nsa_core.util.global_state import loading
 from nsa_core.util.interruption import is_ctrl_c
-from nsa_core.util.plugin_output import stdout_to_stderr
 from nsa_core.util.text import describe_error, one_line
 
 FIRST_PARTY = ("nsa-backend-sdpa", "nsa-backend-triton", "nsa-backend-fa2")
@@ -88,6 +87,7 @@ class BackendEntry:
         spec: The specification that it registered; None unless its status is "ready".
         entry_point: "module" or "module:attribute".
         first_party: Whether the distribution is one of this project's own.
+        child: The process in which its code runs; None: this one. It is not pickled.
     """
 
     name: str
@@ -98,6 +98,7 @@ class BackendEntry:
     spec: BackendSpec | None
     entry_point: str
     first_party: bool
+    child: Child | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def title(self) -> str:
@@ -172,8 +173,7 @@ def load(plugin: Plugin) -> list[BackendEntry]:
             )
         ]
     try:
-        quiet = contextlib.nullcontext() if plugin.first_party else stdout_to_stderr()
-        with quiet, loading(plugin.name):
+        with loading(plugin.name):
             results = call_plugin(plugin.name, plugin.value)
         entries = [_entry(plugin, result) for result in results]
     except pluggy.PluginValidationError as error:

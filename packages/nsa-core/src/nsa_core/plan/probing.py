@@ -1,26 +1,14 @@
-"""Run a backend's probe and rank for a request, with a time limit.
-
-Plugins are third-party code: any failure inside one becomes a reason against it.
-"""
+"""Ask a backend's probe and rank about a request. Every failure in them is a reason against it."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import queue
-import threading
-from typing import Any
 
 from nsa_core.contract import Rank, Reason, Request
-from nsa_core.plan.loading import BackendEntry, is_reason, report_hint
-from nsa_core.torch_ops.call_wrapper import call_function, import_function
+from nsa_core.plan.loading import BackendEntry, report_hint
+from nsa_core.plan.plugin_calls import PluginFault, ask, call_detail, call_probe, call_rank
 from nsa_core.torch_ops.schema import DIFFERENTIABLE
-from nsa_core.util.global_state import SETTINGS, is_new, loading
-from nsa_core.util.interruption import is_ctrl_c
-from nsa_core.util.plugin_output import stdout_to_stderr
-from nsa_core.util.text import describe_error, one_line
-
-PROBE_LIMIT_S = 5.0
+from nsa_core.util.text import one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +49,8 @@ def probe_candidate(entry: BackendEntry, request: Request) -> Candidate:
     return Candidate(entry.name, entry.version, entry.status, reasons_against(entry, request))
 
 
-def reasons_against(
-    entry: BackendEntry, request: Request, probe_timeout: Reason | None = None
-) -> tuple[Reason, ...]:
-    """Return every reason against running ``request`` on ``entry``.
-
-    Args:
-        entry: The backend.
-        request: The request.
-        probe_timeout: The reason from an earlier probe of this backend that timed out. The probe
-            is not called again, and this reason takes its place.
-    """
+def reasons_against(entry: BackendEntry, request: Request) -> tuple[Reason, ...]:
+    """Return every reason against running ``request`` on ``entry``."""
     if entry.spec is None:
         assert entry.reason is not None  # an entry has either a spec or a reason
         return (entry.reason,)
@@ -96,9 +75,10 @@ def reasons_against(
                 "no_backward", f"has no backward for {request.slot}", "use another backend to train"
             )
         )
-    if probe_timeout:
-        return (*reasons, probe_timeout)
-    return (*reasons, *_probe(entry, entry.spec.probe, request))
+    try:
+        return (*reasons, *ask(entry, "probe", call_probe, entry.spec.probe, request))
+    except PluginFault as fault:
+        return (*reasons, _reason(entry, "probe", fault))
 
 
 def rank_of(
@@ -114,20 +94,10 @@ def rank_of(
     priority = Rank(entry.spec.priority_of(request.slot))
     if reasons or entry.spec.rank is None:
         return priority, reasons
-    hint = report_hint(entry.distribution)
     try:
-        rank = _call_limited(entry, entry.spec.rank, request)
-    except _TooSlowError:
-        text = f"its rank function did not return within {PROBE_LIMIT_S:g} s"
-        return priority, (Reason("rank_too_slow", text, hint),)
-    except _RaisedError as error:
-        text = f"its rank raised {describe_error(error.error)}"
-        return priority, (Reason("rank_raised", text, hint),)
-    value, why = rank if type(rank) is Rank else (rank, "")
-    if type(value) is not int or type(why) is not str:
-        text = f"its rank returned {type(rank).__name__}, not an integer or a Rank"
-        return priority, (Reason("rank_nonsense", text, hint),)
-    return Rank(value, why), reasons
+        return ask(entry, "rank function", call_rank, entry.spec.rank, request), reasons
+    except PluginFault as fault:
+        return priority, (_reason(entry, "rank", fault),)
 
 
 def details(entry: BackendEntry) -> list[str]:
@@ -135,81 +105,11 @@ def details(entry: BackendEntry) -> list[str]:
     if entry.spec is None or entry.spec.detail is None:
         return []
     try:
-        return [one_line(text) for text in _call_limited(entry, entry.spec.detail)]
-    except _TooSlowError:
-        return [f"its detail function did not return within {PROBE_LIMIT_S:g} s"]
-    except _RaisedError as error:
-        return [f"its detail function raised {describe_error(error.error)}"]
+        lines = ask(entry, "detail function", call_detail, entry.spec.detail)
+    except PluginFault as fault:
+        return [str(fault)]
+    return [one_line(text) for text in lines]
 
 
-class _TooSlowError(Exception):
-    """The function of a plugin did not return in time."""
-
-
-class _RaisedError(Exception):
-    """The function of a plugin raised ``error``, which may be any BaseException."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(str(type(error)))
-        self.error = error
-
-
-def _probe(entry: BackendEntry, path: str, request: Request) -> tuple[Reason, ...]:
-    """Return the reasons from the probe that ``path`` names; a failing probe is a reason itself."""
-    hint = report_hint(entry.distribution)
-    try:
-        result = _call_limited(entry, path, request)
-    except _TooSlowError:
-        text = f"its probe did not answer within {PROBE_LIMIT_S:g} s"
-        return (Reason("probe_too_slow", text, hint),)
-    except _RaisedError as error:
-        text = f"its probe raised {describe_error(error.error)}"
-        return (Reason("probe_raised", text, hint),)
-    if not isinstance(result, (list, tuple)) or not all(map(is_reason, result)):
-        text = f"its probe returned {type(result).__name__}, not a list of Reasons"
-        return (Reason("probe_nonsense", text, hint),)
-    return tuple(result)
-
-
-def _state_restored(entry: BackendEntry, path: str) -> contextlib.AbstractContextManager[None]:
-    """Return the context of a call of a backend's function, which may import modules."""
-    if is_new(path):
-        return loading(entry.name)
-    return contextlib.nullcontext() if entry.first_party else loading(entry.name, SETTINGS)
-
-
-def _call_limited(entry: BackendEntry, path: str, *arguments: Any) -> Any:
-    """Import the function that ``path`` names, and return its result for ``arguments``.
-
-    It runs in a daemon thread, which is abandoned after PROBE_LIMIT_S seconds. What a third-party
-    backend prints goes to standard error.
-
-    Raises:
-        _TooSlowError: The function did not return in time.
-        _RaisedError: The import or the function raised.
-    """
-    outcomes: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def call() -> None:
-        try:
-            where = (entry.name, path, "plugin")
-            outcomes.put((call_function(where, function, arguments), None))
-        except BaseException as error:  # noqa: BLE001  raised again in the calling thread
-            outcomes.put((None, error))
-
-    quiet = contextlib.nullcontext() if entry.first_party else stdout_to_stderr()
-    with quiet, _state_restored(entry, path):
-        try:
-            function = import_function(entry.name, path)
-        except BaseException as failure:
-            if is_ctrl_c(failure):
-                raise
-            raise _RaisedError(failure) from failure
-        threading.Thread(target=call, name="nsa-probe", daemon=True).start()
-        try:
-            result, error = outcomes.get(timeout=PROBE_LIMIT_S)
-        except queue.Empty:
-            raise _TooSlowError from None
-    if error is not None:
-        raise _RaisedError(error) from error
-    return result
+def _reason(entry: BackendEntry, what: str, fault: PluginFault) -> Reason:
+    return Reason(f"{what}_{fault.fault}", str(fault), report_hint(entry.distribution))

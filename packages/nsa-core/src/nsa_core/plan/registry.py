@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from nsa_core.contract import BackendSpec, Reason
 from nsa_core.errors import InvalidInput
-from nsa_core.plan import trial as isolation
 from nsa_core.plan.loading import (
     FIRST_PARTY,
     BackendEntry,
@@ -21,9 +20,14 @@ from nsa_core.plan.loading import (
     load,
     load_spec,
     normalized,
+    report_hint,
 )
+from nsa_core.plan.plugin_calls import load_in_child, loaded_entries
+from nsa_core.util.child import Child, ChildEnded
 from nsa_core.util.planning_lock import planning_lock
 from nsa_core.util.text import did_you_mean, one_line
+
+LOAD_LIMIT_S = 10.0
 
 __all__ = [
     "BackendEntry",
@@ -33,6 +37,7 @@ __all__ = [
     "disabled_reason",
     "discover",
     "mark_conflicts",
+    "third_party_plugins",
 ]
 
 
@@ -150,41 +155,47 @@ def disabled_reason(plugin: Plugin, safe: bool = False) -> Reason | None:
     return None
 
 
-def discover(
-    *, isolate: bool = False, safe: bool = False, limit_s: float = isolation.LIMIT_S
-) -> Registry:
-    """Load every installed plugin in isolation from the others.
+def third_party_plugins(safe: bool = False) -> list[Plugin]:
+    """Return the installed third-party plugins that are not disabled. Reads metadata only."""
+    plugins = [p for p in installed() if p.value and not p.first_party]
+    return [p for p in plugins if disabled_reason(p, safe) is None]
 
-    A plugin that crashed in the child process of an earlier call is not loaded, whatever
-    ``isolate`` is.
+
+def discover(
+    *, isolate: bool = False, safe: bool = False, limit_s: float = LOAD_LIMIT_S
+) -> Registry:
+    """Load every installed plugin apart from the others.
 
     Args:
-        isolate: Load each third-party plugin in a child process first, and in this process only if
-            the child survives.
+        isolate: Load and call each third-party plugin in a child process of its own. One that
+            crashes, exits or hangs is "broken".
         safe: Load only this project's own plugins.
-        limit_s: Seconds until a child process counts as hanging.
+        limit_s: Seconds until a plugin that loads in a child process counts as hanging.
     """
     plugins = installed()
-    disabled = {p: reason for p in plugins if (reason := disabled_reason(p, safe))}
-    third_party = [p for p in plugins if p not in disabled and not p.first_party and p.value]
-    if isolate:
-        failures = isolation.failed_trials(third_party, limit_s)
-    else:
-        failures = isolation.cached_failures(third_party)
+    children: dict[Plugin, Child] = {}
+    for plugin in third_party_plugins(safe) if isolate else ():
+        children[plugin] = Child(f"plugin {one_line(plugin.name)!r}")
+        load_in_child(plugin, children[plugin])
     entries = []
     for plugin in plugins:
-        if plugin in disabled:
-            entries.append(entry_without_spec(plugin, "disabled", disabled[plugin]))
-        elif plugin in failures:
-            failed = failures[plugin]
-            assert failed.reason is not None  # a failed trial has one
-            entries += [
-                entry_without_spec(plugin, "broken", failed.reason, name)
-                for name in failed.names or (plugin.name,)
-            ]
+        if reason := disabled_reason(plugin, safe):
+            entries.append(entry_without_spec(plugin, "disabled", reason))
+        elif plugin in children:
+            entries += _entries_in_child(plugin, children[plugin], limit_s)
         else:
             entries += load(plugin)
     return Registry(tuple(entries))
+
+
+def _entries_in_child(plugin: Plugin, child: Child, limit_s: float) -> list[BackendEntry]:
+    """Return the backends of a plugin that ``child`` loads."""
+    try:
+        entries = loaded_entries(child, limit_s)
+    except ChildEnded as ended:
+        code, hint = "hangs" if ended.hung else "ended", report_hint(plugin.distribution)
+        return [entry_without_spec(plugin, "broken", Reason(code, ended.how, hint))]
+    return [dataclasses.replace(e, child=child if e.spec else None) for e in entries]
 
 
 @functools.lru_cache(maxsize=8)  # programs that change sys.path

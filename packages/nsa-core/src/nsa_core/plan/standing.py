@@ -24,13 +24,10 @@ if TYPE_CHECKING:
     from nsa_core.plan.registry import Registry
 
 # Codes of the reasons that nsa_core.plan.probing gives for a plugin that misbehaves.
-FAULTS = (
-    "probe_raised",
-    "probe_nonsense",
-    "probe_too_slow",
-    "rank_raised",
-    "rank_nonsense",
-    "rank_too_slow",
+FAULTS = tuple(
+    f"{function}_{fault}"
+    for function in ("probe", "rank")
+    for fault in ("raised", "nonsense", "too_slow", "ended")
 )
 _GPUS_OF_FACTS = (None, *map(gpu_named, ("T4", "A100", "H100", "RTX-5090")))
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from nsa_core.util.planning_lock import planning_lock
@@ -119,16 +115,10 @@ class GlobalState:
     """
 
     def __init__(self, items: Mapping[str, Item] = ITEMS) -> None:
-        self._items, self._values = items, dict[str, Any]()
-        for module in {item.module for item in items.values()}:
-            if not module or _is_imported(module):
-                self.read(module)
-
-    def read(self, module: str) -> None:
-        """Take the state of a library into the snapshot."""
-        for name, item in self._items.items():
-            if item.module == module:
-                self._values[name] = item.read()
+        self._items = items
+        modules = {item.module for item in items.values()}
+        imported = {module for module in modules if not module or _is_imported(module)}
+        self._values = {n: item.read() for n, item in items.items() if item.module in imported}
 
     def changed(self) -> list[str]:
         """Return the names of the state that differs from the snapshot."""
@@ -142,8 +132,7 @@ class GlobalState:
         """Restore all that has changed since the snapshot, and return its names."""
         changed = self.changed()
         for name in changed:
-            # Only the main thread may set a signal handler; a directory may be gone.
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError):  # a directory may be gone
                 self._items[name].restore(self._values[name])
         return changed
 
@@ -163,41 +152,20 @@ def _bytes(state: Any) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
-class _ReadAfterImport(importlib.abc.MetaPathFinder):
-    """Reads the state of a library as soon as it is imported.
-
-    Its defaults, such as the number of threads, follow from the machine.
-    """
-
-    def __init__(self, state: GlobalState, module: str) -> None:
-        self._state, self._module = state, module
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of the library, whose loader then reads its state."""
-        if fullname != self._module:
-            return None
-        self.remove()
-        spec = importlib.util.find_spec(fullname)
-        loader: Any = spec.loader if spec is not None else None
-        if loader is not None:
-            execute = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self._state.read(self._module)
-
-            loader.exec_module = exec_module  # of this object, not of its class
-        return spec
-
-    def remove(self) -> None:
-        """Take this finder out of Python's list, if it is there."""
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)
+_reported: list[str] = []
 
 
-_reported: set[str] = set()
+def report_change(text: str) -> None:
+    """Log once that a plugin changed the state."""
+    if text not in _reported:
+        _reported.append(text)
+        _log.warning("%s: restored; report it to the plugin's author", text)
+
+
+def take_reports() -> list[str]:
+    """Return what :func:`report_change` has logged since the last call."""
+    reports, _reported[:] = [*_reported], []
+    return reports
 
 
 @contextlib.contextmanager
@@ -213,18 +181,11 @@ def loading(plugin: str, items: Mapping[str, Item] = ITEMS) -> Iterator[None]:
     """
     with planning_lock:
         state = GlobalState(items)
-        finder = _ReadAfterImport(state, "torch")
-        if "torch" not in sys.modules:
-            sys.meta_path.insert(0, finder)
         try:
             yield
         finally:
-            finder.remove()
             if changed := state.restore():
-                text = f"loading plugin {one_line(plugin)} changed {', '.join(changed)}"
-                if text not in _reported:
-                    _reported.add(text)
-                    _log.warning("%s: restored; report it to the plugin's author", text)
+                report_change(f"loading plugin {one_line(plugin)} changed {', '.join(changed)}")
 
 
 def is_new(path: str) -> bool:

@@ -1,1 +1,1 @@
-"""Isolation of third-party code: checks around its calls, and child processes that run it."""
+"""Checks around the calls of third-party code, and the state of the GPU after them."""

@@ -1,7 +1,7 @@
 """A guard around every call of a backend's function: its exceptions, inputs, results and state.
 
-A kernel that raises anything, changes an input or the global state, prints, or returns tensors
-that share memory with others gives an NSAError, which the checks report as a failed row.
+A kernel that raises anything, changes an input or the global state, prints (in a child process), or
+returns tensors that share memory with others gives an NSAError, which is reported as a failed row.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import torch
 from nsa_core.errors import NSAError
 from nsa_core.torch_ops.call_wrapper import Where, wrapped_calls
 from nsa_core.torch_ops.torch_state import is_capturing
+from nsa_core.util.child import announced, last_line, printed
+from nsa_core.util.global_state import GlobalState
 from nsa_core.util.interruption import is_ctrl_c
-from nsa_core.util.text import describe_error, one_line
-from nsa_verify.isolation.activity import describe, running
-from nsa_verify.isolation.captured_output import printed, restore_streams
-from nsa_verify.isolation.global_state import KernelState
-from nsa_verify.isolation.own_signals import take_signals
+from nsa_core.util.text import describe_error
 
 _INTEGERS: dict[int, torch.dtype] = {
     1: torch.int8,
@@ -29,7 +27,7 @@ _INTEGERS: dict[int, torch.dtype] = {
     4: torch.int32,
     8: torch.int64,
 }
-_outside: list[str] = []  # faults of a child process outside of a kernel's calls
+_refused: dict[tuple[str, ...], str] = {}  # functions that are not called any more -> why
 # Fused form -> the arguments that it writes: raw, sel and win; k_cmp and v_cmp.
 _WRITTEN = {"append": (3, 4, 5), "compress": (2, 3)}
 
@@ -57,8 +55,10 @@ class Guard:
             NSAError: The function raised a BaseException that is no Exception, or an error that
                 only nsa_core may raise; or it broke a rule of the contract. Other exceptions pass.
         """
+        if why := _refused.get(where):
+            raise NSAError(f"{describe(where)}: not called: {why}")
         if where[2] in ("import", "plugin"):
-            with running(where):
+            with announced(where, describe(where)):
                 return function(*arguments, **options)
         slot = where[1]
         inputs = _tensors(
@@ -70,12 +70,11 @@ class Guard:
         watched = [] if any(is_capturing(t.device) for t in inputs[:1]) else inputs
         copies, versions = [t.clone() for t in watched], [_version(t) for t in watched]
         printed()  # text from before this call
-        _outside.extend(_restore_process())
-        state = KernelState()
+        state = GlobalState()
         try:
             results = self._run(where, function, arguments, options)
         finally:
-            changed_state, process_faults = state.restore(), _restore_process()
+            changed_state = state.restore()
         faults = _result_faults(results, inputs, slot)
         faults += [
             f"it changed its input {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} in place"
@@ -83,7 +82,6 @@ class Guard:
             if _version(t) != version or not _same_bits(t, copy)
         ]
         faults += [f"it changed {', '.join(changed_state)}"] * bool(changed_state)
-        faults += process_faults
         if text := printed():
             faults.append(f"it printed to standard output: {last_line(text)!r}")
         if faults:
@@ -98,7 +96,7 @@ class Guard:
         options: Mapping[str, Any],
     ) -> Any:
         try:
-            with running(where):
+            with announced(where, describe(where)):
                 return function(*arguments, **options)
         except self._passing:
             raise
@@ -112,23 +110,19 @@ class Guard:
             raise NSAError(text) from error
 
 
-def faults_outside_calls() -> list[str]:
-    """Restore this child process; list what closed its output or sent it signals since last time.
+def describe(where: Where) -> str:
+    """Return ``where`` as the beginning of a message."""
+    backend, what, doing = where
+    if doing == "import":
+        return f"backend {backend!r}, import of module {what.partition(':')[0]!r}"
+    if doing == "plugin":
+        return f"backend {backend!r}, call of {what!r}"
+    return f"backend {backend!r}, slot {what!r}, {doing}"
 
-    The faults are those of imports, probes and threads: a call of a kernel reports its own.
-    """
-    faults = list(dict.fromkeys([*_outside, *_restore_process()]))
-    _outside.clear()
-    return faults
 
-
-def _restore_process() -> list[str]:
-    """Open the output of a child process again and take the signals from itself; list the faults.
-
-    Does nothing in a process that :mod:`nsa_verify.isolation.children` did not start.
-    """
-    signals = [f"it sent {name} to its own process" for name in take_signals()]
-    return restore_streams() + signals
+def refuse_calls(functions: Mapping[tuple[str, ...], str]) -> None:
+    """Call these functions no more: a guarded call raises NSAError with the reason given here."""
+    _refused.update(functions)
 
 
 @contextlib.contextmanager
@@ -136,12 +130,6 @@ def guarded_calls(passing: tuple[type[BaseException], ...] = ()) -> Iterator[Non
     """Check every call of a backend's function inside the block; see :class:`Guard`."""
     with wrapped_calls(Guard(passing)):
         yield
-
-
-def last_line(text: str) -> str:
-    """Return the last line of ``text`` that is not empty, of at most 200 characters."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return one_line(lines[-1])[:200] if lines else ""
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:

@@ -51,6 +51,32 @@ class Combination:
         options = PlanOptions(device=self.device, dtype=dtype, backends=dict(self.backends))
         return resolve(config, options, registry=self.registry, **{"needs_grad": True, **fields})
 
+    def plugins(self) -> tuple[str, ...]:
+        """Return the third-party backends that it may use, if they run in child processes.
+
+        A backend whose process has ended counts only if a slot names it.
+        """
+        entries = self.registry.ready() if self.registry else ()
+        named = {*self.backends.values()}
+        return tuple(
+            entry.name
+            for entry in entries
+            if entry.child is not None
+            and entry.spec is not None
+            and (
+                entry.name in named
+                or (entry.spec.slots.keys() - self.backends.keys() and not entry.child.has_ended)
+            )
+        )
+
+    def for_child(self) -> Combination:
+        """Return the combination without the third-party backends that it does not use."""
+        if self.registry is None:
+            return self
+        used = self.plugins()
+        entries = (e for e in self.registry.entries if e.child is None or e.name in used)
+        return dataclasses.replace(self, registry=Registry(tuple(entries)))
+
     def plan_partial(self, slot: str, config: NSAConfig, dtype: torch.dtype, **fields: Any) -> Plan:
         """Plan ``slot`` for queries that begin inside a sequence, other slots for whole sequences.
 

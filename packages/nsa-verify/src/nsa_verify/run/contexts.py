@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from nsa_core.contract import SLOTS, import_named
 from nsa_core.errors import NSAError
 from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.plugin_calls import PROBE_LIMIT_S
 from nsa_core.plan.registry import default_registry
 from nsa_core.util.text import describe_error
 from nsa_verify.problems.combination import Combination
@@ -36,9 +37,17 @@ def context_of(
 
 def needs_judge_context(combination: Combination) -> bool:
     """Return whether a backend that ``combination`` may use needs a context."""
+    device = combination.device
     return any(
-        context_of(entry, combination.device) is not None for entry in _backends(combination)
+        _has_context(entry, device)
+        if entry.child is None
+        else entry.child.call(_has_context, entry, device, limit_s=PROBE_LIMIT_S)
+        for entry in _backends(combination)
     )
+
+
+def _has_context(entry: BackendEntry, device: str) -> bool:
+    return context_of(entry, device) is not None
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from nsa_core.dtypes import dtype_name
 from nsa_core.util.interruption import NEVER, Interruption
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
-from nsa_verify.run.suite import Job, run_each
-from nsa_verify.run.workers import spread
+from nsa_verify.run.suite import Job
+from nsa_verify.run.workers import run_tasks
 
 GRACE_S = 2.0  # after a signal, a check in this process may take this long to end by itself
 
@@ -37,7 +37,7 @@ def run_jobs(
     todo: Sequence[Job],
     *,
     processes: int = 1,
-    job_limit_s: float | None = None,
+    job_limit_s: float = float("inf"),
     stop: Interruption = NEVER,
     advance: Callable[[str], None] = lambda label: None,
 ) -> RunResult:
@@ -49,8 +49,8 @@ def run_jobs(
         processes: Number of worker processes. With more than one, jobs and combinations are
             pickled. A worker that dies becomes a failed finding of its job, and a new worker
             replaces it.
-        job_limit_s: Seconds after which a job counts as hanging. If it is set, all jobs run in
-            worker processes, and whatever a backend does becomes a failed finding.
+        job_limit_s: Seconds after which a job with a third-party backend counts as hanging.
+            Whatever such a backend does becomes a failed finding.
         stop: After it is set, no new job starts. Worker processes end at once; a job in this
             process may end within GRACE_S.
         advance: Called with a label after each job on each combination.
@@ -61,11 +61,12 @@ def run_jobs(
     """
     findings: list[dict[int, list[Finding]]] = [{} for _ in combinations]
     busy, peak, started = [0.0] * len(combinations), 0, time.perf_counter()
-    processes = min(processes, len(todo))
-    results = (
-        spread(combinations, todo, max(processes, 1), stop, job_limit_s)
-        if processes > 1 or job_limit_s is not None
-        else run_each(combinations, todo, stop=stop)
+    results = run_tasks(
+        combinations,
+        todo,
+        processes=max(min(processes, len(todo)), 1),
+        stop=stop,
+        job_limit_s=job_limit_s,
     )
     with stop.stop_on_interrupt(GRACE_S), contextlib.closing(results):
         for result in results:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
-from nsa_core.util.interruption import NEVER, Interruption, is_ctrl_c
+from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.text import describe_error
 from nsa_verify.checks import (
     core,
@@ -325,29 +324,3 @@ def judge_one(
 def shared_truths(combinations: Sequence[Combination]) -> contextlib.AbstractContextManager[None]:
     """Cache truths if several combinations use them; for one, hashing costs more than it saves."""
     return caching() if len(combinations) > 1 else contextlib.nullcontext()
-
-
-def run_each(
-    combinations: Sequence[Combination], todo: Sequence[Job], *, stop: Interruption = NEVER
-) -> Generator[JobResult]:
-    """Run each job on every combination before the next job, so that truths are computed once.
-
-    The run ends after the current task once ``stop`` is set. Once a kernel has made the GPU
-    unusable in this process, the other tasks fail with that reason.
-    """
-    culprit: Job | None = None
-    with shared_truths(combinations):
-        for task in itertools.product(range(len(todo)), range(len(combinations))):
-            if culprit is None:
-                result = judge_one(combinations, todo, task)
-                culprit = todo[task[0]] if result.gpu_lost else None
-            else:
-                why = (
-                    f"not run: the check {culprit.name}, {culprit.case.name},"
-                    f" {dtype_name(culprit.dtype)}, made the GPU unusable in this process; set"
-                    " processes=2 (--jobs 2)"
-                )
-                result = JobResult(*task, [todo[task[0]].failure(why)], 0.0)
-            yield result
-            if stop.received:
-                return

@@ -1,329 +1,254 @@
-"""Run jobs in several worker processes.
+"""Run jobs in this process, or in child processes, for each of which a thread waits.
 
 One process uses one core: on a GPU most of the time goes into compilation, on the CPU into the
-float64 truth. A crash affects only its own worker, and a worker in which a kernel has made the GPU
-unusable is replaced. Jobs are assigned one at a time, so the job of a crashed worker is known.
-Backends of other distributions run in workers only, each job with a time limit.
+float64 truth. A crash ends only its own child, and a child in which a kernel has made the GPU
+unusable is replaced. The combinations of a third-party backend run in children of their own, each
+job with a time limit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
-import time
-from collections import defaultdict
+import itertools
+import queue
+import threading
+from collections import Counter
 from collections.abc import Generator, Sequence
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, NSAError
-from nsa_core.plan.trial import describe_exit
+from nsa_core.util.child import Child, ChildEnded, preload
+from nsa_core.util.global_state import take_reports
 from nsa_core.util.interruption import Interruption
-from nsa_verify.checks.calls import Call, calls_of
-from nsa_verify.isolation import children, gpu_context
-from nsa_verify.isolation.activity import last_activity, record_activity
-from nsa_verify.isolation.call_guard import faults_outside_calls
-from nsa_verify.isolation.captured_output import capture_output, forget_output
+from nsa_verify.isolation import gpu_context
+from nsa_verify.isolation.call_guard import refuse_calls
 from nsa_verify.problems.combination import Combination
 from nsa_verify.run.schedule import Schedule
 from nsa_verify.run.suite import Job, JobResult, judge_one, shared_truths
 
 _Task = tuple[int, int]  # (job index, combination index)
-_POLL_S = 1.0  # a worker whose pipe a process of the kernel holds open is found after this time
-MAX_TIMEOUTS = 3  # a function that hung in so many cases of a combination is not called again
+MAX_HANGS = 3  # a function that hung in so many jobs of a worker is not called again
 
 
-@dataclasses.dataclass
-class _Worker:
-    number: int  # key in the schedule; a replacement keeps it
-    process: Any
-    task: _Task
-    folder: Path  # its captured output
-    started: bool = False
-    deadline: float = float("inf")
+class _CannotStart(Exception):
+    """A child could not start; the message says why."""
 
 
-def spread(
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What the workers share: the arguments of :func:`run_tasks`."""
+
+    combinations: Sequence[Combination]
+    todo: Sequence[Job]
+    stop: Interruption
+    job_limit_s: float
+
+    def failed(self, task: _Task, why: str, gpu_lost: bool = False) -> JobResult:
+        """Return the failed result of a task that did not end."""
+        return JobResult(*task, [self.todo[task[0]].failure(why)], 0.0, gpu_lost=gpu_lost)
+
+
+def run_tasks(
     combinations: Sequence[Combination],
     todo: Sequence[Job],
+    *,
     processes: int,
     stop: Interruption,
-    job_limit_s: float | None = None,
+    job_limit_s: float = float("inf"),
 ) -> Generator[JobResult]:
     """Run every job on every combination, in any order.
 
     A worker runs a job on all combinations in turn, because it caches their truths. Once ``stop``
-    is set, the workers end. A worker that dies, or whose job exceeds its limit, becomes a failed
-    finding. It is replaced unless it died before it started. A worker whose GPU has become unusable
-    is replaced after its result.
+    is set, no task starts, and those in child processes end. A child that dies, or whose job
+    exceeds its limit, becomes a failed finding, and is replaced unless it died before it started.
 
     Args:
         combinations: Combinations to judge.
         todo: Jobs to run.
-        processes: Number of workers.
+        processes: Number of workers. A single one runs in this process.
         stop: Reports an interruption.
-        job_limit_s: Seconds after which a job's worker is ended; None for jobs without a
-            third-party backend, whose errors end the run.
+        job_limit_s: Seconds after which a job with a third-party backend counts as hanging.
 
     Raises:
         InvalidInput: A job raised it.
-        BackendUnavailable: A job raised it, or every worker died before the last job.
+        BackendUnavailable: A job raised it, or no child process can start.
     """
-    with tempfile.TemporaryDirectory(prefix="nsa-", ignore_cleanup_errors=True) as folder:
-        pool = _Pool(combinations, todo, Path(folder), job_limit_s)
-        why = ""
+    run = _Run([c.for_child() for c in combinations], todo, stop, job_limit_s)
+    plugins = [c.plugins() for c in combinations]
+    if processes > 1 or any(plugins):
+        preload(__name__)
+    if processes > 1:
+        yield from _in_threads(run, plugins, processes)
+        return
+    worker = _Worker(run, plugins, in_this_process=True)
+    with contextlib.closing(worker), shared_truths(combinations):
+        for task in itertools.product(range(len(todo)), range(len(combinations))):
+            try:
+                result = worker.judge(task)
+            except _CannotStart as error:
+                raise BackendUnavailable(f"no process can start: {error}") from None
+            yield result
+            if stop.received:
+                return
+
+
+def _in_threads(
+    run: _Run, plugins: Sequence[tuple[str, ...]], processes: int
+) -> Generator[JobResult]:
+    """Run the tasks in ``processes`` threads, each with child processes of its own."""
+    schedule, lock = Schedule(run.todo), threading.Lock()
+    results: queue.SimpleQueue[JobResult | NSAError | None] = queue.SimpleQueue()
+    workers = [_Worker(run, plugins) for _ in range(processes)]
+    is_closed = threading.Event()
+    why = ""  # no child process can start
+
+    def take(number: int) -> int | None:
+        with lock:
+            return schedule.take(number)
+
+    def work(number: int) -> None:
+        nonlocal why
+        worker = workers[number]
+        try:
+            while not worker.why and (job := take(number)) is not None:
+                for task in [(job, index) for index in range(len(run.combinations))]:
+                    if run.stop.received or is_closed.is_set():
+                        return
+                    try:
+                        results.put(worker.judge(task))
+                    except _CannotStart as error:
+                        worker.why = why = str(error)
+                        results.put(run.failed(task, why))
+        except NSAError as error:
+            results.put(error)
+        finally:
+            results.put(None)
+
+    with ThreadPoolExecutor(processes) as pool:
         try:
             for number in range(processes):
-                pool.start(number)
-            while pool.workers and not stop.received:
-                for connection in pool.events():
-                    worker = pool.workers[connection]
-                    try:
-                        message = pool.receive(connection)
-                    except (EOFError, OSError):
-                        del pool.workers[connection]
-                        why = pool.end_reason(worker)
-                        # Without a replacement, the job also fails on the remaining combinations.
-                        for combination in range(
-                            worker.task[1],
-                            worker.task[1] + 1 if worker.started else len(combinations),
-                        ):
-                            yield _failed(todo, (worker.task[0], combination), why)
-                        if worker.started:
-                            pool.start(worker.number, worker.task)
-                        continue
-                    worker.started = True
-                    if isinstance(message, NSAError):
-                        raise message
-                    if message is not None:
-                        yield message
-                        if message.gpu_lost:
-                            pool.replace(connection)
-                            continue
-                        pool.assign_next(connection)
-                    worker.deadline = pool.new_deadline()
-                for task, reason in pool.take_skipped():
-                    yield _failed(todo, task, reason)
-            if not stop.received and pool.next_task(processes):
-                raise BackendUnavailable(
-                    f"no process is left to judge in: the last one {why}; set processes=1 (--jobs"
-                    " 1)"
-                )
-            for task, reason in pool.take_skipped():
-                yield _failed(todo, task, reason)
+                pool.submit(work, number)
+            left = processes
+            while left:
+                result = results.get()
+                if isinstance(result, NSAError):
+                    raise result
+                if result is None:
+                    left -= 1
+                else:
+                    yield result
+            if why and not run.stop.received and take(processes) is not None:
+                raise BackendUnavailable(f"no process can start: {why}; set processes=1 (--jobs 1)")
         finally:
-            pool.end()
+            is_closed.set()
+            for worker in workers:
+                worker.close()
 
 
-class _Pool:
-    """The worker processes, by their pipes."""
-
-    def __init__(
-        self,
-        combinations: Sequence[Combination],
-        todo: Sequence[Job],
-        folder: Path,
-        job_limit_s: float | None,
-    ) -> None:
-        self._arguments = (combinations, todo, job_limit_s is not None)
-        self._schedule = Schedule(todo)
-        self._processes: list[Any] = []
-        self._folder, self._limit_s = folder, job_limit_s
-        # combination -> function that hung, None: unknown -> the cases
-        self._hung: dict[int, dict[Call | None, set[tuple[str, torch.dtype]]]] = defaultdict(dict)
-        self._skipped: list[tuple[_Task, str]] = []
-        self.workers: dict[Connection, _Worker] = {}
-        children.preload([__name__])
-
-    def new_deadline(self) -> float:
-        """Return the time at which a job that starts now exceeds its limit."""
-        return float("inf") if self._limit_s is None else time.monotonic() + self._limit_s
-
-    def events(self) -> list[Connection]:
-        """Wait for messages; return the pipes of workers with a message, or that have ended."""
-        ready: list[Any] = wait(list(self.workers), timeout=_POLL_S)
-        now = time.monotonic()
-        ended = [
-            connection
-            for connection, worker in self.workers.items()
-            if connection not in ready
-            and (worker.process.exitcode is not None or now > worker.deadline)
-        ]
-        return ready + ended
-
-    def receive(self, connection: Connection) -> JobResult | NSAError | None:
-        """Return the message of a worker.
-
-        Raises:
-            EOFError, OSError: The worker has ended, or its job exceeded its limit.
-        """
-        if not connection.poll():
-            raise EOFError
-        message: JobResult | NSAError | None = connection.recv()
-        return message
-
-    def end_reason(self, worker: _Worker) -> str:
-        """End a worker that died or took too long, and return the reason."""
-        if self._limit_s is not None and time.monotonic() > worker.deadline:
-            worker.process.kill()
-            worker.process.join()
-            hung = self._hung[worker.task[1]]
-            cases = hung.setdefault(_hung_call(worker.folder), set())
-            cases.add(self._case_of(worker.task))
-            why = f"did not end within {self._limit_s:g} s"
-        else:
-            doing = "in this check" if worker.started else "while it started"
-            why = describe_exit(children.end_status(worker.process), doing)
-        return children.describe_end(why, worker.folder)
-
-    def next_task(self, number: int, task: _Task | None = None) -> _Task | None:
-        """Return the task of worker ``number`` after ``task``, or None if no task is left.
-
-        If a function of a backend hung, other tasks that call it are skipped on that case, and on
-        all cases once it hung in too many of them.
-        """
-        while True:
-            if task and task[1] + 1 < len(self._arguments[0]):
-                task = task[0], task[1] + 1
-            else:
-                job = self._schedule.take(number)
-                if job is None:
-                    return None
-                task = job, 0
-            reason = self._reason_to_skip(task)
-            if not reason:
-                return task
-            self._skipped.append((task, reason))
-
-    def _reason_to_skip(self, task: _Task) -> str:
-        """Return why ``task`` is not run; "" if it is run."""
-        calls = calls_of(self._arguments[1][task[0]].check)
-        for call, cases in self._hung[task[1]].items():
-            if call is not None and call not in calls:
-                continue
-            if len(cases) >= MAX_TIMEOUTS:
-                which = f"checks of {MAX_TIMEOUTS} cases"
-            elif self._case_of(task) in cases:
-                which = "a check of this case"
-            else:
-                continue
-            function = f" with slot {call[0]!r}, {call[1]}," if call else ""
-            return f"not run: {which}{function} did not end within {self._limit_s or 0:g} s"
-        return ""
-
-    def take_skipped(self) -> list[tuple[_Task, str]]:
-        """Return the tasks that were skipped since the last call, and the reason of each."""
-        skipped, self._skipped = self._skipped, []
-        return skipped
-
-    def _case_of(self, task: _Task) -> tuple[str, torch.dtype]:
-        job = self._arguments[1][task[0]]
-        return job.case.name, job.dtype
-
-    def start(self, number: int, after: _Task | None = None) -> None:
-        """Start a worker for the task after ``after``, if a task is left."""
-        task = self.next_task(number, after)
-        if task is None:
-            return
-        parent_end, worker_end = children.processes.Pipe()
-        folder = self._folder / str(len(self._processes))
-        folder.mkdir()
-        process = children.start(_work, worker_end, folder, *self._arguments)
-        worker_end.close()
-        self._processes.append(process)
-        self.workers[parent_end] = _Worker(number, process, task, folder)
-        _send(parent_end, task)
-
-    def replace(self, connection: Connection) -> None:
-        """End a worker whose GPU is unusable, and start another one in its place."""
-        worker = self.workers.pop(connection)
-        connection.close()
-        # The new worker may need the memory of this one, which might hang while it exits.
-        worker.process.kill()
-        worker.process.join()
-        self.start(worker.number, worker.task)
-
-    def assign_next(self, connection: Connection) -> None:
-        """Send the worker its next task, or let it exit."""
-        worker = self.workers[connection]
-        task = self.next_task(worker.number, worker.task)
-        if task is None:
-            del self.workers[connection]
-            connection.close()
-        else:
-            worker.task = task
-            _send(connection, task)
-
-    def end(self) -> None:
-        """Kill every worker."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-
-
-def _hung_call(folder: Path) -> Call | None:
-    """Return the function in which the worker of ``folder`` hung; None outside of a kernel."""
-    where = last_activity(folder)
-    if where is None or where[2] in ("import", "plugin"):
-        return None
-    return where[1], "decode" if where[2] == "decode" else "prefill"
-
-
-def _send(connection: Connection, task: _Task) -> None:
-    with contextlib.suppress(OSError):  # a worker that died is detected by the next receive
-        connection.send(task)
-
-
-def _failed(todo: Sequence[Job], task: _Task, why: str) -> JobResult:
-    """Return the failed result of a task that did not end."""
-    return JobResult(*task, [todo[task[0]].failure(why)], 0.0)
-
-
-def _work(
-    connection: Connection,
-    folder: Path,
-    combinations: Sequence[Combination],
-    todo: Sequence[Job],
-    isolated: bool,
-) -> None:
-    """Run tasks from the pipe until it closes.
+class _Worker:
+    """Judges one task at a time; each set of third-party backends has a child process.
 
     Args:
-        connection: The pipe.
-        folder: Folder for the captured output.
-        combinations: Combinations to judge.
-        todo: All jobs.
-        isolated: Whether every error is a failed finding. The parent has planned already, so that
-            no error is the user's.
+        run: The combinations and jobs.
+        plugins: The third-party backends of each combination.
+        in_this_process: Judge the other combinations in this process.
     """
-    capture_output(folder)
-    record_activity(folder)
+
+    def __init__(
+        self, run: _Run, plugins: Sequence[tuple[str, ...]], in_this_process: bool = False
+    ) -> None:
+        self._run, self._plugins, self._in_this_process = run, plugins, in_this_process
+        self._children: dict[tuple[str, ...], Child] = {}
+        self._hangs: Counter[tuple[str, ...]] = Counter()
+        self._culprit: Job | None = None  # it made the GPU unusable in this process
+        self.why = ""  # why its child process could not start
+
+    def judge(self, task: _Task) -> JobResult:
+        """Run a task.
+
+        Raises:
+            _CannotStart: A child process cannot start; not tried again.
+            NSAError: A job without a third-party backend raised it.
+        """
+        plugins = self._plugins[task[1]]
+        if not plugins and self._in_this_process:
+            return self._judge_here(task)
+        limit_s = self._run.job_limit_s if plugins else float("inf")
+        child = self._children.get(plugins) or self._start(plugins)
+        try:
+            result: JobResult = child.call(
+                _judge, task, limit_s=limit_s, doing="in this check", stop=self._run.stop
+            )
+        except ChildEnded as ended:
+            del self._children[plugins]
+            if ended.hung and ended.where:
+                self._hangs[ended.where] += 1
+            return self._run.failed(task, str(ended))
+        if result.gpu_lost:
+            # A new child may need the memory of this one, which might hang while it exits.
+            self._children.pop(plugins).end()
+        return result
+
+    def close(self) -> None:
+        """End the child processes."""
+        for child in [*self._children.values()]:
+            child.end()
+
+    def _start(self, plugins: tuple[str, ...]) -> Child:
+        if self.why:
+            raise _CannotStart(self.why)
+        names = " or ".join(map(repr, plugins))
+        child = self._children[plugins] = Child(f"backend {names}" if plugins else "")
+        why = f"it did not end within {self._run.job_limit_s:g} s in {MAX_HANGS} checks"
+        refused = {where: why for where, count in self._hangs.items() if count >= MAX_HANGS}
+        try:
+            child.call(_set_up, self._run, bool(plugins), refused, doing="while it started")
+        except NSAError as error:
+            del self._children[plugins]
+            raise _CannotStart(str(error)) from None
+        return child
+
+    def _judge_here(self, task: _Task) -> JobResult:
+        if self._culprit is None:
+            result = judge_one(self._run.combinations, self._run.todo, task)
+            self._culprit = self._run.todo[task[0]] if result.gpu_lost else None
+            return result
+        job = self._culprit
+        return self._run.failed(
+            task,
+            f"not run: the check {job.name}, {job.case.name}, {dtype_name(job.dtype)}, made the"
+            " GPU unusable in this process; set processes=2 (--jobs 2)",
+        )
+
+
+_in_child: list[tuple[_Run, bool]] = []  # of a child process: its run, and whether it is isolated
+_truths = contextlib.ExitStack()
+
+
+def _set_up(run: _Run, isolated: bool, refused: dict[tuple[str, ...], str]) -> None:
+    """Prepare a child process; ``isolated``: every error of a job is a failed finding."""
     torch.set_num_threads(1)
-    for combination in combinations[:1]:
-        torch.zeros(1, device=combination.device)  # fails on a GPU that accepts no more processes
-    with (
-        shared_truths(combinations),
-        contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
-    ):
-        connection.send(None)
-        while True:
-            task: _Task = connection.recv()
-            forget_output()
-            faults_outside_calls()
-            try:
-                result = judge_one(combinations, todo, task)
-            except NSAError as error:
-                failed = _failed(todo, task, f"{type(error).__name__}: {error}")
-                failed = dataclasses.replace(failed, gpu_lost=bool(gpu_context.gpu_error()))
-                connection.send(failed if isolated else error)
-                continue
-            # A kernel's call is checked by its guard; the rest are probes, imports and threads.
-            if (faults := faults_outside_calls()) and isolated:
-                why = "a backend outside of its kernels' calls: " + "; ".join(faults)
-                result.findings.append(todo[task[0]].failure(why))
-            connection.send(result)
+    torch.zeros(1, device=run.combinations[0].device)  # a GPU may accept no more processes
+    refuse_calls(refused)
+    _truths.enter_context(shared_truths(run.combinations))
+    _in_child.append((run, isolated))
+
+
+def _judge(task: _Task) -> JobResult:
+    """Run a task in a child process."""
+    ((run, isolated),) = _in_child
+    take_reports()
+    try:
+        result = judge_one(run.combinations, run.todo, task)
+    except NSAError as error:
+        if not isolated:
+            raise
+        why = f"{type(error).__name__}: {error}"
+        return run.failed(task, why, gpu_lost=bool(gpu_context.gpu_error()))
+    for report in take_reports():
+        result.findings.append(run.todo[task[0]].failure(report))
+    return result
