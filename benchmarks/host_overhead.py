@@ -42,7 +42,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from nsa_backend_triton.host import configs, launch_cache, sequences
+from nsa_backend_triton.host import configs, device, launch_cache
 from nsa_backend_triton.plugin import nsa_register_backends
 from nsa_core import NSAConfig, NSAttention, nsa_attention
 from nsa_core.contract import SLOTS, SlotCall, SlotSpec
@@ -173,13 +173,13 @@ def no_gpu() -> Iterator[list[NoKernel]]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "_do_compile", fake_compile))
         for owner, name, value in (
-            (sequences, "_capability", ARCHITECTURE),
+            (device, "_capability", ARCHITECTURE),
             (launch_cache, "uses_cache", True),
             (attention, "check_nonnegative", None),  # reads values only on the CPU
         ):
             stack.enter_context(mock.patch.object(owner, name, functools.partial(_constant, value)))
         stack.enter_context(
-            mock.patch.object(sequences, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS})
+            mock.patch.object(device, "_MULTIPROCESSORS", {ARCHITECTURE: MULTIPROCESSORS})
         )
         stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
         launch_cache.clear()  # drop the launches of earlier fake kernels

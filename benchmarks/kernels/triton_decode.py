@@ -34,7 +34,7 @@ from decode_shapes import ANCHORS, Data, Shape, make
 from graph_time import graph_ms
 
 from nsa_backend_triton.decode import forms
-from nsa_backend_triton.host import configs, sequences
+from nsa_backend_triton.host import configs, device
 from nsa_core.contract import SLOTS
 from nsa_verify.checks.decode_fused import append_parity, fused_step
 from nsa_verify.checks.decode_parity import decode_parity
@@ -75,7 +75,7 @@ def settings_of(
 ) -> tuple[Change, Change]:
     """Return the tuned settings of decode_span and decode_sel with ``change`` applied."""
     traits = {"head_dim": shape.dk, "v_head_dim": shape.dv, "itemsize": dtype.itemsize, "heads": 1}
-    architecture = sequences.architecture(
+    architecture = device.architecture(
         torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     )
     names = ("decode_span", "decode_sel")

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from nsa_backend_triton.host import configs, launch_cache
-from nsa_backend_triton.host.sequences import architecture
+from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.sel import runs
 from nsa_bench.environment import machine
 from nsa_bench.random_blocks import random_causal_blocks, share_blocks

@@ -26,7 +26,7 @@ def bench() -> Any:
 
 @pytest.fixture
 def no_gpu(bench: Any) -> Iterator[Any]:
-    if importlib.import_module("nsa_backend_triton.host.sequences").interpreted():
+    if importlib.import_module("nsa_backend_triton.host.device").interpreted():
         pytest.skip("the interpreter launches by itself")
     with bench.no_gpu() as kernels:
         yield kernels

@@ -20,7 +20,7 @@ compile_table = importlib.import_module("compile_table")
 meta_inputs = importlib.import_module("nsa_backend_triton.meta_inputs")
 offline = importlib.import_module("offline")
 sass = importlib.import_module("sass")
-sequences = importlib.import_module("nsa_backend_triton.host.sequences")
+constexprs = importlib.import_module("nsa_backend_triton.host.constexprs")
 decode_launch = importlib.import_module("nsa_backend_triton.decode.launch")
 forms = importlib.import_module("nsa_backend_triton.decode.forms")
 span_forward = importlib.import_module("nsa_backend_triton.span.forward")
@@ -90,7 +90,7 @@ def test_the_fault_of_ptxas_is_seen_without_value_band() -> None:
 
 
 def test_value_band_changes_only_narrow_v_on_sm_90() -> None:
-    value_band = sequences.value_band
+    value_band = constexprs.value_band
     assert value_band(32, 16, 90, use_tma=False) == 32
     assert value_band(256, 16, 90, use_tma=False) == 64
     assert value_band(32, 16, 90, use_tma=True) == value_band(32, 16, 80, use_tma=False) == 16

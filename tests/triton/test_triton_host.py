@@ -21,7 +21,7 @@ from nsa_core.contract import Request
 from slot_requests import make_request
 
 pytest.importorskip("triton")
-sequences = importlib.import_module("nsa_backend_triton.host.sequences")
+device = importlib.import_module("nsa_backend_triton.host.device")
 offline = importlib.import_module("offline")
 launch_cache = importlib.import_module("nsa_backend_triton.host.launch_cache")
 meta_inputs = importlib.import_module("nsa_backend_triton.meta_inputs")
@@ -257,7 +257,7 @@ def test_decode_steps_with_other_settings_are_launched_separately(no_gpu: list[A
 
 
 def test_each_no_gpu_block_starts_without_cached_launches(bench: Any) -> None:
-    if sequences.interpreted():
+    if device.interpreted():
         pytest.skip("the interpreter launches by itself")
     seen = []
     for _ in range(2):

@@ -22,7 +22,7 @@ from slot_requests import make_request
 
 pytest.importorskip("triton")
 configs = importlib.import_module("nsa_backend_triton.host.configs")
-launch = importlib.import_module("nsa_backend_triton.host.sequences")
+device = importlib.import_module("nsa_backend_triton.host.device")
 compile_table = importlib.import_module("compile_table")
 workspace = importlib.import_module("nsa_backend_triton.workspace")
 
@@ -95,8 +95,8 @@ def test_dry_run_does_not_affect_other_threads() -> None:
 
 
 def described_multiprocessors(architecture: int) -> int:
-    with launch.described(architecture):
-        return launch.multiprocessors(torch.device("meta"))
+    with device.described(architecture):
+        return device.multiprocessors(torch.device("meta"))
 
 
 def test_absent_gpu_has_the_multiprocessors_of_its_architecture(
@@ -114,7 +114,7 @@ def test_absent_gpu_has_the_multiprocessors_of_its_architecture(
 def test_present_gpu_reports_its_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "_capability", lambda device: 89)
+    monkeypatch.setattr(device, "_capability", lambda _: 89)
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",

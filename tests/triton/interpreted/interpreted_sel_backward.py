@@ -211,11 +211,11 @@ def test_setting_ordered_gives_the_bits_of_deterministic(monkeypatch: pytest.Mon
 
 def test_short_sequences_get_shorter_segments_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every multiprocessor gets programs, down to a minimum of work; only the shape counts."""
-    from nsa_backend_triton.host import sequences
+    from nsa_backend_triton.host import device
     from nsa_backend_triton.host.sequences import Sequences
     from nsa_backend_triton.sel import backward as sel_backward
 
-    monkeypatch.setattr(sequences, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(device, "multiprocessors", lambda _: 132)
     settings = {"SEGMENT_ROWS": 32768, "CHUNK_PAIRS": 2048, "PROGRAMS_PER_SM": 8}
 
     def schedule(
@@ -280,11 +280,11 @@ def test_inputs_with_offsets_beyond_32_bits(
 
 @pytest.mark.parametrize(("stride", "refused"), [(2**31 // 3, False), (2**31 // 3 + 1, True)])
 def test_head_offsets_beyond_32_bits_are_refused(stride: int, refused: bool) -> None:
-    from nsa_backend_triton.host import sequences
+    from nsa_backend_triton.host import strides
 
     x = torch.empty_strided((1, 5, 4, 8), (1, 8, stride, 1), device="meta")
     with pytest.raises(ValueError, match="contiguous") if refused else contextlib.nullcontext():
-        assert sequences.strides(x, packed=False) == (0, 8, stride)
+        assert strides.strides(x, packed=False) == (0, 8, stride)
 
 
 @pytest.mark.parametrize(
@@ -300,16 +300,16 @@ def test_head_offsets_beyond_32_bits_are_refused(stride: int, refused: bool) -> 
 def test_token_offsets_of_a_tile_beyond_32_bits_are_refused(
     tokens: int, stride: int, refused: bool
 ) -> None:
-    from nsa_backend_triton.host import sequences
+    from nsa_backend_triton.host import strides
 
     x = torch.empty_strided((1, tokens, 4, 8), (1, stride, 8, 1), device="meta")
-    assert sequences.strides(x, packed=False, int64_products=True) == (0, stride, 8)
+    assert strides.strides(x, packed=False, int64_products=True) == (0, stride, 8)
     with (
         pytest.raises(ValueError, match="neighbouring tokens")
         if refused
         else contextlib.nullcontext()
     ):
-        assert sequences.strides(x, packed=False) == (0, stride, 8)
+        assert strides.strides(x, packed=False) == (0, stride, 8)
 
 
 NEAR = (12, 1)

@@ -16,7 +16,7 @@ from interpreted_sel_backward import PACKED, Problem, gradients
 from interpreted_sel_partial import CUTS, document_piece, piece, quick
 from launches import filled
 from nsa_backend_triton import probe
-from nsa_backend_triton.host import configs, sequences
+from nsa_backend_triton.host import configs, strides
 from nsa_backend_triton.host.parts import head_parts
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import backward as sel_backward
@@ -275,8 +275,8 @@ def test_sequences_of_more_than_64_blocks_take_lists(
 def test_keys_of_a_long_block_lie_within_32_bits(size: int, use: Callable[..., list[int]]) -> None:
     """Kernels compute the offset of a key in its block in 32 bits."""
     use()
-    assert probe.SELECT_BLOCKS["sel"][1] <= sequences.MAX_TILE_TOKENS
-    limit = 2**31 // sequences.MAX_TILE_TOKENS
+    assert probe.SELECT_BLOCKS["sel"][1] <= strides.MAX_TILE_TOKENS
+    limit = 2**31 // strides.MAX_TILE_TOKENS
     near, far = (problem(500, select_block=size, stride=x) for x in (limit - 1, limit))
     assert (bitmask.fits(*near), bitmask.fits(*far)) == (True, False)
 

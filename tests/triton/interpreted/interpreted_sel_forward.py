@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from interpreted_span import inexact_exp2
+from nsa_backend_triton.host.configs import Tuned
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import forward as sel_forward
 from nsa_backend_triton.sel import runs
 from nsa_backend_triton.sel import unions as sel_union
-from nsa_backend_triton.sel.constants import Settings
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
@@ -39,8 +39,8 @@ def strictly() -> Iterator[None]:
 SHAPE = ("lengths", "packed", "groups", "heads", "dk", "dv")
 
 
-def tuned(min_sharing: int, block_m: int = 16, tiles: int = 2, block_n: int = 16) -> Settings:
-    """Settings with which a tile reads the blocks that ``min_sharing`` of its tokens selected."""
+def tuned(min_sharing: int, block_m: int = 16, tiles: int = 2, block_n: int = 16) -> Tuned:
+    """Tuned with which a tile reads the blocks that ``min_sharing`` of its tokens selected."""
     compiler = {"num_warps": 4, "num_stages": 1}
     return {
         "sel_forward": {
@@ -88,7 +88,7 @@ def problem(
     return x, SlotCall(geometry, dk**-0.5, cu, max(lengths))
 
 
-def assert_equals_oracle(x: dict[str, Tensor], call: SlotCall, settings: Settings) -> None:
+def assert_equals_oracle(x: dict[str, Tensor], call: SlotCall, settings: Tuned) -> None:
     o, lse = sel_forward.forward(**x, call=call, tuned=settings)
     truth = oracle.sel(**x, geometry=call.geometry, scale=call.scale, cu_seqlens=call.cu_seqlens)
     torch.testing.assert_close(o, truth.o, rtol=1e-13, atol=1e-14)

@@ -28,7 +28,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature, native_specialize_impl
 
-from nsa_backend_triton.host import sequences
+from nsa_backend_triton.host import device
 
 # shared memory per block, in bytes
 SHARED = {
@@ -128,7 +128,7 @@ def recording(architecture: int) -> Iterator[list[RecordedLaunch]]:
             )
         )
 
-    with mock.patch.object(JITFunction, "run", run), sequences.described(architecture):
+    with mock.patch.object(JITFunction, "run", run), device.described(architecture):
         yield launches
 
 

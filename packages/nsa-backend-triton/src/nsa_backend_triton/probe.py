@@ -75,7 +75,7 @@ def probe(request: Request) -> list[Reason]:
 
 
 def _interpreted() -> bool:
-    from nsa_backend_triton.host.sequences import interpreted
+    from nsa_backend_triton.host.device import interpreted
 
     return interpreted()
 

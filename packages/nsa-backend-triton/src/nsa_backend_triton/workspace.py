@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from nsa_backend_triton.core import backward as core
 from nsa_backend_triton.decode import forms
-from nsa_backend_triton.host import sequences
+from nsa_backend_triton.host import device
 from nsa_backend_triton.meta_inputs import (
     STEP_INPUTS,
     core_inputs,
@@ -69,7 +69,7 @@ def _dry_run(request: Request) -> Iterator[PeakBytes]:
     major, minor = request.capability or (0, 0)
     with (
         _one_at_a_time,
-        sequences.described(10 * major + minor),
+        device.described(10 * major + minor),
         _no_launches(),
         PeakBytes() as counted,
     ):

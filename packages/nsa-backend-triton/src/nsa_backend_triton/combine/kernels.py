@@ -20,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.constexprs import accumulator
+from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
-from nsa_backend_triton.host.sequences import accumulator, architecture, strides
+from nsa_backend_triton.host.strides import strides
 from nsa_backend_triton.shared.rows import row_offset, to_base_2
 from nsa_core.contract import SlotCall
 

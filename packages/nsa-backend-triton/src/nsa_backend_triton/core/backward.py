@@ -31,16 +31,12 @@ from torch import Tensor
 from nsa_backend_triton.combine import kernels as combine
 from nsa_backend_triton.combine.kernels import combine_statistics
 from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.constexprs import accumulator
+from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.host.fork import Fork
 from nsa_backend_triton.host.launch_cache import Launch, Memo, cached_by_metadata
-from nsa_backend_triton.host.sequences import (
-    Sequences,
-    accumulator,
-    architecture,
-    lse_strides,
-    new_lse_strides,
-    strides,
-)
+from nsa_backend_triton.host.sequences import Sequences
+from nsa_backend_triton.host.strides import lse_strides, new_lse_strides, strides
 from nsa_backend_triton.sel import backward as sel_backward
 from nsa_backend_triton.sel.problem import Problem
 from nsa_backend_triton.span import backward as span_backward

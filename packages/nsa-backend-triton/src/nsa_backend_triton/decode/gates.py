@@ -19,8 +19,9 @@ from torch import Tensor
 
 from nsa_backend_triton.decode.launch import cdiv, power
 from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.constexprs import accumulator
+from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
-from nsa_backend_triton.host.sequences import accumulator, architecture
 from nsa_core.contract import DecodeCall
 
 

@@ -17,13 +17,9 @@ from nsa_backend_triton.decode.sel import decode_sel
 from nsa_backend_triton.decode.span import decode_span
 from nsa_backend_triton.decode.step import decode_step
 from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.constexprs import accumulator, value_band
+from nsa_backend_triton.host.device import architecture, multiprocessors
 from nsa_backend_triton.host.launch_cache import Launch
-from nsa_backend_triton.host.sequences import (
-    accumulator,
-    architecture,
-    multiprocessors,
-    value_band,
-)
 from nsa_backend_triton.shared.rows import LOG2E
 from nsa_backend_triton.span.forward import launch_options
 from nsa_core.contract import DecodeCall

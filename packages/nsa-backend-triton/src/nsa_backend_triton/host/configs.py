@@ -57,6 +57,7 @@ DECODE: Mapping[str, tuple[str, ...]] = {
 }
 
 Settings = Mapping[str, int]
+Tuned = Mapping[str, Settings]  # of each kernel
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
@@ -94,6 +95,12 @@ def pick(kernel: str, architecture: int, **traits: int) -> Settings:
             f"{kernel} has no configuration for {traits} on architecture {architecture}"
         )
     return settings
+
+
+def compiler_options(settings: Settings) -> dict[str, int]:
+    """Return the compiler's options among ``settings``."""
+    names = ("num_warps", "num_stages", "maxnreg")
+    return {name: settings[name] for name in names if name in settings}
 
 
 def cmp_per_block_pad(geometry: BlockGeometry) -> int:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa_backend_triton.host.sequences import band
+from nsa_backend_triton.host.constexprs import band
 
 _Sizes: TypeAlias = tuple[list[int], list[int], list[int]]  # shape, strides and tile
 

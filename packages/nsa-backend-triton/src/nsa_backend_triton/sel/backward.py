@@ -20,7 +20,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from nsa_backend_triton.host import configs, descriptors, sequences
+from nsa_backend_triton.host import configs, constexprs, descriptors, device, strides
 from nsa_backend_triton.host.fork import Fork
 from nsa_backend_triton.host.launch_cache import Launch, Memo, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
@@ -83,7 +83,7 @@ def _schedule(
     """
     seqs = problem.seqs
     longest = problem.call.max_seqlen if seqs.packed else seqs.seq_len
-    num_programs = settings["PROGRAMS_PER_SM"] * sequences.multiprocessors(problem.q.device)
+    num_programs = settings["PROGRAMS_PER_SM"] * device.multiprocessors(problem.q.device)
     divided_pairs = num_pairs * seqs.divided.n // max(1, seqs.n)
     pairs_per_program = divided_pairs // num_programs
     segment_tokens = min(
@@ -108,7 +108,7 @@ def _needs_int64_offsets(problem: Problem) -> bool:
     ends = [
         last_token * stride_t + (problem.group - 1) * stride_h + x.shape[-1]
         for x in (q, problem.do)
-        for _, stride_t, stride_h in (sequences.strides(x, seqs.packed, int64_products=True),)
+        for _, stride_t, stride_h in (strides.strides(x, seqs.packed, int64_products=True),)
     ]
     return max(*ends, seqs.end * q.shape[-2] * q.shape[-1]) >= 2**31
 
@@ -145,9 +145,9 @@ def _prepare_blocks(
         Launch(
             sel_add_chunks, (num_buckets * key_tiles,),
             seqs.n, seqs.seq_len, seqs.first_query, k.shape[-3], per_head, chunk_pairs,
-            NUM_KV_HEADS=x.shape[-2], WIDTH=x.shape[-1], BAND=sequences.band(x.shape[-1]),
+            NUM_KV_HEADS=x.shape[-2], WIDTH=x.shape[-1], BAND=constexprs.band(x.shape[-1]),
             SELECT_BLOCK=call.geometry.select_block_size, BLOCK_N=settings["BLOCK_N"],
-            VARLEN=seqs.packed, PARTIAL=seqs.partial, ACC=sequences.accumulator(x.dtype),
+            VARLEN=seqs.packed, PARTIAL=seqs.partial, ACC=constexprs.accumulator(x.dtype),
         )
         for x in (k, v) if ordered
     ]  # fmt: skip

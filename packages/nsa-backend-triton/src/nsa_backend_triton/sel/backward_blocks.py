@@ -38,7 +38,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.host.sequences import interpreted
+from nsa_backend_triton.host.device import interpreted
 from nsa_backend_triton.sel.pair_lists import locate_bucket
 from nsa_backend_triton.shared.rows import (
     LOG2E,

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa_backend_triton.host import sequences
+from nsa_backend_triton.host import device, strides
 from nsa_backend_triton.host.configs import Settings
 from nsa_backend_triton.host.fork import Fork
 from nsa_backend_triton.host.launch_cache import Launch, Memo, cached_by_metadata
@@ -44,9 +44,9 @@ def fits(problem: Problem, blocks: Tensor) -> bool:
     limit = settings["BUSY_MAX_LEN" if tokens > settings["BUSY_TOKENS"] else "MAX_LEN"]
     if longest > min(limit, NUM_BITS.value * select_block):
         return False
-    rows = min(longest, sequences.MAX_TILE_TOKENS)
-    strides = [stride_t for _, stride_t, _ in problem.strides()]
-    return blocks.shape[-1] <= NUM_BITS.value and rows * max(strides) < 2**31
+    rows = min(longest, strides.MAX_TILE_TOKENS)
+    longest_stride = max(stride_t for _, stride_t, _ in problem.strides())
+    return blocks.shape[-1] <= NUM_BITS.value and rows * longest_stride < 2**31
 
 
 class _Launches(NamedTuple):
@@ -84,7 +84,7 @@ def _prepare(problem: Problem, blocks: Tensor) -> _Launches:
     )  # fmt: skip
     settings = tuned(q, k, v, select_block, "sel_bitmask_dkdv")
     of_block = triton.cdiv(select_block, settings["BLOCK_N"]) * groups
-    least = settings["PROGRAMS_PER_SM"] * sequences.multiprocessors(q.device)
+    least = settings["PROGRAMS_PER_SM"] * device.multiprocessors(q.device)
     parts = head_parts(problem.group, seqs.divided.key_tiles(select_block) * of_block, least)
     dkdv = Launch(
         sel_bitmask_dkdv, (seqs.key_tiles(select_block) * of_block * parts,),

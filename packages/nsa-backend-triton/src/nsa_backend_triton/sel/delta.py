@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_backend_triton.host.constexprs import accumulator
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
-from nsa_backend_triton.host.sequences import accumulator, lse_strides, strides
+from nsa_backend_triton.host.strides import lse_strides, strides
 from nsa_backend_triton.shared.rows import to_base_2
 
 

@@ -22,19 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.configs import Tuned, compiler_options
+from nsa_backend_triton.host.constexprs import common_constants
 from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor
+from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.host.launch_cache import Launch, Memo, aligned, cached_by_metadata
-from nsa_backend_triton.host.sequences import (
-    Sequences,
-    architecture,
-    batch_apart,
-    new_lse_strides,
-    new_strides,
-    strides,
-)
+from nsa_backend_triton.host.sequences import Sequences
+from nsa_backend_triton.host.strides import batch_apart, new_lse_strides, new_strides, strides
 from nsa_backend_triton.sel import pair_lists
 from nsa_backend_triton.sel import unions as sel_union
-from nsa_backend_triton.sel.constants import Settings, common_constants, compiler_options
 from nsa_backend_triton.sel.runs import attend_buckets
 from nsa_backend_triton.shared.rows import (
     LOG2E,
@@ -56,7 +52,7 @@ from nsa_core.contract import SlotCall
 MAX_BLOCK_T = 32  # tokens of a tile: one bit each of an int32
 
 
-def settings(q: Tensor, v: Tensor, group: int, call: SlotCall) -> Settings:
+def settings(q: Tensor, v: Tensor, group: int, call: SlotCall) -> Tuned:
     """Return the tuned settings of each kernel for ``group`` query heads per kv head."""
     traits = {
         "head_dim": q.shape[-1],
@@ -84,7 +80,7 @@ def tile_tokens(block_m: int, group: int, n: int, num_blocks: int) -> int:
     return sel_union.fitting_tokens(tokens, n, num_blocks)
 
 
-def min_sharing_tokens(tuned: Settings, num_keys: int) -> int:
+def min_sharing_tokens(tuned: Tuned, num_keys: int) -> int:
     """Return how many tokens of a tile must select a block for the tile to read it.
 
     One in short sequences, so that tiles read every block and the path over buckets is skipped.
@@ -119,9 +115,9 @@ def _prepare(
     blocks: Tensor,
     seqs: Sequences,
     call: SlotCall,
-    tuned: Settings | None,
+    tuned: Tuned | None,
     tensors_aligned: bool,
-) -> tuple[_TileLaunch, Settings]:
+) -> tuple[_TileLaunch, Tuned]:
     num_kv_heads, n = k.shape[-2], blocks.shape[-1]
     select_block = call.geometry.select_block_size
     group = q.shape[-2] // num_kv_heads
@@ -172,7 +168,7 @@ def forward(
     blocks: Tensor,  # int32 or int64 [B, S, G, n]
     *,
     call: SlotCall,
-    tuned: Settings | None = None,
+    tuned: Tuned | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, S, Hq, Dv] and lse [B, Hq, S] (packed [T, Hq, Dv] and [Hq, T]).
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nsa_backend_triton.host import configs, sequences
+from nsa_backend_triton.host import configs, constexprs, device, strides
 from nsa_backend_triton.host.launch_cache import cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_core.contract import SlotCall
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     def strides(self) -> list[tuple[int, int, int]]:
         """(sequence, token, head) strides of q, k, v and do."""
         inputs = (self.q, self.k, self.v, self.do)
-        return [sequences.strides(x, self.seqs.packed, int64_products=True) for x in inputs]
+        return [strides.strides(x, self.seqs.packed, int64_products=True) for x in inputs]
 
     def constants(self) -> dict[str, object]:
         """Return the constexpr arguments that the kernels share."""
@@ -42,12 +42,12 @@ class Problem(NamedTuple):
             "NUM_KV_HEADS": self.k.shape[-2],
             "HEAD_DIM": head_dim,
             "V_HEAD_DIM": v_head_dim,
-            "HEAD_DIM_BAND": sequences.band(head_dim),
-            "V_HEAD_DIM_BAND": sequences.band(v_head_dim),
+            "HEAD_DIM_BAND": constexprs.band(head_dim),
+            "V_HEAD_DIM_BAND": constexprs.band(v_head_dim),
             "SELECT_BLOCK": self.call.geometry.select_block_size,
             "VARLEN": self.seqs.packed,
             "PARTIAL": self.seqs.partial,
-            "ACC": sequences.accumulator(self.q.dtype),
+            "ACC": constexprs.accumulator(self.q.dtype),
         }
 
 
@@ -56,7 +56,7 @@ def tuned(q: Tensor, k: Tensor, v: Tensor, select_block: int, kernel: str) -> co
     """Return the tuned settings of ``kernel`` for blocks of ``select_block`` keys."""
     return configs.pick(
         kernel,
-        sequences.architecture(q.device),
+        device.architecture(q.device),
         head_dim=k.shape[-1],
         v_head_dim=v.shape[-1],
         itemsize=q.itemsize,

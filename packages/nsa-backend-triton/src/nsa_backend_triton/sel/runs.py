@@ -13,11 +13,13 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
+from nsa_backend_triton.host.configs import Tuned, compiler_options
+from nsa_backend_triton.host.constexprs import common_constants
 from nsa_backend_triton.host.launch_cache import Launch, Memo, cached_by_metadata
-from nsa_backend_triton.host.sequences import Sequences, lse_strides, strides
+from nsa_backend_triton.host.sequences import Sequences
+from nsa_backend_triton.host.strides import lse_strides, strides
 from nsa_backend_triton.sel import pair_lists
 from nsa_backend_triton.sel.buckets import sel_bucket_kernel
-from nsa_backend_triton.sel.constants import Settings, common_constants, compiler_options
 from nsa_backend_triton.sel.merge import sel_merge_kernel
 from nsa_backend_triton.shared.rows import LOG2E
 from nsa_core.contract import SlotCall
@@ -100,7 +102,7 @@ def _prepare_buckets(
     n: int,
     num_pairs: int,
     num_buckets: int,
-    tuned: Settings,
+    tuned: Tuned,
 ) -> _BucketLaunches:
     num_kv_heads, select_block = k.shape[-2], call.geometry.select_block_size
     group = q.shape[-2] // num_kv_heads
@@ -157,7 +159,7 @@ def attend_buckets(
     lse: Tensor,
     seqs: Sequences,
     call: SlotCall,
-    tuned: Settings,
+    tuned: Tuned,
     memo: Memo,
 ) -> None:
     """Add the pairs marked in ``unshared`` to o and lse, run by run.

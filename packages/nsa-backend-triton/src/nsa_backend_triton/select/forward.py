@@ -33,17 +33,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.constexprs import accumulator, band
+from nsa_backend_triton.host.device import architecture, multiprocessors
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
-from nsa_backend_triton.host.sequences import (
-    Sequences,
-    accumulator,
-    architecture,
-    band,
-    batch_apart,
-    lse_strides,
-    multiprocessors,
-    strides,
-)
+from nsa_backend_triton.host.sequences import Sequences
+from nsa_backend_triton.host.strides import batch_apart, lse_strides, strides
 from nsa_backend_triton.select.rank import rank_rows
 from nsa_backend_triton.shared.rows import (
     LOG2E,

@@ -2,7 +2,7 @@
 
 Rows of HEAD_DIM columns are a tuple of bands of BAND columns, a power of two: one band, or three
 where HEAD_DIM fills at most three quarters of one (192 columns are 3 x 64, not 256; see
-host.sequences.band and value_band). Columns past HEAD_DIM hold zeros.
+host.constexprs.band and value_band). Columns past HEAD_DIM hold zeros.
 """
 
 from __future__ import annotations

@@ -21,18 +21,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.constexprs import accumulator, band
 from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor, stats_descriptor
+from nsa_backend_triton.host.device import architecture, multiprocessors
 from nsa_backend_triton.host.fork import Fork
 from nsa_backend_triton.host.launch_cache import Launch, Memo, aligned, cached_by_metadata
 from nsa_backend_triton.host.parts import head_parts, sum_launch
-from nsa_backend_triton.host.sequences import (
-    Sequences,
-    accumulator,
-    architecture,
-    band,
+from nsa_backend_triton.host.sequences import Sequences
+from nsa_backend_triton.host.strides import (
     batch_apart,
     lse_strides,
-    multiprocessors,
     new_lse_strides,
     new_strides,
     strides,

@@ -20,19 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton.host import configs
+from nsa_backend_triton.host.constexprs import accumulator, band, value_band
 from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor
+from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
-from nsa_backend_triton.host.sequences import (
-    Sequences,
-    accumulator,
-    architecture,
-    band,
-    batch_apart,
-    new_lse_strides,
-    new_strides,
-    strides,
-    value_band,
-)
+from nsa_backend_triton.host.sequences import Sequences
+from nsa_backend_triton.host.strides import batch_apart, new_lse_strides, new_strides, strides
 from nsa_backend_triton.shared.rows import (
     LOG2E,
     add_dot,
