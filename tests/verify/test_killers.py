@@ -20,6 +20,10 @@ def named(faults: Iterable[object]) -> list[str]:
 
 # suite -> file of its tests, the names of its faults
 SUITES: dict[str, tuple[str, Callable[[ModuleType], list[str]]]] = {
+    "mutants of sdpa and the core": (
+        "verify/mutants/test_mutants.py",
+        lambda m: named(m.MUTANTS + m.DECODE_MUTANTS),
+    ),
     "generated cases": ("verify/generated/test_planted_faults.py", lambda m: named(m.FAULTS)),
     "generated functions": (
         "verify/generated/test_planted_faults.py",
@@ -33,6 +37,8 @@ SUITES: dict[str, tuple[str, Callable[[ModuleType], list[str]]]] = {
         "verify/histories/test_generated_steps.py",
         lambda m: [f"{slot} {change.__name__}" for slot, change in m.FAULTS],
     ),
+    "cache histories, quick": ("verify/histories/test_histories.py", lambda m: list(m.ORDINARY)),
+    "cache histories, full": ("verify/histories/test_histories.py", lambda m: named(m.FAULTS)),
     "behaviour of a kernel": (
         "verify/isolation/test_faulty_kernels.py",
         lambda m: list(m.BEHAVIOURS),
@@ -74,6 +80,7 @@ SUITES: dict[str, tuple[str, Callable[[ModuleType], list[str]]]] = {
         "verify/conformance/test_conformance_suite.py",
         lambda m: [*m.FAULTY, *m.STEP_FAULTS],
     ),
+    "mode sequence": ("core/parallel/test_context_parallel.py", lambda m: list(m.MUTANTS)),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import killers
 import pytest
 import torch
 
@@ -374,3 +375,10 @@ def test_mutants_are_killed() -> None:
             1.0 if isinstance(r, str) else max(r["y"], r["dx"], r["parameters"]) for r in results
         )
         assert worst > 1e-6, (name, results)
+        wrong = {
+            "an error" if isinstance(r, str) else key
+            for r in results
+            for key in ("y", "dx", "parameters")
+            if isinstance(r, str) or r[key] > 1e-6
+        }
+        killers.expect("mode sequence", name, ", ".join(sorted(wrong)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import killers
 import pytest
 import torch
 
@@ -138,13 +139,15 @@ def _found(fault, preset, monkeypatch):
 
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.name in ORDINARY], ids=ORDINARY)
 def test_fault_of_the_cache_is_found(fault, monkeypatch):
-    assert _found(fault, "quick", monkeypatch)
+    first, *_ = _found(fault, "quick", monkeypatch)
+    killers.expect("cache histories, quick", fault.name, killers.killer(first))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 def test_every_fault_of_the_cache_is_found(fault, monkeypatch):
-    assert _found(fault, "full", monkeypatch)
+    first, *_ = _found(fault, "full", monkeypatch)
+    killers.expect("cache histories, full", fault.name, killers.killer(first))
 
 
 def test_lost_reference_keeps_a_page_that_is_reported(monkeypatch):

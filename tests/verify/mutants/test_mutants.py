@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import killers
 import pytest
 
 from decode_faults import DECODE_MUTANTS
@@ -50,3 +51,4 @@ def test_mutant_is_killed(
         f"{finding.check} {finding.slot} on {finding.case}: {finding.quantity}" if finding else "",
     )
     assert finding, f"{mutant.name} survives: {mutant.old!r} -> {mutant.new!r} in {mutant.module}"
+    killers.expect("mutants of sdpa and the core", mutant.name, killers.killer(finding))
