@@ -28,6 +28,7 @@ from nsa_backend_triton.sel.backward_blocks import gather_rows, scatter_rows, so
 from nsa_backend_triton.shared.rows import (
     add_dot,
     dot_columns,
+    load_rows,
     place,
     place_queries,
     row_of_start,
@@ -36,7 +37,6 @@ from nsa_backend_triton.shared.rows import (
     transpose,
     zero_rows,
 )
-from nsa_backend_triton.span.geometry import load_rows
 
 NUM_BITS = tl.constexpr(64)
 

@@ -24,13 +24,13 @@ from nsa_backend_triton.sel.backward_blocks import gather_rows, scatter_rows, so
 from nsa_backend_triton.shared.rows import (
     add_dot,
     dot_columns,
+    fetch_rows,
     place_queries,
     row_of_start,
     scale_rows,
     transpose,
     zero_rows,
 )
-from nsa_backend_triton.span.geometry import fetch_rows
 
 
 @triton.jit

@@ -37,6 +37,7 @@ from nsa_backend_triton.shared.rows import (
     add_dot,
     divide_rows,
     dot_columns,
+    fetch_rows,
     finish_softmax,
     load_at,
     online_softmax_update,
@@ -46,7 +47,6 @@ from nsa_backend_triton.shared.rows import (
     transpose,
     zero_rows,
 )
-from nsa_backend_triton.span.geometry import fetch_rows
 from nsa_core.contract import SlotCall
 
 MAX_BLOCK_T = 32  # tokens of a tile: one bit each of an int32

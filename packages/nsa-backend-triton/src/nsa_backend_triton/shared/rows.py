@@ -232,6 +232,32 @@ def store_at(X, offs, x, mask, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
 
 
 @triton.jit
+def load_rows(
+    X, rows, limit, stride, HEAD_DIM: tl.constexpr, BAND: tl.constexpr, MASKED: tl.constexpr
+):
+    """Rows [R, HEAD_DIM] of X in bands; if MASKED, a row outside [0, limit) is 0."""
+    mask = ((rows >= 0) & (rows < limit)) if MASKED else None
+    return load_at(X, rows * stride, mask, HEAD_DIM, BAND)
+
+
+@triton.jit
+def fetch_rows(
+    X_DESC, batch, row, head, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BAND: tl.constexpr
+):
+    """ROWS rows of a head from ``row`` on, in bands; X_DESC describes [B, L, H, HEAD_DIM]."""
+    x = ()
+    for first in tl.static_range(0, HEAD_DIM, BAND):
+        x = x + (X_DESC.load([batch, row, head, first]).reshape(ROWS, BAND),)
+    return x
+
+
+@triton.jit
+def store_rows(X, rows, limit, stride, x, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
+    """Store x [R, HEAD_DIM], in bands, rounded to X's dtype, into the rows of X below ``limit``."""
+    store_at(X, rows * stride, x, rows < limit, HEAD_DIM, BAND)
+
+
+@triton.jit
 def zero_rows(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BAND: tl.constexpr, ACC: tl.constexpr):
     """Rows [ROWS, HEAD_DIM] of zeros."""
     x = ()

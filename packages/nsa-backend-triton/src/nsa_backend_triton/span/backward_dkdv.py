@@ -11,23 +11,18 @@ import triton.language as tl
 from nsa_backend_triton.shared.rows import (
     add_dot,
     dot_columns,
+    fetch_rows,
+    load_rows,
     place,
     row_offset,
     scale_rows,
+    store_rows,
     to_base_2,
     transpose,
     with_batch,
     zero_rows,
 )
-from nsa_backend_triton.span.geometry import (
-    fetch_rows,
-    held_queries,
-    load_rows,
-    locate_keys,
-    mask_scores,
-    query_span,
-    store_rows,
-)
+from nsa_backend_triton.span.geometry import held_queries, locate_keys, mask_scores, query_span
 
 
 @triton.jit

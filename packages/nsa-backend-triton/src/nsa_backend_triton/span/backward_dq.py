@@ -12,7 +12,9 @@ from nsa_backend_triton.shared.rows import (
     add_dot,
     add_rows,
     dot_columns,
+    fetch_rows,
     load_at,
+    load_rows,
     num_compressed,
     place_queries,
     row_offset,
@@ -23,13 +25,7 @@ from nsa_backend_triton.shared.rows import (
     with_batch,
     zero_rows,
 )
-from nsa_backend_triton.span.geometry import (
-    fetch_rows,
-    key_span,
-    load_rows,
-    locate_keys,
-    mask_scores,
-)
+from nsa_backend_triton.span.geometry import key_span, locate_keys, mask_scores
 
 
 @triton.jit

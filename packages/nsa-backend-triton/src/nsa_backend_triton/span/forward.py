@@ -31,8 +31,10 @@ from nsa_backend_triton.shared.rows import (
     add_dot,
     divide_rows,
     dot_columns,
+    fetch_rows,
     finish_softmax,
     load_at,
+    load_rows,
     num_compressed,
     online_softmax_update,
     place_queries,
@@ -43,13 +45,7 @@ from nsa_backend_triton.shared.rows import (
     with_batch,
     zero_rows,
 )
-from nsa_backend_triton.span.geometry import (
-    fetch_rows,
-    key_span,
-    load_rows,
-    locate_keys,
-    mask_scores,
-)
+from nsa_backend_triton.span.geometry import key_span, locate_keys, mask_scores
 
 TINY = 1e-30  # replaces a scale of 0, which would turn the -inf of a masked key into NaN
 
