@@ -21,7 +21,7 @@ from nsa_core.contract import SLOTS
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks.decode_compress import fused_compress
 from nsa_verify.checks.decode_fused import append_parity, fused_gates, fused_step
-from nsa_verify.generated.partial import SLOTS as PARTIAL_SLOTS
+from nsa_verify.drawn.partial_levels import PARTIAL_SLOTS
 from nsa_verify.problems.cases import Case, CaseData
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.slot_runs import SlotRun, run_kernel, run_slots, slot_inputs

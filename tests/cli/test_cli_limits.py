@@ -1,6 +1,7 @@
 """Integers beyond reason on a command line end the command with exit code 2, at once."""
 
 import re
+import shlex
 import time
 from typing import Any
 
@@ -67,15 +68,18 @@ def test_an_option_refuses_a_number_beyond_its_limit(
         (f"bench --shape tiny --blocks 32,16,64,16,{2**31}", "window_size must be <= 2147483647"),
         (f"bench --shape tiny --blocks 32,16,64,{HUGE},512", "got about 1e400"),
         (f"verify --sel sdpa --shard 1/{HUGE}", "--shard"),
-        (f"verify --win sdpa --case slot=win,w={HUGE},tokens=5", "w must be"),
-        (f"verify --win sdpa --case slot=win,seed={2**63},tokens=5", "seed must be"),
-        ("verify --win sdpa --history step=1000000000", "step must be <= 1048576, got 1000000000"),
-        (f"verify --win sdpa --history batch={HUGE}", "batch needs integers"),
+        (f"verify --win sdpa --case 'win w={HUGE} tokens=5'", "w must be"),
+        (f"verify --win sdpa --case 'win seed={2**63} tokens=5'", "seed must be"),
+        (
+            "verify --win sdpa --case 'cache step=1000000000'",
+            "step must be integers of 0 to 1048576",
+        ),
+        (f"verify --win sdpa --case 'cache batch={HUGE}'", "batch must be an integer from 1"),
     ],
 )
 def test_a_command_ends_with_code_2_and_names_the_number(
     nsa: Any, arguments: str, words: str
 ) -> None:
-    result = nsa(*arguments.split())
+    result = nsa(*shlex.split(arguments))
     assert result.code == 2, result
     assert words in " ".join(result.err.split()), result.err

@@ -27,7 +27,7 @@ def verify(*options: str) -> tuple[int, str]:
 
 def test_one_case_runs_alone(tmp_path: Path) -> None:
     file = tmp_path / "verify.json"
-    line = "slot=win,dtype=float16,w=3,scale=-0.3,documents=0+5+1,poison=nan_v"
+    line = "win dtype=float16 w=3 scale=-0.3 documents=0,5,1 poison=nan_v"
     code, text = verify("--win", "sdpa", "--case", line, "--json", str(file))
     report = json.loads(file.read_text())
     assert code == 0, text
@@ -39,7 +39,7 @@ def test_one_case_runs_alone(tmp_path: Path) -> None:
 
 def test_one_decode_step_runs_alone(tmp_path: Path) -> None:
     file = tmp_path / "verify.json"
-    line = "phase=decode,dtype=float16,n=3,h=2,lengths=29+0+7,new=2+0+1,rows=2,page=8,gates=wide"
+    line = "decode dtype=float16 n=3 h=2 lengths=29,0,7 new=2,0,1 rows=2 page_size=8 gates=wide"
     code, text = verify("--win", "sdpa", "--case", line, "--json", str(file))
     report = json.loads(file.read_text())
     assert code == 0, text
@@ -49,8 +49,21 @@ def test_one_decode_step_runs_alone(tmp_path: Path) -> None:
     assert report["dtypes"] == ["float16"]
 
 
+def test_one_history_runs_alone(tmp_path: Path) -> None:
+    file = tmp_path / "verify.json"
+    line = "cache dtype=bfloat16 batch=2 page_size=4 step=5,0+2 save=0 load=0,1 crop=5,5"
+    code, text = verify("--win", "sdpa", "--case", line, "--json", str(file))
+    (finding,) = json.loads(file.read_text())["findings"]
+    assert code == 0, text
+    assert (finding["check"], finding["case"], finding["dtype"]) == (
+        "cache histories",
+        line,
+        "bfloat16",
+    )
+
+
 @pytest.mark.parametrize(
-    "line", ["slot=win,tokens=x", "slot=wim", "win", "phase=decode,lengths=3,new=4"]
+    "line", ["win tokens=x", "wim", "win w", "decode lengths=3 new=4", "cache batch=2 step=1"]
 )
 def test_a_wrong_case_is_a_usage_error(line: str) -> None:
     code, text = verify("--case", line)
@@ -59,7 +72,7 @@ def test_a_wrong_case_is_a_usage_error(line: str) -> None:
 
 
 def _finding(ok: bool | None, detail: str = "", slot: str = "sel") -> dict[str, object]:
-    finding = {"check": f"generated {slot}", "slot": slot, "case": f"slot={slot},w=3"}
+    finding = {"check": f"generated {slot}", "slot": slot, "case": f"{slot} w=3"}
     finding |= {"dtype": "float32", "quantity": "o", "detail": detail}
     return finding | {"ok": ok, "row": None, "elem": None, "bias": None}
 
@@ -82,7 +95,7 @@ def _report(*findings: dict[str, object], refused: int = 0, cases: int = 2) -> d
 
 def test_a_case_of_partial_queries_is_judged_or_refused_with_its_reason(tmp_path: Path) -> None:
     file = tmp_path / "verify.json"
-    line = "slot=win,w=3,tokens=9,first_query=5,queries=2"
+    line = "win w=3 tokens=9 first_query=5 queries=2"
     code, text = verify("--win", "sdpa", "--case", line, "--json", str(file))
     findings = json.loads(file.read_text())["findings"]
     assert {(f["check"], f["case"]) for f in findings} == {("partial queries", line)}, text
@@ -99,7 +112,8 @@ def test_a_failed_case_of_partial_queries_is_repeated_by_one_line(
     finding = _finding(False, "row 9 > 4") | {"check": "partial queries"}
     _print_failures(Console(), [_report(finding)])
     repeats = [x for x in capsys.readouterr().out.splitlines() if x.startswith("to repeat")]
-    assert repeats == ["to repeat: nsa verify --sel mine --device cpu --case 'slot=sel,w=3'"]
+    command = "nsa verify --sel mine --win sdpa --device cpu --case 'sel w=3'"
+    assert repeats == [f"to repeat: {command}"]
 
 
 def test_refusals_are_shown_and_refusing_everything_fails() -> None:
@@ -113,13 +127,17 @@ def test_refusals_are_shown_and_refusing_everything_fails() -> None:
     assert [str(row[-1]) for row in rows] == ["REFUSED", "ok"]
 
 
-def test_a_failed_case_is_repeated_by_one_line() -> None:
-    finding = _finding(False, "row 9 > 4")
+@pytest.mark.parametrize("line", ["sel w=3", "decode", "cache batch=2 step=5,3"])
+def test_a_failed_line_is_repeated_by_one_command_that_names_every_backend(line: str) -> None:
+    finding = _finding(False, "row 9 > 4") | {"case": line}
     command = _command(_report(finding), finding)
-    assert command == "nsa verify --sel mine --device cpu --case 'slot=sel,w=3'"
+    assert command == f"nsa verify --sel mine --win sdpa --device cpu --case '{line}'"
 
 
-def test_a_failed_step_is_repeated_by_one_line_and_names_every_backend() -> None:
-    finding = _finding(False, "row 9 > 4") | {"check": "generated steps", "case": "phase=decode"}
-    command = _command(_report(finding), finding)
-    assert command == "nsa verify --sel mine --win sdpa --device cpu --case 'phase=decode'"
+@pytest.mark.parametrize("name", ["case 7", "sel 7", "history 2", "S=w", "layer compress=mlp"])
+def test_a_failure_without_a_line_is_repeated_by_the_checks(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = _finding(False, "its process ended") | {"case": name}
+    _print_failures(Console(width=300), [_report(finding) | {"preset": "quick", "phase": "both"}])
+    assert "--case" not in capsys.readouterr().out

@@ -24,21 +24,21 @@ SUITES: dict[str, tuple[str, Callable[[ModuleType], list[str]]]] = {
         "verify/mutants/test_mutants.py",
         lambda m: named(m.MUTANTS + m.DECODE_MUTANTS),
     ),
-    "generated cases": ("verify/generated/test_planted_faults.py", lambda m: named(m.FAULTS)),
+    "generated cases": ("verify/drawn/test_planted_faults.py", lambda m: named(m.FAULTS)),
     "generated functions": (
-        "verify/generated/test_planted_faults.py",
+        "verify/drawn/test_planted_faults.py",
         lambda m: named(m.FUNCTION_FAULTS),
     ),
     "layers with recompute": (
-        "verify/generated/test_planted_faults.py",
+        "verify/drawn/test_planted_faults.py",
         lambda m: named(m.RECOMPUTE_FAULTS),
     ),
     "generated steps": (
-        "verify/histories/test_generated_steps.py",
+        "verify/drawn/test_drawn_steps.py",
         lambda m: [f"{slot} {change.__name__}" for slot, change in m.FAULTS],
     ),
-    "cache histories, quick": ("verify/histories/test_histories.py", lambda m: list(m.ORDINARY)),
-    "cache histories, full": ("verify/histories/test_histories.py", lambda m: named(m.FAULTS)),
+    "cache histories, quick": ("verify/drawn/test_histories.py", lambda m: list(m.ORDINARY)),
+    "cache histories, full": ("verify/drawn/test_histories.py", lambda m: named(m.FAULTS)),
     "behaviour of a kernel": (
         "verify/isolation/test_faulty_kernels.py",
         lambda m: list(m.BEHAVIOURS),

@@ -18,10 +18,9 @@ from caches import (
     whole,
 )
 from nsa_core import InvalidInput
-from nsa_verify.checks import histories
-from nsa_verify.histories.draw import draw_histories
+from nsa_verify.drawn.draw import draw
+from nsa_verify.drawn.judge import judge
 from nsa_verify.problems.combination import Combination
-from nsa_verify.run.suite import Job
 
 ROOM = 70
 PAGES = pytest.mark.parametrize("page_size", [None, 16])
@@ -230,7 +229,6 @@ def test_reserve(attn):
 @pytest.mark.parametrize("number", range(6))
 def test_any_history(number):
     """Random operations on caches of many sizes, judged by the check of `nsa verify`."""
-    history = draw_histories(6, seed=11)[number]
-    job = histories.history_job(history, torch.float64, f"history {number}", Job)
-    failed = [f for f in job.run(Combination({}, name="auto")) if not f.ok]
+    history = draw("cache", "quick", ["float64"], seed=11, count=6)[number]
+    failed = [f for f in judge(Combination({}, name="auto"), history) if not f.ok]
     assert not failed, failed[0].detail

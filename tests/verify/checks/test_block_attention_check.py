@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import killers
@@ -13,19 +12,12 @@ import torch
 import toy_blocks
 from nsa_core.block import attention as core
 from nsa_core.contract import DTYPES
-from nsa_verify.generated.case import GeneratedCase
-from nsa_verify.generated.checks import judge_generated
-from nsa_verify.generated.design import covering_design, missing_tuples
-from nsa_verify.generated.functions import (
-    FUNCTIONS,
-    NEEDS,
-    allowed,
-    function_cases,
-    function_levels,
-)
-from nsa_verify.generated.jobs import job_of
-from nsa_verify.generated.parse import parse_case
-from nsa_verify.generated.shrink import ShrinkBudget
+from nsa_verify.drawn.case import SlotCase
+from nsa_verify.drawn.draw import draw
+from nsa_verify.drawn.function_levels import FUNCTIONS
+from nsa_verify.drawn.jobs import job_of
+from nsa_verify.drawn.judge import judge
+from nsa_verify.drawn.shrink import ShrinkBudget
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite
@@ -33,14 +25,14 @@ from nsa_verify.run import suite
 KERNELS = sorted(name for name in vars(toy_blocks) if name.startswith(("forward_", "backward_")))
 
 
-def cases(preset: str, dtype: str = "float32") -> list[GeneratedCase]:
-    return function_cases(preset, [dtype], seed=3, names=["block_attention"])
+def cases(preset: str, dtype: str = "float32") -> Sequence[SlotCase]:
+    return draw("block_attention", preset, [dtype], seed=3)
 
 
 def findings(
     combination: Combination, preset: str = "interpreter", dtype: str = "float32"
 ) -> list[Finding]:
-    return [f for case in cases(preset, dtype) for f in judge_generated(combination, case)]
+    return [f for case in cases(preset, dtype) for f in judge(combination, case)]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -49,7 +41,7 @@ def findings(
 )
 def test_correct_kernels_pass(preset: str, dtype: str) -> None:
     results = findings(toy_blocks.subject(), preset, dtype)
-    assert {f.case for f in results} == {case.text() for case in cases(preset, dtype)}
+    assert {f.case for f in results} == {str(case) for case in cases(preset, dtype)}
     assert all(finding.ok for finding in results), [f for f in results if not f.ok]
 
 
@@ -64,7 +56,7 @@ def test_a_faulty_kernel_fails(kernel: str) -> None:
     direction = kernel.partition("_")[0]
     combination = toy_blocks.subject(**{direction: kernel})
     for case in cases("quick"):
-        failed = [f for f in judge_generated(combination, case) if f.ok is False]
+        failed = [f for f in judge(combination, case) if f.ok is False]
         if failed:
             break
     assert failed, kernel
@@ -94,32 +86,28 @@ def test_a_faulty_split_fails(
     faulty_split: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core, "split_blocks", faulty_split)
-    results = (judge_generated(toy_blocks.subject(), case) for case in cases("quick"))
+    results = (judge(toy_blocks.subject(), case) for case in cases("quick"))
     first = next(finding for case in results for finding in case if finding.ok is False)
     killers.expect("block attention", f"split {faulty_split.__name__}", killers.killer(first))
 
 
 def test_a_backend_without_partial_is_judged_on_whole_sequences_alone() -> None:
-    inside = {case for case in cases("interpreter") if case.first_query is not None}
+    drawn = cases("interpreter")
+    inside = {case for case in drawn if case.first_query is not None}
     assert inside
-    todo = [job_of(x, suite.Job, ShrinkBudget(0), if_declared=True) for x in cases("interpreter")]
+    todo = [
+        job_of(x, "case", suite.Job, ShrinkBudget(0), if_declared=True)
+        for x in cases("interpreter")
+    ]
     results = [f for job in todo for f in job.run(toy_blocks.subject(partial=False))]
-    whole = {case.text() for case in cases("interpreter") if case not in inside}
+    whole = {str(case) for case in drawn if case not in inside}
     assert {finding.case for finding in results} == whole
     assert all(finding.ok for finding in results)
 
 
-def test_design_has_every_allowed_pair_and_every_group_size() -> None:
+def test_quick_has_every_group_size() -> None:
     for name in FUNCTIONS:
-        levels, limit = function_levels(name, "quick", DTYPES), functools.partial(allowed, "quick")
-        needs = [parameter for parameter in NEEDS if parameter in levels]
-        rows = covering_design(levels, allowed=limit, needs=needs)
-        assert missing_tuples(levels, rows, 2, limit, needs) == []
-        drawn = function_cases("quick", DTYPES, names=[name])
-        assert len(drawn) == len(rows) <= 60
-        assert {case.h for case in drawn} == {*range(1, 21), 64}
-        for case in drawn:
-            assert parse_case(case.text()) == case
+        assert {case.h for case in draw(name, "quick", DTYPES)} == {*range(1, 21), 64}
 
 
 @pytest.mark.parametrize("preset", ["interpreter", "quick"])
@@ -127,4 +115,4 @@ def test_the_jobs_of_a_preset_have_the_check(preset: str) -> None:
     jobs = suite.jobs(preset, [torch.float32], text=None, phase="prefill")
     for name in FUNCTIONS:
         count = sum(job.name == f"generated {name}" for job in jobs)
-        assert count == len(function_cases(preset, ["float32"], names=[name])) > 5
+        assert count == len(draw(name, preset, ["float32"])) >= 5

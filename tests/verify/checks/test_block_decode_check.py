@@ -10,32 +10,32 @@ import torch
 
 import toy_blocks
 from nsa_core.block import step as core
-from nsa_core.contract import DecodeCall, SlotSpec
-from nsa_core.errors import InvalidInput
-from nsa_verify.checks.generated_steps import draw_block_steps, judge_step
-from nsa_verify.generated.block_step import CHECK
-from nsa_verify.generated.parse import parse_case
-from nsa_verify.generated.step import STARTS
+from nsa_core.contract import DTYPES, DecodeCall, SlotSpec
+from nsa_verify.drawn.draw import draw
+from nsa_verify.drawn.judge import judge
+from nsa_verify.drawn.step import STARTS, BlockStep
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
 from nsa_verify.run import suite
 
 FORMS = sorted(name for name in vars(toy_blocks) if name.startswith("decode_"))
+CHECK = BlockStep().check_name
 FORMS.remove("decode_forms")
 
 
 def findings(
     combination: Combination, preset: str = "interpreter", dtype: str = "float32"
 ) -> list[Finding]:
-    steps = draw_block_steps(preset, 3, (dtype,))
-    return [finding for step in steps for finding in judge_step(combination, step)]
+    steps = draw("block_attention_decode", preset, [dtype], seed=3)
+    return [finding for step in steps for finding in judge(combination, step)]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("preset", ["quick", pytest.param("full", marks=pytest.mark.slow)])
 def test_correct_forms_pass(preset: str, dtype: str) -> None:
     results = findings(toy_blocks.subject(), preset, dtype)
-    assert {f.case for f in results} == {s.text() for s in draw_block_steps(preset, 3, (dtype,))}
+    steps = draw("block_attention_decode", preset, [dtype], seed=3)
+    assert {f.case for f in results} == set(map(str, steps))
     assert all(finding.ok for finding in results), [f for f in results if not f.ok]
 
 
@@ -62,13 +62,11 @@ def test_a_backend_without_the_form_is_not_judged(monkeypatch: pytest.MonkeyPatc
 
 
 def test_steps_have_sequences_that_are_shorter_than_the_step() -> None:
-    steps = draw_block_steps("quick")
+    steps = draw("block_attention_decode", "quick", DTYPES)
     assert {step.h for step in steps} == {*range(1, 21), 64}
     for starts in STARTS:
         drawn = [step for step in steps if step.starts == starts and step.rows > 1]
         assert any(0 < length < step.rows for step in drawn for length in step.lengths)
-    for step in steps:
-        assert parse_case(step.text()) == step
 
 
 def test_lengths_that_are_read_as_dense_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,16 +84,4 @@ def test_lengths_that_are_read_as_dense_are_found(monkeypatch: pytest.MonkeyPatc
 def test_the_jobs_of_a_preset_have_the_check(preset: str) -> None:
     jobs = suite.jobs(preset, [torch.float32], text=None, phase="decode")
     count = sum(job.name == CHECK for job in jobs)
-    assert count == len(draw_block_steps(preset, 0, ("float32",))) > 5
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("phase=decode,starts=default", "starts=default and index=int32 need form=block_attention"),
-        ("phase=decode,form=block_attention,lengths=5,rows=3,new=2,starts=default", "needs new=3"),
-    ],
-)
-def test_invalid_steps_are_refused(line: str, message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        parse_case(line)
+    assert count == len(draw("block_attention_decode", preset, ["float32"])) > 5

@@ -22,11 +22,12 @@ from nsa_core.plan.loading import load_spec
 from nsa_core.plan.registry import Registry
 from nsa_core.util.child import Child
 from nsa_core.util.global_state import GlobalState
-from nsa_verify.checks import decode_parity, histories, slots
-from nsa_verify.generated import jobs as generated_jobs
-from nsa_verify.generated.shrink import OnGenerated, ShrinkBudget
-from nsa_verify.histories.history import History, parse_history
-from nsa_verify.histories.replay import Failure, Fault
+from nsa_verify.checks import decode_parity, slots
+from nsa_verify.drawn import jobs as drawn_jobs
+from nsa_verify.drawn.jobs import OnDrawn
+from nsa_verify.drawn.kinds import parse
+from nsa_verify.drawn.line import Drawn
+from nsa_verify.drawn.shrink import ShrinkBudget
 from nsa_verify.isolation import gpu_context
 from nsa_verify.problems import cases, steps
 from nsa_verify.problems.combination import Combination
@@ -147,38 +148,20 @@ def test_a_child_with_a_broken_gpu_is_replaced(in_child) -> None:
     assert [f.detail for f in findings[4]] == ["BackendUnavailable: no"]
 
 
-def test_no_case_is_shrunk_on_a_broken_gpu(combination, monkeypatch) -> None:
+@pytest.mark.parametrize("line", ["win tokens=60", "decode n=3", "cache batch=2 step=5,0 step=1,1"])
+def test_nothing_is_shrunk_on_a_broken_gpu(line, combination, monkeypatch) -> None:
     """Every smaller case would fail, and the finding would not name the kernel any more."""
     judged = []
 
-    def judge(combination: Combination, case: object) -> list[Finding]:
-        judged.append(case)
-        return [Finding("generated win", "win", "case", "float32", "run", False)]
+    def judge(combination: Combination, drawn: Drawn) -> list[Finding]:
+        judged.append(str(drawn))
+        return [drawn.finding("run", False)]
 
     monkeypatch.setattr(gpu_context, "gpu_error", lambda: "CUDA error: misaligned address")
-    (finding,) = OnGenerated("a case", judge, ShrinkBudget())(combination, None, None)
-    assert finding.ok is False
-    assert judged == ["a case"]
-
-
-def test_no_history_is_shrunk_on_a_broken_gpu(combination, monkeypatch) -> None:
-    replayed = []
-
-    class FailingReplay:
-        def __init__(self, history: History, *arguments: object) -> None:
-            replayed.append(history)
-
-        def first_failure(self, judge: object) -> Failure:
-            return Failure(0, Fault("win", "o", "it is wrong"))
-
-    monkeypatch.setattr(gpu_context, "gpu_error", lambda: "CUDA error: misaligned address")
-    monkeypatch.setattr(histories, "Replay", FailingReplay)
-    monkeypatch.setattr(histories, "_plans", lambda *arguments: None)
-    history = parse_history("batch=2 page_size=4 step=5,0 reorder=0,0 step=1,1")
-    (job,) = suite.history_jobs(history, [torch.float32])
-    (finding,) = job.run(combination)
-    assert finding.detail.startswith("after step=5,0: it is wrong; repeat with")
-    assert replayed == [history]
+    monkeypatch.setattr(drawn_jobs, "judge", judge)
+    (finding,) = OnDrawn(parse(line), ShrinkBudget())(combination, None, None)
+    assert (finding.ok, finding.case) == (False, line)
+    assert judged == [line]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +213,7 @@ def test_after_three_hangs_of_a_function_it_is_not_called_again(in_child) -> Non
 
 
 def generated() -> list[suite.Job]:
-    return generated_jobs.jobs_for("quick", [torch.float32], 0, 3, suite.Job)
+    return drawn_jobs.case_jobs("quick", [torch.float32], 0, 3, suite.Job)
 
 
 def decode_job() -> suite.Job:

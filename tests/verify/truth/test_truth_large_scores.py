@@ -18,9 +18,9 @@ from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
 from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.checks.slots import parity
-from nsa_verify.generated.checks import judge_generated
-from nsa_verify.generated.data import problem_of
-from nsa_verify.generated.parse import parse_case
+from nsa_verify.drawn.judge import judge as judge_drawn
+from nsa_verify.drawn.kinds import parse
+from nsa_verify.drawn.tensors import problem_of
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.judge.tensor import Verdict, judge
 from nsa_verify.problems.cases import Case, config_of, quick_cases
@@ -185,13 +185,13 @@ def test_noise_equals_the_formulas(dtype: torch.dtype) -> None:
 
 # Triton and sdpa were refused at 2.0 to 2.3 here: one key has nearly all the weight of a row.
 ERROR_OF_DELTA = (
-    "slot=win,dtype=float16,w=600,h=16,groups=2,dk=24,dv=7,scale=-1.0,tokens=129,batch=5,"
-    "layout=strided,do_layout=offset,scores=large,values=steep,seed=609"
+    "win dtype=float16 w=600 h=16 groups=2 dk=24 dv=7 scale=-1.0 tokens=129 batch=5 "
+    "layout=strided do_layout=offset scores=large values=steep seed=609"
 )
 
 
 def test_a_row_may_differ_by_the_rounding_of_o_in_delta() -> None:
-    findings = judge_generated(SDPA, parse_case(ERROR_OF_DELTA))
+    findings = judge_drawn(SDPA, parse(ERROR_OF_DELTA))
     assert findings
     assert all(finding.ok for finding in findings), [f for f in findings if not f.ok]
 
@@ -199,9 +199,9 @@ def test_a_row_may_differ_by_the_rounding_of_o_in_delta() -> None:
 @pytest.mark.parametrize(("least", "ok"), [(2.0**-126, True), (2.0**-115, False)])
 def test_gradients_below_2_to_the_minus_126_may_be_flushed(least: float, ok: bool) -> None:
     """An atomic addition of float32 flushes them on a GPU; the row of one key is all that small."""
-    case = parse_case(
-        "slot=sel,l=8,block=16,n=5,groups=3,tokens=17,batch=7,layout=expanded,do_layout=strided,"
-        "blocks=messy64,scores=large,values=small,seed=20"
+    case = parse(
+        "sel l=8 block=16 n=5 groups=3 tokens=17 batch=7 layout=expanded do_layout=strided "
+        "blocks=messy64 scores=large values=small seed=20"
     )
     drawn, geometry, scale = problem_of(case), case.config.geometry, case.config.softmax_scale
     golden = oracle.sel(*drawn.inputs.values(), geometry, scale, do=drawn.do).grads["dk"]

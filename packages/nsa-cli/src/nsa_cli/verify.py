@@ -26,8 +26,6 @@ from nsa_core.util.interruption import recorded_signals
 if TYPE_CHECKING:
     import torch
 
-    from nsa_verify.histories.history import History
-
 # The first two also run the larger hand-written cases.
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -147,9 +145,9 @@ def verify(
             metavar="LINE",
             show_default=False,
             help=(
-                "Run one generated case alone, such as slot=win,w=3,tokens=5 or"
-                " slot=core,recompute=on, or one decode step, such as"
-                " phase=decode,lengths=9."
+                "Run one case of a slot, decode step or cache history alone, such as"
+                " 'win w=3 tokens=5', 'decode lengths=9,5 new=1,1' or 'cache batch=2 step=5,3'."
+                " A failed one prints its line."
             ),
         ),
     ] = None,
@@ -173,18 +171,6 @@ def verify(
             ),
         ),
     ] = False,
-    history: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LINE",
-            show_default=False,
-            rich_help_panel=ADVANCED,
-            help=(
-                "Run one history of a cache alone, in each dtype, such as"
-                " 'window_size=1 batch=2 step=5,3 step=1,1'. A failed history prints its line."
-            ),
-        ),
-    ] = None,
     shard: Annotated[
         str | None,
         typer.Option(
@@ -230,12 +216,12 @@ def verify(
         output.check_writable(json_file, force)
         output.import_with_plugins("nsa_verify.run.workers")
         registry = output.find_backends()
-        from nsa_verify.generated.parse import parse_case
+        from nsa_verify.drawn.kinds import parse
         from nsa_verify.problems.combination import every_combination
 
-        generated = parse_case(case) if case is not None else None
+        only = parse(case) if case is not None else None
         part = _shard(shard)
-        names = [generated.dtype] if generated else dtype_names(dtype or ",".join(_DTYPES))
+        names = [only.dtype] if only else dtype_names(dtype or ",".join(_DTYPES))
         torch_device, content = pick_device(device.value), read_text(text)
         dtypes = _dtypes(names)
         combinations = (
@@ -246,7 +232,7 @@ def verify(
         options = RunOptions(
             device=torch_device,
             dtypes=dtypes,
-            only_accepted=dtype is None and generated is None,
+            only_accepted=dtype is None and only is None,
             preset=preset.value,
             text=content,
             seed=seed,
@@ -255,7 +241,7 @@ def verify(
             jobs=jobs,
             job_timeout=job_timeout,
             cases=cases,
-            only=generated or _history(history),
+            only=only,
             shard=part,
         )
         reports = run_combinations(combinations, options, registry, stop)
@@ -283,14 +269,6 @@ def _shard(text: str | None) -> tuple[int, int] | None:
             param_hint="--shard",
         )
     return part, parts
-
-
-def _history(line: str | None) -> History | None:
-    if line is None:
-        return None
-    from nsa_verify.histories.history import parse_history
-
-    return parse_history(line)
 
 
 def _dtypes(names: Sequence[str]) -> list[torch.dtype]:

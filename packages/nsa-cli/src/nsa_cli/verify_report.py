@@ -223,18 +223,10 @@ def _is_generated(finding: Finding) -> bool:
     return bool(finding["check"] == f"generated {finding['slot']}")
 
 
-def _has_case_line(finding: Finding) -> bool:
-    """Return whether the case of ``finding`` is a line for --case."""
-    return _is_generated(finding) or _is_step(finding) or finding["check"] == "partial queries"
-
-
-def _is_step(finding: Finding) -> bool:
-    """Return whether the case of ``finding`` is the line of a generated decode step."""
-    return bool(finding["case"].startswith("phase="))
-
-
 def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None:
     """Print the first failed findings, each with what reproduces it."""
+    from nsa_verify.drawn.kinds import is_line
+
     failed = [
         (report, finding)
         for report in reports
@@ -250,8 +242,8 @@ def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None
         more = len(failed) - _LISTED_FAILURES
         output.print_text(console, f"and {more} more failures; --json FILE writes all", "red")
     # A case repeats itself alone; other findings repeat with all checks of the first one.
-    repeated = [pair for pair in failed if _has_case_line(pair[1])][:_LISTED_FAILURES]
-    repeated += [pair for pair in failed if not _has_case_line(pair[1])][:1]
+    repeated = [pair for pair in failed if is_line(pair[1]["case"])][:_LISTED_FAILURES]
+    repeated += [pair for pair in failed if not is_line(pair[1]["case"])][:1]
     for command in dict.fromkeys(_command(*pair) for pair in repeated):
         # One line, to be copied whole: a break inside the quotes would be part of the case.
         console.print(f"to repeat: {command}", no_wrap=True, overflow="ignore", crop=False)
@@ -269,13 +261,11 @@ def _sentence(finding: Finding) -> str:
 
 def _command(report: dict[str, Any], finding: Finding) -> str:
     """Return the command that runs the case of ``finding`` alone, or else its checks again."""
-    alone = _has_case_line(finding)
+    from nsa_verify.drawn.kinds import is_line
+
+    alone = is_line(finding["case"])
     options = [
-        *(
-            f"--{slot} {name}"
-            for slot, name in report["named"].items()
-            if not alone or _is_step(finding) or slot == finding["slot"]
-        ),
+        *(f"--{slot} {name}" for slot, name in report["named"].items()),
         f"--device {'cpu' if report['device'] == 'cpu' else 'cuda'}",
     ]
     if alone:

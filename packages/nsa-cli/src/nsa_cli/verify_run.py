@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from nsa_core.plan.registry import Registry
-    from nsa_verify.generated.case import GeneratedCase
-    from nsa_verify.generated.step import GeneratedStep
-    from nsa_verify.histories.history import History
+    from nsa_verify.drawn.line import Drawn
     from nsa_verify.problems.combination import Combination
     from nsa_verify.problems.findings import Finding
     from nsa_verify.run.suite import Job
@@ -42,7 +40,7 @@ class RunOptions:
         jobs: Processes; None chooses by device.
         job_timeout: Seconds of a check of a third-party backend; None chooses by device.
         cases: Generated cases per slot; None is the design of the preset.
-        only: The one generated case, decode step or history that runs; None runs the preset.
+        only: The one case, decode step or history that runs; None runs the preset.
         shard: (I, N) runs the I-th of N parts of the jobs, I from 1; None runs all.
     """
 
@@ -57,7 +55,7 @@ class RunOptions:
     jobs: int | None
     job_timeout: float | None
     cases: int | None
-    only: GeneratedCase | GeneratedStep | History | None
+    only: Drawn | None
     shard: tuple[int, int] | None = None
 
 
@@ -168,7 +166,7 @@ def _common(
 
 def _count_generated(findings: Sequence[Sequence[Finding]]) -> dict[str, Any]:
     """Count the generated cases of each slot, and those that the probe refused."""
-    from nsa_verify.generated.jobs import count_cases
+    from nsa_verify.drawn.jobs import count_cases
 
     counts = count_cases([finding for job in findings for finding in job])
     return {slot: dataclasses.asdict(count) for slot, count in counts.items()}
@@ -176,13 +174,10 @@ def _count_generated(findings: Sequence[Sequence[Finding]]) -> dict[str, Any]:
 
 def _jobs(options: RunOptions, dtypes: Sequence[torch.dtype]) -> list[Job]:
     """List the jobs of the preset, or those of the one case, step or history of ``options``."""
-    from nsa_verify.histories.history import History
     from nsa_verify.run import suite
 
-    if isinstance(options.only, History):
-        return suite.history_jobs(options.only, dtypes)
     if options.only is not None:
-        return [suite.generated_job(options.only)]
+        return [suite.job_of_line(options.only)]
     return suite.jobs(
         options.preset,
         dtypes,

@@ -21,9 +21,10 @@ from nsa_core.plan.registry import Registry, default_registry
 from nsa_verify.conformance.grid import Point, grid, step_grid
 from nsa_verify.conformance.kernel_checks import KernelChecks
 from nsa_verify.conformance.slot_under_test import SlotUnderTest
-from nsa_verify.generated import partial
-from nsa_verify.generated.case import PARTIAL_CHECK
-from nsa_verify.generated.checks import judge_generated
+from nsa_verify.drawn.case import PARTIAL_CHECK
+from nsa_verify.drawn.draw import draw
+from nsa_verify.drawn.judge import judge
+from nsa_verify.drawn.partial_levels import PARTIAL_SLOTS
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.problems.combination import Combination
 from nsa_verify.run import suite
@@ -40,7 +41,7 @@ DEVICES: tuple[tuple[str, tuple[int, int] | None], ...] = (
     ("meta", None),
     ("xpu", None),
 )
-CASES_PER_SLOT = 12  # generated cases in the quick preset
+CASES_PER_SLOT = 12  # drawn cases in the quick preset
 _CODE = re.compile(r"[a-z][a-z0-9_]*")
 _PROBE_FAULTS = ("probe_raised", "probe_nonsense")
 _KERNEL_CHECKS = (
@@ -165,15 +166,15 @@ class BackendConformance:
     def test_partial_queries_are_correct(self, slot: str) -> None:
         """Queries that begin inside a sequence give the rows of the whole call, if declared."""
         subject = SlotUnderTest(self._entry(), slot, self._device)
-        if slot not in partial.SLOTS:
+        if slot not in PARTIAL_SLOTS:
             pytest.skip(f"{slot} reads no keys")
         if not subject.spec.partial:
             pytest.skip(f"the backend does not declare partial for {slot}")
         dtypes = _accepted_dtypes(subject.entry, [slot], self._device)
-        drawn = partial.partial_cases("quick", [dtype_name(d) for d in dtypes], slots=[slot])
+        drawn = draw(f"partial {slot}", "quick", [dtype_name(d) for d in dtypes])
         empty = [dataclasses.replace(case, queries=0) for case in drawn[:3]]
         combination = Combination({slot: subject.entry.name}, self._device, self.registry)
-        findings = [f for case in (*drawn, *empty) for f in judge_generated(combination, case)]
+        findings = [f for case in (*drawn, *empty) for f in judge(combination, case)]
         failed = [f for f in findings if f.ok is False]
         _fail_if([f"{f.case} {f.quantity}: {f.detail}" for f in failed], f"{slot}, partial")
         if not any(f.ok for f in findings):

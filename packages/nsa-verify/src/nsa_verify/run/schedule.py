@@ -6,7 +6,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from nsa_verify.checks import generated_steps
+from nsa_verify.drawn.jobs import OnDrawn
+from nsa_verify.drawn.step import Sequences
 from nsa_verify.run.suite import Job, OnStep
 
 
@@ -44,7 +45,8 @@ def _kernel_key(job: Job) -> Hashable:
     config = dataclasses.replace(
         job.case.config, init_blocks=0, local_blocks=0, num_selected_blocks=1
     )
-    return config, job.dtype, isinstance(job.check, OnStep) or job.name in generated_steps.NAMES
+    drawn = job.check.drawn if isinstance(job.check, OnDrawn) else None
+    return config, job.dtype, isinstance(job.check, OnStep) or isinstance(drawn, Sequences)
 
 
 def _work(job: Job) -> int:

@@ -18,8 +18,6 @@ from nsa_verify.checks import (
     decode_compress,
     decode_fused,
     decode_invariants,
-    generated_steps,
-    histories,
     invariants,
     layer,
     reads,
@@ -27,11 +25,9 @@ from nsa_verify.checks import (
 from nsa_verify.checks import slots as checks
 from nsa_verify.checks.calls import Call, calls_of
 from nsa_verify.checks.decode_parity import decode_parity
-from nsa_verify.generated import jobs as generated
-from nsa_verify.generated.case import GeneratedCase
-from nsa_verify.generated.shrink import ShrinkBudget
-from nsa_verify.generated.step import GeneratedStep
-from nsa_verify.histories.history import History
+from nsa_verify.drawn import jobs as drawn
+from nsa_verify.drawn.line import Drawn
+from nsa_verify.drawn.shrink import ShrinkBudget
 from nsa_verify.isolation import gpu_context
 from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.judge.truth_cache import caching
@@ -202,7 +198,7 @@ def jobs(
         text: Bytes of the case on text; None omits that case.
         seed: Seed of every case.
         phase: "prefill", "decode" or "both".
-        cases_per_slot: Generated cases of each slot; None takes the whole design of the preset.
+        cases_per_slot: Drawn cases of each slot; None takes the whole design of the preset.
 
     Raises:
         InvalidInput: ``text`` is empty.
@@ -214,28 +210,20 @@ def jobs(
             cases.append(dataclasses.replace(text_case(text), seed=seed))
         listed += layer.jobs_for(preset, seed, Job) if preset != "interpreter" else []
         listed += _jobs(preset, dtypes, _CHECKS, [(c.batch * c.tokens, c, None) for c in cases])
-        listed += generated.jobs_for(preset, dtypes, seed, cases_per_slot, Job)
+        listed += drawn.case_jobs(preset, dtypes, seed, cases_per_slot, Job)
     if phase != "prefill":
         steps = [
             dataclasses.replace(s, case=dataclasses.replace(s.case, seed=seed))
             for s in STEPS[preset]()
         ]
         listed += _jobs(preset, dtypes, _STEP_CHECKS, [(sum(s.lengths), s.case, s) for s in steps])
-        listed += generated_steps.jobs_for(preset, dtypes, seed, Job)
-        listed += histories.jobs_for(preset, dtypes, seed, Job)
+        listed += drawn.step_jobs(preset, dtypes, seed, Job)
     return listed
 
 
-def generated_job(line: GeneratedCase | GeneratedStep) -> Job:
-    """Return the job of one generated case or decode step, which does not shrink."""
-    if isinstance(line, GeneratedStep):
-        return generated_steps.job_of(line, "given step", Job, ShrinkBudget(0))
-    return generated.job_of(line, Job, ShrinkBudget(0))
-
-
-def history_jobs(history: History, dtypes: Sequence[torch.dtype]) -> list[Job]:
-    """List the jobs of one history of a cache, one per dtype."""
-    return [histories.history_job(history, dtype, "given history", Job) for dtype in dtypes]
+def job_of_line(line: Drawn) -> Job:
+    """Return the job of what a line describes, which does not shrink."""
+    return drawn.job_of(line, "given line", Job, ShrinkBudget(0))
 
 
 def _jobs(

@@ -1,0 +1,1 @@
+"""Drawn cases, decode steps and cache histories: lines of text, designs, judges and shrinking."""

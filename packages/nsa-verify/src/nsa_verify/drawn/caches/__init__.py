@@ -1,0 +1,1 @@
+"""Histories of a cache: drawn, replayed on a real layer, and compared with a model."""

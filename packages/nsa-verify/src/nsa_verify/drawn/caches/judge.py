@@ -1,0 +1,65 @@
+"""Check a cache: random histories of a real layer and its NSACache.
+
+Each operation is compared with a model of the sequences: lengths, every key and value that a later
+step may read (bit for bit, because the layer's projections are exact), the tensors that the decode
+forms receive, and their results. In float64, the output is judged against the oracle on the whole
+sequences. If the combination refuses float64, the best backend that accepts it runs; the code of
+the cache is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from nsa_core.errors import Unsupported
+from nsa_core.plan.plan import Plan, resolve
+from nsa_verify.drawn.caches.history import History
+from nsa_verify.drawn.caches.outputs import judge_output
+from nsa_verify.drawn.caches.replay import Plans, Replay
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
+
+
+def history_findings(combination: Combination, history: History) -> list[Finding]:
+    """Run a history on a layer of the combination; return its first fault, or that it passed.
+
+    Raises:
+        Unsupported: The combination does not take the layer.
+    """
+    failure = Replay(history, _plans(combination, history)).first_failure(judge_output)
+    if failure is None:
+        return [history.finding("history", True)]
+    number, fault = failure
+    operations = history.operations
+    after = f"after {operations[number]}" if number < len(operations) else "at the end"
+    return [history.finding(fault.quantity, False, f"{after}: {fault.detail}", slot=fault.slot)]
+
+
+def _plans(combination: Combination, history: History) -> Plans:
+    """Return the plans of the combination, or in float64 the best ones that accept it."""
+    if history.torch_dtype == torch.float64:
+        try:
+            if combination.device != "cpu":
+                raise Unsupported("float64 runs on the CPU")
+            return _plans_of(combination.plan, history, "cpu")
+        except Unsupported:
+            return _plans_of(lambda c, d, **x: resolve(c, dtype=d, **x), history, "cpu")
+    return _plans_of(combination.plan, history, combination.device)
+
+
+def _plans_of(plan: Callable[..., Plan], history: History, device: str) -> Plans:
+    """Return the plans that ``plan(config, dtype, **options)`` resolves."""
+    layer = (history.config, history.torch_dtype)
+    page_size = history.page_size or None
+    try:
+        partial = plan(*layer, needs_grad=False, partial=True)
+    except Unsupported:
+        partial = None
+    return Plans(
+        plan(*layer, needs_grad=False),
+        plan(*layer, needs_grad=False, phase="decode", page_size=page_size),
+        partial,
+        device,
+    )

@@ -1,0 +1,214 @@
+"""Covering designs: few rows that hold every pair (or triple) of values of several parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import covertable  # type: ignore[import-untyped]
+
+from nsa_core.errors import InvalidInput
+
+Row = dict[str, Any]  # a value per parameter
+Levels = Mapping[str, Sequence[Any]]  # the values of each parameter
+
+
+class OneOf(tuple[Any, ...]):
+    """Values of a parameter that a design takes as one value.
+
+    A parameter of many values would need a row for each pair of them with the values of another
+    parameter. :meth:`Design.draw` distributes the values over the rows.
+    """
+
+    __slots__ = ()
+
+
+# Query heads per kv head: every size up to 20, and 64.
+GROUP_SIZES = (
+    OneOf((1, 2, 3, 4)),
+    OneOf((5, 6, 7, 8)),
+    OneOf((9, 10, 16, 64)),
+    OneOf((11, 12, 13, 14)),
+    OneOf((15, 17, 18, 19, 20)),
+)
+
+
+def _row(row: Row, number: int, seed: int) -> Row:
+    return row
+
+
+@dataclasses.dataclass(frozen=True)
+class Design:
+    """Rows in which every allowed pair of values of two parameters occurs.
+
+    Attributes:
+        levels: The values of each parameter. A value may be any object.
+        build: Returns what a row describes; receives the row, its number and the seed.
+        triples: Parameters of which every allowed triple of values occurs too.
+        allowed: Returns whether a row may occur; None allows every row.
+        needs: Parameters that ``allowed`` reads. It receives rows that hold at least these.
+        firsts: Parameters that it reads too, and of which it allows the first value wherever it
+            allows another one.
+        count: Number of rows; None takes the whole design.
+
+    Example:
+        >>> design = Design({"a": [1, 2], "b": ["x", "y"], "c": [True, False]})
+        >>> len(design.rows(seed=1)) < 8 and not design.missing(design.rows(seed=1))
+        True
+    """
+
+    levels: Levels
+    build: Callable[[Row, int, int], Any] = _row
+    triples: Sequence[str] = ()
+    allowed: Callable[[Row], bool] | None = None
+    needs: Sequence[str] = ()
+    firsts: Sequence[str] = ()
+    count: int | None = None
+
+    def draw(self, seed: int = 0, count: int | None = None) -> list[Any]:
+        """Return what the rows describe; arguments as in :meth:`rows`.
+
+        The rows take the values of a OneOf in turn. The first row takes that with the number
+        ``seed``, modulo the number of values.
+        """
+        turns: dict[tuple[str, OneOf], Iterator[int]] = {}
+
+        def value(name: str, values: Any) -> Any:
+            if not isinstance(values, OneOf):
+                return values
+            turn = next(turns.setdefault((name, values), itertools.count(seed)))
+            return values[turn % len(values)]
+
+        rows = [{n: value(n, x) for n, x in row.items()} for row in self.rows(seed, count)]
+        return [self.build(row, number, seed) for number, row in enumerate(rows)]
+
+    def rows(self, seed: int = 0, count: int | None = None) -> list[Row]:
+        """Return the rows, which depend on ``seed`` and on nothing else that changes.
+
+        The first rows cover the most pairs, so a prefix of the design is a good small design.
+
+        Args:
+            seed: Chooses one of many designs.
+            count: Number of distinct rows: those of the design, then those of the next seeds. None
+                takes the count of the design; fewer are returned if there are fewer.
+
+        Raises:
+            InvalidInput: A parameter has no value.
+        """
+        if empty := [name for name, values in self.levels.items() if not values]:
+            raise InvalidInput(f"levels must give {', '.join(empty)} at least one value, got none")
+        count = self.count if count is None else count
+        if count is None:
+            return self._covering(seed)
+        rows: list[Row] = []
+        seen: set[str] = set()
+        for next_seed in itertools.count(seed):
+            before = len(rows)
+            for row in self._covering(next_seed) if count else ():
+                if (key := repr(row)) not in seen:
+                    seen.add(key)
+                    rows.append(row)
+            if len(rows) >= count or len(rows) == before:
+                return rows[:count]
+        raise AssertionError("unreachable")
+
+    def missing(self, rows: Sequence[Row], strength: int = 2) -> list[Row]:
+        """List the tuples of ``strength`` values that are in no row and in an allowed one."""
+        missing = []
+        choices = self._needed() | {name: values[:1] for name, values in self._first().items()}
+        for names in itertools.combinations(self.levels, strength):
+            indexed = {name: list(self.levels[name]) for name in names}
+            covered = {tuple(indexed[name].index(row[name]) for name in names) for row in rows}
+            for picks in itertools.product(*(range(len(values)) for values in indexed.values())):
+                part = {name: indexed[name][i] for name, i in zip(names, picks)}
+                if picks not in covered and (
+                    self.allowed is None or any(map(self.allowed, _completions(part, choices)))
+                ):
+                    missing.append(part)
+        return missing
+
+    def _needed(self) -> dict[str, Sequence[Any]]:
+        return {name: self.levels[name] for name in self.needs if name in self.levels}
+
+    def _first(self) -> dict[str, Sequence[Any]]:
+        return {name: self.levels[name] for name in self.firsts if name in self.levels}
+
+    def _covering(self, seed: int) -> list[Row]:
+        """Return the rows that cover every pair, without those of other seeds."""
+        names, triples = list(self.levels), list(self.triples)
+        if len(names) == 1:
+            return [{names[0]: value} for value in self.levels[names[0]]]
+        # The library compares values; indices are comparable, and any object has one.
+        factors = {name: list(range(len(values))) for name, values in self.levels.items()}
+        sub_models = [{"fields": triples, "strength": 3}] if len(triples) >= 3 else []
+        found = covertable.make(factors, strength=2, salt=str(seed), sub_models=sub_models)
+        rows = [{n: self.levels[n][row[n]] for n in names if n in row} for row in found]
+        if self.allowed is None or all(map(self.allowed, rows)):
+            return rows
+        groups: list[tuple[str, ...]] = [*itertools.combinations(names, 2)]
+        groups += itertools.combinations(triples, 3) if len(triples) >= 3 else []
+        return self._repaired(rows, groups, self.allowed)
+
+    def _repaired(
+        self,
+        rows: Sequence[Row],
+        groups: Sequence[tuple[str, ...]],
+        allowed: Callable[[Row], bool],
+    ) -> list[Row]:
+        """Replace the rows that are not allowed by rows with the same tuples that are.
+
+        The constraints of the library can take minutes and hundreds of rows, because its greedy
+        search runs into dead ends.
+
+        Args:
+            rows: A design without a filter.
+            groups: The parameters of each tuple to keep.
+            allowed: The filter.
+        """
+
+        def tuples(row: Row) -> set[tuple[tuple[str, ...], str]]:
+            return {(names, repr([row[name] for name in names])) for names in groups}
+
+        kept = [row for row in rows if allowed(row)]
+        covered = {one for row in kept for one in tuples(row)}
+        impossible = set()
+        for row in rows:
+            if allowed(row):
+                continue
+            for names in groups:
+                key = (names, repr([row[name] for name in names]))
+                if key in covered or key in impossible:
+                    continue
+                if nearest := self._nearest(row, names, allowed):
+                    kept.append(nearest)
+                    covered |= tuples(nearest)
+                else:
+                    impossible.add(key)
+        return kept
+
+    def _nearest(
+        self, row: Row, fixed: Sequence[str], allowed: Callable[[Row], bool]
+    ) -> Row | None:
+        """Return an allowed row that differs from ``row`` in the fewest needs, not in ``fixed``.
+
+        It may have all first values that are not fixed.
+        """
+        needs = {name: values for name, values in self._needed().items() if name not in fixed}
+        firsts = {n: values[0] for n, values in self._first().items() if n not in fixed}
+        for count in range(len(needs) + 1):
+            for changed in itertools.combinations(needs, count):
+                for values in itertools.product(*(needs[name] for name in changed)):
+                    candidate = {**row, **dict(zip(changed, values))}
+                    if allowed(candidate):
+                        return candidate
+                    if firsts and allowed(candidate := {**candidate, **firsts}):
+                        return candidate
+        return None
+
+
+def _completions(part: Row, choices: Levels) -> Iterator[Row]:
+    free = [name for name in choices if name not in part]
+    for values in itertools.product(*(choices[name] for name in free)):
+        yield {**part, **dict(zip(free, values))}
