@@ -117,9 +117,9 @@ RECOMPUTE_FAULTS = (
     FUNCTION_FAULTS[0],
     Mutant(
         "a layer with recompute has no gradient of its gates",
-        "nsa_core.layer.module",
-        "            gates,\n            k_cmp=k_cmp,",
-        "            gates.detach() if self.recompute else gates,\n            k_cmp=k_cmp,",
+        "nsa_core.layer.projection",
+        "k_win, v_win, gates)",
+        "k_win, v_win, gates.detach() if self.recompute else gates)",
     ),
 )
 
