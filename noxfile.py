@@ -24,6 +24,7 @@ TYPE_TOOLS = ("mypy>=2.4,<3",)
 TEST_TOOLS = (
     "pytest>=8",
     "pytest-xdist>=3.5",
+    "pytest-split>=0.11",
     "hypothesis>=6.100",
     "datasets>=3",
     "import-linter>=2.1",
@@ -74,11 +75,11 @@ for name in (
 """
 INTERPRETER_ENVIRONMENT = TEST_ENVIRONMENT | {"TRITON_INTERPRET": "1"}
 INTERPRETED = "tests/triton/interpreted"
-# A file stays on one worker, so that its fixtures are built once. tests/conftest.py orders the
-# files.
+# A file stays on one worker, so that its fixtures are built once.
 WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
-SHARDS = 6  # of `nox -s full`
-NOTHING_COLLECTED = 5  # pytest's exit code
+# Without measured times, pytest-split deals the tests out in turn. Its other algorithm would cut
+# the list into pieces, of which one may take five times as long as another.
+DIVIDED = ("--splitting-algorithm", "least_duration")
 
 nox.needs_version = ">=2025.5.1"  # the first version with requires=
 nox.options.sessions = ["lint", "typecheck", "tests"]
@@ -123,40 +124,32 @@ def run_shared(session: nox.Session, *arguments: str, **options: object) -> None
 
 
 def run_pytest(
-    session: nox.Session,
-    selection: str,
-    shards: tuple[str, ...] = (),
-    ignored: tuple[str, ...] = (),
+    session: nox.Session, selection: str, part: tuple[str, ...] = (), ignored: tuple[str, ...] = ()
 ) -> None:
     """Run pytest on two workers.
 
-    Each shard takes two pytest runs, because tests in Triton's interpreter need TRITON_INTERPRET=1
-    before triton is imported.
+    It takes two runs, because tests in Triton's interpreter need TRITON_INTERPRET=1 before triton
+    is imported.
 
     Args:
-        session: Its arguments after ``--`` replace the default pytest arguments, if no shards are
+        session: Its arguments after ``--`` replace the default pytest arguments, if no part is
             given.
         selection: A pytest marker expression.
-        shards: Shards such as "2/6"; without any, the whole suite.
+        part: Arguments of pytest-split, such as "--splits 6 --group 2"; without any, the whole
+            suite.
         ignored: Folders without selected tests. Collecting tests/gpu draws cases for seconds.
     """
-    runs = []
-    for shard in shards or ("",):
-        part = ["--shard", shard] if shard else []
-        ignore = [f"--ignore={folder}" for folder in (INTERPRETED, *ignored)]
-        runs.append(([*WORKERS, *ignore, *part], TEST_ENVIRONMENT))
-        runs.append(([*WORKERS, INTERPRETED, *part], INTERPRETER_ENVIRONMENT))
-    if session.posargs and not shards:
+    ignore = [f"--ignore={folder}" for folder in (INTERPRETED, *ignored)]
+    runs = [
+        ([*WORKERS, *ignore, *part], TEST_ENVIRONMENT),
+        ([*WORKERS, INTERPRETED, *part], INTERPRETER_ENVIRONMENT),
+    ]
+    if session.posargs and not part:
         runs = [(session.posargs, TEST_ENVIRONMENT)]
     failed = 0
     for arguments, variables in runs:
         try:
-            run_shared(
-                session,
-                *("-m", "pytest", "-m", selection, *arguments),
-                env=variables,
-                success_codes=[0, NOTHING_COLLECTED] if shards else [0],
-            )
+            run_shared(session, "-m", "pytest", "-m", selection, *arguments, env=variables)
         except nox.command.CommandFailed:  # run the remaining tests as well
             failed += 1
     if failed:
@@ -188,13 +181,12 @@ def tests(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """Run all tests, including slow ones and, on a machine with a GPU, those that need one.
 
-    Runs all shards in turn, or one shard: `nox -s full -- --shard 2/6`. Other arguments after
-    ``--`` go to pytest.
+    `nox -s full -- --splits 6 --group 2` runs the second of six parts. Other arguments after ``--``
+    go to pytest.
     """
-    all_shards = tuple(f"{number}/{SHARDS}" for number in range(1, SHARDS + 1))
-    selected = tuple(session.posargs[1:]) if session.posargs[:1] == ["--shard"] else ()
     run_shared(session, "-m", "pip", "install", "--no-compile", *FULL_TOOLS)
-    run_pytest(session, "", selected or (() if session.posargs else all_shards))
+    part = (*session.posargs, *DIVIDED) if "--splits" in session.posargs else ()
+    run_pytest(session, "", part)
 
 
 @nox.session(default=False)

@@ -1,9 +1,10 @@
 """Run every Python block of the pages as a test, in order, with one namespace per page.
 
-A block that needs a GPU stands behind a comment `skip: next if(not gpu, reason="needs a GPU")`. The
-comment of a line `print(...)  # text` is what the line must print. A text block after a Python
-block that prints is what it must print; line breaks are free. The blocks of write-a-backend.md are
-files, which tests/repo/test_docs.py compares with the template.
+A block that needs a GPU stands behind a comment `skip: next if(not gpu, reason="needs a GPU")`, and
+a block that only `nox -s full` runs behind a comment `slow`. The comment of a line
+`print(...)  # text` is what the line must print. A text block after a Python block that prints is
+what it must print; line breaks are free. The blocks of write-a-backend.md are files, which
+tests/repo/test_docs.py compares with the template.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import tempfile
 from typing import Any
 
+import pytest
 from sybil import Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
@@ -75,3 +77,12 @@ pytest_collect_file = Sybil(
     setup=_set_up,
     teardown=_tear_down,
 ).pytest()
+
+
+@pytest.hookimpl(tryfirst=True)  # before the hooks that deselect tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the blocks behind a comment `slow`."""
+    for item in items:
+        example = getattr(item, "example", None)
+        if example and example.document.text[: example.start].endswith("<!-- slow -->\n\n"):
+            item.add_marker("slow")

@@ -1,76 +1,64 @@
-"""Shared by all tests: the `nsa` fixture, GPU skips, shards, and sections of the final summary."""
+"""Shared by all tests: the `nsa` fixture, GPU skips, the marker few_cases, the final summary."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import pytest
-import sharding
 
 from nsa_core.util import child
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", metavar="I/N", help="run only shard I of N")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    try:
-        sharding.parse_shard(config.getoption("--shard") or "1/1")
-    except ValueError as error:
-        raise pytest.UsageError(f"--shard: {error}") from None
-
-
-COLLECTED = pytest.StashKey[list[str]]()
+UNKNOWN_CASES = pytest.StashKey[str]()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
-    """Mark slow tests before the hooks that deselect tests; sort and divide what they leave.
+    """Mark slow cases before the hooks that deselect tests.
 
     This hook gets all items. A hook for single items would get only those of this folder.
     """
-    config.stash[COLLECTED] = [item.nodeid for item in items]
-    for item in items:
-        if item.nodeid in sharding.ONLY_IN_FULL:
-            item.add_marker("slow")
-    _mark_cases(items)
+    # `pytest file.py::test[a]` and `pytest --last-failed` collect some cases only.
+    named = any("::" in argument for argument in config.args)
+    whole = not named and not config.getoption("lf", False)
+    _mark_cases(items, whole)
     yield
     _skip_without_gpu(items)
-    if hasattr(config, "workerinput"):  # xdist distributes files in this order: longest first
-        weights = sharding.seconds_of([item.nodeid for item in items])
-        seconds_of_file: Counter[str] = Counter()
-        for name, seconds in weights.items():
-            seconds_of_file[name.partition("::")[0]] += seconds
-        items.sort(key=lambda item: -seconds_of_file[item.nodeid.partition("::")[0]])
-    if text := config.getoption("--shard"):
-        selected, shards = sharding.parse_shard(text)
-        shard_of_item = sharding.shard_of_each([item.nodeid for item in items], shards)
-        config.hook.pytest_deselected(
-            items=[item for item, shard in zip(items, shard_of_item) if shard != selected]
-        )
-        items[:] = [item for item, shard in zip(items, shard_of_item) if shard == selected]
 
 
-def _mark_cases(items: list[pytest.Item]) -> None:
-    """Mark cases of the functions in few_cases.txt as slow, if others have the same values."""
-    functions: dict[str, list[pytest.Function]] = {}
+def _mark_cases(items: list[pytest.Item], whole: bool) -> None:
+    """Mark the cases of functions with few_cases as slow, but for the few of the ordinary run."""
+    functions: dict[str, list[Any]] = {}
     for item in items:
-        name = item.nodeid.partition("[")[0]
-        if name in sharding.FEW_CASES and not item.get_closest_marker("slow"):
-            assert isinstance(item, pytest.Function), name
-            functions.setdefault(name, []).append(item)
+        if item.get_closest_marker("few_cases") and not item.get_closest_marker("slow"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in functions.values():
-        values = [{k: repr(value) for k, value in case.callspec.params.items()} for case in cases]
-        kept = sharding.covering_cases(values)
-        for number, case in enumerate(cases):
-            if number not in kept:
+        few = cases[0].get_closest_marker("few_cases").args or _covering_cases(cases)
+        unknown = {*few} - {case.callspec.id for case in cases} if whole else ()
+        for case in cases[1 if unknown else 0 :]:
+            if case.callspec.id not in few:
                 case.add_marker("slow")
+        if unknown:
+            cases[0].stash[UNKNOWN_CASES] = f"few_cases names {sorted(unknown)}, which do not exist"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail the test of a function whose few_cases names an absent case."""
+    if UNKNOWN_CASES in item.stash:
+        pytest.fail(item.stash[UNKNOWN_CASES], pytrace=False)
+
+
+def _covering_cases(cases: Sequence[Any]) -> list[str]:
+    """Return the ids of few cases in which every value of every parameter occurs."""
+    values = {case.callspec.id: {*map(repr, case.callspec.params.items())} for case in cases}
+    few, wanted = [], set().union(*values.values())
+    while wanted:
+        few.append(max(values, key=lambda name: len(wanted & values[name])))
+        wanted -= values[few[-1]]
+    return few
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:
@@ -131,12 +119,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.line(
             f"{mutant['mutant']:56} {mutant['seconds']:5.1f} s  {mutant['killed_by'] or 'SURVIVED'}"
         )
-
-
-@pytest.fixture(scope="session")
-def collected_ids(request: pytest.FixtureRequest) -> list[str]:
-    """The ids of all tests that this run collected, including deselected ones."""
-    return request.config.stash[COLLECTED]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -278,6 +278,7 @@ def with_performances(result, *performances):
     return dataclasses.replace(result, measurements=measurements)
 
 
+@pytest.mark.few_cases("old4-new4-same-")
 @pytest.mark.parametrize(
     ("old", "new", "verdict", "note"),
     [
@@ -307,6 +308,7 @@ def test_compare_uses_times_of_the_same_method(result, old, new, verdict, note):
     assert (row[-1] == change.note) if note else ("note" not in columns)
 
 
+@pytest.mark.slow
 def test_compare_detects_slower_eager_calls(result):
     total, eager = compare(
         with_performances(result, performance(0.5, 2.0)),
@@ -322,6 +324,7 @@ def test_compare_detects_slower_eager_calls(result):
     )
 
 
+@pytest.mark.slow
 def test_the_report_has_eager_times_and_the_reasons_of_failed_captures(result):
     shown = with_performances(
         result,
@@ -357,6 +360,7 @@ def performances_in(document):
                 yield holder["performance"]
 
 
+@pytest.mark.slow
 def test_older_results_without_optional_fields_are_readable(result, tmp_path):
     document = json.loads((RESULTS / "core_64_4_128.json").read_text())
     for values in performances_in(document):

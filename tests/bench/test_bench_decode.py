@@ -74,6 +74,7 @@ def result() -> Result:
     return run("sdpa", "fused", "wrong")
 
 
+@pytest.mark.slow
 def test_every_correct_subject_is_timed(result):
     by_subject = {m.subject: m for m in result.measurements}
     assert {(m.subject, m.kind) for m in by_subject.values()} == {
@@ -178,6 +179,7 @@ def test_a_decode_result_is_tabulated_saved_and_compared(result, tmp_path):
     assert {change.verdict for change in changes} == {"same"}
 
 
+@pytest.mark.slow
 def test_a_decode_result_is_drawn(result):
     pytest.importorskip("matplotlib")
     from nsa_bench.render.page import page
@@ -243,6 +245,7 @@ def test_spread_of_repeats_uses_the_medians_of_five_runs():
     )
 
 
+@pytest.mark.slow
 def test_each_shape_and_page_size_is_judged_once(monkeypatch):
     monkeypatch.setattr(DecodeBench, "_measure_cell", lambda *_: None)
     result = run(
@@ -270,6 +273,7 @@ def test_a_cache_that_exceeds_the_memory_is_not_allocated(monkeypatch):
     assert result.timed_nothing
 
 
+@pytest.mark.slow
 def test_the_decode_command_times_and_saves(nsa, tmp_path):
     file: Path = tmp_path / "r.json"
     done = nsa(

@@ -76,6 +76,7 @@ def seconds_after_sigterm(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_first_call_of_a_minute_ends_at_max_call(run):
     started = time.monotonic()
     result = run(registry(), lengths=[40], phases=["forward"], combos=SLOW, max_call_s=0.3)
@@ -127,6 +128,7 @@ def test_a_gate_ends_at_the_time_limit(run, monkeypatch):
     assert (result.gates, result.failed, result.interrupted) == ([], False, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["gate", "state"])
 def test_decode_ends_at_the_time_limit(where, monkeypatch):
     from nsa_bench import decode

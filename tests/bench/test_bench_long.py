@@ -9,6 +9,7 @@ from nsa_core.plan import default_plan
 from nsa_verify.problems.combination import Combination
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factor", "right"), [(1.0, True), (1.01, False)])
 def test_the_plan_of_long_sequences_is_judged_and_timed_separately(
     run, registry_with, monkeypatch, factor, right

@@ -162,6 +162,7 @@ def test_measured_peak_rates_are_plausible():
     assert 1e7 < peaks.bytes_per_s < 1e13
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts page faults on Linux")
 def test_the_first_cell_has_no_repeated_page_faults():
     """Use a new process, because this one has freed large blocks already."""

@@ -95,6 +95,7 @@ def commit_of(
     return commit, reason
 
 
+@pytest.mark.slow
 def test_the_folder_that_pip_installed_from_gives_the_commit(target, checkout, tmp_path):
     for package in provenance.PACKAGES:
         folder = checkout / provenance.in_checkout(package).parents[1]

@@ -37,6 +37,7 @@ def checkpoint(tmp_path: pathlib.Path) -> pathlib.Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_saved_checkpoint_makes_the_real_inputs(checkpoint, run, monkeypatch):
     model, facts = bytemodel.load(checkpoint)
     assert facts == {"steps": 7}
@@ -159,6 +160,7 @@ def real_blocks():
     del sys.modules[spec.name]
 
 
+@pytest.mark.slow
 def test_real_blocks_trains_measures_and_saves(real_blocks, tmp_path, monkeypatch, capsys):
     pytest.importorskip("safetensors")
     monkeypatch.setattr(real_blocks, "TEXT_BYTES", 1)

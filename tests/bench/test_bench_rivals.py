@@ -59,6 +59,7 @@ def rival_measurements(result: Any) -> list[Any]:
     return [m for m in result.measurements if m.kind == "rival"]
 
 
+@pytest.mark.slow
 def test_a_rival_is_timed_in_the_same_cells(run, fla, tmp_path):
     fla()
     result = run(**SETTINGS)
@@ -77,6 +78,7 @@ def test_a_rival_is_timed_in_the_same_cells(run, fla, tmp_path):
     assert read_result(path) == result
 
 
+@pytest.mark.slow
 def test_a_rival_is_not_a_dense_kernel(run, fla):
     """Ratios and crossovers are against dense attention, even if the rival is faster."""
     fla(lambda q, k, v, *gates, **how: q * v.mean() * k.mean() * sum(g.mean() for g in gates))
@@ -120,6 +122,7 @@ def test_a_rival_that_fails_during_timing_has_its_error_as_reason(run, fla, monk
     assert all(m.performance for m in result.measurements if m.kind != "rival")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [TypeError("a surprise"), AssertionError(), SyntaxError("bad kernel"), ImportError("x")],
@@ -136,12 +139,14 @@ def test_a_rival_that_fails_at_once_is_skipped_with_its_error(error, run, fla):
     assert not result.failed
 
 
+@pytest.mark.slow
 def test_a_rival_without_flash_attn_is_skipped_with_a_reason(run, fla):
     fla().flash_attn_func = None
     (reason,) = [text for name, text in run(**SETTINGS).skipped.items() if NAME in name]
     assert "its window needs the package flash-attn" in reason
 
 
+@pytest.mark.slow
 def test_unsupported_shapes_of_a_rival_are_skipped_with_a_reason(run, fla):
     fla()
     result = run(**{**SETTINGS, "shapes": [parse_shape("12/2/8")]})
@@ -169,6 +174,7 @@ def test_default_rivals_and_unknown_names(fla):
     assert {"fla", "sfnsa", "xunhao"} == set(rivals.KNOWN)
 
 
+@pytest.mark.slow
 def test_the_command_accepts_known_rivals_and_refuses_others(nsa, fla, tmp_path):
     fla()
     options = (

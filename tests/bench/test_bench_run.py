@@ -25,6 +25,7 @@ from nsa_core.errors import InvalidInput
 from nsa_verify.problems.combination import parse_combination
 
 
+@pytest.mark.slow
 def test_a_run_times_every_kernel_and_dense_attention(run, tmp_path):
     result = run(
         phases=["forward", "backward", "both"], inputs=["real"], text=b"to be or not to be"
@@ -94,6 +95,7 @@ def test_a_wrong_gradient_fails_the_gate(run, registry_with, monkeypatch):
     ).failed
 
 
+@pytest.mark.slow
 def test_a_backend_that_raises_fails_its_gate(run, registry_with):
     def broken(o):
         raise ValueError("no such tile")
@@ -103,6 +105,7 @@ def test_a_backend_that_raises_fails_its_gate(run, registry_with):
     assert "no such tile" in next(g for g in result.gates if not g.ok).failures[0]
 
 
+@pytest.mark.slow
 def test_cells_after_the_time_limit_have_a_reason(run):
     result = run(time_limit_s=0.0)
     assert {m.reason for m in result.measurements} == {"not measured: the time limit was reached"}
@@ -215,6 +218,7 @@ def test_a_run_of_dense_attention_alone_timed_no_combination(run):
     assert dataclasses.replace(result, measurements=dense).timed_nothing
 
 
+@pytest.mark.slow
 def test_the_command_exits_with_1_for_a_wrong_backend(nsa, registry_with, monkeypatch):
     registry = registry_with("wrong", lambda o: o * 1.01)
     monkeypatch.setattr(output, "find_backends", lambda: registry)
@@ -224,6 +228,7 @@ def test_the_command_exits_with_1_for_a_wrong_backend(nsa, registry_with, monkey
     assert "not correct: its gate failed" in done.out
 
 
+@pytest.mark.slow
 def test_the_compare_command_exits_with_1_for_a_regression(nsa, run, tmp_path):
     old = run(lengths=[40], phases=["forward"])
     slow = [
@@ -242,6 +247,7 @@ def test_the_compare_command_exits_with_1_for_a_regression(nsa, run, tmp_path):
     assert nsa("bench", "compare", *paths, "--fail-over", "much").code == 2
 
 
+@pytest.mark.slow
 def test_the_compare_command_names_the_figures_that_the_new_file_lacks(nsa, run, tmp_path):
     long = run(lengths=[40, 80], phases=["forward"])
     short = [m for m in long.measurements if m.length == 40]
@@ -287,6 +293,7 @@ def test_bad_arguments_are_refused(nsa, arguments, code, text):
     assert text in done.err
 
 
+@pytest.mark.slow
 def test_a_cell_over_its_time_limit_reports_what_is_missing(run):
     result = run(lengths=[40], phases=["forward"], cell_limit_s=0.0)
     for m in result.measurements:
@@ -307,6 +314,7 @@ def test_a_cell_over_its_time_limit_reports_what_is_missing(run):
     assert not result.failed
 
 
+@pytest.mark.slow
 def test_both_alone_times_every_kernel(run):
     (m,) = (m for m in run(lengths=[40], phases=["both"]).measurements if m.kind == "combo")
     assert set(m.parts) == {"compress", "cmp", "causal", "win", "combine"}
@@ -325,6 +333,7 @@ def test_a_table_of_short_sequences_names_causal_attention_in_place_of_selection
     assert not [line for _, line in summary(long) if line.startswith("causal: ")]
 
 
+@pytest.mark.slow
 def test_the_expected_time_follows_the_growth_of_the_last_two_lengths(run, monkeypatch):
     """1 ms per 40 tokens is 4 ms at 160 tokens; S^2 from 80 would expect 8 and skip it at 5."""
     from nsa_bench import prefill as module
@@ -346,6 +355,7 @@ def test_the_expected_time_follows_the_growth_of_the_last_two_lengths(run, monke
     }
 
 
+@pytest.mark.slow
 def test_a_broken_device_fails_later_cells_and_keeps_earlier_ones(run, monkeypatch):
     from nsa_bench import subjects as module
 

@@ -78,6 +78,7 @@ def test_the_commands_write_plots_and_a_page(nsa, run, tmp_path):
     assert files["html"].read_text(encoding="utf-8").rstrip().endswith("</html>")
 
 
+@pytest.mark.slow
 def test_each_line_has_a_label_at_its_end_and_labels_do_not_overlap(figure, result):
     time_panels = panels(figure, "time")
     assert [axes.get_title("left") for axes in time_panels] == [
@@ -103,6 +104,7 @@ def test_each_line_has_a_label_at_its_end_and_labels_do_not_overlap(figure, resu
                 assert ends[words.label(m)] == (m.length, m.performance.median_ms)
 
 
+@pytest.mark.slow
 def test_each_crossover_is_marked_and_named_inside_the_panel(figure, result):
     for axes, phase in zip(panels(figure, "time"), ("forward", "backward", "both")):
         (crossover,) = [
@@ -221,6 +223,7 @@ def test_efficiency_is_that_of_the_fastest_combination_and_its_kernels(figure, r
     assert "NSA sdpa" not in shares
 
 
+@pytest.mark.few_cases("decode_small")
 @pytest.mark.parametrize("name", ["decode", "decode_small"])
 def test_a_decode_figure_shows_each_step_once_with_its_numbers(name):
     pytest.importorskip("matplotlib")
@@ -318,6 +321,7 @@ def test_an_unknown_problem_or_subject_is_refused_by_name(result, arguments, tex
         render_length_panels([LengthPanel(result, **arguments)], "svg")
 
 
+@pytest.mark.slow
 def test_panels_stand_side_by_side_with_a_heading_and_notes(result):
     from nsa_bench.render.plots import LengthPanel, render_length_panels
 
@@ -351,6 +355,7 @@ def test_a_subject_looks_equal_in_every_panel(result, monkeypatch):
     assert first == second == looks_of(result)
 
 
+@pytest.mark.slow
 def test_a_result_without_any_time_is_drawn(run):
     from nsa_bench.render.plots import render
 
@@ -390,6 +395,7 @@ def test_a_combination_that_is_always_slower_is_called_slower(result):
     assert "NSA sdpa is slower than dense attention" in line
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("option", ["--png", "--svg", "--html"])
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
 def test_a_missing_package_is_named_before_any_work(nsa, monkeypatch, tmp_path, package, option):
@@ -418,6 +424,7 @@ def test_all_missing_packages_are_named_at_once(monkeypatch):
         need_plot_packages()
 
 
+@pytest.mark.slow
 def test_a_page_without_its_packages_is_refused_and_json_is_written(
     monkeypatch, nsa, run, tmp_path
 ):

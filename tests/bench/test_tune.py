@@ -49,6 +49,7 @@ def window(registry, **changes) -> str:
     return resolve(CONFIG, registry=registry, **changes).choices["win"].backend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_auto_takes_the_fastest_measured_backend_and_explains_it(registry, needs_grad):
     assert window(registry, needs_grad=needs_grad) == "slow"  # by priority
@@ -62,6 +63,7 @@ def test_auto_takes_the_fastest_measured_backend_and_explains_it(registry, needs
     assert window(registry, backends={"win": "slow"}) == "slow"  # an explicit choice wins
 
 
+@pytest.mark.slow
 def test_records_apply_only_to_the_measured_request(measured):
     assert window(measured) == "sdpa"
     assert window(measured, dtype="float64") == "slow"
@@ -69,6 +71,14 @@ def test_records_apply_only_to_the_measured_request(measured):
     assert window(measured, deterministic=True) == "slow"
 
 
+@pytest.mark.few_cases(
+    "versions-value2",
+    "versions-value3",
+    "times_ms-value4",
+    "times_ms-value5",
+    "times_ms-3",
+    "slot-3",
+)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -100,6 +110,7 @@ def test_a_corrupt_file_is_ignored_and_replaced(measured, content):
     assert window(measured) == "sdpa"
 
 
+@pytest.mark.slow
 def test_wrong_backends_are_neither_timed_nor_recorded(registry_with):
     registry = registry_with("wrong", lambda o: o * 1.01, priority=-5)
     tuning = tune(candidates_in(registry), length=48, budget_s=0.001)
@@ -111,6 +122,7 @@ def test_wrong_backends_are_neither_timed_nor_recorded(registry_with):
     assert {r.slot for r in tuning.records} == {"cmp", "select", "sel", "combine"}
 
 
+@pytest.mark.slow
 def test_the_command_saves_records_and_explain_shows_them(nsa, registry, monkeypatch):
     monkeypatch.setattr(output, "find_backends", lambda: registry)
     arguments = ("--shape", "2/1/8", "--blocks", "8,4,16,3,24", "--length", "48", "--device", "cpu")
@@ -150,6 +162,7 @@ def _record(slot: str, time: float) -> tuned.Record:
     return tuned.Record("chip", "2.0", shape, slot, times, versions, 48, "2026-01-31")
 
 
+@pytest.mark.slow
 def test_the_command_exits_with_1_if_a_backend_is_wrong(nsa, registry_with, monkeypatch):
     registry = registry_with("wrong", lambda o: o * 1.01)
     monkeypatch.setattr(output, "find_backends", lambda: registry)

@@ -65,6 +65,7 @@ def assert_only_these_fail(result: Tuning, names: tuple[str, ...]) -> None:
     assert {record.slot for record in result.records} == {*SLOTS} - {"win"}
 
 
+@pytest.mark.slow
 def test_a_kernel_that_ends_its_process_fails_and_the_others_are_timed() -> None:
     assert_only_these_fail(tuning_with("crash"), ("crash",))
 

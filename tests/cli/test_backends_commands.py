@@ -367,6 +367,7 @@ def test_gpu_option_runs_triton_on_an_a100(nsa):
     assert nsa("backends", "explain", "--gpu", "t4", "--sel", "triton").code == 3
 
 
+@pytest.mark.few_cases("options4-None-fused4")
 @pytest.mark.parametrize(
     ("options", "causal", "fused"),
     [
@@ -400,6 +401,7 @@ def test_explain_shows_causal_attention_and_fused_forms_as_the_plan_does(
         assert note in group[: group.index("")]
 
 
+@pytest.mark.slow
 def test_gpu_option_marks_facts_of_this_machine(nsa, monkeypatch):
     reason = Reason("absent", "the package x is not installed", "pip install x")
 

@@ -57,6 +57,7 @@ def environment(monkeypatch, registry) -> None:
     monkeypatch.setattr(health.platform, "platform", lambda: PLATFORM)
 
 
+@pytest.mark.few_cases("backends list", "backends list --no-probe")
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_no_word_is_broken_and_no_line_is_too_long(nsa, terminal, environment, command) -> None:
     piped = nsa(*command)

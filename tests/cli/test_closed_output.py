@@ -101,6 +101,7 @@ def test_a_closed_pipe_exits_with_code_141(number, forked):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checks", "processes", "both"),
     [pytest.param("4", "2", False, marks=pytest.mark.slow), ("40", "1", True)],

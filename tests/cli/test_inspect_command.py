@@ -41,6 +41,7 @@ def test_files_and_findings_are_written(nsa, text, tmp_path):
     assert nsa(*command, "--force", "--dtype", "bfloat16", "--seed", "3", "--layer", "0").code == 0
 
 
+@pytest.mark.slow
 def test_the_output_fits_a_terminal(terminal, text):
     command = ("inspect", "--text", text, "--device", "cpu", "--force", "--out", "p")
     texts = {columns: terminal(*command, columns=columns)[1] for columns in (80, 100, 2000)}

@@ -83,6 +83,7 @@ def test_a_command_that_has_nothing_to_keep_ends_at_once(nsa, interrupt, command
     assert (done.code, done.out, done.err) == (code, "", f"nsa: interrupted by {name}\n")
 
 
+@pytest.mark.few_cases("forward SIGTERM", "decode SIGHUP")
 @pytest.mark.parametrize(
     ("phase", "number", "times"),
     [
@@ -175,6 +176,7 @@ def nothing() -> None:
     """Happens in a check without a signal."""
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("every", [False, True], ids=["one", "every combination"])
 @pytest.mark.parametrize("times", [ONCE, TWICE])
 @pytest.mark.parametrize("number", SIGNALS)

@@ -82,6 +82,7 @@ def cpu_seconds(*arguments: str) -> float:
     return used.ru_utime + used.ru_stime
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["backends", "list", "--no-probe"]], ids=" ".join
 )

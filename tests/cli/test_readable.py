@@ -91,6 +91,7 @@ def assert_command_is_readable(nsa, terminal, *arguments: str, code: int = 0) ->
     return piped.out
 
 
+@pytest.mark.few_cases("0---every-combination", "1---every-combination", "2---every-combination")
 @pytest.mark.parametrize("options", [(), ("--verbose",), ("--every-combination",)], ids=" ".join)
 @pytest.mark.parametrize("failed", [(), ("run to run",), ("parity", "run to run")], ids=len)
 def test_verify_is_readable_and_prints_failures_first(nsa, terminal, monkeypatch, options, failed):
@@ -134,6 +135,7 @@ def test_verify_counts_what_does_not_apply_in_its_row(nsa, monkeypatch):
     assert ["decode", "fused", "gates", "all", "0", "1", "-", "not", "run"] in rows
 
 
+@pytest.mark.few_cases("decode_small")
 @pytest.mark.parametrize("name", ["core_64_4_128", "decode", "decode_small"])
 def test_bench_report_is_readable(nsa, terminal, name):
     out = assert_command_is_readable(

@@ -73,6 +73,7 @@ def raising(request) -> list[Reason]:
     raise ZeroDivisionError("division by zero")
 
 
+@pytest.mark.slow
 def test_with_broken_plugins(by_command, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     module = types.ModuleType("broken_toys")
@@ -133,6 +134,7 @@ print(json.dumps(standings_by_command(run)))
 """
 
 
+@pytest.mark.slow
 def test_without_numpy(tmp_path) -> None:
     pytest.importorskip("triton")
     message = "No module named 'numpy'"

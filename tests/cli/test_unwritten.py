@@ -139,6 +139,7 @@ def test_verify_prints_and_keeps_a_report_that_cannot_be_written(nsa, full_disk,
     assert (file.read_text(), list(full_disk.iterdir())) == ("old", [file])
 
 
+@pytest.mark.slow
 def test_bench_prints_and_keeps_a_result_that_cannot_be_written(nsa, full_disk, monkeypatch):
     monkeypatch.setattr(clocks, "SAMPLE_MS", 0.1)
     monkeypatch.setattr(roofline, "measure_peaks", lambda device, dtype: roofline.Peaks(1e11, 1e10))
@@ -157,6 +158,7 @@ def test_bench_prints_and_keeps_a_result_that_cannot_be_written(nsa, full_disk, 
     assert (done.code, "sdpa" in done.out) == (5, True)
 
 
+@pytest.mark.slow
 def test_tune_prints_times_that_cannot_be_saved(nsa, full_disk, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(full_disk))
     done = nsa(

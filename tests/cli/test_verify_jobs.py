@@ -105,6 +105,7 @@ def test_default_processes_are_one_per_core_on_a_gpu_and_in_the_interpreter(monk
         assert _default_processes("cpu", False, 99) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "expected"), [((), 7), (("--jobs", "3"), 3)])
 def test_jobs_option_replaces_the_default_number_of_processes(monkeypatch, options, expected):
     def run_nothing(*_, processes, **named):

@@ -50,6 +50,7 @@ def causal(runs: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return o.transpose(0, 1).unflatten(2, runs.shape[2:4])
 
 
+@pytest.mark.few_cases
 @EACH
 @pytest.mark.parametrize("group_major", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
@@ -126,6 +127,7 @@ def test_packed_fold_equals_compressed_attention_per_document(
     assert int((~packed.empty[: packed.cu[-1]]).sum()) == int((~packed.blank).sum())
 
 
+@pytest.mark.few_cases
 @EACH
 @pytest.mark.parametrize("first_query", range(27))
 def test_packed_fold_of_rows_inside_the_packed_axis(

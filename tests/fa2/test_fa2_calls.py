@@ -25,6 +25,7 @@ from nsa_core.contract import SlotCall
 from nsa_core.errors import NSAError
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["plain", "row18-packed-empties"])
 @pytest.mark.parametrize("library", PROVIDERS, indirect=True)
@@ -194,6 +195,7 @@ class NoSynchronisation(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("first_query", [0, 6])
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def findings(
     return list(judge_step(step, dtype, data, {"cmp": outputs}, ("cmp",)))
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("scale", [None, -0.3, 0.0])
 @pytest.mark.parametrize("name", STEPS)
 def test_decode_cmp_matches_the_oracle_in_one_call(

@@ -84,6 +84,7 @@ def piece_at(problem: Problem, first: int, stop: int, generator: random.Random) 
     return Piece(problem, first, stop, generator.choice([0, generator.randint(1, 5), None]))
 
 
+@pytest.mark.few_cases("one-cmp", "batch-win")
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_pieces_from_every_first_query_match_the_oracle(
@@ -118,6 +119,7 @@ def test_random_pieces_match_the_oracle_with_every_provider(library: Library, sl
             whole.check(piece_at(problem, first, stop, generator))
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("library", PROVIDERS, indirect=True)
 def test_every_provider_gives_bitwise_equal_results(
@@ -136,6 +138,7 @@ def test_every_provider_gives_bitwise_equal_results(
     assert {call["direction"] for call in library.calls} == {"forward", "backward"}
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_gradients_of_pieces_sum_to_those_of_the_whole(
@@ -232,6 +235,7 @@ def test_row_17_malformed_boundaries_cause_no_invalid_access(slot: str, library:
             module.backward(do[first:stop], *piece.values(), o, lse, call=call)
 
 
+@pytest.mark.slow
 def test_operator_passes_opcheck(library: Library) -> None:
     problem = Problem((9, 14), batch=None)
     inputs, _, cu = problem.inputs("cmp", torch.float32)

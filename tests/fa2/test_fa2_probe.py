@@ -291,6 +291,7 @@ def test_every_function_of_the_spec_can_be_imported() -> None:
             assert callable(import_named(name))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the backend may be ready here")
 def test_backends_show_lists_the_status_and_the_sources() -> None:
     command = [sys.executable, "-m", "nsa_cli", "backends", "show", "fa2", "--json"]

@@ -24,12 +24,14 @@ from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_slot_matches_the_oracle_in_fp32(name: str, slot: str, library: Library) -> None:
     assert_judged(slot, PROBLEMS[name], torch.float32)
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", ["plain", "row14-narrow-v", "row18-packed-empties"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -79,6 +81,7 @@ def _layouts(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize(
     "layout", ["row23-strided", "row23-heads-first", "row24-misaligned", "row24-odd-stride"]
 )
@@ -177,6 +180,7 @@ def test_row_17_sel_with_too_small_max_seqlen_causes_no_invalid_access(library: 
     )
 
 
+@pytest.mark.few_cases("True-cmp", "True-win")
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_operator_passes_opcheck(packed: bool, slot: str, library: Library) -> None:
@@ -188,6 +192,7 @@ def test_operator_passes_opcheck(packed: bool, slot: str, library: Library) -> N
     torch.library.opcheck(bound.op, arguments)
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("name", TINY)
 def test_fullgraph_compilation_matches_the_oracle(name: str, slot: str, library: Library) -> None:

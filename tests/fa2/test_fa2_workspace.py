@@ -71,6 +71,7 @@ def test_packed_cmp_pads_dq_per_document_and_folded_head() -> None:
     assert added == pytest.approx(2 * 128 * HQ * 16 * (D + 1) * 4, abs=64)
 
 
+@pytest.mark.slow
 def test_packed_sel_does_not_depend_on_the_number_of_documents() -> None:
     assert stated(slot="sel", varlen=True, batch=3) == pytest.approx(
         stated(slot="sel", varlen=True), rel=1e-3
@@ -109,6 +110,7 @@ def test_cmp_of_one_sequence_copies_dq_only(monkeypatch: pytest.MonkeyPatch) -> 
     assert stated(slot="cmp") == OUTPUTS + grads + lse_copy + backward + copies
 
 
+@pytest.mark.few_cases("cmp", "win")
 @pytest.mark.parametrize("slot", ["cmp", "sel", "win"])
 def test_workspace_counts_an_additional_copy_in_the_code(
     slot: str, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +121,8 @@ def test_workspace_counts_an_additional_copy_in_the_code(
     assert stated(slot=slot, batch=2) > before
 
 
-@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("batch", [1, 2, None])
 def test_linear_extrapolation_of_sel_matches_the_dry_run_of_all_chunks(
     batch: int | None, deterministic: bool, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +139,7 @@ def test_linear_extrapolation_of_sel_matches_the_dry_run_of_all_chunks(
     assert stated(**change) == pytest.approx(extrapolated, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_sel_grows_no_faster_than_its_tensors() -> None:
     # o and lse; dq; dk and dv in fp32 and rounded
     per_token = HQ * (D * 2 + 4) + HQ * D * 2 + G * 2 * D * (4 + 2)

@@ -26,6 +26,7 @@ def generate(model, ids, mask=None, seed=0, **options):
     return model.generate(ids, attention_mask=mask, max_new_tokens=24, **options)[:, ids.shape[1] :]
 
 
+@pytest.mark.few_cases("chunked prefill-llama")
 @pytest.mark.parametrize("kind", NSA_MODELS)
 @pytest.mark.parametrize("decoding", DECODING)
 def test_the_cache_does_not_change_the_tokens(kind, decoding):
@@ -38,6 +39,7 @@ def test_the_cache_does_not_change_the_tokens(kind, decoding):
     assert len(expected.unique()) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoding", ["greedy", "beams"])
 def test_prompts_of_a_padded_batch_are_continued_as_alone(decoding):
     model = nsa_model("qwen3", torch.float64)
@@ -48,6 +50,7 @@ def test_prompts_of_a_padded_batch_are_continued_as_alone(decoding):
         assert torch.equal(together[row], alone[0])
 
 
+@pytest.mark.few_cases("prompt lookup")
 @pytest.mark.parametrize("assistant", ["same", "other", "prompt lookup"])
 def test_assisted_generation_gives_the_greedy_tokens(assistant):
     model, ids = nsa_model(dtype=torch.float64), torch.randint(1, 61, (1, 40)).repeat(1, 2)

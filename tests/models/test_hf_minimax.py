@@ -193,6 +193,7 @@ def test_a_cache_changes_nothing(model, tokens, rows):
         assert difference(logits, whole) < LOGITS
 
 
+@pytest.mark.few_cases
 @LEFT
 @pytest.mark.parametrize("rows", ["no padding", "left"])
 @pytest.mark.parametrize(
@@ -229,6 +230,7 @@ def test_generation_matches_eager(model, tokens, rows, options):
         assert difference(logits, expected) < 2 * LOGITS
 
 
+@pytest.mark.few_cases("40")
 @pytest.mark.parametrize("queries", [TOKENS, 40])
 def test_bfloat16_passes_the_verdict(model, tokens, monkeypatch, queries):
     """The attention of each sparse layer, given its own q, k, v and blocks, against float64."""
@@ -269,6 +271,7 @@ def test_bfloat16_passes_the_verdict(model, tokens, monkeypatch, queries):
         assert all(verdicts.values()), verdicts
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 def test_training_follows_eager(tokens):
     """With AdamW, gradient checkpointing and padding on the right."""
@@ -291,6 +294,7 @@ def test_training_follows_eager(tokens):
     assert max(abs(a - b) for a, b in zip(*losses.values())) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_trainer_with_lora_follows_eager(tokens, tmp_path):
     data = [{"input_ids": row, "labels": row} for row in tokens[:, :100].tolist()] * 4
     losses = {}

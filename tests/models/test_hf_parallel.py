@@ -73,6 +73,7 @@ def test_a_model_with_divided_heads_is_saved_whole(outcomes, name):
     assert outcomes[name] == [{"class": kind, **same}] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", REFUSED)
 def test_calls_that_cannot_work_are_refused_on_all_ranks(refusals, of):
     for message in refusals[of]:

@@ -29,6 +29,7 @@ YARN = {
 }
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", NSA_MODELS)
 def test_a_saved_model_has_the_same_logits(kind, tied, tmp_path):
@@ -104,6 +105,7 @@ def test_parameters_that_a_checkpoint_lacks_are_initialised_as_in_a_new_layer(tm
                 assert parameter.std().item() == close, name
 
 
+@pytest.mark.few_cases("left-llama", "right-qwen2")
 @pytest.mark.parametrize("kind", NSA_MODELS)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_neither_logits_nor_gradients(kind, side):
@@ -222,6 +224,7 @@ def test_a_loop_generates_answers_and_trains_on_padded_pairs():
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_trainer_lowers_the_loss_and_writes_a_model(tmp_path):
     row = [*range(1, 41)] * 2
     data = [{"input_ids": row, "labels": row, "attention_mask": [1] * 80}] * 8

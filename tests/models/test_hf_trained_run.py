@@ -106,6 +106,7 @@ def test_a_tokenizer_file_gives_the_ids_of_the_training(run, end):
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == ours.end == 3
 
 
+@pytest.mark.slow
 def test_the_command_converts_a_dense_run_with_the_sizes_of_the_run(nsa, run, tmp_path):
     folder, trained = run("dense", ByteTokenizer())
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 9)

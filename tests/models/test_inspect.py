@@ -220,6 +220,7 @@ def test_unusable_checkpoints_and_texts_are_refused(write_checkpoint, config, tm
         inspect_text("text", max_tokens=0)
 
 
+@pytest.mark.slow
 def test_untrained_weights_follow_the_seed_and_are_labelled():
     one, same, other = (inspect_text("word " * 30, open_subject(seed=s)) for s in (1, 1, 2))
     assert torch.equal(one.layers[0].gates, same.layers[0].gates)
@@ -232,6 +233,7 @@ def test_untrained_weights_follow_the_seed_and_are_labelled():
     assert UNTRAINED not in detail(dataclasses.replace(one, trained=True), 0, "svg").decode()
 
 
+@pytest.mark.slow
 def test_pictures_are_deterministic_light_and_1600_pixels_wide(planted, tmp_path):
     pytest.importorskip("matplotlib")
     files = save(planted, tmp_path / "one")

@@ -127,6 +127,7 @@ def hub(monkeypatch):
     return fake
 
 
+@pytest.mark.slow
 def test_a_data_set_of_parquet_is_read_by_row_group(tmp_path, hub):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pytest.importorskip("fsspec")

@@ -39,6 +39,7 @@ def test_advance_equals_the_logits_of_the_whole_sequence(model):
         advance(model, caches, tokens[:, :1])
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("rows", [1, 9, 70])
 def test_error_in_one_layer_leaves_the_caches_of_all_layers_as_they_were(model, rows):
     tokens = torch.randint(256, (2, 90))
@@ -61,6 +62,7 @@ def test_each_step_reads_only_the_new_token(model):
     assert seen == [9, 1, 1, 1]
 
 
+@pytest.mark.few_cases("dense")
 def test_sampling_follows_seed_top_k_and_temperature(model):
     prompt = torch.randint(256, (1, 5))
 

@@ -91,6 +91,7 @@ def save(folder, model, optimizer, step=1, together=True):
     checkpoint.write(folder / checkpoint.FILE, tensors, model.config, facts, None, together)
 
 
+@pytest.mark.slow
 def test_shards_are_read_into_any_layout(group, config, tmp_path):
     model, optimizer = trained(config)
     save(tmp_path, model, optimizer)
@@ -241,6 +242,7 @@ def test_absent_and_altered_shards_are_refused(group, config, tmp_path):
         checkpoint.read(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", ["shard", "index"])
 def test_a_save_that_fails_leaves_the_last_checkpoint(
     group, config, tmp_path, monkeypatch, failing

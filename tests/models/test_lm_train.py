@@ -67,6 +67,7 @@ def losses(trainer: Trainer, steps: int) -> list[float]:
     return [trainer.step().read()[0] for _ in range(steps)]
 
 
+@pytest.mark.slow
 def test_three_steps_resumed_for_three_equal_six_steps(trainer, tmp_path):
     uninterrupted = trainer()
     expected = losses(uninterrupted, 6)
@@ -90,6 +91,7 @@ def saved_random_state(folder: pathlib.Path) -> torch.Tensor:
     return checkpoint.read(folder).tensors["random.cpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(trainer, tmp_path, number):
     uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
@@ -138,6 +140,7 @@ def test_a_second_interrupt_ends_at_once(trainer, tmp_path, interruptible):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 def test_a_stop_signal_of_another_process_ends_the_run(trainer, tmp_path):
     stopped = trainer()
     step = stopped.step
@@ -148,6 +151,7 @@ def test_a_stop_signal_of_another_process_ends_the_run(trainer, tmp_path):
     assert checkpoint.read(tmp_path).facts["step"] == 3
 
 
+@pytest.mark.slow
 def test_the_log_has_a_header_and_every_step(trainer, tmp_path):
     reported = train(trainer(), tmp_path)
     header, records = log.read_log(tmp_path / log.FILE)
@@ -203,6 +207,7 @@ def test_a_share_above_the_matrix_rate_is_a_failed_measurement(trainer, tmp_path
     assert not any("matrix_share" in r for r in log.read_log(tmp_path / log.FILE)[1])
 
 
+@pytest.mark.slow
 def test_steps_before_an_unreadable_document_are_saved(trainer, tmp_path, monkeypatch):
     recipe = dataclasses.replace(RECIPE, save_every=6)
     failing, expected, count = trainer(recipe), losses(trainer(), 6), itertools.count(1)
@@ -221,6 +226,7 @@ def test_steps_before_an_unreadable_document_are_saved(trainer, tmp_path, monkey
     assert losses(trainer(resume_from=saved), 4) == expected[2:]
 
 
+@pytest.mark.few_cases("loss")
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_non_finite_loss_or_gradient_ends_the_run(trainer, tmp_path, where):
     failing = trainer()
@@ -240,6 +246,7 @@ def test_a_non_finite_loss_or_gradient_ends_the_run(trainer, tmp_path, where):
     assert checkpoint.read(tmp_path).facts["step"] == 2
 
 
+@pytest.mark.slow
 def test_accumulation_has_the_losses_of_undivided_steps(trainer):
     expected = losses(trainer(), 3)
     for parts in (2, 4):
@@ -252,6 +259,7 @@ def test_accumulation_has_the_losses_of_undivided_steps(trainer):
         trainer(dataclasses.replace(RECIPE, accumulate=3))
 
 
+@pytest.mark.few_cases("dense")
 def test_report_row_6_packed_rows_have_the_losses_of_separate_rows(config, attention):
     """Rows with one document each have equal losses as [B, S] and packed, over 20 steps."""
     curves = []
@@ -268,6 +276,7 @@ def test_report_row_6_packed_rows_have_the_losses_of_separate_rows(config, atten
     assert curves[0] != curves[0][:1] * 20
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_mean_over_all_targets(trainer):
     fresh = trainer()
     rows = [next(fresh.data.rows.lane(number, 4)) for number in range(4)]

@@ -88,6 +88,7 @@ def test_regular_ends_are_no_loss(start):
     assert ends == []
 
 
+@pytest.mark.slow
 def test_a_silent_process_is_lost_soon_after_an_error_of_a_collective(start):
     make, _, ends = start
     with make(1):

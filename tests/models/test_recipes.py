@@ -120,6 +120,13 @@ CASES += [(moba_attention, moba_choice, *case) for case in MOBA]
 NAMES = [f"{case[0].__name__} {case[2]}" for case in CASES]
 
 
+@pytest.mark.few_cases(
+    "infllm2_attention 7",
+    "moba_attention 73",
+    "moba_attention 50",
+    "moba_attention 40",
+    "moba_attention 7",
+)
 @pytest.mark.parametrize(("recipe", "choose", "tokens", "sizes"), CASES, ids=NAMES)
 def test_outputs_and_gradients_match_the_equations(recipe, choose, tokens, sizes):
     x = problem(tokens)

@@ -116,6 +116,7 @@ def test_a_run_writes_files_resumes_and_generates(nsa, text, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_existing_files_and_wrong_arguments_are_refused(nsa, text, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
@@ -202,6 +203,7 @@ def test_errors_name_options_as_typed(nsa, text, tmp_path, options, message):
     assert (done.code, done.err) == (2, f"nsa: {message}\n")
 
 
+@pytest.mark.few_cases("fsdp")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_single_process_of_torchrun_may_name_its_parallelism(
     nsa, text, tmp_path, monkeypatch, kind
@@ -271,6 +273,7 @@ def test_tasks_print_their_best_loss_or_accuracy(nsa, tmp_path):
     assert (done.code, "trained on the task recall: it has no text" in done.err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_run_with_nsa_starts_from_a_dense_run(nsa, text, tmp_path):
     dense = ["--data", text, "--attention", "dense", "--steps", "1", *SMALL]
     assert nsa("train", "--out", str(tmp_path / "dense"), *dense).code == 0
@@ -292,6 +295,7 @@ def test_options_cover_existing_fields_and_sizes():
     assert help_of_size == f"{', '.join(list(SIZES)[:-1])} or {list(SIZES)[-1]}."
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_exits_with_130(text, tmp_path):
     out = tmp_path / "run"
     command = [
@@ -359,6 +363,7 @@ def test_sigterm_saves_and_prints_a_command_that_goes_on(nsa, text, tmp_path, mo
     assert checkpoint.read(out).facts["step"] == 2
 
 
+@pytest.mark.slow
 def test_the_commands_in_the_training_docs_run(nsa, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "how-to" / "train.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)

@@ -68,6 +68,7 @@ def run(nsa: Callable, tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_a_second_training_in_a_folder_is_refused_until_the_first_one_dies(nsa, run, tmp_path):
     out = ["--out", str(run)]
     with holder(run) as process:
@@ -214,6 +215,7 @@ def fail_writes(
     monkeypatch.setattr(atomic_files, "_replace", failing)
 
 
+@pytest.mark.few_cases("30")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
 def test_a_checkpoint_that_cannot_be_written_is_kept_elsewhere(
     nsa, run, tmp_path, monkeypatch, number

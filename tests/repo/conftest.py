@@ -1,4 +1,4 @@
-"""The fixtures `repo`, the files of the repository and their syntax trees, and `figures`."""
+"""The fixture `repo`: the files of the repository and their syntax trees."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import functools
 import gc
 import pathlib
 import subprocess
-import sys
 
 import pytest
 
@@ -91,14 +90,3 @@ class Repository:
 @pytest.fixture(scope="session")
 def repo() -> Repository:
     return Repository(pathlib.Path(__file__).resolve().parents[2])
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The module benchmarks/figures.py."""
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).resolve().parents[2] / "benchmarks")
-    for name in [n for n in sys.modules if n == "figures" or n.startswith("figure_")]:
-        sys.modules.pop(name)
-    import figures
-
-    return figures

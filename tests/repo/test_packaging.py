@@ -36,13 +36,6 @@ def workflow(repo, name: str) -> dict:
     return document
 
 
-def placeholders(text: str) -> list[str]:
-    """Return what stands for a name that is not known yet, other than OWNER."""
-    words = r"TODO|TBD|FIXME|XXX|CHANGEME|PLACEHOLDER|YOUR[-_ ]|example\.(?:com|org)|you@"
-    addresses = r"(?:github\.com/|//)(?!OWNER\b)[\w-]+(?:/|\.github\.io/)native-sparse-attention\b"
-    return [match[0] for match in re.finditer(f"{words}|{addresses}", text)]
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_package_has_the_shared_metadata(package, repo):
     shared = tomllib.loads(repo.text("metadata.toml"))
@@ -63,56 +56,11 @@ def test_a_wheel_has_every_data_file_of_its_package(package, repo):
     assert files == {path for path in shipped if path.is_file()}
 
 
-def test_owner_is_the_only_placeholder(repo):
-    names = [
-        "metadata.toml",
-        "mkdocs.yml",
-        "CITATION.cff",
-        "Dockerfile",
-        "README.md",
-        "SECURITY.md",
-    ]
-    names += [repo.name(path) for path in (repo.root / ".github").rglob("*.*")]
-    names += [
-        f"packages/{package}/{file}"
-        for package in PACKAGES
-        for file in ("README.md", "pyproject.toml")
-    ]
-    errors = {name: words for name in names if (words := placeholders(repo.text(name)))}
-    assert not errors
-    assert "OWNER" in repo.text("metadata.toml")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "TODO",
-        "https://github.com/you/native-sparse-attention",
-        "https://me.github.io/native-sparse-attention/",
-        "a@example.com",
-    ],
-)
-def test_other_placeholders_are_detected(text):
-    assert placeholders(f"see {text} and https://github.com/OWNER/native-sparse-attention")
-
-
-def test_yaml_toml_and_citation_files_parse(repo):
-    parsers = {".yml": lambda text: yaml.load(text, Loader), ".toml": tomllib.loads}
-    parsers |= {".yaml": parsers[".yml"], ".cff": parsers[".yml"]}
-    paths = [path for path in repo.files() if path.suffix in parsers]
-    for path in paths:
-        assert parsers[path.suffix](path.read_text(encoding="utf-8")), repo.name(path)
-    names = {repo.name(path) for path in paths}
-    assert names >= {"metadata.toml", "mkdocs.yml", "CITATION.cff", ".pre-commit-config.yaml"}
-    assert len([name for name in names if name.startswith(".github/")]) >= 7
-
-
 def test_the_dockerfile_runs_the_first_command_of_the_readme(repo):
     text = repo.text("Dockerfile")
     (run,) = re.findall(r"(?m)^RUN (.+)$", text)
     (command,) = re.findall(r'(?m)^CMD \["sh", "-c", "(.+)"\]$', text)
     assert f"{run} && {command}" == commands(repo)[0]
-    assert len(text.splitlines()) <= 10
     assert "ENV PIP_NO_CACHE_DIR=1 PATH=/nsa/.venv/bin:$PATH\nWORKDIR /nsa\nCOPY . .\n" in text
 
 
@@ -124,23 +72,6 @@ def test_ci_runs_every_python_that_the_packages_name(repo):
     named = [c.removeprefix(prefix) for c in shared["classifiers"] if c.startswith(f"{prefix}3.")]
     assert named == PYTHONS
     assert shared["requires-python"] == f">={PYTHONS[0]}"
-
-
-def test_badges_of_the_readme_are_true(repo):
-    badges = re.findall(r"!\[([^\]]+)\]\((https://[^)]+)\)", repo.text("README.md"))
-    shown = {text: address.split("/badge/")[-1] for text, address in badges}
-    assert shown.keys() == {
-        "CI",
-        f"Python {PYTHONS[0]} to {PYTHONS[-1]}",
-        "PyTorch 2.8 or later",
-        "Licence: Apache-2.0",
-    }
-    assert shown["CI"].endswith("/OWNER/native-sparse-attention/actions/workflows/ci.yml/badge.svg")
-    assert shown[f"Python {PYTHONS[0]} to {PYTHONS[-1]}"].startswith("python-3.10_to_3.13-")
-    assert shown["PyTorch 2.8 or later"].startswith("pytorch-2.8_or_later-")
-    assert shown["Licence: Apache-2.0"].startswith("licence-Apache--2.0-")
-    assert '"torch>=2.8"' in project(repo, "nsa-core")
-    assert tomllib.loads(repo.text("metadata.toml"))["license"] == "Apache-2.0"
 
 
 def writes(job: dict) -> bool:

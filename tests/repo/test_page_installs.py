@@ -7,6 +7,7 @@ import importlib.metadata
 import pathlib
 import re
 import sys
+from collections.abc import Iterator
 
 import pytest
 from packaging.requirements import Requirement
@@ -89,11 +90,15 @@ def missing(repo, page: str) -> list[str]:
     return errors
 
 
-def pages() -> list[pathlib.Path]:
-    return [path for path in sorted(PAGES.glob("*.md")) if path.stem != FILES_OF_A_PACKAGE]
+def pages() -> Iterator[object]:
+    """Return the pages; what the page of the harness installs is in the environment of `full`."""
+    for path in sorted(PAGES.glob("*.md")):
+        if path.stem != FILES_OF_A_PACKAGE:
+            marks = [pytest.mark.slow] if path.stem == "evaluate" else []
+            yield pytest.param(path, id=path.stem, marks=marks)
 
 
-@pytest.mark.parametrize("path", pages(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", pages())
 def test_a_page_installs_what_it_uses(path, repo):
     page = path.read_text(encoding="utf-8")
     assert missing(repo, page) == []

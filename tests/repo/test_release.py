@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import importlib.util
 import os
@@ -179,19 +178,6 @@ def test_only_nsa_verify_adds_a_pytest_plugin(repo):
     assert [point.group for point in verify.entry_points] == ["pytest11"]
 
 
-def test_no_module_repeats_the_version(repo):
-    """importlib.metadata has the version, and nsa_core.__version__ reads it there."""
-    version = version_of(repo, "nsa-core")
-    modules = [
-        name
-        for name in repo.python("packages")
-        if re.search(r"(?m)^__version__\b", repo.text(name))
-        or re.search(rf'"{re.escape(version)}"', repo.text(name))
-    ]
-    assert not modules, f"version repeated in {modules}: read it from importlib.metadata"
-    assert nsa_core.__version__ == importlib.metadata.version("nsa-core")
-
-
 def test_nsa_core_exports_the_public_names():
     """Public names are stable; add a new name to PUBLIC_NAMES."""
     assert set(nsa_core.__all__) == set(dir(nsa_core)) == PUBLIC_NAMES
@@ -304,27 +290,4 @@ def test_keys_per_query_in_the_readme_match_the_formula(repo):
 def test_the_code_of_the_readme_runs(repo):
     code, *others = re.findall(r"```python\n(.*?)```", repo.text("README.md"), re.DOTALL)
     assert not others
-    assert len([line for line in code.splitlines() if line.strip()]) <= 10
-    assert "nsa_attention(" in code
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
-
-
-def test_the_first_screen_of_the_readme_is_complete(repo):
-    """It has one sentence, one chart, the install line and the code, in this order."""
-    text = repo.text("README.md")
-    screen = text.split("\n## ")[0]
-    image = 'src="docs/images/lengths.svg"'
-    places = [screen.index(words) for words in ("A causal attention layer for", image)]
-    places += [screen.index(words) for words in ("pip install ./packages/*", "```python")]
-    assert places == sorted(places)
-    assert (repo.root / "docs/images/lengths.svg").is_file()
-    assert "|---" not in screen
-    assert len(text.splitlines()) <= 150
-
-
-def test_all_files_parse_as_python_3_10(repo):
-    for path in repo.files():
-        if path.suffix == ".py":
-            ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
-    assert 'target-version = "py310"' in repo.text("pyproject.toml")
-    assert 'python_version = "3.10"' in repo.text("pyproject.toml")

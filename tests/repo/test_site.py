@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import pathlib
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,64 +79,6 @@ def test_the_exit_code_page_has_the_codes_of_the_help(repo: Any) -> None:
     constants = (output.FAILED, output.USAGE, output.UNAVAILABLE, output.BROKEN, output.UNWRITTEN)
     codes = {0, *constants, output.INTERRUPTED, output.CLOSED, 143}
     assert {int(row[0]) for row in table} == codes
-
-
-@pytest.fixture(scope="module")
-def hooks(repo: Any) -> Any:
-    """The module docs/scripts/site_hooks.py."""
-    spec = importlib.util.spec_from_file_location(
-        "site_hooks", repo.root / "docs" / "scripts" / "site_hooks.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    "html",
-    [
-        '<script src="https://example.com/a.js"></script>',
-        '<link rel="stylesheet" href="//example.com/a.css">',
-        '<link rel="preconnect" href="https://fonts.gstatic.com" crossorigin>',
-        "<img alt='x' src='http://example.com/a.png'>",
-        "<style>@import 'https://example.com/a.css';</style>",
-        "<style>a { background: url(https://example.com/a.png) }</style>",
-    ],
-)
-def test_a_file_of_another_server_is_detected(html: str, hooks: Any) -> None:
-    assert hooks.external_files(f"<p>text {html} <a href='https://example.com'>link</a>")
-
-
-def test_a_link_to_another_server_is_allowed(hooks: Any) -> None:
-    html = '<a href="https://example.com">x</a><script src="../a.js"></script>'
-    assert hooks.external_files(html + '<link rel="canonical" href="https://e.com/">') == []
-
-
-def test_docstrings_that_are_not_rendered_are_detected(hooks: Any) -> None:
-    assert hooks.unrendered_docstrings("<p>see :func:<code>x</code></p><p>Example:\n>>> f()</p>")
-    assert not hooks.unrendered_docstrings("<code>:func:`x`</code><p>An example: f</p>")
-
-
-def test_asterisks_of_a_formula_that_became_emphasis_are_detected(hooks: Any) -> None:
-    assert hooks.broken_formulas("<p>tokens i<em>d .. i</em>d</p>") == ["d .. i"]
-    assert hooks.broken_formulas("lim<em>u</em>2") == ["u"]
-    assert not hooks.broken_formulas("<p>what it <em>reads</em></p><code><em>u</em></code>")
-
-
-@pytest.mark.parametrize(
-    ("link", "expected"),
-    [
-        ("[a](../../README.md#b)", "[a](URL/blob/main/README.md#b)"),
-        ("[a](../start/install.md)", "[a](../start/install.md)"),
-        ("[a](https://example.com)", "[a](https://example.com)"),
-    ],
-)
-def test_links_that_leave_the_site_lead_to_the_repository(link, expected, hooks: Any) -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="how-to/a.md"))
-    config = SimpleNamespace(repo_url="URL")
-    assert hooks.on_page_markdown(link, page=page, config=config) == expected
 
 
 @pytest.fixture(scope="module")

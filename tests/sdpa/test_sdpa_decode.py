@@ -19,6 +19,7 @@ SDPA = Combination(dict.fromkeys(("cmp", "select", "sel", "win", "combine"), "sd
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("step", quick_steps(), ids=lambda step: step.case.name)
 def test_decode_forms_match_the_oracle(step, dtype):
@@ -35,6 +36,7 @@ def test_decode_forms_in_the_smallest_chunks_match_the_oracle(step, monkeypatch)
     assert not [f for f in decode_parity(SDPA, step, torch.float64) if not f.ok]
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
     "step", [s for s in quick_steps() if s.rows > 2], ids=lambda step: step.case.name

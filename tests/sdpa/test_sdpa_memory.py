@@ -87,6 +87,14 @@ SAMPLED = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few_cases(
+    "cmp-reports",
+    "cmp-deterministic",
+    "cmp-several steps",
+    "select-forward",
+    "win-forward",
+    "combine-batch",
+)
 @SAMPLED
 def test_shortened_loops_of_a_dry_run_reach_the_peak_of_complete_loops(
     slot: str, shape: str, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +113,7 @@ def test_shortened_loops_of_a_dry_run_reach_the_peak_of_complete_loops(
     assert stated == (pytest.approx(complete, rel=0.025) if request.varlen else complete)
 
 
+@pytest.mark.slow
 def test_dry_run_of_select_includes_its_largest_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 4 MiB of scores, select takes 60 steps, and its largest steps cross two documents.
 
@@ -138,6 +147,15 @@ ON_THE_CPU = {
 }
 
 
+@pytest.mark.few_cases(
+    "reports-cmp",
+    "fp32-select",
+    "forward-win",
+    "h=1 wide-combine",
+    "batch-cmp",
+    "w>=S-cmp",
+    "packed-cmp",
+)
 @pytest.mark.parametrize("slot", SLOTS)
 @pytest.mark.parametrize("shape", ON_THE_CPU)
 def test_row_47_workspace_equals_the_peak_of_a_real_run(
@@ -158,6 +176,7 @@ def test_row_47_workspace_equals_the_peak_of_a_real_run(
     assert stated == pytest.approx(real, rel=tolerance)
 
 
+@pytest.mark.few_cases("cmp", "combine")
 @pytest.mark.parametrize("slot", SLOTS)
 def test_dry_run_allocates_no_memory_and_is_cached(slot: str) -> None:
     class AllocatedBytes(TorchDispatchMode):
@@ -182,6 +201,7 @@ def test_dry_run_allocates_no_memory_and_is_cached(slot: str) -> None:
     assert workspace.peak.cache_info().hits == hits + 1
 
 
+@pytest.mark.few_cases("cmp", "combine")
 @pytest.mark.parametrize("slot", SLOTS)
 def test_workspace_grows_at_most_as_seq_len_to_the_power_1_1(slot: str) -> None:
     points = [
@@ -232,6 +252,7 @@ def test_workspace_without_tokens_or_compressed_tokens() -> None:
     assert no_compressed_token == pytest.approx(outputs, rel=0.05)  # the backend is not called
 
 
+@pytest.mark.slow
 def test_packed_workspace_is_less_than_twice_the_dense_one() -> None:
     for slot in SLOTS:
         dense = getattr(workspace, slot)(make_request(slot, 8192))

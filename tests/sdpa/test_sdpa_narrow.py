@@ -16,6 +16,7 @@ from nsa_verify.problems.slot_runs import run_slots
 CONFIG = config_of(4, 2, 1, 2, (8, 4, 16, 3, 64), dim=64, rope=False)
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 0.9])
 @pytest.mark.parametrize("v_width", [1, 2, 3, 4])
 @pytest.mark.parametrize("width", [1, 2])

@@ -152,6 +152,7 @@ def edge_cuts() -> list[tuple[int, int]]:
     return list(itertools.combinations(edges, 2))
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("slot", NAMES)
 @pytest.mark.parametrize("first", range(16))
 def test_every_residue_of_the_first_query(slot: str, first: int) -> None:
@@ -163,6 +164,7 @@ def test_every_residue_of_the_first_query(slot: str, first: int) -> None:
     assert_exact(DENSE, slot, 16 + first, 16 + first + 5, keys=keys)
 
 
+@pytest.mark.few_cases
 @CASES
 @pytest.mark.parametrize("slot", NAMES)
 def test_random_cuts(slot: str, case: Case) -> None:
@@ -219,6 +221,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aten, "route", lambda *request: "tiles")
 
 
+@pytest.mark.few_cases
 @CASES
 @pytest.mark.parametrize("slot", NAMES)
 def test_random_cuts_in_small_tiles(slot: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +230,7 @@ def test_random_cuts_in_small_tiles(slot: str, case: Case, monkeypatch: pytest.M
         assert_exact(case, slot, first, end)
 
 
+@pytest.mark.few_cases
 @CASES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_judged_in_every_dtype(case: Case, dtype: torch.dtype) -> None:
@@ -335,6 +339,7 @@ def test_compiles_at_most_twice(slot: str) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.few_cases("select-dense")
 @pytest.mark.parametrize(
     "case", [DENSE, pytest.param(PACKED, marks=pytest.mark.slow)], ids=["dense", "packed"]
 )
@@ -426,6 +431,7 @@ def meta_peak(slot: str, first: int, rows: int, device: str, deterministic: bool
     return count.peak
 
 
+@pytest.mark.few_cases("cmp-cpu", "sel-cuda", "win-cuda, deterministic")
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda, deterministic"])
 @pytest.mark.parametrize("slot", NAMES)
 def test_memory_grows_linearly_with_the_keys(slot: str, device: str) -> None:

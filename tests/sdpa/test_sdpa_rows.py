@@ -53,6 +53,7 @@ def check(
         assert_correct(c, run_slot(plan, slot, inputs, data.do, data), slot)
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "length",
@@ -72,6 +73,7 @@ def test_rows_03_to_06_short_and_partial_lengths(length: int, dtype: torch.dtype
     check(case(length), dtype)
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize(
     "fields",
     [
@@ -188,6 +190,7 @@ def test_row_37_huge_logits_stay_finite(dtype: torch.dtype) -> None:
         assert run.outputs["lse"][sees_keys].isfinite().all()
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("factor", [1e-6, 1e3, "outlier", "subnormal"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_row_38_values_of_every_magnitude(factor: float | str, dtype: torch.dtype) -> None:
@@ -218,6 +221,7 @@ def test_gradcheck_in_fp64(slot: str) -> None:
     assert torch.autograd.gradcheck(lambda *x: kernel(*x)[0], leaves, fast_mode=True)
 
 
+@pytest.mark.few_cases("cmp-packed", "select-dense", "sel-packed", "win-dense", "combine-dense")
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("slot", ["cmp", "select", "sel", "win", "combine"])
 def test_opcheck(slot: str, packed: bool) -> None:
@@ -235,6 +239,7 @@ def test_opcheck(slot: str, packed: bool) -> None:
     torch.library.opcheck(op, (*args, *tail))
 
 
+@pytest.mark.slow
 def test_window_above_4096_keys_matches_the_oracle() -> None:
     """Windows of more than 4096 keys are computed in several key chunks."""
     c = Case(

@@ -66,6 +66,7 @@ def assert_correct(case: Case, slot: str, run: SlotRun, cu_seqlens: torch.Tensor
     assert {n: v.why for n, v in verdicts.items() if not v} == {}
 
 
+@pytest.mark.few_cases("narrow operands-row18-packed-dtype0")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "row18-packed"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -99,6 +100,7 @@ def test_window_as_long_as_the_longest_document_matches_the_oracle(
     assert_correct(case, "win", run_slot(plan, "win", inputs, data.do, data), data.cu_seqlens)
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("slot", BRANCHES)
 @pytest.mark.parametrize("name", ["k", "v", "do"])
 @pytest.mark.parametrize("row", [59, 61], ids=["end of a document", "start of a document"])
@@ -139,6 +141,7 @@ def test_rows_30_36_invalid_duplicate_and_missing_blocks(dtype: torch.dtype) -> 
     assert_correct(DENSE, "sel", run, None)
 
 
+@pytest.mark.few_cases("dtype0-packed", "dtype1-packed", "dtype2-packed")
 @pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_row_39_equal_scores_go_to_the_lower_index(case: Case, dtype: torch.dtype) -> None:

@@ -95,6 +95,7 @@ def test_rows_whose_launch_changed_keep_their_limits(all_rows) -> None:
     check(row for row in all_rows if (row.title, row.launch.digest) not in stored)
 
 
+@pytest.mark.slow
 def test_the_table_has_the_rows_of_this_tree(all_rows) -> None:
     """The file lists every kernel on both GPUs and no other; titles need no compilation."""
     titles = [compile_table.title(entry) for entry in TABLE["rows"]]
@@ -118,6 +119,7 @@ def test_the_file_is_written_one_entry_a_line() -> None:
     assert len(text.splitlines()) == len(TABLE["rows"]) + 2
 
 
+@pytest.mark.slow
 def test_block_gradients_keep_their_products_asynchronous() -> None:
     """Serialized (C7515), sel_block_backward takes 10.95 ms instead of 8.52.
 
@@ -136,6 +138,7 @@ def test_block_gradients_keep_their_products_asynchronous() -> None:
         assert not cost.serialized, row.title
 
 
+@pytest.mark.slow
 def test_serialized_products_are_reported() -> None:
     """Another version of triton has another ptxas, which may not warn."""
     (row,) = (
@@ -171,6 +174,7 @@ def test_blocks_are_selected_by_four_warps(architecture: int, dtype: str) -> Non
     assert ("decode_sel", 8) in seen
 
 
+@pytest.mark.slow
 def test_shared_memory_of_a_too_large_tile_is_reported() -> None:
     """Triton compiles such a tile without an error; only the figure shows it."""
     launch = next(compile_table.rows({"bfloat16": ((128, 128),)}, ("win",))).launch

@@ -70,6 +70,7 @@ def lost_in_steps(slot: str, head_dim: int, v_head_dim: int, group: int = 16) ->
     return [line for code in codes for line in sass.lost_descriptors(code)]
 
 
+@pytest.mark.slow
 def test_a_narrow_v_keeps_its_address() -> None:
     assert lost("cmp", 24, 8) == []
 
@@ -78,6 +79,7 @@ def test_a_narrow_v_keeps_its_address_in_steps() -> None:
     assert lost_in_steps("win", 24, 8) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(triton.__version__ != "3.6.0", reason="a later ptxas has no such fault")
 def test_the_fault_of_ptxas_is_seen_without_value_band() -> None:
     def band_of_v(k_band: int, v_band: int, *_: object, **__: object) -> int:

@@ -153,6 +153,7 @@ def is_in_short(slot: str, binary: tuple[Any, ...]) -> bool:
     return binary[0] in IN_SHORT.get(slot, ()) and writes_parts
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("slot", SLOTS)
 def test_row_29_one_binary_per_kernel_over_ten_lengths(slot: str, packed: bool) -> None:

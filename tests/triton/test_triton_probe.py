@@ -225,6 +225,7 @@ def test_detail_begins_with_the_version() -> None:
     assert probing.detail()[0].startswith("triton ")
 
 
+@pytest.mark.slow
 def test_importing_the_kernels_creates_no_cuda_context() -> None:
     code = (
         "import torch, nsa_backend_triton.combine.kernels, nsa_backend_triton.probe as p;"

@@ -138,6 +138,7 @@ def test_elements_of_a_tuple_are_specialized() -> None:
         offline.translate(offline.with_values(launch, {"pair[0]": 1}))
 
 
+@pytest.mark.slow
 def test_every_kernel_translates_with_all_integers_one() -> None:
     """Translate each kernel for sm_90 with all its specialized integer arguments equal to 1."""
     names = set()
@@ -149,6 +150,7 @@ def test_every_kernel_translates_with_all_integers_one() -> None:
     assert names >= printed
 
 
+@pytest.mark.few_cases("4")
 @pytest.mark.parametrize("heads", [1, 2, 4, 6, 8])
 def test_sel_translates_with_one_kv_head(heads: int) -> None:
     """Small groups take the path over buckets."""

@@ -63,10 +63,12 @@ def output() -> str:
     return run(f"{EVERY_MODULE}\nprint('imported')\n{SIMULATED_GPU}\nprint('accepted')")
 
 
+@pytest.mark.slow
 def test_every_module_imports_without_numpy(output: str) -> None:
     assert set(output.partition("imported")[0].split()) == NEED_NUMPY
 
 
+@pytest.mark.slow
 def test_probe_accepts_a_gpu_without_numpy(output: str) -> None:
     assert output.endswith("accepted\n")
 

@@ -97,6 +97,7 @@ def report(
     return document, {problem["what"]: problem for problem in document["troubles"]}
 
 
+@pytest.mark.slow
 def test_doctor_reports_a_working_environment(nsa) -> None:
     done = nsa("doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -119,6 +120,7 @@ def test_doctor_reports_a_working_environment(nsa) -> None:
     }
 
 
+@pytest.mark.slow
 def test_crashes_are_reported_with_their_signal(report) -> None:
     document, problems = report
     assert "SIGSEGV" in problems["backend segfaults 1.0 (segfaults)"]["message"]
@@ -129,6 +131,7 @@ def test_crashes_are_reported_with_their_signal(report) -> None:
     assert all(problem["hint"] for problem in document["troubles"])
 
 
+@pytest.mark.slow
 def test_an_error_in_our_own_probe_is_reported_to_this_project(nsa, report, broken_site) -> None:
     problem = report[1]["probe of backend fa2"]
     assert "ZeroDivisionError" in problem["message"]
@@ -142,6 +145,7 @@ def test_an_error_in_our_own_probe_is_reported_to_this_project(nsa, report, brok
     assert "author" not in shown
 
 
+@pytest.mark.slow
 def test_a_broken_torch_exits_with_code_4_and_a_fix(nsa, tmp_path) -> None:
     (tmp_path / "torch.py").write_text(
         "raise OSError('libcudart.so.12: cannot open shared object file')"
@@ -154,6 +158,7 @@ def test_a_broken_torch_exits_with_code_4_and_a_fix(nsa, tmp_path) -> None:
     assert done.stdout.count("torch cannot be imported") == 4  # three backends and the GPU
 
 
+@pytest.mark.slow
 def test_the_block_has_no_path_and_no_user(report, monkeypatch, capsys) -> None:
     monkeypatch.setenv("LOGNAME", "janedoe")
     health_rows.print_block(report[0])

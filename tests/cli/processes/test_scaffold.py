@@ -41,6 +41,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathl
     return home, site
 
 
+@pytest.mark.slow
 def test_the_generated_backend_is_listed_and_ready(nsa, fresh) -> None:
     done = nsa("backends", "list", "--json", path=fresh[1])
     assert done.returncode == 0, done.stderr

@@ -70,6 +70,7 @@ def masked(
     return (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2)
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["dense", "packed", "inside", "packed inside"])
 def test_output_and_gradients_match_the_oracle(case: str, dtype: torch.dtype) -> None:
@@ -103,6 +104,7 @@ def test_output_and_gradients_match_the_oracle(case: str, dtype: torch.dtype) ->
     assert all(verdicts.values()), verdicts
 
 
+@pytest.mark.few_cases("5", "16", "128", "192", "256")
 @pytest.mark.parametrize("size", [5, 16, 128, 192, 256, 300, 384, 512, 528])
 def test_blocks_of_any_size_match_a_dense_mask(size: int) -> None:
     """Blocks above 256 keys are split, into blocks of 256, 128, 64, 32 or 16 keys."""
@@ -119,6 +121,7 @@ def test_blocks_of_any_size_match_a_dense_mask(size: int) -> None:
         assert float((a - b).abs().max()) < 1e-4
 
 
+@pytest.mark.few_cases("16")
 @pytest.mark.parametrize("size", [16, 256])
 def test_256_blocks_match_a_dense_mask(size: int) -> None:
     x = problem((1, 400), n=256, count=400 // size + 2)

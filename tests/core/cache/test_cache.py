@@ -32,6 +32,7 @@ def problem():
     return attn, x, truth(attn, x)
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("first", EDGES)
 def test_prefill_and_steps(problem, first, page_size):
@@ -42,6 +43,7 @@ def test_prefill_and_steps(problem, first, page_size):
     assert cache.lengths.tolist() == [LENGTH, LENGTH]
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("chunk", [2, 5, 8, 17, 33])
 @pytest.mark.parametrize("max_step", [5, 64])
 def test_chunked_prefill(problem, chunk, max_step):

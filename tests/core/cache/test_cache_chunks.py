@@ -27,6 +27,7 @@ def directions(trace):
     return {call.direction for call in trace if call.slot != "combine"}
 
 
+@pytest.mark.few_cases("16-None")
 @pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize("chunk", [3, 5, 16, 33])
 def test_chunks_equal_the_whole_layer(chunk, page_size):
@@ -40,6 +41,7 @@ def test_chunks_equal_the_whole_layer(chunk, page_size):
     assert directions(trace) == ({"forward", "decode"} if last_is_short else {"forward"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_ragged_chunks_equal_the_whole_layer(page_size):
     """Sequences begin the chunk at different tokens, and one has none."""

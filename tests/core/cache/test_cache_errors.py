@@ -101,6 +101,20 @@ def raise_at(number):
     return RaiseAt(number, ERRORS[(number or 0) % 3])
 
 
+@pytest.mark.few_cases(
+    "0-prefill",
+    "2-prefill after a crop to zero",
+    "4-one token that completes a block",
+    "6-ragged tokens",
+    "8-chunk",
+    "10-cut into chunks",
+    "12-one token after a crop",
+    "14-one token on shared pages",
+    "16-crop",
+    "19-reorder of some",
+    "21-load",
+    "23-reserve",
+)
 @pytest.mark.parametrize(("position", "name"), list(enumerate(SCENARIOS)))
 def test_error_at_some_operator(attn, scenario_of, name, position):
     """A step has one error, at its last operator or earlier; other operations have both.
@@ -162,6 +176,7 @@ def fail(*args):
     raise HookError
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("module", ["", "out", "qkv", "gate", "phi_v"])
 def test_error_in_a_hook(attn, scenario_of, name, module):
@@ -196,6 +211,7 @@ def test_error_in_out_without_the_hooks_of_the_layer(attn, scenario_of, name, mo
     assert_same(run.retry(), golden)
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("name", ["several tokens", "cut into chunks", "reorder", "load"])
 @pytest.mark.parametrize("operator", [0.3, 0.9])
 def test_error_while_an_error_is_undone(attn, scenario_of, name, operator):

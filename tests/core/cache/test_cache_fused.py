@@ -35,6 +35,7 @@ def plain_compress(k, v, k_cmp, v_cmp, phi_k, phi_v, *, rope, call):
             out[int(call.block_table[b, page]), row] = y
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("max_step", [3, 64])
 @pytest.mark.parametrize(
     "changes",

@@ -37,6 +37,7 @@ def new_cache(attn, page_size, batch=2, **options):
     )
 
 
+@pytest.mark.few_cases
 @PAGES
 @pytest.mark.parametrize("start", [0, 3, 8, 12, 15, 16, 22, 32, 47])
 def test_continuing_after_crop_equals_never_appending(attn, start, page_size):
@@ -104,6 +105,7 @@ def test_reset_of_one_sequence_and_of_all(attn, page_size):
     assert_equal(attn(new_x, cache=cache), whole(attn, new_x))
 
 
+@pytest.mark.few_cases("16")
 @PAGES
 def test_reorder(attn, page_size):
     """Beams from one sequence stay independent, also across a page boundary."""
@@ -129,6 +131,7 @@ def test_reorder_moves_the_rollback_limit(attn):
     cache.crop([11, 31])
 
 
+@pytest.mark.few_cases
 @PAGES
 @pytest.mark.parametrize("length", [5, 16, 20, 32, 36])
 def test_prefix_shared_by_all_sequences(attn, length, page_size):
@@ -226,6 +229,7 @@ def test_reserve(attn):
     assert cache.pages.free == 2
 
 
+@pytest.mark.few_cases("1", "2")
 @pytest.mark.parametrize("number", range(6))
 def test_any_history(number):
     """Random operations on caches of many sizes, judged by the check of `nsa verify`."""

@@ -58,6 +58,7 @@ def contents(cache, first):
     return result
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("option", ["mlp", *OPTIONS])
 def test_steps_in_low_precision(option, dtype):

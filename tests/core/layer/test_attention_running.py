@@ -242,7 +242,8 @@ def test_row_29_fake_tensors_give_shapes(planned, packed):
         assert tensors.k[0].grad.shape == tensors.k[0].shape
 
 
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
 def test_row_29_compiles_without_graph_breaks_with_dynamic_length(planned, packed):
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -272,6 +273,7 @@ def test_explicit_plan_in_compiled_code():
     assert torch.equal(compiled(*tensors), attend(tensors))
 
 
+@pytest.mark.slow
 def test_layer_compiles_with_symbolic_integers():
     """With dynamic=True the integers of the config are symbols too."""
     torch._dynamo.reset()

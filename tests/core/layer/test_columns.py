@@ -37,13 +37,14 @@ def compiled_and_eager(config: NSAConfig, packed: bool) -> list[list[torch.Tenso
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "packed"),
     [
         ({"v_head_dim": 12}, False),
         ({"qk_norm": True}, True),
-        pytest.param({"rope_before_compress": True}, False, marks=pytest.mark.slow),
-        pytest.param({"rope": False}, False, marks=pytest.mark.slow),
+        ({"rope_before_compress": True}, False),
+        ({"rope": False}, False),
     ],
     ids=["Dk != Dv", "qk_norm, packed", "rope before phi", "no rope"],
 )

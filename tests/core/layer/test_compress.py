@@ -66,6 +66,7 @@ def phi_of(kind: str, geometry: BlockGeometry, width: int = 5) -> torch.nn.Modul
     return phi
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_dense_is_the_formula_forward_and_backward(kind, name):
@@ -87,6 +88,7 @@ def test_dense_is_the_formula_forward_and_backward(kind, name):
             )
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
 @pytest.mark.parametrize(("batch", "length"), [(0, 21), (0, 8), (0, 5), (0, 0), (2, 0), (2, 7)])
 def test_calls_without_blocks_are_empty_forward_and_backward(kind, batch, length):
@@ -109,6 +111,7 @@ def test_calls_without_blocks_are_empty_forward_and_backward(kind, batch, length
     assert all(p.grad is None or p.grad.isfinite().all() for p in attn.parameters())
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
 @pytest.mark.parametrize(
     "lengths",
@@ -207,6 +210,7 @@ def test_initial_output_has_about_the_variance_of_the_input(kind):
     assert minimum < out.std().item() < 1.4
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("name", GEOMETRIES)
 @pytest.mark.parametrize("length", [33, 64, 71])
 def test_mean_node_equals_the_single_operators(name, length):
@@ -259,6 +263,7 @@ def test_phi_node_equals_the_single_operators(kind):
     torch.testing.assert_close(list(grads), [dx, *dp.values()], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.few_cases("linear-1-False")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("kind", "products"), [("linear", 1), ("mlp", 2)])
 def test_compiled_pair_shares_its_products(kind, products, packed):

@@ -51,6 +51,7 @@ class Attention(torch.nn.Module):
         return nsa_attention(q, k, v, gates, config=CONFIG)
 
 
+@pytest.mark.slow
 def test_exported_function_equals_eager_and_has_the_plan_of_short_sequences(monkeypatch):
     def arguments(batch, length):
         tensors = inputs(CONFIG, batch, length, dtype=torch.float32)

@@ -28,6 +28,7 @@ def gradients(**options):
     return {n: (p.grad.norm() / p.numel() ** 0.5).item() for n, p in attn.named_parameters()}, attn
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
 @pytest.mark.parametrize("gate", GATE_KINDS)
 @pytest.mark.parametrize("qk_norm", [False, True])

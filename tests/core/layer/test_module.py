@@ -177,6 +177,7 @@ def test_pickled_module_without_newer_options_runs():
     assert again.recompute is False
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("lengths", [(20, 1, 16), (0, 30, 0, 7)])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_row_18_packed_equals_separate_forward_and_backward(name, lengths):

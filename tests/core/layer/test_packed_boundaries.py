@@ -187,6 +187,7 @@ def test_unchecked_boundaries_are_checked_by_the_slot(checks):
     assert len(checks) == 3
 
 
+@pytest.mark.slow
 def test_compiled_slots_check_when_they_run(checks):
     torch._dynamo.reset()
     attn, x = layers()[0].requires_grad_(False), torch.randn(60, 16)

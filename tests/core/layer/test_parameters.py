@@ -59,6 +59,7 @@ def judge_layer(attn, x, do, cu):
     return judge_results(run_layer(attn, x, do, cu), *golden_layer(attn, x, do, attn.plan, cu))
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_output_and_every_gradient_against_the_oracle(name, packed):
@@ -68,6 +69,7 @@ def test_output_and_every_gradient_against_the_oracle(name, packed):
     assert {n: v.why for n, v in verdicts.items() if not v} == {}
 
 
+@pytest.mark.few_cases("mlp")
 @pytest.mark.parametrize("name", ["mlp", "mlp gate, qk_norm", "attn_pool", "conv"])
 def test_judge_rejects_a_gradient_error_of_2e_13(name, monkeypatch):
     attn, (x, do, cu) = layer_of(**OPTIONS[name]), problem(packed=False)
@@ -112,6 +114,7 @@ def _swapped_branches(attn, monkeypatch):
 FAULTS = (_unrotated, _shifted_block_angles, _untrained_key, _swapped_gates, _swapped_branches)
 
 
+@pytest.mark.few_cases("_unrotated")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_judge_rejects_planted_faults(fault, monkeypatch):
     attn, (x, do, cu) = layer_of(), problem(packed=True)

@@ -108,6 +108,7 @@ def test_table_is_one_operator_in_a_compiled_graph():
         )
 
 
+@pytest.mark.few_cases("eager", "packed", "chunks")
 @pytest.mark.parametrize("by", ["eager", "compiled", "packed", "chunks", "steps"])
 def test_listed_frequencies_rotate_every_key_of_a_layer(by):
     """The powers of a base give what the base gives; other frequencies do not.

@@ -63,6 +63,7 @@ def test_a_plan_brings_its_config_and_fits_calls_of_the_same_sizes():
         nsa_attention(*tensors, plan=resolve(small(n_heads=8), dtype="float64"))
 
 
+@pytest.mark.slow
 def test_the_short_form_compiles_without_breaks_for_changing_sizes():
     torch._dynamo.reset()
 

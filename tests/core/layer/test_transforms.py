@@ -39,6 +39,7 @@ def assert_close(actual, expected, dtype=torch.float64):
         torch.testing.assert_close(a, e, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("length", [37, 5])  # with compressed tokens, and without
 @pytest.mark.parametrize("compress", COMPRESS_KINDS)
 def test_per_sample_gradients_equal_a_loop(compress, length):

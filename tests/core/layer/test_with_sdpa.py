@@ -85,6 +85,7 @@ def test_check_on_an_sdpa_plan():
             attn(x, plan=plan)
 
 
+@pytest.mark.slow
 def test_compiles_under_autocast_and_checkpoint():
     torch._dynamo.reset()
     attn = NSAttention(CONFIG)
@@ -147,6 +148,7 @@ def test_row_29_layer_compiles_without_graph_breaks_with_dynamic_length(packed):
     assert counter.frame_count <= 2
 
 
+@pytest.mark.slow
 def test_layers_of_one_config_share_a_compilation():
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")

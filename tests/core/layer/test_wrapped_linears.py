@@ -137,6 +137,7 @@ def check(plain, attn, name, x, affine, paths=True):
         )
 
 
+@pytest.mark.few_cases
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize(
     ("name", "options", "change"), CASES, ids=lambda v: getattr(v, "__name__", str(v))
@@ -160,6 +161,7 @@ def test_changed_linear_layer_equals_its_merged_weights_on_every_path(name, opti
     check(plain, attn, name, x, affine)
 
 
+@pytest.mark.few_cases("weight_norm")
 @pytest.mark.parametrize("change", [LoRA, weight_norm], ids=lambda change: change.__name__)
 def test_compiled_layers_call_wrapped_modules(change):
     torch._dynamo.reset()

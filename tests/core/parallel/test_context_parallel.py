@@ -172,11 +172,28 @@ def assert_equal_to_one_process(
         assert errors["equal"] or mode == "sequence" or compress == "conv", errors
 
 
-@pytest.mark.parametrize("case", cases_of(2) + CHECKPOINTS, ids=named)
+EQUAL = cases_of(2) + CHECKPOINTS
+
+
+def is_ordinary(case: Case) -> bool:
+    """Return whether the ordinary run has this case: every form, and every option once."""
+    about = case[1]
+    if "wrap" in about:
+        return about["layout"] == "head_tail"
+    if len(about) > 3:  # with an option
+        return (about["form"], about["mode"]) == ("packed", "sequence")
+    return about["form"] in ("batch", "packed") or about["layout"] == "head_tail"
+
+
+@pytest.mark.few_cases(*(named(case) for case in EQUAL if is_ordinary(case)))
+@pytest.mark.parametrize("case", EQUAL, ids=named)
 def test_two_processes_compute_the_layer_of_one(two: Processes, case: Case) -> None:
     assert_equal_to_one_process(two.outcomes(case), case[1]["mode"], case[1].get("compress", ""))
 
 
+@pytest.mark.few_cases(
+    "data_parallel, ddp, head_tail, sequence", "data_parallel, fsdp, head_tail, heads"
+)
 @pytest.mark.parametrize("case", WRAPPED, ids=named)
 def test_ddp_and_fsdp_sum_the_accumulated_gradients(two: Processes, case: Case) -> None:
     for errors in two.outcomes(case):
@@ -199,6 +216,7 @@ def test_gradients_of_collectives_are_their_adjoints(two: Processes, case: Case)
         assert error <= LIMIT
 
 
+@pytest.mark.few_cases("padded, sequence, head_tail", "padded, heads, head_tail")
 @pytest.mark.parametrize("case", PADDED, ids=named)
 def test_padded_rows_change_nothing(two: Processes, case: Case) -> None:
     for errors in two.outcomes(case):
@@ -216,6 +234,7 @@ def test_head_parallel_computes_no_gradient_of_frozen_tensors(two: Processes) ->
     assert [name for name in frozen_v[1] if name.startswith("phi_k")]
 
 
+@pytest.mark.slow
 def test_a_refused_call_ends_the_calls_of_other_ranks(two: Processes) -> None:
     without, checked = map(two.outcomes, WAITING)
     refused = "InvalidInput: plan is for whole sequences"
@@ -238,6 +257,9 @@ def assert_divided_heads_are_right(outcomes: list[dict[str, Any]]) -> None:
         assert errors["whole"]
 
 
+@pytest.mark.few_cases(
+    "head_parallel, packed", "head_parallel, packed, fsdp", "head_parallel, batch, mean"
+)
 @pytest.mark.parametrize("case", HEADS, ids=named)
 def test_divided_heads_compute_the_layer_of_one(two: Processes, case: Case) -> None:
     assert_divided_heads_are_right(two.outcomes(case))
@@ -294,6 +316,12 @@ def test_refusals_name_the_reason(two: Processes, of: str) -> None:
         assert text.startswith(REFUSALS[of]), text
 
 
+@pytest.mark.few_cases(
+    "rounded, torch.bfloat16, contiguous, sequence",
+    "rounded, torch.bfloat16, contiguous, heads",
+    "rounded, torch.bfloat16, head_tail, sequence",
+    "rounded, torch.bfloat16, head_tail, heads",
+)
 @pytest.mark.parametrize("case", ROUNDED, ids=named)
 def test_errors_are_those_of_one_process(two: Processes, case: Case) -> None:
     for name, tensors in two.outcomes(case)[0].items():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rank_processes import run_on_ranks
 
 
+@pytest.mark.slow
 def test_heads_mode_copies_what_it_exchanges_once() -> None:
     for ranks in run_on_ranks(2, [("copied", {"layout": x}) for x in ("contiguous", "head_tail")]):
         for counts in ranks:

@@ -42,6 +42,7 @@ def test_row_57_faulty_probe_is_a_reason_against_its_backend(toy, probe, code):
     ]
 
 
+@pytest.mark.few_cases("nsa_backend_triton-True")
 @pytest.mark.parametrize(
     ("distribution", "ours"),
     [
@@ -172,6 +173,7 @@ def test_row_52_many_threads_log_the_choice_of_auto_once(toy, caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_row_53_import_and_cpu_plan_do_not_query_cuda():
     code = """
 import torch

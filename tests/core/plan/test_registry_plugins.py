@@ -24,6 +24,7 @@ def by_distribution(registry):
     return {entry.distribution: entry for entry in registry.entries}
 
 
+@pytest.mark.slow
 def test_row_57_valid_plugin_runs_beside_every_faulty_one(discovered):
     registry = discovered
     entry = by_distribution(registry)["toy-good"]
@@ -79,6 +80,7 @@ def test_row_57_every_fault_of_a_spec_is_named(discovered):
     assert "reads_boundaries must be" in message
 
 
+@pytest.mark.slow
 def test_row_57_backends_list_shows_every_status_and_reason(isolated, nsa, monkeypatch):
     monkeypatch.setattr(output, "find_backends", lambda: isolated)
     done = nsa("backends", "list", "--json")

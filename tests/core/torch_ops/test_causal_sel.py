@@ -67,6 +67,7 @@ def slots(x: dict[str, torch.Tensor], **options: Any) -> list[tuple[str, str]]:
     return [(record.slot, record.direction) for record in trace]
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("case", ["dense", "packed", "separate nodes", "no gradient"])
 @pytest.mark.parametrize("tokens", [4, 7, LONGEST, LONGEST + 1])
 def test_short_sequences_run_causal_attention_and_long_ones_select(
@@ -120,6 +121,7 @@ def test_gradients_of_some_inputs_alone() -> None:
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_compiled_call_of_one_length_has_the_bits_of_an_eager_call(recompute: bool) -> None:
     torch._dynamo.reset()

@@ -215,6 +215,7 @@ def test_an_observed_call_records_the_same_node(watcher: str) -> None:
     assert records[0][0] == "_CoreNodeBackward"
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize(
@@ -331,6 +332,7 @@ AGAIN = [(slot, "forward") for slot in ("cmp", "sel", "win")]
 BACKWARDS = [(slot, "backward") for slot in ("combine", "win", "sel", "cmp")]
 
 
+@pytest.mark.few_cases("plain", "profiler", "profiler forward", "profiler backward", "flop counter")
 @pytest.mark.parametrize(
     "how",
     ["plain", "profiler", "profiler forward", "profiler backward", "flop counter", "compile"],
@@ -382,6 +384,7 @@ class Core(torch.nn.Module):
         return nsa_attention(q, k, k, gates, config=CONFIG, recompute=True)
 
 
+@pytest.mark.few_cases("False")
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_call_with_recompute_can_be_exported(strict: bool) -> None:
     inputs = leaves(False)

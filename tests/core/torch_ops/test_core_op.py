@@ -134,6 +134,7 @@ def few(fast: Sequence[tuple[Any, ...]], *axes: Sequence[Any]) -> list[Any]:
     return [p if p in fast else pytest.param(*p, marks=pytest.mark.slow) for p in points]
 
 
+@pytest.mark.few_cases("fused-blocks-False")
 @pytest.mark.parametrize(
     ("kind", "case", "recompute"),
     few(
@@ -170,7 +171,8 @@ def test_results_gradients_and_kernels_are_those_of_eager_calls(
     assert graphs.names == [["nsa_core.core"], backward]
 
 
-@pytest.mark.parametrize("kind", ["fused", pytest.param("slots", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fused", "slots"])
 def test_lengths_share_two_compilations_at_most(kind: str) -> None:
     call, graphs = compiled()
     for tokens in (30, 41, 25, 64):
@@ -182,6 +184,7 @@ def test_lengths_share_two_compilations_at_most(kind: str) -> None:
     assert len(graphs.names) <= 4  # a forward and a backward each
 
 
+@pytest.mark.few_cases("wanted2-False")
 @pytest.mark.parametrize(
     ("wanted", "recompute"),
     few(
@@ -206,6 +209,7 @@ def test_a_branch_without_wanted_gradients_does_not_run(
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
@@ -268,6 +272,7 @@ def run_mapped(x: dict[str, torch.Tensor], of_plan: Plan) -> torch.Tensor:
     return torch.func.vmap(one)(x["q"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "wanted"),
     [(run_without_grad, NAMES), (run_transformed, ()), (run_mapped, NAMES)],
@@ -290,6 +295,7 @@ def test_inference_with_tensors_that_need_no_gradient_keeps_the_slots() -> None:
     assert graphs.names == [[f"nsa_fused_toy.{slot}" for slot in SLOTS]]
 
 
+@pytest.mark.few_cases("eager-None")
 @pytest.mark.parametrize(
     ("backend", "kept"),
     few(
@@ -345,6 +351,7 @@ def test_a_negative_gate_is_refused_where_values_can_be_read() -> None:
         call(x, plan("fused"), nonnegative_gates=True)
 
 
+@pytest.mark.slow
 def test_plans_of_equal_constants_share_a_graph_and_others_do_not() -> None:
     x, (call, graphs) = leaves(), compiled()
     first, second = plan("fused"), plan("fused")
@@ -358,6 +365,7 @@ def test_plans_of_equal_constants_share_a_graph_and_others_do_not() -> None:
         assert torch.equal(call(x, of_plan)[0], attend(x, of_plan)[0])
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_no_operator_runs_its_slots() -> None:
     whole = plan("slots")
     assert whole.core is not None
@@ -374,6 +382,7 @@ def test_a_plan_that_is_no_operator_runs_its_slots() -> None:
     assert graphs.names[0] == [f"nsa_sdpa.{slot}" for slot in SLOTS]
 
 
+@pytest.mark.few_cases("lead0")
 @pytest.mark.parametrize("lead", [(2, 0), (0, 5)])
 def test_calls_without_tokens_or_sequences(lead: tuple[int, int]) -> None:
     x = {name: t.detach()[: lead[0]] for name, t in leaves(lead[1]).items()}

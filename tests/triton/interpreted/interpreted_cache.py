@@ -20,6 +20,7 @@ OPTIONS_AND_PAGES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(SPEC is None or not SPEC.fused, reason="the triton backend is unavailable here")
 @pytest.mark.parametrize(
     ("option", "page_size"),

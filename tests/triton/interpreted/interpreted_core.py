@@ -82,6 +82,7 @@ def by_slots(x: dict[str, Tensor], call: SlotCall) -> dict[str, Tensor]:
     return grads | {"dq": dq_cmp + dq_sel + dq_win}
 
 
+@pytest.mark.few_cases("lengths4-1-heads4-widths4-False")
 @pytest.mark.parametrize(
     ("lengths", "batch", "heads", "widths", "ordered"),
     [
@@ -164,6 +165,7 @@ class CheckedFork:
 forks: list[CheckedFork] = []
 
 
+@pytest.mark.few_cases("lengths0-bits")
 @pytest.mark.parametrize("bits", [False, True], ids=["lists", "bits"])
 @pytest.mark.parametrize("lengths", [(7,), DOCUMENTS])
 def test_a_forked_backward_gives_the_same_bits(
@@ -190,7 +192,8 @@ def test_a_forked_backward_gives_the_same_bits(
     assert fork.blocks == 2 + bits
 
 
-@pytest.mark.parametrize("tokens", [21, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [21, 24])
 def test_descriptors_read_no_padding_of_the_statistics(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +215,8 @@ def test_descriptors_read_no_padding_of_the_statistics(
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("gate", [1e-6, pytest.param(1e5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", [1e-6, 1e5])
 def test_small_and_large_gates_in_fp16(gate: float) -> None:
     call = SlotCall(GEOMETRY, 0.3, None, 43, deterministic=True)
     x = tensors(call, 43, 1, (4, 2), (16, 16))
@@ -230,7 +234,8 @@ def test_small_and_large_gates_in_fp16(gate: float) -> None:
             assert error < 5e-3, (name, error)
 
 
-@pytest.mark.parametrize("lengths", [(96,), pytest.param((40, 56), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(96,), (40, 56)])
 def test_the_outputs_of_the_branches_are_freed_before_the_peak(lengths: tuple[int, ...]) -> None:
     """Three tensors of q's size less at the peak than with outputs that live until the end."""
     cu = None

@@ -107,6 +107,7 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(bits(a), bits(b))
 
 
+@pytest.mark.few_cases("h=1-torch.float32")
 @pytest.mark.parametrize(("name", "dtype"), PROBLEMS)
 def test_decode_forms_and_fused_step_match_oracle(name, dtype):
     with strict():
@@ -127,9 +128,8 @@ def test_rounding_does_not_bias_rows_of_few_keys():
     assert not [f for f in findings if not f.ok]
 
 
-@pytest.mark.parametrize(
-    "name", ["h=20", pytest.param("five tokens, some absent", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h=20", "five tokens, some absent"])
 def test_forms_match_oracle_if_every_tile_is_a_split(name):
     with strict(), many_splits():
         findings = [
@@ -148,6 +148,7 @@ def test_negative_and_zero_scales_match_oracle(scale):
     assert not [f for f in findings if not f.ok]
 
 
+@pytest.mark.slow
 def test_program_order_does_not_change_bits():
     """The last program merges the splits, but in the order of the splits."""
     data, runs = step_data(SHORT, FP32), []
@@ -164,6 +165,7 @@ def _count_up(FLAG):
     tl.atomic_add(FLAG, 1)
 
 
+@pytest.mark.few_cases("h=1")
 @pytest.mark.parametrize("name", ["one token, pages", "h=1"])
 def test_every_program_waits_for_its_own_token(name, monkeypatch):
     """Programs that run one after another find every flag set, so flags count signals and waits."""
@@ -205,6 +207,7 @@ def test_many_multiprocessors_split_every_branch():
     assert min(span.splits, span.win_splits, sel.splits) > 1
 
 
+@pytest.mark.slow
 def test_step_in_three_launches_equals_fused_step():
     data = step_data(SHORT, FP32)
     span = dict(configs.pick("decode_span", 0))
@@ -214,6 +217,7 @@ def test_step_in_three_launches_equals_fused_step():
     assert equal_bits(separate[1], fused[1])
 
 
+@pytest.mark.slow
 def test_equal_scores_select_the_lower_block():
     """Equal keys before and after a block with larger logits give the same score, bit for bit."""
     config = dataclasses.replace(
@@ -308,6 +312,7 @@ def test_nan_in_a_query_affects_only_its_token_and_group():
     assert equal_bits(blocks_nan[0, 0], blocks[0, 0])
 
 
+@pytest.mark.slow
 def test_tokens_beyond_max_len_or_the_block_table_are_padding():
     """A replayed graph may have such lengths: nothing is read there and the outputs are 0."""
     step = dataclasses.replace(SHORT, lengths=(40, 30), new=(1, 1))
@@ -341,6 +346,7 @@ def test_step_replays_with_other_lengths_in_its_tensors():
     assert (lse_sel[1] == -torch.inf).all()
 
 
+@pytest.mark.few_cases("sel", "win")
 @pytest.mark.parametrize("slot", ["cmp", "select", "sel", "win"])
 def test_workspace_bytes_equal_the_peak_of_a_run(slot):
     step = dataclasses.replace(ONE, lengths=(77,), page_size=16)
@@ -372,6 +378,12 @@ APPENDS = {
 }
 
 
+@pytest.mark.few_cases(
+    "one token-torch.float64",
+    "one token-torch.bfloat16",
+    "no rotary-torch.float64",
+    "no rotary-torch.bfloat16",
+)
 @pytest.mark.parametrize("dtype", [FP64, BF16], ids=str)
 @pytest.mark.parametrize("name", APPENDS)
 def test_append_matches_plain_pytorch(name, dtype):
@@ -454,6 +466,7 @@ def test_benchmark_checks_results_and_prints_its_lines(capsys, monkeypatch):
     assert lines[-1].endswith("append and step: 0.0020 ms")
 
 
+@pytest.mark.slow
 def test_layer_decodes_as_with_the_sdpa_backend():
     """A prompt, a step of one token and a step of several, over a paged cache."""
     torch.manual_seed(0)

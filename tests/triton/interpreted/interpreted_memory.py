@@ -18,6 +18,7 @@ from nsa_core.torch_ops.core_kernels import CoreInputs
 from nsa_verify.problems.cases import Case
 
 
+@pytest.mark.few_cases("select-h=4", "select-packed", "combine-h=4", "combine-packed")
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
 @pytest.mark.parametrize("slot", SLOTS)
 def test_workspace_peak_equals_the_peak_of_a_run(slot: str, case: Case) -> None:

@@ -195,6 +195,7 @@ DENSE, PACKED = (37,), LENGTHS
 CUT_AT = (5, 26)  # between documents; with all keys, pieces span documents
 
 
+@pytest.mark.few_cases("select-dense")
 @pytest.mark.parametrize(
     ("lengths", "extra"),
     [
@@ -224,6 +225,7 @@ def test_pieces_of_more_random_cuts(slot: str, lengths: tuple[int, ...], seed: i
 FIRST = range(11, 11 + GEOMETRY.select_block_size)  # all residues mod l', and so mod d
 
 
+@pytest.mark.few_cases("cmp")
 @pytest.mark.parametrize("slot", SLOTS)
 def test_one_row_at_every_residue(slot: str) -> None:
     whole = Whole(slot, DENSE, heads=1)
@@ -250,6 +252,7 @@ def test_pieces_of_seven_rows_at_every_residue(slot: str, lengths: tuple[int, ..
         check(Piece(whole, first, first + 7), bits=("blocks",) if slot == "select" else ())
 
 
+@pytest.mark.few_cases("cmp-descriptors")
 @pytest.mark.parametrize(
     "settings", [{"QUERY_SPLITS": 3}, {"USE_TMA": 1}], ids=["pointers", "descriptors"]
 )
@@ -278,6 +281,7 @@ def test_pieces_for_other_settings(
             assert torch.equal(results[name], piece.rows(name, expected[name])), (first, name)
 
 
+@pytest.mark.few_cases("cmp-3")
 @pytest.mark.parametrize("first", [0, 3])
 @BOTH
 def test_queries_without_keys(slot: str, first: int) -> None:
@@ -298,6 +302,7 @@ def test_first_rows_of_the_packed_axis_with_as_many_compressed_rows() -> None:
         assert not results[f"d{name}"][1].any()
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize(
     "bounds",
     [(0, 60, 20, 40), (0, 10, 99, 40), (0, -90, 20, 40), (0, 39, 1, 40), (30, 35, 38, 40)],

@@ -155,11 +155,13 @@ def test_scans_of_integers_are_equal(shape, axis, reverse) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 class TestKernelFunctions:
+    @pytest.mark.few_cases
     @pytest.mark.parametrize("keep", [False, True])
     @pytest.mark.parametrize("axis", [0, 1])
     def test_reductions_are_equal(self, shape, dtype, axis, keep) -> None:
         check(folds, shape, dtype, axis, keep)
 
+    @pytest.mark.few_cases
     @pytest.mark.parametrize("reverse", [False, True])
     @pytest.mark.parametrize("axis", [0, 1])
     def test_scans_are_equal(self, shape, dtype, axis, reverse) -> None:

@@ -60,6 +60,7 @@ def verdicts_of(kernel: Kernel, run: SlotRun, data: CaseData, first: int) -> lis
     return list(verdicts.values())
 
 
+@pytest.mark.slow
 def test_partial_runs_each_slot_correctly_on_the_rows_of_each_cut(
     sanitize: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ def test_gradients_equal_the_oracle(name: str, use: Callable[..., list[int]]) ->
     assert len(calls) == 1
 
 
+@pytest.mark.few_cases("1-1")
 @pytest.mark.parametrize(("programs_per_sm", "parts"), [(1, 1), (2, 2), (3, 3), (99, 6)])
 def test_few_programs_divide_the_heads_of_a_group(
     programs_per_sm: int, parts: int, use: Callable[..., list[int]]
@@ -113,6 +114,7 @@ def test_few_programs_divide_the_heads_of_a_group(
     assert calls == [((parts, 1, 30, 2, 16),) * 2 if parts > 1 else ()]
 
 
+@pytest.mark.few_cases("problem0-60-True")
 @pytest.mark.parametrize(
     ("problem", "busy_tokens", "fits"),
     [
@@ -133,6 +135,7 @@ def test_many_tokens_lower_the_longest_sequence(
     assert len(calls) == fits
 
 
+@pytest.mark.slow
 def test_deterministic_bits_do_not_depend_on_other_batch_entries(
     use: Callable[..., list[Any]],
 ) -> None:

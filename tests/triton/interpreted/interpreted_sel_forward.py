@@ -124,6 +124,7 @@ PROBLEMS = [
 ]
 
 
+@pytest.mark.few_cases("lengths1-False-1-1-8-8-2", "lengths6-False-1-7-20-5-1")
 @pytest.mark.parametrize(
     (*SHAPE, "min_sharing"),
     [
@@ -143,12 +144,14 @@ def test_output_equals_the_oracle(
     assert_equals_oracle(x, call, tuned(min_sharing))
 
 
+@pytest.mark.few_cases("1")
 @pytest.mark.parametrize("min_sharing", [1, 2])
 def test_block_of_whole_key_tiles(min_sharing: int) -> None:
     x, call = problem([14, 39], True, 1, 2, 8, 8, EVEN)
     assert_equals_oracle(x, call, tuned(min_sharing))
 
 
+@pytest.mark.few_cases("False-1", "True-1", "True-2")
 @pytest.mark.parametrize("min_sharing", [1, 2])
 @pytest.mark.parametrize("packed", [False, True])
 def test_block_size_not_a_multiple_of_the_key_tile(packed: bool, min_sharing: int) -> None:
@@ -156,7 +159,8 @@ def test_block_size_not_a_multiple_of_the_key_tile(packed: bool, min_sharing: in
     assert_equals_oracle(x, call, tuned(min_sharing))
 
 
-@pytest.mark.parametrize("size", [256, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [256, 200])
 @pytest.mark.parametrize("min_sharing", [1, 2])
 @pytest.mark.parametrize("lengths", [[261], [3, 259, 1]], ids=["dense", "packed"])
 def test_blocks_of_several_key_tiles(lengths: list[int], min_sharing: int, size: int) -> None:
@@ -190,6 +194,7 @@ def test_descriptors_are_used_for_whole_key_tiles_of_dense_inputs(
     assert len(created) == descriptors
 
 
+@pytest.mark.few_cases("False")
 @pytest.mark.parametrize("packed", [False, True])
 def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, call = problem([15, 15], packed, 2, 2, 8, 8)
@@ -198,6 +203,7 @@ def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.Monke
     assert_equals_oracle(x, call, tuned(7))
 
 
+@pytest.mark.few_cases("False")
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_last_run_may_have_fewer_heads(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     x, call = problem([15, 12] if packed else [15, 15], packed, 3, 1, 8, 8)
@@ -253,6 +259,7 @@ def test_runs_of_entries_apart_do_not_depend_on_the_batch(
         assert begins == set(range(0, length, min(expected, length))), batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_runs_of_any_length_give_the_same_bits(
     packed: bool, monkeypatch: pytest.MonkeyPatch
@@ -274,12 +281,14 @@ def test_runs_of_any_length_give_the_same_bits(
         assert all(torch.equal(a, b) for a, b in zip(found, expected)), rows
 
 
+@pytest.mark.few_cases("0.0")
 @pytest.mark.parametrize("scale", [0.0, -300.0])
 def test_scale_may_be_zero_or_negative(scale: float) -> None:
     x, call = problem([41], False, 1, 4, 8, 8, EVEN)
     assert_equals_oracle(x, SlotCall(call.geometry, scale), tuned(3))
 
 
+@pytest.mark.slow
 def test_strided_inputs() -> None:
     x, call = problem([18, 18], False, 2, 2, 8, 8)
     spread = {
@@ -291,6 +300,7 @@ def test_strided_inputs() -> None:
     assert torch.equal(lse, lse2)
 
 
+@pytest.mark.slow
 def test_one_packed_document_equals_dense_bit_for_bit() -> None:
     x, call = problem([29], False, 2, 3, 8, 8)
     cu = torch.tensor([0, 29], dtype=torch.int32)
@@ -304,6 +314,7 @@ def test_one_packed_document_equals_dense_bit_for_bit() -> None:
         assert torch.equal(lse[0], lse2)
 
 
+@pytest.mark.few_cases("1")
 @pytest.mark.parametrize("min_sharing", [1, 2])
 def test_future_keys_change_no_bit(min_sharing: int) -> None:
     x, call = problem([29], False, 1, 4, 8, 8)
@@ -317,6 +328,7 @@ def test_future_keys_change_no_bit(min_sharing: int) -> None:
     assert torch.equal(lse[..., :21], lse2[..., :21])
 
 
+@pytest.mark.few_cases("1")
 @pytest.mark.parametrize("min_sharing", [1, 2])
 def test_nan_query_changes_only_its_own_row(min_sharing: int) -> None:
     x, call = problem([41], False, 2, 2, 8, 8, EVEN)
@@ -366,6 +378,7 @@ def test_bit_mask_holds_32_tokens() -> None:
     assert unions.entries[0, :, 0].tolist() == [0, -1]  # block 0, and the bits of all 32 tokens
 
 
+@pytest.mark.few_cases("1")
 @pytest.mark.parametrize("min_sharing", [1, 2])
 def test_lists_of_many_blocks_take_tiles_of_fewer_tokens(
     min_sharing: int, monkeypatch: pytest.MonkeyPatch
@@ -382,7 +395,8 @@ def test_lists_of_many_blocks_take_tiles_of_fewer_tokens(
     assert sizes == [4]
 
 
-@pytest.mark.parametrize("min_sharing", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("min_sharing", [1, 2])
 def test_lists_of_512_blocks(min_sharing: int) -> None:
     x, call = problem([21], False, 1, 2, 8, 8, BlockGeometry(4, 2, 8, 512, 1, 2, 8))
     assert_equals_oracle(x, call, tuned(min_sharing))

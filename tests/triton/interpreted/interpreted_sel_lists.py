@@ -69,6 +69,7 @@ def _expected_pairs(
     return pairs
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     ("packed", "lengths"), [(False, [1]), (False, [61, 61]), (True, [0, 13, 0, 1, 40, 16, 0])]
@@ -91,6 +92,7 @@ def test_pairs_are_sorted_by_block(packed: bool, lengths: list[int], dtype: torc
     assert pairs == expected
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize(
     ("packed", "heads", "run_rows"),
     [(False, 1, 7), (False, 2, 45), (True, 2, 7), (True, 1, 30), (True, 3, 44)],
@@ -122,6 +124,7 @@ def test_runs_have_the_pairs_of_their_heads_and_rows(
     assert found == expected
 
 
+@pytest.mark.slow
 def test_more_than_2_15_buckets_sort_int32_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_lists, "MAX_TOKENS", 4096)
     monkeypatch.setattr(pair_lists, "MAX_TILE_PAIRS", 4096)
@@ -134,6 +137,7 @@ def test_more_than_2_15_buckets_sort_int32_keys(monkeypatch: pytest.MonkeyPatch)
     assert lists.tokens.tolist() == list(range(rows)) * 2
 
 
+@pytest.mark.few_cases("sort")
 def test_lists_of_many_blocks_take_tiles_of_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_lists, "MAX_TILE_PAIRS", 64)
     assert [pair_lists._tokens_per_program(n) for n in (1, 2, 3, 16, 17, 100)] == [
@@ -178,6 +182,7 @@ def test_the_most_pairs_have_positions_of_32_bits() -> None:
     assert probe.MAX_PAIRS == pair_lists.MAX_PAIRS
 
 
+@pytest.mark.few_cases("bits-bounds1", "sort-bounds0")
 @pytest.mark.parametrize("bounds", [(0, 30, 16, 16, 16, 30), (0, 60, 20, 30)])
 def test_malformed_boundaries_lead_to_no_access_outside_a_tensor(bounds: tuple[int, ...]) -> None:
     """Documents that share rows would share buckets; the strict interpreter reports the access."""

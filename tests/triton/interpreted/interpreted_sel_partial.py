@@ -165,6 +165,7 @@ def test_output_of_cut_documents_equals_the_oracle(name: str, min_sharing: int) 
     document_piece(name).assert_forward(tuned(min_sharing))
 
 
+@pytest.mark.few_cases("over several documents-unordered", "one row at an end-unordered")
 @pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
 @pytest.mark.parametrize("name", quick(CUTS))
 def test_gradients_of_cut_documents_equal_the_oracle(name: str, deterministic: bool) -> None:
@@ -183,6 +184,7 @@ def test_gradients_for_every_residue_equal_the_oracle(first: int, deterministic:
     piece(first, first + 9, lengths=(21,), heads=1, extra=2).assert_gradients(deterministic)
 
 
+@pytest.mark.few_cases("one key tile-1")
 @pytest.mark.parametrize("min_sharing", [1, 2])
 @pytest.mark.parametrize("geometry", [EVEN, ODD], ids=["one key tile", "two key tiles"])
 def test_batch_of_pieces(geometry: BlockGeometry, min_sharing: int) -> None:
@@ -192,7 +194,8 @@ def test_batch_of_pieces(geometry: BlockGeometry, min_sharing: int) -> None:
     part.assert_gradients(min_sharing == 1)
 
 
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
 def test_pieces_over_the_end_of_a_block_of_256(
     packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +228,7 @@ def test_aligned_piece_has_the_bits_of_the_whole_call(packed: bool) -> None:
     assert torch.equal(lse2, lse[..., 8:])
 
 
+@pytest.mark.few_cases("False")
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_of_pieces_add_up_to_those_of_the_whole_call(packed: bool) -> None:
     edges = [0, 13, 29]
@@ -238,6 +242,7 @@ def test_gradients_of_pieces_add_up_to_those_of_the_whole_call(packed: bool) -> 
         torch.testing.assert_close(sum(g[i] for g in of_parts), expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.few_cases("False")
 @pytest.mark.parametrize("packed", [False, True])
 def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "PARTIAL_BYTES", 5 * 4 * 2 * 8 * 8)  # 5 rows at a time
@@ -246,6 +251,7 @@ def test_partial_outputs_in_several_runs(packed: bool, monkeypatch: pytest.Monke
     piece(2, 14, lengths=lengths, packed=packed).assert_forward(tuned(7))
 
 
+@pytest.mark.slow
 def test_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """They read whole key tiles, of which the keys after the last query must be zeros."""
     part = piece(17, 30, lengths=(37, 37), groups=2, width=16, geometry=EVEN, extra=7)
@@ -265,15 +271,9 @@ def test_many_segments() -> None:
     part.assert_gradients(deterministic=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "bounds",
-    [
-        (0, 28, 10, 10, 30),
-        *(
-            pytest.param(bounds, marks=pytest.mark.slow)
-            for bounds in ((0, 9, 70, 30), (0, -20, 11, 30), (6, 11, 20, 30))
-        ),
-    ],
+    "bounds", [(0, 28, 10, 10, 30), (0, 9, 70, 30), (0, -20, 11, 30), (6, 11, 20, 30)]
 )
 def test_malformed_boundaries_lead_to_no_access_outside_a_tensor(bounds: tuple[int, ...]) -> None:
     """The strict interpreter reports such an access."""

@@ -168,6 +168,12 @@ EXACT_SLOW = [
 ]
 
 
+@pytest.mark.few_cases(
+    "normal [4, 2, 4, 5, 1, 2] S=(110,) 2/1",
+    "k = 0 [4, 2, 4, 1, 0, 0] S=(60,) 2/1",
+    "normal [4, 2, 4, 33, 1, 2] S=(150,) 1/1",
+    "normal [8, 4, 8, 4, 1, 2] S=(7,) 2/1",
+)
 @pytest.mark.parametrize(
     "problem",
     [
@@ -180,6 +186,7 @@ def test_sets_equal_the_oracle(problem: Problem) -> None:
     assert_right(problem, tensors, run(problem, tensors))
 
 
+@pytest.mark.few_cases("1-normal", "1-periodic", "2-periodic")
 @pytest.mark.parametrize("kind", ["normal", "periodic", "far"])
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_sets_do_not_depend_on_ranking_windows(windows: int, kind: str) -> None:
@@ -203,6 +210,7 @@ def test_tokens_that_select_all_blocks_compute_no_scores(
         run(longer, longer.tensors())
 
 
+@pytest.mark.few_cases("the widest")
 @pytest.mark.parametrize("tiles", TILES)
 def test_sets_do_not_depend_on_tiles(tiles: str) -> None:
     # 5 heads: tiles of one head, and of two with one head of padding
@@ -225,6 +233,7 @@ def test_split_heads() -> None:
     )
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("kind", ["normal", "periodic", "integers"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_low_precision_sets_pass_the_regret_rule(dtype: torch.dtype, kind: str) -> None:

@@ -41,6 +41,17 @@ DETERMINISTIC_CASES = [
 ]
 
 
+@pytest.mark.few_cases(
+    "cmp-S < l-float64",
+    "select-h=3, Dk 24 Dv 8, w > S-float64",
+    "select-h=1, D 12 in 16-float64",
+    "select-h=7, l=l', l'=d-float64",
+    "select-widths of three bands-float64",
+    "select-h=4-bfloat16",
+    "sel-S=1-float64",
+    "win-S < l-float64",
+    "combine-packed-float64",
+)
 @pytest.mark.parametrize(("case", "dtype"), PROBLEMS)
 @EACH_SLOT
 def test_slot_matches_oracle(slot: str, case: Case, dtype: str) -> None:
@@ -54,10 +65,9 @@ def test_slot_matches_oracle(slot: str, case: Case, dtype: str) -> None:
     assert not faults(slot, case, run, data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DETERMINISTIC_CASES)
-@pytest.mark.parametrize(
-    "slot", [s if s == "sel" else pytest.param(s, marks=pytest.mark.slow) for s in SLOTS]
-)
+@pytest.mark.parametrize("slot", SLOTS)
 def test_deterministic_bits_do_not_depend_on_program_order(slot: str, case: Case) -> None:
     subject, case_point = under_test(slot), point(case, "float32", deterministic=True)
     data, inputs = subject.data(case_point)
@@ -73,6 +83,7 @@ def test_deterministic_bits_do_not_depend_on_program_order(slot: str, case: Case
         assert torch.equal(bits(x), bits(runs[1][name])), name
 
 
+@pytest.mark.few_cases("win-dense", "combine-dense", "combine-packed")
 @pytest.mark.parametrize("case", SMALLEST, ids=lambda case: case.name)
 @pytest.mark.parametrize("slot", [slot for slot in SLOTS if slot != "select"])
 def test_gradients_pass_gradcheck(slot: str, case: Case) -> None:

@@ -77,6 +77,7 @@ def assert_right(
     assert [f"{n}: {v.why}" for n, v in verdicts.items() if not v.ok] == []
 
 
+@pytest.mark.few_cases("cmp-8-1-7", "cmp-16-8-17", "cmp-8-4-33", "win-1-1-1", "win-4-4-16")
 @pytest.mark.parametrize(
     ("size", "stride", "window"), [(1, 1, 1), (8, 1, 7), (4, 4, 16), (16, 8, 17), (8, 4, 33)]
 )
@@ -87,6 +88,7 @@ def test_spans_around_the_tile_size(slot: str, size: int, stride: int, window: i
     assert_right(slot, call, given, run(slot, call, given))
 
 
+@pytest.mark.few_cases("cmp--0.5")
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 @BOTH
 def test_negative_and_zero_scale(slot: str, scale: float) -> None:
@@ -95,6 +97,7 @@ def test_negative_and_zero_scale(slot: str, scale: float) -> None:
     assert_right(slot, call, given, run(slot, call, given))
 
 
+@pytest.mark.few_cases("cmp-wide keys", "cmp-tall queries")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -140,6 +143,7 @@ def test_results_for_any_tile_shape(
     assert_right(slot, call, given, run(slot, call, given))
 
 
+@pytest.mark.few_cases("cmp-0-parts3-dense")
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize(
     ("slot", "per_sm", "parts"),
@@ -227,6 +231,7 @@ def test_deterministic_bits_do_not_depend_on_other_batch_entries(
         assert torch.equal(x[1:2], entry)
 
 
+@pytest.mark.few_cases("cmp-0.25-descriptors")
 @pytest.mark.parametrize(
     ("settings", "width"),
     [({"USE_TMA": 1}, 16), ({"USE_TMA": 1, "BLOCK_H": 1}, 16), ({"USE_TMA": 1}, 48)],
@@ -298,6 +303,7 @@ TILES: dict[str, dict[str, int]] = {
 TILES["span_dq"] = TILES["span_forward"]
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("kind", ["aligned", "unaligned", "packed"])
 @BOTH
 def test_settings_with_descriptors_apply_only_to_fitting_tensors(
@@ -324,6 +330,7 @@ def test_settings_with_descriptors_apply_only_to_fitting_tensors(
     assert_right(slot, call, given, found)
 
 
+@pytest.mark.slow
 @BOTH
 def test_packed_documents_are_independent(slot: str, tiles: dict[str, dict[str, int]]) -> None:
     """NaN in one document changes no bit of the others, which equal each document alone.
@@ -363,6 +370,7 @@ def test_packed_documents_are_independent(slot: str, tiles: dict[str, dict[str, 
         assert not dirty["dv_cmp"][compressed[-1] :].any()
 
 
+@pytest.mark.few_cases("cmp")
 @BOTH
 def test_nan_in_q_stays_in_its_row(slot: str) -> None:
     call = SlotCall(geometry(), 0.25)
@@ -377,6 +385,7 @@ def test_nan_in_q_stays_in_its_row(slot: str) -> None:
     assert torch.equal(dirty["dq"][0][keep], clean["dq"][0][keep])
 
 
+@pytest.mark.few_cases("cmp")
 @BOTH
 def test_batch_entry_equals_the_same_sequence_alone(
     slot: str, tiles: dict[str, dict[str, int]]
@@ -389,6 +398,7 @@ def test_batch_entry_equals_the_same_sequence_alone(
         assert torch.equal(both[name][1:], x), name
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize(
     "bounds",
     [(0, 60, 20, 40), (0, 10, 99, 40), (0, -90, 20, 40), (0, 39, 1, 40), (30, 35, 38, 40)],

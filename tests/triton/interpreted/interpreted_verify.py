@@ -41,6 +41,7 @@ def verify(folder: Path, slots: tuple[str, ...], *more: str) -> dict:
     return json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_verify_runs_kernels_in_the_strict_interpreter(tmp_path: Path) -> None:
     report = verify(tmp_path, ("combine",), "--jobs=1")
     assert report["interpreted"]

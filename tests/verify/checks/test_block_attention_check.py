@@ -45,6 +45,7 @@ def test_correct_kernels_pass(preset: str, dtype: str) -> None:
     assert all(finding.ok for finding in results), [f for f in results if not f.ok]
 
 
+@pytest.mark.few_cases("backward_at_the_start")
 @pytest.mark.parametrize(
     "kernel",
     [
@@ -81,6 +82,7 @@ split = core.split_blocks
 SPLITS = (_unsplit, _first_parts, _wrapping)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faulty_split", SPLITS)
 def test_a_faulty_split_fails(
     faulty_split: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -91,6 +93,7 @@ def test_a_faulty_split_fails(
     killers.expect("block attention", f"split {faulty_split.__name__}", killers.killer(first))
 
 
+@pytest.mark.slow
 def test_a_backend_without_partial_is_judged_on_whole_sequences_alone() -> None:
     drawn = cases("interpreter")
     inside = {case for case in drawn if case.first_query is not None}
@@ -110,6 +113,7 @@ def test_quick_has_every_group_size() -> None:
         assert {case.h for case in draw(name, "quick", DTYPES)} == {*range(1, 21), 64}
 
 
+@pytest.mark.few_cases("quick")
 @pytest.mark.parametrize("preset", ["interpreter", "quick"])
 def test_the_jobs_of_a_preset_have_the_check(preset: str) -> None:
     jobs = suite.jobs(preset, [torch.float32], text=None, phase="prefill")

@@ -30,6 +30,7 @@ def findings(
     return [finding for step in steps for finding in judge(combination, step)]
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("preset", ["quick", pytest.param("full", marks=pytest.mark.slow)])
 def test_correct_forms_pass(preset: str, dtype: str) -> None:
@@ -39,6 +40,7 @@ def test_correct_forms_pass(preset: str, dtype: str) -> None:
     assert all(finding.ok for finding in results), [f for f in results if not f.ok]
 
 
+@pytest.mark.few_cases("decode_in_the_first_pages", "decode_one_token_early")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_faulty_form_fails(form: str) -> None:
     results = findings(toy_blocks.subject(decode=form), "quick")

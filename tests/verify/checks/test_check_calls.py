@@ -35,6 +35,7 @@ def is_narrow(name: str) -> bool:
     return len(calls_of(jobs_by_name()[name][0].check)) < len(DECODE)
 
 
+@pytest.mark.slow
 def test_narrow_checks_call_what_they_declare() -> None:
     names = [*filter(is_narrow, jobs_by_name())]
     assert len(names) >= 10

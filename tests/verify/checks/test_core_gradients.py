@@ -78,6 +78,7 @@ def backwards(inputs: list[torch.Tensor], **options: Any) -> list[str]:
     return [call.slot for call in trace if call.direction == "backward"]
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_right_gradients_pass(case: str, dtype: torch.dtype) -> None:
@@ -151,6 +152,7 @@ def test_a_backward_that_differs_from_run_to_run_is_found() -> None:
     assert {finding.quantity for finding in findings if finding.ok is False} == {"dq"}
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("check", [finite_poison, nan_storage, inputs_untouched, run_to_run])
 @pytest.mark.parametrize("case", ["dense", "packed"])
 def test_right_backwards_pass_the_other_checks(check: Any, case: str) -> None:
@@ -256,6 +258,7 @@ def slots_of(layer: NSAttention, how: str) -> set[str]:
     return {call.slot for call in trace if call.direction == "backward"}
 
 
+@pytest.mark.few_cases("linear-eager", "mlp-eager")
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("gate", ["linear", "mlp"])
 def test_a_layer_runs_it(gate: str, how: str) -> None:

@@ -31,6 +31,7 @@ def predicted_total(config, length):
     return geometry.num_compressed(length) + in_blocks + min(geometry.window_size, length)
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("length", [1, 7, 8, 11, 12, 17, 24, 25, 77])
 def test_counted_reads_equal_the_prediction(length, dtype):
@@ -102,6 +103,7 @@ def test_prediction_is_one_below_table_4_of_the_paper():
         assert predicted_total(reads_config(), length) == bound - 1
 
 
+@pytest.mark.slow
 def test_verify_prints_the_table_of_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(reads, "LENGTHS", (33,))
     monkeypatch.setattr(reads, "PAPER_BOUND", {33: 67})

@@ -20,10 +20,12 @@ def suite_of(spec: BackendSpec) -> BackendConformance:
     return made
 
 
+@pytest.mark.slow
 def test_declared_partial_queries_are_judged() -> None:
     suite_of(healthy_spec()).test_partial_queries_are_correct("select")
 
 
+@pytest.mark.slow
 def test_wrong_partial_queries_fail_with_their_case() -> None:
     spec = healthy_spec()
     healthy = import_named(spec.slots["select"].forward)

@@ -188,6 +188,7 @@ FAULTY = {
 }
 
 
+@pytest.mark.few_cases("strided", "expanded", "grad_modes", "operator")
 @pytest.mark.parametrize("check", FAULTY)
 def test_faulty_kernel_fails_its_check(make_suite, check: str) -> None:
     faulty = make_suite("faulty-" + check.replace("_", "-"), {"win": FAULTY[check]})
@@ -197,6 +198,7 @@ def test_faulty_kernel_fails_its_check(make_suite, check: str) -> None:
     killers.expect("conformance", check, f"test_kernel {check}")
 
 
+@pytest.mark.slow
 def test_kernel_that_writes_to_its_inputs_fails_verify(make_suite) -> None:
     faulty = make_suite(
         "writes",
@@ -226,6 +228,7 @@ def test_backend_without_backward_is_judged_on_its_forward(make_suite) -> None:
         faulty.test_accepted_requests_are_correct("win", POINTS["float32"])
 
 
+@pytest.mark.slow
 def test_refused_requests_are_skipped_with_the_reason(make_suite) -> None:
     refuse = (
         "if request.dtype == 'float16':\n        reasons.append(Reason('fp16', 'takes no fp16'))\n "
@@ -240,6 +243,7 @@ def test_refused_requests_are_skipped_with_the_reason(make_suite) -> None:
         refusing.test_verify(half)
 
 
+@pytest.mark.few_cases("no-half-request.dtype == 'float16'-float32 bfloat16 float64")
 @pytest.mark.parametrize(
     ("name", "refused", "expected"),
     [
@@ -290,6 +294,7 @@ def test_grid_covers_lengths_and_dtypes() -> None:
     assert {case.name for case in quick_cases()} >= {"S=1", "S=2w"}
 
 
+@pytest.mark.slow
 def test_select_without_scores_fails_where_blocks_are_not_forced(
     monkeypatch,
 ) -> None:

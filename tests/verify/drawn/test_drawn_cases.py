@@ -32,6 +32,7 @@ def quick(slot: str) -> Sequence[SlotCase]:
     return draw(slot, "quick", DTYPES)
 
 
+@pytest.mark.slow
 def test_quick_cases_reach_past_the_limits_of_the_hand_written_ones() -> None:
     def some(slot: str, condition: object) -> bool:
         return any(condition(case) for case in quick(slot))  # type: ignore[operator]
@@ -110,6 +111,7 @@ def test_a_case_without_tokens_and_with_tiny_scores_is_judged(slot: str) -> None
     assert all(finding.ok for finding in findings), findings
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("slot", ["cmp", "sel", "win"])
 @pytest.mark.parametrize("poison", ["nan_q", "nan_k", "nan_v", "inf_v", "nan_do"])
 def test_nan_reaches_the_gradients_that_read_it_and_no_others(slot: str, poison: str) -> None:
@@ -130,6 +132,7 @@ def test_nan_reaches_the_gradients_that_read_it_and_no_others(slot: str, poison:
         assert names <= gradients
 
 
+@pytest.mark.slow
 def test_a_failing_case_shrinks_to_the_smallest_that_fails() -> None:
     fault = next(f for f in FAULTS if f.name == "win takes a negative scale as positive")
     combination = fault.combination()
@@ -173,6 +176,7 @@ def refusing(probe: str) -> Combination:
     return Combination({"win": "picky"}, "cpu", registry)
 
 
+@pytest.mark.slow
 def test_refused_cases_are_counted_with_their_reasons() -> None:
     def findings(probe: str) -> list[object]:
         jobs = suite.jobs("quick", [torch.float32], text=None, cases_per_slot=12, phase="prefill")
@@ -198,6 +202,7 @@ def test_a_slot_is_judged_although_another_slot_refuses_the_case() -> None:
     assert all(finding.ok for finding in findings)
 
 
+@pytest.mark.slow
 def test_number_of_generated_jobs_is_that_asked_for() -> None:
     def names(**options: object) -> list[str]:
         jobs = suite.jobs("quick", [torch.float32], text=None, phase="prefill", **options)  # type: ignore[arg-type]

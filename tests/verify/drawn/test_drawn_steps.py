@@ -116,6 +116,7 @@ def _first_failure(combination, steps):
     return None
 
 
+@pytest.mark.few_cases("float16")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_healthy_backend_passes(dtype):
     steps = [
@@ -126,6 +127,15 @@ def test_healthy_backend_passes(dtype):
     assert _first_failure(AUTO, steps[:2]) is None
 
 
+@pytest.mark.few_cases(
+    "cmp _without_scale",
+    "sel _without_scale",
+    "win _without_scale",
+    "sel _sixteen_blocks",
+    "sel _up_to_a_hole",
+    "sel _repeats_count",
+    "select _two_local_blocks",
+)
 @pytest.mark.parametrize(
     ("slot", "change"), FAULTS, ids=[f"{slot} {change.__name__}" for slot, change in FAULTS]
 )
@@ -143,6 +153,7 @@ def test_fault_is_found(slot, change):
     killers.expect("generated steps", f"{slot} {change.__name__}", killers.killer(failure))
 
 
+@pytest.mark.slow
 def test_a_failing_step_shrinks_and_its_line_repeats_the_failure():
     faulty = Changed({}, slot="win", change=_four_kv_heads)
     steps = [step for step in draw("decode", "quick", DTYPES) if step.groups == 9]

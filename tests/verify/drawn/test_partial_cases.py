@@ -76,6 +76,7 @@ def test_tensors_have_the_rows_of_the_queries_and_all_keys() -> None:
     torch.testing.assert_close(inputs["lse"][0, 0, 1], score)
 
 
+@pytest.mark.few_cases("cmp", "win")
 @pytest.mark.parametrize("slot", SLOTS)
 def test_padded_calls_pass(slot: str) -> None:
     """The padding backend is right; every fifteenth case, no query, and one with NaN or Inf."""
@@ -144,6 +145,7 @@ def test_nan_of_a_query_that_leaves_its_row_is_found() -> None:
     assert [f.quantity for f in failed] == ["o beside nan in q", "dq beside nan in q"]
 
 
+@pytest.mark.slow
 def test_a_failing_cut_shrinks_and_stays_a_cut() -> None:
     def wrong(out: list[torch.Tensor], call: Any) -> None:
         if call.first_query >= 3:
@@ -195,6 +197,7 @@ def test_a_line_for_a_backend_without_partial_gives_its_reason() -> None:
     assert "does not take queries that begin inside a sequence in win" in finding.detail
 
 
+@pytest.mark.slow
 def test_number_of_partial_jobs_is_that_asked_for() -> None:
     def count(preset: str, asked: int | None) -> int:
         listed = case_jobs(preset, [torch.float32], 0, asked, suite.Job)

@@ -31,6 +31,14 @@ def test_faults_are_distinct_and_numerous() -> None:
         assert fault.source()  # its text is in the module, which may have changed
 
 
+@pytest.mark.few_cases(
+    "decode: page number without the block table",
+    "decode: newest token one too late",
+    "decode: window one token short",
+    "decode: cmp sees a block one token late",
+    "decode: sel drops the last block",
+    "decode: every row treated as a new token",
+)
 @pytest.mark.parametrize(
     "mutant",
     # The default run plants every third fault, the slow run all of them.

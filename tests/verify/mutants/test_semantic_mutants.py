@@ -56,6 +56,7 @@ def test_documentation_shows_the_recorded_scores() -> None:
     assert record.section() == record.tables(record.load()), "run record.py"
 
 
+@pytest.mark.slow
 def test_jobs_of_the_sample_pass_on_the_healthy_backend() -> None:
     """A job that always fails would kill every mutant."""
     healthy = healthy_combination()
@@ -65,6 +66,24 @@ def test_jobs_of_the_sample_pass_on_the_healthy_backend() -> None:
         assert finding is None, finding
 
 
+@pytest.mark.few_cases(
+    "select forward: blocks from the ninth on are not scored if the length is no multiple of l'",
+    "select forward: fp64 is computed in fp32",
+    "select forward: a list whose n is no power of two loses its last place",
+    "sel forward: a row without blocks has lse 0",
+    "sel forward: a negative scale loses its sign",
+    "sel backward: the loop over blocks stops at -1",
+    "win forward: fp16 accumulates in bf16",
+    "combine forward: fp16 sums in bf16",
+    "cmp decode: fp16 output passes through bf16",
+    "select decode: blocks of a new page are no candidates at once",
+    "sel decode: sequences from the fourth on use the pages of the third",
+    "sel decode: results of idle sequences are closed up",
+    "win decode: rows of a step do not see its earlier rows",
+    "win decode: the last channel of an odd Dv is zero",
+    "win forward: partial: the last query sees the first extra key",
+    "sel backward: partial: dk and dv of keys before the queries are zero",
+)
 @pytest.mark.parametrize("mutant", SAMPLE, ids=lambda m: m.name)
 def test_semantic_mutant_is_killed(
     mutant: SemanticMutant, record_property: Callable[[str, object], None]

@@ -16,15 +16,16 @@ from row_01 import CASES, Row01, case_id, check
 
 
 def parameters(case: Row01) -> object:
-    return pytest.param(
-        case, id=case_id(case), marks=[pytest.mark.gpu] if case.device == "cuda" else []
-    )
+    marks = [pytest.mark.gpu] if case.device == "cuda" else []
+    marks += [pytest.mark.slow] if case_id(case).startswith("large") else []
+    return pytest.param(case, id=case_id(case), marks=marks)
 
 
 def test_report_row_01_has_52_distinct_cases() -> None:
     assert len({case_id(case) for case in CASES}) == len(CASES) == 52
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("case", [parameters(case) for case in CASES])
 @pytest.mark.parametrize("backend", ["sdpa", "fa2"])
 def test_report_row_01_selection(backend: str, case: Row01, fa2_here: None) -> None:

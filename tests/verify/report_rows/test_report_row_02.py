@@ -19,6 +19,7 @@ WHERE += [
 ]
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize(("dtype", "batch", "length", "window"), CASES)
 @pytest.mark.parametrize(("backend", "device"), WHERE)
 def test_report_row_02_sliding_window(

@@ -21,6 +21,7 @@ WHERE += [
 PLANTED = [(name, slot) for name, faults in FAULTS.items() for slot in faults]
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("name", INVARIANTS)
 @pytest.mark.parametrize(("backend", "device"), WHERE)
 def test_report_row_03(name: str, backend: str, device: str, fa2_here: None) -> None:

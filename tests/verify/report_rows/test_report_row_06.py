@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -61,6 +62,7 @@ def test_report_row_06_varlen_trains_as_dense(figure: Any) -> None:
     assert dense[-1] < dense[0] - 0.5  # the model learns
 
 
+@pytest.mark.slow
 def test_report_row_06_finds_shifted_document_bounds() -> None:
     """With bounds seven tokens late, documents see each other, and the losses differ."""
     dense, varlen = losses(packed=False), losses(packed=True, fault=7)

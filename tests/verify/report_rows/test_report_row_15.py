@@ -24,6 +24,7 @@ WHERE = [("cpu", 64), ("cpu", 600)]
 WHERE += [pytest.param("cuda", length, marks=pytest.mark.gpu) for length in (64, 600, 8192)]
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("device", "length"), WHERE)
 def test_report_row_15_sliding_window_of_fa2(

@@ -22,6 +22,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.few_cases("linear")
 @pytest.mark.parametrize("gate", ["linear", "mlp"])
 def test_report_row_19_gate_spread_per_layer(gate: str, figure: Any) -> None:
     """In each layer, gate weights have the documented std, gates vary, and all get a gradient."""

@@ -63,6 +63,7 @@ def judged(
     return judge_slot("win", inputs, outputs, GEOMETRY, kernel.scale, do=tensors["do"])
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("sharpness", [1.0, 30.0, 100.0, 300.0])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_correct_kernel_passes(dtype: torch.dtype, sharpness: float) -> None:
@@ -80,6 +81,7 @@ def test_correct_kernel_fails_without_the_noise_of_large_scores(
     assert {"dq", "dk", "dv"} <= {name for name, v in verdicts.items() if not v}
 
 
+@pytest.mark.few_cases
 @pytest.mark.parametrize("sharpness", SHARPNESS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_found_at_large_scores(fault: str, sharpness: float) -> None:
@@ -98,6 +100,7 @@ def test_scaled_output_is_found_at_large_scores() -> None:
     assert not verdicts["o"]
 
 
+@pytest.mark.few_cases("dtype3")
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64])
 def test_noise_of_the_quick_cases_is_unchanged(dtype: torch.dtype) -> None:
     """Their scores stay below 16."""
@@ -190,6 +193,7 @@ ERROR_OF_DELTA = (
 )
 
 
+@pytest.mark.slow
 def test_a_row_may_differ_by_the_rounding_of_o_in_delta() -> None:
     findings = judge_drawn(SDPA, parse(ERROR_OF_DELTA))
     assert findings

@@ -132,6 +132,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.few_cases("attn_pool-dense")
 @pytest.mark.parametrize(("variant", "packed"), LAYOUTS)
 def test_layer_gradients_equal_finite_differences(variant: str, packed: bool) -> None:
     config = dataclasses.replace(CONFIG, num_selected_blocks=3, **VARIANTS[variant])

@@ -70,6 +70,13 @@ def judged(
     )
 
 
+@pytest.mark.few_cases(
+    "cmp-packed-torch.bfloat16",
+    "cmp-packed-torch.float32",
+    "sel-packed-torch.float64",
+    "win-packed-torch.float64",
+    "combine-dense-torch.float16",
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [DENSE, PACKED], ids=["dense", "packed"])
 @pytest.mark.parametrize("slot", INPUTS)

@@ -50,6 +50,7 @@ def cuts(case: TruthCase) -> list[tuple[int, ...]]:
     return [(0, cut, total) for cut in range(total + 1)] + [(0, 8, 9, total), (0, 5, 5, 11, total)]
 
 
+@pytest.mark.few_cases("sel-dense")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("slot", SLOTS)
 def test_pieces_of_a_call_give_the_whole_call(slot: str, case: TruthCase) -> None:
@@ -80,6 +81,7 @@ def test_pieces_of_a_call_give_the_whole_call(slot: str, case: TruthCase) -> Non
                 assert close(total, whole.grads[name]), (edges, module, name)
 
 
+@pytest.mark.few_cases("packed")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_pieces_select_what_the_whole_call_selects(case: TruthCase) -> None:
     t, sizes, call = case.tensors(), (case.geometry, case.scale), {"cu_seqlens": case.cu_seqlens}

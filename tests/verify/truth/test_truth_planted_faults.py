@@ -165,6 +165,7 @@ def check(found_by: dict[str, dict[str, dict[str, bool]]]) -> None:
     assert all(total[rule] < total[OURS] for rule in RULES)
 
 
+@pytest.mark.slow
 def test_verdict_finds_all_planted_faults_and_other_rules_miss_some() -> None:
     check(experiment(600))
 
@@ -214,6 +215,7 @@ IMPLEMENTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_correct_implementations_pass_and_some_rules_refuse_them(
     setting: str,

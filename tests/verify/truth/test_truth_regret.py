@@ -73,10 +73,12 @@ def at(choice: Choice, *index: int) -> tuple[int, ...]:
     return index if choice.cu_seqlens is not None else (0, *index)
 
 
+@pytest.mark.few_cases("dense")
 def test_choice_of_the_oracle_has_no_regret(choice: Choice) -> None:
     assert choice.judged() == SelectionVerdict(True, 0.0, 0.0, "", ())
 
 
+@pytest.mark.few_cases("dense-row0-4 blocks, expected 5")
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -98,6 +100,7 @@ def test_malformed_set_is_refused(choice: Choice, row: list[int], why: str) -> N
     assert re.search(why, verdict.why), verdict.why
 
 
+@pytest.mark.few_cases("dense")
 def test_row_7_fewer_candidates_than_n(choice: Choice) -> None:
     index = at(choice, 20, 0)
     assert choice.blocks[index].tolist() == [0, 1, -1, -1, -1]
@@ -105,6 +108,7 @@ def test_row_7_fewer_candidates_than_n(choice: Choice) -> None:
     assert "3 blocks, expected 2" in choice.judged_with(index, [0, 1, 2, -1, -1]).why
 
 
+@pytest.mark.slow
 def test_omitting_a_better_block_exceeds_the_regret_limit(choice: Choice) -> None:
     index = at(choice, 240, 0)
     args = (choice.q, choice.k_cmp, choice.lse, choice.geometry, choice.scale)
@@ -118,6 +122,7 @@ def test_omitting_a_better_block_exceeds_the_regret_limit(choice: Choice) -> Non
     assert "regret" in verdict.why
 
 
+@pytest.mark.few_cases("dense")
 def test_wrong_dtype_or_shape_is_refused(choice: Choice) -> None:
     assert "torch.int64" in choice.judged(blocks=choice.blocks.long()).why
     assert "expected" in choice.judged(blocks=choice.blocks[..., :4]).why
@@ -153,6 +158,7 @@ def test_large_logits_increase_the_noise() -> None:
     assert near_tie(64 * 2.0**-22).judged_with(index, [0, 3, 11, 12]).regret > 8
 
 
+@pytest.mark.slow
 def test_flip_rate_is_limited_to_one_in_a_thousand() -> None:
     choice = near_tie(2.0**-22, length=1100)
     blocks = choice.blocks.clone()
@@ -175,6 +181,7 @@ def test_flip_rate_is_limited_to_one_in_a_thousand() -> None:
     assert verdict.why.endswith("> 8 at (0, 900, 0)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("height", "ok"), [(15.9, False), (16.1, True)])
 def test_flip_rate_is_not_judged_if_scores_saturate(height: float, ok: bool) -> None:
     choice = near_tie(2.0**-22, height=height, length=1100)  # the largest score is `height`
@@ -186,6 +193,7 @@ def test_flip_rate_is_not_judged_if_scores_saturate(height: float, ok: bool) -> 
     assert bool(verdict) is ok, verdict
 
 
+@pytest.mark.slow
 def test_regret_is_judged_if_scores_saturate() -> None:
     clear = near_tie(2.0**-10, height=16.1, length=1100)
     verdict = clear.judged_with((0, 900, 0), [0, 3, 55, 56])
@@ -278,6 +286,7 @@ def test_row_34_nan_scores_rank_last() -> None:
     assert "score equal" in nan_lse.judged_with((0, 195, 0), [0, 2, 11, 12]).why
 
 
+@pytest.mark.few_cases("dense")
 def test_sampled_rows_ignore_other_rows(choice: Choice) -> None:
     blocks = choice.blocks.clone()
     blocks[at(choice, 10, 0)] = -1
@@ -297,6 +306,7 @@ def test_a_selection_without_rows_is_correct_if_its_shape_is(lead: tuple[int, in
     assert "expected" in choice.judged(blocks=choice.blocks[..., :4]).why
 
 
+@pytest.mark.few_cases("dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_selection_in_fp32_passes_for_low_precision_inputs(dtype: torch.dtype) -> None:
     """Scores in float32 with terms and heads added in order, as every backend computes them."""

@@ -32,6 +32,7 @@ def agree(a: torch.Tensor, b: torch.Tensor, size: torch.Tensor) -> bool:
     return same and bool(((a - b)[finite].abs() <= 1e-12 * size[finite]).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slot", SLOTS)
 @run
 @given(case=truth_cases())
@@ -72,6 +73,7 @@ def test_combine_forward_and_gradients(case: TruthCase) -> None:
         assert agree(a.grads[name], b.grads[name], size.grads[name]), name
 
 
+@pytest.mark.slow
 @run
 @given(case=truth_cases())
 @example(case=PACKED_WITH_EMPTY)

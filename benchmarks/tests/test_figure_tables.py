@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import figures
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,7 @@ def results(tmp_path):
     return folder.parent
 
 
-def rows_of(figures, results, name):
+def rows_of(results, name):
     """Return the rows of a table as lists of cells."""
     lines = figures.TABLES[name](figures.Results(results)).splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -36,13 +37,13 @@ def rows_of(figures, results, name):
         *("old-new", "old-new-a100"),
     ],
 )
-def test_a_table_without_its_files_says_so(figures, tmp_path, name):
-    ((state, *others),) = rows_of(figures, tmp_path / "results" / "h100", name)
+def test_a_table_without_its_files_says_so(tmp_path, name):
+    ((state, *others),) = rows_of(tmp_path / "results" / "h100", name)
     assert state == "not measured yet"
     assert {*others} == {"-"}
 
 
-def test_the_a100_table_has_rivals_and_real_inputs_by_gpu(figures, tmp_path):
+def test_the_a100_table_has_rivals_and_real_inputs_by_gpu(tmp_path):
     source = ROOT / "benchmarks" / "results" / "h100_as_sm80" / "a100_core_64_4_128.json"
     document = json.loads(source.read_text())
     shown = ("random", 8192)
@@ -65,7 +66,7 @@ def test_the_a100_table_has_rivals_and_real_inputs_by_gpu(figures, tmp_path):
             m | {"performance": m["performance"] | {"median_ms": m["performance"]["median_ms"] / 2}}
             for m in document["measurements"]
         ]
-    rows = rows_of(figures, tmp_path / "results" / "h100", "a100")
+    rows = rows_of(tmp_path / "results" / "h100", "a100")
     assert [row[:4] for row in rows] == [
         ["64/4/128", "random", "8k", "H100 80GB"],
         ["64/4/128", "random", "8k", "H200"],
@@ -78,7 +79,7 @@ def test_the_a100_table_has_rivals_and_real_inputs_by_gpu(figures, tmp_path):
     assert float(faster[-2]) == pytest.approx(float(random[-2]) / 2, rel=0.01)
 
 
-def test_the_decode_table_compares_with_the_same_gpu(figures, tmp_path):
+def test_the_decode_table_compares_with_the_same_gpu(tmp_path):
     results = tmp_path / "results"
     for name in ("h100", "h200", "h200_as_sm80"):
         (results / name).mkdir(parents=True)
@@ -86,12 +87,12 @@ def test_the_decode_table_compares_with_the_same_gpu(figures, tmp_path):
     document = json.loads(source.read_text())
     (results / "h100" / "decode.json").write_text(json.dumps(document))
     (results / "h200_as_sm80" / "a100_decode.json").write_text(json.dumps(document))
-    assert {row[-1] for row in rows_of(figures, results / "h100", "a100-decode")} == {"-"}
+    assert {row[-1] for row in rows_of(results / "h100", "a100-decode")} == {"-"}
     for measurement in document["measurements"]:
         if measurement["subject"] == "auto":
             measurement["performance"]["median_ms"] /= 2
     (results / "h200" / "decode.json").write_text(json.dumps(document))
-    rows = rows_of(figures, results / "h100", "a100-decode")
+    rows = rows_of(results / "h100", "a100-decode")
     assert {row[-1] for row in rows} == {"2.00x"}
     assert ["64/4/128", "32 x 64k"] in [row[:2] for row in rows]
 
@@ -103,9 +104,7 @@ def test_the_decode_table_compares_with_the_same_gpu(figures, tmp_path):
         ("old-new-a100", "h200_as_sm80", "NVIDIA H200 rehearsing sm_80", "H200 rehearsing sm_80"),
     ],
 )
-def test_the_tables_of_two_versions_have_times_and_reasons(
-    figures, tmp_path, name, folder, device, gpu
-):
+def test_the_tables_of_two_versions_have_times_and_reasons(tmp_path, name, folder, device, gpu):
     timed = {"name": "12/2/64 8k cmp forward", "old_ms": 2.0, "new_ms": 1.5, "spread": 0.011}
     rows = [
         timed | {"verdict": "faster", "reason": ""},
@@ -115,7 +114,7 @@ def test_the_tables_of_two_versions_have_times_and_reasons(
     file = tmp_path / "results" / folder / "compare_trees.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(document))
-    assert rows_of(figures, tmp_path / "results" / "h100", name) == [
+    assert rows_of(tmp_path / "results" / "h100", name) == [
         ["12/2/64 8k cmp forward", "2.00", "1.50", "0.75", "1.1%", "faster"],
         ["x", "-", "-", "-", "-", "missing"],
         ["8/2/32 2k", "-", "-", "-", "-", "left out"],
@@ -123,7 +122,7 @@ def test_the_tables_of_two_versions_have_times_and_reasons(
     text = figures.TABLES[name](figures.Results(tmp_path / "results" / "h100"))
     assert text.startswith(f"| case and kernel, on one {gpu} |")
     (other,) = {"old-new", "old-new-a100"} - {name}
-    assert len(rows_of(figures, tmp_path / "results" / "h100", other)) == 1  # not measured yet
+    assert len(rows_of(tmp_path / "results" / "h100", other)) == 1  # not measured yet
     counted = name.replace("old-new", "old-new-verdicts")
     results = figures.Results(tmp_path / "results" / "h100")
     assert figures.TABLES[counted](results) == "1 of 2 rows are faster and 0 slower"
@@ -135,7 +134,7 @@ def test_the_tables_of_two_versions_have_times_and_reasons(
     )
 
 
-def test_the_table_of_shapes_takes_the_fastest_dense_kernel(figures, tmp_path):
+def test_the_table_of_shapes_takes_the_fastest_dense_kernel(tmp_path):
     folder = tmp_path / "results" / "h100"
     folder.mkdir(parents=True)
     document = json.loads((ROOT / "benchmarks/results/h100/backends_32_8_128.json").read_text())
@@ -152,14 +151,14 @@ def test_the_table_of_shapes_takes_the_fastest_dense_kernel(figures, tmp_path):
     }
     own = times.pop("auto")
     fastest = min(times, key=times.get)
-    ((heads, length, nsa, dense, speed_up, kernel),) = rows_of(figures, folder, "shapes")
+    ((heads, length, nsa, dense, speed_up, kernel),) = rows_of(folder, "shapes")
     assert (heads, length, kernel) == ("32/8/128", "16k", fastest.removeprefix("dense "))
     assert float(nsa) == pytest.approx(own, rel=0.01)
     assert float(dense) == pytest.approx(times[fastest], rel=0.01)
     assert speed_up == f"{times[fastest] / own:.1f}x"
 
 
-def test_the_tables_of_training_take_the_fastest_dense_mode_and_recompute(figures, results):
+def test_the_tables_of_training_take_the_fastest_dense_mode_and_recompute(results):
     folder = results / "h100"
     document = json.loads((folder / "train.json").read_text())
     dense = next(r for r in document["rows"] if r.get("attention") == "dense" and r["S"] == 2048)
@@ -169,7 +168,7 @@ def test_the_tables_of_training_take_the_fastest_dense_mode_and_recompute(figure
     slower = dense | {"mode": "bf16+compile+graph", "tokens_per_s": 1}
     document["rows"] += [bf16, slower]
     (folder / "train.json").write_text(json.dumps(document))
-    rows = rows_of(figures, folder, "train")
+    rows = rows_of(folder, "train")
     speed = nsa["tokens_per_s"]
     expected = [f"{speed / 1e3:.1f}", "9000.0", f"{speed / 9e6:.2f}x", nsa["mode"], "bf16+compile"]
     assert [row[1] for row in rows] == expected
@@ -179,13 +178,13 @@ def test_the_tables_of_training_take_the_fastest_dense_mode_and_recompute(figure
     (folder / "train_recompute.json").write_text(json.dumps(document))
     lost = f"{1 - 1000 / speed:.0%} at 2k x {nsa['B']}"
     assert figures.TABLES["recompute-price"](figures.Results(folder)) == lost
-    ((shape, *cells),) = rows_of(figures, folder, "train-recompute")
+    ((shape, *cells),) = rows_of(folder, "train-recompute")
     assert shape == "2k x 1"
     assert cells[:2] == [f"{nsa['tokens_per_s'] / 1e3:.1f}", "1.0"]
     assert cells[3:] == [f"{nsa['peak_gib']:.1f}", "0.5", f"{dense['peak_gib']:.1f}"]
 
 
-def test_parts_of_a_training_step_have_a_difference_from_dense(figures, tmp_path):
+def test_parts_of_a_training_step_have_a_difference_from_dense(tmp_path):
     folder = tmp_path / "results" / "h100"
     folder.mkdir(parents=True)
     parts = [
@@ -197,14 +196,14 @@ def test_parts_of_a_training_step_have_a_difference_from_dense(figures, tmp_path
     ]
     failed = {"attention": "nsa", "S": 2048, "B": 8, "reason": "out of memory"}
     (folder / "train_parts.json").write_text(json.dumps({"rows": [failed, *parts]}))
-    assert rows_of(figures, folder, "train-parts") == [
+    assert rows_of(folder, "train-parts") == [
         ["8k x 1", "NSA", "24.4", "13.1", "6.5"],
         ["8k x 1", "dense", "22.1", "11.7", "5.6"],
         ["8k x 1", "difference", "2.3", "1.4", "0.9"],
     ]
 
 
-def test_a_decode_step_stands_beside_the_one_with_operators(figures, tmp_path):
+def test_a_decode_step_stands_beside_the_one_with_operators(tmp_path):
     folder = tmp_path / "results" / "h100"
     folder.mkdir(parents=True)
     rows = [
@@ -214,12 +213,10 @@ def test_a_decode_step_stands_beside_the_one_with_operators(figures, tmp_path):
         for way, us in zip(("fused", "PyTorch"), times)
     ]
     (folder / "compress_step.json").write_text(json.dumps({"rows": rows}))
-    assert rows_of(figures, folder, "compress-step") == [
-        ["12/2/64 8 x 8192 mlp", "47.9", "56.9", "111.6"]
-    ]
+    assert rows_of(folder, "compress-step") == [["12/2/64 8 x 8192 mlp", "47.9", "56.9", "111.6"]]
 
 
-def test_memory_with_recompute_has_a_row_of_its_own(figures, results):
+def test_memory_with_recompute_has_a_row_of_its_own(results):
     folder = results / "h100"
     document = json.loads((folder / "train_memory.json").read_text())
     document["rows"] = [r for r in document["rows"] if r.get("mode") != "recompute"]
@@ -231,12 +228,12 @@ def test_memory_with_recompute_has_a_row_of_its_own(figures, results):
     (folder / "train_memory.json").write_text(json.dumps(document))
     after = {name: figures.TABLES[name](figures.Results(folder)) for name in MEMORY_VALUES}
     assert after == before
-    rows = rows_of(figures, folder, "train-memory")
+    rows = rows_of(folder, "train-memory")
     assert [row[0] for row in rows] == ["NSA", "NSA, recompute=True", "dense"]
     assert rows[1][1:3] == ["0.1", "-"]
 
 
-def test_the_memory_of_another_gpu_is_shown_with_its_name(figures, results):
+def test_the_memory_of_another_gpu_is_shown_with_its_name(results):
     own = figures.Results(results / "h200")
     assert figures.TABLES["train-memory-gpu"](own) == "H100 80GB"
     for name in ("train-memory", "row-13-largest"):
@@ -249,7 +246,7 @@ def test_the_memory_of_another_gpu_is_shown_with_its_name(figures, results):
     assert figures.TABLES["train-memory-gpu"](own) == "H200"
 
 
-def test_the_other_libraries_are_compared_in_one_run(figures, tmp_path):
+def test_the_other_libraries_are_compared_in_one_run(tmp_path):
     """The rows of fla in the table of every backend are from that run, too."""
     source = ROOT / "benchmarks" / "results" / "h200"
     folder = tmp_path / "h200"
@@ -267,7 +264,7 @@ def test_the_other_libraries_are_compared_in_one_run(figures, tmp_path):
     values = [figures.TABLES[name](figures.Results(folder)) for name in shown]
     assert {figures.TABLES[name](figures.Results(tmp_path)) for name in shown} == {"not measured"}
     assert values == ["1.50 ms", "2.50 ms", "3.50 ms", "4.50 ms"]
-    rows = rows_of(figures, folder, "backends")
+    rows = rows_of(folder, "backends")
     (fla,) = (row for row in rows if row[1].startswith("fla"))
     assert fla[0] == "64/4/128"
     assert fla[5] == "3.50"  # heads, kernels, 2k, 4k, 8k, 16k
@@ -275,7 +272,7 @@ def test_the_other_libraries_are_compared_in_one_run(figures, tmp_path):
     assert len({(row[0], row[1]) for row in rows}) == len(rows)
 
 
-def test_a_training_on_another_gpu_is_shown(figures, tmp_path):
+def test_a_training_on_another_gpu_is_shown(tmp_path):
     name = "hf-convert-run"
     results = figures.Results(tmp_path / "h200")
     assert figures.TABLES[name](results) == "not measured yet"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compare_trees as trees
 import pytest
 
 from nsa_bench.provenance import tree_id
@@ -17,15 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "kernels" / "compare_trees.py"
 NEVER = float("inf")
 AUTHOR = ("-c", "user.name=n", "-c", "user.email=n@example.com")
-
-
-@pytest.fixture
-def trees(monkeypatch):
-    """The module compare_trees.py."""
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    import compare_trees
-
-    return compare_trees
 
 
 class FakeTree:
@@ -50,7 +42,7 @@ class FakeTree:
         return next(self.rounds[name])
 
 
-def compare(trees, old, new, rounds=5):
+def compare(old, new, rounds=5):
     rows = trees.compare(FakeTree(old), FakeTree(new), trees.CASES[:1], rounds, NEVER)
     return {row.name.removeprefix(f"{trees.CASES[0]} "): row for row in rows}
 
@@ -70,25 +62,24 @@ def compare(trees, old, new, rounds=5):
         ([1.0, 1.0, 9.0, 1.0, 1.0], [1.05], "slower"),  # one outlier does not add spread
     ],
 )
-def test_a_row_is_slower_beyond_3_percent_and_twice_the_spread(trees, old, new, verdict):
-    assert compare(trees, {"cmp": old}, {"cmp": new})["cmp"].verdict == verdict
+def test_a_row_is_slower_beyond_3_percent_and_twice_the_spread(old, new, verdict):
+    assert compare({"cmp": old}, {"cmp": new})["cmp"].verdict == verdict
 
 
-def test_a_row_has_medians_and_their_ratio(trees):
-    row = compare(trees, {"cmp": [1.0, 2.0, 3.0]}, {"cmp": [4.0, 5.0, 3.0]}, 3)["cmp"]
+def test_a_row_has_medians_and_their_ratio():
+    row = compare({"cmp": [1.0, 2.0, 3.0]}, {"cmp": [4.0, 5.0, 3.0]}, 3)["cmp"]
     assert (row.old_ms, row.new_ms, row.ratio, row.spread) == (2.0, 4.0, 2.0, 0.5)
 
 
-def test_rounds_alternate_between_the_trees(trees):
+def test_rounds_alternate_between_the_trees():
     log = []
     old, new = FakeTree({"cmp": [1.0]}, log, "old"), FakeTree({"cmp": [1.0]}, log, "new")
     list(trees.compare(old, new, trees.CASES[:1], 4, NEVER))
     assert log == ["old", "new", "new", "old"] * 2
 
 
-def test_a_kernel_that_only_the_old_tree_runs_is_missing(trees):
+def test_a_kernel_that_only_the_old_tree_runs_is_missing():
     rows = compare(
-        trees,
         {"cmp": [1.0], "sel": [1.0], "win": "Unsupported: no", "gates": [1.0]},
         {"cmp": "NSAError: broken", "sel": [1.0], "win": [1.0]},
     )
@@ -103,12 +94,12 @@ def test_a_kernel_that_only_the_old_tree_runs_is_missing(trees):
     assert rows["gates"].reason == "new: the tree has no such kernel"
 
 
-def test_cases_after_the_time_limit_are_skipped(trees):
+def test_cases_after_the_time_limit_are_skipped():
     skipped = list(trees.compare(FakeTree({}), FakeTree({}), trees.CASES[:2], 1, 0.0))
     assert skipped == list(trees.CASES[:2])
 
 
-def test_report_prints_a_table_and_returns_the_exit_code(trees, capsys):
+def test_report_prints_a_table_and_returns_the_exit_code(capsys):
     rows = [
         trees.judged("64/4/128 8k cmp forward", [1.0, 1.0], [1.5, 1.5]),
         trees.judged("64/4/128 8k win forward", [1.0, 1.0], [1.0, 1.0]),
@@ -126,7 +117,7 @@ def test_report_prints_a_table_and_returns_the_exit_code(trees, capsys):
     assert "left out by --minutes: 64/4/128 8k" in capsys.readouterr().out
 
 
-def test_all_required_cases_exist(trees):
+def test_all_required_cases_exist():
     names = {str(case) for case in trees.CASES}
     assert names >= {"64/4/128 8k", "64/4/128 32k", "32/8/128 32k", "12/2/64 32k", "12/2/64 64k"}
     assert names >= {"64/4/192/128 32k", "64/4/128 16 x 32k", "8/2/32 1 x 2k"}
@@ -142,14 +133,14 @@ def test_all_required_cases_exist(trees):
         (["--device", "tpu"], "invalid choice: 'tpu'"),
     ],
 )
-def test_invalid_arguments_are_refused(trees, change, text, tmp_path, capsys):
+def test_invalid_arguments_are_refused(change, text, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         trees.main(["--old", str(tmp_path), "--new", str(tmp_path), *change])
     assert caught.value.code == 2
     assert text in capsys.readouterr().err
 
 
-def test_a_folder_without_nsa_core_is_refused(trees, tmp_path, capsys):
+def test_a_folder_without_nsa_core_is_refused(tmp_path, capsys):
     folders = ["--old", str(tmp_path), "--new", str(tmp_path)]
     options = ["--device", "cpu", "--backend", "sdpa", "--shapes", "tiny"]
     assert trees.main([*folders, *options]) == 1
@@ -175,7 +166,7 @@ def site_without(site, package):
 
 
 @pytest.mark.parametrize("package", ["nsa_core", "nsa_backend_sdpa"])
-def test_a_package_outside_the_folder_is_refused(trees, site, package):
+def test_a_package_outside_the_folder_is_refused(site, package):
     child = trees.Child("old", site_without(site, package), "cpu", "sdpa")
     try:
         with pytest.raises(trees.ChildError, match=f"--old .* holds no {package}; install it"):
@@ -184,7 +175,7 @@ def test_a_package_outside_the_folder_is_refused(trees, site, package):
         child.end()
 
 
-def test_a_rehearsal_reaches_the_children(trees, site, tmp_path, monkeypatch):
+def test_a_rehearsal_reaches_the_children(site, tmp_path, monkeypatch):
     """rehearse.py patches each process with a sitecustomize module on PYTHONPATH."""
     patches, seen = tmp_path / "patches", tmp_path / "seen"
     patches.mkdir()
@@ -199,7 +190,7 @@ def test_a_rehearsal_reaches_the_children(trees, site, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def installed(trees, tmp_path, monkeypatch):
+def installed(tmp_path, monkeypatch):
     """A folder with nsa_core as installed from the commit of a checkout, without its data file."""
     root, folder = tmp_path / "checkout", tmp_path / "installed"
     source = root / "packages" / "nsa-core" / "src" / "nsa_core"
@@ -214,7 +205,7 @@ def installed(trees, tmp_path, monkeypatch):
     return folder
 
 
-def test_the_commit_of_a_folder_is_resolved(trees, installed):
+def test_the_commit_of_a_folder_is_resolved(installed):
     source = trees.source_of("old", installed, "HEAD")
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=trees.ROOT, capture_output=True, text=True, check=True
@@ -226,7 +217,7 @@ def test_the_commit_of_a_folder_is_resolved(trees, installed):
 
 
 @pytest.mark.parametrize("change", ["changed", "added", "removed"])
-def test_a_folder_that_differs_from_its_commit_is_refused(trees, installed, change):
+def test_a_folder_that_differs_from_its_commit_is_refused(installed, change):
     file = installed / "nsa_core" / ("more.py" if change == "added" else "__init__.py")
     file.unlink() if change == "removed" else file.write_text("2\n")
     (installed / "nsa_core" / "table.json").write_text("1\n")
@@ -234,12 +225,12 @@ def test_a_folder_that_differs_from_its_commit_is_refused(trees, installed, chan
         trees.source_of("new", installed, "HEAD")
 
 
-def test_an_unknown_commit_is_refused(trees, installed):
+def test_an_unknown_commit_is_refused(installed):
     with pytest.raises(ValueError, match=r"--new-commit: expected a commit .* got 'frob'"):
         trees.source_of("new", installed, "frob")
 
 
-def test_the_provenance_names_folders_without_their_paths(trees, tmp_path):
+def test_the_provenance_names_folders_without_their_paths(tmp_path):
     words = ["--old", str(tmp_path / "a"), "--new", str(tmp_path / "b c"), "--device", "cpu"]
     sources = {"old": trees.SourceTree("1" * 40, {"nsa_core": "2" * 40})}
     facts = trees.provenance(trees.parser().parse_args(words), sources)
@@ -273,7 +264,7 @@ def test_compares_this_tree_with_itself_on_the_cpu(site, tmp_path):
     assert len(done.stdout.splitlines()) == len(rows) + 2
 
 
-def test_a_child_that_ends_early_is_reported(trees, site, capsys):
+def test_a_child_that_ends_early_is_reported(site, capsys):
     child = trees.Child("new", site, "cpu", "sdpa")
     try:
         assert child.hello().startswith(str(site))

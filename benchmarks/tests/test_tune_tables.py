@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
 pytest.importorskip("triton")
+import tune_tables
+
 from nsa_backend_triton.host import configs
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels" / "tune_tables.py"
 TRAITS = {"head_dim": 128, "v_head_dim": 128, "itemsize": 2, "heads": 64, "window": 0}
 LINE = "span_dkdv cmp 64/4/128 65536 BLOCK_N=64,128 num_warps=4,8 span_dq.BLOCK_M=64"
 
 
-@pytest.fixture(scope="module")
-def tune_tables() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tune_tables", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tune_tables"] = module  # dataclasses look up their module by name
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_line_gives_the_tuned_row_and_every_combination(tune_tables: ModuleType) -> None:
+def test_a_line_gives_the_tuned_row_and_every_combination() -> None:
     sweep = tune_tables.Sweep.parse(LINE)
     assert str(sweep) == "span_dkdv, cmp backward 64/4/128 65536 tokens"
     changes = sweep.changes()
@@ -37,7 +22,7 @@ def test_a_line_gives_the_tuned_row_and_every_combination(tune_tables: ModuleTyp
     assert {"BLOCK_N": 128, "num_warps": 8, "span_dq.BLOCK_M": 64} in changes
 
 
-def test_sizes_of_blocks_belong_to_the_problem(tune_tables: ModuleType) -> None:
+def test_sizes_of_blocks_belong_to_the_problem() -> None:
     line = "sel_forward sel 64/4/128 65536 BLOCK_N=64,128 select_block_size=128 batch=2"
     sweep = tune_tables.Sweep.parse(line)
     assert sweep.fields == (("select_block_size", 128), ("batch", 2))
@@ -50,14 +35,14 @@ def test_sizes_of_blocks_belong_to_the_problem(tune_tables: ModuleType) -> None:
     ("shape", "sizes"), [("64/4/128", (64, 4, 128, 128)), ("64/4/192/128", (64, 4, 192, 128))]
 )
 def test_the_problem_has_the_heads_and_widths_of_the_line(
-    tune_tables: ModuleType, shape: str, sizes: tuple[int, ...]
+    shape: str, sizes: tuple[int, ...]
 ) -> None:
     config = tune_tables.Sweep.parse(f"sel_forward sel {shape} 65536").config
     assert (config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim) == sizes
     assert (config.select_block_size, config.num_selected_blocks) == (64, 16)
 
 
-def test_a_change_reaches_its_kernels_until_it_is_taken_back(tune_tables: ModuleType) -> None:
+def test_a_change_reaches_its_kernels_until_it_is_taken_back() -> None:
     names = ("span_dkdv", "span_dq", "span_forward")
 
     def rows() -> list[dict[str, int]]:
@@ -87,7 +72,7 @@ def test_a_change_reaches_its_kernels_until_it_is_taken_back(tune_tables: Module
         ("sel_block_backward sel 64/4/128 4096 runs=8", "runs=8 .* belongs to the forward of sel"),
     ],
 )
-def test_a_wrong_line_is_named(tune_tables: ModuleType, line: str, message: str) -> None:
+def test_a_wrong_line_is_named(line: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         tune_tables.Sweep.parse(line)
     assert line in str(error.value)

@@ -11,25 +11,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import convert_learning
+import learning_rows as rows
+import minimax_learning as minimax
 import pytest
 import torch
+from figure_learning import LEARNING
+from figure_tables import Results
 from transformers import AttentionInterface
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "benchmarks" / "hugging_face"
 
 
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module benchmarks/hugging_face/learning_rows.py."""
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import learning_rows
-
-    return learning_rows
-
-
 @pytest.mark.parametrize(("length", "pairs"), [(400, 12), (64, 16)])
-def test_rows_ask_once_for_every_pair(rows: Any, length: int, pairs: int) -> None:
+def test_rows_ask_once_for_every_pair(length: int, pairs: int) -> None:
     text = torch.arange(200, dtype=torch.uint8).repeat(9)
     row = next(rows.TextWithPairs(text, length, pairs, 20))
     tokens, targets = torch.tensor(row.tokens), torch.tensor(row.targets)
@@ -54,7 +50,7 @@ def test_rows_ask_once_for_every_pair(rows: Any, length: int, pairs: int) -> Non
     assert rows.distances(tokens, answers).tolist() == expected
 
 
-def test_rows_of_pairs_ask_once_for_every_pair_and_repeat(rows: Any) -> None:
+def test_rows_of_pairs_ask_once_for_every_pair_and_repeat() -> None:
     all_rows = rows.PairRows(5, 9, 4)
     first, lane = [next(all_rows) for _ in range(4)], all_rows.lane(1, 2)
     assert len({tuple(row.tokens) for row in first}) == 4
@@ -73,7 +69,7 @@ def test_rows_of_pairs_ask_once_for_every_pair_and_repeat(rows: Any) -> None:
         assert [t for t in (*targets[:10], *targets[11::2]) if t >= 0] == []
 
 
-def test_a_share_of_the_text_is_a_target(rows: Any) -> None:
+def test_a_share_of_the_text_is_a_target() -> None:
     text = torch.zeros(999, dtype=torch.uint8)
     made = rows.TextWithPairs(text, 100, 4, 4, 0.25)
     targets = [[t for t in next(made).targets if t >= 0] for _ in range(400)]
@@ -82,7 +78,8 @@ def test_a_share_of_the_text_is_a_target(rows: Any) -> None:
     assert 17 < of_text < 23  # of 84 bytes, a quarter of those that follow a byte
 
 
-def test_training_and_held_out_text_share_no_file(rows: Any) -> None:
+@pytest.mark.slow
+def test_training_and_held_out_text_share_no_file() -> None:
     training, held_out = (bytes(side.tolist()) for side in rows.library_sources())
     assert len(training) > 10 * len(held_out) > 10**5
     files = {path.read_bytes() for path in Path(json.__file__).parents[1].glob("*.py")}
@@ -90,17 +87,9 @@ def test_training_and_held_out_text_share_no_file(rows: Any) -> None:
 
 
 @pytest.fixture
-def minimax(rows: Any) -> Any:
-    """The module benchmarks/hugging_face/minimax_learning.py."""
-    import minimax_learning
-
-    minimax_learning.minimax.register()
-    return minimax_learning
-
-
-@pytest.fixture
-def model(minimax: Any) -> Any:
+def model() -> Any:
     """A MiniMax-M3 whose queries choose 4 of up to 8 blocks, and 2 of 4 experts."""
+    minimax.minimax.register()
     torch.manual_seed(0)
     return minimax.MiniMaxM3VLForCausalLM(minimax.Scale(2, 2, 64, 8, 32, 3, 2, 16, 1e-3).config())
 
@@ -109,7 +98,7 @@ TOKENS = torch.randint(256, (2, 2, 64), generator=torch.Generator().manual_seed(
 
 
 def test_a_control_needs_no_kernel_and_writes_no_file(
-    minimax: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     trained = minimax.train_all(minimax.SCALES["tiny"], "cpu", with_kernel=False)
     assert trained.keys() == {"eager", "control", "control_replayed"}
@@ -126,7 +115,7 @@ def test_a_control_needs_no_kernel_and_writes_no_file(
     assert (scale.learning_rate, device, options) == (0.5, "cpu", {"with_kernel": False})
 
 
-def test_moved_weights_are_the_next_numbers(minimax: Any, model: Any) -> None:
+def test_moved_weights_are_the_next_numbers(model: Any) -> None:
     moved = minimax.moved(model)
     signs = set()
     for old, new in zip(model.parameters(), moved.parameters(), strict=True):
@@ -135,7 +124,7 @@ def test_moved_weights_are_the_next_numbers(minimax: Any, model: Any) -> None:
     assert signs == {-1.0, 1.0}
 
 
-def test_a_replay_makes_the_choices_of_the_other_training(minimax: Any, model: Any) -> None:
+def test_a_replay_makes_the_choices_of_the_other_training(model: Any) -> None:
     expected = minimax.Training(model, "eager", 1e-3)
     losses = expected.run(TOKENS)["loss"]
     # These weights and this bias affect the choices only.
@@ -156,7 +145,7 @@ def test_a_replay_makes_the_choices_of_the_other_training(minimax: Any, model: A
 
 
 def test_gradients_agree_in_double_precision_name_by_name(
-    minimax: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The model computes norms, ranks and the softmax of "eager" in float32, whatever its dtype.
     softmax = torch.nn.functional.softmax
@@ -175,8 +164,9 @@ def test_gradients_agree_in_double_precision_name_by_name(
     assert trained["largest_difference"] < 1e-12
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_fails_with_and_without_a_replay(
-    minimax: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
     monkeypatch.setitem(minimax.SCALES, "tiny", minimax.Scale(2, 2, 64, 8, 32, 2, 2, 16, 1e-3))
     arguments = ["minimax_learning.py", "--scale", "tiny", "--device", "cpu", "--json"]
@@ -202,10 +192,8 @@ def test_a_wrong_kernel_fails_with_and_without_a_replay(
 
 
 @pytest.fixture
-def lesson(rows: Any) -> Any:
+def lesson() -> Any:
     """The lesson of a scale of seconds; ``lesson.module`` is convert_learning.py."""
-    import convert_learning
-
     lesson = convert_learning.Lesson(convert_learning.SCALES["tiny"], "cpu")
     lesson.module = convert_learning
     return lesson
@@ -323,10 +311,6 @@ def test_minimax_has_the_same_losses_with_both_implementations(results: Path) ->
 def test_tables_and_plots_show_the_result_files(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from figure_learning import LEARNING
-    from figure_tables import Results
-
     tables = {name: table(Results(results)) for name, table in LEARNING.items()}
     assert tables["hf-convert"].count("\n") == 4
     assert "4, after the first stage" in tables["hf-convert"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from several_gpus import MARGIN, Expected, Report, compare
 
 from nsa_models.lm.parallel import World
 
@@ -29,12 +30,6 @@ with mutated(*MUTANTS["halo rows are not sent back"]):
     several_gpus.kinds = lambda gpus: {{name: kinds[name] for name in kept}}
     several_gpus.main()
 """
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the modules of benchmarks importable."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def checks_of(file: Path, command: list[str], code: int) -> dict[str, list[str]]:
@@ -84,8 +79,6 @@ def one_step(loss: float) -> dict[str, torch.Tensor]:
 
 
 def test_a_difference_beyond_the_controls_fails(tmp_path: Path) -> None:
-    from several_gpus import MARGIN, Expected, Report, compare
-
     ulp = 2.0**-20
     one = Expected(one_step(2.0), [one_step(2.0 + ulp), one_step(2.0)])
     assert compare(one_step(2.0 + MARGIN * ulp), one) == []
@@ -103,8 +96,6 @@ def test_a_difference_beyond_the_controls_fails(tmp_path: Path) -> None:
 
 
 def test_an_error_of_a_check_ends_the_run_as_not_passed(tmp_path: Path) -> None:
-    from several_gpus import Report
-
     file = tmp_path / "result.json"
     report = Report(World(torch.device("cpu")), file)
 

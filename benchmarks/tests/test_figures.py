@@ -10,6 +10,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import figures
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +70,7 @@ def checkout(tmp_path):
 
 
 @pytest.fixture
-def run(figures, checkout, monkeypatch, capsys):
+def run(checkout, monkeypatch, capsys):
     """Return a function that runs pieces "name:mode:minutes" of the toy benchmark.
 
     It returns (exit code, output, modes of the runs).
@@ -100,17 +101,17 @@ def stamp_of(checkout, name):
     return json.loads(file.read_text())["figures"]
 
 
-def test_the_pages_match_the_result_files(figures, capsys):
+def test_the_pages_match_the_result_files(capsys):
     assert figures.main(["render", "--check"]) == 0, capsys.readouterr().out
 
 
-def test_every_table_is_on_a_page(figures):
+def test_every_table_is_on_a_page():
     paths = [path for pattern in figures.PAGES for path in ROOT.glob(pattern)]
     shown = {m[1] for p in paths for m in figures.MARKED.findall(p.read_text(encoding="utf-8"))}
     assert shown == set(figures.TABLES)
 
 
-def test_every_opening_marker_has_a_closing_marker(figures):
+def test_every_opening_marker_has_a_closing_marker():
     for pattern in figures.PAGES:
         for path in ROOT.glob(pattern):
             text = path.read_text(encoding="utf-8")
@@ -118,7 +119,7 @@ def test_every_opening_marker_has_a_closing_marker(figures):
             assert text.count("<!-- figures:") == text.count("<!-- /figures -->") == complete, path
 
 
-def test_no_value_inside_a_sentence_begins_a_line(figures):
+def test_no_value_inside_a_sentence_begins_a_line():
     """Markdown starts an HTML block there, which ends the paragraph or the list."""
     for path in (path for pattern in figures.PAGES for path in ROOT.glob(pattern)):
         text = path.read_text(encoding="utf-8")
@@ -129,6 +130,7 @@ def test_no_value_inside_a_sentence_begins_a_line(figures):
 ROW = r'"subject": "auto", "shape": "64/4/128"[^\n]*"both", "batch": 1, "length": 16384, [^\n{]*'
 
 
+@pytest.mark.few_cases("0")
 @pytest.mark.parametrize(
     ("file", "pattern", "page"),
     [
@@ -142,8 +144,9 @@ ROW = r'"subject": "auto", "shape": "64/4/128"[^\n]*"both", "batch": 1, "length"
         ("backends_64_4_128.json", ROW + r' \{"median_ms": [\d.]+', "docs/how-to/benchmark.md"),
         ("real_blocks.json", r'"8": 2\.408', "docs/explanation/performance.md"),
     ],
+    ids=map(str, range(9)),
 )
-def test_a_changed_number_in_a_result_file_is_detected(figures, pages, file, pattern, page, capsys):
+def test_a_changed_number_in_a_result_file_is_detected(pages, file, pattern, page, capsys):
     results = pages / "benchmarks" / "results"
     path = next(p for gpu in ("h200", "h100") if (p := results / gpu / file).exists())
     text = path.read_text(encoding="utf-8")
@@ -158,7 +161,8 @@ def test_a_changed_number_in_a_result_file_is_detected(figures, pages, file, pat
     assert page in capsys.readouterr().out
 
 
-def test_a_changed_number_on_a_page_is_detected_and_restored(figures, pages, capsys):
+@pytest.mark.slow
+def test_a_changed_number_on_a_page_is_detected_and_restored(pages, capsys):
     page = pages / "README.md"
     text = page.read_text(encoding="utf-8")
     body = next(match[3] for match in figures.MARKED.finditer(text) if match[2] == "core-memory")
@@ -170,13 +174,13 @@ def test_a_changed_number_on_a_page_is_detected_and_restored(figures, pages, cap
     assert page.read_text(encoding="utf-8") == text
 
 
-def test_an_unknown_table_is_refused(figures, pages, capsys):
+def test_an_unknown_table_is_refused(pages, capsys):
     (pages / "docs" / "bench.md").write_text("<!-- figures:frob --><!-- /figures -->")
     assert figures.main(["render"], pages) == 2
     assert "figures:frob is no table" in capsys.readouterr().err
 
 
-def test_every_result_file_belongs_to_a_piece(figures):
+def test_every_result_file_belongs_to_a_piece():
     """Except files that a page or script cites."""
     texts = [p.read_text(encoding="utf-8") for pattern in CITING for p in ROOT.glob(pattern)]
 
@@ -215,7 +219,7 @@ def test_times_on_the_kernels_page_are_those_of_its_sweeps():
     assert checked >= 20
 
 
-def test_pieces_are_distinct_and_take_at_most_ten_minutes(figures):
+def test_pieces_are_distinct_and_take_at_most_ten_minutes():
     pieces = figures.PIECES
     assert len({piece.name for piece in pieces}) == len({p.file for p in pieces}) == len(pieces)
     assert all(0 < piece.minutes <= 10 for piece in pieces)
@@ -223,14 +227,14 @@ def test_pieces_are_distinct_and_take_at_most_ten_minutes(figures):
     assert {p.needs for p in pieces if p.needs} <= {p.name for p in pieces if p.makes}
 
 
-def test_a_piece_rehearses_the_architecture_that_its_command_names(figures):
+def test_a_piece_rehearses_the_architecture_that_its_command_names():
     assert [piece for piece in figures.PIECES if piece.rehearses]
     for piece in figures.PIECES:
         architectures = re.findall(r"rehearse\.py --arch (\d+) -- ", piece.command)
         assert architectures == [piece.rehearses.removeprefix("sm")] * bool(piece.rehearses)
 
 
-def test_list_shows_every_piece_with_its_state(figures, pages, capsys):
+def test_list_shows_every_piece_with_its_state(pages, capsys):
     assert figures.main(["list"], pages) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(figures.PIECES)
@@ -282,6 +286,7 @@ def test_an_interrupted_or_failed_piece_runs_again(run, checkout, mode):
     assert run(piece, "b:quick")[2] == [mode]
 
 
+@pytest.mark.slow
 def test_a_piece_beyond_the_time_limit_is_ended(run, checkout):
     code, output, runs = run("a:slow:0.01", words=("run", "--minutes", "0.02"))
     assert (code, runs) == (1, ["slow"])
@@ -289,7 +294,7 @@ def test_a_piece_beyond_the_time_limit_is_ended(run, checkout):
     assert run("a:slow:0.01", words=("run", "--minutes", "0.02"))[2] == ["slow"]
 
 
-def test_ctrl_c_ends_the_piece_and_leaves_no_result(figures, checkout, run, monkeypatch):
+def test_ctrl_c_ends_the_piece_and_leaves_no_result(checkout, run, monkeypatch):
     def interrupted(self, timeout=None):
         monkeypatch.undo()
         self.send_signal(signal.SIGTERM)
@@ -382,7 +387,7 @@ def test_collect_refuses_results_from_a_dirty_checkout(run, checkout):
     assert run("a:quick", words=("collect", "--allow-dirty"))[0] == 0
 
 
-def test_a_stamped_result_of_nsa_bench_stays_readable(figures, tmp_path):
+def test_a_stamped_result_of_nsa_bench_stays_readable(tmp_path):
     from nsa_bench.result import read_result
 
     source = ROOT / "benchmarks" / "results" / "h100_as_sm80" / "a100_core_64_4_128.json"

@@ -5,21 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+import train
+import train_cells
+from train_parts import group_of
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NSA_MODES = ("eager", "recompute", "bf16")
 
 
 @pytest.fixture
 def shapes_of(monkeypatch):
     """A function that runs the script with --shapes and returns the shapes of its section."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import train
-
     measured = []
     monkeypatch.setattr(train, "throughput", lambda bench: measured.append(bench.grid.shapes))
 
@@ -46,8 +44,6 @@ def test_malformed_shapes_are_refused(shapes_of, text, capsys):
 @pytest.fixture
 def script(monkeypatch):
     """A function that runs the quick form of the script on the CPU."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import train
 
     def run(*words: str) -> None:
         monkeypatch.setattr(sys, "argv", ["train.py", "--quick", "--device", "cpu", *words])
@@ -57,10 +53,8 @@ def script(monkeypatch):
 
 
 @pytest.fixture
-def trainer_of(monkeypatch):
+def trainer_of():
     """A function that returns a trainer of a tiny model after one step."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import train_cells
 
     def trainer(attention: str, mode: str):
         grid = train_cells.quick("cpu")
@@ -90,6 +84,7 @@ def test_recompute_mode_sets_every_layer(trainer_of, mode):
     assert layers == [mode == "recompute"]
 
 
+@pytest.mark.slow
 def test_each_attention_runs_the_modes_that_it_has(script, tmp_path):
     file = tmp_path / "train.json"
     script("--only", "throughput,memory", "--shapes", "64x1", "--json", str(file))
@@ -136,10 +131,7 @@ GROUPS_OF_A_STEP = ("attention", "products", "compiled", "optimizer")
         ("void at::native::vectorized_elementwise_kernel<4, FillFunctor>", "other"),
     ],
 )
-def test_kernels_belong_to_groups(monkeypatch, kernel, group):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from train_parts import group_of
-
+def test_kernels_belong_to_groups(kernel, group):
     assert group_of(kernel) == group
 
 

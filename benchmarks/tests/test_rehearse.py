@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pathlib
 import subprocess
 import sys
-import types
 
 import pytest
+import rehearse
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOPPER = 228 * 1024  # bytes of shared memory of a multiprocessor
 
 
-@pytest.fixture(scope="module")
-def rehearse() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("rehearse", ROOT / "benchmarks" / "rehearse.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("arch", [80, 86, 89])
-def test_padded_launch_has_the_occupancy_of_the_older_gpu(
-    rehearse: types.ModuleType, arch: int
-) -> None:
+def test_padded_launch_has_the_occupancy_of_the_older_gpu(arch: int) -> None:
     total, threads, programs, limit = rehearse.TARGETS[arch]
     for shared in range(0, limit * 1024 + 1, 7 * 128):
         for warps in (1, 4, 8, 16):
@@ -56,8 +43,9 @@ def run(
     )
 
 
+@pytest.mark.slow
 def test_processes_see_the_older_gpu_and_import_torch_only_if_they_would(
-    rehearse: types.ModuleType, tmp_path: pathlib.Path
+    tmp_path: pathlib.Path,
 ) -> None:
     variables = rehearse.prepare(tmp_path, 86, "90")
     done = run(tmp_path, variables, "import sys; print('torch' in sys.modules)")
@@ -73,9 +61,7 @@ def test_processes_see_the_older_gpu_and_import_torch_only_if_they_would(
     assert json.loads(done.stdout) == [[8, 6], "pad"]
 
 
-def test_ptxas_assembles_the_older_ptx_for_the_gpu_at_hand(
-    rehearse: types.ModuleType, tmp_path: pathlib.Path
-) -> None:
+def test_ptxas_assembles_the_older_ptx_for_the_gpu_at_hand(tmp_path: pathlib.Path) -> None:
     ptxas = tmp_path / "real"
     ptxas.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     ptxas.chmod(0o755)
@@ -89,9 +75,7 @@ def test_ptxas_assembles_the_older_ptx_for_the_gpu_at_hand(
     assert done.stdout.splitlines() == ["-v", "--gpu-name=sm_90", "a file.ptx"]
 
 
-def test_kernels_for_another_architecture_are_found(
-    rehearse: types.ModuleType, tmp_path: pathlib.Path
-) -> None:
+def test_kernels_for_another_architecture_are_found(tmp_path: pathlib.Path) -> None:
     for name, text in (
         ("right", ".version 8.7\n.target sm_80\nmma.sync"),
         ("other", ".version 8.7\n.target sm_90a\n"),
@@ -104,7 +88,8 @@ def test_kernels_for_another_architecture_are_found(
     assert foreign == ["hopper/kernel.ptx", "other/kernel.ptx"]
 
 
-def test_command_needs_a_gpu(rehearse: types.ModuleType) -> None:
+@pytest.mark.slow
+def test_command_needs_a_gpu() -> None:
     import torch
 
     if torch.cuda.is_available():
@@ -119,9 +104,7 @@ def test_command_needs_a_gpu(rehearse: types.ModuleType) -> None:
     assert "torch sees no GPU" in done.stderr
 
 
-def test_an_interrupted_command_may_write_its_report(
-    rehearse: types.ModuleType, tmp_path: pathlib.Path
-) -> None:
+def test_an_interrupted_command_may_write_its_report(tmp_path: pathlib.Path) -> None:
     report = tmp_path / "report"
     code = (
         "import os, pathlib, signal, sys, time\n"

@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from figure_parallel import TABLES
+from figure_tables import Results
+from parallel_training import move_weights
 
 from nsa_models.lm.config import size
 from nsa_models.lm.model import LanguageModel
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the modules of benchmarks importable."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def documents_of(tmp_path: Path, *options: str) -> dict[str, Any]:
@@ -84,8 +81,6 @@ def test_no_division_begins_after_the_time_limit(tmp_path: Path) -> None:
 
 
 def test_every_weight_is_moved_to_a_neighbour() -> None:
-    from parallel_training import move_weights
-
     model = LanguageModel(size("tiny"))
     before = [p.detach().clone() for p in model.parameters()]
     move_weights(model, 1)
@@ -105,9 +100,6 @@ def test_every_weight_is_moved_to_a_neighbour() -> None:
 
 
 def test_the_pages_say_that_nothing_is_measured_yet(tmp_path: Path) -> None:
-    from figure_parallel import TABLES
-    from figure_tables import Results
-
     names = ("parallel-speed", "parallel-speed-device", "parallel-loss")
     texts = [TABLES[name](Results(tmp_path / "h100")).splitlines()[-1] for name in names]
     dashes = " | -" * 4
@@ -119,9 +111,6 @@ def test_the_pages_say_that_nothing_is_measured_yet(tmp_path: Path) -> None:
 
 
 def test_the_tables_compare_with_one_gpu(tmp_path: Path) -> None:
-    from figure_parallel import TABLES
-    from figure_tables import Results
-
     speed = [
         {"run": "one GPU", "gpus": 1, "step_ms": 2400.0, "tokens_per_s": 109227, "peak_gib": 41.25},
         {

@@ -12,7 +12,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import scaling
 import torch
+from figure_parallel import COLUMNS, device, longest, rows_of_times
 
 from nsa_core.layer import fp32_product
 from nsa_models.lm.parallel import World
@@ -34,25 +36,17 @@ with mutated(*MUTANTS["halo rows are not sent back"]):
 """
 
 
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the modules of benchmarks importable."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-
 def judge(rank: int, world: int, dtype: str, division: tuple[str, str], fault: str) -> list[str]:
     """Return what the check finds on this rank, with a planted fault or with none.
 
     run_on_ranks refuses tensors that NCCL refuses. The gates run as on a GPU: in bf16, the gradient
     of a gate's weight is then a transposed view.
     """
-    from scaling import Division, Referee, layer_config
-
     grid = World(torch.device("cpu"), rank, world).arranged(world, 1)
     gpu = mock.patch.object(fp32_product, "DEVICES", ("cpu",))
     with gpu, mutated(*MUTANTS.get(fault, ("", {}))):
-        referee = Referee(layer_config(SHAPE, BLOCKS), getattr(torch, dtype), grid)
-        return referee.judge(Division(world, *division))
+        referee = scaling.Referee(scaling.layer_config(SHAPE, BLOCKS), getattr(torch, dtype), grid)
+        return referee.judge(scaling.Division(world, *division))
 
 
 @pytest.mark.slow
@@ -91,7 +85,6 @@ def run(tmp_path: pathlib.Path, script: pathlib.Path, code: int, *more: str) -> 
 
 @pytest.mark.slow
 def test_a_layer_is_timed_on_one_process_and_on_two(tmp_path: pathlib.Path) -> None:
-    from figure_parallel import COLUMNS, device, longest, rows_of_times
 
     document, printed = run(tmp_path, BENCHMARKS / "scaling.py", 0, "--modes", "sequence")
     assert document["complete"]
@@ -138,8 +131,6 @@ def test_a_division_with_a_fault_is_not_timed_and_the_run_fails(tmp_path: pathli
 def test_one_gpu_without_memory_is_a_row_and_one_of_several_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import scaling
-
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("planted")
 
@@ -174,8 +165,6 @@ def test_wrong_options_are_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import scaling
-
     monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: launched)
     monkeypatch.setattr("sys.argv", ["scaling.py", "--device", "cpu", *options])
     with pytest.raises(SystemExit) as ended:

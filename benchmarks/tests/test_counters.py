@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import pathlib
-import runpy
-
+import counters
 import pytest
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "benchmarks/kernels/counters.py"
 HEAD = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
 
 
-def report(script, *kernels):
+def report(*kernels):
     """A report of launches, each (kernel, ns)."""
-    names = script["METRICS"]
+    names = counters.METRICS
     lines = ["==PROF== Connected to process 1", HEAD]
     for number, (kernel, ns) in enumerate(kernels):
         lines.append(f'"{number}","{kernel}","{names["ms"]}","ns","{ns:,}"')
@@ -22,17 +19,11 @@ def report(script, *kernels):
     return "\n".join(lines)
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    return runpy.run_path(str(SCRIPT))
-
-
-def test_the_last_pass_counts_and_names_the_branches(script):
+def test_the_last_pass_counts_and_names_the_branches():
     kernels = ["span_forward", "select_forward", "span_forward"]
     first = [(kernel, 9_000_000) for kernel in kernels]
     last = [("span_forward", 2_500_000), ("select_forward", 1_250), ("span_forward", 3_000_000)]
-    found = script["launches"](report(script, *first, *last))
+    found = counters.launches(report(*first, *last))
     assert found == [
         {"kernel": "span_forward", "ms": 2.5, "l2_percent": 3.5, "branch": "cmp"},
         {"kernel": "select_forward", "ms": 0.00125, "l2_percent": 4.5, "branch": ""},
@@ -40,13 +31,13 @@ def test_the_last_pass_counts_and_names_the_branches(script):
     ]
 
 
-def test_passes_that_differ_are_refused(script):
+def test_passes_that_differ_are_refused():
     """The second pass ended early."""
     kernels = [("span_forward", 1), ("span_dq", 1), ("span_forward", 1)]
     with pytest.raises(ValueError, match="the passes differ"):
-        script["launches"](report(script, *kernels))
+        counters.launches(report(*kernels))
 
 
-def test_a_report_without_counters_is_refused_with_its_last_line(script):
+def test_a_report_without_counters_is_refused_with_its_last_line():
     with pytest.raises(ValueError, match=r"no counters: .*insufficient permissions"):
-        script["launches"]("==ERROR== an error\n==ERROR== insufficient permissions\n")
+        counters.launches("==ERROR== an error\n==ERROR== insufficient permissions\n")
