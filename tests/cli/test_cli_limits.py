@@ -38,7 +38,7 @@ OPTIONS = _options(typer.main.get_command(app))
 
 
 def test_options_are_found() -> None:
-    assert len(OPTIONS) > 40
+    assert len(OPTIONS) > 30
 
 
 @pytest.mark.parametrize(("command", "path", "option", "name"), OPTIONS)

@@ -16,6 +16,7 @@ import typer
 from nsa_cli import app as nsa_app
 from nsa_cli import verify
 from nsa_core.contract import SLOTS
+from nsa_verify.problems import combination
 from screen import FRAMES, assert_readable
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
@@ -98,7 +99,7 @@ def test_verify_is_readable_and_prints_failures_first(nsa, terminal, monkeypatch
     every = "--every-combination" in options
     reports = [report(), report(*failed)] if every else [report(*failed)]
     monkeypatch.setattr(verify, "run_combinations", lambda *a: copy.deepcopy(reports))
-    monkeypatch.setattr(verify, "_every_combination", lambda *a: [])
+    monkeypatch.setattr(combination, "every_combination", lambda *a: [])
     out = assert_command_is_readable(
         nsa, terminal, "verify", "--device", "cpu", *options, code=1 if failed else 0
     )
@@ -324,7 +325,7 @@ def test_mistyped_options_get_a_suggestion(nsa, arguments, sentence):
 def test_short_dtype_names_become_long_ones(nsa, monkeypatch):
     dtypes = []
 
-    def record(combinations, options, stop):
+    def record(combinations, options, registry, stop):
         dtypes.extend(str(dtype) for dtype in options.dtypes)
         return [report()]
 

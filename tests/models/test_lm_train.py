@@ -20,6 +20,7 @@ import torch
 from nsa_bench.roofline import Peaks
 from nsa_core import InvalidInput
 from nsa_core.errors import BackendUnavailable
+from nsa_core.util import interruption
 from nsa_core.util.atomic_files import NotWritten
 from nsa_models.lm import checkpoint, log
 from nsa_models.lm import train as train_module
@@ -127,7 +128,9 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-def test_a_second_interrupt_ends_at_once(trainer, tmp_path, interruptible):
+def test_a_second_interrupt_ends_at_once(trainer, tmp_path, interruptible, monkeypatch):
+    monkeypatch.setattr(interruption, "_SAME_S", 0.0)
+
     def twice(progress):
         for _ in range(2):
             # os.kill could merge the two signals into one

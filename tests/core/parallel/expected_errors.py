@@ -29,7 +29,10 @@ DISAGREEMENTS: dict[tuple[str, str], str] = {
 FAULTS: dict[tuple[str, str], str] = {
     ("sequence", "a broken plan"): "KeyError: 'cmp'",  # not an NSAError
     ("heads", "no plan"): "InvalidInput: plan must be",
-    ("blocks", "a plan for whole sequences"): "InvalidInput: plan was made without partial=True",
+    (
+        "blocks",
+        "a plan for whole sequences",
+    ): "InvalidInput: plan was resolved without partial",
 }
 REFUSALS: dict[str, str] = {
     "new_cache": "Unsupported: new_cache is not context parallel",

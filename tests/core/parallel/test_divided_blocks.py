@@ -24,7 +24,7 @@ REFUSALS = {
     "whole rows": "InvalidInput: q, k, v and blocks must have the 56 rows of this rank, got 112:"
     " pass shards.take(x, -3)",
     "no shards": "InvalidInput: shards must be Shards, got NoneType",
-    "a plan for whole sequences": "InvalidInput: plan was made without partial=True, but q begins",
+    "a plan for whole sequences": "InvalidInput: plan was resolved without partial=True, but q",
     "the documents of one rank": "InvalidInput: cu_seqlens must end at the 112 tokens given, got",
     "other ranks": "InvalidInput: group must have the 4 ranks of these shards, got 2: pass the",
 }

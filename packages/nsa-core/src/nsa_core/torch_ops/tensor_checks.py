@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.autograd import is_unobserved
 
-Value = TypeVar("Value", bound=Hashable)
+Value = TypeVar("Value")
 
 
 class Metadata(NamedTuple):
@@ -244,17 +243,22 @@ def _have(names: Sequence[str]) -> str:
 
 def _agreed(values: Mapping[str, Value]) -> Value:
     """Return the value of most arguments; in a tie, the first one, which is that of q."""
-    counts = Counter(dict.fromkeys((argument_of(n), value) for n, value in values.items()))
-    votes = Counter(value for _, value in counts)
-    return max(votes, key=lambda value: votes[value])
-
-
-def _others(values: Mapping[str, Value], agreed: Value) -> dict[Value, list[str]]:
-    """Return each value but ``agreed``, with the names of the tensors that have it."""
-    others: dict[Value, list[str]] = {}
+    votes: list[tuple[str, Value]] = []  # not a set: a symbolic size has no hash up to torch 2.11
     for name, value in values.items():
-        if value != agreed:
-            others.setdefault(value, []).append(name)
+        if (argument_of(name), value) not in votes:
+            votes.append((argument_of(name), value))
+    return max((value for _, value in votes), key=lambda v: sum(v == other for _, other in votes))
+
+
+def _others(values: Mapping[str, Value], agreed: Value) -> list[tuple[Value, list[str]]]:
+    """Return each value but ``agreed``, with the names of the tensors that have it."""
+    others: list[tuple[Value, list[str]]] = []
+    for name, value in values.items():
+        names = next((names for other, names in others if other == value), None)
+        if names is not None:
+            names.append(name)
+        elif value != agreed:
+            others.append((value, [name]))
     return others
 
 
@@ -342,7 +346,7 @@ def _axis_problems(
     if required is not None and symbol in _FIELDS:
         expected = f"{call.sizes.source}.{_FIELDS[symbol]} is {size}"
     problems = []
-    for other, names in _others(of_names, size).items():
+    for other, names in _others(of_names, size):
         if symbol == "3":
             problems.append(
                 f"gates must be {_layout(call, 'gates')} with a factor for each of cmp, sel and"
@@ -494,7 +498,7 @@ def _dtype_problems(call: _Call) -> list[str]:
     if any(other != dtype for other in floats.values()):
         dtype = _agreed(floats)
         right = [name for name in floats if floats[name] == dtype]
-        for other, names in _others(floats, dtype).items():
+        for other, names in _others(floats, dtype):
             fixes = joined([f"{name}.to({dtype})" for name in names])
             problems.append(
                 f"{_be(names)} {dtype_name(other)}, but {_be(right)} {dtype_name(dtype)}: pass"
@@ -537,7 +541,7 @@ def _device_problems(call: _Call) -> list[str]:
     return [
         f"{_be(names)} on {other}, but {_be(right)} on {device}: pass"
         f" {joined([f'{name}.to({str(device)!r})' for name in names])}"
-        for other, names in _others(devices, device).items()
+        for other, names in _others(devices, device)
     ]
 
 
