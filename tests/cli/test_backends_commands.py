@@ -210,9 +210,7 @@ def test_explain_prints_every_reason_and_exits_with_code_3(nsa, toy):
 
 def test_explain_exits_with_code_3_for_an_unavailable_backend(nsa, monkeypatch):
     reason = Reason("not_implemented", "kernels not implemented yet", "use sdpa")
-    absent = BackendEntry(
-        "absent", "nsa-absent", "1.0", "unavailable", reason, None, "absent", False
-    )
+    absent = BackendEntry("absent", "nsa-absent", "1.0", "absent", "unavailable", reason)
     registry = Registry((*discover().entries, absent))
     monkeypatch.setattr(output, "find_backends", lambda: registry)
     done = nsa("backends", "explain", "--cmp", "absent", "--device", "cpu")

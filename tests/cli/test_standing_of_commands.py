@@ -112,7 +112,7 @@ def _not_loaded() -> list[BackendEntry]:
         "refused": ("disabled", "not in NSA_PLUGINS"),
     }
     return [
-        BackendEntry(name, f"nsa-{name}", "1.0", status, Reason("code", text), None, name, False)
+        BackendEntry(name, f"nsa-{name}", "1.0", name, status, Reason("code", text))
         for name, (status, text) in facts.items()
     ]
 

@@ -307,14 +307,13 @@ def test_workspace_bytes_refuses_a_fused_form_that_does_not_run(toy):
 @pytest.mark.parametrize(
     ("stated", "fault"),
     [
-        ({"step": "planned:size"}, "must map backward to 'module:function', got {'step'"),
-        ({"backward": 3}, "must map backward to 'module:function', got {'backward': 3}"),
-        ("planned:size", "must map backward to 'module:function', got 'planned:size'"),
+        ({"step": "planned:size"}, "fused_workspace has 'step', which is not in fused"),
+        ({"stop": "planned:size"}, "unknown key 'stop' in fused_workspace (known: step, "),
+        ({"backward": 3}, "fused_workspace['backward'] must be 'module:function', got 3"),
+        ("planned:size", "fused_workspace must be a mapping of step, "),
     ],
 )
 def test_a_stated_workspace_of_no_fused_form_is_a_fault_of_the_spec(toy, stated, fault):
     (entry,) = registry_of(with_fused("odd", fused_workspace=stated)).entries
     assert (entry.status, entry.reason.code) == ("broken", "bad_spec")
-    assert f"fused_workspace {fault}" in entry.reason.message
-    (entry,) = registry_of(spec("bare", fused_workspace={"backward": "planned:size"})).entries
-    assert "fused_workspace must be empty, as fused, got {'backward'" in entry.reason.message
+    assert fault in entry.reason.message

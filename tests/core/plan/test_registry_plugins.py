@@ -12,10 +12,12 @@ import torch
 import toys
 from nsa_cli import output
 from nsa_core.config import NSAConfig
+from nsa_core.contract import API_VERSION, BackendSpec, Reason, SlotSpec, Unavailable
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.plan.loading import STATUSES, installed
 from nsa_core.plan.plan import resolve
 from nsa_core.plan.registry import discover
+from nsa_core.plan.spec_checks import faults_of
 
 CONFIG = NSAConfig(dim=32, n_heads=4, n_kv_heads=2)
 
@@ -69,15 +71,27 @@ def test_row_57_faulty_plugin_is_listed_with_its_reason(discovered, name):
 def test_row_57_every_fault_of_a_spec_is_named(discovered):
     message = by_distribution(discovered)["toy-bad-spec"].reason.message
     for fault in (
-        "slot rope",
-        "priority must be",
-        "backward must be",
-        "forward must be",
-        "int is not a SlotSpec",
+        "slot rope: forward must be 'module:function', got 'no colon'",
+        "slot cmp: backward must be None or",
+        "priority must be an integer, got '9'",
+        "slots['win'] must be a SlotSpec, got 4",
     ):
         assert fault in message
-    assert "deterministic must be" in message
-    assert "reads_boundaries must be" in message
+
+
+@pytest.mark.parametrize("kind", [BackendSpec, SlotSpec, Unavailable])
+def test_every_field_that_a_plugin_registers_is_checked(kind):
+    slot = SlotSpec("x:f")
+    valid = {
+        BackendSpec: BackendSpec("toy", API_VERSION, {"win": slot}, "x:f"),
+        SlotSpec: slot,
+        Unavailable: Unavailable("toy", Reason("no", "not today")),
+    }
+    for field in dataclasses.fields(kind):
+        wrong = dataclasses.replace(valid[kind], **{field.name: object()})
+        if kind is SlotSpec:
+            wrong = dataclasses.replace(valid[BackendSpec], slots={"win": wrong})
+        assert f"{field.name} must be" in "".join(faults_of(wrong)), field.name
 
 
 @pytest.mark.slow

@@ -132,7 +132,7 @@ REFUSED = {  # distribution -> (status, text that its reason contains)
     "toy-nonsense": ("broken", "returned int"),
     "toy-unavailable": ("unavailable", "not today"),
     "toy-rude": ("broken", "RuntimeError: \\x1b[31m[bold red]boo[/] \\u202etxt.exe"),
-    "toy-bad-spec": ("broken", "unknown slot 'rope' in slots"),
+    "toy-bad-spec": ("broken", "unknown key 'rope' in slots"),
     "toy-segfault": ("broken", "SIGSEGV"),
     "toy-exits": ("broken", "exit status 7"),
     "toy-exits-zero": ("broken", "exit status 0"),

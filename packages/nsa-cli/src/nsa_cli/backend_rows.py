@@ -43,7 +43,7 @@ def list_from_metadata() -> dict[str, Any]:
                 "name": plugin.name,
                 "distribution": plugin.distribution,
                 "version": plugin.version,
-                "entry_point": plugin.value,
+                "entry_point": plugin.entry_point,
                 "first_party": plugin.first_party,
                 "status": "disabled" if reason else "not loaded",
                 "sentence": output.one_line(reason.message) if reason else "",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_core.contract import Reason
-from nsa_core.plan.loading import BackendEntry, report_hint
+from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.plugin_calls import PROBE_LIMIT_S
 from nsa_core.plan.registry import Registry
 from nsa_core.util.child import Child, ChildEnded
@@ -145,7 +145,7 @@ def try_all(
         result = _result(plugin, limit_s)
         if result == TrialResult({}, None):
             plugin.send(_facts, probe_facts, Registry((entry,)))
-            result = _result(plugin, PROBE_LIMIT_S, "in its probe", report_hint(entry.distribution))
+            result = _result(plugin, PROBE_LIMIT_S, "in its probe", entry.report_hint)
         probes.append(result)
     for child in children:
         child.end()

@@ -11,7 +11,8 @@ from typing import Any
 
 from nsa_core.contract import Rank, Reason, Request
 from nsa_core.errors import NSAError
-from nsa_core.plan.loading import BackendEntry, Plugin, is_reason, load
+from nsa_core.plan.loading import BackendEntry, Plugin, load
+from nsa_core.plan.spec_checks import is_reason
 from nsa_core.torch_ops.call_wrapper import call_function, import_function
 from nsa_core.util.child import Child, ChildEnded
 from nsa_core.util.global_state import SETTINGS, is_new, loading, report_change, take_reports

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from nsa_core.contract import Rank, Reason, Request
-from nsa_core.plan.loading import BackendEntry, report_hint
+from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.plugin_calls import PluginFault, ask, call_detail, call_probe, call_rank
 from nsa_core.torch_ops.schema import DIFFERENTIABLE
 from nsa_core.util.text import one_line
@@ -112,4 +112,4 @@ def details(entry: BackendEntry) -> list[str]:
 
 
 def _reason(entry: BackendEntry, what: str, fault: PluginFault) -> Reason:
-    return Reason(f"{what}_{fault.fault}", str(fault), report_hint(entry.distribution))
+    return Reason(f"{what}_{fault.fault}", str(fault), entry.report_hint)

@@ -20,7 +20,6 @@ from nsa_core.plan.loading import (
     load,
     load_spec,
     normalized,
-    report_hint,
 )
 from nsa_core.plan.plugin_calls import load_in_child, loaded_entries
 from nsa_core.util.child import Child, ChildEnded
@@ -157,7 +156,7 @@ def disabled_reason(plugin: Plugin, safe: bool = False) -> Reason | None:
 
 def third_party_plugins(safe: bool = False) -> list[Plugin]:
     """Return the installed third-party plugins that are not disabled. Reads metadata only."""
-    plugins = [p for p in installed() if p.value and not p.first_party]
+    plugins = [p for p in installed() if p.entry_point and not p.first_party]
     return [p for p in plugins if disabled_reason(p, safe) is None]
 
 
@@ -193,7 +192,7 @@ def _entries_in_child(plugin: Plugin, child: Child, limit_s: float) -> list[Back
     try:
         entries = loaded_entries(child, limit_s)
     except ChildEnded as ended:
-        code, hint = "hangs" if ended.hung else "ended", report_hint(plugin.distribution)
+        code, hint = "hangs" if ended.hung else "ended", plugin.report_hint
         return [entry_without_spec(plugin, "broken", Reason(code, ended.how, hint))]
     return [dataclasses.replace(e, child=child if e.spec else None) for e in entries]
 
