@@ -18,7 +18,7 @@ from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_backend_fa2.providers import Source
 from nsa_core.contract import Reason, Request, import_named
-from nsa_core.plan.probing import details
+from nsa_core.plan.candidates import details
 from nsa_core.plan.registry import Registry
 from slot_requests import make_request
 

@@ -32,7 +32,7 @@ sys.modules["numpy"] = None
 from nsa_core import BlockGeometry, Request
 from nsa_core.contract import SLOTS, import_named
 from nsa_core.plan.registry import discover
-from nsa_core.plan.probing import probe_candidate
+from nsa_core.plan.candidates import probe_candidate
 entry = discover(safe=True).get("triton")
 prefill = Request(
     slot="win", geometry=BlockGeometry(), n_heads=12, n_kv_heads=2, head_dim=64, v_head_dim=64,

@@ -25,8 +25,7 @@ from nsa_core.plan.standing import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nsa_core.plan.candidates import Candidates
-    from nsa_core.plan.probing import Candidate
+    from nsa_core.plan.candidates import Candidate, Candidates
 
 SCHEMA_VERSION = 1
 _LONGEST_SENTENCE = 200  # characters; `show` prints all of a longer one
@@ -62,7 +61,7 @@ def list_and_probe(
 
     The request is for this machine, or for the simulated ``gpu``.
     """
-    from nsa_core.plan.describe import describe_request
+    from nsa_core.plan.candidates import describe_request
 
     registry = output.find_backends() if registry is None else registry
     candidates = typical_candidates(registry, phase, gpu)
@@ -103,7 +102,7 @@ def simulated_row(gpu: GPU | None) -> dict[str, Any] | None:
 
 def add_details(document: dict[str, Any], registry: Registry) -> None:
     """Add to each row of ``document`` the details that its backend reports on this machine."""
-    from nsa_core.plan.probing import details
+    from nsa_core.plan.candidates import details
 
     entries = {(entry.name, entry.distribution): entry for entry in registry.entries}
     for row in document["backends"]:
@@ -123,12 +122,7 @@ def _row(
     entry: BackendEntry, candidates: Candidates, standing: Standing, gpu: GPU | None
 ) -> dict[str, Any]:
     spec = entry.spec
-    of_entry = {
-        slot: candidate
-        for slot, of_slot in candidates.by_slot.items()
-        for candidate in of_slot
-        if (candidate.backend, candidate.status) == (entry.name, "ready")
-    }
+    of_entry = candidates.of(entry)
     here = facts_of_this_machine(entry) if gpu else frozenset[Reason]()
     return {
         "name": entry.name,

@@ -223,7 +223,7 @@ def pick_device(text: str, threads: int | None = None) -> str:
         import torch
     interruption.check()
 
-    from nsa_core.plan.device import usable_device
+    from nsa_core.plan.options import usable_device
 
     if threads is not None:
         torch.set_num_threads(threads)

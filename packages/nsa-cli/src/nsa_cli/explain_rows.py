@@ -9,11 +9,9 @@ from nsa_cli import output
 from nsa_cli.backend_rows import print_reasons, print_simulated, reason_lines, simulated_row
 from nsa_core.contract import Reason
 from nsa_core.errors import BackendUnavailable, NSAError, Unsupported
-from nsa_core.plan.candidates import Candidates
-from nsa_core.plan.describe import describe_causal, describe_request
+from nsa_core.plan.candidates import Candidate, Candidates, describe_request
 from nsa_core.plan.gpus import GPU
-from nsa_core.plan.plan import decide
-from nsa_core.plan.probing import Candidate
+from nsa_core.plan.plan import decide, describe_causal
 from nsa_core.plan.standing import facts_of_this_machine, standings
 
 if TYPE_CHECKING:

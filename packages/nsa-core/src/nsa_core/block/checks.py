@@ -10,7 +10,7 @@ from nsa_core.block.plans import BlockPlan, BlockSizes
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.input_checks import request_problems
 from nsa_core.limits import integer_problems
-from nsa_core.plan.candidates import backends_problems
+from nsa_core.plan.options import backends_problems
 from nsa_core.torch_ops.packing_checks import check_packed_transforms, packing_problems
 from nsa_core.torch_ops.tensor_checks import Sizes, call_problems, raise_problems
 from nsa_core.torch_ops.tensor_kinds import check_types

@@ -25,8 +25,7 @@ def make_cache(
     plan: Plan | None,
 ) -> NSACache:
     """Create an empty cache for the layer ``attn``; see NSAttention.new_cache."""
-    from nsa_core.plan.device import usable_device
-    from nsa_core.plan.options import PlanOptions
+    from nsa_core.plan.options import PlanOptions, usable_device
     from nsa_core.plan.plan import resolve
 
     sizes.check()

@@ -1,1 +1,1 @@
-"""Dispatch: load the installed backends, probe them, choose one per slot, and warm the plan up."""
+"""Planning: load the installed backends, ask them, choose one per slot, and warm the plan up."""

@@ -1,4 +1,4 @@
-"""Collect the candidates for every slot, in the order in which `auto` prefers them."""
+"""The candidates for every slot: ask each backend, and sort them as `auto` prefers them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,50 @@ from typing import Any
 import torch
 
 from nsa_core.config import NSAConfig, check_config
-from nsa_core.contract import SLOTS, Request
+from nsa_core.contract import SLOTS, Reason, Request
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.plan import tuned
-from nsa_core.plan.device import usable_device
 from nsa_core.plan.gpus import GPU
-from nsa_core.plan.options import Backends, PlanOptions
-from nsa_core.plan.probing import Candidate, rank_of, reasons_against
+from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.options import Backends, PlanOptions, backends_problems, usable_device
+from nsa_core.plan.plugin_calls import PluginFault, ask, call_detail, call_probe, call_rank
 from nsa_core.plan.registry import Registry
-from nsa_core.util.text import did_you_mean
+from nsa_core.torch_ops.schema import DIFFERENTIABLE
+from nsa_core.util.text import one_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One backend considered for one slot's request.
+
+    Attributes:
+        backend: Name of the backend.
+        version: Version of its distribution.
+        status: Status of the backend, one of loading.STATUSES.
+        reasons: Every reason against the request.
+        rank: Rank of the backend for this request, if it accepts and has a rank function.
+        rank_reason: Why it has this rank, if its rank function says so.
+    """
+
+    backend: str
+    version: str
+    status: str
+    reasons: tuple[Reason, ...]
+    rank: int | None = None
+    rank_reason: str = ""
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the backend is ready and has no reason against the request."""
+        return self.status == "ready" and not self.reasons
+
+    def __str__(self) -> str:
+        title = f"{one_line(self.backend)} {one_line(self.version)}"
+        if self.accepted:
+            return f"{title}: accepted"
+        reasons = "; ".join(one_line(reason) for reason in self.reasons)
+        return f"{title}: {'refused' if self.status == 'ready' else self.status}: {reasons}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,6 +76,15 @@ class Candidates:
     by_slot: Mapping[str, tuple[Candidate, ...]]
     registry: Registry
     tuned: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def of(self, entry: BackendEntry) -> dict[str, Candidate]:
+        """Return slot -> the candidate of a backend that was loaded; {} for any other one."""
+        return {
+            slot: candidate
+            for slot, candidates in self.by_slot.items()
+            for candidate in candidates
+            if candidate.status == entry.status == "ready" and candidate.backend == entry.name
+        }
 
 
 def request_of(
@@ -70,6 +113,34 @@ def request_of(
     )
 
 
+def describe_request(request: Request) -> str:
+    """Return the request as one line: sizes under the contract's symbols, dtype, device, flags.
+
+    A request of sel has the sizes that it depends on, any other one those of a layer.
+    """
+    g = request.geometry
+    blocks = f"l'={g.select_block_size} n={g.num_selected_blocks}"
+    if request.slot != "sel":
+        blocks = f"l={g.compress_block_size} d={g.compress_stride} {blocks} w={g.window_size}"
+    batch, seq_len = ("?" if n is None else n for n in (request.batch, request.seq_len))
+    shape = (
+        f"B={batch} S={seq_len} Hq={request.n_heads}"
+        f" G={request.n_kv_heads} Dk={request.head_dim} Dv={request.v_head_dim} {blocks}"
+    )
+    device = request.device + (
+        f" sm_{request.capability[0]}{request.capability[1]}" if request.capability else ""
+    )
+    conditions = {
+        "gradients": request.needs_grad,
+        "deterministic": request.deterministic,
+        "packed": request.varlen,
+        "queries inside a sequence": request.partial,
+        f"pages of {request.page_size} tokens": request.page_size,
+    }
+    flags = [flag for flag, holds in conditions.items() if holds]
+    return ", ".join([shape, f"{request.dtype} on {device}", request.phase, *flags])
+
+
 def find_candidates(
     config: NSAConfig, options: PlanOptions, *, registry: Registry, gpu: GPU | None = None
 ) -> Candidates:
@@ -93,12 +164,8 @@ def find_candidates(
     ranked: dict[str, list[tuple[tuple[bool, int, str], Candidate]]] = {s: [] for s in SLOTS}
     for entry in registry.entries:
         for slot, request in requests.items():
-            reasons = reasons_against(entry, request)
-            rank, reasons = rank_of(entry, request, reasons)
-            has_rank_function = entry.spec is not None and entry.spec.rank is not None
-            shown = (rank.value, rank.reason) if has_rank_function and not reasons else (None, "")
-            candidate = Candidate(entry.name, entry.version, entry.status, reasons, *shown)
-            ranked[slot].append(((entry.spec is None, -rank.value, entry.name), candidate))
+            candidate, rank = _with_rank(entry, request, probe_candidate(entry, request))
+            ranked[slot].append(((entry.spec is None, -rank, entry.name), candidate))
     by_slot = {
         slot: tuple(candidate for _, candidate in sorted(pairs, key=lambda pair: pair[0]))
         for slot, pairs in ranked.items()
@@ -156,47 +223,79 @@ def _prefer_tuned(
     return measurements
 
 
-def backends_problems(backends: object) -> list[str]:
-    """Return what is wrong with ``backends``, the argument of resolve(); [] if it is valid.
-
-    The result does not depend on the installed backends: an unknown name is not a problem here.
-    """
-    if backends is None or isinstance(backends, str):
-        return []
-    if not isinstance(backends, Mapping):
-        return [f"backends must be None, a name, or a mapping of slots to names, got {backends!r}"]
-    problems = [
-        f"unknown slot {slot!r}{did_you_mean(str(slot), SLOTS)}"
-        for slot in backends
-        if slot not in SLOTS
-    ]
-    invalid_names = {
-        slot: name for slot, name in backends.items() if not (name is None or isinstance(name, str))
-    }
-    return problems + [
-        f"the backend of slot {slot!r} must be a name, got {name!r}"
-        for slot, name in invalid_names.items()
-    ]
-
-
 def _backends_by_name(backends: Backends, registry: Registry) -> dict[str, str | None]:
     """Return the backend that the caller chose for each slot, or None for `auto`.
 
     Raises:
         InvalidInput: ``backends`` is invalid, or names a backend that the registry does not know.
     """
-    problems = backends_problems(backends)
-    if backends is None or isinstance(backends, str):
-        backends = dict.fromkeys(SLOTS, backends)
-    chosen_by_name: dict[str, str | None] = dict.fromkeys(SLOTS)
-    for slot, name in backends.items() if isinstance(backends, Mapping) else ():
-        if name is None or name == "auto" or not isinstance(name, str):
-            continue
-        chosen_by_name[slot] = name
-        try:
-            registry.get(name)
-        except InvalidInput as error:
-            problems.append(str(error))
-    if problems:
-        raise InvalidInput("; ".join(dict.fromkeys(problems)))
-    return chosen_by_name
+    by_slot = backends if isinstance(backends, Mapping) else dict.fromkeys(SLOTS, backends)
+    names = {slot: n for slot, n in by_slot.items() if isinstance(n, str) and n != "auto"}
+    if problems := backends_problems(backends) + registry.unknown(names.values()):
+        raise InvalidInput("; ".join(problems))
+    return {**dict.fromkeys(SLOTS), **names}
+
+
+def probe_candidate(entry: BackendEntry, request: Request) -> Candidate:
+    """Return ``entry`` as a candidate for ``request``, whose device need not exist here."""
+    return Candidate(entry.name, entry.version, entry.status, _reasons_against(entry, request))
+
+
+def _reasons_against(entry: BackendEntry, request: Request) -> tuple[Reason, ...]:
+    """Return every reason against running ``request`` on ``entry``; a failing probe is one."""
+    if entry.spec is None:
+        assert entry.reason is not None  # an entry has either a spec or a reason
+        return (entry.reason,)
+    slot, name = entry.spec.slots.get(request.slot), request.slot
+    if slot is None:
+        return (Reason("slot_not_offered", f"does not offer {name}"),)
+    if request.partial and not slot.partial and name != "combine":
+        text = f"does not take queries that begin inside a sequence in {name}"
+        return (Reason("no_partial", text, "pass whole sequences, or use another backend"),)
+    reasons = []
+    if request.phase == "decode" and slot.decode is None and name != "combine":
+        text = f"has no decode form of {name}"
+        reasons.append(Reason("no_decode", text, "use another backend to decode"))
+    if request.needs_grad and slot.backward is None and DIFFERENTIABLE[name]:
+        text = f"has no backward for {name}"
+        reasons.append(Reason("no_backward", text, "use another backend to train"))
+    try:
+        reasons += ask(entry, "probe", call_probe, entry.spec.probe, request)
+    except PluginFault as fault:
+        reasons.append(_fault_reason(entry, "probe", fault))
+    return tuple(reasons)
+
+
+def _with_rank(
+    entry: BackendEntry, request: Request, candidate: Candidate
+) -> tuple[Candidate, int]:
+    """Return a candidate with its rank, and the number of which `auto` prefers the highest.
+
+    A failure of the rank function is a reason against the candidate.
+    """
+    if entry.spec is None:
+        return candidate, 0
+    priority = entry.spec.priority_of(request.slot)
+    if candidate.reasons or entry.spec.rank is None:
+        return candidate, priority
+    try:
+        rank = ask(entry, "rank function", call_rank, entry.spec.rank, request)
+    except PluginFault as fault:
+        reasons = (_fault_reason(entry, "rank", fault),)
+        return dataclasses.replace(candidate, reasons=reasons), priority
+    return dataclasses.replace(candidate, rank=rank.value, rank_reason=rank.reason), rank.value
+
+
+def _fault_reason(entry: BackendEntry, what: str, fault: PluginFault) -> Reason:
+    return Reason(f"{what}_{fault.fault}", str(fault), entry.report_hint)
+
+
+def details(entry: BackendEntry) -> list[str]:
+    """Return the lines of the backend's detail function; a failure of that function is a line."""
+    if entry.spec is None or entry.spec.detail is None:
+        return []
+    try:
+        lines = ask(entry, "detail function", call_detail, entry.spec.detail)
+    except PluginFault as fault:
+        return [str(fault)]
+    return [one_line(text) for text in lines]

@@ -9,10 +9,8 @@ from typing import Any
 
 from nsa_core.contract import FUSED_DECODE, Reason, Request
 from nsa_core.errors import BackendUnavailable, NSAError, Unsupported
-from nsa_core.plan.candidates import Candidates
-from nsa_core.plan.describe import describe_request
+from nsa_core.plan.candidates import Candidate, Candidates, describe_request, probe_candidate
 from nsa_core.plan.plugin_calls import PluginFault, ask, import_kernel
-from nsa_core.plan.probing import Candidate, reasons_against
 from nsa_core.torch_ops.core_backward import core_backward
 from nsa_core.torch_ops.core_kernels import causal_geometry, causal_kernel
 from nsa_core.torch_ops.decode_kernel import decode_kernel
@@ -138,7 +136,7 @@ def with_causal(all_candidates: Candidates, sel: SlotKernel) -> SlotKernel:
         return sel
     request = dataclasses.replace(request, geometry=causal_geometry(request.geometry))
     entry = all_candidates.registry.get(sel.backend)
-    if reasons_against(entry, request):
+    if not probe_candidate(entry, request).accepted:
         return sel
     if isinstance(sel, KernelInChild):
         return dataclasses.replace(sel, causal=KernelInChild(sel.backend, "win"))

@@ -12,8 +12,7 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
-from nsa_core.plan.candidates import backends_problems
-from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.options import PlanOptions, backends_problems
 from nsa_core.plan.plan import Plan, resolve
 from nsa_core.plan.registry import check_backend_names
 from nsa_core.torch_ops.torch_state import is_exporting

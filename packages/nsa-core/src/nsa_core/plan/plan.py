@@ -12,7 +12,7 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, Request, SlotSpec
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
-from nsa_core.plan.candidates import Candidates, find_candidates
+from nsa_core.plan.candidates import Candidates, describe_request, find_candidates
 from nsa_core.plan.choosing import (
     Choice,
     SlotKernel,
@@ -23,13 +23,17 @@ from nsa_core.plan.choosing import (
     log_once,
     with_causal,
 )
-from nsa_core.plan.describe import describe_causal, describe_request
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops.call_wrapper import import_function
 from nsa_core.torch_ops.core_kernels import CoreConstants, causal_geometry, constants_of
 from nsa_core.util.global_state import SETTINGS, loading
 from nsa_core.util.text import describe_error, one_line
+
+
+def describe_causal(longest: int) -> str:
+    """Return one line about sel in sequences of at most ``longest`` tokens (Plan.causal_up_to)."""
+    return f"up to n l' = {longest} tokens: causal, kernel of win, no select"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

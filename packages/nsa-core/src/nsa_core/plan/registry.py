@@ -71,11 +71,17 @@ class Registry:
         for entry in self.entries:
             if entry.name == name:
                 return entry
+        raise InvalidInput(*self.unknown([name]))
+
+    def unknown(self, names: Iterable[str]) -> list[str]:
+        """Return a sentence about each of ``names`` that no backend has."""
         known = self.names()
         all_names = ", ".join(map(one_line, known)) or "none, no backend is installed"
-        raise InvalidInput(
+        return [
             f"unknown backend {name!r}{did_you_mean(name, known)} (known: {all_names})"
-        )
+            for name in dict.fromkeys(names)
+            if name not in known
+        ]
 
     def with_backend(
         self, spec: BackendSpec, version: str = "0", distribution: str = "in-process"
@@ -214,13 +220,7 @@ def check_backend_names(names: Iterable[str]) -> None:
             lists all.
     """
     unseen = sorted({*names} - _installed_names(tuple(map(str, sys.path))))
-    problems = []
-    for name in unseen:
-        try:
-            default_registry().get(name)
-        except InvalidInput as error:
-            problems.append(str(error))
-    if problems:
+    if unseen and (problems := default_registry().unknown(unseen)):
         raise InvalidInput("; ".join(problems))
 
 

@@ -18,12 +18,11 @@ from nsa_core.plan.loading import BackendEntry
 from nsa_core.util.text import one_line
 
 if TYPE_CHECKING:
-    from nsa_core.plan.candidates import Candidates
+    from nsa_core.plan.candidates import Candidate, Candidates
     from nsa_core.plan.gpus import GPU
-    from nsa_core.plan.probing import Candidate
     from nsa_core.plan.registry import Registry
 
-# Codes of the reasons that nsa_core.plan.probing gives for a plugin that misbehaves.
+# Codes of the reasons that nsa_core.plan.candidates gives for a plugin that misbehaves.
 FAULTS = tuple(
     f"{function}_{fault}"
     for function in ("probe", "rank")
@@ -101,14 +100,8 @@ def standings(candidates: Candidates, gpu: GPU | None = None) -> dict[tuple[str,
     """
     result = {}
     for entry in candidates.registry.entries:
-        by_slot = {
-            slot: candidate
-            for slot, of_slot in candidates.by_slot.items()
-            for candidate in of_slot
-            if (candidate.backend, candidate.status) == (entry.name, "ready")
-        }
         here = facts_of_this_machine(entry) if gpu else ()
-        result[entry.name, entry.distribution] = standing_of(entry, by_slot, here)
+        result[entry.name, entry.distribution] = standing_of(entry, candidates.of(entry), here)
     return result
 
 
@@ -142,7 +135,7 @@ def facts_of_this_machine(entry: BackendEntry) -> frozenset[Reason]:
     """
     if entry.spec is None:
         return frozenset() if entry.reason is None else frozenset({entry.reason})
-    from nsa_core.plan.probing import probe_candidate
+    from nsa_core.plan.candidates import probe_candidate
 
     constant: set[Reason] | None = None
     for slot in entry.spec.slots:

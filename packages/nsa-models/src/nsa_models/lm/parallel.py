@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nsa_core.errors import InvalidInput
 from nsa_core.parallel import ContextParallel
-from nsa_core.plan.device import usable_device
+from nsa_core.plan.options import usable_device
 from nsa_models.lm.head_shards import HeadShards, unshard
 from nsa_models.lm.model import LanguageModel
 

@@ -18,7 +18,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
 from nsa_core.parallel.context import DividedSequence
 from nsa_core.plan.default_plan import default_plan, is_long
-from nsa_core.plan.device import usable_device
+from nsa_core.plan.options import usable_device
 from nsa_core.plan.plan import Plan
 from nsa_core.util.atomic_files import NotWritten, write_somewhere
 from nsa_models.lm import checkpoint

@@ -10,8 +10,8 @@ import torch
 
 from nsa_core.contract import SlotSpec
 from nsa_core.dtypes import stats_dtype
+from nsa_core.plan.candidates import Candidate, probe_candidate
 from nsa_core.plan.loading import BackendEntry
-from nsa_core.plan.probing import Candidate, probe_candidate
 from nsa_core.torch_ops.decode_kernel import decode_kernel
 from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.schema import DIFFERENTIABLE

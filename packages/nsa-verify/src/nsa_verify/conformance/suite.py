@@ -15,8 +15,8 @@ import torch
 from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
+from nsa_core.plan.candidates import probe_candidate
 from nsa_core.plan.loading import BackendEntry
-from nsa_core.plan.probing import probe_candidate
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_verify.conformance.grid import Point, grid, step_grid
 from nsa_verify.conformance.kernel_checks import KernelChecks
