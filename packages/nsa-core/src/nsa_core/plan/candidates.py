@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nsa_core.config import NSAConfig, check_config
-from nsa_core.contract import SLOTS, Reason, Request
+from nsa_core.contract import SLOTS, BackendSpec, Reason, Request
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.plan import tuned
@@ -76,6 +76,12 @@ class Candidates:
     by_slot: Mapping[str, tuple[Candidate, ...]]
     registry: Registry
     tuned: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def spec_of(self, backend: str) -> BackendSpec:
+        """Return the specification of a backend that accepts a request."""
+        spec = self.registry.get(backend).spec
+        assert spec is not None  # its status is "ready"
+        return spec
 
     def of(self, entry: BackendEntry) -> dict[str, Candidate]:
         """Return slot -> the candidate of a backend that was loaded; {} for any other one."""

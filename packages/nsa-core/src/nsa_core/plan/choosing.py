@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from nsa_core.contract import FUSED_DECODE, Reason, Request
@@ -75,47 +75,81 @@ class KernelInChild:
         raise NSAError(f"backend {self.backend!r}, slot {self.slot!r}: it runs in a child process")
 
 
-# The chosen candidate and its kernel, all candidates, and the class of the error: decide_slot().
-Outcome = tuple[tuple[Candidate, Any] | None, tuple[Candidate, ...], type[NSAError] | None]
-
-
 def choose(
-    all_candidates: Candidates, outcomes: Mapping[str, Outcome]
+    all_candidates: Candidates, slots: Collection[str]
 ) -> dict[str, tuple[Choice, SlotKernel]]:
-    """Return the choice and the kernel of each slot of ``outcomes``; raises as resolve()."""
-    refused = {slot: error for slot, (_, _, error) in outcomes.items() if error is not None}
-    if refused:
-        request = _request_of(all_candidates, outcomes)
-        text = _report(all_candidates, request, {slot: outcomes[slot][1] for slot in refused})
-        if BackendUnavailable not in refused.values():
-            raise Unsupported(text)
-        unavailable_error = BackendUnavailable(text)
-        unavailable_error.nothing_usable = not all_candidates.registry.ready()
-        raise unavailable_error
+    """Choose the first usable candidate of each of ``slots``; log what `auto` chose.
+
+    Returns:
+        slot -> the choice, and the kernel.
+
+    Raises:
+        Unsupported, BackendUnavailable: As :func:`nsa_core.resolve`.
+    """
     chosen: dict[str, tuple[Choice, SlotKernel]] = {}
-    for slot, (first, candidates, _) in outcomes.items():
-        assert first is not None  # a slot without an error has a chosen candidate
-        candidate, kernel = first
+    refused: dict[str, tuple[Candidate, ...]] = {}
+    request = all_candidates.requests["cmp" if "cmp" in slots else next(iter(slots))]
+    for slot in slots:
+        candidate, kernel, candidates = _first_usable(all_candidates, slot)
+        if candidate is None:
+            refused[slot] = candidates
+            continue
         explicit = all_candidates.chosen_by_name[slot] is not None
         is_auto_first = not explicit and candidates[0].backend == candidate.backend
         measurement = all_candidates.tuned.get(slot, "") if is_auto_first else ""
-        choice = Choice(
-            slot, candidate.backend, candidate.version, explicit, candidates, measurement
-        )
-        chosen[slot] = choice, kernel
-    return chosen
+        name, version = candidate.backend, candidate.version
+        chosen[slot] = Choice(slot, name, version, explicit, candidates, measurement), kernel
+    if not refused:
+        _log_once(request, {slot: choice for slot, (choice, _) in chosen.items()})
+        return chosen
+    text = _report(all_candidates, request, refused)
+    if not any(_is_unavailable(all_candidates, slot) for slot in refused):
+        raise Unsupported(text)
+    unavailable_error = BackendUnavailable(text)
+    unavailable_error.nothing_usable = not all_candidates.registry.ready()
+    raise unavailable_error
 
 
-def _request_of(all_candidates: Candidates, slots: Mapping[str, object]) -> Request:
-    """Return the request that stands for the planned ``slots`` in messages."""
-    return all_candidates.requests["cmp" if "cmp" in slots else next(iter(slots))]
+def _first_usable(
+    all_candidates: Candidates, slot: str
+) -> tuple[Candidate | None, SlotKernel, tuple[Candidate, ...]]:
+    """Return the first usable candidate of ``slot`` and its kernel, or None, and all candidates.
+
+    A candidate whose kernel cannot be imported carries that failure as its reason.
+    """
+    name, candidates = all_candidates.chosen_by_name[slot], list(all_candidates.by_slot[slot])
+    for index, candidate in enumerate(candidates):
+        if name not in (None, candidate.backend) or not candidate.accepted:
+            continue
+        try:
+            return candidate, _kernel(all_candidates, slot, candidate.backend), tuple(candidates)
+        except BaseException as failure:  # a plugin may raise anything
+            if is_ctrl_c(failure):
+                raise
+            cause = str(failure) if isinstance(failure, PluginFault) else describe_error(failure)
+            text = f"its kernel does not load: {cause}"
+            reason = Reason("kernel_import_failed", text, "reinstall the plugin")
+            candidates[index] = dataclasses.replace(candidate, reasons=(reason,))
+    return None, None, tuple(candidates)
+
+
+def _is_unavailable(all_candidates: Candidates, slot: str) -> bool:
+    """Return whether a slot without a usable candidate lacks a backend that works here.
+
+    Otherwise backends refuse its request.
+    """
+    name, registry = all_candidates.chosen_by_name[slot], all_candidates.registry
+    if name is None:
+        return not registry.ready()
+    # The kernel of a named backend that accepts the request does not load.
+    accepts = any(c.accepted and c.backend == name for c in all_candidates.by_slot[slot])
+    return accepts or registry.get(name).status != "ready"
 
 
 def _kernel(all_candidates: Candidates, slot: str, backend: str) -> SlotKernel:
     """Return the kernel of ``slot`` from ``backend``; passes on any exception of its imports."""
     entry, request = all_candidates.registry.get(backend), all_candidates.requests[slot]
-    assert entry.spec is not None  # an accepted candidate is ready
-    slot_spec = entry.spec.slots[slot]
+    slot_spec = all_candidates.spec_of(backend).slots[slot]
     decode = slot_spec.decode if request.phase == "decode" else None
     if entry.child is not None:
         functions = (decode,) if decode else (slot_spec.forward, slot_spec.backward)
@@ -140,9 +174,8 @@ def with_causal(all_candidates: Candidates, sel: SlotKernel) -> SlotKernel:
         return sel
     if isinstance(sel, KernelInChild):
         return dataclasses.replace(sel, causal=KernelInChild(sel.backend, "win"))
-    assert entry.spec is not None  # a backend without reasons against it is ready
     try:
-        win = slot_op(sel.backend, "win", entry.spec.slots["win"])
+        win = slot_op(sel.backend, "win", all_candidates.spec_of(sel.backend).slots["win"])
     except BaseException as failure:  # a plugin may raise anything
         if is_ctrl_c(failure):
             raise
@@ -153,12 +186,11 @@ def with_causal(all_candidates: Candidates, sel: SlotKernel) -> SlotKernel:
 def fused_forms(all_candidates: Candidates, choices: Mapping[str, Choice]) -> dict[str, Any]:
     """Return the fused forms for the plan if one backend runs every slot; else {}."""
     names = {choice.backend for choice in choices.values()}
-    entry = all_candidates.registry.get(names.pop()) if len(names) == 1 else None
-    if entry is None or entry.spec is None:
+    if len(names) > 1:
         return {}
-    spec, request = entry.spec, all_candidates.requests["cmp"]
+    spec, request = all_candidates.spec_of(names.pop()), all_candidates.requests["cmp"]
     paths = {name: path for name, path in spec.fused.items() if name in fused_names(request)}
-    if entry.child is not None:
+    if all_candidates.registry.get(spec.name).child is not None:
         return {name: KernelInChild(spec.name, name) for name in paths}
     if request.phase == "decode":
         return {name: decode_kernel(spec.name, name, path) for name, path in paths.items()}
@@ -170,41 +202,6 @@ def fused_names(request: Request) -> tuple[str, ...]:
     if request.phase == "decode":
         return FUSED_DECODE
     return ("backward",) if request.needs_grad and not request.partial else ()
-
-
-def decide_slot(all_candidates: Candidates, slot: str) -> Outcome:
-    """Choose the first usable candidate of ``slot``.
-
-    Returns:
-        (chosen candidate and its kernel or None, all candidates, type of the error or None). A
-        candidate whose kernel cannot be imported carries that failure as its reason.
-    """
-    name, candidates = all_candidates.chosen_by_name[slot], list(all_candidates.by_slot[slot])
-    error: type[NSAError] = Unsupported
-    if (
-        not all_candidates.registry.ready()
-        if name is None
-        else all_candidates.registry.get(name).status != "ready"
-    ):
-        error = BackendUnavailable
-    for index, candidate in enumerate(candidates):
-        if name not in (None, candidate.backend) or not candidate.accepted:
-            continue
-        try:
-            return (
-                (candidate, _kernel(all_candidates, slot, candidate.backend)),
-                tuple(candidates),
-                None,
-            )
-        except BaseException as failure:  # a plugin may raise anything
-            if is_ctrl_c(failure):
-                raise
-            cause = str(failure) if isinstance(failure, PluginFault) else describe_error(failure)
-            text = f"its kernel does not load: {cause}"
-            reason = Reason("kernel_import_failed", text, "reinstall the plugin")
-            candidates[index] = dataclasses.replace(candidate, reasons=(reason,))
-            error = BackendUnavailable if name else error
-    return None, tuple(candidates), error
 
 
 def _report(
@@ -243,22 +240,20 @@ def _report(
     return "\n".join(lines)
 
 
-def log_once(all_candidates: Candidates, choices: Mapping[str, Choice]) -> None:
+def _log_once(request: Request, choices: Mapping[str, Choice]) -> None:
     """Log the choices of `auto` and their reasons, once per device, dtype and set of choices.
 
     The reasons are those of the first request with these choices.
     """
-    chosen = {slot: f"{c.backend} {c.version}" for slot, c in choices.items() if not c.explicit}
-    request = _request_of(all_candidates, choices)
-    key = (
-        request.device,
-        request.dtype,
-        *(f"{slot}: {one_line(name)}" for slot, name in chosen.items()),
-    )
+    by_auto = {
+        f"{slot}: {one_line(f'{choice.backend} {choice.version}')}": choice.why
+        for slot, choice in choices.items()
+        if not choice.explicit
+    }
+    key = (request.device, request.dtype, *by_auto)
     with planning_lock:
-        if not chosen or key in _logged:
+        if not by_auto or key in _logged:
             return
         _logged.add(key)
-    reasons = (f" ({why})" if (why := choices[slot].why) else "" for slot in chosen)
-    described = ", ".join(map("".join, zip(key[2:], reasons)))
+    described = ", ".join(f"{name} ({why})" if why else name for name, why in by_auto.items())
     _log.info("auto chose %s (%s)", described, describe_request(request))

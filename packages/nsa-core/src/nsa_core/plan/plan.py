@@ -17,10 +17,8 @@ from nsa_core.plan.choosing import (
     Choice,
     SlotKernel,
     choose,
-    decide_slot,
     fused_forms,
     fused_names,
-    log_once,
     with_causal,
 )
 from nsa_core.plan.options import PlanOptions
@@ -303,37 +301,27 @@ def resolve_slot(
     options = dataclasses.replace(options or PlanOptions(), **fields)
     registry = default_registry() if registry is None else registry
     all_candidates = find_candidates(config, options, registry=registry)
-    outcomes = {slot: decide_slot(all_candidates, slot)}
-    choice, kernel = choose(all_candidates, outcomes)[slot]
-    log_once(all_candidates, {slot: choice})
+    choice, kernel = choose(all_candidates, [slot])[slot]
     return SlotPlan(config, all_candidates.requests[slot], choice, kernel)
 
 
 def decide(all_candidates: Candidates) -> Plan:
     """Choose one of the candidates of each slot, and return the plan; raises as :func:`resolve`."""
-    outcomes = {slot: decide_slot(all_candidates, slot) for slot in SLOTS}
-    chosen = choose(all_candidates, outcomes)
+    chosen = choose(all_candidates, SLOTS)
     choices = {slot: choice for slot, (choice, _) in chosen.items()}
     kernels = {slot: kernel for slot, (_, kernel) in chosen.items()}
-    fused = MappingProxyType(fused_forms(all_candidates, choices))
+    fused = fused_forms(all_candidates, choices)
     # The backward of all slots reads the blocks, and is faster than that of causal attention.
     if "backward" not in fused:
         kernels["sel"] = with_causal(all_candidates, kernels["sel"])
-    slots, stated = {}, {}
-    for slot, choice in choices.items():
-        spec = all_candidates.registry.get(choice.backend).spec
-        assert spec is not None  # an accepted candidate is ready
-        slots[slot] = spec.slots[slot]
-        if fused:  # one backend runs every slot
-            stated = {name: path for name, path in spec.fused_workspace.items() if name in fused}
-    log_once(all_candidates, choices)
-    frozen = (MappingProxyType(choices), MappingProxyType(slots))
+    specs = {slot: all_candidates.spec_of(choice.backend) for slot, choice in choices.items()}
     return Plan(
         all_candidates.config,
         all_candidates.requests,
-        frozen[0],
-        _slots=frozen[1],
-        fused=fused,
-        _fused_workspace=MappingProxyType(stated),
+        MappingProxyType(choices),
+        _slots={slot: spec.slots[slot] for slot, spec in specs.items()},
+        fused=MappingProxyType(fused),
+        # One backend runs every slot of a plan with fused forms.
+        _fused_workspace=specs["cmp"].fused_workspace if fused else {},
         **kernels,
     )
