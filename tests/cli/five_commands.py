@@ -9,7 +9,7 @@ from typing import Any
 
 from nsa_cli import trial_imports
 from nsa_cli.trial_imports import TrialResult
-from nsa_core.plan.registry import BackendEntry
+from nsa_core.plan.loading import BackendEntry
 
 TORCH = {
     "version": "2.13.0",

@@ -11,7 +11,8 @@ import torch
 
 from nsa_cli import output
 from nsa_core.contract import FUSED_DECODE, SLOTS, BackendSpec, Reason
-from nsa_core.plan.registry import BackendEntry, Registry, discover
+from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.registry import Registry, discover
 
 
 def row_of(document: dict, name: str) -> dict:

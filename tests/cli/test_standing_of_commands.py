@@ -17,7 +17,8 @@ import torch
 from five_commands import standings_by_command, try_all_here
 from nsa_cli import trial_imports
 from nsa_core.contract import Reason
-from nsa_core.plan.registry import BackendEntry, Registry, discover
+from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.registry import Registry, discover
 
 SAME = ("list", "show", "explain", "doctor", "report")
 

@@ -66,7 +66,7 @@ def test_standing_of_a_loaded_backend() -> None:
     assert (some.status, some.sentence) == ("ready", "runs cmp; refuses win: needs this")
     none = standing_of(entry(), candidates(win=[second], cmp=[first, second]))
     assert (none.status, none.sentence) == ("unavailable", "needs this")
-    here = standing_of(entry(), candidates(win=[first], cmp=[first]), here=[first])
+    here = standing_of(entry(), candidates(win=[first], cmp=[first]), here=frozenset({first}))
     assert here.sentence == "needs this [this machine]"
 
 

@@ -16,7 +16,6 @@ from nsa_core.plan.loading import BackendEntry, installed
 from nsa_core.plan.registry import Registry, disabled_reason
 from nsa_core.plan.standing import (
     Standing,
-    facts_of_this_machine,
     reason_text,
     standings,
     typical_candidates,
@@ -67,7 +66,7 @@ def list_and_probe(
     candidates = typical_candidates(registry, phase, gpu)
     standing = standings(candidates, gpu)
     rows = [
-        _row(entry, candidates, standing[entry.name, entry.distribution], gpu)
+        _row(entry, candidates, standing[entry.name, entry.distribution])
         for entry in registry.entries
     ]
     return registry, {
@@ -118,12 +117,9 @@ def reason_row(reason: Reason | None) -> dict[str, str] | None:
     )
 
 
-def _row(
-    entry: BackendEntry, candidates: Candidates, standing: Standing, gpu: GPU | None
-) -> dict[str, Any]:
+def _row(entry: BackendEntry, candidates: Candidates, standing: Standing) -> dict[str, Any]:
     spec = entry.spec
-    of_entry = candidates.of(entry)
-    here = facts_of_this_machine(entry) if gpu else frozenset[Reason]()
+    of_entry, here = candidates.of(entry), standing.here
     return {
         "name": entry.name,
         "distribution": entry.distribution,
@@ -332,9 +328,8 @@ def _reasons(row: dict[str, Any]) -> list[tuple[list[str], str, str]]:
 
 def reason_lines(reason: dict[str, Any]) -> tuple[str, str]:
     """Return message and hint of a reason in JSON form, with a mark if it is of this machine."""
-    as_reason = Reason(reason["code"], reason["message"], reason["hint"])
-    here = (as_reason,) if reason.get("here") else ()
-    return reason_text(as_reason, here), output.one_line(reason["hint"])
+    message = reason_text(reason["message"], bool(reason.get("here")))
+    return message, output.one_line(reason["hint"])
 
 
 def print_reasons(

@@ -12,7 +12,7 @@ from nsa_core.errors import BackendUnavailable, NSAError, Unsupported
 from nsa_core.plan.candidates import Candidate, Candidates, describe_request
 from nsa_core.plan.gpus import GPU
 from nsa_core.plan.plan import decide, describe_causal
-from nsa_core.plan.standing import facts_of_this_machine, standings
+from nsa_core.plan.standing import standings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +45,7 @@ def explain_candidates(candidates: Candidates, gpu: GPU | None = None) -> dict[s
     del request["slot"]
     by_backend = standings(candidates, gpu)
     entries = candidates.registry.entries
-    here = {e.name: facts_of_this_machine(e) for e in entries if e.spec} if gpu else {}
+    here = {e.name: by_backend[e.name, e.distribution].here for e in entries if e.spec}
     return {
         "schema_version": SCHEMA_VERSION,
         "request": {**request, "summary": describe_request(candidates.requests["cmp"])},
@@ -68,7 +68,8 @@ def explain_candidates(candidates: Candidates, gpu: GPU | None = None) -> dict[s
                 "name": entry.name,
                 "distribution": entry.distribution,
                 "version": entry.version,
-                **dataclasses.asdict(by_backend[entry.name, entry.distribution]),
+                "status": by_backend[entry.name, entry.distribution].status,
+                "sentence": by_backend[entry.name, entry.distribution].sentence,
             }
             for entry in entries
         ],

@@ -20,7 +20,7 @@ from nsa_cli.trial_imports import TrialResult
 from nsa_core.contract import SLOTS
 from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.registry import Registry
-from nsa_core.plan.standing import Standing, standing_of, standing_without_torch
+from nsa_core.plan.standing import Standing, standing_of
 
 SCHEMA_VERSION = 1
 _OUR_PACKAGES = (
@@ -127,7 +127,7 @@ def _standing(entry: BackendEntry, torch: TrialResult, probe: TrialResult | None
     if entry.spec is None:
         return standing_of(entry, {})
     if not torch.facts.get("version"):
-        return standing_without_torch(entry)
+        return Standing("unavailable", "torch cannot be imported")
     facts = probe.facts if probe else {}
     if entry.name in facts.get("standings", {}):
         return Standing(*facts["standings"][entry.name])

@@ -28,17 +28,6 @@ from nsa_core.util.text import did_you_mean, one_line
 
 LOAD_LIMIT_S = 10.0
 
-__all__ = [
-    "BackendEntry",
-    "Registry",
-    "check_backend_names",
-    "default_registry",
-    "disabled_reason",
-    "discover",
-    "mark_conflicts",
-    "third_party_plugins",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Registry:
@@ -48,7 +37,7 @@ class Registry:
 
     def __post_init__(self) -> None:
         ordered = sorted(
-            mark_conflicts(self.entries),
+            _mark_conflicts(self.entries),
             key=lambda e: (e.name, e.status == "disabled", e.distribution),
         )
         object.__setattr__(self, "entries", tuple(ordered))
@@ -93,7 +82,7 @@ class Registry:
         return Registry((*self.entries, load_spec(spec, version, distribution)))
 
 
-def mark_conflicts(entries: Iterable[BackendEntry]) -> list[BackendEntry]:
+def _mark_conflicts(entries: Iterable[BackendEntry]) -> list[BackendEntry]:
     """Return ``entries``, with enabled entries that share a name marked as broken.
 
     No distribution takes precedence, not even one of this project.

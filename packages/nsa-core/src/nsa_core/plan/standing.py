@@ -38,14 +38,16 @@ class Standing:
     Attributes:
         status: One of loading.STATUSES.
         sentence: The slots that the backend runs, or the first reason why it runs none.
+        here: For a simulated GPU, the reasons that are facts of this machine.
     """
 
     status: str
     sentence: str
+    here: frozenset[Reason] = frozenset()
 
 
 def standing_of(
-    entry: BackendEntry, by_slot: Mapping[str, Candidate], here: Iterable[Reason] = ()
+    entry: BackendEntry, by_slot: Mapping[str, Candidate], here: frozenset[Reason] = frozenset()
 ) -> Standing:
     """Return the status of ``entry`` and one sentence about it.
 
@@ -56,39 +58,32 @@ def standing_of(
     Args:
         entry: The backend.
         by_slot: slot -> the backend's candidate for the request.
-        here: Reasons that are facts of this machine, which the sentence marks. Pass them only for
-            a simulated GPU.
+        here: For a simulated GPU, the reasons that are facts of this machine: the sentence marks
+            them.
     """
     if entry.spec is None:
         assert entry.reason is not None  # an entry has either a spec or a reason
-        return Standing(entry.status, one_line(entry.reason.message))
-    offered = [by_slot[slot] for slot in SLOTS if slot in entry.spec.slots]
+        return Standing(entry.status, one_line(entry.reason.message), here)
     slots = [slot for slot in SLOTS if slot in entry.spec.slots]
-    reasons = [reason for candidate in offered for reason in candidate.reasons]
-    accepted = [slot for slot, candidate in zip(slots, offered) if candidate.accepted]
+    accepted = [slot for slot in slots if by_slot[slot].accepted]
+    reasons = [reason for slot in slots for reason in by_slot[slot].reasons]
     if not accepted:
         fault = next((reason for reason in reasons if reason.code in FAULTS), None)
+        first = fault or reasons[0]
         status = "broken" if fault else "unavailable"
-        return Standing(status, reason_text(fault or reasons[0], here))
+        return Standing(status, reason_text(first.message, first in here), here)
     if accepted == list(SLOTS):
-        return Standing("ready", "runs every slot")
+        return Standing("ready", "runs every slot", here)
     sentence = f"runs {', '.join(accepted)}"
     if reasons:
-        refused = [slot for slot in slots if slot not in accepted]
-        sentence += f"; refuses {', '.join(refused)}: {reason_text(reasons[0], here)}"
-    return Standing("ready", sentence)
+        refused = ", ".join(slot for slot in slots if slot not in accepted)
+        sentence += f"; refuses {refused}: {reason_text(reasons[0].message, reasons[0] in here)}"
+    return Standing("ready", sentence, here)
 
 
-def reason_text(reason: Reason, here: Iterable[Reason] = ()) -> str:
-    """Return the message of ``reason`` on one line, marked as of this machine if in ``here``."""
-    return one_line(reason.message) + (" [this machine]" if reason in here else "")
-
-
-def standing_without_torch(entry: BackendEntry) -> Standing:
-    """Return the standing of ``entry`` where torch cannot be imported and no probe can run."""
-    if entry.spec is None:
-        return standing_of(entry, {})
-    return Standing("unavailable", "torch cannot be imported")
+def reason_text(message: str, here: bool) -> str:
+    """Return the message of a reason on one line, marked if it is a fact of this machine."""
+    return one_line(message) + " [this machine]" * here
 
 
 def standings(candidates: Candidates, gpu: GPU | None = None) -> dict[tuple[str, str], Standing]:
@@ -100,7 +95,7 @@ def standings(candidates: Candidates, gpu: GPU | None = None) -> dict[tuple[str,
     """
     result = {}
     for entry in candidates.registry.entries:
-        here = facts_of_this_machine(entry) if gpu else ()
+        here = facts_of_this_machine(entry) if gpu else frozenset[Reason]()
         result[entry.name, entry.distribution] = standing_of(entry, candidates.of(entry), here)
     return result
 
