@@ -14,8 +14,6 @@ import torch
 
 from nsa_core.contract import SLOTS, Reason
 from nsa_core.errors import BackendUnavailable, InvalidInput, Unsupported
-from nsa_core.plan.candidates import find_candidates
-from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import resolve
 from nsa_core.plan.registry import Registry, default_registry
 from planning import CONFIG, backends, registry_of, spec
@@ -40,35 +38,6 @@ def test_row_57_faulty_probe_is_a_reason_against_its_backend(toy, probe, code):
     assert [c.reasons[0].code for c in plan.choices["win"].candidates if c.backend == "bad"] == [
         code
     ]
-
-
-@pytest.mark.few_cases("nsa_backend_triton-True")
-@pytest.mark.parametrize(
-    ("distribution", "ours"),
-    [
-        ("nsa-backend-sdpa", True),
-        ("nsa_backend_triton", True),
-        ("nsa-backend-fa2", True),
-        ("nsa-backend-mine", False),
-    ],
-)
-def test_hint_of_a_faulty_probe_or_rank_names_who_should_get_the_report(distribution, ours, toy):
-    toy.raises, toy.nonsense, toy.words = (lambda r: 1 // 0), (lambda r: 3), (lambda r: "first")
-    specs = [spec(probe, probe) for probe in ("raises", "nonsense")]
-    specs += [
-        dataclasses.replace(spec("rank-raises"), rank="planned:raises"),
-        dataclasses.replace(spec("rank-words"), rank="planned:words"),
-        dataclasses.replace(spec("bad"), slots={}),
-    ]
-    registry = Registry()
-    for backend_spec in specs:
-        registry = registry.with_backend(backend_spec, distribution=distribution)
-    candidates = find_candidates(CONFIG, PlanOptions(), registry=registry).by_slot["win"]
-    hints = [reason.hint for candidate in candidates for reason in candidate.reasons]
-    expected = (
-        "this is a bug in NSA itself: please report it with the output of `nsa doctor --report`"
-    )
-    assert hints == [expected if ours else "report it to the plugin's author"] * len(specs)
 
 
 def test_probe_that_cannot_be_imported_is_a_reason(toy):

@@ -70,6 +70,15 @@ def test_standing_of_a_loaded_backend() -> None:
     assert here.sentence == "needs this [this machine]"
 
 
+def test_a_disabled_backend_has_no_answers_of_its_namesake(toy) -> None:
+    toy.probe = lambda request: []
+    disabled = BackendEntry("toy", "other", "2", "x", "disabled", Reason("disabled", "not here"))
+    registry = Registry((entry(), disabled))
+    found = find_candidates(CONFIG, PlanOptions(), registry=registry)
+    answers = {e.status: {c.accepted for c in found.of(e).values()} for e in registry.entries}
+    assert answers == {"ready": {True, False}, "disabled": set()}
+
+
 def test_a_failing_probe_makes_a_backend_broken() -> None:
     fault = Reason("probe_raised", "its probe raised ValueError")
     both = candidates(win=[Reason("one", "needs this"), fault], cmp=[Reason("one", "needs this")])
