@@ -23,7 +23,8 @@ held, children = threading.Event(), {}
 
 def plan(situation):
     backend = resolve(NSAConfig(32, 4, 2)).choices["combine"].backend
-    print(situation, backend, flush=True)
+    # Not print: a child that is forked in the middle of one has half of the line in its buffer.
+    os.write(1, f"{situation} {backend}\\n".encode())
 
 
 def fork(situation):
