@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import nsa_models.hf as hf
 from hf_models import DENSE_CONFIGS, NSA, SIZES
-from nsa_models.hf.first_stage import Progress
+from nsa_models.hf.first_stage import StageProgress
 
 SET = [word for name, value in NSA.items() for word in ("--nsa", f"{name}={value}")]
 
@@ -117,7 +117,7 @@ def test_the_last_row_of_the_text_is_measured_and_never_trained_on(
 
     def stage(model, batches, **settings):
         calls.append((list(batches), settings))
-        yield Progress(0, float("nan"), 0.5, 0.25)
+        yield StageProgress(0, float("nan"), 0.5, 0.25)
 
     monkeypatch.setattr("nsa_models.hf.first_stage.train_new_parameters", stage)
     sizes = ["--steps", "9", "--length", "200", "--batch", "2", "--lr", "0.02"]

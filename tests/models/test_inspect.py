@@ -20,7 +20,7 @@ from nsa_models.inspect.collect import CHOSEN, FORCED, FUTURE, MISSED, PASSED_OV
 from nsa_models.inspect.draw import detail, overview
 from nsa_models.inspect.findings import UNTRAINED, headline, sentences
 from nsa_models.inspect.page import page
-from nsa_models.inspect.spans import Span, split_text
+from nsa_models.inspect.spans import TextSpan, split_text
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.tokens import ByteTokenizer
 
@@ -153,15 +153,15 @@ def test_spans_hold_whole_characters():
     tokenizer = ByteTokenizer()
     tokens = [tokenizer.end, *tokenizer.encode("a€\n"), 0x80, *b"bcdefgh", 0xE2]
     assert split_text(tokenizer, tokens) == (
-        Span(0, 1, "⟨document⟩"),
-        Span(1, 2, "a"),
-        Span(2, 5, "€"),
-        Span(5, 6, "\n"),
-        Span(6, 8, "\ufffdb"),
-        *(Span(8 + i, 9 + i, letter) for i, letter in enumerate("cdefgh")),
-        Span(14, 15, "\ufffd"),
+        TextSpan(0, 1, "⟨document⟩"),
+        TextSpan(1, 2, "a"),
+        TextSpan(2, 5, "€"),
+        TextSpan(5, 6, "\n"),
+        TextSpan(6, 8, "\ufffdb"),
+        *(TextSpan(8 + i, 9 + i, letter) for i, letter in enumerate("cdefgh")),
+        TextSpan(14, 15, "\ufffd"),
     )
-    assert split_text(None, [7, 300]) == (Span(0, 1, "7 "), Span(1, 2, "300 "))
+    assert split_text(None, [7, 300]) == (TextSpan(0, 1, "7 "), TextSpan(1, 2, "300 "))
 
 
 def test_a_run_of_bytes_that_are_no_text_is_split():

@@ -181,7 +181,7 @@ def test_every_program_waits_for_its_own_token(name, monkeypatch):
     monkeypatch.setattr(forms, "allocate", allocate)
     with strict(), many_splits():
         run_step(data)
-        splits = launch.Sel(
+        splits = launch.SelLaunch(
             data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call, block_n=16
         ).splits
     ((_, (_, flags, ticket)),) = allocated
@@ -194,7 +194,7 @@ def test_every_program_waits_for_its_own_token(name, monkeypatch):
 def test_many_multiprocessors_split_every_branch():
     data = step_data(SHORT, FP32)
     with many_splits():
-        span = launch.Span(
+        span = launch.SpanLaunch(
             data.q,
             1,
             (data.stores["k_cmp"],) * 2,
@@ -203,7 +203,7 @@ def test_many_multiprocessors_split_every_branch():
             True,
             True,
         )
-        sel = launch.Sel(data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call)
+        sel = launch.SelLaunch(data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call)
     assert min(span.splits, span.win_splits, sel.splits) > 1
 
 

@@ -25,7 +25,7 @@ from nsa_core.packing import compressed_cu_seqlens
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
+class SelectTiling:
     """How a call is split into steps of several tiles.
 
     Attributes:
@@ -48,7 +48,7 @@ class Tiling:
         heads: int,
         itemsize: int,
         budget: int,
-    ) -> Tiling:
+    ) -> SelectTiling:
         """Return tiles of at most 64 queries, and steps with ``budget`` bytes of probabilities.
 
         A single tile may exceed the budget. A document has at most ``queries`` queries, which see
@@ -83,7 +83,7 @@ def forward(
         if packed:
             queries, seen = min(call.max_seqlen, queries), min(call.max_seqlen, seen)
         itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
-        tiling = Tiling.of(geometry, queries, max(1, seen), groups, heads, itemsize, budget)
+        tiling = SelectTiling.of(geometry, queries, max(1, seen), groups, heads, itemsize, budget)
         tiles = make_tiles(q, tiling.size, call, call.first_query + q.shape[-3])
         first_cmp = _first_compressed(k_cmp, call)
         rows = [as_rows(q, packed).unflatten(1, (groups, -1)), as_rows(k_cmp, packed)]

@@ -25,7 +25,7 @@ from nsa_core.contract import SlotCall
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiling:
+class WinTiling:
     """How a call is split into steps of several tiles.
 
     Attributes:
@@ -51,7 +51,7 @@ class Tiling:
         heads: int,
         itemsize: int,
         budget: int,
-    ) -> Tiling:
+    ) -> WinTiling:
         """Return steps with at most ``budget`` bytes of scores; short documents get small tiles.
 
         Tiles have at least 64 queries if a document has as many, ``longest``, even if their scores
@@ -69,7 +69,7 @@ class Tiling:
         return cls(window, size, max(1, per_step // groups), min(groups, per_step))
 
 
-def _tiling(q: Tensor, k: Tensor, call: SlotCall) -> Tiling:
+def _tiling(q: Tensor, k: Tensor, call: SlotCall) -> WinTiling:
     if call.cu_seqlens is None:
         documents, longest = q.shape[:2]
         tokens, seen = documents * longest, call.first_query + longest
@@ -79,7 +79,7 @@ def _tiling(q: Tensor, k: Tensor, call: SlotCall) -> Tiling:
     groups, heads = k.shape[-2], q.shape[-2] // k.shape[-2]
     itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
     window = max(1, min(call.geometry.window_size, seen))
-    return Tiling.of(window, tokens, documents, longest, groups, heads, itemsize, budget)
+    return WinTiling.of(window, tokens, documents, longest, groups, heads, itemsize, budget)
 
 
 def _visible_keys(q: Tensor, k: Tensor, call: SlotCall) -> tuple[slice, SlotCall]:

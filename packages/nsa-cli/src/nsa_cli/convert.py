@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from nsa_models.hf.conversion import Conversion
-    from nsa_models.hf.first_stage import Progress
+    from nsa_models.hf.first_stage import StageProgress
 
 _STAGE = ("steps", "length", "batch", "lr", "seed")  # options of the first stage
 
@@ -213,7 +213,7 @@ def _train(
         measure=tokens[-length:],
         measure_every=max(1, -(-steps // 8)),
     )
-    measured: list[Progress] = []
+    measured: list[StageProgress] = []
     with output.progress(steps) as advance:
         for progress in stages:
             if progress.selected_mass is not None:

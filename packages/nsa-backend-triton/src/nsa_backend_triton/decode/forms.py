@@ -16,10 +16,10 @@ from torch import Tensor
 
 from nsa_backend_triton.decode.launch import (
     Pair,
-    Sel,
+    SelLaunch,
     Slices,
-    Span,
-    Step,
+    SpanLaunch,
+    StepLaunch,
     aligned_slices,
     allocate,
     cdiv,
@@ -75,7 +75,7 @@ def _span(
 ) -> tuple[Tensor, Tensor]:
     """Run one branch of decode_span alone."""
     q = _unit_stride(q)
-    span = Span(q, q.shape[1], cmp, win, call, True, False, settings)
+    span = SpanLaunch(q, q.shape[1], cmp, win, call, True, False, settings)
     o, lse = _new_outputs(q, (cmp or win)[1])  # type: ignore[index]  # one of them is given
     span.launch(
         q, 0, (o, o, lse, lse), None, *allocate(q, aligned_slices(*span.sizes()), span.split)
@@ -122,7 +122,7 @@ def select(
             slice(first_token, first_token + count),
             q[:, first_token : first_token + count],
         )
-        span = Span(q_chunk, count, (k_cmp, k_cmp), None, call, False, True, settings)
+        span = SpanLaunch(q_chunk, count, (k_cmp, k_cmp), None, call, False, True, settings)
         outputs = (q_chunk, q_chunk, lse[..., tokens], lse)
         span.launch(
             q_chunk,
@@ -145,7 +145,7 @@ def sel(
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, m, Hq, Dv] and lse [B, Hq, m] over the selected blocks, up to each query."""
     q = _unit_stride(q)
-    branch = Sel(q, q.shape[1], k, v, call, settings)
+    branch = SelLaunch(q, q.shape[1], k, v, call, settings)
     o, lse = _new_outputs(q, v)
     distinct = call.geometry.num_selected_blocks > MAX_COMPARED
     branch.launch(
@@ -273,9 +273,12 @@ def _prepare(
     call = DecodeCall(geometry, scale, block_table, block_table, block_table, max_len)
     chunks = []
     for first_token, count in _chunks(q, call):
-        span = Span(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, span_settings)
-        sel = Sel(q, count, k_sel, v_sel, call, sel_settings, span.block_n if span.fuse else None)
-        fused = Step(span, sel)
+        stores = (k_cmp, v_cmp), (k_win, v_win)
+        span = SpanLaunch(q, count, *stores, call, True, True, span_settings)
+        sel = SelLaunch(
+            q, count, k_sel, v_sel, call, sel_settings, span.block_n if span.fuse else None
+        )
+        fused = StepLaunch(span, sel)
         sizes = [fused.sizes()] if span.fuse else [span.sizes(), sel.sizes()]
         head_rows = q.shape[0] * count * q.shape[2]
         floats = (
@@ -303,8 +306,8 @@ def _three_launches(
 ) -> None:
     """Run a chunk in three launches."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = stores
-    span = Span(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, settings[0])
-    sel = Sel(q, count, k_sel, v_sel, call, settings[1])
+    span = SpanLaunch(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, settings[0])
+    sel = SelLaunch(q, count, k_sel, v_sel, call, settings[1])
     lead = (q.shape[0], count, q.shape[2])
     size = lead[0] * lead[1] * lead[2]
     lse, lse_win = (x[:size].view(lead[0], lead[2], count) for x in scratch[:2])

@@ -105,7 +105,7 @@ def _static_page_size(rows: int) -> int:
     return rows if rows & (rows - 1) == 0 and rows <= _MAX_STATIC_PAGE else 0
 
 
-class Span:
+class SpanLaunch:
     """One launch of decode_span over ``num_tokens`` tokens of a step, and one of decode_choose.
 
     ``cmp`` and ``win`` are the stores of the branches to run. Settings of the tuned table:
@@ -299,11 +299,11 @@ class Span:
         }
 
 
-class Sel:
+class SelLaunch:
     """One launch of decode_sel over ``num_tokens`` tokens of a step.
 
     Settings of the tuned table: BLOCK_N, PROGRAMS_PER_SM and MIN_TILES_PER_SPLIT, as in
-    :class:`Span`. ``block_n`` replaces the table's BLOCK_N.
+    :class:`SpanLaunch`. ``block_n`` replaces the table's BLOCK_N.
     """
 
     def __init__(
@@ -390,13 +390,13 @@ class Sel:
         )  # fmt: skip
 
 
-class Step:
+class StepLaunch:
     """One launch of decode_step, which does the work of ``span``, the selection and ``sel``.
 
     ``sel`` must have the BLOCK_N of ``span``.
     """
 
-    def __init__(self, span: Span, sel: Sel) -> None:
+    def __init__(self, span: SpanLaunch, sel: SelLaunch) -> None:
         self.span, self.sel = span, sel
         self.programs = span.programs + sel.programs
 

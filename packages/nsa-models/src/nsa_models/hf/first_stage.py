@@ -15,7 +15,7 @@ from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.lm.mass import Mass, layer_mass, measured_rows
 
 
-class Progress(NamedTuple):
+class StageProgress(NamedTuple):
     """The state of the first stage after a step.
 
     Attributes:
@@ -40,7 +40,7 @@ def train_new_parameters(
     learning_rate: float = 1e-3,
     measure: torch.Tensor | None = None,
     measure_every: int = 50,
-) -> Iterator[Progress]:
+) -> Iterator[StageProgress]:
     """Train phi and the gates of a converted model on the user's tokens, with all else frozen.
 
     The model learns the next token with AdamW. Consume the iterator to train:
@@ -68,7 +68,7 @@ def train_new_parameters(
         raise InvalidInput("; ".join(problems))
     parameters = new_parameters(model)
     if measure is not None:
-        yield _measured(model, measure, Progress(0, float("nan")))
+        yield _measured(model, measure, StageProgress(0, float("nan")))
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
     progress = None
     with _only_trainable(model, parameters):
@@ -81,7 +81,7 @@ def train_new_parameters(
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            progress = Progress(step, float(loss.detach()))
+            progress = StageProgress(step, float(loss.detach()))
             if measure is not None and step % measure_every == 0:
                 progress = _measured(model, measure, progress)
             yield progress
@@ -129,7 +129,7 @@ def _only_trainable(model: Any, parameters: list[torch.nn.Parameter]) -> Iterato
         model.train(was_training)
 
 
-def _measured(model: Any, tokens: torch.Tensor, progress: Progress) -> Progress:
+def _measured(model: Any, tokens: torch.Tensor, progress: StageProgress) -> StageProgress:
     masses = selected_mass(model, tokens)
     selected, random = (sum(values) / len(masses) for values in zip(*masses))
     return progress._replace(selected_mass=selected, random_mass=random)

@@ -13,7 +13,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.module import NSAttention
 from nsa_core.packing import token_positions
-from nsa_models.inspect.spans import Span, split_text
+from nsa_models.inspect.spans import TextSpan, split_text
 from nsa_models.lm.mass import (
     ROWS_AT_ONCE,
     RowMass,
@@ -92,7 +92,7 @@ class Inspection:
     """
 
     tokens: torch.Tensor
-    spans: tuple[Span, ...]
+    spans: tuple[TextSpan, ...]
     layers: tuple[LayerInspection, ...]
     source: str
     weights: str
