@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_blocks import random_causal_blocks
 from torch import Tensor
 
 from nsa_bench.baselines import dense_baselines
 from nsa_bench.clocks import clock_for
 from nsa_bench.environment import machine
 from nsa_bench.inputs import Inputs, make_inputs
-from nsa_bench.random_blocks import random_causal_blocks
 from nsa_bench.shapes import parse_shape
 from nsa_bench.timing import Workload, measure
 from nsa_core import NSAConfig, block_attention

@@ -24,15 +24,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from random_blocks import random_causal_blocks
 
 from nsa_bench import bytemodel
 from nsa_bench.bytemodel import ByteModel
 from nsa_bench.environment import device_name
 from nsa_bench.provenance import source
 from nsa_bench.python_docs import library_text
-from nsa_bench.random_blocks import random_causal_blocks
-from nsa_bench.shapes import parse_lengths, parse_shape
+from nsa_bench.shapes import Shape, parse_lengths, parse_shape
 from nsa_core import NSAConfig, resolve
+from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.util.atomic_files import write_atomic
 
@@ -166,7 +167,12 @@ def real_inputs(
     Raises:
         InvalidInput: The checkpoint cannot be read, or has another shape.
     """
-    model = bytemodel.load_for(Path(checkpoint), parse_shape(shape))
+    model, _ = bytemodel.load(Path(checkpoint))
+    if (actual := Shape.of(model.config)) != parse_shape(shape):
+        raise InvalidInput(
+            f"{checkpoint} holds a layer of shape {actual.name}, not {shape};"
+            " give a checkpoint of that shape"
+        )
     return inputs_of(model, library_text(HELD_OUT)[:HELD_OUT], seq_len, device, dtype)
 
 

@@ -298,7 +298,7 @@ def measure(layer: NSAttention, rows: int, world: World, budget_s: float) -> Row
     waiting = sum(between(*span) for span in traced.spans) / total * statistics.median(totals)
     communication = sum(time_alone(*call, world) for call in traced.calls)
     return {
-        "performance": dataclasses.asdict(summarise(totals, "barrier", 1)),
+        "performance": dataclasses.asdict(summarise(totals, "barrier")),
         "forward_ms": round(statistics.median(forward), 4),
         "backward_ms": round(statistics.median(backward), 4),
         "communication_ms": round(communication, 4),

@@ -36,6 +36,7 @@ import functools
 import itertools
 import json
 import multiprocessing
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,13 @@ from nsa_backend_triton.host import configs, launch_cache
 from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.sel import runs
 from nsa_bench.environment import machine
-from nsa_bench.random_blocks import random_causal_blocks, share_blocks
 from nsa_core import NSAConfig, plan_block_attention, resolve
 from nsa_core.block.plans import split_blocks
 from nsa_core.contract import BRANCHES
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from random_blocks import random_causal_blocks, share_blocks
 
 CHECKED_TOKENS = 1500  # length of the compared calls: several tiles and partial ones
 MAX_DISTANCE = 0.01  # rms of the difference relative to the tuned row's rms; bf16 rounds to 2**-9

@@ -211,10 +211,10 @@ def test_a_call_that_synchronises_is_detected_before_capture(monkeypatch):
 
 def performance(ms, eager=None, **more):
     eager_performance = (
-        None if eager is None else Performance(eager, eager, eager, "events", 1, [eager])
+        None if eager is None else Performance(eager, eager, eager, "events", [eager])
     )
     return Performance(
-        ms, ms, ms, "events" if eager is None else "graph", 1, [ms], eager=eager_performance, **more
+        ms, ms, ms, "events" if eager is None else "graph", [ms], eager=eager_performance, **more
     )
 
 

@@ -237,7 +237,7 @@ def test_default_cells_and_cells_from_options():
 
 def test_spread_of_repeats_uses_the_medians_of_five_runs():
     def with_samples(samples: list[float]) -> Performance:
-        return Performance(1.0, 1.0, 1.0, "events", 1, samples)
+        return Performance(1.0, 1.0, 1.0, "events", samples)
 
     assert spread_of_repeats(with_samples([1.0, 2.0, 3.0, 4.0])) is None
     assert spread_of_repeats(with_samples([1.0, 1.0, 9.0, 2.0, 2.0, 2.0])) == pytest.approx(

@@ -26,7 +26,7 @@ WHERE = {
 
 
 def outcome(ms: float | None, reason: str = "") -> Outcome:
-    return Outcome(None if ms is None else Performance(ms, ms, ms, "events", 1, [ms]), 5, reason)
+    return Outcome(None if ms is None else Performance(ms, ms, ms, "events", [ms]), 5, reason)
 
 
 def entry(kind: str, ms: float | None):

@@ -215,7 +215,7 @@ def test_crossing_finds_the_length_and_a_sentence(pairs, length, text):
 
 
 def test_summarise_returns_median_and_quartiles():
-    p = summarise([5.0, 1.0, 2.0, 3.0, 4.0], "events", 1)
+    p = summarise([5.0, 1.0, 2.0, 3.0, 4.0], "events")
     assert (p.median_ms, p.q1_ms, p.q3_ms) == (3.0, 2.0, 4.0)
     assert p.samples_ms == [5.0, 1.0, 2.0, 3.0, 4.0]  # in the order they were taken
 

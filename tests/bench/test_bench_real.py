@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import pathlib
 import pickle
@@ -15,7 +15,6 @@ import torch
 from nsa_bench import bytemodel
 from nsa_bench.inputs import make_inputs
 from nsa_bench.python_docs import library_text
-from nsa_bench.random_blocks import random_causal_blocks, share_blocks
 from nsa_bench.result import read_result
 from nsa_bench.shapes import parse_shape
 from nsa_core import NSAConfig
@@ -150,14 +149,15 @@ def test_library_text_is_long_and_deterministic():
 
 @pytest.fixture(scope="module")
 def real_blocks():
-    spec = importlib.util.spec_from_file_location(
-        "real_blocks", ROOT / "benchmarks" / "real_blocks.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses resolve annotations there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    """Return the script, which imports others beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module("real_blocks")
+
+
+@pytest.fixture
+def random_blocks(real_blocks):
+    return importlib.import_module("random_blocks")
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def test_an_interrupted_run_keeps_finished_shapes(real_blocks, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(("init", "local", "n"), [(1, 2, 4), (0, 0, 3), (2, 3, 6)])
-def test_random_causal_blocks_follow_the_selection_rules(init, local, n):
+def test_random_causal_blocks_follow_the_selection_rules(init, local, n, random_blocks):
     geometry = NSAConfig(
         dim=8,
         n_heads=1,
@@ -281,7 +281,7 @@ def test_random_causal_blocks_follow_the_selection_rules(init, local, n):
         init_blocks=init,
         local_blocks=local,
     ).geometry
-    blocks = random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1)
+    blocks = random_blocks.random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1)
     assert blocks.shape == (2, 250, 2, n)
     for t in range(250):
         current = t // 16
@@ -292,14 +292,16 @@ def test_random_causal_blocks_follow_the_selection_rules(init, local, n):
             assert len(chosen) == min(n, current + 1)
             assert forced <= set(chosen) <= set(range(current + 1))
     assert not torch.equal(blocks[0], blocks[1])
-    assert torch.equal(blocks, random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1))
+    assert torch.equal(
+        blocks, random_blocks.random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1)
+    )
 
 
 @pytest.mark.parametrize("lists", [1, 2, 3])
-def test_eight_neighbours_share_the_blocks_of_the_first_of_them(lists):
+def test_eight_neighbours_share_the_blocks_of_the_first_of_them(lists, random_blocks):
     geometry = BlockGeometry(8, 4, 16, num_selected_blocks=5, init_blocks=1, local_blocks=1)
-    blocks = random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1)
-    shared = share_blocks(blocks, lists)
+    blocks = random_blocks.random_causal_blocks(250, 2, geometry, "cpu", batch=2, seed=1)
+    shared = random_blocks.share_blocks(blocks, lists)
     assert shared.shape == blocks.shape
     assert torch.equal(shared[:, 248:], blocks[:, 248:])
     varied = 0
@@ -315,7 +317,7 @@ def test_eight_neighbours_share_the_blocks_of_the_first_of_them(lists):
             varied += len({tuple(chosen) for chosen in lists_of}) > 1
     assert (varied > 0) == (lists > 1)
     with pytest.raises(ValueError, match="lists must be 1 to 8, got 9"):
-        share_blocks(blocks, 9)
+        random_blocks.share_blocks(blocks, 9)
 
 
 def test_locality_is_1_for_equal_and_the_tile_size_for_disjoint_blocks(real_blocks):

@@ -340,7 +340,7 @@ def test_the_expected_time_follows_the_growth_of_the_last_two_lengths(run, monke
 
     def measured(self, cell, plans, baselines):
         times = {
-            name: summarise([cell.length / 40.0], "perf_counter", 1)
+            name: summarise([cell.length / 40.0], "perf_counter")
             for name in ("total auto", "dense flash")
         }
         return {name: Outcome(time) for name, time in times.items()}

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_bench.shapes import Shape
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
@@ -145,19 +144,3 @@ def load(path: Path) -> tuple[ByteModel, dict[str, Any]]:
             {name: tensor.float() for name, tensor in tensors.items()}, assign=True
         )
     return model, facts
-
-
-def load_for(path: Path, shape: Shape) -> ByteModel:
-    """Read a model with :func:`load` and check its shape.
-
-    Raises:
-        BackendUnavailable: As :func:`load`.
-        InvalidInput: As :func:`load`, or the checkpoint has another shape.
-    """
-    model, _ = load(path)
-    if (actual := Shape.of(model.config)) != shape:
-        raise InvalidInput(
-            f"{path} holds a layer of shape {actual.name}, not {shape.name};"
-            " give a checkpoint of that shape"
-        )
-    return model

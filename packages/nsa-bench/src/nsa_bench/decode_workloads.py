@@ -105,7 +105,7 @@ def within_step(
     ):
         for slot, time_ms in sample().items():
             samples[slot].append(time_ms)
-    return {slot: summarise(times, method, 1) for slot, times in samples.items()}
+    return {slot: summarise(times, method) for slot, times in samples.items()}
 
 
 def fused_step(plan: Plan, x: State) -> Any:

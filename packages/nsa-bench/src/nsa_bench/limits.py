@@ -68,9 +68,6 @@ class Limits:
             yield
 
 
-NO_LIMITS = Limits()
-
-
 def lacks_memory(needed: int, device: str) -> str:
     """Return why a call cannot fit the memory of ``device``; "" if it may.
 

@@ -54,7 +54,6 @@ class Performance:
     q1_ms: float
     q3_ms: float
     method: str  # a key of METHODS
-    calls_per_sample: int
     samples_ms: list[float]
     # Host time of the launches, if it decided the method.
     host_ms: float | None = None
@@ -115,9 +114,9 @@ class Prepared:
 
     def performance(self) -> Performance:
         """Summarise the samples."""
-        performance = summarise(self.samples, self.method, self.calls)
+        performance = summarise(self.samples, self.method)
         host_ms = None if self.host_ms is None else float(f"{self.host_ms:.4g}")
-        eager = summarise(self.eager, "events", 1) if self.eager else None
+        eager = summarise(self.eager, "events") if self.eager else None
         return dataclasses.replace(
             performance, host_ms=host_ms, not_captured=self.not_captured, eager=eager
         )
@@ -237,13 +236,13 @@ def reason_of(error: BaseException) -> str:
     return f"{FAILED}: {describe_error(error)}"
 
 
-def summarise(samples: Sequence[float], method: str, calls: int) -> Performance:
+def summarise(samples: Sequence[float], method: str) -> Performance:
     """Return median and quartiles of samples in ms."""
     ordered = torch.tensor(sorted(samples), dtype=torch.float64)
     q1, median, q3 = (float(ordered.quantile(quantile)) for quantile in (0.25, 0.5, 0.75))
     rounded = [float(f"{sample:.5g}") for sample in samples]
     q1, median, q3 = (float(f"{x:.6g}") for x in (q1, median, q3))
-    return Performance(median, q1, q3, method, calls, rounded)
+    return Performance(median, q1, q3, method, rounded)
 
 
 def spread_of_repeats(performance: Performance, repeats: int = 5) -> float | None:
