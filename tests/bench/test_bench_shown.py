@@ -196,7 +196,7 @@ def test_a_call_whose_parts_are_no_shares_has_the_reason_in_place_of_a_bar(resul
     bars = [m for m in result.measurements if (m.subject, m.length) == wanted and m.timed_parts]
     assert [m.phase for m in bars] == ["forward", "backward"]
     axes = Figure().add_axes((0.1, 0.1, 0.8, 0.8))
-    parts_panel(axes, bars, changed)
+    parts_panel(bars, changed).draw(axes, False)
     (reason,) = texts(axes, "reason")
     words_of_reason = " ".join(reason.get_text().split())
     assert words_of_reason == f"not comparable: {changed.not_comparable(bars[1])}"
@@ -227,14 +227,14 @@ def test_efficiency_is_that_of_the_fastest_combination_and_its_kernels(figure, r
 @pytest.mark.parametrize("name", ["decode", "decode_small"])
 def test_a_decode_figure_shows_each_step_once_with_its_numbers(name):
     pytest.importorskip("matplotlib")
-    from nsa_bench.render.plots_decode import decode_figure
+    from nsa_bench.render.plots import result_figure
 
     full = read_result(RESULTS / f"{name}.json")
     with plot_style():
-        figure = decode_figure(full)
+        figure = result_figure(full)
         figure.draw_without_rendering()
     for axes, shape in zip(
-        panels(figure, "times"), dict.fromkeys(m.shape for m in full.measurements)
+        panels(figure, "steps"), dict.fromkeys(m.shape for m in full.measurements)
     ):
         timed = [m for m in full.measurements if m.shape == shape and m.performance]
         for gid, is_eager in (("step", False), ("eager", True)):
@@ -249,7 +249,7 @@ def test_a_decode_figure_shows_each_step_once_with_its_numbers(name):
         assert all(words.number(m.performance.median_ms) in shown for m in timed)
         assert not boxes_overlap([t for t in axes.get_yticklabels() if t.get_text()])
     with_shares = [m for m in full.measurements if m.timed_parts]
-    rows = [len(axes.get_yticks()) for axes in panels(figure, "shares")]
+    rows = [len(axes.get_yticks()) for axes in panels(figure, "parts")]
     assert sum(rows) == len(with_shares) > 0
 
 

@@ -108,6 +108,11 @@ class Crossover:
     sentence: str
     eager_length: int | None = None
 
+    @property
+    def series(self) -> Series:
+        """Return the problem without its length, as that of a measurement."""
+        return (self.shape, self.dtype, self.inputs, self.phase, self.batch)
+
 
 @dataclasses.dataclass(frozen=True)
 class Interrupted:

@@ -8,22 +8,54 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nsa_bench.render.format import number
+from nsa_bench.render.panel import Panel, no_figure
 from nsa_bench.render.style import (
     INK,
     LABEL_POINTS,
     SOLID,
     EndLabel,
     label_ends,
-    log_ticks,
+    set_log_ticks,
     text_width,
 )
-from nsa_bench.render.words import crossover_words, label, tokens
+from nsa_bench.render.words import crossover_words, label, phase_words, tokens
 
 if TYPE_CHECKING:
     from nsa_bench.render.style import Look
-    from nsa_bench.result import Crossover, Measurement
+    from nsa_bench.result import Crossover, Measurement, Result
 
 _ROW = 0.075  # height of a sentence about a crossover, as a fraction of the axes
+_LEFT, _HEIGHT = 0.65, 2.8  # inches
+
+
+def length_panel(measurements: list[Measurement], result: Result, looks: dict[str, Look]) -> Panel:
+    """Return the panel of a problem and phase: its times over the length, and its crossovers."""
+    timed, reason = [m for m in measurements if m.performance], measurements[0].reason
+    labels = list(end_labels(measurements).values())
+    marks = crossover_marks(measurements, result.crossovers)
+    lines = [*labels, *(f"NSA {crossover.subject} is {why}" for crossover, _, _, why in marks)]
+
+    def draw(axes: Any, in_page: bool) -> None:
+        if timed:
+            time_against_length(axes, timed, result.crossovers, looks, legend=in_page)
+        else:
+            no_figure(axes, reason)
+
+    return Panel(
+        "time",
+        phase_words(measurements[0].phase),
+        "; ".join(lines) or reason,
+        draw,
+        _LEFT,
+        _HEIGHT,
+        labels=labels,
+        right=labels_width(labels),
+    )
+
+
+def labels_width(labels: Sequence[str]) -> float:
+    """Return the room in inches for the labels of lines right of the axes."""
+    return max(1.6, text_width(labels, LABEL_POINTS) + 0.55)
 
 
 def curves(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:
@@ -79,19 +111,7 @@ def crossover_marks(
     """
     marks = []
     for crossover in crossovers:
-        own = [
-            m
-            for m in measurements
-            if m.subject == crossover.subject
-            and m.series
-            == (
-                crossover.shape,
-                crossover.dtype,
-                crossover.inputs,
-                crossover.phase,
-                crossover.batch,
-            )
-        ]
+        own = [m for m in measurements if m.series == crossover.series]
         points = curves(own).get(crossover.subject)
         if crossover.length is None or not points:
             continue
@@ -150,7 +170,7 @@ def time_against_length(
 
 def _set_scales(axes: Any, measurements: list[Measurement], rows: int) -> None:
     """Set log axes with labelled ticks, and room below the lines for ``rows`` sentences."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+    from matplotlib.ticker import NullFormatter, NullLocator
 
     lengths = sorted({m.length for m in measurements})
     times = [milliseconds_of(m) for m in measurements]
@@ -166,8 +186,7 @@ def _set_scales(axes: Any, measurements: list[Measurement], rows: int) -> None:
     ticks = lengths[::-1][::step][::-1]  # the longest length has a label
     axes.set_xticks(ticks, [tokens(n) for n in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_locator(FixedLocator(log_ticks(low, high)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    set_log_ticks(axes.yaxis, low, high)
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid()
 

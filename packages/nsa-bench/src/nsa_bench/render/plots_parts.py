@@ -6,8 +6,10 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from nsa_bench.render.format import number
-from nsa_bench.render.style import BRANCH_COLOURS, FAINT, INK
-from nsa_bench.render.words import fastest_combination, label, phase_words
+from nsa_bench.render.panel import KEY_ROOM, Panel, names_width, set_names, set_shares
+from nsa_bench.render.style import BRANCH_COLOURS, FAINT
+from nsa_bench.render.words import cell_words, fastest_combination, label, phase_words, tokens
+from nsa_bench.result import UNFUSED
 
 if TYPE_CHECKING:
     from nsa_bench.render.style import Look
@@ -15,25 +17,38 @@ if TYPE_CHECKING:
 
 _DARK_TEXT = {"compress", "select", "combine"}  # branches with a light colour
 _NARROW = 0.09  # a segment below this share of the axis has no text of its own
+_LIMITS_HEIGHT = 2.8  # inches
 
 
-def parts_panel(axes: Any, measurements: list[Measurement], result: Result) -> None:
-    """Draw each call as a stacked bar: the time of each kernel over the time of the whole call.
+def parts_panel(measurements: list[Measurement], result: Result) -> Panel:
+    """Return the panel of the time per branch: a stacked bar of each call or step.
 
     Args:
-        axes: The axes to draw in.
-        measurements: Measurements with timed parts; those of the longest length are drawn.
+        measurements: Measurements with timed parts. Of prefill, those of the longest length are
+            shown.
         result: Their result.
     """
-    bars = parts_bars(measurements)
-    names = [f"{label(m)}\n{phase_words(m.phase)}" for m in bars]
-    stacked_bars(axes, bars, names, result)
-
-
-def parts_bars(measurements: list[Measurement]) -> list[Measurement]:
-    """Return the measurements of the longest length."""
+    is_decode = measurements[0].phase == "decode"
     longest = max(m.length for m in measurements)
-    return [m for m in measurements if m.length == longest]
+    bars = [m for m in measurements if is_decode or m.length == longest]
+    if is_decode:
+        names = [f"{label(m).removesuffix(UNFUSED)}\n{m.batch} x {tokens(m.length)}" for m in bars]
+        title, part, whole = "Time per slot", "slot", "step run slot by slot"
+    else:
+        names = [f"{label(m)}\n{phase_words(m.phase)}" for m in bars]
+        title, part, whole = f"Time per branch at {tokens(longest)} tokens", "kernel", "whole call"
+
+    def draw(axes: Any, in_page: bool) -> None:
+        stacked_bars(axes, bars, names, result)
+        axes.set_xlabel(f"time of each {part} / time of the {whole} (line)")
+
+    lines = []
+    for m in bars:
+        where = cell_words(m) if is_decode else phase_words(m.phase)
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in result.shares(m).items())
+        lines.append(f"{label(m)}, {where}: {shares or result.not_comparable(m)}")
+    height = max(1.2, 0.5 * len(bars) + 0.2)
+    return Panel("parts", title, "; ".join(lines), draw, names_width(names), height, KEY_ROOM)
 
 
 def stacked_bars(axes: Any, bars: list[Measurement], names: list[str], result: Result) -> None:
@@ -50,44 +65,19 @@ def stacked_bars(axes: Any, bars: list[Measurement], names: list[str], result: R
             text = textwrap.fill(f"not comparable: {reason}", 48)
             axes.text(0.01, row, text, va="center", fontsize=7, color=FAINT, gid="reason")
         for name, share in shares[row].items():
-            axes.barh(
-                row,
-                share,
-                left=left,
-                color=BRANCH_COLOURS[name],
-                height=0.62,
-                edgecolor="white",
-                lw=0.8,
+            colour, ink = BRANCH_COLOURS[name], "black" if name in _DARK_TEXT else "white"
+            bar = axes.barh(
+                row, share, left=left, color=colour, height=0.62, edgecolor="white", lw=0.8
             )
             if share > _NARROW * limit:
-                axes.text(
-                    left + share / 2,
-                    row,
-                    f"{share:.0%}",
-                    ha="center",
-                    va="center",
-                    fontsize=7.5,
-                    color="black" if name in _DARK_TEXT else "white",
-                )
+                axes.bar_label(bar, [f"{share:.0%}"], label_type="center", fontsize=7.5, color=ink)
             left += share
         assert m.performance is not None  # the caller passes timed measurements only
-        axes.text(
-            ends[row] + 0.02 * limit,
-            row,
-            f"{number(m.performance.median_ms)} ms",
-            va="center",
-            fontsize=8,
-            gid="total",
-        )
-    axes.axvline(1.0, color=INK, lw=1.2, zorder=0.5)
-    axes.set_yticks(range(len(bars)), names, fontsize=8)
-    axes.set_ylim(len(bars) - 0.5, -0.6)
-    axes.set_xlim(0, limit)
-    ticks = [0, 0.25, 0.5, 0.75, 1.0]
-    axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
-    axes.tick_params(axis="y", length=0)
+        total = f"{number(m.performance.median_ms)} ms"
+        axes.text(ends[row] + 0.02 * limit, row, total, va="center", fontsize=8, gid="total")
+    set_names(axes, names, 8)
+    set_shares(axes, limit)
     axes.grid(visible=False)
-    axes.set_xlabel("time of each kernel / time of the whole call (line)")
     _key(axes, [name for name in BRANCH_COLOURS if any(name in each for each in shares)])
 
 
@@ -110,60 +100,56 @@ def _key(axes: Any, names: list[str]) -> None:
     )
 
 
-def limits_panel(
-    axes: Any, measurements: list[Measurement], result: Result, looks: dict[str, Look]
-) -> None:
-    """Draw how close each kernel comes to the least time for its operations and bytes.
+def limits_panel(measurements: list[Measurement], result: Result, looks: dict[str, Look]) -> Panel:
+    """Return the panel of how close each kernel comes to the least time for its work.
 
     The bars are those of the first phase with timed kernels at the longest length: the fastest
     combination, its kernels, dense attention and other libraries.
     """
-    cell = efficiency_cell(measurements)
-    bars = efficiency_bars(measurements, looks)
-    for row, (_, share, colour) in enumerate(bars):
-        axes.barh(row, share, color=colour, height=0.66)
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-        axes.text(share + 0.015, row, f"{share:.0%}", va="center", fontsize=8, bbox=box)
-    peaks = result.peaks[cell[0].dtype]
-    axes.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(bars) - 0.4, -0.6)
-    widest = max([1.0, *(share for _, share, _ in bars)])
-    axes.set_xlim(0, widest * 1.12)
-    axes.axvline(1.0, color=FAINT, lw=1, zorder=0.5)
-    ticks = [0, 0.25, 0.5, 0.75, 1.0]
-    axes.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
-    axes.set_xlabel(
-        f"time at the measured peak rates ({peaks.flops_per_s / 1e12:.0f} TFLOP/s,"
-        f" {peaks.bytes_per_s / 1e9:.0f} GB/s)\n/ measured time",
-        fontsize=8.5,
+    phase = next((m.phase for m in measurements if m.parts), measurements[0].phase)
+    longest = max(m.length for m in measurements if m.phase == phase)
+    cell = [m for m in measurements if (m.phase, m.length) == (phase, longest)]
+    bars = _efficiency_bars(cell, looks)
+    peaks, names = result.peaks[cell[0].dtype], [name for name, *_ in bars]
+
+    def draw(axes: Any, in_page: bool) -> None:
+        for row, (_, share, colour) in enumerate(bars):
+            axes.barh(row, share, color=colour, height=0.66)
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+            axes.text(share + 0.015, row, f"{share:.0%}", va="center", fontsize=8, bbox=box)
+        set_names(axes, names, 8)
+        set_shares(axes, 1.12 * max([1.0, *(share for _, share, _ in bars)]))
+        axes.set_xlabel(
+            f"time at the measured peak rates ({peaks.flops_per_s / 1e12:.0f} TFLOP/s,"
+            f" {peaks.bytes_per_s / 1e9:.0f} GB/s)\n/ measured time",
+            fontsize=8.5,
+        )
+
+    return Panel(
+        "limits",
+        f"Hardware efficiency, {phase_words(phase).lower()}, {tokens(longest)} tokens",
+        "; ".join(f"{name.strip()} {share:.0%}" for name, share, _ in bars),
+        draw,
+        names_width(names),
+        _LIMITS_HEIGHT,
     )
 
 
-def efficiency_cell(measurements: list[Measurement]) -> list[Measurement]:
-    """Return the first phase with timed kernels, at the longest length."""
-    phase = next((m.phase for m in measurements if m.parts), measurements[0].phase)
-    longest = max(m.length for m in measurements if m.phase == phase)
-    return [m for m in measurements if (m.phase, m.length) == (phase, longest)]
-
-
-def efficiency_bars(
-    measurements: list[Measurement], looks: dict[str, Look]
+def _efficiency_bars(
+    cell: list[Measurement], looks: dict[str, Look]
 ) -> list[tuple[str, float, str]]:
     """Return (name, share of the peak rate, colour) of each bar of :func:`limits_panel`."""
-    cell = efficiency_cell(measurements)
     best = fastest_combination(cell)
-    bars: list[tuple[str, float, str]] = []
+    bars: list[tuple[str, float | None, str]] = []
     if best is not None and best.floor_fraction is not None:
         bars.append((label(best), best.floor_fraction, looks[best.subject].colour))
         bars += [
             (f"   {name}", part.floor_fraction, BRANCH_COLOURS[name])
             for name, part in best.parts.items()
-            if part.floor_fraction is not None
         ]
     bars += [
         (label(m), m.floor_fraction, looks[m.subject].colour)
         for m in cell
-        if m.kind in ("dense", "rival") and m.floor_fraction is not None
+        if m.kind in ("dense", "rival")
     ]
-    return bars
+    return [(name, share, colour) for name, share, colour in bars if share is not None]

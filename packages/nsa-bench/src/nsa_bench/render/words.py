@@ -118,9 +118,7 @@ def _headline(result: Result, best: Measurement, measurements: list[Measurement]
     lengths = sorted(
         c.length
         for c in result.crossovers
-        if c.subject == best.subject
-        and (c.shape, c.dtype, c.inputs, c.phase, c.batch) in problems
-        and c.length is not None
+        if c.subject == best.subject and c.series in problems and c.length is not None
     )
     assert best.ratio_to_dense is not None  # as selected
     at_best = f"at {tokens(best.length)} tokens ({problem_words(best)})"
