@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from nsa_bench.render.tables_decode import decode_notes
 from nsa_core.util.text import one_line
 
 if TYPE_CHECKING:
@@ -39,9 +38,39 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
     for c in result.crossovers:
         yield "", f"{c.subject}, {c.shape} {c.dtype} {c.inputs}, {c.phase}: {c.sentence}"
     if any(m.phase == "decode" for m in result.measurements):
-        yield from (("", line) for line in decode_notes(result))
+        yield from (("", line) for line in _decode_notes(result))
     yield from (("", line) for line in _notes(result))
     yield _verdict(result)
+
+
+def _decode_notes(result: Result) -> Iterator[str]:
+    """Yield sentences that explain the table."""
+    if any(m.subject.endswith(", slots one by one") for m in result.measurements):
+        yield (
+            "slots one by one: the step run slot by slot. The step itself is fused, so its parts"
+            " cannot be timed."
+        )
+    steps = [m for m in result.measurements if m.phase == "decode"]
+    methods = {
+        part.performance.method for m in steps for part in m.parts.values() if part.performance
+    }
+    within = {method for method in methods if method.startswith("within")}
+    if within:
+        yield (
+            "slots: timed within a step; on a GPU, the time of a graph up to a slot minus that of"
+            " the graph up to the slot before. %: share of the step."
+        )
+    if methods - within:  # older result files, which time each slot alone
+        yield (
+            "slots: each timed alone, with its own start and end, so their sum may exceed the time"
+            " of the step. %: share of the step."
+        )
+    yield "CV %: standard deviation of 5 repeats over their mean."
+    yield "TB/s: bytes that a step must move, over its time."
+    yield (
+        "layer step: attn(x, cache=cache) of a default layer with these heads, including"
+        " projections and cache appends."
+    )
 
 
 def _notes(result: Result) -> Iterator[str]:

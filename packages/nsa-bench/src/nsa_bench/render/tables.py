@@ -6,15 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nsa_bench.render.format import Rows, milliseconds, number, percent, size
-from nsa_bench.render.tables_decode import decode_rows
 from nsa_bench.roofline import PARTS
+from nsa_bench.timing import spread_of_repeats
 from nsa_core.contract import SLOTS
 from nsa_core.util.text import one_line
 
 if TYPE_CHECKING:
     from nsa_bench.compare import Change
     from nsa_bench.result import Measurement, Result
-    from nsa_bench.roofline import Peaks
+
+_COLUMNS = (
+    *("batch", "tokens", "subject", "ms", "q1 ms", "q3 ms", "eager ms", "CV %", "x dense"),
+    *("% of floor", "bound", "TB/s", "MiB"),
+    *(f"{name} ms" for name in PARTS),
+    *(f"{name} %" for name in (*SLOTS, "sum")),
+)
 
 
 def tables(result: Result) -> list[Rows]:
@@ -23,48 +29,66 @@ def tables(result: Result) -> list[Rows]:
 
 
 def rows_of(result: Result) -> Iterator[Rows]:
-    """Yield one table per shape, dtype, kind of inputs and phase."""
-    if any(m.phase == "decode" for m in result.measurements):
-        yield from decode_rows(result)
-        return
-    all_series = list(dict.fromkeys(m.series for m in result.measurements))
-    for series in sorted(all_series, key=lambda s: (s[0], s[1], s[2])):
-        shape, dtype, inputs, phase, batch = series
-        title = f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs"
-        measurements = [m for m in result.measurements if m.series == series]
-        has_graphs = any(m.performance and m.performance.eager for m in measurements)
-        parts = [name for name in PARTS if any(name in m.parts for m in measurements)]
-        columns = [
-            *("tokens", "subject", "ms", "q1 ms", "q3 ms"),
-            *["eager ms"] * has_graphs,
-            *("x dense", "% of floor", "bound", "MiB"),
-            *(f"{name} ms" for name in parts),
+    """Yield one table per shape, dtype, kind of inputs and phase, without empty columns."""
+    groups: dict[str, list[Measurement]] = {}
+    for m in sorted(result.measurements, key=_order):
+        if m.phase == "decode":
+            title = f"{m.shape} {m.dtype}, decode step, cache: {m.inputs}"
+        else:
+            title = f"{m.shape} {m.dtype}, {m.phase}, batch {m.batch}, {m.inputs} inputs"
+        groups.setdefault(title, []).append(m)
+    for title, measurements in groups.items():
+        rows = [_cells(m, result) for m in measurements]
+        if not any(m.performance and m.performance.eager for m in measurements):
+            rows = [{**row, "eager ms": ""} for row in rows]
+        columns = [name for name in _COLUMNS if any(row.get(name) for row in rows)]
+        # A whole call has a mark in place of a time that another call of the table has.
+        absent = dict.fromkeys((f"{name} ms" for name in PARTS), "-")
+        rows = [
+            {**absent, **row} if m.kind == "combo" and m.performance and m.parts else row
+            for m, row in zip(measurements, rows)
         ]
-        rows = sorted(measurements, key=lambda m: (m.length, m.kind, m.subject))
-        yield title, columns, [_row(m, result.peaks[dtype], has_graphs, parts) for m in rows]
+        yield title, columns, [[row.get(name, "") for name in columns] for row in rows]
 
 
-def _row(m: Measurement, peaks: Peaks, has_graphs: bool, parts: Sequence[str]) -> list[str]:
-    if m.performance is None:
-        # The summary states the reason.
-        return [str(m.length), m.subject, "-", *[""] * (len(parts) + 6 + has_graphs)]
-    p = m.performance
-    bound = "ops" if m.flops / peaks.flops_per_s > m.bytes / peaks.bytes_per_s else "bytes"
-    return [
-        str(m.length),
-        m.subject,
-        *(number(time_ms) for time_ms in (p.median_ms, p.q1_ms, p.q3_ms)),
-        *[number(p.eager_ms)] * has_graphs,
-        number(m.ratio_to_dense),
-        percent(m.floor_fraction),
-        "-" if m.floor_fraction is None else bound,
-        size(m.peak_memory_bytes),
-        *(_part(m, name) if m.kind == "combo" else "" for name in parts),
-    ]
+def _order(m: Measurement) -> tuple[str | int, ...]:
+    """Return the key that sorts rows by problem, length and subject, but leaves those of decode."""
+    if m.phase == "decode":
+        return ()
+    return (m.shape, m.dtype, m.inputs, m.length, m.kind, m.subject)
 
 
-def _part(m: Measurement, name: str) -> str:
-    return milliseconds(m.parts[name].performance) if name in m.parts else "-"
+def _cells(m: Measurement, result: Result) -> dict[str, str]:
+    """Return the cells of a measurement by column. If it has no time, the summary states why."""
+    is_decode, p = m.phase == "decode", m.performance
+    cells = {"batch": str(m.batch)} if is_decode else {}
+    cells |= {"tokens": str(m.length), "subject": m.subject, "ms": milliseconds(p)}
+    if p is None:
+        return cells
+    times = m.timed_parts if is_decode else {n: part.performance for n, part in m.parts.items()}
+    cells |= {
+        "q1 ms": number(p.q1_ms),
+        "q3 ms": number(p.q3_ms),
+        "x dense": number(m.ratio_to_dense),
+        "% of floor": percent(m.floor_fraction),
+        "MiB": size(m.peak_memory_bytes),
+        **{f"{name} ms": milliseconds(time) for name, time in times.items()},
+    }
+    if not is_decode:
+        peaks = result.peaks[m.dtype]
+        bound = "ops" if m.flops / peaks.flops_per_s > m.bytes / peaks.bytes_per_s else "bytes"
+        bound = "-" if m.floor_fraction is None else bound
+        return cells | {"eager ms": number(p.eager_ms), "bound": bound}
+    cells["CV %"] = percent(spread_of_repeats(p))
+    cells["TB/s"] = "-" if m.kind == "layer" else number(m.bytes / p.median_ms / 1e9)
+    if times:
+        shares = result.shares(m)
+        shares |= {"sum": sum(shares.values())} if shares else {}
+        cells |= {
+            f"{name} %": f"{shares[name]:.0%}"[:-1] if name in shares else "-"
+            for name in (*SLOTS, "sum")
+        }
+    return cells
 
 
 def _combos(result: Result) -> Rows:
