@@ -155,12 +155,7 @@ def test_a_repository_around_the_installation_is_not_its_source(target, tmp_path
 
 
 def test_without_a_checkout_the_reason_lists_every_origin(target, tmp_path):
-    for record in (
-        {},
-        [],
-        {"url": "file:///absent", "dir_info": {}},
-        {"url": 3, "dir_info": {}, "vcs_info": 3},
-    ):
+    for record in ({}, {"url": "file:///absent", "dir_info": {}}):
         write_record(target, record)
         commit, reason = commit_of(target, tmp_path)
         assert commit is None

@@ -98,12 +98,11 @@ def _origins(installed: Iterable[str]) -> Iterator[tuple[str, Path | str | None]
     """Yield (label, checkout root or commit) of each possible origin, the most reliable first."""
     yield "the package", _root(Path(__file__).parent)
     records = [_direct_url(name.replace("_", "-")) for name in installed]
-    commits = {_recorded_commit(record) for record in records}
+    commits = {record.get("vcs_info", {}).get("commit_id") for record in records}
     if len(commits) == 1 and (commit := commits.pop()):
         yield "the repository that pip installed from", commit
-    for root in dict.fromkeys(
-        _root(folder) for record in records for folder in _recorded_folder(record)
-    ):
+    folders = [unquote(urlsplit(r["url"]).path) for r in records if "dir_info" in r]
+    for root in dict.fromkeys(_root(Path(folder)) for folder in folders):
         yield "the folder that pip installed from", root
     yield "the working directory", _root(Path.cwd())
 
@@ -112,22 +111,10 @@ def _direct_url(distribution: str) -> dict[str, Any]:
     """Return pip's direct_url.json record of a distribution's source; empty if it has none."""
     try:
         text = importlib.metadata.distribution(distribution).read_text("direct_url.json")
-        record = json.loads(text or "{}")
-    except (importlib.metadata.PackageNotFoundError, ValueError):
+    except importlib.metadata.PackageNotFoundError:
         return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _recorded_commit(record: Mapping[str, Any]) -> str | None:
-    vcs_info = record.get("vcs_info")
-    commit = vcs_info.get("commit_id") if isinstance(vcs_info, dict) else None
-    return commit if isinstance(commit, str) else None
-
-
-def _recorded_folder(record: Mapping[str, Any]) -> list[Path]:
-    """Return the local folder that pip installed from, or an empty list."""
-    url = urlsplit(str(record.get("url", "")))
-    return [Path(unquote(url.path))] * ("dir_info" in record and url.scheme == "file")
+    record: dict[str, Any] = json.loads(text or "{}")
+    return record
 
 
 def _root(folder: Path) -> Path | None:

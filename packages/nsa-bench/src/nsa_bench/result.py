@@ -28,7 +28,6 @@ UNFUSED, EAGER, LAYER = DECODE_SUFFIXES = (", slots one by one", ", eager", ", l
 # kernels that run side by side in the whole call, account for less.
 _LARGEST_SUM = 1.25
 
-T = typing.TypeVar("T")
 _COUNTS = ("batch", "length", "eager_length", "failed_length")
 LARGEST = 10**30  # of the other integers, such as flops: above any count of a legal shape
 Series = tuple[str, str, str, str, int]  # shape, dtype, inputs, phase, batch
@@ -148,15 +147,10 @@ class Result:
     @property
     def failed(self) -> bool:
         """Return whether a combination is not correct, or failed while it was timed."""
-        reasons = [
-            r
-            for m in self.measurements
-            if m.kind == "combo"
-            for r in (m.reason, *_reasons(m.parts))
-        ]
-        return any(reason.startswith(FAILED) for reason in reasons) or any(
-            not gate.ok for gate in self.gates
-        )
+        combos = [m for m in self.measurements if m.kind == "combo"]
+        reasons = [entry.reason for m in combos for entry in (m, *m.parts.values())]
+        wrong = any(not gate.ok for gate in self.gates)
+        return wrong or any(reason.startswith(FAILED) for reason in reasons)
 
     @property
     def timed_nothing(self) -> bool:
@@ -196,8 +190,18 @@ class Result:
         return self.combos.get(where) or self.combos.get(m.subject, {})
 
     def to_json(self) -> str:
-        """Return the text of the result file."""
-        return record_text(self)
+        """Return the text of the result file, with one entry of a list per line.
+
+        Short lines keep the file small and its diffs readable.
+        """
+        fields = []
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, list):
+                rows = ",\n  ".join(json.dumps(entry, allow_nan=False) for entry in value)
+                fields.append(f'"{name}": [\n  {rows}\n ]')
+            else:
+                fields.append(f'"{name}": {json.dumps(value, allow_nan=False)}')
+        return "{\n " + ",\n ".join(fields) + "\n}\n"
 
 
 def _ratios(m: Measurement) -> dict[str, float]:
@@ -214,25 +218,6 @@ def _ratios(m: Measurement) -> dict[str, float]:
     }
 
 
-def record_text(record: Any) -> str:
-    """Return a dataclass as the text of a result file, one entry of a list per line.
-
-    Short lines keep the file small and its diffs readable.
-    """
-    fields = []
-    for name, value in dataclasses.asdict(record).items():
-        if isinstance(value, list):
-            rows = ",\n  ".join(json.dumps(entry, allow_nan=False) for entry in value)
-            fields.append(f'"{name}": [\n  {rows}\n ]')
-        else:
-            fields.append(f'"{name}": {json.dumps(value, allow_nan=False)}')
-    return "{\n " + ",\n ".join(fields) + "\n}\n"
-
-
-def _reasons(parts: dict[str, Part]) -> list[str]:
-    return [part.reason for part in parts.values()]
-
-
 def read_result(path: Path) -> Result:
     """Read a result file.
 
@@ -240,49 +225,27 @@ def read_result(path: Path) -> Result:
         InvalidInput: The file cannot be read, is not JSON, or is not a result of this schema; the
             message names the field.
     """
-    result = read_record(path, Result, KIND, SCHEMA_VERSION)
-    unknown = {m.dtype for m in result.measurements} - result.peaks.keys()
-    if unknown:
-        raise InvalidInput(f"{path}: peaks has no rates of {', '.join(sorted(unknown))}")
-    return result
-
-
-def read_record(path: Path, record: type[T], kind: str, version: int) -> T:
-    """Read a result file into a dataclass.
-
-    Args:
-        path: The file.
-        record: The dataclass.
-        kind: The field ``kind`` that the file must have.
-        version: The field ``schema_version`` that the file must have.
-
-    Raises:
-        InvalidInput: The file cannot be read, is not JSON, or is not a record of this kind and
-            version; the message names the field.
-    """
-    document = _document(path)
-    if not isinstance(document, dict) or document.get("kind") != kind:
-        raise InvalidInput(f"{path} is not a result of nsa bench; give a file that --json wrote")
-    if document.get("schema_version") != version:
-        raise InvalidInput(
-            f"{path} has schema_version {document.get('schema_version')!r}; this version of"
-            f" nsa-bench reads {version}"
-        )
     try:
-        result = _value(record, document, "")
-    except _WrongError as error:
-        raise InvalidInput(f"{path}: {error}") from error
-    assert isinstance(result, record)  # as requested from _value
-    return result
-
-
-def _document(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("kind") != KIND:
+        raise InvalidInput(f"{path} is not a result of nsa bench; give a file that --json wrote")
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise InvalidInput(
+            f"{path} has schema_version {document.get('schema_version')!r}; this version of"
+            f" nsa-bench reads {SCHEMA_VERSION}"
+        )
+    try:
+        result: Result = _record(Result, document, "")
+    except _WrongError as error:
+        raise InvalidInput(f"{path}: {error}") from error
+    unknown = {m.dtype for m in result.measurements} - result.peaks.keys()
+    if unknown:
+        raise InvalidInput(f"{path}: peaks has no rates of {', '.join(sorted(unknown))}")
+    return result
 
 
 class _WrongError(Exception):
