@@ -33,7 +33,6 @@ from nsa_bench.timing import (
     Clock,
     Outcome,
     Performance,
-    Prepared,
     Workload,
     measure,
 )
@@ -155,10 +154,7 @@ class DecodeBench(Bench):
             for workload, name in workloads:
                 limited = dataclasses.replace(workload, limited=self._limits.first_call)
                 if name and isolation.is_foreign(self.registry, plans[name]):
-                    start = functools.partial(
-                        self._start_in_child, cell, name, plans[name], workload.key, children
-                    )
-                    limited = dataclasses.replace(limited, start=start)
+                    limited = self._in_child(cell, name, plans[name], limited, children)
                 prepared.append(limited)
             return measure(
                 prepared,
@@ -170,23 +166,19 @@ class DecodeBench(Bench):
                 stop=self._stop,
             )
 
-    def _start_in_child(
-        self, cell: Cell, name: str, plan: Plan, key: str, children: contextlib.ExitStack
-    ) -> Prepared:
+    def _in_child(
+        self, cell: Cell, name: str, plan: Plan, workload: Workload, children: contextlib.ExitStack
+    ) -> Workload:
         """Let a child process prepare a workload of a plan and take its samples."""
-        s, eager = self.settings, key.endswith(EAGER)
+        s, key = self.settings, workload.key
         make = functools.partial(
             step_in_child,
             *(isolation.only_of(self.registry, plan), cell),
             *(_options_of(cell, s.device, plan), s.seed),
             *(name, key.removesuffix(EAGER)),
         )
-        try:
-            return remote.prepare_in_child(
-                make, s.device, self._limits, self._stop, children, eager=eager, inference=True
-            )
-        except remote.CannotStart as error:
-            raise RuntimeError(str(error)) from error
+        limits, eager = (self._limits, self._stop, children), key.endswith(EAGER)
+        return remote.in_child(workload, make, s.device, *limits, eager=eager, inference=True)
 
     def _slot_times(self, cell: Cell, name: str, plan: Plan, x: State) -> dict[str, Outcome]:
         """Return the outcome of each slot within the step of a plan."""

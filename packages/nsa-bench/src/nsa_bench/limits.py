@@ -38,22 +38,20 @@ class Limits:
         deadline: Value of time.monotonic() at which the run's time is over.
         max_call_s: Longest duration of a call, in seconds.
         first_call_s: Longest duration of a first call, which may compile kernels.
+        too_slow: The reason of a call that was ended because it took too long.
     """
 
     deadline: float = float("inf")
     max_call_s: float = float("inf")
     first_call_s: float = float("inf")
+    too_slow: str = ""
 
     @classmethod
     def of_run(cls, deadline: float, max_call_s: float, device: str) -> Limits:
         """Return the limits of a run on ``device``."""
         first = max_call_s + COMPILE_S * device.startswith("cuda")
-        return cls(deadline, max_call_s, first)
-
-    @property
-    def too_slow(self) -> str:
-        """Return the reason of a call that was ended because it took too long."""
-        return f"{NOT_MEASURED}: a call took longer than --max-call {self.max_call_s:g} s"
+        too_slow = f"{NOT_MEASURED}: a call took longer than --max-call {max_call_s:g} s"
+        return cls(deadline, max_call_s, first, too_slow)
 
     @contextlib.contextmanager
     def first_call(self) -> Iterator[None]:

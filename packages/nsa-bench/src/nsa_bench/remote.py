@@ -11,7 +11,7 @@ import dataclasses
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -136,22 +136,41 @@ class RemoteCall:
         return result
 
 
-def prepare_in_child(
+def in_child(
+    workload: Workload,
     make: Callable[[], Workload],
     device: str,
     limits: Limits,
     stop: Interruption,
     children: contextlib.ExitStack,
+    *,
+    otherwise: Callable[[], Prepared] | None = None,
     **mode: bool,
-) -> Prepared:
-    """Prepare a workload in a child process, which ends when ``children`` closes.
+) -> Workload:
+    """Return a workload that a child process prepares and samples.
 
-    The other arguments, and ``mode``, are those of RemoteCall; the errors those of
-    RemoteCall.prepare().
+    Args:
+        workload: The workload in this process.
+        make: Returns the same workload in the child.
+        device: As in RemoteCall, like ``limits``, ``stop`` and ``mode``.
+        limits: When the child is ended.
+        stop: Reports an interruption.
+        children: Ends the child when it closes.
+        otherwise: Prepares the workload if the child cannot begin; None: that is a failure.
+        mode: ``eager`` and ``inference`` of RemoteCall.
     """
-    call = RemoteCall(make, device, limits, stop, **mode)
-    children.callback(call.end)
-    return call.prepare()
+
+    def start() -> Prepared:
+        try:
+            call = RemoteCall(make, device, limits, stop, **mode)
+            children.callback(call.end)
+            return call.prepare()
+        except CannotStart as error:
+            if otherwise is None:
+                raise RuntimeError(str(error)) from error
+            return otherwise()
+
+    return dataclasses.replace(workload, start=start)
 
 
 _prepared: list[tuple[Clock, Prepared, bool]] = []  # of a child
@@ -178,7 +197,7 @@ def _prepare(
     except BaseException as error:  # noqa: BLE001  a third-party kernel may raise anything
         return _Failure(describe_error(error), reason_of(error) == NO_MEMORY, has_begun)
     _prepared.append((clock, prepared, inference))
-    return dataclasses.replace(prepared, call=_in_child)
+    return dataclasses.replace(prepared, call=not_here)
 
 
 def _sample() -> float | _Failure:
@@ -191,6 +210,6 @@ def _sample() -> float | _Failure:
         return _Failure(describe_error(error), reason_of(error) == NO_MEMORY)
 
 
-def _in_child() -> None:
-    """Stand in for a call that cannot be sent to the parent."""
+def not_here() -> NoReturn:
+    """Stand in for a call that runs in a child process only."""
     raise AssertionError("this call runs in a child process")

@@ -148,7 +148,8 @@ class Result:
     def failed(self) -> bool:
         """Return whether a combination is not correct, or failed while it was timed."""
         combos = [m for m in self.measurements if m.kind == "combo"]
-        reasons = [entry.reason for m in combos for entry in (m, *m.parts.values())]
+        reasons = [m.reason for m in combos]
+        reasons += [part.reason for m in combos for part in m.parts.values()]
         wrong = any(not gate.ok for gate in self.gates)
         return wrong or any(reason.startswith(FAILED) for reason in reasons)
 

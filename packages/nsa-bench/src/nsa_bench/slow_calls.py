@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 
 from nsa_bench import cells, remote
 from nsa_bench.cells import Cell
@@ -12,7 +13,7 @@ from nsa_bench.estimates import CHILD_MS, SLOWDOWN, Estimates, probe_length
 from nsa_bench.limits import Limits
 from nsa_bench.roofline import Peaks
 from nsa_bench.subjects import Subjects
-from nsa_bench.timing import Prepared, TimeUp, Workload
+from nsa_bench.timing import TimeUp, Workload
 from nsa_core.errors import NSAError
 from nsa_core.plan.plan import Plan
 from nsa_core.util.interruption import Interruption
@@ -110,15 +111,6 @@ class SlowCalls:
         if not foreign and (expected_ms is None or expected_ms <= CHILD_MS):
             return limited
         make = self._subjects.in_child(cell, combo, workload.key)
-
-        def start() -> Prepared:
-            try:
-                return remote.prepare_in_child(
-                    make, self._device, self._limits, self._stop, children
-                )
-            except remote.CannotStart as error:
-                if foreign:
-                    raise RuntimeError(str(error)) from error
-                return self._clock.prepare(limited)
-
-        return dataclasses.replace(limited, start=start)
+        otherwise = None if foreign else functools.partial(self._clock.prepare, limited)
+        limits = (self._limits, self._stop, children)
+        return remote.in_child(limited, make, self._device, *limits, otherwise=otherwise)

@@ -6,17 +6,17 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from nsa_bench import isolation
 from nsa_bench.clocks import clock_for
 from nsa_bench.environment import device_name
 from nsa_bench.gate import NOT_CORRECT, Gate, gate_case
 from nsa_bench.limits import Limits, lacks_memory
-from nsa_bench.remote import CannotStart, prepare_in_child
+from nsa_bench.remote import in_child, not_here
 from nsa_bench.roofline import part_costs
 from nsa_bench.shapes import Shape
-from nsa_bench.timing import FAILED, Prepared, TimeUp, Workload, measure
+from nsa_bench.timing import FAILED, Workload, measure
 from nsa_bench.tune_candidates import (
     PHASES,
     TuneCandidate,
@@ -178,40 +178,15 @@ def _workload_in_child(
     children: contextlib.ExitStack,
 ) -> Workload:
     """Return the workload of a candidate that runs in a child process, which ``children`` ends."""
-    device = candidates.device
-    limits = Limits.of_run(float("inf"), CALL_LIMIT_S, device)
+    limits = dataclasses.replace(
+        Limits.of_run(float("inf"), CALL_LIMIT_S, candidates.device),
+        too_slow=f"{FAILED}: a call did not end within {CALL_LIMIT_S:g} s",
+    )
     make = functools.partial(
         isolated_workload, candidates.for_child(candidate), candidate, length, seed
     )
-
-    def start() -> Prepared:
-        with _end_is_failure():
-            prepared = prepare_in_child(make, device, limits, NEVER, children)
-        sample = prepared.take
-        assert sample is not None  # the child takes the samples
-
-        def take() -> float:
-            with _end_is_failure():
-                return sample()
-
-        return dataclasses.replace(prepared, take=take)
-
-    return Workload(candidate.key, _not_here, start=start)
-
-
-@contextlib.contextmanager
-def _end_is_failure() -> Iterator[None]:
-    """Raise RuntimeError if a child process could not begin, or was ended at the limit."""
-    try:
-        yield
-    except CannotStart as error:
-        raise RuntimeError(str(error)) from error
-    except TimeUp:
-        raise RuntimeError(f"a call did not end within {CALL_LIMIT_S:g} s") from None
-
-
-def _not_here() -> Callable[[], None]:
-    raise AssertionError("this workload runs in a child process")
+    workload = Workload(candidate.key, not_here)
+    return in_child(workload, make, candidates.device, limits, NEVER, children)
 
 
 def _records(
