@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -58,37 +59,26 @@ def dense_baselines(config: NSAConfig, device: str, dtype: torch.dtype) -> list[
 def _sdpa(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Baseline:
     backend, scale, groups = _SDPA[name], config.softmax_scale, config.n_heads // config.n_kv_heads
 
-    def grouped(x: Inputs) -> torch.Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+    def forward(x: Inputs, repeats: int = 1) -> torch.Tensor:
+        k, v = (t.transpose(1, 2) for t in (x.k, x.v))
+        if repeats > 1:
+            k, v = (t.repeat_interleave(repeats, 1) for t in (k, v))
+        q, gqa = x.q.transpose(1, 2), groups > repeats
         assert q.shape[2] == k.shape[2], (
             "is_causal aligns top-left, so it needs as many queries as keys"
         )
         with sdpa_kernel([backend]):
-            o = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=groups > 1
-            )
-        return o.transpose(1, 2)
-
-    def repeated(x: Inputs) -> torch.Tensor:
-        q, k, v = (
-            x.q.transpose(1, 2),
-            *(t.transpose(1, 2).repeat_interleave(groups, 1) for t in (x.k, x.v)),
-        )
-        assert q.shape[2] == k.shape[2], (
-            "is_causal aligns top-left, so it needs as many queries as keys"
-        )
-        with sdpa_kernel([backend]):
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
         return o.transpose(1, 2)
 
     label = f"dense {name}"
-    reason = _refusal(grouped, config, device, dtype)
+    reason = _refusal(forward, config, device, dtype)
     # A kernel without grouped-query support gets repeated k/v heads; the copy counts as its time.
     if reason and groups > 1:
-        repeated_reason = _refusal(repeated, config, device, dtype)
-        if not repeated_reason:
+        repeated = functools.partial(forward, repeats=groups)
+        if not _refusal(repeated, config, device, dtype):
             return Baseline(f"{label}, repeated k/v", repeated)
-    return Baseline(label, grouped, reason)
+    return Baseline(label, forward, reason)
 
 
 def _package(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Baseline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import gc
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from nsa_bench.render.format import Rows
     from nsa_bench.result import Result
+    from nsa_bench.run import Bench
     from nsa_bench.settings import Settings
 
 _HELP = """Time combinations of backends against dense attention: the whole call and each branch.
@@ -84,7 +86,8 @@ def bench(
         return
     overrides = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
     with output.exit_codes(), deferred_signals() as stop:
-        _check_outputs([json_file, html, png, svg], html or png or svg, force)
+        files = _Files(json_file, html, png, svg, force)
+        files.check()
         _prepare_quick_end()
         _check_preset(preset)
         settings = _settings(
@@ -106,8 +109,12 @@ def bench(
             checkpoint or [],
             threads,
         )
-        result = _run(settings, stop)
-        _finish(result, json_file, html, png, svg, force)
+        output.import_with_plugins("nsa_bench.prefill")
+        from nsa_bench.prefill import PrefillBench
+
+        benchmark = PrefillBench(settings, output.find_backends(), output.environment())
+        result = _run(benchmark, stop)
+        files.write(result, _exit_code(result))
     raise typer.Exit(_exit_code(result))
 
 
@@ -143,7 +150,8 @@ def decode(
     ones on the CPU.
     """
     with output.exit_codes(), deferred_signals() as stop:
-        _check_outputs([json_file, html, png, svg], html or png or svg, force)
+        files = _Files(json_file, html, png, svg, force)
+        files.check()
         _prepare_quick_end()
         _check_preset(preset)
         from nsa_cli import bench_decode
@@ -161,8 +169,12 @@ def decode(
                 **_limits(preset, budget, time_limit),
             },
         )
-        result = bench_decode.run(settings, stop)
-        _finish(result, json_file, html, png, svg, force)
+        output.import_with_plugins("nsa_bench.decode")
+        from nsa_bench.decode import DecodeBench
+
+        benchmark = DecodeBench(settings, output.find_backends(), output.environment())
+        result = _run(benchmark, stop)
+        files.write(result, _exit_code(result))
     raise typer.Exit(_exit_code(result))
 
 
@@ -172,21 +184,6 @@ def _limits(preset: str, budget: float | None, time_limit: float | None) -> dict
         "budget_s": options.BUDGET_S[preset] if budget is None else budget,
         "time_limit_s": options.TIME_LIMIT_S[preset] if time_limit is None else time_limit,
     }
-
-
-def _finish(
-    result: Result,
-    json_file: Path | None,
-    html: Path | None,
-    png: Path | None,
-    svg: Path | None,
-    force: bool,
-) -> None:
-    """Write the files of a run and print it."""
-    files = _write_files(result, json_file, html, png, svg, force)
-    _print_result(result)
-    _print_written(files)
-    files.exit_code(_exit_code(result))
 
 
 @app.command("compare")
@@ -256,16 +253,63 @@ def report(
     with output.exit_codes():
         from nsa_bench.result import read_result
 
-        _check_outputs([html, png, svg], html or png or svg, force)
+        files = _Files(None, html, png, svg, force)
+        files.check()
         result = read_result(file)
-        files = _write_files(result, None, html, png, svg, force)
-        _print_result(result)
-        _print_written(files)
-        files.exit_code(_verdict(result))
+        files.write(result, _verdict(result))
     raise typer.Exit(_verdict(result))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Files:
+    """The files of a result; None: not written."""
+
+    json: Path | None
+    html: Path | None
+    png: Path | None
+    svg: Path | None
+    force: bool
+
+    def check(self) -> None:
+        """Check before any work that the files can be written."""
+        for file in (self.json, self.html, self.png, self.svg):
+            output.check_writable(file, self.force)
+        if self.html or self.png or self.svg:
+            from nsa_bench.render.style import need_plot_packages
+
+            need_plot_packages()
+
+    def write(self, result: Result, code: int) -> None:
+        """Write the files, then print the result.
+
+        If a file cannot be written, this ends the command with ``code``, or 5 if it is 0.
+        """
+
+        def write_page(file: Path) -> None:
+            from nsa_bench.render.page import page
+
+            output.write_atomic(file, page(result), self.force)
+
+        def write_plot(file: Path, kind: str) -> None:
+            from nsa_bench.render.plots import save
+
+            save(result, file, kind, self.force)
+
+        files = ResultFiles()
+        files.write(
+            self.json, lambda f: output.write_atomic(f, result.to_json(), self.force), keep=True
+        )
+        files.write(self.html, write_page)
+        files.write(self.png, lambda f: write_plot(f, "png"))
+        files.write(self.svg, lambda f: write_plot(f, "svg"))
+        _print_result(result)
+        if names := ", ".join(map(str, files.written)):
+            output.print_text(output.console(), f"Written to {names}")
+        files.exit_code(code)
+
+
 def _exit_code(result: Result) -> int:
+    """Return the exit code of a run: that of the signal that ended it, or its verdict."""
     if result.interrupted is not None:
         return exit_code(result.interrupted.signal)
     return _verdict(result)
@@ -285,15 +329,6 @@ def _prepare_quick_end() -> None:
     import nsa_bench.render.tables  # noqa: F401
 
     atexit.register(gc.freeze)  # Python's last collection over torch's objects takes a second
-
-
-def _check_outputs(files: Sequence[Path | None], plot: Path | None, force: bool) -> None:
-    for file in files:
-        output.check_writable(file, force)
-    if plot is not None:
-        from nsa_bench.render.style import need_plot_packages
-
-        need_plot_packages()
 
 
 def _check_before_command(command: str, typed: Sequence[str]) -> None:
@@ -378,44 +413,9 @@ def _read_text(path: Path | None, min_bytes: int) -> tuple[str, bytes]:
     return f"documentation of Python {platform.python_version()}", library_text(min_bytes)
 
 
-def _run(settings: Settings, stop: Interruption) -> Result:
-    from nsa_bench.prefill import PrefillBench
-
-    output.import_with_plugins("nsa_bench.prefill")
-    benchmark = PrefillBench(settings, output.find_backends(), output.environment())
-    with output.progress(benchmark.steps()) as advance:
-        return benchmark.run(advance, stop)
-
-
-def _write_files(
-    result: Result,
-    json_file: Path | None,
-    html: Path | None,
-    png: Path | None,
-    svg: Path | None,
-    force: bool,
-) -> ResultFiles:
-    def write_page(file: Path) -> None:
-        from nsa_bench.render.page import page
-
-        output.write_atomic(file, page(result), force)
-
-    def write_plot(file: Path, kind: str) -> None:
-        from nsa_bench.render.plots import save
-
-        save(result, file, kind, force)
-
-    files = ResultFiles()
-    files.write(json_file, lambda f: output.write_atomic(f, result.to_json(), force), keep=True)
-    files.write(html, write_page)
-    files.write(png, lambda f: write_plot(f, "png"))
-    files.write(svg, lambda f: write_plot(f, "svg"))
-    return files
-
-
-def _print_written(files: ResultFiles) -> None:
-    if names := ", ".join(map(str, files.written)):
-        output.print_text(output.console(), f"Written to {names}")
+def _run(bench: Bench, stop: Interruption) -> Result:
+    with output.progress(bench.steps()) as advance:
+        return bench.run(advance, stop)
 
 
 def _print_result(result: Result) -> None:

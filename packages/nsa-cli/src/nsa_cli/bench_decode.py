@@ -1,16 +1,13 @@
-"""`nsa bench decode`: build its cells and settings, and run it."""
+"""`nsa bench decode`: its cells and settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nsa_cli import output
 from nsa_cli.choices import as_options, dtype_names, pick_device
-from nsa_core.util.interruption import Interruption
 
 if TYPE_CHECKING:
-    from nsa_bench.result import Result
     from nsa_bench.settings import DecodeCell, DecodeSettings
 
 
@@ -63,13 +60,3 @@ def settings(
         device=torch_device,
         **values,
     )
-
-
-def run(settings: DecodeSettings, stop: Interruption) -> Result:
-    """Run the decode benchmark."""
-    output.import_with_plugins("nsa_bench.decode")
-    from nsa_bench.decode import DecodeBench
-
-    bench = DecodeBench(settings, output.find_backends(), output.environment())
-    with output.progress(bench.steps()) as advance:
-        return bench.run(advance, stop)

@@ -124,7 +124,7 @@ Phases = Annotated[
     typer.Option(
         help="Comma-separated phases: forward, backward, both.",
         show_default=False,
-        autocompletion=completion("forward", "backward", "both", "decode"),
+        autocompletion=completion("forward", "backward", "both"),
     ),
 ]
 PageSize = Annotated[
