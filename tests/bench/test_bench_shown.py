@@ -441,16 +441,17 @@ def test_a_page_without_its_packages_is_refused_and_json_is_written(
     assert read_result(file).measurements
 
 
-def test_a_group_of_columns_wider_than_the_screen_is_divided():
+def test_a_table_wider_than_the_screen_is_divided():
     names = ["tokens", "subject", "ms", *(f"{name} ms" for name in PARTS)]
     cells = [str(number) for number in range(len(names))]
-    stacked = list(arrange(("title", names, [cells]), 60))
-    assert [title for title, _, _ in stacked] == [
-        "title | time and time of each part",
-        "title | time of each part",
-    ]
+    untimed = ["9", "other", "-", *[""] * len(PARTS)]
+    rows = ("title", names, [cells, untimed])
+    stacked = list(arrange(rows, 60))
+    assert [title for title, _, _ in stacked] == ["title", "title, continued"]
+    assert [len(rows) for *_, rows in stacked] == [2, 1]
     shown: dict[str, str] = {}
-    for _, columns, rows in stacked:
+    for _, columns, rows_shown in stacked:
         assert len("  ".join(columns)) <= 60
-        shown.update(zip(columns, rows[0]))
+        shown.update(zip(columns, rows_shown[0]))
     assert shown == dict(zip(names, cells))
+    assert list(arrange(rows, 100)) == [rows]
