@@ -12,6 +12,7 @@ from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
 from nsa_bench import tune as tuning_module
 from nsa_bench.gate import NOT_CORRECT
 from nsa_bench.shapes import parse_shape
+from nsa_bench.timing import FAILED
 from nsa_bench.tune import Tuning, tune
 from nsa_bench.tune_candidates import find_tune_candidates
 from nsa_core.contract import API_VERSION, SLOTS, BackendSpec, SlotSpec
@@ -54,6 +55,7 @@ def assert_only_these_fail(result: Tuning, names: tuple[str, ...]) -> None:
         assert all(times[slot, "sdpa"].time_ms for slot in SLOTS)
         for name in names:
             assert times["win", name].time_ms is None
+            assert times["win", name].reason.startswith((FAILED, NOT_CORRECT))
             reasons = [times["win", name].reason]
             if reasons == [NOT_CORRECT]:
                 gates = [gate for gate in result.gates if gate.combo == f"win={name}"]
