@@ -27,7 +27,7 @@ from nsa_core import (
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.layer.fp32_product import fp32_linear
 from nsa_core.layer.phi.kinds import make_phi
-from nsa_core.parallel import collectives, head_exchange
+from nsa_core.parallel import collectives, heads
 from nsa_core.plan.default_plan import default_plan
 
 CONFIG, LENGTH = small(), 13
@@ -353,15 +353,15 @@ def group() -> Iterator[str]:
 
 def test_collectives_refuse_tangents(group: str) -> None:
     """torch.library.custom_op drops them silently."""
-    x, rows = torch.randn(4, 2, 2), (4, 0, "contiguous", [1, 1], group)
+    x, rows = torch.randn(4, 2, 2), (4, "contiguous", [1, 1], group)
     for f, point in (
-        (lambda x: collectives.gather_rows(x, group, 1, torch.float32), x),
-        (lambda x: collectives.scatter_sum(x, group, 1), x),
+        (lambda x: collectives.gather_rows(x, group, torch.float32), x),
+        (lambda x: collectives.scatter_sum(x, group), x),
         (lambda x: collectives.sum_ranks(x, group), x),
         (lambda x: collectives.extend(x, x, *rows)[0], x),
         (lambda x: collectives.extend_back(x, x, *rows, torch.float32)[0], x[None]),
-        (lambda x: head_exchange.to_heads([x], "contiguous", group)[0], x),
-        (lambda x: head_exchange.to_rows([x], "contiguous", group)[0], x),
+        (lambda x: heads.to_heads([x], "contiguous", group)[0], x),
+        (lambda x: heads.to_rows([x], "contiguous", group)[0], x),
     ):
         for nesting in (
             "jvp",

@@ -20,7 +20,7 @@ from nsa_core.parallel import (
     HeadParallel,
     Shards,
     collectives,
-    head_exchange,
+    heads,
     pad_to,
 )
 from parallel_cases import (
@@ -53,10 +53,10 @@ def adjoint(rank: int, world: int, *, op: str) -> float:
         "extend": [(rows, 2, 3), (rows, 5)],
         "extend_back": [(2, widths[0] + chunk, 2, 3), (2, widths[1] + chunk, 5)],
     }
-    place = (total, rank, layout, widths, name)
+    place = (total, layout, widths, name)
     arguments: dict[str, tuple[Any, ...]] = {
-        "gather_rows": (name, world, exact),
-        "scatter_sum": (name, world),
+        "gather_rows": (name, exact),
+        "scatter_sum": (name,),
         "sum_ranks": (name,),
         "extend": place,
         "extend_back": (*place, exact),
@@ -64,7 +64,7 @@ def adjoint(rank: int, world: int, *, op: str) -> float:
 
     def applied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if op in ("to_heads", "to_rows"):
-            return getattr(head_exchange, op)(tensors, layout, name)
+            return getattr(heads, op)(tensors, layout, name)
         result = getattr(collectives, op)(*tensors, *arguments[op])
         return [result] if isinstance(result, torch.Tensor) else list(result)
 

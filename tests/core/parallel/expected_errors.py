@@ -32,7 +32,7 @@ FAULTS: dict[tuple[str, str], str] = {
     (
         "blocks",
         "a plan for whole sequences",
-    ): "InvalidInput: plan was resolved without partial",
+    ): "InvalidInput: plan was resolved without partial=True",
 }
 REFUSALS: dict[str, str] = {
     "new_cache": "Unsupported: new_cache is not context parallel",

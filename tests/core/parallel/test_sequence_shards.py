@@ -75,7 +75,7 @@ def test_each_compressed_token_comes_from_the_rank_of_its_last_token(
 ) -> None:
     geometry = CONFIG.geometry
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    ranks = Ranks.of(104, world, 0, layout, "", torch.float32)
+    ranks = Ranks.of(Shards(104, world, 0, layout), 104, "", torch.float32)
     sent: dict[int, list[int]] = {}  # place in the gathered buffer -> last tokens, by brute force
     pieces = [p for rank in range(world) for p in Shards(104, world, rank, layout).pieces]
     ends = [

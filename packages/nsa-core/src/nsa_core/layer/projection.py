@@ -165,11 +165,29 @@ class NSAProjections(nn.Module):
         product = self.qkv(x)
         table = self._rope_of_tokens(product, cu_seqlens) if config.rope else None
         q, (k_raw, v_raw), ks, vs = self.rotated(product, table)
-        k_cmp, v_cmp = compress_pair(self.phi_k, self.phi_v, k_raw, v_raw, packed)
-        if config.rope and not config.rope_before_compress:
-            k_cmp = rotate(k_cmp, self._rope_of_blocks(k_cmp, packed, table))
+        k_cmp, v_cmp = self.compressed(k_raw, v_raw, packed, table)
         projected = Projected(q, (None, ks[0], ks[-1]), (None, vs[0], vs[-1]), k_cmp, v_cmp)
         return projected, (k_raw, v_raw)
+
+    def compressed(
+        self,
+        k_raw: torch.Tensor,
+        v_raw: torch.Tensor,
+        packed: PackedBlocks | None,
+        table: Table | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the compressed keys, rotated, and the compressed values.
+
+        Args:
+            k_raw: keys that phi compresses.
+            v_raw: values that phi compresses.
+            packed: the compressed tokens of packed documents; None for one sequence.
+            table: the angles of all tokens, if they exist.
+        """
+        k_cmp, v_cmp = compress_pair(self.phi_k, self.phi_v, k_raw, v_raw, packed)
+        if self.config.rope and not self.config.rope_before_compress:
+            k_cmp = rotate(k_cmp, self._rope_of_blocks(k_cmp, packed, table))
+        return k_cmp, v_cmp
 
     def rotated(
         self, product: torch.Tensor, table: Table | None
@@ -250,7 +268,19 @@ class NSAProjections(nn.Module):
         max_seqlen: int | None = None,
         plan: Plan | None = None,
     ) -> torch.Tensor:
-        """Compute the gates and the attention (Eq. 5) of a checked input.
+        """Return the heads [B, S, Hq, Dv] (Eq. 5): :meth:`prepare`, then :meth:`attend_with`."""
+        call = self.prepare(x, projected, cu_seqlens, max_seqlen, plan)
+        return self.attend_with(*call, cu_seqlens, max_seqlen)
+
+    def prepare(
+        self,
+        x: torch.Tensor,
+        projected: Projected,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int | None,
+        plan: Plan | None,
+    ) -> tuple[Plan, CoreInputs]:
+        """Compute the gates, and check what a checked input leaves to check.
 
         The projections made the tensors, so only the slots check their shapes and dtypes: a module
         that replaced one of the layer may return others. A sigmoid made the gates, so their sign
@@ -264,27 +294,48 @@ class NSAProjections(nn.Module):
             plan: an explicit plan, which is checked.
 
         Returns:
-            The heads [B, S, Hq, Dv], or packed [T, Hq, Dv].
+            The plan of the call, and the inputs of the core.
 
         Raises:
             InvalidInput: the plan, or the values of cu_seqlens, do not fit the call.
-            Unsupported: as :meth:`resolve_plan`; or a parameter carries a tangent, which the
-                operators of the slots see.
+            Unsupported: no backend supports the request.
         """
         q, (_, k_sel, k_win), (_, v_sel, v_win), k_cmp, v_cmp = projected
         gates = compute_gates(self.gate, x)
         tensors = CoreInputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
         packed = cu_seqlens is not None
-        if cu_seqlens is not None:
-            cu_seqlens = cu_seqlens.contiguous()  # one copy for all slots and their backwards
-            if has_values(cu_seqlens):
-                check_cu_seqlens(cu_seqlens, q.shape[0], max_seqlen)
+        if has_values(cu_seqlens):
+            check_cu_seqlens(cu_seqlens, q.shape[0], max_seqlen)
         if plan is not None:
             needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
             check_plan(plan, self.config, q, packed, needs_grad)
-        plan = self.resolve_plan(x, q, packed, plan)
+        return self.resolve_plan(x, q, packed, plan), tensors
+
+    def attend_with(
+        self,
+        plan: Plan,
+        tensors: CoreInputs,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int | None,
+    ) -> torch.Tensor:
+        """Run the core of a call whose documents and plan are checked.
+
+        Args:
+            plan: the plan of the call.
+            tensors: the inputs of the core, made by this layer.
+            cu_seqlens: int32 [documents + 1], for packed documents.
+            max_seqlen: length of the longest document, or an upper bound.
+
+        Returns:
+            The heads [B, S, Hq, Dv], or packed [T, Hq, Dv].
+
+        Raises:
+            Unsupported: a parameter carries a tangent, which the operators of the slots see.
+        """
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.contiguous()  # one copy for all slots and their backwards
         options = (self.recompute, has_sigmoid(self.gate))
-        with checked_boundaries(cu_seqlens, q.shape[0], max_seqlen):
+        with checked_boundaries(cu_seqlens, tensors.q.shape[0], max_seqlen):
             return run_core(plan, tensors, None, cu_seqlens, max_seqlen, *options).o
 
     def _norms(self) -> bool:

@@ -39,18 +39,19 @@ def agreed(
     prepare: Callable[[], Prepared],
     values: Callable[[Prepared | None], Mapping[str, object]],
     group: str,
-    device: torch.device,
+    x: torch.Tensor,
 ) -> Prepared:
-    """Prepare a call, and check that all ranks make the same one. Synchronises.
+    """Prepare a call. With NSA_CHECK=1, check that all ranks make the same one, and synchronise.
 
-    A rank whose call fails before its first collective takes part, so that no rank waits for it.
+    A rank whose call fails before its first collective takes part in the check, so that no rank
+    waits for it.
 
     Args:
         prepare: runs the part of the call before its first collective.
         values: returns what all ranks must have in common, by name, from the result of ``prepare``,
             or from None if ``prepare`` raised. "the plan" may differ on ranks that raise.
         group: name of the process group.
-        device: device of the tensors.
+        x: an input of the call.
 
     Returns:
         The result of ``prepare``.
@@ -60,6 +61,16 @@ def agreed(
             arguments that differ, and their ranks. All ranks raise.
         Exception: ``prepare`` raised it, and nothing else differs.
     """
+    return _compared(prepare, values, group, x.device) if is_compared(x) else prepare()
+
+
+def _compared(
+    prepare: Callable[[], Prepared],
+    values: Callable[[Prepared | None], Mapping[str, object]],
+    group: str,
+    device: torch.device,
+) -> Prepared:
+    """Return the result of ``prepare`` after all ranks have compared their calls."""
     result: Prepared | None = None
     error: Exception | None = None
     try:
@@ -133,8 +144,8 @@ def _listed(ranks: list[int]) -> str:
 
 def _gathered(numbers: list[int], group: str, device: torch.device) -> list[list[int]]:
     """Return the numbers of every rank."""
-    mine, world = torch.tensor([numbers], device=device), group_of(group).size()
-    rows: list[list[int]] = gather_rows(mine, group, world, torch.float32).tolist()
+    mine = torch.tensor([numbers], device=device)
+    rows: list[list[int]] = gather_rows(mine, group, torch.float32).tolist()
     return rows
 
 

@@ -16,10 +16,9 @@ from nsa_core.block.plans import (
     default_block_plan,
 )
 from nsa_core.errors import InvalidInput
-from nsa_core.parallel.agreement import agreed, is_compared, names_of, values_of_packing
+from nsa_core.parallel.agreement import agreed, names_of, values_of_packing
 from nsa_core.parallel.collectives import group_name
-from nsa_core.parallel.exchange_rows import Ranks
-from nsa_core.parallel.gathered_keys import attend_gathered
+from nsa_core.parallel.exchange_rows import Ranks, attend_gathered
 from nsa_core.parallel.shards import Shards
 from nsa_core.plan.default_plan import is_long
 from nsa_core.torch_ops.packing_checks import check_cu_seqlens, has_values
@@ -103,12 +102,8 @@ def divided_block_attention(
             plan=plan,
             backends=backends,
         )
-    if is_compared(q):
-        plan = agreed(call.checked_plan, call.values, group_name(group), q.device)
-    else:
-        plan = call.checked_plan()
-    place = (shards.total, shards.world, shards.rank, shards.layout)
-    ranks = Ranks.of(*place, shards.checked_group(group), torch.float32)
+    plan = agreed(call.checked_plan, call.values, group_name(group), q)
+    ranks = Ranks.of(shards, shards.total, shards.checked_group(group), torch.float32)
     packed = cu_seqlens is not None
     rows, choices = q.split(ranks.chunk, -3), blocks.split(ranks.chunk, -3)
 

@@ -11,7 +11,7 @@ result only some ranks use, and the other ranks would wait for ever.
 
 Operators carry the name of their process group, because schemas have no groups. torch.distributed
 renamed two functions in torch 2.13; this file is the only one that calls them. The collectives of
-mode heads are in :mod:`nsa_core.parallel.head_exchange`.
+mode heads are in :mod:`nsa_core.parallel.heads`.
 """
 
 from __future__ import annotations
@@ -100,50 +100,48 @@ def named_errors(operator: str, group: str) -> Iterator[None]:
 
 
 @torch.library.custom_op("nsa_parallel::gather_rows", mutates_args=())
-def gather_rows(x: torch.Tensor, group: str, world: int, reduce: torch.dtype) -> torch.Tensor:
+def gather_rows(x: torch.Tensor, group: str, reduce: torch.dtype) -> torch.Tensor:
     """Concatenate the rows of all ranks, in the order of the ranks.
 
     Args:
         x: [n, ...], contiguous, of one shape on all ranks.
-        group: name of the process group.
-        world: number of ranks, P.
+        group: name of the process group of P ranks.
         reduce: dtype in which gradients are summed over the ranks, if it is wider than x's.
 
     Returns:
         [P * n, ...]
     """
-    out = x.new_empty((world * x.shape[0], *x.shape[1:]))
+    out = x.new_empty((group_size(group) * x.shape[0], *x.shape[1:]))
     with named_errors("gather_rows", group):
         _all_gather(out, x.contiguous(), group=_groups[group])
     return out
 
 
 @gather_rows.register_fake
-def _(x: torch.Tensor, group: str, world: int, reduce: torch.dtype) -> torch.Tensor:
-    return x.new_empty((world * x.shape[0], *x.shape[1:]))
+def _(x: torch.Tensor, group: str, reduce: torch.dtype) -> torch.Tensor:
+    return x.new_empty((group_size(group) * x.shape[0], *x.shape[1:]))
 
 
 @torch.library.custom_op("nsa_parallel::scatter_sum", mutates_args=())
-def scatter_sum(x: torch.Tensor, group: str, world: int) -> torch.Tensor:
+def scatter_sum(x: torch.Tensor, group: str) -> torch.Tensor:
     """Sum a tensor over all ranks in its dtype, and return the part of this rank.
 
     Args:
         x: [P * n, ...], of one shape on all ranks.
-        group: name of the process group.
-        world: number of ranks, P.
+        group: name of the process group of P ranks.
 
     Returns:
         [n, ...]
     """
-    out = x.new_empty((x.shape[0] // world, *x.shape[1:]))
+    out = x.new_empty((x.shape[0] // group_size(group), *x.shape[1:]))
     with named_errors("scatter_sum", group):
         _reduce_scatter(out, x.contiguous(), group=_groups[group])
     return out
 
 
 @scatter_sum.register_fake
-def _(x: torch.Tensor, group: str, world: int) -> torch.Tensor:
-    return x.new_empty((x.shape[0] // world, *x.shape[1:]))
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty((x.shape[0] // group_size(group), *x.shape[1:]))
 
 
 @torch.library.custom_op("nsa_parallel::sum_ranks", mutates_args=())
@@ -189,7 +187,6 @@ def extend(
     win: torch.Tensor,
     raw: torch.Tensor,
     total: int,
-    rank: int,
     layout: str,
     widths: list[int],
     group: str,
@@ -200,7 +197,6 @@ def extend(
         win: [n, ...], the rows of this rank.
         raw: [n, ...], the rows of this rank, of win's dtype.
         total: number of rows of all ranks, T.
-        rank: this rank.
         layout: "head_tail" or "contiguous".
         widths: number of rows to the left, for each tensor.
         group: name of the process group.
@@ -208,7 +204,7 @@ def extend(
     Returns:
         For each tensor [pieces, width + chunk, ...]; rows before row 0 of all are zero.
     """
-    pieces, world = pieces_per_rank(layout), group_size(group)
+    pieces, world, rank = pieces_per_rank(layout), group_size(group), group_of(group).rank()
     plan = halo_plan(total, world, rank, layout, tuple(widths))
     tensors, sizes = (win, raw), _row_sizes(win, raw, 1)
     extended = []
@@ -232,7 +228,6 @@ def _(
     win: torch.Tensor,
     raw: torch.Tensor,
     total: int,
-    rank: int,
     layout: str,
     widths: list[int],
     group: str,
@@ -249,7 +244,6 @@ def extend_back(
     win: torch.Tensor,
     raw: torch.Tensor,
     total: int,
-    rank: int,
     layout: str,
     widths: list[int],
     group: str,
@@ -262,13 +256,13 @@ def extend_back(
     Args:
         win: [pieces, width + chunk, ...].
         raw: [pieces, width + chunk, ...], of win's dtype.
-        total, rank, layout, widths, group: as in :func:`extend`.
+        total, layout, widths, group: as in :func:`extend`.
         precise: dtype of the sum.
 
     Returns:
         For each tensor [n, ...] of dtype ``precise``.
     """
-    world = group_size(group)
+    world, rank = group_size(group), group_of(group).rank()
     plan = halo_plan(total, world, rank, layout, tuple(widths))
     tensors, sizes = (win, raw), _row_sizes(win, raw, 2)
     totals = [
@@ -290,7 +284,6 @@ def _(
     win: torch.Tensor,
     raw: torch.Tensor,
     total: int,
-    rank: int,
     layout: str,
     widths: list[int],
     group: str,
@@ -312,15 +305,14 @@ def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.dtype, ctx.arguments = inputs[0].dtype, inputs[1:]
 
 
-def _gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    group, world, reduce = ctx.arguments
-    total = scatter_sum(grad.to(sum_dtype(ctx.dtype, reduce)), group, world)
-    return total.to(ctx.dtype), None, None, None
+def _gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    group, reduce = ctx.arguments
+    total = scatter_sum(grad.to(sum_dtype(ctx.dtype, reduce)), group)
+    return total.to(ctx.dtype), None, None
 
 
-def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-    group, world = ctx.arguments
-    return gather_rows(grad, group, world, grad.dtype), None, None
+def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return gather_rows(grad, *ctx.arguments, grad.dtype), None
 
 
 def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -329,12 +321,12 @@ def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 def _extend_backward(ctx: Any, win: torch.Tensor, raw: torch.Tensor) -> tuple[Any, ...]:
     d_win, d_raw = extend_back(win, raw, *ctx.arguments[1:], sum_dtype(ctx.dtype, torch.float32))
-    return (d_win.to(ctx.dtype), d_raw.to(ctx.dtype), *[None] * 5)
+    return (d_win.to(ctx.dtype), d_raw.to(ctx.dtype), *[None] * 4)
 
 
 def _extend_back_backward(ctx: Any, win: torch.Tensor, raw: torch.Tensor) -> tuple[Any, ...]:
     d_win, d_raw = extend(win, raw, *ctx.arguments[1:-1])
-    return (d_win.to(ctx.dtype), d_raw.to(ctx.dtype), *[None] * 6)
+    return (d_win.to(ctx.dtype), d_raw.to(ctx.dtype), *[None] * 5)
 
 
 gather_rows.register_autograd(_gather_backward, setup_context=_save_group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -12,9 +12,13 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.layer.gating import compute_gates
+from nsa_core.layer.input_checks import check_plan
 from nsa_core.layer.module import NSAttention
+from nsa_core.layer.rope import Table, rope_table, wide_if_eager
+from nsa_core.packing import token_positions
 from nsa_core.parallel import heads, sequence
-from nsa_core.parallel.agreement import agreed, is_compared, values_of_layer
+from nsa_core.parallel.agreement import agreed, values_of_layer
 from nsa_core.parallel.collectives import group_name
 from nsa_core.parallel.exchange_rows import Ranks
 from nsa_core.parallel.layouts import check_layout, pieces_per_rank
@@ -190,80 +194,108 @@ class DividedSequence:
             InvalidInput: the rows, the documents or the plan do not fit; or, with NSA_CHECK=1, the
                 ranks do not agree.
         """
-        rank, total = self.rank, x.shape[-2] * self.rank.world
-        ranks = Ranks.of(total, rank.world, rank.rank, rank.layout, self.group, self.reduce)
-        if is_compared(x):
-            plan = self._agreed_plan(layer, x, cu_seqlens, max_seqlen, plan)
-        else:
-            plan = self._checked_plan(layer, x, cu_seqlens, max_seqlen, plan)
-        if self.mode == "heads":
-            return heads.forward(layer, x, cu_seqlens, max_seqlen, plan, ranks, self.share)
-        return sequence.forward(layer, x, cu_seqlens, max_seqlen, plan, ranks)
+        ranks = Ranks.of(self.rank, x.shape[-2] * self.rank.world, self.group, self.reduce)
 
-    def _agreed_plan(
-        self,
-        layer: NSAttention,
-        x: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        max_seqlen: int | None,
-        plan: Plan | None,
-    ) -> Plan:
-        """Return the plan after all ranks have compared their calls."""
+        def prepare() -> RankCall:
+            return self._prepared(layer, x, cu_seqlens, max_seqlen, plan, ranks)
 
-        def values(checked: Plan | None) -> dict[str, object]:
+        def values(call: RankCall | None) -> dict[str, object]:
             return {
                 "the layout": self.rank.layout,
                 "the mode": self.mode,
                 "reduce_dtype": self.reduce,
-                **values_of_layer(layer, x, cu_seqlens, max_seqlen, checked),
+                **values_of_layer(layer, x, cu_seqlens, max_seqlen, call and call.plan),
             }
 
-        def prepare() -> Plan:
-            return self._checked_plan(layer, x, cu_seqlens, max_seqlen, plan)
+        call = agreed(prepare, values, self.group, x)
+        attend = heads.attend if self.mode == "heads" else sequence.attend
+        y: torch.Tensor = layer.out(attend(layer, call, cu_seqlens, max_seqlen, ranks).flatten(-2))
+        return y
 
-        return agreed(prepare, values, self.group, x.device)
-
-    def _checked_plan(
+    def _prepared(
         self,
         layer: NSAttention,
         x: torch.Tensor,
         cu_seqlens: torch.Tensor | None,
         max_seqlen: int | None,
         plan: Plan | None,
-    ) -> Plan:
-        """Check the rows and the documents; return the plan of the call."""
-        rows, layout = x.shape[-2], self.rank.layout
-        total = rows * self.rank.world
+        ranks: Ranks,
+    ) -> RankCall:
+        """Check the rows and the documents, project the rows, and resolve the plan."""
+        rows, layout = x.shape[-2], ranks.layout
         if rows % pieces_per_rank(layout):
             raise InvalidInput(
                 f"x must have an even number of rows for layout {layout!r}, got {rows}: pad the"
                 " whole sequence with pad_to() and pass the rows of Shards.take()"
             )
-        if cu_seqlens is not None and has_values(cu_seqlens):
-            check_cu_seqlens(cu_seqlens, total, max_seqlen)
-        return self._plan(layer, x, cu_seqlens is not None, total, plan)
-
-    def _plan(
-        self, layer: NSAttention, x: torch.Tensor, packed: bool, total: int, plan: Plan | None
-    ) -> Plan:
-        """Return ``plan``, or the cached plan of the layer's backends."""
-        partial = self.mode == "sequence"
-        if plan is None:
-            plan = default_plan(
-                self.share,
-                x.device,
-                layer.out_dtype,
-                packed,
-                layer._needs_grad(x),
-                layer.backends,
-                is_long(total, packed),
-                partial,
-            )
+        if has_values(cu_seqlens):
+            check_cu_seqlens(cu_seqlens, ranks.total, max_seqlen)
+        product, table = layer.qkv(x), None
+        if layer.config.rope:
+            table = _rope_of_rows(product, cu_seqlens, ranks, layer.config)
+        q, raw, ks, vs = layer.rotated(product, table)
+        gates = compute_gates(layer.gate, x)
+        tensors = (q, gates, *raw, *ks, *vs)
+        wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        packed = cu_seqlens is not None
+        if plan is not None:
+            self._check_plan(plan, q, packed, wants_grad)
         else:
-            check_is_plan(plan)
-            if partial and not plan.requests["cmp"].partial:
-                raise InvalidInput(
-                    "plan is for whole sequences, but ContextParallel in mode 'sequence' has"
-                    " queries that begin inside a sequence: resolve it with partial=True"
-                )
-        return checked_plan(plan, layer.layer) if layer.check else plan
+            long, partial = is_long(ranks.total, packed), self.mode == "sequence"
+            needs_grad = layer._needs_grad(x)
+            plan = default_plan(
+                self.share, q.device, q.dtype, packed, needs_grad, layer.backends, long, partial
+            )
+        plan = checked_plan(plan, layer.layer) if layer.check else plan
+        return RankCall(plan, q, gates, raw, ks, vs)
+
+    def _check_plan(self, plan: Plan, q: torch.Tensor, packed: bool, wants_grad: bool) -> None:
+        """Check that an explicit plan fits the call."""
+        check_is_plan(plan)
+        if self.mode == "sequence" and not plan.requests["cmp"].partial:
+            raise InvalidInput(
+                "plan is for whole sequences, but ContextParallel in mode 'sequence' has"
+                " queries that begin inside a sequence: resolve it with partial=True"
+            )
+        check_plan(plan, self.share, q, packed, wants_grad)
+
+
+class RankCall(NamedTuple):
+    """What a rank knows of a call before the first collective; torch.compile can trace it.
+
+    Attributes:
+        plan: the plan of the call.
+        q: queries of this rank's rows, rotated.
+        gates: gates of these rows.
+        raw: keys and values of these rows that phi compresses.
+        ks: keys of (sel, win), or of the shared pair, rotated.
+        vs: values of (sel, win), or of the shared pair.
+    """
+
+    plan: Plan
+    q: torch.Tensor
+    gates: torch.Tensor
+    raw: tuple[torch.Tensor, torch.Tensor]
+    ks: list[torch.Tensor]
+    vs: list[torch.Tensor]
+
+
+def _rope_of_rows(
+    product: torch.Tensor, cu_seqlens: torch.Tensor | None, ranks: Ranks, config: NSAConfig
+) -> Table:
+    """Return the angles of this rank's rows by their positions in their documents.
+
+    Args:
+        product: output of ``qkv``.
+        cu_seqlens: int32 [documents + 1], the documents of all ranks; None for one sequence.
+        ranks: the rows of this rank.
+        config: the config of the layer.
+    """
+    positions = [
+        torch.arange(first, end, device=product.device)
+        if cu_seqlens is None
+        else token_positions(cu_seqlens, end - first, first).position
+        for first, end in ranks.pieces
+    ]
+    table = rope_table(torch.cat(positions), config.qk_dim, config.frequencies, product.dtype)
+    return wide_if_eager(table)

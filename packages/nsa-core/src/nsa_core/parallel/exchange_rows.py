@@ -6,10 +6,16 @@ round once, and without atomics, so that the result has the same bits in every r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from nsa_core.parallel.collectives import (
     extend,
@@ -18,7 +24,11 @@ from nsa_core.parallel.collectives import (
     scatter_sum,
     sum_dtype,
 )
-from nsa_core.parallel.layouts import chunks_of, in_order, in_rank_order, pieces_per_rank
+from nsa_core.parallel.layouts import in_order, in_rank_order
+from nsa_core.torch_ops.torch_state import is_eager
+
+if TYPE_CHECKING:
+    from nsa_core.parallel.shards import Shards
 
 
 class Ranks(NamedTuple):
@@ -27,7 +37,6 @@ class Ranks(NamedTuple):
     Attributes:
         total: number of rows of all ranks together, T.
         world: number of ranks, P.
-        rank: this rank.
         layout: "head_tail" or "contiguous".
         chunk: number of rows of a piece.
         pieces: the rows of this rank as ranges (first, end), in order.
@@ -37,7 +46,6 @@ class Ranks(NamedTuple):
 
     total: int
     world: int
-    rank: int
     layout: str
     chunk: int
     pieces: tuple[tuple[int, int], ...]
@@ -45,13 +53,19 @@ class Ranks(NamedTuple):
     reduce: torch.dtype
 
     @classmethod
-    def of(
-        cls, total: int, world: int, rank: int, layout: str, group: str, reduce: torch.dtype
-    ) -> Ranks:
-        """Return the ranks of a call; ``total`` divides over them."""
-        chunk = total // (world * pieces_per_rank(layout))
-        pieces = tuple([(k * chunk, (k + 1) * chunk) for k in chunks_of(rank, world, layout)])
-        return cls(total, world, rank, layout, chunk, pieces, group, reduce)
+    def of(cls, shards: Shards, total: int, group: str, reduce: torch.dtype) -> Ranks:
+        """Return the ranks of a call.
+
+        Args:
+            shards: the place of this rank; its number of rows is not read.
+            total: number of rows of all ranks together, which divides over them.
+            group: name of the process group.
+            reduce: dtype in which gradients are summed.
+        """
+        world, layout = shards.world, shards.layout
+        chunk = total // shards.chunks
+        pieces = tuple([(k * chunk, (k + 1) * chunk) for k in shards.numbers])
+        return cls(total, world, layout, chunk, pieces, group, reduce)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -71,7 +85,7 @@ class _Gathered(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         width, world = k.shape[-1], ranks.world
         joint = torch.cat((k, v), -1)
-        rows = gather_rows(joint, ranks.group, world, ranks.reduce)
+        rows = gather_rows(joint, ranks.group, ranks.reduce)
         rows = in_order(rows, world, ranks.layout) if at is None else rows.index_select(0, at)
         ctx.save_for_backward(at)
         ctx.ranks, ctx.width, ctx.dtype = ranks, width, k.dtype
@@ -89,7 +103,7 @@ class _Gathered(torch.autograd.Function):
         else:
             # Rows that no query reads repeat an index, and their gradient is 0.
             total = total.new_zeros(ctx.gathered).index_add_(0, at, total)
-        mine = scatter_sum(total, ranks.group, ranks.world).to(ctx.dtype)
+        mine = scatter_sum(total, ranks.group).to(ctx.dtype)
         return mine[..., : ctx.width], mine[..., ctx.width :], None, None, None
 
 
@@ -120,6 +134,57 @@ def gather_pairs(
     return list(zip(flat[::2], flat[1::2]))
 
 
+# (index of the piece, its queries, keys and values of all ranks [T, B, G, D]) -> outputs
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def attend_gathered(
+    attend: Attend,
+    kernel: Any,
+    queries: Sequence[torch.Tensor],
+    local: Pair,
+    ranks: Ranks,
+    recomputed: bool = False,
+) -> list[torch.Tensor]:
+    """Gather the keys and values of all ranks, and attend from each piece to them.
+
+    In eager mode, only the keys and values of this rank are kept for backward, which gathers the
+    others again. torch.compile decides itself which tensors it keeps.
+
+    Args:
+        attend: Attends from the queries of a piece.
+        kernel: The kernel that ``attend`` calls; its results are kept.
+        queries: The queries of each piece.
+        local: Keys and values of this rank [n, B, G, D].
+        ranks: The rows and the group.
+        recomputed: Whether the caller checkpoints this call, with all that it keeps.
+
+    Returns:
+        The output of each piece.
+    """
+
+    def run(k: torch.Tensor, v: torch.Tensor, *queries: torch.Tensor) -> list[torch.Tensor]:
+        pairs = gather_pairs(k, v, None, ranks, len(queries))
+        return [attend(i, q, *pair) for i, (q, pair) in enumerate(zip(queries, pairs))]
+
+    if recomputed or not torch.is_grad_enabled() or not is_eager():
+        return run(*local, *queries)
+    policy = functools.partial(_keep_results_of, kernel.op)
+    outputs: list[torch.Tensor] = checkpoint(
+        run,
+        *local,
+        *queries,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=functools.partial(create_selective_checkpoint_contexts, policy),
+    )
+    return outputs
+
+
+def _keep_results_of(kept: Any, _: Any, op: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op == kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class Extended(NamedTuple):
     """Pieces of this rank with the rows to their left; rows before row 0 of all are zero.
 
@@ -147,7 +212,7 @@ class _Extended(torch.autograd.Function):
         widths: list[int],
     ) -> tuple[torch.Tensor, ...]:
         joint = [torch.cat(pair, -1) for pair in ((k_win, v_win), (k_raw, v_raw))]
-        win, raw = extend(*joint, ranks.total, ranks.rank, ranks.layout, widths, ranks.group)
+        win, raw = extend(*joint, ranks.total, ranks.layout, widths, ranks.group)
         ctx.ranks, ctx.widths, ctx.dtype = ranks, widths, k_win.dtype
         dk, dk_raw, raw = k_win.shape[-1], k_raw.shape[-1], raw.flatten(0, 1)
         pairs = [(win[j][..., :dk], win[j][..., dk:]) for j in range(len(ranks.pieces))]
@@ -159,7 +224,7 @@ class _Extended(torch.autograd.Function):
         win = torch.stack([torch.cat(grads[j : j + 2], -1) for j in range(0, 2 * pieces, 2)])
         raw = torch.cat(grads[-2:], -1).unflatten(0, (pieces, -1))
         precise = sum_dtype(ctx.dtype, ranks.reduce)
-        arguments = (ranks.total, ranks.rank, ranks.layout, ctx.widths, ranks.group, precise)
+        arguments = (ranks.total, ranks.layout, ctx.widths, ranks.group, precise)
         d_win, d_raw = (total.to(ctx.dtype) for total in extend_back(win, raw, *arguments))
         dk, dk_raw = grads[0].shape[-1], grads[-2].shape[-1]
         gradients = (d_win[..., :dk], d_win[..., dk:], d_raw[..., :dk_raw], d_raw[..., dk_raw:])

@@ -12,20 +12,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from nsa_core.errors import InvalidInput, Unsupported
-from nsa_core.layer.attention import nsa_attention
-from nsa_core.layer.gating import LinearGate, MLPGate, compute_gates, has_sigmoid
+from nsa_core.layer.gating import LinearGate, MLPGate
 from nsa_core.layer.module import NSAttention
 from nsa_core.layer.plain_linear import are_plain
-from nsa_core.layer.projection import Projected
-from nsa_core.parallel.agreement import agreed, is_compared, values_of_layer
+from nsa_core.parallel.agreement import agreed, values_of_layer
 from nsa_core.parallel.collectives import gather_rows, group_name, sum_dtype, sum_ranks
 from nsa_core.parallel.context import check_layer, check_mesh, heads_of_one_rank
-from nsa_core.torch_ops.packing_checks import check_cu_seqlens
 
 if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan
-
-    Prepared = tuple[Projected, torch.Tensor, Plan]  # inputs of nsa_attention, gates, plan
+    from nsa_core.torch_ops.core_kernels import CoreInputs
 
 
 class HeadParallel(ParallelStyle):
@@ -181,10 +177,15 @@ class _Inputs(nn.Module):
         self.layer = layer
 
     def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None
-    ) -> tuple[Projected, torch.Tensor]:
-        """Return the inputs of nsa_attention, and the gates."""
-        return self.layer.project(x, cu_seqlens), compute_gates(self.layer.gate, x)
+        self,
+        x: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+        max_seqlen: int | None,
+        plan: Plan | None,
+    ) -> tuple[Plan, CoreInputs]:
+        """Return the plan and the inputs of the core."""
+        projected = self.layer.project(x, cu_seqlens)
+        return self.layer.prepare(x, projected, cu_seqlens, max_seqlen, plan)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -229,60 +230,22 @@ class DividedHeads:
         Raises:
             InvalidInput: as NSAttention.forward; or, with NSA_CHECK=1, the ranks do not agree.
         """
-        if is_compared(x):
-            prepared = self._agreed(layer, x, cu_seqlens, max_seqlen, plan)
-        else:
-            prepared = self._prepared(layer, x, cu_seqlens, plan)
-        (q, k, v, k_cmp, v_cmp), gates, plan = prepared
-        o = nsa_attention(
-            q,
-            k,
-            v,
-            gates,
-            k_cmp=k_cmp,
-            v_cmp=v_cmp,
-            config=layer.config,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            plan=plan,
-            recompute=layer.recompute,
-            nonnegative_gates=has_sigmoid(layer.gate),
-        )
+
+        def prepare() -> tuple[Plan, CoreInputs]:
+            mine, replicated = self._replicated(layer, x)
+            arguments = (mine, cu_seqlens, max_seqlen, plan)
+            call: tuple[Plan, CoreInputs]
+            call = torch.func.functional_call(self.inputs, replicated, arguments)
+            return call
+
+        def values(call: tuple[Plan, CoreInputs] | None) -> dict[str, object]:
+            return values_of_layer(layer, x, cu_seqlens, max_seqlen, call and call[0])
+
+        call = agreed(prepare, values, self.group, x)
+        o = layer.attend_with(*call, cu_seqlens, max_seqlen)
         product = _product(layer.out, o.flatten(-2))
         y: torch.Tensor = _Summed.apply(product, layer.out.bias, self.group)  # type: ignore[no-untyped-call]
         return y
-
-    def _prepared(
-        self,
-        layer: NSAttention,
-        x: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        plan: Plan | None,
-    ) -> Prepared:
-        """Return the inputs of nsa_attention, the gates and the plan."""
-        x, replicated = self._replicated(layer, x)
-        projected, gates = torch.func.functional_call(self.inputs, replicated, (x, cu_seqlens))
-        return projected, gates, layer.resolve_plan(x, projected.q, cu_seqlens is not None, plan)
-
-    def _agreed(
-        self,
-        layer: NSAttention,
-        x: torch.Tensor,
-        cu_seqlens: torch.Tensor | None,
-        max_seqlen: int | None,
-        plan: Plan | None,
-    ) -> Prepared:
-        """Return the result of ``_prepared`` after all ranks have compared their calls."""
-
-        def prepare() -> Prepared:
-            check_cu_seqlens(cu_seqlens, x.shape[-2], max_seqlen)
-            return self._prepared(layer, x, cu_seqlens, plan)
-
-        def values(prepared: Prepared | None) -> dict[str, object]:
-            chosen = None if prepared is None else prepared[-1]
-            return values_of_layer(layer, x, cu_seqlens, max_seqlen, chosen)
-
-        return agreed(prepare, values, self.group, x.device)
 
     def _replicated(
         self, layer: NSAttention, x: torch.Tensor
@@ -337,7 +300,7 @@ def whole_parameters(layer: NSAttention) -> dict[str, torch.Tensor]:
     world = divided.world
 
     def gathered(x: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = gather_rows(x.contiguous(), divided.group, world, torch.float32)
+        rows: torch.Tensor = gather_rows(x.contiguous(), divided.group, torch.float32)
         return rows
 
     for name, local in state.items():

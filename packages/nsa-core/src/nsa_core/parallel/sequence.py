@@ -15,17 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nsa_core.layer.gating import compute_gates
-from nsa_core.layer.phi.kinds import compress_pair
-from nsa_core.layer.rope import rope_table, rotate
 from nsa_core.parallel.compressed_rows import blocks_of_pieces, gathered_rows
-from nsa_core.parallel.exchange_rows import Extended, Pair, Ranks, extend_pieces, gather_pairs
-from nsa_core.parallel.gathered_keys import attend_gathered
-from nsa_core.parallel.row_angles import rope_of_rows
+from nsa_core.parallel.exchange_rows import (
+    Extended,
+    Pair,
+    Ranks,
+    attend_gathered,
+    extend_pieces,
+    gather_pairs,
+)
 from nsa_core.torch_ops.core_node import keeping_the_blocks
 
 if TYPE_CHECKING:
     from nsa_core.layer.module import NSAttention
+    from nsa_core.parallel.context import RankCall
     from nsa_core.plan.plan import Plan
 
 
@@ -56,33 +59,27 @@ class _Packing(NamedTuple):
         return x.squeeze(1) if self.packed else x.transpose(0, 1)
 
 
-def forward(
+def attend(
     layer: NSAttention,
-    x: torch.Tensor,  # [B, n, dim], or packed [n, dim]
+    call: RankCall,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
-    plan: Plan,
     ranks: Ranks,
 ) -> torch.Tensor:
-    """Apply ``layer`` to the rows of this rank.
+    """Attend from the rows of this rank to the keys of all ranks.
 
     Args:
         layer: the layer.
-        x: the rows of this rank.
+        call: the projected rows of this rank, and a plan for queries that begin inside a sequence.
         cu_seqlens: int32 [documents + 1], the documents of all ranks.
         max_seqlen: length of the longest document, or an upper bound.
-        plan: a plan for queries that begin inside a sequence.
         ranks: the rows and the process group.
 
     Returns:
-        The output of x's shape.
+        The heads [B, n, Hq, Dv], or packed [n, Hq, Dv].
     """
-    config = layer.config
-    packing = _packing_of(x, cu_seqlens, max_seqlen, ranks.total)
-    product, table = layer.qkv(x), None
-    if config.rope:
-        table = rope_of_rows(x, cu_seqlens, ranks, config, product.dtype)
-    q, raw, ks, vs = layer.rotated(product, table)
+    config, (plan, q, gates, raw, ks, vs) = layer.config, call
+    packing = _packing_of(q, cu_seqlens, max_seqlen, ranks.total)
     raw, sel, win = (
         (packing.rows_first(k), packing.rows_first(v))
         for k, v in (raw, (ks[0], vs[0]), (ks[-1], vs[-1]))
@@ -90,7 +87,6 @@ def forward(
     widths = [config.window_size - 1, config.compress_block_size - 1]
     extended = extend_pieces(win, raw, ranks, widths)
     compressed, windows = _compressed(layer, extended, packing, ranks), extended.win
-    gates = compute_gates(layer.gate, x)
     queries, gate_pieces = _pieces(q, ranks), _pieces(gates, ranks)
     recompute = layer.recompute and torch.is_grad_enabled()
 
@@ -105,9 +101,7 @@ def forward(
         ]
 
     outputs = _run_again_in_backward(core) if recompute else core()
-    o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -3)
-    y: torch.Tensor = layer.out(o.flatten(-2))
-    return y
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -3)
 
 
 def _run_again_in_backward(core: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -137,13 +131,11 @@ def _compressed(
     layer: NSAttention, extended: Extended, packing: _Packing, ranks: Ranks
 ) -> list[Pair]:
     """Return the compressed keys and values of all ranks, a pair for each piece."""
-    config, geometry = layer.config, layer.config.geometry
+    geometry = layer.config.geometry
     blocks = blocks_of_pieces(packing.bounds, ranks, geometry)
     batch = extended.raw[0].shape[1]
     k_raw, v_raw = (x.flatten(1, 2) for x in extended.raw)
-    k, v = compress_pair(layer.phi_k, layer.phi_v, k_raw, v_raw, blocks)
-    if config.rope and not config.rope_before_compress:
-        k = rotate(k, rope_table(blocks.starts, config.qk_dim, config.frequencies, k.dtype))
+    k, v = layer.compressed(k_raw, v_raw, blocks)
     k, v = (x.unflatten(1, (batch, -1)) for x in (k, v))
     rows = geometry.max_compressed if packing.packed else geometry.num_compressed
     at = gathered_rows(packing.bounds, ranks, geometry, rows(ranks.total))
