@@ -65,6 +65,7 @@ NO_ROWS: list[Case] = [
     ("no_rows", {"mode": mode, "packed": packed})
     for mode, packed in itertools.product(MODES, (False, True))
 ]
+COPIED: list[Case] = [("copied", {"layout": layout}) for layout in LAYOUTS]
 GATHERED: list[Case] = [("gathered", {"layout": layout}) for layout in LAYOUTS]
 ROUNDED: list[Case] = [
     ("rounded", {"dtype": dtype, "layout": layout, "mode": mode})
@@ -145,6 +146,7 @@ def two(request: pytest.FixtureRequest) -> Processes:
         CHECKPOINTS,
         WRAPPED,
         COUNTED,
+        COPIED,
         GATHERED,
         NO_ROWS,
         ROUNDED,
@@ -208,6 +210,14 @@ def test_number_of_collectives(two: Processes, case: Case) -> None:
         backward = {"gather_rows": 1, "scatter_sum": 2, "extend_back": 1}
         expected = ({"extend": 1, "gather_rows": 2}, backward)
     assert two.outcomes(case) == [expected, expected]
+
+
+@pytest.mark.parametrize("case", COPIED, ids=named)
+def test_heads_mode_copies_what_it_exchanges_once(two: Processes, case: Case) -> None:
+    for counts in two.outcomes(case):
+        assert counts["copied"] == counts["sent"] > 0, counts
+        assert counts["joined"] <= 1, counts  # the positions of the pieces
+        assert 0 < counts["angles"] < counts["rows"], counts
 
 
 @pytest.mark.parametrize("case", ADJOINTS, ids=named)

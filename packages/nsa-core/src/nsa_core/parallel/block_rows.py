@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +19,7 @@ from nsa_core.block.plans import (
 from nsa_core.errors import InvalidInput
 from nsa_core.parallel.agreement import agreed, names_of, values_of_packing
 from nsa_core.parallel.collectives import group_name
-from nsa_core.parallel.exchange_rows import Ranks, attend_gathered
+from nsa_core.parallel.exchange_rows import Ranks, attend_gathered, rows_first
 from nsa_core.parallel.shards import Shards
 from nsa_core.plan.default_plan import is_long
 from nsa_core.torch_ops.packing_checks import check_cu_seqlens, has_values
@@ -81,127 +82,119 @@ def divided_block_attention(
         >>> own = [shards.take(x, 1) for x in (q, k, v, blocks)]
         >>> o = divided_block_attention(*own, shards, block_size=64)
     """
-    tensors = {"q": q, "k": k, "v": v, "blocks": blocks}
+    tensors: dict[str, Any] = {"q": q, "k": k, "v": v, "blocks": blocks}
     check_types(tensors)
     if not isinstance(shards, Shards):
         raise InvalidInput(f"shards must be Shards, got {type(shards).__name__}")
-    call = _Call(
-        q, k, v, blocks, shards, block_size, group, scale, cu_seqlens, max_seqlen, plan, backends
-    )
+    packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+    options: dict[str, Any] = {"block_size": block_size, "scale": scale, **packing}
     if shards.world == 1:
-        call.check()
-        return block_attention(
-            q,
-            k,
-            v,
-            blocks,
-            block_size=block_size,
-            scale=scale,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            plan=plan,
-            backends=backends,
-        )
-    plan = agreed(call.checked_plan, call.values, group_name(group), q)
+        _check(tensors, shards, plan, backends, options)
+        o: torch.Tensor = block_attention(**tensors, **options, plan=plan, backends=backends)
+        return o
+    given = plan
+
+    def prepare() -> BlockPlan:
+        _check(tensors, shards, given, backends, options)
+        shards.checked_group(group)
+        return _plan_of(tensors, shards, given, backends, options)
+
+    def values(plan: BlockPlan | None) -> dict[str, object]:
+        return _compared_values(tensors, shards, plan, options)
+
+    plan = agreed(prepare, values, group_name(group), q)
     ranks = Ranks.of(shards, shards.total, shards.checked_group(group), torch.float32)
-    packed = cu_seqlens is not None
-    rows, choices = q.split(ranks.chunk, -3), blocks.split(ranks.chunk, -3)
+    packed, choices = cu_seqlens is not None, blocks.split(ranks.chunk, -3)
 
     def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        keys, values = (x.squeeze(1) if packed else x.transpose(0, 1) for x in (k, v))
-        return block_attention(
-            q,
-            keys,
-            values,
-            choices[index],
-            block_size=block_size,
-            scale=scale,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            first_query=ranks.pieces[index][0],
-            plan=plan,
-        )
+        first, _ = ranks.pieces[index]
+        own = choices[index]
+        o: torch.Tensor = block_attention(q, k, v, own, **options, first_query=first, plan=plan)
+        return o
 
-    local = (k.unsqueeze(1), v.unsqueeze(1)) if packed else (k.transpose(0, 1), v.transpose(0, 1))
-    outputs = attend_gathered(attend, plan.kernel, rows, local, ranks)
+    rows, local = q.split(ranks.chunk, -3), (rows_first(k, packed), rows_first(v, packed))
+    outputs = attend_gathered(attend, plan.kernel, rows, local, packed, ranks)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -3)
 
 
-class _Call(NamedTuple):
-    """The arguments of divided_block_attention; torch.compile can trace it."""
+def _check(
+    tensors: Mapping[str, torch.Tensor],
+    shards: Shards,
+    plan: BlockPlan | None,
+    backends: str | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Check the arguments, except the fit of the plan.
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    blocks: torch.Tensor
-    shards: Shards
-    block_size: int
-    group: ProcessGroup | None
-    scale: float | None
-    cu_seqlens: torch.Tensor | None
-    max_seqlen: int | None
-    plan: BlockPlan | None
-    backends: str | None
-
-    def check(self) -> None:
-        """Check the arguments, except the fit of the plan.
-
-        Raises:
-            InvalidInput: an argument is invalid, or the tensors do not have the rows of the shards.
-        """
-        check_block_size(self.block_size)
-        check_scale(self.scale)
-        tensors = {"q": self.q, "k": self.k, "v": self.v, "blocks": self.blocks}
-        check_arguments(tensors, None, self.cu_seqlens, self.max_seqlen, self.plan, self.backends)
-        if self.q.shape[-3] != self.shards.rows:
-            raise InvalidInput(
-                f"q, k, v and blocks must have the {self.shards.rows} rows of this rank, got"
-                f" {self.q.shape[-3]}: pass shards.take(x, -3)"
-            )
-        if self.cu_seqlens is not None and has_values(self.cu_seqlens):
-            check_cu_seqlens(self.cu_seqlens, self.shards.total, self.max_seqlen)
-
-    def checked_plan(self) -> BlockPlan:
-        """Check all arguments; return the plan of calls whose queries begin anywhere.
-
-        Raises:
-            InvalidInput: an argument is invalid, the plan does not fit, or the group does not have
-                the ranks of the shards.
-        """
-        self.check()
-        self.shards.checked_group(self.group)
-        q, k, v, packed = self.q, self.k, self.v, self.cu_seqlens is not None
-        heads, widths = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
-        sizes = BlockSizes(*heads, *widths, self.block_size, self.blocks.shape[-1], self.scale)
-        wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        if self.plan is not None:
-            check_plan(self.plan, sizes, q, packed, True, wants_grad)
-            return self.plan
-        long = is_long(self.shards.total, packed)
-        return default_block_plan(
-            sizes, q.device, q.dtype, packed, True, wants_grad, self.backends, long
+    Raises:
+        InvalidInput: an argument is invalid, or the tensors do not have the rows of the shards.
+    """
+    check_block_size(options["block_size"])
+    check_scale(options["scale"])
+    cu_seqlens, max_seqlen = options["cu_seqlens"], options["max_seqlen"]
+    check_arguments(tensors, None, cu_seqlens, max_seqlen, plan, backends)
+    rows = tensors["q"].shape[-3]
+    if rows != shards.rows:
+        raise InvalidInput(
+            f"q, k, v and blocks must have the {shards.rows} rows of this rank, got {rows}: pass"
+            " shards.take(x, -3)"
         )
+    if has_values(cu_seqlens):
+        check_cu_seqlens(cu_seqlens, shards.total, max_seqlen)
 
-    def values(self, plan: BlockPlan | None) -> dict[str, object]:
-        """Return what all ranks must have in common, by name.
 
-        The number of blocks of a query may differ.
+def _plan_of(
+    tensors: Mapping[str, torch.Tensor],
+    shards: Shards,
+    plan: BlockPlan | None,
+    backends: str | None,
+    options: Mapping[str, Any],
+) -> BlockPlan:
+    """Return ``plan``, or the cached plan of calls whose queries begin anywhere.
 
-        Args:
-            plan: the plan of the call; None: there is none.
-        """
-        named = {"q": self.q, "k": self.k, "v": self.v}
-        shards = self.shards
-        return {
-            "the layout": shards.layout,
-            **values_of_packing(self.cu_seqlens, self.max_seqlen),
-            "the total of shards": shards.total,
-            "the world of shards": shards.world,
-            **{f"the shape of {name}": tuple(x.shape) for name, x in named.items()},
-            "the dtype of q": self.q.dtype,
-            "block_size": self.block_size,
-            "scale": self.scale,
-            "the plan": None if plan is None else names_of({"sel": plan.choice}),
-            "grad mode": torch.is_grad_enabled(),
-            "requires_grad": [name for name, x in named.items() if x.requires_grad],
-        }
+    Raises:
+        InvalidInput: the plan does not fit.
+    """
+    q, k, v, blocks = tensors.values()
+    packed = options["cu_seqlens"] is not None
+    heads, widths = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
+    scoring = (options["block_size"], blocks.shape[-1], options["scale"])
+    sizes = BlockSizes(*heads, *widths, *scoring)
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if plan is not None:
+        check_plan(plan, sizes, q, packed, True, wants_grad)
+        return plan
+    long = is_long(shards.total, packed)
+    return default_block_plan(sizes, q.device, q.dtype, packed, True, wants_grad, backends, long)
+
+
+def _compared_values(
+    tensors: Mapping[str, torch.Tensor],
+    shards: Shards,
+    plan: BlockPlan | None,
+    options: Mapping[str, Any],
+) -> dict[str, object]:
+    """Return what all ranks must have in common, by name.
+
+    The number of blocks of a query may differ.
+
+    Args:
+        tensors: q, k, v and blocks by name.
+        shards: the rows of this rank.
+        plan: the plan of the call; None: there is none.
+        options: block size, scale and documents of the call.
+    """
+    named = {name: tensors[name] for name in "qkv"}
+    return {
+        "the layout": shards.layout,
+        **values_of_packing(options["cu_seqlens"], options["max_seqlen"]),
+        "the total of shards": shards.total,
+        "the world of shards": shards.world,
+        **{f"the shape of {name}": tuple(x.shape) for name, x in named.items()},
+        "the dtype of q": tensors["q"].dtype,
+        "block_size": options["block_size"],
+        "scale": options["scale"],
+        "the plan": None if plan is None else names_of({"sel": plan.choice}),
+        "grad mode": torch.is_grad_enabled(),
+        "requires_grad": [name for name, x in named.items() if x.requires_grad],
+    }

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.parallel.halo import halo_plan
+from nsa_core.parallel.halo import Segment, Side, halo_sides
 from nsa_core.parallel.layouts import pieces_per_rank
 from nsa_core.plan.default_plan import constant_result
 from nsa_core.torch_ops.autograd import without_tangents
@@ -166,20 +166,40 @@ def _(x: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _sides(total: int, layout: str, widths: list[int], group: str) -> tuple[Side, Side]:
+    """Return what this rank sends and receives in :func:`extend`."""
+    this = group_of(group)
+    return halo_sides(total, this.size(), this.rank(), layout, tuple(widths))
+
+
 def _row_sizes(win: torch.Tensor, raw: torch.Tensor, leading: int) -> tuple[int, int]:
     """Return the number of elements of a row after ``leading`` axes."""
     return math.prod(win.shape[leading:]), math.prod(raw.shape[leading:])
 
 
-def _send_segments(
-    tensors: Sequence[torch.Tensor], out: Sequence[int], into: Sequence[int], group: str
-) -> torch.Tensor:
-    """Send the elements of ``tensors``, ``out[r]`` to rank r, and receive ``into[r]`` from it."""
-    buffer = torch.cat([x.reshape(-1) for x in tensors])
+def _exchange(
+    rows: list[torch.Tensor],
+    leaving: Side,
+    arriving: Side,
+    row_sizes: tuple[int, int],
+    group: str,
+) -> Iterator[tuple[Segment, torch.Tensor]]:
+    """Send rows, and return the segments that arrive with their elements.
+
+    Args:
+        rows: the rows of each segment that leaves, and an empty tensor: there may be no segment.
+        leaving: the segments that this rank sends.
+        arriving: the segments that it receives.
+        row_sizes: elements per row of each tensor.
+        group: name of the process group.
+    """
+    world = group_size(group)
+    out, into = (side.sizes(world, row_sizes) for side in (leaving, arriving))
+    buffer = torch.cat([x.reshape(-1) for x in rows])
     received = buffer.new_empty(sum(into))
     with named_errors("extend", group):
-        dist.all_to_all_single(received, buffer, list(into), list(out), group=_groups[group])
-    return received
+        dist.all_to_all_single(received, buffer, into, out, group=_groups[group])
+    return zip(arriving.segments, received.split(arriving.counts(row_sizes)))
 
 
 @torch.library.custom_op("nsa_parallel::extend", mutates_args=())
@@ -204,20 +224,17 @@ def extend(
     Returns:
         For each tensor [pieces, width + chunk, ...]; rows before row 0 of all are zero.
     """
-    pieces, world, rank = pieces_per_rank(layout), group_size(group), group_of(group).rank()
-    plan = halo_plan(total, world, rank, layout, tuple(widths))
-    tensors, sizes = (win, raw), _row_sizes(win, raw, 1)
+    pieces, tensors = pieces_per_rank(layout), (win, raw)
     extended = []
     for rows, width in zip(tensors, widths):
         own = rows.unflatten(0, (pieces, -1))
         zeros = rows.new_zeros((pieces, width, *rows.shape[1:]))
         extended.append(torch.cat((zeros, own), 1))
     if any(widths):
-        sent = [tensors[s.tensor].narrow(0, s.source, s.rows) for s in plan.sent]
-        sent.append(win.new_empty(0))
-        counts = plan.send_sizes(world, sizes), plan.receive_sizes(world, sizes)
-        received = _send_segments(sent, *counts, group)
-        for s, part in zip(plan.received, received.split(plan.received_counts(sizes))):
+        sent, received = _sides(total, layout, widths, group)
+        own_rows = [tensors[s.tensor].narrow(0, s.source, s.rows) for s in sent.segments]
+        own_rows.append(win.new_empty(0))
+        for s, part in _exchange(own_rows, sent, received, _row_sizes(win, raw, 1), group):
             target = extended[s.tensor][s.piece].narrow(0, s.target, s.rows)
             target.copy_(part.view(target.shape))
     return extended[0], extended[1]
@@ -262,18 +279,15 @@ def extend_back(
     Returns:
         For each tensor [n, ...] of dtype ``precise``.
     """
-    world, rank = group_size(group), group_of(group).rank()
-    plan = halo_plan(total, world, rank, layout, tuple(widths))
-    tensors, sizes = (win, raw), _row_sizes(win, raw, 2)
+    tensors = (win, raw)
     totals = [
         x[:, width:].flatten(0, 1).to(precise, copy=True) for x, width in zip(tensors, widths)
     ]
     if any(widths):
-        sent = [tensors[s.tensor][s.piece].narrow(0, s.target, s.rows) for s in plan.received]
-        sent.append(win.new_empty(0))
-        counts = plan.receive_sizes(world, sizes), plan.send_sizes(world, sizes)
-        returned = _send_segments(sent, *counts, group)
-        for s, part in zip(plan.sent, returned.split(plan.sent_counts(sizes))):
+        sent, received = _sides(total, layout, widths, group)
+        rows = [tensors[s.tensor][s.piece].narrow(0, s.target, s.rows) for s in received.segments]
+        rows.append(win.new_empty(0))
+        for s, part in _exchange(rows, received, sent, _row_sizes(win, raw, 2), group):
             target = totals[s.tensor].narrow(0, s.source, s.rows)
             target.add_(part.view(target.shape))
     return totals[0], totals[1]

@@ -89,8 +89,7 @@ class ContextParallel(ParallelStyle):
         self.mode, self.layout, self.reduce_dtype = mode, layout, reduce_dtype
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layer = check_layer("ContextParallel", module)
-        check_mesh("ContextParallel", device_mesh)
+        layer = layer_to_divide("ContextParallel", module, device_mesh)
         world, config = device_mesh.size(), layer.config
         mode = self.mode
         if mode == "auto":
@@ -110,11 +109,12 @@ class ContextParallel(ParallelStyle):
         return module
 
 
-def check_layer(style: str, module: nn.Module) -> NSAttention:
-    """Return ``module`` if a style can divide it.
+def layer_to_divide(style: str, module: nn.Module, mesh: DeviceMesh) -> NSAttention:
+    """Return ``module`` if a style can divide it over ``mesh``.
 
     Raises:
-        InvalidInput: it is not an NSAttention, or is divided already.
+        InvalidInput: it is not an NSAttention, or is divided already, or the mesh has several
+            dimensions.
     """
     if not isinstance(module, NSAttention):
         raise InvalidInput(
@@ -126,15 +126,6 @@ def check_layer(style: str, module: nn.Module) -> NSAttention:
             f"{style}: the layer is divided already, by {type(module.parallel).__name__}: apply one"
             " style, once"
         )
-    return module
-
-
-def check_mesh(style: str, mesh: DeviceMesh) -> None:
-    """Check that a mesh has one dimension.
-
-    Raises:
-        InvalidInput: it has several.
-    """
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ()
         example = f"mesh[{names[-1]!r}]" if names else "mesh['cp'], with mesh_dim_names"
@@ -142,6 +133,7 @@ def check_mesh(style: str, mesh: DeviceMesh) -> None:
             f"{style} needs a mesh of one dimension, got {mesh.ndim} dimensions"
             f" {tuple(mesh.shape)}: pass one of them, for example {example}"
         )
+    return module
 
 
 def heads_of_one_rank(config: NSAConfig, world: int) -> NSAConfig:

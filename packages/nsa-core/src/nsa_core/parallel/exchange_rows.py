@@ -71,6 +71,16 @@ class Ranks(NamedTuple):
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+def rows_first(x: torch.Tensor, packed: bool) -> torch.Tensor:
+    """Return x [B, n, G, D], or packed [n, G, D], as [n, B, G, D]."""
+    return x.unsqueeze(1) if packed else x.transpose(0, 1)
+
+
+def slot_form(x: torch.Tensor, packed: bool) -> torch.Tensor:
+    """Return x [n, B, G, D] as the slots take it: the inverse of :func:`rows_first`."""
+    return x.squeeze(1) if packed else x.transpose(0, 1)
+
+
 class _Gathered(torch.autograd.Function):
     """See :func:`gather_pairs`."""
 
@@ -134,7 +144,7 @@ def gather_pairs(
     return list(zip(flat[::2], flat[1::2]))
 
 
-# (index of the piece, its queries, keys and values of all ranks [T, B, G, D]) -> outputs
+# (index of the piece, its queries, keys and values of all ranks in the form of slots) -> outputs
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -143,6 +153,7 @@ def attend_gathered(
     kernel: Any,
     queries: Sequence[torch.Tensor],
     local: Pair,
+    packed: bool,
     ranks: Ranks,
     recomputed: bool = False,
 ) -> list[torch.Tensor]:
@@ -156,6 +167,7 @@ def attend_gathered(
         kernel: The kernel that ``attend`` calls; its results are kept.
         queries: The queries of each piece.
         local: Keys and values of this rank [n, B, G, D].
+        packed: Whether the call is packed.
         ranks: The rows and the group.
         recomputed: Whether the caller checkpoints this call, with all that it keeps.
 
@@ -164,8 +176,10 @@ def attend_gathered(
     """
 
     def run(k: torch.Tensor, v: torch.Tensor, *queries: torch.Tensor) -> list[torch.Tensor]:
-        pairs = gather_pairs(k, v, None, ranks, len(queries))
-        return [attend(i, q, *pair) for i, (q, pair) in enumerate(zip(queries, pairs))]
+        outputs = []
+        for i, pair in enumerate(gather_pairs(k, v, None, ranks, len(queries))):
+            outputs.append(attend(i, queries[i], *[slot_form(x, packed) for x in pair]))
+        return outputs
 
     if recomputed or not torch.is_grad_enabled() or not is_eager():
         return run(*local, *queries)

@@ -71,56 +71,42 @@ def segments(total: int, world: int, layout: str, widths: tuple[int, ...]) -> tu
     return tuple(result)
 
 
-class HaloPlan(NamedTuple):
-    """The segments of one rank.
+class Side(NamedTuple):
+    """The segments that a rank sends, or those that it receives, in the order of the buffer.
 
     Attributes:
-        sent: segments that this rank sends, in the order of the buffer.
-        received: segments that it receives, in the order of the buffer.
+        segments: the segments, sorted by ``peers``.
+        peers: the other rank of each segment.
     """
 
-    sent: tuple[Segment, ...]
-    received: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
+    peers: tuple[int, ...]
 
-    def send_sizes(self, world: int, row_sizes: tuple[int, ...]) -> list[int]:
-        """Return the number of elements sent to each rank.
+    def counts(self, row_sizes: tuple[int, ...]) -> list[int]:
+        """Return the number of elements of each segment.
 
         Args:
-            world: number of ranks.
             row_sizes: elements per row of each tensor.
         """
-        receivers = [segment.receiver for segment in self.sent]
-        return _sum_by_rank(receivers, self.sent_counts(row_sizes), world)
+        return [segment.rows * row_sizes[segment.tensor] for segment in self.segments]
 
-    def receive_sizes(self, world: int, row_sizes: tuple[int, ...]) -> list[int]:
-        """Return the number of elements received from each rank; arguments as send_sizes."""
-        senders = [segment.sender for segment in self.received]
-        return _sum_by_rank(senders, self.received_counts(row_sizes), world)
-
-    def sent_counts(self, row_sizes: tuple[int, ...]) -> list[int]:
-        """Return the number of elements of each sent segment."""
-        return [segment.rows * row_sizes[segment.tensor] for segment in self.sent]
-
-    def received_counts(self, row_sizes: tuple[int, ...]) -> list[int]:
-        """Return the number of elements of each received segment."""
-        return [segment.rows * row_sizes[segment.tensor] for segment in self.received]
-
-
-def _sum_by_rank(ranks: list[int], counts: list[int], world: int) -> list[int]:
-    """Return for each of ``world`` ranks the sum of its counts."""
-    sums = [0] * world
-    for rank, count in zip(ranks, counts):
-        sums[rank] += count
-    return sums
+    def sizes(self, world: int, row_sizes: tuple[int, ...]) -> list[int]:
+        """Return the number of elements to or from each of ``world`` ranks."""
+        sums = [0] * world
+        for peer, count in zip(self.peers, self.counts(row_sizes)):
+            sums[peer] += count
+        return sums
 
 
 @functools.lru_cache(maxsize=256)
-def halo_plan(total: int, world: int, rank: int, layout: str, widths: tuple[int, ...]) -> HaloPlan:
-    """Return the segments of one rank; arguments as :func:`segments`."""
+def halo_sides(
+    total: int, world: int, rank: int, layout: str, widths: tuple[int, ...]
+) -> tuple[Side, Side]:
+    """Return what one rank sends and what it receives; arguments as :func:`segments`."""
     every = segments(total, world, layout, widths)
-    sent = [s for s in every if s.sender == rank]
-    received = [s for s in every if s.receiver == rank]
-    return HaloPlan(
-        tuple(sorted(sent, key=lambda s: s.receiver)),  # stable
-        tuple(sorted(received, key=lambda s: s.sender)),
+    sent = sorted((s for s in every if s.sender == rank), key=lambda s: s.receiver)  # stable
+    received = sorted((s for s in every if s.receiver == rank), key=lambda s: s.sender)
+    return (
+        Side(tuple(sent), tuple([s.receiver for s in sent])),
+        Side(tuple(received), tuple([s.sender for s in received])),
     )

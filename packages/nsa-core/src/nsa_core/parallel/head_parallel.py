@@ -17,7 +17,7 @@ from nsa_core.layer.module import NSAttention
 from nsa_core.layer.plain_linear import are_plain
 from nsa_core.parallel.agreement import agreed, values_of_layer
 from nsa_core.parallel.collectives import gather_rows, group_name, sum_dtype, sum_ranks
-from nsa_core.parallel.context import check_layer, check_mesh, heads_of_one_rank
+from nsa_core.parallel.context import heads_of_one_rank, layer_to_divide
 
 if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan
@@ -54,8 +54,7 @@ class HeadParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layer = check_layer("HeadParallel", module)
-        check_mesh("HeadParallel", device_mesh)
+        layer = layer_to_divide("HeadParallel", module, device_mesh)
         world, rank, config = device_mesh.size(), device_mesh.get_local_rank(), layer.config
         if config.n_kv_heads % world:
             raise InvalidInput(

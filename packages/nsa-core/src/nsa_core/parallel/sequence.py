@@ -23,6 +23,8 @@ from nsa_core.parallel.exchange_rows import (
     attend_gathered,
     extend_pieces,
     gather_pairs,
+    rows_first,
+    slot_form,
 )
 from nsa_core.torch_ops.core_node import keeping_the_blocks
 
@@ -50,14 +52,6 @@ class _Packing(NamedTuple):
         """The packing arguments of a slot over all keys."""
         return {"cu_seqlens": self.bounds if self.packed else None, "max_seqlen": self.max_seqlen}
 
-    def rows_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [B, n, G, D], or packed [n, G, D], as [n, B, G, D]."""
-        return x.unsqueeze(1) if self.packed else x.transpose(0, 1)
-
-    def slot_form(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [n, B, G, D] as the slots take it: the inverse of :meth:`rows_first`."""
-        return x.squeeze(1) if self.packed else x.transpose(0, 1)
-
 
 def attend(
     layer: NSAttention,
@@ -81,7 +75,7 @@ def attend(
     config, (plan, q, gates, raw, ks, vs) = layer.config, call
     packing = _packing_of(q, cu_seqlens, max_seqlen, ranks.total)
     raw, sel, win = (
-        (packing.rows_first(k), packing.rows_first(v))
+        (rows_first(k, packing.packed), rows_first(v, packing.packed))
         for k, v in (raw, (ks[0], vs[0]), (ks[-1], vs[-1]))
     )
     widths = [config.window_size - 1, config.compress_block_size - 1]
@@ -140,7 +134,7 @@ def _compressed(
     rows = geometry.max_compressed if packing.packed else geometry.num_compressed
     at = gathered_rows(packing.bounds, ranks, geometry, rows(ranks.total))
     return [
-        (packing.slot_form(k), packing.slot_form(v))
+        (slot_form(k, packing.packed), slot_form(v, packing.packed))
         for k, v in gather_pairs(k, v, at, ranks, len(ranks.pieces))
     ]
 
@@ -172,14 +166,13 @@ def _sel(
     """Return the output of sel of each piece."""
 
     def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        keys, values = map(packing.slot_form, (k, v))
         first, _ = ranks.pieces[index]
         o: torch.Tensor
-        o, _ = plan.sel(q, keys, values, blocks[index], **packing.of_slots, first_query=first)
+        o, _ = plan.sel(q, k, v, blocks[index], **packing.of_slots, first_query=first)
         return o
 
     kernel: Any = getattr(plan.sel, "kernel", plan.sel)  # that of a checked plan is inside
-    return attend_gathered(attend, kernel, queries, local, ranks, recompute)
+    return attend_gathered(attend, kernel, queries, local, packing.packed, ranks, recompute)
 
 
 def _win(
@@ -192,7 +185,7 @@ def _win(
     """Return the output of win of each piece, over its own rows and those to their left."""
     outputs = []
     for q, pair, (first, end) in zip(queries, extended, ranks.pieces):
-        k, v = map(packing.slot_form, pair)
+        k, v = (slot_form(x, packing.packed) for x in pair)
         rows, chunk = k.shape[-3], end - first
         halo = rows - chunk
         if packing.packed:
