@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nsa_core import NSAConfig, NSAttention
-from nsa_core.layer import columns, projection
+from nsa_core.layer import projection, split_product
 
 SIZES: dict[str, Any] = {
     "dim": 24,
@@ -55,9 +55,9 @@ def test_split_columns_give_the_gradients_of_eager_calls(
 
     def split(x: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
         splits.append(tuple(widths))
-        return columns.split_columns(x, widths)
+        return split_product.split_columns(x, widths)
 
-    monkeypatch.setattr(columns, "DEVICES", ("cpu",))
+    monkeypatch.setattr(split_product, "DEVICES", ("cpu",))
     monkeypatch.setattr(projection, "split_columns", split)
     compiled, eager = compiled_and_eager(NSAConfig(**SIZES, **options), packed)
     assert len(splits) == 1
@@ -67,7 +67,7 @@ def test_split_columns_give_the_gradients_of_eager_calls(
 
 def test_parts_are_views_and_one_operator_joins_their_gradients() -> None:
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
-    parts = columns.split_columns(x, (2, 1, 3))
+    parts = split_product.split_columns(x, (2, 1, 3))
     assert [part.shape for part in parts] == [(3, 2), (3, 1), (3, 3)]
     assert all(part.untyped_storage().data_ptr() == x.data_ptr() for part in parts)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -111,7 +111,7 @@ def test_only_compiled_calls_on_cuda_split_columns(
 ) -> None:
     class Splits(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + (1.0 if columns.joins_columns(x) else 0.0)
+            return x + (1.0 if split_product.joins_columns(x) else 0.0)
 
-    monkeypatch.setattr(columns, "DEVICES", (device,))
+    monkeypatch.setattr(split_product, "DEVICES", (device,))
     assert call(Splits(), torch.zeros(2)).flatten().tolist() == [float(expected)] * 2

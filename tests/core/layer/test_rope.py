@@ -7,8 +7,8 @@ import torch
 
 from nsa_core import InvalidInput, NSAConfig, NSAttention
 from nsa_core.layer import rope
-from nsa_core.layer.fused_heads import rotated_heads
 from nsa_core.layer.rope import rope_table, rotate, table_for, unbind_branches
+from nsa_core.layer.split_product import rotated_heads
 
 
 def complex_rope(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:

@@ -240,7 +240,7 @@ MUTANTS = (
     ),
     Mutant(
         "rotary embedding over concatenated heads",
-        "nsa_core.layer.fused_heads",
+        "nsa_core.layer.split_product",
         "joint.roll(dk // 2, -1)",
         "joint.flatten(-2).roll(joint.shape[-2] * dk // 2, -1).view_as(joint)",
     ),

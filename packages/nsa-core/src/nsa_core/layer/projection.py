@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa_core.config import NSAConfig, check_config
-from nsa_core.layer.columns import joins_columns, split_columns
-from nsa_core.layer.fused_heads import rotated_heads
 from nsa_core.layer.gating import compute_gates, has_sigmoid, make_gate
 from nsa_core.layer.input_checks import check_plan
 from nsa_core.layer.phi.chunks import PackedBlocks, packed_blocks
@@ -27,6 +25,7 @@ from nsa_core.layer.rope import (
     unbind_branches,
     wide_if_eager,
 )
+from nsa_core.layer.split_product import joins_columns, rotated_heads, split_columns
 from nsa_core.packing import token_positions
 from nsa_core.plan.default_plan import (
     check_is_plan,
