@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nsa_core.parallel
 from cases import layer_of
-from nsa_core import NSAError, NSAttention
+from nsa_core import NSAError, NSAttention, resolve
 from nsa_core.parallel import (
     HeadParallel,
     Shards,
@@ -269,6 +269,12 @@ def refusal(rank: int, world: int, *, of: str) -> str:
         "stats": lambda: layer.stats(x),
         "an odd number of rows": lambda: layer(x[:, :7]),
         "a plan for whole sequences": lambda: layer(x, plan=problem("packed").layer().plan),
+        "a plan of other sizes": lambda: layer(
+            x,
+            plan=resolve(
+                layer_of(window_size=10).config, partial=True, dtype=x.dtype, needs_grad=True
+            ),
+        ),
         "documents of other rows": lambda: layer(x[0], torch.tensor([0, 8], dtype=torch.int32)),
         "a second style": lambda: divided(world, layer),
         "another module": lambda: divided(world, torch.nn.Linear(2, 2)),
