@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from nsa_core.packing import token_positions
 from nsa_core.parallel import heads, sequence
 from nsa_core.parallel.agreement import agreed, values_of_layer
 from nsa_core.parallel.collectives import group_name
-from nsa_core.parallel.exchange_rows import Ranks
+from nsa_core.parallel.exchange_rows import RankCall, Ranks
 from nsa_core.parallel.layouts import check_layout, pieces_per_rank
 from nsa_core.parallel.shards import Shards
 from nsa_core.plan.default_plan import check_is_plan, default_plan, is_long
@@ -250,26 +250,6 @@ class DividedSequence:
                 " queries that begin inside a sequence: resolve it with partial=True"
             )
         check_plan(plan, self.share, q, packed, wants_grad)
-
-
-class RankCall(NamedTuple):
-    """What a rank knows of a call before the first collective; torch.compile can trace it.
-
-    Attributes:
-        plan: the plan of the call.
-        q: queries of this rank's rows, rotated.
-        gates: gates of these rows.
-        raw: keys and values of these rows that phi compresses.
-        ks: keys of (sel, win), or of the shared pair, rotated.
-        vs: values of (sel, win), or of the shared pair.
-    """
-
-    plan: Plan
-    q: torch.Tensor
-    gates: torch.Tensor
-    raw: tuple[torch.Tensor, torch.Tensor]
-    ks: list[torch.Tensor]
-    vs: list[torch.Tensor]
 
 
 def _rope_of_rows(

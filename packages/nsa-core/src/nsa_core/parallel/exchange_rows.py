@@ -29,6 +29,7 @@ from nsa_core.torch_ops.torch_state import is_eager
 
 if TYPE_CHECKING:
     from nsa_core.parallel.shards import Shards
+    from nsa_core.plan.plan import Plan
 
 
 class Ranks(NamedTuple):
@@ -69,6 +70,26 @@ class Ranks(NamedTuple):
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class RankCall(NamedTuple):
+    """What a rank knows of a call before the first collective; torch.compile can trace it.
+
+    Attributes:
+        plan: the plan of the call.
+        q: queries of this rank's rows, rotated.
+        gates: gates of these rows.
+        raw: keys and values of these rows that phi compresses.
+        ks: keys of (sel, win), or of the shared pair, rotated.
+        vs: values of (sel, win), or of the shared pair.
+    """
+
+    plan: Plan
+    q: torch.Tensor
+    gates: torch.Tensor
+    raw: Pair
+    ks: list[torch.Tensor]
+    vs: list[torch.Tensor]
 
 
 def rows_first(x: torch.Tensor, packed: bool) -> torch.Tensor:

@@ -22,14 +22,13 @@ import torch.distributed as dist
 
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.parallel.collectives import group_of, group_size, named_errors
-from nsa_core.parallel.exchange_rows import Ranks
 from nsa_core.parallel.layouts import chunks_of, pieces_per_rank
 from nsa_core.torch_ops.autograd import without_tangents
 from nsa_core.torch_ops.core_kernels import CoreInputs
 
 if TYPE_CHECKING:
     from nsa_core.layer.module import NSAttention
-    from nsa_core.parallel.context import RankCall
+    from nsa_core.parallel.exchange_rows import RankCall, Ranks
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

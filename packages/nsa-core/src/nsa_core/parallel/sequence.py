@@ -30,7 +30,7 @@ from nsa_core.torch_ops.core_node import keeping_the_blocks
 
 if TYPE_CHECKING:
     from nsa_core.layer.module import NSAttention
-    from nsa_core.parallel.context import RankCall
+    from nsa_core.parallel.exchange_rows import RankCall
     from nsa_core.plan.plan import Plan
 
 
