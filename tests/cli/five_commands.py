@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from nsa_cli import trial_imports
-from nsa_cli.trial_imports import TrialResult
 from nsa_core.plan.loading import BackendEntry
 
 TORCH = {
@@ -21,24 +19,22 @@ TORCH = {
 }
 
 
-def try_all_here(
-    calls: Sequence[tuple[Any, ...]],
-    plugins: Sequence[BackendEntry],
-    limit_s: float,
-    **torch_facts: Any,
-) -> tuple[list[TrialResult], list[TrialResult]]:
-    """Run the probes of `nsa doctor` in this process, so that they see what a test has changed.
+class NotImported:
+    """Replaces the imports of `nsa doctor`, which need a process of their own: torch is fine."""
 
-    The import tests of the libraries are replaced: they need a process of their own.
-    """
-    facts: dict[Any, dict[str, Any]] = {trial_imports.torch_facts: {**TORCH, **torch_facts}}
-    results = []
-    for function, *arguments in calls:
-        if function is trial_imports.probe_facts:
-            facts[function] = function(*arguments)
-        results.append(TrialResult(facts.get(function, {"error": "not tried"}), None))
-    assert not plugins
-    return results, []
+    child = None
+
+    def __init__(self, distribution: str, module: str, facts: Any) -> None:
+        self.module = module
+
+    def facts(self, limit_s: float) -> dict[str, Any]:
+        if self.module == "torch":
+            return {**TORCH, "status": "ok", "error": ""}
+        return {"version": None, "status": "broken", "error": "not tried"}
+
+
+# Attributes of nsa_cli.health with which `nsa doctor` starts no child process.
+WITHOUT_CHILDREN = {"LibraryImport": NotImported, "_attention": lambda *arguments: ({}, [])}
 
 
 def standings_by_command(

@@ -37,14 +37,15 @@ if __name__ == "__main__":
 # codes. Standard output is a pipe without a reader; standard error is a file in the folder
 # sys.argv[1]. The import tests of `nsa doctor` are replaced: they are slow and precede the output.
 FORKS = """
-import json, os, pathlib, sys
+import json, os, pathlib, sys, unittest.mock
 
 import torch
-from nsa_cli import trial_imports
+from nsa_cli import health
 from nsa_cli.app import main
 
-absent = trial_imports.TrialResult({"missing": "any", "error": "not tried"}, None)
-trial_imports.try_all = lambda calls, plugins, limit_s: ([absent] * len(calls), [])
+absent = {"version": None, "status": "missing", "error": "not tried"}
+health.LibraryImport.facts = lambda library, limit_s: absent
+health.Child = unittest.mock.Mock()
 codes = []
 for number, arguments in enumerate(json.loads(sys.argv[2])):
     if (child := os.fork()) == 0:

@@ -99,7 +99,6 @@ def test_verify_is_readable_and_prints_failures_first(nsa, terminal, monkeypatch
     every = "--every-combination" in options
     reports = [report(), report(*failed)] if every else [report(*failed)]
     monkeypatch.setattr(verify, "run_combinations", lambda *a: copy.deepcopy(reports))
-    monkeypatch.setattr(combination, "every_combination", lambda *a: [])
     out = assert_command_is_readable(
         nsa, terminal, "verify", "--device", "cpu", *options, code=1 if failed else 0
     )
@@ -325,7 +324,7 @@ def test_mistyped_options_get_a_suggestion(nsa, arguments, sentence):
 def test_short_dtype_names_become_long_ones(nsa, monkeypatch):
     dtypes = []
 
-    def record(combinations, options, registry, stop):
+    def record(combinations, options, *others):
         dtypes.extend(str(dtype) for dtype in options.dtypes)
         return [report()]
 

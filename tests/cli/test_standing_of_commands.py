@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -14,8 +13,8 @@ import types
 import pytest
 import torch
 
-from five_commands import standings_by_command, try_all_here
-from nsa_cli import trial_imports
+from five_commands import TORCH, WITHOUT_CHILDREN, standings_by_command
+from nsa_cli import health
 from nsa_core.contract import Reason
 from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.registry import Registry, discover
@@ -28,9 +27,10 @@ def by_command(nsa, monkeypatch):
     """Return a function that returns the standings by command, all from this process."""
 
     def collect(**torch_facts) -> dict[str, dict[str, tuple[str, str]]]:
-        monkeypatch.setattr(
-            trial_imports, "try_all", functools.partial(try_all_here, **torch_facts)
-        )
+        for name, stand_in in WITHOUT_CHILDREN.items():
+            monkeypatch.setattr(health, name, stand_in)
+        for name, fact in torch_facts.items():
+            monkeypatch.setitem(TORCH, name, fact)
         return standings_by_command(lambda *arguments: nsa(*arguments).out)
 
     return collect
@@ -121,16 +121,16 @@ def _not_loaded() -> list[BackendEntry]:
 # Run the commands of sys.argv in a process that cannot import numpy; Triton's interpreter needs it.
 COMMANDS = """
 import contextlib, io, json, sys
-from nsa_cli import trial_imports
+from nsa_cli import health
 from nsa_cli.app import main
-from five_commands import standings_by_command, try_all_here
+from five_commands import WITHOUT_CHILDREN, standings_by_command
 
 def run(*arguments):
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
         main(arguments)
     return out.getvalue()
 
-trial_imports.try_all = try_all_here
+vars(health).update(WITHOUT_CHILDREN)
 print(json.dumps(standings_by_command(run)))
 """
 

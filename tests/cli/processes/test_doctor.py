@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -11,13 +12,12 @@ import time
 
 import pytest
 
-from nsa_cli import health, health_rows, trial_imports
-from nsa_cli.trial_imports import TrialResult
-from nsa_core.contract import Reason
+from nsa_cli import doctor, health
 
 SEGFAULTS = "import ctypes\nctypes.string_at(0)\n"
 GPU = {"name": "Some GPU", "capability": [9, 0], "memory_bytes": 80 * 2**30}
 TORCH = {
+    "status": "ok",
     "version": "2.13.0+cpu",
     "cuda": "13.0",
     "hip": None,
@@ -161,7 +161,7 @@ def test_a_broken_torch_exits_with_code_4_and_a_fix(nsa, tmp_path) -> None:
 @pytest.mark.slow
 def test_the_block_has_no_path_and_no_user(report, monkeypatch, capsys) -> None:
     monkeypatch.setenv("LOGNAME", "janedoe")
-    health_rows.print_block(report[0])
+    doctor.print_block(report[0])
     out = capsys.readouterr().out
     assert "cannot read .../libx.so.1, ask USER" in out
     assert "janedoe" not in out
@@ -190,19 +190,19 @@ def missing() -> dict:
     return nonesuch_module
 
 
-def test_try_all_reports_children_that_hang_exit_or_raise() -> None:
-    calls = [(time.sleep, 60), (os._exit, 0), (missing,), (divmod, 1, 0), (dict, {"a": 1})]
-    (hangs, exits, absent, raises, fine), _ = trial_imports.try_all(calls, [], 4.0)
-    assert hangs.reason is not None
-    assert (hangs.reason.code, "4 s" in hangs.reason.message) == ("hangs", True)
-    assert exits.reason is not None
-    assert "exit status 0 during the import test" in exits.reason.message
-    assert absent.facts == {
-        "missing": "nonesuch_module",
-        "error": "No module named 'nonesuch_module'",
-    }
-    assert raises.facts["error"].startswith("ZeroDivisionError")
-    assert fine == TrialResult({"a": 1}, None)
+def test_an_import_that_hangs_exits_or_raises_is_a_broken_library() -> None:
+    calls = (functools.partial(time.sleep, 60), functools.partial(os._exit, 0), missing, dict)
+    imports = [health.LibraryImport("nonesuch", "json", call) for call in calls]
+    hangs, exits, raises, fine = (library.facts(4.0) for library in imports)
+    assert (hangs["status"], hangs["ended"]) == ("broken", "hung")
+    assert "4 s" in hangs["error"]
+    assert exits["ended"] == "crashed"
+    assert "exit status 0 during the import test" in exits["error"]
+    error = "ModuleNotFoundError: No module named 'nonesuch_module'"
+    assert raises == {"version": None, "status": "broken", "error": error}
+    assert fine == {"version": None, "status": "ok", "error": ""}
+    absent = health.LibraryImport("nonesuch", "nonesuch_module", missing).facts(4.0)
+    assert absent["status"] == "missing"
 
 
 @pytest.mark.parametrize(
@@ -226,37 +226,33 @@ def test_try_all_reports_children_that_hang_exit_or_raise() -> None:
 def test_problems_of_torch_and_the_gpu(
     monkeypatch, facts: dict, has_device_node: bool, messages: list[str]
 ) -> None:
-    monkeypatch.setattr(trial_imports, "has_nvidia_device", lambda: has_device_node)
-    problems = health._torch_problems(TrialResult({**TORCH, **facts}, None))
+    monkeypatch.setattr(health, "has_nvidia_device", lambda: has_device_node)
+    problems = health._torch_problems({**TORCH, **facts})
     assert len(problems) == len(messages), problems
     assert all(
         text in problem["message"] and problem["hint"] for text, problem in zip(messages, problems)
     )
 
 
-def test_problems_of_an_old_missing_or_crashing_torch(monkeypatch) -> None:
-    (old,) = health._torch_problems(TrialResult({**TORCH, "version": "2.7.1"}, None))
+def test_problems_of_an_old_missing_or_crashing_torch() -> None:
+    (old,) = health._torch_problems({**TORCH, "version": "2.7.1"})
     assert "2.7.1 is too old, nsa-core needs torch>=2.8" in old["message"]
-    (crash,) = health._torch_problems(
-        TrialResult({}, Reason("crashes", "killed its process with SIGILL"))
-    )
+    broken = {"version": "2.13.0", "status": "broken", "error": "killed with SIGILL"}
+    (crash,) = health._torch_problems(broken | {"ended": "crashed"})
     assert "SIGILL" in crash["message"]
     assert crash["hint"] == "pip install --force-reinstall torch"
-    (slow,) = health._torch_problems(TrialResult({}, Reason("hangs", "did not end within 60 s")))
+    (slow,) = health._torch_problems(broken | {"ended": "hung"})
     assert slow["hint"].startswith("nsa doctor --limit 300 ")
-    monkeypatch.setattr(health, "_installed_version", lambda name: None)
-    (missing,) = health._torch_problems(
-        TrialResult({"missing": "torch", "error": "No module named 'torch'"}, None)
-    )
+    (missing,) = health._torch_problems({"version": None, "status": "missing", "error": ""})
     assert missing["hint"] == "pip install torch"
 
 
 def test_broken_triton_and_flash_attn_are_problems_with_a_gpu_only() -> None:
-    absent, broken = (
-        TrialResult({"missing": "x", "error": "no x"}, None),
-        TrialResult({"error": "ImportError: libcuda"}, None),
-    )
+    absent = {"status": "missing", "error": "no x"}
+    broken = {"status": "broken", "error": "ImportError: libcuda"}
     assert health._optional_problems(absent, absent, gpu=False) == []
     assert health._optional_problems(broken, absent, gpu=False) == []
-    (problem,) = health._optional_problems(broken, TrialResult({"version": "2.8"}, None), gpu=True)
+    (problem,) = health._optional_problems(broken, {"status": "ok", "error": ""}, gpu=True)
     assert "libcuda" in problem["message"]
+    (crashed,) = health._optional_problems(broken | {"ended": "crashed"}, absent, gpu=False)
+    assert "libcuda" in crashed["message"]

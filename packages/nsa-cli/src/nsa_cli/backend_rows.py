@@ -5,18 +5,17 @@ Torch is imported only to probe the backends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output
 from nsa_core.contract import SLOTS, Reason
-from nsa_core.errors import BackendUnavailable
 from nsa_core.plan.gpus import GPU
 from nsa_core.plan.loading import BackendEntry, installed
 from nsa_core.plan.registry import Registry, disabled_reason
 from nsa_core.plan.standing import (
     Standing,
-    reason_text,
     standings,
     typical_candidates,
 )
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 _LONGEST_SENTENCE = 200  # characters; `show` prints all of a longer one
-_WIDEST_LIST = 120  # columns of the list on a wide terminal, and in a pipe
 
 
 def list_from_metadata() -> dict[str, Any]:
@@ -45,7 +43,7 @@ def list_from_metadata() -> dict[str, Any]:
                 "first_party": plugin.first_party,
                 "status": "disabled" if reason else "not loaded",
                 "sentence": output.one_line(reason.message) if reason else "",
-                "reason": reason_row(reason),
+                "reason": dataclasses.asdict(reason) if reason else None,
                 "summary": "",
                 "slots": None,
             }
@@ -54,28 +52,26 @@ def list_from_metadata() -> dict[str, Any]:
 
 
 def list_and_probe(
-    registry: Registry | None = None, phase: str = "prefill", gpu: GPU | None = None
-) -> tuple[Registry, dict[str, Any]]:
+    registry: Registry, phase: str = "prefill", gpu: GPU | None = None
+) -> dict[str, Any]:
     """Return all backends with their answers to a typical request of ``phase``.
 
     The request is for this machine, or for the simulated ``gpu``.
     """
     from nsa_core.plan.candidates import describe_request
 
-    registry = output.find_backends() if registry is None else registry
     candidates = typical_candidates(registry, phase, gpu)
     standing = standings(candidates, gpu)
-    rows = [
-        _row(entry, candidates, standing[entry.name, entry.distribution])
-        for entry in registry.entries
-    ]
-    return registry, {
+    return {
         "schema_version": SCHEMA_VERSION,
         "probed": True,
         "request": describe_request(candidates.requests["cmp"]),
         "device": candidates.requests["cmp"].device,
         "simulated": simulated_row(gpu),
-        "backends": rows,
+        "backends": [
+            _row(entry, candidates, standing[entry.name, entry.distribution], gpu)
+            for entry in registry.entries
+        ],
     }
 
 
@@ -83,14 +79,9 @@ def simulated_row(gpu: GPU | None) -> dict[str, Any] | None:
     """Return the simulated GPU as a JSON object, with the software of this machine."""
     if gpu is None:
         return None
-    from importlib.metadata import PackageNotFoundError, version
+    from nsa_cli.health import installed_version
 
-    software: dict[str, str | None] = {}
-    for name in ("torch", "triton", "flash-attn"):
-        try:
-            software[name] = version(name)
-        except PackageNotFoundError:
-            software[name] = None
+    software = {name: installed_version(name) for name in ("torch", "triton", "flash-attn")}
     return {
         "gpu": gpu.name,
         "title": gpu.title,
@@ -108,13 +99,9 @@ def add_details(document: dict[str, Any], registry: Registry) -> None:
         row["details"] = details(entries[row["name"], row["distribution"]])
 
 
-def reason_row(reason: Reason | None) -> dict[str, str] | None:
-    """Return a reason as a JSON object."""
-    return (
-        None
-        if reason is None
-        else {"code": reason.code, "message": reason.message, "hint": reason.hint}
-    )
+def reason_rows(reasons: Iterable[Reason], here: Collection[Reason]) -> list[dict[str, Any]]:
+    """Return reasons as JSON objects, which say whether they are facts of this machine."""
+    return [{**dataclasses.asdict(reason), "here": reason in here} for reason in reasons]
 
 
 def _row(entry: BackendEntry, candidates: Candidates, standing: Standing) -> dict[str, Any]:
@@ -128,7 +115,7 @@ def _row(entry: BackendEntry, candidates: Candidates, standing: Standing) -> dic
         "first_party": entry.first_party,
         "status": standing.status,
         "sentence": standing.sentence,
-        "reason": reason_row(entry.reason),
+        "reason": dataclasses.asdict(entry.reason) if entry.reason else None,
         "summary": spec.summary if spec else "",
         "api_version": list(spec.api_version) if spec else None,
         "slots": {slot: _slot_row(entry, slot, of_entry.get(slot), here) for slot in SLOTS},
@@ -143,9 +130,6 @@ def _slot_row(
     reasons = list(candidate.reasons) if candidate else [entry.reason] if entry.reason else []
     # Decode steps use the forward of combine.
     decodes = spec is not None and (spec.decode is not None or slot == "combine")
-    rows = [
-        {"code": r.code, "message": r.message, "hint": r.hint, "here": r in here} for r in reasons
-    ]
     return {
         "forward": spec is not None,
         "backward": spec is not None and spec.backward is not None,
@@ -157,7 +141,7 @@ def _slot_row(
         "priority": entry.spec.priority_of(slot) if entry.spec and spec else None,
         "rank": candidate.rank if candidate else None,
         "rank_reason": candidate.rank_reason if candidate else "",
-        "reasons": rows,
+        "reasons": reason_rows(reasons, here),
     }
 
 
@@ -183,60 +167,38 @@ def _legend(both: str) -> str:
 
 
 def print_list(document: dict[str, Any]) -> None:
-    """Print one row per backend, then the request and a legend."""
+    """Print one row per backend, then the reasons for refusal, the request and a legend."""
     console = output.console()
-    # A narrower line is easier to read than one of 200 columns.
-    console.width = min(console.width, _WIDEST_LIST)
-    if not document["probed"]:
-        rows = [
-            [
-                output.one_line(row[key])
-                for key in ("name", "version", "distribution", "status", "sentence")
-            ]
-            for row in document["backends"]
-        ]
-        titles = ["name", "version", "distribution", "status", "in short"]
-        output.print_rows(console, [titles, *rows], styled=3)
-        return
-    both = _both(console)
+    probed, both = document["probed"], _both(console)
+    columns = ["name", "version", "status", *(SLOTS if probed else ["distribution"])]
     rows = [
         [
-            output.one_line(row["name"]),
-            output.one_line(row["version"]),
-            row["status"],
-            *(_mark(row["slots"][slot], both) for slot in SLOTS),
-            output.shorten(row["sentence"], _LONGEST_SENTENCE),
+            *(output.one_line(row[key]) for key in ("name", "version", "status")),
+            *(
+                [_mark(row["slots"][slot], both) for slot in SLOTS]
+                if probed
+                else [output.one_line(row["distribution"])]
+            ),
         ]
         for row in document["backends"]
     ]
-    gaps = (2, 2, 2, 1, 1, 1, 1, 2)
-    table = [["name", "version", "status", *SLOTS, "in short"], *rows]
-    used = sum(max(map(len, column)) for column in list(zip(*table))[:-1]) + sum(gaps)
-    below: list[tuple[str, str]] = []
-    if used + max(len(row[-1]) for row in table) > console.width:
-        # The reasons do not fit beside the marks: they follow below the table.
-        below = _reasons_below(document)
-        table = [[*row[:-1], ""] for row in table]
-    output.print_rows(console, table, gaps, styled=2)
-    for names, sentence in below:
-        output.print_text(console, f"{names}: {sentence}")
+    output.print_table(console, columns, rows, gap=1)
+    names: dict[str, list[str]] = {}  # sentence -> the backends that refuse a slot they offer
+    for row in document["backends"]:
+        offered = [slot for slot in (row["slots"] or {}).values() if slot["forward"]]
+        if row["sentence"] and not (offered and all(slot["accepted"] for slot in offered)):
+            sentence = output.shorten(row["sentence"], _LONGEST_SENTENCE)
+            names.setdefault(sentence, []).append(output.one_line(row["name"]))
+    for sentence, of_sentence in names.items():
+        output.print_text(console, f"{', '.join(of_sentence)}: {sentence}")
+    if not probed:
+        return
     # The block sizes are the defaults; `show` prints them.
     sizes, *rest = document["request"].split(", ")
     heads = [size for size in sizes.split() if size.partition("=")[0] in ("Hq", "G", "Dk", "Dv")]
     _print_request(console, document, ", ".join([" ".join(heads), *rest]))
     output.print_text(console, _legend(both))
     output.print_text(console, "more: nsa backends show NAME, nsa backends explain")
-
-
-def _reasons_below(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (names, sentence) of the backends that do not run every slot they offer."""
-    names: dict[str, list[str]] = {}
-    for row in document["backends"]:
-        slots = [slot for slot in row["slots"].values() if slot["forward"]]
-        if not slots or not all(slot["accepted"] for slot in slots):
-            sentence = output.shorten(row["sentence"], _LONGEST_SENTENCE)
-            names.setdefault(sentence, []).append(output.one_line(row["name"]))
-    return [(", ".join(of_sentence), sentence) for sentence, of_sentence in names.items()]
 
 
 def _print_request(console: Console, document: dict[str, Any], request: str) -> None:
@@ -269,30 +231,34 @@ def print_details(document: dict[str, Any]) -> None:
             continue
         both = _both(console)
         ranks = any(slot["rank"] is not None for slot in row["slots"].values())
-        columns = (
-            "deterministic",
-            "workspace",
-            "priority",
-            *(["rank"] if ranks else []),
-            "reads_boundaries",
-        )
-        cells = [("slot", "offers", *columns)]
-        for name, slot in row["slots"].items():
-            values = [_cell(slot[key]) if slot["forward"] else "-" for key in columns]
-            cells.append((name, _mark(slot, both), *values))
+        keys = ["deterministic", "workspace", "priority", *["rank"] * ranks, "reads_boundaries"]
+        cells = [
+            [
+                name,
+                _mark(slot, both),
+                *(_cell(slot[key]) if slot["forward"] else "-" for key in keys),
+            ]
+            for name, slot in row["slots"].items()
+        ]
         console.print()
-        output.print_rows(console, [(*row, "") for row in cells])
+        output.print_table(console, ["slot", "offers", *keys], cells)
         output.print_text(console, _legend(both))
         if ranks:
             output.print_text(console, "rank: replaces the stated priority for this request")
         if row["fused"]:
-            cells = [(name, _cell(form["workspace"]), "") for name, form in row["fused"].items()]
+            cells = [[name, _cell(form["workspace"])] for name, form in row["fused"].items()]
             console.print()
-            output.print_rows(console, [("fused", "workspace", ""), *cells])
-        if reasons := _reasons(row):
+            output.print_table(console, ["fused", "workspace"], cells)
+        slots: dict[tuple[str, ...], list[str]] = {}
+        for name, slot in row["slots"].items():
+            for reason in slot["reasons"] if slot["forward"] else []:
+                slots.setdefault(reason_lines(reason), []).append(name)
+        if slots:
             console.print()
             output.print_text(console, "reasons for refusal")
-            print_reasons(console, reasons)
+        for (message, *hint), names in slots.items():
+            for line in (f"{', '.join(names)}: {message}", *hint):
+                output.print_text(console, f"  {line}")
         console.print()
         _print_request(console, document, document["request"])
 
@@ -317,39 +283,8 @@ def _cell(value: object) -> str:
     return str(value)
 
 
-def _reasons(row: dict[str, Any]) -> list[tuple[list[str], str, str]]:
-    """Return (slots, message, hint) of each reason against the request; equal ones are shared."""
-    slots: dict[tuple[str, str], list[str]] = {}
-    for name, slot in row["slots"].items():
-        for reason in slot["reasons"] if slot["forward"] else []:
-            slots.setdefault(reason_lines(reason), []).append(name)
-    return [(names, message, hint) for (message, hint), names in slots.items()]
-
-
-def reason_lines(reason: dict[str, Any]) -> tuple[str, str]:
-    """Return message and hint of a reason in JSON form, with a mark if it is of this machine."""
-    message = reason_text(reason["message"], bool(reason.get("here")))
-    return message, output.one_line(reason["hint"])
-
-
-def print_reasons(
-    console: Console, reasons: Iterable[tuple[Sequence[str], str, str]], indent: int = 2
-) -> None:
-    """Print each (slots, message, hint), the hint indented below the message."""
-    for slots, message, hint in reasons:
-        title = f"{', '.join(slots)}: " if slots else "- "
-        output.print_text(console, " " * indent + title + message)
-        if hint:
-            output.print_text(console, " " * (indent + 2) + f"hint: {hint}")
-
-
-def raise_nothing_usable(document: dict[str, Any]) -> None:
-    """Raise the error that no backend can be used.
-
-    Raises:
-        BackendUnavailable: Always, with ``nothing_usable`` set.
-    """
-    state = "none is ready" if document["backends"] else "none is installed"
-    error = BackendUnavailable(f"no backend can be used, {state}; pip install nsa-backend-sdpa")
-    error.nothing_usable = True
-    raise error
+def reason_lines(reason: dict[str, Any]) -> tuple[str, ...]:
+    """Return the message of a reason, marked if it is of this machine, and its hint."""
+    message = output.one_line(reason["message"]) + " [this machine]" * reason["here"]
+    hint = output.one_line(reason["hint"])
+    return (message, f"  hint: {hint}") if hint else (message,)

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nsa_cli import output
 from nsa_cli.choices import (
-    ADVANCED,
+    BackendOfSlot,
+    advanced,
     complete_backend,
     complete_device,
     complete_dtype,
     completion,
+    one_dtype,
     pick_device,
     tokens,
 )
 from nsa_cli.commands import App
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 
 if TYPE_CHECKING:
-    from nsa_core.plan.candidates import Candidates
     from nsa_core.plan.gpus import GPU
+    from nsa_core.plan.plan import Plan
 
 _HELP = """List the backends, show one, or explain which backend runs a request and why.
 
@@ -45,9 +47,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_ve
 _GPU = Annotated[
     str | None,
     typer.Option(
-        "--gpu",
-        help="Answer for a GPU that is not here: a100, h100, h200, rtx-4090, sm_80, ...",
-        show_default=False,
+        "--gpu", help="Answer for a GPU that is not here: a100, h100, h200, rtx-4090, sm_80, ..."
     ),
 ]
 
@@ -85,7 +85,8 @@ def list_backends(
             raise InvalidInput("--gpu needs a probe: leave out --no-probe")
         if probe:
             output.import_with_plugins("torch")
-            registry, document = rows.list_and_probe(phase=phase, gpu=simulated)
+            registry = output.find_backends()
+            document = rows.list_and_probe(registry, phase, simulated)
             usable = bool(registry.ready())
         else:
             document = rows.list_from_metadata()
@@ -95,7 +96,9 @@ def list_backends(
         else:
             rows.print_list(document)
         if not usable:
-            rows.raise_nothing_usable(document)
+            state = "none is ready" if document["backends"] else "none is installed"
+            hint = "pip install nsa-backend-sdpa"
+            output.end(output.BROKEN, f"no backend can be used, {state}; {hint}")
 
 
 @app.command()
@@ -118,7 +121,7 @@ def show(
         output.import_with_plugins("torch")
         registry = output.find_backends()
         entry = registry.get(name)  # raises for an unknown name before any backend is probed
-        _, document = rows.list_and_probe(registry, phase, simulated)
+        document = rows.list_and_probe(registry, phase, simulated)
         document["backends"] = [row for row in document["backends"] if row["name"] == entry.name]
         rows.add_details(document, registry)
         if json:
@@ -155,36 +158,21 @@ def new(
 
 
 _ValueWidth = Annotated[
-    int | None,
-    typer.Option(
-        help="Dv, width of a value head. Default: --head-dim.",
-        show_default=False,
-        rich_help_panel=ADVANCED,
-    ),
+    int | None, advanced(help="Dv, width of a value head. Default: --head-dim.")
 ]
 _PageSize = Annotated[
     int | None,
-    typer.Option(
-        help="Tokens per cache page (decode only). Default: no pages.",
-        parser=tokens(),
-        show_default=False,
-        rich_help_panel=ADVANCED,
-    ),
+    advanced(help="Tokens per cache page (decode only). Default: no pages.", parser=tokens()),
 ]
-_Slot = typer.Option(
-    help="Backend for this slot. Default: the accepting backend of the highest rank.",
-    show_default=False,
-    autocompletion=complete_backend,
-)
 
 
 @app.command()
 def explain(
-    cmp: Annotated[str | None, _Slot] = None,
-    sel: Annotated[str | None, _Slot] = None,
-    win: Annotated[str | None, _Slot] = None,
-    select: Annotated[str | None, _Slot] = None,
-    combine: Annotated[str | None, _Slot] = None,
+    cmp: BackendOfSlot = None,
+    sel: BackendOfSlot = None,
+    win: BackendOfSlot = None,
+    select: BackendOfSlot = None,
+    combine: BackendOfSlot = None,
     dtype: Annotated[
         str,
         typer.Option(
@@ -194,46 +182,30 @@ def explain(
     ] = "auto",
     head_dim: Annotated[int, typer.Option(help="Dk, width of a query or key head.")] = 64,
     v_head_dim: _ValueWidth = None,
-    n_heads: Annotated[int, typer.Option(help="Query heads.", rich_help_panel=ADVANCED)] = 12,
-    n_kv_heads: Annotated[int, typer.Option(help="Key/value heads.", rich_help_panel=ADVANCED)] = 2,
+    n_heads: Annotated[int, advanced(help="Query heads.")] = 12,
+    n_kv_heads: Annotated[int, advanced(help="Key/value heads.")] = 2,
     device: Annotated[
         str,
-        typer.Option(
+        advanced(
             help="auto, cpu, cuda or cuda:N; auto: cuda if a GPU is available, else cpu.",
             autocompletion=complete_device,
-            rich_help_panel=ADVANCED,
         ),
     ] = "auto",
     batch: Annotated[
-        int | None,
-        typer.Option(
-            help="Sequences per batch. Default: unknown.",
-            min=0,
-            show_default=False,
-            rich_help_panel=ADVANCED,
-        ),
+        int | None, advanced(help="Sequences per batch. Default: unknown.", min=0)
     ] = None,
     seq_len: Annotated[
         int | None,
         typer.Option(
-            help="Tokens per sequence, such as 64k or 1M. Default: unknown.",
-            parser=tokens(0),
-            show_default=False,
+            help="Tokens per sequence, such as 64k or 1M. Default: unknown.", parser=tokens(0)
         ),
     ] = None,
     grad: Annotated[
         bool, typer.Option("--grad/--no-grad", help="Whether gradients are needed.")
     ] = False,
-    varlen: Annotated[
-        bool, typer.Option("--varlen", help="Packed documents.", rich_help_panel=ADVANCED)
-    ] = False,
+    varlen: Annotated[bool, advanced("--varlen", help="Packed documents.")] = False,
     deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic",
-            help="Require equal bits in every run.",
-            rich_help_panel=ADVANCED,
-        ),
+        bool, advanced("--deterministic", help="Require equal bits in every run.")
     ] = False,
     phase: _Phase = "prefill",
     page_size: _PageSize = None,
@@ -252,6 +224,7 @@ def explain(
         from nsa_core.config import NSAConfig
         from nsa_core.plan.candidates import find_candidates
         from nsa_core.plan.options import PlanOptions
+        from nsa_core.plan.plan import decide
 
         config = NSAConfig(
             dim=n_heads * head_dim,
@@ -265,6 +238,7 @@ def explain(
         if simulated and device != "auto":
             raise InvalidInput(f"--gpu simulates a GPU: leave out --device {device}")
         chosen_device = "cuda" if simulated else pick_device(device)
+        dtype = one_dtype(dtype)
         if dtype == "auto":
             dtype = "bfloat16" if chosen_device.startswith("cuda") else "float32"
         options = PlanOptions(
@@ -280,12 +254,19 @@ def explain(
             page_size=page_size,
         )
         output.import_with_plugins("torch")
-        candidates: Candidates = find_candidates(
+        candidates = find_candidates(
             config, options, registry=output.find_backends(), gpu=simulated
         )
-        document: dict[str, Any] = rows.explain_candidates(candidates, simulated)
+        outcome: Plan | NSAError
+        try:
+            outcome = decide(candidates)
+        except (Unsupported, BackendUnavailable) as error:
+            outcome = error
+        document = rows.explained(candidates, outcome, simulated)
         if json:
             output.print_json(document)
         else:
             rows.print_explained(document)
-        rows.raise_error(document)
+        if isinstance(outcome, NSAError):  # its other lines are printed above
+            code = output.BROKEN if document["error"]["nothing_usable"] else output.UNAVAILABLE
+            output.end(code, str(outcome).splitlines()[0])

@@ -1,4 +1,4 @@
-"""Parse the options that several commands share: devices, dtypes, block sizes and backends.
+"""The options that several commands share, and the parsers of their values.
 
 Only :func:`pick_device` imports torch.
 """
@@ -6,19 +6,18 @@ Only :func:`pick_device` imports torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Annotated
+
+import typer
 
 from nsa_core.contract import DTYPES, SLOTS
 from nsa_core.errors import InvalidInput
 from nsa_core.util.interruption import recorded_signals
 from nsa_core.util.text import did_you_mean
-
-if TYPE_CHECKING:
-    import typer
-
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -33,6 +32,7 @@ def options_on_command_line(context: typer.Context) -> set[str]:
 
 
 ADVANCED = "Advanced"  # the panel of all options of a command but the twelve most important
+advanced = functools.partial(typer.Option, rich_help_panel=ADVANCED)
 
 
 def completion(
@@ -69,6 +69,24 @@ complete_pairs = completion(
 )
 complete_dtype = completion(*DTYPES, *SHORT_DTYPES)
 complete_device = completion("auto", "cpu", "cuda")
+
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=complete_device)]
+Threads = Annotated[int, advanced(help="CPU threads.", min=1)]
+Backends = Annotated[
+    str,
+    advanced(
+        help="auto, one backend for all slots, or pairs such as win=fa2,cmp=triton.",
+        autocompletion=complete_pairs,
+    ),
+]
+BackendOfSlot = Annotated[
+    str | None,
+    typer.Option(
+        help="Backend for this slot. Default: the accepting backend of the highest rank.",
+        metavar="NAME",
+        autocompletion=complete_backend,
+    ),
+]
 
 
 def as_options(names: Sequence[str]) -> str:
@@ -124,16 +142,6 @@ def dtype_name(text: str) -> str:
     return name
 
 
-def long_dtypes(text: str) -> str:
-    """Return comma-separated dtypes by their long names; "auto" stays.
-
-    Raises:
-        InvalidInput: The contract lists no dtype of one of these names; the message suggests one.
-    """
-    names = split_commas(text) or [text]
-    return ",".join(name if name == "auto" else dtype_name(name) for name in names)
-
-
 def dtype_names(text: str) -> list[str]:
     """Parse --dtype into long names of dtypes without duplicates.
 
@@ -175,8 +183,6 @@ def tokens(least: int = 1) -> Callable[[int | str], int]:
     """
 
     def tokens(value: int | str) -> int:  # some versions of typer print its name
-        import typer
-
         from nsa_bench.shapes import parse_length
 
         try:

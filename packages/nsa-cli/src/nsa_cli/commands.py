@@ -1,4 +1,4 @@
-"""The classes behind every command: limits of integers, names of dtypes, hints at backends."""
+"""The classes behind every command: limits of integers, and hints at the options of backends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import typer
 import typer.core
 
 from nsa_cli import output
-from nsa_cli.choices import long_dtypes
 from nsa_core.limits import largest, shown
 
 _BACKEND_OPTIONS = (
@@ -26,17 +25,16 @@ _INSTEAD = {  # option of a command that chooses backends -> how to use it
 class _Command:
     """Help and errors that commands and groups share."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        for param in self.params:  # type: ignore[attr-defined]
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters; a flag has no metavar, where typer may print <bool>."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
             if getattr(param, "is_flag", False) and param.metavar is None:
-                param.metavar = ""  # some versions of typer print <bool>
+                param.metavar = ""
+        return params
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse ``args``; the error about an option of other commands says what this one has.
-
-        In every command, --dtype accepts the short names of dtypes; its value has the long ones.
-        """
+        """Parse ``args``; the error about an option of other commands says what this one has."""
         try:
             rest: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
         except output.ClickError as error:
@@ -48,8 +46,6 @@ class _Command:
             raise
         if not ctx.resilient_parsing:
             _check_integers(self, ctx)
-        if ctx.params.get("dtype") and not ctx.resilient_parsing:
-            ctx.params["dtype"] = long_dtypes(ctx.params["dtype"])
         return rest
 
 

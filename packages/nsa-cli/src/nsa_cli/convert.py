@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nsa_cli import output
-from nsa_cli import train_options as options
 from nsa_cli.choices import (
-    ADVANCED,
+    Backends,
+    Device,
+    Threads,
+    advanced,
     complete_dtype,
     one_dtype,
     options_on_command_line,
@@ -48,7 +50,6 @@ def convert(
             "--nsa",
             metavar="NAME=VALUE",
             help="Field of NSAConfig, such as window_size=512. May be repeated.",
-            show_default=False,
         ),
     ] = None,
     dtype: Annotated[
@@ -59,25 +60,18 @@ def convert(
     ] = "auto",
     text: Annotated[
         Path | None,
-        typer.Option(
-            help="Text file: train phi and the gates on it, with all else frozen.",
-            show_default=False,
-        ),
+        typer.Option(help="Text file: train phi and the gates on it, with all else frozen."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Updates of the training.", min=1)] = 200,
     length: Annotated[
-        int,
-        typer.Option(help="Tokens per row of the training, such as 4k.", parser=tokens(2)),
+        int, typer.Option(help="Tokens per row of the training, such as 4k.", parser=tokens(2))
     ] = 4096,
     batch: Annotated[int, typer.Option(help="Rows per step of the training.", min=1)] = 1,
     lr: Annotated[float, typer.Option(help="Learning rate of the training.", min=0.0)] = 1e-3,
-    seed: Annotated[
-        int,
-        typer.Option(help="Seed of the new parameters and of the rows.", rich_help_panel=ADVANCED),
-    ] = 0,
-    device: options.Device = "auto",
-    threads: options.Threads = 1,
-    backends: options.Backends = "auto",
+    seed: Annotated[int, advanced(help="Seed of the new parameters and of the rows.")] = 0,
+    device: Device = "auto",
+    threads: Threads = 1,
+    backends: Backends = "auto",
 ) -> None:
     """Convert a dense model of Hugging Face transformers to NSA.
 

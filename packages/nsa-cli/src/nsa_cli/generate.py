@@ -8,8 +8,15 @@ from typing import Annotated
 import typer
 
 from nsa_cli import output
-from nsa_cli import train_options as options
-from nsa_cli.choices import errors_name_options, parse_backends, pick_device, tokens
+from nsa_cli.choices import (
+    Backends,
+    Device,
+    Threads,
+    errors_name_options,
+    parse_backends,
+    pick_device,
+    tokens,
+)
 from nsa_cli.extras import need_extras
 
 
@@ -25,13 +32,12 @@ def generate(
         float, typer.Option(help="Sampling temperature. 0: always the most likely token.", min=0.0)
     ] = 0.8,
     top_k: Annotated[
-        int | None,
-        typer.Option(help="Sample from the k most likely tokens.", min=1, show_default=False),
+        int | None, typer.Option(help="Sample from the k most likely tokens.", min=1)
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    device: options.Device = "auto",
-    threads: options.Threads = 1,
-    backends: options.Backends = "auto",
+    device: Device = "auto",
+    threads: Threads = 1,
+    backends: Backends = "auto",
 ) -> None:
     """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
     with output.exit_codes():

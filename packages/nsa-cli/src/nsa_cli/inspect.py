@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nsa_cli import output
-from nsa_cli import train_options as options
 from nsa_cli.choices import (
+    Backends,
+    Device,
+    Threads,
     complete_dtype,
     errors_name_options,
     one_dtype,
@@ -31,16 +33,13 @@ def inspect(
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            help="Checkpoint file, or the folder of a run. Default: a small untrained model.",
-            show_default=False,
+            help="Checkpoint file, or the folder of a run. Default: a small untrained model."
         ),
     ] = None,
     layer: Annotated[
         int | None,
         typer.Option(
-            help="Layer of the detailed picture. Default: the layer whose choice gains most.",
-            min=0,
-            show_default=False,
+            help="Layer of the detailed picture. Default: the layer whose choice gains most.", min=0
         ),
     ] = None,
     max_tokens: Annotated[
@@ -49,7 +48,6 @@ def inspect(
             help="Read at most this many tokens. Default: the length of a training row, at most"
             " 2k.",
             parser=tokens(),
-            show_default=False,
         ),
     ] = None,
     force: Annotated[
@@ -63,9 +61,9 @@ def inspect(
         ),
     ] = "float32",
     seed: Annotated[int, typer.Option(help="Seed of the untrained weights.")] = 0,
-    device: options.Device = "auto",
-    threads: options.Threads = 1,
-    backends: options.Backends = "auto",
+    device: Device = "auto",
+    threads: Threads = 1,
+    backends: Backends = "auto",
 ) -> None:
     """Show what a model selects: the blocks of each query, its gates, and what it leaves out.
 

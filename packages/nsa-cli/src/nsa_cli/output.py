@@ -18,7 +18,6 @@ from nsa_cli import torchrun
 from nsa_cli.screen import (
     console,
     fitted,
-    print_rows,
     print_table,
     print_text,
     shorten,
@@ -46,7 +45,6 @@ __all__ = [
     "one_line",
     "prepare_streams",
     "print_json",
-    "print_rows",
     "print_table",
     "print_text",
     "progress",

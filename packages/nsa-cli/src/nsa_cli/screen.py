@@ -87,51 +87,18 @@ def print_text(target: Console, text: str, style: str = "", indent: str | None =
         target.print(line, style=style, no_wrap=True, overflow="ignore", crop=False)
 
 
-def print_rows(
-    target: Console,
-    rows: Sequence[Sequence[str]],
-    gaps: Sequence[int] = (),
-    styled: int | None = None,
-) -> None:
-    """Print ``rows``, the first of which is the header, as a table whose last column is wrapped.
-
-    Args:
-        target: A console from :func:`console`.
-        rows: Cells of each row. All rows have the same number of cells.
-        gaps: Spaces after each column but the last; missing entries are 2.
-        styled: The column whose cells are coloured by STYLES.
-    """
-    from rich.text import Text
-
-    *widths, _ = (max(map(len, column)) for column in zip(*rows))
-    gaps = [*gaps, *[2] * (len(widths) - len(gaps))]
-    starts = [0]
-    for width, gap in zip(widths, gaps):
-        starts.append(starts[-1] + width + gap)
-    for number, row in enumerate(rows):
-        padded = (cell.ljust(width + gap) for cell, width, gap in zip(row, widths, gaps))
-        line = ("".join(padded) + row[-1]).rstrip()
-        first, *others = [line]
-        if target.file.isatty():
-            first, *others = wrap(line, target.width, " " * starts[-1])
-        shown = Text(first, "" if number else "bold")
-        if styled is not None:
-            style = STYLES.get(row[styled], "")
-            shown.stylize(style, starts[styled], starts[styled] + len(row[styled]))
-        for text in (shown, *others):
-            target.print(text, no_wrap=True, overflow="ignore", crop=False)
-
-
 def print_table(
     target: Console,
     columns: Sequence[str],
     rows: Sequence[Sequence[str | Text]],
     title: str = "",
     wrapped: Collection[str] = (),
+    gap: int = 2,
 ) -> None:
-    """Print a table without borders, and break no word.
+    """Print a table without borders; a word is broken only if it takes half of the screen.
 
-    Columns of numbers are aligned at their decimal points, others at the left.
+    Columns of numbers are aligned at their decimal points, others at the left. Cells of STYLES are
+    coloured.
 
     Args:
         target: A console from :func:`console`.
@@ -140,13 +107,14 @@ def print_table(
         title: A line above the table.
         wrapped: The columns that may take several lines per row on a narrow screen; all others
             take one.
+        gap: Spaces between two columns.
     """
     from rich.table import Table
     from rich.text import Text
 
     if title:
         print_text(target, title, "bold")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
     aligned: list[list[str | Text]] = []
     for index, name in enumerate(columns):
         cells: list[str | Text] = [row[index] for row in rows]
@@ -157,14 +125,21 @@ def print_table(
             cells = list(padded)
         aligned.append(cells)
         words = [word for text in (name, *texts) for word in text.split()]
+        is_wrapped = columns[index] in wrapped
         table.add_column(
             Text(name),
-            no_wrap=columns[index] not in wrapped,
-            min_width=max(map(len, words)) if columns[index] in wrapped else None,
+            no_wrap=not is_wrapped,
+            min_width=min(max(map(len, words)), target.width // 2) if is_wrapped else None,
+            overflow="fold",
         )
     for row in zip(*aligned):
-        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
-    target.print(table, width=table_width(), no_wrap=True, crop=False)
+        table.add_row(
+            *(cell if isinstance(cell, Text) else Text(cell, STYLES.get(cell, "")) for cell in row)
+        )
+    with target.capture() as captured:
+        target.print(table, crop=False)
+    for line in captured.get().splitlines():
+        print(line.rstrip(), file=target.file)
 
 
 def _is_numeric(texts: Sequence[str]) -> bool:

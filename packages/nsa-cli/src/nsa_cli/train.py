@@ -14,9 +14,13 @@ import typer
 from nsa_cli import output, train_interrupted
 from nsa_cli import train_options as options
 from nsa_cli.choices import (
+    Backends,
+    Device,
+    Threads,
     as_options,
     errors_name_options,
     leave_out,
+    one_dtype,
     options_on_command_line,
     parse_backends,
     pick_device,
@@ -61,9 +65,9 @@ def train(
     eval_every: options.EvalEvery = 100,
     save_every: options.SaveEvery = 500,
     seed: options.Seed = 0,
-    device: options.Device = "auto",
-    threads: options.Threads = 1,
-    backends: options.Backends = "auto",
+    device: Device = "auto",
+    threads: Threads = 1,
+    backends: Backends = "auto",
     from_dense: options.FromDense = None,
     resume: options.Resume = False,
     force: options.Force = False,
@@ -252,7 +256,7 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
             warmup=values["warmup"],
             weight_decay=values["weight_decay"],
             clip=values["clip"],
-            precision=values["dtype"],
+            precision=one_dtype(values["dtype"]),
             seed=values["seed"],
             **{name: values[name] for name in options.CHANGEABLE_ON_RESUME},
         )

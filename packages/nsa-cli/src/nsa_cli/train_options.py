@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from nsa_cli.choices import ADVANCED, complete_device, complete_pairs, completion, tokens
+from nsa_cli.choices import advanced, completion, tokens
 
 Out = Annotated[
-    Path,
-    typer.Option("--out", help="Output folder for checkpoint.safetensors and log.jsonl."),
+    Path, typer.Option("--out", help="Output folder for checkpoint.safetensors and log.jsonl.")
 ]
 Data = Annotated[
     str,
@@ -35,67 +34,29 @@ Attention = Annotated[
         help="Kind of attention: nsa or dense.", autocompletion=completion("nsa", "dense")
     ),
 ]
-Tokenizer = Annotated[
-    Path | None,
-    typer.Option(
-        help="Path of a tokenizer.json. Default: UTF-8 bytes.",
-        show_default=False,
-        rich_help_panel=ADVANCED,
-    ),
-]
+Tokenizer = Annotated[Path | None, advanced(help="Path of a tokenizer.json. Default: UTF-8 bytes.")]
 TextField = Annotated[
-    str,
-    typer.Option(
-        help="Field that holds the text in JSONL, parquet and data sets.", rich_help_panel=ADVANCED
-    ),
+    str, advanced(help="Field that holds the text in JSONL, parquet and data sets.")
 ]
-HeldOut = Annotated[
-    float,
-    typer.Option(
-        help="Fraction of the documents held out from training.", rich_help_panel=ADVANCED
-    ),
-]
-HeldOutRows = Annotated[
-    int,
-    typer.Option(
-        help="Number of held-out rows in the evaluation.", min=1, rich_help_panel=ADVANCED
-    ),
-]
+HeldOut = Annotated[float, advanced(help="Fraction of the documents held out from training.")]
+HeldOutRows = Annotated[int, advanced(help="Number of held-out rows in the evaluation.", min=1)]
 Length = Annotated[
     int, typer.Option(help="Tokens per row, such as 512, 64k or 1M.", parser=tokens(2))
 ]
-Vocab = Annotated[
-    int,
-    typer.Option(help="Vocabulary size of uniform and recall.", min=2, rich_help_panel=ADVANCED),
-]
+Vocab = Annotated[int, advanced(help="Vocabulary size of uniform and recall.", min=2)]
 Steps = Annotated[
     int, typer.Option(help="Number of updates; the cosine schedule ends there.", min=1)
 ]
 Batch = Annotated[
-    int,
-    typer.Option(help="Rows per step over all processes; a process reads only its own.", min=1),
+    int, typer.Option(help="Rows per step over all processes; a process reads only its own.", min=1)
 ]
 Accumulate = Annotated[
-    int,
-    typer.Option(
-        help="Gradient accumulation: parts into which a step is split.",
-        min=1,
-        rich_help_panel=ADVANCED,
-    ),
+    int, advanced(help="Gradient accumulation: parts into which a step is split.", min=1)
 ]
 LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate after the warm-up.")]
-Warmup = Annotated[
-    int,
-    typer.Option(
-        help="Warm-up steps, before the cosine schedule begins.", min=0, rich_help_panel=ADVANCED
-    ),
-]
-WeightDecay = Annotated[
-    float, typer.Option(help="Weight decay of the matrices.", rich_help_panel=ADVANCED)
-]
-Clip = Annotated[
-    float, typer.Option(help="Maximum norm of the gradients.", rich_help_panel=ADVANCED)
-]
+Warmup = Annotated[int, advanced(help="Warm-up steps, before the cosine schedule begins.", min=0)]
+WeightDecay = Annotated[float, advanced(help="Weight decay of the matrices.")]
+Clip = Annotated[float, advanced(help="Maximum norm of the gradients.")]
 Dtype = Annotated[
     str,
     typer.Option(
@@ -104,101 +65,47 @@ Dtype = Annotated[
     ),
 ]
 Recompute = Annotated[
-    bool,
-    typer.Option(
-        "--recompute",
-        help="Activation checkpointing: less memory, more time.",
-        rich_help_panel=ADVANCED,
-    ),
+    bool, advanced("--recompute", help="Activation checkpointing: less memory, more time.")
 ]
-Compile = Annotated[
-    bool,
-    typer.Option(
-        "--compile", help="Compile the model with torch.compile.", rich_help_panel=ADVANCED
-    ),
-]
+Compile = Annotated[bool, advanced("--compile", help="Compile the model with torch.compile.")]
 Graph = Annotated[
-    bool,
-    typer.Option(
-        "--cuda-graph",
-        help="Run each step as one CUDA graph (one GPU only).",
-        rich_help_panel=ADVANCED,
-    ),
+    bool, advanced("--cuda-graph", help="Run each step as one CUDA graph (one GPU only).")
 ]
 Parallel = Annotated[
     str,
-    typer.Option(
+    advanced(
         help="Data parallelism under torchrun: ddp (copies of the model) or fsdp (shards of it).",
         autocompletion=completion("ddp", "fsdp"),
-        rich_help_panel=ADVANCED,
     ),
 ]
 ContextParallel = Annotated[
     int,
-    typer.Option(
-        help="Context parallelism: number of processes that share the tokens of a row.",
-        min=1,
-        rich_help_panel=ADVANCED,
+    advanced(
+        help="Context parallelism: number of processes that share the tokens of a row.", min=1
     ),
 ]
 TensorParallel = Annotated[
     int,
-    typer.Option(
-        help="Tensor parallelism: number of processes that share the heads of a layer.",
-        min=1,
-        rich_help_panel=ADVANCED,
+    advanced(
+        help="Tensor parallelism: number of processes that share the heads of a layer.", min=1
     ),
 ]
-EvalEvery = Annotated[
-    int, typer.Option(help="Steps between evaluations.", min=1, rich_help_panel=ADVANCED)
-]
-SaveEvery = Annotated[
-    int, typer.Option(help="Steps between checkpoints.", min=1, rich_help_panel=ADVANCED)
-]
-Seed = Annotated[
-    int, typer.Option(help="Seed of the weights and the data order.", rich_help_panel=ADVANCED)
-]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=complete_device)]
-Threads = Annotated[int, typer.Option(help="CPU threads.", min=1, rich_help_panel=ADVANCED)]
-Backends = Annotated[
-    str,
-    typer.Option(
-        help="auto, one backend for all slots, or pairs such as win=fa2,cmp=triton.",
-        autocompletion=complete_pairs,
-        rich_help_panel=ADVANCED,
-    ),
-]
+EvalEvery = Annotated[int, advanced(help="Steps between evaluations.", min=1)]
+SaveEvery = Annotated[int, advanced(help="Steps between checkpoints.", min=1)]
+Seed = Annotated[int, advanced(help="Seed of the weights and the data order.")]
 FromDense = Annotated[
     Path | None,
-    typer.Option(
+    advanced(
         help=(
             "Start from the weights of a dense checkpoint: of `nsa train`, or a Llama in"
             " safetensors."
-        ),
-        show_default=False,
-        rich_help_panel=ADVANCED,
+        )
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the run in --out and the plots.")]
-Png = Annotated[
-    Path | None,
-    typer.Option(
-        "--png",
-        help="Write a plot of the losses as PNG.",
-        show_default=False,
-        rich_help_panel=ADVANCED,
-    ),
-]
-Svg = Annotated[
-    Path | None,
-    typer.Option(
-        "--svg",
-        help="Write a plot of the losses as SVG.",
-        show_default=False,
-        rich_help_panel=ADVANCED,
-    ),
-]
+Png = Annotated[Path | None, advanced("--png", help="Write a plot of the losses as PNG.")]
+Svg = Annotated[Path | None, advanced("--svg", help="Write a plot of the losses as SVG.")]
 
 # Fields of nsa_models.lm.recipe.Recipe that may change when a run resumes.
 CHANGEABLE_ON_RESUME = (

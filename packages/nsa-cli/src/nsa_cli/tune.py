@@ -35,7 +35,6 @@ def tune(
         str | None,
         typer.Option(
             help="bf16, fp16, fp32, fp64 or a long name. Default: bf16 on cuda, fp32 on cpu.",
-            show_default=False,
             autocompletion=complete_dtype,
         ),
     ] = None,
@@ -44,7 +43,6 @@ def tune(
         typer.Option(
             help="Sequence length in tokens, such as 64k. Default: 8k on cuda, 1k on cpu.",
             parser=tokens(),
-            show_default=False,
         ),
     ] = None,
     blocks: Annotated[

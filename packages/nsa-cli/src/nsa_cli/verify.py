@@ -12,8 +12,8 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import (
-    ADVANCED,
-    complete_backend,
+    BackendOfSlot,
+    advanced,
     complete_dtype,
     dtype_names,
     pick_device,
@@ -53,19 +53,11 @@ class Phase(str, enum.Enum):
     both = "both"
 
 
-_Backend = typer.Option(
-    help="Backend for this slot. Default: highest rank.",
-    metavar="NAME",
-    show_default=False,
-    autocompletion=complete_backend,
-)
 _Jobs = Annotated[
     int | None,
-    typer.Option(
+    advanced(
         "--jobs",
         min=1,
-        show_default=False,
-        rich_help_panel=ADVANCED,
         help=(
             "Number of processes that run checks in parallel; the report does not depend on it."
             " Default: one per core, at most 16; on the CPU 1 for few checks."
@@ -75,11 +67,11 @@ _Jobs = Annotated[
 
 
 def verify(
-    cmp: Annotated[str | None, _Backend] = None,
-    sel: Annotated[str | None, _Backend] = None,
-    win: Annotated[str | None, _Backend] = None,
-    select: Annotated[str | None, _Backend] = None,
-    combine: Annotated[str | None, _Backend] = None,
+    cmp: BackendOfSlot = None,
+    sel: BackendOfSlot = None,
+    win: BackendOfSlot = None,
+    select: BackendOfSlot = None,
+    combine: BackendOfSlot = None,
     device: Annotated[
         Device, typer.Option(help="auto: cuda if a GPU is available, else cpu.")
     ] = Device.auto,
@@ -90,7 +82,6 @@ def verify(
                 "Comma-separated dtypes: bf16, fp16, fp32, fp64, or long names such as bfloat16."
                 " Default: all that the backends accept on the device."
             ),
-            show_default=False,
             autocompletion=complete_dtype,
         ),
     ] = None,
@@ -98,41 +89,23 @@ def verify(
         Preset, typer.Option(help="quick: about a minute on two cores.")
     ] = Preset.quick,
     phase: Annotated[
-        Phase,
-        typer.Option(
-            help="Slot forms to check; decode: steps over a cache.", rich_help_panel=ADVANCED
-        ),
+        Phase, advanced(help="Slot forms to check; decode: steps over a cache.")
     ] = Phase.both,
     text: Annotated[
         Path | None,
-        typer.Option(
-            help="File whose bytes are the input of the real case. Default: a README.",
-            show_default=False,
-            rich_help_panel=ADVANCED,
-        ),
+        advanced(help="File whose bytes are the input of the real case. Default: a README."),
     ] = None,
     json_file: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write all findings to this file.", show_default=False),
+        Path | None, typer.Option("--json", help="Write all findings to this file.")
     ] = None,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Overwrite the --json file.", rich_help_panel=ADVANCED),
-    ] = False,
+    force: Annotated[bool, advanced("--force", help="Overwrite the --json file.")] = False,
     seed: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Seed of all random inputs and of the generated cases.",
-            rich_help_panel=ADVANCED,
-        ),
+        int, advanced(min=0, help="Seed of all random inputs and of the generated cases.")
     ] = 0,
     cases: Annotated[
         int | None,
-        typer.Option(
+        advanced(
             min=0,
-            show_default=False,
-            rich_help_panel=ADVANCED,
             help=(
                 "Generated cases of each slot. Default: as many as cover every pair of parameter"
                 " values; with --preset full also triples."
@@ -143,7 +116,6 @@ def verify(
         str | None,
         typer.Option(
             metavar="LINE",
-            show_default=False,
             help=(
                 "Run one case of a slot, decode step or cache history alone, such as"
                 " 'win w=3 tokens=5', 'decode lengths=9,5 new=1,1' or 'cache batch=2 step=5,3'."
@@ -153,9 +125,8 @@ def verify(
     ] = None,
     reads: Annotated[
         bool,
-        typer.Option(
+        advanced(
             "--reads",
-            rich_help_panel=ADVANCED,
             help=(
                 "Also count the cached tokens that a decode step reads, by changing cached values."
             ),
@@ -173,10 +144,8 @@ def verify(
     ] = False,
     shard: Annotated[
         str | None,
-        typer.Option(
+        advanced(
             metavar="I/N",
-            show_default=False,
-            rich_help_panel=ADVANCED,
             help=(
                 "Run the I-th of N equal parts of the checks, such as 1/4. The parts together are"
                 " the whole run."
@@ -186,10 +155,8 @@ def verify(
     jobs: _Jobs = None,
     job_timeout: Annotated[
         float | None,
-        typer.Option(
+        advanced(
             min=1,
-            show_default=False,
-            rich_help_panel=ADVANCED,
             help=(
                 "Seconds after which a check of a third-party backend counts as hanging. Default:"
                 " 60 on the CPU, 300 on cuda and in an interpreter."
