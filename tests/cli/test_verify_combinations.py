@@ -16,8 +16,9 @@ from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends as fa2
 from nsa_backend_sdpa import win
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
-from nsa_cli import verify, verify_isolated
+from nsa_cli import verify
 from nsa_cli.app import app
+from nsa_cli.verify_run import plan_one
 from nsa_core.contract import Reason, Request
 from nsa_core.errors import Unsupported
 from nsa_core.plan.registry import Registry
@@ -65,10 +66,10 @@ def test_without_backends_one_combination_is_left_to_report_why() -> None:
 
 def test_a_combination_is_planned_in_a_dtype_it_supports(registry: Registry) -> None:
     subject = Combination({"cmp": "twin"}, "cpu", registry)
-    plan = verify_isolated.plan_one(subject, [torch.float32, torch.bfloat16], "quick", "both")
+    plan = plan_one(subject, [torch.float32, torch.bfloat16], "quick", "both")
     assert plan.choices["cmp"].backend == "twin"
     with pytest.raises(Unsupported, match="needs bfloat16, got float32"):
-        verify_isolated.plan_one(subject, [torch.float32, torch.float16], "quick", "both")
+        plan_one(subject, [torch.float32, torch.float16], "quick", "both")
 
 
 @pytest.mark.parametrize(

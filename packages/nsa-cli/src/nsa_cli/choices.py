@@ -10,6 +10,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -82,7 +83,7 @@ Backends = Annotated[
 BackendOfSlot = Annotated[
     str | None,
     typer.Option(
-        help="Backend for this slot. Default: the accepting backend of the highest rank.",
+        help="Backend for this slot. Default: highest rank.",
         metavar="NAME",
         autocompletion=complete_backend,
     ),
@@ -202,6 +203,21 @@ def parse_backends(text: str) -> dict[str, str] | None:
     from nsa_verify.problems.combination import parse_combination
 
     return dict(parse_combination(text).backends) or None
+
+
+def read_file(option: str, path: Path) -> bytes:
+    """Return the content of the file that ``option`` names.
+
+    Raises:
+        InvalidInput: The file cannot be read, or is empty.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InvalidInput(f"{option} {path}: {error.strerror or error}") from error
+    if not content:
+        raise InvalidInput(f"{option} {path} has 0 bytes; give a file with text")
+    return content
 
 
 def silence_profiler() -> None:

@@ -20,6 +20,7 @@ from nsa_cli.choices import (
     options_on_command_line,
     parse_backends,
     pick_device,
+    read_file,
     tokens,
 )
 from nsa_cli.extras import need_extras
@@ -161,13 +162,9 @@ def _read_tokens(folder: Path, text: Path, length: int) -> torch.Tensor:
     import torch
 
     from nsa_core.errors import InvalidInput
-    from nsa_core.util.text import describe_error
     from nsa_models.hf.tokenizer import read_tokenizer
 
-    try:
-        content = text.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise InvalidInput(f"--text: {text} cannot be read: {describe_error(error)}") from error
+    content = read_file("--text", text).decode(errors="replace")
     try:
         tokenizer = read_tokenizer(folder)
     except InvalidInput as error:

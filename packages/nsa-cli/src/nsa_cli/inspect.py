@@ -18,6 +18,7 @@ from nsa_cli.choices import (
     options_on_command_line,
     parse_backends,
     pick_device,
+    read_file,
     tokens,
 )
 from nsa_cli.result_files import ResultFiles
@@ -71,7 +72,7 @@ def inspect(
     layer in detail) and layers (all layers).
     """
     with output.exit_codes():
-        content = _read_text(text)
+        content = read_file("--text", text).decode(errors="replace")  # no UTF-8: U+FFFD
         _check_seed(context, checkpoint)
         torch_dtype_name = one_dtype(dtype)
         from nsa_models.inspect.save import check_folder, check_layer, need_libraries, save
@@ -97,17 +98,6 @@ def inspect(
             files.write(out, lambda folder: save(inspection, folder, layer, force))
         _print_summary(inspection, files.written, max_tokens)
         files.exit_code(0)
-
-
-def _read_text(path: Path) -> str:
-    """Read the file; bytes that are not UTF-8 become U+FFFD."""
-    from nsa_core.errors import InvalidInput
-    from nsa_core.util.text import describe_error
-
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise InvalidInput(f"--text: {path} cannot be read: {describe_error(error)}") from error
 
 
 def _check_seed(context: typer.Context, checkpoint: Path | None) -> None:

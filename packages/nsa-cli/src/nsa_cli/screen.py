@@ -15,14 +15,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-STYLES = {
-    "ready": "green",
-    "broken": "red",
-    "incompatible": "red",
-    "wrong": "red",
-    "unavailable": "yellow",
-    "disabled": "yellow",
-    "missing": "yellow",
+_STYLES = {  # of cells that are a state or a verdict
+    "green": ("ready", "ok"),
+    "yellow": ("unavailable", "disabled", "missing", "not run", "ok so far"),
+    "red": ("broken", "incompatible", "wrong"),
+    "bold red": ("FAILED", "REFUSED"),  # after a number or not
 }
 UNLIMITED = 1_000_000  # columns; lines of piped output are never broken or truncated by rich
 _WIDEST_TEXT = 100  # columns; longer lines of text are hard to read
@@ -97,8 +94,8 @@ def print_table(
 ) -> None:
     """Print a table without borders; a word is broken only if it takes half of the screen.
 
-    Columns of numbers are aligned at their decimal points, others at the left. Cells of STYLES are
-    coloured.
+    Columns of numbers are aligned at their decimal points, others at the left. A state and a
+    verdict are coloured.
 
     Args:
         target: A console from :func:`console`.
@@ -134,12 +131,17 @@ def print_table(
         )
     for row in zip(*aligned):
         table.add_row(
-            *(cell if isinstance(cell, Text) else Text(cell, STYLES.get(cell, "")) for cell in row)
+            *(cell if isinstance(cell, Text) else Text(cell, _style(cell)) for cell in row)
         )
     with target.capture() as captured:
         target.print(table, crop=False)
     for line in captured.get().splitlines():
         print(line.rstrip(), file=target.file)
+
+
+def _style(cell: str) -> str:
+    state = cell.lstrip("0123456789 ")
+    return next((style for style, states in _STYLES.items() if state in states), "")
 
 
 def _is_numeric(texts: Sequence[str]) -> bool:

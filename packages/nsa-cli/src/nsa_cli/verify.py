@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,14 +16,12 @@ from nsa_cli.choices import (
     complete_dtype,
     dtype_names,
     pick_device,
+    read_file,
 )
 from nsa_cli.result_files import ResultFiles
 from nsa_cli.verify_run import SCHEMA_VERSION, RunOptions, run_combinations
 from nsa_core.limits import as_integer
 from nsa_core.util.interruption import recorded_signals
-
-if TYPE_CHECKING:
-    import torch
 
 # The first two also run the larger hand-written cases.
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -51,19 +48,6 @@ class Phase(str, enum.Enum):
     prefill = "prefill"
     decode = "decode"
     both = "both"
-
-
-_Jobs = Annotated[
-    int | None,
-    advanced(
-        "--jobs",
-        min=1,
-        help=(
-            "Number of processes that run checks in parallel; the report does not depend on it."
-            " Default: one per core, at most 16; on the CPU 1 for few checks."
-        ),
-    ),
-]
 
 
 def verify(
@@ -152,7 +136,16 @@ def verify(
             ),
         ),
     ] = None,
-    jobs: _Jobs = None,
+    jobs: Annotated[
+        int | None,
+        advanced(
+            min=1,
+            help=(
+                "Number of processes that run checks in parallel; the report does not depend on it."
+                " Default: one per core, at most 16; on the CPU 1 for few checks."
+            ),
+        ),
+    ] = None,
     job_timeout: Annotated[
         float | None,
         advanced(
@@ -190,7 +183,9 @@ def verify(
         part = _shard(shard)
         names = [only.dtype] if only else dtype_names(dtype or ",".join(_DTYPES))
         torch_device, content = pick_device(device.value), read_text(text)
-        dtypes = _dtypes(names)
+        import torch
+
+        dtypes = [getattr(torch, name) for name in names]
         combinations = (
             every_combination(registry, torch_device, dtypes, named, phase.value == "decode")
             if every
@@ -238,12 +233,6 @@ def _shard(text: str | None) -> tuple[int, int] | None:
     return part, parts
 
 
-def _dtypes(names: Sequence[str]) -> list[torch.dtype]:
-    import torch
-
-    return [getattr(torch, name) for name in names]
-
-
 def read_text(path: Path | None) -> tuple[str, bytes]:
     """Return (name, bytes) of the text for the real case.
 
@@ -254,8 +243,6 @@ def read_text(path: Path | None) -> tuple[str, bytes]:
     Raises:
         InvalidInput: The file cannot be read, or is empty.
     """
-    from nsa_core.errors import InvalidInput
-
     if path is None:
         for folder in (Path.cwd(), *Path.cwd().parents):
             if (folder / "README.md").is_file() and (folder / "README.md").stat().st_size:
@@ -265,10 +252,4 @@ def read_text(path: Path | None) -> tuple[str, bytes]:
             from importlib.metadata import metadata
 
             return "description of nsa-core", str(metadata("nsa-core").json["description"]).encode()
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InvalidInput(f"--text {path}: {error.strerror or error}") from error
-    if not content:
-        raise InvalidInput(f"--text {path} has 0 bytes; give a file with text")
-    return path.name, content
+    return path.name, read_file("--text", path)

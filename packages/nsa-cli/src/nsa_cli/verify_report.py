@@ -13,11 +13,8 @@ from nsa_core.util.text import escape_control
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
-    Cell = str | Text
-    Rows = tuple[Sequence[str], list[list[Cell]]]  # header, cells
-
+Rows = tuple[Sequence[str], list[list[str]]]  # header, cells
 Finding = dict[str, Any]
 _LISTED_FAILURES = 20
 _LONGEST_DETAIL = 800
@@ -52,7 +49,7 @@ def print_report(report: dict[str, Any], verbose: bool) -> int:
     console.print()
     findings, interrupted = report["findings"], bool(report.get("interrupted"))
     columns, rows = checks_rows(findings, verbose, interrupted)
-    output.print_table(console, columns, rows, wrapped=("slots",))
+    output.print_table(console, columns, rows, wrapped=("check", "slots"))
     console.print()
     note = _VERBOSE_NOTE if verbose else _NOTE + " --verbose: a row per slot."
     output.print_text(console, note, "dim", "")
@@ -119,7 +116,7 @@ def checks_rows(
         verbose: Return a row per check and slot, with each kind of error.
         interrupted: Only failures are final, so a passing row reads "ok so far".
     """
-    rows: list[tuple[list[Finding], list[Cell]]] = []
+    rows: list[tuple[list[Finding], list[str]]] = []
     for key, group in _grouped(findings, "check", *["slot"] * verbose).items():
         names = {finding["slot"] or "all" for finding in group}
         slots = "all" if names >= set(SLOTS) else " ".join(sorted(names, key=_slot_order))
@@ -127,7 +124,7 @@ def checks_rows(
         worst = [
             _two_digits([f[n] for f in group for n in kind if f[n] is not None]) for kind in kinds
         ]
-        row: list[Cell] = [key[0], slots, *_counts(group), *worst, _verdict(group, interrupted)]
+        row: list[str] = [key[0], slots, *_counts(group), *worst, _verdict(group, interrupted)]
         rows.append((group, row))
     rows.sort(key=lambda pair: not _failed(pair[0]))
     errors = _ERRORS if verbose else ["worst"]
@@ -173,15 +170,12 @@ def _two_digits(errors: Sequence[float]) -> str:
     return f"{max(errors):.2f}" if max(errors) < 1000 else f"{max(errors):.1e}"
 
 
-def _verdict(group: Sequence[Finding], interrupted: bool) -> Text:
-    from rich.text import Text
-
+def _verdict(group: Sequence[Finding], interrupted: bool) -> str:
     if failed := _failed(group):
-        return Text(f"{failed} FAILED", "bold red")
+        return f"{failed} FAILED"
     if _not_applicable(group) == len(group):
-        refused = any(map(_is_generated, group))
-        return Text("REFUSED", "bold red") if refused else Text("not run", "yellow")
-    return Text("ok so far", "yellow") if interrupted else Text("ok", "green")
+        return "REFUSED" if any(map(_is_generated, group)) else "not run"
+    return "ok so far" if interrupted else "ok"
 
 
 def _not_run(findings: Sequence[Finding]) -> dict[str, list[str]]:
@@ -283,63 +277,49 @@ def _command(report: dict[str, Any], finding: Finding) -> str:
 
 
 def _print_reads(console: Console, report: dict[str, Any]) -> None:
-    """Print how many cached tokens a decode step reads, or why nothing was counted."""
+    """Print how many cached tokens a decode step reads, or why nothing was counted.
+
+    The counts come from changing cached values and keys; the predicted count is shown with them.
+    """
     if not report["reads"]:
         reason = report["reads_refused"].splitlines()[0]
         output.print_text(console, f"reads: not counted: {reason}", "yellow")
         return
+    fields = {
+        "tokens": "length",
+        "branch": "branch",
+        "head": "kv_head",
+        "predicted": "predicted",
+        "value": "counted_values",
+        "key": "counted_keys",
+        "once B": "distinct_bytes",
+        "again B": "again_bytes",
+        "shared B": "shared_bytes",
+    }
+    rows = [
+        [*(str(row[key]) for key in fields.values()), "ok" if row["ok"] else "FAILED"]
+        for row in report["reads"]
+    ]
     title = "Cached tokens that a decode step reads, and their bytes"
-    output.print_table(console, *reads_rows(report), title)
+    output.print_table(console, (*fields, "verdict"), rows, title)
     for row in report["reads"]:
         if not row["ok"]:
             place = f"{row['length']} tokens, {row['branch']}, kv head {row['kv_head']}"
             output.print_text(console, f"FAILED reads, {place}: {row['detail']}", "red")
     for length, bound in report["reads_bounds"].items():
-        rows = [row for row in report["reads"] if row["length"] == int(length)]
-        largest = max(
-            sum(
-                max(row["counted_values"], row["counted_keys"])
-                for row in rows
-                if row["kv_head"] == head
-            )
-            for head in {row["kv_head"] for row in rows}
-        )
-        output.print_text(
-            console,
-            f"{length} tokens: each head reads at most {largest}; the paper's Table 4: {bound}",
-        )
-    output.print_text(
-        console,
+        of_head: dict[int, int] = {}
+        for row in report["reads"]:
+            if row["length"] == int(length):
+                counted = max(row["counted_values"], row["counted_keys"])
+                of_head[row["kv_head"]] = of_head.get(row["kv_head"], 0) + counted
+        most = max(of_head.values())
+        text = f"{length} tokens: each head reads at most {most}; the paper's Table 4: {bound}"
+        output.print_text(console, text)
+    note = (
         "predicted, value, key: cached tokens whose value or key changes the step's output, per kv"
-        " head. once, again, shared: bytes read first, read again, and read by several heads.",
-        "dim",
-        "",
+        " head. once, again, shared: bytes read first, read again, and read by several heads."
     )
-
-
-def reads_rows(report: dict[str, Any]) -> Rows:
-    """Return the header and a row per branch and kv head: cached tokens that a decode step reads.
-
-    The counts come from changing cached values and keys; the predicted count is shown with them.
-    """
-    from rich.text import Text
-
-    keys = [
-        *("length", "branch", "kv_head", "predicted", "counted_values", "counted_keys"),
-        *("distinct_bytes", "again_bytes", "shared_bytes"),
-    ]
-    columns = [
-        *("tokens", "branch", "head", "predicted", "value", "key"),
-        *("once B", "again B", "shared B", "verdict"),
-    ]
-    rows: list[list[Cell]] = [
-        [
-            *(str(row[key]) for key in keys),
-            Text("ok", "green") if row["ok"] else Text("FAILED", "bold red"),
-        ]
-        for row in report["reads"]
-    ]
-    return columns, rows
+    output.print_text(console, note, "dim", "")
 
 
 def summary(report: dict[str, Any]) -> tuple[str, int]:
@@ -379,7 +359,7 @@ def interruption_summary(reports: list[dict[str, Any]]) -> tuple[str, int] | Non
 def combinations_rows(reports: list[dict[str, Any]]) -> Rows:
     """Return the header and one row per combination, failures first."""
     slots = list(reports[0]["backends"])
-    rows: list[list[Cell]] = []
+    rows: list[list[str]] = []
     for report in sorted(reports, key=lambda report: not _failed(report["findings"])):
         findings = report["findings"]
         errors = [f[name] for f in findings for name in _ERRORS if f[name] is not None]

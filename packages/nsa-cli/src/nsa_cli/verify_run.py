@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output
-from nsa_cli.verify_isolated import default_job_limit_s, plan_all, reads_or_failure
 from nsa_core.util.interruption import Interruption
 
 if TYPE_CHECKING:
     import torch
 
+    from nsa_core.plan.plan import Plan
     from nsa_core.plan.registry import Registry
     from nsa_verify.drawn.line import Drawn
     from nsa_verify.problems.combination import Combination
@@ -72,19 +72,22 @@ def run_combinations(
     import torch
 
     from nsa_verify.problems.combination import Combination
+    from nsa_verify.run.contexts import needs_judge_context
     from nsa_verify.run.runner import run_jobs
 
     device, dtypes, phase = options.device, options.dtypes, options.phase
     # Cases are small: starting more threads takes longer than the computation.
     torch.set_num_threads(1 if device == "cpu" else min(4, torch.get_num_threads()))
     combos = [Combination(named, device, registry) for named in combinations]
-    interpreted, chosen = plan_all(combos, dtypes, options.preset, phase)
+    interpreted = any(map(needs_judge_context, combos))
     if interpreted:
         options = dataclasses.replace(options, preset="interpreter", text=("none", b""))
+    plans = [plan_one(combination, dtypes, options.preset, phase) for combination in combos]
     if options.only_accepted:
         candidates = dtypes[:2] if interpreted else dtypes
         dtypes = _accepted(combos, candidates, phase) or dtypes
-    job_limit_s = options.job_timeout or default_job_limit_s(device, interpreted)
+    # Kernels compile within the check.
+    job_limit_s = options.job_timeout or (300.0 if device == "cuda" or interpreted else 60.0)
     suite_jobs = _jobs(options, dtypes)
     if options.shard is not None:
         index, count = options.shard
@@ -99,45 +102,30 @@ def run_combinations(
             stop=stop,
             advance=advance,
         )
-    read_counts: list[dict[str, Any]] = [{} for _ in combos]
-    failed: list[list[Finding]] = [[] for _ in combos]
-    with stop.stop_on_interrupt():
-        for index, combination in enumerate(combos if options.reads else ()):
-            if not stop.received:
-                read_counts[index], failed[index] = reads_or_failure(
-                    combination, dtypes, job_limit_s
-                )
-    checks = len(suite_jobs) + options.reads
-    checks_left = [
-        checks - len(findings) - bool(counts)
-        for findings, counts in zip(results.findings, read_counts)
-    ]
     common = _common(options, dtypes, interpreted, results.peak_bytes)
-    return [
-        {
+    checks, reports = len(suite_jobs) + options.reads, []
+    for index, (named, plan) in enumerate(zip(combinations, plans)):
+        findings = results.findings[index]
+        counts: dict[str, Any] = {}
+        fault: list[Finding] = []
+        if options.reads and not stop.received:
+            with stop.stop_on_interrupt():
+                counts, fault = _reads_or_failure(combos[index], dtypes, job_limit_s)
+        left = checks - len(findings) - bool(counts)
+        report = {
             **common,
             **counts,
-            "backends": backends,
+            "backends": {s: f"{c.backend} {c.version}" for s, c in plan.choices.items()},
             "named": named,
-            "seconds": round(seconds, 2),
+            "seconds": round(results.seconds[index], 2),
             "interrupted": (
                 {"signal": stop.name, "checks_left": left, "checks": checks} if left else None
             ),
             "generated": _count_generated(findings),
-            "findings": [
-                dataclasses.asdict(finding) for job in [*findings, fault] for finding in job
-            ],
+            "findings": [dataclasses.asdict(f) for job in [*findings, fault] for f in job],
         }
-        for named, backends, seconds, findings, counts, fault, left in zip(
-            combinations,
-            chosen,
-            results.seconds,
-            results.findings,
-            read_counts,
-            failed,
-            checks_left,
-        )
-    ]
+        reports.append(report)
+    return reports
 
 
 def _common(
@@ -209,3 +197,86 @@ def _default_processes(device: str, interpreted: bool, jobs: int) -> int:
     )
     parallel = device == "cuda" or interpreted or jobs >= _MANY_JOBS
     return min(cores, 16) if parallel else 1
+
+
+def plan_one(
+    combination: Combination, dtypes: Sequence[torch.dtype], preset: str, phase: str
+) -> Plan:
+    """Return the combination's plan in the first dtype that it supports.
+
+    Planning before the checks refuses unknown and unavailable backends early. With ``phase``
+    "decode", the plan is that of a decode step.
+
+    Raises:
+        Unsupported: The combination supports none of ``dtypes``; the message has the reasons
+            against the first.
+    """
+    from nsa_core.errors import Unsupported
+    from nsa_verify.problems import cases
+
+    config, refusals = cases.PRESETS[preset]()[0].config, []
+    for dtype in dtypes:
+        try:
+            if phase == "decode":
+                return combination.plan(config, dtype, needs_grad=False, phase=phase)
+            return combination.plan(config, dtype)
+        except Unsupported as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def _reads_or_failure(
+    combination: Combination, dtypes: Sequence[torch.dtype], limit_s: float
+) -> tuple[dict[str, Any], list[Finding]]:
+    """Count the cached tokens that a decode step reads; a failure is a finding instead.
+
+    Args:
+        combination: The combination.
+        dtypes: Candidate dtypes.
+        limit_s: Seconds for the child process that counts them, if it has a third-party backend.
+    """
+    from nsa_core.errors import NSAError
+    from nsa_core.util.child import Child
+    from nsa_verify.problems.findings import Finding
+
+    name = str(dtypes[0]).removeprefix("torch.")
+    try:
+        if not (plugins := combination.plugins()):
+            return _count_reads(combination, dtypes), []
+        child = Child(f"backend {' or '.join(map(repr, plugins))}")
+        call = (_count_guarded_reads, combination.for_child(), dtypes)
+        return child.call(*call, limit_s=limit_s, doing="in this check"), []
+    except NSAError as error:
+        failed = Finding("reads", "", "", name, "run", False, detail=str(error))
+        return {"reads": [], "reads_refused": str(error)}, [failed]
+
+
+def _count_guarded_reads(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+    from nsa_verify.isolation.call_guard import guarded_calls
+
+    with guarded_calls():
+        return _count_reads(combination, dtypes)
+
+
+def _count_reads(combination: Combination, dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
+    """Count the cached tokens that a decode step reads, in the first dtype with decode forms.
+
+    The counts cover every length of :data:`nsa_verify.checks.reads.LENGTHS`.
+    """
+    from nsa_core.errors import Unsupported
+    from nsa_verify.checks.reads import LENGTHS, PAPER_BOUND, count_reads, reads_config
+
+    config, refusals = reads_config(), []
+    for dtype in dtypes:
+        try:
+            entries = [
+                entry
+                for length in LENGTHS
+                for entry in count_reads(combination, config, length, dtype)
+            ]
+        except Unsupported as refusal:
+            refusals.append(str(refusal))
+            continue
+        bounds = {str(length): PAPER_BOUND[length] for length in LENGTHS if length in PAPER_BOUND}
+        return {"reads": [dataclasses.asdict(entry) for entry in entries], "reads_bounds": bounds}
+    return {"reads": [], "reads_refused": refusals[0]}
