@@ -140,7 +140,8 @@ def test_without_numpy(tmp_path) -> None:
     pytest.importorskip("triton")
     message = "No module named 'numpy'"
     (tmp_path / "numpy.py").write_text(f"raise ModuleNotFoundError({message!r}, name='numpy')")
-    path = os.pathsep.join([str(tmp_path), str(pathlib.Path(__file__).parent)])
+    folders = [str(tmp_path), str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(folders)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", COMMANDS],
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},

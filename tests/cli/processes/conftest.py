@@ -29,10 +29,11 @@ def nsa() -> Callable[..., subprocess.CompletedProcess[str]]:
         module: str = "nsa_cli",
         **options: object,
     ):
+        folders = [str(path)] * bool(path) + [os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            **({"PYTHONPATH": str(path)} if path else {}),
+            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
         }
         return subprocess.run(
             [sys.executable, "-m", module, *arguments],

@@ -82,7 +82,7 @@ def report(
     """
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("NSA_")},
-        "PYTHONPATH": str(broken_site),
+        "PYTHONPATH": os.pathsep.join([str(broken_site), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
         "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
     }

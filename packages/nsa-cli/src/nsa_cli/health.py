@@ -48,7 +48,6 @@ _OUR_PACKAGES = (
     "nsa-backend-triton",
     "nsa-backend-fa2",
 )
-_VARIABLES = ("NSA_PLUGINS", "NSA_DISABLE_PLUGINS", "NSA_CHECK")
 
 
 def inspect_environment(limit_s: float) -> Facts:
@@ -91,7 +90,11 @@ def inspect_environment(limit_s: float) -> Facts:
         "flash_attn": flash,
         "backends": [_backend(e, standing[e.name, e.distribution]) for e in registry.entries],
         "attention": attention,
-        "variables": {name: os.environ.get(name) for name in _VARIABLES},
+        "variables": {
+            "NSA_PLUGINS": os.environ.get("NSA_PLUGINS"),
+            "NSA_DISABLE_PLUGINS": os.environ.get("NSA_DISABLE_PLUGINS"),
+            "NSA_CHECK": os.environ.get("NSA_CHECK"),
+        },
         "troubles": problems,
     }
 
