@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from nsa_core.plan.loading import BackendEntry
-
 TORCH = {
     "version": "2.13.0",
     "cuda": None,

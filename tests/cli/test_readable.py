@@ -16,7 +16,6 @@ import typer
 from nsa_cli import app as nsa_app
 from nsa_cli import verify
 from nsa_core.contract import SLOTS
-from nsa_verify.problems import combination
 from screen import FRAMES, assert_readable
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"

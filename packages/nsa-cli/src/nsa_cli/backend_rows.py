@@ -69,7 +69,7 @@ def list_and_probe(
         "device": candidates.requests["cmp"].device,
         "simulated": simulated_row(gpu),
         "backends": [
-            _row(entry, candidates, standing[entry.name, entry.distribution], gpu)
+            _row(entry, candidates, standing[entry.name, entry.distribution])
             for entry in registry.entries
         ],
     }

@@ -11,7 +11,7 @@ from nsa_core.contract import Reason
 from nsa_core.errors import NSAError
 from nsa_core.plan.candidates import Candidate, Candidates, describe_request
 from nsa_core.plan.gpus import GPU
-from nsa_core.plan.plan import Plan, decide, describe_causal
+from nsa_core.plan.plan import Plan, describe_causal
 from nsa_core.plan.standing import standings
 
 SCHEMA_VERSION = 1

@@ -29,7 +29,6 @@ from nsa_core.plan.standing import (
     FAULTS,
     Standing,
     standing_of,
-    standing_without_torch,
     standings,
     typical_candidates,
 )
@@ -76,7 +75,11 @@ def inspect_environment(limit_s: float) -> Facts:
             attention, failure = _attention(imports[0].child, registry, limit_s)
             problems += failure
     else:
-        standing = {(e.name, e.distribution): standing_without_torch(e) for e in registry.entries}
+        unknown = Standing("unavailable", "torch cannot be imported")
+        standing = {
+            (entry.name, entry.distribution): unknown if entry.spec else standing_of(entry, {})
+            for entry in registry.entries
+        }
     return {
         "schema_version": SCHEMA_VERSION,
         "works": bool(attention) and all(run["finite"] for run in attention.values()),
