@@ -18,7 +18,7 @@ from nsa_verify.drawn.draw import draw
 from nsa_verify.drawn.function_levels import FUNCTIONS
 from nsa_verify.drawn.jobs import count_cases
 from nsa_verify.drawn.judge import judge
-from nsa_verify.drawn.kinds import parse
+from nsa_verify.drawn.parser import parse
 from nsa_verify.drawn.shrink import ShrinkBudget, shrink
 from nsa_verify.drawn.tensors import LARGE_SCORE, problem_of
 from nsa_verify.drawn.verdicts import without_bias

@@ -14,7 +14,7 @@ from nsa_core.plan.plan import Plan
 from nsa_verify.drawn.draw import draw
 from nsa_verify.drawn.jobs import OnDrawn
 from nsa_verify.drawn.judge import judge
-from nsa_verify.drawn.kinds import parse
+from nsa_verify.drawn.parser import parse
 from nsa_verify.drawn.shrink import ShrinkBudget
 from nsa_verify.drawn.step import DecodeStep
 from nsa_verify.problems.combination import Combination

@@ -12,7 +12,7 @@ from nsa_verify.drawn.caches.history import History, Operation
 from nsa_verify.drawn.caches.model import Model
 from nsa_verify.drawn.draw import DESIGNS, draw
 from nsa_verify.drawn.judge import judge
-from nsa_verify.drawn.kinds import parse
+from nsa_verify.drawn.parser import parse
 from nsa_verify.drawn.shrink import ShrinkBudget
 from nsa_verify.problems.combination import Combination
 from nsa_verify.run import suite

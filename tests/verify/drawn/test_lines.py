@@ -7,7 +7,7 @@ import pytest
 from nsa_core.contract import DTYPES
 from nsa_core.errors import InvalidInput
 from nsa_verify.drawn.draw import DESIGNS, draw
-from nsa_verify.drawn.kinds import KINDS, is_line, parse
+from nsa_verify.drawn.parser import KINDS, is_line, parse
 
 
 @pytest.mark.parametrize("name", DESIGNS)

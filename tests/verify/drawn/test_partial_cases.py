@@ -15,7 +15,7 @@ from nsa_verify.drawn.case import PARTIAL_CHECK, SlotCase
 from nsa_verify.drawn.draw import draw
 from nsa_verify.drawn.jobs import case_jobs, job_of
 from nsa_verify.drawn.judge import judge
-from nsa_verify.drawn.kinds import parse
+from nsa_verify.drawn.parser import parse
 from nsa_verify.drawn.partial_levels import PARTIAL_SLOTS as SLOTS
 from nsa_verify.drawn.shrink import ShrinkBudget, shrink
 from nsa_verify.drawn.tensors import problem_of

@@ -25,8 +25,8 @@ from nsa_core.util.global_state import GlobalState
 from nsa_verify.checks import decode_parity, slots
 from nsa_verify.drawn import jobs as drawn_jobs
 from nsa_verify.drawn.jobs import OnDrawn
-from nsa_verify.drawn.kinds import parse
 from nsa_verify.drawn.line import Drawn
+from nsa_verify.drawn.parser import parse
 from nsa_verify.drawn.shrink import ShrinkBudget
 from nsa_verify.isolation import gpu_context
 from nsa_verify.problems import cases, steps

@@ -19,7 +19,7 @@ from nsa_verify import oracle
 from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.checks.slots import parity
 from nsa_verify.drawn.judge import judge as judge_drawn
-from nsa_verify.drawn.kinds import parse
+from nsa_verify.drawn.parser import parse
 from nsa_verify.drawn.tensors import problem_of
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.judge.tensor import Verdict, judge

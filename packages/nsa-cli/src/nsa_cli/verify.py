@@ -176,7 +176,7 @@ def verify(
         output.check_writable(json_file, force)
         output.import_with_plugins("nsa_verify.run.workers")
         registry = output.find_backends()
-        from nsa_verify.drawn.kinds import parse
+        from nsa_verify.drawn.parser import parse
         from nsa_verify.problems.combination import every_combination
 
         only = parse(case) if case is not None else None

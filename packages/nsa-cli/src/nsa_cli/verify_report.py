@@ -219,7 +219,7 @@ def _is_generated(finding: Finding) -> bool:
 
 def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None:
     """Print the first failed findings, each with what reproduces it."""
-    from nsa_verify.drawn.kinds import is_line
+    from nsa_verify.drawn.parser import is_line
 
     failed = [
         (report, finding)
@@ -255,7 +255,7 @@ def _sentence(finding: Finding) -> str:
 
 def _command(report: dict[str, Any], finding: Finding) -> str:
     """Return the command that runs the case of ``finding`` alone, or else its checks again."""
-    from nsa_verify.drawn.kinds import is_line
+    from nsa_verify.drawn.parser import is_line
 
     alone = is_line(finding["case"])
     options = [

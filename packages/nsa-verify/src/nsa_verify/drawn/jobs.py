@@ -15,8 +15,8 @@ from nsa_verify.drawn.case import SlotCase
 from nsa_verify.drawn.draw import PARTIAL, STEPS, draw
 from nsa_verify.drawn.function_levels import FUNCTIONS
 from nsa_verify.drawn.judge import judge
-from nsa_verify.drawn.kinds import parse
 from nsa_verify.drawn.line import Drawn
+from nsa_verify.drawn.parser import parse
 from nsa_verify.drawn.shrink import ShrinkBudget, shrink
 from nsa_verify.isolation import gpu_context
 from nsa_verify.problems.cases import Case

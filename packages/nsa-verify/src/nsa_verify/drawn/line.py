@@ -84,7 +84,7 @@ def _read_scale(text: str) -> float | None:
 class Drawn:
     """The kind of a line, and the fields that cases, decode steps and histories share.
 
-    ``str(drawn)`` is the line; :func:`nsa_verify.drawn.kinds.parse` reads it.
+    ``str(drawn)`` is the line; :func:`nsa_verify.drawn.parser.parse` reads it.
 
     Attributes:
         kind: First word of the line.

@@ -1,4 +1,4 @@
-"""The kinds of lines, and the parser of a line."""
+"""Parse a line of text, such as that of `nsa verify --case`, into what it describes (Drawn)."""
 
 from __future__ import annotations
 
