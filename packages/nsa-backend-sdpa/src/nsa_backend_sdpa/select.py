@@ -26,12 +26,12 @@ from nsa_core.packing import compressed_cu_seqlens
 
 @dataclasses.dataclass(frozen=True)
 class SelectTiling:
-    """How a call is split into steps of several tiles.
+    """How a call is split into chunks of several tiles.
 
     Attributes:
         size: Queries of a tile.
-        tiles: Tiles of a step.
-        groups: kv heads of a step.
+        tiles: Tiles of a chunk.
+        groups: kv heads of a chunk.
     """
 
     size: int
@@ -49,14 +49,14 @@ class SelectTiling:
         itemsize: int,
         budget: int,
     ) -> SelectTiling:
-        """Return tiles of at most 64 queries, and steps with ``budget`` bytes of probabilities.
+        """Return tiles of at most 64 queries, and chunks with ``budget`` bytes of probabilities.
 
         A single tile may exceed the budget. A document has at most ``queries`` queries, which see
         at most ``longest`` tokens.
         """
         size = max(1, min(64, queries))
-        per_step = max(1, budget // (size * heads * columns(geometry, longest) * itemsize))
-        return cls(size, max(1, per_step // groups), min(groups, per_step))
+        per_chunk = max(1, budget // (size * heads * columns(geometry, longest) * itemsize))
+        return cls(size, max(1, per_chunk // groups), min(groups, per_chunk))
 
 
 def columns(geometry: BlockGeometry, longest: int) -> int:
@@ -90,11 +90,11 @@ def forward(
         rows.append(as_rows(lse.transpose(-1, -2), packed).unflatten(1, (groups, -1)))
         shape = (tiles.total + 1, groups, geometry.num_selected_blocks)
         blocks = torch.empty(shape, dtype=torch.int32, device=q.device)
-        for step in tiles.split(tiling.tiles):
-            position = step.positions()
+        for chunk in tiles.split(tiling.tiles):
+            position = chunk.positions()
             for part in chunks(groups, tiling.groups):
-                scores = block_scores([x[:, part] for x in rows], first_cmp, step, position, call)
-                scatter(blocks[:, part], step.targets(), choose(scores, position, geometry))
+                scores = block_scores([x[:, part] for x in rows], first_cmp, chunk, position, call)
+                scatter(blocks[:, part], chunk.targets(), choose(scores, position, geometry))
         return from_rows(blocks[:-1], q, packed)
 
 
@@ -108,13 +108,13 @@ def _first_compressed(k_cmp: Tensor, call: SlotCall) -> Tensor:
 def block_scores(
     rows: list[Tensor],  # q [T, g, h, Dk], k_cmp [R, g, Dk], lse [T, g, h]
     first_cmp: Tensor,  # int64 [documents]
-    step: Tiles,
+    tiles: Tiles,
     position: Tensor,  # int64 [tiles, size], of each query in its document
     call: SlotCall,
 ) -> Tensor:  # [g, tiles, size, NB]
-    """Return the group scores (Eq. 9 and 10) of each block that a query of the step may see."""
-    p = _probabilities(rows, first_cmp, step, position, call)
-    head_scores = tap_sums(p, call.geometry, step.longest)
+    """Return the group scores (Eq. 9 and 10) of each block that a query of the tiles may see."""
+    p = _probabilities(rows, first_cmp, tiles, position, call)
+    head_scores = tap_sums(p, call.geometry, tiles.longest)
     del p
     return head_sums(head_scores)
 
@@ -149,7 +149,7 @@ def head_sums(scores: Tensor) -> Tensor:
 
 
 def _probabilities(
-    rows: list[Tensor], first_cmp: Tensor, step: Tiles, position: Tensor, call: SlotCall
+    rows: list[Tensor], first_cmp: Tensor, tiles: Tiles, position: Tensor, call: SlotCall
 ) -> Tensor:
     """Return the probabilities of Eq. 8, [g, tiles, size, h, columns].
 
@@ -157,16 +157,16 @@ def _probabilities(
     A probability is exactly 0 if the compressed token does not exist or is not visible.
     """
     (q, k, lse), geometry, operand = rows, call.geometry, operand_dtype(rows[0])
-    queries = step.clamp(step.rows()[0])
+    queries = tiles.clamp(tiles.rows()[0])
     index = (
-        torch.arange(columns(geometry, step.longest), device=q.device)
+        torch.arange(columns(geometry, tiles.longest), device=q.device)
         + geometry.overlap_weights()[0][0]
     )
     last = index * geometry.compress_stride + geometry.compress_block_size - 1
     hidden = (last > position[..., None]) | (index < 0)
     if not len(k):
         return lse.new_zeros((q.shape[1], *queries.shape, q.shape[2], len(index)))
-    keys = (first_cmp[step.document][:, None] + index).clamp_(0, len(k) - 1)
+    keys = (first_cmp[tiles.document][:, None] + index).clamp_(0, len(k) - 1)
     tile_q, tile_k = gather(q, queries, operand), gather(k, keys, operand)
     p = product(tile_q.flatten(2, 3).flatten(0, 1), tile_k.flatten(0, 1).transpose(1, 2))
     p = p.view(*tile_q.shape[:-1], len(index)).mul_(call.scale)

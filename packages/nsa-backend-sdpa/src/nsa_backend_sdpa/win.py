@@ -26,13 +26,13 @@ from nsa_core.contract import SlotCall
 
 @dataclasses.dataclass(frozen=True)
 class WinTiling:
-    """How a call is split into steps of several tiles.
+    """How a call is split into chunks of several tiles.
 
     Attributes:
         window: Window size, at most the length of the longest document.
         size: Queries of a tile, c.
-        tiles: Tiles of a step.
-        groups: kv heads of a step.
+        tiles: Tiles of a chunk.
+        groups: kv heads of a chunk.
     """
 
     window: int
@@ -52,7 +52,7 @@ class WinTiling:
         itemsize: int,
         budget: int,
     ) -> WinTiling:
-        """Return steps with at most ``budget`` bytes of scores; short documents get small tiles.
+        """Return chunks with at most ``budget`` bytes of scores; short documents get small tiles.
 
         Tiles have at least 64 queries if a document has as many, ``longest``, even if their scores
         exceed the budget.
@@ -65,8 +65,8 @@ class WinTiling:
 
         while size > min_size and tile_bytes() > budget:
             size = max(min_size, size // 2)
-        per_step = max(1, budget // tile_bytes())
-        return cls(window, size, max(1, per_step // groups), min(groups, per_step))
+        per_chunk = max(1, budget // tile_bytes())
+        return cls(window, size, max(1, per_chunk // groups), min(groups, per_chunk))
 
 
 def _tiling(q: Tensor, k: Tensor, call: SlotCall) -> WinTiling:
@@ -141,13 +141,13 @@ def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> tuple[Ten
     rows = [as_rows(q, packed).unflatten(1, (groups, -1)), as_rows(k, packed), as_rows(v, packed)]
     o = q.new_empty((tiles.total + 1, groups, heads // groups, v.shape[-1]))
     lse = q.new_empty((tiles.total + 1, groups, heads // groups), dtype=stats_dtype(q.dtype))
-    for step in tiles.split(tiling.tiles):
+    for chunk in tiles.split(tiling.tiles):
         for part in chunks(groups, tiling.groups):
-            _forward_step(
+            _forward_chunk(
                 [x[:, part] for x in rows],
                 o[:, part],
                 lse[:, part],
-                step,
+                chunk,
                 tiling.window,
                 call.scale,
             )
@@ -155,13 +155,13 @@ def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, call: SlotCall) -> tuple[Ten
     return from_rows(o[:-1].flatten(1, 2), q, packed), lse_rows.transpose(-1, -2).contiguous()
 
 
-def _forward_step(
-    rows: list[Tensor], o: Tensor, lse: Tensor, step: Tiles, window: int, scale: float
+def _forward_chunk(
+    rows: list[Tensor], o: Tensor, lse: Tensor, tiles: Tiles, window: int, scale: float
 ) -> None:
-    """Store the step's rows of o [T + 1, g, h, Dv] and lse [T + 1, g, h]."""
+    """Store the tiles' rows of o [T + 1, g, h, Dv] and lse [T + 1, g, h]."""
     q, k, v = rows
-    operand, on_keys = operand_dtype(q), step.on_keys()
-    tile_q = gather(q, step.clamp(step.rows()[0]), operand)
+    operand, on_keys = operand_dtype(q), tiles.on_keys()
+    tile_q = gather(q, tiles.clamp(tiles.rows()[0]), operand)
     merged: tuple[Tensor, Tensor] | None = None
     for keys, hidden in _key_chunks(on_keys, window):
         key_rows = on_keys.clamp(keys)
@@ -170,22 +170,22 @@ def _forward_step(
         )
         merged = engine.merge(merged, partial)
     assert merged is not None
-    scatter(o, step.targets(), merged[0])
-    scatter(lse, step.targets(), merged[1])
+    scatter(o, tiles.targets(), merged[0])
+    scatter(lse, tiles.targets(), merged[1])
 
 
-def _key_chunks(step: Tiles, window: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _key_chunks(tiles: Tiles, window: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (key rows [tiles, L], hidden [tiles, R, 1, L]) for each chunk of at most MAX_KEYS keys.
 
-    ``step`` has the rows of the keys. A tile has w + c - 1 keys. Key j is row first - (w - 1) + j;
+    ``tiles`` has the rows of the keys. A tile has w + c - 1 keys. Key j is row first - (w - 1) + j;
     query r of the tile sees it if r <= j < r + w.
     """
-    device, count = step.first.device, window + step.size - 1
-    query, no_query = torch.arange(step.size, device=device)[:, None], ~step.rows()[1]
+    device, count = tiles.first.device, window + tiles.size - 1
+    query, no_query = torch.arange(tiles.size, device=device)[:, None], ~tiles.rows()[1]
     for part in chunks(count, engine.MAX_KEYS):
         key = torch.arange(part.start, part.stop, device=device)
-        keys = step.first[:, None] + (key - (window - 1))
-        hidden = ((key < query) | (key >= query + window)) | (keys < step.start[:, None])[
+        keys = tiles.first[:, None] + (key - (window - 1))
+        hidden = ((key < query) | (key >= query + window)) | (keys < tiles.start[:, None])[
             :, None, :
         ]
         yield keys, hidden.logical_or_(no_query[:, :, None]).unsqueeze(2)
@@ -239,20 +239,20 @@ def _tiled_backward(
     dk, dv = (
         torch.zeros((key_rows + 1, *x.shape[1:]), dtype=stats, device=x.device) for x in rows[4:]
     )
-    for step in tiles.split(tiling.tiles):
+    for chunk in tiles.split(tiling.tiles):
         for part in chunks(groups, tiling.groups):
             grads = [x[:, part] for x in (dq, dk, dv)]
-            _backward_step([x[:, part] for x in rows], grads, step, tiling.window, call.scale)
+            _backward_chunk([x[:, part] for x in rows], grads, chunk, tiling.window, call.scale)
     d_q = from_rows(dq[:-1].flatten(1, 2), q, packed)
     return d_q, from_rows(dk[:-1].to(k.dtype), k, packed), from_rows(dv[:-1].to(v.dtype), v, packed)
 
 
-def _backward_step(
-    rows: list[Tensor], grads: list[Tensor], step: Tiles, window: int, scale: float
+def _backward_chunk(
+    rows: list[Tensor], grads: list[Tensor], tiles: Tiles, window: int, scale: float
 ) -> None:
-    """Store the step's rows of dq [T + 1, g, h, Dk]; add to rows of dk and dv [T + 1, g, D]."""
+    """Store the tiles' rows of dq [T + 1, g, h, Dk]; add to rows of dk and dv [T + 1, g, D]."""
     do, q, o, lse, k, v = rows
-    operand, stats, queries = operand_dtype(q), stats_dtype(q.dtype), step.clamp(step.rows()[0])
+    operand, stats, queries = operand_dtype(q), stats_dtype(q.dtype), tiles.clamp(tiles.rows()[0])
     tile_do, tile_q, tile_lse = (
         gather(do, queries, operand),
         gather(q, queries, operand),
@@ -260,7 +260,7 @@ def _backward_step(
     )
     delta = (tile_do.to(stats) * gather(o, queries, operand)).sum(-1)
     tile_dq: Tensor | None = None
-    on_keys = step.on_keys()
+    on_keys = tiles.on_keys()
     for keys, hidden in _key_chunks(on_keys, window):
         key_rows = on_keys.clamp(keys)
         tile_k, tile_v = gather(k, key_rows, operand), gather(v, key_rows, operand)
@@ -272,20 +272,20 @@ def _backward_step(
         _add(grads[1], keys, on_keys, dk)
         _add(grads[2], keys, on_keys, dv)
     assert tile_dq is not None
-    scatter(grads[0], step.targets(), tile_dq)
+    scatter(grads[0], tiles.targets(), tile_dq)
 
 
-def _add(rows: Tensor, keys: Tensor, step: Tiles, grads: Tensor) -> None:
+def _add(rows: Tensor, keys: Tensor, tiles: Tiles, grads: Tensor) -> None:
     """Add [g, tiles, L, D] to ``rows`` [T + 1, g, D] at indices ``keys`` [tiles, L].
 
     The order is fixed. Chunks of ``size`` keys at the same offset in different tiles are disjoint,
     so that one index_copy_ per chunk has no conflicts.
     """
-    outside = (keys < step.start[:, None].clamp(min=0)) | (
-        keys >= step.end[:, None].clamp(max=step.total)
+    outside = (keys < tiles.start[:, None].clamp(min=0)) | (
+        keys >= tiles.end[:, None].clamp(max=tiles.total)
     )
-    target = keys.masked_fill(outside, step.total)
-    for part in chunks(keys.shape[1], step.size):
+    target = keys.masked_fill(outside, tiles.total)
+    for part in chunks(keys.shape[1], tiles.size):
         index = target[:, part].flatten()
         updated = rows.index_select(0, index) + grads[:, :, part].flatten(1, 2).transpose(0, 1)
         rows.index_copy_(0, index, updated)
