@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import slow_backend
-from nsa_bench import remote, roofline, slow_calls, subjects
+from nsa_bench import child_call, roofline, slow_calls, subjects
 from nsa_bench.cells import Cell
 from nsa_bench.decode import DecodeBench
 from nsa_bench.estimates import Estimates, probe_length
@@ -104,7 +104,7 @@ def test_a_call_of_one_long_operation_ends_in_its_child(run, all_in_children):
 def test_sigterm_ends_a_long_operation_in_a_child(small, all_in_children, seconds_after_sigterm):
     options = {"lengths": [40], "phases": ["forward"], "combos": SLOW, "max_call_s": 50.0}
     bench = PrefillBench(small(**options), registry("one_operation"), {})
-    seconds, result = seconds_after_sigterm(bench, remote, "RemoteCall", "total win=slow")
+    seconds, result = seconds_after_sigterm(bench, child_call, "ChildCall", "total win=slow")
     assert seconds < 2.0
     assert result.interrupted.signal == "SIGTERM"
     assert reasons(result)["win=slow"] == INTERRUPTED

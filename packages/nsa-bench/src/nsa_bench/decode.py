@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nsa_bench import entries, isolation, remote
+from nsa_bench import child_call, entries, isolation
 from nsa_bench.cells import Cell
 from nsa_bench.clocks import EagerClock, clock_for
 from nsa_bench.decode_workloads import (
@@ -178,7 +178,7 @@ class DecodeBench(Bench):
             *(name, key.removesuffix(EAGER)),
         )
         limits, eager = (self._limits, self._stop, children), key.endswith(EAGER)
-        return remote.in_child(workload, make, s.device, *limits, eager=eager, inference=True)
+        return child_call.in_child(workload, make, s.device, *limits, eager=eager, inference=True)
 
     def _slot_times(self, cell: Cell, name: str, plan: Plan, x: State) -> dict[str, Outcome]:
         """Return the outcome of each slot within the step of a plan."""

@@ -1,7 +1,7 @@
 """Limits of a call: it ends when it has taken too long, or when the run's time is over.
 
 A call of many short operations ends in this process: a timer raises TimeUp in the main thread
-between two of them. One long operation cannot be ended like that; nsa_bench.remote runs such
+between two of them. One long operation cannot be ended like that; nsa_bench.child_call runs such
 calls in a child process.
 """
 

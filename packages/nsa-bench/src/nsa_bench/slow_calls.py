@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 
-from nsa_bench import cells, remote
+from nsa_bench import cells, child_call
 from nsa_bench.cells import Cell
 from nsa_bench.clocks import CpuClock, CudaClock
 from nsa_bench.estimates import CHILD_MS, SLOWDOWN, Estimates, probe_length
@@ -113,4 +113,4 @@ class SlowCalls:
         make = self._subjects.in_child(cell, combo, workload.key)
         otherwise = None if foreign else functools.partial(self._clock.prepare, limited)
         limits = (self._limits, self._stop, children)
-        return remote.in_child(limited, make, self._device, *limits, otherwise=otherwise)
+        return child_call.in_child(limited, make, self._device, *limits, otherwise=otherwise)

@@ -1,4 +1,4 @@
-"""Slow calls: a child process makes them, and ends at a limit or a signal.
+"""A workload in a child process, which a limit or a signal ends while a call runs.
 
 The child has its own inputs, of the same seed, and on a GPU its own context. It prepares one
 workload, as the clock does, and takes a sample whenever it is asked.
@@ -53,7 +53,7 @@ class _Failure:
     has_begun: bool = True
 
 
-class RemoteCall:
+class ChildCall:
     """A workload in a child process.
 
     Args:
@@ -152,17 +152,17 @@ def in_child(
     Args:
         workload: The workload in this process.
         make: Returns the same workload in the child.
-        device: As in RemoteCall, like ``limits``, ``stop`` and ``mode``.
+        device: As in ChildCall, like ``limits``, ``stop`` and ``mode``.
         limits: When the child is ended.
         stop: Reports an interruption.
         children: Ends the child when it closes.
         otherwise: Prepares the workload if the child cannot begin; None: that is a failure.
-        mode: ``eager`` and ``inference`` of RemoteCall.
+        mode: ``eager`` and ``inference`` of ChildCall.
     """
 
     def start() -> Prepared:
         try:
-            call = RemoteCall(make, device, limits, stop, **mode)
+            call = ChildCall(make, device, limits, stop, **mode)
             children.callback(call.end)
             return call.prepare()
         except CannotStart as error:
