@@ -127,6 +127,9 @@ def _rank_window(
 ):  # fmt: skip
     """Rank the new blocks of a window, CHUNKS x LANES with the survivors before them.
 
+    SCORES has a pair of numbers for each column. The pair of a new block holds two parts of its
+    score; that of a survivor holds its score and the bits of its block number.
+
     ``num_kept`` [ROWS] survivors are at or above ``threshold``. Returns both for the next window,
     whose first columns get the survivors. The last window writes OUT.
     """
