@@ -73,7 +73,7 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
         (["--nsa", "window_size"], "--nsa must be NAME=VALUE such as window_size=512"),
         (["--nsa", "window_size=0"], "window_size must be an integer >= 1, got 0"),
         (["--steps", "3"], "--steps: there is no training without --text"),
-        (["--text", "none.txt"], "--text: none.txt cannot be read"),
+        (["--text", "none.txt"], "--text none.txt: No such file or directory"),
         (["--text", "text.txt"], "tokens, but rows of --length 4,096"),
         (["--dtype", "fp32,bf16"], "--dtype must be one dtype, got float32, bfloat16"),
         (["--out", "dense"], "dense exists and is not an empty folder"),

@@ -116,8 +116,8 @@ TESTS: dict[str, tuple[str, ...]] = {
 
 
 def sentences(page: str) -> list[str]:
-    """Return the sentences of a page, without headings and code blocks."""
-    prose = re.sub(r"^```.*?^```$|^#.*?$", "", page, flags=re.DOTALL | re.MULTILINE)
+    """Return the sentences of a page, without headings, code blocks and marks."""
+    prose = re.sub(r"^```.*?^```$|^#.*?$|^<!--.*?-->$", "", page, flags=re.DOTALL | re.MULTILINE)
     found = []
     for paragraph in re.split(r"\n\n|\n- ", prose):
         text = " ".join(paragraph.split()).removeprefix("- ")
