@@ -63,7 +63,7 @@ LEGEND = (
     " the forward and the backward alone, ms; comm.: the collectives repeated alone, ms; wait:"
     " share of the time inside collectives, where it is largest; GiB: peak memory of a GPU"
 )
-# Of the judged problem: rows, and query heads per key/value head, which the division treats alike.
+# The judged problem has these rows and query heads per kv head, which the division treats alike.
 ROWS, MAX_GROUP = {"cuda": 2048, "cpu": 256}, 4
 # First rows of its documents, of SCALE rows: short, empty, across ranks, around whole pieces.
 BOUNDS, SCALE = (0, 5, 1500, 1500, 1503, 3500, 8100), 8192

@@ -73,7 +73,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class RankCall(NamedTuple):
-    """What a rank knows of a call before the first collective; torch.compile can trace it.
+    """The facts about a call that a rank knows before the first collective; traceable.
 
     Attributes:
         plan: the plan of the call.

@@ -1,4 +1,4 @@
-"""What the operators of slots take and return, and how an operator is defined."""
+"""Schemas: the arguments and results of slot operators, and the definition of an operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check gets: a combination with a case or a decode step, and the findings it makes.
+"""The subject of a check: a combination with a case or a decode step, and its findings.
 
 The rules that checks of prefill and of decode share are methods here.
 """

@@ -1,4 +1,4 @@
-"""What the designs of cases share: values of a preset, and the case that a row describes."""
+"""Parts that all designs of cases share: values of a preset, and the case of a row."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is judged: cases, combinations of backends, runs of slots, and findings."""
+"""Subjects of the judge: cases, decode steps, combinations, runs of slots, and findings."""

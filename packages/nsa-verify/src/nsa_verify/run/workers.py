@@ -40,7 +40,7 @@ class _CannotStart(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What the workers share: the arguments of :func:`run_tasks`."""
+    """The arguments of :func:`run_tasks`, which all workers share."""
 
     combinations: Sequence[Combination]
     todo: Sequence[Job]
