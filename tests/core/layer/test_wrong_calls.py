@@ -503,7 +503,7 @@ def test_a_module_of_the_user_in_the_layer_is_checked(change, words, compiled):
     """The layer does not check the tensors that it made; the slots do."""
     attn = layer_of()
     attn.gate = Wrong(change)
-    run = torch.compile(attn, backend="eager") if compiled else attn
+    run = torch.compile(attn, backend="eager", dynamic=False) if compiled else attn
     with pytest.raises(Exception, match=re.escape(words)) as caught:
         run(X.requires_grad_(False))
     assert compiled or isinstance(caught.value, InvalidInput)

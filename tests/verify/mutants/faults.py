@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         "win attends across documents",
         _WIN,
-        "(keys < step.start[:, None])[",
+        "(keys < tiles.start[:, None])[",
         "(keys < 0)[",
     ),
     # sel
