@@ -50,8 +50,8 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-# Of the largest GPU of each architecture (A100, A40, Orin, L40S, H200, B200, B300, RTX PRO 6000,
-# GB10): an upper bound for a GPU that is described, but not present.
+# The largest GPU of each architecture (A100, A40, Orin, L40S, H200, B200, B300, RTX PRO 6000, GB10)
+# has this many: an upper bound for a GPU that is described, but not present.
 _MULTIPROCESSORS = {
     80: 108,
     86: 84,

@@ -15,7 +15,6 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.plan.plan import Plan
-from nsa_verify.checks.calls import CORE, PREFILL
 from nsa_verify.checks.invariants import between_nans, poisoned_memory, with_poison
 from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.judge.core import judge_core
@@ -129,7 +128,7 @@ def _judged(subject: CaseUnderTest, run: CoreRun, do: torch.Tensor) -> Iterator[
     yield from subject.judged("", verdicts)
 
 
-@case_check("core gradients", *PREFILL, CORE)
+@case_check("core gradients")
 def core_gradients(subject: CaseUnderTest) -> Iterator[Finding]:
     """Judge the gradients of nsa_attention, given the blocks that it selected.
 
@@ -140,7 +139,7 @@ def core_gradients(subject: CaseUnderTest) -> Iterator[Finding]:
     yield from _judged(subject, _run(subject, subject.plan()), do)
 
 
-@case_check("core nan storage", *PREFILL, CORE)
+@case_check("core nan storage")
 def nan_storage(subject: CaseUnderTest) -> Iterator[Finding]:
     """Judge a fused backward on inputs and a do with NaN beyond S and between rows."""
     plan = subject.plan()
@@ -150,7 +149,7 @@ def nan_storage(subject: CaseUnderTest) -> Iterator[Finding]:
     yield from _judged(subject, _run(subject, plan, tensors), between_nans(subject.data.do))
 
 
-@case_check("core poison", *PREFILL, CORE)
+@case_check("core poison")
 def finite_poison(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that huge keys and values after t do not change dq and dgates of rows <= t, bitwise.
 
@@ -169,7 +168,7 @@ def finite_poison(subject: CaseUnderTest) -> Iterator[Finding]:
         yield subject.same_bits("core", f"{name} up to {t}", *rows)
 
 
-@case_check("core inputs", *PREFILL, CORE)
+@case_check("core inputs")
 def inputs_untouched(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that a fused backward writes to none of its inputs, blocks and do included."""
     plan = subject.plan()
@@ -179,7 +178,7 @@ def inputs_untouched(subject: CaseUnderTest) -> Iterator[Finding]:
     yield from subject.untouched("core", {**run.inputs, "do": do}, lambda: run.gradients(do))
 
 
-@case_check("core run to run", *PREFILL, CORE)
+@case_check("core run to run")
 def run_to_run(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that a fused backward gives equal bits three times.
 

@@ -25,7 +25,7 @@ Weights = tuple[torch.Tensor, ...]
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [N, 1, D / 2]
 
 
-@step_check("decode fused compress", ("compress", "decode"))
+@step_check("decode fused compress")
 def fused_compress(subject: StepUnderTest) -> Iterator[Finding]:
     """Run :func:`compress_parity` with both kinds of phi, with and without rotary.
 

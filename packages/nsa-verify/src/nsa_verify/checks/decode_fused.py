@@ -26,7 +26,7 @@ from nsa_verify.reference import attention
 _DIM = 200  # layer width of the gates check: larger than a tile, and not a multiple of one
 
 
-@step_check("decode fused append", ("append", "decode"))
+@step_check("decode fused append")
 def fused_append(subject: StepUnderTest) -> Iterator[Finding]:
     """Run :func:`append_parity` with and without rotary if the backend has a fused append."""
     if "append" not in subject.plan().fused:
@@ -40,7 +40,7 @@ def fused_append(subject: StepUnderTest) -> Iterator[Finding]:
         )
 
 
-@step_check("decode fused gates", ("gates", "decode"))
+@step_check("decode fused gates")
 def fused_gates(subject: StepUnderTest) -> Iterator[Finding]:
     """Judge sigmoid(x W^T + b) in the dtype of gates, if the backend has fused gates."""
     plan, data, dtype = subject.plan(), subject.data, subject.dtype
@@ -74,7 +74,7 @@ def fused_gates(subject: StepUnderTest) -> Iterator[Finding]:
     yield from subject.judged("", {"gates": verdict})
 
 
-@step_check("decode fused step", ("step", "decode"))
+@step_check("decode fused step")
 def fused_step(subject: StepUnderTest) -> Iterator[Finding]:
     """Check the blocks of a fused step, its output given these blocks, and its padding rows.
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from nsa_core.torch_ops.backend_call import record_dispatch
-from nsa_verify.checks.calls import DECODE
 from nsa_verify.checks.decode_parity import judge_step
 from nsa_verify.checks.under_test import StepUnderTest, step_check
 from nsa_verify.problems.findings import Finding
@@ -32,7 +31,7 @@ def _same_results(
         yield from subject.equal_runs(slot, [_named(results, slot) for results in runs])
 
 
-@step_check("decode ties", *DECODE)
+@step_check("decode ties")
 def ties(subject: StepUnderTest) -> Iterator[Finding]:
     """Check that equal scores select the lowest blocks; zero queries make all scores equal."""
     data = subject.data
@@ -43,7 +42,7 @@ def ties(subject: StepUnderTest) -> Iterator[Finding]:
     )
 
 
-@step_check("decode run to run", *DECODE)
+@step_check("decode run to run")
 def run_to_run(subject: StepUnderTest) -> Iterator[Finding]:
     """Check that three runs have equal bits.
 
@@ -59,7 +58,7 @@ def run_to_run(subject: StepUnderTest) -> Iterator[Finding]:
                 yield subject.not_deterministic(plan, slot)
 
 
-@step_check("decode page order", *DECODE)
+@step_check("decode page order")
 def page_order(subject: StepUnderTest) -> Iterator[Finding]:
     """Check that the order of pages does not change the bits."""
     plan, device = subject.plan(deterministic=True), subject.combination.device
@@ -67,7 +66,7 @@ def page_order(subject: StepUnderTest) -> Iterator[Finding]:
     yield from _same_results(subject, [run_step(plan, data) for data in orders])
 
 
-@step_check("decode replay", *DECODE)
+@step_check("decode replay")
 def replayed(subject: StepUnderTest) -> Iterator[Finding]:
     """Check a second call with new lengths in the same tensors, as in a CUDA graph replay.
 
@@ -87,7 +86,7 @@ def replayed(subject: StepUnderTest) -> Iterator[Finding]:
     yield from _same_results(subject, [run_step(plan, fresh), again])
 
 
-@step_check("decode inputs untouched", *DECODE)
+@step_check("decode inputs untouched")
 def inputs_untouched(subject: StepUnderTest) -> Iterator[Finding]:
     """Check that no decode form writes to the cache, the queries or the tensors of the call."""
     data, plan = subject.data, subject.plan()
@@ -96,7 +95,7 @@ def inputs_untouched(subject: StepUnderTest) -> Iterator[Finding]:
     yield from subject.untouched("", {"q": data.q, **data.stores, **call}, run)
 
 
-@step_check("decode dispatch", *DECODE)
+@step_check("decode dispatch")
 def dispatch(subject: StepUnderTest) -> Iterator[Finding]:
     """Check that the requested decode forms ran, by the dispatch record and by a profile."""
     data, plan = subject.data, subject.plan()

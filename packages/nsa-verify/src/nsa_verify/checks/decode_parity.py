@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from nsa_verify.checks.calls import DECODE, may_call
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.combination import Combination
@@ -18,7 +17,6 @@ from nsa_verify.problems.step_runs import Results, decode_plan, run_step
 from nsa_verify.problems.steps import Step
 
 
-@may_call(*DECODE)
 def decode_parity(
     combination: Combination,
     step: Step,

@@ -14,7 +14,6 @@ from nsa_core.contract import BRANCHES, SLOTS
 from nsa_core.layer.attention import nsa_attention
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.core_kernels import selects_all
-from nsa_verify.checks.calls import PREFILL
 from nsa_verify.checks.slots import judge_run
 from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.problems.cases import CaseData
@@ -24,7 +23,7 @@ from nsa_verify.problems.slot_runs import CausalSel, masked_do, slot_inputs
 HUGE = {torch.float16: 6e4}  # finite poison; 1e30 in other dtypes
 
 
-@case_check("composition", *PREFILL)
+@case_check("composition")
 def composition(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that nsa_attention equals the five slots in order, bit for bit, with gradients.
 
@@ -66,7 +65,7 @@ def composition(subject: CaseUnderTest) -> Iterator[Finding]:
             yield subject.same_bits(branch, f"d{name}", grads[name], expected)
 
 
-@case_check("causality", *PREFILL)
+@case_check("causality")
 def causality(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that no row before t0 depends on tokens from t0 on, by equal bits and by autograd."""
     case = subject.case
@@ -115,7 +114,7 @@ def _splice(data: CaseData, other: CaseData, t0: int) -> CaseData:
     return dataclasses.replace(data, **joined)
 
 
-@case_check("poison", *PREFILL)
+@case_check("poison")
 def finite_poison(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that huge keys and values after t do not change o, LSE and dq of rows <= t, bitwise.
 
@@ -151,7 +150,7 @@ def with_poison(subject: CaseUnderTest, name: str, tensor: torch.Tensor) -> torc
     return poisoned
 
 
-@case_check("nan storage", *PREFILL)
+@case_check("nan storage")
 def nan_storage(subject: CaseUnderTest) -> Iterator[Finding]:
     """Judge slots on inputs with NaN beyond S and between rows, and on outputs filled with NaN."""
     data = subject.data
@@ -188,7 +187,7 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-@case_check("run to run", *PREFILL)
+@case_check("run to run")
 def run_to_run(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that three runs have equal bits, forward and backward.
 
@@ -204,7 +203,7 @@ def run_to_run(subject: CaseUnderTest) -> Iterator[Finding]:
                 yield subject.not_deterministic(plan, slot)
 
 
-@case_check("inputs untouched", *PREFILL)
+@case_check("inputs untouched")
 def inputs_untouched(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that no slot writes to its inputs, forward or backward."""
     data, plan = subject.data, subject.plan()
@@ -215,7 +214,7 @@ def inputs_untouched(subject: CaseUnderTest) -> Iterator[Finding]:
         yield from subject.untouched(slot, {**inputs, "do": data.do}, run)
 
 
-@case_check("dispatch", *PREFILL)
+@case_check("dispatch")
 def dispatch(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that the requested kernels ran, by the dispatch record and by a profile."""
     plan = subject.plan()

@@ -17,7 +17,6 @@ from nsa_core.config import COMPRESS_KINDS, NSAConfig
 from nsa_core.errors import Unsupported
 from nsa_core.layer.module import NSAttention
 from nsa_core.plan.plan import Plan, resolve
-from nsa_verify.checks.calls import CORE, PREFILL
 from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.judge.layer_gradients import golden_layer, judge_results, run_layer
 from nsa_verify.problems.cases import Case
@@ -59,7 +58,7 @@ def jobs_for(preset: str, seed: int, job: Callable[..., Any]) -> list[Any]:
     return [job("layer", layer, case, torch.float64) for case in cases]
 
 
-@case_check("layer", *PREFILL, CORE)
+@case_check("layer")
 def layer(subject: CaseUnderTest) -> Iterator[Finding]:
     """Compare NSAttention with the oracle: output, and gradients of input and parameters.
 

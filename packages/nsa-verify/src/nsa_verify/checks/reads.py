@@ -18,7 +18,6 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.contract import BRANCHES
 from nsa_core.plan.plan import Plan
-from nsa_verify.checks.calls import DECODE
 from nsa_verify.checks.under_test import StepUnderTest, step_check
 from nsa_verify.problems.cases import PAPER, Case, config_of
 from nsa_verify.problems.combination import Combination
@@ -114,7 +113,7 @@ def count_reads(
     return entries
 
 
-@step_check("decode reads", *DECODE)
+@step_check("decode reads")
 def reads(subject: StepUnderTest) -> Iterator[Finding]:
     """Check at each length of the step that every branch reads exactly the predicted tokens."""
     if subject.step.rows > 1:

@@ -11,7 +11,6 @@ import torch
 from nsa_core.contract import SLOTS
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
-from nsa_verify.checks.calls import PREFILL, prefill
 from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
@@ -19,7 +18,7 @@ from nsa_verify.problems.findings import Finding, Findings
 from nsa_verify.problems.slot_runs import SlotRun, slot_inputs
 
 
-@case_check("parity", *PREFILL)
+@case_check("parity")
 def parity(subject: CaseUnderTest) -> Iterator[Finding]:
     """Compare every slot with the oracle on the same inputs: outputs, LSE and all gradients."""
     runs = subject.runs(subject.plan())
@@ -42,7 +41,7 @@ def judge_run(
     yield from findings.judged(slot, judge_slot(*call, do=run.do, **options))
 
 
-@case_check("coverage", *PREFILL)
+@case_check("coverage")
 def coverage(subject: CaseUnderTest) -> Iterator[Finding]:
     """Compare branches that see every key with dense causal attention.
 
@@ -81,7 +80,7 @@ def _judge_dense(
     yield from subject.judged(slot, judge_slot("win", inputs, outputs, geometry, scale, **options))
 
 
-@case_check("packed", *PREFILL)
+@case_check("packed")
 def packed_equals_separate(subject: CaseUnderTest) -> Iterator[Finding]:
     """Judge each document of a packed call as a dense sequence of its own."""
     case = subject.case
@@ -111,7 +110,7 @@ def _document(run: SlotRun, rows: slice, cmp_rows: slice) -> SlotRun:
     )
 
 
-@case_check("ties", *prefill("cmp", "select"))
+@case_check("ties")
 def ties(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check that equal scores select the lower block: with zero keys, and with exact logits."""
     case, data = subject.case, subject.data
@@ -142,7 +141,7 @@ def ties(subject: CaseUnderTest) -> Iterator[Finding]:
         yield subject.same_bits("select", label, blocks.cpu(), expected)
 
 
-@case_check("any blocks", *prefill("sel"))
+@case_check("any blocks")
 def any_blocks(subject: CaseUnderTest) -> Iterator[Finding]:
     """Judge sel on unsorted blocks with duplicates, -1, out-of-range and future entries."""
     case, data = subject.case, subject.data
@@ -164,7 +163,7 @@ def any_blocks(subject: CaseUnderTest) -> Iterator[Finding]:
         )
 
 
-@case_check("empty rows", *prefill("cmp", "sel"))
+@case_check("empty rows")
 def empty_rows(subject: CaseUnderTest) -> Iterator[Finding]:
     """Check rows without a visible key: output exactly 0, LSE -inf, and gradients exactly 0."""
     case, data = subject.case, subject.data

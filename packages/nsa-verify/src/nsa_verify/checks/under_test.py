@@ -15,7 +15,6 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.plan.plan import Plan
-from nsa_verify.checks.calls import Call, may_call
 from nsa_verify.problems.cases import Case, CaseData
 from nsa_verify.problems.combination import Combination, spec_of
 from nsa_verify.problems.findings import Finding, Findings
@@ -142,13 +141,12 @@ class StepUnderTest(UnderTest):
 
 
 def case_check(
-    name: str, *calls: Call
+    name: str,
 ) -> Callable[[Callable[[CaseUnderTest], Iterator[Finding]]], CaseCheck]:
     """Make a check of cases: a function of (combination, case, dtype) that yields findings.
 
     Args:
         name: Name of the check in findings.
-        *calls: The functions of the combination that it calls at most.
     """
 
     def declare(check: Callable[[CaseUnderTest], Iterator[Finding]]) -> CaseCheck:
@@ -156,13 +154,13 @@ def case_check(
         def run(combination: Combination, case: Case, dtype: torch.dtype) -> Iterator[Finding]:
             return check(CaseUnderTest(name, case, dtype, combination))
 
-        return may_call(*calls)(run)
+        return run
 
     return declare
 
 
 def step_check(
-    name: str, *calls: Call
+    name: str,
 ) -> Callable[[Callable[[StepUnderTest], Iterator[Finding]]], StepCheck]:
     """Make a check of decode steps, as :func:`case_check`: of (combination, step, dtype)."""
 
@@ -171,6 +169,6 @@ def step_check(
         def run(combination: Combination, step: Step, dtype: torch.dtype) -> Iterator[Finding]:
             return check(StepUnderTest(name, step.case, dtype, combination, step))
 
-        return may_call(*calls)(run)
+        return run
 
     return declare

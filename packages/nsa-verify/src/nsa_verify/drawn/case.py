@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from nsa_core.contract import SLOTS
-from nsa_verify.checks.calls import CORE, PREFILL, Call, prefill
 from nsa_verify.drawn.line import Drawn, below, integer, integers, one_of, some_of, switch
 
 LAYOUTS = ("plain", "transposed", "gaps", "offset", "expanded", "strided")
@@ -114,11 +113,6 @@ class SlotCase(Drawn):
     def check_name(self) -> str:
         """Name of the check that runs the case."""
         return PARTIAL_CHECK if self.partial and self.kind in SLOTS else f"generated {self.kind}"
-
-    @property
-    def calls(self) -> frozenset[Call]:
-        """The functions of a backend that its check may call."""
-        return frozenset((*PREFILL, CORE) if self.kind == "core" else prefill(self.kernel))
 
     @property
     def lengths_of_case(self) -> tuple[tuple[int, ...], int, bool]:

@@ -10,7 +10,6 @@ import torch
 
 from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
-from nsa_verify.checks.calls import Call
 from nsa_verify.drawn.case import SlotCase
 from nsa_verify.drawn.draw import PARTIAL, STEPS, draw
 from nsa_verify.drawn.function_levels import FUNCTIONS
@@ -48,11 +47,6 @@ class OnDrawn:
     drawn: Drawn
     budget: ShrinkBudget
     if_declared: bool = False
-
-    @property
-    def calls(self) -> frozenset[Call]:
-        """The functions that the check may call."""
-        return self.drawn.calls
 
     def __call__(
         self, combination: Combination, case: Case, dtype: torch.dtype

@@ -14,7 +14,6 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import DTYPES
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import SEED
-from nsa_verify.checks.calls import Call
 from nsa_verify.problems.cases import Case
 from nsa_verify.problems.findings import Finding
 
@@ -143,11 +142,6 @@ class Drawn:
     @property
     def check_name(self) -> str:
         """Name of the check that runs it."""
-        raise NotImplementedError
-
-    @property
-    def calls(self) -> frozenset[Call]:
-        """The functions of a backend that its check may call."""
         raise NotImplementedError
 
     @property

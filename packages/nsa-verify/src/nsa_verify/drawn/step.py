@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar, TypeVar
 
-from nsa_verify.checks.calls import DECODE, Call
 from nsa_verify.drawn.case import METADATA
 from nsa_verify.drawn.line import Drawn, below, integer, integers, one_of
 from nsa_verify.problems.cases import Case
@@ -104,11 +103,6 @@ class DecodeStep(Sequences):
         """Name of the check that runs the step."""
         return "generated steps"
 
-    @property
-    def calls(self) -> frozenset[Call]:
-        """The functions of a backend that its check may call."""
-        return frozenset((*DECODE, ("step", "decode")))
-
     def problems(self) -> Iterator[str]:
         """Yield a sentence for each value that does not fit the others."""
         yield from super().problems()
@@ -153,11 +147,6 @@ class BlockStep(Sequences):
     def check_name(self) -> str:
         """Name of the check that runs the step."""
         return "block attention decode"
-
-    @property
-    def calls(self) -> frozenset[Call]:
-        """The functions of a backend that its check may call."""
-        return frozenset({("sel", "decode")})
 
     def problems(self) -> Iterator[str]:
         """Yield a sentence for each value that does not fit the others."""

@@ -23,7 +23,6 @@ from nsa_verify.checks import (
     reads,
 )
 from nsa_verify.checks import slots as checks
-from nsa_verify.checks.calls import Call, calls_of
 from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.drawn import jobs as drawn
 from nsa_verify.drawn.line import Drawn
@@ -148,11 +147,6 @@ class OnStep:
 
     check: StepCheck
     step: Step
-
-    @property
-    def calls(self) -> frozenset[Call]:
-        """The functions that the check may call."""
-        return calls_of(self.check)
 
     def __call__(
         self, combination: Combination, case: Case, dtype: torch.dtype

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from nsa_core.config import COMPRESS_KINDS, GATE_KINDS, NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_verify.checks.calls import EVERY, Call
 from nsa_verify.drawn.line import (
     LARGEST,
     Drawn,
@@ -159,11 +158,6 @@ class History(Drawn):
     def check_name(self) -> str:
         """Name of the check that runs the history."""
         return "cache histories"
-
-    @property
-    def calls(self) -> frozenset[Call]:
-        """The functions of a backend that its check may call: every one."""
-        return EVERY
 
     @property
     def lengths_of_case(self) -> tuple[tuple[int, ...], int, bool]:
