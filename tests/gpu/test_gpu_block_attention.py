@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from nsa_core import block_attention, block_attention_decode, plan_block_attention
+from nsa_core import (
+    block_attention,
+    block_attention_decode,
+    block_attention_decode_with_lse,
+    block_attention_with_lse,
+    plan_block_attention,
+)
 from nsa_core.block.plans import BlockPlan
 from nsa_verify.problems.findings import bits
 
@@ -67,7 +73,7 @@ def training_inputs(packed: bool, seed: int) -> Inputs:
 
 def train(x: Inputs, plan: BlockPlan) -> list[torch.Tensor]:
     """Return the output, the log-sum-exp and the gradients of q, k and v."""
-    o, lse = block_attention(
+    o, lse = block_attention_with_lse(
         x["q"],
         x["k"],
         x["v"],
@@ -76,7 +82,6 @@ def train(x: Inputs, plan: BlockPlan) -> list[torch.Tensor]:
         cu_seqlens=x.get("cu_seqlens"),
         max_seqlen=TOKENS if "cu_seqlens" in x else None,
         plan=plan,
-        return_lse=True,
     )
     gradients = torch.autograd.grad(o, [x["q"], x["k"], x["v"]], x["do"])
     return [o.detach(), lse, *gradients]
@@ -109,7 +114,7 @@ def decode_inputs(paged: bool, seed: int) -> Inputs:
 
 def decode(x: Inputs, plan: BlockPlan) -> list[torch.Tensor]:
     """Return the output and the log-sum-exp."""
-    return list(block_attention_decode(**x, block_size=SIZE, plan=plan, return_lse=True))
+    return list(block_attention_decode_with_lse(**x, block_size=SIZE, plan=plan))
 
 
 def with_gaps(x: torch.Tensor) -> torch.Tensor:

@@ -132,10 +132,10 @@ def test_the_layers_with_an_indexer_run_block_attention(model, tokens, monkeypat
 
     def record(*arguments: torch.Tensor, **options: Any) -> Any:
         calls.append((arguments[3].shape, options["block_size"], options["first_query"]))
-        return block_attention(*arguments, **options)
+        return block_attention_with_lse(*arguments, **options)
 
-    block_attention = minimax.block_attention
-    monkeypatch.setattr(minimax, "block_attention", record)
+    block_attention_with_lse = minimax.block_attention_with_lse
+    monkeypatch.setattr(minimax, "block_attention_with_lse", record)
     model.set_attn_implementation("nsa_blocks")
     with torch.no_grad():
         model(tokens[:, :20])

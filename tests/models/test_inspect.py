@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from inspect_planted import Planted
-from nsa_core import BackendUnavailable, InvalidInput, nsa_attention
+from nsa_core import BackendUnavailable, InvalidInput, nsa_attention_with_lse
 from nsa_models.inspect import Inspection, inspect_model, inspect_text, open_subject, save
 from nsa_models.inspect.collect import CHOSEN, FORCED, FUTURE, MISSED, PASSED_OVER
 from nsa_models.inspect.draw import detail, overview
@@ -52,7 +52,7 @@ def test_blocks_and_gates_are_those_of_the_layers(config, tokens):
     for layer, block in zip(result.layers, model.blocks):
         attn, inputs = block.attn, block.attn_norm(x)
         projected, gates = attn.project(inputs), attn.gate(inputs)
-        _, blocks = nsa_attention(
+        _, _, blocks = nsa_attention_with_lse(
             projected.q,
             projected.k,
             projected.v,
@@ -60,7 +60,6 @@ def test_blocks_and_gates_are_those_of_the_layers(config, tokens):
             k_cmp=projected.k_cmp,
             v_cmp=projected.v_cmp,
             config=attn.config,
-            return_blocks=True,
         )
         assert torch.equal(layer.blocks, blocks[0])
         torch.testing.assert_close(layer.gates, gates[0])

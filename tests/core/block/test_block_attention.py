@@ -17,6 +17,7 @@ from nsa_core import (
     NSAConfig,
     Unsupported,
     block_attention,
+    block_attention_with_lse,
     nsa_attention,
     plan_block_attention,
     resolve,
@@ -86,7 +87,7 @@ def test_output_and_gradients_match_the_oracle(case: str, dtype: torch.dtype) ->
         if packed:
             x["q"], x["blocks"] = (x[name][45:130].detach() for name in ("q", "blocks"))
             x["q"].requires_grad_()
-    o, lse = block_attention(**x, block_size=SIZE, return_lse=True, **options)
+    o, lse = block_attention_with_lse(**x, block_size=SIZE, **options)
     assert not lse.requires_grad
     do = torch.randn_like(o)
     grads = torch.autograd.grad(o, [x["q"], x["k"], x["v"]], do)
@@ -144,7 +145,7 @@ def test_blocks_may_have_any_integer_dtype(dtype: torch.dtype) -> None:
 def test_a_query_without_blocks_gives_zero() -> None:
     x = problem()
     x["blocks"] = torch.full_like(x["blocks"], -1)
-    o, lse = block_attention(**x, block_size=SIZE, return_lse=True)
+    o, lse = block_attention_with_lse(**x, block_size=SIZE)
     assert not o.any()
     assert (lse == -torch.inf).all()
     empty = block_attention(**{**x, "blocks": x["blocks"][..., :0]}, block_size=SIZE)

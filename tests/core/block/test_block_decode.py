@@ -13,6 +13,8 @@ from nsa_core import (
     Unsupported,
     block_attention,
     block_attention_decode,
+    block_attention_decode_with_lse,
+    block_attention_with_lse,
     plan_block_attention,
 )
 from nsa_core.block.plans import BlockSizes
@@ -57,14 +59,13 @@ def expected(x: dict[str, Any], size: int, scale: float | None = None) -> tuple[
         count = length - first
         if count:
             pages = [t[x["block_table"][b].long()].flatten(0, 1) for t in (x["k"], x["v"])]
-            o_b, lse_b = block_attention(
+            o_b, lse_b = block_attention_with_lse(
                 x["q"][b : b + 1, :count],
                 *(t[None, :length] for t in pages),
                 x["blocks"][b : b + 1, :count],
                 block_size=size,
                 scale=scale,
                 first_query=first,
-                return_lse=True,
             )
             o[b, :count], lse[b, :, :count] = o_b[0], lse_b[0]
     return o, lse
@@ -79,7 +80,7 @@ def test_steps_equal_the_rows_of_the_whole_sequences(
 ) -> None:
     """Also blocks that are longer than a page."""
     x = problem(page, rows, n, last=-(-max(LENGTHS) // size) + 1)
-    o, lse = block_attention_decode(**x, block_size=size, return_lse=True)
+    o, lse = block_attention_decode_with_lse(**x, block_size=size)
     wanted, wanted_lse = expected(x, size)
     assert torch.allclose(o, wanted, atol=1e-6)
     assert torch.allclose(lse, wanted_lse, atol=1e-5)
@@ -116,7 +117,7 @@ def test_starts_place_the_queries() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dtypes_and_scale(dtype: torch.dtype) -> None:
     x = problem(dtype=dtype)
-    o, lse = block_attention_decode(**x, block_size=64, scale=-0.3, return_lse=True)
+    o, lse = block_attention_decode_with_lse(**x, block_size=64, scale=-0.3)
     wanted, wanted_lse = expected(x, 64, -0.3)
     assert (o.dtype, lse.dtype) == (dtype, stats_dtype(dtype))
     assert torch.allclose(o, wanted, atol=1e-2 if dtype == torch.bfloat16 else 1e-13)
@@ -129,7 +130,7 @@ def test_a_step_without_work_gives_zeros(change: dict[str, int]) -> None:
     x["blocks"] = x["blocks"][..., : change.get("n", 4)]
     count = change.get("batch", 4)
     x |= {name: x[name][:count] for name in ("q", "blocks", "lengths", "block_table")}
-    o, lse = block_attention_decode(**x, block_size=64, return_lse=True)
+    o, lse = block_attention_decode_with_lse(**x, block_size=64)
     assert o.shape == (count, change.get("rows", 1), 6, 8)
     assert not o.any()
     assert (lse == -torch.inf).all()
@@ -146,7 +147,7 @@ def test_a_cache_without_tokens_gives_zeros(shortage: str) -> None:
     if shortage == "rows":
         del x["block_table"]
         x |= {name: x[name][:4, :0] for name in ("k", "v")}
-    o, lse = block_attention_decode(**x, block_size=64, return_lse=True)
+    o, lse = block_attention_decode_with_lse(**x, block_size=64)
     assert not o.any()
     assert (lse == -torch.inf).all()
 

@@ -1,15 +1,17 @@
 """nsa_attention: composition of the branches, options, errors and default plans."""
 
 import contextlib
+import inspect
 
 import pytest
 import torch
 import torch._dynamo.testing
 
+import nsa_core
 import nsa_core.plan.plan
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
-from nsa_core import InvalidInput, Unsupported, nsa_attention
+from nsa_core import InvalidInput, Unsupported, nsa_attention, nsa_attention_with_lse
 from nsa_core.layer.phi.kinds import mean_compress
 from nsa_core.torch_ops.backend_call import record_dispatch
 
@@ -21,9 +23,14 @@ def attend(tensors, config=CONFIG, **options):
     return nsa_attention(*tensors, config=config, **options)
 
 
+def attend_with_lse(tensors, **options):
+    plan = dense_plan(CONFIG, tensors.q.dtype, varlen=True)
+    return nsa_attention_with_lse(*tensors, config=CONFIG, plan=plan, **options)
+
+
 def test_output_is_the_gated_sum_of_the_branches():
     tensors, plan = inputs(CONFIG, 2, 37), dense_plan(CONFIG)
-    o, lse, blocks = attend(tensors, return_lse=True, return_blocks=True)
+    o, lse, blocks = attend_with_lse(tensors)
     k_cmp, v_cmp = (mean_compress(x[0], CONFIG.geometry) for x in (tensors.k, tensors.v))
     branches = [
         plan.cmp(tensors.q, k_cmp, v_cmp),
@@ -54,24 +61,27 @@ def test_compressed_tensors_replace_the_cmp_entry(cmp_entry):
     assert torch.equal(attend(replaced, k_cmp=k_cmp, v_cmp=v_cmp), attend(tensors))
 
 
-@pytest.mark.parametrize("extras", [(), ("lse",), ("blocks",), ("lse", "blocks")])
-def test_optional_outputs(extras):
-    got = attend(inputs(CONFIG, 1, 12), **{f"return_{e}": True for e in extras})
-    if not extras:
-        assert got.shape == (1, 12, 4, 6)
-        return
-    assert got[0].shape == (1, 12, 4, 6)
-    assert len(got) == 1 + len(extras)
-    if "lse" in extras:
-        assert [tuple(lse.shape) for lse in got[1]] == [(1, 4, 12)] * 3
-    if "blocks" in extras:
-        assert got[-1].shape == (1, 12, 2, 4)
-        assert got[-1].dtype == torch.int32
+def test_outputs_of_both_functions():
+    tensors = inputs(CONFIG, 1, 12)
+    got = attend_with_lse(tensors)
+    assert torch.equal(got.o, attend(tensors))
+    assert got.o.shape == (1, 12, 4, 6)
+    assert [tuple(lse.shape) for lse in got.lse] == [(1, 4, 12)] * 3
+    assert got.blocks.shape == (1, 12, 2, 4)
+    assert got.blocks.dtype == torch.int32
+    passed = got.blocks.to(torch.int8)
+    assert attend_with_lse(tensors, blocks=passed).blocks is passed
+
+
+@pytest.mark.parametrize("name", ["nsa_attention", "block_attention", "block_attention_decode"])
+def test_both_functions_take_the_same_arguments(name):
+    function, with_lse = (getattr(nsa_core, n) for n in (name, f"{name}_with_lse"))
+    assert inspect.signature(function).parameters == inspect.signature(with_lse).parameters
 
 
 def test_selection_gets_no_gradient_and_keys_of_cmp_do():
     tensors = inputs(CONFIG, 1, 40, requires_grad=True)
-    o, lse, blocks = attend(tensors, return_lse=True, return_blocks=True)
+    o, lse, blocks = attend_with_lse(tensors)
     assert not any(x.requires_grad for x in (*lse, blocks))
     with record_dispatch() as calls:
         o.square().sum().backward()
@@ -88,7 +98,7 @@ def test_row_18_packed_equals_separate(lengths, max_seqlen):
     cu = boundaries(*lengths)
     tensors = inputs(CONFIG, int(cu[-1]))
     longest = max(lengths) if max_seqlen else None
-    packed, blocks = attend(tensors, cu_seqlens=cu, max_seqlen=longest, return_blocks=True)
+    packed, _, blocks = attend_with_lse(tensors, cu_seqlens=cu, max_seqlen=longest)
     for a, b in zip(cu.tolist(), cu.tolist()[1:]):
         document = type(tensors)(
             *(
@@ -96,7 +106,7 @@ def test_row_18_packed_equals_separate(lengths, max_seqlen):
                 for x in tensors
             )
         )
-        o, blocks_alone = attend(document, return_blocks=True)
+        o, _, blocks_alone = attend_with_lse(document)
         torch.testing.assert_close(packed[a:b], o[0], rtol=1e-13, atol=1e-13)
         assert torch.equal(blocks[a:b], blocks_alone[0])
 
@@ -127,7 +137,7 @@ def test_max_seqlen_below_the_longest_document_is_refused():
 
 def test_row_30_blocks_in_any_order_and_dtype_with_harmless_extras():
     tensors = inputs(CONFIG, 1, 37)
-    expected, blocks = attend(tensors, return_blocks=True)
+    expected, _, blocks = attend_with_lse(tensors)
     with record_dispatch() as calls:
         assert torch.equal(attend(tensors, blocks=blocks), expected)
     assert "select" not in [c.slot for c in calls]

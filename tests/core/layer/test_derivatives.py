@@ -151,13 +151,11 @@ def kernel_functions() -> Functions:
     plan = default_plan(CONFIG, x.device, x.dtype, False, True)
 
     def attend(**changed: Any) -> torch.Tensor:
-        o: torch.Tensor = nsa_attention(**{**i._asdict(), **changed}, config=CONFIG)
-        return o
+        return nsa_attention(**{**i._asdict(), **changed}, config=CONFIG)
 
     def attend_blocks(**changed: Any) -> torch.Tensor:
         tensors = {"q": i.q, "k": i.k[0], "v": i.v[0], "blocks": blocks, **changed}
-        o: torch.Tensor = block_attention(**tensors, block_size=8)
-        return o
+        return block_attention(**tensors, block_size=8)
 
     functions: Functions = {
         "NSAttention": (layer, x),
@@ -314,10 +312,7 @@ def test_decode_steps_refuse_tangents() -> None:
     blocks = torch.zeros(1, 1, 2, 1, dtype=torch.int32)
 
     def decode(q: torch.Tensor) -> torch.Tensor:
-        o: torch.Tensor = block_attention_decode(
-            q, i.k[0], i.v[0], blocks, lengths=lengths, block_size=8
-        )
-        return o
+        return block_attention_decode(q, i.k[0], i.v[0], blocks, lengths=lengths, block_size=8)
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return layer(x, cache=layer.new_cache(1, 32))

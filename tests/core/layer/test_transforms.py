@@ -7,7 +7,7 @@ import torch
 from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
 
 from cases import boundaries, inputs, layer_of, small
-from nsa_core import Unsupported, nsa_attention
+from nsa_core import Unsupported, nsa_attention, nsa_attention_with_lse
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.plan.default_plan import default_plan
 from nsa_core.torch_ops.backend_call import record_dispatch
@@ -95,9 +95,7 @@ def test_vmap_folds_the_samples_into_one_call_per_slot(in_dim):
     tensors, q = inputs(CONFIG, 2, 70), torch.randn(SAMPLES, 2, 70, 4, 8, dtype=torch.float64)
 
     def attend(q):
-        return nsa_attention(
-            *tensors._replace(q=q), config=CONFIG, return_lse=True, return_blocks=True
-        )
+        return nsa_attention_with_lse(*tensors._replace(q=q), config=CONFIG)
 
     with record_dispatch() as calls, warnings.catch_warnings(action="error"):
         o, lse, blocks = vmap(attend, in_dims=in_dim)(q.movedim(0, in_dim))

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import nsa_core
 from cases import boundaries, inputs, small
 from dense_backend import dense_plan
-from nsa_core import NSAttention, nsa_attention
+from nsa_core import NSAttention, nsa_attention, nsa_attention_with_lse
 from nsa_core.layer.phi.kinds import mean_compress
 
 CONFIG = small()
@@ -28,8 +28,8 @@ def test_backends_run_without_autocast(backend, dtype):
     wrt = [tensors.q, *tensors.k, *tensors.v, tensors.gates]
 
     def run():
-        o, lse = nsa_attention(
-            *tensors, config=CONFIG, plan=plan, k_cmp=k_cmp, v_cmp=v_cmp, return_lse=True
+        o, lse, _ = nsa_attention_with_lse(
+            *tensors, config=CONFIG, plan=plan, k_cmp=k_cmp, v_cmp=v_cmp
         )
         return [o, *lse, *torch.autograd.grad(o.float().sum(), wrt, retain_graph=True)]
 
@@ -45,9 +45,7 @@ def test_two_backends_agree(packed):
     wrt = [tensors.q, *tensors.k, *tensors.v, tensors.gates]
     results = []
     for plan in (None, dense_plan(CONFIG, varlen=packed)):
-        o, lse, blocks = nsa_attention(
-            *tensors, config=CONFIG, cu_seqlens=cu, plan=plan, return_lse=True, return_blocks=True
-        )
+        o, lse, blocks = nsa_attention_with_lse(*tensors, config=CONFIG, cu_seqlens=cu, plan=plan)
         results.append((o, *lse, blocks, *torch.autograd.grad(o.sin().sum(), wrt)))
     torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)
 
@@ -116,7 +114,7 @@ def test_report_row_20_gradcheck_of_all_branches_through_the_packed_form():
     cu = boundaries(9, 0, 3, 13)
     tensors = inputs(config, 25, requires_grad=True)
     # Fixed blocks, because the selection is not continuous.
-    blocks = nsa_attention(*tensors, config=config, cu_seqlens=cu, return_blocks=True)[1]
+    blocks = nsa_attention_with_lse(*tensors, config=config, cu_seqlens=cu).blocks
 
     def run(q, k0, k1, k2, v0, v1, v2, gates):
         return nsa_attention(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fused_toy
-from nsa_core import NSAConfig, nsa_attention, resolve
+from nsa_core import NSAConfig, nsa_attention, nsa_attention_with_lse, resolve
 from nsa_core.contract import SLOTS, BackendSpec, Reason, Request
 from nsa_core.errors import NSAError
 from nsa_core.plan.finite_checks import checked_plan
@@ -53,15 +53,13 @@ def leaves(tokens: int, batch: int | None = 2) -> dict[str, torch.Tensor]:
 
 def run(x: dict[str, torch.Tensor], **options: Any) -> list[torch.Tensor]:
     """Return o, the LSEs, the gradients and, last, the blocks."""
-    o, lse, blocks = nsa_attention(
-        **x, config=CONFIG, return_lse=True, return_blocks=True, **options
-    )
+    o, lse, blocks = nsa_attention_with_lse(**x, config=CONFIG, **options)
     torch.manual_seed(1)
     return [o, *lse, *torch.autograd.grad(o, list(x.values()), torch.randn_like(o)), blocks]
 
 
 def slots(x: dict[str, torch.Tensor], **options: Any) -> list[tuple[str, str]]:
-    """Return the forwards that a call without ``return_blocks`` runs."""
+    """Return the forwards that a call of nsa_attention runs."""
     with record_dispatch() as trace:
         nsa_attention(**x, config=CONFIG, **options)
     return [(record.slot, record.direction) for record in trace]
@@ -87,7 +85,7 @@ def test_short_sequences_run_causal_attention_and_long_ones_select(
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
     without = nsa_attention(**x, config=CONFIG, **options)
-    assert torch.equal(without, actual[0])  # return_blocks changes no bit
+    assert torch.equal(without, actual[0])  # the selection changes no bit
 
 
 def test_without_max_seqlen_the_number_of_packed_tokens_counts() -> None:
@@ -100,7 +98,7 @@ def test_without_max_seqlen_the_number_of_packed_tokens_counts() -> None:
 def test_given_blocks_are_used_in_short_sequences() -> None:
     x, blocks = leaves(LONGEST), torch.full((2, LONGEST, 2, 1), -1)
     blocks[:, 3] = 0
-    o, lse = nsa_attention(**x, config=CONFIG, plan=plan(), blocks=blocks, return_lse=True)
+    o, lse, _ = nsa_attention_with_lse(**x, config=CONFIG, plan=plan(), blocks=blocks)
     assert torch.isfinite(o).all()
     assert torch.isfinite(lse[1]).nonzero()[:, 2].unique().tolist() == [3]
 
@@ -126,16 +124,16 @@ def test_gradients_of_some_inputs_alone() -> None:
 def test_a_compiled_call_of_one_length_has_the_bits_of_an_eager_call(recompute: bool) -> None:
     torch._dynamo.reset()
     of_plan, x = plan(), leaves(LONGEST)
-    options = {"config": CONFIG, "plan": of_plan, "recompute": recompute, "return_lse": True}
-    call = torch.compile(nsa_attention, backend="aot_eager", dynamic=False)
+    options = {"config": CONFIG, "plan": of_plan, "recompute": recompute}
+    call = torch.compile(nsa_attention_with_lse, backend="aot_eager", dynamic=False)
     call(**x, **options)  # compiles
     traces, results = [], []
-    for function in (call, nsa_attention):
+    for function in (call, nsa_attention_with_lse):
         with record_dispatch() as trace:
-            o, lse = function(**x, **options)
+            o, lse, blocks = function(**x, **options)
             grads = torch.autograd.grad(o.square().sum(), list(x.values()))
         traces.append([(record.slot, record.direction) for record in trace])
-        results.append([o, *lse, *grads])
+        results.append([o, *lse, blocks, *grads])
     assert traces[0] == traces[1]
     assert traces[0][:4] == CAUSAL
     for a, b in zip(*results, strict=True):
@@ -145,8 +143,7 @@ def test_a_compiled_call_of_one_length_has_the_bits_of_an_eager_call(recompute: 
 def test_an_exported_graph_selects() -> None:
     class Core(torch.nn.Module):
         def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-            o: torch.Tensor = nsa_attention(*tensors, config=CONFIG, plan=plan_without_grad)
-            return o
+            return nsa_attention(*tensors, config=CONFIG, plan=plan_without_grad)
 
     plan_without_grad = resolve(CONFIG, device="cpu", dtype="float64")
     x = tuple(t.detach() for t in leaves(LONGEST).values())

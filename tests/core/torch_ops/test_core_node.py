@@ -16,7 +16,14 @@ import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from nsa_core import NSAConfig, NSAttention, Unsupported, nsa_attention, resolve
+from nsa_core import (
+    NSAConfig,
+    NSAttention,
+    Unsupported,
+    nsa_attention,
+    nsa_attention_with_lse,
+    resolve,
+)
 from nsa_core.contract import BRANCHES
 from nsa_core.torch_ops import core_node
 from nsa_core.torch_ops.backend_call import record_dispatch
@@ -56,9 +63,7 @@ def flat(inputs: dict[str, Any]) -> list[torch.Tensor]:
 
 def run(inputs: dict[str, Any], **options: Any) -> list[torch.Tensor]:
     """Return o, the LSEs, the blocks and all gradients."""
-    o, lse, blocks = nsa_attention(
-        **inputs, config=CONFIG, return_lse=True, return_blocks=True, **options
-    )
+    o, lse, blocks = nsa_attention_with_lse(**inputs, config=CONFIG, **options)
     assert not any(x.requires_grad for x in (*lse, blocks))
     torch.manual_seed(1)
     return [o, *lse, blocks, *torch.autograd.grad(o, flat(inputs), torch.randn_like(o))]
@@ -314,9 +319,9 @@ def test_recompute_keeps_the_inputs_and_the_blocks() -> None:
         return x
 
     compressed = {"k_cmp": inputs["k"][0][:, :36], "v_cmp": inputs["v"][0][:, :36]}
-    core = partial(nsa_attention, **inputs, **compressed, config=CONFIG, return_blocks=True)
+    core = partial(nsa_attention_with_lse, **inputs, **compressed, config=CONFIG)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        _, blocks = core(recompute=True)
+        blocks = core(recompute=True).blocks
     own = [inputs["q"], *compressed.values(), *inputs["k"][1:], *inputs["v"][1:], inputs["gates"]]
     assert kept == {x.data_ptr(): x.nbytes for x in [*own, blocks]}
     with_recompute = sum(kept.values())

@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fused_toy
-from nsa_core import InvalidInput, NSAConfig, Unsupported, nsa_attention, resolve
+from nsa_core import InvalidInput, NSAConfig, Unsupported, nsa_attention_with_lse, resolve
 from nsa_core.contract import BRANCHES, SLOTS
 from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.plan.plan import Plan
@@ -78,7 +78,7 @@ def leaves(
 def attend(x: dict[str, torch.Tensor], plan: Plan, **options: Any) -> Any:
     """Return o, the LSEs and the blocks."""
     k, v = (None, x["k_sel"], x["k_win"]), (None, x["v_sel"], x["v_win"])
-    return nsa_attention(
+    return nsa_attention_with_lse(
         x["q"],
         k,
         v,
@@ -87,8 +87,6 @@ def attend(x: dict[str, torch.Tensor], plan: Plan, **options: Any) -> Any:
         v_cmp=x["v_cmp"],
         config=CONFIG,
         plan=plan,
-        return_lse=True,
-        return_blocks=True,
         **options,
     )
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 import misbehaving
-from nsa_core import InvalidInput, NSAConfig, NSAError, Unsupported, nsa_attention, resolve
+from nsa_core import (
+    InvalidInput,
+    NSAConfig,
+    NSAError,
+    Unsupported,
+    nsa_attention,
+    nsa_attention_with_lse,
+    resolve,
+)
 from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_verify.checks import invariants
@@ -40,7 +48,7 @@ def tensors(*lead: int, grad: bool = True) -> list[torch.Tensor]:
 def test_rows_01_02_empty_call_runs_no_kernel(lead: tuple[int, int]) -> None:
     inputs = tensors(*lead)
     with record_dispatch() as trace:
-        o, lse, blocks = nsa_attention(*inputs, config=CONFIG, return_lse=True, return_blocks=True)
+        o, lse, blocks = nsa_attention_with_lse(*inputs, config=CONFIG)
         o.sum().backward()
     assert o.shape == (*lead, 4, 8)
     assert blocks.shape == (*lead, 2, 3)

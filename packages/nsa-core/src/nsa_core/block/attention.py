@@ -7,7 +7,7 @@ that choose blocks by other scores: MiniMax-M3, InfLLM-v2, MoBA.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, overload
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,40 +27,17 @@ from nsa_core.plan.default_plan import is_long
 from nsa_core.plan.options import PlanOptions
 
 
-@overload
-def block_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    blocks: torch.Tensor,
-    *,
-    block_size: int,
-    scale: float | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    first_query: int | None = None,
-    plan: BlockPlan | None = None,
-    backends: str | None = None,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
+class BlockOutput(NamedTuple):
+    """The results of :func:`block_attention_with_lse` and its decode form; ``lse`` has no gradient.
 
+    Attributes:
+        o: the output [B, S, Hq, Dv] in q's dtype.
+        lse: the log-sum-exp [B, Hq, S], float32 (float64 for float64 q), natural logarithm, -inf
+            where no key is visible.
+    """
 
-@overload
-def block_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    blocks: torch.Tensor,
-    *,
-    block_size: int,
-    scale: float | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    first_query: int | None = None,
-    plan: BlockPlan | None = None,
-    backends: str | None = None,
-    return_lse: bool = False,
-) -> Any: ...
+    o: torch.Tensor
+    lse: torch.Tensor
 
 
 def block_attention(
@@ -76,8 +53,7 @@ def block_attention(
     first_query: int | None = None,
     plan: BlockPlan | None = None,
     backends: str | None = None,
-    return_lse: bool = False,
-) -> Any:
+) -> torch.Tensor:
     """Attend from each query to the keys up to its own position in the blocks chosen for it.
 
     For the query at position t and each query head of kv head g,
@@ -113,12 +89,10 @@ def block_attention(
             shape, device and dtype and cached.
         backends: name of the backend, without ``plan``; default: the highest-ranked one that
             supports the call.
-        return_lse: also return the log-sum-exp.
 
     Returns:
-        The output o [B, S, Hq, Dv] in q's dtype. With ``return_lse`` the tuple (o, lse): lse
-        [B, Hq, S], float32 (float64 for float64 q), natural logarithm, -inf where no key is
-        visible, without gradient.
+        The output [B, S, Hq, Dv] in q's dtype. :func:`block_attention_with_lse` also returns the
+        log-sum-exp.
 
     Raises:
         InvalidInput: an argument is invalid, or the tensors do not fit each other or the plan; the
@@ -137,6 +111,56 @@ def block_attention(
         >>> blocks = torch.cat([own, own - 1, torch.zeros_like(own)], -1)
         >>> block_attention(q, k, v, blocks, block_size=64).shape
         torch.Size([1, 512, 8, 32])
+    """
+    return block_attention_with_lse(
+        q,
+        k,
+        v,
+        blocks,
+        block_size=block_size,
+        scale=scale,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        first_query=first_query,
+        plan=plan,
+        backends=backends,
+    ).o
+
+
+def block_attention_with_lse(
+    q: torch.Tensor,  # [B, S, Hq, Dk], packed [T, Hq, Dk]
+    k: torch.Tensor,  # [B, N, G, Dk]
+    v: torch.Tensor,  # [B, N, G, Dv]
+    blocks: torch.Tensor,  # any integer dtype, [B, S, G, n]
+    *,
+    block_size: int,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,  # int32 [documents + 1]
+    max_seqlen: int | None = None,
+    first_query: int | None = None,
+    plan: BlockPlan | None = None,
+    backends: str | None = None,
+) -> BlockOutput:
+    """Compute :func:`block_attention`, and return the log-sum-exp with it.
+
+    The arguments are those of :func:`block_attention`.
+
+    Returns:
+        The named tuple (o, lse): the output [B, S, Hq, Dv] and the log-sum-exp [B, Hq, S]. See
+        :class:`BlockOutput`.
+
+    Raises:
+        InvalidInput, Unsupported, BackendUnavailable, NSAError: as :func:`block_attention`.
+
+    Example:
+        >>> import torch
+        >>> from nsa_core import block_attention_with_lse
+        >>> q = torch.randn(1, 512, 8, 32)
+        >>> k, v = torch.randn(2, 1, 512, 2, 32)
+        >>> own = (torch.arange(512) // 64)[None, :, None, None].expand(1, 512, 2, 1)
+        >>> o, lse = block_attention_with_lse(q, k, v, own, block_size=64)
+        >>> o.shape, lse.shape
+        (torch.Size([1, 512, 8, 32]), torch.Size([1, 8, 512]))
     """
     tensors = {"q": q, "k": k, "v": v, "blocks": blocks}
     check_block_size(block_size)
@@ -168,7 +192,7 @@ def block_attention(
         max_seqlen=max_seqlen,
         first_query=first_query if partial else None,
     )
-    return (o, lse) if return_lse else o
+    return BlockOutput(o, lse)
 
 
 def plan_block_attention(

@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING
 
 import torch
 
+from nsa_core.block.attention import BlockOutput
+
 if TYPE_CHECKING:
     from nsa_core.block.plans import BlockPlan
-
-
-@overload
-def block_attention_decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    blocks: torch.Tensor,
-    *,
-    block_size: int,
-    lengths: torch.Tensor,
-    starts: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    scale: float | None = None,
-    plan: BlockPlan | None = None,
-    backends: str | None = None,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def block_attention_decode(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    blocks: torch.Tensor,
-    *,
-    block_size: int,
-    lengths: torch.Tensor,
-    starts: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    scale: float | None = None,
-    plan: BlockPlan | None = None,
-    backends: str | None = None,
-    return_lse: bool = False,
-) -> Any: ...
 
 
 def block_attention_decode(
@@ -59,8 +25,7 @@ def block_attention_decode(
     scale: float | None = None,
     plan: BlockPlan | None = None,
     backends: str | None = None,
-    return_lse: bool = False,
-) -> Any:
+) -> torch.Tensor:
     """Attend from the newest tokens of B sequences to chosen blocks of their cached keys.
 
     The mathematics are those of :func:`nsa_core.block_attention`. The cache already holds the keys
@@ -90,12 +55,10 @@ def block_attention_decode(
             ``page_size`` for pages. By default, a plan is resolved once per shape and cached.
         backends: name of the backend, without ``plan``; default: the highest-ranked one that
             supports the call.
-        return_lse: also return the log-sum-exp.
 
     Returns:
-        The output o [B, m, Hq, Dv] in q's dtype, 0 for queries without a key and for padding. With
-        ``return_lse`` the tuple (o, lse): lse [B, Hq, m], float32 (float64 for float64 q), -inf
-        where no key is visible.
+        The output [B, m, Hq, Dv] in q's dtype, 0 for queries without a key and for padding.
+        :func:`block_attention_decode_with_lse` also returns the log-sum-exp.
 
     Raises:
         InvalidInput: an argument is invalid, the tensors do not fit each other or the plan, or q
@@ -118,11 +81,63 @@ def block_attention_decode(
         >>> o.shape
         torch.Size([2, 1, 8, 32])
     """
+    return block_attention_decode_with_lse(
+        q,
+        k,
+        v,
+        blocks,
+        block_size=block_size,
+        lengths=lengths,
+        starts=starts,
+        block_table=block_table,
+        scale=scale,
+        plan=plan,
+        backends=backends,
+    ).o
+
+
+def block_attention_decode_with_lse(
+    q: torch.Tensor,  # [B, m, Hq, Dk]
+    k: torch.Tensor,  # [P, page, G, Dk], or [B, N, G, Dk]
+    v: torch.Tensor,  # [P, page, G, Dv], or [B, N, G, Dv]
+    blocks: torch.Tensor,  # any integer dtype, [B, m, G, n]
+    *,
+    block_size: int,
+    lengths: torch.Tensor,  # int32 [B]
+    starts: torch.Tensor | None = None,  # int32 [B]
+    block_table: torch.Tensor | None = None,  # int32 [B, pages]
+    scale: float | None = None,
+    plan: BlockPlan | None = None,
+    backends: str | None = None,
+) -> BlockOutput:
+    """Compute :func:`block_attention_decode`, and return the log-sum-exp with it.
+
+    The arguments are those of :func:`block_attention_decode`.
+
+    Returns:
+        The named tuple (o, lse): the output [B, m, Hq, Dv] and the log-sum-exp [B, Hq, m], -inf for
+        padding. See :class:`nsa_core.block.attention.BlockOutput`.
+
+    Raises:
+        InvalidInput, Unsupported, BackendUnavailable, NSAError: as :func:`block_attention_decode`.
+
+    Example:
+        >>> import torch
+        >>> from nsa_core import block_attention_decode_with_lse
+        >>> k, v = torch.randn(2, 3, 200, 2, 32)  # three sequences of up to 200 tokens
+        >>> lengths = torch.tensor([130, 64, 200], dtype=torch.int32)
+        >>> q = torch.randn(3, 1, 8, 32)
+        >>> blocks = torch.tensor([0, 1]).expand(3, 1, 2, 2)
+        >>> o, lse = block_attention_decode_with_lse(
+        ...     q, k, v, blocks, block_size=64, lengths=lengths
+        ... )
+        >>> o.shape, lse.shape
+        (torch.Size([3, 1, 8, 32]), torch.Size([3, 8, 1]))
+    """
     # The import takes as long as that of torch, because it imports the compiler.
     from nsa_core.block.step import run_step
 
     tensors = {"q": q, "k": k, "v": v, "blocks": blocks, "lengths": lengths}
     tensors |= {} if starts is None else {"starts": starts}
     tensors |= {} if block_table is None else {"block_table": block_table}
-    o, lse = run_step(tensors, block_size, scale, plan, backends)
-    return (o, lse) if return_lse else o
+    return BlockOutput(*run_step(tensors, block_size, scale, plan, backends))

@@ -6,7 +6,7 @@ Source: arXiv 2502.11089, section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,9 +15,10 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.input_checks import check_inputs, check_plan
 from nsa_core.layer.phi.chunks import packed_blocks
 from nsa_core.layer.phi.kinds import mean_compress
+from nsa_core.layer.short_config import Numbers
 from nsa_core.plan.default_plan import default_plan, is_long
 from nsa_core.torch_ops.core_kernels import CoreInputs
-from nsa_core.torch_ops.core_node import run_core
+from nsa_core.torch_ops.core_node import CoreResults, run_core
 from nsa_core.torch_ops.packing_checks import checked_boundaries
 from nsa_core.torch_ops.tensor_checks import check_nonnegative
 
@@ -27,62 +28,20 @@ if TYPE_CHECKING:
 KV = torch.Tensor | Sequence[torch.Tensor | None]
 
 
-@overload
-def nsa_attention(
-    q: torch.Tensor,
-    k: KV,
-    v: KV,
-    gates: torch.Tensor,
-    *,
-    config: NSAConfig | None = None,
-    compress_block_size: int = 32,
-    compress_stride: int = 16,
-    select_block_size: int = 64,
-    num_selected_blocks: int = 16,
-    init_blocks: int = 1,
-    local_blocks: int = 2,
-    window_size: int = 512,
-    scale: float | None = None,
-    k_cmp: torch.Tensor | None = None,
-    v_cmp: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    blocks: torch.Tensor | None = None,
-    plan: Plan | None = None,
-    recompute: bool = False,
-    nonnegative_gates: bool = False,
-    return_lse: Literal[False] = False,
-    return_blocks: Literal[False] = False,
-) -> torch.Tensor: ...
+class NSAOutput(NamedTuple):
+    """The results of :func:`nsa_attention_with_lse`; only ``o`` has a gradient.
 
+    Attributes:
+        o: the output [B, S, Hq, Dv] in q's dtype.
+        lse: the log-sum-exps of cmp, sel and win, each [B, Hq, S], float32 (float64 for float64 q),
+            natural logarithm, -inf where no key is visible.
+        blocks: the selected blocks, int32 [B, S, G, n], ascending, padded with -1; or the argument
+            ``blocks`` as passed.
+    """
 
-@overload
-def nsa_attention(
-    q: torch.Tensor,
-    k: KV,
-    v: KV,
-    gates: torch.Tensor,
-    *,
-    config: NSAConfig | None = None,
-    compress_block_size: int = 32,
-    compress_stride: int = 16,
-    select_block_size: int = 64,
-    num_selected_blocks: int = 16,
-    init_blocks: int = 1,
-    local_blocks: int = 2,
-    window_size: int = 512,
-    scale: float | None = None,
-    k_cmp: torch.Tensor | None = None,
-    v_cmp: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
-    blocks: torch.Tensor | None = None,
-    plan: Plan | None = None,
-    recompute: bool = False,
-    nonnegative_gates: bool = False,
-    return_lse: bool = False,
-    return_blocks: bool = False,
-) -> Any: ...
+    o: torch.Tensor
+    lse: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    blocks: torch.Tensor
 
 
 def nsa_attention(
@@ -108,9 +67,7 @@ def nsa_attention(
     plan: Plan | None = None,
     recompute: bool = False,
     nonnegative_gates: bool = False,
-    return_lse: bool = False,
-    return_blocks: bool = False,
-) -> Any:
+) -> torch.Tensor:
     """Compute Native Sparse Attention, the gated sum of three attention branches (Eq. 5).
 
     For query token t and each query head,
@@ -187,15 +144,10 @@ def nsa_attention(
             then takes less time and memory if one backend runs every slot and has a fused backward
             (``plan.fused``), and all of q, k, v and gates need a gradient. A negative gate is an
             error on the CPU, and on a GPU with NSA_CHECK=1; else it gives gradients of NaN.
-        return_lse: also return the log-sum-exp of the three branches.
-        return_blocks: also return the selected blocks.
 
     Returns:
-        The output o, [B, S, Hq, Dv] in q's dtype. With ``return_lse`` or ``return_blocks`` a tuple:
-        o, then with ``return_lse`` the tuple of the LSEs of cmp, sel and win (each [B, Hq, S],
-        float32 or float64 for float64 q, natural logarithm, -inf where no key is visible, without
-        gradient), then with ``return_blocks`` the blocks (int32 [B, S, G, n], ascending, padded
-        with -1; or ``blocks`` as passed).
+        The output o, [B, S, Hq, Dv] in q's dtype. :func:`nsa_attention_with_lse` also returns the
+        log-sum-exps and the selected blocks.
 
     Raises:
         InvalidInput: tensors do not fit each other, the config or the plan; or ``config`` and one
@@ -215,14 +167,99 @@ def nsa_attention(
         >>> nsa_attention(q, k, v, gates, window_size=256).shape
         torch.Size([1, 1024, 8, 32])
     """
+    tensors = (q, k, v, gates, k_cmp, v_cmp, blocks)
+    blocking = (compress_block_size, compress_stride, select_block_size, num_selected_blocks)
+    numbers = (*blocking, init_blocks, local_blocks, window_size, scale)
+    options = (cu_seqlens, max_seqlen, plan, recompute, nonnegative_gates)
+    return _attend(*tensors, config, numbers, *options).o
+
+
+def nsa_attention_with_lse(
+    q: torch.Tensor,  # [B, S, Hq, Dk]
+    k: KV,  # [B, S, G, Dk], or three tensors (cmp, sel, win)
+    v: KV,  # [B, S, G, Dv], or three tensors (cmp, sel, win)
+    gates: torch.Tensor,  # [B, S, Hq, 3], fp32 (fp64 for fp64 q), in the order cmp, sel, win
+    *,
+    config: NSAConfig | None = None,
+    compress_block_size: int | None = None,
+    compress_stride: int | None = None,
+    select_block_size: int | None = None,
+    num_selected_blocks: int | None = None,
+    init_blocks: int | None = None,
+    local_blocks: int | None = None,
+    window_size: int | None = None,
+    scale: float | None = None,
+    k_cmp: torch.Tensor | None = None,  # [B, n_c, G, Dk]
+    v_cmp: torch.Tensor | None = None,  # [B, n_c, G, Dv]
+    cu_seqlens: torch.Tensor | None = None,  # int32 [documents + 1]
+    max_seqlen: int | None = None,
+    blocks: torch.Tensor | None = None,  # any integer dtype, [B, S, G, any length]
+    plan: Plan | None = None,
+    recompute: bool = False,
+    nonnegative_gates: bool = False,
+) -> NSAOutput:
+    """Compute :func:`nsa_attention`, and return the log-sum-exps and the selected blocks with it.
+
+    The arguments are those of :func:`nsa_attention`, and so are the bits of the output and its
+    gradients. In sequences of at most n l' tokens, where sel is causal attention, the selection
+    runs for ``blocks`` alone.
+
+    Returns:
+        The named tuple (o, lse, blocks): the output [B, S, Hq, Dv]; the log-sum-exps of cmp, sel
+        and win, a tuple of three tensors [B, Hq, S]; and the blocks [B, S, G, n]. See
+        :class:`NSAOutput`.
+
+    Raises:
+        InvalidInput, Unsupported, BackendUnavailable, NSAError: as :func:`nsa_attention`.
+
+    Example:
+        >>> import torch
+        >>> from nsa_core import nsa_attention_with_lse
+        >>> q = torch.randn(1, 2048, 8, 32)
+        >>> k, v = torch.randn(2, 1, 2048, 2, 32)
+        >>> gates = torch.rand(1, 2048, 8, 3)
+        >>> o, (lse_cmp, lse_sel, lse_win), blocks = nsa_attention_with_lse(q, k, v, gates)
+        >>> lse_win.shape, blocks.shape
+        (torch.Size([1, 8, 2048]), torch.Size([1, 2048, 2, 16]))
+    """
+    tensors = (q, k, v, gates, k_cmp, v_cmp, blocks)
+    blocking = (compress_block_size, compress_stride, select_block_size, num_selected_blocks)
+    numbers = (*blocking, init_blocks, local_blocks, window_size, scale)
+    options = (cu_seqlens, max_seqlen, plan, recompute, nonnegative_gates)
+    core = _attend(*tensors, config, numbers, *options, needs_blocks=True)
+    used: Any = core.blocks if blocks is None else blocks
+    return NSAOutput(core.o, core.lse, used)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: KV,
+    v: KV,
+    gates: torch.Tensor,
+    k_cmp: torch.Tensor | None,
+    v_cmp: torch.Tensor | None,
+    blocks: torch.Tensor | None,
+    config: NSAConfig | None,
+    numbers: Numbers,
+    cu_seqlens: torch.Tensor | None,
+    max_seqlen: int | None,
+    plan: Plan | None,
+    recompute: bool,
+    nonnegative_gates: bool,
+    needs_blocks: bool = False,
+) -> CoreResults:
+    """Check the arguments of :func:`nsa_attention`, and run the core.
+
+    Args:
+        numbers: The keywords :data:`nsa_core.layer.short_config.NUMBERS`.
+        needs_blocks: Whether to run select also where sel needs no selection.
+    """
     k_raw, k_sel, k_win = _per_branch("k", k, k_cmp)
     v_raw, v_sel, v_win = _per_branch("v", v, v_cmp)
     tensors: dict[str, Any] = {"q": q, **_named("k", k, k_raw), **_named("v", v, v_raw)}
     tensors["gates"] = gates
     optional = {"k_cmp": k_cmp, "v_cmp": v_cmp, "blocks": blocks}
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
-    blocking = (compress_block_size, compress_stride, select_block_size, num_selected_blocks)
-    numbers = (*blocking, init_blocks, local_blocks, window_size, scale)
     config = check_inputs(tensors, config, numbers, plan, cu_seqlens, max_seqlen)
     if nonnegative_gates:
         check_nonnegative(gates)
@@ -244,16 +281,11 @@ def nsa_attention(
     inputs = CoreInputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     with checked_boundaries(cu_seqlens, q.shape[0], max_seqlen):
         given = None if blocks is None else _widen(blocks).contiguous()
-        options = (cu_seqlens, max_seqlen, recompute, nonnegative_gates)
-        core = run_core(plan, inputs, given, *options)
-        selected = core.blocks
-        if selected is None and return_blocks:  # sel was causal attention, without select
+        core = run_core(plan, inputs, given, cu_seqlens, max_seqlen, recompute, nonnegative_gates)
+        if core.blocks is None and needs_blocks:  # sel was causal attention, without select
             packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-            selected = plan.select(q, k_cmp, core.lse[0], **packing)
-
-    extras: list[Any] = [core.lse] if return_lse else []
-    extras += [selected if blocks is None else blocks] if return_blocks else []
-    return (core.o, *extras) if extras else core.o
+            core = CoreResults(core.o, core.lse, plan.select(q, k_cmp, core.lse[0], **packing))
+    return core
 
 
 def _per_branch(name: str, x: KV, compressed: torch.Tensor | None) -> tuple[Any, Any, Any]:

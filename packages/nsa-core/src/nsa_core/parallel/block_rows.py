@@ -90,8 +90,7 @@ def divided_block_attention(
     options: dict[str, Any] = {"block_size": block_size, "scale": scale, **packing}
     if shards.world == 1:
         _check(tensors, shards, plan, backends, options)
-        o: torch.Tensor = block_attention(**tensors, **options, plan=plan, backends=backends)
-        return o
+        return block_attention(**tensors, **options, plan=plan, backends=backends)
     given = plan
 
     def prepare() -> BlockPlan:
@@ -109,8 +108,7 @@ def divided_block_attention(
     def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         first, _ = ranks.pieces[index]
         own = choices[index]
-        o: torch.Tensor = block_attention(q, k, v, own, **options, first_query=first, plan=plan)
-        return o
+        return block_attention(q, k, v, own, **options, first_query=first, plan=plan)
 
     rows, local = q.split(ranks.chunk, -3), (rows_first(k, packed), rows_first(v, packed))
     outputs = attend_gathered(attend, plan.kernel, rows, local, packed, ranks)

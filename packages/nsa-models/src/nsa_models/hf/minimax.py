@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
-from nsa_core import block_attention
+from nsa_core import block_attention_with_lse
 from nsa_core.errors import InvalidInput
 
 NAME = "nsa_blocks"
@@ -112,7 +112,7 @@ def attend(
     indexer: Any = module.indexer
     missing = indexer.topk_blocks - block_indices.shape[-1]  # short sequences have fewer blocks
     blocks = torch.nn.functional.pad(block_indices, (0, max(0, missing)), value=-1)
-    attended, lse = block_attention(
+    attended, lse = block_attention_with_lse(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
@@ -120,7 +120,6 @@ def attend(
         block_size=indexer.block_size,
         scale=scale,
         first_query=first_query,
-        return_lse=True,
     )
     if attention_mask is not None:
         attended = _fill_empty(attended, (lse < _MASKED * scale / 2).transpose(1, 2), all_values)

@@ -13,7 +13,7 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS
-from nsa_core.layer.attention import nsa_attention
+from nsa_core.layer.attention import nsa_attention_with_lse
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks.invariants import between_nans, poisoned_memory, with_poison
 from nsa_verify.checks.under_test import CaseUnderTest, case_check
@@ -58,9 +58,7 @@ class CoreRun:
         frozen: Sequence[str] = (),
     ) -> None:
         leaves = {n: tensors[n].detach().requires_grad_(n not in frozen) for n in _NAMES}
-        self.o: torch.Tensor
-        self.lse: tuple[torch.Tensor, ...]
-        self.o, self.lse, used = nsa_attention(
+        self.o, self.lse, used = nsa_attention_with_lse(
             leaves["q"],
             (None, leaves["k_sel"], leaves["k_win"]),
             (None, leaves["v_sel"], leaves["v_win"]),
@@ -74,8 +72,6 @@ class CoreRun:
             blocks=blocks,
             recompute=recompute,
             nonnegative_gates=nonnegative,
-            return_lse=True,
-            return_blocks=True,
         )
         self._leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         self.inputs = {name: leaf.detach() for name, leaf in leaves.items()} | {"blocks": used}

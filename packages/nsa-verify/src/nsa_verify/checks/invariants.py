@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nsa_core.contract import BRANCHES, SLOTS
-from nsa_core.layer.attention import nsa_attention
+from nsa_core.layer.attention import nsa_attention_with_lse
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.core_kernels import selects_all
 from nsa_verify.checks.slots import judge_run
@@ -35,7 +35,7 @@ def composition(subject: CaseUnderTest) -> Iterator[Finding]:
     do = masked_do(subject.case, data.do)
     names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
     leaves = {n: getattr(data, n).detach().requires_grad_() for n in ("q", *names)}
-    o, blocks = nsa_attention(
+    o, _, blocks = nsa_attention_with_lse(
         leaves["q"],
         (None, leaves["k_sel"], leaves["k_win"]),
         (None, leaves["v_sel"], leaves["v_win"]),
@@ -46,7 +46,6 @@ def composition(subject: CaseUnderTest) -> Iterator[Finding]:
         v_cmp=leaves["v_cmp"],
         cu_seqlens=data.cu_seqlens,
         max_seqlen=None if data.cu_seqlens is None else data.max_seqlen,
-        return_blocks=True,
     )
     grads = dict(zip(names, torch.autograd.grad(o, [leaves[n] for n in names], do)))
     if plan.causal_sel is not None and selects_all(plan, None, data.max_seqlen):
@@ -79,9 +78,7 @@ def causality(subject: CaseUnderTest) -> Iterator[Finding]:
         # The keys of win replace the uncompressed keys of cmp. With mean compression, every branch
         # then depends on the tokens.
         k, v = (d.k_win, d.k_sel, d.k_win), (d.v_win, d.v_sel, d.v_win)
-        o, blocks = nsa_attention(
-            d.q, k, v, d.gates, config=case.config, plan=plan, return_blocks=True
-        )
+        o, _, blocks = nsa_attention_with_lse(d.q, k, v, d.gates, config=case.config, plan=plan)
         return o, blocks
 
     with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nsa_core.block.attention import block_attention
+from nsa_core.block.attention import block_attention_with_lse
 from nsa_core.block.plans import BlockPlan
 from nsa_core.contract import SLOTS
 from nsa_core.errors import Unsupported
@@ -78,7 +78,7 @@ class _BlockAttention:
         if options["cu_seqlens"] is not None:
             options["max_seqlen"] = max_seqlen
         options |= {"block_size": sizes.block_size, "scale": sizes.scale, "plan": self.plan}
-        return block_attention(*tensors, return_lse=True, **options)
+        return block_attention_with_lse(*tensors, **options)
 
 
 def _block_attention(combination: Combination, case: SlotCase) -> _Planned:

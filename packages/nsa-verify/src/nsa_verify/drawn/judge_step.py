@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nsa_core.block.decode import block_attention_decode
+from nsa_core.block.decode import block_attention_decode_with_lse
 from nsa_verify.checks.decode_fused import fused_step
 from nsa_verify.checks.decode_parity import decode_parity
 from nsa_verify.drawn.block_plan import block_plan
@@ -66,12 +66,11 @@ def block_step_findings(combination: Combination, step: BlockStep) -> list[Findi
         seq_len=max(step.lengths),
     )
     tensors = block_step_tensors(step)
-    results = block_attention_decode(
+    results = block_attention_decode_with_lse(
         **block_step_arguments(step, tensors, combination.device),
         block_size=step.block,
         scale=step.scale,
         plan=plan,
-        return_lse=True,
     )
     every = range(len(step.lengths))
     return [f for b in every for f in _judge(step, tensors, b, results, plan.sizes.softmax_scale)]
