@@ -15,7 +15,14 @@ from test_release import noxfile_of as load_noxfile
 
 CODE = {".py", ".pyc"}
 PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
-PUBLISHES = re.compile(r"pypi-publish|gh release|twine upload|deploy-pages|workflows/")
+PUBLISHES = re.compile(r"pypi-publish|gh release|twine upload|deploy-pages")
+PINNED = re.compile(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+
+# The jobs that may write, and what.
+RIGHTS = {
+    "docs": {"deploy": {"pages", "id-token"}},
+    "release": {"publish": {"id-token"}, "announce": {"contents"}},
+}
 
 
 class Loader(yaml.SafeLoader):
@@ -58,10 +65,42 @@ def test_a_wheel_has_every_data_file_of_its_package(package, repo):
 
 def test_the_dockerfile_runs_the_first_command_of_the_readme(repo):
     text = repo.text("Dockerfile")
-    (run,) = re.findall(r"(?m)^RUN (.+)$", text)
+    (install,) = re.findall(r"(?m)^RUN (python3 .+)$", text)
     (command,) = re.findall(r'(?m)^CMD \["sh", "-c", "(.+)"\]$', text)
-    assert f"{run} && {command}" == commands(repo)[0]
-    assert "ENV PIP_NO_CACHE_DIR=1 PATH=/nsa/.venv/bin:$PATH\nWORKDIR /nsa\nCOPY . .\n" in text
+    assert f"{install} && {command}" == commands(repo)[0]
+    assert "ENV PIP_NO_CACHE_DIR=1 PATH=/nsa/.venv/bin:$PATH\nWORKDIR /nsa\n" in text
+
+
+def dockerfile_faults(text: str, ignored: str) -> set[str]:
+    """Return the rules that a Dockerfile and its .dockerignore break."""
+    images = re.findall(r"(?m)^FROM (.+)$", text)
+    user = re.findall(r"(?m)^USER (.+)$", f"USER root\n{text}")[-1]
+    copied = re.findall(r"(?m)^(?:COPY|ADD) (.+)$", text)
+    rules = {
+        "image without a digest": any(
+            not re.fullmatch(r"python:[\d.]+-slim@sha256:[0-9a-f]{64}", image) for image in images
+        ),
+        "runs as root": user in ("root", "0"),
+        "copies more than the packages": copied != ["packages packages"]
+        or ignored.splitlines()[:2] != ["*", "!packages"],
+    }
+    return {rule for rule, is_broken in rules.items() if is_broken}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "faults"),
+    [
+        ("", "", set()),
+        (r"@sha256:\w+", "", {"image without a digest"}),
+        ("USER nsa\n", "", {"runs as root"}),
+        ("USER nsa", "USER root", {"runs as root"}),
+        ("$", "\nUSER root", {"runs as root"}),
+        ("COPY .*", "COPY . .", {"copies more than the packages"}),
+    ],
+)
+def test_the_dockerfile_pins_its_image_and_leaves_root(old, new, faults, repo):
+    text = re.sub(old, new, repo.text("Dockerfile").rstrip("\n"))
+    assert dockerfile_faults(text, repo.text(".dockerignore")) == faults
 
 
 def test_ci_runs_every_python_that_the_packages_name(repo):
@@ -78,26 +117,108 @@ def writes(job: dict) -> bool:
     return "write" in job.get("permissions", {}).values() or bool(PUBLISHES.search(str(job)))
 
 
-def test_the_release_workflow_publishes_on_a_tag_only(repo):
+def workflow_faults(name: str, text: str) -> set[str]:
+    """Return the rules that a workflow breaks: pinned actions, and rights for few steps."""
+    document = yaml.load(text, Loader)
+    jobs = document["jobs"]
+    steps = [step for job in jobs.values() for step in job.get("steps", ())]
+    local = {job["uses"] for job in jobs.values() if "uses" in job}
+    checkouts = [step for step in steps if step.get("uses", "").startswith("actions/checkout@")]
+    used = re.findall(r"(?m)^ +(?:- )?uses: (.+)$", text)
+    writers = {name: job for name, job in jobs.items() if writes(job)}
+    rules = {
+        "action without a commit": len(used) != len(local) + sum("uses" in step for step in steps)
+        or any(not PINNED.fullmatch(action) for action in used if action not in local),
+        "workflow of another repository": not local <= {"./.github/workflows/ci.yml"},
+        "rights for all jobs": document.get("permissions") != {"contents": "read"},
+        "unexpected rights": {job: set(jobs[job].get("permissions", ())) for job in writers}
+        != RIGHTS.get(name, {}),
+        "own code beside id-token": any(
+            "id-token" in job.get("permissions", ()) and ("run" in step or step in checkouts)
+            for job in writers.values()
+            for step in job.get("steps", ())
+        ),
+        "token left in the checkout": any(
+            step.get("with", {}).get("persist-credentials") is not False for step in checkouts
+        ),
+        "stored secret": "secrets." in text,
+        "text of a stranger in a command": any("${{" in step.get("run", "") for step in steps),
+        "runs code of a pull request with rights": "pull_request_target" in text,
+    }
+    return {rule for rule, is_broken in rules.items() if is_broken}
+
+
+def test_every_workflow_pins_its_actions_and_limits_its_rights(repo):
+    folder = repo.root / ".github/workflows"
+    faults = {path.stem: workflow_faults(path.stem, path.read_text()) for path in folder.iterdir()}
+    assert faults == {"ci": set(), "docs": set(), "release": set()}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "fault"),
+    [
+        ("ci", r"checkout@\w+ # ", "checkout@", "action without a commit"),
+        ("ci", r"(checkout@\w+) # v[\d.]+", r"\1", "action without a commit"),
+        ("release", r"publish@\w+", "publish@release/v1", "action without a commit"),
+        ("release", r"\./\.github", "octo/repo/.github", "workflow of another repository"),
+        ("ci", "  contents: read", "  contents: write", "rights for all jobs"),
+        ("docs", "permissions:\n  contents: read\n", "", "rights for all jobs"),
+        ("ci", "    steps:", "    permissions: {issues: write}\n    steps:", "unexpected rights"),
+        ("release", "id-token: write", "contents: write", "unexpected rights"),
+        ("docs", "pages: write", "pages: write\n      contents: write", "unexpected rights"),
+        (
+            "docs",
+            "(?m)^(      - uses: .*deploy)",
+            r"      - run: ls\n\1",
+            "own code beside id-token",
+        ),
+        ("ci", "persist-credentials: false", "fetch-depth: 1", "token left in the checkout"),
+        ("release", r"github\.token", "secrets.TOKEN", "stored secret"),
+        (
+            "release",
+            r'create "\$VERSION"',
+            "create ${{ github.ref }}",
+            "text of a stranger in a command",
+        ),
+        (
+            "docs",
+            "pull_request:",
+            "pull_request_target:",
+            "runs code of a pull request with rights",
+        ),
+    ],
+)
+def test_a_rule_of_workflows_is_checked(name, old, new, fault, repo):
+    text = repo.text(f".github/workflows/{name}.yml")
+    broken, count = re.subn(old, new, text)
+    assert count
+    assert workflow_faults(name, broken) == {fault}
+
+
+def test_the_release_publishes_on_a_tag_only_after_all_tests(repo):
     release = workflow(repo, "release")
     assert release["on"].keys() == {"push", "workflow_dispatch"}
     assert release["on"]["push"] == {"tags": ["v*"]}
-    assert release["permissions"] == {"contents": "read"}
-    guarded = {name for name, job in release["jobs"].items() if writes(job)}
-    assert guarded == {"publish", "announce", "docs"}
-    for name, job in release["jobs"].items():
-        assert job.get("if") == ("github.event_name == 'push'" if name in guarded else None), name
-        assert name == "build" or job["needs"] in ("build", "publish")
-    steps = " ".join(step.get("run", "") for step in release["jobs"]["build"]["steps"])
+    jobs = release["jobs"]
+    assert {name: job.get("if") for name, job in jobs.items()} == {
+        "tests": None,
+        "build": None,
+        "publish": "github.event_name == 'push'",
+        "announce": "github.event_name == 'push'",
+    }
+    assert jobs["tests"] == {"uses": "./.github/workflows/ci.yml"}
+    assert "workflow_call" in workflow(repo, "ci")["on"]
+    assert jobs["publish"]["needs"] == ["tests", "build"]
+    assert jobs["announce"]["needs"] == "publish"
+    steps = " ".join(step.get("run", "") for step in jobs["build"]["steps"])
     assert 'release_notes -- "${VERSION#v}"' in steps
     assert "-s wheels -- --output dist" in steps
-    assert "secrets." not in repo.text(".github/workflows/release.yml"), "publishing needs no token"
 
 
-def test_the_documentation_is_not_deployed_from_a_pull_request(repo):
-    jobs = workflow(repo, "docs")["jobs"]
-    assert {name for name, job in jobs.items() if writes(job)} == {"deploy"}
-    assert jobs["deploy"]["if"] == "github.event_name != 'pull_request'"
+def test_the_documentation_is_deployed_from_main_only(repo):
+    docs = workflow(repo, "docs")
+    assert docs["on"] == {"push": {"branches": ["main"]}, "pull_request": None}
+    assert docs["jobs"]["deploy"]["if"] == "github.ref == 'refs/heads/main'"
 
 
 def test_workflows_run_sessions_that_exist(repo):
