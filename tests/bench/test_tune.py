@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -76,6 +77,9 @@ def test_records_apply_only_to_the_measured_request(measured):
     "versions-value3",
     "times_ms-value4",
     "times_ms-value5",
+    "times_ms-value6",
+    "times_ms-value7",
+    "shape_class-2/1/8/8",
     "times_ms-3",
     "slot-3",
 )
@@ -88,7 +92,10 @@ def test_records_apply_only_to_the_measured_request(measured):
         ("versions", {"sdpa": "0.1.0"}),
         ("times_ms", {"sdpa": -1.0, "slow": 2.0}),
         ("times_ms", {"sdpa": "fast", "slow": 2.0}),
+        ("times_ms", {"sdpa": 10**400, "slow": 2.0}),
+        ("times_ms", {}),
         ("times_ms", 3),
+        ("shape_class", "2/1/8/8"),
         ("slot", 3),
     ],
 )
@@ -103,9 +110,13 @@ def test_records_of_other_environments_and_malformed_records_are_ignored(measure
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "null", '{"schema_version": 2, "records": []}', "{}"]
 )
-def test_a_corrupt_file_is_ignored_and_replaced(measured, content):
+def test_a_corrupt_file_is_ignored_and_replaced(nsa, measured, content):
     tuned.path().write_text(content)
     assert window(measured) == "slow"
+    shown = nsa("tune", "--show")
+    assert (shown.code, shown.out) == (2, "")
+    assert "is not a file of nsa tune" in shown.err
+    assert nsa("tune", "--reset").code == 0
     tuned.save(_records)
     assert window(measured) == "sdpa"
 
@@ -152,6 +163,22 @@ def test_the_command_shows_and_deletes_saved_choices(nsa, registry):
     assert not tuned.path().exists()
     assert "no choices are saved" in nsa("tune", "--show").out
     assert nsa("tune", "--reset").code == 0
+
+
+def test_saved_texts_are_printed_without_control_characters(nsa):
+    record = dataclasses.replace(
+        _record("cmp", 2.0),
+        device="chip\x1b[2J\u202e\nwin",
+        date="\x07[bold]",
+        times_ms={"a\x1b\n": 1.0},
+        versions={"a\x1b\n": "1"},
+    )
+    tuned.save([record])
+    shown = nsa("tune", "--show")
+    assert r"chip\x1b[2J\u202e win" in shown.out
+    assert r"a\x1b\n" in shown.out
+    assert r"\x07[bold]" in shown.out
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", shown.out)
 
 
 def _record(slot: str, time: float) -> tuned.Record:

@@ -147,6 +147,24 @@ def test_control_characters_in_a_message_are_escaped(capsys):
     assert capsys.readouterr().err == "nsa: first\n  toy: \\x1b[2J\\x07[bold]boo[/]\\u202e\n"
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_texts_and_tables_escape_control_characters_and_markup(is_terminal, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    nasty = "\x1b[2J\x07[bold]boo[/]\u202e"
+    console = output.console()
+    output.print_text(console, nasty)
+    output.print_table(console, ["name", "note"], [[nasty, "first\nsecond"]], nasty)
+    console.print(nasty)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)  # the styles of a terminal
+    safe = r"\x1b[2J\x07[bold]boo[/]\u202e"
+    assert [line.rstrip() for line in out.split("\n")] == [
+        *(safe, safe),
+        f"{'name':{len(safe)}}  note",
+        rf"{safe}  first\nsecond",
+        *(safe, ""),
+    ]
+
+
 def test_row_60_ctrl_c_prints_one_line_and_ends_the_children(start, tmp_path):
     site, pid_file = tmp_path / "site", tmp_path / "pid"
     info = site / "toy_hangs-1.dist-info"

@@ -7,6 +7,7 @@ import dataclasses
 from nsa_bench.result import Measurement, Result
 from nsa_bench.timing import NOT_MEASURED, Performance
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import shown
 
 Key = tuple[str, ...]
 
@@ -19,7 +20,7 @@ class Change:
     key: Key
     old_ms: float | None
     new_ms: float | None
-    ratio: float | None  # new over old; None if one of them is missing
+    ratio: float | None  # new over old; None if one of them is missing or not positive
     verdict: str  # slower, faster, same, lost, gained, missing, new
     note: str = ""  # set if the two were timed with different methods
 
@@ -49,7 +50,7 @@ def compare(old: Result, new: Result, *, fail_over: float, force: bool = False) 
     """
     both_real = all("real" in result.settings.get("inputs", []) for result in (old, new))
     differences = [
-        f"{name} {_setting(old, name)!r} and {_setting(new, name)!r}"
+        f"{name} {shown(_setting(old, name))} and {shown(_setting(new, name))}"
         for name in (
             "device",
             "threads",
@@ -141,6 +142,8 @@ def _change(key: Key, old: Performance | None, new: Performance | None, fail_ove
             key, before, after, None, "same" if old is new else "lost" if old else "gained"
         )
     old, new, note = _comparable(old, new)
+    if min(old.median_ms, new.median_ms) <= 0:  # of a part, a difference of two times
+        return Change(key, old.median_ms, new.median_ms, None, "same", "too short to compare")
     ratio = new.median_ms / old.median_ms
     verdict = "same"
     if ratio > 1 + fail_over and new.q1_ms > old.q3_ms:

@@ -7,17 +7,19 @@ import functools
 import json
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nsa_bench.gate import Gate
-from nsa_bench.roofline import Peaks
+from nsa_bench.roofline import PARTS, Peaks
 from nsa_bench.timing import FAILED, Performance
 from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import COUNT, shown
 from nsa_core.plan.default_plan import is_long
 from nsa_core.util.interruption import Interruption
+from nsa_core.util.text import escape_control, one_line
 
 SCHEMA_VERSION = 1
 KIND = "nsa-bench"
@@ -28,8 +30,20 @@ UNFUSED, EAGER, LAYER = DECODE_SUFFIXES = (", slots one by one", ", eager", ", l
 # kernels that run side by side in the whole call, account for less.
 _LARGEST_SUM = 1.25
 
-_COUNTS = ("batch", "length", "eager_length", "failed_length")
-LARGEST = 10**30  # of the other integers, such as flops: above any count of a legal shape
+LARGEST = 10**30  # of numbers such as flops: above any count of a legal shape
+_LEAST = 1e-12  # of numbers that divide others
+_COUNTS = ("batch", "length", "eager_length")
+_TIMES = ("median_ms", "q1_ms", "q3_ms", "samples_ms")  # of parts, also differences of two times
+_DIVISORS = (*_TIMES, "flops_per_s", "bytes_per_s", "floor_ms", "ratio_to_dense")
+_NAMES = ("kind", "subject", "shape", "dtype", "inputs", "phase", "backend", "combo", "device")
+_NAME_LENGTH, _TEXT_LENGTH, _DEPTH = 200, 10_000, 20
+_KINDS = ("combo", "dense", "layer", "rival")
+Place = tuple[str | int, ...]  # of a value in a result file: ("measurements", 0, "length")
+# The fields that are read of the two tables which hold anything else too.
+_KNOWN: dict[Place, dict[str, Any]] = {
+    ("settings",): {"threads": int, "methods": dict[str, str], "inputs": list[str]},
+    ("environment",): {"device": str, "versions": dict[str, str], "git_commit": str | None},
+}
 Series = tuple[str, str, str, str, int]  # shape, dtype, inputs, phase, batch
 
 
@@ -129,7 +143,11 @@ class Interrupted:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Everything that one run of the benchmark measured."""
+    """Everything that one run of the benchmark measured.
+
+    All texts are on one line and free of control characters, because plugins and files of strangers
+    bring them. Only those of ``environment`` may have several lines.
+    """
 
     settings: dict[str, Any]  # seed, lengths, shapes, blocks, threads, ...
     environment: dict[str, Any]  # device, driver, clocks, versions, git commit
@@ -143,6 +161,11 @@ class Result:
     interrupted: Interrupted | None = None
     kind: str = KIND
     schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            clean = escape_control if field.name == "environment" else one_line
+            object.__setattr__(self, field.name, _map_texts(clean, getattr(self, field.name)))
 
     @property
     def failed(self) -> bool:
@@ -219,6 +242,20 @@ def _ratios(m: Measurement) -> dict[str, float]:
     }
 
 
+def _map_texts(change: Callable[[str], str], value: Any) -> Any:
+    """Return ``value`` with every text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_map_texts(change, item) for item in value]
+    if isinstance(value, dict):
+        return {change(name): _map_texts(change, item) for name, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **_map_texts(change, fields))
+    return value
+
+
 def read_result(path: Path) -> Result:
     """Read a result file.
 
@@ -236,25 +273,38 @@ def read_result(path: Path) -> Result:
         raise InvalidInput(f"{path} is not a result of nsa bench; give a file that --json wrote")
     if document.get("schema_version") != SCHEMA_VERSION:
         raise InvalidInput(
-            f"{path} has schema_version {document.get('schema_version')!r}; this version of"
+            f"{path} has schema_version {shown(document.get('schema_version'))}; this version of"
             f" nsa-bench reads {SCHEMA_VERSION}"
         )
     try:
-        result: Result = _record(Result, document, "")
+        result: Result = _record(Result, document, ())
+        _check_names(result)
     except _WrongError as error:
         raise InvalidInput(f"{path}: {error}") from error
-    unknown = {m.dtype for m in result.measurements} - result.peaks.keys()
-    if unknown:
-        raise InvalidInput(f"{path}: peaks has no rates of {', '.join(sorted(unknown))}")
     return result
 
 
 class _WrongError(Exception):
-    """A field has the wrong type or is missing."""
+    """A field is missing, or its value is not of its type or out of its range."""
 
 
 def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a number")
+
+
+def _check_names(result: Result) -> None:
+    """Check the names by which tables and plots look something up."""
+    if "threads" not in result.settings:
+        raise _WrongError("settings lacks threads")
+    for index, m in enumerate(result.measurements):
+        place = f"measurements[{index}]"
+        if m.kind not in _KINDS:
+            raise _WrongError(f"{place}.kind must be one of {', '.join(_KINDS)}, got {m.kind!r}")
+        if unknown := m.parts.keys() - set(PARTS):
+            names = ", ".join(sorted(unknown))
+            raise _WrongError(f"{place}.parts may have {', '.join(PARTS)}, got {names}")
+        if m.dtype not in result.peaks:
+            raise _WrongError(f"peaks has no rates of {m.dtype}")
 
 
 @functools.cache
@@ -262,42 +312,77 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _value(kind: Any, value: Any, path: str) -> Any:
+def _value(kind: Any, value: Any, place: Place) -> Any:
     """Convert JSON to ``kind``: a dataclass, dict, list, union with None, or a plain type."""
-    if kind is Any:
-        return value
+    if len(place) > _DEPTH:
+        raise _WrongError(f"{_words(place[:3])} is nested more than {_DEPTH} levels deep")
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        return None if value is None else _value(arguments[0], value, path)
+        return None if value is None else _value(arguments[0], value, place)
     if dataclasses.is_dataclass(kind):
         assert isinstance(kind, type)  # a class, not an instance
-        return _record(kind, value, path)
-    if origin is dict and isinstance(value, dict):
-        return {key: _value(arguments[1], item, f"{path}.{key}") for key, item in value.items()}
-    if origin is list and isinstance(value, list):
-        return [_value(arguments[0], item, f"{path}[{index}]") for index, item in enumerate(value)]
-    if type(value) is int and (kind is float or kind is int):
-        limit = COUNT if path.rpartition(".")[2] in _COUNTS else LARGEST
-        lowest = 0 if kind is int else -LARGEST
-        if not lowest <= value <= limit:
-            text = f"{path.lstrip('.')} must be from {lowest} to {limit}, got {shown(value)}"
-            raise _WrongError(text)
-        return kind(value)
-    if origin is None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return _record(kind, value, place)
+    if isinstance(value, dict) and (origin is dict or kind is Any):
+        known, other = _KNOWN.get(place, {}), arguments[1] if arguments else Any
+        return {
+            _text(name, place): _value(known.get(name, other), item, (*place, name))
+            for name, item in value.items()
+        }
+    if isinstance(value, list) and (origin is list or kind is Any):
+        other = arguments[0] if arguments else Any
+        return [_value(other, item, (*place, index)) for index, item in enumerate(value)]
+    if isinstance(value, str) and kind in (str, Any):
+        return _text(value, place)
+    if (kind is float and type(value) in (int, float)) or (kind is int and type(value) is int):
+        return _number(kind, value, place)
+    if kind is Any or (kind is bool and isinstance(value, bool)):
         return value
-    raise _WrongError(
-        f"{path.lstrip('.')} must be {getattr(kind, '__name__', kind)}, got {str(value)[:60]!r}"
-    )
+    name = getattr(kind, "__name__", kind)
+    raise _WrongError(f"{_words(place)} must be {name}, got {shown(value)}")
 
 
-def _record(kind: type, value: Any, path: str) -> Any:
-    if not isinstance(value, dict):
+def _text(value: str, place: Place) -> str:
+    """Check a text: a name that is too long makes a table or a plot beyond any screen."""
+    is_name = _name(place) in _NAMES
+    limit = _NAME_LENGTH if is_name else _TEXT_LENGTH
+    if len(value) > limit or (is_name and len(value.splitlines()) > 1):
+        lines = " on one line" * is_name
         raise _WrongError(
-            f"{path.lstrip('.') or 'the file'} must be an object, got {str(value)[:60]!r}"
+            f"{_words(place)} must have at most {limit} characters{lines}, got {len(value)}"
         )
+    return value
+
+
+def _number(kind: type, value: float, place: Place) -> float:
+    """Check the range of a number; the float may be infinite, as 1e999 in a file is."""
+    name = _name(place)
+    lowest: float = 1 if name in _COUNTS else _LEAST if name in _DIVISORS else 0
+    if name in _TIMES and "parts" in place:
+        lowest = -LARGEST
+    limit = COUNT if name in _COUNTS else LARGEST
+    if not lowest <= value <= limit:
+        raise _WrongError(f"{_words(place)} must be from {lowest} to {limit}, got {shown(value)}")
+    number: float = kind(value)
+    return number
+
+
+def _record(kind: type, value: Any, place: Place) -> Any:
+    if not isinstance(value, dict):
+        raise _WrongError(f"{_words(place)} must be an object, got {shown(value)}")
     fields, hints = dataclasses.fields(kind), _hints(kind)
     missing = [f.name for f in fields if f.name not in value and f.default is dataclasses.MISSING]
     if missing:
-        raise _WrongError(f"{path.lstrip('.') or 'the file'} lacks {', '.join(missing)}")
+        raise _WrongError(f"{_words(place)} lacks {', '.join(missing)}")
     present = [f.name for f in fields if f.name in value]  # older files lack newer fields
-    return kind(**{name: _value(hints[name], value[name], f"{path}.{name}") for name in present})
+    return kind(**{name: _value(hints[name], value[name], (*place, name)) for name in present})
+
+
+def _name(place: Place) -> str:
+    """Return the name of the field that a value belongs to, if need be as an item of its list."""
+    return next((part for part in reversed(place) if isinstance(part, str)), "")
+
+
+def _words(place: Place) -> str:
+    """Write a place as "measurements[0].length"."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part:.80}" for part in place)
+    return "".join(parts).lstrip(".") or "the file"

@@ -26,7 +26,7 @@ from nsa_cli.screen import (
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.util.atomic_files import NotWritten, check_folder_writable, write_atomic
 from nsa_core.util.interruption import exit_code, recorded_signals, signal_of
-from nsa_core.util.text import describe_error, one_line
+from nsa_core.util.text import describe_error, escape_control, one_line
 
 if TYPE_CHECKING:
     from nsa_core.plan.registry import Registry
@@ -247,7 +247,7 @@ def end(code: int, message: str) -> NoReturn:
     with torchrun.ending(message) as prints:
         try:
             if prints:
-                print(fitted(f"nsa: {message}"), file=sys.stderr, flush=True)
+                print(fitted(escape_control(f"nsa: {message}")), file=sys.stderr, flush=True)
         except OSError:  # standard error is closed too
             _discard(sys.stderr)
     raise SystemExit(code)

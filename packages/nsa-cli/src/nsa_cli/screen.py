@@ -1,4 +1,7 @@
-"""Text and tables that fit a terminal. Piped text has no width: its lines are not wrapped."""
+"""Text and tables that fit a terminal. Piped text has no width: its lines are not wrapped.
+
+Files and plugins of strangers bring some of the texts, so control characters are escaped here.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from nsa_core.util.text import escape_control
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.text import Text
 
 _STYLES = {  # of cells that are a state or a verdict
     "green": ("ready", "ok"),
@@ -26,12 +30,19 @@ _WIDEST_TEXT = 100  # columns; longer lines of text are hard to read
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console without markup; piped output has no colour and no line limit."""
+    """Return a console that prints control characters and markup as text.
+
+    Piped output has no colour and no line limit.
+    """
     from rich.console import Console
 
     class PlainConsole(Console):
         def on_broken_pipe(self) -> None:  # rich would exit with code 1
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+        def print(self, *objects: Any, **options: Any) -> None:
+            texts = (escape_control(each) if isinstance(each, str) else each for each in objects)
+            super().print(*texts, **options)
 
     file = sys.stderr if stderr else sys.stdout
     width = None if file.isatty() else UNLIMITED
@@ -87,7 +98,7 @@ def print_text(target: Console, text: str, style: str = "", indent: str | None =
 def print_table(
     target: Console,
     columns: Sequence[str],
-    rows: Sequence[Sequence[str | Text]],
+    rows: Sequence[Sequence[str]],
     title: str = "",
     wrapped: Collection[str] = (),
     gap: int = 2,
@@ -100,7 +111,7 @@ def print_table(
     Args:
         target: A console from :func:`console`.
         columns: The header; a unit belongs to it.
-        rows: The cells of each row.
+        rows: The cells of each row; a line break in one is escaped.
         title: A line above the table.
         wrapped: The columns that may take several lines per row on a narrow screen; all others
             take one.
@@ -112,16 +123,14 @@ def print_table(
     if title:
         print_text(target, title, "bold")
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    aligned: list[list[str | Text]] = []
+    aligned: list[list[str]] = []
     for index, name in enumerate(columns):
-        cells: list[str | Text] = [row[index] for row in rows]
-        texts = [str(cell) for cell in cells]
-        if _is_numeric(texts):
+        cells = [escape_control(row[index]).replace("\n", "\\n") for row in rows]
+        words = [word for text in (name, *cells) for word in text.split()]
+        if _is_numeric(cells):
             # Rich would strip the padding at the right of right-justified cells.
-            name, *padded = _align_right([name, *_align_decimals(texts)])
-            cells = list(padded)
+            name, *cells = _align_right([name, *_align_decimals(cells)])
         aligned.append(cells)
-        words = [word for text in (name, *texts) for word in text.split()]
         is_wrapped = columns[index] in wrapped
         table.add_column(
             Text(name),
@@ -130,9 +139,7 @@ def print_table(
             overflow="fold",
         )
     for row in zip(*aligned):
-        table.add_row(
-            *(cell if isinstance(cell, Text) else Text(cell, _style(cell)) for cell in row)
-        )
+        table.add_row(*(Text(cell, _style(cell)) for cell in row))
     with target.capture() as captured:
         target.print(table, crop=False)
     for line in captured.get().splitlines():

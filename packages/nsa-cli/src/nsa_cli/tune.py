@@ -21,6 +21,7 @@ from nsa_cli.result_files import ResultFiles
 
 if TYPE_CHECKING:
     from nsa_bench.tune import Tuning
+    from nsa_core.plan.tuned import Record
 
 
 def tune(
@@ -74,7 +75,9 @@ def tune(
         if show and reset:
             raise typer.BadParameter("--show prints what --reset deletes: pass one of them")
         if show or reset:
-            _print_saved()
+            from nsa_core.plan import tuned
+
+            _print_saved(tuned.load() if reset else tuned.read())
             if reset:
                 _reset()
             return
@@ -109,19 +112,19 @@ def tune(
     raise typer.Exit(code)
 
 
-def _print_saved() -> None:
-    """Print the saved choices, one table for each device, version of torch and shape."""
+def _print_saved(records: list[Record]) -> None:
+    """Print saved choices, one table for each device, version of torch and shape."""
     from nsa_core.plan import tuned
 
     console = output.console()
     tables: dict[str, list[list[str]]] = {}
-    for record in tuned.load():
+    for record in records:
         shape, use = record.shape_class.rsplit(" ", 1)
         title = f"{record.device}, torch {record.torch}, {shape}"
         if record.torch != tuned.torch_version():
             title += f" (not used: torch {tuned.torch_version()} is installed)"
         fastest = min(record.times_ms, key=record.times_ms.__getitem__)
-        row = [record.slot, use, output.one_line(fastest), record.sentence()]
+        row = [record.slot, use, fastest, record.sentence()]
         tables.setdefault(output.one_line(title), []).append(row)
     for title, rows in tables.items():
         output.print_text(console, title, "bold")
@@ -153,18 +156,18 @@ def _print_tuning(result: Tuning, files: list[Path]) -> None:
     console = output.console()
     rows, reasons = [], []
     for time in sorted(result.times, key=lambda t: (t.slot, t.use, t.time_ms or float("inf"))):
-        backend = f"{output.one_line(time.backend)} {output.one_line(time.version)}"
+        backend = f"{time.backend} {time.version}"
         chosen = "yes" if fastest.get((time.slot, time.use)) == time.backend else ""
         rows.append([time.slot, time.use, backend, number(time.time_ms), chosen])
         if time.reason:
-            reasons.append(f"{time.slot}, {time.use}, {backend}: {output.one_line(time.reason)}")
+            reasons.append(output.one_line(f"{time.slot}, {time.use}, {backend}: {time.reason}"))
     output.print_table(console, ["slot", "use", "backend", "ms", "chosen"], rows)
     for reason in reasons:
         output.print_text(console, f"not timed: {reason}", "yellow")
     for gate in result.gates:
         for failure in gate.failures[:3]:
             output.print_text(
-                console, f"NOT CORRECT {gate.combo}: {output.one_line(failure)}", "red"
+                console, output.one_line(f"NOT CORRECT {gate.combo}: {failure}"), "red"
             )
     for path in files:
         saved = f"{len(result.records)} choices for {result.device} saved in {path}"

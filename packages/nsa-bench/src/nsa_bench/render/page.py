@@ -60,9 +60,8 @@ def page(result: Result) -> str:
 
 def _facts(result: Result) -> list[str]:
     """Return the short facts below the title: dtypes, versions, commit and duration."""
-    versions = result.environment.get("versions")
-    versions = versions if isinstance(versions, dict) else {}
-    commit = str(result.environment.get("git_commit") or "")
+    versions = result.environment.get("versions", {})
+    commit = result.environment.get("git_commit") or ""
     return [
         *dict.fromkeys(m.dtype for m in result.measurements),
         *(

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from nsa_bench.render.panel import Panel
     from nsa_bench.result import Result
 
-_WIDTH, _BELOW = 5.0, 0.65  # inches
+# Inches. A figure with names so long that the axes would be narrower than the least is wider.
+_WIDTH, _LEAST_AXES, _BELOW = 5.0, 1.5, 0.65
 _LABEL = 0.185  # inches of a line of the legend
 
 
@@ -40,8 +41,9 @@ def _figure(panel: Panel) -> Any:
     from matplotlib.figure import Figure
 
     below = _BELOW + _LABEL * len(panel.labels)
-    figure = Figure(figsize=(_WIDTH, below + panel.height + panel.above))
-    width = _WIDTH - panel.left - panel.page_right
+    beside = panel.left + panel.page_right
+    width = max(_WIDTH - beside, _LEAST_AXES)
+    figure = Figure(figsize=(beside + width, below + panel.height + panel.above))
     panel.draw(add_axes(figure, panel.left, below, width, panel.height), True)
     return figure
 

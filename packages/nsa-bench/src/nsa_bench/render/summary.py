@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from nsa_core.util.text import one_line
-
 if TYPE_CHECKING:
     from nsa_bench.result import Measurement, Result
     from nsa_bench.timing import Performance
@@ -20,13 +18,10 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
         for failure in gate.failures[:5]:
             yield (
                 "red",
-                (
-                    f"NOT CORRECT {gate.combo}, {gate.shape} {gate.dtype} ({gate.case}):"
-                    f" {one_line(failure)}"
-                ),
+                f"NOT CORRECT {gate.combo}, {gate.shape} {gate.dtype} ({gate.case}): {failure}",
             )
     for name, reason in result.skipped.items():
-        yield "", f"{name}: not available: {one_line(reason)}"
+        yield "", f"{name}: not available: {reason}"
     for text in _with_reasons(result, lambda performance, reason: reason):
         yield MISSING, f"no figure: {text}"
     for text in _with_reasons(
@@ -123,7 +118,7 @@ def _verdict(result: Result) -> tuple[str, str]:
     """Return (style, last line): whether every gate passed, and the timing methods."""
     methods = sorted({m.performance.method for m in result.measurements if m.performance})
     known = result.settings.get("methods", {})
-    how = "; ".join(str(known.get(name, name)) for name in methods) or "nothing was timed"
+    how = "; ".join(known.get(name, name) for name in methods) or "nothing was timed"
     device, threads = result.environment.get("device", "?"), result.settings.get("threads")
     noun = "thread" if threads == 1 else "threads"
     line = f"{device}, {threads} CPU {noun}, {how}; {result.seconds:.0f} s"
@@ -142,7 +137,7 @@ def _verdict(result: Result) -> tuple[str, str]:
 
 def _why_nothing(result: Result) -> str:
     """State that no combination was timed, and each reason."""
-    reasons = dict.fromkeys(one_line(m.reason) for m in result.measurements if m.kind == "combo")
+    reasons = dict.fromkeys(m.reason for m in result.measurements if m.kind == "combo")
     return f"NO COMBINATION WAS TIMED ({'; '.join(reasons) or 'no backend is ready'})"
 
 

@@ -9,7 +9,6 @@ from nsa_bench.render.format import Rows, milliseconds, number, percent, size
 from nsa_bench.roofline import PARTS
 from nsa_bench.timing import spread_of_repeats
 from nsa_core.contract import SLOTS
-from nsa_core.util.text import one_line
 
 if TYPE_CHECKING:
     from nsa_bench.compare import Change
@@ -108,7 +107,7 @@ def _backends(versions: Mapping[str, str]) -> str:
     """Return the backend of each slot: "triton 0.1.0", or "sdpa 0.1.0: cmp; triton 0.1.0: sel"."""
     slots: dict[str, list[str]] = {}
     for slot in SLOTS:
-        slots.setdefault(one_line(versions.get(slot, "-")), []).append(slot)
+        slots.setdefault(versions.get(slot, "-"), []).append(slot)
     if len(slots) == 1:
         return next(iter(slots))
     return "; ".join(f"{backend}: {', '.join(names)}" for backend, names in slots.items())
@@ -122,7 +121,7 @@ def changes_tables(changes: Sequence[Change]) -> list[Rows]:
         problem = f"{shape} {dtype}, {phase}, batch {batch}, {inputs} inputs"
         values = [number(change.old_ms), number(change.new_ms), number(change.ratio)]
         cells_by_problem.setdefault(problem, []).append(
-            [str(length), one_line(subject), part, *values, change.verdict, one_line(change.note)]
+            [length, subject, part, *values, change.verdict, change.note]
         )
     columns = ["tokens", "subject", "part", "old ms", "new ms", "new/old", "verdict", "note"]
     tables = []

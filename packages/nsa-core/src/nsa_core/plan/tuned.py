@@ -21,10 +21,11 @@ from typing import Any
 from nsa_core.contract import Request
 from nsa_core.errors import InvalidInput
 from nsa_core.util.atomic_files import check_folder_writable, user_cache, write_atomic, writing
-from nsa_core.util.text import one_line
+from nsa_core.util.text import describe_error, one_line
 
 SCHEMA_VERSION = 1
 _log = logging.getLogger("nsa")
+_LONGEST_MS = 1e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,15 +137,30 @@ def choose(request: Request, device: str, accepted: Mapping[str, str]) -> tuple[
 def load() -> list[Record]:
     """Return the records; [] if the file is missing, unreadable or malformed."""
     try:
+        return read()
+    except InvalidInput as error:
+        _log.info("ignored %s", one_line(error))
+        return []
+
+
+def read() -> list[Record]:
+    """Return the records; [] if the file is missing.
+
+    Raises:
+        InvalidInput: The file is unreadable or malformed.
+    """
+    try:
         document = json.loads(path().read_text(encoding="utf-8"))
         if document["schema_version"] != SCHEMA_VERSION:
-            return []
+            raise ValueError(f"its schema_version is not {SCHEMA_VERSION}")
         return [_record(entry) for entry in document["records"]]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        _log.info("ignored %s: %s", path(), one_line(error))
-        return []
+        raise InvalidInput(
+            f"{path()} is not a file of nsa tune and is not used: {describe_error(error)};"
+            " nsa tune --reset deletes it"
+        ) from error
 
 
 def _record(entry: Any) -> Record:
@@ -161,10 +177,12 @@ def _record(entry: Any) -> Record:
     numbers = [record.tokens, *record.times_ms.values()]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("device, torch, shape_class, slot, date and versions must be strings")
-    if not all(isinstance(n, (int, float)) and 0 < n < float("inf") for n in numbers):
-        raise ValueError("tokens and times_ms must be positive finite numbers")
-    if not record.times_ms.keys() <= record.versions.keys():
-        raise ValueError("every backend of times_ms must be in versions")
+    if not all(isinstance(n, (int, float)) and 0 < n < _LONGEST_MS for n in numbers):
+        raise ValueError(f"tokens and times_ms must be positive and below {_LONGEST_MS:.0e}")
+    if not record.times_ms or not record.times_ms.keys() <= record.versions.keys():
+        raise ValueError("times_ms must have a backend, and every backend must be in versions")
+    if " " not in record.shape_class:
+        raise ValueError("shape_class must end with a use, such as inference")
     return record
 
 
