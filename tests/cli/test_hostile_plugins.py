@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+import unicodedata
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_row_57_doctor_names_each_plugin(nsa, hostile) -> None:
 
 @pytest.mark.slow
 def test_row_57_verify_and_tune_run_the_other_backends(nsa, hostile, monkeypatch) -> None:
-    case = ("--case", "slot=win,w=3,tokens=5")
+    case = ("--case", "win w=3 tokens=5")
     for name, (_, expected) in (AT_IMPORT | IN_PROBE).items():
         monkeypatch.setenv("NSA_PLUGINS", name)
         done = nsa(*LIMIT, "verify", "--win", name, *CPU, *case)
@@ -194,3 +195,33 @@ def test_bench_fails_the_cells_of_a_faulty_kernel_and_times_the_others(
     failures = str([g["failures"] for g in gate if g["combo"] == "win=faulty"])
     assert "ended its process with exit status 0" in reasons["win=faulty"] + failures
     assert reasons["win=faulty"]
+
+
+@pytest.mark.slow
+def test_text_of_a_plugin_is_printed_without_control_characters(nsa, site, few_checks) -> None:
+    nasty = "\x1b[2J\x07[bold]boo[/]\r\n\u202e"
+    refusal = f"from nsa_core.contract import Reason; return [Reason('x', {nasty!r}, {nasty!r})]"
+    install(site, "refusing", plugin("refusing", in_probe=refusal))
+    install(site, "raising", plugin("raising", in_forward=f"raise RuntimeError({nasty!r})"))
+    install(site, "unloadable", plugin("unloadable", at_import=f"raise ValueError({nasty!r})"))
+    metadata = site / "refusing-1.0.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: refusing\nVersion: 1\x1b[2J\x07\u202e\n")
+    commands = {
+        "backends list": 0,
+        "backends list --no-probe": 0,
+        "backends show refusing": 0,
+        "backends show unloadable": 0,
+        "backends explain --win refusing --device cpu": 3,
+        "doctor": 0,
+        "verify --device cpu --win refusing": 3,
+        "verify --device cpu --dtype float32 --phase prefill --cases 0 --win raising": 1,
+    }
+    for command, code in commands.items():
+        done = nsa(*LIMIT, *command.split())
+        assert done.code == code, (command, done)
+        text = done.out + done.err
+        assert r"\x1b[2J" in text, command
+        unsafe = {c for c in text if unicodedata.category(c) in ("Cc", "Cf") and c != "\n"}
+        assert not unsafe, command
+        if "--no-probe" not in command:
+            assert "[bold]boo[/]" in text, command

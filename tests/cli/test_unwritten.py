@@ -9,14 +9,18 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import typer
 
 from nsa_bench import clocks, roofline
 from nsa_bench.result import read_result
 from nsa_cli import bench, verify
 from nsa_cli import inspect as inspect_command
+from nsa_cli.app import app
 from nsa_core.plan import tuned
 from nsa_core.plan.registry import discover
 from nsa_core.util import atomic_files
@@ -79,9 +83,12 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(module, name, work)
     monkeypatch.setattr("nsa_bench.tune.tune", work)
+    monkeypatch.setattr("nsa_cli.bench_decode.settings", work)
     monkeypatch.setattr("nsa_cli.train._prepare", work)
 
 
+FILES = ("--json", "--html", "--png", "--svg")
+RESULT = pathlib.Path(__file__).parents[2] / "benchmarks/results/h100/shapes_128k.json"
 COMMANDS = ["verify --json", "bench --json", "train --device cpu --out", "inspect --text T --out"]
 
 
@@ -181,6 +188,59 @@ def test_inspect_prints_findings_whose_pictures_cannot_be_written(nsa, full_disk
     assert done.err == f"nsa: could not write {full_disk / 'new' / 'inspect.html'}: {NO_SPACE}\n"
     assert "Its gates" in done.out
     assert "Written to" not in done.out
+
+
+# Command -> its options that write a file or a folder. `nsa convert` has no --force.
+WRITING = {
+    "inspect --text T": ("--out",),
+    "verify": ("--json",),
+    "train --device cpu --out D": ("--png", "--svg"),
+    "train --device cpu": ("--out",),
+    "bench": ("--json", "--html", "--png", "--svg"),
+    "bench decode": ("--json", "--html", "--png", "--svg"),
+    "bench report RESULT": ("--html", "--png", "--svg"),
+}
+
+
+def test_every_option_that_writes_a_file_is_tested():
+    def walk(command: Any, name: str) -> Iterator[tuple[str, str]]:
+        options = {word for option in command.params for word in option.opts}
+        if "--force" in options:
+            yield from ((name, o) for o in ("--out", *FILES) if o in options)
+        for word, inner in getattr(command, "commands", {}).items():
+            yield from walk(inner, f"{name} {word}".strip())
+
+    tested = {
+        (command.split(" -")[0].removesuffix(" RESULT"), option)
+        for command, options in WRITING.items()
+        for option in options
+    }
+    assert set(walk(typer.main.get_command(app), "")) == tested
+
+
+@pytest.mark.parametrize(
+    "command", [f"{c} {option}" for c, options in WRITING.items() for option in options]
+)
+def test_an_existing_file_is_overwritten_with_force_only(
+    nsa, no_work, tmp_path, command, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("T").write_text("a text")
+    pathlib.Path("RESULT").symlink_to(RESULT)
+    target = pathlib.Path("existing")
+    file = target
+    if command.endswith("--out"):
+        target.mkdir()
+        file = target / "mine"
+    file.write_text("mine")
+    done = nsa(*command.split(), "existing")
+    assert (done.code, done.out) == (2, ""), done
+    assert "--force" in done.err
+    assert file.read_text() == "mine"
+    try:
+        assert nsa(*command.split(), "existing", "--force").code != 2
+    except AssertionError as work:
+        assert str(work) == "the work began"  # noqa: PT017  the command accepted the file
 
 
 def test_a_new_backend_needs_an_empty_folder(nsa, tmp_path):
