@@ -91,13 +91,15 @@ class DirectLaunch:
         for x, expansion in zip(tensors, self._expansions):
             if x is None:
                 arguments.append(None)
-                continue
-            address = x.data_ptr() if expansion is None else x.base.data_ptr()
-            if address % 16:
-                return False
-            if expansion is None:
+            elif expansion is None:
+                address = x.data_ptr()
+                if address % 16:
+                    return False
                 arguments.append(address)
             else:
+                address = x.base.data_ptr()
+                if address % 16:
+                    return False
                 arguments.append(expansion.map_of(address, x))
                 arguments += expansion.rest
         self._function(*arguments, *self._after)

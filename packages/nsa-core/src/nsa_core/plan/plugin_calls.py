@@ -121,7 +121,7 @@ def _call(name: str, guarded: bool, what: str, path: str, *arguments: Any) -> An
     try:
         with guard:
             function = import_function(name, path)
-            return call_function((name, path, "plugin"), function, arguments)
+            return call_function((name, path, "plugin"), function, arguments, {})
     except BaseException as error:  # a plugin may raise anything
         if is_ctrl_c(error):
             raise

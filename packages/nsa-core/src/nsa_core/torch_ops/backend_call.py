@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ def run_backend(
     tensors: Sequence[torch.Tensor],
     specs: Sequence[TensorSpec],
     device: torch.device,
-    **options: Any,
+    options: Mapping[str, Any],
 ) -> list[torch.Tensor]:
     """Call a backend's function on ``device`` with autocast off, and check its results.
 
@@ -74,7 +73,7 @@ def run_backend(
         tensors: Its positional arguments.
         specs: Shape and dtype of each result that the contract requires.
         device: Where the results must be; it becomes the current device.
-        **options: Keyword arguments of the function.
+        options: Its keyword arguments.
 
     Returns:
         The results.
@@ -83,16 +82,25 @@ def run_backend(
         NSAError: The function raised, or the number, shapes, dtypes or devices of its results are
             wrong. NSAError and torch.OutOfMemoryError pass unchanged.
     """
-    with _BackendCall(where, device):
-        results = call_function(where, function, tensors, **options)
-        results = [results] if isinstance(results, torch.Tensor) else list(results or ())
-        if len(results) == len(specs):
-            for result, (shape, dtype) in zip(results, specs):
-                if result.shape != shape or result.dtype != dtype or result.device != device:
-                    break
-            else:
-                return results
-        raise NSAError(_wrong_results(where, results, specs, device))
+    for trace in _traces:
+        trace.append(DispatchRecord(*where))
+    with backend_state(device):
+        try:
+            results = call_function(where, function, tensors, options)
+            results = [results] if isinstance(results, torch.Tensor) else list(results or ())
+            if len(results) == len(specs):
+                for result, (shape, dtype) in zip(results, specs):
+                    if result.shape != shape or result.dtype != dtype or result.device != device:
+                        break
+                else:
+                    return results
+            raise NSAError(_wrong_results(where, results, specs, device))
+        except (NSAError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            backend, slot, direction = where
+            text = f"backend {backend!r}, slot {slot!r}, {direction}: {describe_error(error)}"
+            raise NSAError(text) from error
 
 
 def _wrong_results(
@@ -113,29 +121,3 @@ def _wrong_results(
             )
     backend, slot, direction = where
     return f"backend {backend!r}, slot {slot!r}, {direction} returned " + "; ".join(problems)
-
-
-class _BackendCall:
-    """Context of a call of a backend's function; it takes half the host time of @contextmanager."""
-
-    def __init__(self, where: Where, device: torch.device) -> None:
-        self._where, self._state = where, backend_state(device)
-
-    def __enter__(self) -> None:
-        for trace in _traces:
-            trace.append(DispatchRecord(*self._where))
-        self._state.__enter__()
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._state.__exit__(type(error) if error else None, error, traceback)
-        if (
-            error is None
-            or isinstance(error, (NSAError, torch.OutOfMemoryError))
-            or not isinstance(error, Exception)
-        ):
-            return
-        backend, slot, direction = self._where
-        where = f"backend {backend!r}, slot {slot!r}, {direction}"
-        raise NSAError(f"{where}: {describe_error(error)}") from error

@@ -36,7 +36,10 @@ def wrapped_calls(wrapper: Wrapper) -> Iterator[None]:
 
 
 def call_function(
-    where: Where, function: Callable[..., Any], arguments: Sequence[Any], **options: Any
+    where: Where,
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
 ) -> Any:
     """Return ``function(*arguments, **options)``, called through the wrapper if there is one."""
     if not _wrappers:
@@ -47,4 +50,4 @@ def call_function(
 def import_function(backend: str, path: str) -> Any:
     """Import the function of ``backend`` that ``path``, "module:function", names."""
     with loading(backend) if is_new(path) else contextlib.nullcontext():
-        return call_function((backend, path, "import"), import_named, (path,))
+        return call_function((backend, path, "import"), import_named, (path,), {})

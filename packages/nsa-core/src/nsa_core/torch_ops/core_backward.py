@@ -85,7 +85,7 @@ class CoreBackward:
         where, call = (self.backend, "core", "backward"), Tail(*tail).call()
         options = {"outputs": outputs, "call": call}
         device = arguments[0].device
-        results = run_backend(where, self._function, arguments, specs, device, **options)
+        results = run_backend(where, self._function, arguments, specs, device, options)
         return tuple([result.contiguous() for result in results])
 
     def _fake(self, *args: Any) -> tuple[torch.Tensor, ...]:

@@ -49,7 +49,8 @@ class DecodeKernel:
         if self.slot == "sel":
             tensors = (*tensors[:3], tensors[3].contiguous())
         where, specs = (self.backend, self.slot, "decode"), self._expected(tensors, call)
-        results = run_backend(where, self.function, tensors, specs, q.device, call=call, **options)
+        options["call"] = call
+        results = run_backend(where, self.function, tensors, specs, q.device, options)
         return results[0] if len(results) == 1 else tuple(results)
 
     def _expected(self, tensors: Sequence[Any], call: DecodeCall) -> list[TensorSpec]:

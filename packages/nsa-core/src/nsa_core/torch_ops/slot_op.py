@@ -179,7 +179,7 @@ class SlotOp:
                 outs[1].fill_(-torch.inf)
         else:
             where = self.backend, self.slot, "forward"
-            results = run_backend(where, self._forward, tensors, specs, device, call=call)
+            results = run_backend(where, self._forward, tensors, specs, device, {"call": call})
             outs = [result.contiguous() for result in results]
         return outs[0] if self._n_out == 1 else tuple(outs)
 
@@ -203,8 +203,8 @@ class SlotOp:
         else:
             tensors = in_layout((grad, *saved), self._blocks and 1 + self._blocks)
             where = self.backend, self.slot, "backward"
-            call = tail.call()
-            results = run_backend(where, self._backward, tensors, specs, device, call=call)
+            options = {"call": tail.call()}
+            results = run_backend(where, self._backward, tensors, specs, device, options)
             outs = [result.contiguous() for result in results]
         return outs[0] if len(outs) == 1 else tuple(outs)
 
