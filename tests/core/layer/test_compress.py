@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from cases import boundaries, layer_of
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.layer.phi.chunks import packed_blocks
-from nsa_core.layer.phi.kinds import compress_pair, make_phi, mean_compress
+from nsa_core.layer.phi.kinds import compress_pair, make_phi, mean_compress, weights_of_pair
 from nsa_core.layout import BlockGeometry
 
 GEOMETRIES = {
@@ -331,3 +331,21 @@ def test_frozen_inputs_do_not_change_other_gradients(frozen):
     leaves.pop(frozen).requires_grad_(False)
     for name, grad in zip(leaves, torch.autograd.grad(phi(x), list(leaves.values()), do)):
         torch.testing.assert_close(grad, all_grads[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("moved", ["", "position", "bias"])
+def test_a_fused_form_takes_weights_of_the_device_of_the_cache(kind: str, moved: str) -> None:
+    phi_k, phi_v = (make_phi(kind, GEOMETRIES["l8d4"], 6) for _ in range(2))
+    if moved == "position":
+        phi_v.position = torch.nn.Parameter(phi_v.position.to("meta"))
+    elif moved:
+        layer = phi_v.linears()[-1]
+        layer.bias = torch.nn.Parameter(layer.bias.to("meta"))
+    weights = weights_of_pair(phi_k, phi_v, *torch.zeros(2, 1, 8, 2, 6))
+    if moved:
+        assert weights is None
+    else:
+        assert weights is not None
+        for phi, tensors in zip((phi_k, phi_v), weights, strict=True):
+            assert list(map(id, tensors)) == list(map(id, phi.parameters()))

@@ -71,7 +71,8 @@ def check_layer_input(
         )
     if packed:
         check_packed_transforms(cu_seqlens, x)
-    problems += packing_problems(cu_seqlens, max_seqlen, x.device)
+    if packed or max_seqlen is not None:
+        problems += packing_problems(cu_seqlens, max_seqlen, x.device)
     if problems:
         raise InvalidInput("; ".join(problems))
 

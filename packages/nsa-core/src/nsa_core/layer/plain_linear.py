@@ -46,9 +46,9 @@ def are_plain_linear(*layers: nn.Module, kind: type[nn.Linear] = nn.Linear) -> b
     if not are_plain(kind, *layers):
         return False
     for layer in layers:
+        parameters = layer._parameters
         for name in ("weight", "bias"):
-            parameters = layer._parameters
-            if name not in parameters or type(parameters[name]) not in PLAIN_TENSORS:
+            if type(parameters.get(name)) not in PLAIN_TENSORS:
                 return False
     return True
 

@@ -8,6 +8,7 @@ block, and then combines r results per block. The tokens are copied once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -146,6 +147,19 @@ def _block_linear(
     return joint_hidden([x], [position], [layer.weight], [layer.bias], geometry, packed)[0]
 
 
+PhiWeights = tuple[torch.Tensor, ...]
+
+
+def _weights(phi: LinearPhi | MLPPhi, layers: Sequence[nn.Linear]) -> PhiWeights:
+    """Return the parameters in the order of :class:`nsa_core.layer.phi.joint.JointPhi`.
+
+    ``layers`` are the layers of ``phi``, which are plain. Their parameters are read from the
+    dictionaries: the attributes of a module take ten times as long.
+    """
+    parameters = [layer._parameters[name] for layer in layers for name in ("weight", "bias")]
+    return (phi.position, *parameters)  # type: ignore[arg-type]  # none of a plain layer is None
+
+
 def _joint(
     phis: Sequence[LinearPhi | MLPPhi], xs: Sequence[torch.Tensor], packed: PackedBlocks | None
 ) -> Sequence[torch.Tensor] | None:
@@ -156,9 +170,10 @@ def _joint(
     geometry, eager = phis[0].geometry, packed is None and is_eager()
     if eager and xs[0].shape[-3] <= geometry.compress_block_size:
         return None
-    if not are_plain_linear(*[layer for phi in phis for layer in phi.linears()]):
+    layers = [phi.linears() for phi in phis]
+    if not are_plain_linear(*itertools.chain(*layers)):
         return None
-    weights = [phi.weights() for phi in phis]
+    weights = [_weights(*each) for each in zip(phis, layers)]
     kinds = list(zip(*weights))  # positions, weights, biases, and those of the second layer
     if eager and all(fits(x, w) and x.device == w.device for x, (_, w, *_) in zip(xs, weights)):
         compressed: Sequence[torch.Tensor] = JointPhi.apply(  # type: ignore[no-untyped-call]
@@ -200,10 +215,6 @@ class LinearPhi(Phi):
         """Return the linear layers, which must all be plain for the joint form."""
         return (self.proj,)
 
-    def weights(self) -> tuple[torch.Tensor, ...]:
-        """Return the parameters in the order of :class:`nsa_core.layer.phi.joint.JointPhi`."""
-        return self.position, self.proj.weight, self.proj.bias
-
 
 class MLPPhi(Phi):
     """MLP of the flattened block: W_down GELU(W_up flatten(block + position) + b_up) + b_down.
@@ -242,10 +253,6 @@ class MLPPhi(Phi):
     def linears(self) -> tuple[nn.Linear, ...]:
         """Return the linear layers, which must all be plain for the joint form."""
         return self.up, self.down
-
-    def weights(self) -> tuple[torch.Tensor, ...]:
-        """Return the parameters in the order of :class:`nsa_core.layer.phi.joint.JointPhi`."""
-        return self.position, self.up.weight, self.up.bias, self.down.weight, self.down.bias
 
 
 class ConvPhi(Phi):
@@ -337,9 +344,6 @@ def compress_pair(
     return phi_k(k, packed), phi_v(v, packed)
 
 
-PhiWeights = tuple[torch.Tensor, ...]
-
-
 def weights_of_pair(
     phi_k: nn.Module, phi_v: nn.Module, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[PhiWeights, PhiWeights] | None:
@@ -351,13 +355,15 @@ def weights_of_pair(
     kind = type(phi_k)
     if kind not in (LinearPhi, MLPPhi) or not are_plain(kind, phi_k, phi_v):
         return None
-    weights = []
-    for phi, x in ((phi_k, k), (phi_v, v)):
-        if not are_plain_linear(*phi.linears()):  # type: ignore[operator]  # phi is of type kind
+    layers_k, layers_v = phi_k.linears(), phi_v.linears()  # type: ignore[operator]
+    if not are_plain_linear(*layers_k, *layers_v):
+        return None
+    weights = _weights(phi_k, layers_k), _weights(phi_v, layers_v)  # type: ignore[arg-type]
+    for x, tensors in ((k, weights[0]), (v, weights[1])):
+        device = x.device
+        if type(tensors[0]) not in PLAIN_TENSORS or not fits(x, tensors[1]):
             return None
-        tensors: PhiWeights = phi.weights()  # type: ignore[operator]
-        plain = all(type(t) in PLAIN_TENSORS and t.device == x.device for t in tensors)
-        if not plain or not fits(x, tensors[1]):
-            return None
-        weights.append(tensors)
-    return weights[0], weights[1]
+        for tensor in tensors:
+            if tensor.device != device:
+                return None
+    return weights
