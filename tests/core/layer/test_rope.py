@@ -7,7 +7,7 @@ import torch
 
 from nsa_core import InvalidInput, NSAConfig, NSAttention
 from nsa_core.layer import rope
-from nsa_core.layer.rope import rope_table, rotate, table_for, unbind_branches
+from nsa_core.layer.rope import rope_table, rotate, table_for
 from nsa_core.layer.split_product import rotated_heads
 
 
@@ -149,27 +149,6 @@ def test_listed_frequencies_rotate_every_key_of_a_layer(by):
 def test_config_names_wrong_frequencies(wrong):
     with pytest.raises(InvalidInput, match=r"rope_frequencies must be a tuple of .* = 8 finite"):
         NSAConfig(32, 2, 1, 16, rope_frequencies=wrong)
-
-
-@pytest.mark.parametrize("with_table", [True, False])
-def test_unbind_branches_equals_single_rotations(with_table):
-    joint = torch.randn(2, 7, 3, 2, 6, dtype=torch.float64, requires_grad=True)
-    table = rope_table(torch.arange(7), 6, 1e4, joint.dtype) if with_table else None
-    parts, do = unbind_branches(joint, table), torch.randn(3, 2, 7, 2, 6, dtype=torch.float64)
-    separate = [rotate(part, table) if table else part.clone() for part in joint.unbind(-3)]
-    assert all(
-        torch.equal(one, other) and one.is_contiguous()
-        for one, other in zip(parts, separate, strict=True)
-    )
-    grad_x, expected = (
-        torch.autograd.grad(torch.stack(list(y)), joint, do)[0] for y in (parts, separate)
-    )
-    assert torch.equal(grad_x, expected)
-    assert torch.autograd.gradgradcheck(lambda x: unbind_branches(x, table), joint[:1, :, :2, :1])
-    by_ops = torch.func.vmap(lambda x: torch.stack(unbind_branches(x, table)), out_dims=1)(
-        joint.detach()
-    )
-    assert torch.equal(by_ops, torch.stack(separate))
 
 
 def test_table_cache_key():

@@ -22,7 +22,6 @@ from nsa_core.layer.rope import (
     rope_table,
     rotate,
     table_for,
-    unbind_branches,
     wide_if_eager,
 )
 from nsa_core.layer.split_product import joins_columns, rotated_heads, split_columns
@@ -205,59 +204,29 @@ class NSAProjections(nn.Module):
             ``config.rope_before_compress``.
         """
         config = self.config
-        split_separately = config.shared_kv or config.rope_before_compress or self._norms()
-        if table is not None and is_eager() and not split_separately:
+        plain_pairs = not (config.shared_kv or config.rope_before_compress or self._norms())
+        if table is not None and plain_pairs and is_eager():
             q, k_raw, k_sel, k_win, v_raw, v_sel, v_win = rotated_heads(
                 product, table, config.n_heads, config.n_kv_heads, config.qk_dim
             )
             return q, (k_raw, v_raw), [k_sel, k_win], [v_sel, v_win]
-        if not config.shared_kv and joins_columns(product):
-            return self._rotated_columns(product, table)
-        q, k_raw, k, v_raw, v = self._split(product)
-        # v is copied, so that saving it for backward does not keep the whole product alive.
-        ks, vs = unbind_branches(k, table), unbind_branches(v, None)
-        if table is not None:
-            q = rotate(q, table)
-            k_raw = rotate(k_raw, table) if config.rope_before_compress else k_raw
-        return q, (k_raw, v_raw), ks, vs
-
-    def _rotated_columns(
-        self, product: torch.Tensor, table: Table | None
-    ) -> tuple[
-        torch.Tensor, tuple[torch.Tensor, torch.Tensor], list[torch.Tensor], list[torch.Tensor]
-    ]:
-        """Return :meth:`rotated` without a shared pair, by :func:`split_columns`."""
-        heads = [self.config.n_heads, *[self.config.n_kv_heads] * 6]
-        q, *ks, v_raw, v_sel, v_win = (
-            part.unflatten(-1, (count, -1))
-            for part, count in zip(split_columns(product, self._widths), heads)
-        )
-        q, (k_raw, *ks) = self.q_norm(q), (self.k_norm(k) for k in ks)
+        q, (k_raw, *ks), (v_raw, *vs) = self._split(product)
+        ks, vs = ks or [k_raw], vs or [v_raw]
         if table is None:
             ks = [k.contiguous() for k in ks]
         else:
             q, *ks = (rotate(x, table) for x in (q, *ks))
-            k_raw = rotate(k_raw, table) if self.config.rope_before_compress else k_raw
-        return q, (k_raw, v_raw), ks, [v_sel.contiguous(), v_win.contiguous()]
+            k_raw = rotate(k_raw, table) if config.rope_before_compress else k_raw
+        # Copies, so that saving one for backward does not keep the whole product alive.
+        return q, (k_raw, v_raw), ks, [v.contiguous() for v in vs]
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Project x to the heads of a decode step: views of one product, not rotated.
+        """Project x to heads that are not rotated.
 
         Returns:
             q, and lists of the keys and of the values of (cmp, sel, win), or of the shared pair.
         """
-        config, product = self.config, self.qkv(x)
-        plain_pairs = not (config.shared_kv or self._norms())
-        if plain_pairs and config.qk_dim == config.v_dim:  # two operators instead of twelve
-            count = config.n_heads + 6 * config.n_kv_heads
-            heads = product.view(*product.shape[:-1], count, config.qk_dim)
-            # Tensor.split does the same, in twice the time.
-            q, *rows = torch.split_with_sizes(heads, [config.n_heads, *[config.n_kv_heads] * 6], -2)
-            return q, rows[:3], rows[3:]
-        q, k_raw, k, v_raw, v = self._split(product)
-        if config.shared_kv:
-            return q, [k_raw], [v_raw]
-        return q, [k_raw, *k.unbind(-3)], [v_raw, *v.unbind(-3)]
+        return self._split(self.qkv(x))
 
     def attend(
         self,
@@ -339,30 +308,32 @@ class NSAProjections(nn.Module):
 
     def _norms(self) -> bool:
         """Whether q_norm and k_norm must be called."""
-        return self.config.qk_norm or not are_plain(nn.Identity, self.q_norm, self.k_norm)
+        modules = self._modules  # an attribute takes ten times as long, at every decode step
+        norms = modules["q_norm"], modules["k_norm"]
+        return self.config.qk_norm or not are_plain(nn.Identity, *norms)  # type: ignore[arg-type]
 
-    def _split(self, product: torch.Tensor) -> list[torch.Tensor]:
-        """Split the product of qkv into q, k_raw, k, v_raw, v, and apply the norms.
+    def _split(
+        self, product: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Split the product of qkv into heads [..., H, D], and apply the norms: see :meth:`heads`.
 
-        Shapes:
-            q: [..., Hq, Dk]
-            k_raw, v_raw: [..., G, D], of cmp
-            k, v: [..., n, G, D], of sel and win (n = 2) or of the shared pair (n = 1)
+        Without norms they are views.
         """
-        config, (q_width, *widths) = self.config, self._widths
-        groups, k_width, v_width = config.n_kv_heads, widths[0], widths[-1]
-        pair_widths = [k_width, v_width]
-        if not config.shared_kv:
-            pair_widths = [k_width, 2 * k_width, v_width, 2 * v_width]
-        q, *pairs = product.split([q_width, *pair_widths], dim=-1)
-        q = self.q_norm(q.unflatten(-1, (config.n_heads, -1)))
-        if config.shared_kv:
-            k, v = (part.unflatten(-1, (groups, -1)) for part in pairs)
-            k = self.k_norm(k)
-            return [q, k, k.unsqueeze(-3), v, v.unsqueeze(-3)]
-        k_raw, v_raw = (part.unflatten(-1, (groups, -1)) for part in pairs[::2])
-        k, v = (part.unflatten(-1, (2, groups, -1)) for part in pairs[1::2])
-        return [q, self.k_norm(k_raw), self.k_norm(k), v_raw, v]
+        config, pairs = self.config, 1 if self.config.shared_kv else 3
+        counts = [config.n_heads, *[config.n_kv_heads] * (2 * pairs)]
+        joins = not config.shared_kv and joins_columns(product)
+        if config.qk_dim == config.v_dim and not joins:  # two operators instead of eight
+            heads = product.view(*product.shape[:-1], sum(counts), config.qk_dim)
+            # Tensor.split does the same, in twice the time.
+            q, *rows = torch.split_with_sizes(heads, counts, -2)
+        else:
+            widths = self._widths
+            columns = split_columns(product, widths) if joins else product.split(widths, -1)
+            q, *rows = (x.unflatten(-1, (n, -1)) for x, n in zip(columns, counts))
+        ks, vs = rows[:pairs], rows[pairs:]
+        if self._norms():
+            q, ks = self.q_norm(q), [self.k_norm(k) for k in ks]
+        return q, ks, vs
 
     def _rope_of_tokens(self, product: torch.Tensor, cu_seqlens: torch.Tensor | None) -> Table:
         """Return the angles of every token's position in its sequence or document."""
