@@ -157,9 +157,11 @@ def test_floors_equal_those_of_the_published_table():
 
 
 def test_measured_peak_rates_are_plausible():
+    state = torch.get_rng_state()
     peaks = measure_peaks("cpu", torch.float32)
     assert 1e8 < peaks.flops_per_s < 1e14
     assert 1e7 < peaks.bytes_per_s < 1e13
+    assert torch.equal(torch.get_rng_state(), state)  # a resumed run measures them once more
 
 
 @pytest.mark.slow

@@ -141,7 +141,8 @@ def measure_peaks(device: str, dtype: torch.dtype) -> Peaks:
     """Measure peak rates in about a second: the best of several matrix products and of copies."""
     cuda = device.startswith("cuda")
     size, copied = (8192, 1 << 30) if cuda else (512, 1 << 25)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    generator = torch.Generator(device).manual_seed(0)  # a resumed run's random state must not move
+    a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
     source = torch.zeros(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
