@@ -11,7 +11,7 @@ import torch
 
 from nsa_models.lm import checkpoint
 from nsa_models.lm.config import LMConfig
-from nsa_models.lm.corpus import ListCorpus
+from nsa_models.lm.corpus import Corpus
 from nsa_models.lm.data import TextRows
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.recipe import Recipe
@@ -42,7 +42,7 @@ def documents() -> list[str]:
 def rows(documents):
     """Return ``rows(length, **options)``, which packs the documents into rows of bytes."""
     return lambda length, **options: TextRows(
-        ListCorpus(documents, "words"), ByteTokenizer(), length, **options
+        Corpus(documents, "words"), ByteTokenizer(), length, **options
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 import torch
 
 from nsa_core import InvalidInput
-from nsa_models.lm.corpus import ListCorpus
+from nsa_models.lm.corpus import Corpus
 from nsa_models.lm.data import TextRows
 from nsa_models.lm.lanes import Lanes, Unreadable
 from nsa_models.lm.model import IGNORED
@@ -18,7 +19,7 @@ from nsa_models.lm.synthetic import RecallRows
 from nsa_models.lm.tokens import ByteTokenizer
 
 
-class Counting(ListCorpus):
+class Counting(Corpus):
     """Documents that remember which of them were read."""
 
     def __init__(self, documents):
@@ -67,7 +68,7 @@ def test_the_rows_of_a_step_do_not_depend_on_processes_or_parts(kind):
     def data():
         if kind == "recall":
             return RecallRows(32, 24)
-        return TextRows(ListCorpus(documents, "words"), ByteTokenizer(), 24, share=0.2)
+        return TextRows(Corpus(documents, "words"), ByteTokenizer(), 24, share=0.2)
 
     reference = lanes_of(data, 8)
     expected = [step_of(reference)[0] for _ in range(12)]
@@ -114,9 +115,28 @@ def test_a_process_reads_and_encodes_only_the_documents_of_its_rows(monkeypatch)
     assert len(encoded) == len(set(encoded)) <= len(first | second)
 
 
+def test_a_document_that_cannot_be_read_leaves_all_positions_as_they_were(documents):
+    class Broken(Corpus):
+        def epoch(self, *arguments):
+            for text in super().epoch(*arguments):
+                if text == documents[20]:
+                    raise InvalidInput("line 7 is not JSON")
+                yield text
+
+    lanes = lanes_of(lambda: TextRows(Broken(documents, "words"), ByteTokenizer(), 24), 4)[0]
+    before = None
+    while before != lanes.state():
+        before = lanes.state()
+        with contextlib.suppress(InvalidInput):
+            lanes.step()
+    with pytest.raises(InvalidInput, match="line 7 is not JSON"):
+        lanes.step()
+    assert lanes.state() == before
+
+
 def test_all_processes_know_of_a_document_that_one_cannot_read(documents, monkeypatch):
     def data():
-        return TextRows(ListCorpus(documents, "words"), ByteTokenizer(), 24, share=0.2)
+        return TextRows(Corpus(documents, "words"), ByteTokenizer(), 24, share=0.2)
 
     lanes = lanes_of(data, 4, 2)[0]
     before = lanes._own_positions()
@@ -125,5 +145,14 @@ def test_all_processes_know_of_a_document_that_one_cannot_read(documents, monkey
     with pytest.raises(Unreadable, match="process 1 of 2: line 7 is not JSON"):
         lanes.step()
     assert lanes._own_positions() == before
+    for position in (
+        [],
+        [{}] * 4,
+        [{"row": 3}] * 4,
+        [{**before[0], "epoch": "first"}] * 4,
+        [3] * 4,
+    ):
+        with pytest.raises(InvalidInput, match="the position in the data is not one of these rows"):
+            lanes.load_state(position)
     with pytest.raises(InvalidInput, match="batch 4 does not divide over accumulate 1 x 3"):
         lanes_of(data, 4, 3)

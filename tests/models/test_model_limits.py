@@ -19,6 +19,7 @@ from nsa_models.lm.generate import generate
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.synthetic import RecallRows, UniformRows
+from nsa_models.lm.task import DataSpec
 from nsa_models.recipes.infllm2 import infllm2_blocks
 from nsa_models.recipes.moba import moba_blocks
 
@@ -92,6 +93,10 @@ CALLS: Mapping[str, tuple[Callable[[str, Any], object], Mapping[str, int]]] = {
     "RecallRows": (
         lambda name, value: RecallRows(**{"vocab_size": 8, "length": 8, name: value}),
         OF_ROWS,
+    ),
+    "DataSpec": (
+        lambda name, value: DataSpec(**{"data": "recall", name: value}),
+        OF_ROWS | {"held_out_rows": TOKENS, "seed": SEED},
     ),
     "TextRows": (lambda name, value: TextRows(None, None, value), {"length": TOKENS}),
     "generate": (

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nsa_models.lm import checkpoint, parallel
 from nsa_models.lm.config import LMConfig
-from nsa_models.lm.corpus import ListCorpus
+from nsa_models.lm.corpus import Corpus
 from nsa_models.lm.data import TextRows
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import World
@@ -30,7 +30,7 @@ LENGTH = 33  # a part of one row does not divide over two ranks
 
 def text() -> Data:
     """Return rows of packed documents, some of which end and begin inside a rank's tokens."""
-    corpus = ListCorpus([f"document {n}: " + "wörd " * n if n else "x" for n in range(40)], "words")
+    corpus = Corpus([f"document {n}: " + "wörd " * n if n else "x" for n in range(40)], "words")
     rows = TextRows(corpus, ByteTokenizer(), LENGTH, share=0.2)
     held_out = TextRows(corpus, ByteTokenizer(), LENGTH, share=0.2, held_out=True, epochs=1)
     spec = DataSpec("words", LENGTH)

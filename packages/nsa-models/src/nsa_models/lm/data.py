@@ -8,10 +8,11 @@ its positions restart, and it does not attend to its beginning.
 from __future__ import annotations
 
 import collections
+import copy
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,12 +58,10 @@ class Batch(NamedTuple):
     def to(self, device: torch.device | str) -> Batch:
         """Copy to ``device`` without waiting for the device."""
         bounds = None if self.cu_seqlens is None else _copy_async(self.cu_seqlens, device)
-        return Batch(
-            _copy_async(self.tokens, device),
-            _copy_async(self.targets, device),
-            bounds,
-            self.max_seqlen,
-            self.counted,
+        return self._replace(
+            tokens=_copy_async(self.tokens, device),
+            targets=_copy_async(self.targets, device),
+            cu_seqlens=bounds,
         )
 
 
@@ -72,31 +71,6 @@ def _copy_async(tensor: torch.Tensor, device: torch.device | str) -> torch.Tenso
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-class Rows(Protocol):
-    """A resumable stream of rows; ``state_dict`` is its position as JSON."""
-
-    length: int
-    packed: bool  # rows hold several documents
-
-    def __next__(self) -> Row: ...
-
-    def lane(self, number: int, count: int) -> Rows:
-        """Return lane ``number`` of ``count`` from the beginning; lanes share no row.
-
-        Row ``number`` of each step of ``count`` rows comes from this lane, whichever process reads
-        it.
-        """
-        ...
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the position after the last row."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position."""
-        ...
 
 
 def batch_of(rows: Sequence[Row], packed: bool, ranks: int = 1) -> Batch:
@@ -147,7 +121,7 @@ def is_held_out(document: str, share: float) -> bool:
 
 
 class TextRows:
-    """The documents of a corpus as packed rows.
+    """The documents of a corpus as packed rows, a stream with a position that is saved as JSON.
 
     Args:
         corpus: The documents.
@@ -157,7 +131,6 @@ class TextRows:
         share: Share of held-out documents.
         epochs: Number of epochs, after which the rest of the last row has IGNORED targets. None
             repeats the corpus without end; a row may then hold documents of two epochs.
-        lane: Which documents of each epoch to use.
 
     Raises:
         InvalidInput: ``length`` is out of range; or, when rows are taken, a whole epoch has no
@@ -175,14 +148,25 @@ class TextRows:
         held_out: bool = False,
         share: float = 0.05,
         epochs: int | None = None,
-        lane: Lane = WHOLE,
     ) -> None:
         if problems := integer_problems("length", length, 2):
             raise InvalidInput(problems[0])
         self.corpus, self.tokenizer, self.length = corpus, tokenizer, length
         self._held_out, self._share, self._epochs = held_out, share, epochs
-        self._lane = lane
+        self._lane = WHOLE
         self.load_state_dict({"epoch": 0, "document": 0, "offset": 0})
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch, the document's number, and how many of its positions are consumed."""
+        return {"epoch": self._epoch, "document": self._document, "offset": self._offset}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position that :meth:`state_dict` returned."""
+        self._epoch, self._document, self._offset = (
+            int(state[k]) for k in ("epoch", "document", "offset")
+        )
+        self._sequence: list[int] = []
+        self._stream = self._read(self._epoch, self._document)
 
     def __iter__(self) -> Iterator[Row]:
         return self
@@ -191,7 +175,7 @@ class TextRows:
         tokens: list[int] = []
         targets: list[int] = []
         documents: list[int] = []
-        while len(tokens) < self.length and self._advance_to_token():
+        while len(tokens) < self.length and self.begin():
             part = self._sequence[self._offset : self._offset + self.length - len(tokens) + 1]
             tokens += part[:-1]
             targets += part[1:]
@@ -205,85 +189,55 @@ class TextRows:
             documents.append(left)
         return Row(tokens, targets, documents)
 
+    def begin(self) -> bool:
+        """Read the next document if the present one is consumed; return whether there is one.
+
+        Raises:
+            InvalidInput: The corpus has no document on this side of the split.
+        """
+        while self._offset >= len(self._sequence) - 1:
+            document = next(self._stream, None)
+            if document is None:
+                return False
+            if self._sequence:  # otherwise it is the document at the position loaded last
+                self._offset = 0
+            self._epoch, self._document, self._sequence = document
+        return True
+
     def lane(self, number: int, count: int) -> TextRows:
-        """Return the rows of a lane of the documents; see :class:`Rows`.
+        """Return the rows of lane ``number`` of ``count`` from the beginning; lanes share no row.
+
+        Row ``number`` of each step of ``count`` rows comes from this lane, whichever process reads
+        it.
 
         Raises:
             InvalidInput: The corpus has no document on this side of the split.
         """
         self.begin()
-        return TextRows(
-            self.corpus,
-            self.tokenizer,
-            self.length,
-            held_out=self._held_out,
-            share=self._share,
-            epochs=self._epochs,
-            lane=Lane(number, count),
-        )
+        rows = copy.copy(self)
+        rows._lane = Lane(number, count)
+        rows.load_state_dict({"epoch": 0, "document": 0, "offset": 0})
+        return rows
 
-    def begin(self) -> None:
-        """Read the first document, so that an empty corpus raises before training starts.
-
-        Raises:
-            InvalidInput: The corpus has no document on this side of the split.
-        """
-        self._advance_to_token()
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the epoch, the document's number, and how many of its positions are consumed."""
-        return {"epoch": self._epoch, "document": self._document, "offset": self._offset}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position that :meth:`state_dict` returned."""
-        self._epoch, self._document, self._offset = (
-            int(state[k]) for k in ("epoch", "document", "offset")
-        )
-        self._sequence: list[int] = []
-        self._documents = self.corpus.epoch(self._epoch, self._document, self._lane)
-        # A lane may have no document in an epoch; `lane` has checked that the corpus has one.
-        self._found = self._epoch > 0 or self._document > 0 or self._lane.count > 1
-
-    def _advance_to_token(self) -> bool:
-        """Move to the next document if this one is consumed; return whether a token is left."""
-        if not self._sequence:
-            if self._epochs is not None and self._epoch >= self._epochs:
-                return False
-            offset = self._offset
-            self._load_next()
-            self._offset = offset
-        while self._sequence and self._offset >= len(self._sequence) - 1:
-            self._document, self._offset = self._document + 1, 0
-            self._load_next()
-        return bool(self._sequence)
-
-    def _load_next(self) -> None:
-        """Load the document at ``_document``, or the next one on this side of the split.
-
-        The sequence stays empty after the last epoch.
-        """
-        self._sequence, count = [], 0
-        while not self._sequence:
-            for text in self._documents:
+    def _read(self, epoch: int, start: int) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield (epoch, number, tokens with both ends) of the documents on this side."""
+        end = self.tokenizer.end
+        while self._epochs is None or epoch < self._epochs:
+            # A lane may have no document in an epoch; `lane` has checked that the corpus has one.
+            found, count = start > 0 or self._lane.count > 1, 0
+            texts = self.corpus.epoch(epoch, start, self._lane)
+            for number, text in enumerate(texts, start):
                 count += bool(text)
                 if text and is_held_out(text, self._share) == self._held_out:
-                    end = self.tokenizer.end
-                    self._sequence, self._found = [end, *self.tokenizer.encode(text), end], True
-                    return
-                self._document += 1
-            if not count and not self._found:
-                raise InvalidInput(f"{self.corpus.name} contains no text")
-            if not self._found:
-                side = (
-                    f"held out at a share of {self._share:g}"
-                    if self._held_out
-                    else "left to train on"
-                )
+                    found = True
+                    yield epoch, number, [end, *self.tokenizer.encode(text), end]
+            if not found:
+                side = f"held out at a share of {self._share:g}"
                 raise InvalidInput(
-                    f"{self.corpus.name} has no document {side}, of {count} in all; "
-                    "give more documents, or another share"
+                    f"{self.corpus.name} has no document"
+                    f" {side if self._held_out else 'left to train on'}, of {count} in all;"
+                    " give more documents, or another share"
+                    if count
+                    else f"{self.corpus.name} contains no text"
                 )
-            self._epoch, self._document = self._epoch + 1, 0
-            if self._epochs is not None and self._epoch >= self._epochs:
-                return
-            self._documents = self.corpus.epoch(self._epoch, 0, self._lane)
+            epoch, start = epoch + 1, 0

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nsa_core.errors import InvalidInput
-from nsa_models.lm.data import Row, Rows
+from nsa_core.util.text import describe_error
+from nsa_models.lm.data import Row
 from nsa_models.lm.model import IGNORED
 from nsa_models.lm.parallel import World
 from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.task import Rows
 
 
 class Unreadable(InvalidInput):
@@ -81,8 +83,17 @@ class Lanes:
         return [positions[number] for number in sorted(positions)]
 
     def load_state(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the positions of :meth:`state`, of any number of processes."""
-        self._move(dict(enumerate(state)))
+        """Continue from the positions of :meth:`state`, of any number of processes.
+
+        Raises:
+            InvalidInput: These are not the positions of such rows in as many lanes.
+        """
+        try:
+            self._move(dict(enumerate(state)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidInput(
+                f"the position in the data is not one of these rows: {describe_error(error)}"
+            ) from error
 
     def _own_positions(self) -> dict[int, dict[str, int]]:
         return {number: lane.state_dict() for part in self._parts for number, lane in part.items()}

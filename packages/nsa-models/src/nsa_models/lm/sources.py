@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+import contextlib
+import functools
+import itertools
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, BinaryIO
 
-from nsa_core.errors import InvalidInput
+from torch.utils.data import ConcatDataset, Dataset
+
+from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
-from nsa_models.lm.corpus import Corpus, FileCorpus, ListCorpus, field_of, is_text
+from nsa_models.lm.corpus import Corpus, Group
+from nsa_models.lm.fingerprint import Documents, Fingerprint, fingerprint_of_files
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"
+# Bytes. A text of more than 2 * _CUT bytes is cut after _CUT to 2 * _CUT bytes: at the first blank
+# line there, else at a line end, else at a space, else at the limit.
+_CUT = 16384
+# Bytes of a line of JSONL or characters of a document. Encoding a document takes many times that.
+_LONGEST = 1 << 26
+_BUFFER = 1 << 20
+_LINES = (".jsonl", ".ndjson")
 
 
 def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
@@ -26,39 +43,178 @@ def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
         seed: Seed of the document order.
 
     Raises:
-        InvalidInput: The data does not exist, or contains no supported file.
+        InvalidInput: The data does not exist, contains no supported file, or cannot be read.
         BackendUnavailable: A required library is not installed.
     """
     if data == "python-docs":
         from nsa_bench.python_docs import library_documents
 
-        return ListCorpus(library_documents(), data, seed)
+        return Corpus(library_documents(), data, seed)
     if data == "fineweb-edu" or data.startswith("hf:"):
         name = FINEWEB_EDU if data == "fineweb-edu" else data.removeprefix("hf:")
         return _open_hub(name, field, seed)
-    path = Path(data)
-    if not path.exists():
+    with _named(f"--data {data}"):
+        files = _files_of(Path(data))
+    return _corpus_of(files, Path(data).name, field, seed, lambda: fingerprint_of_files(files))
+
+
+def _files_of(path: Path) -> dict[str, Path]:
+    """Return a file, or all supported files of a folder, by relative name."""
+    if path.is_file():
+        files = {path.name: path}
+    elif path.is_dir():
+        files = {}
+        for parent, folders, names in os.walk(path, onerror=_raise):
+            folders[:] = [name for name in folders if name[0] != "."]
+            visible = (Path(parent, name) for name in names if name[0] != ".")
+            files |= {p.relative_to(path).as_posix(): p for p in visible if p.is_file()}
+    elif path.exists():
+        raise InvalidInput(f"{path} is neither a folder nor a regular file, so it cannot be reread")
+    else:
         raise InvalidInput(
-            f"--data {data}: no such file or folder; give an existing path, python-docs,"
+            f"--data {path}: no such file or folder; give an existing path, python-docs,"
             " fineweb-edu or hf:NAME"
         )
-    paths = [path]
-    if path.is_dir():
-        visible_paths = (
-            p
-            for p in sorted(path.rglob("*"))
-            if not any(part[0] == "." for part in p.relative_to(path).parts)
+    texts = {name: files[name] for name in sorted(files) if _is_supported(files[name])}
+    if not texts:
+        problem = "is not a UTF-8" if path.is_file() else "contains no"
+        raise InvalidInput(f"{path} {problem} text, JSONL or parquet file")
+    return texts
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _corpus_of(
+    files: Mapping[str, Path | str],
+    name: str,
+    field: str,
+    seed: int,
+    fingerprint: Callable[[], Fingerprint],
+) -> Corpus:
+    """Return the documents of files; a parquet file may be a URL that fsspec opens."""
+    parts: list[_TextFile] = []
+    groups: list[Group] = []
+    for path in files.values():
+        kind = Path(path).suffix.lower()
+        if kind == ".parquet":
+            groups += _parquet_groups(path, field)
+        elif kind in _LINES:
+            parts.append(_JsonLines(Path(path), field))
+        else:
+            parts.append(_TextFile(Path(path)))
+    documents: Documents = ConcatDataset(parts) if parts else []
+    return Corpus(documents, name, seed, groups, fingerprint)
+
+
+class _TextFile(Dataset[str]):
+    """A text file split into documents, of which only the bounds are held in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _named(str(path)), open(path, "rb", buffering=_BUFFER) as file:
+            self._bounds = array("Q", itertools.accumulate(self._sizes(file), initial=0))
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, number: int) -> str:
+        """Return a document; invalid UTF-8 is replaced by U+FFFD."""
+        return self._content(number).decode("utf-8", errors="replace")
+
+    def _content(self, number: int) -> bytes:
+        start, end = self._bounds[number : number + 2]
+        with open(self._path, "rb") as file:
+            file.seek(start)
+            content = file.read(end - start)
+        if len(content) < end - start:
+            raise InvalidInput(f"{self._path} has become shorter since it was opened")
+        return content
+
+    def _sizes(self, file: BinaryIO) -> Iterator[int]:
+        """Yield the number of bytes of each document."""
+        content = b""
+        while content := content + file.read(2 * _CUT + 1 - len(content)):
+            size = len(content)
+            if size > 2 * _CUT:
+                size = self._cut(content)
+            yield size
+            content = content[size:]
+
+    def _cut(self, content: bytes) -> int:
+        for mark in (b"\n\n", b"\n", b" "):
+            position = content.find(mark, _CUT, 2 * _CUT)
+            if position >= 0:
+                return position + len(mark)
+        cut = 2 * _CUT
+        # Do not cut inside a UTF-8 character.
+        while cut > _CUT and content[cut] & 0xC0 == 0x80:
+            cut -= 1
+        return cut
+
+
+class _JsonLines(_TextFile):
+    """A file with one JSON object per line."""
+
+    def __init__(self, path: Path, field: str) -> None:
+        self._field = field
+        super().__init__(path)
+
+    def __getitem__(self, number: int) -> str:
+        """Return the text of a line's object; "" for an empty line."""
+        line, where = self._content(number).strip(), f"{self._path}, line {number + 1}"
+        if not line:
+            return ""
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", error)
+            raise InvalidInput(f"{where} is not JSON: {reason}") from error
+        return _text_of(row, self._field, where)
+
+    def _sizes(self, file: BinaryIO) -> Iterator[int]:
+        lines = iter(functools.partial(file.readline, _LONGEST + 1), b"")
+        for number, line in enumerate(lines, 1):
+            if len(line) > _LONGEST:
+                raise InvalidInput(
+                    f"{self._path}, line {number} has more than {_LONGEST:,} bytes; divide it into"
+                    " several documents"
+                )
+            yield len(line)
+
+
+def _parquet_groups(path: Path | str, field: str) -> list[Group]:
+    """Return the row groups of a parquet file, each of which is read when its turn comes."""
+    library = require_module("pyarrow.parquet", "parquet files need", "nsa-models[train]")
+    with _named(f"{path} as parquet"):
+        opened = path
+        if "://" in str(path):
+            fsspec = require_module("fsspec", "parquet files of a URL need", "nsa-models[train]")
+            opened = fsspec.open(str(path), "rb").open()
+        file = library.ParquetFile(opened)
+    names = file.schema_arrow.names
+    if field not in names:
+        raise InvalidInput(
+            f"{path} has no column {field!r} (--text-field); it has {', '.join(names)}"
         )
-        paths = [
-            p
-            for p in visible_paths
-            if p.is_file() and (p.suffix.lower() == ".parquet" or is_text(p))
-        ]
-    elif path.suffix.lower() != ".parquet" and not is_text(path):
-        raise InvalidInput(f"{path} is not a UTF-8 text, JSONL or parquet file")
-    if not paths:
-        raise InvalidInput(f"{path} contains no text, JSONL or parquet file")
-    return FileCorpus(paths, path.name, field, seed)
+
+    def load(group: int) -> Callable[[int], str]:
+        where = f"{path}, row group {group + 1}"
+        with _named(where):
+            column = file.read_row_group(group, columns=[field]).column(0)
+
+        def read(number: int) -> str:
+            row = f"{where}, row {number + 1}"
+            with _named(row):
+                return _text_of({field: column[number].as_py()}, field, row)
+
+        return read
+
+    return [
+        Group(file.metadata.row_group(group).num_rows, functools.partial(load, group))
+        for group in range(file.num_row_groups)
+    ]
 
 
 def _open_hub(name: str, field: str, seed: int) -> Corpus:
@@ -72,28 +228,26 @@ def _open_hub(name: str, field: str, seed: int) -> Corpus:
         name: NAME or NAME:CONFIG, where NAME is a name on the Hub or a local folder.
         field: Name of the text field.
         seed: Seed of the order.
-
-    Raises:
-        InvalidInput: The data set cannot be opened, or has no split ``train``.
-        BackendUnavailable: `datasets` is not installed.
     """
     library = require_module("datasets", "Hugging Face data sets need", "nsa-models[train]")
     path, _, part = name.partition(":")
-    try:
+    with _named(f"data set {name}"):
         builder = library.load_dataset_builder(path, part or None)
-        files = builder.config.data_files or {}
-        urls = [str(url) for url in files.get("train", [])]
-        if urls and all(url.endswith(".parquet") for url in urls):
-            return FileCorpus(urls, name, field, seed)
+        files = [str(file) for file in (builder.config.data_files or {}).get("train", [])]
+
+        def content() -> Fingerprint:
+            if Path(path).is_dir():
+                return fingerprint_of_files({os.path.relpath(f, path): Path(f) for f in files})
+            return {name: f"revision {builder.hash}"}
+
+        if files and all(file.endswith(".parquet") for file in files):
+            named = dict(zip(files, files))
+            return _corpus_of(named, name, field, seed, content)
         table = library.load_dataset(path, part or None, split="train")
-    except (OSError, ValueError, RuntimeError, LookupError) as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"data set {name} cannot be opened: {describe_error(error)}") from error
-    return ListCorpus(_Column(table, field, name), name, seed)
+    return Corpus(_Column(table, field, name), name, seed, (), content)
 
 
-class _Column(Sequence[str]):
+class _Column:
     """The texts of a table of `datasets`, which stays on the disk."""
 
     def __init__(self, table: Any, field: str, name: str) -> None:
@@ -102,11 +256,44 @@ class _Column(Sequence[str]):
     def __len__(self) -> int:
         return len(self._table)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        return field_of(self._table[index], self._field, f"{self._name}, row {index + 1}")
+    def __getitem__(self, number: int) -> str:
+        return _text_of(self._table[number], self._field, f"{self._name}, row {number + 1}")
+
+
+def _text_of(row: Any, field: str, where: str) -> str:
+    """Return the text of a row, which may be too long or of another type; "" for a null."""
+    if not (isinstance(row, dict) and field in row and isinstance(row[field], str | None)):
+        content = type(row).__name__
+        if isinstance(row, dict):
+            content = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
+        raise InvalidInput(f"{where} has no text under {field!r} (--text-field); it has {content}")
+    text = row[field] or ""
+    if len(text) > _LONGEST:
+        raise InvalidInput(
+            f"{where} has {len(text):,} characters, more than {_LONGEST:,}; divide it into several"
+            " documents"
+        )
+    return str(text)
+
+
+@contextlib.contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Name the file in an error of the system, or of the library that reads it."""
+    try:
+        yield
+    except NSAError:
+        raise
+    except Exception as error:
+        raise InvalidInput(f"{where} cannot be read: {describe_error(error)}") from error
+
+
+def _is_supported(path: Path) -> bool:
+    """Return whether a file is called JSONL or parquet, or begins as UTF-8 text."""
+    if path.suffix.lower() in (*_LINES, ".parquet"):
+        return True
+    with _named(str(path)), open(path, "rb") as file:
+        head = file.read(8192)
+    try:  # the head may end inside a character
+        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False

@@ -42,7 +42,7 @@ class NumberedRows(abc.ABC):
         """Return the row with this number, counted from 0."""
 
     def lane(self, number: int, count: int) -> NumberedRows:
-        """Return the rows of a lane; see :class:`nsa_models.lm.data.Rows`."""
+        """Return the rows of a lane; see :meth:`nsa_models.lm.data.TextRows.lane`."""
         rows = copy.copy(self)
         rows._row, rows._stride = number, count
         return rows

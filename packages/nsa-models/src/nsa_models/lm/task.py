@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 from nsa_core.errors import InvalidInput
-from nsa_models.lm.data import Row, Rows, TextRows
+from nsa_core.limits import integer_problems, shown
+from nsa_models.lm.data import Row, TextRows
+from nsa_models.lm.fingerprint import Fingerprint, changes
 from nsa_models.lm.sources import open_corpus
-from nsa_models.lm.synthetic import RecallRows, SyntheticRows, UniformRows
+from nsa_models.lm.synthetic import NumberedRows, RecallRows, SyntheticRows, UniformRows
 from nsa_models.lm.tokens import ByteTokenizer, Tokenizer
 
+Rows = TextRows | NumberedRows
 TASKS: dict[str, type[SyntheticRows]] = {"uniform": UniformRows, "recall": RecallRows}
 
 
@@ -40,14 +44,19 @@ class DataSpec:
     held_out_rows: int = 64
 
     def __post_init__(self) -> None:
-        errors = []
-        for name, minimum in (("length", 2), ("vocab_size", 2), ("held_out_rows", 1)):
-            if getattr(self, name) < minimum:
-                errors.append(f"{name} must be at least {minimum}, got {getattr(self, name)}")
-        if not 0 <= self.seed < 2**63:
-            errors.append(f"seed must lie in [0, 2^63), got {self.seed}")
-        if not 0 < self.held_out < 1:
-            errors.append(f"held_out must lie between 0 and 1, got {self.held_out}")
+        minima = {"length": 2, "vocab_size": 2, "held_out_rows": 1, "seed": 0}
+        errors = [
+            problem
+            for name, minimum in minima.items()
+            for problem in integer_problems(name, getattr(self, name), minimum)
+        ]
+        if not (isinstance(self.held_out, float) and 0 < self.held_out < 1):
+            errors.append(f"held_out must lie between 0 and 1, got {shown(self.held_out)}")
+        errors += [
+            f"{name} must be a text, got {shown(getattr(self, name))}"
+            for name in ("data", "text_field")
+            if not isinstance(getattr(self, name), str)
+        ]
         if errors:
             raise InvalidInput("; ".join(errors))
 
@@ -62,6 +71,18 @@ class Data:
     vocab_size: int
     tokenizer: Tokenizer | None = None  # None for a task
 
+    @functools.cached_property
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the corpus, as JSON. The first use reads every byte of its files."""
+        if isinstance(self.rows, TextRows):
+            return self.rows.corpus.fingerprint()
+        spec = self.spec
+        return {spec.data: f"length {spec.length}, vocab_size {spec.vocab_size}, seed {spec.seed}"}
+
+    def changes(self, old: Fingerprint) -> list[str]:
+        """Return a sentence for each file that is not as in an old fingerprint."""
+        return changes(old, self.fingerprint)
+
 
 def open_data(spec: DataSpec, tokenizer: Tokenizer | None = None) -> Data:
     """Open the data of a description.
@@ -75,23 +96,18 @@ def open_data(spec: DataSpec, tokenizer: Tokenizer | None = None) -> Data:
         BackendUnavailable: A required library is not installed.
     """
     if spec.data in TASKS:
-        task = TASKS[spec.data]
-        rows: Rows = task(spec.vocab_size, spec.length, seed=spec.seed)
-        held_out = task(spec.vocab_size, spec.length, seed=spec.seed, held_out=True)
-        return Data(
-            spec, rows, [next(held_out) for _ in range(spec.held_out_rows)], spec.vocab_size
+        rows, held_out = (
+            TASKS[spec.data](spec.vocab_size, spec.length, seed=spec.seed, held_out=side)
+            for side in (False, True)
         )
+        held_out_rows = [next(held_out) for _ in range(spec.held_out_rows)]
+        return Data(spec, rows, held_out_rows, spec.vocab_size)
     tokenizer = tokenizer or ByteTokenizer()
     corpus = open_corpus(spec.data, spec.text_field, spec.seed)
-    rows = text = TextRows(corpus, tokenizer, spec.length, share=spec.held_out)
+    text = TextRows(corpus, tokenizer, spec.length, share=spec.held_out)
     text.begin()
     held_out_text = TextRows(
         corpus, tokenizer, spec.length, held_out=True, share=spec.held_out, epochs=1
     )
-    return Data(
-        spec,
-        rows,
-        list(itertools.islice(held_out_text, spec.held_out_rows)),
-        tokenizer.vocab_size,
-        tokenizer,
-    )
+    held_out_rows = list(itertools.islice(held_out_text, spec.held_out_rows))
+    return Data(spec, text, held_out_rows, tokenizer.vocab_size, tokenizer)

@@ -73,6 +73,7 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the special tokens that the file adds around it."""
+        text = text.encode("utf-8", errors="replace").decode()  # it takes no lone surrogates
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [i for i in ids if i != self.end]
 
