@@ -13,7 +13,7 @@ from refusing import assert_refused
 
 import nsa_core
 from nsa_core import BlockGeometry, InvalidInput, NSAConfig, Request, resolve
-from nsa_core.cache.sizes import CacheSizes
+from nsa_core.cache.state import CacheSizes
 from nsa_core.limits import COUNT, HEADS, LAYERS, SEED, VOCABULARY, WIDTH, largest, shown
 from nsa_core.parallel.shards import Shards, choose_layout, pad_to
 

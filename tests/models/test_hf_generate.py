@@ -10,7 +10,7 @@ from transformers import set_seed
 
 from hf_models import NSA_MODELS, nsa_model, padded_batch
 from nsa_core import InvalidInput
-from nsa_core.cache.resize import resized
+from nsa_core.cache.cache import resized
 
 DECODING = {
     "greedy": {"do_sample": False},

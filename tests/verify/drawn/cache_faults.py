@@ -10,18 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from nsa_core.cache import (
-    block_table,
-    cache,
-    chunk,
-    compress_step,
-    kv_store,
-    new_tokens,
-    pages,
-    state,
-    step,
-)
-from nsa_core.cache import prefill as prefill_module
+from nsa_core.cache import cache, compress, kv_store, pages, prompt, state, step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +45,7 @@ class CacheFault:
             yield
 
 
-KVBuffer, Pages, Table = kv_store.KVBuffer, pages.Pages, block_table.BlockTable
+KVBuffer, Pages, Table = kv_store.KVBuffer, pages.Pages, pages.BlockTable
 Cache, State = cache.NSACache, state.CacheState
 FAULTS = [
     CacheFault(
@@ -91,8 +80,8 @@ FAULTS = [
         "reorder forgets the raw ring",
         Cache,
         "reorder",
-        "[(self.kv.win, None), (self.kv.raw, None)]",
-        "[(self.kv.win, None)]",
+        "in self.sequence_buffers(max(lengths))",
+        "in [x for i, x in enumerate(self.sequence_buffers(max(lengths))) if i != 1]",
     ),
     CacheFault(
         "reorder forgets the lengths on the device",
@@ -145,8 +134,8 @@ FAULTS = [
     ),
     CacheFault(
         "a snapshot has one compressed token too few",
-        Cache,
-        "_rows",
+        State,
+        "sequence_buffers",
         "num_compressed(length)",
         "num_compressed(length - 1)",
     ),
@@ -202,14 +191,14 @@ FAULTS = [
     ),
     CacheFault(
         "a prefill fills the ring from its first tokens",
-        prefill_module,
+        prompt,
         "_fill",
         "(ends.long() - ring.rows).clamp(min=0)",
         "(ends.long() - ring.rows).clamp(min=0) * 0",
     ),
     CacheFault(
         "a ragged prefill compresses padding",
-        prefill_module,
+        prompt,
         "_fill",
         "+ geometry.compress_block_size > ends",
         "> ends",
@@ -223,14 +212,14 @@ FAULTS = [
     ),
     CacheFault(
         "a cut step counts one token of its last piece twice",
-        new_tokens.NewTokens,
+        state.NewTokens,
         "part",
         "(on_device - first).clamp(0, rows)",
         "(on_device - first + 1).clamp(0, rows)",
     ),
     CacheFault(
         "a chunk begins with tokens one position too late",
-        chunk,
+        prompt,
         "_chunk_ring",
         "cache.starts[:, None] - before + cache.kv.count[:before]",
         "cache.starts[:, None] - before + 1 + cache.kv.count[:before]",
@@ -244,21 +233,21 @@ FAULTS = [
     ),
     CacheFault(
         "a compressed token is written one step late",
-        compress_step,
+        compress,
         "_compress_one",
         "end > call.lengths[:, None]",
         "end >= call.lengths[:, None]",
     ),
     CacheFault(
         "a chunk writes its last compressed token late",
-        compress_step,
+        compress,
         "_compress_many",
         "first_token + size > call.lengths[:, None]",
         "first_token + size >= call.lengths[:, None]",
     ),
     CacheFault(
         "a chunk rotates compressed keys at the next token",
-        compress_step,
+        compress,
         "_compress_many",
         "store.rope.cos[first_token], store.rope.sin[first_token]",
         "store.rope.cos[first_token + 1], store.rope.sin[first_token + 1]",

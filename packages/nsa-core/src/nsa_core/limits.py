@@ -7,8 +7,10 @@ This module does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from nsa_core.errors import InvalidInput
 
@@ -76,6 +78,25 @@ def too_large(name: str, value: int) -> list[str]:
     if value <= largest(name):
         return []
     return [f"{name} must be <= {largest(name)}, got {shown(value)}"]
+
+
+def as_integers(argument: object, repeat: int = 1) -> list[int] | None:
+    """Return ``argument`` as a list of integers; None if it is neither one nor several integers.
+
+    Args:
+        argument: an integer, an iterable of integers, or an array or tensor of integers. A GPU
+            tensor synchronises.
+        repeat: length of the list for a single integer.
+    """
+    values: Any = argument
+    try:
+        values = values.tolist() if hasattr(values, "tolist") else values
+        items = list(values) if isinstance(values, Iterable) else [values] * repeat
+        if any(isinstance(item, bool) for item in items):
+            return None
+        return [operator.index(item) for item in items]
+    except TypeError:
+        return None
 
 
 def shown(value: object) -> str:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from nsa_core.cache.kv_store import KVBuffer
-from nsa_core.cache.sizes import integers
-from nsa_core.cache.state import CacheState
+from nsa_core.cache.state import CacheSizes, CacheState, check_plan
 from nsa_core.cache.undo import Undo, undone_on_error
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
-from nsa_core.limits import shown, too_large
+from nsa_core.layer.plain_linear import dtype_and_device_from
+from nsa_core.limits import as_integers, shown, too_large
+
+if TYPE_CHECKING:
+    from nsa_core.layer.projection import NSAProjections
+    from nsa_core.plan.plan import Plan
 
 _Rows = tuple[torch.Tensor, torch.Tensor]
 
@@ -183,15 +186,11 @@ class NSACache(CacheState):
             self._tensor(rows, torch.int64)
             for rows in (changed, [order[b] for b in changed], order)
         )
-        undo, longest = self._opened(), max(lengths)
-        buffers: list[tuple[KVBuffer, int | None]] = [(self.kv.win, None), (self.kv.raw, None)]
-        if self.pages is None:
-            compressed = self.config.geometry.num_compressed(longest)
-            buffers += [(self.kv.sel, longest), (self.kv.cmp, compressed)]
-        for buffer, rows in buffers:
+        undo = self._opened()
+        for buffer, rows in self.sequence_buffers(max(lengths)):
             buffer.move(source, target, rows, undo)
         self.bounds, self.peaks = [lengths[b] for b in order], [self.peaks[b] for b in order]
-        self._opened().save(self.lengths)
+        undo.save(self.lengths)
         self.lengths.copy_(self.lengths[index])
         if self.pages is not None:
             former = self.pages.rows
@@ -288,12 +287,7 @@ class NSACache(CacheState):
 
     def _rows(self, b: int, length: int) -> list[_Rows]:
         """Return views of the rings of sequence b, and without pages of its first tokens too."""
-        views = [(ring.k[b], ring.v[b]) for ring in (self.kv.win, self.kv.raw)]
-        if self.pages is None:
-            compressed = self.config.geometry.num_compressed(length)
-            for buffer, rows in ((self.kv.sel, length), (self.kv.cmp, compressed)):
-                views.append((buffer.k[b, :rows], buffer.v[b, :rows]))
-        return views
+        return [(x.k[b, :rows], x.v[b, :rows]) for x, rows in self.sequence_buffers(length)]
 
     def _opened(self) -> Undo:
         """Return the record of the operation that runs."""
@@ -309,7 +303,7 @@ class NSACache(CacheState):
 
     def _per_sequence(self, name: str, argument: int | Sequence[int] | torch.Tensor) -> list[int]:
         """``argument`` as one integer >= 0 per sequence."""
-        values = integers(argument, self.batch)
+        values = as_integers(argument, self.batch)
         if values is None or len(values) != self.batch or min(values) < 0:
             raise InvalidInput(
                 f"{name} must be an integer >= 0, or {self.batch} of them, got {shown(argument)}"
@@ -322,7 +316,7 @@ class NSACache(CacheState):
         self, argument: int | Sequence[int] | torch.Tensor, one: bool = False
     ) -> list[int]:
         """``argument`` as a list of valid sequence indices, of length 1 if ``one``."""
-        values = integers(argument)
+        values = as_integers(argument)
         if values is None or any(not 0 <= b < self.batch for b in values):
             raise InvalidInput(
                 f"sequences are numbered 0 to {self.batch - 1}, got {shown(argument)}"
@@ -344,3 +338,78 @@ class NSACache(CacheState):
 
     def __reduce__(self) -> NoReturn:
         self.__copy__()
+
+
+def make_cache(
+    attn: NSAProjections,
+    sizes: CacheSizes,
+    dtype: torch.dtype,
+    device: str | torch.device | None,
+    plan: Plan | None,
+) -> NSACache:
+    """Create an empty cache for the layer ``attn``; see NSAttention.new_cache."""
+    from nsa_core.plan.options import PlanOptions, usable_device
+    from nsa_core.plan.plan import resolve
+
+    sizes.check()
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidInput(
+            f"dtype must be a torch.dtype such as torch.float32, or None, got {dtype!r}"
+        )
+    requested = dtype_and_device_from(attn.out).device if device is None else device
+    cache_device = torch.empty(0, device=usable_device(requested)).device
+    backends = dict(attn.backends) if isinstance(attn.backends, tuple) else attn.backends
+    if plan is None:
+        options = PlanOptions(
+            device=cache_device,
+            dtype=dtype,
+            backends=backends,
+            phase="decode",
+            batch=sizes.batch,
+            seq_len=sizes.max_len,
+            page_size=sizes.page_size,
+        )
+        plan = resolve(attn.config, options)
+    cache = NSACache(attn, plan, sizes, dtype, cache_device)
+    check_plan(cache, plan)
+    return cache
+
+
+@torch.no_grad()
+def resized(cache: NSACache, max_len: int, sequences: Sequence[int] | None = None) -> NSACache:
+    """Return a new cache with the tokens of ``cache`` and room for ``max_len`` tokens.
+
+    The old cache is unchanged. The plan of the new one is resolved again from the backends of the
+    layer, for the new size.
+
+    Args:
+        cache: a cache without pages.
+        max_len: maximum number of tokens per sequence of the new cache.
+        sequences: the sequences to copy, in order; duplicates are allowed. Default: all.
+
+    Raises:
+        InvalidInput: the cache has pages, a sequence does not exist, or a sequence has more than
+            ``max_len`` tokens.
+    """
+    if cache.pages is not None:
+        raise InvalidInput(
+            "resized: a cache with pages cannot be copied; use snapshot() and load()"
+        )
+    order = list(range(cache.batch)) if sequences is None else list(sequences)
+    if not order or any(not 0 <= b < cache.batch for b in order):
+        raise InvalidInput(f"sequences are numbered 0 to {cache.batch - 1}, got {order}")
+    all_lengths = cache.host_lengths()
+    lengths = [all_lengths[b] for b in order]
+    if max(lengths) > max_len:
+        raise InvalidInput(f"resized: {max(lengths)} tokens are more than max_len {max_len}")
+    sizes = CacheSizes(len(order), max_len, None, None, cache.max_rollback, cache.max_step)
+    copied = make_cache(cache.attn, sizes, cache.dtype, cache.device, None)
+    index = torch.tensor(order).to(cache.device, non_blocking=True)
+    buffers = (x.sequence_buffers(max(lengths)) for x in (cache, copied))
+    for (old, rows), (new, _) in zip(*buffers):
+        for source, target in ((old.k, new.k), (old.v, new.v)):
+            target[:, :rows].copy_(source[:, :rows].index_select(0, index))
+    copied.lengths.copy_(cache.lengths.index_select(0, index))
+    copied.overflowed.copy_(cache.overflowed.index_select(0, index))
+    copied.bounds, copied.peaks = lengths, [cache.peaks[b] for b in order]
+    return copied

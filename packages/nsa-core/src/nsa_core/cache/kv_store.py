@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from nsa_core.cache.block_locations import block_locations
 from nsa_core.config import NSAConfig
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.rope import RopeTable, rope_table
 
 if TYPE_CHECKING:
     from nsa_core.cache.undo import Undo
+
+Tables = TypeVar("Tables")
 
 
 class KVBuffer:
@@ -113,38 +114,78 @@ class KVBuffer:
             buffer.index_copy_(0, target, buffer.index_select(0, source))
 
 
-class _Positions:
+class Positions:
     """Tensors indexed by position; see the attributes of :class:`KVStore`."""
 
     def __init__(
         self,
-        config: NSAConfig,
+        block_size: int,
+        stride: int,
+        rotary: tuple[Any, ...] | None,  # arguments of rope_table
         max_len: int,
         longest: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.count = torch.arange(longest, device=device)
-        past = self.count[: max_len + 1] - config.compress_block_size + config.compress_stride
-        self.compressed = past.div(config.compress_stride, rounding_mode="floor").clamp(min=0)
+        past = self.count[: max_len + 1] - block_size + stride
+        self.compressed = past.div(stride, rounding_mode="floor").clamp(min=0)
         self.rope: RopeTable | None = None
-        if config.rope:
-            self.rope = rope_table(self.count, config.qk_dim, config.frequencies, dtype)
+        if rotary is not None:
+            self.rope = rope_table(self.count, *rotary)
 
 
-_shared: weakref.WeakValueDictionary[tuple[Any, ...], _Positions] = weakref.WeakValueDictionary()
+class BlockLocations:
+    """Location in the cache of the compression block that a step completes.
+
+    A lookup takes fewer operators than the computation of the location.
+
+    Attributes:
+        blocks: int64 [C + 1, 4], one row per compressed token of a full sequence, and one more. The
+            columns are the column in the block table, the row in the page, the sequence length that
+            completes the block, and the ring row of the block's first token.
+        ring: int64 [R, G * l], for each ring row the flat rows (ring row, kv head) of the l tokens
+            that start there, heads outermost.
+        firsts: int64 [B, 1], the first row of each sequence in the flat ring.
+        angles: [C + 1, 2 * Dk], (cos, cos, -sin, sin) of each compressed token; None if k_cmp is
+            not rotated after phi.
+    """
+
+    def __init__(
+        self,
+        config: NSAConfig,
+        batch: int,
+        max_len: int,
+        page: int,  # compressed tokens per page
+        ring: int,  # rows of the ring of phi's inputs
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        size, stride, heads = config.compress_block_size, config.compress_stride, config.n_kv_heads
+        block = torch.arange(config.geometry.num_compressed(max_len) + 1, device=device)
+        pages = -(-max_len // (page * stride))
+        column = (block // page).clamp(max=pages - 1)
+        self.blocks = torch.stack(
+            [column, block % page, block * stride + size, block * stride % ring], 1
+        )
+        token = torch.arange(ring, device=device)[:, None, None] + torch.arange(size, device=device)
+        self.ring = (token % ring * heads + torch.arange(heads, device=device)[:, None]).flatten(1)
+        self.firsts = torch.arange(batch, device=device)[:, None] * (ring * heads)
+        self.angles: torch.Tensor | None = None
+        if config.rope and not config.rope_before_compress:
+            table = rope_table(block * stride, config.qk_dim, config.frequencies, dtype)
+            self.angles = torch.cat(table.wide(), -1).squeeze(1)
 
 
-def _positions(
-    config: NSAConfig, max_len: int, longest: int, dtype: torch.dtype, device: torch.device
-) -> _Positions:
-    """Return position tensors, shared by the caches of all layers of a model."""
-    rotary = (config.qk_dim, config.frequencies, stats_dtype(dtype)) if config.rope else None
-    key = (config.compress_block_size, config.compress_stride, rotary, max_len, longest, device)
-    positions = _shared.get(key)
-    if positions is None:
-        positions = _shared[key] = _Positions(config, max_len, longest, dtype, device)
-    return positions
+_tables: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
+
+
+def shared(tables: Callable[..., Tables], *arguments: Any) -> Tables:
+    """Return ``tables(*arguments)``, one object for the caches of all layers of a model."""
+    key = (tables, *arguments)
+    known: Tables | None = _tables.get(key)
+    if known is None:
+        known = _tables[key] = tables(*arguments)
+    return known
 
 
 class KVStore:
@@ -181,11 +222,13 @@ class KVStore:
         self.win = KVBuffer(batch, rings[0], heads, widths, dtype, device)
         self.raw = KVBuffer(batch, rings[1], heads, widths, dtype, device)
         longest = max(max_len + max(max_step, config.compress_block_size), *rings, batch)
-        self.locations = block_locations(
-            config, batch, max_len, self.cmp.rows, rings[1], dtype, device
+        self.locations = shared(
+            BlockLocations, config, batch, max_len, self.cmp.rows, rings[1], dtype, device
         )
         self.max_num_compressed = config.geometry.num_compressed(max_len)
-        self._positions = _positions(config, max_len, longest, dtype, device)
+        block = (config.compress_block_size, config.compress_stride)
+        rotary = (config.qk_dim, config.frequencies, stats_dtype(dtype)) if config.rope else None
+        self._positions = shared(Positions, *block, rotary, max_len, longest, device)
         self.count, self.compressed = self._positions.count, self._positions.compressed
         self.rope = self._positions.rope
 

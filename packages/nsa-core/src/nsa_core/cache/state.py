@@ -1,25 +1,83 @@
-"""CacheState: the tensors and lengths of a cache, which decode steps read and update."""
+"""CacheState: the sizes, tensors and lengths of a cache, which steps read and update."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nsa_core.cache.block_table import BlockTable
-from nsa_core.cache.kv_store import KVStore
-from nsa_core.cache.pages import Pages
+from nsa_core.cache.kv_store import KVBuffer, KVStore
+from nsa_core.cache.pages import BlockTable, Pages
 from nsa_core.cache.undo import Undo
 from nsa_core.contract import DecodeCall
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import integer_problems, too_large
 from nsa_core.plan.default_plan import check_is_plan
 
 if TYPE_CHECKING:
-    from nsa_core.cache.sizes import CacheSizes
     from nsa_core.layer.projection import NSAProjections
     from nsa_core.plan.plan import Plan
+
+
+class CacheSizes(NamedTuple):
+    """The sizes of a cache; see NSAttention.new_cache."""
+
+    batch: int
+    max_len: int
+    page_size: int | None = None
+    num_pages: int | None = None
+    max_rollback: int = 0
+    max_step: int = 64
+
+    def check(self) -> None:
+        """Check that all sizes are valid.
+
+        Raises:
+            InvalidInput: a size is invalid; the message names every invalid size and its value.
+        """
+        problems: list[str] = []
+        for name, value in self._asdict().items():
+            optional = name in ("page_size", "num_pages")
+            minimum = int(name != "max_rollback")
+            problems += integer_problems(name, value, minimum, optional=optional)
+        if self.num_pages is not None and self.page_size is None:
+            problems.append(f"num_pages {self.num_pages} needs page_size, which is None")
+        if problems:
+            raise InvalidInput("; ".join(problems))
+        of_pages = self.page_size is not None and self.num_pages is not None
+        names = ("num_pages", "page_size") if of_pages else ("batch", "max_len")
+        rows = getattr(self, names[0]) * getattr(self, names[1])
+        if problems := too_large(" * ".join(names), rows):
+            raise InvalidInput(problems[0])
+
+
+class NewTokens(NamedTuple):
+    """The number of rows of a step that are tokens. The rows after them are padding.
+
+    Attributes:
+        rows: number of rows of the step, padding included.
+        counts: number of tokens of each sequence as known on the host; None in a captured graph.
+        on_device: number of tokens of each sequence, int32 [B]; None if every row is a token.
+        exact: whether ``counts`` are exact, not only upper bounds.
+    """
+
+    rows: int
+    counts: list[int] | None
+    on_device: torch.Tensor | None
+    exact: bool
+
+    def part(self, first: int, size: int) -> NewTokens:
+        """Return the new tokens among the rows ``first`` .. ``first + size - 1``."""
+        if size >= self.rows:
+            return self
+        rows, counts, on_device = min(size, self.rows - first), self.counts, self.on_device
+        if counts is not None:
+            counts = [min(max(n - first, 0), rows) for n in counts]
+        if on_device is not None:
+            on_device = (on_device - first).clamp(0, rows)
+        return NewTokens(rows, counts, on_device, self.exact)
 
 
 class CacheState:
@@ -82,6 +140,17 @@ class CacheState:
         """The page allocation; None if every sequence is contiguous."""
         return self.table.pages
 
+    def sequence_buffers(self, length: int) -> list[tuple[KVBuffer, int | None]]:
+        """Return the buffers in which row b belongs to sequence b alone.
+
+        Each is given with the number of rows that ``length`` tokens fill; None means all.
+        """
+        buffers: list[tuple[KVBuffer, int | None]] = [(self.kv.win, None), (self.kv.raw, None)]
+        if self.pages is None:
+            compressed = self.config.geometry.num_compressed(length)
+            buffers += [(self.kv.sel, length), (self.kv.cmp, compressed)]
+        return buffers
+
     def host_lengths(self) -> list[int]:
         """Return the number of tokens of each sequence; synchronises if only the device has it."""
         if self.captured or not self.exact:
@@ -113,17 +182,13 @@ class CacheState:
         targets = {b: (lengths[b], n) for b, n in enumerate(grown) if n > self.table.room[b]}
         self.table.own(targets, self.kv)
 
-    def advance(
-        self, rows: int, counts: Sequence[int] | None, new: torch.Tensor | None, exact: bool
-    ) -> DecodeCall:
+    def advance(self, tokens: NewTokens) -> DecodeCall:
         """Add the tokens of a step to the lengths. The caller then writes their keys and values.
-
-        Args:
-            rows, counts, new, exact: the fields of :class:`nsa_core.cache.new_tokens.NewTokens`.
 
         Returns:
             The call for the decode forms of the step.
         """
+        rows, counts, new, exact = tokens
         undo = self.undo
         if undo is not None and undo.lengths is self.starts:  # a later piece of a step
             undo.lengths = self.starts.clone()
@@ -152,8 +217,9 @@ class CacheState:
         if self.undo is not None:
             self.roll_back()
         rows = None if self.table.pages is None else self.table.pages.rows
-        state = (self.bounds, self.exact, self.captured, self.peaks, self.table.room, rows)
-        self.undo = undo = Undo(*state)
+        self.undo = undo = Undo(
+            self.bounds, self.exact, self.captured, self.peaks, self.table.room, rows
+        )
         return undo
 
     def save_rings(self) -> None:

@@ -20,18 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from nsa_core.cache.chunk import chunk_store, write_back_newest
-from nsa_core.cache.chunk_attention import MIN_ROWS, attend_chunk
-from nsa_core.cache.compress_step import compress
-from nsa_core.cache.new_tokens import New, NewTokens, new_tokens
-from nsa_core.cache.prefill import prefill
-from nsa_core.cache.state import CacheState, check_plan
+from nsa_core.cache.compress import compress
+from nsa_core.cache.prompt import MIN_ROWS, attend_chunk, chunk_store, prefill, write_back_newest
+from nsa_core.cache.state import CacheState, NewTokens, check_plan
 from nsa_core.cache.undo import run_or_undo
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates, plain_linear_gate
 from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.layer.rope import RopeTable, rotate
+from nsa_core.limits import as_integers, shown
 from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.torch_ops.torch_state import is_capturing
 
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
 
 MAX_FUSED_GATE_TOKENS = 32  # up to this many tokens the gates are launch-bound
 MAX_CHUNK_ROWS = 8192  # longer chunks are split, to bound their memory besides the cache
+New = Sequence[int] | torch.Tensor | None  # the argument ``new`` of NSAttention.forward
 Branches = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of cmp, sel and win
 
 
@@ -131,6 +130,48 @@ def _check_fit(layer: NSAProjections, x: torch.Tensor, cache: CacheState, in_gra
         raise InvalidInput("; ".join(problems))
 
 
+def new_tokens(cache: CacheState, rows: int, new: New, in_graph: bool) -> NewTokens:
+    """Interpret the argument ``new`` of a step of ``rows`` rows.
+
+    Raises:
+        InvalidInput: ``new`` is not one integer from 0 to ``rows`` per sequence; or a CUDA graph is
+            being captured and ``new`` is not on the device.
+    """
+    if new is None:
+        return NewTokens(rows, None if in_graph else [rows] * cache.batch, None, True)
+    on_device = (
+        isinstance(new, torch.Tensor) and new.device == cache.device and cache.device.type != "cpu"
+    )
+    if isinstance(new, torch.Tensor) and (on_device or in_graph):
+        return _from_device(cache, rows, new, in_graph)
+    if in_graph:
+        raise InvalidInput(
+            "new must be a tensor on the device while a CUDA graph is captured: a list would become"
+            " a constant of the graph"
+        )
+    counts = as_integers(new)
+    if counts is None or len(counts) != cache.batch:
+        raise InvalidInput(
+            f"new must be {cache.batch} integers, one per sequence, got {shown(new)}"
+        )
+    if not all(0 <= n <= rows for n in counts):
+        raise InvalidInput(f"new must be from 0 to the {rows} rows of x, got {shown(counts)}")
+    if min(counts) == rows:
+        return NewTokens(rows, counts, None, True)
+    device_counts = torch.tensor(counts, dtype=torch.int32).to(cache.device, non_blocking=True)
+    return NewTokens(rows, counts, device_counts, True)
+
+
+def _from_device(cache: CacheState, rows: int, new: torch.Tensor, in_graph: bool) -> NewTokens:
+    """Use ``new`` without reading it: on the host every row counts as a token, an upper bound."""
+    fits = new.shape == (cache.batch,) and new.dtype in (torch.int32, torch.int64)
+    if not fits or new.device != cache.device:
+        received = f"{list(new.shape)} {new.dtype} on {new.device}"
+        raise InvalidInput(f"new must be int32 [{cache.batch}] on {cache.device}, got {received}")
+    counts = None if in_graph else [rows] * cache.batch
+    return NewTokens(rows, counts, new.clamp(0, rows).to(torch.int32), False)
+
+
 def _run(
     layer: NSAProjections, x: torch.Tensor, cache: CacheState, tokens: NewTokens, plan: Plan | None
 ) -> torch.Tensor:
@@ -179,7 +220,7 @@ def _decode(
     """Append at most MAX_CHUNK_ROWS rows to the cache, and attend to all of its tokens."""
     explicit, plan = plan, _decode_plan(layer, cache, plan, tokens.counts is None)
     bounds, is_chunk = cache.bounds, tokens.rows > cache.max_step
-    call = cache.advance(*tokens)
+    call = cache.advance(tokens)
     positions, absent = _positions(cache, tokens, "append" not in plan.fused)
     store = chunk_store(cache, tokens.rows) if is_chunk else cache.kv
     if tokens.on_device is not None:

@@ -20,6 +20,7 @@ The replay of a CUDA graph runs without Python, so nothing here can undo it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ Result = TypeVar("Result")
 P = ParamSpec("P")
 
 
+@dataclasses.dataclass(slots=True)
 class Undo:
     """The state of a cache before an operation.
 
@@ -43,32 +45,15 @@ class Undo:
         frame: the frame of :func:`run_or_undo` that opened the record.
     """
 
-    __slots__ = (
-        "bounds",
-        "captured",
-        "exact",
-        "frame",
-        "lengths",
-        "page_rows",
-        "peaks",
-        "room",
-        "saved",
-    )
-
-    def __init__(
-        self,
-        bounds: list[int],
-        exact: bool,
-        captured: bool,
-        peaks: list[int],
-        room: list[int],
-        page_rows: list[list[int]] | None,
-    ) -> None:
-        self.bounds, self.exact, self.captured, self.peaks = bounds, exact, captured, peaks
-        self.room, self.page_rows = room, page_rows
-        self.lengths: torch.Tensor | None = None
-        self.saved: list[Callable[[], torch.Tensor]] = []
-        self.frame: FrameType | None = None
+    bounds: list[int]
+    exact: bool
+    captured: bool
+    peaks: list[int]
+    room: list[int]
+    page_rows: list[list[int]] | None
+    lengths: torch.Tensor | None = None
+    saved: list[Callable[[], torch.Tensor]] = dataclasses.field(default_factory=list)
+    frame: FrameType | None = None
 
     def save(self, *tensors: torch.Tensor) -> None:
         """Copy tensors or views of the cache, which the caller then changes."""

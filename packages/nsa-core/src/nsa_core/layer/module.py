@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from nsa_core.cache.new_cache import make_cache
-from nsa_core.cache.sizes import CacheSizes
+from nsa_core.cache.cache import NSACache, make_cache
+from nsa_core.cache.state import CacheSizes
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.input_checks import check_layer_input
 from nsa_core.layer.other_keywords import check_other_keywords
@@ -16,7 +16,6 @@ from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.layer.projection import NSAProjections
 
 if TYPE_CHECKING:
-    from nsa_core.cache.cache import NSACache
     from nsa_core.layer.stats import NSAStats
     from nsa_core.plan.plan import Plan
 

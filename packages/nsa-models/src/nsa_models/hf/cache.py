@@ -8,8 +8,7 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from nsa_core.cache import NSACache
-from nsa_core.cache.resize import resized
+from nsa_core.cache.cache import NSACache, resized
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
 from nsa_core.limits import check_integers

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_core.cache.sizes import CacheSizes
+from nsa_core.cache.state import CacheSizes
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.projection import HeadNorm

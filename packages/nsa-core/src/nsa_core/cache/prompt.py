@@ -1,0 +1,188 @@
+"""Steps of many rows: the first tokens of empty sequences, and chunks of a long prompt.
+
+A prefill of empty sequences runs the layer as without a cache, then fills the cache.
+
+A chunk has more rows than the rings of a cache have room for, which hold the newest w or l tokens,
+and a few more. It uses longer temporary rings, which begin with the tokens visible to its first
+row. Afterwards, the newest tokens are copied back to the rings of the cache.
+
+The decode forms of a plan serve steps of few rows. In a chunk of many rows they read the keys of a
+sequence once per small tile of queries, where the prefill kernels share them between queries: they
+run with queries that begin inside their sequences. They take contiguous sequences, so pages and
+rings are copied in the order of their tokens first.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+
+from nsa_core.cache.kv_store import KVBuffer, KVStore
+from nsa_core.cache.state import CacheState, NewTokens
+
+if TYPE_CHECKING:
+    from nsa_core.layer.projection import NSAProjections
+    from nsa_core.plan.plan import Plan
+
+# Shorter chunks are left to the decode forms, which were faster in them: on a CPU of two cores, and
+# on an H200 at 32k tokens.
+MIN_ROWS = {"cpu": 16, "cuda": 2048}
+
+
+def prefill(
+    layer: NSAProjections, x: torch.Tensor, cache: CacheState, new: NewTokens, plan: Plan | None
+) -> torch.Tensor:
+    """Return the layer's output for x, both [B, m, dim], and fill the cache.
+
+    Every sequence with new tokens must be empty.
+    """
+    assert new.counts is not None
+    active = [b for b, n in enumerate(new.counts) if n]
+    sequences, is_subset = cache.kv.count[: cache.batch], len(active) < cache.batch
+    cache.advance(new)
+    lengths, padding = cache.lengths, None
+    if is_subset:
+        sequences = torch.tensor(active).to(cache.device, non_blocking=True)
+        lengths, x = lengths[sequences], x[sequences]
+    if new.on_device is not None:
+        padding = (cache.kv.count[: new.rows] >= lengths[:, None])[..., None]
+        x = x.masked_fill(padding, 0)
+    projected, raw = layer.project_with_raw(x)
+    o = layer.attend(x, projected, plan=plan)
+    _fill(
+        cache,
+        sequences,
+        lengths,
+        padding is not None,
+        (raw, (projected.k[1], projected.v[1]), (projected.k[2], projected.v[2])),
+        (projected.k_cmp, projected.v_cmp),
+    )
+    y: torch.Tensor = layer.out(o.flatten(-2))
+    y = y if padding is None else y.masked_fill(padding, 0)
+    if is_subset:
+        return y.new_zeros((cache.batch, *y.shape[1:])).index_copy(0, sequences, y)
+    return y
+
+
+def _fill(
+    cache: CacheState,
+    sequences: torch.Tensor,  # int64 [b]
+    lengths: torch.Tensor,  # int32 [b]
+    padded: bool,
+    pairs: tuple[tuple[torch.Tensor, ...], ...],  # keys and values [b, S, G, D] of raw, sel, win
+    compressed: tuple[torch.Tensor, torch.Tensor],  # [b, n_c, G, D]
+) -> None:
+    """Write sequences to the cache from their first token on."""
+    store, geometry, table = cache.kv, cache.config.geometry, cache.table.entries[sequences]
+    total, n_c, ends = pairs[0][0].shape[1], compressed[0].shape[1], lengths[:, None]
+    positions = store.count[:total].expand(len(sequences), -1)
+    store.sel.write(
+        store.sel.in_pages(positions, table, positions >= ends if padded else None), *pairs[1]
+    )
+    blocks = store.count[:n_c].expand(len(sequences), -1)
+    unfinished = blocks * geometry.compress_stride + geometry.compress_block_size > ends
+    store.cmp.write(store.cmp.in_pages(blocks, table, unfinished if padded else None), *compressed)
+    sequence = torch.arange(len(sequences), device=cache.device)[:, None]
+    for ring, (k, v) in ((store.raw, pairs[0]), (store.win, pairs[2])):
+        newest = (ends.long() - ring.rows).clamp(min=0) + store.count[: min(ring.rows, total)]
+        token = newest.clamp(max=total - 1)
+        index = ring.in_ring(newest, newest >= ends, sequences)
+        ring.write(index, k[sequence, token], v[sequence, token])
+
+
+def chunk_store(cache: CacheState, rows: int) -> KVStore:
+    """Return the cache's store with rings for ``rows`` more tokens from ``cache.starts`` on."""
+    geometry, store = cache.config.geometry, copy.copy(cache.kv)
+    store.win = _chunk_ring(cache, cache.kv.win, geometry.window_size - 1, rows)
+    store.raw = _chunk_ring(cache, cache.kv.raw, geometry.compress_block_size - 1, rows)
+    return store
+
+
+def _chunk_ring(cache: CacheState, ring: KVBuffer, before: int, rows: int) -> KVBuffer:
+    """Return a ring for ``before + rows`` tokens, the first ``before`` copied from ``ring``."""
+    heads, widths = ring.k.shape[2], (ring.k.shape[3], ring.v.shape[3])
+    longer = KVBuffer(cache.batch, before + rows, heads, widths, cache.dtype, cache.device)
+    for buffer in longer.flat:
+        # Rows without a token are masked, not skipped, so they must be finite.
+        buffer.zero_()
+    tokens = cache.starts[:, None] - before + cache.kv.count[:before]
+    longer.write(longer.in_ring(tokens, tokens < 0), *ring.read(ring.in_ring(tokens, None)))
+    return longer
+
+
+def write_back_newest(cache: CacheState, chunk: KVStore, rows: int) -> None:
+    """Copy the newest tokens of a chunk of ``rows`` rows to the cache's rings.
+
+    The rings have the tokens before ``cache.starts`` already.
+    """
+    for ring, longer in ((cache.kv.win, chunk.win), (cache.kv.raw, chunk.raw)):
+        count = min(ring.rows, rows)
+        tokens = cache.lengths[:, None] - count + cache.kv.count[:count]
+        index = ring.in_ring(tokens, tokens < cache.starts[:, None])
+        ring.write(index, *longer.read(longer.in_ring(tokens, None)))
+
+
+def attend_chunk(
+    plan: Plan,
+    cache: CacheState,
+    store: KVStore,  # with the rings of the chunk
+    q: torch.Tensor,  # [B, m, Hq, Dk]
+    gates: torch.Tensor,  # [B, m, Hq, 3]
+    starts: list[int],  # tokens of each sequence before the chunk
+) -> torch.Tensor:
+    """Return Eq. 5 for the rows of a chunk, [B, m, Hq, Dv]; 0 in rows without a token.
+
+    ``cache.bounds`` are the lengths after the chunk, and exact.
+    """
+    spans = list(zip(starts, cache.bounds))
+    together = cache.pages is None and len(set(spans)) == 1
+    groups = [slice(0, cache.batch)] if together else [slice(b, b + 1) for b in range(cache.batch)]
+    o = gates.new_zeros((*q.shape[:-1], cache.config.v_dim), dtype=q.dtype)
+    for rows in groups:
+        start, end = spans[rows.start]
+        if start < end:
+            new = end - start
+            o[rows, :new] = _attend(
+                plan, cache, store, q[rows, :new], gates[rows, :new], rows, start
+            )
+    return o
+
+
+def _attend(
+    plan: Plan,
+    cache: CacheState,
+    store: KVStore,
+    q: torch.Tensor,
+    gates: torch.Tensor,
+    sequences: slice,
+    start: int,
+) -> torch.Tensor:
+    """Attend in sequences that all begin the chunk at token ``start``."""
+    geometry, end = cache.config.geometry, start + q.shape[1]
+    k_cmp, v_cmp = _in_pages(cache, store.cmp, sequences, geometry.num_compressed(end))
+    k_sel, v_sel = _in_pages(cache, store.sel, sequences, end)
+    first = max(start - geometry.window_size + 1, 0)
+    tokens = store.count[first:end].expand(q.shape[0], -1)
+    numbers = store.count[sequences]
+    k_win, v_win = store.win.read(store.win.in_ring(tokens, None, numbers))
+    o_cmp, lse = plan.cmp(q, k_cmp, v_cmp, first_query=start)
+    blocks = plan.select(q, k_cmp, lse, first_query=start)
+    o_sel, _ = plan.sel(q, k_sel, v_sel, blocks, first_query=start)
+    o_win, _ = plan.win(q, k_win, v_win, first_query=start - first)
+    o: torch.Tensor = plan.combine(gates, o_cmp, o_sel, o_win)
+    return o
+
+
+def _in_pages(
+    cache: CacheState, buffer: KVBuffer, sequences: slice, rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first ``rows`` rows [b, rows, G, D] of ``sequences``, copied if they have pages.
+
+    Without pages, sequence b is page b.
+    """
+    if cache.pages is None:
+        return buffer.k[sequences, :rows], buffer.v[sequences, :rows]
+    pages = cache.table.entries[sequences, : -(-rows // buffer.rows)].long()
+    return buffer.k[pages].flatten(1, 2)[:, :rows], buffer.v[pages].flatten(1, 2)[:, :rows]
