@@ -23,7 +23,6 @@ TINY = {
     "num_selected_blocks": 3,
     "window_size": 21,
 }
-EDGES = (0, 1, 7, 8, 9, 15, 16, 17, 20, 21, 22)  # lengths around l, l' and w
 OPTIONS: dict[str, dict[str, Any]] = {
     "linear": {"compress": "linear"},
     "conv": {"compress": "conv"},

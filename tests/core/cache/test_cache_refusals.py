@@ -23,6 +23,9 @@ from nsa_core import InvalidInput, NSAError, NSAttention, Unsupported, resolve
 
 ROOM = 40
 PAGES = pytest.mark.parametrize("page_size", [None, 16])
+SEQUENCES = "sequences are numbered 0 to 1"
+LENGTHS = "lengths must be an integer >= 0, or 2 of them"
+ROWS = "rows must be an integer from 1 to max_step = 4, got"
 
 
 @pytest.fixture(scope="module")
@@ -30,139 +33,116 @@ def attn():
     return layer_of()
 
 
-@PAGES
-def test_step_past_the_end_is_refused_without_a_change(attn, page_size):
-    """Fault row 19: one token past the capacity."""
-    x = tokens(attn, 2, ROOM + 5)
-    cache = poisoned_cache(attn, 2, ROOM, page_size=page_size)
-    attn(x[:, :30], cache=cache, new=[30, 20])
-    before = content(cache)
-    for rows, new, message in (
-        (11, None, "sequence 0 has 30 tokens, 11 more do not fit: max_len is 40"),
-        (21, [10, 21], "sequence 1 has 20 tokens, 21 more do not fit: max_len is 40"),
-        (
-            45,
-            None,
-            (
-                "sequence 0 has 30 tokens, 45 more do not fit; sequence 1 has 20 tokens, 45 more do"
-                " not fit"
-            ),
-        ),
-    ):
-        with pytest.raises(InvalidInput, match=message):
-            attn(x[:, :rows], cache=cache, new=new)
-        assert_unchanged(cache, before)
-    y = attn(torch.stack([x[0, 30:40], x[1, 20:30]]), cache=cache)
-    assert_equal(y, torch.cat([whole(attn, x[:1, :40])[:, 30:], whole(attn, x[1:, :30])[:, 20:]]))
-    empty = poisoned_cache(attn, 2, ROOM, page_size=page_size)
-    with pytest.raises(InvalidInput, match="sequence 0 has 0 tokens, 41 more do not fit"):
-        attn(x[:, :41], cache=empty)
-    assert_equal(attn(x[:, :40], cache=empty), whole(attn, x[:, :40]))
+@pytest.fixture(scope="module")
+def cache(attn):
+    """Two sequences of 30 and 20 tokens; the first one has had 33."""
+    cache = poisoned_cache(attn, 2, ROOM, max_rollback=9, max_step=4)
+    attn(tokens(attn, 2, 33), cache=cache, new=[33, 20])
+    cache.crop([30, 20])
+    return cache
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"new": [1]}, "new must be 2 integers"),
-        ({"new": [1, 4]}, "new must be from 0 to the 3 rows of x"),
-        ({"new": [1, -1]}, "new must be from 0 to the 3 rows of x"),
-        ({"new": [1, True]}, "new must be 2 integers"),
-        ({"new": torch.tensor([0.5, 1])}, "new must be 2 integers"),
-        ({"new": 3}, "new must be 2 integers"),
-    ],
+def call(rows=3, **options):
+    """A step of ``rows`` rows, or with the x of ``options``."""
+
+    def run(attn, cache):
+        x = options.pop("x", lambda x: x)(tokens(attn, 2, rows))
+        return attn(x, **{"cache": cache, **options})
+
+    return run
+
+
+def method(name, *arguments):
+    return lambda attn, cache: getattr(cache, name)(*arguments)
+
+
+def creation(**sizes):
+    return lambda attn, cache: attn.new_cache(**{"batch": 2, "max_len": ROOM, **sizes})
+
+
+def load_from_another_cache(attn, cache):
+    cache.load(attn.new_cache(2, ROOM).snapshot(0), 0)
+
+
+def load_a_released_snapshot(attn, cache):
+    snapshot = cache.snapshot(0)
+    snapshot.release()
+    cache.load(snapshot, 0)
+
+
+REFUSED = (
+    (call(11), "sequence 0 has 30 tokens, 11 more do not fit: max_len is 40"),
+    (call(21, new=[10, 21]), "sequence 1 has 20 tokens, 21 more do not fit: max_len is 40"),
+    (call(45), "0 has 30 tokens, 45 more do not fit; sequence 1 has 20 tokens, 45 more do not fit"),
+    (call(new=[1]), "new must be 2 integers"),
+    (call(new=[1, 4]), "new must be from 0 to the 3 rows of x"),
+    (call(new=[1, -1]), "new must be from 0 to the 3 rows of x"),
+    (call(new=[1, True]), "new must be 2 integers"),
+    (call(new=torch.tensor([0.5, 1])), "new must be 2 integers"),
+    (call(new=3), "new must be 2 integers"),
+    (call(x=lambda x: x[:1]), "x has 1 sequences, but the cache has 2"),
+    (call(x=torch.Tensor.float), "x is torch.float32, the layer's parameters are torch.float64"),
+    (
+        call(x=lambda x: x[0], cu_seqlens=torch.tensor([0, 3], dtype=torch.int32)),
+        "cu_seqlens is not supported with a cache: pass x .B, m, dim. and new=",
+    ),
+    (call(attention_mask=torch.ones(2, 3)), "attention_mask is not supported"),
+    (call(cache=None, new=[1, 1]), "new needs cache="),
+    (lambda _, cache: call()(layer_of(seed=1), cache), "the cache is another layer's"),
+    (call(cache=[0]), "cache must be a result of new_cache.. of this layer, got list"),
+    (call(x=lambda x: x.requires_grad_()), "no gradient flows through a cache"),
+    (
+        lambda attn, _: call()(attn, attn.new_cache(2, 9, dtype=torch.float32)),
+        "the cache is torch.float32 on cpu",
+    ),
+    (creation(batch=0, max_len=1.5), ">= 1, got 0; max_len must be an integer >= 1, got 1.5"),
+    (creation(page_size=24), "page_size must be a multiple of select_block_size 16, got 24"),
+    (creation(num_pages=3), "num_pages 3 needs page_size, which is None"),
+    (creation(page_size=16, num_pages=0), "num_pages must be an integer >= 1 or None, got 0"),
+    (creation(max_rollback=-1, max_step=True), ">= 0, got -1; max_step must be an"),
+    (creation(dtype=torch.int8), "dtype must be one of"),
+    (creation(device="gpu"), "device 'gpu' is not one that torch knows"),
+    (method("reset", 2), SEQUENCES),
+    (method("reset", 1.5), SEQUENCES),
+    (method("snapshot", -1), SEQUENCES),
+    (method("snapshot", [0, 1]), r"expected one sequence index, got \[0, 1\]"),
+    (method("reorder", [0, True]), SEQUENCES),
+    (method("reorder", None), SEQUENCES),
+    (method("reorder", [1]), "2 indices are needed, one per sequence, got 1"),
+    (lambda _, cache: cache.load(cache.snapshot(0), "a"), SEQUENCES),
+    (method("load", 0, 1), "load: snapshot must be a result of snapshot"),
+    (load_from_another_cache, "the snapshot is of another cache"),
+    (load_a_released_snapshot, "the snapshot was released"),
+    (method("crop", [23, 20]), "0 has had 33 tokens and 23 would be 10 fewer, max_rollback is 9"),
+    (method("crop", [31, 20]), "sequence 0 has 30 tokens, cannot crop to 31"),
+    (method("crop", [30]), LENGTHS),
+    (method("crop", [30, -1]), LENGTHS),
+    (method("crop", 0.0), LENGTHS),
+    (method("crop", None), LENGTHS),
+    (method("crop", [0, 0.0]), LENGTHS),
+    (method("crop", "ab"), LENGTHS),
+    (method("reserve", 41), "41 tokens are more than max_len 40"),
+    (method("reserve_workspace", 0), f"{ROWS} 0; a longer step .* allocates more memory"),
+    (method("reserve_workspace", True), f"{ROWS} True"),
+    (method("reserve_workspace", 1.0), f"{ROWS} 1.0"),
+    (method("reserve_workspace", 5), f"{ROWS} 5"),
+    (lambda _, cache: copy.copy(cache), "not copied or pickled"),
+    (lambda _, cache: copy.deepcopy(cache), "not copied or pickled"),
+    (lambda _, cache: pickle.dumps(cache), "not copied or pickled"),
 )
-def test_invalid_new_is_refused(attn, arguments, message):
-    cache = poisoned_cache(attn, 2, ROOM)
+
+
+@pytest.mark.parametrize(("refused", "message"), REFUSED, ids=[m for _, m in REFUSED])
+def test_invalid_call_is_refused_without_a_change(attn, cache, refused, message):
     before = content(cache)
     with pytest.raises(InvalidInput, match=message):
-        attn(tokens(attn, 2, 3), cache=cache, **arguments)
+        refused(attn, cache)
     assert_unchanged(cache, before)
 
 
-def test_inputs_that_do_not_fit_the_cache_are_refused(attn):
-    cache, x = poisoned_cache(attn, 2, ROOM), tokens(attn, 2, 3)
-    before, other = content(cache), layer_of(seed=1)
-    bounds = torch.tensor([0, 3], dtype=torch.int32)
-    for call, message in (
-        (lambda: attn(x[:1], cache=cache), "x has 1 sequences, but the cache has 2"),
-        (
-            lambda: attn(x.float(), cache=cache),
-            "x is torch.float32, the layer's parameters are torch.float64",
-        ),
-        (
-            lambda: attn(x[0], cu_seqlens=bounds, cache=cache),
-            "cu_seqlens is not supported with a cache: pass x .B, m, dim. and new=",
-        ),
-        (lambda: attn(x, attention_mask=bounds, cache=cache), "attention_mask is not supported"),
-        (lambda: attn(x, new=[1, 1]), "new needs cache="),
-        (lambda: other(x, cache=cache), "the cache is another layer's"),
-        (
-            lambda: attn(x, cache=[cache]),
-            "cache must be a result of new_cache.. of this layer, got list",
-        ),
-        (
-            lambda: attn(x.clone().requires_grad_(), cache=cache),
-            "no gradient flows through a cache",
-        ),
-        (
-            lambda: attn(x, cache=attn.new_cache(2, 9, dtype=torch.float32)),
-            "the cache is torch.float32 on cpu",
-        ),
-    ):
-        with pytest.raises(InvalidInput, match=message):
-            call()
-    assert_unchanged(cache, before)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (
-            {"batch": 0, "max_len": 1.5},
-            "batch must be an integer >= 1, got 0; max_len must be an integer >= 1, got 1.5",
-        ),
-        ({"page_size": 24}, "page_size must be a multiple of select_block_size 16, got 24"),
-        ({"num_pages": 3}, "num_pages 3 needs page_size, which is None"),
-        ({"page_size": 16, "num_pages": 0}, "num_pages must be an integer >= 1 or None, got 0"),
-        (
-            {"max_rollback": -1, "max_step": True},
-            "max_rollback must be an integer >= 0, got -1; max_step must be an",
-        ),
-        ({"dtype": torch.int8}, "dtype must be one of"),
-        ({"device": "gpu"}, "device 'gpu' is not one that torch knows"),
-    ],
-)
-def test_invalid_sizes_are_refused(attn, sizes, message):
-    with pytest.raises(InvalidInput, match=message):
-        attn.new_cache(**{"batch": 2, "max_len": ROOM, **sizes})
-
-
-def test_invalid_indices_are_refused(attn):
+def test_lengths_may_be_integers_of_any_kind(attn):
     cache = attn.new_cache(2, ROOM)
-    for call in (
-        lambda: cache.reset(2),
-        lambda: cache.snapshot(-1),
-        lambda: cache.reorder([0, True]),
-    ):
-        with pytest.raises(InvalidInput, match="sequences are numbered 0 to 1"):
-            call()
-    for call in (
-        lambda: cache.reset(1.5),
-        lambda: cache.reorder(None),
-        lambda: cache.load(cache.snapshot(0), "a"),
-    ):
-        with pytest.raises(InvalidInput, match="sequences are numbered 0 to 1"):
-            call()
-    with pytest.raises(InvalidInput, match="2 indices are needed, one per sequence, got 1"):
-        cache.reorder([1])
-    with pytest.raises(InvalidInput, match=r"expected one sequence index, got \[0, 1\]"):
-        cache.snapshot([0, 1])
-    with pytest.raises(InvalidInput, match="load: snapshot must be a result of snapshot"):
-        cache.load(0, 1)
-    for lengths in (0.0, None, [0, 0.0], "ab"):
-        with pytest.raises(InvalidInput, match="lengths must be an integer >= 0, or 2 of them"):
-            cache.crop(lengths)
-    cache.crop(torch.zeros(2, dtype=torch.int64).numpy())  # integers of any kind
+    cache.crop(torch.zeros(2, dtype=torch.int64).numpy())
     assert cache.host_lengths() == [0, 0]
 
 
@@ -193,13 +173,6 @@ def test_explicit_plans(attn):
         layer_of(window_size=7).new_cache(2, ROOM, plan=decode)
     with pytest.raises(Unsupported, match="has no decode form"):
         NSAttention(attn.config, backends={"win": "fa2"}).new_cache(2, ROOM)
-
-
-def test_cache_refuses_copy_and_pickle(attn):
-    cache = attn.new_cache(2, ROOM)
-    for copy_function in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(InvalidInput, match="not copied or pickled"):
-            copy_function(cache)
 
 
 def test_compile_breaks_the_graph_with_a_reason(attn):

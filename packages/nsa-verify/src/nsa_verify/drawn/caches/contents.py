@@ -39,11 +39,11 @@ def owned(config: NSAConfig, length: int, first: int | None = None) -> dict[str,
         length: Length of the sequence.
         first: Its oldest token that may still be a query; None: the next token is the oldest.
     """
-    geometry = config.geometry
-    complete = geometry.num_compressed(length)
-    oldest = (length if first is None else first) - config.window_size + 1
+    geometry, first = config.geometry, length if first is None else first
+    complete, complete_at_first = geometry.num_compressed(length), geometry.num_compressed(first)
+    oldest = first - config.window_size + 1
     return {
-        "raw": range(complete * config.compress_stride, length),
+        "raw": range(complete_at_first * config.compress_stride, length),
         "sel": range(length),
         "win": range(max(0, oldest), length),
         "cmp": range(complete),
@@ -64,23 +64,23 @@ def read_rows(
 
 
 def content_faults(
-    cache: NSACache, expected: Sequence[Rows], lengths: Sequence[int], fused: bool
+    cache: NSACache, expected: Sequence[Rows], spans: Sequence[tuple[int, int]], fused: bool
 ) -> Iterator[Fault]:
-    """Compare every row that the next step may read with the row of a prefill.
+    """Compare every row that a step may read, now or after a crop, with the row of a prefill.
 
     Args:
         cache: The cache.
         expected: The rows of each sequence.
-        lengths: The length of each sequence.
+        spans: The least length to which each sequence can be cropped, and its length.
         fused: Whether the backend writes the rows of a step, and may round rotated rows once less.
     """
-    host = cache.host_lengths()
-    if not host == cache.lengths.tolist() == list(lengths):
+    host, lengths = cache.host_lengths(), [length for _, length in spans]
+    if not host == cache.lengths.tolist() == lengths:
         detail = f"{cache.lengths.tolist()} on the device, {host} on the host, expected {lengths}"
         yield Fault("", "lengths", detail)
         return
-    for b, length in enumerate(lengths):
-        for name, rows in owned(cache.config, length).items():
+    for b, (least, length) in enumerate(spans):
+        for name, rows in owned(cache.config, length, least).items():
             buffer = getattr(cache.kv, name)
             table = cache.table.entries if name in ("sel", "cmp") else None
             for kind in "kv":

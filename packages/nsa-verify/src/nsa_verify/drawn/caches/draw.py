@@ -82,7 +82,7 @@ def _history(row: Row, number: int, seed: int, dtype: str) -> History:
     drawn: list[Operation] = []
     model = Model(history)
     while len(drawn) < _OPERATIONS:
-        operation = _any(rng, history, model) if drawn else _step(rng, history, model)
+        operation = draw_operation(rng, history, model) if drawn else _step(rng, history, model)
         if not model.exists(operation):
             continue
         drawn.append(operation)
@@ -91,12 +91,14 @@ def _history(row: Row, number: int, seed: int, dtype: str) -> History:
     return history.replace(operations=tuple(drawn))
 
 
-_ACTIONS = ("step",) * 6 + ("crop", "crop", "reorder", "reset", "save", "load", "load", "reserve")
+ACTIONS = ("step",) * 6 + ("crop", "crop", "reorder", "reset", "save", "load", "load", "reserve")
 
 
-def _any(rng: random.Random, history: History, model: Model) -> Operation:
-    """Draw an operation; a few are refused by the cache."""
-    action = rng.choice(_ACTIONS)
+def draw_operation(
+    rng: random.Random, history: History, model: Model, actions: Sequence[str] = ACTIONS
+) -> Operation:
+    """Draw an operation, one of ``actions``; a few are refused by the cache."""
+    action = rng.choice(actions)
     sequence = rng.randrange(history.batch)
     if action == "step":
         return _step(rng, history, model)

@@ -28,7 +28,7 @@ def history_findings(combination: Combination, history: History) -> list[Finding
     Raises:
         Unsupported: The combination does not take the layer.
     """
-    failure = Replay(history, _plans(combination, history)).first_failure(judge_output)
+    failure = Replay(history, plans_of(combination, history)).first_failure(judge_output)
     if failure is None:
         return [history.finding("history", True)]
     number, fault = failure
@@ -37,19 +37,19 @@ def history_findings(combination: Combination, history: History) -> list[Finding
     return [history.finding(fault.quantity, False, f"{after}: {fault.detail}", slot=fault.slot)]
 
 
-def _plans(combination: Combination, history: History) -> Plans:
+def plans_of(combination: Combination, history: History) -> Plans:
     """Return the plans of the combination, or in float64 the best ones that accept it."""
     if history.torch_dtype == torch.float64:
         try:
             if combination.device != "cpu":
                 raise Unsupported("float64 runs on the CPU")
-            return _plans_of(combination.plan, history, "cpu")
+            return _resolved(combination.plan, history, "cpu")
         except Unsupported:
-            return _plans_of(lambda c, d, **x: resolve(c, dtype=d, **x), history, "cpu")
-    return _plans_of(combination.plan, history, combination.device)
+            return _resolved(lambda c, d, **x: resolve(c, dtype=d, **x), history, "cpu")
+    return _resolved(combination.plan, history, combination.device)
 
 
-def _plans_of(plan: Callable[..., Plan], history: History, device: str) -> Plans:
+def _resolved(plan: Callable[..., Plan], history: History, device: str) -> Plans:
     """Return the plans that ``plan(config, dtype, **options)`` resolves."""
     layer = (history.config, history.torch_dtype)
     page_size = history.page_size or None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 from nsa_verify.drawn.caches.history import History, Operation
 
@@ -45,6 +46,12 @@ class Model:
         """Length of each sequence."""
         return [len(sequence.tokens) for sequence in self.sequences]
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The least length to which each sequence can be cropped, and its length."""
+        spare = self._history.max_rollback
+        return [(max(0, min(len(s.tokens), s.peak - spare)), len(s.tokens)) for s in self.sequences]
+
     def exists(self, operation: Operation) -> bool:
         """Return whether the sequences and snapshots that ``operation`` names exist."""
         values, kind = operation.values, operation.kind
@@ -85,6 +92,11 @@ class Model:
             new = len(sequence.tokens) + value if operation.kind == "step" else value
             tokens.append(max(sequence.reserved, len(sequence.tokens), new))
         return sum(-(-count // history.page_size) for count in tokens) > pages
+
+    def resize(self, history: History, order: Iterable[int]) -> None:
+        """Go on with copies of the sequences ``order`` in a cache without snapshots."""
+        self._history, self.snapshots = history, [None] * len(self.snapshots)
+        self._reorder(tuple(order))
 
     def apply(self, operation: Operation) -> None:
         """Change the sequences as ``operation`` does; it exists and is not refused."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
 
-from nsa_core.cache import NSACache, Snapshot
+from nsa_core.cache.cache import NSACache, Snapshot, resized
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.plan.plan import Plan
@@ -69,6 +70,18 @@ class Failure(NamedTuple):
 
     number: int
     fault: Fault
+
+
+class Interrupted(Exception):
+    """An operation ended with an error that a test injected.
+
+    Attributes:
+        undone: Whether the cache undid the operation; else it was complete.
+    """
+
+    def __init__(self, undone: bool) -> None:
+        super().__init__()
+        self.undone = undone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,29 +174,48 @@ class Replay:
         ``judge(replay, done)`` yields the faults of the result of a step. Operations on sequences
         or snapshots that do not exist are skipped, so every part of a history is a history.
         """
+        with self.short_chunks():
+            for number, operation in enumerate(self.history.operations):
+                for fault in self.faults_of(operation, judge):
+                    return Failure(number, fault)
+        for fault in self.page_faults():
+            return Failure(len(self.history.operations), fault)
+        return None
+
+    def short_chunks(self) -> AbstractContextManager[Any]:
+        """Let short steps reach the code of long chunks, the decode forms and prefill kernels."""
         from nsa_core.cache import step as cache_step  # imported here: it imports the compiler
 
-        # With chunks this short, histories reach the decode forms and the kernels of long chunks.
         limits: dict[str, Any] = {
             "MAX_CHUNK_ROWS": self.history.chunk_rows,
             "MIN_ROWS": {"cpu": 4, "cuda": 4},
         }
-        with mock.patch.multiple(cache_step, **limits):
-            for number, operation in enumerate(self.history.operations):
-                for fault in self._faults_of(operation, judge):
-                    return Failure(number, fault)
-        for fault in self._page_faults():
-            return Failure(len(self.history.operations), fault)
-        return None
+        return mock.patch.multiple(cache_step, **limits)
 
-    def _faults_of(self, operation: Operation, judge: StepJudge) -> Iterator[Fault]:
+    def faults_of(
+        self,
+        operation: Operation,
+        judge: StepJudge,
+        run: Callable[[Operation], torch.Tensor | None] | None = None,
+    ) -> Iterator[Fault]:
+        """Run an operation, and yield its faults and those of the cache after it.
+
+        Args:
+            operation: The operation.
+            judge: As in :meth:`first_failure`.
+            run: Runs the operation, which it gets from :meth:`prepared`. It may raise
+                :class:`Interrupted`.
+        """
         model = self.model
         if not model.exists(operation):
             return
         before, must_refuse = model.lengths, model.refused(operation)
         self._calls.clear()
         try:
-            y = self._run(operation)
+            y = self.prepared(operation)() if run is None else run(operation)
+        except Interrupted as interrupted:
+            if not interrupted.undone:
+                model.apply(operation)
         except InvalidInput as error:
             lacks_pages = "out of pages" in str(error) and model.may_lack_pages(operation)
             if not (must_refuse or lacks_pages):
@@ -199,10 +231,22 @@ class Replay:
                 yield Fault("", "refused", f"{operation} must be refused, but was not")
                 return
             model.apply(operation)
-            if operation.kind == "step" and operation.rows:
+            if y is not None and operation.rows:
                 yield from self._faults_of_output(operation, before, y, judge)
-        expected = [self.rows.of(sequence.tokens) for sequence in model.sequences]
-        yield from content_faults(self.cache, expected, model.lengths, self.fused_append)
+        yield from self.content_faults()
+
+    def content_faults(self) -> Iterator[Fault]:
+        """Yield the differences of the cache from the model."""
+        expected = [self.rows.of(sequence.tokens) for sequence in self.model.sequences]
+        yield from content_faults(self.cache, expected, self.model.spans, self.fused_append)
+
+    def resize(self, max_len: int, order: Sequence[int]) -> None:
+        """Go on with a copy of the sequences ``order`` in a cache of another size."""
+        plan = self.cache.plan
+        self.cache = resized(self.cache, max_len, order)
+        self.cache.plan = plan
+        self.history = self.history.replace(batch=len(order), max_len=max_len)
+        self.model.resize(self.history, order)
 
     def _faults_of_output(
         self, operation: Operation, before: list[int], y: torch.Tensor, judge: StepJudge
@@ -216,34 +260,43 @@ class Replay:
                 yield Fault("", "y of padding", f"not 0 in sequence {b}")
         yield from judge(self, Done(operation, before, self.model, y, list(self._calls)))
 
-    def _run(self, operation: Operation) -> torch.Tensor:
-        """Call the cache; return the output of a step, and an empty tensor otherwise."""
+    def prepared(
+        self, operation: Operation, new: torch.Tensor | None = None
+    ) -> Callable[[], torch.Tensor | None]:
+        """Return a function that calls the cache once, and returns the output of a step.
+
+        Args:
+            operation: The operation.
+            new: Passed to a step in place of its numbers of tokens.
+        """
         values, cache, kind = list(operation.values), self.cache, operation.kind
         if kind == "step":
-            return self._step(operation)
-        if kind == "save":
-            self._snapshots += [cache.snapshot(values[0])]
-        elif kind == "load":
-            cache.load(self._snapshots[values[0]], values[1])
-        elif kind == "release":
-            self._snapshots[values[0]].release()
-        else:
-            getattr(cache, kind)(values)
-        return torch.empty(0)
+            x = self._input(operation)
+            every_row = new is None and min(values) == operation.rows
+            counts = None if every_row else values if new is None else new
+            return lambda: self.attn(x, cache=cache, new=counts)
 
-    def _step(self, operation: Operation) -> torch.Tensor:
-        """Append the next tokens of each sequence; the padding is NaN."""
+        def call() -> None:
+            if kind == "save":
+                self._snapshots += [cache.snapshot(values[0])]
+            elif kind == "load":
+                cache.load(self._snapshots[values[0]], values[1])
+            elif kind == "release":
+                self._snapshots[values[0]].release()
+            else:
+                getattr(cache, kind)(values)
+
+        return call
+
+    def _input(self, operation: Operation) -> torch.Tensor:
+        """Return the next tokens of each sequence; the padding is NaN."""
         shape = (self.history.batch, operation.rows, self.history.config.dim)
         x = torch.full(shape, torch.nan).to(self.attn.out.weight)
         for b, tokens in enumerate(self.model.next_tokens(operation.values)):
             x[b, : len(tokens)] = layers.inputs(tokens, self.attn)
-        every_row = min(operation.values) == operation.rows
-        y: torch.Tensor = self.attn(
-            x, cache=self.cache, new=None if every_row else list(operation.values)
-        )
-        return y
+        return x
 
-    def _page_faults(self) -> Iterator[Fault]:
+    def page_faults(self) -> Iterator[Fault]:
         """Check that no page is lost: after a reset and without snapshots, all are free."""
         for snapshot in self._snapshots:
             snapshot.release()
