@@ -113,7 +113,7 @@ def test_steps_run_without_gradient_in_every_grad_mode(problem):
         assert torch.equal(second, attn(x[:, 10:11], cache=other))
 
 
-def test_pages_are_allocated_and_shared_as_needed(problem):
+def test_pages_are_allocated_as_sequences_grow(problem):
     attn, x, _ = problem
     cache = poisoned_cache(attn, 2, LENGTH, page_size=16, num_pages=3)
     attn(x[:, :15], cache=cache)
@@ -123,15 +123,21 @@ def test_pages_are_allocated_and_shared_as_needed(problem):
     with pytest.raises(InvalidInput, match=message):
         attn(x[:, 16:17], cache=cache)
     attn(x[:, 16:17], cache=cache, new=[0, 1])
+    assert cache.pages.free == 0
     cache.reset(1)
     assert cache.pages.free == 2
+
+
+def test_last_sequence_of_a_shared_page_keeps_it(problem):
+    attn, x, _ = problem
+    cache = poisoned_cache(attn, 2, LENGTH, page_size=16, num_pages=2)
+    attn(x[:, :5], cache=cache, new=[5, 0])
     prefix = cache.snapshot(0)
     cache.load(prefix, 1)
-    cache.reset(0)
-    assert cache.pages.free == 2
     prefix.release()
-    attn(x[:, 17:20], cache=cache, new=[0, 3])
-    assert cache.pages.free == 1  # the last sequence of a shared page keeps it
+    assert cache.pages.free == 1
+    attn(x[:, 5:6], cache=cache)
+    assert cache.pages.free == 0
 
 
 def test_snapshot_keeps_its_pages_until_it_is_deleted(problem):

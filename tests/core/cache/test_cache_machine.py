@@ -87,6 +87,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Do one of the following. Rules of their own would occur in few of the histories."""
         with mode():
             getattr(self, way)()
+        assert self.replay.cache.peaks == [s.peak for s in self.replay.model.sequences]
 
     def run(self):
         self.operate(self.drawn())
@@ -120,7 +121,6 @@ class CacheMachine(RuleBasedStateMachine):
             before = state(cache)
             cache.reserve_workspace(rows)
             assert state(cache) == before
-            self.check(self.replay.content_faults())
         new = [self.random.randint(0, rows) for _ in model.lengths]
         room = [max(room - n, 0) for room, n in zip(cache.table.room, model.lengths)]
         fitting = tuple(map(min, new, room))

@@ -190,7 +190,8 @@ class Replay:
             "MAX_CHUNK_ROWS": self.history.chunk_rows,
             "MIN_ROWS": {"cpu": 4, "cuda": 4},
         }
-        return mock.patch.multiple(cache_step, **limits)
+        patch: AbstractContextManager[Any] = mock.patch.multiple(cache_step, **limits)
+        return patch
 
     def faults_of(
         self,
