@@ -16,7 +16,12 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, note, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
 
 from injection import AUTO, ERRORS, RaiseAt, RaiseAtOpcode, RaiseInHook, state, undone
 from nsa_core import InvalidInput
@@ -27,6 +32,9 @@ from nsa_verify.drawn.caches.judge import plans_of
 from nsa_verify.drawn.caches.outputs import judge_output
 from nsa_verify.drawn.caches.replay import Replay
 from nsa_verify.drawn.draw import draw
+from nsa_verify.drawn.jobs import PAGE_EDGES
+from nsa_verify.drawn.judge import judge
+from nsa_verify.drawn.parser import parse
 
 MODES = (torch.no_grad, torch.inference_mode, torch.enable_grad)
 WAYS = ("run",) * 4 + ("run_with_an_error",) * 5 + ("count_on_the_device", "capture", "resize")
@@ -51,10 +59,14 @@ def injected(rng, layer, kind):
 class CacheMachine(RuleBasedStateMachine):
     """A layer, its cache, and the sequences that the cache must hold."""
 
-    @initialize(number=st.integers(0, 23), seed=st.integers(0, 2**32))
-    def create(self, number, seed):
-        history = draw("cache", "quick", ["float64"], seed=11, count=24)[number]
-        self.random = random.Random(seed)
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    @initialize(seed=st.integers(0, 2**32))
+    def create(self, seed):
+        history = draw("cache", "quick", ["float64"], seed=11, count=24)[self.number]
+        self.random = random.Random(f"{self.number} {seed}")
         note(str(history.replace(operations=())))
         self.replay = Replay(history, plans_of(AUTO, history))
         self.context = contextlib.ExitStack()
@@ -153,20 +165,33 @@ class CacheMachine(RuleBasedStateMachine):
         self.check(self.replay.content_faults())
 
 
-class LongMachine(CacheMachine):
-    """The same in the slow run, which has more histories."""
+def check_histories(number, count):
+    """Check histories of one layer and cache. Hypothesis repeats parts of them to make others."""
+    options = settings(
+        max_examples=count,
+        stateful_step_count=25,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(lambda: CacheMachine(number), settings=options)
 
 
-FEW = settings(
-    max_examples=25,
-    stateful_step_count=25,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    phases=[Phase.generate, Phase.shrink],
-    suppress_health_check=list(HealthCheck),
-)
-TestAnyHistory = CacheMachine.TestCase
-TestAnyHistory.settings = FEW
-TestManyHistories = pytest.mark.slow(LongMachine.TestCase)
-TestManyHistories.settings = settings(FEW, max_examples=400)
+@pytest.mark.parametrize("number", range(12))
+def test_any_history(number):
+    check_histories(number, 2)
+
+
+@pytest.mark.parametrize("line", PAGE_EDGES)
+def test_history_of_a_page_edge(line):
+    """Few drawn histories have it."""
+    failed = [finding for finding in judge(AUTO, parse(line)) if not finding.ok]
+    assert not failed, failed[0].detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(24))
+def test_many_histories(number):
+    check_histories(number, 30)
