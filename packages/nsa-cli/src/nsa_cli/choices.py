@@ -91,8 +91,8 @@ BackendOfSlot = Annotated[
 
 
 def as_options(names: Sequence[str]) -> str:
-    """Format parameter names as options: "--page-size, --batch"."""
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+    """Format parameter names as options: "--page-size, --from" for page_size and from_."""
+    return ", ".join(f"--{name.rstrip('_').replace('_', '-')}" for name in names)
 
 
 def leave_out(names: Sequence[str]) -> str:

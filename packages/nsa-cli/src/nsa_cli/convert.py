@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from nsa_models.hf.conversion import Conversion
     from nsa_models.hf.first_stage import StageProgress
+    from nsa_models.lm.model_folder import ModelFolder
 
 _STAGE = ("steps", "length", "batch", "lr", "seed")  # options of the first stage
 
@@ -40,8 +41,8 @@ def convert(
         Path,
         typer.Option(
             "--hf",
-            help="Folder of a dense Llama, Qwen2 or Qwen3: config.json and safetensors. Or a run of"
-            " nsa train --attention dense.",
+            help="Folder of a dense Llama, Qwen2 or Qwen3, or a run of nsa train --attention dense:"
+            " config.json and safetensors.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the model with NSA; new or empty.")],
@@ -90,14 +91,16 @@ def convert(
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        from nsa_models.hf.conversion import check_target, default_fields, read_dense, write
+        from nsa_models.hf.conversion import check_target, default_fields, open_dense, write
         from nsa_models.hf.conversion import convert as convert_model
+        from nsa_models.hf.folder import load_model
 
         check_target(out)
-        tokens = None if text is None else _read_tokens(hf, text, length)
+        folder = open_dense(hf)
+        tokens = None if text is None else _read_tokens(folder, text, length)
         torch.manual_seed(seed)
-        dense = read_dense(hf, one_dtype(dtype))
-        fields = {**default_fields(hf), **fields}
+        dense = load_model(folder, one_dtype(dtype))
+        fields = {**default_fields(folder), **fields}
         conversion = convert_model(dense, fields, parse_backends(backends))
         del dense
         _print_conversion(conversion)
@@ -105,7 +108,7 @@ def convert(
             conversion.model.to(torch_device)
             _train(conversion, tokens, (steps, length, batch, lr, seed))
             conversion.model.to("cpu")
-        write(conversion.model, hf, out)
+        write(conversion.model, folder, out)
         output.print_text(output.console(), f"Written to {out}", "bold green")
 
 
@@ -157,16 +160,16 @@ def _print_conversion(conversion: Conversion) -> None:
     output.print_table(console, ("parameter", "shape"), rows, title)
 
 
-def _read_tokens(folder: Path, text: Path, length: int) -> torch.Tensor:
+def _read_tokens(folder: ModelFolder, text: Path, length: int) -> torch.Tensor:
     """Return the tokens of the text [T], by the tokenizer of the dense model."""
     import torch
 
     from nsa_core.errors import InvalidInput
-    from nsa_models.hf.tokenizer import read_tokenizer
+    from nsa_models.hf.folder import load_tokenizer
 
     content = read_file("--text", text).decode(errors="replace")
     try:
-        tokenizer = read_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
     except InvalidInput as error:
         raise InvalidInput(f"--hf: {error}; --text needs it") from error
     tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"])

@@ -1,9 +1,9 @@
-"""`nsa generate`: generate text from a checkpoint of `nsa train`."""
+"""`nsa generate`: generate text with the model of a folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +12,6 @@ from nsa_cli.choices import (
     Backends,
     Device,
     Threads,
-    errors_name_options,
     parse_backends,
     pick_device,
     tokens,
@@ -21,7 +20,9 @@ from nsa_cli.extras import need_extras
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Option(help="Checkpoint file, or the folder of a run.")],
+    checkpoint: Annotated[
+        Path, typer.Option(help="Model folder, of nsa train, nsa convert or save_pretrained.")
+    ],
     prompt: Annotated[
         str, typer.Option(help="Text to continue. Empty: start a new document.")
     ] = "",
@@ -41,36 +42,38 @@ def generate(
 ) -> None:
     """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
     with output.exit_codes():
-        need_extras("nsa generate", ["safetensors"])
+        need_extras("nsa generate", ["safetensors", "transformers"])
         torch_device = pick_device(device, threads)
         import torch
+        from transformers import GenerationConfig
+        from transformers.utils import logging
 
-        from nsa_core.errors import InvalidInput
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
         from nsa_core.util.text import escape_control
-        from nsa_models.lm.checkpoint import read
-        from nsa_models.lm.generate import generate as generate_tokens
+        from nsa_models.hf.folder import load_model, load_tokenizer, new_text_ids
+        from nsa_models.lm.model_folder import open_folder
 
-        saved = read(checkpoint)
-        need_extras("nsa generate", saved.libraries)
-        tokenizer = saved.load_tokenizer()
-        if tokenizer is None:
-            raise InvalidInput(
-                f"{saved.path} was trained on the task {saved.facts['data']['data']}: it has no"
-                " text; give the checkpoint of a run on text"
-            )
-        model = saved.model(parse_backends(backends)).to(torch_device).eval()
-        tokens = torch.tensor([[tokenizer.end, *tokenizer.encode(prompt)]], device=torch_device)
-        end = tokenizer.end
-        with errors_name_options(
-            {name: name for name in ("max_new_tokens", "temperature", "top_k", "seed")}
-        ):
-            new_tokens = generate_tokens(
-                model,
-                tokens,
-                max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                end=end,
-                seed=seed,
-            )
-        print(escape_control(prompt + tokenizer.decode(new_tokens[0].tolist())))
+        folder = open_folder(checkpoint)
+        need_extras("nsa generate", folder.libraries)
+        tokenizer = load_tokenizer(folder)
+        chosen = parse_backends(backends)  # None: those that the folder names
+        options: dict[str, Any] = {} if chosen is None else {"nsa_backends": chosen}
+        model = load_model(folder, **options).to(torch_device).eval()
+        tokens = torch.tensor([new_text_ids(tokenizer, prompt)], device=torch_device)
+        torch.manual_seed(seed)
+        sampling = {"temperature": temperature, "top_k": top_k or 0} if temperature else {}
+        # The folder's own generation_config.json has no effect: the options say what happens.
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0,
+            eos_token_id=model.config.eos_token_id,
+            pad_token_id=tokenizer.eos_token_id,
+            **sampling,
+        )
+        new_tokens = []
+        if max_new_tokens:
+            mask = torch.ones_like(tokens)
+            all_tokens = model.generate(tokens, attention_mask=mask, generation_config=config)
+            new_tokens = all_tokens[0, tokens.shape[1] :].tolist()
+        print(escape_control(prompt + tokenizer.decode(new_tokens, skip_special_tokens=True)))

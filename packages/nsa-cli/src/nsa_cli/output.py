@@ -268,14 +268,8 @@ def exit_codes() -> Iterator[None]:
     try:
         with recorded_signals():
             yield
-    except InvalidInput as error:
-        end(USAGE, _paragraph(error))
-    except BackendUnavailable as error:
-        end(BROKEN if error.nothing_usable else UNAVAILABLE, _paragraph(error))
-    except Unsupported as error:
-        end(UNAVAILABLE, _paragraph(error))
-    except NSAError as error:
-        end(FAILED, _paragraph(error))
+    except (NSAError, NotWritten) as error:
+        end(exit_code_of(error), _paragraph(error))
     except ClickError as error:
         context = getattr(error, "ctx", None)
         hint = f" (try '{context.command_path} --help')" if context is not None else ""
@@ -285,8 +279,6 @@ def exit_codes() -> Iterator[None]:
         end(exit_code(name), f"interrupted by {name}")
     except BrokenPipeError:
         end(CLOSED, "the output was closed before everything was written")
-    except NotWritten as error:
-        end(UNWRITTEN, _paragraph(error))
     except ImportError as error:
         end(BROKEN, f"the installation is broken: {describe_error(error)}")
     except OSError as error:
@@ -295,6 +287,17 @@ def exit_codes() -> Iterator[None]:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             end(USAGE, f"{error.filename}: {error.strerror}; give another path")
         end(BROKEN, f"an operating system call failed: {describe_error(error)}")
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code for an error of this library, or for another one."""
+    if isinstance(error, InvalidInput):
+        return USAGE
+    if isinstance(error, BackendUnavailable):
+        return BROKEN if error.nothing_usable else UNAVAILABLE
+    if isinstance(error, Unsupported):
+        return UNAVAILABLE
+    return UNWRITTEN if isinstance(error, NotWritten) else FAILED
 
 
 def _paragraph(error: BaseException) -> str:

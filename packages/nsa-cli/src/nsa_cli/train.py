@@ -28,9 +28,10 @@ from nsa_cli.choices import (
 from nsa_cli.extras import libraries_of_data, need_extras
 
 if TYPE_CHECKING:
-    from nsa_models.lm.checkpoint import Checkpoint
     from nsa_models.lm.model import LanguageModel
+    from nsa_models.lm.model_folder import ModelFolder
     from nsa_models.lm.parallel import World
+    from nsa_models.lm.task import Data
     from nsa_models.lm.tokens import Tokenizer
     from nsa_models.lm.train import Progress
     from nsa_models.lm.trainer import Trainer
@@ -68,8 +69,9 @@ def train(
     device: Device = "auto",
     threads: Threads = 1,
     backends: Backends = "auto",
-    from_dense: options.FromDense = None,
+    from_: options.From = None,
     resume: options.Resume = False,
+    allow_other_data: options.AllowOtherData = False,
     force: options.Force = False,
     png: options.Png = None,
     svg: options.Svg = None,
@@ -78,8 +80,8 @@ def train(
 
     Documents are packed into rows with their boundaries; a document that does not fit continues in
     the next row. A document is either trained on or held out, never both. Under torchrun, the same
-    command trains on several GPUs, with the losses of one. Ctrl-C, SIGTERM and SIGHUP save a
-    checkpoint and print the command that continues from it.
+    command trains on several GPUs, with the losses of one. A signal or an error saves the last
+    complete step and prints the command that continues from it.
     """
     # After typer's conversion, so that paths are Path objects.
     values = {name: value for name, value in locals().items() if name != "context"}
@@ -177,10 +179,10 @@ def _locked(values: Mapping[str, Any], world: World) -> Iterator[None]:
     out, resume = values["out"], values["resume"]
     with run_folder.locked(out):
         empty = run_folder.is_empty(out)
-        if resume and not (out / run_folder.CHECKPOINT).exists():
+        if resume and not (out / run_folder.INDEX).exists():
             fix = "leave --resume out" if empty else "give --force instead of --resume"
             raise InvalidInput(
-                f"--resume: {out} has no checkpoint, so there is nothing to go on with; {fix} to"
+                f"--resume: {out} has no saved run, so there is nothing to go on with; {fix} to"
                 " start a run there"
             )
         if not (resume or values["force"] or empty):
@@ -191,19 +193,24 @@ def _locked(values: Mapping[str, Any], world: World) -> Iterator[None]:
 
 
 def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
-    """Refuse, before torch loads, unwritable plots and options that the checkpoint decides."""
+    """Refuse, before torch loads, unwritable plots and options that a folder decides."""
     from nsa_core.errors import InvalidInput
 
     resume = values["resume"]
     libraries = ["safetensors"]
-    if not resume:  # else the checkpoint names the data and the tokenizer
+    if not resume:  # else the folder names the data and the tokenizer
         libraries += libraries_of_data(values["data"])
         libraries += ["tokenizers"] if values["tokenizer"] is not None else []
     need_extras("nsa train", [*libraries, *["matplotlib"] * bool(values["png"] or values["svg"])])
-    if resume and (repeated := [name for name in options.FROM_CHECKPOINT if name in typed]):
-        raise InvalidInput(
-            f"{as_options(repeated)}: set by the checkpoint with --resume; {leave_out(repeated)}"
-        )
+    decided = [("--resume", resume, options.OF_RUN)]
+    decided += [("--from", values["from_"] is not None, options.OF_MODEL)]
+    for option, given, names in decided:
+        if given and (repeated := [name for name in names if name in typed]):
+            raise InvalidInput(
+                f"{as_options(repeated)}: set by the folder of {option}; {leave_out(repeated)}"
+            )
+    if values["allow_other_data"] and not resume:
+        raise InvalidInput("--allow-other-data: only with --resume; leave it out")
     for file in (values["png"], values["svg"]):
         output.check_writable(file, values["force"] or resume)
 
@@ -222,24 +229,22 @@ def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
             f"{as_options(unused)}: only with {other_kind}, not with --data {data};"
             f" {leave_out(unused)}"
         )
-    if values["from_dense"] is not None and values["attention"] != "nsa":
-        raise InvalidInput(
-            f"--from-dense begins a model with NSA, got --attention {values['attention']}; leave"
-            " one of them out"
-        )
 
 
 def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Trainer:
     """Build the trainer, and refuse a backend that cannot run."""
-    from nsa_models.lm import checkpoint, run_folder
+    from nsa_models.lm import log, saving
+    from nsa_models.lm.model_folder import open_folder
     from nsa_models.lm.recipe import Recipe
     from nsa_models.lm.task import DataSpec, open_data
     from nsa_models.lm.tokens import read_tokenizer
     from nsa_models.lm.trainer import Trainer
 
-    saved = checkpoint.read(values["out"], world.rank, world.size) if values["resume"] else None
-    tokenizer: Tokenizer | None = None
-    if saved is None:
+    out, resume = values["out"], values["resume"]
+    source = out if resume else values["from_"]
+    folder = None if source is None else open_folder(source, world.rank, world.size)
+    training = folder.training if folder is not None and resume else None
+    if training is None:
         _check_effect(values, typed)
         spec = DataSpec(
             values["data"],
@@ -260,38 +265,78 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
             seed=values["seed"],
             **{name: values[name] for name in options.CHANGEABLE_ON_RESUME},
         )
-        if values["tokenizer"] is not None:
-            tokenizer = read_tokenizer(values["tokenizer"])
     else:
-        spec = DataSpec(**saved.facts["data"])
-        need_extras("nsa train", libraries_of_data(spec.data) + saved.libraries)
-        tokenizer = saved.load_tokenizer()
+        spec = training.data
+        need_extras("nsa train", libraries_of_data(spec.data))
         changed = {name: values[name] for name in options.CHANGEABLE_ON_RESUME if name in typed}
-        recipe = Recipe(**saved.facts["train"] | changed)
-    rows = open_data(spec, tokenizer)
-    model = _model(values, rows.vocab_size, saved)
-    trainer = Trainer(model, rows, recipe, world, saved)
+        recipe = dataclasses.replace(training.recipe, **changed)
+    tokenizer: Tokenizer | None = None
+    if folder is not None:
+        need_extras("nsa train", folder.libraries)
+        tokenizer = folder.tokenizer()
+    elif values["tokenizer"] is not None:
+        tokenizer = read_tokenizer(values["tokenizer"])
+    data = open_data(spec, tokenizer)
+    if training is not None:
+        _check_data(data, training.corpus, values["allow_other_data"], world)
+    elif folder is not None:
+        _check_vocabulary(data, folder)
+    model = _model(values, data.vocab_size, folder, world, recipe.parallel)
+    trainer = Trainer(model, data, recipe, world, folder, resume)
     trainer.plan()  # a backend that cannot run is refused before anything is written
-    if world.rank == 0 and saved is None:
-        # With --force, the old checkpoint must not pass for one of the new run.
-        run_folder.remove_checkpoint(values["out"])
+    if world.rank == 0:
+        if not resume:  # with --force, the old run must not pass for the new one
+            saving.remove_tensors(out)
+        elif (aside := log.set_aside(out / log.FILE)) is not None:
+            note = f"{out / log.FILE} could not be read. It is kept as {aside.name}, and a new log"
+            output.print_text(output.console(stderr=True), f"{note} begins.")
     return trainer
 
 
-def _model(values: Mapping[str, Any], vocab_size: int, saved: Checkpoint | None) -> LanguageModel:
+def _check_data(data: Data, saved: Mapping[str, Any], allowed: bool, world: World) -> None:
+    """Refuse to resume on other data, or say that it is another one."""
+    from nsa_core.errors import InvalidInput
+
+    if not (changes := data.changes(saved)):
+        return
+    shown = "; ".join(changes[:4]) + (f"; and {len(changes) - 4} more" if changes[4:] else "")
+    if not allowed:
+        raise InvalidInput(
+            f"the data has changed since the run was saved: {shown}. Put the data back, or go on"
+            " with --allow-other-data"
+        )
+    if world.rank == 0:
+        text = f"The run goes on with other data (--allow-other-data): {shown}"
+        output.print_text(output.console(stderr=True), text)
+
+
+def _check_vocabulary(data: Data, folder: ModelFolder) -> None:
+    """Refuse data with tokens that the model of --from does not have."""
+    from nsa_core.errors import InvalidInput
+
+    largest, vocabulary = getattr(data.tokenizer, "ids", data.vocab_size), folder.config.vocab_size
+    if largest > vocabulary:
+        raise InvalidInput(
+            f"--from: {folder.path} has a vocabulary of {vocabulary:,}, but the data has ids up to"
+            f" {largest - 1:,}; put a tokenizer.json into the folder, or give other data"
+        )
+
+
+def _model(
+    values: Mapping[str, Any], vocab_size: int, folder: ModelFolder | None, world: World, kind: str
+) -> LanguageModel:
     import torch
 
     from nsa_models.lm.config import size
     from nsa_models.lm.model import LanguageModel
-    from nsa_models.lm.start import from_dense, read_dense
 
     backends = parse_backends(values["backends"])
-    if saved is not None:
-        return LanguageModel(saved.config, backends)  # the trainer restores its parameters
+    if folder is not None:  # the trainer reads the weights
+        sharded = world.size > 1 and kind == "fsdp"
+        with torch.device("meta" if sharded else "cpu"):
+            return LanguageModel(folder.config, backends)
     config = size(values["size"], vocab_size=vocab_size, attention=values["attention"])
     torch.manual_seed(values["seed"])
-    if values["from_dense"] is not None:
-        return from_dense(read_dense(values["from_dense"]), config, backends)
     return LanguageModel(config, backends)
 
 

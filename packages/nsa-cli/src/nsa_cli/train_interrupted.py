@@ -1,4 +1,4 @@
-"""The end of `nsa train` by a signal: the saved step, its file, and the command that goes on."""
+"""The end of `nsa train` before its time: the saved step, and the command that goes on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nsa_cli import output
+from nsa_core.errors import NSAError
 from nsa_core.util.atomic_files import NotWritten
 from nsa_core.util.interruption import Interruption, exit_code, recorded_signals, signal_of
-from nsa_models.lm.run_folder import CHECKPOINT, is_empty
+from nsa_core.util.text import describe_error
+from nsa_models.lm.run_folder import is_empty
 
 if TYPE_CHECKING:
     from nsa_models.lm.parallel import World
     from nsa_models.lm.trainer import Trainer
 
-# Options of a resumed run that its checkpoint does not hold.
-NOT_IN_CHECKPOINT = ("device", "threads", "backends", "png", "svg")
+# Options of a resumed run that its folder does not hold.
+NOT_IN_FOLDER = ("device", "threads", "backends", "png", "svg")
 
 
 @dataclasses.dataclass
@@ -45,13 +48,13 @@ class Training:
 
 @contextlib.contextmanager
 def explained(training: Training) -> Iterator[Interruption]:
-    """End a run that a signal or a full disk ends with a message: how far it came, how it goes on.
+    """End a run that a signal or an error ends with a message: how far it came, how it goes on.
 
     Signals raise at once; the training loop defers them on its own.
 
     Raises:
         SystemExit: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP, 5 if a file could not be
-            written.
+            written, or the exit code of the error.
     """
     try:
         with recorded_signals() as interruption:
@@ -60,11 +63,22 @@ def explained(training: Training) -> Iterator[Interruption]:
         name = signal_of(error)
         _explain(f"ended by {'Ctrl-C' if name == 'SIGINT' else name}", training)
         raise SystemExit(exit_code(name)) from None
-    except NotWritten as error:
-        if training.trainer is None:
-            raise  # no work is lost
-        _explain(str(error), training)
-        raise SystemExit(output.UNWRITTEN) from None
+    except Exception as error:
+        trainer, world = training.trainer, training.world
+        if trainer is None or (world is not None and world.rank):
+            raise  # no work is lost, or the first process speaks
+        if not isinstance(error, (NSAError, OSError, MemoryError, _out_of_memory())):
+            traceback.print_exc()
+        is_own = isinstance(error, (NSAError, NotWritten))
+        _explain(str(error) if is_own else describe_error(error), training)
+        raise SystemExit(output.exit_code_of(error)) from None
+
+
+def _out_of_memory() -> type[Exception]:
+    import torch
+
+    error: type[Exception] = torch.OutOfMemoryError
+    return error
 
 
 def end_of(training: Training, world: World) -> Callable[[int, str], None]:
@@ -98,17 +112,15 @@ def _explain(end: str, training: Training, for_all: bool = False) -> None:
         return
     out = Path(context.params["out"])  # some versions of typer keep the text
     start = _program(world)
-    on = [name for name in ("out", *NOT_IN_CHECKPOINT) if name in typed]
+    on = [name for name in ("out", *NOT_IN_FOLDER) if name in typed]
     commands = [[*start, *_typed_options(context, on), "--resume"]]
     if trainer is None and context.params["resume"]:
-        text = "the checkpoint is unchanged. To go on:"
+        text = "the saved run is unchanged. To go on:"
     elif trainer is not None and trainer.rescued is not None:
         text = (
             f"step {trainer.step_number} is kept in {trainer.rescued}. To go on, first make room:"
         )
-        files = sorted(map(str, trainer.rescued.parent.iterdir()))
-        target = out / CHECKPOINT if len(files) == 1 else out
-        commands.insert(0, ["cp", *files, str(target)])
+        commands.insert(0, ["cp", "-r", f"{trainer.rescued}/.", str(out)])
     elif trainer is None or trainer.saved_step is None:
         text = "nothing is saved yet. To start again:"
         again = _typed_options(context, [name for name in context.params if name in typed])
@@ -116,7 +128,7 @@ def _explain(end: str, training: Training, for_all: bool = False) -> None:
         commands = [[*start, *again, *([] if empty or "force" in typed else ["--force"])]]
     else:
         step, steps = trainer.saved_step, trainer.recipe.steps
-        text = f"step {step} of {steps} is saved in {out / CHECKPOINT}"
+        text = f"step {step} of {steps} is saved in {out}"
         commands = commands if step < steps else []
     lines = [f"nsa: {end}; {text}", *["To go on:"] * (bool(commands) and text[-1] != ":")]
     # Commands are not wrapped: a wrapped one could not be copied.

@@ -1,4 +1,4 @@
-"""The options of `nsa train`, and which of them a resumed run reads from its checkpoint."""
+"""The options of `nsa train`, and which of them a resumed run reads from its folder."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import typer
 
 from nsa_cli.choices import advanced, completion, tokens
 
-Out = Annotated[
-    Path, typer.Option("--out", help="Output folder for checkpoint.safetensors and log.jsonl.")
-]
+Out = Annotated[Path, typer.Option("--out", help="Folder for the model and log.jsonl.")]
 Data = Annotated[
     str,
     typer.Option(
@@ -93,16 +91,15 @@ TensorParallel = Annotated[
 EvalEvery = Annotated[int, advanced(help="Steps between evaluations.", min=1)]
 SaveEvery = Annotated[int, advanced(help="Steps between checkpoints.", min=1)]
 Seed = Annotated[int, advanced(help="Seed of the weights and the data order.")]
-FromDense = Annotated[
+From = Annotated[
     Path | None,
-    advanced(
-        help=(
-            "Start from the weights of a dense checkpoint: of `nsa train`, or a Llama in"
-            " safetensors."
-        )
-    ),
+    advanced("--from", help="Start from the weights and the tokenizer of a model folder."),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")]
+AllowOtherData = Annotated[
+    bool,
+    advanced("--allow-other-data", help="With --resume: go on although the data has changed."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the run in --out and the plots.")]
 Png = Annotated[Path | None, advanced("--png", help="Write a plot of the losses as PNG.")]
 Svg = Annotated[Path | None, advanced("--svg", help="Write a plot of the losses as SVG.")]
@@ -127,10 +124,13 @@ RENAMED = {
     "precision": "dtype",
     "graph": "cuda_graph",
     "vocab_size": "vocab",
+    "from": "from_",
 }
 TASKS_ONLY, TEXT_ONLY = ("vocab",), ("tokenizer", "text_field", "held_out")
-# Options that a resumed run reads from its checkpoint, because they determine the result.
-FROM_CHECKPOINT = (
+# Options that the folder of --from decides.
+OF_MODEL: tuple[str, ...] = ("size", "attention", "tokenizer")
+# Options that a resumed run reads from its folder, because they determine the result.
+OF_RUN: tuple[str, ...] = (
     "data",
     "size",
     "attention",
@@ -147,5 +147,5 @@ FROM_CHECKPOINT = (
     "clip",
     "dtype",
     "seed",
-    "from_dense",
+    "from_",
 )

@@ -20,17 +20,6 @@ from nsa_core.util.text import describe_error
 # Header entries: the kind of file, and a digest of each JSON value and each tensor.
 _FORMAT, _DIGESTS = "format", "digests"
 _SHOWN_CHANGES = 4
-# Names of safetensors -> names of PyTorch.
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 
 
 def write(
@@ -60,50 +49,6 @@ def write(
     write_bytes_atomic(path, _library("safetensors.torch").save(dict(tensors), header), force)
 
 
-class TensorFile:
-    """An open file of :func:`write`, whose tensors are read one by one.
-
-    Attributes:
-        path: the file.
-        facts: the JSON values of the header; their digests match.
-        names: the names of the tensors, sorted.
-    """
-
-    def __init__(self, path: Path, file: Any, facts: dict[str, Any]) -> None:
-        self.path, self._file = path, file
-        stored = facts.pop(_DIGESTS, None)
-        self.facts, self.names = facts, sorted(file.keys())
-        known = stored if isinstance(stored, Mapping) else {}
-        keys = (f"tensor {name}" for name in self.names)
-        self._digests = {key: known.get(key, "") for key in keys}
-        # Tensors are not read here; only the names of those missing or added can differ.
-        _check_digests(path, stored, _digests(facts, {}) | self._digests)
-
-    def describe(self, name: str) -> tuple[str, list[int]]:
-        """Return the dtype, as PyTorch names it, and the shape of a tensor."""
-        part = self._file.get_slice(name)
-        return _DTYPES[part.get_dtype()], list(part.get_shape())
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Read a tensor and check its digest.
-
-        Raises:
-            InvalidInput: the tensor was altered since it was written.
-        """
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        key = f"tensor {name}"
-        _check_digests(self.path, {key: self._digests[key]}, {key: _tensor_digest(tensor)})
-        return tensor
-
-
-@contextlib.contextmanager
-def opened(path: Path, kind: str) -> Iterator[TensorFile]:
-    """Open a file of :func:`write`, without reading its tensors; errors as :func:`reading`."""
-    library = _library("safetensors")
-    with _explained(path), library.safe_open(path, framework="pt") as file:
-        yield TensorFile(path, file, _header(path, file, kind))
-
-
 @contextlib.contextmanager
 def reading(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
     """Read a file of :func:`write`: the header values and the tensors.
@@ -122,18 +67,6 @@ def reading(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, t
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         _check_digests(path, facts.pop(_DIGESTS, None), _digests(facts, tensors))
         yield facts, tensors
-
-
-def read_tensor(path: Path, name: str) -> torch.Tensor:
-    """Read one tensor of a file that :func:`opened` has checked, without its digest.
-
-    Raises:
-        InvalidInput: the file cannot be read or has no such tensor.
-    """
-    library = _library("safetensors")
-    with _explained(path), library.safe_open(path, framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
 
 
 def _header(path: Path, file: Any, kind: str) -> dict[str, Any]:
@@ -214,38 +147,6 @@ def _check_digests(path: Path, stored: object, actual: Mapping[str, str]) -> Non
             f"{path} was altered after it was written: {'; '.join(changes[:_SHOWN_CHANGES])}"
             f"{f'; and {more} more' if more > 0 else ''}; restore it from a copy, or train again"
         )
-
-
-def kind_of(path: Path) -> str | None:
-    """Return the kind of a file of :func:`write`; None for another file or a missing file.
-
-    Raises:
-        BackendUnavailable: safetensors is not installed.
-    """
-    library = _library("safetensors")
-    try:
-        with library.safe_open(path, framework="pt") as file:
-            kind: str | None = (file.metadata() or {}).get(_FORMAT)
-            return kind
-    except (OSError, library.SafetensorError):
-        return None
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of any safetensors file.
-
-    Raises:
-        BackendUnavailable: safetensors is not installed.
-        InvalidInput: the file cannot be read.
-    """
-    library = _library("safetensors")
-    try:
-        tensors: dict[str, torch.Tensor] = _library("safetensors.torch").load_file(path)
-    except (OSError, ValueError, library.SafetensorError) as error:
-        raise InvalidInput(
-            f"{path} cannot be read as safetensors: {describe_error(error)}"
-        ) from error
-    return tensors
 
 
 def _library(name: str) -> Any:

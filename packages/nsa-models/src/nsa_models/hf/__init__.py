@@ -27,7 +27,6 @@ from nsa_models.hf.models import (  # noqa: E402
     NSAQwen3ForCausalLM,
     register,
 )
-from nsa_models.hf.trained_run import from_run, run_tokenizer  # noqa: E402
 
 register()
 
@@ -46,8 +45,6 @@ __all__ = [
     "NSASelfAttention",
     "convert",
     "convert_checkpoint",
-    "from_run",
-    "run_tokenizer",
     "selected_mass",
     "train_new_parameters",
 ]

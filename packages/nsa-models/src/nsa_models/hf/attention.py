@@ -11,8 +11,8 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
 from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_models.hf.cache import NSAModelCache
-from nsa_models.hf.configs import LayerSpec
 from nsa_models.hf.rows import TokenRows
+from nsa_models.lm.config_json import LayerSpec
 
 
 class NSASelfAttention(NSAttention):

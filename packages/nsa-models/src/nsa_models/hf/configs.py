@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_core.hugging_face import read_fields
-from nsa_core.limits import integer_problems
+from nsa_core.util.text import describe_error
+from nsa_models.lm import config_json
+from nsa_models.lm.config_json import LayerSpec, check_sizes
 
 # Their frequencies depend on the length of the input. Keys in a cache are rotated already.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
-# Properties that NSAConfig.from_hf refuses, and that the layers of this package have.
-_SUPPORTED = ("rope_scaling", "rope_parameters", "attention_bias")
 # NSAttention has no plan for tensor parallelism.
 _MLP_PLAN = {
     "layers.*.mlp.gate_proj": "colwise",
@@ -61,24 +59,6 @@ class NSAQwen3Config(Qwen3Config):
     nsa_backends: str | dict[str, str] | None = None
 
 
-class LayerSpec(NamedTuple):
-    """The attention layers of a model.
-
-    Attributes:
-        config: Shapes and options.
-        backends: The requested backends.
-        qkv_bias: Whether the projections to queries, keys and values have a bias.
-        out_bias: Whether the output projection has a bias.
-        norm_eps: The constant in the RMS norms of queries and keys.
-    """
-
-    config: NSAConfig
-    backends: str | dict[str, str] | None
-    qkv_bias: bool
-    out_bias: bool
-    norm_eps: float
-
-
 def layer_spec(config: PreTrainedConfig) -> LayerSpec:
     """Return the attention layers of a Llama, Qwen2 or Qwen3, dense or with NSA.
 
@@ -86,62 +66,34 @@ def layer_spec(config: PreTrainedConfig) -> LayerSpec:
         config: The configuration of the model.
 
     Raises:
-        InvalidInput: NSA cannot express the attention of the model, a size is out of range, a field
-            of ``config.nsa`` is invalid or is stated by the model, or the rotary embedding is not
-            supported. The message names the fields.
+        InvalidInput: As :func:`nsa_models.lm.config_json.layer_spec`, or the rotary embedding is
+            not supported.
     """
     values = config.to_dict()
-    _check_sizes(values)
-    values["model_type"] = values["model_type"].removeprefix("nsa_")
-    frequencies, factor = rotary_frequencies(config)
-    options = dict(values.get("nsa") or {})
-    if stated := sorted(options.keys() & {"dim", "n_heads", "n_kv_heads", "head_dim", "rope_base"}):
-        raise InvalidInput(
-            f"config.nsa: {', '.join(stated)} must not be set, because the model states"
-            " hidden_size, num_attention_heads, num_key_value_heads, head_dim and rope_parameters"
-        )
-    if frequencies is not None:
-        options.setdefault("rope_frequencies", frequencies)
-    if isinstance(options.get("rope_frequencies"), list):  # JSON has no tuples
-        options["rope_frequencies"] = tuple(options["rope_frequencies"])
-    supported: tuple[str, ...] = _SUPPORTED
-    if (values.get("rope_parameters") or {}).get("rope_type") == "proportional":
-        # its frequencies are 0 in the part of a head that is not rotated
-        supported = (*_SUPPORTED, "partial_rotary_factor")
-    fields = read_fields(
-        values, supported, options, "Set these fields of the configuration to their defaults"
-    )
-    try:
-        layer = NSAConfig(**fields)
-    except TypeError as error:  # an unknown field
-        raise InvalidInput(f"config.nsa: {error}") from error
-    if factor != 1.0:  # of both cos and sin, so of q and of k
-        layer = NSAConfig(**{**fields, "scale": layer.softmax_scale * factor**2})
-    is_qwen2 = values["model_type"] == "qwen2"
-    bias = bool(values.get("attention_bias"))
-    return LayerSpec(
-        config=layer,
-        backends=values.get("nsa_backends"),
-        qkv_bias=bias or is_qwen2,
-        out_bias=bias and not is_qwen2,
-        norm_eps=float(values["rms_norm_eps"]),
-    )
+    check_sizes(values)
+    return config_json.layer_spec(values, *rotary_frequencies(config))
 
 
-def _check_sizes(values: Mapping[str, Any]) -> None:
-    """Check the sizes of a model before anything is allocated for it.
+def frequencies_of(values: Mapping[str, Any]) -> tuple[tuple[float, ...] | None, float]:
+    """Return :func:`rotary_frequencies` of the values of a config.json.
 
     Raises:
-        InvalidInput: A size is out of range; the message names every such size.
+        InvalidInput: The rotary embedding is not supported, or its values are invalid.
     """
-    problems: list[str] = []
-    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"):
-        problems += integer_problems(name, values.get(name))
-    problems += integer_problems("num_attention_heads", values.get("num_attention_heads"))
-    for name in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
-        problems += integer_problems(name, values.get(name), optional=True)
-    if problems:
-        raise InvalidInput("; ".join(problems))
+    dense = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+    config = dense[str(values["model_type"]).removeprefix("nsa_")]
+    names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
+    try:
+        return rotary_frequencies(
+            config(
+                rope_parameters=dict(values["rope_parameters"]),
+                **{name: values[name] for name in names if values.get(name) is not None},
+            )
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InvalidInput):
+            raise
+        raise InvalidInput(f"rope_parameters: {describe_error(error)}") from error
 
 
 def rotary_frequencies(config: PreTrainedConfig) -> tuple[tuple[float, ...] | None, float]:

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from nsa_core.errors import InvalidInput, NSAError
+from nsa_core.util.atomic_files import writing
 from nsa_models.hf.attention import NSASelfAttention
-from nsa_models.hf.configs import LayerSpec, layer_spec
+from nsa_models.hf.configs import layer_spec
+from nsa_models.hf.folder import load_model
 from nsa_models.hf.models import MODELS
-from nsa_models.hf.trained_run import dense_from_run, fields_of_run, run_tokenizer
-from nsa_models.lm.run_folder import is_run
+from nsa_models.lm import saving
+from nsa_models.lm.config_json import DENSE_TYPES, LayerSpec
+from nsa_models.lm.model_folder import ModelFolder, open_folder, plain_file
 
 # Files beside the weights that a converted folder needs too; transformers writes the others.
 _COPIED = (
@@ -225,8 +228,8 @@ def convert_checkpoint(
     """Convert the checkpoint of a dense model to NSA and write it with its tokenizer.
 
     Args:
-        source: The folder of a dense model: config.json and safetensors, in one file or sharded;
-            or the folder or the checkpoint of a run of `nsa train --attention dense`.
+        source: The folder of a dense model: config.json and safetensors, in one file or sharded; a
+            run of `nsa train --attention dense` is one.
         target: The folder of the new model; must be empty or not exist.
         nsa: As in :func:`convert`; default: the values of the run, or those of NSAConfig.
         backends: As in :func:`convert`.
@@ -240,17 +243,18 @@ def convert_checkpoint(
             parameter or has one that the model lacks, or ``target`` is not empty. The message names
             the fields and the parameters.
     """
-    source, target = Path(source), Path(target)
+    target = Path(target)
     check_target(target)
-    dense = read_dense(source, dtype)
-    conversion = convert(dense, {**default_fields(source), **(nsa or {})}, backends)
-    write(conversion.model, source, target)
+    folder = open_dense(source)
+    dense = load_model(folder, dtype)
+    conversion = convert(dense, {**default_fields(folder), **(nsa or {})}, backends)
+    write(conversion.model, folder, target)
     return conversion
 
 
-def default_fields(source: Path) -> dict[str, Any]:
-    """Return the fields of NSAConfig that a run of `nsa train` states; empty for other sources."""
-    return fields_of_run(source) if is_run(source) else {}
+def default_fields(folder: ModelFolder) -> dict[str, Any]:
+    """Return the fields of NSAConfig that a dense run of `nsa train` states; empty for others."""
+    return dict(folder.values.get("nsa") or {})
 
 
 def check_target(target: Path) -> None:
@@ -263,85 +267,45 @@ def check_target(target: Path) -> None:
         raise InvalidInput(f"{target} exists and is not an empty folder; give a new folder")
 
 
-def read_dense(source: Path, dtype: str | torch.dtype = "auto") -> Any:
-    """Read a dense model, all of whose parameters must be in the checkpoint.
-
-    Args:
-        source: Its folder, or a run of `nsa train --attention dense`.
-        dtype: The dtype of the model; "auto": that of the checkpoint.
+def open_dense(source: str | Path) -> ModelFolder:
+    """Open the folder of a dense model.
 
     Raises:
-        InvalidInput: There is no model, or it is of another kind, or its parameters do not fit its
-            configuration; the message names them.
+        InvalidInput: As :func:`nsa_models.lm.model_folder.open_folder`, or the model has NSA.
     """
-    if is_run(source):
-        model = dense_from_run(source)
-        if dtype == "auto":
-            return model
-        return model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
-    if not (source / "config.json").is_file():
-        problem = "has no config.json" if source.is_dir() else "is not a folder on this machine"
+    folder = open_folder(source)
+    kind = folder.values["model_type"]
+    if kind not in DENSE_TYPES:
         raise InvalidInput(
-            f"{source} {problem}: give the folder of a model that save_pretrained or"
-            " `hf download NAME --local-dir FOLDER` wrote, or of a run of nsa train --attention"
-            " dense"
+            f"{folder.path}: model_type must be one of {', '.join(DENSE_TYPES)}, got {kind!r}: the"
+            " model has NSA already"
         )
-    try:
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        raise InvalidInput(f"{source / 'config.json'} cannot be read: {error}") from error
-    if config.model_type not in MODELS:
-        raise InvalidInput(
-            f"{source}: model_type must be one of {', '.join(MODELS)}, got {config.model_type!r}"
-        )
-    layer_spec(config)  # refuses before the weights are read
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, RuntimeError) as error:
-        raise InvalidInput(f"{source}: the weights cannot be read: {error}") from error
-    problems = [
-        f"{what}: {', '.join(sorted(map(str, info[key])))}"
-        for key, what in (
-            ("missing_keys", "missing from the weights"),
-            ("unexpected_keys", "not a parameter of the model"),
-            ("mismatched_keys", "of another shape than config.json says"),
-        )
-        if info.get(key)
-    ]
-    if problems:
-        raise InvalidInput(f"{source} cannot be carried over: {'; '.join(problems)}")
-    return model
+    return folder
 
 
-def write(model: Any, source: Path, target: Path) -> None:
+def write(model: Any, source: ModelFolder, target: Path) -> None:
     """Write a converted model, and copy the tokenizer of the dense one.
 
     The folder appears when it is complete.
 
     Args:
         model: The model with NSA.
-        source: The folder of the dense model, or the run of `nsa train`.
+        source: The folder of the dense model.
         target: The folder to write; empty, or does not exist.
+
+    Raises:
+        NotWritten: A file cannot be written.
     """
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
-        model.save_pretrained(partial)
-        _write_tokenizer(source, partial)
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
+        with writing(target):
+            model.save_pretrained(partial)
+            for pattern in _COPIED:
+                for file in sorted(source.path.glob(pattern)):
+                    shutil.copyfile(plain_file(source.path, file.name), partial / file.name)
+            saving.seal(partial)
+            if target.exists():
+                target.rmdir()
+            partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write_tokenizer(source: Path, folder: Path) -> None:
-    """Write the tokenizer of a dense model, if it has one, into a folder."""
-    if not is_run(source):
-        files = (file for pattern in _COPIED for file in sorted(source.glob(pattern)))
-        for file in files:
-            if file.is_file():
-                shutil.copy2(file, folder / file.name)
-    elif (tokenizer := run_tokenizer(source)) is not None:
-        tokenizer.save_pretrained(folder)

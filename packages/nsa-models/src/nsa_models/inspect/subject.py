@@ -11,9 +11,9 @@ import torch
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import integer_problems
 from nsa_models.inspect.collect import Inspection, inspect_model
-from nsa_models.lm import checkpoint as checkpoints
 from nsa_models.lm.config import size
 from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.model_folder import open_folder
 from nsa_models.lm.tokens import ByteTokenizer, Tokenizer
 
 DEFAULT_TOKENS, _MAX_DEFAULT_TOKENS = 1024, 2048
@@ -47,18 +47,18 @@ def open_subject(
     dtype: torch.dtype = torch.float32,
     backends: str | Mapping[str, str] | None = None,
 ) -> Subject:
-    """Open a checkpoint, or build the model `tiny` with untrained weights.
+    """Open a model folder, or build the model `tiny` with untrained weights.
 
     Args:
-        checkpoint: File or folder of `nsa train`; None builds an untrained model over bytes.
+        checkpoint: A model folder with NSA; None builds an untrained model over bytes.
         seed: Seed of the untrained weights.
         device: Device of the model.
         dtype: Dtype of the model.
         backends: As in :class:`nsa_core.NSAttention`.
 
     Raises:
-        InvalidInput: The checkpoint cannot be read, has dense attention, or was trained on a task
-            without text.
+        InvalidInput: The folder cannot be read, its model has dense attention, or it has no
+            tokenizer.
         BackendUnavailable: safetensors or tokenizers is not installed.
     """
     if checkpoint is None:
@@ -67,26 +67,32 @@ def open_subject(
             model = LanguageModel(size("tiny"), backends)
         weights = f"untrained weights, seed {seed}"
         return Subject(model.to(device, dtype), ByteTokenizer(), weights, False, DEFAULT_TOKENS)
-    saved = checkpoints.read(checkpoint)
-    if saved.config.attention != "nsa":
+    folder = open_folder(checkpoint)
+    if folder.config.attention != "nsa":
         raise InvalidInput(
-            f"{saved.path} has {saved.config.attention} attention, which selects no blocks; give"
-            " the checkpoint of a run with --attention nsa"
+            f"{folder.path} has dense attention, which selects no blocks; give the folder of a model"
+            " with NSA"
         )
-    tokenizer, data = saved.load_tokenizer(), saved.facts["data"]
+    tokenizer, training = folder.tokenizer(), folder.training
     if tokenizer is None:
-        raise InvalidInput(
-            f"{saved.path} was trained on the task {data['data']}: it has no text; give the"
-            " checkpoint of a run on text"
-        )
-    steps, name = saved.facts["step"], Path(data["data"]).name
-    weights = f"{saved.config.n_layers} layers, trained for {steps:,} steps on {name}"
+        reason = "has no tokenizer.json; give a folder that has one"
+        if training is not None:
+            reason = (
+                f"was trained on the task {training.data.data}: it has no text; give the folder of"
+                " a run on text"
+            )
+        raise InvalidInput(f"{folder.path} {reason}")
+    weights, length = f"{folder.config.n_layers} layers", _MAX_DEFAULT_TOKENS
+    if training is not None:
+        name = Path(training.data.data).name
+        weights += f", trained for {training.step:,} steps on {name}"
+        length = training.data.length
     return Subject(
-        saved.model(backends).to(device, dtype),
+        folder.model(backends).to(device, dtype),
         tokenizer,
         weights,
         True,
-        min(data["length"], _MAX_DEFAULT_TOKENS),
+        min(length, _MAX_DEFAULT_TOKENS),
     )
 
 
@@ -103,8 +109,8 @@ def inspect_text(
 
     Args:
         text: The text.
-        checkpoint: File or folder of `nsa train`, or a model of :func:`open_subject`; None takes an
-            untrained model, whose pictures say so.
+        checkpoint: A model folder, or a model of :func:`open_subject`; None takes an untrained
+            model, whose pictures say so.
         source: Name of the text, for titles.
         max_tokens: Maximum number of tokens; the text is cut after them. The default is
             :attr:`Subject.max_tokens`.
@@ -113,7 +119,7 @@ def inspect_text(
         The selections, gates and shares of dense attention's probability.
 
     Raises:
-        InvalidInput: The text is empty or too short, or the checkpoint cannot be used.
+        InvalidInput: The text is empty or too short, or the folder cannot be used.
         BackendUnavailable: A required library is not installed.
 
     Example:

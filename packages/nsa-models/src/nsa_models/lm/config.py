@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from nsa_core.config import NSAConfig
@@ -15,7 +14,7 @@ ATTENTION = ("nsa", "dense")
 
 @dataclasses.dataclass(frozen=True)
 class LMConfig:
-    """A decoder of pre-norm blocks (attention, then SwiGLU) with tied embeddings.
+    """A decoder of pre-norm blocks (attention, then SwiGLU).
 
     Args:
         layer: Width, heads and NSA sizes. With ``attention="dense"`` only its heads, rotary
@@ -25,6 +24,10 @@ class LMConfig:
         mlp_dim: Hidden units of SwiGLU. The default is 8/3 of the width, rounded up to a multiple
             of 64: about as many parameters as an ungated MLP of 4 x width.
         attention: "nsa" or "dense".
+        norm_eps: The constant in all RMS norms.
+        qkv_bias: Whether the projections to queries, keys and values have a bias.
+        out_bias: Whether the output projection has a bias.
+        tied: Whether the output embedding is the input embedding.
 
     Raises:
         InvalidInput: A field is out of range; the message names every such field and its value.
@@ -35,6 +38,10 @@ class LMConfig:
     vocab_size: int = 256
     mlp_dim: int | None = None
     attention: str = "nsa"
+    norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    out_bias: bool = False
+    tied: bool = True
 
     def __post_init__(self) -> None:
         errors: list[str] = []
@@ -50,6 +57,8 @@ class LMConfig:
             errors.append(
                 f"attention must be one of {', '.join(ATTENTION)}, got {self.attention!r}"
             )
+        if not (isinstance(self.norm_eps, float) and 0 < self.norm_eps < 1):
+            errors.append(f"norm_eps must be a number > 0 and < 1, got {self.norm_eps!r}")
         if errors:
             raise InvalidInput("; ".join(errors))
 
@@ -58,24 +67,6 @@ class LMConfig:
         """Return the hidden units of SwiGLU."""
         assert self.mlp_dim is not None  # set in __post_init__
         return self.mlp_dim
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LMConfig:
-        """Build a configuration from the values of :meth:`to_dict`.
-
-        Raises:
-            InvalidInput: A field is missing, unknown, or out of range.
-        """
-        try:
-            return cls(**{**values, "layer": NSAConfig(**values["layer"])})
-        except (KeyError, TypeError) as error:
-            raise InvalidInput(
-                f"the values are not the configuration of a language model: {error}"
-            ) from error
 
 
 def _small(dim: int, heads: int, window: int) -> NSAConfig:

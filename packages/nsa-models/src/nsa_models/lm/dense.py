@@ -9,50 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nsa_core.cache.state import CacheSizes
 from nsa_core.config import NSAConfig
-from nsa_core.errors import InvalidInput
 from nsa_core.layer.projection import HeadNorm
 from nsa_core.layer.rope import rope_table, rotate, table_for, wide_if_eager
 from nsa_core.packing import token_positions
-
-
-class DenseCache:
-    """A decode cache of keys and values for sequences of equal length.
-
-    Args:
-        attn: The layer; its weights decide device and dtype.
-        batch: Number of sequences.
-        max_len: Maximum number of tokens per sequence.
-
-    Raises:
-        InvalidInput: A size is out of range.
-    """
-
-    def __init__(self, attn: DenseAttention, batch: int, max_len: int) -> None:
-        CacheSizes(batch, max_len).check()
-        config, weight = attn.config, attn.qkv.weight
-        self.k = weight.new_empty((batch, max_len, config.n_kv_heads, config.qk_dim))
-        self.v = weight.new_empty((batch, max_len, config.n_kv_heads, config.v_dim))
-        self.length = 0
-
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append k [B, n, G, Dk] and v [B, n, G, Dv]; return all cached keys and values.
-
-        The caller adds n to ``length`` when its step is complete: an error before leaves the cache
-        as it was.
-
-        Raises:
-            InvalidInput: The new tokens do not fit.
-        """
-        first, end = self.length, self.length + k.shape[1]
-        if end > self.k.shape[1]:
-            raise InvalidInput(
-                f"the cache holds {first} of at most {self.k.shape[1]} tokens, so {k.shape[1]} more"
-                " do not fit; create it with a larger max_len"
-            )
-        self.k[:, first:end], self.v[:, first:end] = k.detach(), v.detach()
-        return self.k[:, :end], self.v[:, :end]
 
 
 class DenseAttention(nn.Module):
@@ -85,7 +45,6 @@ class DenseAttention(nn.Module):
         x: torch.Tensor,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
-        cache: DenseCache | None = None,
     ) -> torch.Tensor:
         """Return the layer's output, with x's shape.
 
@@ -93,9 +52,8 @@ class DenseAttention(nn.Module):
             x: [B, S, dim], or packed [T, dim].
             cu_seqlens: int32 [documents + 1] boundaries of packed documents.
             max_seqlen: Ignored; NSAttention has it too.
-            cache: Cache to which x's tokens are appended; x then holds each sequence's next tokens.
         """
-        config, rows, first = self.config, x.shape[-2], 0 if cache is None else cache.length
+        config, rows = self.config, x.shape[-2]
         q, k, v = self.qkv(x).split(self._widths, dim=-1)
         q = self.q_norm(q.unflatten(-1, (config.n_heads, -1)))
         k, v = (
@@ -103,26 +61,20 @@ class DenseAttention(nn.Module):
             v.unflatten(-1, (config.n_kv_heads, -1)),
         )
         if config.rope:
-            if cu_seqlens is None and not first:
+            if cu_seqlens is None:
                 table = table_for(q, rows, 1, config.qk_dim, config.frequencies)
             else:
-                positions = torch.arange(first, first + rows, device=x.device)
-                if cu_seqlens is not None:
-                    positions = token_positions(cu_seqlens, rows).position
+                positions = token_positions(cu_seqlens, rows).position
                 table = wide_if_eager(
                     rope_table(positions, config.qk_dim, config.frequencies, q.dtype)
                 )
             q, k = rotate(q, table), rotate(k, table)
-        if cache is not None:
-            k, v = cache.append(k, v)
         o = (
             causal(q, k, v, config.softmax_scale)
             if cu_seqlens is None
             else self._packed(q, k, v, cu_seqlens)
         )
         result: torch.Tensor = self.out(o.flatten(-2))
-        if cache is not None:
-            cache.length = first + rows
         return result
 
     # torch.compile would compile one graph per list of lengths.
@@ -137,23 +89,13 @@ class DenseAttention(nn.Module):
 
 
 def causal(
-    q: torch.Tensor,  # [B, n, Hq, Dk]
+    q: torch.Tensor,  # [B, S, Hq, Dk]
     k: torch.Tensor,  # [B, S, G, Dk]
     v: torch.Tensor,  # [B, S, G, Dv]
     scale: float,
 ) -> torch.Tensor:
-    """Return causal attention [B, n, Hq, Dv] of the last n of S tokens, with PyTorch's SDPA."""
+    """Return causal attention [B, S, Hq, Dv] with PyTorch's SDPA."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped, (rows, keys) = q.shape[1] != k.shape[1], (q.shape[2], k.shape[2])
-    if rows != keys:
-        visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
-        o = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped
-        )
-        return o.transpose(1, 2)
-    assert q.shape[2] == k.shape[2], (
-        "is_causal aligns top-left, so it needs as many queries as keys"
-    )
-    return F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
-    ).transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    return o.transpose(1, 2)

@@ -43,6 +43,7 @@ class Lanes:
             }
             for part in range(recipe.accumulate)
         ]
+        self._before = self._own_positions()
 
     def step(self) -> tuple[list[list[Row]], int]:
         """Read this process's rows of a step.
@@ -56,24 +57,28 @@ class Lanes:
                 together, and all positions are as before.
             InvalidInput, OSError: The only process cannot read a document; likewise.
         """
-        positions, error = self._own_positions(), ""
+        self._before, error = self._own_positions(), ""
         parts: list[list[Row]] = []
         try:
             parts = [[next(lane) for lane in part.values()] for part in self._parts]
         except (InvalidInput, OSError) as reason:
             if self._world.size == 1:
-                self._move(positions)
+                self.undo()
                 raise
             error = str(reason)
         targets = sum(len(r.targets) - r.targets.count(IGNORED) for part in parts for r in part)
         # Counted once by each process that reads the rows.
         counted, failed = self._world.sum_on_host(targets, bool(error))
         if failed:
-            self._move(positions)
+            self.undo()
             errors = self._world.collect(error)
             rank = next(rank for rank, text in enumerate(errors) if text)
             raise Unreadable(f"process {rank} of {self._world.size}: {errors[rank]}")
         return parts, counted * self._world.ranks_of("dp") // self._world.size
+
+    def undo(self) -> None:
+        """Move back to the positions before the last :meth:`step`."""
+        self._move(self._before)
 
     def state(self) -> list[dict[str, int]]:
         """Return the position of each lane of all processes; every process must call this."""

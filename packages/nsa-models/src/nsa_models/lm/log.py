@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -41,8 +42,8 @@ class Log:
             own, theirs = json.loads(json.dumps(new.get(name))), old.get(name)
             if own != theirs:
                 raise InvalidInput(
-                    f"{path} belongs to another run than the checkpoint beside it: its {name} is"
-                    f" {theirs}, the checkpoint's is {own}; put back the files of one run"
+                    f"{path} belongs to another run than the model beside it: its {name} is"
+                    f" {theirs}, the model's is {own}; put back the files of one run"
                 )
         return old
 
@@ -76,8 +77,32 @@ def read_log(path: str | Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         header = json.loads(lines[0])
         if header.get("kind") != KIND or header.get("schema_version") != SCHEMA_VERSION:
             raise InvalidInput(f"{path} is not a {KIND} of schema version {SCHEMA_VERSION}")
-        return header, [json.loads(line) for line in lines[1:-1]]
-    except (OSError, ValueError, AttributeError) as error:
+        records = [json.loads(line) for line in lines[1:-1]]
+        if not all(type(record["step"]) is int for record in records):
+            raise InvalidInput(f"{path}: every record must have an integer step")
+        return header, records
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, InvalidInput):
             raise
         raise InvalidInput(f"{path} cannot be read as a log: {describe_error(error)}") from error
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a log that cannot be read, so that a resumed run can begin another one.
+
+    Returns:
+        The new name of the log; None if it can be read or does not exist.
+
+    Raises:
+        NotWritten: It cannot be renamed.
+    """
+    if not path.exists():
+        return None
+    try:
+        read_log(path)
+    except InvalidInput:
+        aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+        with writing(path):
+            path.rename(aside)
+        return aside
+    return None

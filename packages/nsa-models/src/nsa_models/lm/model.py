@@ -1,8 +1,8 @@
-"""LanguageModel: pre-norm blocks of attention and SwiGLU, with tied embeddings."""
+"""LanguageModel: pre-norm blocks of attention and SwiGLU."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,15 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nsa_core.cache import NSACache
-from nsa_core.cache.undo import run_or_undo_all
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
 from nsa_models.lm.config import LMConfig
-from nsa_models.lm.dense import DenseAttention, DenseCache
+from nsa_models.lm.dense import DenseAttention
 
 IGNORED = -100  # target of positions that do not contribute to the loss
-Cache = NSACache | DenseCache
 _LOGITS_AT_ONCE = 1 << 28  # fp32 logits: 1 GiB
 
 
@@ -47,12 +44,20 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         dim = config.layer.dim
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(dim, eps=1e-6), nn.RMSNorm(dim, eps=1e-6)
+        self.attn_norm, self.mlp_norm = (nn.RMSNorm(dim, eps=config.norm_eps) for _ in range(2))
         self.attn: NSAttention | DenseAttention
         if config.attention == "nsa":
             self.attn = NSAttention(config.layer, backends, layer=layer)
         else:
             self.attn = DenseAttention(config.layer)
+        for linear, has_bias in (
+            (self.attn.qkv, config.qkv_bias),
+            (self.attn.out, config.out_bias),
+        ):
+            if has_bias:
+                linear.bias = nn.Parameter(torch.zeros(linear.out_features))
+        if config.layer.qk_norm:
+            self.attn.q_norm.eps = self.attn.k_norm.eps = config.norm_eps
         self.mlp = SwiGLU(dim, config.hidden)
         with torch.no_grad():  # 2 n_layers residual branches then have the variance of one
             for linear in (self.attn.out, self.mlp.down):
@@ -63,24 +68,15 @@ class Block(nn.Module):
         x: torch.Tensor,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
-        cache: Cache | None = None,
     ) -> torch.Tensor:
         """Map x [B, S, dim], or packed [T, dim], to the same shape."""
-        x = x + self.attn(
-            self.attn_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cache=cache
-        )
+        x = x + self.attn(self.attn_norm(x), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         result: torch.Tensor = x + self.mlp(self.mlp_norm(x))
         return result
 
-    def new_cache(self, batch: int, max_len: int) -> Cache:
-        """Return an empty cache for ``batch`` sequences of up to ``max_len`` tokens."""
-        if isinstance(self.attn, DenseAttention):
-            return DenseCache(self.attn, batch, max_len)
-        return self.attn.new_cache(batch, max_len)
-
 
 class LanguageModel(nn.Module):
-    """A decoder language model: logits = E norm(blocks(E[tokens])).
+    """A decoder language model: logits = E_out norm(blocks(E[tokens])), with E_out = E if tied.
 
     Set ``recompute`` to keep only the inputs of the blocks for backward (activation checkpointing).
     Errors of a layer name its number.
@@ -107,7 +103,15 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(
             Block(config, backends, layer) for layer in range(config.n_layers)
         )
-        self.norm = nn.RMSNorm(config.layer.dim, eps=1e-6)
+        self.norm = nn.RMSNorm(config.layer.dim, eps=config.norm_eps)
+        if not config.tied:
+            self.head = nn.Linear(config.layer.dim, config.vocab_size, bias=False)
+            nn.init.normal_(self.head.weight, std=0.02)
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """The output embedding [vocab_size, dim]."""
+        return self.embed.weight if self.config.tied else self.head.weight
 
     def forward(
         self,
@@ -142,23 +146,16 @@ class LanguageModel(nn.Module):
                 f" {list(targets.shape)}"
             )
         x = self.hidden(tokens, cu_seqlens, max_seqlen)
-        return F.linear(x, self.embed.weight) if targets is None else self._loss(x, targets)
+        return F.linear(x, self.output_weight) if targets is None else self._loss(x, targets)
 
     def hidden(
         self,
         tokens: torch.Tensor,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
-        caches: Sequence[Cache] | None = None,
     ) -> torch.Tensor:
-        """Return the normalised hidden states [..., dim], the input of the output embedding.
-
-        With ``caches`` from :meth:`new_caches`, tokens [B, n] are the next tokens of each sequence
-        and are appended to the caches. After an error, all caches are as they were before.
-        """
+        """Return the normalised hidden states [..., dim], the input of the output embedding."""
         x = self.embed(tokens)
-        if caches is not None:
-            return self._append(x, caches)
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, cu_seqlens, max_seqlen, use_reentrant=False)
@@ -167,44 +164,14 @@ class LanguageModel(nn.Module):
         result: torch.Tensor = self.norm(x)
         return result
 
-    def _append(self, x: torch.Tensor, caches: Sequence[Cache]) -> torch.Tensor:
-        """Append x to the caches and return the normalised hidden states of its tokens."""
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            for block, cache in zip(self.blocks, caches):
-                x = block(x, cache=cache)
-            result: torch.Tensor = self.norm(x)
-            return result
-
-        dense = [(cache, cache.length) for cache in caches if isinstance(cache, DenseCache)]
-        try:
-            x = run_or_undo_all([c for c in caches if not isinstance(c, DenseCache)], run, x)
-            dense.clear()
-        finally:
-            for cache, length in dense:
-                cache.length = length
-        return x
-
-    def new_caches(self, batch: int, max_len: int) -> list[Cache]:
-        """Return one empty cache per layer, for ``batch`` sequences of up to ``max_len`` tokens.
-
-        Raises:
-            Unsupported: No backend can decode here.
-        """
-        caches: list[Cache] = []
-        for block in self.blocks:
-            assert isinstance(block, Block)  # __init__ builds them
-            caches.append(block.new_cache(batch, max_len))
-        return caches
-
     def _loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x, targets = x.flatten(0, -2), targets.flatten()
         rows = max(1, _LOGITS_AT_ONCE // self.config.vocab_size)
         if len(x) <= rows:
-            return _summed_loss(x, self.embed.weight, targets)
+            return _summed_loss(x, self.output_weight, targets)
         # Compute the logits part by part, and again in backward, so that they never exist in full.
         parts: list[Any] = [
-            checkpoint(_summed_loss, part, self.embed.weight, part_targets, use_reentrant=False)
+            checkpoint(_summed_loss, part, self.output_weight, part_targets, use_reentrant=False)
             for part, part_targets in zip(x.split(rows), targets.split(rows))
         ]
         return torch.stack(parts).sum()

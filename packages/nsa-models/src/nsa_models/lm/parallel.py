@@ -33,6 +33,7 @@ KINDS = ("ddp", "fsdp")
 # threads go on, or in which all wait for each other. Processes of a healthy run may be minutes
 # apart when they compile, read documents over a network or write to a slow disk.
 TIMEOUT = timedelta(minutes=5)
+ANSWER = timedelta(seconds=30)  # the wait for the others after an error
 DIMENSIONS = ("dp", "cp", "tp")  # data, context and tensor parallel
 Value = TypeVar("Value")
 # Left groups are kept here, because DDP must not have the last reference to a Gloo group: it would
@@ -140,6 +141,30 @@ class World:
             if self.mesh is not None:
                 _left_groups.extend(self.mesh.get_all_groups())
             dist.destroy_process_group()
+
+
+class Meeting:
+    """Processes that meet after an error, to save together; every process must create one.
+
+    Args:
+        world: The processes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=ANSWER) if world.size > 1 else None
+        self._size = world.size
+
+    def all_at(self, step: int) -> bool:
+        """Return whether all processes answer within 30 s, each with the same step >= 0."""
+        steps = [step]
+        if self._group is not None:
+            try:
+                dist.monitored_barrier(self._group, ANSWER)
+                steps *= self._size
+                dist.all_gather_object(steps, step, self._group)
+            except RuntimeError:  # a process is gone, or waits for another one
+                return False
+        return step >= 0 and len(set(steps)) == 1
 
 
 def _mesh(device_type: str, sizes: tuple[int, ...]) -> DeviceMesh:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterator
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from nsa_core.errors import InvalidInput
 from nsa_core.util.atomic_files import is_leftover, writing
+from nsa_models.lm import log
+from nsa_models.lm.tokens import TOKENIZER, TOKENIZER_CONFIG
 
-CHECKPOINT = "checkpoint.safetensors"
-_SHARDS = "checkpoint-*.safetensors"
-_LEFTOVERS = (f".{CHECKPOINT}.", ".checkpoint-", ".log.jsonl.")  # of this folder's own files
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+OPTIMIZER = "optimizer"  # the folder of the optimizer's tensors
 _LOCK, _HOLDER = ".nsa-train.lock", ".nsa-train.json"
-
-
-def is_run(path: Path) -> bool:
-    """Return whether ``path`` is the folder of a run, or a file, such as its checkpoint."""
-    return path.is_file() or (path / CHECKPOINT).is_file()
+# Files that are written under a temporary name first.
+_ATOMIC = (CONFIG, INDEX, TOKENIZER, TOKENIZER_CONFIG, log.FILE)
 
 
 def is_empty(folder: Path) -> bool:
@@ -27,23 +26,19 @@ def is_empty(folder: Path) -> bool:
     return all(path.name in (_LOCK, _HOLDER) or is_leftover(path) for path in folder.iterdir())
 
 
-def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, its first file first, without which its shards are no checkpoint."""
-    (folder / CHECKPOINT).unlink(missing_ok=True)
-    remove_shards(folder)
+def check_plain(folder: Path) -> None:
+    """Check that a folder has plain files and folders only: a training would write through a link.
 
-
-def remove_shards(folder: Path, used: Collection[str] = ()) -> None:
-    """Remove the shards of earlier saves and of saves that did not end.
-
-    Args:
-        folder: The folder.
-        used: File names of the shards that stay.
+    Raises:
+        InvalidInput: It has a link, a pipe or a device; the message names it.
     """
-    for path in folder.glob(_SHARDS):
-        if path.name not in used:
-            with contextlib.suppress(OSError):
-                path.unlink()
+    for file in folder.iterdir():
+        mode = file.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise InvalidInput(
+                f"{file} is a link, a pipe or a device, and a training would write to it: remove"
+                " it, or give another folder"
+            )
 
 
 @contextlib.contextmanager
@@ -55,7 +50,8 @@ def locked(folder: Path) -> Iterator[None]:
     first one may lock.
 
     Raises:
-        InvalidInput: Another process trains in the folder; the message names it.
+        InvalidInput: Another process trains in the folder, or it has a link, a pipe or a device;
+            the message names it.
         NotWritten: The folder or the lock cannot be created.
     """
     from filelock import FileLock, Timeout
@@ -63,6 +59,7 @@ def locked(folder: Path) -> Iterator[None]:
     with writing(folder):
         new = not folder.exists()
         folder.mkdir(exist_ok=True)
+    check_plain(folder)
     lock, holder = FileLock(folder / _LOCK), folder / _HOLDER
     with writing(folder / _LOCK):
         try:
@@ -76,7 +73,7 @@ def locked(folder: Path) -> Iterator[None]:
         with writing(holder):
             holder.write_text(json.dumps(_own_facts()), encoding="utf-8")
         for path in folder.iterdir():
-            if is_leftover(path) and path.name.startswith(_LEFTOVERS):
+            if is_leftover(path) and path.name.startswith(tuple(f".{name}." for name in _ATOMIC)):
                 path.unlink(missing_ok=True)
         yield
     finally:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +11,8 @@ from nsa_core.errors import InvalidInput
 from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
 
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+END = "<|endoftext|>"  # the name of the token between documents, if the tokenizer has none
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
 
 
@@ -27,15 +30,20 @@ class Tokenizer(Protocol):
         """Return the text of ids, without ``end``."""
         ...
 
-    def to_dict(self) -> dict[str, str]:
-        """Return the values for :func:`tokenizer_from_dict`, which a checkpoint stores."""
+    kind: str  # "bytes" or "file"
+
+    def files(self) -> dict[str, str]:
+        """Return the text of tokenizer.json and tokenizer_config.json, as transformers reads them.
+
+        There the token between documents begins and ends a text, but is not added to a text.
+        """
         ...
 
 
 class ByteTokenizer:
     """UTF-8 bytes. The end of a document is 0xFF, which UTF-8 never uses."""
 
-    vocab_size, end = 256, 0xFF
+    vocab_size, end, kind = 256, 0xFF, "bytes"
 
     def encode(self, text: str) -> list[int]:
         """Return one id per byte."""
@@ -45,9 +53,18 @@ class ByteTokenizer:
         """Return the text of ids; invalid UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i != self.end).decode("utf-8", errors="replace")
 
-    def to_dict(self) -> dict[str, str]:
-        """Return the kind, which is all that a checkpoint needs."""
-        return {"kind": "bytes"}
+    def files(self) -> dict[str, str]:
+        """See :class:`Tokenizer`."""
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        vocabulary = {character: byte for byte, character in enumerate(_byte_characters()[:-1])}
+        content = {
+            "version": "1.0",
+            "added_tokens": [],
+            "pre_tokenizer": {**level, "use_regex": False},
+            "decoder": {**level, "use_regex": True},
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        }
+        return _files(content, END, self.end)
 
 
 class FileTokenizer:
@@ -55,9 +72,19 @@ class FileTokenizer:
 
     The end of a document is the file's end-of-text token, or a new id after the last one. The
     vocabulary size is rounded up to a multiple of 64, which is efficient for matrix products.
+
+    Args:
+        content: The text of the file.
+        name: The name of the file, for errors.
+        end: The token between documents; None: as above.
+
+    Attributes:
+        ids: Number of ids, from 0 to the largest one.
     """
 
-    def __init__(self, content: str, name: str = "the tokenizer") -> None:
+    kind = "file"
+
+    def __init__(self, content: str, name: str = "the tokenizer", end: int | None = None) -> None:
         library = require_module("tokenizers", "a tokenizer.json needs", "nsa-models[train]")
         self._content = content
         try:
@@ -66,10 +93,12 @@ class FileTokenizer:
             raise InvalidInput(
                 f"{name} cannot be read as a tokenizer.json: {describe_error(error)}"
             ) from error
-        count = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        end_ids = [self._tokenizer.token_to_id(word) for word in _ENDS]
+        used = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        count = max(used, default=-1) + 1
+        end_ids = [end, *(self._tokenizer.token_to_id(word) for word in _ENDS)]
         self.end: int = next((i for i in end_ids if i is not None), count)
-        self.vocab_size: int = -(-max(count, self.end + 1) // 64) * 64
+        self.ids = max(count, self.end + 1)
+        self.vocab_size: int = -(-self.ids // 64) * 64
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the special tokens that the file adds around it."""
@@ -83,23 +112,34 @@ class FileTokenizer:
         text: str = self._tokenizer.decode([i for i in ids if i < count and i != self.end])
         return text
 
-    def to_dict(self) -> dict[str, str]:
-        """Return the content of the file."""
-        return {"kind": "tokenizers", "json": self._content}
+    def files(self) -> dict[str, str]:
+        """See :class:`Tokenizer`."""
+        word = self._tokenizer.id_to_token(self.end)
+        return _files(json.loads(self._content), word or END, self.end)
 
 
-def tokenizer_from_dict(values: Mapping[str, str]) -> Tokenizer:
-    """Build a tokenizer from the values of ``to_dict``.
+def _byte_characters() -> list[str]:
+    """Return the printable character that stands for each byte in a tokenizer.json (GPT-2)."""
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in own else next(others)) for byte in range(256)]
 
-    Raises:
-        InvalidInput: The kind is unknown.
-        BackendUnavailable: `tokenizers` is not installed.
-    """
-    if values.get("kind") == "bytes":
-        return ByteTokenizer()
-    if values.get("kind") == "tokenizers":
-        return FileTokenizer(values["json"])
-    raise InvalidInput(f"tokenizer kind must be bytes or tokenizers, got {values.get('kind')!r}")
+
+def _files(content: dict[str, Any], end: str, number: int) -> dict[str, str]:
+    """Return the texts of the two files, with the token between documents."""
+    added = content.get("added_tokens") or []
+    if not any(token.get("content") == end for token in added):
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added = [*added, {"id": number, "content": end, **plain, "special": True}]
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end,
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+    files = {TOKENIZER: {**content, "added_tokens": added}, TOKENIZER_CONFIG: config}
+    texts = {name: json.dumps(file, indent=2, ensure_ascii=False) for name, file in files.items()}
+    return {name: text + "\n" for name, text in texts.items()}
 
 
 def read_tokenizer(path: str | Path) -> FileTokenizer:

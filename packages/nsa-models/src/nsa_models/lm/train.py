@@ -1,6 +1,7 @@
-"""The training loop: steps, held-out loss, log and checkpoints.
+"""The training loop: steps, held-out loss, log and saves.
 
-Ctrl-C, SIGTERM and SIGHUP end it without losing a finished step.
+An end that leaves the parameters readable loses no complete step: a signal, or an error outside the
+update of the parameters.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,12 @@ import torch
 
 from nsa_bench.environment import device_name
 from nsa_bench.roofline import measure_peaks
-from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.util.atomic_files import NotWritten
-from nsa_core.util.interruption import deferred_signals
-from nsa_models.lm import checkpoint, log
+from nsa_core.errors import NSAError
+from nsa_core.util.interruption import Interruption, deferred_signals
+from nsa_models.lm import log
 from nsa_models.lm.flops import matrix_share, row_flops
-from nsa_models.lm.lanes import Unreadable
-from nsa_models.lm.trainer import StepResult, Trainer
+from nsa_models.lm.parallel import Meeting
+from nsa_models.lm.trainer import NotSaved, StepResult, Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +62,14 @@ def train(trainer: Trainer, out: Path, report: Report | None = None) -> list[Pro
     """Train up to the last step of the recipe.
 
     Ctrl-C (SIGINT), SIGTERM, which clusters send, and SIGHUP finish the current step, save it and
-    raise KeyboardInterrupt with the name of the signal; a second signal ends at once.
+    raise KeyboardInterrupt with the name of the signal; a second signal ends at once. After any
+    other error, the last complete step is saved before the error is raised, unless the error came
+    during the update of the parameters or they cannot be read any more; ``trainer.saved_step`` is
+    the step of the last save. Several processes save together, if all of them end within 30 s.
 
     Args:
         trainer: The trainer, new or resumed.
-        out: An existing folder, for log.jsonl and checkpoint.safetensors. The checkpoint is written
+        out: An existing folder for the model folder of the run and log.jsonl. The run is saved
             every ``save_every`` steps and at the end.
         report: Called with each finished step.
 
@@ -74,17 +78,18 @@ def train(trainer: Trainer, out: Path, report: Report | None = None) -> list[Pro
         before training.
 
     Raises:
-        InvalidInput, OSError: A document cannot be read. The steps before it are saved first.
-        NotWritten: The log or the checkpoint cannot be written. A run on one process first saves
-            its steps to ``trainer.rescued``, in the temporary folder.
-        NotFinite: The loss or the gradient norm is not finite; the last checkpoint is unchanged.
+        InvalidInput, OSError: A document cannot be read.
+        NotWritten: The log or the run cannot be written. If it is the run, ``trainer.rescued`` is a
+            folder with the last step, in the temporary folder.
+        NotFinite: The loss or the gradient norm is not finite; the last save is unchanged.
     """
     return _Run(trainer, out, report).go()
 
 
 class _Run:
     def __init__(self, trainer: Trainer, out: Path, report: Report | None) -> None:
-        self.trainer, self.report, self.file = trainer, report, out / checkpoint.FILE
+        self.trainer, self.report, self.out = trainer, report, out
+        self._meeting = Meeting(trainer.world)
         recipe, world = trainer.recipe, trainer.world
         dtype = getattr(torch, recipe.precision)
         self._peak = measure_peaks(world.device.type, dtype).flops_per_s * world.size
@@ -92,7 +97,7 @@ class _Run:
             row_flops(trainer.model, trainer.data.rows.length) / trainer.data.rows.length
         )
         facts = {
-            "model": trainer.model.config.to_dict(),
+            "model": dataclasses.asdict(trainer.model.config),
             "train": dataclasses.asdict(recipe),
             "data": dataclasses.asdict(trainer.data.spec),
             "device": device_name(world.device),
@@ -102,64 +107,63 @@ class _Run:
         }
         self._log = log.Log(out / log.FILE, facts, trainer.step_number) if world.rank == 0 else None
         self._progress: list[Progress] = []
+        self._pending: StepResult | None = None  # the last step, if its numbers are not read yet
 
     def go(self) -> list[Progress]:
         """Run the loop; see :func:`train`."""
-        trainer, recipe = self.trainer, self.trainer.recipe
-        pending: StepResult | None = None
         try:
             with deferred_signals() as interruption:
-                if trainer.step_number == 0:
-                    self._evaluate_before_training()
-                while trainer.step_number < recipe.steps:
-                    try:
-                        result = trainer.step(stopping=interruption.received)
-                    except (InvalidInput, OSError) as error:
-                        together = trainer.world.size == 1 or isinstance(error, Unreadable)
-                        self._save_previous_steps(pending, together)
-                        raise
-                    # On a GPU this step is queued before the previous result is read, so the GPU
-                    # never waits for the host.
-                    stop = pending is not None and self._finish_step(pending)
-                    pending = result
-                    at_end = trainer.step_number == recipe.steps
-                    evaluating = at_end or trainer.step_number % recipe.eval_every == 0
-                    saving = at_end or trainer.step_number % recipe.save_every == 0
-                    stop_alone = trainer.world.size == 1 and interruption.received
-                    if (
-                        evaluating
-                        or saving
-                        or stop
-                        or stop_alone
-                        or trainer.world.device.type != "cuda"
-                    ):
-                        stop |= self._finish_step(pending, evaluating)
-                        pending = None
-                    if saving or stop or stop_alone:
-                        trainer.save(self.file)
-                    if stop or stop_alone:
-                        raise KeyboardInterrupt(interruption.name)
-        except NotWritten:
-            if trainer.rescued is None and trainer.saved_step != trainer.step_number:
-                with contextlib.suppress(NotWritten):
-                    self._save_previous_steps(None, trainer.world.size == 1)
+                self._loop(interruption)
+        except BaseException as error:
+            self._save_after(error)
             raise
         finally:
             if self._log is not None:
                 self._log.close()
         return self._progress
 
-    def _save_previous_steps(self, pending: StepResult | None, together: bool) -> None:
-        """Save the steps before one whose documents cannot be read or whose log is not written.
+    def _loop(self, interruption: Interruption) -> None:
+        trainer, recipe, world = self.trainer, self.trainer.recipe, self.trainer.world
+        if trainer.step_number == 0:
+            self._evaluate_before_training()
+        while trainer.step_number < recipe.steps:
+            result = trainer.step(stopping=interruption.received)
+            # On a GPU this step is queued before the previous result is read, so the GPU never
+            # waits for the host.
+            stop = self._pending is not None and self._finish_step()
+            self._pending = result
+            at_end = trainer.step_number == recipe.steps
+            evaluating = at_end or trainer.step_number % recipe.eval_every == 0
+            saving = at_end or trainer.step_number % recipe.save_every == 0
+            stop_alone = world.size == 1 and interruption.received
+            if evaluating or saving or stop or stop_alone or world.device.type != "cuda":
+                stop |= self._finish_step(evaluating)
+            stop |= stop_alone
+            if saving or stop:
+                trainer.save(self.out)
+            if stop:
+                # All processes know by the same step that one of them received a signal.
+                raise KeyboardInterrupt(next(filter(None, world.collect(interruption.name))))
+
+    def _save_after(self, error: BaseException) -> None:
+        """Save the last complete step after an error, if the parameters can be read.
 
         Args:
-            pending: The last step, if its numbers are not read yet.
-            together: Whether all processes do this, because a save needs all.
+            error: The error that ended the loop.
         """
-        if pending is not None:
-            self._finish_step(pending)
-        if together and self.trainer.step_number:
-            self.trainer.save(self.file)
+        trainer = self.trainer
+        is_saved = trainer.saved_step == trainer.step_number or trainer.step_number == 0
+        # A second signal ends at once. A save that failed has been tried elsewhere.
+        if isinstance(error, (KeyboardInterrupt, NotFinite, NotSaved)):
+            return
+        traceback.clear_frames(error.__traceback__)  # they hold activations of the step
+        # Errors of a lost device or group; the last save stays.
+        with contextlib.suppress(NSAError, RuntimeError, OSError):
+            ready = trainer.undo_unfinished_step()
+            if self._meeting.all_at(trainer.step_number if ready else -1) and not is_saved:
+                if self._pending is not None:
+                    self._finish_step()  # raises if the parameters are not finite
+                trainer.save(self.out)
 
     def _evaluate_before_training(self) -> None:
         evaluation = self._evaluate()
@@ -177,13 +181,15 @@ class _Run:
             }
         return evaluation
 
-    def _finish_step(self, result: StepResult, evaluating: bool = False) -> bool:
-        """Read, log and report a step's numbers; return whether any process was told to stop."""
+    def _finish_step(self, evaluating: bool = False) -> bool:
+        """Read, log and report the pending step; return whether any process was told to stop."""
+        result, self._pending = self._pending, None
+        assert result is not None  # the caller knows
         loss, stopping, norm = result.read()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NotFinite(
                 f"step {result.step}: the loss is {loss:g} and the gradient norm is {norm:g};"
-                f" {self.file.name} is unchanged. Try a lower learning rate or a longer warm-up;"
+                " the last save is unchanged. Try a lower learning rate or a longer warm-up;"
                 " NSAttention(check=True) finds the layer"
             )
         recipe, data = self.trainer.recipe, self.trainer.data

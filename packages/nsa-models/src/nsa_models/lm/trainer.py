@@ -1,16 +1,16 @@
-"""Trainer: one step, the held-out loss, and checkpoints of the complete training state."""
+"""Trainer: one step, the held-out loss, and saves of the complete training state."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,17 +20,22 @@ from nsa_core.parallel.context import DividedSequence
 from nsa_core.plan.default_plan import default_plan, is_long
 from nsa_core.plan.options import usable_device
 from nsa_core.plan.plan import Plan
-from nsa_core.util.atomic_files import NotWritten, write_somewhere
-from nsa_models.lm import checkpoint
-from nsa_models.lm.checkpoint import Checkpoint
+from nsa_core.util.atomic_files import NotWritten
+from nsa_models.lm import config_json
 from nsa_models.lm.data import Batch, Row, batch_of
 from nsa_models.lm.graph import GraphedWork
 from nsa_models.lm.lanes import Lanes
 from nsa_models.lm.mass import Mass, selected_mass
 from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.model_folder import ModelFolder, Training
 from nsa_models.lm.parallel import Replica, World
 from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.saving import save_run, text_files
 from nsa_models.lm.task import Data
+
+
+class NotSaved(NotWritten):
+    """A run could not be saved; ``Trainer.rescued`` says where it was saved instead."""
 
 
 class Stopwatch:
@@ -105,15 +110,18 @@ class Trainer:
     """A model, its optimizer and its data at one step of a recipe.
 
     Args:
-        model: The model; it is moved to the world's device.
+        model: The model; it is moved to the world's device. With ``folder`` it may be on the meta
+            device: then each process allocates its own part only.
         data: Training and held-out rows.
         recipe: The training options.
         world: The processes.
-        resume_from: A checkpoint to resume from; None for a new run.
+        folder: A folder whose weights the model gets; None keeps those of ``model``.
+        resume: Whether to continue the training of ``folder`` too: its optimizer, its step and its
+            position in the data.
 
     Raises:
         InvalidInput: Rows do not divide over processes, the model does not divide as the recipe
-            says, or a CUDA graph is not possible.
+            says, transformers has no model with these sizes, or a CUDA graph is not possible.
         BackendUnavailable: The device does not exist.
 
     Example:
@@ -129,7 +137,8 @@ class Trainer:
         data: Data,
         recipe: Recipe,
         world: World,
-        resume_from: Checkpoint | None = None,
+        folder: ModelFolder | None = None,
+        resume: bool = False,
     ) -> None:
         if recipe.graph and (world.device.type != "cuda" or world.size > 1):
             actual = f"{world.size} process(es) on {world.device.type}"
@@ -138,16 +147,23 @@ class Trainer:
             )
         usable_device(world.device)
         recipe.check_divisible(model.config, data.rows.length)
+        self._files = _files(model, data, folder)
         world = world.arranged(recipe.context_parallel, recipe.tensor_parallel)
         self.lanes = Lanes(data.rows, recipe, world)
         self.data, self.recipe, self.world = data, recipe, world
-        self.model = model.to(world.device)
+        is_meta = next(model.parameters()).is_meta
+        self.model = model if is_meta else model.to(world.device)
         self.model.recompute = recipe.recompute
         self.replica = Replica(self.model, world, recipe.parallel, recipe.compile)
+        if is_meta:
+            self.model.to_empty(device=world.device)
+        if folder is not None:
+            folder.load_weights(self.model, self.replica.heads)
         self.optimizer = recipe.optimizer(self.model)
         self.step_number = self.tokens = 0
-        self.saved_step: int | None = None  # the step of the last checkpoint
-        self.rescued: Path | None = None  # a checkpoint of this step in the temporary folder
+        self.saved_step: int | None = None  # the step of the last save
+        self.rescued: Path | None = None  # a folder with this step, in the temporary folder
+        self._phase = "complete"  # then "computing" and "updating" the parameters
         self._graphed_work = (
             GraphedWork(self._forward_backward, list(self.model.parameters()))
             if recipe.graph
@@ -155,11 +171,21 @@ class Trainer:
         )
         # A tensor, because a CUDA graph would capture a Python number as a constant.
         self._scale = torch.ones((), device=world.device)
-        if resume_from is not None:
-            resume_from.restore(self.model, self.optimizer, self.replica.heads)
-            self.lanes.load_state(resume_from.facts["position"])
-            self.step_number, self.tokens = resume_from.facts["step"], resume_from.facts["tokens"]
-            self.saved_step = self.step_number
+        if folder is not None and resume:
+            self._resume(folder)
+
+    def _resume(self, folder: ModelFolder) -> None:
+        training = folder.training
+        if training is None:
+            raise InvalidInput(
+                f"{folder.path} has no training to resume, only a model; start a run from it with"
+                " --from"
+            )
+        folder.load_optimizer(self.model, self.optimizer, self.replica.heads)
+        folder.load_random_state(self.world.rank, self.world.size)
+        self.lanes.load_state(training.position)
+        self.step_number, self.tokens = training.step, training.tokens
+        self.saved_step = self.step_number
 
     def plan(self) -> Plan | None:
         """Return the plan of the training steps; None for dense attention.
@@ -185,11 +211,13 @@ class Trainer:
             stopping: Whether this process was told to stop; the result counts such processes.
 
         Raises:
-            InvalidInput, OSError: A document cannot be read; model, optimizer and position are
-                unchanged. All processes raise this together.
+            InvalidInput, OSError: A document cannot be read. All processes raise this together.
+
+        After an error, :meth:`undo_unfinished_step` returns to the last complete step.
         """
         recipe, world = self.recipe, self.world
         stopwatch = Stopwatch(world.device)
+        self._phase = "computing"
         parts, counted = self.lanes.step()
         # Gradients are averaged over processes, so scale by their number to get the sum.
         self._scale.fill_(world.averaged / max(1, counted))
@@ -208,9 +236,11 @@ class Trainer:
                     else self._graphed_work(batch, add=number > 0)
                 )
         norm = self.replica.clip_gradients(recipe.clip)
+        self._phase = "updating"
         self.optimizer.step()
         self.step_number += 1
         self.tokens += recipe.batch * self.data.rows.length
+        self._phase = "complete"
         # Tensor parallel ranks have the same loss.
         mean = total / (max(1, counted) * world.ranks_of("tp"))
         sums = torch.stack((mean, torch.full_like(mean, float(stopping))))
@@ -291,41 +321,58 @@ class Trainer:
         with self._autocast():
             return selected_mass(self.model, batch.tokens, batch.cu_seqlens)
 
-    def save(self, path: Path) -> None:
-        """Write a checkpoint that resumes exactly; every process must call this.
+    def undo_unfinished_step(self) -> bool:
+        """Return to the last complete step after an error; return whether that was possible.
 
-        If there are several processes, each writes its own shards, and none holds the whole state.
+        It is not if the error came during the update of the parameters.
+        """
+        if self._phase == "computing":
+            self.lanes.undo()
+            if self._graphed_work is None:  # else the graph overwrites them
+                self.optimizer.zero_grad()
+            self.replica.reshard()
+            self._phase = "complete"
+        return self._phase == "complete"
+
+    def save(self, folder: Path) -> None:
+        """Save a state that resumes exactly; every process must call this.
+
+        Args:
+            folder: An existing folder.
 
         Raises:
-            NotWritten: A file cannot be written, and the old checkpoint is unchanged. ``rescued``
-                is a checkpoint in the temporary folder, or None if that failed too. All processes
-                raise this.
+            NotSaved: A file cannot be written, and the state in the folder is unchanged.
+                ``rescued`` is a folder in the temporary folder, or None if that failed too. All
+                processes raise this.
         """
-        tensors = checkpoint.collect_tensors(self.model, self.optimizer, self.replica.heads)
-        facts: dict[str, Any] = {
-            "train": dataclasses.asdict(self.recipe),
-            "data": dataclasses.asdict(self.data.spec),
-            "position": self.lanes.state(),
-            "step": self.step_number,
-            "tokens": self.tokens,
-        }
-        together = self.world.size > 1
+        tokenizer = self.data.tokenizer
+        training = Training(
+            step=self.step_number,
+            tokens=self.tokens,
+            recipe=self.recipe,
+            data=self.data.spec,
+            corpus=self.data.fingerprint,
+            position=self.lanes.state(),
+            tokenizer=None if tokenizer is None else tokenizer.kind,
+            processes=self.world.size,
+        )
 
-        def write(file: Path) -> None:
-            checkpoint.write(file, tensors, self.model.config, facts, self.data.tokenizer, together)
+        def write(target: Path) -> None:
+            heads = self.replica.heads
+            save_run(target, self.model, self.optimizer, training, self._files, self.world, heads)
 
         try:
-            write(path)
-        except NotWritten:
-            self.rescued = (self._write_somewhere if together else write_somewhere)(path, write)
-            raise
+            write(folder)
+        except NotWritten as error:
+            self.rescued = self._write_somewhere(write)
+            raise NotSaved(*error.args) from error
         self.saved_step = self.step_number
 
-    def _write_somewhere(self, path: Path, write: Callable[[Path], None]) -> Path | None:
-        """Write a checkpoint of several processes to the temporary folder of the first one.
+    def _write_somewhere(self, write: Callable[[Path], None]) -> Path | None:
+        """Save to the temporary folder of the first process.
 
         Returns:
-            The file; None on all processes if it could not be written either.
+            The folder; None on all processes if it could not be written either.
         """
         own = ""
         if self.world.rank == 0:
@@ -334,12 +381,13 @@ class Trainer:
         name = self.world.collect(own)[0]
         if not name:
             return None
-        folder = Path(name)
         try:
-            write(folder / path.name)
+            write(Path(name))
         except NotWritten:
+            if own:
+                shutil.rmtree(own, ignore_errors=True)
             return None
-        return folder / path.name
+        return Path(name)
 
     def memory(self) -> int:
         """Return the peak memory so far, in bytes: of the GPU, or of this process."""
@@ -349,3 +397,15 @@ class Trainer:
 
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _files(model: LanguageModel, data: Data, folder: ModelFolder | None) -> dict[str, str]:
+    """Return the texts of config.json and of the tokenizer's files, by name."""
+    tokenizer, length = data.tokenizer, data.rows.length
+    if folder is None:
+        end = None if tokenizer is None else tokenizer.end
+        values = config_json.json_of(model.config, length, end)
+        return text_files(values, {} if tokenizer is None else tokenizer.files())
+    longest = max(length, folder.values.get("max_position_embeddings") or 0)
+    values = {**folder.values, "dtype": "float32", "max_position_embeddings": longest}
+    return text_files(values, folder.tokenizer_texts())

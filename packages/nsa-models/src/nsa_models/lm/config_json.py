@@ -1,0 +1,264 @@
+"""config.json of a model folder: the configuration of Hugging Face transformers as an LMConfig.
+
+This module does not import transformers, except for a configuration that leaves out values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from nsa_core.config import NSAConfig
+from nsa_core.errors import InvalidInput
+from nsa_core.hugging_face import read_fields
+from nsa_core.limits import integer_problems
+from nsa_core.util.extras import require_module
+from nsa_core.util.text import describe_error
+from nsa_models.lm.config import LMConfig
+
+DENSE_TYPES = ("llama", "qwen2", "qwen3")
+TYPES = (*DENSE_TYPES, *(f"nsa_{name}" for name in DENSE_TYPES))
+# Fields of NSAConfig that the model states under names of transformers.
+_STATED = ("dim", "n_heads", "n_kv_heads", "head_dim", "rope_base", "qk_norm")
+# Fields that change dense attention, and that a dense Llama or Qwen3 does not have.
+_NOT_DENSE = ("v_head_dim", "rope", "rope_frequencies", "scale")
+# Properties that NSAConfig.from_hf does not support, and that these models have.
+_SUPPORTED = ("rope_scaling", "rope_parameters", "attention_bias")
+# Values that transformers may leave out, with defaults that depend on the type of the model.
+_NEEDED = ("num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings")
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+
+
+# (qk_norm, qkv_bias, out_bias) -> type of the model
+_KINDS = {
+    (False, False, False): "llama",
+    (False, True, True): "llama",
+    (False, True, False): "qwen2",
+    (True, False, False): "qwen3",
+    (True, True, True): "qwen3",
+}
+
+
+class LayerSpec(NamedTuple):
+    """The attention layers of a model.
+
+    Attributes:
+        config: Shapes and options.
+        backends: The requested backends.
+        qkv_bias: Whether the projections to queries, keys and values have a bias.
+        out_bias: Whether the output projection has a bias.
+        norm_eps: The constant in the RMS norms of queries and keys.
+    """
+
+    config: NSAConfig
+    backends: str | dict[str, str] | None
+    qkv_bias: bool
+    out_bias: bool
+    norm_eps: float
+
+
+def layer_spec(
+    values: Mapping[str, Any], frequencies: tuple[float, ...] | None = None, factor: float = 1.0
+) -> LayerSpec:
+    """Return the attention layers of a Llama, Qwen2 or Qwen3, dense or with NSA.
+
+    Args:
+        values: The configuration, as plain values.
+        frequencies: Rotary frequencies in radians per token; None: powers of ``rope_theta``.
+        factor: The factor of the rotary cosines and sines.
+
+    Raises:
+        InvalidInput: NSA cannot express the attention of the model, a size is out of range, or a
+            field of ``nsa`` is invalid or is stated by the model. The message names the fields.
+    """
+    check_sizes(values)
+    kind = str(values["model_type"]).removeprefix("nsa_")
+    options = dict(values.get("nsa") or {})
+    if stated := sorted(options.keys() & {"dim", "n_heads", "n_kv_heads", "head_dim", "rope_base"}):
+        raise InvalidInput(
+            f"config.nsa: {', '.join(stated)} must not be set, because the model states"
+            " hidden_size, num_attention_heads, num_key_value_heads, head_dim and rope_parameters"
+        )
+    if frequencies is not None:
+        options.setdefault("rope_frequencies", frequencies)
+    if isinstance(options.get("rope_frequencies"), list):  # JSON has no tuples
+        options["rope_frequencies"] = tuple(options["rope_frequencies"])
+    supported: tuple[str, ...] = _SUPPORTED
+    if (values.get("rope_parameters") or {}).get("rope_type") == "proportional":
+        # its frequencies are 0 in the part of a head that is not rotated
+        supported = (*_SUPPORTED, "partial_rotary_factor")
+    fields = read_fields(
+        {**values, "model_type": kind},
+        supported,
+        options,
+        "Set these fields of the configuration to their defaults",
+    )
+    try:
+        layer = NSAConfig(**fields)
+    except TypeError as error:  # an unknown field
+        raise InvalidInput(f"config.nsa: {error}") from error
+    if factor != 1.0:  # of both cos and sin, so of q and of k
+        layer = NSAConfig(**{**fields, "scale": layer.softmax_scale * factor**2})
+    bias = bool(values.get("attention_bias"))
+    return LayerSpec(
+        config=layer,
+        backends=values.get("nsa_backends"),
+        qkv_bias=bias or kind == "qwen2",
+        out_bias=bias and kind != "qwen2",
+        norm_eps=_number("rms_norm_eps", values.get("rms_norm_eps")),
+    )
+
+
+def check_sizes(values: Mapping[str, Any]) -> None:
+    """Check the sizes of a model before anything is allocated for it.
+
+    Raises:
+        InvalidInput: A size is out of range; the message names every such size.
+    """
+    problems: list[str] = []
+    for name in (*_SIZES, "num_attention_heads"):
+        problems += integer_problems(name, values.get(name))
+    for name in _OPTIONAL_SIZES:
+        problems += integer_problems(name, values.get(name), optional=True)
+    if problems:
+        raise InvalidInput("; ".join(problems))
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise InvalidInput(f"{name} must be a number > 0 and < 1, got {value!r:.60}")
+    return float(value)
+
+
+def model_type(values: Mapping[str, Any]) -> str:
+    """Return the type of the model, one of TYPES.
+
+    Raises:
+        InvalidInput: It is another one, or an option of the model has no place in these models.
+    """
+    kind = values.get("model_type")
+    if kind not in TYPES:
+        raise InvalidInput(f"model_type must be one of {', '.join(TYPES)}, got {kind!r:.60}")
+    for name, expected in (("hidden_act", "silu"), ("mlp_bias", False)):
+        if values.get(name, expected) != expected:
+            raise InvalidInput(f"{name} must be {expected!r}, got {values[name]!r:.60}")
+    if values.get("quantization_config") is not None:
+        raise InvalidInput("quantization_config must not be set: give the model in bfloat16")
+    return str(kind)
+
+
+def complete(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with the defaults that transformers leaves out of config.json.
+
+    Raises:
+        InvalidInput: The values are not those of a model of this type.
+        BackendUnavailable: Values are missing, and transformers is not installed.
+    """
+    kind = model_type(values)
+    _check_types(values)
+    if "rope_scaling" not in values and all(name in values for name in _NEEDED):
+        return dict(values)
+    library = require_module("transformers", f"the defaults of {kind} need", "nsa-models[hf]")
+    kind = kind.removeprefix("nsa_")
+    try:
+        config = type(library.AutoConfig.for_model(kind)).from_dict({**values, "model_type": kind})
+        completed: dict[str, Any] = config.to_dict()
+    except Exception as error:  # the checks of transformers raise errors of several libraries
+        raise InvalidInput(f"config.json: {describe_error(error)}") from error
+    return {**completed, "model_type": values["model_type"]}
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    for name in ("rope_parameters", "rope_scaling", "nsa"):
+        value = values.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise InvalidInput(f"{name} must be a JSON object, got {type(value).__name__}")
+
+
+def config_of(values: Mapping[str, Any]) -> LMConfig:
+    """Return the sizes of the model that a config.json describes.
+
+    Args:
+        values: The content of config.json.
+
+    Raises:
+        InvalidInput: The model is of another type, or a value is missing, out of range or not
+            supported; the message names it.
+        BackendUnavailable: The values need transformers, which is not installed.
+    """
+    kind, values = model_type(values), complete(values)
+    frequencies, factor = None, 1.0
+    if (values.get("rope_parameters") or {}).get("rope_type", "default") != "default":
+        require_module("transformers", "scaled rotary embeddings need", "nsa-models[hf]")
+        from nsa_models.hf.configs import frequencies_of
+
+        frequencies, factor = frequencies_of(values)
+    spec = layer_spec(values, frequencies, factor)
+    return LMConfig(
+        layer=spec.config,
+        n_layers=values["num_hidden_layers"],
+        vocab_size=values["vocab_size"],
+        mlp_dim=values["intermediate_size"],
+        attention="nsa" if kind.startswith("nsa_") else "dense",
+        norm_eps=spec.norm_eps,
+        qkv_bias=spec.qkv_bias,
+        out_bias=spec.out_bias,
+        tied=bool(values["tie_word_embeddings"]),
+    )
+
+
+def json_of(config: LMConfig, length: int, end: int | None) -> dict[str, Any]:
+    """Return the content of the config.json of a model.
+
+    Args:
+        config: The sizes of the model.
+        length: Tokens of a row in training.
+        end: The token between documents; None for a task without text.
+
+    Raises:
+        InvalidInput: transformers has no model with these sizes; the message names the fields.
+    """
+    layer, is_nsa = config.layer, config.attention == "nsa"
+    defaults = NSAConfig(layer.dim, layer.n_heads, layer.n_kv_heads, layer.head_dim)
+    nsa = {
+        field.name: getattr(layer, field.name)
+        for field in dataclasses.fields(layer)
+        if field.name not in _STATED and getattr(layer, field.name) != getattr(defaults, field.name)
+    }
+    if not is_nsa and (unknown := [name for name in _NOT_DENSE if name in nsa]):
+        settings = ", ".join(f"{name}={nsa[name]!r:.60}" for name in unknown)
+        raise InvalidInput(
+            f"the dense models of transformers have no {settings}: leave these fields out, or train"
+            " with attention 'nsa'"
+        )
+    facts = (layer.qk_norm, config.qkv_bias, config.out_bias)
+    if (kind := _KINDS.get(facts)) is None:
+        raise InvalidInput(
+            f"transformers has no model with qk_norm={facts[0]}, qkv_bias={facts[1]} and"
+            f" out_bias={facts[2]}"
+        )
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
+    return {
+        "architectures": [f"{'NSA' * is_nsa}{name}ForCausalLM"],
+        "model_type": f"{'nsa_' * is_nsa}{kind}",
+        "dtype": "float32",
+        "vocab_size": config.vocab_size,
+        "hidden_size": layer.dim,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": layer.n_heads,
+        "num_key_value_heads": layer.n_kv_heads,
+        "head_dim": layer.qk_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": layer.rope_base},
+        "attention_bias": config.out_bias,
+        "tie_word_embeddings": config.tied,
+        "max_position_embeddings": length,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "pad_token_id": None,
+        "nsa": nsa,
+    }
