@@ -156,7 +156,7 @@ class Bench:
             "machine": machine(str(world.device)),
             "torch": torch.__version__,
             "gpus": world.size,
-            "model": problem.model.to_dict(),
+            "model": dataclasses.asdict(problem.model),
             "recipe": dataclasses.asdict(problem.recipe),
             "data": dataclasses.asdict(problem.data),
             "rows": [],

@@ -1,4 +1,4 @@
-"""Check what only several GPUs show: divided layers, training steps, and checkpoints.
+"""Check what only several GPUs show: divided layers, training steps, and saved runs.
 
     python benchmarks/several_gpus.py --json several_gpus.json           # on all GPUs, 2 or 4
     python benchmarks/several_gpus.py --device cpu --gpus 2              # over gloo
@@ -9,7 +9,7 @@ if a check fails.
 ``division`` judges a layer on all GPUs against one process, as scaling.py does before it times one.
 ``train`` trains a small model in fp32 under each kind of parallelism, and compares the loss and the
 gradient norm of three steps, and the gradient of every parameter of the first, with one GPU.
-``resume`` continues from the checkpoint of the first step on one GPU, and from there on all.
+``resume`` continues from the run saved after the first step on one GPU, and from there on all.
 
 All blocks are selected, so a correct run differs from that of one GPU by the order of its sums
 only. The limit is therefore measured: two controls on one GPU start from weights that are each
@@ -38,6 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parallel_training import move_weights
+from safetensors.torch import load_file
 from scaling import JUDGED, MODES, Division, Referee, layer_config
 
 from nsa_bench.environment import machine
@@ -45,11 +46,12 @@ from nsa_core.config import NSAConfig
 from nsa_core.parallel.context import DividedSequence
 from nsa_core.parallel.layouts import LAYOUTS
 from nsa_core.util.atomic_files import write_atomic
-from nsa_models.lm import checkpoint
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.model_folder import open_folder
 from nsa_models.lm.parallel import World, join
 from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.run_folder import OPTIMIZER
 from nsa_models.lm.task import DataSpec, open_data
 from nsa_models.lm.trainer import Trainer
 
@@ -187,7 +189,7 @@ class Training:
 
     Args:
         world: All processes.
-        folder: A folder for checkpoints that all processes see.
+        folder: A folder for saved runs that all processes see.
     """
 
     def __init__(self, world: World, folder: Path) -> None:
@@ -216,7 +218,8 @@ class Training:
         model = LanguageModel(LMConfig(layer, 2, self._data.vocab_size))
         if moved:
             move_weights(model, moved)
-        return Trainer(model, self._data, recipe, world, saved and checkpoint.read(saved))
+        folder = saved and open_folder(saved)
+        return Trainer(model, self._data, recipe, world, folder, resume=saved is not None)
 
     def alone(self, heads: Sequence[int]) -> dict[int, Expected]:
         """Train models on one GPU each; return their numbers by key/value heads."""
@@ -237,7 +240,7 @@ class Training:
 
     def resumed(self, name: str, kind: Kind) -> Numbers:
         """Train the second step on one GPU and the third on all; return their numbers."""
-        # Every process does this, on its own GPU: they load a checkpoint together.
+        # Every process does this, on its own GPU: they load a run together.
         trainer = self.trainer(kind, World(self.world.device), self._folder / name)
         numbers = steps(trainer, 1)
         if self.world.rank == 0:
@@ -255,14 +258,15 @@ class Training:
         self._save(trainer, name)
         numbers |= steps(trainer, STEPS - 1)
         if world.rank == 0:
-            tensors = checkpoint.read(self._folder / name).tensors
-            numbers |= {key: value for key, value in tensors.items() if key.endswith(".exp_avg")}
+            for file in (self._folder / name / OPTIMIZER).iterdir():
+                moments = load_file(file)
+                numbers |= {key: moments[key] for key in moments if key.startswith("exp_avg.")}
         return numbers
 
     def _save(self, trainer: Trainer, name: str) -> None:
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
-        trainer.save(folder / checkpoint.FILE)
+        trainer.save(folder)
 
 
 def steps(trainer: Trainer, count: int) -> Numbers:

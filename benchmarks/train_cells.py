@@ -137,7 +137,7 @@ class Bench:
             "schema_version": 1,
             "machine": machine(grid.device),
             "torch": torch.__version__,
-            "model": grid.model.to_dict(),
+            "model": dataclasses.asdict(grid.model),
             "precision": grid.precision,
             "matrix_flops_per_s": self.peak,
             "rows": [],

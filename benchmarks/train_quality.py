@@ -81,7 +81,7 @@ def main() -> None:
         "torch": torch.__version__,
         "recipe": dataclasses.asdict(recipe),
         "data": dataclasses.asdict(spec),
-        "model": MODELS[options.model].to_dict(),
+        "model": dataclasses.asdict(MODELS[options.model]),
     }
     for attention in ("dense", "nsa"):
         model = dataclasses.replace(MODELS[options.model], attention=attention)

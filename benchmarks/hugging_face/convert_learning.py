@@ -31,13 +31,13 @@ from learning_command import command_line, result, write
 from learning_rows import VALUES, PairRows, TextWithPairs, distances, library_sources
 
 from nsa_models.hf import convert_checkpoint, selected_mass, train_new_parameters
-from nsa_models.hf.trained_run import dense_from_run
+from nsa_models.hf.folder import load_model
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.data import Row, batch_of
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import World
 from nsa_models.lm.recipe import Recipe
-from nsa_models.lm.run_folder import CHECKPOINT
+from nsa_models.lm.model_folder import open_folder
 from nsa_models.lm.task import Data, DataSpec
 from nsa_models.lm.trainer import Trainer
 
@@ -172,7 +172,7 @@ def train_dense(lesson: Lesson, run: Path) -> list[Point]:
             report("dense, before the conversion", point)
             if point["recall"] >= part.enough:
                 break
-    trainer.save(run / CHECKPOINT)
+    trainer.save(run)
     return curve
 
 
@@ -283,7 +283,7 @@ def run(lesson: Lesson, stop_after: str) -> dict[str, Any] | None:
         runs, converted = Path(folder, "run"), Path(folder, "nsa")
         runs.mkdir()
         before = train_dense(lesson, runs)
-        dense = dense_from_run(runs).to(lesson.device)
+        dense = load_model(open_folder(runs)).to(lesson.device)
         by_length = recall_by_length(lesson, dense)
         for length, recall in by_length.items():
             print(f"dense, before the conversion: recall {recall:.1%} in rows of {length} tokens")

@@ -237,7 +237,7 @@ def test_a_part_ends_when_its_recall_is_enough(lesson: Any, tmp_path: Path) -> N
         (64, 2),
         *[(64, step) for step in (2, 4, 6)],
     ]
-    model = lesson.module.dense_from_run(tmp_path)
+    model = lesson.module.load_model(lesson.module.open_folder(tmp_path))
     recall = lesson.module.recall_by_length(lesson, model)
     assert recall.keys() == {64, 256}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -140,7 +141,7 @@ def test_the_tables_compare_with_one_gpu(tmp_path: Path) -> None:
     for name, rows in (("parallel_speed.json", speed), ("parallel_loss.json", losses)):
         document = {
             "machine": {"device": "NVIDIA H100"},
-            "model": size("m7c_125m").to_dict(),
+            "model": dataclasses.asdict(size("m7c_125m")),
             "rows": rows,
         }
         (tmp_path / "h100" / name).write_text(json.dumps(document))

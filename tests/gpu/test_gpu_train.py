@@ -165,16 +165,17 @@ def test_evaluated_and_saved_steps_have_the_speed_of_the_others(tmp_path):
 
 def test_a_resumed_run_continues_the_loss_curve(tmp_path):
     pytest.importorskip("safetensors")
-    from nsa_models.lm import checkpoint
+    from nsa_models.lm.model_folder import open_folder
 
     options = {"precision": "bfloat16"}
     expected = losses(make_trainer(**options), 6)
     first = make_trainer(**options)
     before_save = losses(first, 3)
-    first.save(tmp_path / checkpoint.FILE)
-    saved = checkpoint.read(tmp_path)
+    first.save(tmp_path)
+    saved = open_folder(tmp_path)
     data = open_data(DataSpec("python-docs", 1024, held_out_rows=4))
-    second = Trainer(saved.model(), data, first.recipe, World(torch.device("cuda")), saved)
+    world = World(torch.device("cuda"))
+    second = Trainer(saved.model(), data, first.recipe, world, saved, resume=True)
     assert (torch.cat((before_save, losses(second, 3))) - expected).abs().max() <= 1e-3
 
 
