@@ -35,9 +35,9 @@ from nsa_models.hf.folder import load_model
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.data import Row, batch_of
 from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.model_folder import open_folder
 from nsa_models.lm.parallel import World
 from nsa_models.lm.recipe import Recipe
-from nsa_models.lm.model_folder import open_folder
 from nsa_models.lm.task import Data, DataSpec
 from nsa_models.lm.trainer import Trainer
 

@@ -70,8 +70,8 @@ def open_subject(
     folder = open_folder(checkpoint)
     if folder.config.attention != "nsa":
         raise InvalidInput(
-            f"{folder.path} has dense attention, which selects no blocks; give the folder of a model"
-            " with NSA"
+            f"{folder.path} has dense attention, which selects no blocks; give the folder of a"
+            " model with NSA"
         )
     tokenizer, training = folder.tokenizer(), folder.training
     if tokenizer is None:

@@ -113,10 +113,11 @@ class _Run:
         """Run the loop; see :func:`train`."""
         try:
             with deferred_signals() as interruption:
-                self._loop(interruption)
-        except BaseException as error:
-            self._save_after(error)
-            raise
+                try:
+                    self._loop(interruption)
+                except BaseException as error:
+                    self._save_after(error)
+                    raise
         finally:
             if self._log is not None:
                 self._log.close()
