@@ -21,8 +21,8 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
         # At most n blocks: sel is causal attention.
         "length": (("n blocks+", "n blocks", "l+d", "1"), ("40",), ("l+d", "n blocks")),
         "blocks": (  # l, d, l'
-            ((8, 4, 16), (4, 2, 4), (2, 1, 8), (12, 4, 12)),
-            ((32, 16, 64),),
+            ((8, 4, 16), (4, 2, 16), (2, 1, 32), (12, 4, 20)),
+            ((4, 2, 4), (12, 4, 12), (32, 16, 64)),  # some kernels take no block below 16
             ((8, 4, 16), (4, 2, 16)),
         ),
         "forced": (((1, 2), (0, 0), (1, 1)), (), ((0, 0),)),  # init, local

@@ -15,6 +15,11 @@ _BLOCKS = (  # l, d, l'
     ((8, 4, 16), (4, 2, 4), (4, 4, 4), (12, 4, 12), (32, 16, 64)),
     ((1, 1, 4), (6, 3, 9), (16, 4, 16), (12, 4, 16)),
 )
+# Kernels that read whole selection blocks may refuse those below 16 tokens.
+_SELECTED = (
+    ((8, 4, 16), (4, 2, 16), (4, 4, 4), (12, 4, 20), (32, 16, 64)),
+    ((1, 1, 4), (6, 3, 9), (16, 4, 16), (12, 4, 12)),
+)
 _FORCED = (((1, 2), (0, 0), (2, 1), (0, 3), (3, 0)), ((1, 1), (0, 1)))  # init, local
 _FREE = ((1, 0, 2, 5, 17), (3, 13))  # selected blocks that are not forced
 _WINDOW = ((5, 1, 16, 33, 520), (2, 64, 600, 2000))
@@ -58,7 +63,7 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
             ("n blocks+", "n blocks", "block+1", "40 blocks", "1"),
             ("block", "l-1", "l+d", "140 blocks"),
         ),
-        "blocks": _BLOCKS,
+        "blocks": _SELECTED,
         "forced": _FORCED,
         "free": _FREE,
         **_HEADS_ALONE,
@@ -75,7 +80,7 @@ _LEVELS: Mapping[str, Mapping[str, Any]] = {
             ("n blocks+", "n blocks", "block+1", "66 blocks", "1"),
             ("block", "block-1", "many"),
         ),
-        "blocks": _BLOCKS,
+        "blocks": _SELECTED,
         "free": _FREE,
         "block_kind": _BLOCK_KINDS,
         **_HEADS_ALONE,

@@ -18,7 +18,7 @@ _LEVELS: Mapping[str, tuple[Any, ...]] = {
     "widths": ((16, 16), (64, 64), (72, 13), (16, 24)),  # Dk, Dv
     "stride": (2, 4, 8),  # d
     "compress": (1, 2, 3),  # l / d
-    "select": (3, 4, 6),  # l' / d
+    "select": (16, 24, 32, 8),  # l', at least l; some kernels take no block below 16
     "blocks": ((4, 1, 2), (1, 0, 0), (5, 3, 1), (19, 1, 2), (6, 1, 3)),  # n, init, local
     "window": (1, 7, 24, 200),
     "batch": (1, 3, 8),  # at least
@@ -95,7 +95,7 @@ def _block_step(row: Row, number: int, seed: int) -> BlockStep:
     )
 
 
-_MAX_LENGTH = 256
+_MAX_LENGTH = 352
 _MOST_ROWS = 5  # of a sequence after the first
 
 
@@ -103,10 +103,10 @@ def _step(row: Row, number: int, seed: int) -> DecodeStep:
     rng = random.Random(f"{seed} {number}")
     stride, (blocks, init, local), window = row["stride"], row["blocks"], row["window"]
     size = row["compress"] * stride
-    select = max(row["select"], row["compress"]) * stride
+    select = max(row["select"], size)
     page = row["pages"] * select
     edges = (1, size, size + stride, select, window, (blocks + 2) * select, page or select)
-    longest = min(max(edges) + 2, _MAX_LENGTH)
+    longest = max(edge for edge in edges if edge <= _MAX_LENGTH - 2) + 2
     # One sequence has more blocks than are selected, if that is not too long.
     lengths, new = [longest], [min(longest, row["rows"])]
     while len(lengths) < row["batch"] or sum(new) < MIN_ROWS:

@@ -19,7 +19,7 @@ _LEVELS: Mapping[str, tuple[Any, ...]] = {
     "widths": ((8, 8), (16, 16), (6, 9)),  # Dk, Dv
     "stride": (2, 4),  # d
     "compress": (1, 2, 3),  # l / d
-    "select": (3, 4, 6),  # l' / d
+    "select": (16, 8, 24),  # l', at least l; some kernels take no block below 16
     "blocks": ((3, 1, 2), (1, 0, 0), (4, 0, 1), (17, 2, 1)),  # n, init, local
     "window": (1, 5, 12, 80),
     "phi": ("mean", "mlp", "linear", "conv", "attn_pool"),
@@ -55,8 +55,8 @@ def _history(row: Row, number: int, seed: int, dtype: str) -> History:
     rng = random.Random(f"{seed} {number}")
     heads, groups = row["heads"]
     size = row["compress"] * row["stride"]
-    select = max(row["select"], row["compress"]) * row["stride"]
-    max_len, page = rng.randint(4 * select, 6 * select + 20), row["pages"] * select
+    select = max(row["select"], size)
+    max_len, page = rng.randint(3 * select, 5 * select + 12), row["pages"] * select
     needed = row["batch"] * -(-max_len // page) if page else 0
     history = History(
         dtype=dtype,
