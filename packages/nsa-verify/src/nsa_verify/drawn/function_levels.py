@@ -72,7 +72,7 @@ _NEEDS = ("length", "block", "n", "blocks", "forced", "free", "groups", "documen
 # The interpreter runs the first cases of a design, which cover the most pairs, because it is slow.
 _COUNTS = {"quick": None, "full": None, "interpreter": 5}
 # Query rows times kv heads, and keys; the oracle takes 0.1 ms for such a row of a branch.
-_MOST_ROWS = {"quick": 180, "full": 1000, "interpreter": 130}
+_MOST_ROWS = {"quick": 180, "full": 1000, "interpreter": 80}
 _MOST_KEYS = {"quick": 3000, "full": 9000, "interpreter": 80}
 # Keys of the blocks of a query: kernels read each of them, repeated ones too.
 _MOST_READ = {"quick": 4200, "full": 40_000, "interpreter": 1000}

@@ -291,7 +291,7 @@ def interpreter_cases() -> tuple[Case, ...]:
         Case("interpreted, h=1, fused", config_of(2, 2, 16, 16, blocks), (40,), fused=True),
         Case("interpreted, large scores", config_of(2, 2, 16, 16, blocks), (33,), sharpness=30.0),
         Case("interpreted, S<l", config_of(4, 1, 16, 16, blocks), (5,), batch=4),
-        Case("interpreted, nothing forced", config_of(2, 1, 16, 16, two_blocks, **FREE), (77,)),
+        Case("interpreted, nothing forced", config_of(2, 1, 16, 16, two_blocks, **FREE), (49,)),
     )
 
 

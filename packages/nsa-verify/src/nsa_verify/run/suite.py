@@ -123,11 +123,11 @@ _CHECKS = (
     _CheckSize("poison", invariants.finite_poison, 1 << 11, 1 << 14),
     _CheckSize("nan storage", invariants.nan_storage, 1 << 9, 1 << 13, dtypes=2),
     _CheckSize("inputs untouched", invariants.inputs_untouched, 1 << 9, 1 << 10, dtypes=2),
-    _CheckSize("run to run", invariants.run_to_run, 1 << 11, 1 << 14, dtypes=2),
+    _CheckSize("run to run", invariants.run_to_run, 1 << 11, 1 << 14, 0, dtypes=2),
     _CheckSize("core poison", core.finite_poison, 1 << 11, 1 << 14),
     _CheckSize("core nan storage", core.nan_storage, 1 << 9, 1 << 13),
     _CheckSize("core inputs", core.inputs_untouched, 1 << 9, 1 << 10),
-    _CheckSize("core run to run", core.run_to_run, 1 << 11, 1 << 14),
+    _CheckSize("core run to run", core.run_to_run, 1 << 11, 1 << 14, 0),
     _CheckSize("dispatch", invariants.dispatch, 1 << 9, 1 << 10, dtypes=2),
 )
 
@@ -161,7 +161,7 @@ _STEP_CHECKS = (
     _CheckSize("decode fused step", decode_fused.fused_step, 1 << 20, 1 << 20, 1 << 9),
     _CheckSize("decode fused append", decode_fused.fused_append, 1 << 10, 1 << 13, 1 << 9),
     _CheckSize("decode fused gates", decode_fused.fused_gates, 1 << 10, 1 << 13, 1 << 9),
-    _CheckSize("decode fused compress", decode_compress.fused_compress, 1 << 10, 1 << 13, 1 << 9),
+    _CheckSize("decode fused compress", decode_compress.fused_compress, 1 << 10, 1 << 13, 1 << 8),
     _CheckSize("decode run to run", decode_invariants.run_to_run, 1 << 11, 1 << 16, 0),
     _CheckSize("decode page order", decode_invariants.page_order, 1 << 11, 1 << 16, 1 << 8),
     _CheckSize("decode replay", decode_invariants.replayed, 1 << 11, 1 << 16, 1 << 8),
