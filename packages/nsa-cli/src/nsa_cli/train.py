@@ -28,6 +28,7 @@ from nsa_cli.choices import (
 from nsa_cli.extras import libraries_of_data, need_extras
 
 if TYPE_CHECKING:
+    from nsa_models.lm.fingerprint import Fingerprint
     from nsa_models.lm.model import LanguageModel
     from nsa_models.lm.model_folder import ModelFolder
     from nsa_models.lm.parallel import World
@@ -293,11 +294,12 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
     return trainer
 
 
-def _check_data(data: Data, saved: Mapping[str, Any], allowed: bool, world: World) -> None:
+def _check_data(data: Data, saved: Fingerprint, allowed: bool, world: World) -> None:
     """Refuse to resume on other data, or say that it is another one."""
     from nsa_core.errors import InvalidInput
 
-    if not (changes := data.changes(saved)):
+    # One process reads the files.
+    if not (changes := world.collect(data.changes(saved) if world.rank == 0 else [])[0]):
         return
     shown = "; ".join(changes[:4]) + (f"; and {len(changes) - 4} more" if changes[4:] else "")
     if not allowed:

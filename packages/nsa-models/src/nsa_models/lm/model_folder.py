@@ -29,6 +29,7 @@ from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
 from nsa_models.lm import config_json, weights
 from nsa_models.lm.config import LMConfig
+from nsa_models.lm.fingerprint import Fingerprint
 from nsa_models.lm.head_shards import HeadShards
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.recipe import Recipe
@@ -70,7 +71,7 @@ class Training:
     tokens: int
     recipe: Recipe
     data: DataSpec
-    corpus: dict[str, Any]
+    corpus: Fingerprint
     position: list[dict[str, int]]
     tokenizer: str | None
     processes: int
@@ -96,6 +97,8 @@ class Training:
             for lane in values["position"]
         ):
             wrong.append("position")
+        if not all(isinstance(value, str) for value in values["corpus"].values()):
+            wrong.append("corpus")
         if values["tokenizer"] not in ("bytes", "file", None):
             wrong.append("tokenizer")
         if wrong:

@@ -70,10 +70,6 @@ class Data:
     held_out: list[Row]
     vocab_size: int
     tokenizer: Tokenizer | None = None  # None for a task
-    fingerprint: dict[str, object] = dataclasses.field(default_factory=dict)
-
-    def changes(self, old: object) -> list[str]:
-        return []
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint:

@@ -148,6 +148,8 @@ class Trainer:
         usable_device(world.device)
         recipe.check_divisible(model.config, data.rows.length)
         self._files = _files(model, data, folder)
+        # Read before the first step, because files may change meanwhile.
+        self._corpus = data.fingerprint if world.rank == 0 else {}
         world = world.arranged(recipe.context_parallel, recipe.tensor_parallel)
         self.lanes = Lanes(data.rows, recipe, world)
         self.data, self.recipe, self.world = data, recipe, world
@@ -351,7 +353,7 @@ class Trainer:
             tokens=self.tokens,
             recipe=self.recipe,
             data=self.data.spec,
-            corpus=self.data.fingerprint,
+            corpus=self._corpus,
             position=self.lanes.state(),
             tokenizer=None if tokenizer is None else tokenizer.kind,
             processes=self.world.size,
