@@ -19,6 +19,7 @@ from nsa_bench.clocks import CpuClock, CudaClock
 from nsa_bench.result import LAYER, UNFUSED
 from nsa_bench.roofline import Cost
 from nsa_bench.timing import MAX_ROUNDS, Performance, Workload, summarise
+from nsa_core.cache.state import NewTokens
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, DecodeCall
 from nsa_core.dtypes import stats_dtype
@@ -168,7 +169,7 @@ def layer_step(plan: Plan, cell: Cell, device: str) -> Callable[[], Any]:
     cache.admit(before)
     for store in cache.kv.tensors():
         store.normal_()
-    cache.advance(cell.length - 1, before, None, True)
+    cache.advance(NewTokens(cell.length - 1, before, None, True))
     return lambda: attn(x, cache=cache)
 
 
