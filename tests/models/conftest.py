@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from nsa_models.lm import checkpoint
+from nsa_bench.roofline import Peaks
+from nsa_models.lm import saving
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.corpus import Corpus
+from nsa_models.lm.config_json import json_of
 from nsa_models.lm.data import TextRows
 from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.model_folder import Training
+from nsa_models.lm.parallel import World
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.task import DataSpec
 from nsa_models.lm.tokens import ByteTokenizer, Tokenizer
@@ -47,9 +50,25 @@ def rows(documents):
 
 
 @pytest.fixture
-def write_checkpoint(tmp_path):
-    """Return ``write_checkpoint(model, tokenizer, ...)``, which writes a run's checkpoint."""
-    pytest.importorskip("safetensors")
+def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the measurement of the machine's matrix rate, which takes a second."""
+    monkeypatch.setattr("nsa_models.lm.train.measure_peaks", lambda *_: Peaks(1e9, 1e9))
+
+
+@pytest.fixture
+def text(tmp_path: pathlib.Path) -> str:
+    """Return the path of a file with sixty documents."""
+    lines = (
+        f'{{"text": "this is document {n} of sixty, {"and so on, " * n}the end"}}\n'
+        for n in range(60)
+    )
+    (tmp_path / "text.jsonl").write_text("".join(lines))
+    return str(tmp_path / "text.jsonl")
+
+
+@pytest.fixture
+def write_run(tmp_path: pathlib.Path) -> Callable[..., pathlib.Path]:
+    """Return ``write_run(model, tokenizer, ...)``, which writes a run and returns its folder."""
 
     def write(
         model: LanguageModel,
@@ -57,18 +76,18 @@ def write_checkpoint(tmp_path):
         data: str = "some.txt",
         length: int = 40,
         step: int = 1234,
+        name: str = "run",
     ) -> pathlib.Path:
-        facts = {
-            "train": dataclasses.asdict(Recipe()),
-            "data": dataclasses.asdict(DataSpec(data, length)),
-            "position": {},
-            "step": step,
-            "tokens": step * length,
-        }
-        tensors = checkpoint.collect_tensors(model, torch.optim.AdamW(model.parameters()))
-        path = tmp_path / checkpoint.FILE
-        checkpoint.write(path, tensors, model.config, facts, tokenizer)
-        return path
+        kind, end, files = None, None, {}
+        if tokenizer is not None:
+            kind, end, files = tokenizer.kind, tokenizer.end, tokenizer.files()
+        recipe, spec = Recipe(batch=1), DataSpec(data, length)
+        training = Training(step, step * length, recipe, spec, {}, [{}], kind, 1)
+        texts = saving.text_files(json_of(model.config, length, end), files)
+        (folder := tmp_path / name).mkdir()
+        optimizer, here = torch.optim.AdamW(model.parameters()), World(torch.device("cpu"))
+        saving.save_run(folder, model, optimizer, training, texts, here)
+        return folder
 
     return write
 

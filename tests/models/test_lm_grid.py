@@ -6,10 +6,13 @@ import pathlib
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import training_cases
+from nsa_cli.train import _model
 from nsa_core import InvalidInput
-from nsa_models.lm import checkpoint
+from nsa_models.lm.model_folder import open_folder
+from nsa_models.lm.parallel import World
 from nsa_models.lm.recipe import Recipe
 from rank_processes import run_on_ranks
 
@@ -42,22 +45,25 @@ class Run(NamedTuple):
 
     Attributes:
         losses: The results of two steps.
-        same: Whether a checkpoint of one process has the same bits after a save.
+        same: Whether a run of one process has the same bits after a save.
         resumed: The results of the third step, after two on one process.
-        folder: The folder of the checkpoints NAME-1, NAME-copy and NAME-2 of these.
+        shares: The shares of the parameters that a rank holds, and of the run that it writes.
+        folder: The folder of the runs NAME-1, NAME-copy and NAME-2 of these.
     """
 
     losses: dict[str, list[Any]]
     same: dict[str, list[Any]]
     resumed: dict[str, list[Any]]
+    shares: dict[str, list[Any]]
     folder: pathlib.Path
 
 
 def run_all(world: int, trainings: dict[str, tuple[Any, Any]], folder: pathlib.Path) -> Run:
-    """Run trainings on ``world`` processes, and resume each from a checkpoint of one process."""
+    """Run trainings on ``world`` processes, and resume each from a run of one process."""
     trained: list[tuple[str, dict[str, Any]]] = []
     copied: list[tuple[str, dict[str, Any]]] = []
     resumed: list[tuple[str, dict[str, Any]]] = []
+    shared: list[tuple[str, dict[str, Any]]] = []
     for name, (options, divided) in trainings.items():
         one = str(folder / f"{name}-1")
         training_cases.losses(0, 1, save=one, **options)
@@ -66,9 +72,11 @@ def run_all(world: int, trainings: dict[str, tuple[Any, Any]], folder: pathlib.P
         copied.append(("same_after_a_save", {**options, **divided, **arguments}))
         arguments = {"resume": one, "save": str(folder / f"{name}-2"), "steps": 1}
         resumed.append(("losses", {**options, **divided, **arguments}))
-    outcomes = run_on_ranks(world, [*trained, *copied, *resumed], ["training_cases"])
+        shared.append(("shares", {**options, **divided, "folder": str(folder / f"{name}-copy")}))
+    cases = [*trained, *copied, *resumed, *shared]
+    outcomes = run_on_ranks(world, cases, ["training_cases"])
     count, names = len(trainings), list(trainings)
-    parts = [dict(zip(names, outcomes[at : at + count])) for at in range(0, 3 * count, count)]
+    parts = [dict(zip(names, outcomes[at : at + count])) for at in range(0, 4 * count, count)]
     return Run(*parts, folder)
 
 
@@ -114,7 +122,7 @@ def test_two_processes_have_the_losses_of_one(two, name):
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_run_goes_on_with_another_number_of_processes(two, name):
     check_resumed(two, name, TRAININGS[name][0])
-    assert list((two.folder / f"{name}-2").glob("checkpoint-*"))  # written together
+    assert len(list((two.folder / f"{name}-2").glob("model-*"))) == 2  # written together
 
 
 @pytest.mark.slow
@@ -125,11 +133,48 @@ def test_four_processes_have_the_losses_of_one(four, name):
 
 
 @pytest.mark.slow
-def test_a_divided_checkpoint_is_that_of_one_process(two):
-    saved = checkpoint.read(two.folder / "heads-2")
-    shapes = {name: list(p.shape) for name, p in saved.model().named_parameters()}
-    assert shapes["blocks.0.attn.qkv.weight"] == saved.index["model.blocks.0.attn.qkv.weight"].shape
-    assert saved.facts["train"]["tensor_parallel"] == 2
+@pytest.mark.parametrize(("count", "name"), [*((2, n) for n in TRAININGS), *((4, n) for n in GRIDS)])
+def test_no_process_writes_more_than_its_share_and_fsdp_holds_its_share(request, count, name):
+    run = request.getfixturevalue({2: "two", 4: "four"}[count])
+    results = run.shares[name]
+    assert not isinstance(results[0], str), results
+    held, written = zip(*results)
+    assert sum(written) == pytest.approx(1)
+    assert max(written) < 1.5 / count
+    divided = {**TRAININGS, **GRIDS}[name][1]
+    copies = count // divided.get("tensor_parallel", 1) if divided.get("parallel") == "fsdp" else 1
+    if copies > 1:  # rows of small tensors do not divide evenly
+        assert max(held) < 1.6 / copies
+    elif "tensor_parallel" in divided:
+        assert max(held) < 0.95
+
+
+@pytest.mark.slow
+def test_a_divided_run_is_that_of_one_process(two):
+    saved = open_folder(two.folder / "heads-2")
+    assert saved.training.recipe.tensor_parallel == 2
+    with saved._reader(saved.files) as read:
+        layer, own = saved.config.layer, read("model.layers.0.self_attn.qkv.weight")
+    heads = layer.n_heads * layer.qk_dim + 3 * layer.n_kv_heads * (layer.qk_dim + layer.v_dim)
+    assert list(own.shape) == [heads, layer.dim]
+
+
+@pytest.mark.slow
+def test_each_process_gets_its_own_random_state_back(tmp_path):
+    case = ("restored_random_state", {"folder": str(tmp_path)})
+    assert run_on_ranks(2, [case], ["training_cases"]) == [[True, True]]
+    # Another number of processes gets that of the first one.
+    training_cases.trainer_of(0, 1, resume=tmp_path)
+    expected = torch.get_rng_state()
+    assert torch.equal(torch.manual_seed(100).get_state(), expected)
+
+
+def test_a_sharded_run_goes_on_with_a_model_without_memory(tmp_path):
+    training_cases.losses(0, 1, steps=1, save=str(tmp_path))
+    folder, values = open_folder(tmp_path), {"backends": "auto"}
+    for size, kind, expected in ((2, "fsdp", True), (2, "ddp", False), (1, "fsdp", False)):
+        model = _model(values, 256, folder, World(torch.device("cpu"), 0, size), kind)
+        assert {p.is_meta for p in model.parameters()} == {expected}
 
 
 @pytest.mark.parametrize(

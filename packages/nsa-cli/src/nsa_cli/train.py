@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nsa_models.lm.model import LanguageModel
     from nsa_models.lm.model_folder import ModelFolder
     from nsa_models.lm.parallel import World
-    from nsa_models.lm.task import Data
+    from nsa_models.lm.task import Data, DataSpec
     from nsa_models.lm.tokens import Tokenizer
     from nsa_models.lm.train import Progress
     from nsa_models.lm.trainer import Trainer
@@ -277,11 +277,11 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
         tokenizer = folder.tokenizer()
     elif values["tokenizer"] is not None:
         tokenizer = read_tokenizer(values["tokenizer"])
+    if folder is not None and training is None:
+        _check_tokens(spec, tokenizer, folder)
     data = open_data(spec, tokenizer)
     if training is not None:
         _check_data(data, training.corpus, values["allow_other_data"], world)
-    elif folder is not None:
-        _check_vocabulary(data, folder)
     model = _model(values, data.vocab_size, folder, world, recipe.parallel)
     trainer = Trainer(model, data, recipe, world, folder, resume)
     trainer.plan()  # a backend that cannot run is refused before anything is written
@@ -312,15 +312,21 @@ def _check_data(data: Data, saved: Fingerprint, allowed: bool, world: World) -> 
         output.print_text(output.console(stderr=True), text)
 
 
-def _check_vocabulary(data: Data, folder: ModelFolder) -> None:
-    """Refuse data with tokens that the model of --from does not have."""
+def _check_tokens(spec: DataSpec, tokenizer: Tokenizer | None, folder: ModelFolder) -> None:
+    """Refuse data whose tokens are not those of the model of --from."""
     from nsa_core.errors import InvalidInput
+    from nsa_models.lm.task import TASKS
 
-    largest, vocabulary = getattr(data.tokenizer, "ids", data.vocab_size), folder.config.vocab_size
-    if largest > vocabulary:
+    vocabulary = folder.config.vocab_size
+    if spec.data not in TASKS and tokenizer is None:
         raise InvalidInput(
-            f"--from: {folder.path} has a vocabulary of {vocabulary:,}, but the data has ids up to"
-            f" {largest - 1:,}; put a tokenizer.json into the folder, or give other data"
+            f"--from: {folder.path} has no tokenizer.json, and a text needs the tokenizer of the"
+            " model: put it there, or give a task as --data"
+        )
+    if spec.data in TASKS and spec.vocab_size > vocabulary:
+        raise InvalidInput(
+            f"--vocab must be at most {vocabulary:,}, the vocabulary of --from {folder.path}, got"
+            f" {spec.vocab_size:,}"
         )
 
 

@@ -69,9 +69,6 @@ def save_run(
     parts = {f"model-{name}": own, f"{OPTIMIZER}/{name}": moments}
     written: dict[str, Any] = {}
     with _together(world) as errors:
-        if world.rank == 0:
-            for file, text in files.items():
-                _write_text(folder / file, text)
         for file, tensors in parts.items():
             if tensors:
                 _write_tensors(folder / file, tensors, training.step)
@@ -89,6 +86,8 @@ def save_run(
         facts, places, total = facts | files_of, places | places_of, total + bytes_of
     with _together(world) as errors:
         if world.rank == 0:
+            for file, text in files.items():
+                _write_text(folder / file, text)
             facts |= {file: file_facts(folder / file) for file in files}
             _write_index(folder, places, total, facts, training)
     if errors:
@@ -119,7 +118,11 @@ def _own_tensors(
     parameters = dict(model.named_parameters())
     # Each process has about the same number of bytes; all processes divide alike.
     order = sorted(parameters, key=lambda name: (-parameters[name].numel(), name))
-    is_own = {name: number % world.size == world.rank for number, name in enumerate(order)}
+    sizes, is_own = [0] * world.size, {}
+    for name in order:
+        rank = sizes.index(min(sizes))
+        sizes[rank] += parameters[name].numel()
+        is_own[name] = rank == world.rank
     divided = heads.names if heads is not None else frozenset()
     own: Tensors = {}
     moments: Tensors = {}
@@ -140,7 +143,9 @@ def _own_tensors(
             assert parameter in optimizer.state or not optimizer.state, (
                 f"{name} is not a parameter of the optimizer; reshard the model first"
             )
-            tensor = parameter if moment is None else optimizer.state[parameter].get(moment)
+            # get: a lookup would add the parameter to the state.
+            state = optimizer.state.get(parameter, {})
+            tensor = parameter if moment is None else state.get(moment)
             if tensor is None:  # before the first step
                 continue
             if name in divided:

@@ -184,7 +184,7 @@ class _Run:
 
     def _finish_step(self, evaluating: bool = False) -> bool:
         """Read, log and report the pending step; return whether any process was told to stop."""
-        result, self._pending = self._pending, None
+        result = self._pending
         assert result is not None  # the caller knows
         loss, stopping, norm = result.read()
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -196,6 +196,8 @@ class _Run:
         recipe, data = self.trainer.recipe, self.trainer.data
         per_step = recipe.batch * data.rows.length
         speed = per_step / result.seconds()
+        evaluation = self._evaluate() if evaluating else {}
+        self._pending = None
         progress = Progress(
             result.step,
             loss,
@@ -205,7 +207,7 @@ class _Run:
             speed,
             matrix_share(speed * self._flops_per_token, self._peak),
             self.trainer.memory(),
-            **(self._evaluate() if evaluating else {}),
+            **evaluation,
         )
         self._record(progress, progress.record())
         return bool(stopping)
