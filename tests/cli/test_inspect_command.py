@@ -54,7 +54,7 @@ def test_the_output_fits_a_terminal(terminal, text):
     [
         (("--layer", "2"), "--layer must be 0 to 1, got 2"),
         (("--max-tokens", "64"), "the text must have more than 64 tokens, got 64"),
-        (("--checkpoint", "notes.txt"), "notes.txt cannot be read as a checkpoint"),
+        (("--checkpoint", "notes.txt"), "notes.txt is a file: give the folder of a model"),
         (("--checkpoint", "x", "--seed", "1"), "--seed sets untrained weights"),
         (("--dtype", "float32,float16"), "--dtype must be one dtype, got float32, float16"),
         (("--text", "none"), "--text none: No such file or directory"),

@@ -21,6 +21,7 @@ from nsa_models.lm.config import LMConfig, size
 from nsa_models.lm.data import batch_of
 from nsa_models.lm.lanes import Lanes
 from nsa_models.lm.model import IGNORED, LanguageModel
+from nsa_models.lm.model_folder import open_folder
 from nsa_models.lm.parallel import World
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.sentinel import leak_sentinel
@@ -165,8 +166,6 @@ def test_evaluated_and_saved_steps_have_the_speed_of_the_others(tmp_path):
 
 def test_a_resumed_run_continues_the_loss_curve(tmp_path):
     pytest.importorskip("safetensors")
-    from nsa_models.lm.model_folder import open_folder
-
     options = {"precision": "bfloat16"}
     expected = losses(make_trainer(**options), 6)
     first = make_trainer(**options)
@@ -174,8 +173,8 @@ def test_a_resumed_run_continues_the_loss_curve(tmp_path):
     first.save(tmp_path)
     saved = open_folder(tmp_path)
     data = open_data(DataSpec("python-docs", 1024, held_out_rows=4))
-    world = World(torch.device("cuda"))
-    second = Trainer(saved.model(), data, first.recipe, world, saved, resume=True)
+    model, here = LanguageModel(saved.config), World(torch.device("cuda"))
+    second = Trainer(model, data, first.recipe, here, saved, resume=True)
     assert (torch.cat((before_save, losses(second, 3))) - expected).abs().max() <= 1e-3
 
 

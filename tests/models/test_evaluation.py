@@ -66,20 +66,16 @@ def samples(folder: pathlib.Path, task: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_scripts_of_the_page_score_a_run_as_by_hand(
-    write_checkpoint: Any, config: Any, tmp_path: pathlib.Path
+    write_run: Any, config: Any, tmp_path: pathlib.Path
 ) -> None:
     model = LanguageModel(config).eval()
     for parameter in model.parameters():  # logits of some size
         parameter.mul_(3)
     tokenizer = ByteTokenizer()
-    (tmp_path / "run").mkdir()
-    write_checkpoint(model, tokenizer, length=64).rename(
-        tmp_path / "run" / "checkpoint.safetensors"
-    )
+    write_run(model, tokenizer, length=64)
     write_task(tmp_path / "tasks")
-    evaluate, convert = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    run(convert, tmp_path)
-    model_args = "pretrained=run-hf,add_bos_token=True,max_length=1024"
+    evaluate = re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    model_args = "pretrained=run,add_bos_token=True,max_length=1024"
     options = ["run", "--model", "hf", "--model_args", model_args, "--limit", "3"]
     options += ["--tasks", "capitals,niah_single_1", "--include_path", "tasks", "--device", "cpu"]
     options += ["--metadata", '{"max_seq_lengths": [512]}', "--gen_kwargs", "max_gen_toks=8"]

@@ -66,8 +66,8 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
     [
         (
             ["--hf", "Qwen/Qwen3-0.6B"],
-            "Qwen/Qwen3-0.6B is not a folder on this machine: give the folder of a model that"
-            " save_pretrained or `hf download NAME --local-dir FOLDER` wrote",
+            "Qwen/Qwen3-0.6B does not exist: give the folder of a model, of nsa train, nsa convert"
+            " or save_pretrained",
         ),
         (["--nsa", "window=3"], "NSAConfig has no field 'window'"),
         (["--nsa", "window_size"], "--nsa must be NAME=VALUE such as window_size=512"),
@@ -102,7 +102,7 @@ def test_an_interrupted_write_leaves_no_folder(dense, tmp_path, monkeypatch):
     def fail(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shutil.copy2", fail)
+    monkeypatch.setattr("shutil.copyfile", fail)
     with pytest.raises(KeyboardInterrupt):
         hf.convert_checkpoint(dense, tmp_path / "new", NSA)
     assert not list(tmp_path.glob("*new*"))

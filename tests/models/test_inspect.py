@@ -21,6 +21,7 @@ from nsa_models.inspect.draw import detail, overview
 from nsa_models.inspect.findings import UNTRAINED, headline, sentences
 from nsa_models.inspect.page import page
 from nsa_models.inspect.spans import TextSpan, split_text
+from nsa_models.lm.config import size
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.tokens import ByteTokenizer
 
@@ -190,9 +191,9 @@ def test_a_model_without_nsa_layers_is_refused(config, tokens):
         inspect_model(nn.Linear(2, 2), tokens)
 
 
-def test_a_checkpoint_is_read_with_its_tokenizer_and_length(write_checkpoint, config):
-    file = write_checkpoint(LanguageModel(config), ByteTokenizer())
-    result = inspect_text("a text of many words " * 5, file, source="words.txt")
+def test_a_run_is_read_with_its_tokenizer_and_length(write_run, config):
+    folder = write_run(LanguageModel(config), ByteTokenizer())
+    result = inspect_text("a text of many words " * 5, folder, source="words.txt")
     assert (len(result.tokens), result.total_tokens, result.trained) == (40, 106, True)
     assert result.tokens[0] == ByteTokenizer.end
     assert (
@@ -200,18 +201,18 @@ def test_a_checkpoint_is_read_with_its_tokenizer_and_length(write_checkpoint, co
         == "⟨document⟩" + ("a text of many words " * 5)[:39]
     )
     assert result.weights == "2 layers, trained for 1,234 steps on some.txt"
-    longer = inspect_text("a text of many words " * 5, file, max_tokens=50)
+    longer = inspect_text("a text of many words " * 5, folder, max_tokens=50)
     assert len(longer.tokens) == 50
 
 
-def test_unusable_checkpoints_and_texts_are_refused(write_checkpoint, config, tmp_path):
-    dense = LanguageModel(dataclasses.replace(config, attention="dense"))
+def test_unusable_folders_and_texts_are_refused(write_run, config, tmp_path):
+    dense = LanguageModel(size("tiny", attention="dense"))
     with pytest.raises(InvalidInput, match="has dense attention, which selects no blocks"):
-        open_subject(write_checkpoint(dense, ByteTokenizer()))
+        open_subject(write_run(dense, ByteTokenizer(), name="dense"))
     with pytest.raises(InvalidInput, match="trained on the task recall: it has no text"):
-        open_subject(write_checkpoint(LanguageModel(config), data="recall"))
+        open_subject(write_run(LanguageModel(config), data="recall"))
     (tmp_path / "other").write_text("x")
-    with pytest.raises(InvalidInput, match="cannot be read as a checkpoint"):
+    with pytest.raises(InvalidInput, match="is a file: give the folder of a model"):
         open_subject(tmp_path / "other")
     with pytest.raises(InvalidInput, match="text must contain text, got only white space"):
         inspect_text(" \n")

@@ -133,7 +133,9 @@ def test_four_processes_have_the_losses_of_one(four, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "name"), [*((2, n) for n in TRAININGS), *((4, n) for n in GRIDS)])
+@pytest.mark.parametrize(
+    ("count", "name"), [*((2, n) for n in TRAININGS), *((4, n) for n in GRIDS)]
+)
 def test_no_process_writes_more_than_its_share_and_fsdp_holds_its_share(request, count, name):
     run = request.getfixturevalue({2: "two", 4: "four"}[count])
     results = run.shares[name]

@@ -37,13 +37,6 @@ def test_the_error_names_every_wrong_field(config):
         size("huge")
 
 
-def test_a_configuration_is_restored_from_its_dict(config):
-    for model_config in (config, *SIZES.values()):
-        assert LMConfig.from_dict(model_config.to_dict()) == model_config
-    with pytest.raises(InvalidInput, match="not the configuration of a language model"):
-        LMConfig.from_dict({"n_layers": 2})
-
-
 def test_the_size_m7c_125m_is_that_of_the_reports():
     large = SIZES["m7c_125m"]
     layer = NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64)

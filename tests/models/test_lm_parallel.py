@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from nsa_core.errors import InvalidInput
-from nsa_models.lm import checkpoint, log
+from nsa_models.lm import log
+from nsa_models.lm.model_folder import open_folder
 from nsa_models.lm.parallel import join
 
-pytest.importorskip("safetensors")
 pytestmark = pytest.mark.slow  # starts several training processes
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
@@ -59,18 +59,19 @@ def test_one_two_and_one_processes_have_the_losses_of_one(tmp_path, data, kind):
     alone = train_records(tmp_path / "alone", 6, *data, launched=0)
     out = tmp_path / "shared"
     train_records(out, 2, *data, "--parallel", kind, launched=1)
-    assert not list(out.glob("checkpoint-*"))  # one process writes one file
+    assert len(list(out.rglob("*.safetensors"))) == 2  # weights and moments
     train_records(out, 4, "--resume")
-    shards = list(out.glob("checkpoint-*"))
-    assert len(shards) == 2
-    whole = 3 * sum(p.nbytes for p in checkpoint.read(out).model().parameters())
-    assert all(0.3 * whole < path.stat().st_size < 0.7 * whole for path in shards)
+    whole = sum(p.nbytes for p in open_folder(out).model().parameters())
+    for pattern, size in (("model-*", whole), ("optimizer/*", 2 * whole)):
+        shards = list(out.glob(f"{pattern}safetensors"))
+        assert len(shards) == 2
+        assert all(0.4 * size < path.stat().st_size < 0.6 * size for path in shards)
     shared = train_records(out, 6, "--resume", launched=0)
     assert [r["step"] for r in shared] == [r["step"] for r in alone] == [0, 1, 2, 3, 4, 5, 6]
     for one, two in zip(alone, shared):
         for name in ("loss", "held_out_loss", "grad_norm"):
             assert two.get(name) == pytest.approx(one.get(name), abs=2e-4), (name, one, two)
-    assert not list(out.glob("checkpoint-*"))
+    assert len(list(out.rglob("*.safetensors"))) == 2
 
 
 @pytest.mark.parametrize("name", ["context-parallel", "tensor-parallel"])
@@ -102,20 +103,29 @@ def test_processes_that_share_rows_have_the_losses_of_one(tmp_path, data, name):
     assert done.returncode == 0, done.stderr
 
 
-END = {
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed or is stuck: nothing heard"),
-    "raises": ("raise ZeroDivisionError('planted')", "ended: ZeroDivisionError: planted"),
+RAISES = "raise ZeroDivisionError('planted')"
+KILL, SIGNAL = "os.kill(os.getpid(), signal.SIGKILL)", "signal.raise_signal(signal.{})"
+HEARD = "was killed or is stuck: nothing heard"
+# end -> (the statement, its ranks, its step, the message, the last saved step); others are saved
+# every second step.
+ENDS = {
+    "a kill": (KILL, "1", 3, f"process 1 of 2 {HEARD}", 2),
+    "a kill of the first": (KILL, "0", 3, f"process 0 of 2 {HEARD}", 2),
+    # The others wait in a collective.
+    "an error": (RAISES, "1", 3, "process 1 of 2 ended: ZeroDivisionError: planted", 2),
+    "an error of the first": (RAISES, "0", 3, "ZeroDivisionError: planted", 2),
+    "a hang": ("time.sleep(600)", "1", 3, "RuntimeError: ", 2),
+    "an error of both": (RAISES, "01", 4, "ZeroDivisionError: planted", 3),
+    "a signal": (SIGNAL.format("SIGTERM"), "1", 4, "ended by SIGTERM", 5),
+    "a signal of the first": (SIGNAL.format("SIGHUP"), "0", 4, "ended by SIGHUP", 5),
 }
 
 
-def lines_of_a_run_that_ends(out, data, rank, statement, timeout_s=300):
-    """Run a training of two processes, one of which executes ``statement`` in step 3.
-
-    Returns:
-        The lines of the error output.
-    """
-    script = out.parent / "ends.py"
-    script.write_text(
+@pytest.mark.parametrize("end", ENDS)
+def test_an_end_is_named_and_the_run_goes_on_after_it(tmp_path, data, end):
+    out, (statement, ranks, number, message, step) = tmp_path / "run", ENDS[end]
+    timeout_s = 15 if end == "a hang" else 300
+    (tmp_path / "ends.py").write_text(
         "import os, signal, sys, time\n"
         "from datetime import timedelta\n"
         "from nsa_cli.app import main\n"
@@ -124,46 +134,30 @@ def lines_of_a_run_that_ends(out, data, rank, statement, timeout_s=300):
         "step, steps = Lanes.step, []\n"
         "def broken(self):\n"
         "    steps.append(0)\n"
-        f"    if os.environ['RANK'] == '{rank}' and len(steps) == 3:\n"
+        f"    if os.environ['RANK'] in '{ranks}' and len(steps) == {number}:\n"
         f"        {statement}\n"
         "    return step(self)\n"
         f"Lanes.step, parallel.TIMEOUT = broken, timedelta(seconds={timeout_s})\n"
         "main(sys.argv[1:])\n"
     )
-    options = ["--device", "cpu", *data, "--steps", "6", "--save-every", "1"]
-    command = [*TORCHRUN, "2", str(script), "train", "--out", str(out), *options]
+    options = ["--device", "cpu", *data, "--steps", "6", "--save-every", "2", "--out", str(out)]
+    command = [sys.executable, *TORCHRUN, "2", str(tmp_path / "ends.py"), "train", *options]
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=100, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert time.monotonic() - started < 80
     assert done.returncode == 1
-    assert time.monotonic() - started < 60
-    return done.stderr.splitlines()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("end", END)
-def test_a_process_that_ends_is_named_and_the_run_goes_on_after_it(tmp_path, data, rank, end):
-    """The process ends in step 3, while the others wait for it in a collective."""
-    out, (statement, message) = tmp_path / "run", END[end]
-    lines = lines_of_a_run_that_ends(out, data, rank, statement)
-    said = [line for line in lines if line.startswith(f"nsa: process {rank} of 2 {message}")]
-    assert len(said) == 1, lines
-    assert f"step 2 of 6 is saved in {out / checkpoint.FILE}" in said[0]
+    lines = done.stderr.splitlines()
+    said = [line for line in lines if line.startswith("nsa: ")]
+    assert len(said) == 1, done.stderr
+    assert said[0].startswith(f"nsa: {message}")
+    assert said[0].endswith(f"; step {step} of 6 is saved in {out}")
     again = lines[lines.index(said[0]) + 2]
     assert again.startswith("torchrun --nproc-per-node 2 -m nsa_cli train --out")
     assert again.endswith("--resume")
-    records = train_records(out, 3, "--resume")
-    assert [r["step"] for r in records] == [0, 1, 2, 3]
-
-
-def test_a_process_that_hangs_ends_the_run_after_the_timeout(tmp_path, data):
-    out = tmp_path / "run"
-    lines = lines_of_a_run_that_ends(out, data, 1, "time.sleep(600)", timeout_s=15)
-    said = [line for line in lines if line.startswith("nsa: process 0 of 2 ended: RuntimeError")]
-    assert len(said) == 1, lines
-    assert "imed out" in said[0]
-    assert "step 2 of 6 is saved in" in said[0]
+    training = open_folder(out).training
+    assert (training.step, training.processes) == (step, 2)
+    records = train_records(out, step + 1, "--resume", launched=0)
+    assert [r["step"] for r in records] == [*range(step + 2)]
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

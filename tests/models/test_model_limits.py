@@ -1,4 +1,4 @@
-"""Integers beyond reason in models, training runs and generation are refused at once."""
+"""Integers beyond reason in models and training runs are refused at once."""
 
 import functools
 import json
@@ -14,9 +14,8 @@ from nsa_core.limits import shown
 from nsa_models.hf.configs import layer_spec
 from nsa_models.inspect.subject import inspect_text
 from nsa_models.lm.config import LMConfig, size
+from nsa_models.lm.config_json import config_of, json_of
 from nsa_models.lm.data import TextRows
-from nsa_models.lm.generate import generate
-from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.synthetic import RecallRows, UniformRows
 from nsa_models.lm.task import DataSpec
@@ -27,23 +26,16 @@ TOKENS = 2**31 - 1
 SEED = 2**63 - 1
 X = torch.zeros(1, 8, 2, 4)
 TINY = size("tiny")
-PROMPT = torch.zeros(1, 1, dtype=torch.long)
 
 
-@functools.cache
-def _model(attention: str = "nsa") -> LanguageModel:
-    return LanguageModel(size("tiny", attention=attention))
+def _json(name: str, value: object) -> object:
+    """Read the number from config.json."""
+    return config_of({**json_of(TINY, 8, None), name: value})
 
 
-def _header(name: str, value: object) -> object:
-    """Read the number from the header of a checkpoint."""
-    values = json.loads(json.dumps({**TINY.to_dict(), name: value}))
-    return LMConfig.from_dict(values)
-
-
-def _layer_of_header(name: str, value: object) -> object:
-    values = TINY.to_dict()
-    return LMConfig.from_dict({**values, "layer": {**values["layer"], name: value}})
+def _nsa_of_json(name: str, value: object) -> object:
+    values = json_of(TINY, 8, None)
+    return config_of({**values, "nsa": {**values["nsa"], name: value}})
 
 
 def _hf_model(name: str, value: object) -> object:
@@ -77,10 +69,10 @@ OF_ROWS = {"vocab_size": 2**24, "length": TOKENS}
 # call -> (how to pass a value under a name, the names and their limits)
 CALLS: Mapping[str, tuple[Callable[[str, Any], object], Mapping[str, int]]] = {
     "LMConfig": (lambda name, value: size("tiny", **{name: value}), OF_LM),
-    "header": (_header, OF_LM),
-    "layer of header": (
-        _layer_of_header,
-        {"dim": 2**20, "n_heads": 4096, "window_size": TOKENS, "select_block_size": TOKENS},
+    "config.json": (_json, OF_HF),
+    "nsa of config.json": (
+        _nsa_of_json,
+        dict.fromkeys(("window_size", "select_block_size", "num_selected_blocks"), TOKENS),
     ),
     "Recipe": (
         lambda name, value: Recipe(**{name: value}),
@@ -99,18 +91,6 @@ CALLS: Mapping[str, tuple[Callable[[str, Any], object], Mapping[str, int]]] = {
         OF_ROWS | {"held_out_rows": TOKENS, "seed": SEED},
     ),
     "TextRows": (lambda name, value: TextRows(None, None, value), {"length": TOKENS}),
-    "generate": (
-        lambda name, value: generate(_model(), PROMPT, **{"max_new_tokens": 1, name: value}),
-        {"max_new_tokens": TOKENS, "top_k": TOKENS, "seed": SEED},
-    ),
-    "new_caches": (
-        lambda name, value: _model().new_caches(**{"batch": 1, "max_len": 8, name: value}),
-        {"batch": TOKENS, "max_len": TOKENS},
-    ),
-    "new_caches, dense": (
-        lambda name, value: _model("dense").new_caches(**{"batch": 1, "max_len": 8, name: value}),
-        {"batch": TOKENS, "max_len": TOKENS},
-    ),
     "inspect_text": (
         lambda name, value: inspect_text("some text", **{name: value}),
         {"max_tokens": TOKENS},
@@ -153,8 +133,8 @@ def test_numbers_out_of_range_are_refused(function: str) -> None:
 
 def test_the_limits_themselves_are_valid() -> None:
     config = LMConfig(TINY.layer, n_layers=1024, vocab_size=2**24, mlp_dim=2**20)
-    assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert Recipe(**dict.fromkeys(OF_RUN[:6], TOKENS), seed=SEED).seed == SEED  # type: ignore[arg-type]
+    assert config_of(json.loads(json.dumps(json_of(config, TOKENS, None)))) == config
+    assert Recipe(**dict.fromkeys(OF_RUN[:6], TOKENS), seed=SEED).seed == SEED
     assert Recipe(seed=-SEED).seed == -SEED
     values = {"num_hidden_layers": 1024, "vocab_size": 2**24, "intermediate_size": 2**20}
     assert layer_spec(DENSE_CONFIGS["llama"](**{**SIZES, **values})).config.dim == 32

@@ -18,7 +18,7 @@ from killed_writes import killed_at
 from nsa_core.util import atomic_files
 from nsa_core.util.atomic_files import NotWritten
 from nsa_models.hf import conversion
-from nsa_models.lm import run_folder, saving
+from nsa_models.lm import model_folder, run_folder, saving
 from nsa_models.lm.model_folder import open_folder
 from nsa_models.lm.run_folder import CONFIG, INDEX
 from nsa_models.lm.tokens import TOKENIZER, TOKENIZER_CONFIG
@@ -96,7 +96,9 @@ def test_every_file_is_on_the_disk_before_the_index_names_it(trainer, tmp_path):
         trainer.save(out)
     assert not effects.dead
     names = effects.names
-    (replaced,) = (n for n, name in enumerate(names) if name.startswith(f"os.rename {out}/.{INDEX}"))
+    (replaced,) = (
+        n for n, name in enumerate(names) if name.startswith(f"os.rename {out}/.{INDEX}")
+    )
     synced = {name.removeprefix("fsync ") for name in names[:replaced]}
     tensors = {str(path) for path in out.rglob("*.safetensors")}
     assert len(tensors) == 2
@@ -153,3 +155,18 @@ def test_a_save_that_fails_leaves_the_last_one(trainer, tmp_path, monkeypatch, f
     assert open_folder(trainer.rescued).training.step == 2
     shutil.copytree(trainer.rescued, out, dirs_exist_ok=True)
     assert trainer_of(0, 1, resume=out).step_number == 2
+
+
+def test_a_run_that_is_replaced_while_it_is_read_is_the_new_one(trainer, tmp_path, monkeypatch):
+    save(trainer, tmp_path / "run")
+    check, saved = model_folder._check_own, []
+
+    def replaced(*arguments):
+        if not saved:
+            saved.append(save(trainer, tmp_path / "run"))
+        return check(*arguments)
+
+    monkeypatch.setattr(model_folder, "_check_own", replaced)
+    opened = open_folder(tmp_path / "run")
+    assert opened.training.step == 2
+    assert are_equal(tensors_of(tmp_path / "run"), saved[0])

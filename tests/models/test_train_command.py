@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pathlib
 import re
 import runpy
 import shlex
-import signal
 import subprocess
 import sys
-import time
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,17 @@ from nsa_bench.roofline import Peaks
 from nsa_cli import train_options
 from nsa_cli.choices import errors_name_options
 from nsa_core import InvalidInput
-from nsa_models.lm import checkpoint, log
+from nsa_core.util import atomic_files
+from nsa_models.lm import log, saving
 from nsa_models.lm import train as train_module
 from nsa_models.lm.config import SIZES
+from nsa_models.lm.model_folder import open_folder
 from nsa_models.lm.parallel import KINDS, World
 from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.run_folder import INDEX
 from nsa_models.lm.task import DataSpec
 
-pytest.importorskip("safetensors")
+pytestmark = pytest.mark.usefixtures("no_timing")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SMALL = [
     "--device",
@@ -45,23 +49,6 @@ NO_TORCHRUN = (
     " this one: start N processes with torchrun --nproc-per-node N -m nsa_cli train and the same"
     " options, or leave --parallel out to train on one process"
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = Peaks(1e9, 1e9)
-    monkeypatch.setattr(train_module, "measure_peaks", lambda *_: peaks)
-
-
-@pytest.fixture
-def text(tmp_path: pathlib.Path) -> str:
-    """Return the path of a file with sixty documents."""
-    lines = (
-        f'{{"text": "this is document {n} of sixty, {"and so on, " * n}the end"}}\n'
-        for n in range(60)
-    )
-    (tmp_path / "text.jsonl").write_text("".join(lines))
-    return str(tmp_path / "text.jsonl")
 
 
 def test_no_share_above_the_matrix_rate_is_printed(nsa, text, tmp_path, monkeypatch):
@@ -88,9 +75,14 @@ def test_a_run_writes_files_resumes_and_generates(nsa, text, tmp_path):
         "unigram",
     ]
     assert f"256 tokens of {text}, kept in {out}" in trained.out
-    assert sorted(p.name for p in out.iterdir()) == [checkpoint.FILE, log.FILE]
+    (weights,) = (p.name for p in out.glob("model-*"))
+    assert re.fullmatch(r"model-4-[0-9a-f]{8}-1-of-1\.safetensors", weights)
+    assert sorted(p.name for p in out.iterdir()) == [
+        *("config.json", log.FILE, weights, INDEX, "optimizer"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    ]
     assert plot.read_bytes().startswith(b"<?xml")
-    assert checkpoint.read(out).facts["data"]["length"] == 32
+    assert open_folder(out).training.data.length == 32
 
     resumed = nsa("train", "--out", str(out), "--resume", "--steps", "5")
     entropy = trained.out.splitlines()[-2]
@@ -130,13 +122,13 @@ def test_existing_files_and_wrong_arguments_are_refused(nsa, text, tmp_path):
         (["--out", str(tmp_path / "new"), "--png", text], "exists; give --force"),
         (
             ["--out", str(out), "--resume", "--batch", "4", "--lr", "1"],
-            "--batch, --lr: set by the checkpoint with --resume; leave them out",
+            "--batch, --lr: set by the folder of --resume; leave them out",
         ),
         (
             ["--out", str(out), "--resume", "--held-out-rows", "5"],
-            "--held-out-rows: set by the checkpoint with --resume; leave it out",
+            "--held-out-rows: set by the folder of --resume; leave it out",
         ),
-        (["--out", str(out), "--resume"], "has no checkpoint, so there is nothing to go on with"),
+        (["--out", str(out), "--resume"], "has no saved run, so there is nothing to go on with"),
         (
             ["--out", str(tmp_path / "new"), "--size", "huge"],
             "one of tiny, toy, m7c_125m, got 'huge'",
@@ -161,10 +153,6 @@ def test_existing_files_and_wrong_arguments_are_refused(nsa, text, tmp_path):
         (
             ["--out", str(tmp_path / "new"), "--data", "recall", "--held-out", "0.5"],
             "--held-out: only with text",
-        ),
-        (
-            ["--out", str(tmp_path / "new"), "--from-dense", text, "--attention", "dense"],
-            "begins a model with NSA",
         ),
         (["--out", str(tmp_path / "new"), "--seed", str(2**63)], "--seed"),
     ):
@@ -214,13 +202,13 @@ def test_a_single_process_of_torchrun_may_name_its_parallelism(
     with monkeypatch.context() as patch:
         patch.setattr("nsa_models.lm.parallel.join", lambda _: world)
         assert nsa("train", "--out", str(out), *options).code == 0
-    assert checkpoint.read(out).facts["train"]["parallel"] == kind
+    assert open_folder(out).training.recipe.parallel == kind
     # Without torchrun, a resumed run may leave the option out, but not repeat it.
     again = ["train", "--out", str(out), "--device", "cpu", "--resume", "--steps", "2"]
     refused = nsa(*again, "--parallel", kind)
     assert (refused.code, refused.err) == (2, f"nsa: {NO_TORCHRUN.format(kind=kind)}\n")
     assert nsa(*again).code == 0
-    assert checkpoint.read(out).facts["step"] == 2
+    assert open_folder(out).training.step == 2
 
 
 def test_field_names_inside_a_path_are_not_replaced():
@@ -233,17 +221,21 @@ def test_field_names_inside_a_path_are_not_replaced():
     assert str(caught.value) == text.format("--")
 
 
-def test_a_forced_new_run_removes_the_old_checkpoint(nsa, text, tmp_path, monkeypatch):
+def test_a_forced_new_run_removes_the_old_one(nsa, text, tmp_path, monkeypatch):
     out = ["--out", str(tmp_path / "run"), "--data", text, "--steps", "1", *SMALL]
     assert nsa("train", *out).code == 0
 
     def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt  # as the second Ctrl-C
 
-    monkeypatch.setattr("nsa_models.lm.trainer.Trainer.step", killed)
-    assert nsa("train", *out, "--force").code == 130
+    with monkeypatch.context() as patch:
+        patch.setattr("nsa_models.lm.trainer.Trainer.step", killed)
+        stopped = nsa("train", *out, "--force")
+    again = stopped.err.splitlines()[-1]
+    assert (stopped.code, again.endswith(" --force")) == (130, True)
     done = nsa("train", "--out", str(tmp_path / "run"), "--resume")
     assert (done.code, "give --force instead of --resume" in done.err) == (2, True)
+    assert nsa(*shlex.split(again)[1:]).code == 0
 
 
 @pytest.mark.parametrize(
@@ -270,20 +262,7 @@ def test_tasks_print_their_best_loss_or_accuracy(nsa, tmp_path):
     done = nsa("train", "--out", str(tmp_path / "r"), "--data", "recall", *options)
     assert "right answers on held-out rows:" in done.out
     done = nsa("generate", "--checkpoint", str(tmp_path / "r"), "--prompt", "x")
-    assert (done.code, "trained on the task recall: it has no text" in done.err) == (2, True)
-
-
-@pytest.mark.slow
-def test_a_run_with_nsa_starts_from_a_dense_run(nsa, text, tmp_path):
-    dense = ["--data", text, "--attention", "dense", "--steps", "1", *SMALL]
-    assert nsa("train", "--out", str(tmp_path / "dense"), *dense).code == 0
-    start = ["--from-dense", str(tmp_path / "dense"), "--data", text, "--steps", "1", *SMALL]
-    assert nsa("train", "--out", str(tmp_path / "nsa"), *start).code == 0
-    assert checkpoint.read(tmp_path / "nsa").config.attention == "nsa"
-    start[1] = str(tmp_path / "nsa")
-    done = nsa("train", "--out", str(tmp_path / "again"), *start)
-    assert done.code == 2
-    assert "is not a dense model; its attention is nsa" in done.err
+    assert (done.code, "was trained on a task, which has no tokenizer" in done.err) == (2, True)
 
 
 def test_options_cover_existing_fields_and_sizes():
@@ -295,72 +274,66 @@ def test_options_cover_existing_fields_and_sizes():
     assert help_of_size == f"{', '.join(list(SIZES)[:-1])} or {list(SIZES)[-1]}."
 
 
-@pytest.mark.slow
-def test_ctrl_c_saves_and_exits_with_130(text, tmp_path):
-    out = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "nsa_cli",
-        "train",
-        "--out",
-        str(out),
-        "--data",
-        text,
-        "--steps",
-        "100000",
-        *SMALL,
-    ]
-    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    # Background jobs ignore SIGINT by default.
-    code += f"from nsa_cli.app import main; main({command[3:]!r})"
-    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    try:
-        until = time.monotonic() + 240
-        while time.monotonic() < until and child.poll() is None:
-            if (out / log.FILE).exists() and len((out / log.FILE).read_text().splitlines()) > 3:
-                break
-            time.sleep(0.2)
-        child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=240)
-    finally:
-        child.kill()
-    step = log.read_log(out / log.FILE)[1][-1]["step"]
-    assert (child.returncode, err.splitlines()[-3:]) == (
-        130,
-        [
-            f"nsa: ended by Ctrl-C; step {step} of 100000 is saved in {out / checkpoint.FILE}",
-            "To go on:",
-            f"nsa train --out {out} --device cpu --resume",
-        ],
-    )
-    assert checkpoint.read(out).facts["step"] == step
+@pytest.mark.few_cases("28")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
+def test_a_run_that_cannot_be_written_is_kept_elsewhere(nsa, text, tmp_path, monkeypatch, number):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    out, write = tmp_path / "run", saving._write_tensors
+    assert nsa("train", "--out", str(out), "--data", text, "--steps", "1", *SMALL).code == 0
 
+    def failing(file: pathlib.Path, *arguments: Any) -> None:
+        if file.is_relative_to(out):
+            with atomic_files.writing(file):
+                raise OSError(number, os.strerror(number))
+        write(file, *arguments)
 
-def test_sigterm_saves_and_prints_a_command_that_goes_on(nsa, text, tmp_path, monkeypatch):
-    report = log.Log.write
-    out = tmp_path / "my run"
     with monkeypatch.context() as patch:
-        signals = [signal.SIGTERM]  # before the first step
-        patch.setattr(
-            log.Log,
-            "write",
-            lambda *given: (report(*given), signals and signal.raise_signal(signals.pop())),
-        )
-        arguments = ["--out", str(out), "--data", text, "--steps", "2", "--threads", "1", *SMALL]
-        done = nsa("train", *arguments)
-    command = f"nsa train --out '{out}' --device cpu --threads 1 --resume"
-    assert (done.code, done.err.splitlines()) == (
-        143,
-        [
-            f"nsa: ended by SIGTERM; step 1 of 2 is saved in {out / checkpoint.FILE}",
-            "To go on:",
-            command,
-        ],
+        patch.setattr(saving, "_write_tensors", failing)
+        resume = ["--resume", "--steps", "3", "--save-every", "2"]
+        done = nsa("train", "--out", str(out), *resume)
+    assert done.code == 5, done.err
+    first, copied, command = done.err.splitlines()
+    assert re.match(rf"nsa: could not write {out}/model-2-\S+: {os.strerror(number)}; ", first)
+    assert open_folder(out).training.step == 1
+    kept = shlex.split(copied)[2].removesuffix("/.")
+    assert f"step 2 is kept in {kept}. To go on, first make room:" in first
+    assert subprocess.run(shlex.split(copied), check=False).returncode == 0
+    assert nsa(*shlex.split(command)[1:], "--steps", "3").code == 0
+    assert open_folder(out).training.step == 3
+    assert [r["step"] for r in log.read_log(out / log.FILE)[1]] == [0, 1, 2, 3]
+
+
+def test_an_altered_run_is_refused_by_every_command(nsa, text, tmp_path):
+    run, new = str(tmp_path / "run"), str(tmp_path / "new")
+    assert nsa("train", "--out", run, "--data", text, "--steps", "1", *SMALL).code == 0
+    (file,) = (tmp_path / "run").glob("model-*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for command in (
+        ["generate", "--checkpoint", run],
+        ["train", "--out", run, "--resume"],
+        ["train", "--out", new, "--from", run, "--data", text, *SMALL],
+        ["inspect", "--text", text, "--checkpoint", run, "--out", new],
+        ["convert", "--hf", run, "--out", new],
+    ):
+        done = nsa(*command)
+        assert (done.code, f"{file} was altered" in done.err) == (2, True), done.err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_damaged_log_is_kept_and_said(nsa, text, tmp_path):
+    run = tmp_path / "run"
+    assert nsa("train", "--out", str(run), "--data", text, "--steps", "1", *SMALL).code == 0
+    (run / log.FILE).write_text("half")
+    done = nsa("train", "--out", str(run), "--resume", "--steps", "2")
+    (aside,) = run.glob("log.jsonl.damaged-*")
+    said = " ".join(done.err.split())
+    assert (done.code, aside.read_text()) == (0, "half")
+    assert said == (
+        f"{run / log.FILE} could not be read. It is kept as {aside.name}, and a new log begins."
     )
-    assert checkpoint.read(out).facts["step"] == 1
-    assert nsa(*shlex.split(command)[1:]).code == 0
-    assert checkpoint.read(out).facts["step"] == 2
+    assert [r["step"] for r in log.read_log(run / log.FILE)[1]] == [2]
 
 
 @pytest.mark.slow

@@ -138,19 +138,18 @@ ENDS: dict[str, tuple[Plant, type[BaseException], str, int]] = {
 
 
 @pytest.mark.parametrize("end", [*ENDS, "report"])
-def test_the_last_complete_step_is_saved_and_goes_on_exactly(
-    reference, tmp_path, monkeypatch, end
-):
+def test_the_last_complete_step_is_saved_and_goes_on_exactly(reference, tmp_path, monkeypatch, end):
     def report(progress: Any) -> None:
         if end == "report" and progress.step == 4:
             raise ZeroDivisionError("planted")
 
     plant, kind, text, step = ENDS.get(end, (None, ZeroDivisionError, "planted", 4))
     trainer = trainer_of(0, 1, **RECIPE)
-    with monkeypatch.context() as patch, pytest.raises(kind, match=text):
+    with monkeypatch.context() as patch:
         if plant is not None:
             plant(patch, trainer)
-        train(trainer, tmp_path, report)
+        with pytest.raises(kind, match=text):
+            train(trainer, tmp_path, report)
     assert open_folder(tmp_path).training.step == trainer.saved_step == step
     # A step that was logged before its process was killed.
     with open(tmp_path / log.FILE, "a") as file:
@@ -167,20 +166,22 @@ def test_the_last_complete_step_is_saved_and_goes_on_exactly(
     assert are_equal(random, {n: reference.random[n] for n in random})
 
 
-def lost_device(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
+def unreadable(error: Exception) -> Plant:
     """Raise in step 5, and then whenever a tensor is read."""
 
-    def lost(*_: Any, **__: Any) -> Any:
-        raise torch.AcceleratorError("device lost", 1)
+    def plant(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
+        def lost(*_: Any, **__: Any) -> Any:
+            raise type(error)("of a read", 1)
 
-    def lose() -> None:
-        for module, name in ((saving, "unshard"), (StepResult, "read")):
-            patch.setattr(module, name, lost)
-        lost()
+        def lose() -> None:
+            for module, name in ((saving, "unshard"), (StepResult, "read")):
+                patch.setattr(module, name, lost)
+            raise error
 
-    patch.setattr(
-        trainer.replica, "forward", on_call(10, None, trainer.replica.forward, act=lose)
-    )
+        forward = on_call(10, None, trainer.replica.forward, act=lose)
+        patch.setattr(trainer.replica, "forward", forward)
+
+    return plant
 
 
 def of_optimizer(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
@@ -216,11 +217,18 @@ def unwritable(patch: pytest.MonkeyPatch, trainer: Trainer) -> None:
         raise atomic_files.NotWritten(errno.ENOSPC, "No space left on device", "run")
 
     write = saving._write_index
-    patch.setattr(saving, "_write_index", lambda *given: full() if trainer.saved_step else write(*given))
+    patch.setattr(
+        saving, "_write_index", lambda *given: full() if trainer.saved_step else write(*given)
+    )
 
 
 UNSAVED: dict[str, tuple[Plant, type[BaseException], str]] = {
-    "lost device": (lost_device, torch.AcceleratorError, "device lost"),
+    "lost device": (
+        unreadable(torch.AcceleratorError("device lost", 1)),
+        torch.AcceleratorError,
+        "device lost",
+    ),
+    "full memory": (unreadable(MemoryError("planted")), MemoryError, "planted"),
     "optimizer": (of_optimizer, MemoryError, "planted"),
     "loss": (not_finite(0), NotFinite, "step 5: the loss is nan"),
     "gradient": (not_finite(2), NotFinite, "step 5: the loss is .* gradient norm is nan"),
@@ -234,9 +242,10 @@ def test_a_state_that_is_not_whole_is_not_saved(tmp_path, monkeypatch, end):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (out := tmp_path / "run").mkdir()
     trainer = trainer_of(0, 1, **{**RECIPE, "save_every": 2})
-    with monkeypatch.context() as patch, pytest.raises(kind, match=text):
+    with monkeypatch.context() as patch:
         plant(patch, trainer)
-        train(trainer, out)
+        with pytest.raises(kind, match=text):
+            train(trainer, out)
     step = 2 if end == "full disk" else 4
     assert trainer.saved_step == open_folder(out).training.step == step
     assert trainer.rescued is None
@@ -309,12 +318,15 @@ def test_the_log_of_another_run_is_refused(run, tmp_path):
     trainer = trainer_of(0, 1, resume=run)
     header = (run / log.FILE).read_text().replace('"length": 33', '"length": 34')
     (run / log.FILE).write_text(header)
-    with pytest.raises(InvalidInput, match="belongs to another run than the model beside it: its data"):
+    with pytest.raises(
+        InvalidInput, match="belongs to another run than the model beside it: its data"
+    ):
         train(trainer, run)
     assert (run / log.FILE).read_text() == header
 
 
-SMALL = "--device cpu --length 32 --batch 2 --held-out-rows 1 --eval-every 2 --threads 1".split()
+SMALL = ["--device", "cpu", "--length", "32", "--batch", "2", "--held-out-rows", "1"]
+SMALL += ["--eval-every", "2", "--threads", "1"]
 
 
 @pytest.mark.parametrize(
@@ -341,11 +353,7 @@ def test_the_command_names_the_end_and_the_step_and_how_to_go_on(
     command = f"nsa train --out '{out}' --device cpu --threads 1 --resume"
     assert done.code == code, done.err
     lines = done.err.splitlines()
-    assert lines[-3:] == [
-        f"nsa: {message}; step 4 of 5 is saved in {out}",
-        "To go on:",
-        command,
-    ]
+    assert lines[-3:] == [f"nsa: {message}; step 4 of 5 is saved in {out}", "To go on:", command]
     is_unexpected = isinstance(end, ZeroDivisionError)
     assert ("Traceback" in done.err, len(lines) == 3) == (is_unexpected, not is_unexpected)
     assert nsa(*shlex.split(command)[1:]).code == 0

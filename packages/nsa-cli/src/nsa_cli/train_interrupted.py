@@ -85,12 +85,13 @@ def end_of(training: Training, world: World) -> Callable[[int, str], None]:
     """Return a function that ends this process because another one is lost.
 
     It does not return to the training, which may wait for the lost process for ever. One of the
-    processes that are left explains the end.
+    processes that are left explains the end, unless the first one has explained its own.
     """
+    from nsa_models.lm.watch import ENDED
 
     def end(lost: int, reason: str) -> None:
         try:
-            if world.rank == (1 if lost == 0 else 0):
+            if world.rank == 0 or (lost == 0 and world.rank == 1 and ENDED not in reason):
                 _explain(reason, training, for_all=True)
         finally:
             os._exit(output.FAILED)

@@ -158,8 +158,9 @@ class _Run:
         if isinstance(error, (KeyboardInterrupt, NotFinite, NotSaved)):
             return
         traceback.clear_frames(error.__traceback__)  # they hold activations of the step
-        # Errors of a lost device or group; the last save stays.
-        with contextlib.suppress(NSAError, RuntimeError, OSError):
+        # Errors of a lost device or group, or of a full memory: the last save stays, and the caller
+        # gets the first error.
+        with contextlib.suppress(Exception):
             ready = trainer.undo_unfinished_step()
             if self._meeting.all_at(trainer.step_number if ready else -1) and not is_saved:
                 if self._pending is not None:

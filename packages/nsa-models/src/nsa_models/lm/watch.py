@@ -28,6 +28,7 @@ _EVERY_S = 0.5
 SILENT_S, SILENT_AFTER_ERROR_S = 25.0, 4.0
 # An error that all processes meet, such as a refused option, ends each of them by itself.
 COMMON_ERROR_S = 3.0
+ENDED = " ended: "  # in the reason of a process that ended by itself
 _LEFT, _COUNT = "nsa-watch/left", "nsa-watch/count"
 _STORE_TIMEOUT = timedelta(seconds=10)
 
@@ -133,7 +134,7 @@ class Watch:
         if self._store.check([f"{_LEFT}/{rank}"]):
             reason = self._store.get(f"{_LEFT}/{rank}").decode(errors="replace")
             self._left.add(rank)
-            return "" if reason == _LEFT else f"{name} ended: {reason}"
+            return "" if reason == _LEFT else f"{name}{ENDED}{reason}"
         if self._store.check([f"{_COUNT}/{rank}"]):
             count = self._store.get(f"{_COUNT}/{rank}").decode()
             if count != counts[rank]:

@@ -1,0 +1,56 @@
+"""The mass of the selected blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from nsa_core import InvalidInput
+from nsa_models.lm.mass import selected_mass
+from nsa_models.lm.model import LanguageModel
+
+
+def test_selected_mass_equals_a_sum_key_by_key(config):
+    """Compare the first layer with a sum over the selected keys."""
+    model = LanguageModel(config).double()
+    lengths, layer = [30, 5, 22], config.layer
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    tokens = torch.randint(256, (57,))
+    block = model.blocks[0]
+    x = block.attn_norm(model.embed(tokens))
+    projected = block.attn.project(x, bounds)
+    plan = block.attn.plan
+    _, lse = plan.cmp(projected.q, projected.k_cmp, projected.v_cmp, cu_seqlens=bounds)
+    blocks = plan.select(projected.q, projected.k_cmp, lse, cu_seqlens=bounds)
+    masses, shares = [], []
+    for first, length in zip(bounds.tolist(), lengths):
+        for t in range(layer.num_selected_blocks * layer.select_block_size, length):
+            for head in range(4):
+                q, k = (
+                    projected.q[first + t, head],
+                    projected.k[1][first : first + t + 1, head // 2],
+                )
+                p = (k @ q * layer.softmax_scale).softmax(0)
+                chosen = blocks[first + t, head // 2].tolist()
+                inside = torch.tensor(
+                    [j // layer.select_block_size in chosen for j in range(t + 1)]
+                )
+                masses.append(p[inside].sum())
+                shares.append(inside.double().mean())
+    result = selected_mass(model, tokens, bounds, rows=1000)
+    assert len(result) == 2
+    assert result[0].selected == pytest.approx(torch.stack(masses).mean().item(), abs=1e-5)
+    assert result[0].keys == pytest.approx(torch.stack(shares).mean().item(), abs=1e-5)
+    assert selected_mass(model, tokens[:30], rows=5)[1].selected < 1
+
+
+def test_selected_mass_needs_nsa_and_a_long_document(config):
+    with pytest.raises(InvalidInput, match="longer than num_selected_blocks blocks, 16 tokens"):
+        selected_mass(LanguageModel(config), torch.zeros(16, dtype=torch.long))
+    with pytest.raises(InvalidInput, match="attention 'dense' selects no blocks"):
+        selected_mass(
+            LanguageModel(dataclasses.replace(config, attention="dense")),
+            torch.zeros(40, dtype=torch.long),
+        )
