@@ -129,7 +129,7 @@ def change_weights(folder, change):
             lambda f: change_weights(f, lambda t: t.update(extra=torch.ones(2))),
             "'extra' is not a parameter of the model",
         ),
-        (lambda f: (f / "config.json").unlink(), "config.json cannot be read: No such file"),
+        (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_carried_over_is_refused(damage, message, tmp_path):

@@ -101,6 +101,11 @@ def test_a_run_writes_files_resumes_and_generates(nsa, text, tmp_path):
     assert texts[0].code == 0
     assert texts[0].out == texts[1].out
     assert texts[0].out.startswith("this")
+    coldest = ("--max-new-tokens", "8", "--temperature", "5e-324", "--prompt", "this")
+    greedy = (*coldest[:3], "0", *coldest[4:])
+    cold = [nsa("generate", "--checkpoint", str(out), *options) for options in (coldest, greedy)]
+    assert cold[0] == cold[1]
+    assert cold[0].code == 0
     refused = nsa("generate", "--checkpoint", str(out), "--temperature", "inf")
     assert (refused.code, refused.err) == (
         2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,9 @@ from nsa_cli.choices import (
     tokens,
 )
 from nsa_cli.extras import need_extras
+
+# Below it, logits divided by it overflow, and the most likely token has all the probability.
+_COLDEST = 1e-6
 
 
 def generate(
@@ -42,6 +46,7 @@ def generate(
 ) -> None:
     """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
     with output.exit_codes():
+        _check_temperature(temperature)
         need_extras("nsa generate", ["safetensors", "transformers"])
         torch_device = pick_device(device, threads)
         import torch
@@ -62,11 +67,12 @@ def generate(
         model = load_model(folder, **options).to(torch_device).eval()
         tokens = torch.tensor([new_text_ids(tokenizer, prompt)], device=torch_device)
         torch.manual_seed(seed)
-        sampling = {"temperature": temperature, "top_k": top_k or 0} if temperature else {}
+        is_sampled = temperature >= _COLDEST
+        sampling = {"temperature": temperature, "top_k": top_k or 0} if is_sampled else {}
         # The folder's own generation_config.json has no effect: the options say what happens.
         config = GenerationConfig(
             max_new_tokens=max_new_tokens,
-            do_sample=temperature > 0,
+            do_sample=is_sampled,
             eos_token_id=model.config.eos_token_id,
             pad_token_id=tokenizer.eos_token_id,
             **sampling,
@@ -77,3 +83,10 @@ def generate(
             all_tokens = model.generate(tokens, attention_mask=mask, generation_config=config)
             new_tokens = all_tokens[0, tokens.shape[1] :].tolist()
         print(escape_control(prompt + tokenizer.decode(new_tokens, skip_special_tokens=True)))
+
+
+def _check_temperature(temperature: float) -> None:
+    from nsa_core.errors import InvalidInput
+
+    if not temperature < math.inf:
+        raise InvalidInput(f"--temperature must be finite and >= 0, got {temperature}")

@@ -124,7 +124,6 @@ RENAMED = {
     "precision": "dtype",
     "graph": "cuda_graph",
     "vocab_size": "vocab",
-    "from": "from_",
 }
 TASKS_ONLY, TEXT_ONLY = ("vocab",), ("tokenizer", "text_field", "held_out")
 # Options that the folder of --from decides.

@@ -367,7 +367,7 @@ class Trainer:
             write(folder)
         except NotWritten as error:
             self.rescued = self._write_somewhere(write)
-            raise NotSaved(*error.args) from error
+            raise NotSaved(error.errno, error.strerror, error.filename) from error
         self.saved_step = self.step_number
 
     def _write_somewhere(self, write: Callable[[Path], None]) -> Path | None:
