@@ -69,7 +69,7 @@ def trainer_of(
         groups: number of key/value heads; 2 ranks divide the tokens of 3 in mode sequence.
         recipe: fields of the recipe.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(99 if resume else 0)  # a resumed run has neither the weights nor the state
     rows = text() if data == "text" else task()
     layer = dataclasses.replace(LAYER, n_heads=2 * groups, n_kv_heads=groups)
     config = LMConfig(layer, 2, rows.vocab_size, mlp_dim=32)
