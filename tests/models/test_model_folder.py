@@ -130,10 +130,15 @@ def test_a_model_of_transformers_is_trained(tmp_path, source, attention):
     assert again.config.rope_parameters == model.config.rope_parameters
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["plain", "".join(map(chr, range(0x800))), "\n\t\x00 \x7f", "日本 🙂", "  two  spaces", ""],
-)
+TEXTS = {
+    "no text": "",
+    "two bytes": "".join(map(chr, range(0x800))),
+    "more bytes": "日本 🙂",
+    "spaces": "\n\t  two  spaces",
+}
+
+
+@pytest.mark.parametrize("content", TEXTS.values(), ids=TEXTS.keys())
 def test_the_tokenizer_of_bytes_gives_the_ids_of_the_training(write_run, content):
     folder = open_folder(write_run(model_of("Llama", "nsa"), ByteTokenizer()))
     assert isinstance(folder.tokenizer(), ByteTokenizer)
