@@ -284,14 +284,6 @@ def test_a_sighup_that_nohup_ignores_ends_nothing(reference, tmp_path):
     assert are_equal(tensors_of(tmp_path), tensors_of(reference.folder))
 
 
-def test_the_measured_rate_leaves_the_random_state():
-    from nsa_bench.roofline import measure_peaks
-
-    before = torch.get_rng_state()
-    measure_peaks("cpu", torch.float32)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.fixture
 def run(reference: Reference, tmp_path: pathlib.Path) -> pathlib.Path:
     """Return a copy of the uninterrupted run."""
