@@ -137,6 +137,7 @@ ENDS: dict[str, tuple[Plant, type[BaseException], str, int]] = {
 }
 
 
+@pytest.mark.few_cases("SIGTERM", "memory", "memory of a GPU in an evaluation", "data", "report")
 @pytest.mark.parametrize("end", [*ENDS, "report"])
 def test_the_last_complete_step_is_saved_and_goes_on_exactly(reference, tmp_path, monkeypatch, end):
     def report(progress: Any) -> None:
@@ -236,6 +237,7 @@ UNSAVED: dict[str, tuple[Plant, type[BaseException], str]] = {
 }
 
 
+@pytest.mark.few_cases("lost device", "optimizer", "loss", "full disk")
 @pytest.mark.parametrize("end", UNSAVED)
 def test_a_state_that_is_not_whole_is_not_saved(tmp_path, monkeypatch, end):
     plant, kind, text = UNSAVED[end]
