@@ -1,11 +1,15 @@
 """NSAConfig.from_hf and the names of fields in other libraries."""
 
+import contextlib
 import dataclasses
 import json
+import os
+import pathlib
 
 import pytest
 
 from nsa_core import InvalidInput, NSAConfig
+from nsa_core.hugging_face import _REFUSALS, FIELDS
 
 LLAMA3 = {  # Llama 3 8B
     "architectures": ["LlamaForCausalLM"],
@@ -171,6 +175,49 @@ def test_objects_files_and_folders(tmp_path):
         str(tmp_path / "config.json"),
     ):
         assert NSAConfig.from_hf(source) == expected
+
+
+ODD = {
+    "deep": ("[" * 10**5, "is not JSON: maximum recursion"),
+    "no text": (b"\xff", "is not JSON"),
+    "a list": ("[1]", r"must be a JSON object, got \[1\]"),
+    "long number": (f'{{"hidden_size": {"1" * 5000}}}', "is not JSON: Exceeds the limit"),
+    "large": (b" " * (2**24 + 1), "must be a plain file of at most 16 MiB"),
+}
+
+
+@pytest.mark.parametrize("kind", [*ODD, "pipe", "device", "zero"])
+def test_an_odd_file_is_one_sentence(kind, tmp_path):
+    file = tmp_path / "config.json"
+    content, words = ODD.get(kind, ("", "must be a plain file of at most 16 MiB"))
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "zero":
+        file, words = "config\0.json", "is not JSON: embedded null byte"
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InvalidInput, match=words):
+        NSAConfig.from_hf("/dev/zero" if kind == "device" else file)
+
+
+DEEP: list = []
+for _ in range(900):
+    DEEP = [DEEP]
+VALUES = [None, True, -1, 0, 10**9, 10**5000, float("nan"), "/dev/zero", [], [[1]], {"a": {}}, DEEP]
+
+
+@pytest.mark.parametrize("name", [*_REFUSALS, *FIELDS, "model_type", "text_config"])
+def test_any_value_of_a_field_is_accepted_or_one_sentence(name):
+    for value in VALUES:
+        for values in ({name: value}, {**LLAMA3, name: value}):
+            with contextlib.suppress(InvalidInput):
+                NSAConfig.from_hf(values)
+
+
+@pytest.mark.parametrize("path", ["config.json", pathlib.Path("config.json")])
+def test_a_configuration_names_no_file(path):
+    with pytest.raises(InvalidInput, match="text_config must be a JSON object"):
+        NSAConfig.from_hf({"text_config": path})
 
 
 def test_multi_head_attention_without_kv_heads():

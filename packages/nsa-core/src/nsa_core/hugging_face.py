@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ FIELDS = {
     "rope_theta": "rope_base",
 }
 _REQUIRED = ("hidden_size", "num_attention_heads")
+
+_LARGEST_FILE = 1 << 24  # bytes; a config.json has a few thousand
 
 # Facts that only the code of a model states: model_type -> values that its configuration implies.
 _QKV_BIAS: dict[str, object] = {"attention_bias": True}
@@ -77,7 +80,8 @@ def _skips_layers(value: Any) -> bool:
 
 
 def _has_other_layers(value: Any) -> bool:
-    return bool(set(value or ()) - {"full_attention", "sliding_attention"})
+    kinds = value if isinstance(value, (list, tuple)) else [value] * bool(value)
+    return any(kind not in ("full_attention", "sliding_attention") for kind in kinds)
 
 
 _NO_ROPE = ("rope", False)
@@ -139,14 +143,14 @@ def read_fields(
     if missing := [name for name in _REQUIRED if values.get(name) is None]:
         raise InvalidInput(
             f"the Hugging Face configuration lacks {' and '.join(missing)}; its names are"
-            f" {', '.join(sorted(map(one_line, values))) or '(none)'}. If a config.json leaves out"
-            " defaults, pass transformers.AutoConfig.from_pretrained(name)"
+            f" {', '.join(sorted(map(one_line, values))[:50]) or '(none)'}. If a config.json leaves"
+            " out defaults, pass transformers.AutoConfig.from_pretrained(name)"
         )
     if refused := _refused(values, ignore, overrides):
         names = tuple(refused)
         raise InvalidInput(
             "NSA cannot express this attention: "
-            + "; ".join(f"{n} = {values[n]!r} ({_REFUSALS[n].reason})" for n in names)
+            + "; ".join(f"{n} = {shown(values[n])} ({_REFUSALS[n].reason})" for n in names)
             + f". {remedy.format(names=names)}"
         )
     fields = {ours: values[theirs] for theirs, ours in FIELDS.items() if theirs in values}
@@ -193,18 +197,26 @@ def _values_of_file(source: str | os.PathLike[str]) -> dict[str, Any]:
     if isinstance(source, str) and source.lstrip().startswith("{"):
         raise InvalidInput("hf_config is JSON text: pass json.loads(text)")
     path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
     try:
+        path = path / "config.json" if path.is_dir() else path
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_FILE:  # a pipe would hang
+            raise InvalidInput(
+                f"hf_config {str(path)!r} must be a plain file of at most"
+                f" {_LARGEST_FILE >> 20} MiB; pass the path of a config.json"
+            )
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidInput(
             f"cannot read hf_config {str(path)!r} ({error.strerror}); for a model on the Hub, pass"
             " transformers.AutoConfig.from_pretrained(name)"
         ) from error
-    except ValueError as error:
+    except InvalidInput:
+        raise
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"hf_config {str(path)!r} is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise InvalidInput(f"hf_config {str(path)!r} must be a JSON object, got {values!r:.60}")
+        raise InvalidInput(f"hf_config {str(path)!r} must be a JSON object, got {shown(values)}")
     return values
 
 
@@ -212,8 +224,11 @@ def _effective_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of the text model, with those that its code or other names imply."""
     text = values.get("text_config")
     if "num_attention_heads" not in values and text is not None:
+        if isinstance(text, (str, os.PathLike)):
+            raise InvalidInput(f"text_config must be a JSON object, got {shown(text)}")
         values = _values_of(text)
-    values = {**_IMPLIED.get(str(values.get("model_type")), {}), **values}
+    kind = values.get("model_type")
+    values = {**_IMPLIED.get(kind if isinstance(kind, str) else "", {}), **values}
     if values.get("use_sliding_window") is False:
         values["sliding_window"] = None
     rope = values.get("rope_parameters")

@@ -110,6 +110,8 @@ def shown(value: object) -> str:
         return f"{value!r:.80}"
     except ValueError:
         return f"{type(value).__name__} with an integer of more than 4300 digits"
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
 
 
 def as_integer(text: str) -> int | None:
