@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import nsa_models.hf as hf
@@ -85,7 +86,8 @@ def test_a_sharded_checkpoint_is_converted_with_its_tokenizer(tmp_path):
     dense.generation_config.max_new_tokens = 7
     dense.save_pretrained(source, max_shard_size="10KB")
     assert len(list(source.glob("*.safetensors"))) > 2
-    (source / "tokenizer.json").write_text("{}")
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, "a")).to_str()
+    (source / "tokenizer.json").write_text(tokenizer)
     converted = hf.convert_checkpoint(source, target, NSA, backends="sdpa")
     again = AutoModelForCausalLM.from_pretrained(target)
     pairs = zip(again.state_dict().items(), converted.model.state_dict().values(), strict=True)
@@ -93,7 +95,7 @@ def test_a_sharded_checkpoint_is_converted_with_its_tokenizer(tmp_path):
     assert again.dtype == torch.bfloat16
     assert again.config.nsa_backends == "sdpa"
     assert again.generation_config.max_new_tokens == 7
-    assert (target / "tokenizer.json").read_text() == "{}"
+    assert (target / "tokenizer.json").read_text() == tokenizer
     with pytest.raises(InvalidInput, match="is not an empty folder"):
         hf.convert_checkpoint(source, target, NSA)
 

@@ -165,14 +165,14 @@ def _read_tokens(folder: ModelFolder, text: Path, length: int) -> torch.Tensor:
     import torch
 
     from nsa_core.errors import InvalidInput
-    from nsa_models.hf.folder import load_tokenizer
+    from nsa_models.hf.folder import load_tokenizer, text_ids
 
     content = read_file("--text", text).decode(errors="replace")
     try:
         tokenizer = load_tokenizer(folder)
     except InvalidInput as error:
         raise InvalidInput(f"--hf: {error}; --text needs it") from error
-    tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"])
+    tokens = torch.tensor(text_ids(tokenizer, content))
     if len(tokens) < 2 * length:
         raise InvalidInput(
             f"--text: {text} has {len(tokens):,} tokens, but rows of --length {length:,} and a"

@@ -55,6 +55,7 @@ def generate(
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
+        from nsa_core.errors import InvalidInput
         from nsa_core.util.text import escape_control
         from nsa_models.hf.folder import load_model, load_tokenizer, new_text_ids
         from nsa_models.lm.model_folder import open_folder
@@ -80,7 +81,15 @@ def generate(
         new_tokens = []
         if max_new_tokens:
             mask = torch.ones_like(tokens)
-            all_tokens = model.generate(tokens, attention_mask=mask, generation_config=config)
+            try:
+                all_tokens = model.generate(tokens, attention_mask=mask, generation_config=config)
+            except RuntimeError as error:
+                if "probability tensor" not in str(error):
+                    raise
+                raise InvalidInput(
+                    f"{checkpoint}: the model gives numbers that are not finite; put back its"
+                    " files, or give an earlier save"
+                ) from error
             new_tokens = all_tokens[0, tokens.shape[1] :].tolist()
         print(escape_control(prompt + tokenizer.decode(new_tokens, skip_special_tokens=True)))
 

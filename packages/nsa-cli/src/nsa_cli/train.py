@@ -277,8 +277,8 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
         tokenizer = folder.tokenizer()
     elif values["tokenizer"] is not None:
         tokenizer = read_tokenizer(values["tokenizer"])
-    if folder is not None and training is None:
-        _check_tokens(spec, tokenizer, folder)
+    if folder is not None:
+        _check_tokens(spec, tokenizer, folder, "--from" if training is None else "--resume")
     data = open_data(spec, tokenizer)
     if training is not None:
         _check_data(data, training.corpus, values["allow_other_data"], world)
@@ -312,21 +312,24 @@ def _check_data(data: Data, saved: Fingerprint, allowed: bool, world: World) -> 
         output.print_text(output.console(stderr=True), text)
 
 
-def _check_tokens(spec: DataSpec, tokenizer: Tokenizer | None, folder: ModelFolder) -> None:
-    """Refuse data whose tokens are not those of the model of --from."""
+def _check_tokens(
+    spec: DataSpec, tokenizer: Tokenizer | None, folder: ModelFolder, option: str
+) -> None:
+    """Refuse data whose tokens are not those of the model of an option."""
     from nsa_core.errors import InvalidInput
     from nsa_models.lm.task import TASKS
 
-    vocabulary = folder.config.vocab_size
     if spec.data not in TASKS and tokenizer is None:
         raise InvalidInput(
-            f"--from: {folder.path} has no tokenizer.json, and a text needs the tokenizer of the"
+            f"{option}: {folder.path} has no tokenizer.json, and a text needs the tokenizer of the"
             " model: put it there, or give a task as --data"
         )
-    if spec.data in TASKS and spec.vocab_size > vocabulary:
+    vocabulary = folder.config.vocab_size
+    used = spec.vocab_size if tokenizer is None else getattr(tokenizer, "ids", tokenizer.vocab_size)
+    if used > vocabulary:
         raise InvalidInput(
-            f"--vocab must be at most {vocabulary:,}, the vocabulary of --from {folder.path}, got"
-            f" {spec.vocab_size:,}"
+            f"--vocab must be at most {vocabulary:,}, the vocabulary of {option} {folder.path}, got"
+            f" {used:,}"
         )
 
 

@@ -10,10 +10,12 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import shown
 from nsa_core.util.text import describe_error
 from nsa_models.lm import config_json
 from nsa_models.lm.config_json import LayerSpec, check_sizes
 
+ATTENTION = "nsa"  # the attention implementation of transformers
 # Their frequencies depend on the length of the input. Keys in a cache are rotated already.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 # NSAttention has no plan for tensor parallelism.
@@ -24,7 +26,29 @@ _MLP_PLAN = {
 }
 
 
-class NSALlamaConfig(LlamaConfig):
+class _NSAConfig:
+    """Refuse other implementations of attention; a mixin.
+
+    transformers would load them, also from the Hub, before a model is created.
+    """
+
+    _attn_implementation_internal: str | None
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        return self._attn_implementation_internal
+
+    @_attn_implementation.setter
+    def _attn_implementation(self, value: Any) -> None:
+        if value not in (None, ATTENTION):
+            raise InvalidInput(
+                f"attn_implementation must be {ATTENTION!r} or None, got {shown(value)}; choose the"
+                " kernels of NSA with config.nsa_backends"
+            )
+        self._attn_implementation_internal = value
+
+
+class NSALlamaConfig(_NSAConfig, LlamaConfig):
     """The configuration of a Llama with NSA.
 
     The constructor takes the attributes, and the arguments of LlamaConfig, as keywords.
@@ -41,7 +65,7 @@ class NSALlamaConfig(LlamaConfig):
     nsa_backends: str | dict[str, str] | None = None
 
 
-class NSAQwen2Config(Qwen2Config):
+class NSAQwen2Config(_NSAConfig, Qwen2Config):
     """The configuration of a Qwen2 with NSA; ``nsa`` and ``nsa_backends`` as in NSALlamaConfig."""
 
     model_type = "nsa_qwen2"
@@ -50,7 +74,7 @@ class NSAQwen2Config(Qwen2Config):
     nsa_backends: str | dict[str, str] | None = None
 
 
-class NSAQwen3Config(Qwen3Config):
+class NSAQwen3Config(_NSAConfig, Qwen3Config):
     """The configuration of a Qwen3 with NSA; ``nsa`` and ``nsa_backends`` as in NSALlamaConfig."""
 
     model_type = "nsa_qwen3"
@@ -90,9 +114,9 @@ def frequencies_of(values: Mapping[str, Any]) -> tuple[tuple[float, ...] | None,
                 **{name: values[name] for name in names if values.get(name) is not None},
             )
         )
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, InvalidInput):
-            raise
+    except InvalidInput:
+        raise
+    except Exception as error:  # the checks of transformers raise errors of several libraries
         raise InvalidInput(f"rope_parameters: {describe_error(error)}") from error
 
 

@@ -21,11 +21,6 @@ from nsa_models.lm import saving
 from nsa_models.lm.config_json import DENSE_TYPES, LayerSpec
 from nsa_models.lm.model_folder import ModelFolder, open_folder, plain_file
 
-# Files beside the weights that a converted folder needs too; transformers writes the others.
-_COPIED = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", "LICENSE*", "NOTICE*"),
-)
 # Fields of a configuration that describe the dense model's class and file.
 _NOT_CARRIED = ("model_type", "architectures", "transformers_version", "_name_or_path")
 
@@ -271,7 +266,8 @@ def open_dense(source: str | Path) -> ModelFolder:
     """Open the folder of a dense model.
 
     Raises:
-        InvalidInput: As :func:`nsa_models.lm.model_folder.open_folder`, or the model has NSA.
+        InvalidInput: As :func:`nsa_models.lm.model_folder.open_folder`; or the model has NSA, or
+            its tokenizer cannot be read.
     """
     folder = open_folder(source)
     kind = folder.values["model_type"]
@@ -280,6 +276,7 @@ def open_dense(source: str | Path) -> ModelFolder:
             f"{folder.path}: model_type must be one of {', '.join(DENSE_TYPES)}, got {kind!r}: the"
             " model has NSA already"
         )
+    folder.tokenizer()  # it is copied with the model
     return folder
 
 
@@ -300,9 +297,8 @@ def write(model: Any, source: ModelFolder, target: Path) -> None:
     try:
         with writing(target):
             model.save_pretrained(partial)
-            for pattern in _COPIED:
-                for file in sorted(source.path.glob(pattern)):
-                    shutil.copyfile(plain_file(source.path, file.name), partial / file.name)
+            for name in source.companions:
+                shutil.copyfile(plain_file(source.path, name), partial / name)
             saving.seal(partial)
             if target.exists():
                 target.rmdir()

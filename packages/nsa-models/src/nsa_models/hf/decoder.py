@@ -15,11 +15,16 @@ from transformers import LlamaModel, Qwen2Model, Qwen3Model
 from nsa_core.errors import InvalidInput
 from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.hf.cache import NSAModelCache
-from nsa_models.hf.configs import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config, layer_spec
+from nsa_models.hf.configs import (
+    ATTENTION,
+    NSALlamaConfig,
+    NSAQwen2Config,
+    NSAQwen3Config,
+    layer_spec,
+)
 from nsa_models.hf.divided import check_divided_call
 from nsa_models.hf.packed import packed_boundaries
 
-ATTENTION = "nsa"  # the attention implementation of transformers
 # The argument for the cache; transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
 
@@ -43,16 +48,10 @@ def use_nsa_attention(config: Any) -> None:
     """Set the attention implementation in the configuration of a model.
 
     Raises:
-        InvalidInput: The configuration asks for another one, or for attention to later tokens.
+        InvalidInput: The configuration asks for attention to later tokens.
     """
     if getattr(config, "is_causal", None) is False:
         raise InvalidInput("config.is_causal must be True, got False: NSA attends to the past only")
-    requested = config._attn_implementation
-    if requested not in (None, ATTENTION):
-        raise InvalidInput(
-            f"attn_implementation must be {ATTENTION!r} or None, got {requested!r}; choose the"
-            " kernels of NSA with config.nsa_backends"
-        )
     config._attn_implementation = ATTENTION
 
 

@@ -1,17 +1,22 @@
-"""Load the model and the tokenizer of a folder with transformers, as data of a stranger."""
+"""Load the model and the tokenizer of a folder with transformers, as data of a stranger.
+
+transformers gets tensors, a configuration of known fields and a tokenizer.json, and no path: beside
+the files of a model it would read adapters, code and kernels that the folder names.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.util.text import describe_error
-from nsa_models.hf.decoder import ATTENTION
+from nsa_models.hf.configs import ATTENTION
+from nsa_models.hf.models import MODELS
 from nsa_models.lm.model_folder import ModelFolder
-from nsa_models.lm.tokens import TOKENIZER
+from nsa_models.lm.tokens import TOKENIZER, TOKENIZER_CONFIG, encoding
 
 
 def load_model(folder: ModelFolder, dtype: str | torch.dtype = "auto", **options: Any) -> Any:
@@ -22,70 +27,72 @@ def load_model(folder: ModelFolder, dtype: str | torch.dtype = "auto", **options
 
     Args:
         folder: The folder.
-        dtype: The dtype of the model; "auto": that of the weights.
-        **options: Other arguments of ``from_pretrained``.
+        dtype: The dtype of the model; "auto": that of config.json, or of the weights.
+        **options: Fields of the configuration in place of those of config.json.
 
     Raises:
-        InvalidInput: transformers cannot read the folder.
+        InvalidInput: transformers cannot build the model.
     """
-    attention = ATTENTION if folder.config.attention == "nsa" else "sdpa"
+    is_nsa = folder.config.attention == "nsa"
+    _, model_class = MODELS[folder.values["model_type"].removeprefix("nsa_")]
+    if not is_nsa:
+        model_class = model_class.__bases__[1]
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder.path,
+        config = model_class.config_class.from_dict({**folder.values, **options})
+        return model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=folder.tensors(),
             dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-            **options,
+            attn_implementation=ATTENTION if is_nsa else "sdpa",
         )
-    except (OSError, RuntimeError, ValueError, TypeError, KeyError, ImportError) as error:
-        if isinstance(error, InvalidInput):
-            raise
+    except (InvalidInput, BackendUnavailable):
+        raise
+    except Exception as error:  # the checks of transformers raise errors of several libraries
         raise InvalidInput(f"{folder.path} cannot be read: {describe_error(error)}") from error
 
 
 def load_tokenizer(folder: ModelFolder) -> Any:
-    """Load the tokenizer of a checked folder.
-
-    Without files of a vocabulary, transformers builds tokenizers of some models with special tokens
-    only, which encode every text as nothing. This function refuses them.
+    """Load the tokenizer.json of a checked folder; tokenizer_config.json names its special tokens.
 
     Raises:
-        InvalidInput: The folder has no tokenizer, one without a vocabulary, or one with ids that
-            the model does not have.
+        InvalidInput: The folder has no tokenizer.json; or it cannot be read, has no vocabulary, or
+            has ids that the model does not have.
     """
-    remedy = f"copy the {TOKENIZER} of the model there"
     if folder.training is not None and folder.training.tokenizer is None:
         raise InvalidInput(
             f"{folder.path} was trained on a task, which has no tokenizer; give a run on text"
         )
-    folder.tokenizer_texts()  # refuses links out of the folder
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            folder.path, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    own = folder.file_tokenizer()
+    if own is None:
         raise InvalidInput(
-            f"{folder.path} has no tokenizer that can be read: {remedy} ({describe_error(error)})"
-        ) from error
-    vocabulary = tokenizer.get_vocab()
-    if vocabulary.keys() <= set(tokenizer.all_special_tokens):
-        raise InvalidInput(
-            f"{folder.path} has no tokenizer that can be read, because its vocabulary is missing:"
-            f" {remedy}"
+            f"{folder.path} has no tokenizer that can be read: copy the {TOKENIZER} of the model"
+            " there"
         )
-    if (largest := max(vocabulary.values())) >= folder.config.vocab_size:
-        raise InvalidInput(
-            f"{folder.path}: the tokenizer has ids up to {largest:,}, but the model has a"
-            f" vocabulary of {folder.config.vocab_size:,}; put back the tokenizer of this model"
-        )
-    return tokenizer
+    values = folder.companion(TOKENIZER_CONFIG)
+    specials = {}
+    for name in ("bos_token", "eos_token"):
+        token = values.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and own.library.token_to_id(text) is not None:
+            specials[name] = text
+    return PreTrainedTokenizerFast(tokenizer_object=own.library, **specials)
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text.
+
+    Raises:
+        InvalidInput: The tokenizer has no id for a part of the text.
+    """
+    with encoding():
+        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    return ids
 
 
 def new_text_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text at the start of a document, as the model saw them in training."""
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    ids = text_ids(tokenizer, text)
     first = tokenizer.bos_token_id
     if first is not None and ids[:1] != [first]:
         ids = [first, *ids]

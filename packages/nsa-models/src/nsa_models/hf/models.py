@@ -22,9 +22,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from nsa_core.errors import InvalidInput
 from nsa_models.hf.cache import NSAModelCache
-from nsa_models.hf.configs import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config
-from nsa_models.hf.decoder import (
+from nsa_models.hf.configs import (
     ATTENTION,
+    NSALlamaConfig,
+    NSAQwen2Config,
+    NSAQwen3Config,
+)
+from nsa_models.hf.decoder import (
     CACHE,
     NSALlamaModel,
     NSAPreTrained,

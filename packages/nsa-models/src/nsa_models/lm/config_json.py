@@ -6,15 +6,18 @@ This module does not import transformers, except for a configuration that leaves
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from nsa_core.config import NSAConfig
+from nsa_core.contract import DTYPES
 from nsa_core.errors import InvalidInput
 from nsa_core.hugging_face import read_fields
-from nsa_core.limits import integer_problems
+from nsa_core.limits import integer_problems, shown
 from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
+from nsa_models.lm import json_fields
 from nsa_models.lm.config import LMConfig
 
 DENSE_TYPES = ("llama", "qwen2", "qwen3")
@@ -29,7 +32,52 @@ _SUPPORTED = ("rope_scaling", "rope_parameters", "attention_bias")
 _NEEDED = ("num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+# The largest numbers of `nsa` in a folder: caches and selections have these sizes.
+_LARGEST = {
+    "num_selected_blocks": 4096,
+    **dict.fromkeys(("select_block_size", "window_size"), 2**16),
+}
+# Fields with which transformers loads the code or the kernels of a stranger.
+_NAME_CODE = ("auto_map", "attn_implementation", "_attn_implementation", "experts_implementation")
 
+
+class _Fields(TypedDict):
+    """The fields of config.json that are read; transformers gets no other."""
+
+    architectures: list[str] | None
+    model_type: str
+    dtype: str | None
+    torch_dtype: str | None
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    head_dim: int | None
+    max_position_embeddings: int | None
+    hidden_act: str
+    rms_norm_eps: float
+    rope_theta: float | None
+    rope_scaling: dict[str, Any] | None
+    rope_parameters: dict[str, Any] | None
+    attention_bias: bool | None
+    attention_dropout: float | None
+    mlp_bias: bool | None
+    tie_word_embeddings: bool
+    sliding_window: int | None
+    use_sliding_window: bool | None
+    max_window_layers: int | None
+    layer_types: list[str] | None
+    initializer_range: float
+    bos_token_id: int | None
+    eos_token_id: int | list[int] | None
+    pad_token_id: int | None
+    nsa: dict[str, Any] | None
+    nsa_backends: str | dict[str, str] | None
+
+
+_KINDS_OF_FIELDS = typing.get_type_hints(_Fields)
 
 # (qk_norm, qkv_bias, out_bias) -> type of the model
 _KINDS = {
@@ -132,32 +180,55 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def model_type(values: Mapping[str, Any]) -> str:
-    """Return the type of the model, one of TYPES.
+def known_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are read, of a config.json whose types and options are checked.
 
     Raises:
-        InvalidInput: It is another one, or an option of the model has no place in these models.
+        InvalidInput: The model is of another type, a field has another type or is out of range, or
+            a field names code or has no place in these models. The message names the fields.
     """
     kind = values.get("model_type")
     if kind not in TYPES:
-        raise InvalidInput(f"model_type must be one of {', '.join(TYPES)}, got {kind!r:.60}")
-    for name, expected in (("hidden_act", "silu"), ("mlp_bias", False)):
-        if values.get(name, expected) != expected:
-            raise InvalidInput(f"{name} must be {expected!r}, got {values[name]!r:.60}")
+        raise InvalidInput(f"model_type must be one of {', '.join(TYPES)}, got {shown(kind)}")
+    for name in _NAME_CODE:
+        if values.get(name) is not None and (name == "auto_map" or "/" in str(values[name])):
+            raise InvalidInput(
+                f"{name} names code, and a model folder is read as data: remove the field if the"
+                f" model is a plain {kind}"
+            )
     if values.get("quantization_config") is not None:
         raise InvalidInput("quantization_config must not be set: give the model in bfloat16")
-    return str(kind)
+    fields = {name: values[name] for name in _KINDS_OF_FIELDS if name in values}
+    if problems := json_fields.problems(_KINDS_OF_FIELDS, fields):
+        raise InvalidInput("; ".join(problems[:4]))
+    check_sizes(fields)
+    for name, expected in (("hidden_act", "silu"), ("mlp_bias", False)):
+        if fields.get(name) not in (expected, None):
+            raise InvalidInput(f"{name} must be {expected!r}, got {shown(fields[name])}")
+    if fields.get("initializer_range", 0) < 0:
+        raise InvalidInput(f"initializer_range must be >= 0, got {fields['initializer_range']}")
+    for name in ("dtype", "torch_dtype"):
+        if fields.get(name) not in (*DTYPES, None):
+            known = ", ".join(DTYPES)
+            raise InvalidInput(f"{name} must be one of {known}, got {fields[name]!r:.60}")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = fields.get(name)
+        for number in ids if isinstance(ids, list) else [ids]:
+            if number is not None and not -1 <= number < fields["vocab_size"]:  # some have -1
+                raise InvalidInput(
+                    f"{name} must be less than vocab_size {fields['vocab_size']:,}, got {number}"
+                )
+    return fields
 
 
 def complete(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with the defaults that transformers leaves out of config.json.
+    """Return :func:`known_fields` with the defaults that transformers leaves out of config.json.
 
     Raises:
         InvalidInput: The values are not those of a model of this type.
         BackendUnavailable: Values are missing, and transformers is not installed.
     """
-    kind = model_type(values)
-    _check_types(values)
+    kind = str(values["model_type"])
     if "rope_scaling" not in values and all(name in values for name in _NEEDED):
         return dict(values)
     library = require_module("transformers", f"the defaults of {kind} need", "nsa-models[hf]")
@@ -166,15 +237,8 @@ def complete(values: Mapping[str, Any]) -> dict[str, Any]:
         config = type(library.AutoConfig.for_model(kind)).from_dict({**values, "model_type": kind})
         completed: dict[str, Any] = config.to_dict()
     except Exception as error:  # the checks of transformers raise errors of several libraries
-        raise InvalidInput(f"config.json: {describe_error(error)}") from error
+        raise InvalidInput(describe_error(error)) from error
     return {**completed, "model_type": values["model_type"]}
-
-
-def _check_types(values: Mapping[str, Any]) -> None:
-    for name in ("rope_parameters", "rope_scaling", "nsa"):
-        value = values.get(name)
-        if value is not None and not isinstance(value, Mapping):
-            raise InvalidInput(f"{name} must be a JSON object, got {type(value).__name__}")
 
 
 def config_of(values: Mapping[str, Any]) -> LMConfig:
@@ -188,14 +252,20 @@ def config_of(values: Mapping[str, Any]) -> LMConfig:
             supported; the message names it.
         BackendUnavailable: The values need transformers, which is not installed.
     """
-    kind, values = model_type(values), complete(values)
+    fields = complete(known_fields(values))
+    kind, values = fields["model_type"], {**values, **fields}
     frequencies, factor = None, 1.0
-    if (values.get("rope_parameters") or {}).get("rope_type", "default") != "default":
+    rope = values.get("rope_parameters") or {}
+    per_layer = any(isinstance(value, Mapping) for value in rope.values())
+    if rope.get("rope_type", "default") != "default" or per_layer:
         require_module("transformers", "scaled rotary embeddings need", "nsa-models[hf]")
         from nsa_models.hf.configs import frequencies_of
 
         frequencies, factor = frequencies_of(values)
     spec = layer_spec(values, frequencies, factor)
+    for name, largest in _LARGEST.items():
+        if (number := getattr(spec.config, name)) > largest:
+            raise InvalidInput(f"config.nsa: {name} must be <= {largest:,}, got {number:,}")
     return LMConfig(
         layer=spec.config,
         n_layers=values["num_hidden_layers"],

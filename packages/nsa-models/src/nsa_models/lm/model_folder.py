@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,9 +26,10 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nsa_core.errors import InvalidInput
+from nsa_core.limits import shown
 from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
-from nsa_models.lm import config_json, weights
+from nsa_models.lm import config_json, json_fields, weights
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.fingerprint import Fingerprint
 from nsa_models.lm.head_shards import HeadShards
@@ -35,20 +37,32 @@ from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.run_folder import CONFIG, INDEX, OPTIMIZER
 from nsa_models.lm.task import DataSpec
-from nsa_models.lm.tokens import TOKENIZER, ByteTokenizer, FileTokenizer, Tokenizer
+from nsa_models.lm.tokens import (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+)
 
 WEIGHTS = "model.safetensors"  # of a model in one file
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FORMAT = 1
-# Texts that a model needs beside its weights.
+# Files that belong to a model beside its weights, and that a new folder of this model gets.
 _TEXTS = (
-    *("generation_config.json", "tokenizer*.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template*"),
+    *("generation_config.json", TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
 )
-_MAX_JSON = 1 << 26  # bytes
+_LICENSES = tuple(name + end for name in ("LICENSE", "NOTICE") for end in ("", ".txt", ".md"))
+_MAX_JSON, _MAX_FILE = 1 << 24, 1 << 26  # bytes of config.json or an index, and of a companion
+_MAX_HEADER = 1 << 24  # bytes of a safetensors header; 100 thousand tensors have less
+_DIGITS = 40  # of an integer in a companion: transformers writes 10**30 for "no limit"
 # Names of dtypes in safetensors.
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_BUFFERS = "rotary_emb.inv_freq"  # in old checkpoints of Llama; transformers ignores it too
+# In old checkpoints of Llama; transformers ignores it too.
+_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_RANDOM = re.compile(r"random\.(cpu|cuda)\.\d+")
 Read = Callable[[str], torch.Tensor]
 
 
@@ -65,6 +79,9 @@ class Training:
         position: The position of each lane of the data.
         tokenizer: "bytes", "file" for tokenizer.json, or None for a task without text.
         processes: Number of processes that saved the state.
+
+    Raises:
+        InvalidInput: A field is out of range; the message names every such field.
     """
 
     step: int
@@ -76,72 +93,39 @@ class Training:
     tokenizer: str | None
     processes: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the values for :meth:`of_json`."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def of_json(cls, values: Any, where: str) -> Training:
-        """Check the values of :meth:`to_json`.
-
-        Raises:
-            InvalidInput: A field is missing, unknown, of another type or out of range.
-        """
-        values = fields_of(cls, values, where)
-        values["recipe"] = Recipe(**fields_of(Recipe, values["recipe"], f"{where}.recipe"))
-        values["data"] = DataSpec(**fields_of(DataSpec, values["data"], f"{where}.data"))
-        wrong = [name for name in ("step", "tokens", "processes") if values[name] < 0]
-        if not all(
-            isinstance(lane, dict)
-            and all(type(value) is int and 0 <= value < 2**63 for value in lane.values())
-            for lane in values["position"]
-        ):
-            wrong.append("position")
-        if not all(isinstance(value, str) for value in values["corpus"].values()):
-            wrong.append("corpus")
-        if values["tokenizer"] not in ("bytes", "file", None):
-            wrong.append("tokenizer")
-        if wrong:
-            raise InvalidInput(f"{where}: {', '.join(wrong)} cannot be {values[wrong[0]]!r:.60}")
-        return cls(**values)
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} must be >= {least}, got {getattr(self, name)}"
+            for name, least in (("step", 0), ("tokens", 0), ("processes", 1))
+            if getattr(self, name) < least
+        ]
+        if any(value < 0 for lane in self.position for value in lane.values()):
+            problems.append("position must have numbers >= 0")
+        if self.tokenizer not in ("bytes", "file", None):
+            problems.append(f"tokenizer must be bytes, file or null, got {self.tokenizer!r:.60}")
+        if len(self.position) != self.recipe.batch:
+            problems.append(
+                f"position has {len(self.position)} lanes, but a step has {self.recipe.batch} rows"
+            )
+        if problems:
+            raise InvalidInput("; ".join(problems))
 
 
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "str": (str,),
-    "str | None": (str, type(None)),
-    "list[dict[str, int]]": (list,),
-}
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """The entry of this library in an index.
 
-
-def fields_of(cls: type, values: Any, where: str) -> dict[str, Any]:
-    """Check that JSON values are the fields of a data class, each of its type.
-
-    Args:
-        cls: The class; fields of other types than numbers and strings are JSON objects.
-        values: The values.
-        where: Their place, for errors.
-
-    Raises:
-        InvalidInput: A field is missing, unknown, or of another type; the message names all.
+    Attributes:
+        format: The version of the format.
+        files: Size and digest of each file.
+        training: The state of a run; None for another model.
+        digest: The digest of the index without this field.
     """
-    if not isinstance(values, dict):
-        raise InvalidInput(f"{where} must be a JSON object, got {type(values).__name__}")
-    known = {str(field.name): str(field.type) for field in dataclasses.fields(cls)}
-    problems = [f"{name} is missing" for name in known.keys() - values.keys()]
-    problems += [f"{name!r:.60} is unknown" for name in values.keys() - known.keys()]
-    for name, kind in known.items():
-        types = _JSON_TYPES.get(kind, (dict,))
-        value = values.get(name)
-        if name in values and (
-            not isinstance(value, types) or (isinstance(value, bool) and bool not in types)
-        ):
-            problems.append(f"{name} must be {kind}, got {value!r:.60}")
-    if problems:
-        raise InvalidInput(f"{where}: {'; '.join(sorted(problems))}")
-    return dict(values)
+
+    format: int
+    files: dict[str, dict[str, Any]]
+    training: Training | None
+    digest: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +134,10 @@ class ModelFolder:
 
     Attributes:
         path: The folder.
-        values: The content of config.json.
+        values: The fields of config.json that are read.
         config: The sizes of the model.
-        files: The file of each tensor.
+        files: The file of each tensor of the model.
+        companions: Names of the other files of the model, which a copy of the folder needs.
         training: The state of a run; None for another model.
     """
 
@@ -160,6 +145,7 @@ class ModelFolder:
     values: dict[str, Any]
     config: LMConfig
     files: dict[str, str]
+    companions: list[str]
     training: Training | None
     _optimizer_files: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -167,7 +153,7 @@ class ModelFolder:
     def libraries(self) -> list[str]:
         """Return the optional libraries that the tokenizer needs."""
         own = self.training.tokenizer if self.training is not None else "file"
-        return ["tokenizers"] if own == "file" and (self.path / TOKENIZER).is_file() else []
+        return ["tokenizers"] if own == "file" and TOKENIZER in self.companions else []
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer; None if the folder has none.
@@ -178,13 +164,21 @@ class ModelFolder:
         kind = "file" if self.training is None else self.training.tokenizer
         if kind == "bytes":
             return ByteTokenizer()
-        if kind is None or not (self.path / TOKENIZER).is_file():
+        return None if kind is None else self.file_tokenizer()
+
+    def file_tokenizer(self) -> FileTokenizer | None:
+        """Return the tokenizer.json; None if the folder has none.
+
+        Raises:
+            InvalidInput: As :meth:`tokenizer`.
+        """
+        if TOKENIZER not in self.companions:
             return None
-        file = plain_file(self.path, TOKENIZER)
+        file = self.path / TOKENIZER
         ends = self.values.get("eos_token_id")
         ends = ends if isinstance(ends, list) else [ends]
         end = next((number for number in ends if type(number) is int), None)
-        tokenizer = FileTokenizer(_text_of(file), str(file), end)
+        tokenizer = FileTokenizer(_text_of(self.path, TOKENIZER, _MAX_FILE), str(file), end)
         if tokenizer.ids > self.config.vocab_size:
             raise InvalidInput(
                 f"{file} has ids up to {tokenizer.ids - 1:,}, but the model has a vocabulary of"
@@ -192,10 +186,19 @@ class ModelFolder:
             )
         return tokenizer
 
+    def companion(self, name: str) -> dict[str, Any]:
+        """Return the JSON object of another file of the model; empty if the folder has none."""
+        return read_json(self.path, name, _DIGITS) if name in self.companions else {}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the model under their names in the folder."""
+        with self._reader(self.files) as read:
+            return {name: read(name) for name in self.files}
+
     def tokenizer_texts(self) -> dict[str, str]:
         """Return the texts of the tokenizer's files, and of the other texts of the model."""
-        names = (p.name for pattern in _TEXTS for p in sorted(self.path.glob(pattern)))
-        return {name: _text_of(plain_file(self.path, name)) for name in names}
+        names = [name for name in self.companions if name in _TEXTS]
+        return {name: _text_of(self.path, name, _MAX_FILE) for name in names}
 
     def model(self, backends: str | Mapping[str, str] | None = None) -> LanguageModel:
         """Build the model in float32 on the CPU, with the weights of the folder.
@@ -350,21 +353,52 @@ def _open(path: Path, rank: int, size: int) -> ModelFolder:
     values = read_json(path, CONFIG)
     with _of_file(path / CONFIG):
         config = config_json.config_of(values)
-    index = read_json(path, INDEX) if (path / INDEX).exists() else {}
-    own = index.get("metadata", {})
-    own = own.get("nsa") if isinstance(own, dict) else None
-    training = None
-    if own is not None:
-        training = _check_own(path, index, own, rank, size)
+        values = config_json.known_fields(values)
+    companions = _companions(path)
+    index = read_json(path, INDEX) if _exists(path, INDEX) else None
+    metadata = None if index is None else index.get("metadata")
+    own = None
+    if index is not None and isinstance(metadata, dict) and metadata.get("nsa") is not None:
+        own = _check_own(path, index, metadata["nsa"], rank, size)
     files = _weight_files(path, index)
+    files = {name: file for name, file in files.items() if not _BUFFER.fullmatch(name)}
     _check_shapes(path, config, files)
-    optimizer = {}
-    if own is not None and training is not None:
-        names = [name for name in own["files"] if name.startswith(f"{OPTIMIZER}/")]
-        optimizer = {tensor: name for name in names for tensor in _header(path, name)}
-        with _of_file(path / INDEX):
-            _check_optimizer(path, config, training, optimizer)
-    return ModelFolder(path, values, config, files, training, optimizer)
+    optimizer: dict[str, str] = {}
+    if own is not None:
+        if unlisted := sorted({CONFIG, *files.values()} - own.files.keys()):
+            raise InvalidInput(f"{path / INDEX}: metadata.nsa.files lacks {_listed(unlisted)}")
+        if own.training is not None:
+            longest, length = values.get("max_position_embeddings"), own.training.data.length
+            if longest is not None and length > longest:
+                raise InvalidInput(
+                    f"{path / INDEX}: metadata.nsa.training.data.length is {length:,}, but"
+                    f" {CONFIG} has max_position_embeddings {longest:,}"
+                )
+            names = [name for name in own.files if name.startswith(f"{OPTIMIZER}/")]
+            optimizer = {tensor: name for name in names for tensor in _header(path, name)}
+            _check_optimizer(path, config, own.training, optimizer)
+    training = own.training if own is not None else None
+    return ModelFolder(path, values, config, files, companions, training, optimizer)
+
+
+def _exists(folder: Path, name: str) -> bool:
+    """Return whether a folder has this name; also a link to nothing is one."""
+    return os.path.lexists(folder / name)
+
+
+def _companions(path: Path) -> list[str]:
+    """Return the names of the files of a model beside its weights, each of them checked."""
+    names = [name for name in (*_TEXTS, *_LICENSES) if _exists(path, name)]
+    for name in names:
+        plain_file(path, name, _MAX_FILE)
+        if name.endswith(".json") and name not in (TOKENIZER, "vocab.json"):  # these are large
+            values = read_json(path, name, _DIGITS)
+            if values.get("auto_map") is not None:
+                raise InvalidInput(
+                    f"{path / name}: auto_map names code, and a model folder is read as data:"
+                    f" remove the field if {TOKENIZER} is enough"
+                )
+    return names
 
 
 @contextlib.contextmanager
@@ -378,52 +412,68 @@ def _of_file(file: Path) -> Iterator[None]:
         raise InvalidInput(f"{file}: {error}") from error
 
 
-def plain_file(folder: Path, name: str) -> Path:
+def plain_file(folder: Path, name: str, most: int | None = None) -> Path:
     """Return the path of a file, which must be a plain file inside the folder.
 
+    Args:
+        folder: The folder.
+        name: Name of the file.
+        most: The largest size in bytes.
+
     Raises:
-        InvalidInput: It is missing, is a pipe or a device, or a link leads out of the folder.
+        InvalidInput: It is missing, is a pipe or a device, or a link leads out of the folder; or it
+            is too large.
     """
     file = folder / name
-    root, target = os.path.realpath(folder), os.path.realpath(file)
     try:
+        root, target = os.path.realpath(folder), os.path.realpath(file)
         if os.path.commonpath([root, target]) != root:
             raise InvalidInput(
                 f"{file} leads out of the folder, to {target}: copy the files themselves, for"
                 " example with hf download NAME --local-dir FOLDER"
             )
-        mode = os.stat(target).st_mode
+        status = os.stat(target)
+    except InvalidInput:
+        raise
     except (OSError, ValueError) as error:
-        raise InvalidInput(f"{file} cannot be read: {describe_error(error)}") from error
-    if not stat.S_ISREG(mode):
+        raise _unreadable(file, error) from error
+    if not stat.S_ISREG(status.st_mode):
         raise InvalidInput(f"{file} is not a plain file; put back the file of the model")
+    if most is not None and status.st_size > most:
+        raise InvalidInput(
+            f"{file} is larger than {most >> 20} MiB; put back the file of the model"
+        )
     return file
 
 
-def _text_of(file: Path) -> str:
+def _unreadable(file: Path, error: Exception) -> InvalidInput:
+    reason = getattr(error, "strerror", None) or describe_error(error)
+    return InvalidInput(f"{file} cannot be read: {reason}; put back the file of the model")
+
+
+def _text_of(folder: Path, name: str, most: int) -> str:
+    file = plain_file(folder, name, most)
     try:
-        if file.stat().st_size > _MAX_JSON:
-            raise InvalidInput(f"{file} is larger than {_MAX_JSON >> 20} MiB")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInput(f"{file} cannot be read: {describe_error(error)}") from error
+        raise _unreadable(file, error) from error
 
 
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Read a JSON object of a folder.
+def read_json(folder: Path, name: str, digits: int = 18) -> dict[str, Any]:
+    """Read a JSON object of a folder, whose integers have a number of digits at most.
 
     Raises:
         InvalidInput: The file cannot be read, or is no JSON object.
     """
-    file = plain_file(folder, name)
+    file, text = folder / name, _text_of(folder, name, _MAX_JSON)
     try:
-        values = json.loads(_text_of(file))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(f"{file} is not JSON: {describe_error(error)}") from error
+        values = json_fields.parse(text, digits)
+    except ValueError as error:
+        raise InvalidInput(
+            f"{file} is not JSON: {describe_error(error)}; put back the file of the model"
+        ) from error
     if not isinstance(values, dict):
-        raise InvalidInput(f"{file} must be a JSON object, got {type(values).__name__}")
+        raise InvalidInput(f"{file} must be a JSON object, got {shown(values)}")
     return values
 
 
@@ -438,6 +488,9 @@ def open_tensors(folder: Path, name: str) -> Iterator[Any]:
     library = require_module("safetensors", "model folders need", "safetensors")
     file = plain_file(folder, name)
     try:
+        with open(file, "rb") as start:
+            if (size := int.from_bytes(start.read(8), "little")) > _MAX_HEADER:
+                raise ValueError(f"its header has {size:,} bytes")
         with library.safe_open(file, framework="pt") as opened:
             yield opened
     except (OSError, ValueError, KeyError, library.SafetensorError) as error:
@@ -456,15 +509,15 @@ def _header(folder: Path, name: str) -> dict[str, tuple[str, list[int]]]:
         return {tensor: (p.get_dtype(), list(p.get_shape())) for tensor, p in parts.items()}
 
 
-def _weight_files(path: Path, index: Mapping[str, Any]) -> dict[str, str]:
+def _weight_files(path: Path, index: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the file of each tensor of the weights."""
-    if not index:
-        if not (path / WEIGHTS).exists():
+    if index is None:
+        if not _exists(path, WEIGHTS):
             raise InvalidInput(
                 f"{path} has no {WEIGHTS} and no {INDEX}: give the folder of a model in safetensors"
             )
         return dict.fromkeys(_header(path, WEIGHTS), WEIGHTS)
-    if (path / WEIGHTS).exists():
+    if _exists(path, WEIGHTS):
         raise InvalidInput(f"{path} has {WEIGHTS} and {INDEX}: remove the one of another model")
     files = index.get("weight_map")
     if not (
@@ -473,10 +526,9 @@ def _weight_files(path: Path, index: Mapping[str, Any]) -> dict[str, str]:
     ):
         raise InvalidInput(f"{path / INDEX}: weight_map must give a file name for each tensor")
     present = {
-        tensor: name for name in sorted(set(files.values())) for tensor in _header(path, name)
+        (tensor, name) for name in sorted(set(files.values())) for tensor in _header(path, name)
     }
-    if present != files:
-        names = sorted({*files.items()} ^ {*present.items()})
+    if names := sorted(present ^ {*files.items()}):
         raise InvalidInput(
             f"{path / INDEX}: weight_map does not match the files:"
             f" {_listed(f'{tensor} in {name}' for tensor, name in names)}"
@@ -501,9 +553,9 @@ def _check_shapes(path: Path, config: LMConfig, files: Mapping[str, str]) -> Non
     actual: dict[str, tuple[str, list[int]]] = {}
     for name in sorted(set(files.values())):
         actual |= _header(path, name)
-    actual = {name: entry for name, entry in actual.items() if not name.endswith(_BUFFERS)}
+    actual = {name: entry for name, entry in actual.items() if name in files}
     if config.tied and "lm_head.weight" in actual:
-        _check_tied(path, files)
+        _check_tied(path, files, actual)
         del actual["lm_head.weight"]
     problems = [f"{name} is missing" for name in expected.keys() - actual.keys()]
     problems += [
@@ -517,55 +569,51 @@ def _check_shapes(path: Path, config: LMConfig, files: Mapping[str, str]) -> Non
         raise InvalidInput(f"{path}: {_listed(sorted(problems))}; put back the files of one model")
 
 
-def _check_tied(path: Path, files: Mapping[str, str]) -> None:
+def _check_tied(path: Path, files: Mapping[str, str], entries: Mapping[str, Any]) -> None:
     names = ("lm_head.weight", "model.embed_tokens.weight")
     values = []
-    for name in names:
-        with open_tensors(path, files.get(name, files[names[0]])) as file:
+    for name in names if entries[names[0]] == entries.get(names[1]) else ():
+        with open_tensors(path, files[name]) as file:
             values.append(file.get_tensor(name))
-    if not torch.equal(*values):
+    if not values or not torch.equal(*values):
         raise InvalidInput(
             f"{path}: {names[0]} differs from {names[1]}, but {CONFIG} ties them"
             " (tie_word_embeddings)"
         )
 
 
-def _check_own(
-    path: Path, index: Mapping[str, Any], own: Any, rank: int, size: int
-) -> Training | None:
-    """Check the digests of a folder that this library wrote; return the state of a run."""
+def _check_own(path: Path, index: Mapping[str, Any], entry: Any, rank: int, size: int) -> _Own:
+    """Return the entry of this library in an index, and check the digests of the files."""
     where = f"{path / INDEX}: metadata.nsa"
-    if not isinstance(own, dict) or own.get("format") != FORMAT:
-        found = own.get("format") if isinstance(own, dict) else own
+    if not isinstance(entry, dict) or entry.get("format") != FORMAT:
+        found = entry.get("format") if isinstance(entry, dict) else entry
         raise InvalidInput(
-            f"{where} must have format {FORMAT}, got {found!r:.60}: read the folder with the"
+            f"{where} must have format {FORMAT}, got {shown(found)}: read the folder with the"
             " version of this library that wrote it"
         )
-    if own.get("digest") != index_digest(index):
+    if entry.get("digest") != index_digest(index):
         raise InvalidInput(
             f"{path / INDEX} was altered after it was written; restore it from a copy"
         )
-    files = own.get("files")
-    if not (isinstance(files, dict) and all(isinstance(facts, dict) for facts in files.values())):
-        raise InvalidInput(f"{where}.files must give size and digest of each file")
-    for name in sorted(files)[rank::size]:
-        file, expected = plain_file(path, name), files[name]
-        if file_facts(file) != expected:
+    own = json_fields.build(_Own, entry, where)
+    for name in sorted(own.files)[rank::size]:
+        file, expected = plain_file(path, name), own.files[name]
+        # The sizes first: a file may be huge.
+        if os.stat(file).st_size != expected.get("size") or file_facts(file) != expected:
             raise InvalidInput(
                 f"{file} was altered after it was written: its size and digest are not those in"
                 f" {INDEX}; restore it from a copy"
             )
-    training = own.get("training")
-    return None if training is None else Training.of_json(training, f"{where}.training")
+    return own
 
 
 def _check_optimizer(
     path: Path, config: LMConfig, training: Training, files: Mapping[str, str]
 ) -> None:
-    """Check that the moments are those of the model, and that every process has random states."""
+    """Check that the tensors are the moments of the model and the random state of each process."""
     with torch.device("meta"):
         model = LanguageModel(config)
-    shapes = {
+    moments = {
         f"{moment}.{name}": list(parameter.shape)
         for name, parameter in model.named_parameters()
         for moment in MOMENTS
@@ -573,18 +621,20 @@ def _check_optimizer(
     actual: dict[str, tuple[str, list[int]]] = {}
     for name in sorted(set(files.values())):
         actual |= _header(path, name)
-    wrong = [name for name, (_, shape) in actual.items() if shape != shapes.get(name, shape)]
-    wrong += [
-        f"random.cpu.{rank}"
-        for rank in range(training.processes)
-        if f"random.cpu.{rank}" not in actual
+    own = {name for name in actual if _RANDOM.fullmatch(name)}
+    wrong = [
+        name
+        for name in actual.keys() - own
+        if name not in moments or actual[name][0] not in _FLOATS or actual[name][1] != moments[name]
     ]
+    if actual.keys() - own:  # none before the first step
+        wrong += moments.keys() - actual.keys()
+    ranks = range(min(training.processes, len(own) + 1))  # of a stranger, it may be huge
+    wrong += {f"random.cpu.{rank}" for rank in ranks} - own
     if wrong:
-        raise InvalidInput(f"the optimizer does not match the model: {_listed(sorted(wrong))}")
-    if len(training.position) != training.recipe.batch:
         raise InvalidInput(
-            f"training.position has {len(training.position)} lanes, but a step has"
-            f" {training.recipe.batch} rows"
+            f"{path / OPTIMIZER}: the tensors are not those of the model and its processes:"
+            f" {_listed(sorted(wrong))}; put back the files of one run"
         )
 
 
@@ -597,7 +647,7 @@ def file_facts(file: Path) -> dict[str, Any]:
                 digest.update(chunk)
                 size += len(chunk)
     except OSError as error:
-        raise InvalidInput(f"{file} cannot be read: {describe_error(error)}") from error
+        raise _unreadable(file, error) from error
     return {"size": size, "sha256": digest.hexdigest()}
 
 

@@ -81,14 +81,14 @@ class Recipe:
         errors += integer_problems("warmup", self.warmup, 0)
         errors += integer_problems("seed", self.seed, -SEED)
         for name in ("learning_rate", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
+            if not 0 < getattr(self, name) < 3e38:  # finite in float32 too
                 errors.append(f"{name} must be finite and > 0, got {getattr(self, name)}")
         if not 0 <= self.final_rate <= 1:
             errors.append(f"final_rate must lie in [0, 1], got {self.final_rate}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 errors.append(f"{name} must be >= 0 and < 1, got {getattr(self, name)}")
-        if not 0 <= self.weight_decay < math.inf:
+        if not 0 <= self.weight_decay < 3e38:
             errors.append(f"weight_decay must be finite and >= 0, got {self.weight_decay}")
         for name, known in (("precision", PRECISIONS), ("parallel", KINDS)):
             if getattr(self, name) not in known:

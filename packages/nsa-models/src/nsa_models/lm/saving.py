@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -207,7 +208,7 @@ def _write_index(
     own: dict[str, Any] = {
         "format": FORMAT,
         "files": dict(facts),
-        "training": None if training is None else training.to_json(),
+        "training": None if training is None else dataclasses.asdict(training),
     }
     index = {
         "metadata": {"total_size": total, "nsa": own},

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,6 +68,18 @@ class ByteTokenizer:
         return _files(content, END, self.end)
 
 
+@contextlib.contextmanager
+def encoding() -> Iterator[None]:
+    """Turn an error of the library `tokenizers`, a plain Exception, into InvalidInput."""
+    try:
+        yield
+    except Exception as error:
+        raise InvalidInput(
+            f"{TOKENIZER} cannot encode the text: {describe_error(error)}; give a model whose"
+            " tokenizer knows all characters"
+        ) from error
+
+
 class FileTokenizer:
     """A tokenizer.json of Hugging Face's `tokenizers`.
 
@@ -80,6 +93,7 @@ class FileTokenizer:
 
     Attributes:
         ids: Number of ids, from 0 to the largest one.
+        library: The tokenizer of the library `tokenizers`.
     """
 
     kind = "file"
@@ -88,33 +102,47 @@ class FileTokenizer:
         library = require_module("tokenizers", "a tokenizer.json needs", "nsa-models[train]")
         self._content = content
         try:
-            self._tokenizer: Any = library.Tokenizer.from_str(content)
+            self.library: Any = library.Tokenizer.from_str(content)
         except Exception as error:  # the library raises plain Exception
             raise InvalidInput(
-                f"{name} cannot be read as a tokenizer.json: {describe_error(error)}"
+                f"{name} cannot be read as a tokenizer.json: {describe_error(error)}; put back the"
+                " file of the model"
             ) from error
-        used = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        added = {token.content for token in self.library.get_added_tokens_decoder().values()}
+        if self.library.get_vocab(with_added_tokens=False).keys() <= added:
+            raise InvalidInput(
+                f"{name} has no vocabulary, so every text is nothing; put back the file of the"
+                " model"
+            )
+        self.library.no_truncation()  # a file may ask for it
+        self.library.no_padding()
+        used = self.library.get_vocab(with_added_tokens=True).values()
         count = max(used, default=-1) + 1
-        end_ids = [end, *(self._tokenizer.token_to_id(word) for word in _ENDS)]
+        end_ids = [end, *(self.library.token_to_id(word) for word in _ENDS)]
         self.end: int = next((i for i in end_ids if i is not None), count)
         self.ids = max(count, self.end + 1)
         self.vocab_size: int = -(-self.ids // 64) * 64
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without the special tokens that the file adds around it."""
+        """Return the ids of a text, without the special tokens that the file adds around it.
+
+        Raises:
+            InvalidInput: The tokenizer has no id for a part of the text.
+        """
         text = text.encode("utf-8", errors="replace").decode()  # it takes no lone surrogates
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with encoding():
+            ids = self.library.encode(text, add_special_tokens=False).ids
         return [i for i in ids if i != self.end]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, without special tokens."""
-        count = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        text: str = self._tokenizer.decode([i for i in ids if i < count and i != self.end])
+        count = self.library.get_vocab_size(with_added_tokens=True)
+        text: str = self.library.decode([i for i in ids if i < count and i != self.end])
         return text
 
     def files(self) -> dict[str, str]:
         """See :class:`Tokenizer`."""
-        word = self._tokenizer.id_to_token(self.end)
+        word = self.library.id_to_token(self.end)
         return _files(json.loads(self._content), word or END, self.end)
 
 
@@ -146,7 +174,7 @@ def read_tokenizer(path: str | Path) -> FileTokenizer:
     """Read a tokenizer.json.
 
     Raises:
-        InvalidInput: The file cannot be read, or is not a tokenizer.json.
+        InvalidInput: The file cannot be read, or is not a tokenizer.json with a vocabulary.
         BackendUnavailable: `tokenizers` is not installed.
     """
     try:
