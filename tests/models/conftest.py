@@ -11,8 +11,8 @@ import torch
 from nsa_bench.roofline import Peaks
 from nsa_models.lm import saving
 from nsa_models.lm.config import LMConfig
-from nsa_models.lm.corpus import Corpus
 from nsa_models.lm.config_json import json_of
+from nsa_models.lm.corpus import Corpus
 from nsa_models.lm.data import TextRows
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.model_folder import Training
