@@ -21,13 +21,13 @@ import nsa_models.hf as hf
 from hf_models import DENSE_CONFIGS, NSA, SIZES, SIZES_OF_KIND, nsa_model, randomize
 from nsa_core import BackendUnavailable, InvalidInput
 from nsa_models.hf.folder import load_tokenizer, new_text_ids
-from nsa_models.lm import config_json, weights
+from nsa_models.lm import config_json, json_fields, weights
 from nsa_models.lm.config import LMConfig, size
 from nsa_models.lm.model import LanguageModel
-from nsa_models.lm.model_folder import ModelFolder, fields_of, open_folder
+from nsa_models.lm.model_folder import ModelFolder, open_folder
 from nsa_models.lm.run_folder import CONFIG, INDEX
 from nsa_models.lm.task import DataSpec
-from nsa_models.lm.tokens import TOKENIZER, ByteTokenizer, FileTokenizer
+from nsa_models.lm.tokens import TOKENIZER, TOKENIZER_CONFIG, ByteTokenizer, FileTokenizer
 from training_cases import are_equal, tensors_of, trainer_of
 
 # class of transformers -> changes of LMConfig, and of its layer
@@ -251,7 +251,8 @@ def test_cut_and_missing_files_are_refused(folder):
 
 @pytest.mark.parametrize("folder", ["run"], indirect=True)
 def test_each_process_checks_its_share_of_the_files(folder):
-    for file in (path for path in folder.rglob("*") if path.name not in (INDEX, CONFIG)):
+    parsed = (INDEX, CONFIG, TOKENIZER_CONFIG)  # by every process
+    for file in (path for path in folder.rglob("*") if path.name not in parsed):
         if file.is_dir():
             continue
         content = file.read_bytes()
@@ -313,9 +314,9 @@ ERRORS: dict[str, tuple[Callable[[pathlib.Path], Any], type[Exception], tuple[st
         ("no training to resume", "--from"),
     ),
     "fields": (
-        lambda f: fields_of(DataSpec, {"length": True, "more": 1}, "here"),
+        lambda f: json_fields.build(DataSpec, {"length": True, "more": 1}, "here"),
         InvalidInput,
-        ("length must be int, got True", "'more' is unknown"),
+        ("length must be an integer, got True", "'more' is unknown"),
     ),
     "no place in dense": (
         lambda f: dense_fields(scale=0.5, rope=False),
@@ -386,7 +387,10 @@ def test_one_folder_serves_every_command(nsa, text, tmp_path, monkeypatch, capsy
         ("--size toy --attention nsa", "--size, --attention: set by the folder of --from; leave"),
         ("--tokenizer x.json", "--tokenizer: set by the folder of --from; leave it out"),
         ("--data TEXT", "model has no tokenizer.json, and a text needs the tokenizer of the model"),
-        ("--data uniform", "--vocab must be at most 61, the vocabulary of --from"),
+        (
+            "--data uniform",
+            "has a vocabulary of 61, but the data has ids up to 63; give --vocab 61",
+        ),
     ],
 )
 def test_a_model_that_does_not_suit_the_options_is_refused(nsa, text, tmp_path, options, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -70,6 +71,8 @@ class RaiseAtOpcode:
 
     def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
         if "/nsa_core/cache/" not in frame.f_code.co_filename.replace("\\", "/"):
+            return None
+        if frame.f_code.co_flags & inspect.CO_GENERATOR:  # Python drops an error of a closed one
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":

@@ -168,7 +168,7 @@ def refuse_all(request: Request) -> Sequence[Reason]:
 def refusing(probe: str) -> Combination:
     """Return sdpa in every slot, with the backend "picky" and its probe in win."""
     spec = nsa_register_backends()
-    module = "test_generated_cases"
+    module = "test_drawn_cases"
     picky = dataclasses.replace(
         spec, name="picky", slots={"win": spec.slots["win"]}, probe=f"{module}:{probe}"
     )

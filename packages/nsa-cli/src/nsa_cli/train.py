@@ -319,17 +319,21 @@ def _check_tokens(
     from nsa_core.errors import InvalidInput
     from nsa_models.lm.task import TASKS
 
-    if spec.data not in TASKS and tokenizer is None:
+    is_task = spec.data in TASKS
+    if not is_task and tokenizer is None:
         raise InvalidInput(
             f"{option}: {folder.path} has no tokenizer.json, and a text needs the tokenizer of the"
             " model: put it there, or give a task as --data"
         )
     vocabulary = folder.config.vocab_size
-    used = spec.vocab_size if tokenizer is None else getattr(tokenizer, "ids", tokenizer.vocab_size)
+    used = spec.vocab_size if is_task else getattr(tokenizer, "ids", 256)  # bytes have 256
     if used > vocabulary:
+        fix = (
+            f"give --vocab {vocabulary}" if option == "--from" else "put back the files of one run"
+        )
         raise InvalidInput(
-            f"--vocab must be at most {vocabulary:,}, the vocabulary of {option} {folder.path}, got"
-            f" {used:,}"
+            f"{option}: {folder.path} has a vocabulary of {vocabulary:,}, but the data has ids up"
+            f" to {used - 1:,}; {fix}"
         )
 
 

@@ -190,9 +190,12 @@ def _blocks(
             blocks[at] = chunk.calls["select"].results[0][row].cpu()
     if not groups and not chunks:
         (selected,) = next(called for called in done.calls if called.slot == "select").results
-        for i, b in enumerate(active):
-            length = done.model.lengths[b]
-            blocks[first[b] : first[b] + length] = selected[i, :length].cpu()
+        # A host that has upper bounds only does not know which sequences get no token.
+        rows = active if len(selected) == len(active) else range(len(selected))
+        for row, b in enumerate(rows):
+            if b in first:
+                length = done.model.lengths[b]
+                blocks[first[b] : first[b] + length] = selected[row, :length].cpu()
     return blocks
 
 
