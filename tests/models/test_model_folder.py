@@ -314,7 +314,9 @@ ERRORS: dict[str, tuple[Callable[[pathlib.Path], Any], type[Exception], tuple[st
         ("no training to resume", "--from"),
     ),
     "fields": (
-        lambda f: json_fields.build(DataSpec, {"length": True, "more": 1}, "here"),
+        lambda f: json_fields.build(
+            DataSpec, {**dataclasses.asdict(DataSpec("uniform")), "length": True, "more": 1}, "here"
+        ),
         InvalidInput,
         ("length must be an integer, got True", "'more' is unknown"),
     ),
@@ -389,7 +391,7 @@ def test_one_folder_serves_every_command(nsa, text, tmp_path, monkeypatch, capsy
         ("--data TEXT", "model has no tokenizer.json, and a text needs the tokenizer of the model"),
         (
             "--data uniform",
-            "has a vocabulary of 61, but the data has ids up to 63; give --vocab 61",
+            "vocabulary of 61, but the data has ids up to 63; give --vocab 61",
         ),
     ],
 )
@@ -407,7 +409,7 @@ def test_a_model_is_trained_on_a_task(nsa, tmp_path, no_timing):
     options = "--device cpu --data uniform --vocab 61 --length 40 --batch 2 --steps 1"
     out = ["--out", str(tmp_path / "run"), "--from", str(tmp_path / "model")]
     result = nsa("train", *out, *options.split())
-    assert (result.code, result.err) == (0, "")
+    assert result.code == 0, result.err
     opened: ModelFolder = open_folder(tmp_path / "run")
     assert (opened.training.tokenizer, opened.tokenizer()) == (None, None)
     result = nsa("generate", "--checkpoint", str(tmp_path / "run"))
