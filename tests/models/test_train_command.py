@@ -308,6 +308,19 @@ def test_a_run_that_cannot_be_written_is_kept_elsewhere(nsa, text, tmp_path, mon
     assert [r["step"] for r in log.read_log(out / log.FILE)[1]] == [0, 1, 2, 3]
 
 
+def test_a_resumed_run_opens_the_data_that_its_folder_names(nsa, text, tmp_path, monkeypatch):
+    out = ["train", "--out", str(tmp_path / "run"), "--device", "cpu"]
+    options = ["--length", "32", "--batch", "2", "--held-out-rows", "1", "--steps", "1"]
+    assert nsa(*out, "--data", text, "--held-out", "0.3", *options).code == 0
+
+    def refuse(spec, tokenizer):
+        raise InvalidInput(f"opened {spec.data}")
+
+    monkeypatch.setattr("nsa_models.lm.task.open_data", refuse)
+    resumed = nsa(*out, "--resume", "--steps", "2")
+    assert (resumed.code, f"opened {text}" in "".join(resumed.err.split("\n  "))) == (2, True)
+
+
 def test_an_altered_run_is_refused_by_every_command(nsa, text, tmp_path):
     run, new = str(tmp_path / "run"), str(tmp_path / "new")
     assert nsa("train", "--out", run, "--data", text, "--steps", "1", *SMALL).code == 0

@@ -23,7 +23,12 @@ HOSTILE = "tests/cli/test_hostile_plugins.py"
 UNWRITTEN = "tests/cli/test_unwritten.py"
 NETWORK = "tests/repo/test_package_readmes.py"
 NO_PROMISE: tuple[str, ...] = ()  # the sentence explains or asks
-TO_FILL: tuple[str, ...] = ()
+FOLDER = "tests/cli/test_strange_folder.py"
+DAMAGED = f"{FOLDER}::test_a_damaged_folder_is_one_sentence_or_has_no_effect"
+OUTSIDE = f"{FOLDER}::test_no_door_opens_what_is_no_file_of_the_folder"
+RESUMED = (
+    "tests/models/test_train_command.py::test_a_resumed_run_opens_the_data_that_its_folder_names"
+)
 # Sentence -> ids of its tests.
 TESTS: dict[str, tuple[str, ...]] = {
     "A backend is a Python package.": NO_PROMISE,
@@ -96,10 +101,49 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{UNWRITTEN}::test_a_new_backend_needs_an_empty_folder",
         "tests/bench/test_tune.py::test_a_corrupt_file_is_ignored_and_replaced",
     ),
+    "`nsa generate`, `nsa convert`, `nsa inspect` and `nsa train` (`--from`, `--resume`) read a"
+    " model folder as data, whoever made it:": (DAMAGED,),
+    "They load no code, kernel or adapter that the folder names, and ask no question.": (DAMAGED,),
+    "A configuration with `auto_map`, or with a kernel of a hub in `attn_implementation`, is an"
+    " error.": (DAMAGED,),
+    "`from_pretrained` of transformers refuses such a kernel for the models nsa_llama, nsa_qwen2 and"
+    " nsa_qwen3 too.": (f"{FOLDER}::test_a_model_of_transformers_loads_no_kernel",),
+    "Its other protection is that of transformers: leave `trust_remote_code` out.": NO_PROMISE,
+    "They open plain files inside the folder only: a link out of it, a pipe or a device is an"
+    " error.": (OUTSIDE,),
+    "`nsa train` writes into no folder that has one.": (
+        f"{FOLDER}::test_a_resumed_run_writes_through_nothing",
+    ),
+    "They compare types, sizes and the shapes of all tensors before they allocate memory for the"
+    " model.": (
+        DAMAGED,
+        f"{FOLDER}::test_a_value_of_any_type_in_any_field_of_a_config_is_one_sentence",
+        f"{FOLDER}::test_a_value_of_another_type_in_a_training_is_one_sentence",
+    ),
+    "The digests of a folder show damage.": (
+        f"{TRAIN}::test_an_altered_run_is_refused_by_every_command",
+    ),
+    "They are no signature: whoever can write the folder can write them.": NO_PROMISE,
+    "The folder of a run names its training data, which `nsa train --resume` opens: a local file,"
+    " or a data set of the Hub.": (RESUMED,),
     "No import and no command opens a network connection, with two exceptions:": (
         f"{NETWORK}::test_only_the_exceptions_of_the_security_page_use_the_network",
         f"{HERE}::test_imports_and_commands_open_no_connection",
     ),
+    "`nsa train --data fineweb-edu` and `--data hf:NAME` stream a data set from Hugging Face"
+    " through the library `datasets`, which reads its own settings and credentials.": (
+        "tests/models/test_lm_corpus.py::test_a_data_set_of_parquet_is_read_by_row_group",
+    ),
+    "`--resume` of such a run does the same.": (RESUMED,),
+    "With any other data, `nsa train` reads local files only.": (
+        f"{NETWORK}::test_only_the_exceptions_of_the_security_page_use_the_network",
+    ),
+    "Under `torchrun`, the processes of `nsa train` connect to each other through"
+    " `torch.distributed`.": (
+        "tests/models/test_lm_parallel.py::test_an_end_is_named_and_the_run_goes_on_after_it",
+    ),
+    "Commands that read a model (`nsa generate`, `nsa convert`, `nsa inspect`, `nsa train`) read it"
+    " from a local folder and download nothing.": (DAMAGED, OUTSIDE),
     "The Content-Security-Policy of the HTML pages of `nsa bench` forbids every request.": (
         "tests/bench/test_bench_page.py::test_the_page_is_one_file_that_may_not_load_anything",
     ),
@@ -133,16 +177,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "You get an answer within a week.": NO_PROMISE,
     "Fixes go into the latest release.": NO_PROMISE,
 }
-# Sentences about the data and the folders of models.
-MODEL_TESTS: dict[str, tuple[str, ...]] = {
-    "`nsa train --data fineweb-edu` and `--data hf:NAME` stream a data set from Hugging Face"
-    " through the library `datasets`, which reads its own settings and credentials.": TO_FILL,
-    "With any other `--data`, `nsa train` reads local files only.": TO_FILL,
-    "Under `torchrun`, the processes of `nsa train` connect to each other through"
-    " `torch.distributed`.": TO_FILL,
-    "Commands that take a checkpoint (`nsa convert`, `nsa generate`) read it from a local folder"
-    " and download nothing.": TO_FILL,
-}
 
 
 def sentences(text: str) -> list[str]:
@@ -159,9 +193,8 @@ def sentences(text: str) -> list[str]:
 
 def test_every_sentence_is_in_the_table_with_tests_that_exist(repo):
     written = sentences(repo.text("SECURITY.md"))
-    assert [s for s in written if s not in MODEL_TESTS] == list(TESTS)
-    assert {s for s in written if s not in TESTS} == set(MODEL_TESTS)
-    named = {test for tests in (TESTS | MODEL_TESTS).values() for test in tests}
+    assert written == list(TESTS)
+    named = {test for tests in TESTS.values() for test in tests}
     defined = {
         f"{file}::{node.name}"
         for file in {test.split("::")[0] for test in named}
