@@ -26,9 +26,8 @@ NO_PROMISE: tuple[str, ...] = ()  # the sentence explains or asks
 FOLDER = "tests/cli/test_strange_folder.py"
 DAMAGED = f"{FOLDER}::test_a_damaged_folder_is_one_sentence_or_has_no_effect"
 OUTSIDE = f"{FOLDER}::test_no_door_opens_what_is_no_file_of_the_folder"
-RESUMED = (
-    "tests/models/test_train_command.py::test_a_resumed_run_opens_the_data_that_its_folder_names"
-)
+TRAIN = "tests/models/test_train_command.py"
+RESUMED = f"{TRAIN}::test_a_resumed_run_opens_the_data_that_its_folder_names"
 # Sentence -> ids of its tests.
 TESTS: dict[str, tuple[str, ...]] = {
     "A backend is a Python package.": NO_PROMISE,
@@ -104,8 +103,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "`nsa generate`, `nsa convert`, `nsa inspect` and `nsa train` (`--from`, `--resume`) read a"
     " model folder as data, whoever made it:": (DAMAGED,),
     "They load no code, kernel or adapter that the folder names, and ask no question.": (DAMAGED,),
-    "A configuration with `auto_map`, or with a kernel of a hub in `attn_implementation`, is an"
-    " error.": (DAMAGED,),
+    "A configuration with `auto_map`, or with a kernel of a hub in `attn_implementation`, is"
+    " an error.": (DAMAGED,),
     "`from_pretrained` of transformers refuses such a kernel for the models nsa_llama, nsa_qwen2 and"
     " nsa_qwen3 too.": (f"{FOLDER}::test_a_model_of_transformers_loads_no_kernel",),
     "Its other protection is that of transformers: leave `trust_remote_code` out.": NO_PROMISE,

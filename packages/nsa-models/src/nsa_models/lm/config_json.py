@@ -19,6 +19,7 @@ from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
 from nsa_models.lm import json_fields
 from nsa_models.lm.config import LMConfig
+from nsa_models.lm.rotary import frequencies_of
 
 DENSE_TYPES = ("llama", "qwen2", "qwen3")
 TYPES = (*DENSE_TYPES, *(f"nsa_{name}" for name in DENSE_TYPES))
@@ -258,9 +259,6 @@ def config_of(values: Mapping[str, Any]) -> LMConfig:
     rope = values.get("rope_parameters") or {}
     per_layer = any(isinstance(value, Mapping) for value in rope.values())
     if rope.get("rope_type", "default") != "default" or per_layer:
-        require_module("transformers", "scaled rotary embeddings need", "nsa-models[hf]")
-        from nsa_models.hf.configs import frequencies_of
-
         frequencies, factor = frequencies_of(values)
     spec = layer_spec(values, frequencies, factor)
     for name, largest in _LARGEST.items():

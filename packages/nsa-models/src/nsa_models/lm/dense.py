@@ -97,5 +97,8 @@ def causal(
     """Return causal attention [B, S, Hq, Dv] with PyTorch's SDPA."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
+    assert q.shape[2] == k.shape[2], (
+        "is_causal aligns top-left, so it needs as many queries as keys"
+    )
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     return o.transpose(1, 2)
