@@ -12,7 +12,7 @@ import torch
 from refusing import assert_refused
 
 import nsa_core
-from nsa_core import BlockGeometry, InvalidInput, NSAConfig, Request, resolve
+from nsa_core import BlockGeometry, InvalidInput, NSAConfig, Request, pad, resolve
 from nsa_core.cache.state import CacheSizes
 from nsa_core.limits import COUNT, HEADS, LAYERS, SEED, VOCABULARY, WIDTH, largest, shown
 from nsa_core.parallel.shards import Shards, choose_layout, pad_to
@@ -226,22 +226,23 @@ def test_a_plan_for_the_largest_window_and_blocks_is_made() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "text"),
+    ("function", "sizes", "product"),
     [
-        ({"batch": 2**16, "max_len": 2**16}, f"batch * max_len must be <= {TOKENS}, got {2**32}"),
+        ("new_cache", {"batch": 2**16, "max_len": 2**16}, "batch * max_len"),
         (
+            "new_cache",
             {"batch": 1, "max_len": 64, "page_size": 2**16, "num_pages": 2**16},
-            f"num_pages * page_size must be <= {TOKENS}, got {2**32}",
+            "num_pages * page_size",
         ),
+        ("pad", {"batch": 2**16, "seq_len": 2**16}, "batch * seq_len"),
     ],
 )
-def test_a_cache_holds_fewer_than_2_31_tokens(sizes: dict[str, int], text: str) -> None:
-    assert_refused(lambda: _layer().new_cache(**sizes), text)
-
-
-def test_pad_makes_fewer_than_2_31_rows() -> None:
-    indices = PACKED["cu_seqlens"]
-    assert_refused(lambda: nsa_core.pad(Q[0], indices, 2**16, 2**16), "batch * seq_len", str(2**32))
+def test_products_of_sizes_are_below_2_31(
+    function: str, sizes: dict[str, int], product: str
+) -> None:
+    rows, indices = Q[0], PACKED["cu_seqlens"]
+    call = _layer().new_cache if function == "new_cache" else lambda **s: pad(rows, indices, **s)
+    assert_refused(lambda: call(**sizes), f"{product} must be <= {TOKENS}, got {2**32}")
 
 
 @pytest.mark.parametrize(

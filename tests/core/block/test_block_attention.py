@@ -253,12 +253,6 @@ def test_bad_sizes_of_a_plan_are_named(changes: dict[str, Any], message: str) ->
         plan_block_attention(**{**sizes, "block_size": 64, "n_blocks": 4, **changes})
 
 
-def test_a_plan_of_the_layer_is_refused() -> None:
-    plan: Any = resolve(NSAConfig(64, 4, 2))
-    with pytest.raises(InvalidInput, match=r"_attention\(\) returns, got Plan"):
-        block_attention(**problem(), block_size=SIZE, plan=plan)
-
-
 def test_plans_are_immutable_values() -> None:
     plan = plan_block_attention(
         6, 2, 24, block_size=512, n_blocks=5, scale=0.5, backends="sdpa", needs_grad=True

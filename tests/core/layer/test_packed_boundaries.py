@@ -153,23 +153,6 @@ def test_checkpoint_checks_once_per_forward(checks):
     assert len(checks) == 2
 
 
-def test_slot_called_directly_checks(checks):
-    attn, x = layers()[0].requires_grad_(False), torch.randn(60, 16)
-    q, _, _, k_cmp, v_cmp = attn.project(x, BOUNDARIES)
-    plan = attn.resolve_plan(x, q, True)
-    for bounds, text in (
-        ([1, 25, 60], "must start at 0, got 1"),
-        ([0, 25, 20], "must not decrease, got 25 then 20"),
-        ([0, 25, 59], "must end at the 60 tokens given, got 59"),
-    ):
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-        with pytest.raises(InvalidInput, match=text):
-            plan.cmp(q, k_cmp, v_cmp, cu_seqlens=cu_seqlens)
-    with pytest.raises(InvalidInput, match="longest document's 35 tokens, got 34"):
-        plan.cmp(q, k_cmp, v_cmp, cu_seqlens=BOUNDARIES, max_seqlen=34)
-    assert len(checks) == 4
-
-
 def test_unchecked_boundaries_are_checked_by_the_slot(checks):
     """A slot checks another tensor or another bound, and every call after the context."""
     attn, x = layers()[0].requires_grad_(False), torch.randn(60, 16)

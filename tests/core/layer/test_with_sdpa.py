@@ -68,11 +68,6 @@ def test_row_29_meta_tensors_use_the_plan_of_the_cpu():
     assert attn.plan.requests["cmp"].device == "cpu"
 
 
-def test_unknown_backend_is_named():
-    with pytest.raises(nsa_core.InvalidInput, match="sdpa"):
-        NSAttention(CONFIG, backends="spda")
-
-
 def test_check_on_an_sdpa_plan():
     attn, x = NSAttention(CONFIG, layer=5, check=True), torch.randn(1, 20, 24)
     attn(x)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cases import SMALL, boundaries, inputs, layer_of, small
+from dense_backend import dense_plan
 from nsa_core import InvalidInput, NSAttention, Unsupported, nsa_attention, pad, resolve, unpad
 from nsa_core.layer import attention
 from nsa_core.layer.short_config import NUMBERS
@@ -238,6 +239,20 @@ INVALID = {
             {"plan": resolve(CONFIG, dtype="float64", phase="decode")},
             "plan is for decode, but this call is a prefill: pass a plan resolved with",
         ),
+        (
+            {"plan": dense_plan(small(window_size=3))},
+            "plan is for window_size=3, but the call has window_size=9: resolve",
+        ),
+        (
+            {"plan": dense_plan(CONFIG, torch.float32)},
+            "plan is for float32 on cpu, but the tensors are float64 on cpu",
+        ),
+        ({"plan": dense_plan(CONFIG, device="cuda")}, "plan is for float64 on cuda"),
+        ({**PACKED, "plan": dense_plan(CONFIG)}, "without varlen=True"),
+        (
+            {"q": q.clone().requires_grad_(), "plan": dense_plan(CONFIG, needs_grad=False)},
+            "without needs_grad=True",
+        ),
         ({"q": q.to_sparse()}, "q is sparse (torch.sparse_coo): pass q.to_dense()"),
         (
             {"gates": nested(4, 3, layout=torch.jagged)},
@@ -267,6 +282,14 @@ INVALID = {
         ),
     ],
     attend_short: [
+        (
+            {"plan": dense_plan(CONFIG), "window_size": 5},
+            "plan is for window_size=9, but the call has window_size=5: resolve",
+        ),
+        (
+            {**dict.fromkeys(SIZES), "plan": dense_plan(small(n_heads=8))},
+            "4 query heads, but plan.config.n_heads is 8",
+        ),
         (
             {"k_cmp": torch.randn(2, 3, 2, 8).double(), "v_cmp": torch.randn(2, 3, 2, 6).double()},
             "k_cmp and v_cmp have 3 compressed tokens, but 12 tokens have 2 for blocks of 8 tokens"
@@ -344,6 +367,12 @@ INVALID = {
         ({"needs_grad": "no"}, "needs_grad must be True or False, got 'no'"),
         ({"deterministic": 1}, "deterministic must be True or False, got 1"),
         ({"varlen": None}, "varlen must be True or False, got None"),
+        ({"phase": "prefil"}, "phase must be one of prefill, decode, got 'prefil'"),
+        ({"device": "gpu"}, "device 'gpu' is not one that torch knows"),
+        *(
+            ({"dtype": dtype}, "dtype must be one of bfloat16, float16, float32, float64")
+            for dtype in ("int8", torch.complex64, "float", torch.int8)  # row 21
+        ),
     ],
     strip: [
         ({"attention_mask": None}, "attention_mask must be a tensor, got NoneType"),
@@ -383,7 +412,10 @@ PACKING = [
     ({"max_seqlen": -1}, "max_seqlen must be a host integer >= 0, got -1"),
     ({"max_seqlen": True}, "max_seqlen must be a host integer >= 0, got True"),
     ({"max_seqlen": torch.tensor(9)}, "got a tensor: pass int(max_seqlen)"),
-    ({"max_seqlen": 8}, "max_seqlen must be at least the longest document's 9 tokens, got 8"),
+    (
+        {"cu_seqlens": boundaries(5, 4), "max_seqlen": 4},
+        "max_seqlen must be at least the longest document's 5 tokens, got 4",
+    ),
 ]
 
 # arguments of the layer that are refused with and without a cache
@@ -414,6 +446,13 @@ BUILD = [
     ({"backends": {"window": "sdpa"}}, "unknown slot 'window'; did you mean 'win'"),
     ({"backends": {"win": 3}}, "the backend of slot 'win' must be a name, got 3"),
     ({"backends": {3: "sdpa", "win": "sdpa"}}, "unknown slot 3"),
+    (
+        {"backends": {"win": "spda"}},
+        "unknown backend 'spda'; did you mean 'sdpa'? (known: ",
+        "sdpa",
+    ),
+    ({"backends": "SDPA"}, "unknown backend 'SDPA'; did you mean 'sdpa'?"),
+    ({"backends": {"win": "sdpa", "sel": "nonesuch"}}, "unknown backend 'nonesuch' (known: "),
     ({"config": None}, "config must be an NSAConfig, got NoneType"),
     ({"config": {"dim": 64}}, "config must be an NSAConfig, got dict"),
 ]

@@ -56,8 +56,6 @@ def test_mapping_sets_single_slots_and_auto_the_others(toy):
     assert backends(resolve(CONFIG, backends="auto", registry=registry)) == dict.fromkeys(
         SLOTS, "strong"
     )
-    with pytest.raises(InvalidInput, match="must be a name, got 3"):
-        resolve(CONFIG, backends={"win": 3}, registry=registry)
 
 
 def test_refusal_of_a_named_backend_lists_every_reason_and_every_candidate(toy):
@@ -123,11 +121,6 @@ def test_backend_without_a_decode_form_is_refused_for_decode():
     registry = Registry().with_backend(dataclasses.replace(sdpa, name="old", slots=slots))
     with pytest.raises(Unsupported, match="has no decode form of win"):
         resolve(CONFIG, phase="decode", backends="old", registry=registry)
-
-
-def test_unknown_phase_raises():
-    with pytest.raises(InvalidInput, match="phase must be one of prefill, decode, got 'prefil'"):
-        resolve(CONFIG, phase="prefil")
 
 
 def test_request_contains_every_argument_of_resolve(toy):

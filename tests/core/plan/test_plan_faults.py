@@ -46,17 +46,7 @@ def test_probe_that_cannot_be_imported_is_a_reason(toy):
     assert "AttributeError" in plan.explain()
 
 
-@pytest.mark.parametrize("dtype", ["int8", torch.complex64, "float", torch.int8])
-def test_row_21_unsupported_dtype_raises(dtype):
-    with pytest.raises(
-        InvalidInput, match="dtype must be one of bfloat16, float16, float32, float64"
-    ):
-        resolve(CONFIG, dtype=dtype)
-
-
-def test_unknown_missing_or_out_of_range_device_raises(monkeypatch):
-    with pytest.raises(InvalidInput, match="device 'gpu' is not one that torch knows"):
-        resolve(CONFIG, device="gpu")
+def test_missing_or_out_of_range_device_raises(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BackendUnavailable, match=r"device 'cuda:0' cannot be used: torch .* CUDA"):
         resolve(CONFIG, device="cuda:0")

@@ -125,19 +125,6 @@ def test_candidates_for_a_simulated_gpu_need_no_gpu(toy, monkeypatch) -> None:
         assert standings(found, gpu)["toy", "in-process"].status == status
 
 
-@pytest.mark.parametrize(
-    ("backends", "message"),
-    [
-        ({"win": "spda"}, r"^unknown backend 'spda'; did you mean 'sdpa'\? \(known: .*sdpa"),
-        ("SDPA", r"^unknown backend 'SDPA'; did you mean 'sdpa'\?"),
-        ({"win": "sdpa", "sel": "nonesuch"}, r"^unknown backend 'nonesuch' \(known: "),
-    ],
-)
-def test_a_layer_refuses_an_unknown_backend_when_it_is_built(backends, message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        NSAttention(CONFIG, backends=backends)
-
-
 def test_a_layer_reads_names_from_metadata_and_loads_no_plugin(monkeypatch) -> None:
     monkeypatch.setattr(registries, "_default", None)
     monkeypatch.setattr(registries, "load", lambda plugin: pytest.fail("a plugin was loaded"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -80,16 +81,6 @@ def test_row_01_packed_call_without_tokens() -> None:
             {"window_size": -3, "init_blocks": -1},
             "init_blocks must be an integer >= 0, got -1; window_size",
         ),
-    ],
-)
-def test_row_08_sizes_out_of_range_raise(fields: dict[str, int], message: str) -> None:
-    with pytest.raises(InvalidInput, match=message.replace("+", r"\+")):
-        NSAConfig(dim=64, n_heads=4, n_kv_heads=2, **fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
         (
             {"compress_block_size": 32, "compress_stride": 12},
             "must divide compress_block_size, got 12 and 32",
@@ -102,16 +93,18 @@ def test_row_08_sizes_out_of_range_raise(fields: dict[str, int], message: str) -
             {"compress_block_size": 128},
             "compress_block_size must be <= select_block_size, got 128 and 64",
         ),
+        (
+            {"dim": 13 * 8, "n_heads": 13, "n_kv_heads": 4},
+            "13 query heads do not divide over 4",
+        ),
+        *(({"scale": x}, "scale must be finite") for x in (math.nan, math.inf, -math.inf)),
     ],
 )
-def test_row_09_incompatible_block_sizes_raise(fields: dict[str, int], message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        NSAConfig(dim=64, n_heads=4, n_kv_heads=2, **fields)
-
-
-def test_row_11_query_heads_must_be_a_multiple_of_kv_heads() -> None:
-    with pytest.raises(InvalidInput, match="13 query heads do not divide over 4"):
-        NSAConfig(dim=13 * 8, n_heads=13, n_kv_heads=4)
+def test_rows_08_09_11_41_wrong_sizes_and_scales_of_a_config(
+    fields: dict[str, float], message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        NSAConfig(**{"dim": 64, "n_heads": 4, "n_kv_heads": 2, **fields})
 
 
 @pytest.mark.parametrize(
@@ -126,12 +119,12 @@ def test_row_11_query_heads_must_be_a_multiple_of_kv_heads() -> None:
     ],
 )
 def test_row_17_malformed_cu_seqlens_raise(bounds: torch.Tensor, message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        nsa_attention(*tensors(10), config=CONFIG, cu_seqlens=bounds)
+    """In a direct call of a slot; test_wrong_calls.py has them in nsa_attention and the layer."""
     plan = resolve(CONFIG, varlen=True)
     q, k, v, _ = tensors(10, grad=False)
-    with pytest.raises(InvalidInput, match=message):
-        plan.win(q, k, v, cu_seqlens=bounds, max_seqlen=10)
+    for kernel, rows in ((plan.win, 10), (plan.cmp, CONFIG.geometry.max_compressed(10))):
+        with pytest.raises(InvalidInput, match=message):
+            kernel(q, k[:rows], v[:rows], cu_seqlens=bounds, max_seqlen=10)
 
 
 def test_row_18_empty_documents_do_not_change_results() -> None:
@@ -149,12 +142,6 @@ def test_row_28_planning_refuses_a_gpu_backend_for_cpu_tensors() -> None:
 
     with pytest.raises((BackendUnavailable, Unsupported), match="triton"):
         resolve(CONFIG, device="cpu", backends="triton")
-
-
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf])
-def test_row_41_scale_must_be_finite(scale: float) -> None:
-    with pytest.raises(InvalidInput, match="scale must be finite"):
-        NSAConfig(dim=32, n_heads=4, n_kv_heads=2, scale=scale)
 
 
 def test_row_41_default_scale_uses_the_unpadded_head_width() -> None:

@@ -64,40 +64,37 @@ def test_cut_call_gives_the_rows_of_the_whole_call(packed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slot", "rows", "keys", "first_query", "message"),
+    ("slot", "rows", "keys", "values", "first_query", "message"),
     [
         (
             "win",
             5,
             9,
+            9,
             5,
             "k and v have 9 rows, but the 5 rows of q from first_query = 5 on need at least 10",
         ),
-        ("win", 5, 9, -1, "first_query must be >= 0, got -1"),
+        ("win", 5, 9, 9, -1, "first_query must be >= 0, got -1"),
         (
             "cmp",
             5,
             3,
+            3,
             5,
             "k_cmp and v_cmp have 3 compressed tokens, but the 5 rows of q from first_query = 5 on",
         ),
-        ("win", 5, 9, None, "q has 5 tokens, but k and v have 9 tokens"),
+        ("win", 5, 9, 9, None, "q has 5 tokens, but k and v have 9 tokens"),
+        # Both have more rows than the queries need, but a kernel reads as many of both.
+        ("win", 5, 12, 11, 5, "v has 11 rows, but k has 12"),
+        ("cmp", 5, 12, 11, 5, "v_cmp has 11 compressed"),
     ],
 )
 def test_key_rows_that_do_not_fit_are_refused(
-    slot: str, rows: int, keys: int, first_query: int | None, message: str
+    slot: str, rows: int, keys: int, values: int, first_query: int | None, message: str
 ) -> None:
-    q, k = tensors(1, rows)[0], tensors(1, keys)[1]
+    q, k, v = tensors(1, rows)[0], tensors(1, keys)[1], tensors(1, values)[2]
     with pytest.raises(InvalidInput, match=message):
-        kernel(slot)(q, k, k, first_query=first_query)
-
-
-def test_keys_and_values_of_different_lengths_are_refused() -> None:
-    """Both may have more rows than the queries need, but a kernel reads as many of both."""
-    q, k, v = tensors(1, 5)[0], tensors(1, 12)[1], tensors(1, 11)[1]
-    for slot, names in (("win", "v has 11 rows, but k has 12"), ("cmp", "v_cmp has 11 compressed")):
-        with pytest.raises(InvalidInput, match=names):
-            kernel(slot)(q, k, v, first_query=5)
+        kernel(slot)(q, k, v, first_query=first_query)
 
 
 def test_first_query_needs_a_partial_plan() -> None:
