@@ -6,6 +6,7 @@ import pytest
 
 from fa2_standin import Library, make
 from nsa_backend_fa2 import providers
+from nsa_backend_fa2.providers import Source
 
 
 @pytest.fixture
@@ -15,3 +16,14 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     provider = make(getattr(request, "param", "2.8.3.post2"), library)
     monkeypatch.setattr(providers, "active_provider", lambda: provider)
     return library
+
+
+@pytest.fixture
+def use_provider(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that makes the fake provider of a given name the only one."""
+
+    def use(name: str) -> None:
+        source = Source(name, make(name, Library()), None)
+        monkeypatch.setattr(providers, "sources", lambda: (source,))
+
+    return use

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.slot_op import slot_op
-from nsa_verify.judge.slot import judge_slot
+from slot_results import assert_slot_correct, results_of
 
 SMALL = BlockGeometry(8, 4, 8, 4, 1, 2, 5)
 SLOTS = ("cmp", "sel", "win")
@@ -100,14 +101,9 @@ def run(
     deterministic: bool = False,
 ) -> dict[str, Tensor]:
     """Return o, lse and the gradients, computed through the operator and autograd of nsa_core."""
-    leaves = {n: x.detach().requires_grad_(n != "blocks") for n, x in inputs.items()}
     longest = max(problem.lengths) if cu is not None else None
-    o, lse = kernel(slot, problem, deterministic)(
-        *leaves.values(), cu_seqlens=cu, max_seqlen=longest
-    )
-    names = [n for n in leaves if n != "blocks"]
-    grads = torch.autograd.grad(o, [leaves[n] for n in names], do)
-    return {"o": o.detach(), "lse": lse, **{f"d{n}": g for n, g in zip(names, grads)}}
+    call = kernel(slot, problem, deterministic)
+    return results_of(call, inputs, do, cu_seqlens=cu, max_seqlen=longest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,16 +153,14 @@ class Piece:
             cu: cu_seqlens.
             deterministic: as in :func:`run`.
         """
-        piece = self.inputs(slot, inputs)
-        leaves = {n: x.detach().requires_grad_(n != "blocks") for n, x in piece.items()}
-        longest = max(self.problem.lengths) if cu is not None else None
-        o, lse = kernel(slot, self.problem, deterministic, partial=True)(
-            *leaves.values(), cu_seqlens=cu, max_seqlen=longest, first_query=self.first
+        return results_of(
+            kernel(slot, self.problem, deterministic, partial=True),
+            self.inputs(slot, inputs),
+            do[..., self.first : self.stop, :, :],
+            cu_seqlens=cu,
+            max_seqlen=max(self.problem.lengths) if cu is not None else None,
+            first_query=self.first,
         )
-        names = [n for n in leaves if n != "blocks"]
-        rows = do[..., self.first : self.stop, :, :]
-        grads = torch.autograd.grad(o, [leaves[n] for n in names], rows)
-        return {"o": o.detach(), "lse": lse, **{f"d{n}": g for n, g in zip(names, grads)}}
 
     def in_whole(self, outputs: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return ``outputs`` of :meth:`run` in tensors of the whole sequences, 0 elsewhere."""
@@ -209,13 +203,11 @@ def assert_correct(
     outputs: dict[str, Tensor],
     do: Tensor,
     cu: Tensor | None,
+    **options: Any,
 ) -> None:
     """Compare outputs with the oracle."""
-    verdicts = judge_slot(
-        slot, inputs, outputs, problem.geometry, problem.factor, cu_seqlens=cu, do=do
-    )
-    wrong = {name: verdict.why for name, verdict in verdicts.items() if not verdict.ok}
-    assert not wrong, (slot, problem, wrong)
+    sizes = (problem.geometry, problem.factor)
+    assert_slot_correct(slot, inputs, outputs, *sizes, cu_seqlens=cu, do=do, **options)
 
 
 # Empty documents first, in the middle and last; documents shorter than l, and of exactly l tokens.
@@ -267,16 +259,13 @@ def assert_compiled_correct(
     # Each call recompiles the function below, and dynamo allows eight recompilations.
     torch._dynamo.reset()
     inputs, do, cu = problem.inputs(slot, dtype, device)
-    leaves = {n: x.detach().requires_grad_(n != "blocks") for n, x in inputs.items()}
     call, longest = kernel(slot, problem), max(problem.lengths) if cu is not None else None
 
     @torch.compile(fullgraph=True, backend=backend)
-    def compiled(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        o, lse = call(*tensors, cu_seqlens=cu, max_seqlen=longest)
+    def compiled(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        o, lse = call(*tensors, **options)
         return o * 1, lse
 
-    o, lse = compiled(*leaves.values())
-    names = [n for n in leaves if n != "blocks"]
-    grads = torch.autograd.grad(o, [leaves[n] for n in names], do)
-    outputs = {"o": o.detach(), "lse": lse.detach(), **{f"d{n}": g for n, g in zip(names, grads)}}
+    compiled.slot = slot
+    outputs = results_of(compiled, inputs, do, cu_seqlens=cu, max_seqlen=longest)
     assert_correct(slot, problem, inputs, outputs, do, cu)

@@ -10,7 +10,6 @@ import torch
 from fa2_standin import Library, make
 from nsa_backend_fa2 import decode, providers
 from nsa_backend_fa2 import probe as probes
-from nsa_backend_fa2.providers import Source
 from nsa_core.errors import Unsupported
 from nsa_core.plan.plan import resolve
 from nsa_verify.checks.decode_parity import judge_step
@@ -86,17 +85,6 @@ def test_nan_in_a_key_reaches_the_lse_of_every_row_that_sees_it(library: Library
     assert o[-1].isnan().all()
     assert lse[-1].isnan().all()
     assert not lse[:-1].isnan().any()
-
-
-@pytest.fixture
-def use_provider(monkeypatch: pytest.MonkeyPatch):
-    """Return a function that makes the fake provider of a given name the only one."""
-
-    def use(name: str) -> None:
-        source = Source(name, make(name, Library()), None)
-        monkeypatch.setattr(providers, "sources", lambda: (source,))
-
-    return use
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from fa2_problems import (
 from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_core.layout import BlockGeometry
-from nsa_verify.judge.slot import judge_slot
 
 pytestmark = pytest.mark.gpu
 
@@ -103,20 +102,7 @@ def judge_sampled(
     masked_do = torch.zeros_like(do)
     masked_do[..., rows, :, :] = do[..., rows, :, :]
     outputs = run(slot, problem, inputs, masked_do, cu, deterministic)
-    verdicts = judge_slot(
-        slot,
-        inputs,
-        outputs,
-        problem.geometry,
-        problem.factor,
-        cu_seqlens=cu,
-        do=masked_do,
-        rows=rows,
-    )
-    for name, v in verdicts.items():
-        print(f"{name}: row {v.row:.2f} elem {v.elem:.2f} bias {v.bias:.2f}")
-    wrong = {name: verdict.why for name, verdict in verdicts.items() if not verdict.ok}
-    assert not wrong, (slot, problem, wrong)
+    assert_correct(slot, problem, inputs, outputs, masked_do, cu, rows=rows)
 
 
 @pytest.mark.parametrize("slot", SLOTS)
@@ -151,18 +137,7 @@ def test_pieces_of_large_problems_match_the_oracle(
         sampled_do = torch.zeros_like(do)
         sampled_do[..., rows, :, :] = do[..., rows, :, :]
         outputs = piece.in_whole(piece.run(slot, inputs, sampled_do, cu), inputs)
-        verdicts = judge_slot(
-            slot,
-            inputs,
-            outputs,
-            problem.geometry,
-            problem.factor,
-            cu_seqlens=cu,
-            do=sampled_do,
-            rows=rows,
-        )
-        wrong = {name: verdict.why for name, verdict in verdicts.items() if not verdict.ok}
-        assert not wrong, (slot, piece, wrong)
+        assert_correct(slot, problem, inputs, outputs, sampled_do, cu, rows=rows)
 
 
 @pytest.mark.parametrize("slot", SLOTS)
@@ -177,18 +152,8 @@ def test_pieces_of_small_problems_match_the_oracle(
     for first in range(total):
         piece = Piece(problem, first, total if first % 2 else min(total, first + 1 + first % 9))
         outputs = piece.in_whole(piece.run(slot, inputs, do, cu), inputs)
-        verdicts = judge_slot(
-            slot,
-            inputs,
-            outputs,
-            problem.geometry,
-            problem.factor,
-            cu_seqlens=cu,
-            do=piece.outside(do),
-            rows=range(piece.first, piece.stop),
-        )
-        wrong = {name: verdict.why for name, verdict in verdicts.items() if not verdict.ok}
-        assert not wrong, (slot, piece, wrong)
+        rows = range(piece.first, piece.stop)
+        assert_correct(slot, problem, inputs, outputs, piece.outside(do), cu, rows=rows)
 
 
 def test_historic_0_766_sliding_window_of_flash_attention_2(provider: providers.Provider) -> None:

@@ -25,17 +25,6 @@ from slot_requests import make_request
 GOOD = make_request("win")
 
 
-@pytest.fixture
-def use_provider(monkeypatch: pytest.MonkeyPatch):
-    """Return a function that makes the fake provider "2.8.3" or "aten" the only one."""
-
-    def use(name: str) -> None:
-        source = Source(name, make(name, Library()), None)
-        monkeypatch.setattr(providers, "sources", lambda: (source,))
-
-    return use
-
-
 def codes(request: Request) -> list[str]:
     return [reason.code for reason in probes.probe(request)]
 

@@ -9,9 +9,9 @@ import torch
 
 from nsa_backend_sdpa import aten
 from nsa_core import resolve
-from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.slot_runs import run_slots
+from slot_results import assert_slot_correct
 
 CONFIG = config_of(4, 2, 1, 2, (8, 4, 16, 3, 64), dim=64, rope=False)
 
@@ -31,10 +31,8 @@ def test_narrow_heads_match_the_oracle(width: int, v_width: int, scale: float) -
     data = case.data(torch.float64)
     runs = run_slots(plan, case, data)
     for slot in ("cmp", "sel", "win"):
-        verdicts = judge_slot(
-            slot, runs[slot].inputs, runs[slot].outputs, config.geometry, scale, do=data.do
-        )
-        assert {n: v.why for n, v in verdicts.items() if not v} == {}, slot
+        run = runs[slot]
+        assert_slot_correct(slot, run.inputs, run.outputs, config.geometry, scale, do=data.do)
 
 
 @pytest.mark.parametrize("width", [1, 2])

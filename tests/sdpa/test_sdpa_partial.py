@@ -25,9 +25,10 @@ from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify import oracle
 from nsa_verify.judge.selection import judge_selection
-from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.cases import Case, config_of
+from nsa_verify.problems.slot_runs import run_kernel
 from slot_requests import make_request
+from slot_results import assert_slot_correct
 
 BRANCHES = ("cmp", "sel", "win")
 NAMES = {
@@ -85,22 +86,14 @@ def run_piece(
 
     ``keys`` cuts the keys to their first rows; by default all rows of the whole call are given.
     """
-    tensors, keys = inputs_of(case, dtype)[slot], key_rows.get("keys")
-    leaves = []
-    for name, x in tensors.items():
-        part = x[..., :keys, :, :] if name[0] in "kv" else rows_of(name, x, slice(first, end))
-        is_leaf = slot != "select" and name != "blocks"
-        leaves.append(part.detach().requires_grad_(is_leaf))
+    keys, rows = key_rows.get("keys"), slice(first, end)
+    tensors = {
+        name: x[..., :keys, :, :] if name[0] in "kv" else rows_of(name, x, rows)
+        for name, x in inputs_of(case, dtype)[slot].items()
+    }
     kernel: Kernel = getattr(plan_of(case, dtype), slot)
-    data = case.data(dtype)
-    packing = {"cu_seqlens": data.cu_seqlens, "max_seqlen": data.max_seqlen}
-    results = kernel(*leaves, **packing, first_query=first)
-    if slot == "select":
-        return {"blocks": results}
-    do = rows_of("do", inputs_of(case, dtype)["do"]["do"], slice(first, end))
-    grads = torch.autograd.grad(results[0], [x for x in leaves if x.requires_grad], do)
-    names = [f"d{n}" for n in NAMES[slot] if n != "blocks"]
-    return {"o": results[0].detach(), "lse": results[1], **dict(zip(names, grads))}
+    do = None if slot == "select" else rows_of("do", inputs_of(case, dtype)["do"]["do"], rows)
+    return run_kernel(kernel, tensors, do, case.data(dtype), first).outputs
 
 
 def whole_do(case: Case, dtype: torch.dtype, first: int, end: int) -> torch.Tensor:
@@ -246,10 +239,8 @@ def test_judged_in_every_dtype(case: Case, dtype: torch.dtype) -> None:
             rows_of(name, whole, slice(19, 52)).copy_(outputs[name])
             outputs[name] = whole
         tensors, do = inputs_of(case, dtype)[slot], whole_do(case, dtype, 19, 52)
-        verdicts = judge_slot(
-            slot, tensors, outputs, config.geometry, config.softmax_scale, do=do, **judged
-        )
-        assert {n: v.why for n, v in verdicts.items() if not v} == {}
+        sizes = (config.geometry, config.softmax_scale)
+        assert_slot_correct(slot, tensors, outputs, *sizes, do=do, **judged)
     blocks = inputs_of(case, dtype)["sel"]["blocks"].clone()
     blocks[..., 19:52, :, :] = run_piece(case, "select", dtype, 19, 52)["blocks"]
     tensors = inputs_of(case, dtype)["select"]

@@ -14,10 +14,10 @@ import torch
 from nsa_core import resolve
 from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.slot_op import slot_op
-from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.findings import bits
 from nsa_verify.problems.slot_runs import SlotRun, run_slot, run_slots, slot_inputs
+from slot_results import assert_slot_correct
 
 BRANCHES = ("cmp", "sel", "win")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -34,9 +34,8 @@ def resolve_plan(c: Case, dtype: torch.dtype):
 
 
 def assert_correct(c: Case, run: SlotRun, slot: str, **kw: object) -> None:
-    geometry, scale = c.config.geometry, c.config.softmax_scale
-    verdicts = judge_slot(slot, run.inputs, run.outputs, geometry, scale, do=run.do, **kw)
-    assert {n: v.why for n, v in verdicts.items() if not v} == {}
+    sizes = (c.config.geometry, c.config.softmax_scale)
+    assert_slot_correct(slot, run.inputs, run.outputs, *sizes, do=run.do, **kw)
 
 
 def check(

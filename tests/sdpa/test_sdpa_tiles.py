@@ -12,10 +12,10 @@ from nsa_backend_sdpa import aten, device, engine, probe, sel, select
 from nsa_core import BlockGeometry, Request, block_attention, resolve
 from nsa_core.contract import SLOTS, SlotCall
 from nsa_verify.judge.selection import judge_selection
-from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.findings import bits
 from nsa_verify.problems.slot_runs import SlotRun, run_slot, run_slots
+from slot_results import assert_slot_correct
 
 BRANCHES = ("cmp", "sel", "win")
 CONFIG = config_of(4, 2, 16, 24, (8, 4, 16, 4, 20))
@@ -59,11 +59,8 @@ def resolve_plan(case: Case, dtype: torch.dtype):
 
 
 def assert_correct(case: Case, slot: str, run: SlotRun, cu_seqlens: torch.Tensor | None) -> None:
-    geometry, scale = case.config.geometry, case.config.softmax_scale
-    verdicts = judge_slot(
-        slot, run.inputs, run.outputs, geometry, scale, cu_seqlens=cu_seqlens, do=run.do
-    )
-    assert {n: v.why for n, v in verdicts.items() if not v} == {}
+    sizes, do = (case.config.geometry, case.config.softmax_scale), run.do
+    assert_slot_correct(slot, run.inputs, run.outputs, *sizes, cu_seqlens=cu_seqlens, do=do)
 
 
 @pytest.mark.few_cases("narrow operands-row18-packed-dtype0")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import interpreted_span
 from interpreted_span import KEYS, MODULES
 from nsa_backend_triton.host import launch_cache
 from nsa_backend_triton.host.sequences import Sequences
@@ -19,7 +20,7 @@ from nsa_backend_triton.span import cmp
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
-from nsa_verify.judge.slot import judge_slot
+from slot_results import assert_slot_correct
 
 GEOMETRY = BlockGeometry(8, 4, 16, 2, 0, 1, 18)
 #  documents at 0, 0, 5, 25, 26, 26 and 46
@@ -113,14 +114,10 @@ class Piece:
 
 def run(slot: str, call: SlotCall, x: dict[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
     """Return o, lse and the gradients, or the blocks of select."""
-    with strict(seed):
-        if slot == "select":
+    if slot == "select":
+        with strict(seed):
             return {"blocks": select.forward(x["q"], x["k_cmp"], x["lse"], call=call)}
-        names = ("q", *KEYS[slot])
-        inputs = [x[name] for name in names]
-        o, lse = MODULES[slot].forward(*inputs, call=call)
-        grads = MODULES[slot].backward(x["do"], *inputs, o, lse, call=call)
-    return {"o": o, "lse": lse, **{f"d{name}": grad for name, grad in zip(names, grads)}}
+    return interpreted_span.run(slot, call, x, seed)
 
 
 @functools.cache
@@ -146,17 +143,9 @@ def assert_right(piece: Piece, results: dict[str, Tensor]) -> None:
         else:
             piece.rows(name, full[name]).copy_(result)
     inputs = {name: x[name] for name in ("q", *whole.keys)}
-    verdicts = judge_slot(
-        whole.slot,
-        inputs,
-        full,
-        whole.geometry,
-        whole.scale,
-        cu_seqlens=expected.cu_seqlens,
-        do=do,
-        rows=range(piece.first, piece.end),
-    )
-    assert [f"{piece}: {n}: {v.why}" for n, v in verdicts.items() if not v.ok] == []
+    rows, cu = range(piece.first, piece.end), expected.cu_seqlens
+    sizes = (whole.geometry, whole.scale)
+    assert_slot_correct(whole.slot, inputs, full, *sizes, cu_seqlens=cu, do=do, rows=rows)
 
 
 def check(piece: Piece, *, bits: tuple[str, ...] = ()) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from nsa_backend_triton.span import forward as span_forward
 from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
-from nsa_verify.judge.slot import judge_slot
+from slot_results import assert_slot_correct
 
 MODULES = {"cmp": cmp, "win": win}
 KEYS = {"cmp": ("k_cmp", "v_cmp"), "win": ("k", "v")}
@@ -70,11 +70,9 @@ def assert_right(
     slot: str, call: SlotCall, given: Mapping[str, Tensor], found: Mapping[str, Tensor]
 ) -> None:
     """Check that every output passes the verdict."""
-    inputs = {n: given[n] for n in ("q", *KEYS[slot])}
-    verdicts = judge_slot(
-        slot, inputs, found, call.geometry, call.scale, cu_seqlens=call.cu_seqlens, do=given["do"]
-    )
-    assert [f"{n}: {v.why}" for n, v in verdicts.items() if not v.ok] == []
+    inputs, cu = {n: given[n] for n in ("q", *KEYS[slot])}, call.cu_seqlens
+    sizes = (call.geometry, call.scale)
+    assert_slot_correct(slot, inputs, found, *sizes, cu_seqlens=cu, do=given["do"])
 
 
 @pytest.mark.few_cases("cmp-8-1-7", "cmp-16-8-17", "cmp-8-4-33", "win-1-1-1", "win-4-4-16")

@@ -7,8 +7,8 @@ import dataclasses
 import torch
 
 from nsa_core.layout import BlockGeometry
-from nsa_verify.judge.slot import judge_slot
 from observed import slot_kernel
+from slot_results import assert_slot_correct, results_of
 
 SMALL = BlockGeometry(8, 4, 8, 4, window_size=1)
 # (dtype, B, S, w). The reported 7: fp32 and fp16 with three windows each, and one batched prefill.
@@ -50,14 +50,8 @@ def judge_window(
         )
 
     inputs = {"q": normal(4), "k": normal(2), "v": normal(2)}
-    leaves, do = [x.clone().requires_grad_() for x in inputs.values()], normal(4)
-    o, lse = kernel(*leaves)
-    outputs = {
-        "o": o.detach(),
-        "lse": lse,
-        **dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do))),
-    }
+    do = normal(4)
+    outputs = results_of(kernel, inputs, do)
     for name, tensor in outputs.items():
         assert torch.isfinite(tensor).all(), name
-    for name, verdict in judge_slot("win", inputs, outputs, geometry, 0.25, do=do).items():
-        assert verdict.ok, (name, verdict.why)
+    assert_slot_correct("win", inputs, outputs, geometry, 0.25, do=do)

@@ -15,7 +15,7 @@ import torch
 
 from nsa_core import NSAConfig, resolve
 from nsa_verify import oracle
-from nsa_verify.judge.slot import judge_slot
+from slot_results import assert_slot_correct, results_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -97,17 +97,12 @@ def judge_window(inputs: dict[str, torch.Tensor], window: int) -> float:
     config = _config(*inputs.values(), window)
     device = inputs["q"].device
     plan = resolve(config, device=device, dtype=inputs["q"].dtype, needs_grad=True)
-    leaves = {n: t.detach().requires_grad_() for n, t in inputs.items()}
-    o, lse = plan.win(*leaves.values())
-    do = torch.randn_like(o)
-    grads = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, list(leaves.values()), do)))
-    outputs = {"o": o.detach(), "lse": lse, **grads}
-    for name, verdict in judge_slot(
-        "win", inputs, outputs, config.geometry, config.softmax_scale, do=do
-    ).items():
-        assert verdict.ok, (name, verdict.why)
-    exact = oracle.win(*inputs.values(), config.geometry, config.softmax_scale).o
-    return float((o.detach().double().cpu() - exact).abs().mean())
+    do = torch.randn_like(inputs["q"])  # v is as wide
+    outputs = results_of(plan.win, inputs, do)
+    sizes = (config.geometry, config.softmax_scale)
+    assert_slot_correct("win", inputs, outputs, *sizes, do=do)
+    exact = oracle.win(*inputs.values(), *sizes).o
+    return float((outputs["o"].double().cpu() - exact).abs().mean())
 
 
 @pytest.mark.parametrize("device", DEVICES)

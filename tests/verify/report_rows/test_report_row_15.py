@@ -16,8 +16,8 @@ import torch
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.backend_call import DispatchRecord, record_dispatch
 from nsa_verify import oracle
-from nsa_verify.judge.slot import judge_slot
 from observed import slot_kernel
+from slot_results import assert_slot_correct, results_of
 
 WINDOWS = (1, 31, 32, 64, 512)
 WHERE = [("cpu", 64), ("cpu", 600)]
@@ -43,23 +43,17 @@ def test_report_row_15_sliding_window_of_fa2(
     }
     rows = sorted({0, 1, window - 1, window, length // 2, length - 1} & set(range(length)))
     rows = list(range(length)) if length == 64 else rows
-    leaves = [x.clone().requires_grad_() for x in inputs.values()]
+    do = torch.zeros_like(inputs["q"])
+    do[:, rows] = torch.randn(batch, len(rows), heads, 64, generator=generator).to(
+        device, torch.float16
+    )
     with record_dispatch() as trace:
-        o, lse = slot_kernel("fa2", "win", geometry, 0.125)(*leaves)
-        do = torch.zeros_like(o)
-        do[:, rows] = torch.randn(batch, len(rows), heads, 64, generator=generator).to(
-            device, torch.float16
-        )
-        grads = torch.autograd.grad(o, leaves, do)
+        outputs = results_of(slot_kernel("fa2", "win", geometry, 0.125), inputs, do)
     assert trace == [
         DispatchRecord("fa2", "win", direction) for direction in ("forward", "backward")
     ]
-    outputs = {"o": o.detach(), "lse": lse, **dict(zip(("dq", "dk", "dv"), grads))}
-    for name, verdict in judge_slot(
-        "win", inputs, outputs, geometry, 0.125, do=do, rows=rows
-    ).items():
-        assert verdict.ok, (name, verdict.why)
+    assert_slot_correct("win", inputs, outputs, geometry, 0.125, do=do, rows=rows)
     exact = oracle.win(*inputs.values(), geometry, 0.125, rows=rows).o
-    error = float((o.detach().double().cpu() - exact)[:, rows].abs().mean())
+    error = float((outputs["o"].double().cpu() - exact)[:, rows].abs().mean())
     figure(f"MAE {error:.1e} (2e-4 allowed, fp16; reported 0.766), gradients within budget")
     assert error < 2e-4
