@@ -5,24 +5,22 @@ from __future__ import annotations
 from semantic import (
     cmp_faults,
     combine_faults,
-    decode_cmp_select,
-    decode_sel_win,
     partial_faults,
     sel_faults,
     select_faults,
+    shared_faults,
     win_faults,
 )
 from semantic.dense import cmp_mask, masked, masked_decode, sel_mask, selected, win_mask
 from semantic.model import SemanticMutant, mutant
 
 ALL: tuple[SemanticMutant, ...] = (
+    *shared_faults.MUTANTS,
     *cmp_faults.MUTANTS,
     *select_faults.MUTANTS,
     *sel_faults.MUTANTS,
     *win_faults.MUTANTS,
     *combine_faults.MUTANTS,
-    *decode_cmp_select.MUTANTS,
-    *decode_sel_win.MUTANTS,
     *partial_faults.MUTANTS,
 )
 

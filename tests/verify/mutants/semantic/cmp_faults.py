@@ -1,4 +1,4 @@
-"""Faults of cmp, forward and backward."""
+"""Faults of cmp alone."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from semantic.common import (
     BF16,
     FP16,
     FP32,
-    FP64,
     calls,
     dense,
     dtype_is,
-    empty_rows_lse_zero,
     every,
+    gradient_of_first_heads,
     heads_of_group_zero_from,
     in_dtype,
     misaligned,
-    overflow_without_max,
     packed,
     per_row,
     power_of_two,
@@ -34,11 +32,12 @@ from semantic.common import (
     without_subnormals,
     zero_from,
 )
-from semantic.dense import cmp_mask, masked
+from semantic.dense import cmp_mask, masked, masked_decode, newest_row_masks
 from semantic.model import View, mutant
 
 _forward = functools.partial(mutant, "cmp", "forward")
 _backward = functools.partial(mutant, "cmp", "backward")
+_decode = functools.partial(mutant, "cmp", "decode")
 
 
 def _hard_coded_overlap(c: View, token: Any, key: Any, index: int) -> torch.Tensor:
@@ -118,23 +117,6 @@ def _garbage_in_unused_rows(c: View) -> list[torch.Tensor]:
     return results
 
 
-def _first_heads_only(c: View, count: int) -> torch.Tensor:
-    """dO without the heads of each group from number ``count`` on."""
-    do = c["do"].unflatten(-2, (c.groups, c.per_group)).clone()
-    do[..., count:, :] = 0
-    return do.flatten(-3, -2)
-
-
-def _gradient_of_first_heads(count: int, *grads: int) -> Any:
-    """The results ``grads`` miss the heads of each group from number ``count`` on."""
-
-    def fault(c: View) -> list[torch.Tensor]:
-        results, fewer = c.run(), c.run(do=_first_heads_only(c, count))
-        return [fewer[i] if i in grads else result for i, result in enumerate(results)]
-
-    return fault
-
-
 def _empty_rows_get_gradient(c: View) -> list[torch.Tensor]:
     results = [x.clone() for x in c.run()]
     width = min(c.dk, c.dv)
@@ -155,11 +137,21 @@ def _nan_spreads_in_tile(c: View, o: torch.Tensor, lse: torch.Tensor) -> None:
         )
 
 
+def _first_key_without_any(c: View, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """A row that sees no compressed token returns the first value of page 0."""
+    for b, (start, length) in enumerate(zip(c.starts, c.lengths)):
+        for row in range(min(length, c.size - 1) - start):
+            o[b, row] = c["v_cmp"][0, 0].repeat_interleave(c.per_group, 0)
+
+
+def _cmp_without_newest(c: View, token: Any, key: Any, index: int) -> torch.Tensor:
+    """A compressed token that a row of this step completed is not seen in this step."""
+    start = int(c.call.starts[index])
+    old = key * c.stride + c.size <= start
+    return cmp_mask(c, token, key, index) & old
+
+
 MUTANTS = (
-    _forward("a given scale is ignored", calls(scale=lambda c: c.default_scale), scale_given),
-    _forward(
-        "a negative scale loses its sign", calls(scale=lambda c: -c.scale), lambda c: c.scale < 0
-    ),
     _forward(
         "scale 0 counts as not given",
         calls(scale=lambda c: c.default_scale),
@@ -176,21 +168,10 @@ MUTANTS = (
         lambda c: c.per_group > 8,
     ),
     _forward(
-        "kv heads from the fifth on read the fourth",
-        reads("k_cmp", repeat_from(-2, 4), "v_cmp"),
-        lambda c: c.groups >= 5,
-    ),
-    _forward(
         "sequences from the fourth on read the keys of the third",
         reads("k_cmp", repeat_from(0, 3)),
         lambda c: dense(c) and c.batch >= 4,
     ),
-    _forward(
-        "fp16 output passes through bf16",
-        returns(0, lambda c, o: o.to(BF16).to(FP16)),
-        dtype_is(FP16),
-    ),
-    _forward("fp64 is computed in fp32", in_dtype(FP32), dtype_is(FP64)),
     _forward(
         "fp32 products are rounded to bf16",
         in_dtype(BF16),
@@ -201,7 +182,6 @@ MUTANTS = (
         returns(1, lambda c, lse: lse / 0.6931471805599453),
         dtype_is(BF16),
     ),
-    _forward("empty rows have lse 0", per_row(empty_rows_lse_zero)),
     _forward("rows without a key return the first value", per_row(_values_in_empty_rows)),
     _forward(
         "visibility assumes l = 2d",
@@ -243,32 +223,20 @@ MUTANTS = (
         reads("k_cmp", read_rounded_down(16)),
         misaligned("k_cmp"),
     ),
-    _forward("a strided q is read as contiguous", reads("q", read_as_contiguous), scattered("q")),
     _forward(
         "a strided or expanded v_cmp is read as contiguous",
         reads("v_cmp", read_as_contiguous),
         scattered("v_cmp"),
     ),
-    _forward("exp overflows above a score of 88", per_row(overflow_without_max)),
     _forward(
         "fp16 subnormals in v_cmp are flushed",
         reads("v_cmp", without_subnormals(6.1e-5)),
         dtype_is(FP16),
     ),
     _forward(
-        "scores use the first 64 channels",
-        lambda c: c.run(q=zero_from(-1, 64)(c, c["q"])),
-        lambda c: c.dk > 64,
-    ),
-    _forward(
         "the last channel of an odd Dk is not read",
-        lambda c: c.run(q=zero_from(-1, c.dk - 1)(c, c["q"])),
+        reads("q", zero_from(-1, lambda c: c.dk - 1)),
         lambda c: c.dk % 2 == 1,
-    ),
-    _forward(
-        "channels of o from Dk on are zero",
-        lambda c: returns(0, zero_from(-1, c.dk))(c),
-        lambda c: c.dv > c.dk,
     ),
     _forward("NaN in a query spreads over its tile of 16 rows", per_row(_nan_spreads_in_tile)),
     _forward(
@@ -278,25 +246,19 @@ MUTANTS = (
     ),
     # backward
     _backward("dq has the scale twice", returns(0, lambda c, dq: dq * c.scale)),
-    _backward("a given scale is ignored", calls(scale=lambda c: c.default_scale), scale_given),
     _backward(
         "a negative scale loses its sign",
-        lambda c: [-x if i < 2 else x for i, x in enumerate(c.run())],
+        returns((0, 1), lambda c, grad: -grad),
         lambda c: c.scale < 0,
     ),
     _backward(
-        "dv sums the first head of a group",
-        _gradient_of_first_heads(1, 2),
-        lambda c: c.per_group > 1,
-    ),
-    _backward(
         "dk and dv miss heads of a group from the ninth on",
-        _gradient_of_first_heads(8, 1, 2),
+        gradient_of_first_heads(8, 1, 2),
         lambda c: c.per_group > 8,
     ),
     _backward(
         "dk and dv of kv heads from the fifth on are zero",
-        lambda c: [zero_from(-2, 4)(c, x) if i else x for i, x in enumerate(c.run())],
+        returns((1, 2), zero_from(-2, 4)),
         lambda c: c.groups >= 5,
     ),
     _backward(
@@ -311,26 +273,40 @@ MUTANTS = (
     ),
     _backward("rows without a key get a gradient", _empty_rows_get_gradient),
     _backward(
-        "a strided or expanded dO is read as contiguous",
-        reads("do", read_as_contiguous),
-        scattered("do"),
-    ),
-    _backward(
         "fp16 gradients below 2^-14 are flushed",
-        lambda c: [without_subnormals(2.0**-14)(c, x) for x in c.run()],
+        returns((0, 1, 2), without_subnormals(2.0**-14)),
         dtype_is(FP16),
     ),
-    _backward("fp64 is computed in fp32", in_dtype(FP32), dtype_is(FP64)),
     _backward(
         "delta sums the first Dk channels",
-        lambda c: c.run(o=zero_from(-1, c.dk)(c, c["o"])),
+        reads("o", zero_from(-1, lambda c: c.dk)),
         lambda c: c.dv > c.dk,
     ),
     _backward(
         "dq of the last query of a partial tile of 16 is zero",
-        lambda c: [
-            zero_from(-3, c.tokens - 1)(c, x) if i == 0 else x for i, x in enumerate(c.run())
-        ],
+        returns(0, zero_from(-3, lambda c: c.tokens - 1)),
         every(dense, lambda c: c.tokens % 16 == 1 and c.tokens > 16),
+    ),
+    # decode
+    _decode(
+        "rows without a key return a stored value",
+        per_row(_first_key_without_any),
+        lambda c: any(a < min(b, c.size - 1) for a, b in zip(c.starts, c.lengths)),
+    ),
+    _decode(
+        "all rows of a step see what the last sees",
+        lambda c: newest_row_masks(c, cmp_mask),
+        lambda c: c.new_rows > 1,
+    ),
+    _decode(
+        "a compressed token completed in this step is not seen",
+        lambda c: masked_decode(c, _cmp_without_newest),
+    ),
+    _decode(
+        "l = d counts as l = 2d",
+        lambda c: masked_decode(
+            c, lambda c, t, key, i: key * c.stride + 2 * c.stride - 1 <= t[:, None]
+        ),
+        lambda c: c.size == c.stride,
     ),
 )

@@ -1,4 +1,4 @@
-"""Faults of combine, forward and backward.
+"""Faults of combine alone.
 
 Left out as equivalent: with bf16 tensors, gates or dgates that are rounded to bf16. A correct
 kernel rounds o to bf16, and this error is as large: it lies within the noise of the verdict.
@@ -15,11 +15,9 @@ from semantic.common import (
     BF16,
     FP16,
     FP32,
-    FP64,
     dense,
     dtype_is,
     every,
-    in_dtype,
     misaligned,
     packed,
     read_as_contiguous,
@@ -78,15 +76,6 @@ def _softmax_gates(c: View) -> list[torch.Tensor]:
     return c.run(gates=torch.where(total > 1, c["gates"] / total, c["gates"]))
 
 
-def _gate_of_first_head(c: View, gates: torch.Tensor) -> torch.Tensor:
-    """Heads from the ninth on use the gates of the eighth."""
-    return repeat_from(-2, 8)(c, gates)
-
-
-def _dgates(change: Any) -> Any:
-    return returns(0, change)
-
-
 MUTANTS = (
     _forward(
         "gates are clamped to [0, 1]", reads("gates", lambda c, g: g.clamp(0, 1)), _gates_outside
@@ -99,7 +88,6 @@ MUTANTS = (
     _forward("gates that sum to more than 1 are normalised", _softmax_gates),
     _forward("fp16 sums in bf16", _sums_in(BF16), dtype_is(FP16)),
     _forward("fp32 gates are rounded to fp16", reads("gates", rounded_to(FP16)), dtype_is(FP32)),
-    _forward("fp64 is computed in fp32", in_dtype(FP32), dtype_is(FP64)),
     _forward(
         "fp16 sums in fp16 and overflows",
         lambda c: [_sums_in(FP16)(c)[0].clamp(-1024, 1024)],
@@ -125,22 +113,17 @@ MUTANTS = (
     _forward("NaN and Inf of o_win count as 0", reads("o_win", _without_nonfinite), _nonfinite),
     _forward(
         "channels of o_win from the 65th on are not added",
-        lambda c: c.run(o_win=zero_from(-1, 64)(c, c["o_win"])),
+        reads("o_win", zero_from(-1, 64)),
         lambda c: c.dv > 64,
     ),
     _forward(
-        "the last channel of an odd Dv is zero",
-        lambda c: returns(0, zero_from(-1, c.dv - 1))(c),
-        lambda c: c.dv % 2 == 1 and c.dv > 1,
-    ),
-    _forward(
         "heads from the ninth on use the gates of the eighth",
-        reads("gates", _gate_of_first_head),
+        reads("gates", repeat_from(-2, 8)),
         lambda c: c.heads > 8,
     ),
     _forward(
         "the last partial tile of 32 rows misses sel",
-        lambda c: c.run(o_sel=zero_from(-3, tail_rows(32)(c))(c, c["o_sel"])),
+        reads("o_sel", zero_from(-3, tail_rows(32))),
         lambda c: c.tokens > 32 and c.tokens % 32 != 0,
     ),
     _forward(
@@ -170,7 +153,8 @@ MUTANTS = (
     ),
     # backward
     _backward(
-        "dgates of sel and win are exchanged", _dgates(lambda c, g: g[..., [0, 2, 1]].contiguous())
+        "dgates of sel and win are exchanged",
+        returns(0, lambda c, g: g[..., [0, 2, 1]].contiguous()),
     ),
     _backward(
         "dgates sum the first 64 channels",
@@ -187,7 +171,7 @@ MUTANTS = (
         lambda c: [c.run()[0].masked_fill((c["gates"] < 0) | (c["gates"] > 1), 0), *c.run()[1:]],
         _gates_outside,
     ),
-    _backward("dgates of fp16 overflow", _dgates(lambda c, g: g.clamp(-8, 8)), dtype_is(FP16)),
+    _backward("dgates of fp16 overflow", returns(0, lambda c, g: g.clamp(-8, 8)), dtype_is(FP16)),
     _backward(
         "do_win uses negative gates without their sign",
         lambda c: [*c.run()[:3], c.run(gates=c["gates"].abs())[3]],
@@ -195,23 +179,17 @@ MUTANTS = (
     ),
     _backward(
         "fp16 gradients below 2^-14 are flushed",
-        lambda c: [without_subnormals(2.0**-14)(c, x) if i else x for i, x in enumerate(c.run())],
+        returns((1, 2, 3), without_subnormals(2.0**-14)),
         dtype_is(FP16),
-    ),
-    _backward(
-        "a strided or expanded dO is read as contiguous",
-        reads("do", read_as_contiguous),
-        scattered("do"),
     ),
     _backward(
         "a strided o_cmp is read as contiguous",
         reads("o_cmp", read_as_contiguous),
         scattered("o_cmp"),
     ),
-    _backward("fp64 is computed in fp32", in_dtype(FP32), dtype_is(FP64)),
     _backward(
         "do_cmp of the last partial tile of 32 rows is zero",
-        lambda c: returns(1, zero_from(-3, tail_rows(32)(c)))(c),
+        returns(1, zero_from(-3, tail_rows(32))),
         lambda c: c.tokens > 32 and c.tokens % 32 != 0,
     ),
     _backward(

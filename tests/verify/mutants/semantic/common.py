@@ -35,6 +35,11 @@ def scale_given(c: View) -> bool:
     return abs(c.scale - c.default_scale) > 1e-9
 
 
+def padded(c: View) -> bool:
+    """Whether a sequence of a decode step has fewer new tokens than another."""
+    return any(b - a < c.tokens for a, b in zip(c.starts, c.lengths))
+
+
 def scattered(name: str) -> Condition:
     """Whether tensor ``name`` is not contiguous."""
     return lambda c: not c[name].is_contiguous()
@@ -72,12 +77,13 @@ def read_rounded_down(alignment: int) -> Change:
     return change
 
 
-def zero_from(axis: int, first: int) -> Change:
+def zero_from(axis: int, first: int | Callable[[View], int]) -> Change:
     """Set the entries from index ``first`` of ``axis`` on to zero."""
 
     def change(c: View, x: torch.Tensor) -> torch.Tensor:
+        start = first if isinstance(first, int) else first(c)
         x = x.clone()
-        x.narrow(axis, first, x.shape[axis] - first).zero_()
+        x.narrow(axis, start, x.shape[axis] - start).zero_()
         return x
 
     return change
@@ -114,20 +120,22 @@ def calls(**fields: Callable[[View], Any]) -> Fault:
     return lambda c: c.run(**{name: value(c) for name, value in fields.items()})
 
 
+def reads_table(change: Change) -> Fault:
+    """The healthy decode form with a changed block table."""
+    return calls(block_table=lambda c: change(c, c.call.block_table.clone()))
+
+
 def sizes(**fields: Callable[[View], int]) -> Fault:
     """The healthy function with changed fields of the geometry."""
     return lambda c: c.run(geometry={name: value(c) for name, value in fields.items()})
 
 
-def returns(index: int, change: Change) -> Fault:
-    """The healthy function with a changed result."""
-
-    def fault(c: View) -> list[torch.Tensor]:
-        results = [x.clone() for x in c.run()]
-        results[index] = change(c, results[index])
-        return results
-
-    return fault
+def returns(indices: int | tuple[int, ...], change: Change) -> Fault:
+    """The healthy function with changed results."""
+    changed = (indices,) if isinstance(indices, int) else indices
+    return lambda c: [
+        change(c, x.clone()) if i in changed else x.clone() for i, x in enumerate(c.run())
+    ]
 
 
 def heads_of_group_zero_from(count: Callable[[View], int]) -> Fault:
@@ -138,11 +146,6 @@ def heads_of_group_zero_from(count: Callable[[View], int]) -> Fault:
         return zero_from(-2, count(c))(c, heads).flatten(-3, -2)
 
     return returns(0, change)
-
-
-def returns_all(change: Change) -> Fault:
-    """The healthy function with every result changed."""
-    return lambda c: [change(c, x.clone()) for x in c.run()]
 
 
 def in_dtype(dtype: torch.dtype) -> Fault:
@@ -196,3 +199,20 @@ def underflow_without_max(c: View, o: torch.Tensor, lse: torch.Tensor) -> None:
 def tail_rows(tile: int) -> Callable[[View], int]:
     """Return the number of tokens in whole tiles of ``tile``."""
     return lambda c: c.tokens // tile * tile
+
+
+def _first_heads_only(c: View, count: int) -> torch.Tensor:
+    """dO without the heads of each group from number ``count`` on."""
+    do = c["do"].unflatten(-2, (c.groups, c.per_group)).clone()
+    do[..., count:, :] = 0
+    return do.flatten(-3, -2)
+
+
+def gradient_of_first_heads(count: int, *grads: int) -> Fault:
+    """The results ``grads`` miss the heads of each group from number ``count`` on."""
+
+    def fault(c: View) -> list[torch.Tensor]:
+        results, fewer = c.run(), c.run(do=_first_heads_only(c, count))
+        return [fewer[i] if i in grads else result for i, result in enumerate(results)]
+
+    return fault

@@ -210,6 +210,11 @@ def masked_decode(c: View, visible: Visible, **options: Any) -> list[torch.Tenso
     return [o, lse]
 
 
+def newest_row_masks(c: View, mask: Visible) -> list[torch.Tensor]:
+    """All rows of a step see what its last row sees."""
+    return masked_decode(c, lambda c, token, *rest: mask(c, token[-1:].expand_as(token), *rest))
+
+
 # Selection.
 def weights(c: View) -> list[tuple[int, int]]:
     return list(c.geometry.overlap_weights())

@@ -181,6 +181,23 @@ class View:
             return [b - a for a, b in zip(self.boundaries, self.boundaries[1:])]
         return [self.tokens] * self.batch
 
+    # decode
+    @property
+    def starts(self) -> list[int]:
+        """Tokens of each sequence before the step."""
+        return [int(x) for x in self.call.starts.tolist()]
+
+    @property
+    def new_rows(self) -> int:
+        """The most tokens that the step adds to a sequence."""
+        return max(b - a for a, b in zip(self.starts, self.lengths))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the cache."""
+        rows = self[self.key_name].shape[1]
+        return rows * self.stride if self.slot in ("cmp", "select") else rows
+
     def pieces(self) -> Iterator[Piece]:
         """Yield the sequences or documents of a forward or backward call."""
         compressed = self.slot in ("cmp", "select")
@@ -235,6 +252,15 @@ class SemanticMutant:
 def mutant(slot: str, phase: str, text: str, fault: Fault, when: Condition | None = None) -> Any:
     """Return the mutant of ``slot`` and ``phase`` that ``text`` describes."""
     return SemanticMutant(f"{slot} {phase}: {text}", slot, phase, fault, when or (lambda c: True))
+
+
+def mutants(
+    phases: dict[str, str], text: str, fault: Fault, when: Condition | None = None
+) -> Iterator[Any]:
+    """Yield the mutant that ``text`` describes for each slot and its ``phases``."""
+    for slot, names in phases.items():
+        for phase in names.split():
+            yield mutant(slot, phase, text, fault, when)
 
 
 def partial_mutant(slot: str, phase: str, text: str, fault: Fault, when: Condition) -> Any:

@@ -1,4 +1,4 @@
-"""Faults of sel, forward and backward."""
+"""Faults of sel alone."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import torch
 from semantic.common import (
     BF16,
     FP16,
-    FP32,
-    FP64,
-    calls,
     dense,
     dtype_is,
     empty_rows_lse_zero,
     every,
     heads_of_group_zero_from,
-    in_dtype,
     misaligned,
     packed,
     per_row,
@@ -26,18 +22,19 @@ from semantic.common import (
     read_as_contiguous,
     read_rounded_down,
     reads,
+    reads_table,
     repeat_from,
     returns,
     rounded_to,
-    scale_given,
     scattered,
     zero_from,
 )
-from semantic.dense import chosen, counts, key_gradients, masked, sel_mask
-from semantic.model import View, mutant
+from semantic.dense import chosen, counts, key_gradients, masked, masked_decode, sel_mask
+from semantic.model import View, mutant, mutants
 
 _forward = functools.partial(mutant, "sel", "forward")
 _backward = functools.partial(mutant, "sel", "backward")
+_decode = functools.partial(mutant, "sel", "decode")
 
 
 def _listed(c: View) -> int:
@@ -167,43 +164,69 @@ def _capped_rows(cap: int) -> Any:
     return mask
 
 
-def _only_head(c: View, head: int) -> torch.Tensor:
-    do = c["do"].unflatten(-2, (c.groups, c.per_group))
-    keep = torch.arange(c.per_group).view(-1, 1) == head
-    return (do * keep).flatten(-3, -2)
-
-
-def _dv_of_first_head(c: View) -> list[torch.Tensor]:
-    return [*c.run()[:2], c.run(do=_only_head(c, 0))[2]]
-
-
-def _last_document_has_no(*indices: int) -> Any:
-    def fault(c: View) -> list[torch.Tensor]:
-        results = [x.clone() for x in c.run()]
-        for i in indices:
-            results[i][c.boundaries[-2] :] = 0
-        return results
-
-    return fault
-
-
 def _int64_read_as_int32(c: View, blocks: torch.Tensor) -> torch.Tensor:
     return blocks.contiguous().view(torch.int32)[..., : blocks.shape[-1]].contiguous()
 
 
-def _reads_int64(c: View) -> bool:
-    return c["blocks"].dtype == torch.int64
+def _last_page_is_the_one_before(c: View, table: torch.Tensor) -> torch.Tensor:
+    """A page that the newest token fills exactly is looked up one too early."""
+    for b, length in enumerate(c.lengths):
+        if length and length % c.page_size == 0 and length > c.page_size:
+            table[b, length // c.page_size - 1] = table[b, length // c.page_size - 2]
+    return table
+
+
+def _fills_page(c: View) -> bool:
+    return any(x and x % c.page_size == 0 and x > c.page_size for x in c.lengths)
+
+
+def _sel_ignores_earlier_new(c: View, token: Any, key: Any, index: int) -> torch.Tensor:
+    start = int(c.call.starts[index])
+    own = (key == token[:, None]) | (key < start)
+    return sel_mask(c, token, key, index) & own[:, None]
+
+
+def _sel_misses_newest_at_page_end(c: View, token: Any, key: Any, index: int) -> torch.Tensor:
+    """The last row of a page is not read."""
+    return sel_mask(c, token, key, index) & (key % c.page_size != c.page_size - 1)
+
+
+def _future_cut_at_length(c: View, token: Any, key: Any, index: int) -> torch.Tensor:
+    """Keys are cut at the sequence's end, not at the row's own token."""
+    last = token[-1:].expand_as(token)
+    return sel_mask(c, last, key, index, chosen(c, index)[: len(token)])
+
+
+def _split_without_rescale(c: View, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """The lse of the last of two splits of long sequences is returned."""
+    for b, length in enumerate(c.lengths):
+        if length > 64:
+            lse[b] -= 0.01
 
 
 MUTANTS = (
-    _forward(
+    *mutants(
+        {"sel": "forward backward decode"},
         "blocks from the 17th on are dropped",
         reads("blocks", lambda c, b: b[..., :16].contiguous()),
         lambda c: _listed(c) > 16,
     ),
+    *mutants(
+        {"sel": "forward backward decode"},
+        "the loop over blocks stops at -1",
+        reads("blocks", _stop_at_hole),
+        _hole,
+    ),
+    *mutants(
+        {"sel": "forward backward"},
+        "int64 blocks are read as int32",
+        reads("blocks", _int64_read_as_int32),
+        lambda c: c["blocks"].dtype == torch.int64,
+    ),
+    # forward
     _forward(
         "a number of blocks that is no power of two loses the last",
-        reads("blocks", lambda c, b: b[..., : _listed(c) - 1].contiguous()),
+        reads("blocks", lambda c, b: b[..., :-1].contiguous()),
         lambda c: not power_of_two(_listed(c)),
     ),
     _forward(
@@ -211,7 +234,6 @@ MUTANTS = (
         lambda c: masked(c, sel_mask, weight=_multiplicity),
         _repeated_apart,
     ),
-    _forward("the loop over blocks stops at -1", reads("blocks", _stop_at_hole), _hole),
     _forward(
         "-1 is read as block 0",
         _with_blocks(_minus_one_is_block_zero),
@@ -238,7 +260,6 @@ MUTANTS = (
         _with_blocks(_low_bits(4)),
         lambda c: max(c.lengths) > 16 * c.block,
     ),
-    _forward("int64 blocks are read as int32", reads("blocks", _int64_read_as_int32), _reads_int64),
     _forward(
         "a block reaches to the next power of two",
         lambda c: masked(c, _padded_block),
@@ -260,10 +281,6 @@ MUTANTS = (
         lambda c: max(c.lengths) > c.block,
     ),
     _forward("blocks of a document are aligned to the packed axis", _global_blocks, packed),
-    _forward("a given scale is ignored", calls(scale=lambda c: c.default_scale), scale_given),
-    _forward(
-        "a negative scale loses its sign", calls(scale=lambda c: -c.scale), lambda c: c.scale < 0
-    ),
     _forward(
         "kv heads from the fifth on read the blocks of the fourth",
         reads("blocks", repeat_from(-2, 4)),
@@ -291,29 +308,22 @@ MUTANTS = (
         misaligned("q"),
     ),
     _forward("fp16 probabilities pass through bf16", returns(0, rounded_to(BF16)), dtype_is(FP16)),
-    _forward("fp32 is computed in bf16", in_dtype(BF16), dtype_is(FP32)),
-    _forward("fp64 is computed in fp32", in_dtype(FP32), dtype_is(FP64)),
     _forward("bf16 lse is rounded to bf16", returns(1, rounded_to(BF16)), dtype_is(BF16)),
     _forward(
         "values use the first Dk channels",
-        lambda c: c.run(v=zero_from(-1, c.dk)(c, c["v"])),
+        reads("v", zero_from(-1, lambda c: c.dk)),
         lambda c: c.dv > c.dk,
     ),
     _forward(
         "channels of v from the 65th on are zero",
-        lambda c: c.run(v=zero_from(-1, 64)(c, c["v"])),
+        reads("v", zero_from(-1, 64)),
         lambda c: c.dv > 64,
     ),
     _forward(
         "Inf in an output is replaced by the largest number",
-        lambda c: [x.nan_to_num(nan=torch.nan) if i == 0 else x for i, x in enumerate(c.run())],
+        returns(0, lambda c, o: o.nan_to_num(nan=torch.nan)),
     ),
     # backward
-    _backward(
-        "blocks from the 17th on are dropped",
-        reads("blocks", lambda c, b: b[..., :16].contiguous()),
-        lambda c: _listed(c) > 16,
-    ),
     _backward(
         "dk and dv miss the queries of a block from the 65th on",
         key_gradients(_capped_rows(64)),
@@ -324,45 +334,61 @@ MUTANTS = (
         key_gradients(_capped_rows(1024)),
         lambda c: max(c.lengths) > 1024,
     ),
-    _backward("dv sums the first head of a group", _dv_of_first_head, lambda c: c.per_group > 1),
     _backward(
         "a block named twice apart counts twice in dk and dv",
         key_gradients(sel_mask, weight=_multiplicity),
         _repeated_apart,
     ),
-    _backward("the loop over blocks stops at -1", reads("blocks", _stop_at_hole), _hole),
     _backward(
         "dk and dv of the last document are zero",
-        _last_document_has_no(1, 2),
+        returns((1, 2), zero_from(0, lambda c: c.boundaries[-2])),
         lambda c: packed(c) and len(c.lengths) > 2,
     ),
     _backward(
         "dk of the last partial block is zero",
-        lambda c: [
-            zero_from(-3, c.tokens // c.block * c.block)(c, x) if i == 1 else x
-            for i, x in enumerate(c.run())
-        ],
+        returns(1, zero_from(-3, lambda c: c.tokens // c.block * c.block)),
         lambda c: c.tokens % c.block != 0,
     ),
-    _backward("a given scale is ignored", calls(scale=lambda c: c.default_scale), scale_given),
-    _backward(
-        "a strided or expanded dO is read as contiguous",
-        reads("do", read_as_contiguous),
-        scattered("do"),
-    ),
-    _backward(
-        "int64 blocks are read as int32", reads("blocks", _int64_read_as_int32), _reads_int64
-    ),
     _backward("fp16 dv passes through bf16", returns(2, rounded_to(BF16)), dtype_is(FP16)),
-    _backward("fp64 is computed in fp32", in_dtype(FP32), dtype_is(FP64)),
     _backward(
         "the last channel of an odd Dk has no gradient",
-        lambda c: [zero_from(-1, c.dk - 1)(c, x) if i < 2 else x for i, x in enumerate(c.run())],
+        returns((0, 1), zero_from(-1, lambda c: c.dk - 1)),
         lambda c: c.dk % 2 == 1,
     ),
     _backward(
         "sequences from the third on read the lse of the second",
         reads("lse", repeat_from(0, 2)),
         every(dense, lambda c: c.batch >= 3),
+    ),
+    # decode
+    _decode(
+        "a page that is just full is looked up one too early",
+        reads_table(_last_page_is_the_one_before),
+        _fills_page,
+    ),
+    _decode(
+        "the last row of a page is not read",
+        lambda c: masked_decode(c, _sel_misses_newest_at_page_end),
+        lambda c: max(c.lengths) >= c.page_size,
+    ),
+    _decode(
+        "rows of a step do not see its earlier rows",
+        lambda c: masked_decode(c, _sel_ignores_earlier_new),
+        lambda c: c.new_rows > 1,
+    ),
+    _decode(
+        "keys are cut at the end of the sequence",
+        lambda c: masked_decode(c, _future_cut_at_length),
+        lambda c: c.new_rows > 1,
+    ),
+    _decode(
+        "rows of a step from the 17th on give zero",
+        returns(0, zero_from(1, 16)),
+        lambda c: c.new_rows > 16,
+    ),
+    _decode(
+        "the lse misses a split of a long sequence",
+        per_row(_split_without_rescale),
+        lambda c: max(c.lengths) > 64,
     ),
 )

@@ -1,4 +1,4 @@
-"""Faults of select.
+"""Faults of select alone.
 
 Left out as equivalent: a block that is both initial and local takes two places. The two kinds
 overlap at a token only if it has fewer than init_blocks + local_blocks candidates. The contract
@@ -7,6 +7,7 @@ demands n >= init_blocks + local_blocks, so every candidate is chosen with or wi
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from semantic.common import (
     in_dtype,
     misaligned,
     packed,
+    padded,
     power_of_two,
     read_as_contiguous,
     read_rounded_down,
@@ -36,20 +38,15 @@ from semantic.common import (
     zero_from,
 )
 from semantic.dense import choose, selected
-from semantic.model import View, mutant
+from semantic.model import View, mutant, mutants
 
-
-def _select(text: str, fault: Any, when: Any = None) -> Any:
-    return mutant("select", "forward", text, fault, when)
+_forward = functools.partial(mutant, "select", "forward")
+_decode = functools.partial(mutant, "select", "decode")
 
 
 def _crowded(c: View) -> bool:
     """Whether a sequence has more candidates than places."""
     return c.geometry.num_select_blocks(max(c.lengths)) > c.n
-
-
-def _first_heads(count: int) -> Any:
-    return lambda c: selected(c, score={"heads": count})
 
 
 def _taps_of(size: Any) -> Any:
@@ -151,95 +148,149 @@ def _first_document_tail(c: View) -> list[torch.Tensor]:
     return c.run(k_cmp=c["k_cmp"][index])
 
 
+def _ragged(c: View) -> bool:
+    return len(set(c.lengths)) > 1
+
+
+def _paged(c: View) -> bool:
+    return c.call.block_table.shape[1] > 1 and max(c.lengths) > c.page_size
+
+
+def _padding_is(value: int) -> Any:
+    """Rows past the new tokens hold ``value``."""
+
+    def fault(c: View) -> list[torch.Tensor]:
+        out = c.run()[0].clone()
+        for b, (start, length) in enumerate(zip(c.starts, c.lengths)):
+            out[b, length - start :] = value
+        return [out, *c.run()[1:]]
+
+    return fault
+
+
+def _choose_at_longest(c: View) -> list[torch.Tensor]:
+    """Local blocks of every sequence count from the longest sequence's end."""
+    longest = max(c.lengths)
+
+    def rule(c: View, scores: Any, token: Any) -> torch.Tensor:
+        moved = (token + longest - int(token[-1]) - 1).clamp(max=int(token[-1]))
+        return choose(c, scores, moved)
+
+    return selected(c, rule)
+
+
+def _last_block_at_page_end(c: View, scores: Any, token: Any) -> torch.Tensor:
+    """Blocks of the last page are no candidates until its first compressed token is there."""
+    block = torch.arange(scores.shape[-1])
+    page = token[:, None] // c.page_size * (c.page_size // c.block)
+    early = (token % c.page_size < c.size - 1)[:, None]
+    allowed = (block <= (token // c.block)[:, None]) & ~(early & (block >= page) & (block > 0))
+    return choose(c, scores, token, candidates=allowed)
+
+
+def _last_of_step(c: View, blocks: torch.Tensor) -> torch.Tensor:
+    """All rows of a step share the blocks of its first row."""
+    out = blocks.clone()
+    for b, (start, length) in enumerate(zip(c.starts, c.lengths)):
+        out[b, : length - start] = blocks[b, :1]
+    return out
+
+
 MUTANTS = (
-    _select("a given scale is ignored", calls(scale=lambda c: c.default_scale), scale_given),
-    _select(
-        "a negative scale loses its sign", calls(scale=lambda c: -c.scale), lambda c: c.scale < 0
-    ),
-    _select(
-        "ties of fp64 go to the higher index",
-        lambda c: selected(c, higher=True),
-        every(dtype_is(FP64), _crowded),
-    ),
-    _select(
-        "ties of bf16 go to the higher index",
-        lambda c: selected(c, higher=True),
-        every(dtype_is(BF16), _crowded),
-    ),
-    _select(
-        "places from the 17th on stay empty", returns(0, _last_places_dropped), lambda c: c.n > 16
-    ),
-    _select(
+    *mutants(
+        {"select": "forward decode"},
         "block 0 is forced with init_blocks = 0",
-        lambda c: selected(c, init=1, n=c.n),
+        lambda c: selected(c, init=1),
         lambda c: c.geometry.init_blocks == 0 and _crowded(c),
     ),
-    _select(
-        "one initial block is forced with init_blocks >= 2",
-        sizes(init_blocks=lambda c: 1),
-        lambda c: c.geometry.init_blocks >= 2 and _crowded(c),
-    ),
-    _select(
-        "the current block is forced with local_blocks = 0",
-        lambda c: selected(c, local=1),
-        lambda c: c.geometry.local_blocks == 0 and _crowded(c),
-    ),
-    _select(
+    *mutants(
+        {"select": "forward decode"},
         "two local blocks are forced with local_blocks >= 3",
         sizes(local_blocks=lambda c: 2),
         lambda c: c.geometry.local_blocks >= 3 and _crowded(c),
     ),
-    _select(
+    *mutants(
+        {"select": "forward decode"},
+        "heads of a group from the fifth on are not summed",
+        lambda c: selected(c, score={"heads": 4}),
+        lambda c: c.per_group > 4 and _crowded(c),
+    ),
+    *mutants(
+        {"select": "forward decode"},
+        "the lse of fp16 is rounded to fp16",
+        reads("lse", rounded_to(FP16)),
+        every(dtype_is(FP16), _crowded, lambda c: c.per_group > 1),
+    ),
+    # forward
+    _forward(
+        "ties of fp64 go to the higher index",
+        lambda c: selected(c, higher=True),
+        every(dtype_is(FP64), _crowded),
+    ),
+    _forward(
+        "ties of bf16 go to the higher index",
+        lambda c: selected(c, higher=True),
+        every(dtype_is(BF16), _crowded),
+    ),
+    _forward(
+        "places from the 17th on stay empty", returns(0, _last_places_dropped), lambda c: c.n > 16
+    ),
+    _forward(
+        "one initial block is forced with init_blocks >= 2",
+        sizes(init_blocks=lambda c: 1),
+        lambda c: c.geometry.init_blocks >= 2 and _crowded(c),
+    ),
+    _forward(
+        "the current block is forced with local_blocks = 0",
+        lambda c: selected(c, local=1),
+        lambda c: c.geometry.local_blocks == 0 and _crowded(c),
+    ),
+    _forward(
         "two local blocks are forced with local_blocks = 1",
         lambda c: selected(c, local=2),
         lambda c: c.geometry.local_blocks == 1 and c.n >= 2 and _crowded(c),
     ),
-    _select(
-        "heads of a group from the fifth on are not summed",
-        _first_heads(4),
-        lambda c: c.per_group > 4 and _crowded(c),
-    ),
-    _select(
+    _forward(
         "kv heads from the third on use the keys of the second",
         reads("k_cmp", repeat_from(-2, 2)),
         lambda c: c.groups >= 3 and _crowded(c),
     ),
-    _select(
+    _forward(
         "sequences from the fourth on use the lse of the third",
         reads("lse", repeat_from(0, 3)),
         every(dense, _crowded, lambda c: c.batch >= 4 and c.per_group > 1),
     ),
-    _select(
+    _forward(
         "overlap weights assume l = 2d",
         _taps_of(lambda c: 2 * c.stride),
         lambda c: c.size != 2 * c.stride and c.block >= 2 * c.stride and _crowded(c),
     ),
-    _select(
+    _forward(
         "every overlap has weight 1 if l > 2d",
         _equal_taps,
         lambda c: c.size > 2 * c.stride and _crowded(c),
     ),
-    _select(
+    _forward(
         "compressed blocks that begin in the previous block do not count",
         _without_straddling_taps,
         lambda c: c.size > c.stride and _crowded(c),
     ),
-    _select(
+    _forward(
         "the current block is no candidate at its first token",
         lambda c: selected(c, _current_excluded_at_start),
         lambda c: max(c.lengths) > c.block,
     ),
-    _select(
+    _forward(
         "the partial block at the end is no candidate",
         lambda c: selected(c, _only_whole_blocks),
         lambda c: any(x % c.block and x > c.block for x in c.lengths),
     ),
-    _select(
+    _forward(
         "blocks from the 33rd on are not scored",
         _first_candidates(32),
         lambda c: c.geometry.num_select_blocks(max(c.lengths)) > 33 and _crowded(c),
     ),
-    _select(
+    _forward(
         "blocks from the ninth on are not scored if the length is no multiple of l'",
         _first_candidates(8),
         lambda c: (
@@ -248,68 +299,91 @@ MUTANTS = (
             and any(x % c.block for x in c.lengths)
         ),
     ),
-    _select("blocks come in descending order", returns(0, _descending), lambda c: c.n > 1),
-    _select("padding comes first", returns(0, _padding_first), lambda c: c.n > 1),
-    _select("padding is block 0", returns(0, _padded_with_zero), lambda c: c.n > 1),
-    _select("padding is the next future block", returns(0, _padded_with_future)),
-    _select(
+    _forward("blocks come in descending order", returns(0, _descending), lambda c: c.n > 1),
+    _forward("padding comes first", returns(0, _padding_first), lambda c: c.n > 1),
+    _forward("padding is block 0", returns(0, _padded_with_zero), lambda c: c.n > 1),
+    _forward("padding is the next future block", returns(0, _padded_with_future)),
+    _forward(
         "NaN scores rank highest",
         lambda c: selected(c, nan=1e30),
         lambda c: bool(c["q"].isnan().any() or c["k_cmp"].isnan().any() or c["lse"].isnan().any()),
     ),
-    _select(
+    _forward(
         "scores of bf16 are rounded to bf16", _scores_rounded(BF16), every(dtype_is(BF16), _crowded)
     ),
-    _select(
+    _forward(
         "scores of fp32 are rounded to fp16", _scores_rounded(FP16), every(dtype_is(FP32), _crowded)
     ),
-    _select(
-        "the lse of fp16 is rounded to fp16",
-        reads("lse", rounded_to(FP16)),
-        every(dtype_is(FP16), _crowded, lambda c: c.per_group > 1),
-    ),
-    _select("fp64 is computed in fp32", in_dtype(FP32), every(dtype_is(FP64), _crowded)),
-    _select(
+    _forward("fp64 is computed in fp32", in_dtype(FP32), every(dtype_is(FP64), _crowded)),
+    _forward(
         "scores are differences of prefix sums",
         lambda c: selected(c, score={"prefix_sums": True}),
         _crowded,
     ),
-    _select(
+    _forward(
         "a strided k_cmp is read as contiguous",
         reads("k_cmp", read_as_contiguous),
         every(scattered("k_cmp"), _crowded),
     ),
-    _select(
+    _forward(
         "a strided q is read as contiguous",
         reads("q", read_as_contiguous),
         every(scattered("q"), _crowded),
     ),
-    _select(
+    _forward(
         "q at an unaligned address is read rounded down",
         reads("q", read_rounded_down(16)),
         every(misaligned("q"), _crowded),
     ),
-    _select(
+    _forward(
         "scores use the first 64 channels",
-        lambda c: c.run(q=zero_from(-1, 64)(c, c["q"])),
+        reads("q", zero_from(-1, 64)),
         lambda c: c.dk > 64 and _crowded(c),
     ),
-    _select(
+    _forward(
         "scores use channels up to a multiple of 8",
-        lambda c: c.run(q=zero_from(-1, c.dk // 8 * 8)(c, c["q"])),
+        reads("q", zero_from(-1, lambda c: c.dk // 8 * 8)),
         lambda c: c.dk % 8 != 0 and c.dk > 8 and _crowded(c),
     ),
-    _select(
+    _forward(
         "a document's blocks are numbered from an aligned row", _document_starts_at_block, packed
     ),
-    _select(
+    _forward(
         "documents from the third on use the keys of the first",
         _first_document_tail,
         lambda c: packed(c) and len(c.lengths) > 2 and _crowded(c),
     ),
-    _select(
+    _forward(
         "a list whose n is no power of two loses its last place",
         returns(0, lambda c, b: torch.nn.functional.pad(b[..., :-1], (0, 1), value=-1)),
         lambda c: not power_of_two(c.n),
+    ),
+    # decode
+    _decode(
+        "a given scale is ignored",
+        calls(scale=lambda c: c.default_scale),
+        every(scale_given, _crowded),
+    ),
+    _decode("ties go to the higher index", lambda c: selected(c, higher=True), _crowded),
+    _decode("padding rows hold block 0", _padding_is(0), padded),
+    _decode(
+        "local blocks count from the longest sequence",
+        _choose_at_longest,
+        lambda c: _ragged(c) and c.geometry.local_blocks > 0,
+    ),
+    _decode(
+        "blocks of a new page are no candidates at once",
+        lambda c: selected(c, _last_block_at_page_end),
+        _paged,
+    ),
+    _decode(
+        "rows of a step share the blocks of the first",
+        returns(0, _last_of_step),
+        lambda c: c.new_rows > 1,
+    ),
+    _decode(
+        "places from the 17th on stay empty",
+        returns(0, lambda c, b: b.masked_fill(torch.arange(c.n) >= 16, -1)),
+        lambda c: c.n > 16,
     ),
 )

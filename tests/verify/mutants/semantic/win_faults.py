@@ -1,4 +1,4 @@
-"""Faults of win, forward and backward."""
+"""Faults of win alone."""
 
 from __future__ import annotations
 
@@ -33,15 +33,12 @@ from semantic.common import (
     underflow_without_max,
     zero_from,
 )
-from semantic.dense import key_gradients, masked, win_mask
-from semantic.model import View, mutant
+from semantic.dense import key_gradients, masked, masked_decode, newest_row_masks, win_mask
+from semantic.model import View, mutant, mutants
 
 _forward = functools.partial(mutant, "win", "forward")
 _backward = functools.partial(mutant, "win", "backward")
-
-
-def _window(c: View, window: int) -> list[torch.Tensor]:
-    return c.run(geometry={"window_size": max(1, window)})
+_decode = functools.partial(mutant, "win", "decode")
 
 
 def _longest(c: View) -> int:
@@ -140,19 +137,58 @@ def _later_tiles_missing(c: View, token: Any, key: Any, index: int) -> torch.Ten
     return win_mask(c, token, key, index) & (token[:, None] < last)
 
 
-def _without_last_key_tile(c: View) -> list[torch.Tensor]:
-    dq, dk, dv = (x.clone() for x in c.run())
-    whole = tail_rows(64)(c)
-    for grad in (dk, dv):
-        grad.narrow(-3, whole, c.tokens - whole).zero_()
-    return [dq, dk, dv]
+def _reads_ring(row_of: Any) -> Any:
+    """Read the key and value of a token from row ``row_of(c, token)`` of the ring."""
+
+    def change(c: View, store: torch.Tensor) -> torch.Tensor:
+        ring, moved = store.shape[1], store.clone()
+        for b, (start, length) in enumerate(zip(c.starts, c.lengths)):
+            token = torch.arange(max(0, start - c.window + 1), length)
+            moved[b, token % ring] = store[b, row_of(c, token) % ring]
+        return moved
+
+    return reads("k", change, "v")
 
 
-def _query_nan_reaches_all_keys(c: View) -> list[torch.Tensor]:
-    return [x.nan_to_num(0.0) for x in c.run()]
+def _first_wrap_only(c: View, token: torch.Tensor) -> torch.Tensor:
+    """The row of a token is t - R once it passes R: right for one turn of the ring."""
+    ring = c["k"].shape[1]
+    return torch.where(token < ring, token, token - ring).clamp(max=ring - 1)
+
+
+def _window_start_in_ring(c: View, token: Any, key: Any, index: int) -> torch.Tensor:
+    """A window that crosses the end of the ring loses its part before the end."""
+    ring = c["k"].shape[1]
+    turn = token // ring * ring
+    return win_mask(c, token, key, index) & (key >= turn[:, None])
+
+
+def _crosses_ring_end(c: View) -> bool:
+    ring = c["k"].shape[1]
+    return any((x - 1) // ring != max(0, x - c.window) // ring for x in c.lengths if x)
+
+
+def _ignores_later_rows(c: View, token: Any, key: Any, index: int) -> torch.Tensor:
+    """A row does not see the tokens that the same step added before it."""
+    start = int(c.call.starts[index])
+    own = key == token[:, None]
+    return win_mask(c, token, key, index) & (own | (key < start))
 
 
 MUTANTS = (
+    *mutants(
+        {"win": "forward backward decode"},
+        "an odd window is one short",
+        sizes(window_size=lambda c: c.window - 1),
+        lambda c: c.window % 2 == 1 and c.window > 1,
+    ),
+    *mutants(
+        {"win": "forward backward"},
+        "documents from the eighth on are joined",
+        _documents_joined_from(8),
+        lambda c: packed(c) and len(c.lengths) > 8,
+    ),
+    # forward
     _forward(
         "a window above 512 is cut to 512",
         sizes(window_size=lambda c: 512),
@@ -160,27 +196,22 @@ MUTANTS = (
     ),
     _forward(
         "a window is rounded up to a multiple of 64",
-        lambda c: _window(c, -(-c.window // 64) * 64),
+        sizes(window_size=lambda c: -(-c.window // 64) * 64),
         lambda c: c.window % 64 != 0 and _longest(c) > c.window,
     ),
     _forward(
         "a window above 64 is rounded down to a multiple of 64",
-        lambda c: _window(c, c.window // 64 * 64),
+        sizes(window_size=lambda c: c.window // 64 * 64),
         lambda c: c.window > 64 and c.window % 64 != 0,
     ),
     _forward(
-        "an odd window is one short",
-        lambda c: _window(c, c.window - 1),
-        lambda c: c.window % 2 == 1 and c.window > 1,
-    ),
-    _forward(
         "a window of 1 also sees the previous token",
-        lambda c: _window(c, 2),
+        sizes(window_size=lambda c: 2),
         lambda c: c.window == 1,
     ),
     _forward(
         "a document longer than the window by less than 16 ignores it",
-        lambda c: _window(c, _longest(c)),
+        sizes(window_size=_longest),
         lambda c: c.window < _longest(c) < c.window + 16,
     ),
     _forward(
@@ -209,12 +240,6 @@ MUTANTS = (
         lambda c: packed(c) and _follows_single_token(c),
     ),
     _forward(
-        "documents from the eighth on are joined",
-        _documents_joined_from(8),
-        lambda c: packed(c) and len(c.lengths) > 8,
-    ),
-    _forward("a given scale is ignored", calls(scale=lambda c: c.default_scale), scale_given),
-    _forward(
         "a small scale is raised to 0.01",
         calls(scale=lambda c: 0.01),
         lambda c: 0 <= c.scale < 0.01,
@@ -237,7 +262,6 @@ MUTANTS = (
         _accumulates(BF16, 16),
         every(dtype_is(FP16), lambda c: c.tokens > 16),
     ),
-    _forward("fp16 output passes through bf16", returns(0, rounded_to(BF16)), dtype_is(FP16)),
     _forward("fp64 scores are computed in fp32", in_dtype(FP32), dtype_is(FP64)),
     _forward("fp32 is computed in fp16", in_dtype(FP16), dtype_is(FP32)),
     _forward("lse of fp64 is rounded to fp32", returns(1, rounded_to(FP32)), dtype_is(FP64)),
@@ -251,7 +275,7 @@ MUTANTS = (
     ),
     _forward(
         "scores use channels up to a multiple of 16",
-        lambda c: c.run(q=zero_from(-1, c.dk // 16 * 16)(c, c["q"])),
+        reads("q", zero_from(-1, lambda c: c.dk // 16 * 16)),
         lambda c: c.dk % 16 != 0 and c.dk > 16,
     ),
     _forward(
@@ -261,7 +285,7 @@ MUTANTS = (
     ),
     _forward(
         "the last partial tile of 64 rows is not written",
-        lambda c: returns(0, zero_from(-3, tail_rows(64)(c)))(c),
+        returns(0, zero_from(-3, tail_rows(64))),
         lambda c: c.tokens > 64 and c.tokens % 64 != 0,
     ),
     _forward(
@@ -277,7 +301,7 @@ MUTANTS = (
     ),
     _backward(
         "dk and dv of the last partial tile of 64 keys are zero",
-        _without_last_key_tile,
+        returns((1, 2), zero_from(-3, tail_rows(64))),
         lambda c: c.tokens > 64 and c.tokens % 64 != 0,
     ),
     _backward(
@@ -287,7 +311,7 @@ MUTANTS = (
     ),
     _backward(
         "delta is left out of heads from the ninth on",
-        lambda c: c.run(o=zero_from(-2, 8)(c, c["o"])),
+        reads("o", zero_from(-2, 8)),
         lambda c: c.heads > 8,
     ),
     _backward(
@@ -298,19 +322,47 @@ MUTANTS = (
     _backward("a strided v is read as contiguous", reads("v", read_as_contiguous), scattered("v")),
     _backward(
         "fp16 gradients above 256 are clamped",
-        lambda c: [x.clamp(-256, 256) for x in c.run()],
+        returns((0, 1, 2), lambda c, grad: grad.clamp(-256, 256)),
         dtype_is(FP16),
     ),
-    _backward("NaN in gradients is replaced by zero", _query_nan_reaches_all_keys),
-    _backward("fp64 is computed in fp32", in_dtype(FP32), dtype_is(FP64)),
     _backward(
-        "an odd window is one short",
-        lambda c: _window(c, c.window - 1),
-        lambda c: c.window % 2 == 1 and c.window > 1,
+        "NaN in gradients is replaced by zero",
+        returns((0, 1, 2), lambda c, grad: grad.nan_to_num(0.0)),
     ),
-    _backward(
-        "documents from the eighth on are joined",
-        _documents_joined_from(8),
-        lambda c: packed(c) and len(c.lengths) > 8,
+    # decode
+    _decode(
+        "the ring wraps at the window",
+        _reads_ring(lambda c, token: token % c.window),
+        lambda c: c["k"].shape[1] != c.window and max(c.lengths) > c.window,
+    ),
+    _decode(
+        "the ring is right for one turn only",
+        _reads_ring(_first_wrap_only),
+        lambda c: max(c.lengths) > 2 * c["k"].shape[1],
+    ),
+    _decode(
+        "a window across the end of the ring loses its first part",
+        lambda c: masked_decode(c, _window_start_in_ring),
+        _crosses_ring_end,
+    ),
+    _decode(
+        "rows of a step do not see its earlier rows",
+        lambda c: masked_decode(c, _ignores_later_rows),
+        lambda c: c.new_rows > 1,
+    ),
+    _decode(
+        "all rows of a step see what the last sees",
+        lambda c: newest_row_masks(c, win_mask),
+        lambda c: c.new_rows > 1,
+    ),
+    _decode(
+        "kv heads from the third on read the second",
+        reads("k", repeat_from(-2, 2)),
+        lambda c: c.groups >= 3,
+    ),
+    _decode(
+        "rows of a step from the 33rd on give zero",
+        returns(0, zero_from(1, 32)),
+        lambda c: c.new_rows > 32,
     ),
 )
