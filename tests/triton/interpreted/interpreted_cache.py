@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from caches import OPTIONS, assert_equal, layer_of, poisoned_cache, tokens, whole
-from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.plan.registry import default_registry
 
 SPEC = default_registry().get("triton").spec
@@ -44,10 +43,9 @@ def test_decode_steps_equal_the_forward_of_the_whole_sequence(option, page_size)
     assert set(cache.plan.fused) == {"append", "gates", "step", "compress"}
     attn.backends = "sdpa"
     attn(x[:, :LENGTH], cache=cache)
-    with strict():
-        parts = [attn(x[:, t : t + 1], cache=cache) for t in (LENGTH, LENGTH + 1)]
-        parts.append(attn(x[:, LENGTH + 2 : LENGTH + 5], cache=cache))
-        last = attn(x[:, LENGTH + 5 :], cache=cache, new=[3, 1])
+    parts = [attn(x[:, t : t + 1], cache=cache) for t in (LENGTH, LENGTH + 1)]
+    parts.append(attn(x[:, LENGTH + 2 : LENGTH + 5], cache=cache))
+    last = attn(x[:, LENGTH + 5 :], cache=cache, new=[3, 1])
     assert_equal(torch.cat(parts, 1), expected[:, LENGTH : LENGTH + 5])
     assert_equal(last[:1], expected[:1, LENGTH + 5 :])
     assert_equal(last[1:, :1], expected[1:, LENGTH + 5 : LENGTH + 6])

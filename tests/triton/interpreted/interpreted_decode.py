@@ -110,11 +110,10 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.few_cases("h=1-torch.float32")
 @pytest.mark.parametrize(("name", "dtype"), PROBLEMS)
 def test_decode_forms_and_fused_step_match_oracle(name, dtype):
-    with strict():
-        findings = [
-            *decode_parity(SUBJECT, STEPS[name], dtype),
-            *fused_step(SUBJECT, STEPS[name], dtype),
-        ]
+    findings = [
+        *decode_parity(SUBJECT, STEPS[name], dtype),
+        *fused_step(SUBJECT, STEPS[name], dtype),
+    ]
     assert len(findings) >= 9
     assert not [f for f in findings if not f.ok]
 
@@ -122,8 +121,7 @@ def test_decode_forms_and_fused_step_match_oracle(name, dtype):
 def test_rounding_does_not_bias_rows_of_few_keys():
     """A factor that is wrong in all columns of a row shows up with many wide heads."""
     step = Step(Case("32/1 256/256", config_of(32, 1, 256, 256, PAPER), ()), (65, 40), (1, 1))
-    with strict():
-        findings = [*fused_step(SUBJECT, step, BF16)]
+    findings = [*fused_step(SUBJECT, step, BF16)]
     assert len(findings) == 2
     assert not [f for f in findings if not f.ok]
 
@@ -131,7 +129,7 @@ def test_rounding_does_not_bias_rows_of_few_keys():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["h=20", "five tokens, some absent"])
 def test_forms_match_oracle_if_every_tile_is_a_split(name):
-    with strict(), many_splits():
+    with many_splits():
         findings = [
             *decode_parity(SUBJECT, STEPS[name], FP64),
             *fused_step(SUBJECT, STEPS[name], FP64),
@@ -143,8 +141,7 @@ def test_forms_match_oracle_if_every_tile_is_a_split(name):
 def test_negative_and_zero_scales_match_oracle(scale):
     config = dataclasses.replace(ONE.case.config, scale=scale)
     step = dataclasses.replace(ONE, case=dataclasses.replace(ONE.case, config=config))
-    with strict():
-        findings = [*decode_parity(SUBJECT, step, FP64), *fused_step(SUBJECT, step, FP64)]
+    findings = [*decode_parity(SUBJECT, step, FP64), *fused_step(SUBJECT, step, FP64)]
     assert not [f for f in findings if not f.ok]
 
 
@@ -179,7 +176,7 @@ def test_every_program_waits_for_its_own_token(name, monkeypatch):
     monkeypatch.setattr(decode_span, "signal", _count_up)
     monkeypatch.setattr(decode_sel, "wait", _count_up)
     monkeypatch.setattr(forms, "allocate", allocate)
-    with strict(), many_splits():
+    with many_splits():
         run_step(data)
         splits = launch.SelLaunch(
             data.q, 1, data.stores["k_sel"], data.stores["v_sel"], data.call, block_n=16
@@ -211,8 +208,7 @@ def test_many_multiprocessors_split_every_branch():
 def test_step_in_three_launches_equals_fused_step():
     data = step_data(SHORT, FP32)
     span = dict(configs.pick("decode_span", 0))
-    with strict():
-        fused, separate = run_step(data), run_step(data, settings=(span | {"FUSE_STEP": 0}, None))
+    fused, separate = run_step(data), run_step(data, settings=(span | {"FUSE_STEP": 0}, None))
     assert equal_bits(separate[0], fused[0])
     assert equal_bits(separate[1], fused[1])
 
@@ -230,12 +226,9 @@ def test_equal_scores_select_the_lower_block():
         page[equal_keys] = torch.randn(4, 1, 16, generator=generator)
         page[27] = data.q[0, 0].sum(0) * 0.5
         data.stores["k_cmp"][data.call.block_table[0].long()] = page
-        with strict():
-            lse = forms.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
-            blocks = (
-                forms.select(data.q, data.stores["k_cmp"], lse, call=data.call).flatten().tolist()
-            )
-            of_step = run_step(data)[1].flatten().tolist()
+        lse = forms.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
+        blocks = forms.select(data.q, data.stores["k_cmp"], lse, call=data.call).flatten().tolist()
+        of_step = run_step(data)[1].flatten().tolist()
         equal_blocks = [b for b in blocks if b not in (27, 28)]
         # either the blocks of the equal keys or the next blocks, which get a part of their weight
         first = 8 + blocks[0] % 2
@@ -247,12 +240,11 @@ def test_equal_scores_select_the_lower_block():
 @pytest.mark.slow
 def test_chunks_of_one_token_equal_the_whole_step(monkeypatch):
     data = step_data(CHUNK, FP64)
-    with strict():
-        o, blocks = run_step(data)
-        monkeypatch.setattr(forms, "MAX_SUM_BYTES", 1)
-        o_chunks, blocks_chunks = run_step(data)
-        lse = forms.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
-        blocks_alone = forms.select(data.q, data.stores["k_cmp"], lse, call=data.call)
+    o, blocks = run_step(data)
+    monkeypatch.setattr(forms, "MAX_SUM_BYTES", 1)
+    o_chunks, blocks_chunks = run_step(data)
+    lse = forms.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
+    blocks_alone = forms.select(data.q, data.stores["k_cmp"], lse, call=data.call)
     assert torch.allclose(o_chunks, o, rtol=1e-12, atol=1e-12)
     assert equal_bits(blocks_chunks, blocks)
     assert equal_bits(blocks_alone, blocks)
@@ -268,11 +260,10 @@ def test_sel_accepts_unsorted_repeated_and_invalid_blocks():
     wild = torch.tensor([[4, 2, 2, 0], [2, -7, 0, 1]])[:, None, None].expand(2, 1, 2, 4).clone()
     # and one that no token has reached: with 40 tokens block 3 is empty
     wild[1, 0, 1] = torch.tensor([1, 2**40, 0, 2])
-    with strict():
-        o, lse = forms.sel(data.q, k, v, clean, call=data.call)
-        o_wild, lse_wild = forms.sel(data.q, k, v, wild, call=data.call)
-        wild[1, 0, 0, 1] = 3
-        o_future, _ = forms.sel(data.q, k, v, wild, call=data.call)
+    o, lse = forms.sel(data.q, k, v, clean, call=data.call)
+    o_wild, lse_wild = forms.sel(data.q, k, v, wild, call=data.call)
+    wild[1, 0, 0, 1] = 3
+    o_future, _ = forms.sel(data.q, k, v, wild, call=data.call)
     assert torch.allclose(o_wild, o, rtol=1e-12, atol=1e-12)
     assert torch.allclose(lse_wild, lse, rtol=1e-12, atol=1e-12)
     assert equal_bits(o_future, o_wild)
@@ -290,19 +281,17 @@ def test_sel_takes_more_blocks_than_it_compares_at_once():
     call = dataclasses.replace(
         data.call, geometry=dataclasses.replace(data.call.geometry, num_selected_blocks=140)
     )
-    with strict():
-        o, lse = forms.sel(data.q, k, v, few, call=data.call)
-        o_many, lse_many = forms.sel(data.q, k, v, many, call=call)
+    o, lse = forms.sel(data.q, k, v, few, call=data.call)
+    o_many, lse_many = forms.sel(data.q, k, v, many, call=call)
     assert torch.allclose(o_many, o, rtol=1e-12, atol=1e-12)
     assert torch.allclose(lse_many, lse, rtol=1e-12, atol=1e-12)
 
 
 def test_nan_in_a_query_affects_only_its_token_and_group():
     data = step_data(dataclasses.replace(ONE, lengths=(40, 30), new=(2, 2), rows=2), FP32)
-    with strict():
-        o, blocks = run_step(data)
-        data.q[0, 1, 1, 3] = torch.nan  # token 1 of sequence 0, group 1
-        o_nan, blocks_nan = run_step(data)
+    o, blocks = run_step(data)
+    data.q[0, 1, 1, 3] = torch.nan  # token 1 of sequence 0, group 1
+    o_nan, blocks_nan = run_step(data)
     assert torch.isnan(o_nan[0, 1, 1]).all()
     others = torch.ones(o.shape[:3], dtype=torch.bool)
     others[0, 1, 1] = False
@@ -317,28 +306,26 @@ def test_tokens_beyond_max_len_or_the_block_table_are_padding():
     """A replayed graph may have such lengths: nothing is read there and the outputs are 0."""
     step = dataclasses.replace(SHORT, lengths=(40, 30), new=(1, 1))
     data = step_data(step, FP32)
-    with strict():
-        expected, _ = run_step(data)
-        data.call.starts[0], data.call.lengths[0] = 60, 61
-        for call in (
-            dataclasses.replace(data.call, max_len=60),
-            dataclasses.replace(data.call, max_len=61),
-        ):
-            o, blocks = run_step(data, call)
-            assert (o[0] == 0).all()
-            assert (blocks[0] == -1).all()
-            assert equal_bits(o[1], expected[1])
+    expected, _ = run_step(data)
+    data.call.starts[0], data.call.lengths[0] = 60, 61
+    for call in (
+        dataclasses.replace(data.call, max_len=60),
+        dataclasses.replace(data.call, max_len=61),
+    ):
+        o, blocks = run_step(data, call)
+        assert (o[0] == 0).all()
+        assert (blocks[0] == -1).all()
+        assert equal_bits(o[1], expected[1])
 
 
 def test_step_replays_with_other_lengths_in_its_tensors():
     data = step_data(SHORT, FP64)
     fewer = dataclasses.replace(SHORT, lengths=(74, 0, 20), new=(1, 0, 1))
     data.call.starts[:2], data.call.lengths[:2] = torch.tensor([73, 0]), torch.tensor([74, 0])
-    with strict():
-        o, blocks = run_step(data)
-        o_sel, lse_sel = forms.sel(
-            data.q, data.stores["k_sel"], data.stores["v_sel"], blocks, call=data.call
-        )
+    o, blocks = run_step(data)
+    o_sel, lse_sel = forms.sel(
+        data.q, data.stores["k_sel"], data.stores["v_sel"], blocks, call=data.call
+    )
     assert fewer.lengths[0] == int(data.call.lengths[0])
     assert torch.isfinite(o).all()
     assert (o[1] == 0).all()
@@ -388,10 +375,9 @@ APPENDS = {
 @pytest.mark.parametrize("name", APPENDS)
 def test_append_matches_plain_pytorch(name, dtype):
     step, rope, rotate_raw, ring = APPENDS[name]
-    with strict():
-        findings = [
-            *append_parity(SUBJECT, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring)
-        ]
+    findings = [
+        *append_parity(SUBJECT, step, dtype, rope=rope, rotate_raw=rotate_raw, raw_ring=ring)
+    ]
     assert len(findings) == 7  # q, and k and v of three stores
     assert not [f for f in findings if not f.ok]
 
@@ -399,8 +385,7 @@ def test_append_matches_plain_pytorch(name, dtype):
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
 @pytest.mark.parametrize("name", ["one token, pages", "h=3, Dk != Dv"])
 def test_gates_match_oracle(name, dtype):
-    with strict():
-        (finding,) = fused_gates(SUBJECT, STEPS[name], dtype)
+    (finding,) = fused_gates(SUBJECT, STEPS[name], dtype)
     assert finding.ok, finding.detail
 
 
@@ -422,8 +407,7 @@ SHORT_BLOCKS = Step(
     ids=lambda x: x.case.name if isinstance(x, Step) else str(x),
 )
 def test_compress_matches_oracle(step, dtype):
-    with strict():
-        findings = [*fused_compress(SUBJECT, step, dtype)]
+    findings = [*fused_compress(SUBJECT, step, dtype)]
     assert len(findings) == (20 if dtype == BF16 else 16)
     assert not [f for f in findings if not f.ok]
 
@@ -443,19 +427,18 @@ def test_compress_refuses_weights_of_other_sizes():
 def test_benchmark_checks_results_and_prints_its_lines(capsys, monkeypatch):
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[3] / "benchmarks" / "kernels")
     bench = importlib.import_module("triton_decode")
-    with strict():
-        assert bench.check([("cpu", list(STEPS).index("h=1"), FP32)])
-        shape = bench.Shape(1, 64, 4, 2, 16, 16, page=16, geometry=ONE.case.config.geometry)
-        times = dict.fromkeys(("graph_ms", "eager_ms"), lambda run: (run(), 2e-3)[1])
-        make = bench.make
-        monkeypatch.setattr(bench, "make", lambda shape, _, dtype: make(shape, "cpu", dtype))
-        for name, value in times.items():
-            monkeypatch.setattr(bench, name, value)
-        monkeypatch.setattr(bench, "kernel_us", lambda run: (run(), [(2.0, "decode_step")])[1])
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        results = bench.measure(
-            shape, [({}, {}), ({"BLOCK_N": 32}, {}), ({"RANK_BLOCKS": 24}, {})], True, FP32
-        )
+    assert bench.check([("cpu", list(STEPS).index("h=1"), FP32)])
+    shape = bench.Shape(1, 64, 4, 2, 16, 16, page=16, geometry=ONE.case.config.geometry)
+    times = dict.fromkeys(("graph_ms", "eager_ms"), lambda run: (run(), 2e-3)[1])
+    make = bench.make
+    monkeypatch.setattr(bench, "make", lambda shape, _, dtype: make(shape, "cpu", dtype))
+    for name, value in times.items():
+        monkeypatch.setattr(bench, name, value)
+    monkeypatch.setattr(bench, "kernel_us", lambda run: (run(), [(2.0, "decode_step")])[1])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    results = bench.measure(
+        shape, [({}, {}), ({"BLOCK_N": 32}, {}), ({"RANK_BLOCKS": 24}, {})], True, FP32
+    )
     lines = capsys.readouterr().out.splitlines()
     # 15 compressed tokens, 4 blocks and 24 tokens of the window, two heads of 32 numbers
     assert shape.bytes_read(4) == {"cmp": 15 * 256, "sel": 64 * 256, "win": 24 * 256}

@@ -104,21 +104,6 @@ QUICK = {"four-tokens", "narrow-v", "wide-v", "h7", "documents", "many-blocks"}
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PROBLEMS]
 
 
-@pytest.fixture(autouse=True)
-def loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let triton 3.6 use loop bounds with numpy 2.4.
-
-    The interpreter passes an array of one element, which numpy no longer converts to an integer.
-    """
-    stock = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        stock(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-
-
 def gradients(
     inputs: dict[str, Tensor], call: SlotCall, do: Tensor, truth: oracle.Truth, **change: Any
 ) -> list[Tensor]:

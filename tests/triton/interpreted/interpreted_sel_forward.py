@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import forward as sel_forward
 from nsa_backend_triton.sel import runs
 from nsa_backend_triton.sel import unions as sel_union
-from nsa_backend_triton.strict.interpreter import strict
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
@@ -27,13 +25,6 @@ GEOMETRY = BlockGeometry(4, 2, 8, 4, 1, 2, 8)  # l' = 8, n = 4: half of a key ti
 EVEN = BlockGeometry(4, 2, 16, 4, 1, 2, 8)
 ODD = BlockGeometry(4, 4, 20, 3, 1, 1, 8)  # l' = 20: two key tiles of 16
 LONG = BlockGeometry(4, 4, 256, 3, 1, 1, 8)  # l' = 256, the longest block: four key tiles of 64
-
-
-@pytest.fixture(autouse=True)
-def strictly() -> Iterator[None]:
-    """Run every kernel of this file in the strict interpreter."""
-    with strict():
-        yield
 
 
 SHAPE = ("lengths", "packed", "groups", "heads", "dk", "dv")

@@ -101,5 +101,4 @@ def test_gradients_pass_gradcheck(slot: str, case: Case) -> None:
         )
         return results if isinstance(results, torch.Tensor) else results[0]
 
-    with strict():
-        assert torch.autograd.gradcheck(output, tuple(leaves.values()), fast_mode=True)
+    assert torch.autograd.gradcheck(output, tuple(leaves.values()), fast_mode=True)
