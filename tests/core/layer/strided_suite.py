@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from nsa_core import (
-    NSAConfig,
     NSAttention,
     block_attention,
     block_attention_decode,
@@ -27,20 +26,9 @@ from nsa_core.cache.state import CacheState
 from nsa_core.contract import DecodeCall, SlotCall
 from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.call_wrapper import Where, wrapped_calls
+from nsa_verify.problems.cases import config_of
 
-CONFIG = NSAConfig(
-    dim=8,
-    n_heads=2,
-    n_kv_heads=1,
-    head_dim=8,
-    compress_block_size=8,
-    compress_stride=8,
-    select_block_size=16,
-    num_selected_blocks=1,
-    init_blocks=0,
-    local_blocks=1,
-    window_size=4,
-)
+CONFIG = config_of(2, 1, 8, 8, (8, 8, 16, 1, 4), dim=8, init_blocks=0, local_blocks=1)
 LENGTHS = (3, 0, 21)  # of the packed documents
 TOKENS = sum(LENGTHS)
 JUNK = 3  # between the values

@@ -10,19 +10,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from cases import inputs
-from nsa_core import InvalidInput, NSAConfig, NSAttention, Unsupported, nsa_attention, packing
+from nsa_core import InvalidInput, NSAttention, Unsupported, nsa_attention, packing
 from nsa_core.torch_ops.packing_checks import check_cu_seqlens, checked_boundaries
+from nsa_verify.problems.cases import config_of
 
-CONFIG = NSAConfig(
-    dim=16,
-    n_heads=4,
-    n_kv_heads=2,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=3,
-    window_size=21,
-)
+CONFIG = config_of(4, 2, 4, 4, (8, 4, 16, 3, 21))
 
 
 @pytest.fixture

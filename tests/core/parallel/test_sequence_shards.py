@@ -14,18 +14,10 @@ from nsa_core.parallel.exchange_rows import Ranks
 from nsa_core.parallel.halo import segments
 from nsa_core.parallel.layouts import in_order, in_rank_order
 from nsa_core.parallel.shards import rank_costs
+from nsa_verify.problems.cases import config_of
 
 LAYOUTS = ("contiguous", "head_tail")
-CONFIG = NSAConfig(
-    32,
-    4,
-    2,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=8,
-    num_selected_blocks=4,
-    window_size=9,
-)
+CONFIG = config_of(4, 2, 8, 8, (8, 4, 8, 4, 9))
 
 
 @pytest.mark.parametrize(("layout", "world"), [*itertools.product(LAYOUTS, (1, 2, 3, 8))])

@@ -8,26 +8,16 @@ import pytest
 import torch
 
 from nsa_backend_sdpa.plugin import nsa_register_backends as sdpa
-from nsa_core import InvalidInput, NSAConfig, resolve
+from nsa_core import InvalidInput, resolve
 from nsa_core.contract import SLOTS, DecodeCall, Request
 from nsa_core.errors import Unsupported
 from nsa_core.plan.registry import Registry
 from nsa_core.plan.warmup import warm
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.decode_kernel import DecodeKernel
+from nsa_verify.problems.cases import config_of
 
-CONFIG = NSAConfig(
-    dim=32,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    v_head_dim=4,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=4,
-    window_size=24,
-)
+CONFIG = config_of(4, 2, 8, 4, (8, 4, 16, 4, 24))
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "packed"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fused_toy
-from nsa_core import NSAConfig, nsa_attention, nsa_attention_with_lse, resolve
+from nsa_core import nsa_attention, nsa_attention_with_lse, resolve
 from nsa_core.contract import SLOTS, BackendSpec, Reason, Request
 from nsa_core.errors import NSAError
 from nsa_core.plan.finite_checks import checked_plan
@@ -17,19 +17,9 @@ from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops import core_node
 from nsa_core.torch_ops.backend_call import record_dispatch
+from nsa_verify.problems.cases import config_of
 
-CONFIG = NSAConfig(
-    32,
-    6,
-    2,
-    head_dim=8,
-    v_head_dim=4,
-    compress_block_size=4,
-    compress_stride=2,
-    select_block_size=8,
-    num_selected_blocks=3,
-    window_size=5,
-)
+CONFIG = config_of(6, 2, 8, 4, (4, 2, 8, 3, 5))
 LONGEST = 24  # n * l'
 CAUSAL = [(s, "forward") for s in ("cmp", "win", "win", "combine")]
 SELECTED = [(s, "forward") for s in SLOTS]

@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa_core import (
-    NSAConfig,
     NSAttention,
     Unsupported,
     nsa_attention,
@@ -29,18 +28,9 @@ from nsa_core.torch_ops import core_node
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.call_wrapper import wrapped_calls
 from nsa_core.torch_ops.slot_op import slot_op
+from nsa_verify.problems.cases import config_of
 
-CONFIG = NSAConfig(
-    64,
-    4,
-    2,
-    head_dim=16,
-    compress_block_size=8,
-    compress_stride=4,
-    select_block_size=16,
-    num_selected_blocks=4,
-    window_size=24,
-)
+CONFIG = config_of(4, 2, 16, 16, (8, 4, 16, 4, 24))
 TOKENS = 150
 
 

@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fused_toy
-from nsa_core import InvalidInput, NSAConfig, Unsupported, nsa_attention_with_lse, resolve
+from nsa_core import InvalidInput, Unsupported, nsa_attention_with_lse, resolve
 from nsa_core.contract import BRANCHES, SLOTS
 from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.plan.plan import Plan
@@ -25,19 +25,9 @@ from nsa_core.torch_ops import core_op
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_core.torch_ops.core_kernels import CoreInputs
 from nsa_core.torch_ops.slot_op import slot_op
+from nsa_verify.problems.cases import config_of
 
-CONFIG = NSAConfig(
-    16,
-    4,
-    2,
-    head_dim=4,
-    v_head_dim=6,
-    compress_block_size=4,
-    compress_stride=2,
-    select_block_size=8,
-    num_selected_blocks=3,
-    window_size=10,
-)
+CONFIG = config_of(4, 2, 4, 6, (4, 2, 8, 3, 10))
 REGISTRIES = {
     "slots": default_registry(),
     "fused": Registry().with_backend(fused_toy.spec()),

@@ -21,20 +21,10 @@ from nsa_core import (
 from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.backend_call import record_dispatch
 from nsa_verify.checks import invariants
-from nsa_verify.problems.cases import Case
+from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.combination import Combination
 
-CONFIG = NSAConfig(
-    dim=32,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    compress_block_size=4,
-    compress_stride=2,
-    select_block_size=8,
-    num_selected_blocks=3,
-    window_size=6,
-)
+CONFIG = config_of(4, 2, 8, 8, (4, 2, 8, 3, 6))
 
 
 def tensors(*lead: int, grad: bool = True) -> list[torch.Tensor]:

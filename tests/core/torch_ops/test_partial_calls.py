@@ -8,24 +8,15 @@ import pytest
 import torch
 
 import partial_toy
-from nsa_core import InvalidInput, NSAConfig, Unsupported, resolve
+from nsa_core import InvalidInput, Unsupported, resolve
 from nsa_core.contract import Request
 from nsa_core.plan.candidates import request_of
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.slot_op import slot_op
+from nsa_verify.problems.cases import config_of
 
-CONFIG = NSAConfig(
-    32,
-    4,
-    2,
-    head_dim=8,
-    compress_block_size=4,
-    compress_stride=2,
-    select_block_size=8,
-    num_selected_blocks=3,
-    window_size=6,
-)
+CONFIG = config_of(4, 2, 8, 8, (4, 2, 8, 3, 6))
 SPEC = partial_toy.spec()
 
 

@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from nsa_verify.judge.tensor import LIMITS, LSE_LIMIT, gate_rows, heads_first, judge, judge_lse
+from truth_cases import normal
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, FP16, FP32, FP64)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=FP64)
 
 
 def example(

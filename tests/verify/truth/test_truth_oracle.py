@@ -16,13 +16,9 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_verify import oracle
 from nsa_verify.reference import selection
+from truth_cases import TINY, normal
 
-TINY = BlockGeometry(4, 2, 8, 4, 1, 2, 5)
 CONFIG = NSAConfig(12, 4, 2, 6, 3, *dataclasses.astuple(TINY)[:4], window_size=5)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def test_oracle_imports_nothing_that_it_judges() -> None:

@@ -10,6 +10,13 @@ from hypothesis import strategies as st
 
 from nsa_core.layout import BlockGeometry
 
+TINY = BlockGeometry(4, 2, 8, 4, 1, 2, 5)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return float64 numbers of the normal distribution."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
 
 @dataclasses.dataclass(frozen=True)
 class TruthCase:
