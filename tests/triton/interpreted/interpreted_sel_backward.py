@@ -116,6 +116,21 @@ def gradients(
     return list(backward(do, *inputs.values(), o, lse, call=call))
 
 
+def assert_gradients_equal_the_oracle(
+    problem: Problem, deterministic: bool = False, **changes: Any
+) -> list[Tensor]:
+    """Check and return dq, dk and dv; ``changes`` replace inputs."""
+    inputs, call, do = problem.inputs()
+    inputs |= changes
+    truth = problem.truth(inputs, call, do)
+    grads = gradients(inputs, call, do, truth, deterministic=deterministic)
+    for x, (key, expected) in zip(grads, truth.grads.items(), strict=True):
+        torch.testing.assert_close(
+            x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
+        )
+    return grads
+
+
 @pytest.mark.few_cases(
     "h7-unordered",
     "four-tokens-unordered",
@@ -130,14 +145,7 @@ def gradients(
 @pytest.mark.parametrize("deterministic", [False, True], ids=["unordered", "ordered"])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_equal_the_oracle(name: str, deterministic: bool) -> None:
-    problem = PROBLEMS[name]
-    inputs, call, do = problem.inputs()
-    truth = problem.truth(inputs, call, do)
-    grads = gradients(inputs, call, do, truth, deterministic=deterministic)
-    for x, (key, expected) in zip(grads, truth.grads.items(), strict=True):
-        torch.testing.assert_close(
-            x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
-        )
+    assert_gradients_equal_the_oracle(PROBLEMS[name], deterministic=deterministic)
 
 
 # Settings of sel_block_backward and of sel_tile_backward.
@@ -170,18 +178,12 @@ FULL_TILES = Problem((36,), batch=2, heads=2, groups=2)
 def test_every_form_equals_the_oracle(
     form: str, name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = PROBLEMS.get(name, FULL_TILES)
     rows = dict(configs.table(0))
     for kernel, settings in zip(("sel_block_backward", "sel_tile_backward"), FORMS[form]):
         rows[kernel] = [({}, {**rows[kernel][0][1], **settings})]
     monkeypatch.setattr(configs, "table", lambda _: rows)
-    inputs, call, do = problem.inputs()
-    truth = problem.truth(inputs, call, do)
-    grads = gradients(inputs, call, do, truth, deterministic=deterministic)
-    for x, (key, expected) in zip(grads, truth.grads.items(), strict=True):
-        torch.testing.assert_close(
-            x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
-        )
+    problem = PROBLEMS.get(name, FULL_TILES)
+    assert_gradients_equal_the_oracle(problem, deterministic=deterministic)
 
 
 def test_base_2_moves_no_lse_in_one_direction() -> None:

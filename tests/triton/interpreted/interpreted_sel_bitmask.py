@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import interpreted_core
-from interpreted_sel_backward import PACKED, Problem, gradients
+import interpreted_sel_backward
+from interpreted_sel_backward import Problem, assert_gradients_equal_the_oracle, gradients
 from interpreted_sel_partial import CUTS, document_piece, piece, quick
 from launches import filled
 from nsa_backend_triton import probe
@@ -26,26 +27,17 @@ from nsa_core.layout import BlockGeometry
 
 # 64 blocks of two keys: the last one is the sign bit.
 ALL_BITS = BlockGeometry(2, 2, 2, 5, 0, 1, 5)
+SHARED = ("batch", "h7", "h20", "four-tokens", "narrow-v", "wide-v", "two-key-tiles", "odd-block")
+SHARED += ("zero-scale", "negative-scale", "documents", "packed")
 PROBLEMS = {
-    "batch": Problem((35,), batch=2),
-    "h7": Problem((27,), heads=7, groups=1),
-    "h20": Problem((19,), heads=20, groups=1),
-    "four-tokens": Problem((4,), batch=2, heads=1, groups=1),
-    "narrow-v": Problem((21,), Dk=24, Dv=16, groups=1),
-    "wide-v": Problem((21,), Dk=5, Dv=19, groups=1),
+    **{name: interpreted_sel_backward.PROBLEMS[name] for name in SHARED},
     "64-blocks": Problem((128,), heads=1, groups=1, geometry=ALL_BITS),
-    "two-key-tiles": Problem((70,), groups=1, geometry=BlockGeometry(8, 4, 32, 2, 1, 1, 5)),
-    "odd-block": Problem((50,), groups=1, geometry=BlockGeometry(8, 4, 24, 3, 1, 1, 5)),
     "block-of-200": Problem(
         (213,), heads=1, groups=1, geometry=BlockGeometry(8, 4, 200, 2, 1, 1, 5)
     ),
     "block-of-256": Problem(
         (40, 261), batch=None, heads=1, groups=1, geometry=BlockGeometry(8, 4, 256, 2, 1, 1, 5)
     ),
-    "zero-scale": Problem((21,), groups=1, scale=0.0),
-    "negative-scale": Problem((21,), groups=1, scale=-0.3),
-    "documents": Problem((0, 18, 1, 0, 5), batch=None, heads=2, groups=1),
-    "packed": Problem(PACKED, batch=None),
 }
 QUICK = {"four-tokens", "wide-v", "documents", "negative-scale"}
 NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PROBLEMS]
@@ -82,22 +74,10 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return change
 
 
-def assert_equal_the_oracle(problem: Problem, **changes: Any) -> list[Tensor]:
-    inputs, call, do = problem.inputs()
-    inputs |= changes
-    truth = problem.truth(inputs, call, do)
-    grads = gradients(inputs, call, do, truth)
-    for x, (key, expected) in zip(grads, truth.grads.items(), strict=True):
-        torch.testing.assert_close(
-            x, expected, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
-        )
-    return grads
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_equal_the_oracle(name: str, use: Callable[..., list[int]]) -> None:
     calls = use()
-    assert_equal_the_oracle(PROBLEMS[name])
+    assert_gradients_equal_the_oracle(PROBLEMS[name])
     assert len(calls) == 1
 
 
@@ -108,7 +88,7 @@ def test_few_programs_divide_the_heads_of_a_group(
 ) -> None:
     """Two blocks of two kv heads are 4 programs; the interpreter has 3 multiprocessors."""
     calls = use(programs_per_sm=programs_per_sm)
-    assert_equal_the_oracle(Problem((30,), heads=6))
+    assert_gradients_equal_the_oracle(Problem((30,), heads=6))
     assert calls == [((parts, 1, 30, 2, 16),) * 2 if parts > 1 else ()]
 
 
@@ -129,7 +109,7 @@ def test_many_tokens_lower_the_longest_sequence(
 ) -> None:
     """Up to ``busy_tokens`` in all sequences, they may have 4096 tokens each, beyond it 20."""
     calls = use(busy_tokens=busy_tokens)
-    assert_equal_the_oracle(problem)
+    assert_gradients_equal_the_oracle(problem)
     assert len(calls) == fits
 
 
@@ -171,7 +151,7 @@ def test_blocks_in_64_bits_and_apart_in_memory(use: Callable[..., list[int]]) ->
     blocks[0, 17, :, 0] = 2**32  # block 0 in 32 bits
     blocks[0, 17, :, 1:] = 1
     apart = torch.full((2, 23, 5, 4), -7)[:, 2:22, 1:3]
-    assert_equal_the_oracle(problem, blocks=apart.copy_(blocks))
+    assert_gradients_equal_the_oracle(problem, blocks=apart.copy_(blocks))
     assert len(calls) == 1
 
 
@@ -283,5 +263,5 @@ def test_keys_of_a_long_block_lie_within_32_bits(size: int, use: Callable[..., l
 
 def test_longer_sequences_take_lists(use: Callable[..., list[int]]) -> None:
     calls = use(34)
-    assert_equal_the_oracle(dataclasses.replace(PROBLEMS["batch"], heads=1, groups=1))
+    assert_gradients_equal_the_oracle(dataclasses.replace(PROBLEMS["batch"], heads=1, groups=1))
     assert calls == []

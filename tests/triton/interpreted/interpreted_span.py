@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from slot_results import assert_slot_correct
 MODULES = {"cmp": cmp, "win": win}
 KEYS = {"cmp": ("k_cmp", "v_cmp"), "win": ("k", "v")}
 BOTH = pytest.mark.parametrize("slot", MODULES)
+# Bounds of documents of 40 tokens.
+MALFORMED = [(0, 60, 20, 40), (0, 10, 99, 40), (0, -90, 20, 40), (0, 39, 1, 40), (30, 35, 38, 40)]
 
 
 def geometry(size: int = 8, stride: int = 4, window: int = 20) -> BlockGeometry:
@@ -54,6 +57,16 @@ def problem(
         n: torch.randn((*lead, *shape, width), generator=g, dtype=dtype)
         for n, shape in rows.items()
     }
+
+
+@contextlib.contextmanager
+def inside_the_tensors() -> Iterator[None]:
+    """Overlapping documents may write wrong rows inside the block, but never one outside."""
+    try:
+        yield
+    except Exception as error:  # triton's interpreter wraps what is raised inside it
+        if "store to one address" not in str(error):
+            raise
 
 
 def run(slot: str, call: SlotCall, given: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
@@ -395,22 +408,14 @@ def test_batch_entry_equals_the_same_sequence_alone(
 
 
 @pytest.mark.few_cases
-@pytest.mark.parametrize(
-    "bounds",
-    [(0, 60, 20, 40), (0, 10, 99, 40), (0, -90, 20, 40), (0, 39, 1, 40), (30, 35, 38, 40)],
-)
+@pytest.mark.parametrize("bounds", MALFORMED)
 @BOTH
 def test_malformed_boundaries_stay_inside_the_tensors(slot: str, bounds: tuple[int, ...]) -> None:
     call = SlotCall(geometry(4, 2, 9), 0.25, torch.tensor(bounds, dtype=torch.int32), 40)
     given = problem(slot, call, 40)
     inputs = [given[n] for n in ("q", *KEYS[slot])]
-    refused = ""
-    try:
+    with inside_the_tensors():
         MODULES[slot].forward(*inputs, call=call)
-    except Exception as error:  # noqa: BLE001 - triton's interpreter wraps what is raised inside it
-        refused = str(error)
-    # overlapping documents: wrong rows, never one outside
-    assert not refused or "store to one address" in refused
 
 
 def test_partial_sums_are_linear_in_the_sequence_length() -> None:
