@@ -234,11 +234,6 @@ INVALID = {
         ({"max_seqlen": 12}, "max_seqlen goes with cu_seqlens"),
         ({"config": {"dim": 64}}, "config must be an NSAConfig, got dict", "NSAConfig(**config)"),
         ({"window_size": 9, "scale": 0.5}, "config and window_size=9, scale=0.5 are passed, but"),
-        ({"plan": "sdpa"}, "plan must be what nsa_core.resolve() returns, got str"),
-        (
-            {"plan": resolve(CONFIG, dtype="float64", phase="decode")},
-            "plan is for decode, but this call is a prefill: pass a plan resolved with",
-        ),
         (
             {"plan": dense_plan(small(window_size=3))},
             "plan is for window_size=3, but the call has window_size=9: resolve",
@@ -423,11 +418,6 @@ LAYER = [
     ({"x": None}, "x must be a tensor, got NoneType"),
     ({"x": X.numpy()}, "x must be a tensor, got ndarray"),
     ({"x": X.tolist()}, "x must be a tensor, got list"),
-    ({"plan": "sdpa"}, "plan must be what nsa_core.resolve() returns, got str"),
-    (
-        {"plan": resolve(CONFIG, dtype="float64", phase="decode")},
-        "plan is for decode, but this call is a prefill: pass a plan resolved with",
-    ),
     ({"attention_mask": torch.ones(2, 9)}, "NSA is causal", "nsa_core.unpad", "nsa_core.pad"),
     ({"attn_mask": 1}, "attn_mask is not supported: NSA is causal", "nsa_core.unpad"),
     ({"past_key_values": ()}, "past_key_values is not supported: pass cache=", "new_cache()"),
@@ -437,6 +427,15 @@ LAYER = [
     ({"need_weights": True}, "need_weights is not supported: ", "stats()"),
     ({"dropout_p": 0.1}, "dropout_p must be 0"),
     ({"encoder_hidden_states": 1}, "encoder_hidden_states: NSA is self-attention only"),
+]
+
+# plans that are refused by nsa_attention and by the layer
+PLANS = [
+    ({"plan": "sdpa"}, "plan must be what nsa_core.resolve() returns, got str"),
+    (
+        {"plan": resolve(CONFIG, dtype="float64", phase="decode")},
+        "plan is for decode, but this call is a prefill: pass a plan resolved with",
+    ),
 ]
 
 # backends and configs that are refused by the layer and by a plan
@@ -467,6 +466,7 @@ TABLE = [
         for call, whole in ((layer, {"x": ROWS}), (attend, inputs(CONFIG, 9)._asdict()))
     ),
     *((call, row) for row in LAYER for call in (layer, cached)),
+    *((call, row) for row in PLANS for call in (attend, layer, cached)),
     *((call, row) for row in BUILD for call in (build, plan)),
 ]
 

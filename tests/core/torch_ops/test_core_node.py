@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
+import cases
 from nsa_core import (
     NSAttention,
     Unsupported,
@@ -37,13 +38,8 @@ TOKENS = 150
 def leaves(packed: bool, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Return q, k, v (three of each) and gates that require gradients."""
     torch.manual_seed(0)
-    lead = [TOKENS] if packed else [2, TOKENS]
-
-    def leaf(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(*lead, *shape, dtype=kind).requires_grad_()
-
-    k, v = ([leaf(2, 16) for _ in range(3)] for _ in range(2))
-    return {"q": leaf(4, 16), "k": k, "v": v, "gates": leaf(4, 3, kind=torch.float32)}
+    lead = (TOKENS,) if packed else (2, TOKENS)
+    return cases.inputs(CONFIG, *lead, dtype=dtype, requires_grad=True)._asdict()
 
 
 def flat(inputs: dict[str, Any]) -> list[torch.Tensor]:
