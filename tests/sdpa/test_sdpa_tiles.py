@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 
 import pytest
 import torch
 
 from nsa_backend_sdpa import aten, device, engine, probe, sel, select
-from nsa_core import BlockGeometry, Request, block_attention, resolve
+from nsa_core import BlockGeometry, block_attention, resolve
 from nsa_core.contract import SLOTS, SlotCall
+from nsa_core.plan.candidates import request_of
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.findings import bits
@@ -199,26 +201,15 @@ def test_ieee_products_turns_tf32_off_and_restores_it() -> None:
         setattr(settings, name, before)
 
 
-def make_request(**fields: object) -> Request:
-    defaults = {
-        "slot": "win",
-        "geometry": CONFIG.geometry,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "head_dim": 8,
-        "v_head_dim": 8,
-    }
-    return Request(**{**defaults, **fields})
-
-
 def test_probe_returns_every_reason() -> None:
-    assert [list(probe.probe(make_request(slot=slot))) for slot in SLOTS] == [[]] * len(SLOTS)
-    too_long = make_request(device="cuda", dtype="float64", seq_len=2**20, phase="decode")
+    request = functools.partial(dataclasses.replace, request_of(CONFIG, "win"))
+    assert [list(probe.probe(request(slot=slot))) for slot in SLOTS] == [[]] * len(SLOTS)
+    too_long = request(device="cuda", dtype="float64", seq_len=2**20, phase="decode")
     assert [r.code for r in probe.probe(too_long)] == ["fp64_too_long"]
-    assert [r.code for r in probe.probe(make_request(device="xpu"))] == ["device_not_supported"]
+    assert [r.code for r in probe.probe(request(device="xpu"))] == ["device_not_supported"]
     limit = probe.FP64_CUDA_MAX_SEQ_LEN
-    assert not probe.probe(make_request(device="cuda", dtype="float64", seq_len=limit))
-    (reason,) = probe.probe(make_request(device="cuda", dtype="float64", seq_len=limit + 1))
+    assert not probe.probe(request(device="cuda", dtype="float64", seq_len=limit))
+    (reason,) = probe.probe(request(device="cuda", dtype="float64", seq_len=limit + 1))
     assert str(limit) in reason.message
 
 
