@@ -105,8 +105,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "They load no code, kernel or adapter that the folder names, and ask no question.": (DAMAGED,),
     "A configuration with `auto_map`, or with a kernel of a hub in `attn_implementation`, is"
     " an error.": (DAMAGED,),
-    "`from_pretrained` of transformers refuses such a kernel for the models nsa_llama, nsa_qwen2 and"
-    " nsa_qwen3 too.": (f"{FOLDER}::test_a_model_of_transformers_loads_no_kernel",),
+    "`from_pretrained` of transformers refuses such a kernel for the models nsa_llama, nsa_qwen2"
+    " and nsa_qwen3 too.": (f"{FOLDER}::test_a_model_of_transformers_loads_no_kernel",),
     "Its other protection is that of transformers: leave `trust_remote_code` out.": NO_PROMISE,
     "They open plain files inside the folder only: a link out of it, a pipe or a device is an"
     " error.": (OUTSIDE,),
