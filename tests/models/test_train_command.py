@@ -358,12 +358,13 @@ def test_a_damaged_log_is_kept_and_said(nsa, text, tmp_path):
 def test_the_commands_in_the_training_docs_run(nsa, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "how-to" / "train.md").read_text()
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    help_text = nsa("train", "--help").out + nsa("generate", "--help").out
+    used = ("train", "generate", "convert", "inspect")
+    help_text = "".join(nsa(command, "--help").out for command in used)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     commands = [line for line in lines if line.startswith(("nsa train", "nsa gen", "torchrun"))]
     for word in re.findall(r"(?<!torchrun )--[a-z][a-z-]*", page):
         assert re.search(rf"{word}\b", help_text) or word == "--nproc-per-node", word
-    assert len(commands) == 6
+    assert len(commands) == 9
     monkeypatch.chdir(tmp_path)
     train, generate = (shlex.split(command)[1:] for command in commands[:2])
     small = ["--steps", "1", *SMALL[:-2], "--data", str(ROOT / "docs"), "--held-out", "0.3"]
