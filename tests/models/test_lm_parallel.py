@@ -206,7 +206,7 @@ def test_a_deleted_model_does_not_destroy_the_group(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--no-such-option"], "has no option --no-such-option"),
+        (["--no-such-option"], "No such option: --no-such-option"),
         (["--tensor-parallel", "3"], "--tensor-parallel must divide"),
     ],
 )
