@@ -89,6 +89,15 @@ def test_a_kill_of_any_process_at_any_write_leaves_the_old_run_or_the_new_one(tm
     assert 0 < new < kills
 
 
+def test_a_resumed_run_writes_no_text_again(trainer, tmp_path):
+    """A kill between a new text and the new index would leave a folder that is refused."""
+    save(trainer, tmp_path)
+    before = {path: path.stat().st_ino for path in tmp_path.glob("*.json") if path.name != INDEX}
+    assert len(before) == 3  # config.json and two files of the tokenizer
+    save(trainer_of(0, 1, resume=str(tmp_path)), tmp_path)
+    assert {path: path.stat().st_ino for path in before} == before
+
+
 def test_every_file_is_on_the_disk_before_the_index_names_it(trainer, tmp_path):
     (out := tmp_path / "run").mkdir()
     trainer.step()
@@ -151,7 +160,7 @@ def test_a_save_that_fails_leaves_the_last_one(trainer, tmp_path, monkeypatch, f
     if failing != INDEX:  # else the next save removes the files
         assert files_of(out) == sorted([*FILES, "model", "optimizer/"])
     assert trainer.saved_step == 1
-    # What could not be written there is kept elsewhere.
+    # The run is kept in the temporary folder instead.
     assert open_folder(trainer.rescued).training.step == 2
     shutil.copytree(trainer.rescued, out, dirs_exist_ok=True)
     assert trainer_of(0, 1, resume=out).step_number == 2

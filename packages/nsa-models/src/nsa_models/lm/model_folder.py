@@ -195,6 +195,10 @@ class ModelFolder:
         with self._reader(self.files) as read:
             return {name: read(name) for name in self.files}
 
+    def texts(self) -> dict[str, str]:
+        """Return the texts of config.json and of the other files, as they are on the disk."""
+        return {CONFIG: _text_of(self.path, CONFIG, _MAX_JSON), **self.tokenizer_texts()}
+
     def tokenizer_texts(self) -> dict[str, str]:
         """Return the texts of the tokenizer's files, and of the other texts of the model."""
         names = [name for name in self.companions if name in _TEXTS]

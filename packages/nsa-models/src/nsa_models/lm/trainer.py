@@ -147,7 +147,11 @@ class Trainer:
             )
         usable_device(world.device)
         recipe.check_divisible(model.config, data.rows.length)
-        self._files = _files(model, data, folder)
+        if folder is not None and resume:
+            # The old index would not match a new text if a kill came between the two.
+            self._files = folder.texts()
+        else:
+            self._files = _files(model, data, folder)
         # Read before the first step, because files may change meanwhile.
         self._corpus = data.fingerprint if world.rank == 0 else {}
         world = world.arranged(recipe.context_parallel, recipe.tensor_parallel)
