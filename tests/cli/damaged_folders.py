@@ -159,7 +159,7 @@ DAMAGES: dict[str, tuple[Damage, str | None]] = {
     ),
     "nsa sees all": (
         edit(CONFIG, "nsa", window_size=2**31 - 1),
-        f"{CONFIG}: config.nsa: window_size must be <= 65,536",
+        f"{CONFIG}: config.nsa: window_size must be <= 1,048,576",
     ),
     "backends are a list": (edit(CONFIG, nsa_backends=["x"]), f"{CONFIG}: nsa_backends must be"),
     "backends of backends": (edit(CONFIG, nsa_backends={"sel": {}}), f"{CONFIG}: nsa_backends"),

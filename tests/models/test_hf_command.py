@@ -72,6 +72,11 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
         (["--nsa", "window=3"], "NSAConfig has no field 'window'"),
         (["--nsa", "window_size"], "--nsa must be NAME=VALUE such as window_size=512"),
         (["--nsa", "window_size=0"], "window_size must be an integer >= 1, got 0"),
+        (
+            ["--nsa", "window_size=2000000", "--nsa", "num_selected_blocks=4097"],
+            "config.nsa: window_size must be <= 1,048,576, got 2,000,000; num_selected_blocks must"
+            " be <= 4,096, got 4,097",
+        ),
         (["--steps", "3"], "--steps: there is no training without --text"),
         (["--text", "none.txt"], "--text none.txt: No such file or directory"),
         (["--text", "text.txt"], "tokens, but rows of --length 4,096"),
@@ -88,6 +93,15 @@ def test_errors_name_the_option_and_write_nothing(
     assert result.code == 2
     assert message in " ".join(result.err.split())
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_generate_reads_a_converted_model_with_a_window_of_128k(dense, nsa, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    large = ["--nsa", f"window_size={2**17}", "--nsa", "num_selected_blocks=4096"]
+    assert nsa("convert", "--hf", "dense", "--out", "new", *large).code == 0
+    words = ["--checkpoint", "new", "--prompt", "the fox", "--max-new-tokens", "2"]
+    result = nsa("generate", *words)
+    assert (result.code, result.err) == (0, "")
 
 
 def test_a_folder_without_a_tokenizer_cannot_be_trained(dense, nsa, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Integers beyond reason in models and training runs are refused at once."""
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -8,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from refusing import assert_refused
+from transformers import AutoModelForCausalLM
 
 from hf_models import DENSE_CONFIGS, NSA, NSA_CONFIGS, NSA_MODELS, SIZES, nsa_model
 from nsa_core.limits import shown
 from nsa_models.hf.configs import layer_spec
+from nsa_models.hf.conversion import convert
 from nsa_models.inspect.subject import inspect_text
 from nsa_models.lm.config import LMConfig, size
 from nsa_models.lm.config_json import config_of, json_of
@@ -26,6 +29,7 @@ TOKENS = 2**31 - 1
 SEED = 2**63 - 1
 X = torch.zeros(1, 8, 2, 4)
 TINY = size("tiny")
+DENSE_MODEL = AutoModelForCausalLM.from_config(DENSE_CONFIGS["llama"](**SIZES))
 
 
 def _json(name: str, value: object) -> object:
@@ -129,6 +133,27 @@ def test_numbers_out_of_range_are_refused(function: str) -> None:
         # A configuration of transformers refuses other types itself.
         for value in (-(10**400),) if names is OF_HF else (True, 1e9, -(10**400)):
             assert_refused(functools.partial(call, name, value), name, shown(value))
+
+
+DOORS: Mapping[str, Callable[[dict[str, int]], object]] = {
+    "config.json": lambda nsa: config_of({**json_of(TINY, 8, None), "nsa": nsa}),
+    "LMConfig": lambda nsa: LMConfig(dataclasses.replace(TINY.layer, **nsa), n_layers=1),
+    "model of transformers": lambda nsa: NSA_MODELS["llama"](
+        NSA_CONFIGS["llama"](**SIZES, nsa=nsa)
+    ),
+    "convert": lambda nsa: convert(DENSE_MODEL, nsa),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("name", "largest"),
+    [("window_size", 2**20), ("select_block_size", 2**16), ("num_selected_blocks", 2**12)],
+)
+def test_what_writes_a_model_has_the_limits_of_what_reads_it(door, name, largest) -> None:
+    DOORS[door]({name: largest})
+    refused = functools.partial(DOORS[door], {name: largest + 16})
+    assert_refused(refused, f"{name} must be <= {largest:,}, got {largest + 16:,}")
 
 
 def test_the_limits_themselves_are_valid() -> None:

@@ -10,6 +10,18 @@ from nsa_core.errors import InvalidInput
 from nsa_core.limits import integer_problems
 
 ATTENTION = ("nsa", "dense")
+# A cache allocates these numbers of rows and a selection this number of blocks per token, whatever
+# the length of the text. Without limits, a few bytes of config.json would take all memory.
+_LARGEST = {"window_size": 2**20, "select_block_size": 2**16, "num_selected_blocks": 2**12}
+
+
+def memory_problems(layer: NSAConfig) -> list[str]:
+    """Return a sentence for each size for which a cache or a selection would be too large."""
+    return [
+        f"{name} must be <= {largest:,}, got {number:,}"
+        for name, largest in _LARGEST.items()
+        if (number := getattr(layer, name)) > largest
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +59,10 @@ class LMConfig:
         errors: list[str] = []
         if not isinstance(self.layer, NSAConfig):
             errors.append(f"layer must be an NSAConfig, got {type(self.layer).__name__}")
-        elif self.mlp_dim is None:
-            object.__setattr__(self, "mlp_dim", -(-8 * self.layer.dim // 3 // 64) * 64)
+        else:
+            errors += memory_problems(self.layer)
+            if self.mlp_dim is None:
+                object.__setattr__(self, "mlp_dim", -(-8 * self.layer.dim // 3 // 64) * 64)
         for name, minimum in (("n_layers", 1), ("vocab_size", 2), ("mlp_dim", 1)):
             # The default of mlp_dim needs a valid layer.
             optional = name == "mlp_dim"

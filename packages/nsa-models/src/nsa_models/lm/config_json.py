@@ -18,7 +18,7 @@ from nsa_core.limits import integer_problems, shown
 from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
 from nsa_models.lm import json_fields
-from nsa_models.lm.config import LMConfig
+from nsa_models.lm.config import LMConfig, memory_problems
 from nsa_models.lm.rotary import frequencies_of
 
 DENSE_TYPES = ("llama", "qwen2", "qwen3")
@@ -33,11 +33,6 @@ _SUPPORTED = ("rope_scaling", "rope_parameters", "attention_bias")
 _NEEDED = ("num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-# The largest numbers of `nsa` in a folder: caches and selections have these sizes.
-_LARGEST = {
-    "num_selected_blocks": 4096,
-    **dict.fromkeys(("select_block_size", "window_size"), 2**16),
-}
 # Fields with which transformers loads the code or the kernels of a stranger.
 _NAME_CODE = ("auto_map", "attn_implementation", "_attn_implementation", "experts_implementation")
 
@@ -148,6 +143,8 @@ def layer_spec(
         layer = NSAConfig(**fields)
     except TypeError as error:  # an unknown field
         raise InvalidInput(f"config.nsa: {error}") from error
+    if problems := memory_problems(layer):
+        raise InvalidInput(f"config.nsa: {'; '.join(problems)}")
     if factor != 1.0:  # of both cos and sin, so of q and of k
         layer = NSAConfig(**{**fields, "scale": layer.softmax_scale * factor**2})
     bias = bool(values.get("attention_bias"))
@@ -261,9 +258,6 @@ def config_of(values: Mapping[str, Any]) -> LMConfig:
     if rope.get("rope_type", "default") != "default" or per_layer:
         frequencies, factor = frequencies_of(values)
     spec = layer_spec(values, frequencies, factor)
-    for name, largest in _LARGEST.items():
-        if (number := getattr(spec.config, name)) > largest:
-            raise InvalidInput(f"config.nsa: {name} must be <= {largest:,}, got {number:,}")
     return LMConfig(
         layer=spec.config,
         n_layers=values["num_hidden_layers"],
