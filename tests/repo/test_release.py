@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import os
 import re
 import stat
+import subprocess
 import sys
+import textwrap
 import types
 
 import pytest
@@ -186,6 +189,44 @@ def test_nsa_core_exports_the_public_names():
     assert set(nsa_core.__all__) == set(dir(nsa_core)) == PUBLIC_NAMES
     with pytest.raises(AttributeError, match="has no attribute 'missing'"):
         _ = nsa_core.missing
+
+
+def test_type_checkers_import_each_public_name_from_its_module(repo):
+    """The imports below `if TYPE_CHECKING` name what _MODULE_OF names, each for re-export."""
+    path = "packages/nsa-core/src/nsa_core/__init__.py"
+    names = {
+        alias.asname: (node.module, alias.name)
+        for node in ast.walk(ast.parse(repo.text(path)))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("nsa_core.")
+        for alias in node.names
+    }
+    modules = nsa_core._MODULE_OF.items()
+    assert names == {name: (f"nsa_core.{module}", name) for name, module in modules}
+
+
+@pytest.mark.slow
+def test_mypy_knows_the_types_of_public_names(repo, tmp_path):
+    """It takes half a minute, because mypy reads torch."""
+    code = """
+        import nsa_core
+        from nsa_core import InvalidInput, NSAConfig, nsa_attention
+
+        reveal_type(nsa_core.NSAttention(NSAConfig(64, 4, 2)))
+        reveal_type(nsa_attention(1))
+        reveal_type(nsa_core.__version__)
+        raise nsa_core.InvalidImput
+    """
+    (tmp_path / "user.py").write_text(textwrap.dedent(code))
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", "cache", "user.py"]
+    environment = os.environ | {"MYPYPATH": str(repo.root / "packages/nsa-core/src")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    errors = re.findall(r"error: .*\[([a-z-]+)\]$", done.stdout, re.MULTILINE)
+    assert errors == ["call-arg", "arg-type", "attr-defined"], done.stdout + done.stderr
+    assert re.findall('type is "(.*)"', done.stdout) == [
+        "nsa_core.layer.module.NSAttention",
+        "torch._tensor.Tensor",
+        "str",
+    ]
 
 
 def noxfile_of(folder) -> types.ModuleType:
