@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import killers
 import pytest
 import torch
 
+from generated_faults import Fault
 from nsa_core.contract import DTYPES
 from nsa_core.errors import NSAError
 from nsa_core.plan.plan import Plan
+from nsa_verify.checks.decode_fused import judge_composed
 from nsa_verify.drawn.draw import draw
 from nsa_verify.drawn.jobs import OnDrawn
 from nsa_verify.drawn.judge import judge
 from nsa_verify.drawn.parser import parse
 from nsa_verify.drawn.shrink import ShrinkBudget
 from nsa_verify.drawn.step import DecodeStep
+from nsa_verify.judge import selection
 from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.step_data import step_data
+from nsa_verify.problems.step_runs import decode_plan, run_step
 
 AUTO = Combination({}, name="auto")
 
@@ -32,7 +38,10 @@ class Changed(Combination):
     def plan(self, config, dtype, **fields) -> Plan:
         plan = super().plan(config, dtype, **fields)
         kernel = getattr(plan, self.slot)
-        wrapped = lambda *tensors, call: self.change(kernel, tensors, call)  # noqa: E731
+
+        def wrapped(*tensors, **options):
+            return self.change(kernel, tensors, **options)
+
         return dataclasses.replace(plan, **{self.slot: wrapped})
 
 
@@ -192,3 +201,60 @@ def test_the_error_of_a_kernel_is_a_finding_with_the_line():
         "run",
         "a kernel fault",
     )
+
+
+def exchanging(line, count):
+    """Return a combination whose select has block 1 in the last ``count`` sets of SETS."""
+
+    def exchange(blocks):
+        sets = blocks.view(-1, blocks.shape[-1])
+        last = (sets[:, -1] == 15).nonzero()[-count:]
+        sets[last, 1] = 1
+        return blocks
+
+    if line.startswith("select"):
+        name = f"exchanged {count}"
+        return Fault(name, "select", outputs=lambda x, _: exchange(x[0])).combination()
+    return Changed(
+        {}, slot="select", change=lambda kernel, x, **options: exchange(kernel(*x, **options))
+    )
+
+
+# The set of a token from 60 to 63 has block 0, the best of blocks 1 to 14, and block 15.
+SETS = "l=4 block=4 n=3 init=1 local=1"
+JUDGED = {
+    "prefill": f"select {SETS} tokens=64",
+    "decode forms": f"decode {SETS} lengths=64,64 new=1,1",
+    "steps of a cache": f"cache {SETS} max_len=64 step=62 step=2",
+    "long chunks of a cache": f"cache {SETS} max_len=64 max_step=2 step=3 step=61",
+}
+
+
+EXCHANGED = pytest.mark.parametrize(
+    ("count", "largest_regret", "passes"),
+    [(1, math.inf, True), (1, 8.0, False), (2, math.inf, False)],
+)
+
+
+@EXCHANGED
+@pytest.mark.parametrize("line", JUDGED.values(), ids=JUDGED)
+def test_one_exchanged_set_of_few_is_allowed_if_its_regret_is(
+    line, count, largest_regret, passes, monkeypatch
+):
+    monkeypatch.setattr(selection, "MAX_REGRET", largest_regret)
+    failure = _first_failure(exchanging(line, count), [parse(line)])
+    assert (failure is None) == passes
+
+
+@EXCHANGED
+def test_blocks_of_a_fused_step_are_judged_by_the_same_rule(
+    count, largest_regret, passes, monkeypatch
+):
+    monkeypatch.setattr(selection, "MAX_REGRET", largest_regret)
+    line = JUDGED["decode forms"]
+    step = parse(line).step()
+    data = step_data(step, torch.float32, "cpu")
+    plan = decode_plan(exchanging(line, count), step, torch.float32)
+    (blocks,) = run_step(plan, data, ("cmp", "select"))["select"]
+    finding, _ = judge_composed(step, torch.float32, data, torch.zeros_like(data.q), blocks)
+    assert (finding.quantity, finding.ok) == ("blocks", passes)

@@ -109,7 +109,13 @@ def judge_composed(
     truth = oracle.cmp(*cmp_args, **options)
     assert truth.lse is not None  # cmp has one
     selection = judge_selection(
-        t["q"], t["k_cmp"], truth.lse.to(stats_dtype(dtype)), selected, *sizes, **options
+        t["q"],
+        t["k_cmp"],
+        truth.lse.to(stats_dtype(dtype)),
+        selected,
+        *sizes,
+        **options,
+        exchanges=step.exchanges,
     )
     yield findings.selected("", selection, p.describe(selection.where[:1]))
     golden = oracle.combine(

@@ -72,7 +72,9 @@ def judge_step(
     for slot in slots:
         if slot == "select":
             lse = p.scatter(results["cmp"][1].transpose(1, 2)).T.contiguous()
-            selection = judge_selection(t["q"], t["k_cmp"], lse, blocks, *sizes, **common)
+            selection = judge_selection(
+                t["q"], t["k_cmp"], lse, blocks, *sizes, **common, exchanges=step.exchanges
+            )
             yield findings.selected(slot, selection, p.describe(selection.where[:1]))
             continue
         o, lse = results[slot]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar, TypeVar
 
-from nsa_verify.drawn.case import METADATA
+from nsa_verify.drawn.case import EXCHANGES, METADATA
 from nsa_verify.drawn.line import Drawn, below, integer, integers, one_of
 from nsa_verify.problems.cases import Case
 from nsa_verify.problems.steps import Step
@@ -121,6 +121,7 @@ class DecodeStep(Sequences):
             self.spare,
             self.gates == "wide",
             strided=self.metadata == "strided",
+            exchanges=EXCHANGES,
         )
 
 

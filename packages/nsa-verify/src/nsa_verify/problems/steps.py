@@ -25,6 +25,7 @@ class Step:
         wide_gates: Whether gates are from -2 to 3 instead of from 0 to 1.
         strided: Whether starts and lengths have gaps between their entries, and the block table is
             transposed.
+        exchanges: As in :func:`nsa_verify.judge.selection.judge_selection`.
     """
 
     case: Case
@@ -35,6 +36,7 @@ class Step:
     spare_ring: int | None = None
     wide_gates: bool = False
     strided: bool = False
+    exchanges: int = 0
 
 
 def step_of(

@@ -11,6 +11,7 @@ from nsa_verify.drawn.caches.contents import Fault, row_faults
 from nsa_verify.drawn.caches.history import History
 from nsa_verify.drawn.caches.layers import Rows
 from nsa_verify.drawn.caches.replay import Called
+from nsa_verify.drawn.case import EXCHANGES
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.judge.slot import judge_slot
 
@@ -120,6 +121,7 @@ def _result_faults(history: History, chunk: ChunkCall) -> Iterator[Fault]:
                 geometry=sizes[0],
                 scale=sizes[1],
                 first_query=called.first_query,
+                exchanges=EXCHANGES,
             )
             if not choice:
                 yield Fault(slot, "blocks of a step", choice.why)

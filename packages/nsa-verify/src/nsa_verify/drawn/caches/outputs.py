@@ -15,6 +15,7 @@ from nsa_verify.drawn.caches import layers
 from nsa_verify.drawn.caches.chunks import ChunkCall, chunk_faults, chunk_of
 from nsa_verify.drawn.caches.contents import Fault, received, received_faults
 from nsa_verify.drawn.caches.replay import Called, Done, Replay
+from nsa_verify.drawn.case import EXCHANGES
 from nsa_verify.judge.tensor import judge
 from nsa_verify.problems.cases import Case
 from nsa_verify.problems.step_data import StepData
@@ -94,7 +95,8 @@ def _group_faults(
     yield from received_faults(config, dense, rows, spans, replay.fused_append)
     lengths, new = (tuple(length for _, length in spans), tuple(b - a for a, b in spans))
     case = Case("history", config, (max(lengths),), batch=len(spans))
-    step = Step(case, lengths, new, q.shape[1], replay.history.page_size or None)
+    page_size = replay.history.page_size or None
+    step = Step(case, lengths, new, q.shape[1], page_size, exchanges=EXCHANGES)
     data = StepData(q, q, dense, stores, call)
     if "step" in group:
         gates = group["step"].tensors[1]
