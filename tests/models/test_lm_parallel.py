@@ -211,9 +211,23 @@ def test_a_deleted_model_does_not_destroy_the_group(tmp_path):
     ],
 )
 def test_processes_print_an_error_once_and_have_the_same_exit_code(tmp_path, options, message):
-    command = [*TORCHRUN, "2", "-m", "nsa_cli", "train", *options, "--out", str(tmp_path / "run")]
+    """One process is late. The first waits for it, here as long as a busy machine takes."""
+    (tmp_path / "late.py").write_text(
+        "import os, sys, time\n"
+        "from datetime import timedelta\n"
+        "from torch.distributed.rendezvous import rendezvous\n"
+        "from nsa_cli import app, torchrun\n"
+        "torchrun._TIMEOUT, torchrun._WAIT_S = timedelta(seconds=100), 100\n"
+        "ending = torchrun.ending\n"
+        "def late(message):\n"
+        "    time.sleep(3 * int(os.environ['RANK']))\n"
+        "    return ending(message)\n"
+        "torchrun.ending = late\n"
+        "app.main(sys.argv[1:])\n"
+    )
+    command = [*TORCHRUN, "2", str(tmp_path / "late.py"), "train", *options]
     done = subprocess.run(
-        [sys.executable, *command, "--device", "cpu"],
+        [sys.executable, *command, "--out", str(tmp_path / "run"), "--device", "cpu"],
         capture_output=True,
         text=True,
         timeout=200,

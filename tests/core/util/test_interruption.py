@@ -76,6 +76,19 @@ def test_a_block_inside_another_one_has_the_same_record():
             outer.check()
 
 
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_handler_that_the_block_installs_stays(number):
+    """A process that ends ignores SIGTERM, also while Python shuts down after the block."""
+    before = {n: signal.getsignal(n) for n in SIGNALS}
+    try:
+        with recorded_signals():
+            signal.signal(number, signal.SIG_IGN)
+        after = {n: signal.getsignal(n) for n in SIGNALS}
+        assert after == before | {number: signal.SIG_IGN}
+    finally:
+        signal.signal(number, before[number])
+
+
 @pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError])
 def test_an_import_that_swallows_a_signal_and_fails_does_not_hide_it(error):
     def load() -> None:

@@ -160,7 +160,9 @@ def recorded_signals() -> Iterator[Interruption]:
             yield interruption
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            # A process that ends ignores signals until it has ended.
+            if signal.getsignal(number) == interruption.record:
+                signal.signal(number, handler)
         _active = None
 
 
