@@ -13,7 +13,11 @@ import torch
 import torch._dynamo
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import fused_toy
 from nsa_core import InvalidInput, Unsupported, nsa_attention_with_lse, resolve
@@ -298,7 +302,8 @@ def test_a_compiled_checkpoint_runs_again_the_slots_that_its_policy_does_not_kee
     """Without a policy, AOT autograd runs the whole operator again.
 
     With backend="eager", the checkpoint itself runs the forward again in the backward. It refuses
-    an operator that the first run did not call.
+    an operator that the first run did not call. Before torch 2.12, this backend runs a checkpoint
+    without a policy only once.
     """
     x, of_plan, graphs = leaves(), plan("slots"), Graphs()
     options: dict[str, Any] = {"use_reentrant": False}
@@ -322,13 +327,26 @@ def test_a_compiled_checkpoint_runs_again_the_slots_that_its_policy_does_not_kee
     again = [slot for slot in SLOTS if slot not in (kept or ())]
     if backend == "eager":
         calls = [(record.slot, record.direction) for record in trace]
-        repeated = [(slot, "forward") for slot in again]
+        is_repeated = kept is not None or torch.__version__ >= "2.12"
+        repeated = [(slot, "forward") for slot in again if is_repeated]
         assert calls == [*FORWARDS, *repeated, *BACKWARDS["slots"]]
     elif kept is None:
         assert graphs.names == [["nsa_core.core"], ["nsa_core.core", *SLOT_BACKWARDS]]
     else:
         names = [name for name in graphs.names[1] if name not in SLOT_BACKWARDS]
         assert names == [f"nsa_sdpa.{slot}" for slot in again if slot != "combine"]
+
+
+@pytest.mark.parametrize("has_policy", [True, False])
+def test_the_policy_of_a_repetition_counts_where_it_has_one(has_policy: bool) -> None:
+    """Before torch 2.13, its storage names no operator that the policy does not keep."""
+    policy: Any = lambda *_, **options: False  # noqa: E731
+    if not has_policy:
+        policy.__module__ = "torch._higher_order_ops.wrap"  # that of a checkpoint without one
+    mode = _CachedTorchDispatchMode(policy, {}, False)
+    mode.policy_fn = policy
+    with mode:
+        assert core_op._has_policy(plan("slots").cmp.op) == has_policy
 
 
 def test_a_negative_gate_is_refused_where_values_can_be_read() -> None:

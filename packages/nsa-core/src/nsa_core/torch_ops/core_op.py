@@ -215,16 +215,18 @@ def _has_policy(op: Any) -> bool:
     """Return whether selective activation checkpointing runs this call, or repeats it.
 
     A call that is compiled inside torch.utils.checkpoint without a policy has one of PyTorch, which
-    recomputes every operator. The repetition knows the operators of the first run, but no policy.
+    recomputes every operator. Before torch 2.13, the repetition has the policy. From then on, it
+    has a storage that names all operators of the first run.
 
     Args:
         op: The operator of cmp, which the first run has called if it had a policy.
     """
     for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, _CachingTorchDispatchMode):
-            return bool(mode.policy_fn.__module__ != "torch._higher_order_ops.wrap")
-        if isinstance(mode, _CachedTorchDispatchMode):
-            return op in mode.storage
+        if isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
+            policy = getattr(mode, "policy_fn", None)
+            if policy is None:
+                return op in mode.storage
+            return bool(policy.__module__ != "torch._higher_order_ops.wrap")
     return False
 
 
