@@ -133,11 +133,17 @@ def test_rows_30_36_invalid_duplicate_and_missing_blocks(dtype: torch.dtype) -> 
     blocks[:, 70] = torch.iinfo(dtype).max
     blocks[:, 71, :, 0] = torch.iinfo(dtype).min
     blocks[:, 72] = 2  # one block seven times
+    blocks[:, 73] = torch.iinfo(dtype).max // 2 + 1  # times l', 2^62 is 0 in int64
     inputs = {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": blocks}
     run = run_slot(plan, "sel", inputs, data.do, data)
     assert not run.outputs["o"][:, 50:60].any()
-    assert (run.outputs["lse"][:, :, 70] == -torch.inf).all()
+    assert (run.outputs["lse"][:, :, [70, 73]] == -torch.inf).all()
     assert_correct(DENSE, "sel", run, None)
+    for x in (data.k_sel, data.v_sel):
+        x[:, 112:] = torch.nan  # earlier tokens that name these blocks do not see them
+    after = run_slot(plan, "sel", inputs, data.do, data)
+    assert torch.equal(bits(after.outputs["o"][:, :112]), bits(run.outputs["o"][:, :112]))
+    assert torch.equal(bits(after.outputs["lse"][..., :112]), bits(run.outputs["lse"][..., :112]))
 
 
 @pytest.mark.few_cases("dtype0-packed", "dtype1-packed", "dtype2-packed")
