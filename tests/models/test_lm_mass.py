@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nsa_core import InvalidInput
-from nsa_models.lm.mass import selected_mass
+from nsa_core.packing import token_positions
+from nsa_models.lm.mass import row_mass, select_blocks, selected_mass
 from nsa_models.lm.model import LanguageModel
 
 
@@ -54,3 +55,17 @@ def test_selected_mass_needs_nsa_and_a_long_document(config):
             LanguageModel(dataclasses.replace(config, attention="dense")),
             torch.zeros(40, dtype=torch.long),
         )
+
+
+def test_autocast_does_not_round_the_mass(config):
+    """Mixed-precision training measures the mass in autocast, for which 16 bits are too few."""
+    model, bounds = LanguageModel(config), torch.tensor([0, 40], dtype=torch.int32)
+    attn = model.blocks[0].attn
+    projected, blocks = select_blocks(attn, torch.randn(40, config.layer.dim), bounds)
+    arguments = (config.layer, projected.q, projected.k[1], blocks, token_positions(bounds, 40))
+    expected = row_mass(*arguments, torch.arange(20, 40))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = row_mass(*arguments, torch.arange(20, 40))
+    for a, b in zip(found, expected):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)

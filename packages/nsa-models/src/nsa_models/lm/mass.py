@@ -11,6 +11,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
 from nsa_core.layer.projection import Projected
 from nsa_core.packing import TokenPositions, token_positions
+from nsa_core.torch_ops.torch_state import no_autocast
 from nsa_models.lm.model import Block, LanguageModel
 
 ROWS_AT_ONCE = 16
@@ -190,7 +191,8 @@ def row_mass(
     same_document = positions.document == positions.document[rows, None]
     visible = same_document & (positions.position <= position[:, None])  # [R, T]
     queries = q[rows].float().unflatten(1, (config.n_kv_heads, -1))  # [R, G, h, Dk]
-    scores = torch.einsum("rghd,tgd->rght", queries, k.float()) * config.softmax_scale
+    with no_autocast(q.device):  # which would round the scores to its dtype
+        scores = torch.einsum("rghd,tgd->rght", queries, k.float()) * config.softmax_scale
     p = scores.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1).mean(2)  # [R, G, T]
     mass = p.new_zeros(*p.shape[:2], count).index_add_(-1, block_of_key, p)
     keys = p.new_zeros(len(rows), count).index_add_(-1, block_of_key, visible.float())[:, None]
