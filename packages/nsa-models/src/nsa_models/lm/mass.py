@@ -47,7 +47,9 @@ class Mass(NamedTuple):
     """Means over query heads and over rows with more than n candidate blocks."""
 
     selected: float  # share of softmax(q k_sel) over all keys <= t inside the selected blocks
-    keys: float  # share of these keys inside the selected blocks: the mass of a random selection
+    keys: float  # share of these keys inside the selected blocks
+    random: float  # the share if the blocks that are not forced were chosen at random
+    best: float  # the share if they were the blocks with most of it
 
 
 @torch.no_grad()
@@ -138,9 +140,8 @@ def layer_mass(
         row_mass(attn.config, projected.q, k, blocks, positions, chunk)
         for chunk in rows.split(ROWS_AT_ONCE)
     ]
-    selected = torch.cat([chunk.selected for chunk in chunks]).mean()
-    keys = torch.cat([chunk.keys for chunk in chunks]).mean()
-    return Mass(*torch.stack((selected, keys)).tolist())
+    shares = (torch.cat([getattr(chunk, name) for chunk in chunks]) for name in Mass._fields)
+    return Mass(*torch.stack([share.mean() for share in shares]).tolist())
 
 
 def select_blocks(

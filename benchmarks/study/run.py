@@ -1,0 +1,448 @@
+"""Train and evaluate the arms of the study on one GPU, and write one result file a run.
+
+    python benchmarks/study/run.py TOKENS --out results      # the sweep, then all arms and seeds
+    python benchmarks/study/run.py TOKENS --out results --runs 'nsa-seed*'
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/study/run.py TOKENS --out results --part 1/2
+
+TOKENS is the folder that `corpus.py tokens` wrote. A finished run is not repeated, and a run that
+was cut resumes from its last save. Arms train at the best rate of the sweep, so its results must
+lie in the folder of the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import functools
+import gc
+import itertools
+import json
+import math
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import recall
+import tokenizers
+import tomllib
+import torch
+import torch.nn.functional as F
+
+from nsa_bench.environment import machine
+from nsa_core import NSAConfig
+from nsa_core.layer.gating import LinearGate
+from nsa_core.util.atomic_files import write_atomic
+from nsa_models.lm.config import LMConfig
+from nsa_models.lm.corpus import permutation
+from nsa_models.lm.data import Row
+from nsa_models.lm.log import FILE, read_log
+from nsa_models.lm.mass import Mass, selected_mass
+from nsa_models.lm.model import LanguageModel, parameter_count
+from nsa_models.lm.model_folder import open_folder
+from nsa_models.lm.parallel import World
+from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.run_folder import INDEX
+from nsa_models.lm.synthetic import NumberedRows
+from nsa_models.lm.task import Data, DataSpec
+from nsa_models.lm.train import Progress, train
+from nsa_models.lm.trainer import Trainer
+
+ARMS = Path(__file__).with_name("arms.toml")
+BRANCHES = ("cmp", "sel", "win")
+ROWS_PER_DOCUMENT = 2  # of the held-out loss
+RECALL_COUNT, DEPTHS = 32, (0.0, 0.25, 0.5, 0.75, 1.0)
+MASS_DOCUMENTS = 8
+
+
+class TokenRows(NumberedRows):
+    """Rows of one document each, in another order in each epoch.
+
+    Args:
+        tokens: The token ids of all documents, one after another.
+        documents: The first token and the number of tokens of each document.
+        length: Tokens per row. A document has as many rows as fit.
+        seed: Seed of the order.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, documents: Sequence[tuple[int, int]], length: int, seed: int
+    ) -> None:
+        super().__init__(length)
+        self._tokens, self._seed = tokens, seed
+        self.starts = [
+            first + offset
+            for first, count in documents
+            for offset in range(0, count - length, length)
+        ]
+
+    def row(self, number: int) -> Row:
+        """Return the row with this number, counted over the epochs."""
+        epoch, place = divmod(number, len(self.starts))
+        return self.at(self.starts[_order(len(self.starts), self._seed, epoch)[place]])
+
+    def at(self, start: int) -> Row:
+        """Return the row that begins with token ``start``."""
+        part = self._tokens[start : start + self.length + 1].tolist()
+        return Row(part[:-1], part[1:], [self.length])
+
+
+@functools.lru_cache(maxsize=2)
+def _order(count: int, seed: int, epoch: int) -> list[int]:
+    order: list[int] = permutation(count, seed, epoch).tolist()
+    return order
+
+
+class Tokens(NamedTuple):
+    """One side of the corpus: token ids, and the first token and length of each document."""
+
+    ids: np.ndarray
+    documents: list[tuple[int, int]]
+    sha256: str
+
+
+def read_tokens(folder: Path, side: str) -> Tokens:
+    """Read the side "train" or "held_out" of the folder that `corpus.py tokens` wrote."""
+    facts = json.loads((folder / f"{side}.json").read_text())
+    documents = [(d["first"], d["tokens"]) for d in facts["documents"]]
+    ids = np.memmap(folder / f"{side}.bin", dtype="<u2", mode="r")
+    return Tokens(ids, documents, facts["sha256"])
+
+
+class BranchGate(LinearGate):
+    """A gate that is 0 for closed branches; they still run, so their cost is not measured.
+
+    Args:
+        dim: Width of the layer's input.
+        n_heads: Query heads.
+        branches: The open branches.
+    """
+
+    def __init__(self, dim: int, n_heads: int, branches: Sequence[str]) -> None:
+        super().__init__(dim, n_heads)
+        mask = torch.tensor([float(branch in branches) for branch in BRANCHES])
+        self.register_buffer("open", mask, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the gates [..., Hq, 3] of x [..., dim]."""
+        return super().forward(x) * self.open
+
+
+def model_config(plan: dict[str, Any], arm: str, vocab_size: int) -> LMConfig:
+    """Return the sizes of an arm's model."""
+    entry = plan["arms"][arm]
+    layer = NSAConfig(**plan["model"], shared_kv=entry.get("shared_kv", False))
+    attention = entry.get("attention", "nsa")
+    config = LMConfig(layer, plan["training"]["n_layers"], vocab_size, attention=attention)
+    if "parameters_of" not in entry:
+        return config
+    with torch.device("meta"):
+        wanted = parameter_count(
+            LanguageModel(model_config(plan, entry["parameters_of"], vocab_size))
+        )
+        missing = wanted - parameter_count(LanguageModel(config))
+    hidden = config.hidden + missing / (3 * layer.dim * config.n_layers)
+    return dataclasses.replace(config, mlp_dim=16 * round(hidden / 16))
+
+
+def build(plan: dict[str, Any], arm: str, vocab_size: int, seed: int) -> LanguageModel:
+    """Return an arm's model with the weights of a seed."""
+    entry, config = plan["arms"][arm], model_config(plan, arm, vocab_size)
+    torch.manual_seed(seed)
+    model = LanguageModel(config, entry.get("backends"))
+    if "branches" in entry:
+        for block in model.blocks:
+            gate = BranchGate(config.layer.dim, config.layer.n_heads, entry["branches"])
+            gate.load_state_dict(block.attn.gate.state_dict())
+            block.attn.gate = gate
+    return model
+
+
+class Run(NamedTuple):
+    """One training run."""
+
+    arm: str
+    seed: int
+    rate: float | None  # None: the best of the sweep
+    tokens: int
+    purpose: str  # "arm" or "sweep"
+
+    @property
+    def name(self) -> str:
+        """The name of its result file, without ending."""
+        if self.purpose == "sweep":
+            return f"sweep-{self.arm}-{self.rate:g}"
+        return f"{self.arm}-seed{self.seed}"
+
+
+def all_runs(plan: dict[str, Any]) -> list[Run]:
+    """Return the runs in their order: the sweep, then every arm with the first seed, and so on."""
+    sweep, training = plan["sweep"], plan["training"]
+    runs = [Run(a, 0, r, sweep["tokens"], "sweep") for a in sweep["arms"] for r in sweep["rates"]]
+    return runs + [
+        Run(arm, seed, None, training["tokens"], "arm")
+        for seed in training["seeds"]
+        for arm in plan["arms"]
+    ]
+
+
+def best_rate(plan: dict[str, Any], out: Path, attention: str) -> float:
+    """Return the rate of the sweep with the lowest final held-out loss.
+
+    Raises:
+        SystemExit: A run of the sweep is missing.
+    """
+    losses = {}
+    for rate in plan["sweep"]["rates"]:
+        file = out / f"sweep-{attention}-{rate:g}.json"
+        document = json.loads(file.read_text()) if file.exists() else {}
+        if not document.get("complete"):
+            raise SystemExit(f"{file} has no complete run: run the sweep first (--runs 'sweep-*')")
+        losses[rate] = document["evaluations"][-1]["loss"]
+    return min(losses, key=losses.__getitem__)
+
+
+class Evaluator:
+    """Measures a model on held-out text, in eager mode.
+
+    Args:
+        tokens: The held-out side of the corpus.
+        length: Tokens per row.
+        batch: Rows per call.
+        device: Device of the models.
+    """
+
+    def __init__(self, tokens: Tokens, length: int, batch: int, device: torch.device) -> None:
+        self._tokens, self._length, self._batch, self._device = tokens, length, batch, device
+        self._starts: list[list[int]] = []  # by document
+        for document in tokens.documents:
+            starts = TokenRows(tokens.ids, [document], length, 0).starts
+            step = max(1, len(starts) // ROWS_PER_DOCUMENT)
+            if starts:
+                self._starts.append(starts[::step][:ROWS_PER_DOCUMENT])
+        self._rows = TokenRows(tokens.ids, [], length, 0)
+
+    @torch.no_grad()
+    def loss(self, model: LanguageModel) -> dict[str, Any]:
+        """Return the loss in nats per token, by position, with standard errors over documents."""
+        rows = [self._rows.at(start) for document in self._starts for start in document]
+        tokens = torch.tensor([[*row.tokens, row.targets[-1]] for row in rows]).to(self._device)
+        by_batch = [_position_losses(model, part) for part in tokens.split(self._batch)]
+        by_row = torch.cat(by_batch).double().cpu()
+        counts = [len(document) for document in self._starts]
+        by_document = torch.stack([part.mean(0) for part in by_row.split(counts)])
+        means = by_document.mean(1)
+        edges = [0, *(self._length >> shift for shift in (3, 2, 1, 0))]
+        return {
+            **_mean(means),
+            "documents": len(means),
+            "by_position": [
+                {"first": first, "last": last, **_mean(by_document[:, first:last].mean(1))}
+                for first, last in itertools.pairwise(edges)
+            ],
+            "document_losses": [round(loss, 6) for loss in means.tolist()],
+        }
+
+    def recall(self, model: LanguageModel, tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+        """Return the score of every recall task at every depth and length."""
+        filler, results = np.asarray(self._tokens.ids), []
+        for task in recall.TASKS:
+            for length in (self._length >> shift for shift in (3, 2, 1, 0)):
+                for depth in DEPTHS:
+                    made = recall.examples(
+                        task, tokenizer, filler, length, depth, RECALL_COUNT, seed=0
+                    )
+                    batch = self._batch * self._length // length
+                    score = recall.score(model, made, batch, self._device)
+                    facts = {"task": task, "length": length, "depth": depth, "count": len(made)}
+                    results.append(facts | score)
+        return results
+
+    def mass(self, model: LanguageModel) -> list[dict[str, Any]]:
+        """Return the fields of :class:`nsa_models.lm.mass.Mass` by layer, for some documents."""
+        documents = self._starts[:: max(1, len(self._starts) // MASS_DOCUMENTS)]
+        found = [
+            selected_mass(model, torch.tensor(self._rows.at(starts[0]).tokens, device=self._device))
+            for starts in documents[:MASS_DOCUMENTS]
+        ]
+        means = torch.tensor(found).mean(0).tolist()
+        return [{"layer": n, **dict(zip(Mass._fields, m))} for n, m in enumerate(means)]
+
+
+def _mean(values: torch.Tensor) -> dict[str, float]:
+    """Return the mean of independent values and its standard error."""
+    error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return {"loss": float(values.mean()), "standard_error": error}
+
+
+def _position_losses(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each position of tokens [B, S + 1] as [B, S], in nats per token."""
+    hidden, weight = model.hidden(tokens[:, :-1]), model.output_weight
+    rows = zip(hidden, tokens[:, 1:])  # the logits of one row at a time
+    losses = [F.cross_entropy(F.linear(h, weight).float(), t, reduction="none") for h, t in rows]
+    return torch.stack(losses)
+
+
+class StudyTrainer(Trainer):
+    """A trainer with the held-out loss of the study, which it keeps in ``evaluations``."""
+
+    evaluator: Evaluator
+    evaluations: list[dict[str, Any]]
+
+    def held_out_loss(self) -> float:
+        """Return the held-out loss in nats per token."""
+        found = self.evaluate(self.evaluator.loss)
+        self.evaluations.append({"step": self.step_number, "tokens": self.tokens, **found})
+        return float(found["loss"])
+
+    def evaluate(self, measure: Callable[[LanguageModel], Any]) -> Any:
+        """Return a measurement of the model, in eager mode and in the precision of the training."""
+        with torch.compiler.set_stance("force_eager"), self._autocast():
+            return measure(self.model)
+
+
+def train_and_evaluate(
+    plan: dict[str, Any], run: Run, corpus: Path, out: Path, device: str
+) -> None:
+    """Train and evaluate one run, and write its result file after every evaluation.
+
+    Args:
+        plan: The parsed arms.toml.
+        run: The run.
+        corpus: The folder of the token files and tokenizer.json.
+        out: The folder of the results; the model and its log are saved in its folder "saves".
+        device: Device of the run.
+    """
+    file, saves = out / f"{run.name}.json", out / "saves" / run.name
+    old = json.loads(file.read_text()) if file.exists() else {"complete": False, "evaluations": []}
+    if old["complete"]:
+        print(f"{run.name}: finished before", flush=True)
+        return
+    training, entry = plan["training"], plan["arms"][run.arm]
+    own, held_out = read_tokens(corpus, "train"), read_tokens(corpus, "held_out")
+    tokenizer = tokenizers.Tokenizer.from_file(str(corpus / "tokenizer.json"))
+    row, batch, vocab_size = training["row"], training["batch"], tokenizer.get_vocab_size()
+    steps = run.tokens // (row * batch)
+    recipe = Recipe(
+        steps=steps,
+        batch=batch,
+        learning_rate=run.rate or best_rate(plan, out, entry.get("attention", "nsa")),
+        warmup=training["warmup"],
+        precision="bfloat16",
+        compile=device != "cpu",
+        graph=device != "cpu",
+        eval_every=max(1, steps // training["points"]),
+        save_every=max(1, steps // 2),
+        seed=run.seed,
+    )
+    rows = TokenRows(own.ids, own.documents, row, run.seed)
+    data = Data(DataSpec("study", row, seed=run.seed), rows, [], vocab_size)
+    model = build(plan, run.arm, vocab_size, run.seed)
+    saves.mkdir(parents=True, exist_ok=True)
+    resume = file.exists() and (saves / INDEX).exists()
+    folder = open_folder(saves) if resume else None
+    world = World(torch.device(device))
+    trainer = StudyTrainer(model, data, recipe, world, folder, resume)
+    trainer.evaluator = Evaluator(held_out, row, batch, world.device)
+    done = trainer.step_number if resume else -1
+    trainer.evaluations = [e for e in old["evaluations"] if e["step"] <= done]
+    unique = len(rows.starts) * row
+    facts: dict[str, Any] = {
+        "kind": "nsa-study",
+        "schema_version": 1,
+        **run._asdict(),
+        "learning_rate": recipe.learning_rate,
+        "complete": False,
+        "ended": "cut",
+        "machine": machine(device),
+        "torch": torch.__version__,
+        "corpus": {
+            "sha256": own.sha256,
+            "held_out_sha256": held_out.sha256,
+            "unique_tokens": unique,
+            "epochs": steps * row * batch / unique,
+        },
+        "parameters": parameter_count(model),
+        "parameters_without_embedding": parameter_count(model) - model.embed.weight.numel(),
+        "row": row,
+        "steps": steps,
+        "tokens": steps * row * batch,
+        "recipe": dataclasses.asdict(recipe),
+        "evaluations": trainer.evaluations,
+    }
+
+    def write(progress: Progress | None = None) -> None:
+        if progress is not None and progress.held_out_loss is None:
+            return
+        steps_log = [
+            r for r in read_log(saves / FILE)[1] if r["step"] > 3
+        ]  # the first ones compile
+        if steps_log:
+            speed = statistics.median(r["tokens_per_s"] for r in steps_log)
+            facts["speed"] = {
+                "tokens_per_s": speed,
+                "gpu_hours": facts["tokens"] / speed / 3600,
+                "memory_bytes": steps_log[0]["memory_bytes"],  # later evaluations allocate too
+            }
+            kept = ("step", "tokens", "loss")
+            facts["steps_log"] = [{k: r[k] for k in kept} for r in steps_log if r["step"] % 10 == 0]
+            loss, speed_text = trainer.evaluations[-1]["loss"], f"{speed:,.0f} tokens/s"
+            print(f"{run.name}: step {trainer.step_number}, {loss:.4f}, {speed_text}", flush=True)
+        write_atomic(file, json.dumps(facts, indent=1) + "\n", force=True)
+
+    try:
+        train(trainer, saves, write)
+        if run.purpose == "arm":
+            evaluator = trainer.evaluator
+            facts["recall"] = trainer.evaluate(lambda m: evaluator.recall(m, tokenizer))
+            if model.config.attention == "nsa" and not {"branches", "backends"} & entry.keys():
+                facts["mass"] = trainer.evaluate(evaluator.mass)
+        facts |= {"complete": True, "ended": ""}
+    except Exception as error:
+        facts["ended"] = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        write()
+
+
+def main() -> None:
+    """Run the chosen runs one after another; an arm that fails does not end the others."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tokens", type=Path, help="the folder of `corpus.py tokens`")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
+    parser.add_argument("--plan", type=Path, default=ARMS, help="default: arms.toml")
+    parser.add_argument("--runs", default="*", help="pattern of names, such as 'nsa-seed*'")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th of these runs, from I on")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--time-limit", type=float, default=math.inf, help="begin no run after: s")
+    options = parser.parse_args()
+    plan = tomllib.loads(options.plan.read_text())
+    runs = [run for run in all_runs(plan) if fnmatch.fnmatch(run.name, options.runs)]
+    if not runs:
+        known = ", ".join(run.name for run in all_runs(plan))
+        parser.error(f"--runs {options.runs} matches no run of {known}")
+    first, count = map(int, options.part.split("/"))
+    options.out.mkdir(parents=True, exist_ok=True)
+    started, failed = time.monotonic(), False
+    for run in runs[first::count]:
+        if time.monotonic() - started > options.time_limit:
+            print(f"{run.name}: not begun, the time limit is over", flush=True)
+            continue
+        try:
+            train_and_evaluate(plan, run, options.tokens, options.out, options.device)
+        except Exception:  # noqa: BLE001  (the other arms still run)
+            traceback.print_exc()
+            failed = True
+        torch.compiler.reset()
+        gc.collect()
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()
