@@ -61,21 +61,18 @@ def read(folder: Path) -> tuple[Arms, list[Run], list[str]]:
             )
     of_arms = {(r["arm"], r["seed"]): r for r in runs.values() if r["purpose"] == "arm"}
     sweep = [run for run in runs.values() if run["purpose"] == "sweep"]
-    expected = itertools.product(ARMS, SEEDS)
-    lines = [
-        f"{a}, seed {seed}: no result file" for a, seed in expected if (a, seed) not in of_arms
-    ]
+    absent = [key for key in itertools.product(ARMS, SEEDS) if key not in of_arms]
+    lines = [f"{arm}, seed {seed}: no result file" for arm, seed in absent]
     for arm in SWEPT:
         if (count := sum(run["arm"] == arm for run in sweep)) < RATES:
             lines.append(f"{arm}, sweep: {count} of {RATES} learning rates")
     for name, run in runs.items():
         if not run["complete"]:
-            reached = "before its first evaluation"
+            reached = "stopped before its first evaluation"
             if run["evaluations"]:
-                reached = (
-                    f"after {millions(last(run, 'tokens'))} tokens, at a loss of {last(run):.4f}"
-                )
-            lines.append(f"{name}.json: stopped {reached}: {run['ended']}")
+                reached = f"stopped after {millions(last(run, 'tokens'))} tokens"
+                reached += f", at a loss of {last(run):.4f}"
+            lines.append(f"{name}.json: {reached}: {run['ended']}")
     finished = [run for _, run in sorted(of_arms.items()) if run["complete"]]
     data = {(r["corpus"]["sha256"], r["row"], len(last(r, "document_losses"))) for r in finished}
     if len(data) != 1:
@@ -84,11 +81,8 @@ def read(folder: Path) -> tuple[Arms, list[Run], list[str]]:
             f" documents, got {sorted(data) or 'no finished run'}"
         )
     arms = {arm: [run for run in finished if run["arm"] == arm] for arm in ARMS}
-    return (
-        {arm: own for arm, own in arms.items() if own},
-        [r for r in sweep if r["complete"]],
-        lines,
-    )
+    arms = {arm: own for arm, own in arms.items() if own}
+    return arms, [run for run in sweep if run["complete"]], lines
 
 
 def last(run: Run, field: str = "loss") -> Any:
@@ -175,8 +169,9 @@ def cells(runs: list[Run], base: list[Run]) -> list[dict[str, str]]:
         cost[f"GPU-hours to the final loss of {BASE}"] = hours
     recall = {}
     for task in tasks(runs):
-        right, nats = (fmean(recalled(runs, task, f).values()) for f in ("correct", "loss"))
-        recall[task] = f"{right:.1%}, {nats:.2f}"
+        right = [fmean(recalled([run], task).values()) for run in runs]
+        nats = fmean(recalled(runs, task, "loss").values())
+        recall[task] = f"{fmean(right):.1%} ({min(right):.1%} to {max(right):.1%}), {nats:.2f}"
     return [loss, {n: f"{fmean(r[n] for r in ranges):.4f}" for n in ranges[0]}, cost, recall]
 
 
@@ -222,11 +217,10 @@ def loss_figure(arms: Arms) -> Figure:
             by_position.plot(x, fmean(values), "o", color=colour, ms=3.5)
     names = list(positions(runs[0]))
     left, top = min(n for n, _ in starts), max(mean for _, mean in starts)  # where arms differ
-    over_tokens.set(xlabel="tokens, millions", ylabel="nats per token", xlim=(left, None))
-    over_tokens.set(title="Held-out loss", ylim=(None, top))
-    by_position.set(xlabel="position in the row, tokens", title="Loss by position")
-    by_position.set_ylabel(f"nats per token above {BASE}")
-    by_position.set_xticks(range(len(names)), names)
+    over_tokens.set(xlim=(left, None), ylim=(None, top), title="Held-out loss")
+    over_tokens.set(xlabel="tokens, millions", ylabel="nats per token")
+    by_position.set(xticks=range(len(names)), xticklabels=names, title="Loss by position")
+    by_position.set(xlabel="position in the row, tokens", ylabel=f"nats per token above {BASE}")
     by_position.axhline(0, color=INK, lw=1)
     for axes in (over_tokens, by_position):
         axes.grid()
@@ -269,8 +263,7 @@ def mass_figure(arms: Arms) -> Figure:
         for kind, colour in MASS.items():
             means = [fmean(e[kind] for e in entries if e["layer"] == layer) for layer in layers]
             axes.plot(layers, means, "o-", color=colour, ms=3.5, lw=1.4, label=kind)
-        axes.set(xlabel="layer", ylim=(0, 1))
-        axes.set_title(ARMS[arm][0])
+        axes.set(xlabel="layer", ylim=(0, 1), title=ARMS[arm][0])
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         axes.grid()
     panels[0, 0].set_ylabel("share of attention mass")
@@ -288,7 +281,7 @@ def page(arms: Arms, sweep: list[Run], missing: list[str]) -> str:
     facts = {
         f"{run['machine']['device']}, torch {run['torch']}, commit {run['commit']}, rows of"
         f" {run['row']} tokens, {millions(run['corpus']['unique_tokens'])} unique training tokens,"
-        f" {run['corpus']['epochs']:.2f} epochs"
+        f" {run['corpus']['epochs']:.2f} epochs, {last(run, 'documents')} held-out documents"
         for run in runs
     }
     parts = [
@@ -302,7 +295,8 @@ def page(arms: Arms, sweep: list[Run], missing: list[str]) -> str:
         " from the lowest seed to the highest. A difference is between runs with the same seed, and"
         " has its standard error, over documents or over seeds.",
         *(loss, "By position in the row:", position, "## Cost", cost, "## Recall"),
-        "Right answers and nats per answer token, as means over lengths and depths:",
+        "Right answers (lowest to highest seed), and nats per answer token; means over lengths and"
+        " depths:",
         recall,
         *(f"![{task} by length and depth](recall_{task}.svg)" for task in tasks(runs)),
         "## Selected blocks",
