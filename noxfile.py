@@ -27,6 +27,7 @@ TEST_TOOLS = (
     "pytest-split>=0.11",
     "hypothesis>=6.100",
     "datasets>=3",
+    "datasketch>=2",
     "import-linter>=2.1",
     "grimp>=3.5",
     "numpy",
