@@ -113,6 +113,22 @@ def read_tokens(folder: Path, side: str) -> Tokens:
     return Tokens(ids, documents, facts["sha256"])
 
 
+@functools.cache
+def questions(corpus: Path, length: int) -> list[list[recall.Example]]:
+    """Return the recall questions up to a length, by task, length and depth; it takes a while."""
+    filler, tokenizer = np.asarray(read_tokens(corpus, "held_out").ids), open_tokenizer(corpus)
+    lengths = [length >> shift for shift in (3, 2, 1, 0)]
+    return [
+        recall.examples(task, tokenizer, filler, size, depth, RECALL_COUNT, seed=0)
+        for task, size, depth in itertools.product(recall.TASKS, lengths, DEPTHS)
+    ]
+
+
+def open_tokenizer(corpus: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a corpus."""
+    return tokenizers.Tokenizer.from_file(str(corpus / "tokenizer.json"))
+
+
 class BranchGate(LinearGate):
     """A gate that is 0 for closed branches; they still run, so their cost is not measured.
 
@@ -247,19 +263,17 @@ class Evaluator:
             "document_losses": [round(loss, 6) for loss in means.tolist()],
         }
 
-    def recall(self, model: LanguageModel, tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-        """Return the score of every recall task at every depth and length."""
-        filler, results = np.asarray(self._tokens.ids), []
-        for task in recall.TASKS:
-            for length in (self._length >> shift for shift in (3, 2, 1, 0)):
-                for depth in DEPTHS:
-                    made = recall.examples(
-                        task, tokenizer, filler, length, depth, RECALL_COUNT, seed=0
-                    )
-                    batch = self._batch * self._length // length
-                    score = recall.score(model, made, batch, self._device)
-                    facts = {"task": task, "length": length, "depth": depth, "count": len(made)}
-                    results.append(facts | score)
+    def recall(
+        self, model: LanguageModel, questions: list[list[recall.Example]]
+    ) -> list[dict[str, Any]]:
+        """Return the score of each group of questions."""
+        results = []
+        for group in questions:
+            task, length, depth = group[0][:3]
+            batch = self._batch * self._length // length
+            score = recall.score(model, group, batch, self._device)
+            facts = {"task": task, "length": length, "depth": depth, "count": len(group)}
+            results.append(facts | score)
         return results
 
     def mass(self, model: LanguageModel) -> list[dict[str, Any]]:
@@ -324,8 +338,8 @@ def train_and_evaluate(
         return
     training, entry = plan["training"], plan["arms"][run.arm]
     own, held_out = read_tokens(corpus, "train"), read_tokens(corpus, "held_out")
-    tokenizer = tokenizers.Tokenizer.from_file(str(corpus / "tokenizer.json"))
-    row, batch, vocab_size = training["row"], training["batch"], tokenizer.get_vocab_size()
+    row, batch = training["row"], training["batch"]
+    vocab_size = open_tokenizer(corpus).get_vocab_size()
     steps = run.tokens // (row * batch)
     recipe = Recipe(
         steps=steps,
@@ -398,7 +412,8 @@ def train_and_evaluate(
         train(trainer, saves, write)
         if run.purpose == "arm":
             evaluator = trainer.evaluator
-            facts["recall"] = trainer.evaluate(lambda m: evaluator.recall(m, tokenizer))
+            asked = questions(corpus, row)
+            facts["recall"] = trainer.evaluate(lambda m: evaluator.recall(m, asked))
             if model.config.attention == "nsa" and not {"branches", "backends"} & entry.keys():
                 facts["mass"] = trainer.evaluate(evaluator.mass)
         facts |= {"complete": True, "ended": ""}
