@@ -20,6 +20,7 @@ import json
 import lzma
 import multiprocessing
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -243,6 +244,7 @@ def main() -> None:
         build(options.folder, options.downloads)
         return
     options.out.mkdir(parents=True, exist_ok=True)
+    shutil.copy(options.folder / "tokenizer.json", options.out)
     names = [f"train-{part:02}.jsonl.xz" for part in options.parts or ()]
     paths = [options.folder / name for name in names] or sorted(options.folder.glob("train-*.xz"))
     for target, parts in (("train", paths), ("held_out", [options.folder / "held_out.jsonl.xz"])):

@@ -16,6 +16,7 @@ import dataclasses
 import fnmatch
 import functools
 import gc
+import hashlib
 import itertools
 import json
 import math
@@ -105,18 +106,19 @@ class Tokens(NamedTuple):
     sha256: str
 
 
+@functools.cache
 def read_tokens(folder: Path, side: str) -> Tokens:
     """Read the side "train" or "held_out" of the folder that `corpus.py tokens` wrote."""
-    facts = json.loads((folder / f"{side}.json").read_text())
-    documents = [(d["first"], d["tokens"]) for d in facts["documents"]]
-    ids = np.memmap(folder / f"{side}.bin", dtype="<u2", mode="r")
-    return Tokens(ids, documents, facts["sha256"])
+    listed = json.loads((folder / f"{side}.json").read_text())
+    ids = np.fromfile(folder / f"{side}.bin", dtype="<u2")
+    documents = [(document["first"], document["tokens"]) for document in listed]
+    return Tokens(ids, documents, hashlib.sha256(ids).hexdigest())
 
 
 @functools.cache
 def questions(corpus: Path, length: int) -> list[list[recall.Example]]:
     """Return the recall questions up to a length, by task, length and depth; it takes a while."""
-    filler, tokenizer = np.asarray(read_tokens(corpus, "held_out").ids), open_tokenizer(corpus)
+    filler, tokenizer = read_tokens(corpus, "held_out").ids, open_tokenizer(corpus)
     lengths = [length >> shift for shift in (3, 2, 1, 0)]
     return [
         recall.examples(task, tokenizer, filler, size, depth, RECALL_COUNT, seed=0)
