@@ -197,7 +197,7 @@ def sweep_cells(sweep: list[Run]) -> dict[str, dict[str, str]]:
 def loss_figure(arms: Arms) -> Figure:
     """Draw the loss over tokens, and its difference to the baseline by position."""
     figure = Figure(figsize=(_WIDTH, 3.3))
-    over_tokens = figure.add_axes((0.075, 0.15, 0.32, 0.74))
+    over_tokens = figure.add_axes((0.075, 0.15, 0.3, 0.74))
     by_position = figure.add_axes((0.745, 0.15, 0.25, 0.74))
     base = {run["seed"]: positions(run) for run in arms.get(BASELINE, [])}
     ends, starts = [], []

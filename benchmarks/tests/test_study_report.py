@@ -20,7 +20,8 @@ BASE = report.ARMS["dense_wide"][0]
 
 def arm_run(arm: str, seed: int) -> dict[str, Any]:
     """Return an invented run: its loss falls by 1 with every quarter of its 4 M tokens."""
-    above = ABOVE[arm] * (1 + (seed - 1) / 10) + 0.01 * seed
+    above_of_seed = ABOVE[arm] * (1 + (seed - 1) / 10)
+    above = above_of_seed + 0.01 * seed
     evaluations: list[dict[str, Any]] = [
         {
             "tokens": count * 1_000_000,
@@ -35,7 +36,7 @@ def arm_run(arm: str, seed: int) -> dict[str, Any]:
     ]
     # The difference of documents has a spread, and the seed adds the same to all.
     evaluations[-1]["document_losses"] = [
-        loss + ABOVE[arm] * (1 + (-1) ** i / 5) + seed for i, loss in enumerate(DOCUMENTS)
+        loss + above_of_seed * (1 + (-1) ** i / 5) + seed for i, loss in enumerate(DOCUMENTS)
     ]
     blocks = {"selected": 0.5 + seed / 10, "random": 0.2, "best": 0.9, "keys": 0.1}
     return {
@@ -130,6 +131,13 @@ def test_an_arm_that_starts_below_the_loss_reached_it_at_its_first_evaluation() 
     assert report.share_to([arm_run("dense", 0)], 1.0) is None
 
 
+def test_a_mean_is_over_all_runs() -> None:
+    runs = [arm_run("nsa", seed) for seed in (0, 1)]
+    del runs[1]["evaluations"][1]  # as if the second run had other evaluations
+    assert [tokens for tokens, losses in report.curve(runs)] == [1_000_000, 3_000_000, 4_000_000]
+    assert {len(losses) for _, losses in report.curve(runs)} == {2}
+
+
 def test_every_run_that_is_missing_or_did_not_finish_is_named(
     study: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -159,7 +167,7 @@ def test_every_run_that_is_missing_or_did_not_finish_is_named(
     assert (rates["dense"]["0.004"], rates["NSA"]["0.002"]) == ("-", "-")
     assert rates["NSA"]["0.001"] == "**4.5000**"
     # The document losses of the baseline's third seed do not count against two seeds of NSA.
-    assert loss["NSA"][f"difference to {BASE}, over documents"] == "-0.5000 ± 0.0577"
+    assert loss["NSA"][f"difference to {BASE}, over documents"] == "-0.4750 ± 0.0548"
 
 
 def test_without_the_baseline_there_is_no_difference(study: dict[str, Any], tmp_path: Path) -> None:
