@@ -41,7 +41,8 @@ def file(project: str, side: str, path: str, text: str) -> File:
         ("a/small.c", LINE, "almost empty"),
         ("a/long.txt", LINE * 5000, "longer than a document"),
         ("a/small.min.js", LINE.strip() * 99, "long lines"),
-        ("a/table.h", "0x1234, 0x5678, 0x9abc, 0xdef0,\n" * 9, "table of numbers"),
+        ("a/table.h", "{+1, +2, +3}, {-1, -2, -3}\n" * 9, "table of numbers"),
+        ("a/names.h", "value 123\n" * 20, "table of numbers"),
     ],
 )
 def test_dropped_files_have_a_reason(path: str, data: str | bytes, reason: str) -> None:
