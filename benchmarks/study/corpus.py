@@ -43,6 +43,8 @@ PROJECT_BYTES = {"train": 200_000_000, "held_out": 4_600_000}  # a sample of a l
 PART_BYTES = {"train": 55 << 20, "held_out": 6 << 20}  # the largest file of each side
 BLOCK_BYTES = 25_000_000  # text that is packed at a time; a part is as many blocks as fit
 SAMPLE_BYTES = 50_000_000  # the tokenizer is trained on the first documents of train-00
+# Packs 7 MB/s for each core; preset 9 packs 1 MB/s and saves 16 %.
+XZ = {"id": lzma.FILTER_LZMA2, "preset": 3, "dict_size": 64 << 20, "nice_len": 64, "depth": 8}
 VOCABULARY, END = 16_384, "<|endoftext|>"
 SEED = "study corpus 1"  # orders the documents
 
@@ -82,7 +84,7 @@ def join(files: Iterable[File], limit: int) -> list[Document]:
 def pack(documents: list[Document]) -> bytes:
     """Return documents as JSON lines, packed by xz."""
     lines = (json.dumps(document, ensure_ascii=False) + "\n" for document in documents)
-    return lzma.compress("".join(lines).encode(), preset=9)
+    return lzma.compress("".join(lines).encode(), lzma.FORMAT_XZ, filters=[XZ])
 
 
 def write_parts(documents: list[Document], folder: Path, side: str, pool: Any) -> list[Path]:

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 DOCUMENT_BYTES = 256 * 1024  # a document, and so a file, is at most this long
 DUPLICATE, LEAKED = 0.8, 0.5  # the Jaccard similarity of lines from which on a file is dropped
-PROSE = {"md", "pod", "rst", "scrbl", "texi", "txt"}
+PROSE = {"pod", "rst", "scrbl", "texi", "txt"}
 # fmt: off
 CODE = {
     "ada", "adb", "ads", "c", "cc", "cpp", "cs", "cxx", "def", "el", "erl", "go", "h", "hh", "hpp",
-    "hrl", "inc", "java", "js", "lisp", "m4", "ml", "mli", "mly", "pas", "php", "pl", "pm", "pp",
-    "ps1", "py", "rkt", "rs", "s", "sh", "y", "yrl",
+    "hrl", "inc", "java", "js", "lisp", "m4", "md", "ml", "mli", "mly", "pas", "php", "pl", "pm",
+    "pp", "ps1", "py", "rkt", "rs", "s", "sh", "y", "yrl",
 }
 # fmt: on
 GENERATED = re.compile(
@@ -39,7 +39,7 @@ GENERATED = re.compile(
     r"|machine[ -]generated",
     re.IGNORECASE,
 )
-LICENCE = re.compile(r"copyright|licen[sc]e|\(c\) \d{4}|free software|public domain", re.IGNORECASE)
+LICENCE = re.compile(r"copyright|licen[sc]e|\(c\) \d{4}|public domain", re.IGNORECASE)
 COMMENT = re.compile(
     r"\s*(?:<\?php\s*)?(?:/\*.*?\*/|\(\*.*?\*\)|\{(?!\$).*?\}"
     r"|(?:[ \t]*(?://|;|--|%|#(?=[\s!#-])|@c\b|dnl\b)[^\n]*(?:\n|\Z))+)",
