@@ -62,11 +62,11 @@ def convert(document: Any) -> str:
             [
                 names.get(step, "{}").format(step),
                 *(f"{nsa[field]:{form}} / {other[field]:{form}}" for field, form in _COMPARED),
-                f"{fmean(nsa['selected_mass']):.1%}, {fmean(nsa['random_mass']):.1%}",
+                f"{fmean(nsa['selected_mass']):.1%}, {fmean(nsa['selected_keys']):.1%}",
             ]
         )
     columns = ["step", "text, nats per byte", "recall", "recall of far pairs"]
-    return table([*columns, "mass in selected, in random blocks"], rows)
+    return table([*columns, "mass in the selected blocks, their share of the keys"], rows)
 
 
 @_from_file(CONVERT)

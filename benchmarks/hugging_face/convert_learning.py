@@ -124,7 +124,8 @@ class Lesson:
             masses = selected_mass(model, torch.tensor(self.held_out[0].tokens))
         return {
             "selected_mass": [round(mass.selected, 4) for mass in masses],
-            "random_mass": [round(mass.keys, 4) for mass in masses],
+            "random_mass": [round(mass.random, 4) for mass in masses],
+            "selected_keys": [round(mass.keys, 4) for mass in masses],
         }
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

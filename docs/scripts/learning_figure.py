@@ -78,9 +78,9 @@ def convert_figure(document: Any) -> Any:
         return draw_panel
 
     def mass(axes: Any) -> None:
-        finish(axes, "Dense probability in blocks", "share", ".0%")
-        selected, random = curve("nsa", "selected_mass"), curve("nsa", "random_mass")
-        lines(axes, [("selected", NSA, selected), ("random", FAINT, random)], ".0%")
+        finish(axes, "Selected blocks hold", "share", ".0%")
+        inside, keys = curve("nsa", "selected_mass"), curve("nsa", "selected_keys")
+        lines(axes, [("mass", NSA, inside), ("keys", FAINT, keys)], ".0%")
 
     def finish(axes: Any, title: str, label: str, kind: str) -> None:
         axes.set(xlabel="steps after the conversion", ylabel=label)

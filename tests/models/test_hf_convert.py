@@ -213,7 +213,7 @@ def test_selected_mass_is_the_softmax_over_the_selected_blocks():
     """The mass of a layer is that of softmax(q k_sel) over the selected blocks."""
     model = nsa_model()
     text = torch.randint(1, 61, (64,))
-    (first, _) = hf.selected_mass(model, text, rows=4)
+    first, _ = hf.selected_mass(model, text, rows=4)
     attn = model.model.layers[0].self_attn
     x = model.model.layers[0].input_layernorm(model.model.embed_tokens(text))[None]
     projected = attn.project(x)

@@ -25,7 +25,7 @@ def test_selected_mass_equals_a_sum_key_by_key(config):
     plan = block.attn.plan
     _, lse = plan.cmp(projected.q, projected.k_cmp, projected.v_cmp, cu_seqlens=bounds)
     blocks = plan.select(projected.q, projected.k_cmp, lse, cu_seqlens=bounds)
-    masses, shares = [], []
+    masses, shares, by_chance = [], [], []
     for first, length in zip(bounds.tolist(), lengths):
         for t in range(layer.num_selected_blocks * layer.select_block_size, length):
             for head in range(4):
@@ -40,10 +40,17 @@ def test_selected_mass_equals_a_sum_key_by_key(config):
                 )
                 masses.append(p[inside].sum())
                 shares.append(inside.double().mean())
+                block_mass = [part.sum() for part in p.split(layer.select_block_size)]
+                forced = {0, *range(len(block_mass) - layer.local_blocks, len(block_mass))}
+                free = [m for j, m in enumerate(block_mass) if j not in forced]
+                odds = len(set(chosen) - forced - {-1}) / len(free) if free else 0
+                by_chance.append(sum(block_mass[j] for j in forced) + odds * sum(free))
     result = selected_mass(model, tokens, bounds, rows=1000)
     assert len(result) == 2
     assert result[0].selected == pytest.approx(torch.stack(masses).mean().item(), abs=1e-5)
     assert result[0].keys == pytest.approx(torch.stack(shares).mean().item(), abs=1e-5)
+    assert result[0].random == pytest.approx(torch.stack(by_chance).mean().item(), abs=1e-5)
+    assert result[0].best >= max(result[0].selected, result[0].random)
     assert selected_mass(model, tokens[:30], rows=5)[1].selected < 1
 
 

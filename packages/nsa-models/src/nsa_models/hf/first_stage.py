@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ class StageProgress(NamedTuple):
         loss: Mean loss of the step in nats per token; NaN before the first step.
         selected_mass: Mean over the layers of the share of dense attention's probability inside the
             selected blocks; None if it was not measured after this step.
-        random_mass: The same for blocks chosen at random, that is the share of the keys inside the
-            selected blocks; None like ``selected_mass``.
+        random_mass: The same if the blocks that are not always selected were chosen at random; None
+            like ``selected_mass``.
     """
 
     step: int
@@ -131,8 +132,10 @@ def _only_trainable(model: Any, parameters: list[torch.nn.Parameter]) -> Iterato
 
 def _measured(model: Any, tokens: torch.Tensor, progress: StageProgress) -> StageProgress:
     masses = selected_mass(model, tokens)
-    selected, random = (sum(values) / len(masses) for values in zip(*masses))
-    return progress._replace(selected_mass=selected, random_mass=random)
+    return progress._replace(
+        selected_mass=statistics.fmean(mass.selected for mass in masses),
+        random_mass=statistics.fmean(mass.random for mass in masses),
+    )
 
 
 @torch.no_grad()
