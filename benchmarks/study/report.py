@@ -279,7 +279,7 @@ def page(arms: Arms, sweep: list[Run], missing: list[str]) -> str:
     )
     runs = list(itertools.chain(*arms.values()))
     facts = {
-        f"{run['machine']['device']}, torch {run['torch']}, commit {run['commit']}, rows of"
+        f"{run['machine']['device']}, torch {run['torch']}, rows of"
         f" {run['row']} tokens, {millions(run['corpus']['unique_tokens'])} unique training tokens,"
         f" {run['corpus']['epochs']:.2f} epochs, {last(run, 'documents')} held-out documents"
         for run in runs

@@ -312,6 +312,8 @@ class StudyTrainer(Trainer):
     def held_out_loss(self) -> float:
         """Return the held-out loss in nats per token."""
         found = self.evaluate(self.evaluator.loss)
+        if self.evaluations:  # the losses by document are of the last evaluation
+            self.evaluations[-1].pop("document_losses", None)
         self.evaluations.append({"step": self.step_number, "tokens": self.tokens, **found})
         return float(found["loss"])
 

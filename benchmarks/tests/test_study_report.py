@@ -41,7 +41,7 @@ def arm_run(arm: str, seed: int) -> dict[str, Any]:
     blocks = {"selected": 0.5 + seed / 10, "random": 0.2, "best": 0.9, "keys": 0.1}
     return {
         **{"kind": "nsa-study", "schema_version": 1, "purpose": "arm", "arm": arm, "seed": seed},
-        **{"learning_rate": 0.002, "complete": True, "ended": "", "commit": "abc", "torch": "2"},
+        **{"learning_rate": 0.002, "complete": True, "ended": "", "torch": "2"},
         **{"machine": {"device": "GPU"}, "parameters": 26_900_000, "row": 8192},
         "corpus": {"unique_tokens": 98_000_000, "sha256": "a", "epochs": 1.02},
         "tokens": 4_000_000,
