@@ -137,14 +137,17 @@ def run_pytest(
             given.
         selection: A pytest marker expression.
         part: Arguments of pytest-split, such as "--splits 6 --group 2"; without any, the whole
-            suite.
+            suite. The first part has all tests of docs, because the blocks of a page share names.
         ignored: Folders without selected tests. Collecting tests/gpu draws cases for seconds.
     """
-    ignore = [f"--ignore={folder}" for folder in (INTERPRETED, *ignored)]
+    ignored = (INTERPRETED, *ignored, *(("docs",) if part else ()))
+    ignore = [f"--ignore={folder}" for folder in ignored]
     runs = [
         ([*WORKERS, *ignore, *part], TEST_ENVIRONMENT),
         ([*WORKERS, INTERPRETED, *part], INTERPRETER_ENVIRONMENT),
     ]
+    if part and part[part.index("--group") + 1] == "1":
+        runs.append(([*WORKERS, "docs"], TEST_ENVIRONMENT))
     if session.posargs and not part:
         runs = [(session.posargs, TEST_ENVIRONMENT)]
     failed = 0

@@ -28,6 +28,7 @@ import torch
 
 from nsa_bench.environment import machine
 from nsa_core import NSAConfig, NSAttention
+from nsa_core.cache.state import NewTokens
 
 STRIDE = NSAConfig.compress_stride
 # Hq, G, D, sequences, tokens
@@ -103,7 +104,7 @@ def filled_cache(layer: NSAttention, case: Case, dtype: torch.dtype, fused: bool
     for store in cache.kv.tensors():
         store.normal_(generator=generator)
     counts = torch.tensor(before, dtype=torch.int32, device=device)
-    cache.advance(max(before), before, counts, True)
+    cache.advance(NewTokens(max(before), before, counts, True))
     return cache
 
 

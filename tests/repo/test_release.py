@@ -243,6 +243,20 @@ def noxfile_of(folder) -> types.ModuleType:
     return module
 
 
+def test_a_part_of_full_keeps_the_blocks_of_a_page_together(repo):
+    """The first part runs docs whole; the others leave it out."""
+    noxfile, runs = noxfile_of(repo.root), []
+    noxfile.run_shared = lambda session, *arguments, **options: runs.append(arguments)
+    for group in "12":
+        session = types.SimpleNamespace(posargs=["--splits", "6", "--group", group])
+        noxfile.run_pytest(session, "", tuple(session.posargs))
+    whole = [arguments for arguments in runs if "docs" in arguments]
+    assert len(runs) == 5
+    assert len(whole) == 1
+    assert "--splits" not in whole[0]
+    assert sum("--ignore=docs" in arguments for arguments in runs) == 2
+
+
 def bumped(repo, folder, to: str) -> dict[str, str]:
     """Return the files that `nox -s bump -- TO` writes, from a copy in ``folder``."""
     names = [f"packages/{package}/pyproject.toml" for package in PACKAGES]
