@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,11 +12,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import DynamicCache, Trainer, TrainingArguments
 
-from hf_models import NSA_MODELS, nsa_model, padded_batch
+from hf_models import NSA, NSA_MODELS, nsa_model, padded_batch
 from nsa_core import InvalidInput
 
 ROW = 60
-LENGTHS = ((20, 40), (15, 1, 44))  # of the documents in two rows
 
 
 def _lora(model: Any) -> Any:
@@ -79,70 +79,160 @@ def _positions(rows: Any) -> torch.Tensor:
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
 
 
-def _boundaries(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+class Batch(NamedTuple):
+    """A call of a model, and the logits of its documents alone.
+
+    Attributes:
+        arguments: The arguments, tensors with the columns of all rows.
+        is_token: bool [B, S].
+        documents: The tokens of the documents in each row.
+        expected: The logits of all tokens.
+    """
+
+    arguments: dict[str, torch.Tensor]
+    is_token: torch.Tensor
+    documents: list[list[torch.Tensor]]
+    expected: torch.Tensor
 
 
-# (lengths of the documents in each row, arguments that say so)
-PACKED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "boundaries of one row": (LENGTHS[1:], {"cu_seq_lens_q": _boundaries(*LENGTHS[1])}),
-    "boundaries of two rows": (
-        LENGTHS,
-        {"cu_seq_lens_q": _boundaries(*LENGTHS[0], *LENGTHS[1]), "max_length_q": 44},
-    ),
-    "boundaries with positions": (
-        LENGTHS,
-        {
-            "cu_seq_lens_q": _boundaries(*LENGTHS[0], *LENGTHS[1]),
-            "position_ids": torch.arange(7, 67)[None],
-        },
-    ),
-    "positions of two rows": (LENGTHS, {"position_ids": _positions(LENGTHS)}),
-    "positions of one row for two": (LENGTHS[:1] * 2, {"position_ids": _positions(LENGTHS[:1])}),
-    "one row is packed": (((60,), (25, 35)), {"position_ids": _positions(((60,), (25, 35)))}),
+DOCUMENTS = {1: [(20, 1, 24)], 2: [(20, 25), (9, 24)]}  # their lengths by the number of rows
+PADDING = {  # (side, columns with padding in each row)
+    "none": ((), ()),
+    "left": (range(7), range(19)),
+    "right": (range(45, 52), range(33, 52)),
+    "both": (range(3), (*range(12), *range(45, 52))),
+    "within a document": ((25, 26, 27), (0, *range(12, 30))),
 }
+PACKING = ("", "at 0", "positions", "shifted", "broadcast", "boundaries", "both")
+
+
+def _batch(model: Any, rows: int, padding: str, packing: str) -> Batch | None:
+    """Return a batch; None if it does not exist."""
+    lengths = DOCUMENTS[rows]
+    if not packing or packing == "at 0":
+        lengths = [(sum(row),) for row in lengths]
+    if padding == "none":
+        lengths = [(45 - sum(row[1:]), *row[1:]) for row in lengths]
+    if packing == "broadcast":
+        lengths = lengths[:1] * rows
+        if padding != "none":
+            return None
+    columns = 45 if padding == "none" else 52
+    ids = torch.zeros(rows, columns, dtype=torch.long)
+    is_token, positions = torch.ones_like(ids, dtype=torch.bool), torch.full_like(ids, 1)
+    bounds, documents = [0], []
+    for row, padded in zip(range(rows), PADDING[padding]):
+        is_token[row, list(padded)] = False
+        # the row of the fewest tokens decides; other rows fill their last document
+        total = int(is_token[row].sum())
+        sizes = [*lengths[row][:-1], total - sum(lengths[row][:-1])]
+        tokens = torch.randint(1, 61, (total,))
+        starts = [0 if packing != "shifted" else 3 + 100 * i for i in range(len(sizes))]
+        ids[row, is_token[row]] = tokens
+        positions[row, is_token[row]] = torch.cat(
+            [torch.arange(start, start + n) for start, n in zip(starts, sizes)]
+        )
+        documents.append(list(tokens.split(sizes)))
+        column = is_token[row].nonzero().flatten()
+        for n in torch.tensor(sizes[:-1]).cumsum(0).tolist():
+            bounds.append(row * columns + int(column[n]))
+        bounds.append((row + 1) * columns)
+    arguments = {"input_ids": ids}
+    if padding != "none":
+        arguments["attention_mask"] = is_token.long()
+    if packing in ("at 0", "positions", "shifted", "both"):
+        arguments["position_ids"] = positions
+    if packing == "broadcast":
+        arguments["position_ids"] = positions[:1]
+    if packing in ("boundaries", "both"):
+        arguments["cu_seq_lens_q"] = torch.tensor(bounds, dtype=torch.int32)
+    alone = [model(document[None]).logits[0] for row in documents for document in row]
+    return Batch(arguments, is_token, documents, torch.cat(alone))
 
 
 @pytest.fixture(scope="module")
-def documents_alone() -> tuple[Any, dict[str, Any]]:
-    """Return a model, and by the name of a batch (arguments, rows that are tokens, logits)."""
+def documents_alone() -> tuple[Any, dict[tuple[int, str, str], Batch]]:
+    """Return a model, and batches by (number of rows, padding, kind of packing)."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = nsa_model("qwen3", torch.float64)
-        batches = {}
-        for name, (lengths, arguments) in PACKED.items():
-            ids = torch.randint(1, 61, (len(lengths), ROW))
-            documents = [d for row, n in zip(ids, lengths) for d in row.split(list(n))]
-            logits = torch.cat([model(document[None]).logits[0] for document in documents])
-            assert (model(ids).logits.flatten(0, 1) - logits).abs().max() > 1e-3
-            batches[name] = {"input_ids": ids, **arguments}, torch.ones_like(ids), logits
-        for side in ("left", "right"):
-            ids, mask, prompts = padded_batch((ROW, 25), side)
-            logits = torch.cat([model(prompt).logits[0] for prompt in prompts])
-            arguments = {"input_ids": ids, "attention_mask": mask}
-            positions = {"position_ids": mask.cumsum(-1) - 1}
-            batches[f"padding on the {side}"] = arguments, mask, logits
-            batches[f"{side}, with positions"] = {**arguments, **positions}, mask, logits
-        return model, batches
+        names = itertools.product(DOCUMENTS, PADDING, PACKING)
+        batches = {name: _batch(model, *name) for name in names}
+        return model, {name: batch for name, batch in batches.items() if batch is not None}
+
+
+def _wrong(actual: torch.Tensor, batch: Batch) -> bool:
+    return not torch.allclose(actual[batch.is_token], batch.expected, rtol=0, atol=1e-11)
+
+
+_DIAGONAL = [(2, *pair) for pair in zip(PADDING, PACKING)] + [(2, "none", "both")]
+FAST_DOORS = ("model", "decoder", "LoRA", "checkpointing", "replica")
 
 
 @pytest.mark.parametrize(
-    "door", [pytest.param(d, marks=[pytest.mark.slow] * (d == "compiled")) for d in DOORS]
+    "door", [pytest.param(d, marks=[pytest.mark.slow] * (d not in FAST_DOORS)) for d in DOORS]
 )
 def test_every_door_gives_the_numbers_of_each_document_alone(door, documents_alone):
     model, batches = documents_alone
     call = DOORS[door](model)
-    for name, (arguments, mask, expected) in batches.items():
-        if door == "replica" and "cu_seq_lens_q" in arguments:
-            continue  # refused: nn.DataParallel would divide the boundaries
-        actual = call(**arguments)[mask.bool()]
-        assert torch.allclose(actual, expected, rtol=0, atol=1e-12), name
+    wrong = [
+        name
+        for name, batch in batches.items()
+        # nn.DataParallel would divide the boundaries, and a replica refuses them
+        if not (door == "replica" and "cu_seq_lens_q" in batch.arguments)
+        # a compiled model is slow to start: each padding and each packing once
+        and not (door == "compiled" and name not in _DIAGONAL)
+        and _wrong(call(**batch.arguments), batch)
+    ]
+    assert not wrong
+
+
+WITH_CACHE = ("model", "a tuple", "embeddings", "decoder", "get_decoder")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("split", [0, 5, 20, 29])
+@pytest.mark.parametrize(
+    "door", [pytest.param(d, marks=[pytest.mark.slow] * (d != "model")) for d in WITH_CACHE]
+)
+def test_every_door_gives_the_same_numbers_with_a_cache(door, split, documents_alone):
+    """In one call, and in two whose division is in padding, in a document or at its start."""
+    model, batches = documents_alone
+    call, wrong = DOORS[door](model), []
+    for name, batch in batches.items():
+        if (split and "cu_seq_lens_q" in batch.arguments) or (split == 20 and "shifted" in name):
+            continue  # refused: they do not say whether the document in the cache goes on
+        cache, logits = model.new_cache(), []
+        for start, end in ((0, split), (split, batch.is_token.shape[1])):
+            arguments = {
+                key: x if key == "cu_seq_lens_q" else x[:, start:end]
+                for key, x in batch.arguments.items()
+            }
+            if "attention_mask" in arguments:
+                arguments["attention_mask"] = batch.arguments["attention_mask"][:, :end]
+            if end:
+                logits.append(call(**arguments, past_key_values=cache))
+        if _wrong(torch.cat(logits, 1), batch):
+            wrong.append(name)
+    assert not wrong
+
+
+@torch.no_grad()
+def test_generate_continues_the_last_document_of_each_row(documents_alone):
+    model, batches = documents_alone
+    for (_, padding, packing), batch in batches.items():
+        if padding in ("right", "both") or "cu_seq_lens_q" in batch.arguments:
+            continue  # generate reads the last column; and it repeats boundaries in every step
+        tokens = model.generate(**batch.arguments, max_new_tokens=3)[:, -3:]
+        for row, documents in zip(tokens, batch.documents):
+            alone = model.generate(documents[-1][None], max_new_tokens=3)[0, -3:]
+            assert row.equal(alone), (padding, packing)
 
 
 @pytest.mark.parametrize("kind", NSA_MODELS)
 def test_a_loss_that_calls_the_decoder_has_the_gradients_of_the_documents(kind):
     model = nsa_model(kind, torch.float64)
-    lengths, arguments = PACKED["positions of two rows"]
+    lengths = ((20, 40), (15, 1, 44))
     ids = torch.randint(1, 61, (2, ROW))
     documents = [d for row, sizes in zip(ids, lengths) for d in row.split(list(sizes))]
     for document in documents:
@@ -150,7 +240,7 @@ def test_a_loss_that_calls_the_decoder_has_the_gradients_of_the_documents(kind):
         nn.functional.cross_entropy(logits, document[1:], reduction="sum").backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    hidden = model.get_decoder()(ids, **arguments).last_hidden_state
+    hidden = model.get_decoder()(ids, position_ids=_positions(lengths)).last_hidden_state
     labels = torch.cat([nn.functional.pad(d[1:], (0, 1), value=-100) for d in documents])
     logits = (hidden @ model.lm_head.weight.T).flatten(0, 1)
     nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
@@ -227,23 +317,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "position_ids must count up by 1 in each document of cu_seq_lens_q",
     ),
-    "boundaries and a cache": (
-        {"cu_seq_lens_q": torch.tensor([0, 60, 120]), "use_cache": True},
-        r"cu_seq_lens_q and a cache \(past_key_values or use_cache\) are passed",
+    "fractions of positions": (
+        {"position_ids": torch.arange(0, 30, 0.5)[None]},
+        r"position_ids must be integers, got torch\.float32",
     ),
-    "boundaries and a mask": (
-        {"cu_seq_lens_q": torch.tensor([0, 60, 120]), "attention_mask": torch.ones(2, 60)},
-        "cu_seq_lens_q and attention_mask are passed",
+    "positions that count padding": (
+        {
+            "position_ids": torch.arange(60)[None],
+            "attention_mask": torch.ones(2, 60).index_fill_(1, torch.tensor([30, 31]), 0),
+        },
+        r"of sequence 0 count the padding between its tokens, .* attention_mask\.cumsum\(-1\) - 1",
     ),
-    "packed positions and a cache": (
-        {"position_ids": _positions(((20, 40),)), "use_cache": True},
-        r"position_ids \[1, 60\] must count the tokens .* those in the cache included",
-    ),
-    "packed positions and a mask": (
-        {"position_ids": _positions(((20, 40),)), "attention_mask": torch.ones(2, 60)},
-        r"each start at 0 again, without an attention_mask and a cache",
-    ),
-    "other positions": ({"position_ids": torch.arange(5, 65)[None]}, "must count the tokens"),
     "positions of one row": ({"position_ids": torch.arange(60)}, r"or \[1, 60\].* got \[60\]"),
     "too few positions": ({"position_ids": torch.arange(59)[None]}, r"\[2, 60\] .* got \[1, 59\]"),
     "positions of three rows": (
@@ -285,17 +369,69 @@ def test_calls_that_nsa_cannot_serve_are_refused(case, documents_alone):
 def test_positions_that_do_not_continue_the_cache_are_refused():
     model = nsa_model()
     ids, mask, _ = padded_batch((50, 30))
-    for positions in (
-        torch.arange(100, 108)[None],
-        torch.arange(8)[None],
-        torch.arange(50, 58)[None],  # right for the first row, whose prompt has no padding
+    stated = mask.cumsum(-1) - 1
+    for earlier, later, message in (
+        (
+            None,
+            torch.arange(100, 108),
+            "sequence 0 begin at 100, but must go on at 50 after",
+        ),
+        (stated, torch.arange(50, 58), "sequence 1 begin at 50, but must go on at 30 after"),
+        (stated + 7, torch.arange(50, 58), "sequence 0 begin at 50, but must go on at 57 after"),
     ):
         cache = model.new_cache()
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, past_key_values=cache, position_ids=earlier)
         for call in (model, model.model):
-            with pytest.raises(InvalidInput, match=r"position_ids \[1, 8\] must count the tokens"):
-                call(ids[:, :8], past_key_values=cache, position_ids=positions)
+            with pytest.raises(InvalidInput, match=message):
+                call(ids[:, :8], past_key_values=cache, position_ids=later[None])
+            with pytest.raises(InvalidInput, match="cu_seq_lens_q is passed with a cache that has"):
+                call(ids[:, :8], past_key_values=cache, cu_seq_lens_q=torch.tensor([0, 8, 16]))
         assert cache.get_seq_length() == 50
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compress", ["mlp", "mean"])
+def test_documents_start_anywhere_unless_phi_compresses_rotated_keys(compress):
+    """The mean of rotated keys rotates with them; results of other kinds of phi do not."""
+    nsa = {**NSA, "rope_before_compress": True, "compress": compress}
+    model, ids = nsa_model(dtype=torch.float64, nsa=nsa), torch.randint(1, 61, (1, 60))
+    calls = [
+        {"position_ids": torch.arange(5, 65)[None]},
+        {"position_ids": torch.cat([torch.arange(30), torch.arange(70, 100)])[None]},
+        {"position_ids": torch.arange(5, 65)[None], "cu_seq_lens_q": torch.tensor([0, 60])},
+    ]
+    for arguments in calls:
+        if compress == "mlp":
+            with pytest.raises(InvalidInput, match="must start it at 0, because phi compresses"):
+                model(ids, **arguments)
+            continue
+        parts = ids.split([30, 30] if arguments is calls[1] else [60], 1)
+        expected = torch.cat([model(part).logits for part in parts], 1)
+        assert torch.allclose(model(ids, **arguments).logits, expected, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_the_position_of_a_sequence_stays_with_it_in_a_cache():
+    """A cache that is reordered, divided, copied, cropped and reset knows where its rows start."""
+    model = nsa_model(dtype=torch.float64)
+    ids = torch.randint(1, 61, (2, 40))
+    start, cache = torch.tensor([[7], [300]]), model.new_cache(max_rollback=3)
+    columns = torch.arange(40)
+    model(ids[:, :30], past_key_values=cache, position_ids=start + columns[:30])
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_select_indices(torch.tensor([True, True]))
+    cache.batch_repeat_interleave(2)
+    cache = copy.deepcopy(cache)
+    cache.crop(-3)
+    rows = torch.tensor([1, 1, 0, 0])
+    logits = model(
+        ids[rows, 27:], past_key_values=cache, position_ids=start[rows] + columns[27:]
+    ).logits
+    assert torch.allclose(logits, model(ids[rows]).logits[:, 27:], rtol=0, atol=1e-12)
+    with pytest.raises(InvalidInput, match="begin at 47, but must go on at 340"):
+        model(ids[rows, :1], past_key_values=cache, position_ids=torch.tensor([[47]]))
+    cache.reset()
+    model(ids[rows], past_key_values=cache, position_ids=columns[None] + 9)
 
 
 def test_checkpointing_does_not_drop_a_cache_in_silence():

@@ -63,6 +63,21 @@ def test_assisted_generation_gives_the_greedy_tokens(assistant):
     assert torch.equal(generate(model, ids, do_sample=False, **options), expected)
 
 
+@pytest.mark.parametrize("states_mask", [True, False])
+def test_an_assistant_drafts_for_a_text_that_holds_the_padding_id(states_mask):
+    model, ids = nsa_model(dtype=torch.float64), torch.randint(1, 61, (1, 40)).repeat(1, 2)
+    ids[0, [11, 50, 51, 77, 78]] = model.config.pad_token_id
+    options = {"attention_mask": torch.ones_like(ids)} if states_mask else {}
+    expected = model.generate(ids, max_new_tokens=24, do_sample=False, **options)
+    torch.manual_seed(1)
+    for helper in (model, nsa_model("qwen2", torch.float64)):
+        assistant = copy.deepcopy(helper)
+        tokens = model.generate(
+            ids, max_new_tokens=24, do_sample=False, assistant_model=assistant, **options
+        )
+        assert torch.equal(tokens, expected)
+
+
 def test_bfloat16_logits_of_cache_and_forward_agree():
     model, ids = nsa_model(dtype=torch.bfloat16), torch.randint(1, 61, (2, 60))
     with torch.no_grad():
@@ -114,8 +129,47 @@ def test_the_tokens_of_a_second_turn_may_be_padded_too():
         count = int(more_mask[row].sum())
         expected = model(tokens[None]).logits[0, -count:]
         assert torch.allclose(logits[row, :count], expected, rtol=0, atol=1e-10)
-    with pytest.raises(InvalidInput, match="columns with padding stay"):
-        cache.crop(-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", range(1, 13))
+@pytest.mark.parametrize("side", ["left", "right", "gaps"])
+def test_crop_removes_columns_with_their_padding(side, count):
+    """Two calls; a crop removes a part of the second one, or all of it and a part of the first."""
+    model = nsa_model(dtype=torch.float64)
+    ids, mask, _ = padded_batch((30, 21), "right" if side == "right" else "left")
+    if side == "gaps":
+        mask[:, 20:] = torch.rand(2, 10) < 0.5
+    expected = model(torch.cat([ids, ids], 1), attention_mask=torch.cat([mask, mask], 1)).logits
+    cache, kept = model.new_cache(max_rollback=12), 30 - count
+    model(ids[:, :25], attention_mask=mask[:, :25], past_key_values=cache)
+    model(ids[:, 25:], attention_mask=mask, past_key_values=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_select_indices([1, 0, 0])
+    copied, rows = copy.deepcopy(cache), [0, 1, 1]
+    for one in (cache, copied):
+        one.crop(-count)
+        both = torch.cat([mask[:, :kept], mask[:, kept:], mask], 1)[rows]
+        rest = torch.cat([ids[:, kept:], ids], 1)[rows]
+        logits = model(rest, attention_mask=both, past_key_values=one).logits
+        assert torch.allclose(logits, expected[rows, kept:], rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_crop_out_of_range_is_refused():
+    model, ids = nsa_model(), torch.randint(1, 61, (1, 30))
+    cache = model.new_cache(max_rollback=20)
+    starts = torch.cat([torch.arange(25), torch.arange(5)])[None]
+    model(ids, position_ids=starts, past_key_values=cache)
+    for count, message in (
+        (31, "crop: tokens_to_remove must be from -30 to 0, got -31"),
+        (-1, "crop: tokens_to_remove must be from -30 to 0, got 1"),
+        (6, "crop: 6 columns have tokens of an earlier document, .* have \\[5\\] tokens"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            cache.crop(-count)
+        assert cache.get_seq_length() == 30
+    cache.crop(-5)
 
 
 def test_other_caches_are_refused_by_generate():

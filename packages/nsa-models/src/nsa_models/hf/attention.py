@@ -47,6 +47,7 @@ class NSASelfAttention(NSAttention):
         cache: NSAModelCache | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         max_length_q: int | None = None,
+        documents: list[list[int]] | None = None,
         **other: Any,
     ) -> tuple[torch.Tensor, None]:
         """Apply the layer.
@@ -59,8 +60,10 @@ class NSASelfAttention(NSAttention):
             past_key_values: The cache, to which the tokens are appended; before transformers 5.24.
             cache: The same, from transformers 5.24 on.
             cu_seq_lens_q: int32 [documents + 1], the boundaries of packed documents in the B rows
-                laid end to end.
+                laid end to end, with the padding of a row after its tokens, as if it were a
+                document.
             max_length_q: Length of the longest packed document.
+            documents: With a cache, the number of tokens of the packed documents in each row.
             **other: Arguments of other attention layers, ignored.
 
         Returns:
@@ -88,13 +91,14 @@ class NSASelfAttention(NSAttention):
             )
         cache = past_key_values if cache is None else cache
         if cache is not None:
-            return cache.layers[self.layer_idx].attend(super().forward, x, rows), None
-        if cu_seq_lens_q is not None:
-            y = super().forward(x.flatten(0, 1), cu_seq_lens_q, max_length_q)
-            return y.unflatten(0, x.shape[:2]), None
-        if rows is None:
-            return super().forward(x), None
-        return rows.restore(super().forward(rows.to_front(x))), None
+            return cache.layers[self.layer_idx].attend(super().forward, x, rows, documents), None
+        x = x if rows is None else rows.to_front(x)
+        if cu_seq_lens_q is None:
+            y = super().forward(x)
+        else:
+            packed = super().forward(x.flatten(0, 1), cu_seq_lens_q, max_length_q)
+            y = packed.unflatten(0, x.shape[:2])
+        return y if rows is None else rows.restore(y), None
 
     @torch.no_grad()
     def reset_uninitialized(self) -> None:

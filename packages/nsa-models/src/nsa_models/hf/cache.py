@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from nsa_core.cache.cache import NSACache, resized
@@ -29,7 +32,7 @@ class NSACacheLayer(CacheLayerMixin):
     Attributes:
         state: The tokens; None before the first call.
         columns: Number of columns.
-        padded: Number of columns up to the last one with padding.
+        padded: (first column, bool [B, columns] that is True for tokens) of each call with padding.
     """
 
     is_compileable = False
@@ -41,10 +44,15 @@ class NSACacheLayer(CacheLayerMixin):
         super().__init__()
         self.attn, self.max_len, self.max_rollback = attn, max_len, max_rollback
         self.state: NSACache | None = None
-        self.columns = self.padded = 0
+        self.columns = 0
+        self.padded: list[tuple[int, torch.Tensor]] = []
 
     def attend(
-        self, forward: Callable[..., torch.Tensor], x: torch.Tensor, rows: TokenRows | None
+        self,
+        forward: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        rows: TokenRows | None,
+        documents: Sequence[Sequence[int]] | None = None,
     ) -> torch.Tensor:
         """Append the tokens of x [B, S, dim] and return the layer's output for them.
 
@@ -52,16 +60,22 @@ class NSACacheLayer(CacheLayerMixin):
             forward: The forward of the layer, as NSAttention.forward.
             x: The input; under torch.no_grad() if it requires grad.
             rows: The rows of x that are tokens; None if all are.
+            documents: Number of tokens of the documents in each sequence of x, of which the first
+                continues the tokens in the cache; None if no other document starts.
         """
         state = self._state_for(x)
-        if rows is None:
-            y = forward(x, cache=state)
+        tokens = x if rows is None else rows.to_front(x)
+        if documents is not None:
+            y = _attend_in_turn(forward, tokens, state, documents)
+        elif rows is None:
+            y = forward(tokens, cache=state)
         else:
             counts = rows.is_token.sum(1).tolist() if rows.counts is None else rows.counts
-            y = rows.restore(forward(rows.to_front(x), cache=state, new=counts))
-        self.columns += x.shape[1]
+            y = forward(tokens, cache=state, new=counts)
         if rows is not None:
-            self.padded = self.columns
+            y = rows.restore(y)
+            self.padded.append((self.columns, rows.is_token))
+        self.columns += x.shape[1]
         return y
 
     def _state_for(self, x: torch.Tensor) -> NSACache:
@@ -111,7 +125,7 @@ class NSACacheLayer(CacheLayerMixin):
         """Remove all tokens."""
         if self.state is not None:
             self.state.reset()
-        self.columns = self.padded = 0
+        self.columns, self.padded = 0, []
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last columns.
@@ -120,33 +134,44 @@ class NSACacheLayer(CacheLayerMixin):
             tokens_to_remove: 0, or a negative integer: minus the number of columns.
 
         Raises:
-            InvalidInput: The number is positive, a removed column has padding, or the number is
-                more than ``max_rollback``.
+            InvalidInput: The number is out of range, or a sequence has more than ``max_rollback``
+                tokens in these columns, or tokens of an earlier document.
         """
-        count = -tokens_to_remove
-        if self.state is None or count == 0:
+        if self.state is None or tokens_to_remove == 0:
             return
-        if not 0 <= count <= self.columns - self.padded:
+        if not -self.columns <= tokens_to_remove < 0:
             raise InvalidInput(
-                f"crop: tokens_to_remove must be from {self.padded - self.columns} to 0, got"
-                f" {tokens_to_remove}; columns with padding stay in the cache"
+                f"crop: tokens_to_remove must be from {-self.columns} to 0, got {tokens_to_remove}"
             )
-        self.state.crop([length - count for length in self.state.host_lengths()])
-        self.columns -= count
+        columns = self.columns + tokens_to_remove
+        lengths = [length + tokens_to_remove for length in self.state.host_lengths()]
+        for first, is_token in self.padded:
+            if first + is_token.shape[1] > columns:  # padding is not in the state
+                padding = (~is_token[:, max(columns - first, 0) :]).sum(1).tolist()
+                lengths = [length + n for length, n in zip(lengths, padding)]
+        if min(lengths) < 0:
+            raise InvalidInput(
+                f"crop: {-tokens_to_remove} columns have tokens of an earlier document, which the"
+                " cache no longer holds; sequences have"
+                f" {self.state.host_lengths()} tokens"
+            )
+        self.state.crop(lengths)
+        self.columns = columns
+        self.padded = [(i, mask[:, : columns - i]) for i, mask in self.padded if i < columns]
 
     def reorder_cache(self, beam_idx: Sequence[int] | torch.Tensor) -> None:
         """Replace each sequence b by the former sequence ``beam_idx[b]``."""
         if self.state is not None:
             self.state.reorder(beam_idx)
+            self.padded = [(first, is_token[beam_idx]) for first, is_token in self.padded]
 
     def batch_select_indices(self, indices: Sequence[int] | torch.Tensor) -> None:
         """Keep only the sequences ``indices``, integers or a bool mask [B]."""
         if self.state is None:
             return
-        if isinstance(indices, torch.Tensor):
-            indices = (indices.nonzero() if indices.dtype == torch.bool else indices).flatten()
-            indices = indices.tolist()
-        self.state = resized(self.state, self.state.max_len, list(indices))
+        rows = _row_list(indices)
+        self.state = resized(self.state, self.state.max_len, rows)
+        self.padded = [(first, is_token[rows]) for first, is_token in self.padded]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence ``repeats`` times."""
@@ -165,8 +190,44 @@ class NSACacheLayer(CacheLayerMixin):
         if self.state is not None:
             copied.state = resized(self.state, self.state.max_len)
             copied.is_initialized = True
-        copied.columns, copied.padded = self.columns, self.padded
+        copied.columns, copied.padded = self.columns, list(self.padded)
         return copied
+
+
+def _row_list(indices: Sequence[int] | torch.Tensor) -> list[int]:
+    """Return indices of sequences, integers or a bool mask [B], as a list."""
+    if isinstance(indices, torch.Tensor):
+        indices = (indices.nonzero() if indices.dtype == torch.bool else indices).flatten()
+        indices = indices.tolist()
+    return list(indices)
+
+
+def _attend_in_turn(
+    forward: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    state: NSACache,
+    documents: Sequence[Sequence[int]],
+) -> torch.Tensor:
+    """Append the documents of each sequence one after the other; the cache keeps the last one.
+
+    Args:
+        forward: The forward of the layer.
+        x: The input [B, S, dim], with the tokens of every sequence first.
+        state: The cache of the layer.
+        documents: As for :meth:`NSACacheLayer.attend`.
+    """
+    outputs: list[list[torch.Tensor]] = [[] for _ in documents]
+    first = [0] * len(documents)
+    for turn, counts in enumerate(zip_longest(*documents, fillvalue=0)):
+        if turn:
+            state.reset([b for b, count in enumerate(counts) if count])
+        parts = [row[start : start + n] for row, start, n in zip(x, first, counts)]
+        y = forward(pad_sequence(parts, batch_first=True), cache=state, new=counts)
+        for output, row, count in zip(outputs, y, counts):
+            output.append(row[:count])
+        first = [start + count for start, count in zip(first, counts)]
+    y = pad_sequence([torch.cat(parts) for parts in outputs], batch_first=True)
+    return F.pad(y, (0, 0, 0, x.shape[1] - y.shape[1]))
 
 
 class NSAModelCache(Cache):
@@ -177,6 +238,10 @@ class NSAModelCache(Cache):
         max_len: Number of tokens per sequence for which memory is allocated; the cache grows.
         max_rollback: Maximum number of tokens that ``crop`` can remove.
 
+    Attributes:
+        offsets: The position of the first token of each sequence; None where ``position_ids`` have
+            not stated it.
+
     Raises:
         InvalidInput: A number is out of range.
     """
@@ -186,6 +251,11 @@ class NSAModelCache(Cache):
     def __init__(self, layers: Sequence[NSAttention], max_len: int = 0, max_rollback: int = 0):
         check_integers({}, {"max_len": max_len, "max_rollback": max_rollback})
         super().__init__(layers=[NSACacheLayer(attn, max_len, max_rollback) for attn in layers])
+        self.offsets: list[int | None] | None = None
+
+    def offsets_of(self, batch: int) -> list[int | None]:
+        """Return a copy of :attr:`offsets`, for ``batch`` sequences."""
+        return [None] * batch if self.offsets is None else list(self.offsets)
 
     def host_lengths(self, batch: int) -> list[int]:
         """Return the number of tokens of each of ``batch`` sequences."""
@@ -194,4 +264,24 @@ class NSAModelCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the sequences for beam search. Synchronises once."""
-        super().reorder_cache(beam_idx.tolist())
+        order = beam_idx.tolist()
+        super().reorder_cache(order)
+        if self.offsets is not None:
+            self.offsets = [self.offsets[b] for b in order]
+
+    def batch_select_indices(self, indices: Sequence[int] | torch.Tensor) -> None:
+        """Keep only the sequences ``indices``, integers or a bool mask [B]."""
+        super().batch_select_indices(indices)
+        if self.offsets is not None:
+            self.offsets = [self.offsets[b] for b in _row_list(indices)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence ``repeats`` times."""
+        super().batch_repeat_interleave(repeats)
+        if self.offsets is not None:
+            self.offsets = [offset for offset in self.offsets for _ in range(repeats)]
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        super().reset()
+        self.offsets = None

@@ -23,7 +23,7 @@ from nsa_models.hf.configs import (
     layer_spec,
 )
 from nsa_models.hf.divided import check_divided_call
-from nsa_models.hf.packed import packed_boundaries
+from nsa_models.hf.packed import packed_documents
 
 # The argument for the cache; transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
@@ -98,9 +98,10 @@ class _NSADecoder(NSAPreTrained):
             input_ids: Integer [B, S].
             attention_mask: [B, S] with the tokens of a cache before the input; 0 marks padding, on
                 either side.
-            position_ids: [B, S], or [1, S] for all rows. They must count the tokens of each
-                sequence from 0, the tokens in a cache included. Without a cache and without
-                ``attention_mask``, positions that start at 0 again mark packed documents.
+            position_ids: Integers [B, S], or [1, S] for all rows. A token whose position does not
+                follow that of the token before it starts a document, at any position. The first
+                tokens of a call must follow those in a cache, or start documents at 0; the cache
+                keeps the last document of each row.
             past_key_values: A cache from :meth:`new_cache` or from an earlier output.
             inputs_embeds: Embeddings [B, S, dim] in place of ``input_ids``.
             use_cache: Return a cache in the output. Default: only if ``past_key_values`` is passed.
@@ -108,9 +109,9 @@ class _NSADecoder(NSAPreTrained):
                 on.
             **kwargs: ``cu_seq_lens_q`` int32 [documents + 1] and ``max_length_q`` for packed
                 documents: the boundaries in the B rows laid end to end, from 0 to B * S, with a
-                boundary at the end of each row. ``position_ids`` have no effect beside them; those
-                that do not count up by 1 in each document are an error on the CPU, and on a GPU
-                with NSA_CHECK=1. Other arguments of the dense decoder.
+                boundary at the end of each row, for an empty cache or none. ``position_ids`` have
+                no effect beside them; those that do not count up by 1 in each document are an error
+                on the CPU, and on a GPU with NSA_CHECK=1. Other arguments of the dense decoder.
 
         Raises:
             InvalidInput: The cache is of another kind, the mask or the positions are not supported,
@@ -132,8 +133,10 @@ class _NSADecoder(NSAPreTrained):
             )
             _check_mask(attention_mask, size, cache)
             positions = None if is_divided else position_ids
-            kwargs |= packed_boundaries(size, attention_mask, positions, cache, kwargs)
-        return super().forward(  # type: ignore[misc]
+            layer = self.layers[0].self_attn.config
+            packing = packed_documents(size, attention_mask, positions, cache, kwargs, layer)
+            kwargs |= packing.arguments
+        output = super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -141,6 +144,9 @@ class _NSADecoder(NSAPreTrained):
             use_cache=use_cache or cache is not None,
             **{**kwargs, CACHE: cache},
         )
+        if cache is not None:
+            cache.offsets = packing.offsets
+        return output
 
     def _check_call(self, cache: Any, recomputes: bool, options: dict[str, Any]) -> None:
         """Check the cache, and that the other arguments ask for what NSA computes.

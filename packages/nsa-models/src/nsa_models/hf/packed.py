@@ -1,40 +1,61 @@
-"""The boundaries of packed documents, and the positions of tokens, in a call of a decoder."""
+"""The documents of each row, and the positions of tokens, in a call of a decoder."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
+from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.packing import token_positions
 from nsa_core.torch_ops.torch_state import is_capturing
 from nsa_models.hf.cache import NSAModelCache
 
+Lengths = list[list[int]]  # of the documents in each row, in tokens
 
-def packed_boundaries(
+
+class Packing(NamedTuple):
+    """What a call of a decoder tells its layers and its cache.
+
+    Attributes:
+        arguments: Arguments of the layers: ``cu_seq_lens_q`` and ``max_length_q``, or ``documents``
+            for a cache; empty if no row has several documents.
+        offsets: The value of :attr:`NSAModelCache.offsets` after the call.
+    """
+
+    arguments: dict[str, Any]
+    offsets: list[int | None]
+
+
+def packed_documents(
     size: torch.Size,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     cache: NSAModelCache | None,
     options: dict[str, Any],
-) -> dict[str, Any]:
-    """Return ``cu_seq_lens_q`` and ``max_length_q`` for the layers; empty if not packed.
+    layer: NSAConfig,
+) -> Packing:
+    """Divide the rows of a call into documents.
 
     Args:
         size: Shape of the input, [B, S].
-        attention_mask: [B, S] with the tokens of the cache before the input, or None.
-        position_ids: The argument of the decoder. Positions that start again at 0 mark documents.
+        attention_mask: [B, S] with the columns of the cache before the input, or None.
+        position_ids: The argument of the decoder. A token whose position does not follow that of
+            the token before it starts a document.
         cache: The cache of the call.
         options: Other arguments of the decoder.
+        layer: The layers of the decoder.
 
     Raises:
         InvalidInput: The arguments contradict each other, the boundaries do not divide each of
-            several rows, or the positions do not count the tokens of each sequence or document.
-            Positions beside boundaries are checked on the CPU, and on a GPU with NSA_CHECK=1.
+            several rows, or NSA does not compute attention at these positions. Positions beside
+            boundaries are checked on the CPU, and on a GPU with NSA_CHECK=1.
     """
     boundaries = options.get("cu_seq_lens_q")
+    offsets = [None] * size[0] if cache is None else cache.offsets_of(size[0])
     if boundaries is None:
         if options.get("cu_seq_lens_k") is not None:
             raise InvalidInput(
@@ -42,57 +63,93 @@ def packed_boundaries(
                 " documents as cu_seq_lens_q"
             )
         if position_ids is None:
-            return {}
-        packing: dict[str, Any] = _from_positions(size, attention_mask, position_ids, cache)
-        return packing
-    if cache is not None or attention_mask is not None:
-        other = "attention_mask" if cache is None else "a cache (past_key_values or use_cache)"
-        raise InvalidInput(f"cu_seq_lens_q and {other} are passed; pass only one of them")
+            return Packing({}, offsets)
+        return _from_positions(size, attention_mask, position_ids, cache, layer)
+    if cache is not None and cache.get_seq_length():
+        raise InvalidInput(
+            "cu_seq_lens_q is passed with a cache that has tokens, whose document may go on: pass"
+            " position_ids, which start at 0 in each new document"
+        )
     if not isinstance(boundaries, torch.Tensor) or boundaries.dim() != 1:
         is_tensor = isinstance(boundaries, torch.Tensor)
         passed = list(boundaries.shape) if is_tensor else type(boundaries).__name__
         raise InvalidInput(f"cu_seq_lens_q must be a tensor [documents + 1], got {passed}")
-    if size[0] != 1:
-        _check_rows(size, boundaries)
     if position_ids is not None:
         positions = _rows_of(size, position_ids)
         if positions.device.type == "cpu" or os.environ.get("NSA_CHECK") == "1":
-            _check_documents(boundaries, positions.flatten())
+            _check_documents(boundaries, positions.flatten(), attention_mask, layer)
+    if size[0] != 1 or attention_mask is not None or cache is not None:
+        lengths = _from_boundaries(size, attention_mask, boundaries)
+        return Packing(_arguments(size, lengths, cache, boundaries.device), offsets)
     longest = options.get("max_length_q")
-    return {
+    arguments = {
         "cu_seq_lens_q": boundaries.to(torch.int32),
         "max_length_q": None if longest is None else int(longest),
+    }
+    return Packing(arguments, offsets)
+
+
+def _arguments(
+    size: torch.Size, lengths: Lengths, cache: NSAModelCache | None, device: torch.device
+) -> dict[str, Any]:
+    """Return the arguments of the layers, for rows whose tokens come before their padding."""
+    if cache is not None:
+        return {"documents": lengths} if max(map(len, lengths), default=0) > 1 else {}
+    with_padding = [n for row in lengths for n in (*row, size[1] - sum(row)) if n]
+    boundaries = torch.tensor([0, *with_padding]).cumsum(0, dtype=torch.int32)
+    return {
+        "cu_seq_lens_q": boundaries.to(device, non_blocking=True),
+        "max_length_q": max(with_padding, default=0),
     }
 
 
 @torch.compiler.disable(reason="it reads the boundaries on the host")
-def _check_rows(size: torch.Size, boundaries: torch.Tensor) -> None:
-    """Check that the boundaries are those of all rows laid end to end. Synchronises.
+def _from_boundaries(
+    size: torch.Size, attention_mask: torch.Tensor | None, boundaries: torch.Tensor
+) -> Lengths:
+    """Return the documents between boundaries in all rows laid end to end. Synchronises.
 
     Raises:
         InvalidInput: They end elsewhere, or a document has tokens of two rows.
     """
     rows, columns = size
     starts_of_rows = range(0, rows * columns + 1, columns)
-    _check_readable("cu_seq_lens_q of several rows", boundaries)
+    _check_readable("cu_seq_lens_q of several rows, or of rows with padding,", boundaries)
     bounds = boundaries.tolist()
     if bounds[-1:] != [rows * columns] or not set(starts_of_rows) <= set(bounds):
         raise InvalidInput(
             f"cu_seq_lens_q must hold the boundaries of the {rows} rows laid end to end, from 0 to"
             f" {rows} * {columns} = {rows * columns} with every multiple of {columns}, got {bounds}"
         )
+    document = token_positions(boundaries.cpu(), rows * columns).document.view(size)
+    return [
+        row[is_token].unique_consecutive(return_counts=True)[1].tolist()
+        for row, is_token in zip(document, _tokens(size, attention_mask))
+    ]
 
 
 @torch.compiler.disable(reason="it reads the positions on the host")
-def _check_documents(boundaries: torch.Tensor, positions: torch.Tensor) -> None:
-    """Check that positions count up by 1 in each document; where they start has no effect."""
-    counted = token_positions(boundaries, len(positions)).position
-    steps = (positions - counted.to(positions.device)).diff()
-    if bool(steps.masked_fill(counted[1:].to(steps.device) == 0, 0).any()):
+def _check_documents(
+    boundaries: torch.Tensor,
+    positions: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    layer: NSAConfig,
+) -> None:
+    """Check that positions count up by 1 in each document; see :func:`_check_start`."""
+    boundaries, positions = boundaries.cpu(), positions.cpu()
+    documents = token_positions(boundaries, len(positions))
+    if attention_mask is not None:
+        is_token = attention_mask.flatten().cpu().bool()
+        documents = type(documents)(*(x[is_token] for x in documents))
+        positions = positions[is_token]
+    is_first = documents.document.diff(prepend=documents.document.new_tensor([-1])) != 0
+    if bool((positions.diff() != 1)[~is_first[1:]].any()):
         raise InvalidInput(
             "position_ids must count up by 1 in each document of cu_seq_lens_q, because NSA rotates"
             " at these positions: leave them out"
         )
+    for start in positions[is_first].tolist():
+        _check_start(start, layer)
 
 
 def _check_readable(name: str, tensor: torch.Tensor) -> None:
@@ -102,41 +159,81 @@ def _check_readable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def _tokens(size: torch.Size, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the rows of the input that are tokens, bool [B, S] on the CPU."""
+    if attention_mask is None:
+        return torch.ones(size, dtype=torch.bool)
+    return attention_mask[:, attention_mask.shape[1] - size[1] :].cpu().bool()
+
+
 @torch.compiler.disable(reason="it reads the positions on the host")
 def _from_positions(
     size: torch.Size,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor,
     cache: NSAModelCache | None,
-) -> dict[str, Any]:
-    """Check the positions, and return the boundaries that they mark. Synchronises."""
-    batch, columns = size
-    positions = _rows_of(size, position_ids)
-    _check_readable("position_ids", positions)
-    index = torch.arange(columns, device=positions.device)
-    counted, is_padding = index, torch.zeros_like(index, dtype=torch.bool)
-    if attention_mask is not None:
-        is_token = attention_mask[:, -columns:].to(positions.device).bool()
-        counted, is_padding = is_token.cumsum(-1) - 1, ~is_token
-    if cache is not None:
-        counted = counted + positions.new_tensor(cache.host_lengths(batch))[:, None]
-    if bool(((positions == counted) | is_padding).all()):
-        return {}
-    is_first = positions == 0
-    starts = torch.where(is_first, index, 0).cummax(-1).values
-    is_packed = bool((positions == index - starts).all())
-    if attention_mask is not None or cache is not None or not is_packed:
+    layer: NSAConfig,
+) -> Packing:
+    """Return the documents that positions mark. Synchronises."""
+    _check_readable("position_ids", position_ids)
+    batch, columns = size[0], 0 if cache is None else cache.get_seq_length()
+    held = [0] * batch if cache is None else cache.host_lengths(batch)
+    offsets = [None] * batch if cache is None else cache.offsets_of(batch)
+    lengths: Lengths = []
+    positions, tokens = _rows_of(size, position_ids).cpu(), _tokens(size, attention_mask)
+    for b, is_token in enumerate(tokens):
+        column = is_token.nonzero().flatten()
+        position = positions[b, column]
+        if not len(column):
+            lengths.append([])
+            continue
+        steps, between = position.diff(), column.diff()
+        if bool(((steps == between) & (between > 1)).any()):
+            raise InvalidInput(
+                f"position_ids of sequence {b} count the padding between its tokens, but the"
+                " positions of NSA count tokens: pass attention_mask.cumsum(-1) - 1, or leave them"
+                " out"
+            )
+        bounds = [0, *((steps != 1).nonzero().flatten() + 1).tolist(), len(column)]
+        lengths.append([end - start for start, end in pairwise(bounds)])
+        first, *starts = position[bounds[:-1]].tolist()
+        offset = offsets[b]
+        if offset is None and first in (held[b], columns + int(column[0])):
+            offset = first - held[b]
+        if held[b] and first != held[b] + (offset or 0):
+            if first != 0:
+                raise InvalidInput(
+                    f"position_ids of sequence {b} begin at {first}, but must go on at"
+                    f" {held[b] + (offset or 0)} after the {held[b]} tokens in the cache, or start"
+                    " a document at 0"
+                )
+            lengths[b].insert(0, 0)  # of the document in the cache, which ends
+            starts.insert(0, first)
+        elif not held[b]:
+            offset = first
+        offsets[b] = starts[-1] if starts else offset
+        for start in (*starts, offset or 0):
+            _check_start(start, layer)
+    is_packed = max(map(len, lengths), default=0) > 1
+    arguments = _arguments(size, lengths, cache, position_ids.device) if is_packed else {}
+    return Packing(arguments, offsets)
+
+
+def _check_start(position: int, layer: NSAConfig) -> None:
+    """Check that documents may start at a position.
+
+    Rotary scores depend on differences of positions only, so a document may start anywhere if phi
+    compresses keys before their rotation, or their mean.
+
+    Raises:
+        InvalidInput: They may start at 0 only.
+    """
+    if position and layer.rope and layer.rope_before_compress and layer.compress != "mean":
         raise InvalidInput(
-            f"position_ids {list(position_ids.shape)} must count the tokens of each sequence from"
-            " 0, those in the cache included, because NSA rotates at these positions; documents"
-            " packed in a row may each start at 0 again, without an attention_mask and a cache"
+            f"position_ids start a document at {position}, but must start it at 0, because phi"
+            f" compresses rotated keys (rope_before_compress, compress={layer.compress!r}), and its"
+            " results depend on the position: subtract the first position of each document"
         )
-    first_rows = is_first.flatten().nonzero().flatten()
-    boundaries = torch.cat([first_rows, first_rows.new_tensor([positions.numel()])])
-    return {
-        "cu_seq_lens_q": boundaries.to(torch.int32),
-        "max_length_q": int(boundaries.diff().max()),
-    }
 
 
 def _rows_of(size: torch.Size, position_ids: torch.Tensor) -> torch.Tensor:
@@ -146,4 +243,6 @@ def _rows_of(size: torch.Size, position_ids: torch.Tensor) -> torch.Tensor:
             f"position_ids must be {list(size)} or {[1, size[1]]}, like the input, got"
             f" {list(position_ids.shape)}"
         )
+    if position_ids.is_floating_point() or position_ids.is_complex():
+        raise InvalidInput(f"position_ids must be integers, got {position_ids.dtype}")
     return position_ids.expand(size)
