@@ -92,3 +92,33 @@ def test_report_row_19_gates_of_twelve_layers():
         assert gate.std((0, 1)).min() > 0.03  # each varies from token to token
         assert (layer.gate.weight.grad != 0).all()
         assert (layer.gate.bias.grad != 0).all()
+
+
+def _after_every_module(attn):
+    """Initialise as frameworks do that build on the meta device: outer modules come first."""
+    for module in attn.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+@pytest.mark.parametrize("reset", [NSAttention.reset_parameters, _after_every_module])
+@pytest.mark.parametrize("gate", GATE_KINDS)
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+def test_a_layer_from_the_meta_device_has_the_distribution_of_a_new_one(kind, gate, reset):
+    config = small(compress=kind, gate=gate, qk_norm=True, dim=192, head_dim=16, v_head_dim=16)
+    new = dict(NSAttention(config).named_parameters())
+    with torch.device("meta"):
+        attn = NSAttention(config)
+    attn.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in attn.parameters():
+            parameter.fill_(torch.nan)
+    reset(attn)
+    for name, parameter in attn.named_parameters():
+        values, expected = parameter.double(), new[name].double()
+        if expected.std() == 0:  # biases and norms
+            assert torch.equal(values, expected), name
+            continue
+        error = (2 / values.numel()) ** 0.5  # of the logarithm of a standard deviation, doubled
+        assert abs(values.std().log() - expected.std().log()) < 4 * error, name
+        assert abs(values.mean() - expected.mean()) < 4 * error * expected.std(), name

@@ -17,6 +17,7 @@ from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.fp32_product import fp32_linear, takes_fp32_product
 from nsa_core.layer.plain_linear import are_plain_linear
+from nsa_core.layer.unit_linear import UnitLinear
 from nsa_core.torch_ops.torch_state import no_autocast
 
 _LOGIT_STD = 0.5  # standard deviation of the initial logits: gates of 0.5 +- 0.12
@@ -87,15 +88,11 @@ class MLPGate(nn.Sequential):
 
     def __init__(self, dim: int, n_heads: int) -> None:
         hidden = max(1, dim // 4)
-        super().__init__(nn.Linear(dim, hidden), nn.SiLU(), nn.Linear(hidden, n_heads * 3))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialise to hidden units of variance 1 before SiLU, and logits as for LinearGate."""
-        for layer, std in zip((self[0], self[2]), (1.0, _LOGIT_STD / _SILU_RMS)):
-            assert isinstance(layer, nn.Linear)
-            nn.init.normal_(layer.weight, std=std * layer.in_features**-0.5)
-            nn.init.zeros_(layer.bias)
+        super().__init__(
+            UnitLinear(dim, hidden),
+            nn.SiLU(),
+            UnitLinear(hidden, n_heads * 3, gain=_LOGIT_STD / _SILU_RMS),  # as for LinearGate
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the gates [..., Hq, 3] of x [..., dim], in the order cmp, sel, win.

@@ -17,17 +17,17 @@ PLAIN_TENSORS = (nn.Parameter, torch.Tensor)  # torch.func.functional_call sets 
 
 
 def are_plain(kind: type[nn.Module], *modules: nn.Module) -> bool:
-    """Whether every module is exactly of class ``kind``, without hooks and without a forward of
-    its own.
+    """Whether every module computes the forward of class ``kind``, without hooks.
 
-    Parametrisations and FSDP2 change the class. Global hooks count as hooks. One call checks
-    several modules, because every forward pass and every decode step calls this function.
+    A subclass without a forward of its own is plain: some trainers change the class of every
+    module. Global hooks count as hooks. One call checks several modules, because every forward pass
+    and every decode step calls this function.
     """
     if _has_any_global_hook():
         return False
     for module in modules:
         if (
-            type(module) is not kind
+            (type(module) is not kind and type(module).forward is not kind.forward)
             or module._forward_hooks
             or module._forward_pre_hooks
             or module._backward_hooks
@@ -41,7 +41,8 @@ def are_plain(kind: type[nn.Module], *modules: nn.Module) -> bool:
 def are_plain_linear(*layers: nn.Module, kind: type[nn.Linear] = nn.Linear) -> bool:
     """Whether every layer is plain and has a weight and a bias that are plain tensors.
 
-    Subclasses of torch.Tensor, such as DTensor and quantised tensors, define their own product.
+    Subclasses of torch.Tensor, such as DTensor and quantised tensors, define their own product. A
+    parametrised layer has no parameter ``weight``.
     """
     if not are_plain(kind, *layers):
         return False

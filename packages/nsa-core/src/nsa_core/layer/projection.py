@@ -25,6 +25,7 @@ from nsa_core.layer.rope import (
     wide_if_eager,
 )
 from nsa_core.layer.split_product import joins_columns, rotated_heads, split_columns
+from nsa_core.layer.unit_linear import UnitLinear
 from nsa_core.packing import token_positions
 from nsa_core.plan.default_plan import (
     check_is_plan,
@@ -49,6 +50,10 @@ class HeadNorm(nn.Module):
     def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight to 1."""
+        nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x [..., D]; shape and dtype are unchanged."""
@@ -115,16 +120,20 @@ class NSAProjections(nn.Module):
         q_width, k_width = config.n_heads * config.qk_dim, config.n_kv_heads * config.qk_dim
         v_width = config.n_kv_heads * config.v_dim
         self._widths = [q_width, *[k_width] * pairs, *[v_width] * pairs]
-        self.qkv = nn.Linear(config.dim, sum(self._widths), bias=False)
+        self.qkv = UnitLinear(config.dim, sum(self._widths), bias=False)
         self.q_norm = HeadNorm(config.qk_dim) if config.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(config.qk_dim) if config.qk_norm else nn.Identity()
         self.phi_k = make_phi(config.compress, config.geometry, config.qk_dim)
         self.phi_v = make_phi(config.compress, config.geometry, config.v_dim)
         self.gate = make_gate(config.gate, config.dim, config.n_heads)
-        self.out = nn.Linear(config.n_heads * config.v_dim, config.dim, bias=False)
+        self.out = UnitLinear(config.n_heads * config.v_dim, config.dim, bias=False)
         self._last: tuple[torch.device, torch.dtype, bool, bool] | None = None
-        for linear in (self.qkv, self.out):  # unit-variance outputs for unit-variance inputs
-            nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as those of a new layer, for example after ``to_empty``."""
+        for module in self.modules():
+            if module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
 
     def extra_repr(self) -> str:
         """Return the fields of the config that differ from their defaults, for repr."""

@@ -108,9 +108,8 @@ def _check_whole(layer: NSAttention) -> None:
 
 def _is_plain(linear: nn.Module) -> bool:
     """Return whether a linear layer has no wrapper, no hooks and no sharded parameter."""
-    if type(linear) not in (nn.Linear, LinearGate):
-        return False
-    return are_plain(type(linear), linear) and type(linear.weight) is nn.Parameter
+    kind = LinearGate if isinstance(linear, LinearGate) else nn.Linear
+    return are_plain(kind, linear) and type(linear.weight) is nn.Parameter
 
 
 def _last_of_gate(layer: NSAttention) -> Any:

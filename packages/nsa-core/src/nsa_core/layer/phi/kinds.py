@@ -20,8 +20,11 @@ from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.phi.chunks import Chunks, PackedBlocks
 from nsa_core.layer.phi.joint import JointPhi, fits, joint_hidden, stacked
 from nsa_core.layer.plain_linear import PLAIN_TENSORS, are_plain, are_plain_linear
+from nsa_core.layer.unit_linear import UnitLinear
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.torch_state import is_eager
+
+_GELU_RMS = 0.43**0.5  # root mean square of GELU over a standard normal
 
 
 def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
@@ -196,14 +199,12 @@ class LinearPhi(Phi):
         super().__init__(geometry, width)
         size = geometry.compress_block_size
         self.position = nn.Parameter(torch.empty(size, width))
-        self.proj = nn.Linear(size * width, width)
+        self.proj = UnitLinear(size * width, width)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise to unit-variance outputs for unit-variance inputs."""
+        """Initialise the position encoding; ``proj`` initialises itself."""
         nn.init.normal_(self.position, std=0.02)
-        nn.init.normal_(self.proj.weight, std=self.proj.in_features**-0.5)
-        nn.init.zeros_(self.proj.bias)
 
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
@@ -226,20 +227,13 @@ class MLPPhi(Phi):
         super().__init__(geometry, width)
         size = geometry.compress_block_size
         self.position = nn.Parameter(torch.empty(size, width))
-        self.up = nn.Linear(size * width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
+        self.up = UnitLinear(size * width, 2 * width)
+        self.down = UnitLinear(2 * width, width, gain=_GELU_RMS**-1)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise to outputs of about unit variance for unit-variance inputs.
-
-        The mean square of GELU over a standard normal is 0.43.
-        """
+        """Initialise the position encoding; ``up`` and ``down`` initialise themselves."""
         nn.init.normal_(self.position, std=0.02)
-        nn.init.normal_(self.up.weight, std=self.up.in_features**-0.5)
-        nn.init.normal_(self.down.weight, std=(0.43 * self.down.in_features) ** -0.5)
-        nn.init.zeros_(self.up.bias)
-        nn.init.zeros_(self.down.bias)
 
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
