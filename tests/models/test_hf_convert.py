@@ -142,6 +142,38 @@ def test_a_checkpoint_that_cannot_be_carried_over_is_refused(damage, message, tm
     assert not (tmp_path / "nsa").exists()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "frozen",
+    [(), ("embed_tokens",), ("q_proj", "norm"), ("q_proj", "k_proj", "v_proj"), ("",)],
+    ids="-".join,
+)
+def test_frozen_parameters_stay_frozen_and_nothing_is_shared(tied, frozen):
+    dense = dense_model("qwen2", tie_word_embeddings=tied)
+    for name, parameter in dense.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    dense.generation_config.max_new_tokens = 7
+    values = {name: p.clone() for name, p in dense.state_dict().items()}
+    with torch.no_grad():
+        model, _, new = hf.convert(dense)
+    is_joint = all(f"{name}_proj" in frozen for name in "qkv") or frozen == ("",)
+    for name, parameter in model.named_parameters():
+        if name in new:
+            expected = False
+        elif ".qkv." in name:
+            expected = is_joint
+        else:
+            expected = any(part in name for part in frozen)
+        assert parameter.requires_grad is not expected, name
+        parameter.data.zero_()
+    assert model.generation_config.max_new_tokens == 7
+    model.generation_config.max_new_tokens = 99
+    model.config.rope_parameters["rope_theta"] = 3.0
+    assert dense.generation_config.max_new_tokens == 7
+    assert dense.config.rope_parameters["rope_theta"] != 3.0
+    assert all(torch.equal(p, values[name]) for name, p in dense.state_dict().items())
+
+
 def test_models_of_other_kinds_are_refused():
     adapters = get_peft_model(dense_model(), LoraConfig(target_modules=["q_proj"], r=2))
     other = AutoModelForCausalLM.from_config(

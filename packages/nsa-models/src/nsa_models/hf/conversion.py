@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,8 @@ def convert(
 
     Embeddings, norms, MLPs, queries, the output projection and all biases are carried over. Each of
     the three branches gets a copy of the dense key and value projections. The dense model is not
-    changed and shares no memory with the new one.
+    changed and shares nothing with the new one, in which its frozen parameters are frozen too; a
+    joint projection is frozen if all of its parts are.
 
     Args:
         model: A LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM of transformers.
@@ -77,16 +79,17 @@ def convert(
         {**values, "nsa": dict(nsa) if nsa else None, "nsa_backends": plain_backends}
     )
     spec = layer_spec(config)
-    dense = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    dense = dict(model.named_parameters(remove_duplicate=False))
     carried = _with_our_names(dense, spec, model.config.num_hidden_layers)
     converted = model_class._from_config(config, dtype=model.dtype)
-    converted.generation_config = model.generation_config
+    converted.generation_config = deepcopy(model.generation_config)
     ours = dict(converted.named_parameters(remove_duplicate=False))
     _check_names(carried, ours)
     with torch.no_grad():
         for name, parameter in ours.items():
             if name in carried:  # a model may have parameters of several dtypes and devices
                 parameter.data = carried[name].clone()
+                parameter.requires_grad_(carried[name].requires_grad)
         converted.tie_weights()
         _move_new_parameters(converted, ours.keys() - carried.keys(), model)
     _check_carried(converted, dense)
@@ -126,7 +129,10 @@ def _classes(model: Any) -> tuple[type[Any], type[Any]]:
 def _with_our_names(
     dense: Mapping[str, torch.Tensor], spec: LayerSpec, layers: int
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters of a dense model as those of the model with NSA."""
+    """Return the parameters of a dense model as those of the model with NSA.
+
+    A parameter that joins several ones requires grad if one of them does.
+    """
     carried = dict(dense)
     copies = 1 if spec.config.shared_kv else 3
     for layer in range(layers):
@@ -135,7 +141,9 @@ def _with_our_names(
             names = [f"{prefix}{name}_proj.{kind}" for name in "qkv"]
             if all(name in carried for name in names):
                 q, k, v = (carried.pop(name) for name in names)
-                carried[f"{prefix}qkv.{kind}"] = torch.cat([q, *[k] * copies, *[v] * copies])
+                with torch.enable_grad():
+                    joint = torch.cat([q, *[k] * copies, *[v] * copies])
+                carried[f"{prefix}qkv.{kind}"] = joint
             out = carried.pop(f"{prefix}o_proj.{kind}", None)
             if out is not None:
                 carried[f"{prefix}out.{kind}"] = out
@@ -188,7 +196,7 @@ def _check_carried(converted: Any, dense: Mapping[str, torch.Tensor]) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return tensor.detach().contiguous().view(torch.uint8)
 
 
 def _copies(converted: Any, name: str) -> list[torch.Tensor]:
