@@ -111,8 +111,8 @@ def test_gemma_2_is_refused_by_name_and_accepted_without_its_additions():
 
 REFUSED = {
     "sliding_window": MISTRAL,
-    "rope_scaling": {**LLAMA3, "rope_scaling": LLAMA31_SCALING},
-    "rope_parameters": {**LLAMA3, "rope_parameters": {**LLAMA31_SCALING, "rope_theta": 1e5}},
+    "rope_scaling": {**LLAMA3, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "rope_parameters": {**LLAMA3, "rope_parameters": {"sliding_attention": {"rope_theta": 1e5}}},
     "partial_rotary_factor": {**LLAMA3, "partial_rotary_factor": 0.5},
     "attention_bias": {**LLAMA3, "attention_bias": True},
     "attention_dropout": {**LLAMA3, "attention_dropout": 0.1},
@@ -146,7 +146,81 @@ def test_biases_that_only_the_code_of_a_model_states_are_refused():
 def test_overrides_make_refusals_moot():
     scaled = REFUSED["rope_scaling"]
     assert NSAConfig.from_hf(scaled, rope=False).rope is False
+    stated = (0.5,) * 64
+    assert NSAConfig.from_hf(scaled, rope_frequencies=stated).rope_frequencies == stated
     assert NSAConfig.from_hf(REFUSED["use_qk_norm"], qk_norm=True).qk_norm is True
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+SCALED = {
+    "Llama 3.1": LLAMA31_SCALING,
+    "Llama 3.2": {**LLAMA31_SCALING, "factor": 32.0},
+    "linear": {"type": "linear", "factor": 8},
+    "YaRN": YARN,
+    "YaRN of few turns": {**YARN, "factor": 40.0, "beta_fast": 4, "beta_slow": 2},
+    "YaRN not truncated": {**YARN, "truncate": False},
+    "YaRN with a factor of attention": {**YARN, "attention_factor": 1.3},
+    "YaRN of DeepSeek": {**YARN, "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.7},
+    "YaRN by the lengths": {"type": "yarn", "factor": 2.0},
+    "YaRN without a factor": {**YARN, "factor": None},
+}
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("model", [LLAMA3, QWEN3], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_frequencies_are_those_of_transformers(kind, model, place):
+    library = pytest.importorskip("transformers")
+    rope = {**SCALED[kind], "rope_theta": model["rope_theta"]}
+    longest = 131072 if "Llama" in kind else 8192
+    values = {**model, "max_position_embeddings": longest, "rope_scaling": None, place: rope}
+    config = library.AutoConfig.for_model(
+        values["model_type"], **{k: v for k, v in values.items() if k != "model_type"}
+    )
+    compute = library.modeling_rope_utils.ROPE_INIT_FUNCTIONS[rope.get("rope_type") or rope["type"]]
+    frequencies, factor = compute(config, None)
+    for source in (values, config):
+        layer = NSAConfig.from_hf(source)
+        assert layer.rope_frequencies == pytest.approx(frequencies.tolist(), rel=2e-6)
+        assert layer.softmax_scale == pytest.approx(factor**2 * 128**-0.5, rel=1e-12)
+        assert max(abs(f / g - 1) for f, g in zip(layer.rope_frequencies, _plain(model))) > 0.4
+
+
+def _plain(model):
+    return [model["rope_theta"] ** (-2 * i / 128) for i in range(64)]
+
+
+def test_overrides_and_ignored_names_replace_scaled_frequencies():
+    values = {**LLAMA3, "rope_scaling": YARN}
+    assert NSAConfig.from_hf(values, ignore=["rope_scaling"]) == NSAConfig.from_hf(LLAMA3)
+    assert NSAConfig.from_hf(values, scale=0.25).scale == 0.25
+    assert NSAConfig.from_hf(values, rope=False).rope_frequencies is None
+    assert len(NSAConfig.from_hf(values, head_dim=64).rope_frequencies) == 32
+    other = NSAConfig.from_hf({**values, "rope_theta": 1e4})
+    assert NSAConfig.from_hf(values, rope_base=1e4).rope_frequencies == other.rope_frequencies
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"factor": None, "rope_type": "llama3"}, "float.. argument must be a string or a"),
+        ({"factor": 0}, "division by zero"),
+        ({"factor": 10**5000}, "int too large to convert to float"),
+        ({"original_max_position_embeddings": "long"}, "could not convert string to float"),
+        ({"original_max_position_embeddings": -4}, "math domain error"),
+        ({"beta_fast": []}, None),
+        ({"beta_fast": [[[]]]}, "argument must be a string or a real number, not 'list'"),
+        ({"factor": float("nan")}, "rope_frequencies must be a tuple of .* finite numbers"),
+    ],
+)
+def test_odd_values_of_scaled_frequencies_are_one_sentence(changes, words):
+    values = {**LLAMA3, "rope_scaling": {**YARN, **changes}}
+    if words is None:
+        assert NSAConfig.from_hf(values).rope_frequencies
+        return
+    with pytest.raises(InvalidInput, match=words) as caught:
+        NSAConfig.from_hf(values)
+    assert len(str(caught.value)) < 400
 
 
 def test_plain_frequencies_by_their_newer_name():

@@ -255,13 +255,16 @@ class NSAConfig:
             num_key_value_heads      n_kv_heads; n_heads if absent or null
             head_dim                 head_dim; dim / n_heads if absent or null
             rope_theta               rope_base, also from rope_parameters
+            rope_scaling,            rope_frequencies of rope_type linear, llama3 and yarn, and the
+            rope_parameters          factor of yarn in scale
             query_pre_attn_scalar    scale = its power -1/2 (Gemma)
             attention_multiplier     scale (Granite)
             model_type               qk_norm=True for qwen3, qwen3_moe and gemma3_text
 
         Refused, because the mathematics of NSA would differ, unless named in ``ignore``:
 
-            rope_scaling, rope_parameters    of any rope_type but "default"
+            rope_scaling, rope_parameters    of another rope_type, whose frequencies depend on the
+                                             length or the layer; allowed with rope_frequencies
             rope_local_base_freq, partial_rotary_factor, rotary_pct, rope_interleaved,
             rope_interleave, no_rope_layers  other rotary embeddings; allowed with rope=False
             sliding_window                   unless use_sliding_window is false

@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nsa_core import rope_scaling
 from nsa_core.errors import InvalidInput
-from nsa_core.limits import shown
+from nsa_core.limits import integer_problems, shown
 from nsa_core.util.text import did_you_mean, one_line
 
 # Hugging Face name -> field of NSAConfig
@@ -62,13 +63,9 @@ class _Refusal(NamedTuple):
     moot: tuple[str, object] | None = None
 
 
-def _scales_rope(value: Any) -> bool:
-    """Whether rope_scaling or rope_parameters asks for other frequencies than the plain ones."""
-    if not isinstance(value, Mapping):
-        return bool(value)
-    if any(isinstance(entry, Mapping) for entry in value.values()):  # one entry per kind of layer
-        return True
-    return (value.get("rope_type") or value.get("type") or "default") != "default"
+def _scales_otherwise(value: Any) -> bool:
+    """Whether rope_scaling or rope_parameters asks for frequencies that are not known."""
+    return rope_scaling.kind_of(value) not in ("default", *rope_scaling.KINDS)
 
 
 def _is_partial(value: Any) -> bool:
@@ -85,7 +82,12 @@ def _has_other_layers(value: Any) -> bool:
 
 
 _NO_ROPE = ("rope", False)
-_SCALING = _Refusal(_scales_rope, "NSA rotates with the plain frequencies of rope_theta", _NO_ROPE)
+_SCALING = _Refusal(
+    _scales_otherwise,
+    f"NSA rotates with fixed frequencies: those of default, {', '.join(rope_scaling.KINDS)}, or"
+    " the override rope_frequencies",
+    _NO_ROPE,
+)
 _PARTIAL = _Refusal(_is_partial, "NSA rotates whole heads", _NO_ROPE)
 _INTERLEAVED = _Refusal(bool, "NSA rotates half-split pairs, not neighbours", _NO_ROPE)
 _BIAS = _Refusal(bool, "the projections of NSA have no bias")
@@ -162,7 +164,36 @@ def read_fields(
         fields["scale"] = _inverse_root(scalar)
     elif values.get("attention_multiplier") is not None:
         fields["scale"] = values["attention_multiplier"]
-    return {**fields, **overrides}
+    fields |= overrides
+    if fields.get("rope", True) and "rope_frequencies" not in overrides:
+        fields |= _scaled_rope(values, ignore, fields, "scale" in overrides)
+    return fields
+
+
+def _scaled_rope(
+    values: Mapping[str, Any],
+    ignore: Collection[str],
+    fields: Mapping[str, Any],
+    keeps_scale: bool,
+) -> dict[str, Any]:
+    """Return the fields for scaled rotary frequencies; empty if the model does not scale them."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = values.get(name)
+        if name in ignore or rope_scaling.kind_of(rope) not in rope_scaling.KINDS:
+            continue
+        sizes = {"head_dim": fields.get("head_dim")}
+        if sizes["head_dim"] is None:
+            sizes = {name: fields[name] for name in ("dim", "n_heads")}
+        if any(integer_problems(*size) for size in sizes.items()):
+            return {}  # NSAConfig names them
+        width = fields.get("head_dim") or max(1, fields["dim"] // fields["n_heads"])
+        base, longest = fields.get("rope_base", 10000.0), values.get("max_position_embeddings")
+        frequencies, factor = rope_scaling.scaled_frequencies(name, rope, width, base, longest)
+        scaled: dict[str, Any] = {"rope_frequencies": frequencies}
+        if factor != 1 and not keeps_scale:  # of both q and k
+            scaled["scale"] = fields.get("scale", width**-0.5) * factor**2
+        return scaled
+    return {}
 
 
 def _inverse_root(scalar: Any) -> float:
@@ -263,4 +294,5 @@ def _refused(
         and name not in ignore
         and refusal.applies(values[name])
         and (refusal.moot is None or overrides.get(refusal.moot[0]) is not refusal.moot[1])
+        and not (refusal is _SCALING and overrides.get("rope_frequencies") is not None)
     ]
