@@ -224,3 +224,37 @@ def test_sizes_that_do_not_fit_are_refused(call: Callable[..., Any], message: st
     q, k, _ = problem(8)
     with pytest.raises(InvalidInput, match=message):
         call(q, k)
+
+
+LARGE = 10**9
+
+
+@pytest.mark.parametrize(
+    ("sizes", "like"),
+    [
+        ({"block_size": LARGE}, {"block_size": 48}),
+        ({"pool": LARGE}, {"pool": 48}),
+        ({"topk": LARGE}, {"topk": 9}),
+        ({"init_blocks": LARGE}, {"init_blocks": 9}),
+        ({"local_blocks": LARGE}, {"local_blocks": 9}),
+        (dict.fromkeys(("block_size", "pool", "stride"), LARGE), {"block_size": 48, "pool": 48}),
+    ],
+    ids="-".join,
+)
+def test_sizes_above_the_number_of_keys_are_those_of_all_keys(
+    sizes: dict[str, int], like: dict[str, int]
+):
+    """They change neither the result nor the memory, which would be gigabytes."""
+    common = {"block_size": 8, "topk": 2, "local_blocks": 1, "pool": 8, "stride": 4}
+    q, k, v = problem(41)
+    expected = infllm2_attention(q, k, v, **{**common, **like})
+    assert torch.allclose(infllm2_attention(q, k, v, **{**common, **sizes}), expected)
+
+
+@pytest.mark.parametrize("rows", [(0, 10), (0, 0)], ids=["no queries", "no tokens"])
+@pytest.mark.parametrize("recipe", [infllm2_attention, moba_attention])
+def test_without_queries_the_output_is_empty(recipe: Callable[..., Any], rows: tuple[int, int]):
+    queries, keys = rows
+    q, k, v = problem(10)
+    o = recipe(q[:, :queries], k[:, :keys], v[:, :keys], block_size=16)
+    assert o.shape == (2, 0, HEADS, V_WIDTH)

@@ -66,16 +66,16 @@ def test_a_faulty_kernel_fails(kernel: str) -> None:
     killers.expect("block attention", kernel, killers.killer(failed[0]))
 
 
-def _unsplit(blocks: torch.Tensor, parts: int) -> torch.Tensor:
-    return blocks.long().repeat_interleave(parts, -1)
+def _unsplit(blocks: torch.Tensor, sizes: Any, keys: int) -> torch.Tensor:
+    return blocks.long().repeat_interleave(sizes.parts, -1)
 
 
-def _first_parts(blocks: torch.Tensor, parts: int) -> torch.Tensor:
-    return torch.where(blocks.long() < 2**30, blocks.long() * parts, -1)
+def _first_parts(blocks: torch.Tensor, sizes: Any, keys: int) -> torch.Tensor:
+    return torch.where(blocks.long() < 2**30, blocks.long() * sizes.parts, -1)
 
 
-def _wrapping(blocks: torch.Tensor, parts: int) -> torch.Tensor:
-    return split(blocks.long().to(torch.int8), parts)
+def _wrapping(blocks: torch.Tensor, sizes: Any, keys: int) -> torch.Tensor:
+    return split(blocks.long().to(torch.int8), sizes, keys)
 
 
 split = core.split_blocks

@@ -50,7 +50,9 @@ def test_a_faulty_form_fails(form: str) -> None:
 
 def test_a_faulty_split_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        core, "split_blocks", lambda blocks, parts: blocks.long().repeat_interleave(parts, -1)
+        core,
+        "split_blocks",
+        lambda blocks, sizes, keys: blocks.long().repeat_interleave(sizes.parts, -1),
     )
     assert False in [finding.ok for finding in findings(toy_blocks.subject(), "quick")]
 

@@ -17,6 +17,9 @@ from nsa_core.errors import InvalidInput
 from nsa_core.limits import integer_problems
 
 
+_LARGEST_RATIO = 2**16  # of select_block_size and compress_stride
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockGeometry:
     """The sizes that determine which keys a query sees in each branch.
@@ -62,6 +65,11 @@ class BlockGeometry:
         if select % stride:
             problems.append(
                 f"compress_stride must divide select_block_size, got {stride} and {select}"
+            )
+        if select > _LARGEST_RATIO * stride:  # each compressed block in it is one step of a loop
+            problems.append(
+                f"select_block_size must be <= {_LARGEST_RATIO} * compress_stride, got {select} and"
+                f" {stride}"
             )
         if size > select:
             problems.append(

@@ -187,7 +187,7 @@ def block_attention_with_lse(
         q,
         k,
         v,
-        split_blocks(blocks, sizes.parts),
+        split_blocks(blocks, sizes, k.shape[-3]),
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
         first_query=first_query if partial else None,

@@ -22,6 +22,7 @@ Result = TypeVar("Result")
 
 # Blocks of more keys are split into blocks of one of these sizes, which all kernels take.
 LARGEST_BLOCK = 256
+_MANY_PARTS = 256
 _PART_SIZES = (256, 128, 64, 32, 16)
 
 
@@ -106,18 +107,27 @@ def check_scale(scale: object) -> None:
         raise InvalidInput(f"scale must be finite (a number) or None, got {shown(scale)}")
 
 
-def split_blocks(blocks: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return ``blocks`` as int32 or int64, each as its ``parts`` blocks that the kernels see.
+def split_blocks(blocks: torch.Tensor, sizes: BlockSizes, keys: int) -> torch.Tensor:
+    """Return ``blocks`` as int32 or int64, each as the blocks that the kernels see.
 
     No value wraps around into the range of valid indices.
+
+    Args:
+        blocks: the blocks of the call.
+        sizes: the sizes of the call.
+        keys: the length of the longest sequence, or an upper bound. Parts after it are left out.
     """
+    parts = sizes.parts
     if blocks.dtype not in (torch.int32, torch.int64):
         blocks = blocks.to(torch.int64)
     if parts == 1:
         return blocks
     # A block that no sequence reaches stays out of reach: it holds the tokens from about 2^31 on.
     first = blocks.clamp(-1, 2**31 // parts - 1).to(torch.int32)[..., None] * parts
-    return (first + torch.arange(parts, device=blocks.device, dtype=torch.int32)).flatten(-2)
+    count = parts
+    if parts > _MANY_PARTS:  # otherwise torch.compile would guard on the number of keys
+        count = min(parts, -(-keys // kernel_block(sizes.block_size, sizes.page_size)))
+    return (first + torch.arange(count, device=blocks.device, dtype=torch.int32)).flatten(-2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -66,5 +66,5 @@ def run_step(
         rows = block_table.shape[1] * k.shape[1]
         geometry, factor = plan.request.geometry, sizes.softmax_scale
         call = DecodeCall(geometry, factor, starts, lengths, block_table, rows)
-        o, lse = plan.kernel(q, k, v, split_blocks(blocks, sizes.parts), call=call)
+        o, lse = plan.kernel(q, k, v, split_blocks(blocks, sizes, rows), call=call)
     return o, lse

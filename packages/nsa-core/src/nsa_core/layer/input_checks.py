@@ -21,7 +21,7 @@ from nsa_core.torch_ops.packing_checks import (
     packing_problems,
 )
 from nsa_core.torch_ops.tensor_checks import Sizes, call_problems, raise_problems
-from nsa_core.torch_ops.tensor_kinds import check_types, is_tensor, kind_problem
+from nsa_core.torch_ops.tensor_kinds import check_types, is_tensor, kind_problem, refuse_jit_trace
 from nsa_core.torch_ops.torch_state import autocast_enabled
 
 if TYPE_CHECKING:
@@ -46,8 +46,10 @@ def check_layer_input(
 
     Raises:
         InvalidInput: An argument is wrong; the message names every wrong argument.
-        Unsupported: x carries a tangent of forward-mode differentiation.
+        Unsupported: x carries a tangent of forward-mode differentiation, or torch.jit.trace
+            records the call.
     """
+    refuse_jit_trace()
     if not is_tensor(x):
         fix = " (pass to_local() of a DTensor)" * isinstance(x, torch.Tensor)
         raise InvalidInput(f"x must be a tensor, got {type(x).__name__}{fix}")

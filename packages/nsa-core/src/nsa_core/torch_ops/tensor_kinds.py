@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.torch_ops.autograd import refuse_dual
 from nsa_core.torch_ops.tensor_checks import argument_of, joined
 
@@ -56,14 +56,29 @@ def _nested_problem(name: str, x: torch.Tensor) -> str:
     )
 
 
+def refuse_jit_trace() -> None:
+    """Check that torch.jit.trace does not record the call, with the sizes of one input.
+
+    Raises:
+        Unsupported: It does.
+    """
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        raise Unsupported(
+            "torch.jit.trace, on which torch.onnx.export(dynamo=False) and add_graph of TensorBoard"
+            " build, does not support NSA: use torch.export or torch.compile"
+        )
+
+
 def check_types(tensors: Mapping[str, torch.Tensor]) -> None:
     """Check that the arguments ``tensors``, by name, are dense tensors without tangents.
 
     Raises:
         InvalidInput: One is another object, a DTensor, or sparse, nested or quantised; the message
             gives the conversion.
-        Unsupported: One carries a tangent of forward-mode differentiation.
+        Unsupported: One carries a tangent of forward-mode differentiation, or torch.jit.trace
+            records the call.
     """
+    refuse_jit_trace()
     refuse_dual("NSA", tensors.values())
     if torch.compiler.is_compiling():
         _refuse_wrong_types(tensors)

@@ -53,7 +53,8 @@ def infllm2_blocks(
         first_query: Position of row 0 of q.
 
     Returns:
-        int64 [B, S, G, local_blocks + min(topk, number of blocks)], -1 padded, without duplicates.
+        int64 [B, S, G, min(local_blocks, number of blocks) + min(topk, number of blocks)], -1
+        padded, without duplicates.
 
     Raises:
         InvalidInput: A number is out of range, or the sizes do not fit each other.
@@ -68,15 +69,20 @@ def infllm2_blocks(
             f" {block_size}, pool {pool}, stride {stride}"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    count, ratio, overlap = -(-k.shape[1] // block_size), block_size // stride, pool // stride
-    tail = max(0, pool - k.shape[1])  # too few keys to pool: no query sees the one window
+    keys = k.shape[1]
+    block_size = min(block_size, max(1, -(-keys // stride)) * stride)  # one block has all keys
+    count, ratio, overlap = max(1, -(-keys // block_size)), block_size // stride, pool // stride
+    local_blocks = min(local_blocks, count)
     wide = torch.promote_types(q.dtype, torch.float32)
-    columns = F.pad(k.flatten(2).mT.to(wide), (0, tail))
-    pooled = F.avg_pool1d(columns, pool, stride).mT.unflatten(2, (k.shape[2], -1))
+    if pool > keys:  # too few keys to pool
+        pooled, overlap = k[:, :0].to(wide), 1
+    else:
+        columns = F.avg_pool1d(k.flatten(2).mT.to(wide), pool, stride)
+        pooled = columns.mT.unflatten(2, (k.shape[2], -1))
     ends = torch.arange(pooled.shape[1], device=k.device) * stride + pool - 1
     blocks = torch.arange(count, device=k.device)
     chosen = []
-    for start in range(0, q.shape[1], QUERIES):
+    for start in range(0, max(q.shape[1], 1), QUERIES):
         rows = q[:, start : start + QUERIES].unflatten(2, (k.shape[2], -1)).to(wide)
         t = first_query + start + torch.arange(rows.shape[1], device=k.device)[:, None, None]
         weights = torch.einsum("bsghd,bpgd->bsghp", rows * scale, pooled)

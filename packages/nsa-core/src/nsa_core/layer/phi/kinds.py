@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa_core.dtypes import stats_dtype
+from nsa_core.errors import InvalidInput
 from nsa_core.layer.phi.chunks import Chunks, PackedBlocks
 from nsa_core.layer.phi.joint import JointPhi, fits, joint_hidden, stacked
 from nsa_core.layer.plain_linear import PLAIN_TENSORS, are_plain, are_plain_linear
 from nsa_core.layer.unit_linear import UnitLinear
 from nsa_core.layout import BlockGeometry
+from nsa_core.limits import WIDTH
 from nsa_core.torch_ops.torch_state import is_eager
 
 _GELU_RMS = 0.43**0.5  # root mean square of GELU over a standard normal
@@ -321,7 +323,18 @@ _KINDS: dict[str, type[Phi]] = {
 
 
 def make_phi(kind: str, geometry: BlockGeometry, width: int) -> Phi:
-    """Create a phi for heads of ``width``; ``kind`` is one of config.COMPRESS_KINDS."""
+    """Create a phi for heads of ``width``; ``kind`` is one of config.COMPRESS_KINDS.
+
+    Raises:
+        InvalidInput: the parameters for the tokens of a block are too many.
+    """
+    size = geometry.compress_block_size
+    if kind != "mean" and size * width > WIDTH:
+        raise InvalidInput(
+            f"compress_block_size * head width must be <= {WIDTH} for compress={kind!r}, whose"
+            f" parameters grow with it, got {size} * {width}: use smaller blocks, or"
+            " compress='mean'"
+        )
     return _KINDS[kind](geometry, width)
 
 
