@@ -263,3 +263,32 @@ def test_a_real_number_of_thousands_of_digits_is_refused(field: str) -> None:
 def test_unknown_names_have_the_limit_of_tokens() -> None:
     assert largest("steps") == COUNT
     assert largest("hidden_size") == WIDTH
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear", "conv", "attn_pool"])
+def test_a_phi_with_gigabytes_of_parameters_is_refused(kind: str) -> None:
+    config = NSAConfig(64, 4, 2, **dict.fromkeys(SIZES_OF_BLOCKS, 10**9), compress=kind)
+    message = rf"\* head width must be <= {WIDTH} for compress={kind!r}, .* got {10**9} \* 16"
+    with pytest.raises(InvalidInput, match=message):
+        nsa_core.NSAttention(config)
+
+
+SIZES_OF_BLOCKS = ("compress_block_size", "compress_stride", "select_block_size")
+
+
+def test_a_selection_block_of_too_many_compressed_blocks_is_refused() -> None:
+    assert BlockGeometry(16, 16, 16 * 2**16)
+    assert_refused(
+        lambda: BlockGeometry(16, 16, 16 * 2**16 + 16),
+        f"select_block_size must be <= 65536 * compress_stride, got {2**20 + 16} and 16",
+    )
+
+
+@pytest.mark.parametrize("size", [2**16, 2**18, 10**9, 2**31 - 1])
+@pytest.mark.parametrize("tokens", [41, 700])
+def test_a_block_longer_than_the_keys_takes_no_memory_for_the_rest(tokens: int, size: int) -> None:
+    q, k = torch.randn(1, tokens, 4, 8), torch.randn(1, tokens, 2, 8)
+    blocks = torch.tensor([0, 1, 10**6]).expand(1, tokens, 2, 3)
+    expected = nsa_core.block_attention(q, k, k, blocks[..., :1] * 0, block_size=1024)
+    o = nsa_core.block_attention(q, k, k, blocks, block_size=size)
+    assert torch.allclose(o, expected, atol=1e-6)

@@ -7,7 +7,7 @@ import torch
 from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
 
 from cases import boundaries, inputs, layer_of, small
-from nsa_core import Unsupported, nsa_attention, nsa_attention_with_lse
+from nsa_core import Unsupported, block_attention, nsa_attention, nsa_attention_with_lse
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.plan.default_plan import default_plan
 from nsa_core.torch_ops.backend_call import record_dispatch
@@ -163,3 +163,19 @@ def test_packed_documents_under_vmap_are_refused():
     ):
         with pytest.raises(Unsupported, match=message):
             vmap(function)(mapped)
+
+
+@pytest.mark.parametrize("kind", ["layer", "nsa_attention", "block_attention"])
+def test_a_trace_of_one_call_is_refused_by_name(kind):
+    """It would hold the sizes of one input as constants."""
+    attn, (q, k, v, gates) = layer_of(torch.float64), inputs(CONFIG, 1, 20)[:4]
+    blocks = torch.zeros(1, 20, q.shape[2], 1, dtype=torch.int64)
+    function, x = {
+        "layer": (attn, torch.randn(1, 20, CONFIG.dim, dtype=torch.float64)),
+        "nsa_attention": (lambda x: nsa_attention(x, k, v, gates, config=CONFIG), q),
+        "block_attention": (lambda x: block_attention(x, x, x, blocks, block_size=8), q),
+    }[kind]
+    with pytest.raises(
+        Unsupported, match=r"torch\.jit\.trace.* use torch\.export or torch\.compile"
+    ):
+        torch.jit.trace(function, x)

@@ -16,7 +16,6 @@ from typing import Any
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import integer_problems
 
-
 _LARGEST_RATIO = 2**16  # of select_block_size and compress_stride
 
 

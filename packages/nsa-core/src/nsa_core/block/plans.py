@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 # Blocks of more keys are split into blocks of one of these sizes, which all kernels take.
 LARGEST_BLOCK = 256
-_MANY_PARTS = 256
+_MANY_PARTS = 16
 _PART_SIZES = (256, 128, 64, 32, 16)
 
 
