@@ -506,3 +506,18 @@ def test_the_trainer_compares_with_the_next_token(kind, wrap, factor, tmp_path):
     assert loss == pytest.approx(sum(s for s, _ in parts) / sum(n for _, n in parts), rel=1e-5)
     evaluated = trainer.evaluate(data[1:])["eval_loss"]
     assert evaluated == pytest.approx(parts[1][0] / parts[1][1], rel=1e-5)
+
+
+def test_the_trainer_keeps_packed_and_padded_documents_apart(tmp_path, documents_alone):
+    model, batches = documents_alone
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    trainer = Trainer(model=model, args=arguments)
+    for name in itertools.product(DOCUMENTS, PADDING, ("shifted", "boundaries")):
+        batch = batches[name]
+        targets = [torch.cat([d[1:], d.new_tensor([-100])]) for row in batch.documents for d in row]
+        expected = nn.functional.cross_entropy(batch.expected, torch.cat(targets))
+        shifted = torch.full_like(batch.arguments["input_ids"], -100)
+        shifted[batch.is_token] = torch.cat(targets)
+        with torch.no_grad():
+            loss = trainer.compute_loss(model, {**batch.arguments, "shift_labels": shifted})
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6), name

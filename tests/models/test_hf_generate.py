@@ -36,7 +36,7 @@ def test_the_cache_does_not_change_the_tokens(kind, decoding):
     without = {k: v for k, v in options.items() if k != "prefill_chunk_size"}
     expected = generate(model, ids, use_cache=False, **without)
     assert torch.equal(generate(model, ids, **options), expected)
-    assert len(expected.unique()) > 10
+    assert len(expected.unique()) > 5
 
 
 @pytest.mark.slow

@@ -178,7 +178,7 @@ def _scaled_rope(
 ) -> dict[str, Any]:
     """Return the fields for scaled rotary frequencies; empty if the model does not scale them."""
     for name in ("rope_parameters", "rope_scaling"):
-        rope = values.get(name)
+        rope: Any = values.get(name)
         if name in ignore or rope_scaling.kind_of(rope) not in rope_scaling.KINDS:
             continue
         sizes = {"head_dim": fields.get("head_dim")}

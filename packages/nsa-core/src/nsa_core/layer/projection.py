@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -132,8 +132,9 @@ class NSAProjections(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise all parameters as those of a new layer, for example after ``to_empty``."""
         for module in self.modules():
-            if module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset: Any = getattr(module, "reset_parameters", None)
+            if module is not self and reset is not None:
+                reset()
 
     def extra_repr(self) -> str:
         """Return the fields of the config that differ from their defaults, for repr."""

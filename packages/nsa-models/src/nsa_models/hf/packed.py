@@ -55,7 +55,7 @@ def packed_documents(
             boundaries are checked on the CPU, and on a GPU with NSA_CHECK=1.
     """
     boundaries = options.get("cu_seq_lens_q")
-    offsets = [None] * size[0] if cache is None else cache.offsets_of(size[0])
+    offsets = _offsets(cache, size[0])
     if boundaries is None:
         if options.get("cu_seq_lens_k") is not None:
             raise InvalidInput(
@@ -64,7 +64,8 @@ def packed_documents(
             )
         if position_ids is None:
             return Packing({}, offsets)
-        return _from_positions(size, attention_mask, position_ids, cache, layer)
+        packing: Packing = _from_positions(size, attention_mask, position_ids, cache, layer)
+        return packing
     if cache is not None and cache.get_seq_length():
         raise InvalidInput(
             "cu_seq_lens_q is passed with a cache that has tokens, whose document may go on: pass"
@@ -87,6 +88,10 @@ def packed_documents(
         "max_length_q": None if longest is None else int(longest),
     }
     return Packing(arguments, offsets)
+
+
+def _offsets(cache: NSAModelCache | None, batch: int) -> list[int | None]:
+    return [None] * batch if cache is None else cache.offsets_of(batch)
 
 
 def _arguments(
@@ -178,7 +183,7 @@ def _from_positions(
     _check_readable("position_ids", position_ids)
     batch, columns = size[0], 0 if cache is None else cache.get_seq_length()
     held = [0] * batch if cache is None else cache.host_lengths(batch)
-    offsets = [None] * batch if cache is None else cache.offsets_of(batch)
+    offsets = _offsets(cache, batch)
     lengths: Lengths = []
     positions, tokens = _rows_of(size, position_ids).cpu(), _tokens(size, attention_mask)
     for b, is_token in enumerate(tokens):
