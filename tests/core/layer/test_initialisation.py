@@ -122,3 +122,5 @@ def test_a_layer_from_the_meta_device_has_the_distribution_of_a_new_one(kind, ga
         error = (2 / values.numel()) ** 0.5  # of the logarithm of a standard deviation, doubled
         assert abs(values.std().log() - expected.std().log()) < 4 * error, name
         assert abs(values.mean() - expected.mean()) < 4 * error * expected.std(), name
+    for linear in (attn.qkv, attn.out):  # unit-variance outputs for unit-variance inputs
+        assert linear.weight.std().item() == pytest.approx(linear.in_features**-0.5, rel=0.05)
