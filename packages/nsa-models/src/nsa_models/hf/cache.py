@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from nsa_core.cache.cache import NSACache, resized
 from nsa_core.errors import InvalidInput
@@ -234,7 +234,7 @@ class NSAModelCache(Cache):
     """The cache of an NSA model, created by ``model.new_cache()`` and by ``generate``.
 
     Args:
-        layers: The attention layers of the model, in order.
+        layers: The attention layers of the model, in order; None for a dense layer.
         max_len: Number of tokens per sequence for which memory is allocated; the cache grows.
         max_rollback: Maximum number of tokens that ``crop`` can remove.
 
@@ -246,26 +246,69 @@ class NSAModelCache(Cache):
         InvalidInput: A number is out of range.
     """
 
-    layers: list[NSACacheLayer]
+    layers: list[NSACacheLayer | DynamicLayer]
 
-    def __init__(self, layers: Sequence[NSAttention], max_len: int = 0, max_rollback: int = 0):
+    def __init__(
+        self, layers: Sequence[NSAttention | None], max_len: int = 0, max_rollback: int = 0
+    ):
         check_integers({}, {"max_len": max_len, "max_rollback": max_rollback})
-        super().__init__(layers=[NSACacheLayer(attn, max_len, max_rollback) for attn in layers])
+        caches: list[NSACacheLayer | DynamicLayer] = [
+            DynamicLayer() if attn is None else NSACacheLayer(attn, max_len, max_rollback)
+            for attn in layers
+        ]
+        super().__init__(layers=caches)
         self.offsets: list[int | None] | None = None
+
+    @property
+    def _first(self) -> NSACacheLayer:
+        return next(layer for layer in self.layers if isinstance(layer, NSACacheLayer))
 
     def offsets_of(self, batch: int) -> list[int | None]:
         """Return a copy of :attr:`offsets`, for ``batch`` sequences."""
         return [None] * batch if self.offsets is None else list(self.offsets)
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether a column of a sequence is padding."""
+        return bool(self._first.padded)
+
+    def tokens(self, batch: int, device: torch.device) -> torch.Tensor:
+        """Return the columns that are tokens and no padding, bool [batch, columns]."""
+        is_token = torch.ones(batch, self._first.columns, dtype=torch.bool, device=device)
+        for first, part in self._first.padded:
+            is_token[:, first : first + part.shape[1]] = part
+        return is_token
+
     def host_lengths(self, batch: int) -> list[int]:
         """Return the number of tokens of each of ``batch`` sequences."""
-        state = self.layers[0].state
+        state = self._first.state
         return [0] * batch if state is None else state.host_lengths()
+
+    def check_complete(self) -> None:
+        """Check that all layers have the same columns.
+
+        Raises:
+            InvalidInput: They do not, because a call raised an error in one of them.
+        """
+        columns = [layer.get_seq_length() for layer in self.layers]
+        if min(columns) != max(columns):
+            raise InvalidInput(
+                f"past_key_values has layers with {min(columns)} and with {max(columns)} tokens,"
+                " because a call with it ended with an error: call its reset(), or create a new"
+                " cache"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last columns; see :meth:`NSACacheLayer.crop`."""
+        # The layers that may refuse come first.
+        for layer in sorted(self.layers, key=lambda layer: isinstance(layer, DynamicLayer)):
+            layer.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the sequences for beam search. Synchronises once."""
         order = beam_idx.tolist()
-        super().reorder_cache(order)
+        for layer in self.layers:
+            layer.reorder_cache(beam_idx if isinstance(layer, DynamicLayer) else order)
         if self.offsets is not None:
             self.offsets = [self.offsets[b] for b in order]
 

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import shown
 from nsa_models.lm import config_json
+from nsa_models.lm.config import layers_with_nsa
 from nsa_models.lm.config_json import LayerSpec, check_sizes
 from nsa_models.lm.rotary import rotary_frequencies
 
@@ -21,13 +22,20 @@ _MLP_PLAN = {
 }
 
 
-class _NSAConfig:
-    """Refuse other implementations of attention; a mixin.
+class NSAConfigMixin:
+    """Resolve ``nsa_layers``, and refuse other implementations of attention; a mixin.
 
     transformers would load them, also from the Hub, before a model is created.
     """
 
     _attn_implementation_internal: str | None
+    num_hidden_layers: int
+    nsa_layers: list[int] | str | None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.nsa_layers is not None:
+            self.nsa_layers = layers_with_nsa(self.nsa_layers, self.num_hidden_layers)
+        super().__post_init__(**kwargs)  # type: ignore[misc]
 
     @property
     def _attn_implementation(self) -> str | None:
@@ -43,7 +51,7 @@ class _NSAConfig:
         self._attn_implementation_internal = value
 
 
-class NSALlamaConfig(_NSAConfig, LlamaConfig):
+class NSALlamaConfig(NSAConfigMixin, LlamaConfig):
     """The configuration of a Llama with NSA.
 
     The constructor takes the attributes, and the arguments of LlamaConfig, as keywords.
@@ -52,30 +60,36 @@ class NSALlamaConfig(_NSAConfig, LlamaConfig):
         nsa: Fields of :class:`nsa_core.NSAConfig` that the model itself does not state, for example
             ``{"select_block_size": 64, "window_size": 512}``. Default: those of NSAConfig.
         nsa_backends: The backends of the slots, as in :class:`nsa_core.NSAttention`.
+        nsa_layers: Numbers of the layers with NSA; all others keep dense attention. "all", or
+            "every_4th_dense", which keeps layers 3, 7, 11 and so on dense, are stored as numbers.
+            Default: all layers have NSA.
     """
 
     model_type = "nsa_llama"
     base_model_tp_plan = _MLP_PLAN
     nsa: dict[str, Any] | None = None
     nsa_backends: str | dict[str, str] | None = None
+    nsa_layers: list[int] | str | None = None
 
 
-class NSAQwen2Config(_NSAConfig, Qwen2Config):
-    """The configuration of a Qwen2 with NSA; ``nsa`` and ``nsa_backends`` as in NSALlamaConfig."""
+class NSAQwen2Config(NSAConfigMixin, Qwen2Config):
+    """The configuration of a Qwen2 with NSA; its own fields are those of NSALlamaConfig."""
 
     model_type = "nsa_qwen2"
     base_model_tp_plan = _MLP_PLAN
     nsa: dict[str, Any] | None = None
     nsa_backends: str | dict[str, str] | None = None
+    nsa_layers: list[int] | str | None = None
 
 
-class NSAQwen3Config(_NSAConfig, Qwen3Config):
-    """The configuration of a Qwen3 with NSA; ``nsa`` and ``nsa_backends`` as in NSALlamaConfig."""
+class NSAQwen3Config(NSAConfigMixin, Qwen3Config):
+    """The configuration of a Qwen3 with NSA; its own fields are those of NSALlamaConfig."""
 
     model_type = "nsa_qwen3"
     base_model_tp_plan = _MLP_PLAN
     nsa: dict[str, Any] | None = None
     nsa_backends: str | dict[str, str] | None = None
+    nsa_layers: list[int] | str | None = None
 
 
 def layer_spec(config: PreTrainedConfig) -> LayerSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +19,11 @@ from nsa_models.hf.configs import layer_spec
 from nsa_models.hf.folder import load_model
 from nsa_models.hf.models import MODELS
 from nsa_models.lm import saving
+from nsa_models.lm.config import layers_with_nsa
 from nsa_models.lm.config_json import DENSE_TYPES, LayerSpec
 from nsa_models.lm.model_folder import ModelFolder, open_folder, plain_file
 
+NSALayers = str | Sequence[int] | Callable[[int], bool] | None
 # Fields of a configuration that describe the dense model's class and file.
 _NOT_CARRIED = ("model_type", "architectures", "transformers_version", "_name_or_path")
 
@@ -45,6 +47,7 @@ def convert(
     model: Any,
     nsa: Mapping[str, Any] | None = None,
     backends: str | Mapping[str, str] | None = None,
+    nsa_layers: NSALayers = None,
 ) -> Conversion:
     """Convert a dense model to NSA.
 
@@ -58,6 +61,9 @@ def convert(
         nsa: Fields of :class:`nsa_core.NSAConfig` such as ``{"window_size": 512}``; default: those
             of NSAConfig.
         backends: The backends of the slots, as in :class:`nsa_core.NSAttention`.
+        nsa_layers: The layers that get NSA; all others stay dense, parameter for parameter. Layer
+            numbers from 0; "all"; "every_4th_dense", which keeps layers 3, 7, 11 and so on dense;
+            or a function that returns for a layer number whether the layer gets NSA. Default: all.
 
     Returns:
         The model with NSA in the dtype and on the device of the dense model, and the names of the
@@ -65,7 +71,8 @@ def convert(
 
     Raises:
         InvalidInput: The model is of another kind, is quantised or has adapters, or NSA cannot
-            express its attention; the message names the field or the parameters.
+            express its attention; or ``nsa_layers`` names no layer, or one that the model does not
+            have. The message names the field or the parameters.
 
     Example:
         >>> dense = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
@@ -78,9 +85,11 @@ def convert(
     config = config_class.from_dict(
         {**values, "nsa": dict(nsa) if nsa else None, "nsa_backends": plain_backends}
     )
+    numbers = layers_with_nsa(nsa_layers, config.num_hidden_layers)
+    config.nsa_layers = None if nsa_layers is None else numbers
     spec = layer_spec(config)
     dense = dict(model.named_parameters(remove_duplicate=False))
-    carried = _with_our_names(dense, spec, model.config.num_hidden_layers)
+    carried = _with_our_names(dense, spec, numbers)
     converted = model_class._from_config(config, dtype=model.dtype)
     converted.generation_config = deepcopy(model.generation_config)
     ours = dict(converted.named_parameters(remove_duplicate=False))
@@ -127,15 +136,15 @@ def _classes(model: Any) -> tuple[type[Any], type[Any]]:
 
 
 def _with_our_names(
-    dense: Mapping[str, torch.Tensor], spec: LayerSpec, layers: int
+    dense: Mapping[str, torch.Tensor], spec: LayerSpec, layers: Iterable[int]
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters of a dense model as those of the model with NSA.
+    """Return the parameters of a dense model as those of the model with NSA in ``layers``.
 
     A parameter that joins several ones requires grad if one of them does.
     """
     carried = dict(dense)
     copies = 1 if spec.config.shared_kv else 3
-    for layer in range(layers):
+    for layer in layers:
         prefix = f"model.layers.{layer}.self_attn."
         for kind in ("weight", "bias"):
             names = [f"{prefix}{name}_proj.{kind}" for name in "qkv"]
@@ -203,9 +212,9 @@ def _copies(converted: Any, name: str) -> list[torch.Tensor]:
     """Return the parts of the model that hold the dense model's parameter ``name``."""
     prefix, _, part = name.rpartition(".self_attn.")
     projection, _, kind = part.partition(".")
-    if not prefix or projection not in ("q_proj", "k_proj", "v_proj", "o_proj"):
+    attn = converted.get_submodule(f"{prefix}.self_attn") if prefix else None
+    if not isinstance(attn, NSASelfAttention) or not projection.endswith("_proj"):
         return [converted.get_parameter(name).detach()]
-    attn: NSASelfAttention = converted.get_submodule(f"{prefix}.self_attn")
     if projection == "o_proj":
         return [getattr(attn.out, kind).detach()]
     layer, joint = attn.config, getattr(attn.qkv, kind).detach()
@@ -227,6 +236,7 @@ def convert_checkpoint(
     nsa: Mapping[str, Any] | None = None,
     backends: str | Mapping[str, str] | None = None,
     dtype: str | torch.dtype = "auto",
+    nsa_layers: NSALayers = None,
 ) -> Conversion:
     """Convert the checkpoint of a dense model to NSA and write it with its tokenizer.
 
@@ -237,6 +247,7 @@ def convert_checkpoint(
         nsa: As in :func:`convert`; default: the values of the run, or those of NSAConfig.
         backends: As in :func:`convert`.
         dtype: The dtype of the new model; "auto": that of the checkpoint.
+        nsa_layers: As in :func:`convert`.
 
     Returns:
         The result of :func:`convert`, whose model has been written.
@@ -250,7 +261,8 @@ def convert_checkpoint(
     check_target(target)
     folder = open_dense(source)
     dense = load_model(folder, dtype)
-    conversion = convert(dense, {**default_fields(folder), **(nsa or {})}, backends)
+    fields = {**default_fields(folder), **(nsa or {})}
+    conversion = convert(dense, fields, backends, nsa_layers)
     write(conversion.model, folder, target)
     return conversion
 

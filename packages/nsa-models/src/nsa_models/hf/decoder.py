@@ -22,8 +22,10 @@ from nsa_models.hf.configs import (
     NSAQwen3Config,
     layer_spec,
 )
+from nsa_models.hf.dense import dense_arguments
 from nsa_models.hf.divided import check_divided_call
 from nsa_models.hf.packed import packed_documents
+from nsa_models.lm.config import layers_with_nsa
 
 # The argument for the cache; transformers 5.24 renamed it.
 CACHE = "cache" if "cache" in signature(LlamaModel.forward).parameters else "past_key_values"
@@ -67,7 +69,11 @@ def one_cache(past_key_values: Any, cache: Any) -> Any:
 
 
 class _NSADecoder(NSAPreTrained):
-    """Put NSA layers and their cache into a dense decoder of transformers; a mixin."""
+    """Put NSA layers and their cache into a dense decoder of transformers; a mixin.
+
+    Attributes:
+        nsa_layers: Numbers of the layers with NSA; all others are those of the dense decoder.
+    """
 
     layers: Any
     config: Any
@@ -77,9 +83,17 @@ class _NSADecoder(NSAPreTrained):
     def __init__(self, config: Any) -> None:
         use_nsa_attention(config)
         spec = layer_spec(config)
+        nsa_layers = layers_with_nsa(config.nsa_layers, config.num_hidden_layers)
         super().__init__(config)  # type: ignore[call-arg]
-        for index, layer in enumerate(self.layers):
-            layer.self_attn = NSASelfAttention(spec, index)
+        self.nsa_layers = nsa_layers
+        for index in nsa_layers:
+            self.layers[index].self_attn = NSASelfAttention(spec, index)
+
+    @property
+    def first_nsa(self) -> NSASelfAttention:
+        """The attention of the first layer with NSA."""
+        attn: NSASelfAttention = self.layers[self.nsa_layers[0]].self_attn
+        return attn
 
     def forward(
         self,
@@ -128,14 +142,19 @@ class _NSADecoder(NSAPreTrained):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         if inputs is not None:  # otherwise the dense decoder raises
             size = inputs.shape[:2]
+            has_dense = len(self.nsa_layers) < len(self.layers)
             is_divided = check_divided_call(
-                self.layers[0].self_attn, size, attention_mask, position_ids, cache, kwargs
+                self.first_nsa, has_dense, size, attention_mask, position_ids, cache, kwargs
             )
             _check_mask(attention_mask, size, cache)
             positions = None if is_divided else position_ids
-            layer = self.layers[0].self_attn.config
-            packing = packed_documents(size, attention_mask, positions, cache, kwargs, layer)
+            packing = packed_documents(
+                size, attention_mask, positions, cache, kwargs, self.first_nsa.config
+            )
             kwargs |= packing.arguments
+            if has_dense:
+                kwargs |= dense_arguments(inputs, attention_mask, cache, packing.arguments)
+                position_ids = kwargs.pop("position_ids")
         output = super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -183,6 +202,7 @@ class _NSADecoder(NSAPreTrained):
                 "past_key_values is passed to a model in training with activation checkpointing,"
                 " which computes without a cache: call the model under torch.no_grad()"
             )
+        cache.check_complete()
 
     def new_cache(self, max_len: int = 0, max_rollback: int = 0) -> NSAModelCache:
         """Create an empty cache for ``past_key_values``.
@@ -195,10 +215,11 @@ class _NSADecoder(NSAPreTrained):
         Raises:
             Unsupported: A style of nsa_core.parallel divided the layers.
         """
-        layers = [layer.self_attn for layer in self.layers]
-        for layer in layers:
-            if layer.parallel is not None:
-                layer.parallel.refuse("a cache")
+        layers: list[Any] = [None] * len(self.layers)
+        for index in self.nsa_layers:
+            layers[index] = self.layers[index].self_attn
+            if layers[index].parallel is not None:
+                layers[index].parallel.refuse("a cache")
         return NSAModelCache(layers, max_len, max_rollback)
 
 

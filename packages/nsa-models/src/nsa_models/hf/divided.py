@@ -18,6 +18,7 @@ from nsa_models.lm.head_shards import unshard
 
 def check_divided_call(
     layer: NSAttention,
+    has_dense: bool,
     size: torch.Size,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
@@ -29,7 +30,8 @@ def check_divided_call(
     The check does not depend on the values of tensors, so that all ranks raise the error or none.
 
     Args:
-        layer: An attention layer of the decoder.
+        layer: The first NSA layer of the decoder.
+        has_dense: Whether other layers of the decoder are dense.
         size: Shape of the input, [B, S].
         attention_mask: The argument of the decoder.
         position_ids: The argument of the decoder.
@@ -41,10 +43,12 @@ def check_divided_call(
 
     Raises:
         InvalidInput: An argument describes the rows of this rank as a whole sequence.
-        Unsupported: The call has a cache.
+        Unsupported: The decoder has dense layers, or the call has a cache.
     """
     if not isinstance(layer.parallel, DividedSequence):
         return False
+    if has_dense:
+        layer.parallel.refuse("a model with dense layers (nsa_layers)")
     if cache is not None:
         layer.parallel.refuse("a call with a cache")
     packed = options.get("cu_seq_lens_q") is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from nsa_models.hf.decoder import (
     one_cache,
     use_nsa_attention,
 )
+from nsa_models.hf.dense import dense_attention
 from nsa_models.hf.divided import check_divided_labels, divided_heads_of, whole_state
 from nsa_models.hf.rows import nsa_mask
 
@@ -96,7 +97,7 @@ class _NSACausalLM(NSAPreTrained):
         if labels is None:  # transformers computes a loss only if there are labels
             labels = shift_labels
         elif shift_labels is None:
-            check_divided_labels(self.model.layers[0].self_attn)
+            check_divided_labels(self.model.first_nsa)
         return super().forward(  # type: ignore[misc]
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -143,7 +144,7 @@ class _NSACausalLM(NSAPreTrained):
         max_cache_length: int,
     ) -> None:
         """Put a cache into ``model_kwargs``; `generate` calls this function."""
-        parallel = self.model.layers[0].self_attn.parallel
+        parallel = self.model.first_nsa.parallel
         if parallel is not None:
             parallel.refuse("generation")
         if generation_config.cache_implementation not in (None, "dynamic"):
@@ -223,16 +224,9 @@ MODELS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _refuse(*args: Any, **options: Any) -> NoReturn:
-    raise InvalidInput(
-        'the attention implementation "nsa" is for the models nsa_llama, nsa_qwen2 and nsa_qwen3;'
-        " convert a dense model with nsa_models.hf.convert(model)"
-    )
-
-
 def register() -> None:
     """Register the models with transformers; a second call has no effect."""
-    AttentionInterface.register(ATTENTION, _refuse)
+    AttentionInterface.register(ATTENTION, dense_attention)
     AttentionMaskInterface.register(ATTENTION, nsa_mask)
     for config, model in MODELS.values():
         AutoConfig.register(config.model_type, config, exist_ok=True)

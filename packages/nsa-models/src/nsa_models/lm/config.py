@@ -7,7 +7,7 @@ from typing import Any
 
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_core.limits import integer_problems
+from nsa_core.limits import integer_problems, shown
 
 ATTENTION = ("nsa", "dense")
 # A cache allocates these numbers of rows and a selection this number of blocks per token, whatever
@@ -40,6 +40,8 @@ class LMConfig:
         qkv_bias: Whether the projections to queries, keys and values have a bias.
         out_bias: Whether the output projection has a bias.
         tied: Whether the output embedding is the input embedding.
+        nsa_layers: With ``attention="nsa"``, the numbers of the blocks with NSA; all others have
+            dense attention. None, or all numbers: all blocks have NSA.
 
     Raises:
         InvalidInput: A field is out of range; the message names every such field and its value.
@@ -54,6 +56,7 @@ class LMConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     tied: bool = True
+    nsa_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         errors: list[str] = []
@@ -73,14 +76,62 @@ class LMConfig:
             )
         if not (isinstance(self.norm_eps, float) and 0 < self.norm_eps < 1):
             errors.append(f"norm_eps must be a number > 0 and < 1, got {self.norm_eps!r}")
+        if self.nsa_layers is not None and self.attention != "nsa":
+            errors.append(f"nsa_layers must be None with attention {self.attention!r}")
         if errors:
             raise InvalidInput("; ".join(errors))
+        if self.nsa_layers is not None:
+            numbers = tuple(layers_with_nsa(self.nsa_layers, self.n_layers))
+            object.__setattr__(
+                self, "nsa_layers", None if len(numbers) == self.n_layers else numbers
+            )
+
+    def attention_of(self, number: int) -> str:
+        """Return "nsa" or "dense" for a block."""
+        if self.nsa_layers is None:
+            return self.attention
+        return "nsa" if number in self.nsa_layers else "dense"
 
     @property
     def hidden(self) -> int:
         """Return the hidden units of SwiGLU."""
         assert self.mlp_dim is not None  # set in __post_init__
         return self.mlp_dim
+
+
+def layers_with_nsa(nsa_layers: Any, n_layers: int) -> list[int]:
+    """Return the numbers of the layers with NSA, in ascending order.
+
+    Args:
+        nsa_layers: Numbers from 0; "all" or None; "every_4th_dense", which keeps layers 3, 7, 11
+            and so on dense; or a function that returns for a number whether the layer has NSA.
+        n_layers: Number of layers of the model.
+
+    Raises:
+        InvalidInput: It is of another kind, has no layer or one twice, or a number is out of range.
+    """
+    numbers, chosen = range(n_layers), nsa_layers
+    if nsa_layers is None or nsa_layers == "all":
+        chosen = list(numbers)
+    elif nsa_layers == "every_4th_dense":
+        chosen = [number for number in numbers if number % 4 != 3]
+        if n_layers < 4:
+            raise InvalidInput(
+                f"nsa_layers must be 'all' or a list of layer numbers for a model of {n_layers}"
+                " layers, got 'every_4th_dense', which needs 4"
+            )
+    elif callable(nsa_layers):
+        chosen = [number for number in numbers if nsa_layers(number)]
+    is_list = isinstance(chosen, (list, tuple)) and all(type(number) is int for number in chosen)
+    if not (is_list and chosen and all(number in numbers for number in chosen)) or (
+        len(set(chosen)) < len(chosen)
+    ):
+        passed = "a function that chooses none" if callable(nsa_layers) else shown(nsa_layers)
+        raise InvalidInput(
+            "nsa_layers must be 'all', 'every_4th_dense' or a list of one or more different layer"
+            f" numbers from 0 to {n_layers - 1}, got {passed}"
+        )
+    return sorted(chosen)
 
 
 def _small(dim: int, heads: int, window: int) -> NSAConfig:

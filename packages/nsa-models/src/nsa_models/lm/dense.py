@@ -72,27 +72,32 @@ class DenseAttention(nn.Module):
         o = (
             causal(q, k, v, config.softmax_scale)
             if cu_seqlens is None
-            else self._packed(q, k, v, cu_seqlens)
+            else causal_documents(q, k, v, cu_seqlens, config.softmax_scale)
         )
         result: torch.Tensor = self.out(o.flatten(-2))
         return result
 
-    # torch.compile would compile one graph per list of lengths.
-    @torch.compiler.disable
-    def _packed(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor
-    ) -> Any:
-        bounds = cu_seqlens.tolist()
-        spans = [slice(a, b) for a, b in itertools.pairwise(bounds) if b > a]
-        scale = self.config.softmax_scale
-        return torch.cat([causal(q[None, s], k[None, s], v[None, s], scale)[0] for s in spans])
+
+# torch.compile would compile one graph per list of lengths.
+@torch.compiler.disable
+def causal_documents(
+    q: torch.Tensor,  # [T, Hq, Dk]
+    k: torch.Tensor,  # [T, G, Dk]
+    v: torch.Tensor,  # [T, G, Dv]
+    cu_seqlens: torch.Tensor,
+    scale: float | None,
+) -> Any:
+    """Return causal attention in each packed document, [T, Hq, Dv]. Synchronises."""
+    bounds = cu_seqlens.tolist()
+    spans = [slice(a, b) for a, b in itertools.pairwise(bounds) if b > a]
+    return torch.cat([causal(q[None, s], k[None, s], v[None, s], scale)[0] for s in spans])
 
 
 def causal(
     q: torch.Tensor,  # [B, S, Hq, Dk]
     k: torch.Tensor,  # [B, S, G, Dk]
     v: torch.Tensor,  # [B, S, G, Dv]
-    scale: float,
+    scale: float | None,
 ) -> torch.Tensor:
     """Return causal attention [B, S, Hq, Dv] with PyTorch's SDPA."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
