@@ -69,6 +69,12 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
             "Qwen/Qwen3-0.6B does not exist: give the folder of a model, of nsa train, nsa convert"
             " or save_pretrained",
         ),
+        (
+            ["--nsa-layers", "1,3-"],
+            "--nsa-layers must be all, every_4th_dense or layer numbers such",
+        ),
+        (["--nsa-layers", "0-5"], "--nsa-layers must be 'all', 'every_4th_dense' or a list of one"),
+        (["--nsa-layers", "every_4th_dense"], "--nsa-layers must be 'all' or a list"),
         (["--nsa", "window=3"], "NSAConfig has no field 'window'"),
         (["--nsa", "window_size"], "--nsa must be NAME=VALUE such as window_size=512"),
         (["--nsa", "window_size=0"], "window_size must be an integer >= 1, got 0"),

@@ -25,6 +25,7 @@ from nsa_models.lm import config_json, json_fields, weights
 from nsa_models.lm.config import LMConfig, size
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.model_folder import ModelFolder, open_folder
+from nsa_models.lm.recipe import Recipe
 from nsa_models.lm.run_folder import CONFIG, INDEX
 from nsa_models.lm.task import DataSpec
 from nsa_models.lm.tokens import TOKENIZER, TOKENIZER_CONFIG, ByteTokenizer, FileTokenizer
@@ -53,6 +54,8 @@ def model_of(kind: str, attention: str) -> LanguageModel:
     """Return a model with random weights, also those whose initial values hide errors."""
     changes, of_layer = KINDS[kind]
     layer = dataclasses.replace(size("tiny").layer, **of_layer)
+    if attention == "hybrid":
+        attention, changes = "nsa", {**changes, "nsa_layers": (1,)}
     model = LanguageModel(LMConfig(layer, 2, 256, mlp_dim=96, attention=attention, **changes))
     randomize(model)
     return model.eval()
@@ -62,7 +65,7 @@ def states_equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return are_equal(dict(one.named_parameters()), dict(other.named_parameters()))
 
 
-@pytest.mark.parametrize("attention", ["dense", "nsa"])
+@pytest.mark.parametrize("attention", ["dense", "nsa", "hybrid"])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_transformers_reads_and_writes_the_same_model(write_run, tmp_path, kind, attention):
@@ -73,7 +76,7 @@ def test_transformers_reads_and_writes_the_same_model(write_run, tmp_path, kind,
     assert states_equal(opened.model(), trained)
     model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(loading.values())
-    name = f"{'NSA' * (attention == 'nsa')}{kind.partition(',')[0]}ForCausalLM"
+    name = f"{'NSA' * (attention != 'dense')}{kind.partition(',')[0]}ForCausalLM"
     assert type(model).__name__ == name
     ids = torch.randint(256, (2, 150))
     assert torch.allclose(model(ids).logits, trained(ids), rtol=0, atol=2e-5)
@@ -105,13 +108,13 @@ SOURCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("attention", ["dense", "nsa"])
+@pytest.mark.parametrize("attention", ["dense", "nsa", "hybrid"])
 @pytest.mark.parametrize("source", SOURCES)
 @torch.no_grad()
 def test_a_model_of_transformers_is_trained(tmp_path, source, attention):
     """Training begins with its weights, and its configuration stays."""
     changes, options = SOURCES[source]
-    model = nsa_model(**changes)
+    model = nsa_model(**changes, nsa_layers=[1] if attention == "hybrid" else None)
     if attention == "dense":
         model = AutoModelForCausalLM.from_config(DENSE_CONFIGS["llama"](**SIZES | changes))
         randomize(model)
@@ -119,6 +122,7 @@ def test_a_model_of_transformers_is_trained(tmp_path, source, attention):
     model.save_pretrained(tmp_path / "theirs", **options)
     assert (len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1) == (source == "sharded")
     trainer = trainer_of(0, 1, data="task", start=tmp_path / "theirs")
+    assert (trainer.plan() is None) == (attention == "dense")
     trained, ids = trainer.model.eval(), torch.randint(1, 61, (2, 150))
     assert {p.dtype for p in trained.parameters()} == {torch.float32}
     assert torch.allclose(model.float()(ids).logits, trained(ids), rtol=0, atol=2e-5)
@@ -128,6 +132,7 @@ def test_a_model_of_transformers_is_trained(tmp_path, source, attention):
     assert torch.allclose(again(ids).logits, trained(ids), rtol=0, atol=2e-5)
     assert again.dtype == torch.float32
     assert again.config.rope_parameters == model.config.rope_parameters
+    assert getattr(again.config, "nsa_layers", None) == ([1] if attention == "hybrid" else None)
 
 
 TEXTS = {
@@ -323,7 +328,46 @@ ERRORS: dict[str, tuple[Callable[[pathlib.Path], Any], type[Exception], tuple[st
     "no place in dense": (
         lambda f: dense_fields(scale=0.5, rope=False),
         InvalidInput,
-        ("rope=False, scale=0.5", "attention 'nsa'"),
+        ("rope=False, scale=0.5", "NSA in all layers"),
+    ),
+    "no place beside NSA": (
+        lambda f: config_json.json_of(
+            LMConfig(dataclasses.replace(size("tiny").layer, scale=0.5), 2, nsa_layers=(0,)),
+            8,
+            None,
+        ),
+        InvalidInput,
+        ("scale=0.5", "NSA in all layers"),
+    ),
+    "fields beside dense layers": (
+        lambda f: (change(f / CONFIG, nsa=NSA | {"scale": 0.5}, nsa_layers=[1]), open_folder(f)),
+        InvalidInput,
+        ("config.nsa: scale must not be set, because the dense layers", "load the folder with"),
+    ),
+    "an absent layer": (
+        lambda f: (change(f / CONFIG, nsa_layers=[0, 2]), open_folder(f)),
+        InvalidInput,
+        ("config.json: nsa_layers must be", "numbers from 0 to 1, got (0, 2)"),
+    ),
+    "layers that are no numbers": (
+        lambda f: (change(f / CONFIG, nsa_layers="all"), open_folder(f)),
+        InvalidInput,
+        ("nsa_layers must be a list of an integer or null", "got 'all'"),
+    ),
+    "another layer": (
+        lambda f: (change(f / CONFIG, nsa_layers=[1]), open_folder(f)),
+        InvalidInput,
+        ("'model.layers.0.self_attn.gate.weight' is not a parameter", "of one model"),
+    ),
+    "NSA layers of a dense model": (
+        lambda f: size("tiny", attention="dense", nsa_layers=(0,)),
+        InvalidInput,
+        ("nsa_layers must be None with attention 'dense'", "dense"),
+    ),
+    "ranks that share dense layers": (
+        lambda f: Recipe(tensor_parallel=2).check_divisible(size("tiny", nsa_layers=(0,)), 64),
+        InvalidInput,
+        ("tensor_parallel must be 1 with dense layers (nsa_layers), got 2", "only NSA layers can"),
     ),
     "biases": (
         lambda f: config_json.json_of(size("tiny", out_bias=True), 8, None),
@@ -350,7 +394,10 @@ def test_without_safetensors_the_library_is_named(folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_one_folder_serves_every_command(nsa, text, tmp_path, monkeypatch, capsys, no_timing):
+@pytest.mark.parametrize("nsa_layers", [None, "1"])
+def test_one_folder_serves_every_command(
+    nsa, text, tmp_path, monkeypatch, capsys, no_timing, nsa_layers
+):
     """Convert a sharded bfloat16 model, train it, generate with it, and inspect it."""
     monkeypatch.chdir(tmp_path)
     sizes = SIZES | {"vocab_size": 256, "eos_token_id": 0xFF, "bos_token_id": 0xFF}
@@ -362,6 +409,8 @@ def test_one_folder_serves_every_command(nsa, text, tmp_path, monkeypatch, capsy
     for name, content in ByteTokenizer().files().items():
         (tmp_path / "dense" / name).write_text(content)
     fields = " ".join(f"--nsa {name}={value}" for name, value in NSA.items())
+    if nsa_layers is not None:
+        fields += f" --nsa-layers {nsa_layers}"
     small = f"--device cpu --data {text} --length 100 --batch 2 --held-out-rows 1 --steps 1"
     for command in (
         f"convert --hf dense --out converted {fields}",
@@ -372,14 +421,16 @@ def test_one_folder_serves_every_command(nsa, text, tmp_path, monkeypatch, capsy
     ):
         result = nsa(*shlex.split(command))
         assert (result.code, result.err) == (0, ""), command
+    page = (tmp_path / "page" / "inspect.html").read_text()
     result = nsa("generate", "--checkpoint", "again", "--prompt", "this", "--max-new-tokens", "3")
     assert (result.code, result.out[:4]) == (0, "this")
-    assert any((tmp_path / "page").iterdir())
+    assert ">Layer 0 " in page if nsa_layers is None else ">Layer 1 " in page
     opened = {name: open_folder(tmp_path / name) for name in ("converted", "run", "again")}
     assert {o.config for o in opened.values()} == {opened["run"].config}
     assert [opened[name].training.step for name in ("run", "again")] == [2, 1]
     model = AutoModelForCausalLM.from_pretrained("again")
     assert (model.config.nsa, model.dtype) == (NSA, torch.float32)
+    assert model.config.nsa_layers == (None if nsa_layers is None else [int(nsa_layers)])
     assert AutoTokenizer.from_pretrained("again")("Ä")["input_ids"] == [0xC3, 0x84]
 
 

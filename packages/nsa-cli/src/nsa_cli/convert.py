@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,8 @@ from nsa_cli.choices import (
     Threads,
     advanced,
     complete_dtype,
+    completion,
+    errors_name_options,
     one_dtype,
     options_on_command_line,
     parse_backends,
@@ -54,6 +57,14 @@ def convert(
             help="Field of NSAConfig, such as window_size=512. May be repeated.",
         ),
     ] = None,
+    nsa_layers: Annotated[
+        str,
+        typer.Option(
+            help="Layers that get NSA; the others stay dense: all, every_4th_dense (layers 3, 7, 11"
+            " and so on stay dense), or numbers such as 0,2,4-7.",
+            autocompletion=completion("all", "every_4th_dense"),
+        ),
+    ] = "all",
     dtype: Annotated[
         str,
         typer.Option(
@@ -84,7 +95,7 @@ def convert(
         typed = options_on_command_line(context)
         _check_options(text, typed)
         need_extras("nsa convert", ["transformers"])
-        fields = _fields(nsa or [])
+        fields, layers = _fields(nsa or []), _layers(nsa_layers)
         torch_device = pick_device(device, threads)
         import torch
         from transformers.utils import logging
@@ -101,7 +112,8 @@ def convert(
         torch.manual_seed(seed)
         dense = load_model(folder, one_dtype(dtype))
         fields = {**default_fields(folder), **fields}
-        conversion = convert_model(dense, fields, parse_backends(backends))
+        with errors_name_options({"nsa_layers": "nsa_layers"}):
+            conversion = convert_model(dense, fields, parse_backends(backends), layers)
         del dense
         _print_conversion(conversion)
         if tokens is not None:
@@ -137,16 +149,35 @@ def _fields(pairs: Sequence[str]) -> dict[str, Any]:
     return fields
 
 
+def _layers(text: str) -> str | list[int] | None:
+    """Return --nsa-layers as the argument of :func:`nsa_models.hf.convert`."""
+    from nsa_core.errors import InvalidInput
+
+    if text in ("all", "every_4th_dense"):
+        return None if text == "all" else text
+    numbers: list[int] = []
+    for part in text.split(","):
+        if not (match := re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part, re.ASCII)):
+            raise InvalidInput(
+                "--nsa-layers must be all, every_4th_dense or layer numbers such as 0,2,4-7, got"
+                f" {text!r}"
+            )
+        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return numbers
+
+
 def _print_conversion(conversion: Conversion) -> None:
     console, model = output.console(), conversion.model
     parameters = dict(model.named_parameters())
     total = sum(parameter.numel() for parameter in parameters.values())
     new = sum(parameters[name].numel() for name in conversion.new)
     first = ".".join(conversion.new[0].split(".")[:3]) + "."  # model.layers.0.
-    layers = model.config.num_hidden_layers
+    layers = f"{model.config.num_hidden_layers} layers"
+    if (chosen := model.config.nsa_layers) is not None:
+        layers += f", {len(chosen)} of them with NSA"
     output.print_text(
         console,
-        f"{model.config.model_type}: {total:,} parameters, {layers} layers. Carried over and"
+        f"{model.config.model_type}: {total:,} parameters, {layers}. Carried over and"
         f" compared: all {len(conversion.carried):,} tensors of the dense model. Each branch has a"
         " copy of the dense keys and values.",
         indent="",
@@ -156,7 +187,8 @@ def _print_conversion(conversion: Conversion) -> None:
         for name in conversion.new
         if name.startswith(first)
     ]
-    title = f"New in each layer, {new:,} parameters in all ({new / total:.2%}):"
+    of = "layer" if chosen is None else "layer with NSA"
+    title = f"New in each {of}, {new:,} parameters in all ({new / total:.2%}):"
     output.print_table(console, ("parameter", "shape"), rows, title)
 
 

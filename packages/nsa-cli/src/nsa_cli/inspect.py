@@ -84,6 +84,7 @@ def inspect(
             import torch
 
             from nsa_models.inspect import inspect_text, open_subject
+            from nsa_models.inspect.collect import layer_numbers
 
             subject = open_subject(
                 checkpoint,
@@ -92,7 +93,7 @@ def inspect(
                 dtype=getattr(torch, torch_dtype_name),
                 backends=parse_backends(backends),
             )
-            check_layer(layer, len(subject.model.blocks))
+            check_layer(layer, [*layer_numbers(subject.model).values()])
             inspection = inspect_text(content, subject, source=text.name, max_tokens=max_tokens)
             files = ResultFiles()
             files.write(out, lambda folder: save(inspection, folder, layer, force))

@@ -35,6 +35,7 @@ class LayerInspection:
 
     Attributes:
         name: Name of the layer in the model, such as "blocks.0.attn".
+        number: Number of the layer in the model, from :func:`layer_numbers`.
         config: Sizes of the layer.
         blocks: int32 [S, G, n], the selected blocks, ascending, padded with -1.
         gates: fp32 [S, Hq, 3], in the order cmp, sel, win.
@@ -43,6 +44,7 @@ class LayerInspection:
     """
 
     name: str
+    number: int
     config: NSAConfig
     blocks: torch.Tensor
     gates: torch.Tensor
@@ -135,12 +137,13 @@ def inspect_model(
         >>> inspection.layers[0].blocks.shape
         torch.Size([512, 2, 4])
     """
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, NSAttention)}
+    numbers = layer_numbers(model)
+    layers = {n: m for n, m in model.named_modules() if n in numbers}
     _check_model(model, layers)
     _check_tokens(model, tokens, layers)
     records: list[LayerInspection] = []
     hooks = [
-        layer.register_forward_pre_hook(_Recorder(name, records), with_kwargs=True)
+        layer.register_forward_pre_hook(_Recorder(name, numbers[name], records), with_kwargs=True)
         for name, layer in layers.items()
     ]
     was_training, device = model.training, next(model.parameters()).device
@@ -162,11 +165,24 @@ def inspect_model(
     )
 
 
+def layer_numbers(model: nn.Module) -> dict[str, int]:
+    """Return the number of each layer with NSA, by its name in the model.
+
+    It is the first number in the name, which counts dense layers too; or the position among the
+    layers with NSA, if these numbers do not ascend.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, NSAttention)]
+    numbers = [next((int(p) for p in n.split(".") if p.isdecimal()), -1) for n in names]
+    if numbers != sorted({*numbers} - {-1}):
+        numbers = list(range(len(names)))
+    return dict(zip(names, numbers))
+
+
 class _Recorder:
     """A forward pre-hook that records one layer."""
 
-    def __init__(self, name: str, records: list[LayerInspection]) -> None:
-        self.name, self.records = name, records
+    def __init__(self, name: str, number: int, records: list[LayerInspection]) -> None:
+        self.name, self.number, self.records = name, number, records
 
     def __call__(self, attn: NSAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs["x"]  # [1, S, dim]
@@ -180,7 +196,9 @@ class _Recorder:
         ]
         mass = RowMass(*(torch.cat(parts).cpu() for parts in zip(*chunks)))
         gates = compute_gates(attn.gate, x)[0].float().cpu()
-        self.records.append(LayerInspection(self.name, attn.config, blocks[0].cpu(), gates, mass))
+        self.records.append(
+            LayerInspection(self.name, self.number, attn.config, blocks[0].cpu(), gates, mass)
+        )
 
 
 def _check_model(model: nn.Module, layers: dict[str, NSAttention]) -> None:

@@ -141,7 +141,7 @@ def _overview(inspection: Inspection) -> Any:
                 axes.set_axis_off()
         _gates(row[-2], layer, None)
         _mass(row[-1], layer, None)
-        row[0].set_ylabel(f"layer {index}", fontweight="bold", fontsize=14, color=_INK)
+        row[0].set_ylabel(f"layer {layer.number}", fontweight="bold", fontsize=14, color=_INK)
         if index == 0:
             for head, axes in enumerate(row[:heads]):
                 axes.set_title(f"blocks, kv head {head}")

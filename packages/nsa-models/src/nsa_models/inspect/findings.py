@@ -56,7 +56,8 @@ def headline(inspection: Inspection, layer: int | None = None) -> tuple[str, str
         every = [shares(one) for one in inspection.layers]
         s = Shares(*(sum(values) / len(every) for values in zip(*every)))
     else:
-        subject, s = f"Layer {layer}", shares(inspection.layers[layer])
+        one = inspection.layers[layer]
+        subject, s = f"Layer {one.number}", shares(one)
     reads = f"reads {s.keys:.0%} of the keys and keeps {s.selected:.0%} of dense attention"
     others = f"random blocks would keep {s.random:.0%}, the best possible blocks {s.best:.0%}."
     if s.gain > CHANCE:
@@ -81,9 +82,9 @@ def sentences(inspection: Inspection) -> list[str]:
     largest = BRANCHES[int(gates.argmax())]
     names = ", ".join(f"{name} {gate:.2f}" for name, gate in zip(BRANCHES, gates.tolist()))
     return [
-        f"Layer {index} {choice}: its blocks hold {s.selected:.0%} of dense attention's probability"
-        f" in {s.keys:.0%} of the keys; random blocks would hold {s.random:.0%}, the best possible"
-        f" ones {s.best:.0%}.",
+        f"Layer {layer.number} {choice}: its blocks hold {s.selected:.0%} of dense attention's"
+        f" probability in {s.keys:.0%} of the keys; random blocks would hold {s.random:.0%}, the"
+        f" best possible ones {s.best:.0%}.",
         f"Its gates weight {largest} most: {names} on average.",
         _most_read(inspection, index),
     ]
@@ -102,7 +103,7 @@ def _most_read(inspection: Inspection, index: int) -> str:
     share[:, : layer.config.init_blocks] = 0
     share[able < 2 * size] = 0  # too few queries to count
     if not share.any():
-        return f"No query of layer {index} chooses a block that is not forced."
+        return f"No query of layer {layer.number} chooses a block that is not forced."
     head, block = divmod(int(share.argmax()), share.shape[1])
     excerpt = block_text(inspection, block * size, (block + 1) * size)
     return (

@@ -25,14 +25,17 @@ def need_libraries() -> None:
     require_module("jinja2", "the page of an inspection needs", "nsa-cli[plot]")
 
 
-def check_layer(layer: int | None, layers: int) -> None:
-    """Check that a model of ``layers`` layers has this one.
+def check_layer(layer: int | None, numbers: Sequence[int]) -> None:
+    """Check that a model has this layer, where ``numbers`` are those of its layers with NSA.
 
     Raises:
         InvalidInput: It does not.
     """
-    if layer is not None and not 0 <= layer < layers:
-        raise InvalidInput(f"layer must be 0 to {layers - 1}, got {layer}")
+    if layer is not None and layer not in numbers:
+        choices = f"0 to {len(numbers) - 1}"
+        if numbers[-1] >= len(numbers):
+            choices = f"{' or '.join(map(str, numbers))}, a layer with NSA"
+        raise InvalidInput(f"layer must be {choices}, got {layer}")
 
 
 def check_folder(out: Path, force: bool) -> None:
@@ -65,8 +68,8 @@ def save(
     Args:
         inspection: The inspection.
         out: The folder; it is created if it does not exist.
-        layer: Layer of the detailed picture, and the one that the page shows first. The default is
-            the layer whose choice gains most over a random one.
+        layer: Number of the layer in the detailed picture, which the page shows first. The default
+            is the layer whose choice gains most over a random one.
         force: Overwrite pictures in a folder that is not empty.
 
     Returns:
@@ -83,9 +86,10 @@ def save(
     from nsa_models.inspect.page import page
 
     folder = Path(out)
-    check_layer(layer, len(inspection.layers))
+    numbers = [one.number for one in inspection.layers]
+    check_layer(layer, numbers)
     check_folder(folder, force)
-    index = clearest_layer(inspection) if layer is None else layer
+    index = clearest_layer(inspection) if layer is None else numbers.index(layer)
     contents: dict[str, bytes] = {PAGE: page(inspection, index).encode("utf-8")}
     for kind in ("png", "svg"):
         contents[f"selection.{kind}"] = detail(inspection, index, kind)

@@ -71,6 +71,7 @@ class _Fields(TypedDict):
     pad_token_id: int | None
     nsa: dict[str, Any] | None
     nsa_backends: str | dict[str, str] | None
+    nsa_layers: list[int] | None
 
 
 _KINDS_OF_FIELDS = typing.get_type_hints(_Fields)
@@ -258,6 +259,14 @@ def config_of(values: Mapping[str, Any]) -> LMConfig:
     if rope.get("rope_type", "default") != "default" or per_layer:
         frequencies, factor = frequencies_of(values)
     spec = layer_spec(values, frequencies, factor)
+    layers = values.get("nsa_layers")
+    stated = [name for name in ("qk_norm", *_NOT_DENSE) if name in (values.get("nsa") or {})]
+    if stated and layers is not None and len(layers) < values["num_hidden_layers"]:
+        raise InvalidInput(
+            f"config.nsa: {', '.join(stated)} must not be set, because the dense layers beside"
+            " nsa_layers do not have it: load the folder with from_pretrained after import"
+            " nsa_models.hf"
+        )
     return LMConfig(
         layer=spec.config,
         n_layers=values["num_hidden_layers"],
@@ -268,6 +277,7 @@ def config_of(values: Mapping[str, Any]) -> LMConfig:
         qkv_bias=spec.qkv_bias,
         out_bias=spec.out_bias,
         tied=bool(values["tie_word_embeddings"]),
+        nsa_layers=None if layers is None else tuple(layers),
     )
 
 
@@ -289,11 +299,12 @@ def json_of(config: LMConfig, length: int, end: int | None) -> dict[str, Any]:
         for field in dataclasses.fields(layer)
         if field.name not in _STATED and getattr(layer, field.name) != getattr(defaults, field.name)
     }
-    if not is_nsa and (unknown := [name for name in _NOT_DENSE if name in nsa]):
+    has_dense = not is_nsa or config.nsa_layers is not None
+    if has_dense and (unknown := [name for name in _NOT_DENSE if name in nsa]):
         settings = ", ".join(f"{name}={nsa[name]!r:.60}" for name in unknown)
         raise InvalidInput(
-            f"the dense models of transformers have no {settings}: leave these fields out, or train"
-            " with attention 'nsa'"
+            f"the dense layers of transformers have no {settings}: leave these fields out, or train"
+            " with NSA in all layers"
         )
     facts = (layer.qk_norm, config.qkv_bias, config.out_bias)
     if (kind := _KINDS.get(facts)) is None:
@@ -323,4 +334,5 @@ def json_of(config: LMConfig, length: int, end: int | None) -> dict[str, Any]:
         "eos_token_id": end,
         "pad_token_id": None,
         "nsa": nsa,
+        **({} if config.nsa_layers is None else {"nsa_layers": list(config.nsa_layers)}),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nsa_bench.roofline import part_costs
 from nsa_models.lm.model import LanguageModel
 
-_NSA = ("cmp", "select", "sel", "win")
+_PARTS = {"nsa": ("cmp", "select", "sel", "win"), "dense": ("dense",)}
 
 
 def row_flops(model: LanguageModel, length: int) -> int:
@@ -20,8 +20,8 @@ def row_flops(model: LanguageModel, length: int) -> int:
     phi = sum(p.numel() for n, p in model.named_parameters() if ".phi_" in n and p.dim() > 1)
     other = sum(p.numel() for n, p in model.named_parameters() if ".phi_" not in n and p.dim() > 1)
     pairs = part_costs(layer, 1, length, 2, "both")
-    parts = _NSA if config.attention == "nsa" else ("dense",)
-    attention = config.n_layers * sum(pairs[part].flops for part in parts)
+    kinds = [config.attention_of(number) for number in range(config.n_layers)]
+    attention = sum(pairs[part].flops for kind in kinds for part in _PARTS[kind])
     compressed = layer.geometry.num_compressed(length) * layer.n_kv_heads
     return 6 * (other * length + phi * compressed) + attention
 

@@ -85,11 +85,12 @@ def _mass(axes: Any, header: dict[str, Any], records: list[dict[str, Any]]) -> N
 
     steps = [r["step"] for r in records]
     layers, ends = len(records[0]["selected_mass"]), []
+    numbers = header["model"].get("nsa_layers") or range(layers)
     for layer in range(layers):
         colour = to_hex(colormaps["cividis"](0.8 * layer / max(1, layers - 1)))
         values = [r["selected_mass"][layer] for r in records]
         axes.plot(steps, values, "o-", ms=4, lw=1.6, color=colour)
-        text = f"layer {layer}  {values[-1]:.0%}"
+        text = f"layer {numbers[layer]}  {values[-1]:.0%}"
         ends.append(EndLabel(text, colour, (steps[-1], values[-1]), values[-1]))
     keys = [sum(r["selected_keys"]) / len(r["selected_keys"]) for r in records]
     axes.plot(steps, keys, "--", lw=1.4, color=INK)

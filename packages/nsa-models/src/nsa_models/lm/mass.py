@@ -59,7 +59,7 @@ def selected_mass(
     cu_seqlens: torch.Tensor | None = None,
     rows: int = 256,
 ) -> list[Mass]:
-    """Measure the mass of the selected blocks in every layer.
+    """Measure the mass of the selected blocks in every layer with NSA.
 
     Args:
         model: A model with NSA.
@@ -68,7 +68,7 @@ def selected_mass(
         rows: Maximum number of query rows, spread evenly over the tokens.
 
     Returns:
-        One entry per layer.
+        One entry per layer with NSA.
 
     Raises:
         InvalidInput: The model's attention is dense, or no row has more candidate blocks than it
@@ -87,8 +87,9 @@ def selected_mass(
     x = model.embed(tokens)
     for block in model.blocks:
         assert isinstance(block, Block)  # LanguageModel builds them
-        assert isinstance(block.attn, NSAttention)  # attention is "nsa"
-        masses.append(layer_mass(block.attn, block.attn_norm(x), cu_seqlens, longest, query_rows))
+        if isinstance(block.attn, NSAttention):
+            x_norm = block.attn_norm(x)
+            masses.append(layer_mass(block.attn, x_norm, cu_seqlens, longest, query_rows))
         x = block(x, cu_seqlens, longest)
     return masses
 

@@ -46,7 +46,7 @@ class Block(nn.Module):
         dim = config.layer.dim
         self.attn_norm, self.mlp_norm = (nn.RMSNorm(dim, eps=config.norm_eps) for _ in range(2))
         self.attn: NSAttention | DenseAttention
-        if config.attention == "nsa":
+        if config.attention_of(layer) == "nsa":
             self.attn = NSAttention(config.layer, backends, layer=layer)
         else:
             self.attn = DenseAttention(config.layer)

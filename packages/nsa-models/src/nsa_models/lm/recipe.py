@@ -111,10 +111,13 @@ class Recipe:
         """
         errors = []
         for name in ("context_parallel", "tensor_parallel"):
-            if getattr(self, name) > 1 and config.attention != "nsa":
+            if getattr(self, name) > 1 and (config.attention != "nsa" or config.nsa_layers):
+                model = "dense layers (nsa_layers)"
+                if not config.nsa_layers:
+                    model = f"attention {config.attention!r}"
                 errors.append(
-                    f"{name} must be 1 with attention {config.attention!r}, got"
-                    f" {getattr(self, name)}: only NSA layers can be divided"
+                    f"{name} must be 1 with {model}, got {getattr(self, name)}: only NSA layers can"
+                    " be divided"
                 )
         groups = config.layer.n_kv_heads
         if groups % self.tensor_parallel and not errors:

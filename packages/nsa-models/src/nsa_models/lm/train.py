@@ -41,7 +41,7 @@ class Progress:
     matrix_share: float | None
     memory_bytes: int
     held_out_loss: float | None = None
-    selected_mass: list[float] | None = None  # per layer
+    selected_mass: list[float] | None = None  # per layer with NSA
     selected_keys: list[float] | None = None
 
     def record(self) -> dict[str, Any]:

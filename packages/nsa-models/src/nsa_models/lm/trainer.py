@@ -199,8 +199,8 @@ class Trainer:
         Raises:
             Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
         """
-        attn = self.model.blocks[0].attn
-        if not isinstance(attn, NSAttention):
+        layers = (module for module in self.model.modules() if isinstance(module, NSAttention))
+        if (attn := next(layers, None)) is None:
             return None
         dtype, packed = getattr(torch, self.recipe.precision), self.data.rows.packed
         long, config, partial = is_long(self.data.rows.length, packed), attn.config, False

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from nsa_models.lm.config import LMConfig
+from nsa_models.lm.config import ATTENTION, LMConfig
 from nsa_models.lm.model import LanguageModel
 
 _LAYER = re.compile(r"blocks\.(\d+)\.(.*)")
@@ -59,7 +59,7 @@ def parts(name: str, rows: int, config: LMConfig) -> list[Part]:
         return [Part(f"{prefix}mlp.{half}_proj.weight", rows // 2) for half in ("gate", "up")]
     if rest in _IN_LAYER:
         return [Part(prefix + _IN_LAYER[rest], rows)]
-    if config.attention == "dense":
+    if config.attention_of(int(number)) == "dense":
         prefix += "self_attn."
         if rest in _IN_DENSE_LAYER:
             return [Part(prefix + _IN_DENSE_LAYER[rest], rows)]
@@ -86,12 +86,15 @@ def join(name: str, config: LMConfig, read: Callable[[str], torch.Tensor]) -> to
 
 def shapes(config: LMConfig) -> dict[str, list[int]]:
     """Return the tensors that the folder of a model has, with their shapes; allocates none."""
-    with torch.device("meta"):
-        one = LanguageModel(dataclasses.replace(config, n_layers=1))
     result: dict[str, list[int]] = {}
-    for name, parameter in one.named_parameters():
-        layers = range(config.n_layers) if _LAYER.fullmatch(name) else range(1)
-        for number in layers:
-            own = parts(name.replace("blocks.0.", f"blocks.{number}."), len(parameter), config)
-            result |= {part.name: [part.rows, *parameter.shape[1:]] for part in own}
+    for kind in ATTENTION:
+        layers = [n for n in range(config.n_layers) if config.attention_of(n) == kind]
+        with torch.device("meta"):
+            one = LanguageModel(
+                dataclasses.replace(config, n_layers=1, attention=kind, nsa_layers=None)
+            )
+        for name, parameter in one.named_parameters():
+            for number in layers if _LAYER.fullmatch(name) else range(1):
+                own = parts(name.replace("blocks.0.", f"blocks.{number}."), len(parameter), config)
+                result |= {part.name: [part.rows, *parameter.shape[1:]] for part in own}
     return result
