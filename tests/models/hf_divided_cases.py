@@ -9,15 +9,30 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers import AutoModelForCausalLM
 
 from hf_models import nsa_model
 from nsa_core import NSAError
 from nsa_core.parallel import ContextParallel, HeadParallel, Shards, whole_parameters
+from nsa_models.lm.head_shards import unshard
 
 LAYERS = "model.layers.*.self_attn"
 LENGTH, DOCUMENTS = 96, [0, 5, 51, 96]
+
+
+def _plan(model: Any, style: Any, dense: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan of parallelize_module: a style for NSA layers, styles in dense layers."""
+    plan: dict[str, Any] = {}
+    for number in range(len(model.model.layers)):
+        layer = f"model.layers.{number}.self_attn"
+        is_nsa = number in model.model.nsa_layers
+        plan |= {layer: style} if is_nsa else {f"{layer}.{n}": s for n, s in dense.items()}
+    return plan
 
 
 def _model(kind: str, **changes: Any) -> Any:
@@ -72,8 +87,19 @@ def tokens(
     return errors
 
 
-def heads(rank: int, world: int, *, kind: str, padded: bool, **changes: Any) -> Any:
-    """Return the errors of the logits, the loss and the gradients under HeadParallel."""
+DENSE_HEADS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ColwiseParallel()),
+    "o_proj": RowwiseParallel(),
+}
+
+
+def heads(
+    rank: int, world: int, *, kind: str, padded: bool, dense: bool = False, **changes: Any
+) -> Any:
+    """Return the errors of the logits, the loss and the gradients under HeadParallel.
+
+    ``dense`` divides the heads of dense layers too, by styles of torch.
+    """
     ids, labels = _row()
     mask = torch.ones_like(ids)
     if padded:
@@ -82,21 +108,24 @@ def heads(rank: int, world: int, *, kind: str, padded: bool, **changes: Any) -> 
     expected = alone(ids, attention_mask=mask, shift_labels=labels)
     expected.loss.backward()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    parallelize_module(model, mesh["tp"], {LAYERS: HeadParallel()})
+    plan = _plan(model, HeadParallel(), DENSE_HEADS if dense else {})
+    parallelize_module(model, mesh["tp"], plan)
     actual = model(ids, attention_mask=mask, shift_labels=labels)
     actual.loss.backward()
     errors = {
         "logits": _largest(actual.logits, expected.logits),
         "loss": _largest(actual.loss, expected.loss),
     }
-    for one, divided in zip(alone.model.layers, model.model.layers):
+    for number in model.model.nsa_layers:
+        one, divided = alone.model.layers[number], model.model.layers[number]
         with torch.no_grad():
             for parameter in divided.self_attn.parameters():
                 parameter.copy_(parameter.grad)
         whole = whole_parameters(divided.self_attn)
         for name, parameter in one.self_attn.named_parameters():
             errors[name] = _largest(whole[name], parameter.grad)
-    grads = {n: p.grad for n, p in model.named_parameters() if "self_attn" not in n}
+    nsa = tuple(f"model.layers.{number}.self_attn" for number in model.model.nsa_layers)
+    grads = {n: unshard(p.grad) for n, p in model.named_parameters() if not n.startswith(nsa)}
     errors |= {n: _largest(grad, alone.get_parameter(n).grad) for n, grad in grads.items()}
     return errors
 
@@ -108,7 +137,7 @@ def saved(
     ids, _ = _row()
     alone, model = _model(kind, **changes), _model(kind, **changes)
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {LAYERS: HeadParallel()})
+    parallelize_module(model, mesh["tp"], _plan(model, HeadParallel(), {}))
     own = {name: p.detach().clone() for name, p in model.named_parameters()}
     if sharded:
         fully_shard(model, mesh=mesh["dp"])
@@ -134,7 +163,8 @@ def refusal(rank: int, world: int, *, of: str) -> str:
     ids = torch.ones(1, LENGTH // world, dtype=torch.long)
 
     def divided(style: Any, kind: str = "llama", **changes: Any) -> Any:
-        return parallelize_module(_model(kind, **changes), mesh, {LAYERS: style})
+        model = _model(kind, **changes)
+        return parallelize_module(model, mesh, _plan(model, style, {}))
 
     actions = {
         "a mask": lambda: divided(ContextParallel())(ids, attention_mask=torch.ones_like(ids)),
@@ -146,6 +176,10 @@ def refusal(rank: int, world: int, *, of: str) -> str:
         ),
         "positions": lambda: divided(ContextParallel())(ids, position_ids=torch.arange(48)[None]),
         "labels": lambda: divided(ContextParallel())(ids, labels=ids),
+        "dense layers": lambda: divided(ContextParallel(), nsa_layers=[1])(ids),
+        "a dense layer": lambda: parallelize_module(
+            _model("qwen3", nsa_layers=[0]), mesh, {LAYERS: ContextParallel()}
+        ),
         "a cache": lambda: divided(ContextParallel())(ids, use_cache=True),
         "generation": lambda: divided(ContextParallel()).generate(ids, max_new_tokens=2),
         "generation without a cache": lambda: divided(ContextParallel()).generate(

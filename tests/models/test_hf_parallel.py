@@ -18,10 +18,13 @@ EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("heads", {"kind": "qwen3", "padded": True}),
     ("heads", {"kind": "qwen2", "padded": False}),
     ("heads", {"kind": "llama", "padded": False, "attention_bias": True}),
+    ("heads", {"kind": "qwen2", "padded": True, "nsa_layers": [1]}),
+    ("heads", {"kind": "llama", "padded": True, "nsa_layers": [0], "dense": True}),
 ]
 SAVED: dict[str, dict[str, Any]] = {
     "plain": {"kind": "qwen3"},
     "with biases": {"kind": "llama", "attention_bias": True},
+    "with a dense layer": {"kind": "qwen3", "nsa_layers": [1]},
     "sharded by FSDP2": {"kind": "llama", "sharded": True},
 }
 REFUSED = {
@@ -30,6 +33,8 @@ REFUSED = {
     "boundaries of two rows": "InvalidInput: cu_seq_lens_q needs an input of one row, got 2 rows",
     "positions": "InvalidInput: position_ids must be None for layers with the style Context",
     "labels": "InvalidInput: labels would be shifted within the rows of this rank",
+    "dense layers": "Unsupported: a model with dense layers (nsa_layers) is not context parallel",
+    "a dense layer": "InvalidInput: ContextParallel divides NSAttention layers, got Qwen3Attention",
     "a cache": "Unsupported: a cache is not context parallel",
     "generation": "Unsupported: generation is not context parallel",
     "generation without a cache": "Unsupported: generation is not context parallel",
