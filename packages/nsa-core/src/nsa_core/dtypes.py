@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # NSA computes in these
+
 
 def dtype_name(dtype: object) -> str:
     """Return the name of a dtype without "torch.": "float32" for torch.float32 or "float32"."""

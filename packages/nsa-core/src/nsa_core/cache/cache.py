@@ -12,7 +12,6 @@ from nsa_core.cache.state import CacheSizes, CacheState, check_plan
 from nsa_core.cache.undo import Undo, undone_on_error
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.plain_linear import dtype_and_device_from
 from nsa_core.limits import as_integers, shown, too_large
 
 if TYPE_CHECKING:
@@ -356,7 +355,7 @@ def make_cache(
         raise InvalidInput(
             f"dtype must be a torch.dtype such as torch.float32, or None, got {dtype!r}"
         )
-    requested = dtype_and_device_from(attn.out).device if device is None else device
+    requested = attn.reference.device if device is None else device
     cache_device = torch.empty(0, device=usable_device(requested)).device
     backends = dict(attn.backends) if isinstance(attn.backends, tuple) else attn.backends
     if plan is None:

@@ -27,11 +27,11 @@ from nsa_core.cache.undo import run_or_undo
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates, plain_linear_gate
-from nsa_core.layer.plain_linear import dtype_and_device_from
+from nsa_core.layer.plain_linear import dtype_of_product
 from nsa_core.layer.rope import RopeTable, rotate
 from nsa_core.limits import as_integers, shown
 from nsa_core.plan.finite_checks import checked_plan
-from nsa_core.torch_ops.torch_state import is_capturing
+from nsa_core.torch_ops.torch_state import dtype_of_products, is_capturing
 
 if TYPE_CHECKING:
     from nsa_core.cache.kv_store import KVStore
@@ -106,7 +106,7 @@ def _step(
 
 def _check_fit(layer: NSAProjections, x: torch.Tensor, cache: CacheState, in_graph: bool) -> None:
     """Check that x, the cache and the layer fit each other."""
-    problems, dtype = [], layer.out_dtype
+    problems, dtype = [], dtype_of_products(x)
     if cache.attn is not layer:
         problems.append("the cache is another layer's: use new_cache() of this layer")
     if x.shape[0] != cache.batch:
@@ -114,7 +114,7 @@ def _check_fit(layer: NSAProjections, x: torch.Tensor, cache: CacheState, in_gra
     if (x.device, dtype) != (cache.device, cache.dtype):
         problems.append(
             f"the layer computes {dtype} on {x.device}, but the cache is {cache.dtype} on"
-            f" {cache.device}"
+            f" {cache.device}: create it with new_cache(dtype={dtype}, device={str(x.device)!r})"
         )
     if torch.is_grad_enabled() and x.requires_grad:
         problems.append(
@@ -201,7 +201,7 @@ def rehearse(cache: CacheState, rows: int) -> None:
             f" {cache.max_step}, got {rows!r}; a longer step is never captured, and allocates more"
             " memory while it runs"
         )
-    dtype = dtype_and_device_from(cache.attn.qkv).dtype
+    dtype = dtype_of_product(cache.attn.qkv) or cache.dtype
     x = torch.zeros((cache.batch, rows, cache.config.dim), dtype=dtype, device=cache.device)
     undo = cache.begin()
     try:

@@ -17,14 +17,14 @@ from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.fp32_product import fp32_linear, takes_fp32_product
 from nsa_core.layer.plain_linear import are_plain_linear
-from nsa_core.layer.unit_linear import UnitLinear
+from nsa_core.layer.unit_linear import Affine
 from nsa_core.torch_ops.torch_state import no_autocast
 
 _LOGIT_STD = 0.5  # standard deviation of the initial logits: gates of 0.5 +- 0.12
 _SILU_RMS = 0.6  # root mean square of SiLU over a standard normal
 
 
-def _plain_linear(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+def _plain_linear(x: torch.Tensor, layer: Affine | nn.Linear) -> torch.Tensor:
     weight, bias = layer.weight, layer.bias
     if takes_fp32_product(x, weight):
         return fp32_linear(x, weight, bias)
@@ -35,11 +35,11 @@ def _plain_linear(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
 def _any_linear(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     """Apply ``layer`` in fp32, or fp64 for fp64 x.
 
-    A layer that is not a plain nn.Linear is called as a module, with its tensors cast to this
+    A layer that is not plain is called as a module, with its tensors cast to this
     dtype.
     """
     if are_plain_linear(layer):
-        assert isinstance(layer, nn.Linear)
+        assert isinstance(layer, (Affine, nn.Linear))
         return _plain_linear(x, layer)
     x = x.to(stats_dtype(x.dtype))
     tensors = itertools.chain(layer.named_parameters(), layer.named_buffers())
@@ -57,19 +57,14 @@ def _gates(logits: torch.Tensor) -> torch.Tensor:
     return gates
 
 
-class LinearGate(nn.Linear):
+class LinearGate(Affine):
     """Gates sigmoid(W x + b).
 
     Rows of W are head-major: (cmp, sel, win) of head 0, then of head 1, and so on.
     """
 
     def __init__(self, dim: int, n_heads: int) -> None:
-        super().__init__(dim, n_heads * 3)
-
-    def reset_parameters(self) -> None:
-        """Initialise to logits of mean 0 and standard deviation 0.5 for unit-variance inputs."""
-        nn.init.normal_(self.weight, std=_LOGIT_STD * self.in_features**-0.5)
-        nn.init.zeros_(self.bias)
+        super().__init__(dim, n_heads * 3, gain=_LOGIT_STD)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the gates [..., Hq, 3] of x [..., dim], in the order cmp, sel, win.
@@ -89,9 +84,9 @@ class MLPGate(nn.Sequential):
     def __init__(self, dim: int, n_heads: int) -> None:
         hidden = max(1, dim // 4)
         super().__init__(
-            UnitLinear(dim, hidden),
+            Affine(dim, hidden),
             nn.SiLU(),
-            UnitLinear(hidden, n_heads * 3, gain=_LOGIT_STD / _SILU_RMS),  # as for LinearGate
+            Affine(hidden, n_heads * 3, gain=_LOGIT_STD / _SILU_RMS),  # as for LinearGate
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +113,7 @@ def plain_linear_gate(gate: nn.Module) -> LinearGate | None:
 def has_sigmoid(gate: nn.Module) -> bool:
     """Return whether the gates are a sigmoid: a gate of this module, which nothing has altered."""
     return (
-        type(gate) in (LinearGate, MLPGate)
+        type(gate).forward in (LinearGate.forward, MLPGate.forward)
         and "forward" not in vars(gate)
         and not gate._forward_hooks
         and not nn.modules.module._global_forward_hooks
@@ -150,8 +145,7 @@ def _refuse_adapter(wrapper: nn.Module) -> None:
         raise InvalidInput(
             f"gate: {type(wrapper).__name__} adds {', '.join(added)} to a"
             f" {type(gates[0]).__name__}, whose output is a sigmoid, not a linear map: train the"
-            " gate's own parameters (peft: modules_to_save), or configure gate='mlp' and adapt its"
-            " linear layers gate.0 and gate.2"
+            " gate's own parameters (peft: modules_to_save)"
         )
 
 

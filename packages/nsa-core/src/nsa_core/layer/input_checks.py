@@ -9,7 +9,7 @@ import torch
 
 from nsa_core.config import NSAConfig, check_config
 from nsa_core.contract import Request
-from nsa_core.dtypes import dtype_name
+from nsa_core.dtypes import FLOATING, dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.short_config import NUMBERS, Numbers, any_passed, short_config
 from nsa_core.plan.default_plan import check_is_plan
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 def check_layer_input(
     x: torch.Tensor,
     dim: int,
-    weight: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None,
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None = None,
 ) -> None:
@@ -40,7 +41,8 @@ def check_layer_input(
     Args:
         x: Input of the layer, [B, S, dim] or packed [T, dim].
         dim: Model dimension of the layer.
-        weight: Weight of the layer's projection, which has the layer's device and dtype.
+        device: Device of the layer.
+        dtype: Dtype of the layer's projections; None if they compute in the dtype of x.
         cu_seqlens: int32 [documents + 1] for packed documents, else None.
         max_seqlen: Length of the longest document, as a host integer.
 
@@ -64,12 +66,17 @@ def check_layer_input(
         looks = x.dim() == 3 and x.shape[1] == dim != x.shape[2] and not packed
         fix = ": it looks like [B, dim, S], pass x.transpose(1, 2)" * looks
         problems.append(f"x must be {form}, dim = {dim}; got {list(x.shape)}{fix}")
-    if x.device != weight.device:
-        problems.append(f"x is on {x.device}, the layer on {weight.device}: move one of them")
-    if x.dtype != weight.dtype and not (autocast_enabled(x.device) and x.is_floating_point()):
+    if x.device != device:
+        problems.append(f"x is on {x.device}, the layer on {device}: move one of them")
+    if dtype is None and x.dtype not in FLOATING:
+        names = ", ".join(map(dtype_name, FLOATING))
+        problems.append(f"x is {x.dtype}: pass one of {names}")
+    elif x.dtype != (dtype or x.dtype) and not (
+        autocast_enabled(x.device) and x.is_floating_point()
+    ):
         problems.append(
-            f"x is {x.dtype}, the layer's parameters are {weight.dtype}: convert one of them, or"
-            " use autocast"
+            f"x is {x.dtype}, the layer's parameters are {dtype}: convert one of them, or use"
+            " autocast"
         )
     if packed:
         check_packed_transforms(cu_seqlens, x)

@@ -12,8 +12,9 @@ from nsa_core.cache.state import CacheSizes
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.input_checks import check_layer_input
 from nsa_core.layer.other_keywords import check_other_keywords
-from nsa_core.layer.plain_linear import dtype_and_device_from
+from nsa_core.layer.plain_linear import dtype_of_product
 from nsa_core.layer.projection import NSAProjections
+from nsa_core.torch_ops.torch_state import dtype_of_products
 
 if TYPE_CHECKING:
     from nsa_core.layer.stats import NSAStats
@@ -113,7 +114,8 @@ class NSAttention(NSAProjections):
 
         Args:
             x: the input [B, S, dim], or packed documents [T, dim], on the layer's device. Its dtype
-                is that of the parameters, or any floating dtype under autocast.
+                is that of the parameters, or any floating dtype under autocast or with quantised
+                projections.
             cu_seqlens: int32 [documents + 1] on x's device, the first row of each packed document
                 and, last, the number of rows T. See :func:`nsa_core.unpad` for padded batches.
             max_seqlen: host integer, length in tokens of the longest packed document or an upper
@@ -130,7 +132,7 @@ class NSAttention(NSAProjections):
                 None or have no effect.
 
         Returns:
-            The output y, of x's shape, in the dtype of the projections or of autocast.
+            The output y, of x's shape, in the dtype of x or of autocast.
 
         Raises:
             InvalidInput: x, cu_seqlens or plan do not fit the layer or the cache; a keyword of
@@ -146,8 +148,7 @@ class NSAttention(NSAProjections):
         """
         if other:
             check_other_keywords(other)
-        weight = dtype_and_device_from(self.qkv)
-        check_layer_input(x, self.config.dim, weight, cu_seqlens, max_seqlen)
+        self._check_input(x, cu_seqlens, max_seqlen)
         packed = cu_seqlens is not None
         if self.parallel is not None:
             if cache is not None or new is not None:
@@ -187,7 +188,9 @@ class NSAttention(NSAProjections):
             max_rollback: maximum number of tokens that :meth:`NSACache.crop` can remove.
             max_step: maximum number of rows of a step that a CUDA graph captures. A longer step
                 runs eagerly only, and allocates more memory while it runs.
-            dtype: dtype of the keys and values; default: the output dtype of the projections.
+            dtype: dtype of the keys and values; default: that of autocast, or of the projections.
+                Quantised projections compute in the dtype of x; the default is then the dtype of
+                phi and gate.
             device: device of the cache; default: the layer's device.
             plan: a plan of phase "decode"; default: resolved from ``backends``.
 
@@ -207,7 +210,15 @@ class NSAttention(NSAProjections):
         if self.parallel is not None:
             self.parallel.refuse("new_cache")
         sizes = CacheSizes(batch, max_len, page_size, num_pages, max_rollback, max_step)
-        return make_cache(self, sizes, self.out_dtype if dtype is None else dtype, device, plan)
+        dtype = dtype_of_products(self.reference) if dtype is None else dtype
+        return make_cache(self, sizes, dtype, device, plan)
+
+    def _check_input(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None = None
+    ) -> None:
+        """Check the arguments of a call, by metadata only."""
+        device, dtype = self.reference.device, dtype_of_product(self.qkv)
+        check_layer_input(x, self.config.dim, device, dtype, cu_seqlens, max_seqlen)
 
     def stats(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> NSAStats:
         """Return statistics of the gates and of the selected blocks over x.
@@ -230,7 +241,7 @@ class NSAttention(NSAProjections):
         if self.parallel is not None:
             self.parallel.refuse("stats")
         with torch.no_grad():
-            check_layer_input(x, self.config.dim, dtype_and_device_from(self.qkv), cu_seqlens)
+            self._check_input(x, cu_seqlens)
             q, _, _, k_cmp, v_cmp = self.project(x, cu_seqlens)
             plan = self.resolve_plan(x, q, cu_seqlens is not None)
             _, lse = plan.cmp(q, k_cmp, v_cmp, cu_seqlens=cu_seqlens)

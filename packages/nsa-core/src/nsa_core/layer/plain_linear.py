@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from nsa_core.errors import InvalidInput
+from nsa_core.dtypes import FLOATING
 
 PLAIN_TENSORS = (nn.Parameter, torch.Tensor)  # torch.func.functional_call sets tensors
 
@@ -38,7 +38,7 @@ def are_plain(kind: type[nn.Module], *modules: nn.Module) -> bool:
     return True
 
 
-def are_plain_linear(*layers: nn.Module, kind: type[nn.Linear] = nn.Linear) -> bool:
+def are_plain_linear(*layers: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Whether every layer is plain and has a weight and a bias that are plain tensors.
 
     Subclasses of torch.Tensor, such as DTensor and quantised tensors, define their own product. A
@@ -54,27 +54,29 @@ def are_plain_linear(*layers: nn.Module, kind: type[nn.Linear] = nn.Linear) -> b
     return True
 
 
-def dtype_and_device_from(layer: nn.Module) -> torch.Tensor:
-    """A tensor with the dtype and device of ``layer``: its weight, or else its largest
-    floating-point parameter.
+def base_weight(layer: nn.Module) -> torch.Tensor | None:
+    """Return the weight of ``layer``, or else its largest parameter or buffer; None if it has none.
 
-    Reading ``weight`` of a parametrised layer would compute it. The largest parameter of a LoRA
-    wrapper is the base layer's weight.
-
-    Raises:
-        InvalidInput: The layer has no floating-point parameter, for example because it is
-            quantised.
+    Reading ``weight`` of a parametrised layer would compute it. The largest tensor of a LoRA
+    wrapper is the base layer's weight. It may be quantised.
     """
     weight = layer._parameters.get("weight")
-    if weight is not None and weight.is_floating_point():
+    if weight is not None:
         return weight
-    floating = [p for p in layer.parameters() if p.is_floating_point()]
-    attribute = None if floating else getattr(layer, "weight", None)
-    if isinstance(attribute, torch.Tensor) and attribute.is_floating_point():
-        floating = [nn.Parameter(attribute.detach(), requires_grad=False)]
-    if not floating:
-        raise InvalidInput(
-            f"{type(layer).__name__} has no floating-point parameter, so the dtype of the attention"
-            " layer is unknown: keep the weight of this layer in a floating-point dtype"
-        )
-    return max(floating, key=torch.Tensor.numel)
+    tensors = [*layer.parameters(), *layer.buffers()]
+    attribute = None if tensors else getattr(layer, "weight", None)  # FSDP1 sets an attribute
+    if isinstance(attribute, torch.Tensor):
+        return attribute
+    return max(tensors, key=torch.Tensor.numel, default=None)
+
+
+def dtype_of_product(layer: nn.Module) -> torch.dtype | None:
+    """Return the only dtype of x that ``layer`` takes without autocast; None if x decides.
+
+    A plain floating-point weight states the dtype. A quantised layer computes in the dtype of x,
+    whatever dtype its tensors or adapters have.
+    """
+    weight = base_weight(layer)
+    if weight is None or type(weight) not in PLAIN_TENSORS or weight.dtype not in FLOATING:
+        return None
+    return weight.dtype

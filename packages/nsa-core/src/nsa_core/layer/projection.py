@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa_core.config import NSAConfig, check_config
+from nsa_core.dtypes import FLOATING
 from nsa_core.layer.gating import compute_gates, has_sigmoid, make_gate
 from nsa_core.layer.input_checks import check_plan
 from nsa_core.layer.phi.chunks import PackedBlocks, packed_blocks
 from nsa_core.layer.phi.kinds import compress_pair, make_phi
-from nsa_core.layer.plain_linear import are_plain, dtype_and_device_from
+from nsa_core.layer.plain_linear import are_plain, base_weight
 from nsa_core.layer.rope import (
     Table,
     rope_table,
@@ -38,7 +39,7 @@ from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.torch_ops.core_kernels import CoreInputs
 from nsa_core.torch_ops.core_node import run_core
 from nsa_core.torch_ops.packing_checks import check_cu_seqlens, checked_boundaries, has_values
-from nsa_core.torch_ops.torch_state import autocast_enabled, is_eager
+from nsa_core.torch_ops.torch_state import dtype_of_products, is_eager
 
 if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan
@@ -145,14 +146,26 @@ class NSAProjections(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value, default in fields if value != default)
 
     @property
-    def out_dtype(self) -> torch.dtype:
-        """The current output dtype of the projections: the parameters' dtype or autocast's."""
-        weight = dtype_and_device_from(self.out)
-        return (
-            torch.get_autocast_dtype(weight.device.type)
-            if autocast_enabled(weight.device)
-            else weight.dtype
-        )
+    def reference(self) -> torch.Tensor:
+        """A tensor with the dtype and the device of the layer.
+
+        It is the weight of ``qkv``, or the largest parameter of phi, norms and gate if that weight
+        is quantised.
+        """
+        weight = base_weight(self.qkv)
+        if weight is not None and weight.dtype in FLOATING:
+            return weight
+        modules = (self.q_norm, self.k_norm, self.phi_k, self.phi_v, self.gate)
+        parameters = chain.from_iterable(module.parameters() for module in modules)
+        return max((p for p in parameters if p.dtype in FLOATING), key=torch.Tensor.numel)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply qkv to x, in the dtype of x or of autocast.
+
+        Autocast may leave the product of a quantised layer as it is.
+        """
+        product: torch.Tensor = self.qkv(x)
+        return product.to(dtype_of_products(x))
 
     def project(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> Projected:
         """Project x [B, S, dim], or packed [T, dim], to the inputs of nsa_attention."""
@@ -170,7 +183,7 @@ class NSAProjections(nn.Module):
         config, packed = self.config, None
         if cu_seqlens is not None:
             packed = packed_blocks(cu_seqlens, x.shape[0], config.geometry)
-        product = self.qkv(x)
+        product = self.product(x)
         table = self._rope_of_tokens(product, cu_seqlens) if config.rope else None
         q, (k_raw, v_raw), ks, vs = self.rotated(product, table)
         k_cmp, v_cmp = self.compressed(k_raw, v_raw, packed, table)
@@ -236,7 +249,7 @@ class NSAProjections(nn.Module):
         Returns:
             q, and lists of the keys and of the values of (cmp, sel, win), or of the shared pair.
         """
-        return self._split(self.qkv(x))
+        return self._split(self.product(x))
 
     def attend(
         self,
@@ -372,7 +385,7 @@ class NSAProjections(nn.Module):
 
         Before any call, it is the plan for the parameters' device and dtype.
         """
-        weight = dtype_and_device_from(self.qkv)
+        weight = self.reference
         device, dtype, varlen, long = self._last or (weight.device, weight.dtype, False, False)
         return default_plan(
             self.config, device, dtype, varlen, self._needs_grad(), self.backends, long

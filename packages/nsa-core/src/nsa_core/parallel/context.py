@@ -222,7 +222,7 @@ class DividedSequence:
             )
         if has_values(cu_seqlens):
             check_cu_seqlens(cu_seqlens, ranks.total, max_seqlen)
-        product, table = layer.qkv(x), None
+        product, table = layer.product(x), None
         if layer.config.rope:
             table = _rope_of_rows(product, cu_seqlens, ranks, layer.config)
         q, raw, ks, vs = layer.rotated(product, table)

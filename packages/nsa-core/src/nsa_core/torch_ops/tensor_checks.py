@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.dtypes import dtype_name, stats_dtype
+from nsa_core.dtypes import FLOATING, dtype_name, stats_dtype
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.autograd import is_unobserved
@@ -101,7 +101,6 @@ _WORDS = {
     "P": "page",
     "C": "compressed token",
 }
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Sizes(NamedTuple):
@@ -504,7 +503,7 @@ def _dtype_problems(call: _Call) -> list[str]:
                 f"{_be(names)} {dtype_name(other)}, but {_be(right)} {dtype_name(dtype)}: pass"
                 f" {fixes}"
             )
-    if dtype not in _FLOATS:
+    if dtype not in FLOATING:
         return [
             f"{_be(list(floats))} {dtype_name(dtype)}: pass bfloat16, float16, float32 or float64"
             " tensors"

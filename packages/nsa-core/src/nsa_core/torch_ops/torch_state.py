@@ -17,6 +17,13 @@ def autocast_enabled(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+def dtype_of_products(x: torch.Tensor) -> torch.dtype:
+    """Return the dtype of products of x: autocast's, or that of x. Autocast leaves float64."""
+    if x.dtype == torch.float64 or not autocast_enabled(x.device):
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
+
+
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context in which autocast is disabled for tensors on ``device``."""
     if not autocast_enabled(device):

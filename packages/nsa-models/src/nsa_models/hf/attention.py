@@ -9,7 +9,7 @@ from torch import nn
 
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
-from nsa_core.layer.plain_linear import dtype_and_device_from
+from nsa_core.layer.plain_linear import base_weight
 from nsa_models.hf.cache import NSAModelCache
 from nsa_models.hf.rows import TokenRows
 from nsa_models.lm.config_json import LayerSpec
@@ -76,7 +76,8 @@ class NSASelfAttention(NSAttention):
             Unsupported: A style of nsa_core.parallel divided the layer, and there is a cache.
         """
         x, rows = hidden_states, attention_mask
-        if dtype_and_device_from(self.qkv).is_meta and not x.is_meta:
+        weight = base_weight(self.qkv)
+        if weight is not None and weight.is_meta and not x.is_meta:
             raise InvalidInput(
                 f"the weights of layer {self.layer_idx} are on the meta device, for example because"
                 " device_map offloads them to the CPU or the disk, which NSA layers do not support:"

@@ -15,6 +15,7 @@ from nsa_core.cache.cache import NSACache, resized
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.module import NSAttention
 from nsa_core.limits import check_integers
+from nsa_core.torch_ops.torch_state import dtype_of_products
 from nsa_models.hf.rows import TokenRows
 
 
@@ -86,6 +87,7 @@ class NSACacheLayer(CacheLayerMixin):
                 x.shape[0],
                 max(self.max_len, needed),
                 max_rollback=self.max_rollback,
+                dtype=dtype_of_products(x),
                 device=x.device,
             )
             self.is_initialized = True

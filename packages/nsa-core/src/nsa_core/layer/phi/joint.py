@@ -22,15 +22,7 @@ from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.phi.chunks import Chunks, PackedBlocks
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.autograd import final_gradients
-from nsa_core.torch_ops.torch_state import autocast_enabled, no_autocast
-
-
-def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the product of x and ``weight`` has x's dtype under the current autocast."""
-    device = x.device
-    return x.dtype == (
-        torch.get_autocast_dtype(device.type) if autocast_enabled(device) else weight.dtype
-    )
+from nsa_core.torch_ops.torch_state import no_autocast
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -61,7 +53,8 @@ def joint_hidden(
         packed: the blocks of packed documents.
 
     Returns:
-        [P, B, n_c, G, hidden], or packed [P, T // d, G, hidden], in the dtype of the product.
+        [P, B, n_c, G, hidden], or packed [P, T // d, G, hidden], in the dtype of the product: that
+        of the tensors, or of autocast.
     """
     chunks, count = [Chunks(x, geometry, packed) for x in xs], len(xs)
     e, w, b = (stacked(tensors) for tensors in (position, weight, bias))
@@ -69,7 +62,8 @@ def joint_hidden(
     constant = (w.to(precise) * e.flatten(1).unsqueeze(1).to(precise)).sum(-1) + b
     tokens = stacked([each.tokens for each in chunks]).flatten(-2)
     per_block, hidden = chunks[0].per_block, w.shape[1]
-    parts = torch.bmm(tokens.flatten(1, -2), w.view(count, hidden * per_block, -1).mT)
+    rows = w.to(tokens.dtype).view(count, hidden * per_block, -1)
+    parts = torch.bmm(tokens.flatten(1, -2), rows.mT)
     parts = parts.view(*tokens.shape[:-1], hidden, per_block)
     total = chunks[0].total(parts, 1)
     return (total + constant.view(count, *(1,) * (total.dim() - 2), hidden)).to(parts.dtype)

@@ -19,12 +19,12 @@ from torch import nn
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.phi.chunks import Chunks, PackedBlocks
-from nsa_core.layer.phi.joint import JointPhi, fits, joint_hidden, stacked
+from nsa_core.layer.phi.joint import JointPhi, joint_hidden, stacked
 from nsa_core.layer.plain_linear import PLAIN_TENSORS, are_plain, are_plain_linear
-from nsa_core.layer.unit_linear import UnitLinear
+from nsa_core.layer.unit_linear import Affine
 from nsa_core.layout import BlockGeometry
 from nsa_core.limits import WIDTH
-from nsa_core.torch_ops.torch_state import is_eager
+from nsa_core.torch_ops.torch_state import dtype_of_products, is_eager
 
 _GELU_RMS = 0.43**0.5  # root mean square of GELU over a standard normal
 
@@ -131,23 +131,24 @@ class MeanPhi(Phi):
 def _block_linear(
     x: torch.Tensor,
     position: torch.Tensor,
-    layer: nn.Linear,
+    layer: Affine,
     geometry: BlockGeometry,
     packed: PackedBlocks | None,
 ) -> torch.Tensor:
     """Apply ``layer`` to flatten(block + position), operator by operator: [..., n_c, G, out].
 
-    A single block takes one product. A layer that is not a plain nn.Linear is called on copied
+    A single block takes one product. A layer that is not plain is called on copied
     blocks.
     """
     if not are_plain_linear(layer):
         chunks = Chunks(x, geometry, packed)
         blocks = torch.cat([chunks.at(j, chunks.tokens) for j in range(chunks.per_block)], -2)
-        result: torch.Tensor = layer((blocks + position).flatten(-2))
+        result: torch.Tensor = layer((blocks + position).flatten(-2).to(position.dtype))
         return result
     if packed is None and is_eager() and x.shape[-3] == geometry.compress_block_size:
-        constant = F.linear(position.flatten(), layer.weight, layer.bias)
-        single: torch.Tensor = F.linear(x.transpose(-3, -2).flatten(-2), layer.weight, constant)
+        constant = F.linear(position.flatten(), layer.weight, layer.bias).to(x.dtype)
+        tokens, weight = x.transpose(-3, -2).flatten(-2), layer.weight.to(x.dtype)
+        single: torch.Tensor = F.linear(tokens, weight, constant)
         return single.unsqueeze(-3)
     return joint_hidden([x], [position], [layer.weight], [layer.bias], geometry, packed)[0]
 
@@ -155,7 +156,7 @@ def _block_linear(
 PhiWeights = tuple[torch.Tensor, ...]
 
 
-def _weights(phi: LinearPhi | MLPPhi, layers: Sequence[nn.Linear]) -> PhiWeights:
+def _weights(phi: LinearPhi | MLPPhi, layers: Sequence[Affine]) -> PhiWeights:
     """Return the parameters in the order of :class:`nsa_core.layer.phi.joint.JointPhi`.
 
     ``layers`` are the layers of ``phi``, which are plain. Their parameters are read from the
@@ -163,6 +164,11 @@ def _weights(phi: LinearPhi | MLPPhi, layers: Sequence[nn.Linear]) -> PhiWeights
     """
     parameters = [layer._parameters[name] for layer in layers for name in ("weight", "bias")]
     return (phi.position, *parameters)  # type: ignore[arg-type]  # none of a plain layer is None
+
+
+def _fits(x: torch.Tensor) -> bool:
+    """Return whether products of x have its dtype under the current autocast."""
+    return x.dtype == dtype_of_products(x)
 
 
 def _joint(
@@ -180,7 +186,7 @@ def _joint(
         return None
     weights = [_weights(*each) for each in zip(phis, layers)]
     kinds = list(zip(*weights))  # positions, weights, biases, and those of the second layer
-    if eager and all(fits(x, w) and x.device == w.device for x, (_, w, *_) in zip(xs, weights)):
+    if eager and all(_fits(x) and x.device == w.device for x, (_, w, *_) in zip(xs, weights)):
         compressed: Sequence[torch.Tensor] = JointPhi.apply(  # type: ignore[no-untyped-call]
             geometry.compress_stride, len(xs), *xs, *(each for kind in kinds for each in kind)
         )
@@ -189,7 +195,8 @@ def _joint(
     out = joint_hidden(xs, position, weight, bias, geometry, packed)
     if down:
         inner, (outer, outer_bias) = F.gelu(out), map(stacked, down)
-        rows = torch.baddbmm(outer_bias.unsqueeze(1), inner.flatten(1, -2), outer.mT)
+        bias_row, outer = outer_bias.unsqueeze(1).to(inner.dtype), outer.to(inner.dtype)
+        rows = torch.baddbmm(bias_row, inner.flatten(1, -2), outer.mT)
         out = rows.view(*inner.shape[:-1], outer.shape[1])
     return out.to(xs[0].dtype).unbind(0)
 
@@ -201,7 +208,7 @@ class LinearPhi(Phi):
         super().__init__(geometry, width)
         size = geometry.compress_block_size
         self.position = nn.Parameter(torch.empty(size, width))
-        self.proj = UnitLinear(size * width, width)
+        self.proj = Affine(size * width, width)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -214,7 +221,7 @@ class LinearPhi(Phi):
             return joint[0]
         return _block_linear(x, self.position, self.proj, self.geometry, packed).to(x.dtype)
 
-    def linears(self) -> tuple[nn.Linear, ...]:
+    def linears(self) -> tuple[Affine, ...]:
         """Return the linear layers, which must all be plain for the joint form."""
         return (self.proj,)
 
@@ -229,8 +236,8 @@ class MLPPhi(Phi):
         super().__init__(geometry, width)
         size = geometry.compress_block_size
         self.position = nn.Parameter(torch.empty(size, width))
-        self.up = UnitLinear(size * width, 2 * width)
-        self.down = UnitLinear(2 * width, width, gain=_GELU_RMS**-1)
+        self.up = Affine(size * width, 2 * width)
+        self.down = Affine(2 * width, width, gain=_GELU_RMS**-1)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -241,12 +248,11 @@ class MLPPhi(Phi):
         """See :class:`Phi`."""
         if (joint := _joint([self], [x], packed)) is not None:
             return joint[0]
-        hidden: torch.Tensor = self.down(
-            F.gelu(_block_linear(x, self.position, self.up, self.geometry, packed))
-        )
-        return hidden.to(x.dtype)
+        hidden = F.gelu(_block_linear(x, self.position, self.up, self.geometry, packed))
+        out: torch.Tensor = self.down(hidden.to(self.position.dtype))
+        return out.to(x.dtype)
 
-    def linears(self) -> tuple[nn.Linear, ...]:
+    def linears(self) -> tuple[Affine, ...]:
         """Return the linear layers, which must all be plain for the joint form."""
         return self.up, self.down
 
@@ -269,7 +275,7 @@ class ConvPhi(Phi):
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
         chunks = Chunks(x, self.geometry, packed)
-        weight = self.weight.view(self.width, chunks.per_block, -1)
+        weight = self.weight.to(x.dtype).view(self.width, chunks.per_block, -1)
         total = chunks.total(torch.einsum("...gtc,cjt->...gcj", chunks.tokens, weight))
         return (total + self.bias).to(x.dtype)
 
@@ -338,14 +344,19 @@ def make_phi(kind: str, geometry: BlockGeometry, width: int) -> Phi:
     return _KINDS[kind](geometry, width)
 
 
+def _kind(phi: nn.Module) -> type[LinearPhi | MLPPhi] | None:
+    """Return the class of which ``phi`` has the forward: linear or mlp, else None."""
+    forward = type(phi).forward
+    return next((kind for kind in (LinearPhi, MLPPhi) if kind.forward is forward), None)
+
+
 def compress_pair(
     phi_k: Phi, phi_v: Phi, k: torch.Tensor, v: torch.Tensor, packed: PackedBlocks | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return phi_k(k) and phi_v(v), in one pass if both are plain and of one kind and width."""
-    phis, kind = (phi_k, phi_v), type(phi_k)
-    can_join = kind in (LinearPhi, MLPPhi) and k.shape == v.shape and k.dtype == v.dtype
-    if can_join and are_plain(kind, phi_k, phi_v):
-        joint = _joint(phis, (k, v), packed)  # type: ignore[arg-type]  # phis are of type kind
+    can_join = k.shape == v.shape and k.dtype == v.dtype
+    if can_join and (kind := _kind(phi_k)) is not None and are_plain(kind, phi_k, phi_v):
+        joint = _joint((phi_k, phi_v), (k, v), packed)  # type: ignore[arg-type]  # of class kind
         if joint is not None:
             return joint[0], joint[1]
     return phi_k(k, packed), phi_v(v, packed)
@@ -359,8 +370,8 @@ def weights_of_pair(
     Returns None unless both phis are plain and of one kind, mlp or linear, and their products with
     k and v have the dtype and the device of k and v.
     """
-    kind = type(phi_k)
-    if kind not in (LinearPhi, MLPPhi) or not are_plain(kind, phi_k, phi_v):
+    kind = _kind(phi_k)
+    if kind is None or not are_plain(kind, phi_k, phi_v):
         return None
     layers_k, layers_v = phi_k.linears(), phi_v.linears()  # type: ignore[operator]
     if not are_plain_linear(*layers_k, *layers_v):
@@ -368,7 +379,7 @@ def weights_of_pair(
     weights = _weights(phi_k, layers_k), _weights(phi_v, layers_v)  # type: ignore[arg-type]
     for x, tensors in ((k, weights[0]), (v, weights[1])):
         device = x.device
-        if type(tensors[0]) not in PLAIN_TENSORS or not fits(x, tensors[1]):
+        if type(tensors[0]) not in PLAIN_TENSORS or not _fits(x):
             return None
         for tensor in tensors:
             if tensor.device != device:
