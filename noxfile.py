@@ -43,8 +43,9 @@ TEST_TOOLS = (
     "wheel",
     f"{TRITON}; sys_platform == 'linux'",
 )
-# Only slow tests score models with the harness, whose installation takes half a minute.
-FULL_TOOLS = ("lm-eval[hf,ruler]>=0.4.13",)
+# Only slow tests score models with the harness, whose installation takes half a minute, or quantise
+# them with the others.
+FULL_TOOLS = ("lm-eval[hf,ruler]>=0.4.13", "bitsandbytes>=0.49", "torchao>=0.17")
 # They build the site without torch: docstrings are parsed, and `nsa --help` does not import it.
 DOCS_TOOLS = (
     "mkdocs>=1.6,<2",

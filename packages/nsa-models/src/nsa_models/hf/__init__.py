@@ -1,7 +1,8 @@
 """NSA in Hugging Face transformers: models nsa_llama, nsa_qwen2 and nsa_qwen3, and conversion.
 
-Importing this package registers the models with AutoConfig and AutoModelForCausalLM. It needs
-transformers (``pip install 'nsa-models[hf]'``).
+Importing this package registers the models with AutoConfig, AutoModel, AutoModelForCausalLM and
+AutoModelForSequenceClassification, and the targets of adapters with peft, if that is installed. It
+needs transformers (``pip install 'nsa-models[hf]'``).
 """
 
 from nsa_core.errors import BackendUnavailable
@@ -23,8 +24,11 @@ from nsa_models.hf.decoder import NSALlamaModel, NSAQwen2Model, NSAQwen3Model  #
 from nsa_models.hf.first_stage import selected_mass, train_new_parameters  # noqa: E402
 from nsa_models.hf.models import (  # noqa: E402
     NSALlamaForCausalLM,
+    NSALlamaForSequenceClassification,
     NSAQwen2ForCausalLM,
+    NSAQwen2ForSequenceClassification,
     NSAQwen3ForCausalLM,
+    NSAQwen3ForSequenceClassification,
     register,
 )
 
@@ -34,13 +38,16 @@ __all__ = [
     "Conversion",
     "NSALlamaConfig",
     "NSALlamaForCausalLM",
+    "NSALlamaForSequenceClassification",
     "NSALlamaModel",
     "NSAModelCache",
     "NSAQwen2Config",
     "NSAQwen2ForCausalLM",
+    "NSAQwen2ForSequenceClassification",
     "NSAQwen2Model",
     "NSAQwen3Config",
     "NSAQwen3ForCausalLM",
+    "NSAQwen3ForSequenceClassification",
     "NSAQwen3Model",
     "NSASelfAttention",
     "convert",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
@@ -26,8 +26,12 @@ class NSAConfigMixin:
     """Resolve ``nsa_layers``, and refuse other implementations of attention; a mixin.
 
     transformers would load them, also from the Hub, before a model is created.
+
+    Attributes:
+        auto_map: Empty, because the folder of an NSA model holds no code. TRL reads it.
     """
 
+    auto_map: ClassVar[dict[str, str]] = {}
     _attn_implementation_internal: str | None
     num_hidden_layers: int
     nsa_layers: list[int] | str | None

@@ -6,6 +6,7 @@ wrapper. So the checks and conversions of arguments belong here, not to the mode
 
 from __future__ import annotations
 
+import os
 from inspect import signature
 from typing import Any
 
@@ -23,7 +24,7 @@ from nsa_models.hf.configs import (
     layer_spec,
 )
 from nsa_models.hf.dense import dense_arguments
-from nsa_models.hf.divided import check_divided_call
+from nsa_models.hf.divided import check_divided_call, divided_heads_of, whole_state
 from nsa_models.hf.packed import packed_documents
 from nsa_models.lm.config import layers_with_nsa
 
@@ -44,6 +45,34 @@ class NSAPreTrained:
             if isinstance(module, NSASelfAttention):
                 module.reset_uninitialized()
         super().initialize_weights()  # type: ignore[misc]
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save the model, as the dense model of transformers does.
+
+        If :class:`nsa_core.parallel.HeadParallel` divides the heads of the layers, all ranks must
+        call this. The first one of a mesh writes the model of one process.
+
+        Args:
+            save_directory: The folder.
+            is_main_process: Whether this process writes files.
+            state_dict: The parameters to save. Default: those of the model.
+            **kwargs: Other arguments of the dense model.
+
+        Raises:
+            InvalidInput: The heads are divided, and ``state_dict`` is passed.
+        """
+        if (divided := divided_heads_of(self)) is not None:  # type: ignore[arg-type]  # a mixin
+            state_dict = whole_state(self, state_dict)  # type: ignore[arg-type]
+            is_main_process = is_main_process and divided.rank == 0
+        super().save_pretrained(  # type: ignore[misc]
+            save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs
+        )
 
 
 def use_nsa_attention(config: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -11,14 +10,22 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
     Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
 )
 from transformers.generation import GenerationMode
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from nsa_core.errors import InvalidInput
 from nsa_models.hf.cache import NSAModelCache
@@ -38,7 +45,7 @@ from nsa_models.hf.decoder import (
     use_nsa_attention,
 )
 from nsa_models.hf.dense import dense_attention
-from nsa_models.hf.divided import check_divided_labels, divided_heads_of, whole_state
+from nsa_models.hf.divided import check_divided_labels
 from nsa_models.hf.rows import nsa_mask
 
 # Assisted generation removes at most the candidates of one round, of which there are few.
@@ -164,34 +171,6 @@ class _NSACausalLM(NSAPreTrained):
             max_cache_length, min(max_cache_length, MAX_ROLLBACK) if rolls_back else 0
         )
 
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Save the model, as the dense model of transformers does.
-
-        If :class:`nsa_core.parallel.HeadParallel` divides the heads of the layers, all ranks must
-        call this. The first one of a mesh writes the model of one process.
-
-        Args:
-            save_directory: The folder.
-            is_main_process: Whether this process writes files.
-            state_dict: The parameters to save. Default: those of the model.
-            **kwargs: Other arguments of the dense model.
-
-        Raises:
-            InvalidInput: The heads are divided, and ``state_dict`` is passed.
-        """
-        if (divided := divided_heads_of(self)) is not None:  # type: ignore[arg-type]  # a mixin
-            state_dict = whole_state(self, state_dict)  # type: ignore[arg-type]
-            is_main_process = is_main_process and divided.rank == 0
-        super().save_pretrained(  # type: ignore[misc]
-            save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs
-        )
-
 
 class NSALlamaForCausalLM(_NSACausalLM, LlamaForCausalLM):
     """Llama with NSA; a LlamaForCausalLM whose ``self_attn`` are :class:`NSASelfAttention`."""
@@ -217,10 +196,49 @@ class NSAQwen3ForCausalLM(_NSACausalLM, Qwen3ForCausalLM):
     config: NSAQwen3Config
 
 
+class _NSAClassifier(NSAPreTrained):
+    """Put a decoder with NSA into a classifier of transformers, which creates it; a mixin."""
+
+    def __init__(self, config: Any) -> None:
+        use_nsa_attention(config)
+        super().__init__(config)  # type: ignore[call-arg]
+
+
+class NSALlamaForSequenceClassification(_NSAClassifier, LlamaForSequenceClassification):
+    """Llama with NSA and a head that classifies sequences, or scores them as a reward model."""
+
+    config_class = NSALlamaConfig
+    config: NSALlamaConfig
+
+
+class NSAQwen2ForSequenceClassification(_NSAClassifier, Qwen2ForSequenceClassification):
+    """Qwen2 with NSA; see :class:`NSALlamaForSequenceClassification`."""
+
+    config_class = NSAQwen2Config
+    config: NSAQwen2Config
+
+
+class NSAQwen3ForSequenceClassification(_NSAClassifier, Qwen3ForSequenceClassification):
+    """Qwen3 with NSA; see :class:`NSALlamaForSequenceClassification`."""
+
+    config_class = NSAQwen3Config
+    config: NSAQwen3Config
+
+
 MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (NSALlamaConfig, NSALlamaForCausalLM),
     "qwen2": (NSAQwen2Config, NSAQwen2ForCausalLM),
     "qwen3": (NSAQwen3Config, NSAQwen3ForCausalLM),
+}
+
+
+# The projection of an NSA layer that computes what a dense one does.
+_PROJECTIONS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "o_proj": "out"}
+# (decoder, classifier) of each configuration
+_OTHER_CLASSES: dict[Any, tuple[Any, Any]] = {
+    NSALlamaConfig: (NSALlamaModel, NSALlamaForSequenceClassification),
+    NSAQwen2Config: (NSAQwen2Model, NSAQwen2ForSequenceClassification),
+    NSAQwen3Config: (NSAQwen3Model, NSAQwen3ForSequenceClassification),
 }
 
 
@@ -231,5 +249,25 @@ def register() -> None:
     for config, model in MODELS.values():
         AutoConfig.register(config.model_type, config, exist_ok=True)
         AutoModelForCausalLM.register(config, model, exist_ok=True)
-        # The Trainer, pipelines and `transformers serve` know causal language models by these.
+        decoder, classifier = _OTHER_CLASSES[config]
+        AutoModel.register(config, decoder, exist_ok=True)
+        AutoModelForSequenceClassification.register(config, classifier, exist_ok=True)
+        # The Trainer, pipelines and `transformers serve` know the kinds of models by these.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = model.__name__
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type] = classifier.__name__
+    _register_adapter_targets()
+
+
+def _register_adapter_targets() -> None:
+    """Tell peft, if it is installed, the modules that its adapters change by default."""
+    try:
+        from peft.utils import constants
+    except ImportError:
+        return
+    for name, targets in vars(constants).items():
+        if not (name.startswith("TRANSFORMERS_MODELS_TO_") and name.endswith("_MODULES_MAPPING")):
+            continue
+        for kind, (config, _) in MODELS.items():
+            if dense := targets.get(kind):
+                ours = [_PROJECTIONS[n] for n in dense if n in _PROJECTIONS]
+                targets[config.model_type] = [*dense, *dict.fromkeys(ours)]
