@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 from cases import boundaries, layer_of
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import LinearGate, make_gate
-from nsa_core.layer.plain_linear import are_plain_linear, dtype_of_product
+from nsa_core.layer.plain_linear import are_plain_linear, base_weight, stated_dtype
 
 LENGTH = 13  # blocks of l = 8, d = 4 end at tokens 8 and 12
 MEAN, MLP_GATE = {"compress": "mean"}, {"compress": "mean", "gate": "mlp"}
@@ -255,6 +255,9 @@ def test_changed_or_biasless_layers_are_not_plain():
 def test_the_weight_of_the_base_states_the_dtype():
     wrapped = LoRA(nn.Linear(30, 20).bfloat16())
     wrapped.a.float()
-    assert dtype_of_product(wrapped) == torch.bfloat16
-    assert dtype_of_product(parametrizations.weight_norm(nn.Linear(3, 2))) == torch.float32
-    assert dtype_of_product(nn.Identity()) is None
+    for layer, dtype in (
+        (wrapped, torch.bfloat16),
+        (parametrizations.weight_norm(nn.Linear(3, 2)), torch.float32),
+        (nn.Identity(), None),
+    ):
+        assert stated_dtype(base_weight(layer)) == dtype

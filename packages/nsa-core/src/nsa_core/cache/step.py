@@ -27,7 +27,7 @@ from nsa_core.cache.undo import run_or_undo
 from nsa_core.contract import DecodeCall
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates, plain_linear_gate
-from nsa_core.layer.plain_linear import dtype_of_product
+from nsa_core.layer.plain_linear import base_weight, stated_dtype
 from nsa_core.layer.rope import RopeTable, rotate
 from nsa_core.limits import as_integers, shown
 from nsa_core.plan.finite_checks import checked_plan
@@ -201,7 +201,7 @@ def rehearse(cache: CacheState, rows: int) -> None:
             f" {cache.max_step}, got {rows!r}; a longer step is never captured, and allocates more"
             " memory while it runs"
         )
-    dtype = dtype_of_product(cache.attn.qkv) or cache.dtype
+    dtype = stated_dtype(base_weight(cache.attn.qkv)) or cache.dtype
     x = torch.zeros((cache.batch, rows, cache.config.dim), dtype=dtype, device=cache.device)
     undo = cache.begin()
     try:

@@ -12,7 +12,7 @@ from nsa_core.cache.state import CacheSizes
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.input_checks import check_layer_input
 from nsa_core.layer.other_keywords import check_other_keywords
-from nsa_core.layer.plain_linear import dtype_of_product
+from nsa_core.layer.plain_linear import base_weight, stated_dtype
 from nsa_core.layer.projection import NSAProjections
 from nsa_core.torch_ops.torch_state import dtype_of_products
 
@@ -217,7 +217,9 @@ class NSAttention(NSAProjections):
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None = None
     ) -> None:
         """Check the arguments of a call, by metadata only."""
-        device, dtype = self.reference.device, dtype_of_product(self.qkv)
+        weight = base_weight(self.qkv)
+        dtype = stated_dtype(weight)
+        device = self.reference.device if weight is None or dtype is None else weight.device
         check_layer_input(x, self.config.dim, device, dtype, cu_seqlens, max_seqlen)
 
     def stats(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> NSAStats:

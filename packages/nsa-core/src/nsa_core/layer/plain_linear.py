@@ -70,13 +70,15 @@ def base_weight(layer: nn.Module) -> torch.Tensor | None:
     return max(tensors, key=torch.Tensor.numel, default=None)
 
 
-def dtype_of_product(layer: nn.Module) -> torch.dtype | None:
-    """Return the only dtype of x that ``layer`` takes without autocast; None if x decides.
+def stated_dtype(weight: torch.Tensor | None) -> torch.dtype | None:
+    """Return the only dtype of x that a layer takes without autocast; None if x decides.
 
     A plain floating-point weight states the dtype. A quantised layer computes in the dtype of x,
     whatever dtype its tensors or adapters have.
+
+    Args:
+        weight: the :func:`base_weight` of the layer.
     """
-    weight = base_weight(layer)
     if weight is None or type(weight) not in PLAIN_TENSORS or weight.dtype not in FLOATING:
         return None
     return weight.dtype

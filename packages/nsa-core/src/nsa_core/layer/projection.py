@@ -165,7 +165,8 @@ class NSAProjections(nn.Module):
         Autocast may leave the product of a quantised layer as it is.
         """
         product: torch.Tensor = self.qkv(x)
-        return product.to(dtype_of_products(x))
+        dtype = dtype_of_products(x)
+        return product if product.dtype == dtype else product.to(dtype)
 
     def project(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> Projected:
         """Project x [B, S, dim], or packed [T, dim], to the inputs of nsa_attention."""
