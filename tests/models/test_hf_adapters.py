@@ -109,8 +109,14 @@ def _quantise(model: Any) -> Any:
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("prepared", [False, True], ids=["as loaded", "prepared"])
 def test_adapters_above_a_quantised_base_train_and_generate(prepared, autocast):
-    """fp32 adapters above integers and bfloat16 embeddings; `prepared` makes the latter fp32."""
+    """fp32 adapters, phi and gate above integers and bfloat16 embeddings.
+
+    ``prepared`` makes the embeddings fp32.
+    """
     base, ids = _quantise(nsa_model("llama", torch.bfloat16)), torch.randint(1, 61, (2, 50))
+    for layer in base.model.layers:
+        for part in NEW:
+            getattr(layer.self_attn, part).float()
     if prepared:
         base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     model = get_peft_model(base, LoraConfig(r=2, target_modules="all-linear"))

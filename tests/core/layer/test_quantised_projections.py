@@ -42,6 +42,7 @@ class BufferLinear(nn.Module):
 
     def __init__(self, dense: nn.Linear) -> None:
         super().__init__()
+        self.in_features, self.out_features = dense.in_features, dense.out_features
         of_parameter = Int8Linear(dense)
         self.scale = of_parameter.scale
         self.register_buffer("qweight", of_parameter.weight.detach())
@@ -82,6 +83,7 @@ KINDS = {
     "float8": Float8Linear,
     "LoRA": LoRA,
     "QLoRA": qlora,
+    "LoRA over a buffer": lambda dense: LoRA(BufferLinear(dense)),
 }
 
 
@@ -137,7 +139,7 @@ def test_the_dtype_is_that_of_x(kind, dtype):
         y = attn(x)
         assert y.dtype == cache.dtype == attn(x[:, :9], cache=cache).dtype == dtype
         assert attn.plan.requests["cmp"].dtype == str(dtype).removeprefix("torch.")
-        reference = dequantised(attn.double() if kind != "buffer" else attn).double()
+        reference = dequantised(attn.double()).double()
     expected = reference(x.double())
     error = (y.double() - expected).norm() / expected.norm()
     assert error < (1e-5 if dtype == torch.float32 else 0.05)
