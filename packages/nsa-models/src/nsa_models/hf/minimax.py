@@ -7,6 +7,9 @@ attends to them with the kernels of this library, forward and backward.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +18,13 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 
 from nsa_core import block_attention_with_lse
 from nsa_core.errors import InvalidInput
 
 NAME = "nsa_blocks"
+_choose_in_row = MiniMaxM3VLIndexer.forward
 # A masked key has this product with every query, before the scale; float16 can hold it. Its weight
 # in the softmax is 0 beside any key whose score is at most some thousands lower.
 _MASKED = -(2.0**15)
@@ -33,6 +38,10 @@ def register() -> None:
     PyTorch's scaled dot product attention, as with "sdpa". The model's outputs are those of the
     implementation "eager" up to rounding, with and without a cache. Calling it again is harmless.
 
+    Documents packed in a row are those of ``position_ids`` that start again. Their outputs and
+    gradients are those of separate rows. For this, ``MiniMaxM3VLIndexer.forward`` is replaced by
+    :func:`choose_blocks`, which differs under "nsa_blocks" only.
+
     Example:
         >>> from nsa_models.hf import minimax
         >>> minimax.register()
@@ -40,6 +49,56 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, usable_keys)
+    MiniMaxM3VLIndexer.forward = choose_blocks
+
+
+@functools.wraps(_choose_in_row)
+def choose_blocks(
+    indexer: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    cache: Any,
+    position_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Choose blocks as transformers does, for each document of a packed row as if it were alone.
+
+    Without a cache, and outside torch.compile, this holds for every row whose positions do not
+    count from 0 to S - 1.
+
+    Args:
+        indexer: A ``MiniMaxM3VLIndexer``.
+        hidden_states: Input of the layer [B, S, dim].
+        position_embeddings: Cosines and sines of the positions, [B or 1, S, rotary width].
+        cache: The cache of the call, or None.
+        position_ids: [B, S].
+
+    Returns:
+        int64 [B, heads of the indexer, S, n], -1 padded. The blocks of packed documents count from
+        the document's first token, and the tensor has the boundaries as ``bounds``.
+    """
+    blocks: torch.Tensor
+    is_read = cache is None and indexer.config._attn_implementation == NAME
+    bounds = _boundaries(position_ids) if is_read and not torch.compiler.is_compiling() else None
+    if bounds is None:
+        blocks = _choose_in_row(indexer, hidden_states, position_embeddings, cache, position_ids)
+        if is_read:
+            blocks.bounds = None  # type: ignore[attr-defined]
+        return blocks
+    size = hidden_states.shape[:2]
+    angles = [x.expand(size[0], -1, -1).flatten(0, 1)[None] for x in position_embeddings]
+    tokens = hidden_states.flatten(0, 1)[None]
+    position = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    blocks = position.new_full((indexer.num_heads, tokens.shape[1], indexer.topk_blocks), -1)
+    blocks[..., 0] = 0  # all that a document of one token has
+    for start, end in itertools.pairwise(bounds):
+        if end - start > 1:
+            own_angles = tuple(x[:, start:end] for x in angles)
+            own_tokens, own_positions = tokens[:, start:end], position[:, : end - start]
+            chosen = _choose_in_row(indexer, own_tokens, own_angles, None, own_positions)[0]
+            blocks[:, start:end, : chosen.shape[-1]] = chosen
+    blocks = blocks.unflatten(1, size).transpose(0, 1)
+    blocks.bounds = bounds  # type: ignore[attr-defined]
+    return blocks
 
 
 def attend(
@@ -73,15 +132,10 @@ def attend(
         The output [B, S, Hq, D], and None for the attention weights.
 
     Raises:
-        InvalidInput: The mask is not from :func:`usable_keys`, the boundaries of packed documents
-            are passed, the dropout is not 0, or the heads of the indexer and of the keys do not
-            divide.
+        InvalidInput: The mask is not from :func:`usable_keys`, documents are packed over a cache,
+            ``cu_seq_lens_q`` contradicts ``position_ids``, the dropout is not 0, or the heads of
+            the indexer and of the keys do not divide.
     """
-    if options.get("cu_seq_lens_q") is not None:
-        raise InvalidInput(
-            f'"{NAME}" does not keep the packed documents of cu_seq_lens_q apart: give each'
-            " document a row of its own"
-        )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise InvalidInput(
             f'"{NAME}" takes a padding mask [B, N], got attention_mask of shape'
@@ -92,8 +146,9 @@ def attend(
     if attention_mask is not None:
         keys = attention_mask.shape[1]
         key, value = key[:, :, :keys], value[:, :, :keys]
+    bounds = _checked_boundaries(query, key, block_indices, attention_mask, options)
     if block_indices is None:
-        mask = _dense_mask(query.shape[2], key.shape[2], attention_mask, query.device)
+        mask = _dense_mask(query, key, attention_mask, bounds)
         output: torch.Tensor = sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **options
         )[0]
@@ -104,7 +159,7 @@ def attend(
         raise InvalidInput(
             f'"{NAME}" has no dropout, got dropout {dropout}; set config.attention_dropout to 0'
         )
-    first_query = key.shape[2] - query.shape[2]
+    size = query.shape[0], query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is not None:
         query, key = _add_mask_columns(query, key, attention_mask)
@@ -112,15 +167,18 @@ def attend(
     indexer: Any = module.indexer
     missing = indexer.topk_blocks - block_indices.shape[-1]  # short sequences have fewer blocks
     blocks = torch.nn.functional.pad(block_indices, (0, max(0, missing)), value=-1)
+    rows: list[torch.Tensor] = [x.transpose(1, 2) for x in (query, key, value, blocks)]
+    layout: dict[str, Any] = {"first_query": key.shape[2] - query.shape[2]}
+    if bounds is not None:
+        rows = [x.flatten(0, 1) for x in rows]
+        on_device = torch.tensor(bounds, dtype=torch.int32, device=query.device)
+        longest = max(end - start for start, end in itertools.pairwise(bounds))
+        layout = {"cu_seqlens": on_device, "max_seqlen": longest}
     attended, lse = block_attention_with_lse(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        blocks.transpose(1, 2),
-        block_size=indexer.block_size,
-        scale=scale,
-        first_query=first_query,
+        *rows, block_size=indexer.block_size, scale=scale, **layout
     )
+    if bounds is not None:
+        attended, lse = attended.unflatten(0, size), lse.unflatten(1, size).transpose(0, 1)
     if attention_mask is not None:
         attended = _fill_empty(attended, (lse < _MASKED * scale / 2).transpose(1, 2), all_values)
     return attended, None
@@ -145,7 +203,7 @@ def usable_keys(
         q_length: Number of queries, S.
         kv_length: Number of keys. A static cache also counts the keys that it has room for.
         q_offset: Position of the first query; a tensor if the cache is static.
-        mask_function: Must be transformers' causal mask.
+        mask_function: Must be transformers' causal mask, of rows or of packed documents.
         attention_mask: Padding mask [B, up to kv_length], True at tokens.
         device: Device of the mask.
 
@@ -154,14 +212,13 @@ def usable_keys(
         the last query, or all of a static cache for a single query.
 
     Raises:
-        InvalidInput: The mask is not causal, or rows hold packed documents.
+        InvalidInput: The mask is not causal.
     """
     compiling = torch.compiler.is_compiling()
-    if mask_function is not causal_mask_function and not compiling:
+    if not compiling and not _is_causal(mask_function):
         raise InvalidInput(
-            f'"{NAME}" takes causal masks and padding only, got another mask; if position_ids start'
-            " again inside a row, the row holds packed documents: give each document a row of its"
-            " own"
+            f'"{NAME}" takes causal masks, padding and packed documents, got another mask; use'
+            ' model.set_attn_implementation("sdpa")'
         )
     end = q_offset + q_length
     static = isinstance(end, torch.Tensor) or end < kv_length
@@ -179,26 +236,130 @@ def usable_keys(
     hidden = bool((mask[:, 1:] & ~mask[:, :-1]).any())  # padding before a token
     if hidden and q_length > 1:
         warnings.warn(
-            "rows are padded on the left: transformers counts the blocks of MiniMax-M3 from the"
-            " padding, so the outputs of these rows differ from those of unpadded rows, with every"
-            " attention implementation; pad on the right, or batch prompts of one length",
+            "rows are padded on the left: over a cache, or without position_ids that count the"
+            " tokens, transformers counts the blocks of MiniMax-M3 from the padding, so the outputs"
+            " of these rows differ from those of unpadded rows, with every attention"
+            " implementation; pad on the right, or batch prompts of one length",
             stacklevel=2,
         )
     return mask if hidden or static else None
 
 
+def _is_causal(mask_function: Callable[..., Any]) -> bool:
+    """Return whether it is transformers' causal mask, or that of packed documents.
+
+    The latter is ``and_masks`` of the causal mask at the tokens' positions and of
+    ``packed_sequence_mask_function``.
+    """
+    if mask_function is causal_mask_function:
+        return True
+    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    if [part.__qualname__.split(".")[0] for part in parts] != [
+        "remap_positions_for_packed_sequence",
+        "packed_sequence_mask_function",
+    ]:
+        return False
+    return inspect.getclosurevars(parts[0]).nonlocals["mask_function"] is causal_mask_function
+
+
+def _boundaries(position_ids: torch.Tensor) -> list[int] | None:
+    """Return the boundaries of the documents in the rows of [B, S], laid end to end. Synchronises.
+
+    None: the positions of every row count from 0 to S - 1.
+    """
+    columns = position_ids.shape[1]
+    if bool((position_ids == torch.arange(columns, device=position_ids.device)).all()):
+        return None
+    is_first = position_ids.diff(prepend=position_ids[:, :1]) != 1  # also in column 0
+    return [*is_first.flatten().nonzero().flatten().tolist(), position_ids.numel()]
+
+
+def _checked_boundaries(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    blocks: torch.Tensor | None,
+    usable: torch.Tensor | None,
+    options: dict[str, Any],
+) -> list[int] | None:
+    """Return the boundaries of packed documents for a layer; None if each row is one document.
+
+    Raises:
+        InvalidInput: Documents are packed over a cache, or under torch.compile, or the boundaries
+            in ``options`` contradict the positions.
+    """
+    passed, positions = options.get("cu_seq_lens_q"), options.get("position_ids")
+    batch, columns = query.shape[0], query.shape[2]
+    if torch.compiler.is_compiling():
+        if passed is not None:
+            raise InvalidInput(
+                f'"{NAME}" does not read cu_seq_lens_q under torch.compile: compile with one'
+                " document per row"
+            )
+        return None
+    bounds = None
+    if hasattr(blocks, "bounds"):
+        bounds = blocks.bounds  # type: ignore[union-attr]
+    elif positions is not None and columns > 1:
+        positions = positions.expand(batch, -1)
+        if blocks is None and columns == key.shape[2]:
+            bounds = _boundaries(positions)
+        elif _is_packed(positions, usable):
+            raise InvalidInput(
+                f'"{NAME}" takes documents packed in a row (position_ids that start again) only'
+                " without a cache: pass use_cache=False"
+            )
+    if passed is not None:
+        other = options.get("cu_seq_lens_k")
+        if other is not None and not torch.equal(passed, other):
+            raise InvalidInput(
+                "cu_seq_lens_q and cu_seq_lens_k differ: pass the boundaries of the documents as"
+                " both"
+            )
+        rows = list(range(0, batch * columns + 1, columns))
+        if passed.tolist() != (rows if bounds is None else bounds):
+            raise InvalidInput(
+                "position_ids do not start again where cu_seq_lens_q says that a document starts:"
+                " pass position_ids that count the tokens of each document from 0"
+            )
+    return bounds
+
+
+def _is_packed(position_ids: torch.Tensor, usable: torch.Tensor | None) -> bool:
+    """Return whether a document starts after a token of its row. Synchronises.
+
+    Positions of padding repeat, or start again and do not count on.
+    """
+    steps = position_ids.diff()
+    starts = (steps[:, :-1] != 1) & (steps[:, 1:] == 1)  # at columns 1 to S - 2
+    if usable is not None:
+        is_token = usable[:, -position_ids.shape[1] :]
+        starts = starts & is_token[:, :-2] & is_token[:, 1:-1]
+    return bool(starts.any())
+
+
 def _dense_mask(
-    queries: int, keys: int, usable: torch.Tensor | None, device: torch.device
+    query: torch.Tensor,
+    key: torch.Tensor,
+    usable: torch.Tensor | None,
+    bounds: list[int] | None,
 ) -> torch.Tensor | None:
     """Return the mask [B or 1, 1, S, N] of a layer that attends to all keys.
 
     None: it has as many queries as keys, or one query, and needs no mask beyond is_causal.
     """
-    if usable is None and queries in (1, keys):
+    queries, keys = query.shape[2], key.shape[2]
+    if usable is None and bounds is None and queries in (1, keys):
         return None
-    position = torch.arange(keys - queries, keys, device=device)
-    causal = torch.arange(keys, device=device) <= position[:, None]
-    return causal[None, None] if usable is None else causal & usable[:, None, None]
+    position = torch.arange(keys, device=query.device)
+    mask = (position <= position[keys - queries :, None])[None, None]
+    if usable is not None:
+        mask = mask & usable[:, None, None]
+    if bounds is not None:
+        starts = torch.tensor(bounds[1:-1], device=query.device, dtype=torch.int64)
+        token = torch.arange(bounds[-1], device=query.device)
+        document = torch.bucketize(token, starts, right=True).view(-1, 1, 1, queries)
+        mask = mask & (document == document.mT)
+    return mask
 
 
 def _add_mask_columns(
