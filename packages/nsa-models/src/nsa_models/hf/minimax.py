@@ -8,7 +8,6 @@ attends to them with the kernels of this library, forward and backward.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 
 from nsa_core import block_attention_with_lse
 from nsa_core.errors import InvalidInput
+from nsa_models.hf.documents import boundaries, check_passed_boundaries, is_causal, is_packed
 
 NAME = "nsa_blocks"
 _choose_in_row = MiniMaxM3VLIndexer.forward
@@ -78,7 +78,7 @@ def choose_blocks(
     """
     blocks: torch.Tensor
     is_read = cache is None and indexer.config._attn_implementation == NAME
-    bounds = _boundaries(position_ids) if is_read and not torch.compiler.is_compiling() else None
+    bounds = boundaries(position_ids) if is_read and not torch.compiler.is_compiling() else None
     if bounds is None:
         blocks = _choose_in_row(indexer, hidden_states, position_embeddings, cache, position_ids)
         if is_read:
@@ -215,7 +215,7 @@ def usable_keys(
         InvalidInput: The mask is not causal.
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling and not _is_causal(mask_function):
+    if not compiling and not is_causal(mask_function):
         raise InvalidInput(
             f'"{NAME}" takes causal masks, padding and packed documents, got another mask; use'
             ' model.set_attn_implementation("sdpa")'
@@ -245,35 +245,6 @@ def usable_keys(
     return mask if hidden or static else None
 
 
-def _is_causal(mask_function: Callable[..., Any]) -> bool:
-    """Return whether it is transformers' causal mask, or that of packed documents.
-
-    The latter is ``and_masks`` of the causal mask at the tokens' positions and of
-    ``packed_sequence_mask_function``.
-    """
-    if mask_function is causal_mask_function:
-        return True
-    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
-    if [part.__qualname__.split(".")[0] for part in parts] != [
-        "remap_positions_for_packed_sequence",
-        "packed_sequence_mask_function",
-    ]:
-        return False
-    return inspect.getclosurevars(parts[0]).nonlocals["mask_function"] is causal_mask_function
-
-
-def _boundaries(position_ids: torch.Tensor) -> list[int] | None:
-    """Return the boundaries of the documents in the rows of [B, S], laid end to end. Synchronises.
-
-    None: the positions of every row count from 0 to S - 1.
-    """
-    columns = position_ids.shape[1]
-    if bool((position_ids == torch.arange(columns, device=position_ids.device)).all()):
-        return None
-    is_first = position_ids.diff(prepend=position_ids[:, :1]) != 1  # also in column 0
-    return [*is_first.flatten().nonzero().flatten().tolist(), position_ids.numel()]
-
-
 def _checked_boundaries(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -287,10 +258,10 @@ def _checked_boundaries(
         InvalidInput: Documents are packed over a cache, or under torch.compile, or the boundaries
             in ``options`` contradict the positions.
     """
-    passed, positions = options.get("cu_seq_lens_q"), options.get("position_ids")
+    positions = options.get("position_ids")
     batch, columns = query.shape[0], query.shape[2]
     if torch.compiler.is_compiling():
-        if passed is not None:
+        if options.get("cu_seq_lens_q") is not None:
             raise InvalidInput(
                 f'"{NAME}" does not read cu_seq_lens_q under torch.compile: compile with one'
                 " document per row"
@@ -302,39 +273,14 @@ def _checked_boundaries(
     elif positions is not None and columns > 1:
         positions = positions.expand(batch, -1)
         if blocks is None and columns == key.shape[2]:
-            bounds = _boundaries(positions)
-        elif _is_packed(positions, usable):
+            bounds = boundaries(positions)
+        elif is_packed(positions, usable):
             raise InvalidInput(
                 f'"{NAME}" takes documents packed in a row (position_ids that start again) only'
                 " without a cache: pass use_cache=False"
             )
-    if passed is not None:
-        other = options.get("cu_seq_lens_k")
-        if other is not None and not torch.equal(passed, other):
-            raise InvalidInput(
-                "cu_seq_lens_q and cu_seq_lens_k differ: pass the boundaries of the documents as"
-                " both"
-            )
-        rows = list(range(0, batch * columns + 1, columns))
-        if passed.tolist() != (rows if bounds is None else bounds):
-            raise InvalidInput(
-                "position_ids do not start again where cu_seq_lens_q says that a document starts:"
-                " pass position_ids that count the tokens of each document from 0"
-            )
+    check_passed_boundaries(options, bounds, batch, columns)
     return bounds
-
-
-def _is_packed(position_ids: torch.Tensor, usable: torch.Tensor | None) -> bool:
-    """Return whether a document starts after a token of its row. Synchronises.
-
-    Positions of padding repeat, or start again and do not count on.
-    """
-    steps = position_ids.diff()
-    starts = (steps[:, :-1] != 1) & (steps[:, 1:] == 1)  # at columns 1 to S - 2
-    if usable is not None:
-        is_token = usable[:, -position_ids.shape[1] :]
-        starts = starts & is_token[:, :-2] & is_token[:, 1:-1]
-    return bool(starts.any())
 
 
 def _dense_mask(
