@@ -263,6 +263,21 @@ def test_padded_rows_equal_unpadded_ones(model, tokens, left, right, own_positio
 
 
 @torch.no_grad()
+def test_padding_over_a_cache_may_end_inside_a_chunk(model, tokens):
+    mask = torch.ones_like(tokens)
+    mask[0, :37] = 0
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache, logits = DynamicCache(config=model.config), []
+    for start, end in itertools.pairwise([0, 20, 110, 111, 150]):
+        part = {"attention_mask": mask[:, :end], "position_ids": position_ids[:, start:end]}
+        logits.append(model(tokens[:, start:end], past_key_values=cache, **part).logits)
+    for row, left in enumerate((37, 0)):
+        # the first 20 keys, fewer than dense_len, are no more blocks than a query chooses
+        expected = model(tokens[row : row + 1, left:]).logits
+        assert difference(torch.cat(logits, 1)[row : row + 1, left:], expected) < NEAR
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 3}])
 def test_rows_padded_on_the_left_generate_what_they_generate_alone(model, tokens, options):
     mask = torch.ones_like(tokens)
