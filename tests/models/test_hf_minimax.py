@@ -29,11 +29,13 @@ from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
     MiniMaxM3SparseForConditionalGeneration,
     MiniMaxM3VLForCausalLM,
+    apply_rotary_pos_emb,
 )
 
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_models.hf import minimax
+from nsa_models.recipes.indexer_loss import indexer_loss
 from nsa_verify.judge.slot import judge_slot
 
 SIZE, TOKENS = 16, 150
@@ -200,24 +202,28 @@ def test_a_cache_changes_nothing(model, tokens, rows):
         assert difference(logits, whole) < LOGITS
 
 
+GENERATION = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "static cache": {"cache_implementation": "static"},
+    "no cache": {"use_cache": False},
+    "assisted": {"prompt_lookup_num_tokens": 3},
+}
+
+
 @pytest.mark.few_cases
 @LEFT
-@pytest.mark.parametrize("rows", ["no padding", "left"])
 @pytest.mark.parametrize(
-    "options",
+    ("rows", "options"),
     [
-        {},
-        {"num_beams": 3},
-        {"cache_implementation": "static"},
-        {"use_cache": False},
-        {"prompt_lookup_num_tokens": 3},
+        (rows, o)
+        for rows in ("no padding", "left")
+        for o in GENERATION
+        if (rows, o) != ("left", "no cache")
     ],
-    ids=["greedy", "beams", "static cache", "no cache", "assisted"],
 )
 def test_generation_matches_eager(model, tokens, rows, options):
-    if rows == "left" and options == {"use_cache": False}:
-        pytest.skip("the outputs are those of unpadded rows")
-    results = {}
+    results, options = {}, GENERATION[options]
     left = 9 if rows == "left" else 0
     mask = inputs(left, 0, True)["attention_mask"]
     if "prompt_lookup_num_tokens" in options:  # one row, whose text repeats
@@ -362,6 +368,110 @@ def test_images_run_dense_attention():
                 input_ids=ids, pixel_values=pixels, image_grid_thw=torch.tensor([[1, 4, 4]])
             ).logits
     assert difference(*logits.values()) < LOGITS
+
+
+def indexer_gradients(model: MiniMaxM3VLForCausalLM) -> torch.Tensor:
+    named = model.named_parameters()
+    return torch.cat([p.grad.flatten() for n, p in named if "indexer" in n and p.grad is not None])
+
+
+def test_the_indexer_gets_the_gradient_of_its_loss(tokens, monkeypatch):
+    """Two layers, against states that choose the blocks which the indexer chose."""
+    model, seen = new_model(), []
+    _, before = run(model, "nsa_blocks", tokens, use_cache=False)
+    assert all(p.grad is None for n, p in model.named_parameters() if "indexer" in n)
+
+    def record(module, query, key, value, attention_mask, **options):
+        if options["block_indices"] is not None:
+            seen.append((query, key, options["block_indices"]))
+        return minimax.attend(module, query, key, value, attention_mask, **options)
+
+    monkeypatch.setitem(minimax.AttentionInterface._global_mapping, "nsa_blocks", record)
+    inputs_seen: list[Any] = []
+    indexers = [layer.self_attn.indexer for layer in model.model.layers[1:]]
+    for indexer in indexers:
+        indexer.register_forward_pre_hook(lambda _, x: inputs_seen.append(x))
+    minimax.train_indexer(model, 0.5)
+    run(model, "nsa_blocks", tokens, use_cache=False)
+    named = dict(model.named_parameters())
+    others = [p.grad for n, p in named.items() if "indexer" not in n and p.grad is not None]
+    assert difference(torch.cat([x.flatten() for x in others]), before) < GRADIENTS
+    for indexer, (query, key, blocks), x in zip(indexers, seen, inputs_seen, strict=True):
+        hidden, (cos, sin) = x[0].detach(), x[1]
+        q = indexer.q_norm(indexer.q_proj(hidden).view(2, TOKENS, 2, 32)).transpose(1, 2)
+        k = indexer.k_norm(indexer.k_proj(hidden).view(2, TOKENS, 1, 32)).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        scores = (q @ k.mT).masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf)
+        scores = torch.nn.functional.pad(scores, (0, 10), value=-torch.inf)
+        best = scores.unflatten(-1, (10, SIZE)).amax(-1)[:, :, -1, :-1].topk(3).indices
+        assert torch.equal(best.sort().values, blocks[:, :, -1].sort().values[..., :3])
+        loss = indexer_loss(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            q.transpose(1, 2),
+            k[:, 0],
+            blocks.transpose(1, 2),
+            block_size=SIZE,
+        )
+        assert loss.item() > 0.001
+        assert abs(indexer.last_loss.item() - loss.item()) < 1e-6
+        expected = torch.autograd.grad(0.5 * loss, list(indexer.parameters()))
+        for p, gradient in zip(indexer.parameters(), expected, strict=True):
+            assert float(gradient.abs().max()) > 1e-5
+            assert difference(p.grad, gradient) < GRADIENTS
+    minimax.train_indexer(model, 0)
+    run(model, "nsa_blocks", tokens, use_cache=False)
+    assert all(p.grad is None for n, p in model.named_parameters() if "indexer" in n)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_indexer_trains_on_packed_documents(tokens, checkpointed):
+    model, gradients = new_model().train(), []
+    minimax.train_indexer(model)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    ids = tokens[:1]
+    for part in (ids[:, :100], ids[:, 100:]):
+        run(model, "nsa_blocks", part, use_cache=False)
+        gradients.append(indexer_gradients(model) * part.shape[1] / TOKENS)
+    run(model, "nsa_blocks", ids, use_cache=False, **packed([[100, 50]]))
+    assert float(sum(gradients).abs().max()) > 1e-4
+    assert difference(indexer_gradients(model), sum(gradients)) < 1e-6  # they are about 0.03
+
+
+@pytest.mark.slow
+def test_the_trainer_trains_the_indexer(tokens, tmp_path):
+    data = [{"input_ids": row, "labels": row} for row in tokens.tolist()] * 4
+    model = new_model()
+    model.set_attn_implementation("nsa_blocks")
+    minimax.train_indexer(model)
+    indexer, losses = model.model.layers[1].self_attn.indexer, []
+    indexer.register_forward_pre_hook(
+        lambda module, _: losses.append(float(getattr(module, "last_loss", torch.inf)))
+    )
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=12,
+        per_device_train_batch_size=2,
+        learning_rate=0.01,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    Trainer(model=model, args=arguments, train_dataset=data).train()
+    assert losses[-1] < 0.7 * losses[1]
+
+
+@LEFT
+def test_what_cannot_train_the_indexer_is_refused(tokens):
+    model = new_model()
+    minimax.train_indexer(model)
+    model.set_attn_implementation("nsa_blocks")
+    with pytest.raises(InvalidInput, match="rows without padding on the left"):
+        model(tokens, use_cache=False, **inputs(9, 0, False))
+    with pytest.raises(InvalidInput, match="Linear has no indexer of MiniMax-M3"):
+        minimax.train_indexer(torch.nn.Linear(1, 1))
 
 
 def test_left_padding_warns_once_per_prompt_and_right_padding_does_not(model, tokens):

@@ -17,11 +17,15 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
-from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
+    MiniMaxM3VLIndexer,
+    apply_rotary_pos_emb,
+)
 
 from nsa_core import block_attention_with_lse
 from nsa_core.errors import InvalidInput
 from nsa_models.hf.documents import boundaries, check_passed_boundaries, is_causal, is_packed
+from nsa_models.recipes.indexer_loss import indexer_loss
 
 NAME = "nsa_blocks"
 _choose_in_row = MiniMaxM3VLIndexer.forward
@@ -52,6 +56,29 @@ def register() -> None:
     MiniMaxM3VLIndexer.forward = choose_blocks
 
 
+def train_indexer(model: torch.nn.Module, weight: float = 1.0) -> None:
+    """Let each backward through ``model`` train its indexers too, under "nsa_blocks".
+
+    In each layer with an indexer, ``weight`` times the gradient of
+    :func:`nsa_models.recipes.indexer_loss.indexer_loss` is added to the gradients of the indexer's
+    weights, once per forward whose output has a gradient. The value of the loss is in
+    ``indexer.last_loss`` of the layer. The input of the indexer is detached, so nothing else
+    changes. The weight is not divided by the number of batches whose gradients are accumulated.
+
+    Args:
+        model: A model with layers of MiniMax-M3.
+        weight: Factor of the loss; 0 turns it off.
+
+    Raises:
+        InvalidInput: The model has no indexer.
+    """
+    indexers = [x for x in model.modules() if isinstance(x, MiniMaxM3VLIndexer)]
+    if not indexers:
+        raise InvalidInput(f"{type(model).__name__} has no indexer of MiniMax-M3")
+    for indexer in indexers:
+        indexer.loss_weight = weight
+
+
 @functools.wraps(_choose_in_row)
 def choose_blocks(
     indexer: Any,
@@ -74,15 +101,20 @@ def choose_blocks(
 
     Returns:
         int64 [B, heads of the indexer, S, n], -1 padded. The blocks of packed documents count from
-        the document's first token, and the tensor has the boundaries as ``bounds``.
+        the document's first token, and the tensor has the boundaries as ``bounds``. It has the
+        rotated queries and keys of an indexer that is trained as ``states``.
     """
     blocks: torch.Tensor
-    is_read = cache is None and indexer.config._attn_implementation == NAME
-    bounds = boundaries(position_ids) if is_read and not torch.compiler.is_compiling() else None
+    is_ours = indexer.config._attn_implementation == NAME
+    is_read = is_ours and cache is None and not torch.compiler.is_compiling()
+    states = None
+    if is_read and torch.is_grad_enabled() and getattr(indexer, "loss_weight", 0):
+        states = _index_states(indexer, hidden_states.detach(), position_embeddings)
+    bounds = boundaries(position_ids) if is_read else None
     if bounds is None:
         blocks = _choose_in_row(indexer, hidden_states, position_embeddings, cache, position_ids)
         if is_read:
-            blocks.bounds = None  # type: ignore[attr-defined]
+            blocks.bounds, blocks.states = None, states  # type: ignore[attr-defined]
         return blocks
     size = hidden_states.shape[:2]
     angles = [x.expand(size[0], -1, -1).flatten(0, 1)[None] for x in position_embeddings]
@@ -97,7 +129,7 @@ def choose_blocks(
             chosen = _choose_in_row(indexer, own_tokens, own_angles, None, own_positions)[0]
             blocks[:, start:end, : chosen.shape[-1]] = chosen
     blocks = blocks.unflatten(1, size).transpose(0, 1)
-    blocks.bounds = bounds  # type: ignore[attr-defined]
+    blocks.bounds, blocks.states = bounds, states  # type: ignore[attr-defined]
     return blocks
 
 
@@ -159,12 +191,21 @@ def attend(
         raise InvalidInput(
             f'"{NAME}" has no dropout, got dropout {dropout}; set config.attention_dropout to 0'
         )
+    indexer: Any = module.indexer
     size = query.shape[0], query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    loss = None
+    if getattr(block_indices, "states", None) is not None:
+        if attention_mask is not None:
+            raise InvalidInput(
+                "train_indexer takes rows without padding on the left: pad on the right, or pack"
+                " documents"
+            )
+        loss = _indexer_loss(query, key, block_indices, indexer.block_size, scale)
+        indexer.last_loss = loss.detach()
     if attention_mask is not None:
         query, key = _add_mask_columns(query, key, attention_mask)
     key, value, block_indices = _match_heads(key, value, block_indices)
-    indexer: Any = module.indexer
     missing = indexer.topk_blocks - block_indices.shape[-1]  # short sequences have fewer blocks
     blocks = torch.nn.functional.pad(block_indices, (0, max(0, missing)), value=-1)
     rows: list[torch.Tensor] = [x.transpose(1, 2) for x in (query, key, value, blocks)]
@@ -179,6 +220,10 @@ def attend(
     )
     if bounds is not None:
         attended, lse = attended.unflatten(0, size), lse.unflatten(1, size).transpose(0, 1)
+    if loss is not None:
+        attended = _WithLoss.apply(  # type: ignore[no-untyped-call]
+            attended, loss * indexer.loss_weight
+        )
     if attention_mask is not None:
         attended = _fill_empty(attended, (lse < _MASKED * scale / 2).transpose(1, 2), all_values)
     return attended, None
@@ -243,6 +288,51 @@ def usable_keys(
             stacklevel=2,
         )
     return mask if hidden or static else None
+
+
+class _WithLoss(torch.autograd.Function):
+    """Return a tensor as it is; its backward is also the backward of a loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.ones_like(loss))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return grad, ctx.saved_tensors[0]
+
+
+def _index_states(
+    indexer: Any, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indexer's queries [B, S, I, E] and keys [B, S, E], with gradients."""
+    q = indexer.q_norm(indexer.q_proj(hidden_states).unflatten(-1, (-1, indexer.head_dim)))
+    k = indexer.k_norm(indexer.k_proj(hidden_states))
+    angles = (x[..., : indexer.head_dim] for x in position_embeddings)
+    rotated: tuple[torch.Tensor, torch.Tensor] = apply_rotary_pos_emb(
+        q, k[:, :, None], *angles, unsqueeze_dim=2
+    )
+    return rotated[0], rotated[1][:, :, 0]
+
+
+def _indexer_loss(
+    query: torch.Tensor, key: torch.Tensor, blocks: Any, block_size: int, scale: float
+) -> torch.Tensor:
+    """Return the loss of an indexer, the mean over all queries of all documents."""
+    index_q, index_k = blocks.states
+    rows = [query.transpose(1, 2), key.transpose(1, 2), index_q, index_k, blocks.transpose(1, 2)]
+    bounds: list[int] | None = blocks.bounds
+    if bounds is None:
+        return indexer_loss(*rows, block_size=block_size, scale=scale)
+    rows = [x.flatten(0, 1)[None] for x in rows]
+    total = torch.zeros((), device=query.device)
+    for start, end in itertools.pairwise(bounds):
+        if end - start > 1:  # one token has no other choice
+            part = [x[:, start:end] for x in rows]
+            loss = indexer_loss(*part, block_size=block_size, scale=scale)
+            total = total + loss * (end - start)
+    return total / bounds[-1]
 
 
 def _checked_boundaries(
