@@ -35,10 +35,11 @@ def indexer_loss(
         loss = mean over t and i of the sum over s of p_t,i(s) log(p_t,i(s) / r_t,i(s))
 
     p is a constant: the gradient index_scale (r - p) / (number of t and i) of the scores reaches
-    ``index_q`` and ``index_k`` only. This is the loss of MiniMax-M3: KL divergence from the mean of
-    the group's main attention to the indexer's, over the keys of the selected blocks (figure 1 of
-    the paper; the package flash-msa 0.1.1 has the same formula in its tests). Add it to the loss of
-    the model; the input of the indexer is detached from the model.
+    ``index_q`` and ``index_k`` only. MiniMax trains the indexer with the KL divergence from the
+    mean of the group's main attention to the indexer's, over the selected blocks (figure 1 of the
+    paper). That p and r are over keys, the default scales, and the mean over t and i are those of
+    the eager model in the package flash-msa 0.1.1. Add the loss to that of the model; the input of
+    the indexer is detached from the model.
 
     Before the choice is sparse, the paper trains the indexer on all keys: pass all blocks.
 
