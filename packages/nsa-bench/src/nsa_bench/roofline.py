@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.layout import BlockGeometry
+from nsa_core.flops import visible_pairs
 
 # The kernels of a call. In a sequence of at most n * l' tokens, causal stands for select and sel.
 PARTS = ("compress", "cmp", "select", "sel", "causal", "win", "combine")
@@ -38,35 +38,6 @@ class Cost:
 
     flops: int
     bytes: int
-
-
-def visible_pairs(geometry: BlockGeometry, length: int) -> dict[str, int]:
-    """Count the visible (query, key) pairs per head of each branch and of dense causal attention.
-
-    The count of sel is exact if the current block is always selected (local_blocks >= 1), otherwise
-    it is an upper bound. Counts of packed documents are the sums over the documents.
-
-    Args:
-        geometry: Block sizes.
-        length: Tokens of the sequence; the time does not depend on it.
-    """
-    stride, block = geometry.compress_stride, geometry.select_block_size
-    # Query t sees (t + 1 - l) // d + 1 compressed tokens: each number in turn for d queries.
-    rounds, rest = divmod(max(0, length + 1 - geometry.compress_block_size), stride)
-    cmp = stride * _up_to(rounds) + rest * (rounds + 1)
-    # In the first n * l' tokens a query sees all up to itself, later n - 1 whole blocks and its own
-    # block up to itself.
-    full = min(length, geometry.num_selected_blocks * block)
-    blocks, rest = divmod(length - full, block)
-    sel = _up_to(full) + (length - full) * (full - block) + blocks * _up_to(block) + _up_to(rest)
-    filling = min(length, geometry.window_size)
-    win = _up_to(filling) + (length - filling) * filling
-    return {"cmp": cmp, "sel": sel, "win": win, "dense": _up_to(length)}
-
-
-def _up_to(n: int) -> int:
-    """Return 1 + 2 + ... + n."""
-    return n * (n + 1) // 2
 
 
 def part_costs(

@@ -61,6 +61,7 @@ _MODULE_OF = {
     "block_attention_decode": "block.decode",
     "block_attention_decode_with_lse": "block.decode",
     "plan_block_attention": "block.attention",
+    "attention_flops": "flops",
     "NSAttention": "layer.module",
     "NSACache": "cache",
     "pad": "packing",

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from nsa_bench.roofline import part_costs
+from nsa_core.flops import attention_flops
 from nsa_models.lm.model import LanguageModel
-
-_PARTS = {"nsa": ("cmp", "select", "sel", "win"), "dense": ("dense",)}
 
 
 def row_flops(model: LanguageModel, length: int) -> int:
     """Return the operations of forward and backward over one row of a single document.
 
-    Each use of a weight counts 6 operations. Each visible pair counts 2 products in forward and 5
-    in backward. phi's weights are used once per compressed token and key/value head, all others
-    once per token. Recomputation is not counted. A row of several documents has fewer visible
-    pairs, so the count is an upper bound for it.
+    Each use of a weight counts 6 operations. phi's weights are used once per compressed token and
+    key/value head, all others once per token. Attention counts as in
+    :func:`nsa_core.attention_flops`; nothing that is computed again is counted. A row of several
+    documents has fewer visible pairs, so the count is an upper bound for it.
     """
     config, layer = model.config, model.config.layer
     phi = sum(p.numel() for n, p in model.named_parameters() if ".phi_" in n and p.dim() > 1)
     other = sum(p.numel() for n, p in model.named_parameters() if ".phi_" not in n and p.dim() > 1)
-    pairs = part_costs(layer, 1, length, 2, "both")
-    kinds = [config.attention_of(number) for number in range(config.n_layers)]
-    attention = sum(pairs[part].flops for kind in kinds for part in _PARTS[kind])
+    attention = sum(
+        attention_flops(layer, length, dense=config.attention_of(number) == "dense")
+        for number in range(config.n_layers)
+    )
     compressed = layer.geometry.num_compressed(length) * layer.n_kv_heads
     return 6 * (other * length + phi * compressed) + attention
 
