@@ -1,4 +1,4 @@
-"""Sessions for contributors and CI: lint, typecheck, tests, full, docs, wheels and bump."""
+"""Sessions for contributors and CI: lint, typecheck, tests, full, examples, docs, wheels, bump."""
 
 from __future__ import annotations
 
@@ -46,6 +46,14 @@ TEST_TOOLS = (
 # Only slow tests score models with the harness, whose installation takes half a minute, or quantise
 # them with the others.
 FULL_TOOLS = ("lm-eval[hf,ruler]>=0.4.13", "bitsandbytes>=0.49", "torchao>=0.17")
+# Training stacks, and what each needs beyond the environment of the tests. The examples of a stack
+# are the files that begin with its name.
+STACKS = {
+    "lightning": ("lightning==2.6.6",),
+    "torchtitan": ("torchtitan==0.3.0",),
+    "transformers": ("transformers[serving]>=5.20",),
+    "trl": ("trl==1.16.0",),
+}
 # They build the site without torch: docstrings are parsed, and `nsa --help` does not import it.
 DOCS_TOOLS = (
     "mkdocs>=1.6,<2",
@@ -117,12 +125,13 @@ def environment(session: nox.Session) -> None:
         session.install("--no-compile", "--no-build-isolation", *editable)
 
 
-def run_shared(session: nox.Session, *arguments: str, **options: object) -> None:
-    """Run Python in the environment of the session :func:`environment`."""
+def run_shared(session: nox.Session, *arguments: str, **options: object) -> object:
+    """Run Python in the environment of the session :func:`environment`; see nox.Session.run."""
     environments = session.cache_dir.parent.absolute()
     folder = environments / "environment" / ("Scripts" if os.name == "nt" else "bin")
     session.env["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
-    session.run(str(folder / "python"), *arguments, external=True, **options)  # type: ignore[arg-type]
+    command = (str(folder / "python"), *arguments)
+    return session.run(*command, external=True, **options)  # type: ignore[arg-type]
 
 
 def run_pytest(
@@ -191,7 +200,28 @@ def full(session: nox.Session) -> None:
     """
     run_shared(session, "-m", "pip", "install", "--no-compile", *FULL_TOOLS)
     part = (*session.posargs, *DIVIDED) if "--splits" in session.posargs else ()
+    if not session.posargs:
+        for stack in STACKS:
+            session.notify(f"examples({stack})")
     run_pytest(session, "", part)
+
+
+@nox.session(default=False, venv_params=["--system-site-packages"], requires=["environment"])
+@nox.parametrize("stack", list(STACKS), ids=list(STACKS))
+def examples(session: nox.Session, stack: str) -> None:
+    """Run the examples of a training stack: `nox -s "examples(trl)"`; without a name, of each.
+
+    Each stack has an environment of its own, which adds packages to those of the environment.
+    """
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    torch = "import importlib.metadata as m; print('torch==' + m.version('torch'))"
+    shared = str(run_shared(session, "-c", where, silent=True)).strip()
+    own = pathlib.Path(str(session.run("python", "-c", where, silent=True)).strip())
+    (own / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n", encoding="utf-8")
+    pinned = str(run_shared(session, "-c", torch, silent=True)).strip()
+    session.install("--no-compile", pinned, *STACKS[stack])
+    command = ["pytest", "tests/examples", "-k", stack, *session.posargs]
+    session.run("python", "-m", *command, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False)

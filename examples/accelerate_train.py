@@ -1,13 +1,14 @@
 """Train an NSA model with accelerate on several processes, with DDP or FSDP2.
 
-    torchrun --nproc-per-node 2 examples/accelerate_train.py              # DDP, tiny; CPUs or GPUs
-    torchrun --nproc-per-node 2 examples/accelerate_train.py --fsdp --model MODEL --length 32768
+torchrun --nproc-per-node 2 examples/accelerate_train.py              # DDP, tiny; CPUs or GPUs
+torchrun --nproc-per-node 2 examples/accelerate_train.py --fsdp --model MODEL --length 32768
 """
 
 import argparse
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import set_seed
 from tiny_model import tiny_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
@@ -33,6 +34,7 @@ accelerator = Accelerator(
     mixed_precision="bf16" if on_gpu else "no",
     fsdp_plugin=plugin if options.fsdp else None,
 )
+set_seed(0)
 folder = options.model or f"{options.out}/tiny"
 if options.model is None and accelerator.is_main_process:
     tiny_model(folder)

@@ -1,6 +1,6 @@
 """Serve an NSA model over HTTP with `transformers serve`; the options are those of its command.
 
-    python examples/transformers_serve.py MODEL --port 8000   # a folder of nsa convert
+python examples/transformers_serve.py MODEL --port 8000   # a folder of nsa convert
 """
 
 import transformers

@@ -1,7 +1,7 @@
 """Train an NSA model on a reward of its own answers with TRL's GRPOTrainer.
 
-    python examples/trl_grpo.py                # tiny, on the CPU
-    python examples/trl_grpo.py --model MODEL --gpu
+python examples/trl_grpo.py                # tiny, on the CPU
+python examples/trl_grpo.py --model MODEL --gpu
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Train a reward model and a policy of preferences with TRL's RewardTrainer and DPOTrainer.
 
-    python examples/trl_preferences.py                # tiny, on the CPU
-    python examples/trl_preferences.py --model MODEL --gpu
+python examples/trl_preferences.py                # tiny, on the CPU
+python examples/trl_preferences.py --model MODEL --gpu
 """
 
 import argparse
@@ -43,7 +43,8 @@ common = {
 }
 
 
-def report(name, trainer):
+def report(name: str, trainer: DPOTrainer | RewardTrainer) -> None:
+    """Train, and print the first and the last loss."""
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     print(f"{name}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")

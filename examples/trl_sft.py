@@ -1,7 +1,7 @@
 """Fine-tune an NSA model on long packed documents with TRL's SFTTrainer.
 
-    python examples/trl_sft.py                                            # tiny, on the CPU
-    python examples/trl_sft.py --model MODEL --length 32768 --lora --gpu  # a folder of nsa convert
+python examples/trl_sft.py                                            # tiny, on the CPU
+python examples/trl_sft.py --model MODEL --length 32768 --lora --gpu  # a folder of nsa convert
 """
 
 import argparse
