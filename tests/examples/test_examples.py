@@ -88,6 +88,13 @@ def test_accelerate_shards_without_another_loss(tmp_path):
     assert sharded == [pytest.approx((first, last), abs=2e-3)]
 
 
+def test_context_parallelism_in_the_trainer_has_the_losses_of_one_process(tmp_path):
+    name = "transformers_context_parallel"
+    divided = losses(run(tmp_path, name, launcher=TWO))
+    assert divided == losses(run(tmp_path, name, launcher=(*TWO[:-1], "1")))
+    assert divided[0][1] < 0.9 * divided[0][0]
+
+
 @pytest.mark.parametrize("options", [(), ("--compile",)], ids=str)
 def test_torchtitan_trains_with_fsdp(tmp_path, options):
     output = run(tmp_path, "torchtitan_train", *options, launcher=TWO)

@@ -233,6 +233,7 @@ def noxfile_of(folder) -> types.ModuleType:
     """Import the noxfile of ``folder`` with a nox whose decorators change nothing."""
     nox = types.ModuleType("nox")
     nox.session = lambda *arguments, **options: arguments[0] if arguments else lambda f: f
+    nox.parametrize = lambda *arguments, **options: lambda f: f
     nox.command, nox.options, nox.Session = types.ModuleType("nox.command"), nox, object
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "nox", nox)
