@@ -46,8 +46,8 @@ TEST_TOOLS = (
 # Only slow tests score models with the harness, whose installation takes half a minute, or quantise
 # them with the others.
 FULL_TOOLS = ("lm-eval[hf,ruler]>=0.4.13", "bitsandbytes>=0.49", "torchao>=0.17")
-# Training stacks, and what each needs beyond the environment of the tests. The examples of a stack
-# are the files that begin with its name.
+# Training stacks that need more than the environment of the tests. The examples of a stack are the
+# files that begin with its name; those of accelerate and of the Trainer run in that environment.
 STACKS = {
     "lightning": ("lightning==2.6.6",),
     "torchtitan": ("torchtitan==0.3.0",),

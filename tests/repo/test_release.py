@@ -55,6 +55,7 @@ PUBLIC_NAMES = {
     "Unavailable",
     "Unsupported",
     "__version__",
+    "attention_flops",
     "block_attention",
     "block_attention_decode",
     "block_attention_decode_with_lse",

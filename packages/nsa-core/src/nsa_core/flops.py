@@ -45,11 +45,11 @@ def attention_flops(config: NSAConfig, seq_len: int, *, dense: bool = False) -> 
 
         6 Hq (Dk + Dv) P
 
-    A pair takes two products in the forward, q.k and p.v, and four in the backward; a multiplication
-    and an addition count as two. The forward alone has a third of the operations. This is the
-    convention of model FLOPs: what a kernel computes again (the scores in the backward, and those
-    of the selection, which are the scores of cmp) is not counted. Operations on weights are not
-    counted either: the projections, the gates and phi add 6 for each weight and each of its uses.
+    A pair takes two products in the forward, q.k and p.v, and four in the backward; a
+    multiplication and an addition count as two. The forward alone has a third of the operations.
+    This is the convention of model FLOPs: what a kernel computes again (the scores in the backward,
+    and those of the selection, which are the scores of cmp) is not counted. Operations on weights
+    are not counted either: the projections, the gates and phi add 6 for each use of a weight.
 
     Args:
         config: The layer.

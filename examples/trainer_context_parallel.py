@@ -1,7 +1,7 @@
 """Divide the tokens of every row over the processes, in the Trainer of transformers.
 
-    torchrun --nproc-per-node 2 examples/transformers_context_parallel.py   # tiny; CPUs or GPUs
-    torchrun --nproc-per-node 8 examples/transformers_context_parallel.py --model MODEL \\
+    torchrun --nproc-per-node 2 examples/trainer_context_parallel.py   # tiny; CPUs or GPUs
+    torchrun --nproc-per-node 8 examples/trainer_context_parallel.py --model MODEL \\
         --text BOOK --length 1048576
 """
 
