@@ -34,7 +34,6 @@ accelerator = Accelerator(
     mixed_precision="bf16" if on_gpu else "no",
     fsdp_plugin=plugin if options.fsdp else None,
 )
-set_seed(0)
 folder = options.model or f"{options.out}/tiny"
 if options.model is None and accelerator.is_main_process:
     tiny_model(folder)
@@ -58,6 +57,7 @@ def pack(batch):
 
 
 rows = DataLoader(documents, batch_size=8, collate_fn=pack, shuffle=True)
+set_seed(0)  # the same order of documents on all processes
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 if options.model is None else 1e-5)
 model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
 losses = []

@@ -72,4 +72,5 @@ rows = [{"input_ids": row, "labels": row} for row in ids.split(options.length)[:
 trainer = ContextParallelTrainer(model=model, args=arguments, train_dataset=rows)
 trainer.train()
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+if trainer.is_world_process_zero():
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
