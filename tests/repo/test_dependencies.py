@@ -21,6 +21,7 @@ FOR_BACKENDS = {
 }
 FOR_ORACLE = {
     "nsa_core.hugging_face",
+    "nsa_core.rope_scaling",
     "nsa_core.util.text",
     "nsa_core.config",
     "nsa_core.errors",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the names of _MODULE_OF, for type checkers and editors
     from nsa_core.errors import InvalidInput as InvalidInput
     from nsa_core.errors import NSAError as NSAError
     from nsa_core.errors import Unsupported as Unsupported
+    from nsa_core.flops import attention_flops as attention_flops
     from nsa_core.layer.attention import nsa_attention as nsa_attention
     from nsa_core.layer.attention import nsa_attention_with_lse as nsa_attention_with_lse
     from nsa_core.layer.module import NSAttention as NSAttention
