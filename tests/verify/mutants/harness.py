@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 
@@ -106,8 +107,10 @@ def faulty_module(mutant: Mutant) -> Iterator[None]:
     faulty.__dict__.update(__file__=module.__file__, __package__=module.__package__)
     registered = sys.modules[mutant.module]
     sys.modules[mutant.module] = faulty  # dataclasses look up their module by name
+    library = torch.library  # the operators of the module are registered already
     try:
-        exec(compile(mutant.source(), str(module.__file__), "exec"), faulty.__dict__)
+        with mock.patch.object(library, "Library"), mock.patch.object(library, "register_fake"):
+            exec(compile(mutant.source(), str(module.__file__), "exec"), faulty.__dict__)
     finally:
         sys.modules[mutant.module] = registered
     pairs = {
