@@ -6,6 +6,7 @@ import torch
 from cases import small
 from nsa_core import NSAttention
 from nsa_core.config import COMPRESS_KINDS, GATE_KINDS
+from nsa_core.layer.unit_linear import Affine, UnitLinear
 
 pytestmark = pytest.mark.usefixtures("planned")
 LENGTH = 44  # at least 4*l = 32, and more than n*l' = 32: some block is not selected
@@ -122,5 +123,7 @@ def test_a_layer_from_the_meta_device_has_the_distribution_of_a_new_one(kind, ga
         error = (2 / values.numel()) ** 0.5  # of the logarithm of a standard deviation, doubled
         assert abs(values.std().log() - expected.std().log()) < 4 * error, name
         assert abs(values.mean() - expected.mean()) < 4 * error * expected.std(), name
-    for linear in (attn.qkv, attn.out):  # unit-variance outputs for unit-variance inputs
-        assert linear.weight.std().item() == pytest.approx(linear.in_features**-0.5, rel=0.05)
+    for linear in attn.modules():
+        if isinstance(linear, (Affine, UnitLinear)):  # outputs of one variance
+            expected, error = linear.gain * linear.in_features**-0.5, linear.weight.numel() ** -0.5
+            assert linear.weight.std().item() == pytest.approx(expected, rel=4 * error)
