@@ -37,7 +37,7 @@ _STATED = {
     "variable": (4, 3, "\nint var_{} =", ";\n", "\nassert(var_{} =="),
 }
 TASKS = (*_STATED, "common_words", "copy")
-_OTHER_WORDS, _OFTEN, _CUE, _COPIED, _SHORTEST, _ATTEMPTS = 64, 9, 8, 24, 512, 200
+_OTHER_WORDS, _OFTEN, _CUE, _COPIED, _ATTEMPTS = 64, 9, 8, 24, 200
 
 
 class Example(NamedTuple):
@@ -118,17 +118,6 @@ class _Writer:
         first = rng.integers(len(self.filler) - self.length + 1)
         return self.filler[first : first + self.length - rest].astype(np.int64)
 
-    def example(self, task: str, key: Sequence[int]) -> Example:
-        for attempt in range(_ATTEMPTS):
-            rng = np.random.default_rng([*key, attempt])
-            draft = self.stated(rng, task) if task in _STATED else getattr(self, task)(rng)
-            body, cue, answer = (text.strip() for text in self.tokenizer.decode_batch(draft))
-            once = {"copy": (cue, answer), "common_words": ()}.get(task, (answer,))
-            if all(body.count(text) == 1 for text in once):
-                tokens = np.concatenate(draft).astype(np.int64)
-                return Example(task, self.length, self.depth, tokens, len(draft[-1]))
-        raise InvalidInput(f"filler repeats itself: in {_ATTEMPTS} texts, no answer was unique")
-
 
 def examples(
     task: str,
@@ -145,37 +134,44 @@ def examples(
         task: One of :data:`TASKS`.
         tokenizer: The tokenizer of the model, a byte-level BPE.
         filler: Token ids [N] of held-out text, at least ``length``.
-        length: Number of tokens of each question, with its answer.
+        length: Number of tokens of each question, with its answer; at least 512.
         depth: See :class:`Example`.
         count: Number of questions; a larger one adds to those of a smaller one.
         seed: A number >= 0.
 
     Raises:
-        InvalidInput: An argument is out of range, or the filler repeats itself.
+        InvalidInput: The filler repeats itself.
     """
-    if task not in TASKS or not 0 <= depth <= 1 or not _SHORTEST <= length <= len(filler):
-        raise InvalidInput(
-            f"expected task in {', '.join(TASKS)}, depth from 0 to 1, length from {_SHORTEST} to"
-            f" {len(filler)}, the length of filler; got {task}, {depth}, {length}"
-        )
     writer = _Writer(tokenizer, filler, length, depth)
     key = (seed, TASKS.index(task), length, round(1e6 * depth))
-    return [writer.example(task, (*key, index)) for index in range(count)]
+    found: list[Example] = []
+    for index in range(count):
+        for attempt in range(_ATTEMPTS):
+            rng = np.random.default_rng([*key, index, attempt])
+            draft = writer.stated(rng, task) if task in _STATED else getattr(writer, task)(rng)
+            body, cue, answer = (text.strip() for text in tokenizer.decode_batch(draft))
+            once = {"copy": (cue, answer), "common_words": ()}.get(task, (answer,))
+            if all(body.count(text) == 1 for text in once):
+                tokens = np.concatenate(draft).astype(np.int64)
+                found.append(Example(task, length, depth, tokens, len(draft[-1])))
+                break
+        else:
+            raise InvalidInput(f"filler repeats itself: in {_ATTEMPTS} texts, no answer was unique")
+    return found
 
 
 @torch.no_grad()
-def score(
-    model: LanguageModel, examples: Sequence[Example], batch: int, device: torch.device | str
-) -> dict[str, float]:
+def score(model: LanguageModel, examples: Sequence[Example], batch: int) -> dict[str, Any]:
     """Return how well a model answers questions of one length, ``batch`` at a time.
 
     The prompt and the right answer go through the model in one pass: greedy generation gives the
     right answer if and only if each of its tokens is the most likely one here.
 
     Returns:
-        ``correct``, the share of right answers, its ``standard_error`` over questions, and
-        ``loss`` in nats per answer token.
+        The task, length and depth of the questions, their ``count``, ``correct``, the share of
+        right answers, its ``standard_error`` over questions, and ``loss`` in nats per answer token.
     """
+    device, facts = model.output_weight.device, examples[0]._asdict()
     right, loss = 0, 0.0
     for start in range(0, len(examples), batch):
         part = examples[start : start + batch]
@@ -188,6 +184,10 @@ def score(
         asked = torch.arange(longest, 0, -1, device=device) <= answers[:, None]
         loss += float(F.cross_entropy(logits[asked], targets[asked], reduction="sum"))
         right += int(((logits.argmax(-1) == targets) | ~asked).all(1).sum())
-    share, answer_tokens = right / len(examples), sum(example.answer for example in examples)
-    error = (share * (1 - share) / len(examples)) ** 0.5
-    return {"correct": share, "standard_error": error, "loss": loss / answer_tokens}
+    share = right / len(examples)
+    return {name: facts[name] for name in ("task", "length", "depth")} | {
+        "count": len(examples),
+        "correct": share,
+        "standard_error": (share * (1 - share) / len(examples)) ** 0.5,
+        "loss": loss / sum(example.answer for example in examples),
+    }

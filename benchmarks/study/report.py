@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import tomllib
 from matplotlib.figure import Figure
 
 from nsa_bench.render.style import GREYS, INK, NSA_COLOURS, EndLabel, draw, label_ends
 from nsa_bench.render.words import tokens as length_words
-from nsa_core.errors import InvalidInput
 
 ARMS = {
     "dense": ("dense", GREYS[2]),
@@ -33,56 +33,38 @@ ARMS = {
     "window_cmp": ("window, compressed", NSA_COLOURS[4]),
     "random_blocks": ("random blocks", NSA_COLOURS[1]),
 }
-BASELINE, SEEDS, SWEPT, RATES = "dense_wide", (0, 1, 2), ("dense", "nsa"), 3
-BASE = ARMS[BASELINE][0]
+BASELINE, BASE = "dense_wide", ARMS["dense_wide"][0]
 MASS = {"best": INK, "selected": NSA_COLOURS[0], "random": NSA_COLOURS[1], "keys": GREYS[2]}
+PLAN = tomllib.loads(Path(__file__).with_name("arms.toml").read_text())
+SEEDS, SWEEP = PLAN["training"]["seeds"], PLAN["sweep"]
 _WIDTH = 7.3  # inches; 800 pixels
+_DRAWN = 0.01  # a task has a picture if some arm has this share of right answers
 Run = dict[str, Any]
 Arms = dict[str, list[Run]]  # the finished runs of each arm that has any, in the order of ARMS
 
 
 def read(folder: Path) -> tuple[Arms, list[Run], list[str]]:
-    """Return the finished runs of arms and of the sweep, and a line on each other run.
-
-    Raises:
-        InvalidInput: A file is no result of the study, or the runs cannot be compared.
-    """
-    runs: dict[str, Run] = {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            run = runs[path.stem] = json.loads(path.read_text(encoding="utf-8"))
-            got = [run.get(fact) for fact in ("kind", "schema_version", "arm")]
-        except (ValueError, AttributeError):
-            got = ["no JSON object"]
-        if got[:2] != ["nsa-study", 1] or got[2] not in ARMS:
-            raise InvalidInput(
-                f"{path}: expected kind nsa-study, schema_version 1, arm in {', '.join(ARMS)};"
-                f" got {', '.join(map(str, got))}"
-            )
-    of_arms = {(r["arm"], r["seed"]): r for r in runs.values() if r["purpose"] == "arm"}
-    sweep = [run for run in runs.values() if run["purpose"] == "sweep"]
-    absent = [key for key in itertools.product(ARMS, SEEDS) if key not in of_arms]
-    lines = [f"{arm}, seed {seed}: no result file" for arm, seed in absent]
-    for arm in SWEPT:
-        if (count := sum(run["arm"] == arm for run in sweep)) < RATES:
-            lines.append(f"{arm}, sweep: {count} of {RATES} learning rates")
-    for name, run in runs.items():
-        if not run["complete"]:
-            reached = "stopped before its first evaluation"
+    """Return the finished runs of arms and of the sweep, and a line on each other run."""
+    names = [f"{arm}-seed{seed}" for arm, seed in itertools.product(ARMS, SEEDS)]
+    names += [f"sweep-{a}-{r:g}" for a, r in itertools.product(SWEEP["arms"], SWEEP["rates"])]
+    arms: Arms = {}
+    sweep, lines = [], []
+    for name in names:
+        file = folder / f"{name}.json"
+        run: Run = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if not run:
+            lines.append(f"{name}: no result file")
+        elif not run["complete"]:
+            reached = "before its first evaluation"
             if run["evaluations"]:
-                reached = f"stopped after {millions(last(run, 'tokens'))} tokens"
-                reached += f", at a loss of {last(run):.4f}"
-            lines.append(f"{name}.json: {reached}: {run['ended']}")
-    finished = [run for _, run in sorted(of_arms.items()) if run["complete"]]
-    data = {(r["corpus"]["sha256"], r["row"], len(last(r, "document_losses"))) for r in finished}
-    if len(data) != 1:
-        raise InvalidInput(
-            f"{folder}: expected finished runs of arms with one corpus, row and number of held-out"
-            f" documents, got {sorted(data) or 'no finished run'}"
-        )
-    arms = {arm: [run for run in finished if run["arm"] == arm] for arm in ARMS}
-    arms = {arm: own for arm, own in arms.items() if own}
-    return arms, [run for run in sweep if run["complete"]], lines
+                reached = f"after {last(run, 'tokens') / 1e6:.1f} M tokens, at a loss of"
+                reached += f" {last(run):.4f}"
+            lines.append(f"{name}: stopped {reached}: {run['ended']}")
+        elif run["purpose"] == "sweep":
+            sweep.append(run)
+        else:
+            arms.setdefault(run["arm"], []).append(run)
+    return arms, sweep, lines
 
 
 def last(run: Run, field: str = "loss") -> Any:
@@ -90,16 +72,10 @@ def last(run: Run, field: str = "loss") -> Any:
     return run["evaluations"][-1][field]
 
 
-def millions(count: float) -> str:
-    """Format 98304000 as 98.3 M."""
-    return f"{count / 1e6:.1f} M"
-
-
 def curve(runs: list[Run]) -> list[tuple[int, list[float]]]:
-    """Return the tokens at which all runs have a loss, and the loss of each run."""
-    losses = [{e["tokens"]: e["loss"] for e in run["evaluations"]} for run in runs]
-    shared = sorted(set.intersection(*map(set, losses)))
-    return [(tokens, [loss[tokens] for loss in losses]) for tokens in shared]
+    """Return the tokens of each evaluation, and the loss of each run there."""
+    evaluations = zip(*(run["evaluations"] for run in runs))
+    return [(of_runs[0]["tokens"], [e["loss"] for e in of_runs]) for of_runs in evaluations]
 
 
 def share_to(runs: list[Run], loss: float) -> float | None:
@@ -117,18 +93,14 @@ def positions(run: Run) -> dict[str, float]:
     return {f"{length_words(r['first'])}-{length_words(r['last'])}": r["loss"] for r in ranges}
 
 
-def recalled(runs: list[Run], task: str, field: str = "correct") -> dict[tuple[int, float], float]:
-    """Return the mean over seeds of "correct" or "loss", by length and depth."""
-    cells: dict[tuple[int, float], list[float]] = {}
-    for entry in itertools.chain(*(run["recall"] for run in runs)):
-        if entry["task"] == task:
-            cells.setdefault((entry["length"], entry["depth"]), []).append(entry[field])
-    return {cell: fmean(values) for cell, values in sorted(cells.items())}
-
-
 def tasks(runs: list[Run]) -> list[str]:
     """Return the tasks of recall."""
     return list(dict.fromkeys(entry["task"] for entry in runs[0]["recall"]))
+
+
+def recalled(run: Run, task: str, field: str = "correct") -> float:
+    """Return the mean of "correct" or "loss" over lengths and depths."""
+    return fmean(entry[field] for entry in run["recall"] if entry["task"] == task)
 
 
 def with_error(values: Sequence[float]) -> str:
@@ -142,9 +114,9 @@ def cells(runs: list[Run], base: list[Run]) -> list[dict[str, str]]:
     losses, by_seed = [last(run) for run in runs], {run["seed"]: run for run in base}
     error = fmean(last(run, "standard_error") for run in runs)
     loss = {
-        "parameters": millions(runs[0]["parameters"]),
+        "parameters": f"{runs[0]['parameters'] / 1e6:.1f} M",
         "seeds": f"{len(runs)} of {len(SEEDS)}",
-        "tokens": millions(runs[0]["tokens"]),
+        "tokens": f"{runs[0]['tokens'] / 1e6:.1f} M",
         "final loss": f"{fmean(losses):.4f}",
         "lowest, highest seed": f"{min(losses):.4f}, {max(losses):.4f}",
         "standard error over documents": f"{error:.4f}",
@@ -169,8 +141,8 @@ def cells(runs: list[Run], base: list[Run]) -> list[dict[str, str]]:
         cost[f"GPU-hours to the final loss of {BASE}"] = hours
     recall = {}
     for task in tasks(runs):
-        right = [fmean(recalled([run], task).values()) for run in runs]
-        nats = fmean(recalled(runs, task, "loss").values())
+        right = [recalled(run, task) for run in runs]
+        nats = fmean(recalled(run, task, "loss") for run in runs)
         recall[task] = f"{fmean(right):.1%} ({min(right):.1%} to {max(right):.1%}), {nats:.2f}"
     return [loss, {n: f"{fmean(r[n] for r in ranges):.4f}" for n in ranges[0]}, cost, recall]
 
@@ -186,29 +158,33 @@ def table(rows: dict[str, dict[str, str]]) -> str:
 
 def sweep_cells(sweep: list[Run]) -> dict[str, dict[str, str]]:
     """Return the final loss of each arm by learning rate, the lowest in bold."""
-    rows: dict[str, dict[str, str]] = {arm: {} for arm in SWEPT}
-    for run in sorted(sweep, key=lambda run: float(run["learning_rate"])):
+    rows: dict[str, dict[str, str]] = {arm: {} for arm in SWEEP["arms"]}
+    for run in sweep:
         lowest = min(last(other) for other in sweep if other["arm"] == run["arm"])
-        loss = f"**{last(run):.4f}**" if last(run) == lowest else f"{last(run):.4f}"
-        rows[run["arm"]][f"{run['learning_rate']:g}"] = loss
+        bold = "**" if last(run) == lowest else ""
+        rows[run["arm"]][f"{run['learning_rate']:g}"] = f"{bold}{last(run):.4f}{bold}"
     return rows
 
 
 def loss_figure(arms: Arms) -> Figure:
     """Draw the loss over tokens, and its difference to the baseline by position."""
     figure = Figure(figsize=(_WIDTH, 3.3))
-    over_tokens = figure.add_axes((0.075, 0.15, 0.3, 0.74))
-    by_position = figure.add_axes((0.745, 0.15, 0.25, 0.74))
+    over_tokens = figure.add_axes((0.055, 0.15, 0.335, 0.74))
+    by_position = figure.add_axes((0.715, 0.15, 0.28, 0.74))
     base = {run["seed"]: positions(run) for run in arms.get(BASELINE, [])}
-    ends, starts = [], []
+    ends, tops = [], []
     for index, (arm, runs) in enumerate(arms.items()):
         label, colour = ARMS[arm]
-        points = [(n / 1e6, fmean(losses), min(losses), max(losses)) for n, losses in curve(runs)]
-        tokens, means, lows, highs = zip(*points)
+        points = [(n / 1e6, losses) for n, losses in curve(runs)]
+        points = points[len(points) // 3 :]  # before, losses fall alike, and would fill the picture
+        tokens, means = [n for n, _ in points], [fmean(losses) for _, losses in points]
         over_tokens.plot(tokens, means, color=colour, lw=1.4)
-        over_tokens.fill_between(tokens, lows, highs, color=colour, alpha=0.25, lw=0)
-        ends.append(EndLabel(f"{label}  {means[-1]:.3f}", colour, points[-1][:2], means[-1]))
-        starts.append(next(point[:2] for point in points if point[0] >= tokens[-1] / 3))
+        low, high = zip(*((min(losses), max(losses)) for _, losses in points))
+        over_tokens.fill_between(tokens, low, high, color=colour, alpha=0.25, lw=0)
+        ends.append(
+            EndLabel(f"{label}  {means[-1]:.3f}", colour, (tokens[-1], means[-1]), means[-1])
+        )
+        tops.append(means[0])
         pairs = [(positions(run), base[run["seed"]]) for run in runs if run["seed"] in base]
         for place, name in enumerate(positions(runs[0]) if pairs else ()):
             values = [own[name] - other[name] for own, other in pairs]
@@ -216,11 +192,10 @@ def loss_figure(arms: Arms) -> Figure:
             by_position.plot([x, x], [min(values), max(values)], color=colour, lw=1.4)
             by_position.plot(x, fmean(values), "o", color=colour, ms=3.5)
     names = list(positions(runs[0]))
-    left, top = min(n for n, _ in starts), max(mean for _, mean in starts)  # where arms differ
-    over_tokens.set(xlim=(left, None), ylim=(None, top), title="Held-out loss")
-    over_tokens.set(xlabel="tokens, millions", ylabel="nats per token")
-    by_position.set(xticks=range(len(names)), xticklabels=names, title="Loss by position")
-    by_position.set(xlabel="position in the row, tokens", ylabel=f"nats per token above {BASE}")
+    over_tokens.set(ylim=(None, max(tops)), title="Held-out loss, nats per token")
+    over_tokens.set(xlim=(tokens[0], None), xlabel="tokens, millions")
+    by_position.set(xticks=range(len(names)), xticklabels=names, title=f"Above {BASE}")
+    by_position.set(xlabel="position in the row, tokens")
     by_position.axhline(0, color=INK, lw=1)
     for axes in (over_tokens, by_position):
         axes.grid()
@@ -232,20 +207,23 @@ def recall_figure(arms: Arms, task: str) -> Figure:
     """Draw the share of right answers by length and depth, one map for each arm."""
     figure = Figure(figsize=(_WIDTH, 4.2), layout="constrained")
     grid = figure.subplots(2, 4, sharex=True, sharey=True)
+    for axes in grid.flat[len(arms) :]:
+        axes.set_visible(False)
     for axes, (arm, runs) in zip(grid.flat, arms.items()):
-        shares = recalled(runs, task)
-        lengths, depths = (sorted(set(values)) for values in zip(*shares))
-        rows = [[shares.get((length, depth), math.nan) for depth in depths] for length in lengths]
-        axes.imshow(rows, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        entries = [entry for run in runs for entry in run["recall"] if entry["task"] == task]
+        lengths, depths = (sorted({entry[n] for entry in entries}) for n in ("length", "depth"))
+        shares: list[list[float]] = [[0.0] * len(depths) for _ in lengths]
+        for e in entries:
+            y, x = lengths.index(e["length"]), depths.index(e["depth"])
+            shares[y][x] += e["correct"] / len(runs)
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
         for y, x in itertools.product(range(len(lengths)), range(len(depths))):
-            colour = "white" if rows[y][x] > 0.55 else INK
-            axes.text(x, y, f"{100 * rows[y][x]:.0f}", ha="center", va="center", color=colour)
+            colour = "white" if shares[y][x] > 0.55 else INK
+            axes.text(x, y, f"{100 * shares[y][x]:.0f}", ha="center", va="center", color=colour)
         axes.set_xticks(range(len(depths)), [f"{100 * depth:.0f}" for depth in depths])
         axes.set_yticks(range(len(lengths)), [length_words(length) for length in lengths])
         axes.set_title(ARMS[arm][0], fontsize=9)
         axes.tick_params(length=0)
-    for axes in grid.flat[len(arms) :]:
-        axes.set_visible(False)
     figure.suptitle(f"{task}: right answers, %", weight="bold")
     figure.supxlabel("depth, % of the prompt")
     figure.supylabel("length, tokens")
@@ -271,19 +249,22 @@ def mass_figure(arms: Arms) -> Figure:
     return figure
 
 
-def page(arms: Arms, sweep: list[Run], missing: list[str]) -> str:
-    """Return the report as Markdown."""
+def page(arms: Arms, sweep: list[Run], missing: list[str]) -> tuple[str, list[str]]:
+    """Return the report as Markdown, and the tasks of recall whose pictures it shows."""
     rows = {arm: cells(runs, arms.get(BASELINE, [])) for arm, runs in arms.items()}
     loss, position, cost, recall = (
         table({arm: rows[arm][i] if arm in rows else {} for arm in ARMS}) for i in range(4)
     )
     runs = list(itertools.chain(*arms.values()))
     facts = {
-        f"{run['machine']['device']}, torch {run['torch']}, rows of"
-        f" {run['row']} tokens, {millions(run['corpus']['unique_tokens'])} unique training tokens,"
+        f"{run['machine']['device']}, torch {run['torch']}, rows of {run['row']} tokens,"
+        f" {run['corpus']['unique_tokens'] / 1e6:.1f} M unique training tokens,"
         f" {run['corpus']['epochs']:.2f} epochs, {last(run, 'documents')} held-out documents"
         for run in runs
     }
+    best = {task: max(recalled(run, task) for run in runs) for task in tasks(runs)}
+    drawn = [task for task, share in best.items() if share >= _DRAWN]
+    others = ", ".join(task for task in best if task not in drawn)
     parts = [
         "# Dense attention and NSA at equal tokens",
         "; ".join(sorted(facts)),
@@ -298,7 +279,8 @@ def page(arms: Arms, sweep: list[Run], missing: list[str]) -> str:
         "Right answers (lowest to highest seed), and nats per answer token; means over lengths and"
         " depths:",
         recall,
-        *(f"![{task} by length and depth](recall_{task}.svg)" for task in tasks(runs)),
+        *(f"![{task} by length and depth](recall_{task}.svg)" for task in drawn),
+        f"No run answers {_DRAWN:.0%} of these: {others}." * bool(others),
         "## Selected blocks",
         "The attention mass in the selected blocks, in as many random ones and in the best ones;"
         " `keys` is their share of all keys.",
@@ -307,7 +289,7 @@ def page(arms: Arms, sweep: list[Run], missing: list[str]) -> str:
         "Final losses of short runs, the lowest of each arm in bold:",
         table(sweep_cells(sweep)),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n", drawn
 
 
 def main() -> None:
@@ -316,15 +298,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the folder with the result files")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
     options = parser.parse_args()
-    try:
-        arms, sweep, missing = read(options.folder)
-    except InvalidInput as error:
-        parser.error(str(error))
+    arms, sweep, missing = read(options.folder)
+    if not arms:
+        parser.error(f"{options.folder} has no finished run of an arm: start run.py first")
+    text, drawn = page(arms, sweep, missing)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "report.md").write_text(page(arms, sweep, missing), encoding="utf-8")
+    (options.out / "report.md").write_text(text, encoding="utf-8")
     figures = {"loss": loss_figure, "mass": mass_figure}
-    for task in tasks(next(iter(arms.values()))):
-        figures[f"recall_{task}"] = functools.partial(recall_figure, task=task)
+    figures |= {f"recall_{task}": functools.partial(recall_figure, task=task) for task in drawn}
     for name, figure in figures.items():
         (options.out / f"{name}.svg").write_bytes(draw(functools.partial(figure, arms), "svg"))
 

@@ -20,11 +20,11 @@ import hashlib
 import itertools
 import json
 import math
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,44 +58,7 @@ BRANCHES = ("cmp", "sel", "win")
 ROWS_PER_DOCUMENT = 2  # of the held-out loss
 RECALL_COUNT, DEPTHS = 32, (0.0, 0.25, 0.5, 0.75, 1.0)
 MASS_DOCUMENTS = 8
-
-
-class TokenRows(NumberedRows):
-    """Rows of one document each, in another order in each epoch.
-
-    Args:
-        tokens: The token ids of all documents, one after another.
-        documents: The first token and the number of tokens of each document.
-        length: Tokens per row. A document has as many rows as fit.
-        seed: Seed of the order.
-    """
-
-    def __init__(
-        self, tokens: np.ndarray, documents: Sequence[tuple[int, int]], length: int, seed: int
-    ) -> None:
-        super().__init__(length)
-        self._tokens, self._seed = tokens, seed
-        self.starts = [
-            first + offset
-            for first, count in documents
-            for offset in range(0, count - length, length)
-        ]
-
-    def row(self, number: int) -> Row:
-        """Return the row with this number, counted over the epochs."""
-        epoch, place = divmod(number, len(self.starts))
-        return self.at(self.starts[_order(len(self.starts), self._seed, epoch)[place]])
-
-    def at(self, start: int) -> Row:
-        """Return the row that begins with token ``start``."""
-        part = self._tokens[start : start + self.length + 1].tolist()
-        return Row(part[:-1], part[1:], [self.length])
-
-
-@functools.lru_cache(maxsize=2)
-def _order(count: int, seed: int, epoch: int) -> list[int]:
-    order: list[int] = permutation(count, seed, epoch).tolist()
-    return order
+_order = functools.lru_cache(maxsize=2)(permutation)
 
 
 class Tokens(NamedTuple):
@@ -104,6 +67,10 @@ class Tokens(NamedTuple):
     ids: np.ndarray
     documents: list[tuple[int, int]]
     sha256: str
+
+    def rows(self, length: int) -> list[range]:
+        """Return the first token of every row that fits, by document."""
+        return [range(first, first + count - length, length) for first, count in self.documents]
 
 
 @functools.cache
@@ -115,15 +82,30 @@ def read_tokens(folder: Path, side: str) -> Tokens:
     return Tokens(ids, documents, hashlib.sha256(ids).hexdigest())
 
 
-@functools.cache
-def questions(corpus: Path, length: int) -> list[list[recall.Example]]:
-    """Return the recall questions up to a length, by task, length and depth; it takes a while."""
-    filler, tokenizer = read_tokens(corpus, "held_out").ids, open_tokenizer(corpus)
-    lengths = [length >> shift for shift in (3, 2, 1, 0)]
-    return [
-        recall.examples(task, tokenizer, filler, size, depth, RECALL_COUNT, seed=0)
-        for task, size, depth in itertools.product(recall.TASKS, lengths, DEPTHS)
-    ]
+class TokenRows(NumberedRows):
+    """Rows of one document each, in another order in each epoch, which the seed determines."""
+
+    def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
+        super().__init__(length)
+        self._ids, self._seed = tokens.ids, seed
+        self.starts = list(itertools.chain(*tokens.rows(length)))
+
+    def row(self, number: int) -> Row:
+        """Return the row with this number, counted over the epochs."""
+        epoch, place = divmod(number, len(self.starts))
+        start = self.starts[_order(len(self.starts), self._seed, epoch)[place]]
+        part = self._ids[start : start + self.length + 1].tolist()
+        return Row(part[:-1], part[1:], [self.length])
+
+
+def held_out_rows(tokens: Tokens, length: int) -> list[torch.Tensor]:
+    """Return some rows of each document that has any, int64 [rows, length + 1], evenly spread."""
+    documents = []
+    for starts in filter(None, tokens.rows(length)):
+        chosen = starts[:: max(1, len(starts) // ROWS_PER_DOCUMENT)][:ROWS_PER_DOCUMENT]
+        rows = np.stack([tokens.ids[start : start + length + 1] for start in chosen])
+        documents.append(torch.from_numpy(rows.astype(np.int64)))
+    return documents
 
 
 def open_tokenizer(corpus: Path) -> tokenizers.Tokenizer:
@@ -131,14 +113,22 @@ def open_tokenizer(corpus: Path) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(str(corpus / "tokenizer.json"))
 
 
-class BranchGate(LinearGate):
-    """A gate that is 0 for closed branches; they still run, so their cost is not measured.
+@functools.cache
+def questions(corpus: Path, length: int) -> list[list[recall.Example]]:
+    """Return the recall questions up to a length, by task, length and depth; it takes a while."""
+    filler, tokenizer = read_tokens(corpus, "held_out").ids, open_tokenizer(corpus)
+    return [
+        recall.examples(task, tokenizer, filler, size, depth, RECALL_COUNT, seed=0)
+        for task, size, depth in itertools.product(recall.TASKS, _eighths(length), DEPTHS)
+    ]
 
-    Args:
-        dim: Width of the layer's input.
-        n_heads: Query heads.
-        branches: The open branches.
-    """
+
+def _eighths(length: int) -> list[int]:
+    return [length >> shift for shift in (3, 2, 1, 0)]
+
+
+class BranchGate(LinearGate):
+    """A gate that is 0 for closed branches; they still run, so their cost is not measured."""
 
     def __init__(self, dim: int, n_heads: int, branches: Sequence[str]) -> None:
         super().__init__(dim, n_heads)
@@ -158,11 +148,9 @@ def model_config(plan: dict[str, Any], arm: str, vocab_size: int) -> LMConfig:
     config = LMConfig(layer, plan["training"]["n_layers"], vocab_size, attention=attention)
     if "parameters_of" not in entry:
         return config
+    wanted = model_config(plan, entry["parameters_of"], vocab_size)
     with torch.device("meta"):
-        wanted = parameter_count(
-            LanguageModel(model_config(plan, entry["parameters_of"], vocab_size))
-        )
-        missing = wanted - parameter_count(LanguageModel(config))
+        missing = parameter_count(LanguageModel(wanted)) - parameter_count(LanguageModel(config))
     hidden = config.hidden + missing / (3 * layer.dim * config.n_layers)
     return dataclasses.replace(config, mlp_dim=16 * round(hidden / 16))
 
@@ -200,12 +188,10 @@ class Run(NamedTuple):
 def all_runs(plan: dict[str, Any]) -> list[Run]:
     """Return the runs in their order: the sweep, then every arm with the first seed, and so on."""
     sweep, training = plan["sweep"], plan["training"]
-    runs = [Run(a, 0, r, sweep["tokens"], "sweep") for a in sweep["arms"] for r in sweep["rates"]]
-    return runs + [
-        Run(arm, seed, None, training["tokens"], "arm")
-        for seed in training["seeds"]
-        for arm in plan["arms"]
-    ]
+    short = itertools.product(sweep["arms"], sweep["rates"])
+    arms = itertools.product(training["seeds"], plan["arms"])
+    runs = [Run(arm, 0, rate, sweep["tokens"], "sweep") for arm, rate in short]
+    return runs + [Run(arm, seed, None, training["tokens"], "arm") for seed, arm in arms]
 
 
 def best_rate(plan: dict[str, Any], out: Path, attention: str) -> float:
@@ -217,76 +203,36 @@ def best_rate(plan: dict[str, Any], out: Path, attention: str) -> float:
     losses = {}
     for rate in plan["sweep"]["rates"]:
         file = out / f"sweep-{attention}-{rate:g}.json"
-        document = json.loads(file.read_text()) if file.exists() else {}
-        if not document.get("complete"):
+        document = json.loads(file.read_text()) if file.exists() else {"complete": False}
+        if not document["complete"]:
             raise SystemExit(f"{file} has no complete run: run the sweep first (--runs 'sweep-*')")
         losses[rate] = document["evaluations"][-1]["loss"]
     return min(losses, key=losses.__getitem__)
 
 
-class Evaluator:
-    """Measures a model on held-out text, in eager mode.
-
-    Args:
-        tokens: The held-out side of the corpus.
-        length: Tokens per row.
-        batch: Rows per call.
-        device: Device of the models.
-    """
-
-    def __init__(self, tokens: Tokens, length: int, batch: int, device: torch.device) -> None:
-        self._tokens, self._length, self._batch, self._device = tokens, length, batch, device
-        self._starts: list[list[int]] = []  # by document
-        for document in tokens.documents:
-            starts = TokenRows(tokens.ids, [document], length, 0).starts
-            step = max(1, len(starts) // ROWS_PER_DOCUMENT)
-            if starts:
-                self._starts.append(starts[::step][:ROWS_PER_DOCUMENT])
-        self._rows = TokenRows(tokens.ids, [], length, 0)
-
-    @torch.no_grad()
-    def loss(self, model: LanguageModel) -> dict[str, Any]:
-        """Return the loss in nats per token, by position, with standard errors over documents."""
-        rows = [self._rows.at(start) for document in self._starts for start in document]
-        tokens = torch.tensor([[*row.tokens, row.targets[-1]] for row in rows]).to(self._device)
-        by_batch = [_position_losses(model, part) for part in tokens.split(self._batch)]
-        by_row = torch.cat(by_batch).double().cpu()
-        counts = [len(document) for document in self._starts]
-        by_document = torch.stack([part.mean(0) for part in by_row.split(counts)])
-        means = by_document.mean(1)
-        edges = [0, *(self._length >> shift for shift in (3, 2, 1, 0))]
-        return {
-            **_mean(means),
-            "documents": len(means),
-            "by_position": [
-                {"first": first, "last": last, **_mean(by_document[:, first:last].mean(1))}
-                for first, last in itertools.pairwise(edges)
-            ],
-            "document_losses": [round(loss, 6) for loss in means.tolist()],
-        }
-
-    def recall(
-        self, model: LanguageModel, questions: list[list[recall.Example]]
-    ) -> list[dict[str, Any]]:
-        """Return the score of each group of questions."""
-        results = []
-        for group in questions:
-            task, length, depth = group[0][:3]
-            batch = self._batch * self._length // length
-            score = recall.score(model, group, batch, self._device)
-            facts = {"task": task, "length": length, "depth": depth, "count": len(group)}
-            results.append(facts | score)
-        return results
-
-    def mass(self, model: LanguageModel) -> list[dict[str, Any]]:
-        """Return the fields of :class:`nsa_models.lm.mass.Mass` by layer, for some documents."""
-        documents = self._starts[:: max(1, len(self._starts) // MASS_DOCUMENTS)]
-        found = [
-            selected_mass(model, torch.tensor(self._rows.at(starts[0]).tokens, device=self._device))
-            for starts in documents[:MASS_DOCUMENTS]
-        ]
-        means = torch.tensor(found).mean(0).tolist()
-        return [{"layer": n, **dict(zip(Mass._fields, m))} for n, m in enumerate(means)]
+@torch.no_grad()
+def held_out_loss(
+    model: LanguageModel, documents: list[torch.Tensor], batch: int
+) -> dict[str, Any]:
+    """Return the loss in nats per token, by position, with standard errors over documents."""
+    losses: list[torch.Tensor] = []
+    weight = model.output_weight
+    for rows in torch.cat(documents).to(weight.device).split(batch):
+        for hidden, targets in zip(model.hidden(rows[:, :-1]), rows[:, 1:]):
+            logits = F.linear(hidden, weight).float()  # of one row at a time, as they are large
+            losses.append(F.cross_entropy(logits, targets, reduction="none"))
+    by_row = torch.stack(losses).double().cpu().split([len(rows) for rows in documents])
+    by_document = torch.stack([rows.mean(0) for rows in by_row])
+    means, edges = by_document.mean(1), [0, *_eighths(by_document.shape[1])]
+    return {
+        **_mean(means),
+        "documents": len(means),
+        "by_position": [
+            {"first": first, "last": last, **_mean(by_document[:, first:last].mean(1))}
+            for first, last in itertools.pairwise(edges)
+        ],
+        "document_losses": [round(loss, 6) for loss in means.tolist()],
+    }
 
 
 def _mean(values: torch.Tensor) -> dict[str, float]:
@@ -295,32 +241,33 @@ def _mean(values: torch.Tensor) -> dict[str, float]:
     return {"loss": float(values.mean()), "standard_error": error}
 
 
-def _position_losses(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each position of tokens [B, S + 1] as [B, S], in nats per token."""
-    hidden, weight = model.hidden(tokens[:, :-1]), model.output_weight
-    rows = zip(hidden, tokens[:, 1:])  # the logits of one row at a time
-    losses = [F.cross_entropy(F.linear(h, weight).float(), t, reduction="none") for h, t in rows]
-    return torch.stack(losses)
+def mass(model: LanguageModel, documents: list[torch.Tensor]) -> list[dict[str, Any]]:
+    """Return the fields of :class:`nsa_models.lm.mass.Mass` by layer, for some documents."""
+    some = documents[:: max(1, len(documents) // MASS_DOCUMENTS)][:MASS_DOCUMENTS]
+    device = model.output_weight.device
+    found = [selected_mass(model, rows[0, :-1].to(device)) for rows in some]
+    means = torch.tensor(found).mean(0).tolist()
+    return [{"layer": n, **dict(zip(Mass._fields, m))} for n, m in enumerate(means)]
 
 
 class StudyTrainer(Trainer):
     """A trainer with the held-out loss of the study, which it keeps in ``evaluations``."""
 
-    evaluator: Evaluator
+    documents: list[torch.Tensor]
     evaluations: list[dict[str, Any]]
 
     def held_out_loss(self) -> float:
         """Return the held-out loss in nats per token."""
-        found = self.evaluate(self.evaluator.loss)
+        found = self.measure(held_out_loss, self.documents, self.recipe.batch)
         if self.evaluations:  # the losses by document are of the last evaluation
             self.evaluations[-1].pop("document_losses", None)
         self.evaluations.append({"step": self.step_number, "tokens": self.tokens, **found})
         return float(found["loss"])
 
-    def evaluate(self, measure: Callable[[LanguageModel], Any]) -> Any:
+    def measure(self, measurement: Callable[..., Any], *args: Any) -> Any:
         """Return a measurement of the model, in eager mode and in the precision of the training."""
         with torch.compiler.set_stance("force_eager"), self._autocast():
-            return measure(self.model)
+            return measurement(self.model, *args)
 
 
 def train_and_evaluate(
@@ -328,12 +275,7 @@ def train_and_evaluate(
 ) -> None:
     """Train and evaluate one run, and write its result file after every evaluation.
 
-    Args:
-        plan: The parsed arms.toml.
-        run: The run.
-        corpus: The folder of the token files and tokenizer.json.
-        out: The folder of the results; the model and its log are saved in its folder "saves".
-        device: Device of the run.
+    The model and its log are saved in the folder "saves" of the results.
     """
     file, saves = out / f"{run.name}.json", out / "saves" / run.name
     old = json.loads(file.read_text()) if file.exists() else {"complete": False, "evaluations": []}
@@ -357,18 +299,17 @@ def train_and_evaluate(
         save_every=max(1, steps // 2),
         seed=run.seed,
     )
-    rows = TokenRows(own.ids, own.documents, row, run.seed)
+    rows = TokenRows(own, row, run.seed)
     data = Data(DataSpec("study", row, seed=run.seed), rows, [], vocab_size)
     model = build(plan, run.arm, vocab_size, run.seed)
     saves.mkdir(parents=True, exist_ok=True)
     resume = file.exists() and (saves / INDEX).exists()
     folder = open_folder(saves) if resume else None
-    world = World(torch.device(device))
-    trainer = StudyTrainer(model, data, recipe, world, folder, resume)
-    trainer.evaluator = Evaluator(held_out, row, batch, world.device)
+    trainer = StudyTrainer(model, data, recipe, World(torch.device(device)), folder, resume)
+    trainer.documents = held_out_rows(held_out, row)
     done = trainer.step_number if resume else -1
     trainer.evaluations = [e for e in old["evaluations"] if e["step"] <= done]
-    unique = len(rows.starts) * row
+    tokens, unique = steps * row * batch, len(rows.starts) * row
     facts: dict[str, Any] = {
         "kind": "nsa-study",
         "schema_version": 1,
@@ -382,13 +323,13 @@ def train_and_evaluate(
             "sha256": own.sha256,
             "held_out_sha256": held_out.sha256,
             "unique_tokens": unique,
-            "epochs": steps * row * batch / unique,
+            "epochs": tokens / unique,
         },
         "parameters": parameter_count(model),
         "parameters_without_embedding": parameter_count(model) - model.embed.weight.numel(),
         "row": row,
         "steps": steps,
-        "tokens": steps * row * batch,
+        "tokens": tokens,
         "recipe": dataclasses.asdict(recipe),
         "evaluations": trainer.evaluations,
     }
@@ -396,30 +337,28 @@ def train_and_evaluate(
     def write(progress: Progress | None = None) -> None:
         if progress is not None and progress.held_out_loss is None:
             return
-        steps_log = [
-            r for r in read_log(saves / FILE)[1] if r["step"] > 3
-        ]  # the first ones compile
-        if steps_log:
-            speed = statistics.median(r["tokens_per_s"] for r in steps_log)
+        log = [r for r in read_log(saves / FILE)[1] if r["step"] > 3]  # the first ones compile
+        if log:
+            speed = median(r["tokens_per_s"] for r in log)
             facts["speed"] = {
                 "tokens_per_s": speed,
-                "gpu_hours": facts["tokens"] / speed / 3600,
-                "memory_bytes": steps_log[0]["memory_bytes"],  # later evaluations allocate too
+                "gpu_hours": tokens / speed / 3600,
+                "memory_bytes": log[0]["memory_bytes"],  # later evaluations allocate too
             }
             kept = ("step", "tokens", "loss")
-            facts["steps_log"] = [{k: r[k] for k in kept} for r in steps_log if r["step"] % 10 == 0]
-            loss, speed_text = trainer.evaluations[-1]["loss"], f"{speed:,.0f} tokens/s"
-            print(f"{run.name}: step {trainer.step_number}, {loss:.4f}, {speed_text}", flush=True)
+            facts["steps_log"] = [{k: r[k] for k in kept} for r in log if r["step"] % 10 == 0]
+            print(f"{run.name}: {trainer.evaluations[-1]['loss']:.4f}, {speed:,.0f} tokens/s")
         write_atomic(file, json.dumps(facts, indent=1) + "\n", force=True)
 
     try:
         train(trainer, saves, write)
         if run.purpose == "arm":
-            evaluator = trainer.evaluator
-            asked = questions(corpus, row)
-            facts["recall"] = trainer.evaluate(lambda m: evaluator.recall(m, asked))
+            facts["recall"] = [
+                trainer.measure(recall.score, group, batch * row // group[0].length)
+                for group in questions(corpus, row)
+            ]
             if model.config.attention == "nsa" and not {"branches", "backends"} & entry.keys():
-                facts["mass"] = trainer.evaluate(evaluator.mass)
+                facts["mass"] = trainer.measure(mass, trainer.documents)
         facts |= {"complete": True, "ended": ""}
     except Exception as error:
         facts["ended"] = f"{type(error).__name__}: {error}"

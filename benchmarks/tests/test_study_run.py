@@ -50,13 +50,14 @@ def tokens() -> study.Tokens:
 
 
 def test_rows_lie_within_documents_and_are_the_same_for_all_arms(tokens):
-    rows = study.TokenRows(tokens.ids, tokens.documents, 128, seed=1)
-    assert rows.starts == [0, 128, 400, 528, 656, 784]
+    rows = study.TokenRows(tokens, 128, seed=1)
+    starts = [0, 128, 400, 528, 656, 784]
     epoch = [rows.row(n) for n in range(6)]
-    assert sorted(r.tokens for r in epoch) == sorted(rows.at(s).tokens for s in rows.starts)
-    assert rows.at(400).targets == tokens.ids[401:529].tolist()
+    found = [tokens.ids[start : start + 129].tolist() for start in starts]
+    wanted = [(row[:-1], row[1:]) for row in found]
+    assert sorted((r.tokens, r.targets) for r in epoch) == sorted(wanted)
     assert [rows.row(n) for n in range(6, 12)] != epoch
-    assert [study.TokenRows(tokens.ids, tokens.documents, 128, 1).row(n) for n in range(6)] == epoch
+    assert [study.TokenRows(tokens, 128, 1).row(n) for n in range(6)] == epoch
 
 
 def test_the_wide_arm_has_the_parameters_of_nsa():
@@ -120,8 +121,7 @@ def test_random_blocks_follow_the_rules_of_selection():
 def test_the_loss_of_an_indifferent_model_is_that_of_chance(tokens):
     model = study.build(PLAN, "dense", VOCAB, 0)
     torch.nn.init.zeros_(model.embed.weight)
-    evaluator = study.Evaluator(tokens, 128, 2, torch.device("cpu"))
-    found = evaluator.loss(model)
+    found = study.held_out_loss(model, study.held_out_rows(tokens, 128), 2)
     assert found["documents"] == 2  # one document is too short
     assert found["loss"] == pytest.approx(math.log(VOCAB))
     assert found["standard_error"] == pytest.approx(0, abs=1e-6)
@@ -133,7 +133,7 @@ def test_the_loss_is_the_mean_over_documents(tokens):
     """Check against cross-entropy, and the standard error against its formula."""
     model = study.build(PLAN, "nsa", VOCAB, 0)
     model.embed.weight.data *= 50  # so that documents have different losses
-    found = study.Evaluator(tokens, 128, 2, torch.device("cpu")).loss(model)
+    found = study.held_out_loss(model, study.held_out_rows(tokens, 128), 2)
     losses = []
     for starts in ([0, 128], [400, 656]):
         rows = torch.tensor([tokens.ids[s : s + 129].tolist() for s in starts])
