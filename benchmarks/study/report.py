@@ -57,8 +57,8 @@ def read(folder: Path) -> tuple[Arms, list[Run], list[str]]:
         elif not run["complete"]:
             reached = "before its first evaluation"
             if run["evaluations"]:
-                reached = f"after {last(run, 'tokens') / 1e6:.1f} M tokens, at a loss of"
-                reached += f" {last(run):.4f}"
+                tokens = f"{last(run, 'tokens') / 1e6:.1f} M"
+                reached = f"after {tokens} tokens, at a loss of {last(run):.4f}"
             lines.append(f"{name}: stopped {reached}: {run['ended']}")
         elif run["purpose"] == "sweep":
             sweep.append(run)
@@ -93,14 +93,12 @@ def positions(run: Run) -> dict[str, float]:
     return {f"{length_words(r['first'])}-{length_words(r['last'])}": r["loss"] for r in ranges}
 
 
-def tasks(runs: list[Run]) -> list[str]:
-    """Return the tasks of recall."""
-    return list(dict.fromkeys(entry["task"] for entry in runs[0]["recall"]))
-
-
-def recalled(run: Run, task: str, field: str = "correct") -> float:
-    """Return the mean of "correct" or "loss" over lengths and depths."""
-    return fmean(entry[field] for entry in run["recall"] if entry["task"] == task)
+def recalled(run: Run, field: str = "correct") -> dict[str, float]:
+    """Return the mean of "correct" or "loss" over lengths and depths, by task."""
+    values: dict[str, list[float]] = {}
+    for entry in run["recall"]:
+        values.setdefault(entry["task"], []).append(entry[field])
+    return {task: fmean(of_task) for task, of_task in values.items()}
 
 
 def with_error(values: Sequence[float]) -> str:
@@ -140,9 +138,9 @@ def cells(runs: list[Run], base: list[Run]) -> list[dict[str, str]]:
         hours = f"{speed['gpu_hours'] * share:.3f}" if share else "not reached"
         cost[f"GPU-hours to the final loss of {BASE}"] = hours
     recall = {}
-    for task in tasks(runs):
-        right = [recalled(run, task) for run in runs]
-        nats = fmean(recalled(run, task, "loss") for run in runs)
+    for task in recalled(runs[0]):
+        right = [recalled(run)[task] for run in runs]
+        nats = fmean(recalled(run, "loss")[task] for run in runs)
         recall[task] = f"{fmean(right):.1%} ({min(right):.1%} to {max(right):.1%}), {nats:.2f}"
     return [loss, {n: f"{fmean(r[n] for r in ranges):.4f}" for n in ranges[0]}, cost, recall]
 
@@ -175,15 +173,12 @@ def loss_figure(arms: Arms) -> Figure:
     ends, tops = [], []
     for index, (arm, runs) in enumerate(arms.items()):
         label, colour = ARMS[arm]
-        points = [(n / 1e6, losses) for n, losses in curve(runs)]
+        points = [(n / 1e6, fmean(losses), min(losses), max(losses)) for n, losses in curve(runs)]
         points = points[len(points) // 3 :]  # before, losses fall alike, and would fill the picture
-        tokens, means = [n for n, _ in points], [fmean(losses) for _, losses in points]
+        tokens, means, lows, highs = zip(*points)
         over_tokens.plot(tokens, means, color=colour, lw=1.4)
-        low, high = zip(*((min(losses), max(losses)) for _, losses in points))
-        over_tokens.fill_between(tokens, low, high, color=colour, alpha=0.25, lw=0)
-        ends.append(
-            EndLabel(f"{label}  {means[-1]:.3f}", colour, (tokens[-1], means[-1]), means[-1])
-        )
+        over_tokens.fill_between(tokens, lows, highs, color=colour, alpha=0.25, lw=0)
+        ends.append(EndLabel(f"{label}  {means[-1]:.3f}", colour, points[-1][:2], means[-1]))
         tops.append(means[0])
         pairs = [(positions(run), base[run["seed"]]) for run in runs if run["seed"] in base]
         for place, name in enumerate(positions(runs[0]) if pairs else ()):
@@ -262,7 +257,7 @@ def page(arms: Arms, sweep: list[Run], missing: list[str]) -> tuple[str, list[st
         f" {run['corpus']['epochs']:.2f} epochs, {last(run, 'documents')} held-out documents"
         for run in runs
     }
-    best = {task: max(recalled(run, task) for run in runs) for task in tasks(runs)}
+    best = {task: max(recalled(run)[task] for run in runs) for task in recalled(runs[0])}
     drawn = [task for task, share in best.items() if share >= _DRAWN]
     others = ", ".join(task for task in best if task not in drawn)
     parts = [

@@ -394,17 +394,3 @@ def test_the_training_benchmark_runs_every_section(run_benchmark, tmp_path):
     assert {row["section"] for row in rows} == {"throughput", "memory", "stall", "layers", "toy"}
     assert any("crossover" in row for row in rows)
     assert any("R2" in row for row in rows)
-
-
-def test_the_quality_benchmark_trains_nsa_and_dense_attention(run_benchmark, tmp_path):
-    file = tmp_path / "quality.json"
-    small = ["--model", "tiny", "--steps", "2", "--batch", "1", "--length", "96", "--rows", "1"]
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for i in range(100):  # a hash of the text decides which are held out
-        (texts / f"{i}.txt").write_text(f"document {i}: " + "the quick brown fox. " * 12)
-    options = ["--device", "cpu", "--json", str(file), *small, "--data", str(texts)]
-    run_benchmark("train_quality.py", *options)
-    document = json.loads(file.read_text())
-    assert [len(document[attention]["held_out_loss"]) for attention in ("dense", "nsa")] == [3, 3]
-    assert (len(document["nsa"]["selected_mass"]), document["dense"]["selected_mass"]) == (3, [])
