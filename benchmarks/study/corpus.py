@@ -277,7 +277,7 @@ def write_parts(documents: list[Document], folder: Path, side: str, pool: Any) -
     """Write the parts of one side: held-out text is one part."""
     paths: list[Path] = []
     for packed in pool.imap(pack, cut(documents, BLOCK_BYTES)):
-        size = len(packed) + (paths[-1].stat().st_size if paths else PART_BYTES)
+        size = len(packed) + (paths[-1].stat().st_size if paths else 0)
         if not paths or (side == "train" and size > PART_BYTES):
             name = side if side == "held_out" else f"train-{len(paths):02}"
             paths.append(folder / f"{name}.jsonl.xz")
