@@ -39,6 +39,7 @@ def file(project: str, side: str, path: str, text: str) -> File:
         ("a/small.c", LINE, "almost empty"),
         ("a/long.txt", LINE * 5000, "longer than a document"),
         ("a/small.min.js", LINE.strip() * 99, "long lines"),
+        ("a/wide.js", ("word " * 25 + "\n") * 9, "long lines"),
         ("a/table.h", "{+1, +2, +3}, {-1, -2, -3}\n" * 9, "table of numbers"),
         ("a/names.h", "value 123\n" * 20, "table of numbers"),
     ],
@@ -142,6 +143,7 @@ def test_a_corpus_is_the_same_twice_and_its_tokens_are_its_text(
         for number in range(12):
             text = "".join(lines(f"{name} {number}", 40))
             (content / f"{number}.txt").write_text(text)
+        (content / "unwanted.txt").write_text("".join(lines(name, 40)))
         (tmp_path / name / "DEBIAN").mkdir()
         control = (
             f"Package: {name}\nVersion: 1.0\nArchitecture: all\nMaintainer: a\nDescription: b\n"
@@ -150,7 +152,7 @@ def test_a_corpus_is_the_same_twice_and_its_tokens_are_its_text(
         deb = tmp_path / f"{name}_1.0_all.deb"
         subprocess.run(["dpkg-deb", "--build", name, str(deb)], cwd=tmp_path, check=True)
         row = {"name": name, "version": "1.0", "sha256": corpus.sha256(deb)}
-        row |= {"project": name, "side": side, "wanted": "txt$", "unwanted": "/11"}
+        row |= {"project": name, "side": side, "wanted": "[0-9]+.txt$", "unwanted": "/11"}
         table += "[[package]]\n" + "".join(f'{key} = "{value}"\n' for key, value in row.items())
     (tmp_path / "corpus.toml").write_text(table)
     monkeypatch.setattr(corpus, "TABLE", tmp_path / "corpus.toml")
@@ -159,6 +161,8 @@ def test_a_corpus_is_the_same_twice_and_its_tokens_are_its_text(
     monkeypatch.setattr(corpus, "PART_BYTES", 16_000)
     monkeypatch.setattr(corpus, "VOCABULARY", 300)
     corpus.build(tmp_path / "a", tmp_path)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "train-00.jsonl.xz").write_bytes(b"an older one")
     corpus.build(tmp_path / "b", tmp_path)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     expected = ["corpus.json", "held_out.jsonl.xz", "tokenizer.json", "train-00.jsonl.xz"]
