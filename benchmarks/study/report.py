@@ -29,6 +29,7 @@ ARMS = {
     "dense_wide": ("dense, wide MLP", INK),
     "nsa": ("NSA", NSA_COLOURS[0]),
     "nsa_shared_kv": ("NSA, shared K/V", NSA_COLOURS[2]),
+    "nsa_mean": ("NSA, means", GREYS[1]),
     "window": ("window alone", NSA_COLOURS[3]),
     "window_cmp": ("window, compressed", NSA_COLOURS[4]),
     "random_blocks": ("random blocks", NSA_COLOURS[1]),

@@ -143,7 +143,7 @@ class BranchGate(LinearGate):
 def model_config(plan: dict[str, Any], arm: str, vocab_size: int) -> LMConfig:
     """Return the sizes of an arm's model."""
     entry = plan["arms"][arm]
-    layer = NSAConfig(**plan["model"], shared_kv=entry.get("shared_kv", False))
+    layer = NSAConfig(**plan["model"], **entry.get("layer", {}))
     attention = entry.get("attention", "nsa")
     config = LMConfig(layer, plan["training"]["n_layers"], vocab_size, attention=attention)
     if "parameters_of" not in entry:

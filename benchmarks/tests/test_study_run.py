@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -69,6 +70,14 @@ def test_the_wide_arm_has_the_parameters_of_nsa():
         }
     assert counts["dense_wide"] == pytest.approx(counts["nsa"], rel=2e-3)
     assert counts["dense"] < 0.9 * counts["nsa"]
+
+
+def test_arms_change_what_their_names_say():
+    plan = tomllib.loads(study.ARMS.read_text())
+    layers = {arm: study.model_config(plan, arm, 16384).layer for arm in plan["arms"]}
+    changed = {"nsa_shared_kv": {"shared_kv": True}, "nsa_mean": {"compress": "mean"}}
+    for arm, layer in layers.items():
+        assert layer == dataclasses.replace(layers["nsa"], **changed.get(arm, {})), arm
 
 
 @pytest.mark.parametrize("arm", ["window", "window_cmp"])
