@@ -347,7 +347,8 @@ def train_and_evaluate(
             }
             kept = ("step", "tokens", "loss")
             facts["steps_log"] = [{k: r[k] for k in kept} for r in log if r["step"] % 10 == 0]
-            print(f"{run.name}: {trainer.evaluations[-1]['loss']:.4f}, {speed:,.0f} tokens/s")
+            loss = trainer.evaluations[-1]["loss"]
+            print(f"{run.name}: {loss:.4f}, {speed:,.0f} tokens/s", flush=True)
         write_atomic(file, json.dumps(facts, indent=1) + "\n", force=True)
 
     try:

@@ -12,6 +12,7 @@ import random_select
 import run as study
 import tomllib
 import torch
+from tokenizers import Tokenizer, models
 
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.contract import SlotCall
@@ -166,3 +167,54 @@ def test_arms_take_the_best_rate_of_a_complete_sweep(tmp_path):
     (tmp_path / "sweep-nsa-0.001.json").unlink()
     with pytest.raises(SystemExit, match=r"sweep-nsa-0.001.json has no complete run"):
         study.best_rate(plan, tmp_path, "nsa")
+
+
+def test_a_run_that_was_cut_resumes_to_the_same_result(tokens, tmp_path, monkeypatch):
+    """A run that an error ended after step 3 goes on, to the result of a run in one piece."""
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for side in ("train", "held_out"):
+        tokens.ids.tofile(tmp_path / f"{side}.bin")
+        listed = [{"first": first, "tokens": count} for first, count in tokens.documents]
+        (tmp_path / f"{side}.json").write_text(json.dumps(listed))
+    monkeypatch.setattr(study, "questions", lambda corpus, length: [])
+    run = study.Run("nsa", 0, 0.01, PLAN["training"]["tokens"], "arm")
+    results, whole_train = {}, study.train
+    for name in ("whole", "cut"):
+        out = tmp_path / name
+        out.mkdir()
+        if name == "cut":
+
+            def cut(trainer, saves, write):
+                def report(progress):
+                    if progress.step == 3:
+                        raise RuntimeError("cut")
+                    write(progress)
+
+                whole_train(trainer, saves, report)
+
+            monkeypatch.setattr(study, "train", cut)
+            with pytest.raises(RuntimeError):
+                study.train_and_evaluate(PLAN, run, tmp_path, out, "cpu")
+            first = json.loads((out / "nsa-seed0.json").read_text())
+            assert (first["complete"], first["ended"]) == (False, "RuntimeError: cut")
+            assert [e["step"] for e in first["evaluations"]] == [0, 2]
+
+            def go_on(trainer, saves, write):
+                assert trainer.step_number == 3
+                whole_train(trainer, saves, write)
+
+            monkeypatch.setattr(study, "train", go_on)
+        study.train_and_evaluate(PLAN, run, tmp_path, out, "cpu")
+        results[name] = json.loads((out / "nsa-seed0.json").read_text())
+    whole, resumed = results["whole"], results["cut"]
+    assert (whole["complete"], whole["tokens"], whole["learning_rate"]) == (True, 1024, 0.01)
+    assert [e["step"] for e in whole["evaluations"]] == [0, 2, 4]
+    assert [len(e.get("document_losses", ())) for e in whole["evaluations"]] == [0, 0, 2]
+    assert whole["corpus"]["unique_tokens"] == 6 * 128
+    assert [set(layer) for layer in whole["mass"]] == [
+        {"layer", "selected", "keys", "random", "best"}
+    ] * 2
+    assert resumed["complete"]
+    assert resumed["evaluations"] == whole["evaluations"]
+    assert resumed["mass"] == whole["mass"]

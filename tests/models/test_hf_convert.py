@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from statistics import fmean
 
 import pytest
 import torch
@@ -230,6 +231,10 @@ def test_the_first_stage_trains_only_new_parameters_and_measures_the_mass():
     for entry in progress:
         if entry.selected_mass is not None:
             assert 0 < entry.random_mass < entry.selected_mass + 0.2 < 1.2
+    masses = hf.selected_mass(model, text)
+    assert progress[-1].selected_mass == pytest.approx(fmean(m.selected for m in masses))
+    assert progress[-1].random_mass == pytest.approx(fmean(m.random for m in masses))
+    assert fmean(m.keys for m in masses) != pytest.approx(fmean(m.random for m in masses))
     changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert changed
     assert changed <= set(new)

@@ -18,7 +18,7 @@ Lengths = list[list[int]]  # of the documents in each row, in tokens
 
 
 class Packing(NamedTuple):
-    """What a call of a decoder tells its layers and its cache.
+    """Hold what a call of a decoder tells its layers and its cache.
 
     Attributes:
         arguments: Arguments of the layers: ``cu_seq_lens_q`` and ``max_length_q``, or ``documents``
