@@ -5,10 +5,12 @@ torchrun --nproc-per-node 2 examples/accelerate_train.py --fsdp --model MODEL --
 """
 
 import argparse
+import itertools
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import set_seed
+from speed import Speed
 from tiny_model import tiny_model
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening
@@ -17,6 +19,7 @@ import nsa_models.hf  # noqa: F401  # registers the models with transformers
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model", help="folder of an NSA model and its tokenizer; default: a tiny one")
+parser.add_argument("--text", help="file whose paragraphs are the documents", default=__file__)
 parser.add_argument("--length", type=int, default=512, help="tokens of a packed row")
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--fsdp", action="store_true", help="shard with FSDP2 instead of DDP")
@@ -40,35 +43,35 @@ if options.model is None and accelerator.is_main_process:
 accelerator.wait_for_everyone()
 model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
-with open(__file__, encoding="utf-8") as file:
-    texts = file.read().split("\n\n") * 200
-documents = [{"input_ids": ids} for ids in tokenizer(texts)["input_ids"] if 0 < len(ids) <= 400]
+with open(options.text, encoding="utf-8") as file:
+    texts = [text for text in file.read().split("\n\n") if text.strip()]
+ids = tokenizer(texts * (1 + 4000 // len(texts)))["input_ids"]
+documents = [{"input_ids": document[: options.length]} for document in ids]
 flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
 
 
 def pack(batch):
     """Return documents in one row, as many as fit."""
-    total, row = 0, []
-    for document in batch:
-        if (total := total + len(document["input_ids"])) > options.length:
-            break
-        row.append(document)
-    return flatten(row)
+    ends = itertools.accumulate(len(document["input_ids"]) for document in batch)
+    return flatten([document for document, end in zip(batch, ends) if end <= options.length])
 
 
-rows = DataLoader(documents, batch_size=8, collate_fn=pack, shuffle=True)
+rows = DataLoader(documents, batch_size=1 + options.length // 64, collate_fn=pack, shuffle=True)
 set_seed(0)  # the same order of documents on all processes
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 if options.model is None else 1e-5)
 model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
-losses = []
+losses, tokens, speed = [], 0, Speed()
 for _, batch in zip(range(options.steps), rows):
     loss = model(**batch).loss
     accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
     losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    tokens += accelerator.num_processes * batch["input_ids"].numel()
+    speed.on_step_end()
 state = accelerator.get_state_dict(model)  # of the whole model, on every process
 if accelerator.is_main_process:
     accelerator.unwrap_model(model).save_pretrained(f"{options.out}/trained", state_dict=state)
-accelerator.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+report = speed.report(tokens / options.steps)
+accelerator.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}\n{report}")
 accelerator.end_training()

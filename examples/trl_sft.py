@@ -8,6 +8,7 @@ import argparse
 
 from datasets import Dataset
 from peft import LoraConfig
+from speed import Speed
 from tiny_model import tiny_model
 from trl import SFTConfig, SFTTrainer
 
@@ -47,7 +48,10 @@ trainer = SFTTrainer(
     args=arguments,
     train_dataset=documents,
     peft_config=lora if options.lora else None,
+    callbacks=[speed := Speed()],
 )
 trainer.train()
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+tokens = max(entry.get("num_tokens", 0) for entry in trainer.state.log_history)
+print(speed.report(tokens / options.steps))

@@ -19,6 +19,7 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 ONE = (sys.executable,)
 TWO = (*ONE, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SPEED = re.compile(r"^[1-9][\d,]* tokens/s in steps of [1-9][\d,]+ tokens$", re.MULTILINE)
 SECONDS = 900  # of one example, on a machine that does other work too
 
 pytestmark = pytest.mark.slow
@@ -67,8 +68,10 @@ def losses(output: str) -> list[tuple[float, float]]:
     ids=str,
 )
 def test_the_loss_falls(tmp_path, name, options, trainings):
-    reported = losses(run(tmp_path, name, *options))
+    output = run(tmp_path, name, *options)
+    reported = losses(output)
     assert len(reported) == trainings
+    assert name != "trl_sft" or SPEED.search(output)
     assert all(last < 0.98 * first for first, last in reported), reported
 
 
@@ -83,7 +86,9 @@ def test_trl_grpo_has_rewards_and_a_divergence_from_the_first_model(tmp_path):
 
 
 def test_accelerate_shards_without_another_loss(tmp_path):
-    ((first, last),) = losses(run(tmp_path, "accelerate_train", launcher=TWO))
+    output = run(tmp_path, "accelerate_train", launcher=TWO)
+    assert SPEED.search(output)
+    ((first, last),) = losses(output)
     assert last < 0.9 * first
     sharded = losses(run(tmp_path, "accelerate_train", "--fsdp", launcher=TWO))
     assert sharded == [pytest.approx((first, last), abs=2e-3)]
