@@ -56,7 +56,7 @@ from nsa_bench.provenance import blob_id, command_output, tree_id
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = OTHER_TABLES | TRAINING | LEARNING | PARALLEL | BLOCKS
 TABLES |= A100 | COUNTERS | SHAPES_OF_MODELS | TREES
-PAGES = ("README.md", "benchmarks/README.md", "docs/**/*.md")
+PAGES = ("README.md", "benchmarks/README.md", "docs/**/*.md", "tests/verify/report_rows/*.md")
 MARKED = re.compile(r"(<!-- figures:([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 # They do not affect measurements.
 OURS = (

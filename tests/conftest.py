@@ -92,7 +92,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         if key == "figure"
     ]
     if figures:
-        terminalreporter.section("figures of docs/explanation/report-rows.md")
+        terminalreporter.section("figures of tests/verify/report_rows/README.md")
         for name, text in sorted(figures):
             terminalreporter.line(f"{name.split('::')[-1]}: {text}")
     scores = [

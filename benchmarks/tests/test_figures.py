@@ -32,7 +32,7 @@ CITING += ("packages/*/src/**/*.py", "benchmarks/**/*.py")
 @pytest.fixture
 def pages(tmp_path):
     """A folder with copies of the pages and result files."""
-    for page in (*PAGES, "docs/explanation/report-rows.md"):
+    for page in (*PAGES, "tests/verify/report_rows/README.md"):
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
     shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
@@ -137,8 +137,8 @@ ROW = r'"subject": "auto", "shape": "64/4/128"[^\n]*"both", "batch": 1, "length"
         ("core_12_2_64.json", r'"median_ms": 12\.6203', "README.md"),
         ("train.json", r'"tokens_per_s": 163702', "benchmarks/README.md: train differ"),
         ("core_64_4_192_128.json", r'"peak_memory_bytes": 565442048', "README.md: core-memory"),
-        ("train.json", r'"tokens_per_s": 342154', "docs/explanation/report-rows.md"),
-        ("decode_small.json", r'"median_ms": 0\.02304\b', "docs/explanation/report-rows.md"),
+        ("train.json", r'"tokens_per_s": 342154', "tests/verify/report_rows/README.md"),
+        ("decode_small.json", r'"median_ms": 0\.02304\b', "tests/verify/report_rows/README.md"),
         ("decode.json", r'"median_ms": 0\.171952', "docs/explanation/decode.md"),
         ("train_memory.json", r'"peak_gib": 30\.272', "docs/how-to/train.md"),
         ("backends_64_4_128.json", ROW + r' \{"median_ms": [\d.]+', "docs/how-to/benchmark.md"),

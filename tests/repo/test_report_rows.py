@@ -1,4 +1,4 @@
-"""Every row of docs/explanation/report-rows.md has tests and a command that exist."""
+"""Every row of tests/verify/report_rows/README.md has tests and a command that exist."""
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ import pytest
 import typer
 from figure_pieces import PIECES
 
-PENDING = "not measured yet"
-
 
 class Row(NamedTuple):
     number: str
     claim: str
-    problem: str
-    check: str
-    figure: str
+    check: str  # with its result
     command: str
 
 
 def rows(repo: Any) -> list[Row]:
     lines = [
         line
-        for line in repo.text("docs/explanation/report-rows.md").splitlines()
+        for line in repo.text("tests/verify/report_rows/README.md").splitlines()
         if re.match(r"\| \d", line)
     ]
     return [Row(*(cell.strip() for cell in line.strip("|").split("|"))) for line in lines]
@@ -38,7 +34,7 @@ def named_tests(row: Row) -> list[str]:
 
 
 def result_files(row: Row) -> list[str]:
-    return re.findall(r"`(benchmarks/results/h[12]00/[\w.]+)`", row.figure)
+    return re.findall(r"`(benchmarks/results/h[12]00/[\w.]+)`", row.check)
 
 
 def commands(row: Row) -> list[list[str]]:
@@ -51,12 +47,7 @@ def test_the_page_has_25_rows_without_empty_cells(repo: Any) -> None:
     for row in table:
         assert all(row), row.number
         assert len(commands(row)) == 1, f"row {row.number} needs one command"
-        evidence = (
-            named_tests(row)
-            or result_files(row)
-            or PENDING in row.figure
-            or "nsa verify" in row.command
-        )
+        evidence = named_tests(row) or result_files(row) or "nsa verify" in row.command
         assert evidence, row.number
         for file in result_files(row):
             assert (repo.root / file).is_file(), (row.number, file)
@@ -75,7 +66,7 @@ def collected(repo: Any, files: set[str]) -> set[str]:
 def test_every_named_test_is_collected(repo: Any) -> None:
     named = {name for row in rows(repo) for name in named_tests(row)}
     missing = named - collected(repo, {name.split("::")[0] for name in named})
-    assert not missing, f"docs/explanation/report-rows.md names {sorted(missing)}"
+    assert not missing, f"tests/verify/report_rows/README.md names {sorted(missing)}"
     # The command of a row runs a test that the row names: its files hold it and -k selects it.
     for row in rows(repo):
         (words,) = commands(row)
@@ -132,12 +123,8 @@ def command_error(words: list[str], repo: Any) -> str:
     return f"nsa {command.name} has no {', '.join(unknown)}" if unknown else ""
 
 
-def test_commands_of_rows_with_a_figure_exist(repo: Any) -> None:
-    errors = {
-        row.number: command_error(*commands(row), repo)
-        for row in rows(repo)
-        if row.figure != PENDING
-    }
+def test_commands_of_rows_exist(repo: Any) -> None:
+    errors = {row.number: command_error(*commands(row), repo) for row in rows(repo)}
     assert not any(errors.values()), {number: text for number, text in errors.items() if text}
 
 

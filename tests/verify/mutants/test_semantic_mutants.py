@@ -54,7 +54,7 @@ def test_quick_kills_at_least_95_percent() -> None:
 
 
 def test_documentation_shows_the_recorded_scores() -> None:
-    assert record.section() == record.tables(record.load()), "run record.py"
+    assert record.section() == record.sentence(record.load()), "run record.py"
 
 
 @pytest.mark.slow

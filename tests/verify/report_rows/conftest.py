@@ -32,5 +32,5 @@ def fa2_here(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def figure(record_property: Any) -> Any:
-    """Return a function that records a measured figure for docs/explanation/report-rows.md."""
+    """Return a function that records a measured figure for README.md."""
     return lambda text: record_property("figure", text)

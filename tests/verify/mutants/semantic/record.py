@@ -1,4 +1,4 @@
-"""The recorded scores of the semantic mutants, and the tables of the documentation.
+"""The recorded scores of the semantic mutants, and the sentence of the documentation.
 
 `python tests/verify/mutants/semantic/record.py` scores all mutants and writes both. It takes some
 minutes, and the time of `nsa verify --preset full` if a mutant survives that. With the argument
@@ -24,44 +24,17 @@ def load() -> dict[str, Any]:
     return scores
 
 
-def tables(scores: dict[str, Any]) -> str:
-    """Return the text of the documentation about ``scores``."""
+def sentence(scores: dict[str, Any]) -> str:
+    """Return what the documentation says about ``scores``."""
     mutants = scores["mutants"]
     quick = [m for m in mutants.values() if m["preset"] == "quick"]
     full = [m for m in mutants.values() if m["preset"]]
-    text = [
-        f"`nsa verify --preset quick` kills {len(quick)} of {len(mutants)}"
-        + (f", `--preset full` {len(full)}." if scores["full"] else "."),
-        "",
-        "| slot | forward | backward | decode |",
-        "|---|---|---|---|",
-    ]
-    for slot in ("cmp", "select", "sel", "win", "combine"):
-        cells = []
-        for phase in ("forward", "backward", "decode"):
-            mine = [m for name, m in mutants.items() if name.startswith(f"{slot} {phase}:")]
-            killed = sum(m["preset"] == "quick" for m in mine)
-            cells.append(f"{killed} of {len(mine)}" if mine else "")
-        text.append(f"| {slot} | {' | '.join(cells)} |")
-    text += ["", "The checks of `--preset quick` that kill a mutant first:", ""]
-    text += ["| check | kills | seconds on sdpa | kills per second |", "|---|---|---|---|"]
-    seconds = scores["seconds_of_check"]
-    kills = {check: sum(m["check"] == check for m in quick) for check in seconds}
-    for check in sorted(seconds, key=lambda name: -kills[name]):
-        rate = kills[check] / max(seconds[check], 0.1)
-        text.append(f"| {check} | {kills[check]} | {seconds[check]:.1f} | {rate:.1f} |")
-    survivors = [name for name, m in mutants.items() if m["preset"] != "quick"]
-    if survivors:
-        text += ["", "Mutants that survive `--preset quick`:", ""]
-        text += [
-            f"- {name}{' (killed by full)' if mutants[name]['preset'] else ''}"
-            for name in survivors
-        ]
-    return "\n".join(text) + "\n"
+    text = f"`nsa verify --preset quick` finds {len(quick)} of {len(mutants)}"
+    return text + (f", `--preset full` {len(full)}.\n" if scores["full"] else ".\n")
 
 
 def section() -> str:
-    """Return what the documentation says about the scores."""
+    """Return the section of the documentation."""
     return PAGE.read_text().partition(BEGIN + "\n")[2].partition(END)[0]
 
 
@@ -69,7 +42,7 @@ def write(scores: dict[str, Any]) -> None:
     """Write ``scores`` and the section of the documentation."""
     FILE.write_text(json.dumps(scores, indent=1) + "\n")
     before, _, rest = PAGE.read_text().partition(BEGIN + "\n")
-    PAGE.write_text(before + BEGIN + "\n" + tables(scores) + END + rest.partition(END)[2])
+    PAGE.write_text(before + BEGIN + "\n" + sentence(scores) + END + rest.partition(END)[2])
 
 
 def measure(full_too: bool) -> dict[str, Any]:

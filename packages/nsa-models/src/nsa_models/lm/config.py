@@ -151,7 +151,7 @@ SIZES = {
     # Trains on two CPU cores in minutes. A row of 256 tokens has as many blocks as a row of 4k
     # tokens in the large sizes.
     "tiny": LMConfig(_small(128, 4, 32), n_layers=2),
-    # One layer of width 128 at the paper's block sizes: row 10 of docs/explanation/report-rows.md.
+    # One layer of width 128 at the paper's sizes: row 10 of tests/verify/report_rows/README.md.
     "toy": LMConfig(NSAConfig(dim=128, n_heads=8, n_kv_heads=2), n_layers=1),
     "m7c_125m": LMConfig(NSAConfig(dim=768, n_heads=12, n_kv_heads=2, head_dim=64), n_layers=12),
 }
