@@ -1,11 +1,11 @@
-"""Compute the tables of hardware counters and of clocks under the power limit."""
+"""Compute the table of hardware counters."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 
-from figure_pieces import PIECES, nearest
+from figure_pieces import PIECES
 from figure_tables import Results, digits, table
 
 LEAST_MS = 1.0  # shorter kernels are left out
@@ -33,17 +33,4 @@ def counters(results: Results) -> str:
     return table(columns, rows)
 
 
-def power(results: Results) -> str:
-    """Tabulate time and clock of the core, back to back and with pauses."""
-    file = nearest(results.folder, "power.json")
-    if file is None:
-        return "not measured yet"
-    cells: dict[tuple[str, int], list[str]] = {}
-    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
-        cell = f"{digits(row['ms'])} at {row['clock_mhz']:.0f} MHz"
-        cells.setdefault((row["shape"], row["length"]), []).append(cell)
-    rows = [[shape, f"{length // 1024}k", *both] for (shape, length), both in cells.items()]
-    return table(["heads", "tokens", "back to back, ms", "after pauses, ms"], rows)
-
-
-COUNTERS: dict[str, Callable[[Results], str]] = {"counters": counters, "power": power}
+COUNTERS: dict[str, Callable[[Results], str]] = {"counters": counters}

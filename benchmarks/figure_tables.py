@@ -242,34 +242,6 @@ def _eager_ratio(results: Results, cell: Measurement) -> tuple[int, float] | Non
     return (cell.length, cell.performance.eager_ms / min(dense)) if dense else None
 
 
-def core_calls(results: Results) -> str:
-    """Return the range of sample counts behind the medians of the core table."""
-    counts = [
-        len(m.performance.samples_ms)
-        for m in _core_cells(results, "both")
-        if m.performance is not None
-    ]
-    return f"{min(counts)} to {max(counts)}"
-
-
-def core_few_calls(results: Results) -> str:
-    """List the cells of the core table with fewer than three samples of NSA."""
-    few = [
-        f"{m.shape} {m.inputs} at {tokens(m.length)}"
-        for m in _core_cells(results, "both")
-        if m.performance is not None and len(m.performance.samples_ms) < 3
-    ]
-    return ", ".join(few) if few else "none"
-
-
-def _core_cells(results: Results, phase: str) -> list[Measurement]:
-    lengths = _core_lengths(results)
-    cells = (
-        results.core_cell(shape, inputs, phase, n) for shape, inputs in PROBLEMS for n in lengths
-    )
-    return [cell for cell in cells if cell is not None]
-
-
 def core_kernels(results: Results) -> str:
     """Tabulate each kernel of the core alone, forward / backward, at 32k tokens."""
     rows = []
@@ -298,17 +270,6 @@ def backends(results: Results) -> str:
         rows.append([shape, subject, *(digits(p.median_ms) if p else "-" for p in performances)])
     rows.sort(key=lambda row: row[0])
     return table(["heads", "kernels", *(tokens(n) for n in lengths)], rows)
-
-
-def real_blocks(results: Results) -> str:
-    """Tabulate the distinct blocks of eight neighbouring tokens, over n, at 64k tokens."""
-    shapes = json.loads((results.folder / "real_blocks.json").read_text())["shapes"]
-    kinds = ("trained", "untrained", "random")
-    rows = [
-        [shape, *(digits(facts[kind]["65536"]["union_over_n"]["8"]) for kind in kinds)]
-        for shape, facts in shapes.items()
-    ]
-    return table(["heads", "trained layer", "untrained layer", "random blocks"], rows)
 
 
 def decode(results: Results) -> str:
@@ -398,11 +359,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "compared-dense": _compared("dense cudnn"),
     "compared-fla": _compared("fla NSA, l=d=64"),
     "compared-sfnsa": _compared("sfnsa NSA"),
-    "core-calls": core_calls,
-    "core-few-calls": core_few_calls,
     "core-kernels": core_kernels,
     "backends": backends,
-    "real-blocks": real_blocks,
     "decode": decode,
     "topics": topics,
     "row-7-step-graph": _steps("auto", fixed(3), *_ALL),
