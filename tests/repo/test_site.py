@@ -11,12 +11,14 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 import nsa_core
 from nsa_cli import app, output
 from nsa_core import NSAConfig
 from nsa_core.config import COMPRESS_KINDS, GATE_KINDS
 from nsa_core.util.interruption import SIGNALS
+from nsa_verify.run import suite
 
 GENERATED = {"reference/options.md"}  # written during the build by docs/scripts/cli_options.py
 
@@ -80,6 +82,19 @@ def test_the_exit_code_page_has_the_codes_of_the_help(repo: Any) -> None:
     constants = (output.FAILED, output.USAGE, output.UNAVAILABLE, output.BROKEN, output.UNWRITTEN)
     codes = {0, *constants, output.CLOSED, *(128 + number for number in SIGNALS)}
     assert {int(row[0]) for row in table} == codes
+
+
+def test_the_page_of_checks_has_every_check_of_verify(repo: Any) -> None:
+    shown = set(re.findall(r"\*\*([a-z_ ]+)", repo.text("docs/reference/checks.md")))
+    names = {job.name for job in suite.jobs("quick", (torch.float32,), text=None)}
+    assert len(names) > 40
+    # "**decode fused ...**" stands for several checks, and "core" and "decode" for those of others.
+    missing = [
+        name
+        for name in names
+        if not {name, f"{name.rpartition(' ')[0]} ", name.partition(" ")[2]} & shown
+    ]
+    assert not missing
 
 
 @pytest.fixture(scope="module")
