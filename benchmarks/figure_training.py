@@ -1,4 +1,4 @@
-"""Compute the tables and values about training and about compression in decode steps."""
+"""Compute the tables and values about training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from figure_tables import PENDING, Results, fixed, short_device, table, tokens
 
 RECOMPUTE_FILE = "train_recompute.json"
 PARTS_FILE = "train_parts.json"
-COMPRESS_FILE = "compress_step.json"
 _ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
 
 
@@ -93,24 +92,6 @@ def train_parts(results: Results) -> str:
         label = f"{tokens(shape[0])} x {shape[1]}"
         lines += [[label, title, *(f"{ms:.1f}" for ms in row)] for title, row in times.items()]
     return table(["tokens x batch", "model", "step", *names], lines)
-
-
-def compress_step(results: Results) -> str:
-    """Tabulate the us of captured decode steps with the fused compress and without it."""
-    columns = ["step", "no block is complete", "each sequence completes one", "PyTorch's operators"]
-    if not (results.folder / COMPRESS_FILE).exists():
-        return table(columns, [[PENDING, "-", "-", "-"]])
-    lines = []
-    for row in results.rows(COMPRESS_FILE):
-        if row.get("compress") == "fused" and row["case"].endswith("together"):
-            before = next(
-                other
-                for other in results.rows(COMPRESS_FILE)
-                if (other["case"], other.get("compress")) == (row["case"], "PyTorch")
-            )
-            times = (row["no_block_us"], row["a_block_us"], before["no_block_us"])
-            lines.append([row["case"].removesuffix(", together"), *(f"{us:.1f}" for us in times)])
-    return table(columns, lines)
 
 
 def recompute_price(results: Results) -> str:
@@ -250,7 +231,6 @@ TRAINING: dict[str, Callable[[Results], str]] = {
     "train-crossover": train_crossover,
     "train-memory": train_memory,
     "train-memory-gpu": train_memory_gpu,
-    "compress-step": compress_step,
     "train-parts": train_parts,
     "train-recompute": train_recompute,
     "recompute-price": recompute_price,

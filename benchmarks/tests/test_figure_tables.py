@@ -33,7 +33,7 @@ def rows_of(results, name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("a100", "a100-decode", "compress-step", "shapes", "train-parts", "train-recompute"),
+        *("a100", "a100-decode", "shapes", "train-parts", "train-recompute"),
         *("old-new", "old-new-a100"),
     ],
 )
@@ -201,19 +201,6 @@ def test_parts_of_a_training_step_have_a_difference_from_dense(tmp_path):
         ["8k x 1", "dense", "22.1", "11.7", "5.6"],
         ["8k x 1", "difference", "2.3", "1.4", "0.9"],
     ]
-
-
-def test_a_decode_step_stands_beside_the_one_with_operators(tmp_path):
-    folder = tmp_path / "results" / "h100"
-    folder.mkdir(parents=True)
-    rows = [
-        {"case": f"12/2/64 8 x 8192 mlp, {order}", "compress": way, "no_block_us": us}
-        | {"a_block_us": us + 9}
-        for order, times in (("by turns", (1.0, 2.0)), ("together", (47.94, 111.58)))
-        for way, us in zip(("fused", "PyTorch"), times)
-    ]
-    (folder / "compress_step.json").write_text(json.dumps({"rows": rows}))
-    assert rows_of(folder, "compress-step") == [["12/2/64 8 x 8192 mlp", "47.9", "56.9", "111.6"]]
 
 
 def test_memory_with_recompute_has_a_row_of_its_own(results):
