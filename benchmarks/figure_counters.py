@@ -8,7 +8,7 @@ from collections.abc import Callable
 from figure_pieces import PIECES
 from figure_tables import Results, digits, table
 
-LEAST_MS = 1.0  # shorter kernels are left out
+LEAST_MS = 3.0  # shorter kernels are left out
 
 
 def counters(results: Results) -> str:
@@ -23,13 +23,12 @@ def counters(results: Results) -> str:
             digits(launch["ms"]),
             *(f"{launch[name]:.0f}%" for name in ("matrix_percent", "exp2_percent")),
             *(f"{launch[name]:.0f}%" for name in ("l2_percent", "hbm_percent")),
-            f"{launch['registers']:.0f}",
             f"{min(launch['programs_by_registers'], launch['programs_by_shared_memory']):.0f}",
         ]
         for launch in json.loads(file.read_text(encoding="utf-8"))["launches"]
         if launch["ms"] >= LEAST_MS
     ]
-    columns = ["kernel", "ms", "matrix units", "exp2", "L2", "HBM", "registers", "programs"]
+    columns = ["kernel", "ms", "matrix units", "exp2", "L2", "HBM", "programs"]
     return table(columns, rows)
 
 
