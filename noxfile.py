@@ -407,11 +407,8 @@ def metadata(session: nox.Session) -> None:
 # "nsa-bench[plot]==0.1.0", with or without an extra and an environment marker
 PIN = re.compile(r'"(nsa-[a-z0-9-]+(?:\[[a-z,-]+\])?)==[^"; ]+')
 RANGE = re.compile(r'"(nsa-[a-z0-9-]+(?:\[[a-z,-]+\])?)>=[^",]+,<[^"; ]+')
-# Examples of a third-party backend: the version range of nsa-core changes, their own version stays.
-TEMPLATES = (
-    "packages/nsa-cli/src/nsa_cli/template/pyproject.toml.tmpl",
-    "docs/how-to/write-a-backend.md",
-)
+# Of a third-party backend: the version range of nsa-core changes, its own version stays.
+TEMPLATE = "packages/nsa-cli/src/nsa_cli/template/pyproject.toml.tmpl"
 
 
 def compatible_range(version: str) -> str:
@@ -432,7 +429,7 @@ def bump(session: nox.Session) -> None:
         session.error(f"expected one version such as 0.2.0, got {session.posargs}")
     version = session.posargs[0]
     projects = [path / "pyproject.toml" for path in PACKAGES]
-    for file in (*projects, *(ROOT / name for name in TEMPLATES)):
+    for file in (*projects, ROOT / TEMPLATE):
         text = file.read_text(encoding="utf-8")
         if file in projects:
             text = re.sub(r'(?m)^version = "[^"]*"', f'version = "{version}"', text)

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from figure_tables import PENDING, Results, table
+from figure_tables import ABSENT, PENDING, Results, table
 
 from nsa_bench.render.format import number
 from nsa_bench.render.words import tokens
-from nsa_core.util.text import one_line
 
 FILE = "context_parallel.json"
 SPEED_FILE = "parallel_speed.json"
@@ -23,7 +22,6 @@ LOSS_FILES = ("parallel_loss.json", "parallel_loss_sequence.json")
 COLUMNS = ("tokens", "GPUs", "ms", "speed-up", "collectives, ms", "memory of a GPU, GiB")
 
 SPEED_COLUMNS = ("training on", "s per step", "tokens per s", "speed-up", "memory of a GPU, GiB")
-LOSS_COLUMNS = ("heads", "training on", "largest difference", "mean difference", "loss at the end")
 Row = dict[str, Any]
 
 
@@ -70,27 +68,18 @@ def _is_projection(row: Row) -> bool:
 
 
 def longest(folder: Path) -> str:
-    """Return the longest sequences in one line of text."""
+    """Return the longest sequences that each number of GPUs trains, in one line of text."""
     document = _document(folder, FILE)
     if document is None or "largest" not in document:
         return PENDING
-    return "; ".join(map(_longest_words, document["largest"]))
+    return ", ".join(map(_longest_words, document["largest"]))
 
 
 def _longest_words(largest: Row) -> str:
-    """State the longest sequence that a division trains."""
-    start, failed = f"{largest['shape']} {largest['dtype']}, {_division(largest)}", ""
-    reason = one_line(largest["reason"])
-    if largest["failed_length"] is not None:
-        failed = f" ({tokens(largest['failed_length'])}: {reason})"
-    elif reason:
-        failed = f" (the search ended early: {reason})"
-    return f"{start}: the longest sequence has {tokens(largest['length'])} tokens{failed}"
-
-
-def _division(row: Row) -> str:
-    """Name a division: "1 GPU", or "2 GPUs, sequence, head_tail"."""
-    return f"{row['ranks']} GPUs, {row['mode']}, {row['layout']}" if row["mode"] else "1 GPU"
+    """State the longest sequence; one after which the search ended early is a lower bound."""
+    at_least = "at least " * (largest["failed_length"] is None)
+    gpus = f"{largest['ranks']} GPU" + "s" * (largest["ranks"] > 1)
+    return f"{at_least}{tokens(largest['length'])} tokens on {gpus}"
 
 
 def device(folder: Path) -> str:
@@ -127,26 +116,25 @@ def _speed_cells(row: dict[str, Any], alone: float | None) -> list[str]:
     ]
 
 
-def rows_of_losses(folder: Path) -> list[list[str]]:
-    """Return the rows of the table of losses; without a result file, one row says so."""
-    rows = []
+def losses(folder: Path) -> str:
+    """Return the mean differences of the losses on two GPUs and between runs on one, by heads."""
+    parts = []
     for name in LOSS_FILES:
         if (document := _document(folder, name)) is not None:
             layer = document["model"]["layer"]
+            rows = [row for row in document["rows"][1:] if "losses" in row]
+            divided, repeated = (
+                _range([row["mean_difference"] for row in rows if (row["gpus"] > 1) == several])
+                for several in (True, False)
+            )
             heads = f"{layer['n_heads']}/{layer['n_kv_heads']}/{layer['head_dim']}"
-            rows += [[heads, *_loss_cells(row)] for row in document["rows"][1:]]
-    return rows or [_not_yet(LOSS_COLUMNS)]
+            parts.append(f"{divided} on two GPUs and {repeated} between runs on one at {heads}")
+    return "; ".join(parts) or PENDING
 
 
-def _loss_cells(row: dict[str, Any]) -> list[str]:
-    if "losses" not in row:
-        return [_title(row), row["reason"], *["-"] * (len(LOSS_COLUMNS) - 3)]
-    return [
-        _title(row),
-        f"{row['largest_difference']:.1e}, step {row['at_step']}",
-        f"{row['mean_difference']:.1e}",
-        f"{row['last_loss']:.4f}",
-    ]
+def _range(values: list[float]) -> str:
+    """Return the smallest and the largest value."""
+    return f"{min(values):.5f} to {max(values):.5f}" if values else ABSENT
 
 
 def _title(row: dict[str, Any]) -> str:
@@ -194,5 +182,5 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "context-parallel-longest": lambda results: longest(results.folder),
     "parallel-speed": lambda results: table(SPEED_COLUMNS, rows_of_speed(results.folder)),
     "parallel-speed-device": lambda results: device_of_training(results.folder),
-    "parallel-loss": lambda results: table(LOSS_COLUMNS, rows_of_losses(results.folder)),
+    "parallel-loss": lambda results: losses(results.folder),
 }

@@ -29,7 +29,7 @@ class Piece:
 
     Attributes:
         name: The name for ``--only``.
-        topic: The subject of the file, for the table in benchmarks/README.md.
+        topic: The subject of the file, which `figures.py list` prints.
         command: The command, run in the repository's root; ``{file}`` stands for the result file.
         file: Name of the result file in benchmarks/results/<gpu>.
         minutes: Expected duration on an H100 or H200, compilation included.

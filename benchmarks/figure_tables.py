@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from figure_pieces import BACKEND_SHAPES, PIECES, SHAPES
+from figure_pieces import BACKEND_SHAPES, SHAPES
 
 from nsa_bench.crossover import crossing
 from nsa_bench.result import Measurement, Result, read_result
@@ -177,16 +177,6 @@ def _dense_beside(results: Results, cell: Measurement) -> list[Measurement]:
     ]
 
 
-def core_eager(results: Results) -> str:
-    """Tabulate the crossover lengths with CUDA graphs and with eager calls."""
-    rows = []
-    for shape, inputs in PROBLEMS:
-        pairs = _ratios(results, shape, inputs)
-        lengths = [_from(crossing(ratios)[0], ratios) for ratios in pairs]
-        rows.append([shape, inputs, *lengths])
-    return table(["heads", "inputs", "faster from, CUDA graphs", "faster from, eager"], rows)
-
-
 def _ratios(results: Results, shape: str, inputs: str) -> tuple[list[tuple[int, float]], ...]:
     """Return (length, NSA time / fastest dense time) with CUDA graphs, and with eager calls."""
     cells = [results.core_cell(shape, inputs, "both", n) for n in _core_lengths(results)]
@@ -258,16 +248,20 @@ def _part_ms(cell: Measurement | None, name: str) -> str:
 
 
 def backends(results: Results) -> str:
-    """Tabulate forward + backward of each backend and baseline by length."""
+    """Tabulate forward + backward of NSA, the fastest dense kernel and rivals, by length."""
     measurements = [m for shape in BACKEND_SHAPES for m in results.backends(shape)]
     measurements += [m for m in results.rivals() if m.subject.startswith("fla")]
-    measurements = [m for m in measurements if m.phase == "both"]
-    lengths = sorted({m.length for m in measurements if m.performance})
-    rows = []
-    for shape, subject in dict.fromkeys((m.shape, m.subject) for m in measurements):
-        cells = {m.length: m for m in measurements if (m.shape, m.subject) == (shape, subject)}
-        performances = [cells[n].performance if n in cells else None for n in lengths]
-        rows.append([shape, subject, *(digits(p.median_ms) if p else "-" for p in performances)])
+    times: dict[tuple[str, str], dict[int, float]] = {}  # row -> length -> ms
+    for m in measurements:
+        if m.phase == "both" and m.performance and m.subject != "fa2":
+            title = "dense, fastest kernel" if m.kind == "dense" else m.subject
+            cells = times.setdefault((m.shape, title), {})
+            cells[m.length] = min(m.performance.median_ms, cells.get(m.length, math.inf))
+    lengths = sorted({length for cells in times.values() for length in cells})
+    rows = [
+        [*row, *(digits(cells[n]) if n in cells else "-" for n in lengths)]
+        for row, cells in times.items()
+    ]
     rows.sort(key=lambda row: row[0])
     return table(["heads", "kernels", *(tokens(n) for n in lengths)], rows)
 
@@ -298,16 +292,6 @@ def decode(results: Results) -> str:
         )
     columns = ["heads", "sequences x tokens", "attention, graph", "attention, eager"]
     return table([*columns, "layer, graph", "layer, eager", "dense attention"], rows)
-
-
-def topics(results: Results) -> str:
-    """Tabulate the pieces for benchmarks/README.md."""
-    rows = []
-    for piece in PIECES:
-        path = piece.nearest(results.folder)
-        file = f"[{piece.file}](results/{path.parent.name}/{piece.file})" if path else "not run yet"
-        rows.append([piece.topic, f"`python benchmarks/figures.py run --only {piece.name}`", file])
-    return table(["topic", "command", "file"], rows)
 
 
 def _steps(subject: str, form: Callable[[float], str], *lengths: int) -> Callable[[Results], str]:
@@ -352,7 +336,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "core": core,
     "core-memory": core_memory,
     "core-memory-ratio": core_memory_ratio,
-    "core-eager": core_eager,
     "core-crossover": _crossovers(0),
     "core-crossover-eager": _crossovers(1),
     "compared-nsa": _compared("auto"),
@@ -362,7 +345,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "core-kernels": core_kernels,
     "backends": backends,
     "decode": decode,
-    "topics": topics,
     "row-7-step-graph": _steps("auto", fixed(3), *_ALL),
     "row-7-step-eager": _steps("auto, eager", fixed(3), *_ALL),
     "row-7-layer-graph": _steps("auto, layer step", fixed(3), *_ALL),

@@ -10,14 +10,13 @@ from figure_pieces import PIECES
 from figure_tables import PENDING, Results, fixed, short_device, table, tokens
 
 RECOMPUTE_FILE = "train_recompute.json"
-PARTS_FILE = "train_parts.json"
 _ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
 
 
 def train(results: Results) -> str:
     """Tabulate thousands of tokens per second of NSA and dense attention, by length and batch.
 
-    Each has its fastest mode, which the last two rows name.
+    Each has its fastest mode.
     """
     best = _fastest(results)
     shapes = sorted(best["nsa"].keys() & best["dense"].keys())
@@ -31,10 +30,6 @@ def train(results: Results) -> str:
             ["NSA", *(f"{n / 1e3:.1f}" for n in speed["nsa"])],
             ["dense", *(f"{n / 1e3:.1f}" for n in speed["dense"])],
             ["ratio", *(f"{a / b:.2f}x" for a, b in zip(speed["nsa"], speed["dense"]))],
-            *(
-                [f"mode of {title}", *(best[name][shape]["mode"] for shape in shapes)]
-                for name, title in (("nsa", "NSA"), ("dense", "dense"))
-            ),
         ],
     )
 
@@ -70,28 +65,6 @@ def train_recompute(results: Results) -> str:
         for (length, batch), of in _recompute_cells(results)
     ]
     return table(columns, rows)
-
-
-def train_parts(results: Results) -> str:
-    """Tabulate the ms of a step and of its groups of kernels: NSA, dense and the difference."""
-    measured = (results.folder / PARTS_FILE).exists()
-    rows = [r for r in results.rows(PARTS_FILE) if "kernels_ms" in r] if measured else []
-    if not rows:
-        return table(["tokens x batch", "model", "step"], [[PENDING, "-", "-"]])
-    names = list(rows[0]["kernels_ms"])
-    lines = []
-    for shape in sorted({(r["S"], r["B"]) for r in rows}):
-        of = {r["attention"]: r for r in rows if (r["S"], r["B"]) == shape}
-        times = {
-            title: [of[key]["step_ms"], *(of[key]["kernels_ms"][name] for name in names)]
-            for title, key in (("NSA", "nsa"), ("dense", "dense"))
-            if key in of
-        }
-        if len(times) == 2:
-            times["difference"] = [a - b for a, b in zip(times["NSA"], times["dense"])]
-        label = f"{tokens(shape[0])} x {shape[1]}"
-        lines += [[label, title, *(f"{ms:.1f}" for ms in row)] for title, row in times.items()]
-    return table(["tokens x batch", "model", "step", *names], lines)
 
 
 def recompute_price(results: Results) -> str:
@@ -231,7 +204,6 @@ TRAINING: dict[str, Callable[[Results], str]] = {
     "train-crossover": train_crossover,
     "train-memory": train_memory,
     "train-memory-gpu": train_memory_gpu,
-    "train-parts": train_parts,
     "train-recompute": train_recompute,
     "recompute-price": recompute_price,
     "row-10-eager": _train_value("train_toy.json", "tokens_per_s", _thousand, mode="eager"),

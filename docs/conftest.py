@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pathlib
 import re
 import shutil
 import tempfile
@@ -23,7 +22,6 @@ from sybil import Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
-_RESULTS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "h200"
 _SHOWN = re.compile(r"(?m)^print\(.*\)  # (.*)$")
 
 
@@ -56,7 +54,6 @@ def _set_up(namespace: dict[str, Any]) -> None:
     with open(os.path.join(folder, "notes.txt"), "w", encoding="utf-8") as file:
         file.write("a text of many words. " * 8)
     namespace |= {"gpu": torch.cuda.is_available(), "_folders": (os.getcwd(), folder)}
-    shutil.copy(_RESULTS / "backends_64_4_128.json", os.path.join(folder, "h200.json"))
     os.chdir(folder)
 
 

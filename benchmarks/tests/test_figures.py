@@ -141,7 +141,7 @@ ROW = r'"subject": "auto", "shape": "64/4/128"[^\n]*"both", "batch": 1, "length"
         ("decode_small.json", r'"median_ms": 0\.02304\b', "tests/verify/report_rows/README.md"),
         ("decode.json", r'"median_ms": 0\.171952', "docs/explanation/decode.md"),
         ("train_memory.json", r'"peak_gib": 30\.272', "docs/how-to/train.md"),
-        ("backends_64_4_128.json", ROW + r' \{"median_ms": [\d.]+', "docs/how-to/benchmark.md"),
+        ("backends_64_4_128.json", ROW + r' \{"median_ms": [\d.]+', "benchmarks/README.md"),
     ],
     ids=map(str, range(8)),
 )

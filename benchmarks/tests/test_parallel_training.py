@@ -101,14 +101,9 @@ def test_every_weight_is_moved_to_a_neighbour() -> None:
 
 
 def test_the_pages_say_that_nothing_is_measured_yet(tmp_path: Path) -> None:
-    names = ("parallel-speed", "parallel-speed-device", "parallel-loss")
+    names = ("parallel-speed", "parallel-speed-device", "parallel-loss", "context-parallel-longest")
     texts = [TABLES[name](Results(tmp_path / "h100")).splitlines()[-1] for name in names]
-    dashes = " | -" * 4
-    assert texts == [
-        f"| not measured yet{dashes} |",
-        "not measured yet",
-        f"| not measured yet{dashes} |",
-    ]
+    assert texts == [f"| not measured yet{' | -' * 4} |", *["not measured yet"] * 3]
 
 
 def test_the_tables_compare_with_one_gpu(tmp_path: Path) -> None:
@@ -126,14 +121,12 @@ def test_the_tables_compare_with_one_gpu(tmp_path: Path) -> None:
     ]
     losses = [
         {"run": "one GPU", "gpus": 1, "losses": [2.0]},
+        {"run": "one GPU, repeated", "gpus": 1, "losses": [2.0], "mean_difference": 0.00125},
         {
             "run": "tensor parallel",
             "gpus": 2,
             "losses": [2.0625],
-            "largest_difference": 0.0625,
-            "at_step": 1,
             "mean_difference": 0.0312,
-            "last_loss": 2.0625,
         },
         {"run": "context parallel", "gpus": 2, "reason": "not begun: time limit"},
     ]
@@ -152,7 +145,20 @@ def test_the_tables_compare_with_one_gpu(tmp_path: Path) -> None:
         "| 2 GPUs, context parallel in mode heads | 1.25 | 209,715 | 1.92x | 20.0 |",
         "| 2 GPUs, context parallel, FSDP2 | not begun: time limit | - | - | - |",
     ]
-    assert TABLES["parallel-loss"](results).splitlines()[2:] == [
-        "| 12/2/64 | 2 GPUs, tensor parallel | 6.2e-02, step 1 | 3.1e-02 | 2.0625 |",
-        "| 12/2/64 | 2 GPUs, context parallel | not begun: time limit | - | - |",
+    assert TABLES["parallel-loss"](results) == (
+        "0.03120 to 0.03120 on two GPUs and 0.00125 to 0.00125 between runs on one at 12/2/64"
+    )
+
+
+def test_a_search_for_the_longest_sequence_that_ended_early_is_a_lower_bound(
+    tmp_path: Path,
+) -> None:
+    largest = [
+        {"ranks": 1, "length": 832 * 1024, "failed_length": 2**20},
+        {"ranks": 2, "length": 2**20, "failed_length": None},
     ]
+    (tmp_path / "h100").mkdir()
+    (tmp_path / "h100" / "context_parallel.json").write_text(json.dumps({"largest": largest}))
+    assert TABLES["context-parallel-longest"](Results(tmp_path / "h100")) == (
+        "832k tokens on 1 GPU, at least 1M tokens on 2 GPUs"
+    )

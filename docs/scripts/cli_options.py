@@ -1,4 +1,4 @@
-"""Write reference/options.md, the options of every command, from the Typer application.
+"""Append the options of every command to reference/cli.md, from the Typer application.
 
 MkDocs runs this file with the plugin gen-files. Typer writes the text. `nsa --help` needs no torch,
 so the documentation tools are enough.
@@ -14,14 +14,9 @@ import sys
 
 import mkdocs_gen_files
 
-_INTRODUCTION = """# Command options
 
-Typer generates this page from the commands. [The command line](cli.md) shows what they print.
-"""
-
-
-def options_page(root: pathlib.Path) -> str:
-    """Return the page: the options of `nsa` and of every command below it."""
+def options_of_commands(root: pathlib.Path) -> str:
+    """Return sections with the options of `nsa` and of every command below it."""
     sources = [str(path) for path in sorted(root.glob("packages/*/src"))]
     text = subprocess.run(
         [sys.executable, "-m", "typer", "nsa_cli.app", "utils", "docs", "--name", "nsa"],
@@ -32,8 +27,8 @@ def options_page(root: pathlib.Path) -> str:
     ).stdout
     # Sub-commands such as `nsa backends list` become sections beside the other commands.
     text = re.sub(r"(?m)^#{2,} (?=`nsa )", "## ", text)
-    return _INTRODUCTION + re.sub(r"\A# `nsa`\n", "\n## `nsa`\n", text)
+    return re.sub(r"\A# `nsa`\n", "\n## `nsa`\n", text)
 
 
-with mkdocs_gen_files.open("reference/options.md", "w") as page:
-    page.write(options_page(pathlib.Path(__file__).resolve().parents[2]))
+with mkdocs_gen_files.open("reference/cli.md", "a") as page:
+    page.write(options_of_commands(pathlib.Path(__file__).resolve().parents[2]))

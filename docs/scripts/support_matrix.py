@@ -9,7 +9,7 @@ requests describe GPUs that the machine does not have.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from nsa_core.contract import SLOTS, Reason, Request, import_named
 from nsa_core.layout import BlockGeometry
@@ -42,21 +42,18 @@ _BASE = Request(
 # Where a backend says how the settings of its kernels were chosen: architecture, such as 80, to a
 # short text. By name, because no package imports a backend.
 _MEASURED = {"triton": "nsa_backend_triton.host.configs:MEASURED"}
-_HEAD = """# Which requests does each backend support?
+_HEAD = """# Supported requests
 
-A cell lists the slots that the backend runs with gradients. "yes" means all that it offers,
-"forward" without gradients, "-" none. The columns are the CPU and the architectures of NVIDIA GPUs:
-sm_75 is a T4, sm_80 an A100, sm_90 an H100 or H200, sm_120 an RTX 50. The code for sm_80 and sm_86
-was verified and measured on an H100 or H200 with `benchmarks/rehearse.py`, not on an A100 or RTX
-3090.
+Each row names changes to a base request: 12 query heads in 2 groups, Dk = Dv = 64, 4096 tokens,
+bfloat16, l=32, d=16, l'=64, n=16 and w=512. A cell lists the devices on which the backend runs all
+slots that it offers, with gradients except in decode steps: "all" is the CPU and every GPU from
+sm_75 on, "sm_80+" every GPU from sm_80 on, "-" none. Slots after a colon are the only ones that
+run. sm_75 is a T4, sm_80 an A100, sm_90 an H100 or H200, sm_120 an RTX 50. The code for sm_80 and
+sm_86 was verified and measured on an H100 or H200, not on an A100 or RTX 3090.
 
-Each row changes one thing in a base request: 12 query heads in 2 groups, Dk = Dv = 64, 4096 tokens,
-bfloat16, l=32, d=16, l'=64, n=16 and w=512. For any other request, ask
-[`nsa backends explain`](cli.md#use).
-
-`docs/scripts/support_matrix.py` generates this page from the probes of the backends, and a test
-compares them. Reasons that depend on the machine, such as a missing package or driver, are left
-out.
+For any other request, ask [`nsa backends explain`](cli.md). `docs/scripts/support_matrix.py`
+generates this page from the probes of the backends. It leaves out reasons that depend on the
+machine, such as a missing package or driver.
 """
 
 
@@ -87,8 +84,9 @@ def _requests() -> Iterator[tuple[str, Request]]:
 
 
 def support_matrix(registry: Registry) -> str:
-    """Return the page as Markdown: per backend of ``registry`` a table and its refusal reasons."""
-    sections = [_HEAD]
+    """Return the page as Markdown: a table of the backends of ``registry``, and their reasons."""
+    refusals = {entry.name: _refusals(entry) for entry in registry.entries if entry.spec}
+    sections = [_HEAD, _table(refusals)]
     for entry in registry.entries:
         title = f"## {one_line(entry.name)}\n"
         if entry.spec is None:
@@ -97,8 +95,8 @@ def support_matrix(registry: Registry) -> str:
         offered = ", ".join(slot for slot in SLOTS if slot in entry.spec.slots)
         summary = one_line(entry.spec.summary)
         sections.append(
-            f"{title}\n{summary[:1].upper()}{summary[1:]}. Offers {offered}.\n\n{_table(entry)}"
-            f"{_measured(entry)}"
+            f"{title}\n{summary[:1].upper()}{summary[1:]}. Offers {offered}.\n\n"
+            f"{_reasons(refusals[entry.name])}{_measured(entry)}"
         )
     return "\n".join(sections)
 
@@ -132,26 +130,21 @@ def _refusals(entry: BackendEntry) -> _Refusals:
     }
 
 
-def _table(entry: BackendEntry) -> str:
-    assert entry.spec is not None  # only ready backends have a table
-    refusals = _refusals(entry)
-    offered = [slot for slot in SLOTS if slot in entry.spec.slots]
-    titles = [title for title, _, _ in DEVICES]
-    lines = ["| request | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
+def _table(refusals: dict[str, _Refusals]) -> str:
+    """Return a row for all requests with the same cells, and a column per backend."""
+    labels: dict[tuple[str, ...], list[str]] = {}
     for label, _ in _requests():
-        cells = [
-            _cell([refusals[label, title, slot] for slot in offered], offered) for title in titles
-        ]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    reasons: dict[str, None] = {}
-    for full, _ in refusals.values():
-        reasons |= dict.fromkeys(one_line(reason) for reason in full)
-    lines += (
-        ["", "Reasons:", "", *(f"- {text}" for text in reasons)]
-        if reasons
-        else ["", "The backend runs all of these requests."]
-    )
-    return "\n".join(lines) + "\n"
+        cells = tuple(_cell(facts, label) for facts in refusals.values())
+        labels.setdefault(cells, []).append(label)
+    rows = [["; ".join(same), *cells] for cells, same in labels.items()]
+    rows = [["request", *map(one_line, refusals)], ["---"] * (len(refusals) + 1), *rows]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _reasons(refusals: _Refusals) -> str:
+    """Return the list of reasons."""
+    reasons = dict.fromkeys(one_line(reason) for full, _ in refusals.values() for reason in full)
+    return "".join(f"- {text}\n" for text in reasons) or "It runs all of these requests.\n"
 
 
 def _measured(entry: BackendEntry) -> str:
@@ -168,14 +161,34 @@ def _measured(entry: BackendEntry) -> str:
     return "\nSettings of the kernels, such as tile shapes:\n\n" + "\n".join(lines) + "\n"
 
 
-def _cell(
-    refusals: Sequence[tuple[tuple[Reason, ...], tuple[Reason, ...]]], offered: Sequence[str]
-) -> str:
-    with_grad = [slot for slot, (full, _) in zip(offered, refusals) if not full]
-    no_grad = [slot for slot, (full, forward) in zip(offered, refusals) if full and not forward]
-    parts = ["yes"] if with_grad == list(offered) else [", ".join(with_grad)] if with_grad else []
-    parts += [f"forward: {', '.join(no_grad)}"] if no_grad else []
-    return "; ".join(parts) or "-"
+def _cell(refusals: _Refusals, label: str) -> str:
+    """Return the devices that run all slots, then those that run some, with these slots."""
+    offered = [slot for slot in SLOTS if (label, DEVICES[0][0], slot) in refusals]
+    devices: dict[str, list[str]] = {}
+    for title, _, _ in DEVICES:
+        reasons = {slot: refusals[label, title, slot] for slot in offered}
+        with_grad = [slot for slot, (full, _) in reasons.items() if not full]
+        no_grad = [slot for slot, (full, forward) in reasons.items() if full and not forward]
+        parts = [", ".join(with_grad)] if with_grad and with_grad != offered else []
+        parts += [f"forward of {', '.join(no_grad)}"] if no_grad else []
+        if with_grad or no_grad:
+            devices.setdefault("; ".join(parts), []).append(title)
+    cells = [
+        f"{_range(titles)}: {slots}" if slots else _range(titles)
+        for slots, titles in sorted(devices.items())
+    ]
+    return "; ".join(cells) or "-"
+
+
+def _range(titles: list[str]) -> str:
+    """Return ["CPU", "sm_80", "sm_90", "sm_120"] as "CPU, sm_80+", and all devices as "all"."""
+    everything = [title for title, _, _ in DEVICES]
+    if titles == everything:
+        return "all"
+    gpus = [title for title in titles if title in everything[1:]]
+    if len(gpus) > 1 and gpus == everything[-len(gpus) :]:
+        titles = [title for title in titles if title not in gpus] + [f"{gpus[0]}+"]
+    return ", ".join(titles)
 
 
 if __name__ == "__main__":

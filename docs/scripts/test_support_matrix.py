@@ -1,4 +1,4 @@
-"""The page of the support matrix is that of the probes, and shows slots, gradients and devices."""
+"""The page of supported requests is that of the probes, with slots, gradients and devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 import torch
-from support_matrix import support_matrix
+from support_matrix import _range, support_matrix
 
 from nsa_core.contract import API_VERSION, BackendSpec, Reason, SlotSpec
 from nsa_core.plan.registry import Registry, discover
@@ -42,10 +42,23 @@ def test_the_matrix_shows_slots_gradients_and_devices() -> None:
     spec = BackendSpec("toy", API_VERSION, slots, f"{__name__}:probe", summary="a toy")
     page = support_matrix(Registry().with_backend(spec))
     assert "A toy. Offers cmp, win." in page
-    assert (
-        "| bfloat16 | - | - | win; forward: cmp | win; forward: cmp | win; forward: cmp |" in page
-    )
-    assert "| float16 | - | - | forward: cmp, win | forward: cmp, win | forward: cmp, win |" in page
-    assert "| float32 | - | - | - | - | - |" in page
+    assert "| request | toy |\n" in page
+    assert "| bfloat16; deterministic; " in page
+    assert "; Dk=320, Dv=320 | sm_80+: win; forward of cmp |\n" in page
+    assert "| float16 | sm_80+: forward of cmp, win |\n" in page
+    assert "| float32; float64; " in page
     assert "- needs sm_80\n" in page
     assert "not installed" not in page  # a fact of this machine, not of the backend
+
+
+@pytest.mark.parametrize(
+    ("titles", "text"),
+    [
+        (["CPU", "sm_75", "sm_80", "sm_90", "sm_120"], "all"),
+        (["CPU", "sm_90", "sm_120"], "CPU, sm_90+"),
+        (["CPU", "sm_75", "sm_80"], "CPU, sm_75, sm_80"),
+        (["sm_120"], "sm_120"),
+    ],
+)
+def test_devices_up_to_the_newest_are_a_range(titles, text) -> None:
+    assert _range(titles) == text

@@ -20,8 +20,6 @@ from nsa_core.config import COMPRESS_KINDS, GATE_KINDS
 from nsa_core.util.interruption import SIGNALS
 from nsa_verify.run import suite
 
-GENERATED = {"reference/options.md"}  # written during the build by docs/scripts/cli_options.py
-
 
 def nav_pages(config: str) -> list[str]:
     """Return the pages that the navigation of mkdocs.yml names, in order."""
@@ -31,7 +29,7 @@ def nav_pages(config: str) -> list[str]:
 
 def test_the_navigation_names_every_page_once(repo: Any) -> None:
     docs = repo.root / "docs"
-    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")} | GENERATED
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
     named = nav_pages(repo.text("mkdocs.yml"))
     assert sorted(named) == sorted(pages)
 
@@ -130,10 +128,10 @@ def test_the_strict_build_has_a_file_for_every_page(site: pathlib.Path, repo: An
 
 
 @pytest.mark.slow
-def test_the_options_page_has_every_command(site: pathlib.Path) -> None:
+def test_the_page_of_the_command_line_has_every_command(site: pathlib.Path) -> None:
     import typer
 
-    text = (site / "reference" / "options" / "index.html").read_text(encoding="utf-8")
+    text = (site / "reference" / "cli" / "index.html").read_text(encoding="utf-8")
 
     def names(command: Any, prefix: str) -> list[str]:
         below = getattr(command, "commands", {})
@@ -142,4 +140,4 @@ def test_the_options_page_has_every_command(site: pathlib.Path) -> None:
     expected = names(typer.main.get_command(app.app), "nsa")
     assert len(expected) > 14
     headings = set(re.findall(r'<h2 id="([\w-]+)">', text))
-    assert headings == {name.replace(" ", "-") for name in expected}
+    assert headings >= {name.replace(" ", "-") for name in expected}
