@@ -31,6 +31,8 @@ TEST_TOOLS = (
     "import-linter>=2.1",
     "grimp>=3.5",
     "numpy",
+    "pandas>=2.2",  # with tabulate, for the tables of the study
+    "tabulate>=0.9",
     "matplotlib>=3.8",
     "jinja2>=3.1",
     "playwright>=1.40",  # drives the Chromium of the machine

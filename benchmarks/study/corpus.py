@@ -6,10 +6,11 @@
 `build` reads the packages of corpus.toml and writes tokenizer.json, train-NN.jsonl.xz,
 held_out.jsonl.xz and corpus.json into FOLDER. A line of a part is a document: {"project": ...,
 "text": ...}. A part is a random sample of all projects. A second run writes the same bytes.
-`tokens` writes uint16 token ids, little endian, as OUT/train.bin and OUT/held_out.bin, with the
-documents in OUT/train.json and OUT/held_out.json.
+`tokens` writes uint16 token ids, little endian, as OUT/train.bin and OUT/held_out.bin. A document
+ends with the token <|endoftext|>, which no text contains.
 
-Kept: source code and documentation that ships as text, by suffix (CODE, PROSE); HTML is not read.
+Kept: source code and documentation that ships as text, by suffix; HTML is not read. corpus.toml has
+the suffixes and patterns.
 Dropped, in this order: files that are not UTF-8; code that calls itself generated; files under 100
 visible bytes or longer than a document; code with a line above 2000 characters or above 120 on
 average; files with fewer than 50 % letters or more than 20 % digits; near-duplicates. The comments
@@ -18,8 +19,8 @@ about copyright and licence that begin a file are removed: they would repeat in 
 
 from __future__ import annotations
 
-import argparse
 import collections
+import dataclasses
 import gzip
 import hashlib
 import importlib.metadata
@@ -36,9 +37,11 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
+import tomllib
+import typer
 
 TABLE = Path(__file__).with_suffix(".toml")
 DOCUMENT_BYTES = 256 * 1024  # a document, and so a file, is at most this long
@@ -46,50 +49,33 @@ DUPLICATE, LEAKED = 0.8, 0.5  # the Jaccard similarity of lines from which on a 
 PROJECT_BYTES = {"held_out": 4_600_000, "train": 200_000_000}  # a sample of a larger project
 PART_BYTES = 55 << 20  # the largest file of training text
 BLOCK_BYTES = 25_000_000  # text that is packed at a time; a part is as many blocks as fit
-BATCH_BYTES = 16_000_000  # text that is turned into tokens at a time
+TEXTS_AT_ONCE = 64  # documents that are turned into tokens at a time
 SAMPLE_BYTES = 50_000_000  # the tokenizer is trained on the first documents of train-00
 # Packs 7 MB/s for each core; preset 9 packs 1 MB/s and saves 16 %.
 XZ = {"id": lzma.FILTER_LZMA2, "preset": 3, "dict_size": 64 << 20, "nice_len": 64, "depth": 8}
 VOCABULARY, END = 16_384, "<|endoftext|>"
 SEED = "study corpus 1"  # orders the documents
 
-PROSE = {"pod", "rst", "scrbl", "texi", "txt"}
-# fmt: off
-CODE = {
-    "ada", "adb", "ads", "c", "cc", "cpp", "cs", "cxx", "def", "el", "erl", "go", "h", "hh", "hpp",
-    "hrl", "inc", "java", "js", "lisp", "m4", "md", "ml", "mli", "mly", "pas", "php", "pl", "pm",
-    "pp", "ps1", "py", "rkt", "rs", "s", "sh", "y", "yrl",
-}
-# fmt: on
-GENERATED = re.compile(
-    r"do not (edit|modify)|auto-?(matically)?[ -]?generated|@generated"
-    r"|(file|code) (is|was) generated|generated (by|from) \S+\.(py|pl|sh|awk|xml)\b"
-    r"|machine[ -]generated",
-    re.IGNORECASE,
-)
-LICENCE = re.compile(r"copyright|licen[sc]e|\(c\) \d{4}|public domain", re.IGNORECASE)
-COMMENT = re.compile(
-    r"\s*(?:<\?php\s*)?(?:/\*.*?\*/|\(\*.*?\*\)|\{(?!\$).*?\}"
-    r"|(?:[ \t]*(?://|;|--|%|#(?=[\s!#-])|@c\b|dnl\b)[^\n]*(?:\n|\Z))+)",
-    re.DOTALL,
-)
-
+RULES = tomllib.loads(TABLE.read_text())["rules"]
+GENERATED, LICENCE = (re.compile(RULES[name], re.IGNORECASE) for name in ("generated", "licence"))
+COMMENT = re.compile(RULES["comment"], re.DOTALL)
 LETTERS = bytes(i for i in range(256) if i > 127 or chr(i).isalpha())
 VISIBLE = bytes(i for i in range(256) if i > 32)
 
 Package = dict[str, str]  # a row of corpus.toml
 Document = dict[str, str]  # "project" and "text"
-Dropped = list[tuple[str, str, int]]  # project, reason, bytes
 
 
-class File(NamedTuple):
-    """A text file of a project; ``sketch`` is a LeanMinHash of datasketch."""
+@dataclasses.dataclass
+class File:
+    """A file of a project: its text and the LeanMinHash of it, or the reason why it is dropped."""
 
     project: str
     side: str
     path: str
     text: str
     sketch: Any
+    dropped: str = ""
 
 
 def sha256(path: Path) -> str:
@@ -147,13 +133,13 @@ def without_licence(text: str) -> str:
 def clean(path: str, data: bytes) -> tuple[str, str]:
     """Return the text of a file, or "" and the reason why it is dropped."""
     suffix = path.rpartition(".")[2].lower()
-    if suffix not in PROSE | CODE:
+    if suffix not in RULES["code"] + RULES["prose"]:
         return "", "other suffix"
     try:
         text = data.decode().replace("\r\n", "\n").removeprefix("\ufeff")
     except UnicodeDecodeError:
         return "", "not UTF-8"
-    is_code, is_generated = suffix in CODE, GENERATED.search(text, 0, 2000)
+    is_code, is_generated = suffix in RULES["code"], GENERATED.search(text, 0, 2000)
     text = without_licence(text)
     raw, lines = text.encode(), text.splitlines()
     visible, letters, digits = (
@@ -181,12 +167,10 @@ def sketch(text: str) -> Any:
     return LeanMinHash(minhash)
 
 
-def read_package(package: Package, path: Path) -> tuple[list[File], Dropped]:
-    """Return the files of a package that are kept, and the others."""
-    project, side = package["project"], package["side"]
+def read_package(package: Package, path: Path) -> list[File]:
+    """Return the files of a package, of which some are dropped."""
     wanted, unwanted = package.get("wanted", ""), package.get("unwanted", "$^")
     files: list[File] = []
-    dropped: Dropped = []
     command = ["dpkg-deb", "--fsys-tarfile", str(path)]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE) as process,
@@ -194,17 +178,14 @@ def read_package(package: Package, path: Path) -> tuple[list[File], Dropped]:
     ):
         for name, data in members(archive):
             name = name.removeprefix("./")
-            if not re.search(wanted, name) or re.search(unwanted, name):
-                continue
-            text, reason = clean(name, data)
-            if text:
-                files.append(File(project, side, name, text, sketch(text)))
-            else:
-                dropped.append((project, reason, len(data)))
-    return files, dropped
+            if re.search(wanted, name) and not re.search(unwanted, name):
+                text, reason = clean(name, data)
+                facts = package["project"], package["side"], name, text
+                files.append(File(*facts, sketch(text) if text else None, reason))
+    return files
 
 
-def without_duplicates(files: list[File]) -> tuple[list[File], Dropped]:
+def drop_duplicates(files: list[File]) -> None:
     """Drop held-out files that resemble a training file, then near-duplicates of earlier files.
 
     Args:
@@ -212,30 +193,23 @@ def without_duplicates(files: list[File]) -> tuple[list[File], Dropped]:
     """
     from datasketch import MinHashLSH
 
-    def similar(index: Any, file: File, threshold: float) -> list[int]:
-        candidates = index.query(file.sketch)
-        return [i for i in candidates if files[i].sketch.jaccard(file.sketch) >= threshold]
+    def similar(index: Any, file: File, threshold: float) -> list[File]:
+        candidates = (files[i] for i in index.query(file.sketch))
+        return [other for other in candidates if other.sketch.jaccard(file.sketch) >= threshold]
 
-    dropped, kept = [], []
-    reasons: dict[int, str] = {}
-    held_out = MinHashLSH(threshold=LEAKED - 0.1, num_perm=128)  # finds candidates
-    for i, file in enumerate(files):
+    # An index finds candidates, with a lower threshold.
+    held_out, kept = (MinHashLSH(threshold=t - 0.1, num_perm=128) for t in (LEAKED, DUPLICATE))
+    for number, file in enumerate(files):
         if file.side == "held_out":
-            held_out.insert(i, file.sketch)
+            held_out.insert(number, file.sketch)
     for file in files:
-        if file.side == "train":
-            leaked = similar(held_out, file, LEAKED)
-            reasons |= dict.fromkeys(leaked, "resembles a training file")
-    index = MinHashLSH(threshold=DUPLICATE - 0.1, num_perm=128)
-    for i, file in enumerate(files):
-        if i not in reasons and similar(index, file, DUPLICATE):
-            reasons[i] = "near-duplicate"
-        if i in reasons:
-            dropped.append((file.project, reasons[i], len(file.text.encode())))
-        else:
-            index.insert(i, file.sketch)
-            kept.append(file)
-    return kept, dropped
+        for leaked in similar(held_out, file, LEAKED) if file.side == "train" else ():
+            leaked.dropped = "resembles a training file"
+    for number, file in enumerate(files):
+        if not file.dropped and similar(kept, file, DUPLICATE):
+            file.dropped = "near-duplicate"
+        if not file.dropped:
+            kept.insert(number, file.sketch)
 
 
 def cut(documents: Iterable[Document], limit: int) -> list[list[Document]]:
@@ -310,99 +284,75 @@ def train_tokenizer(texts: Iterable[str], path: Path) -> None:
     tokenizer.save(str(path))
 
 
-def tokenise(folder: Path, parts: Iterable[Path], target: Path) -> list[dict[str, Any]]:
-    """Write the tokens of parts to ``target``.bin and the list of documents to ``target``.json.
-
-    Returns:
-        The project, the first token and the number of tokens of each document, with an end token.
-    """
+def tokenise(part: Path, tokenizer: Path) -> np.ndarray:
+    """Return the token ids of a part, uint16 [T]; the last one of a document is that of END."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    end, first = tokenizer.token_to_id(END), 0
-    documents: list[dict[str, Any]] = []
-    with target.with_suffix(".bin").open("wb") as file:
-        for batch in (b for part in parts for b in cut(read_part(part), BATCH_BYTES)):
-            encoded = tokenizer.encode_batch_fast([document["text"] for document in batch])
-            for document, encoding in zip(batch, encoded):
-                ids = np.array([*encoding.ids, end], dtype="<u2")
-                row = {"project": document["project"], "first": first, "tokens": len(ids)}
-                documents.append(row)
-                first += len(ids)
-                file.write(ids.tobytes())
-    target.with_suffix(".json").write_text(json.dumps(documents))
-    return documents
+    model, pieces = Tokenizer.from_file(str(tokenizer)), []
+    end, texts = model.token_to_id(END), [document["text"] for document in read_part(part)]
+    for first in range(0, len(texts), TEXTS_AT_ONCE):
+        for encoding in model.encode_batch_fast(texts[first : first + TEXTS_AT_ONCE]):
+            pieces.append(np.array([*encoding.ids, end], "<u2"))
+    ids = np.concatenate(pieces)
+    print(f"{part.name}: {len(ids):,} tokens", flush=True)
+    return ids
 
 
-def describe(part: Path, folder: Path, scratch: Path) -> dict[str, Any]:
-    """Return digest, documents and tokens of a part, and the tokens of each project in it."""
-    documents = tokenise(folder, [part], scratch)
-    tokens: collections.Counter[str] = collections.Counter()
-    for document in documents:
-        tokens[document["project"]] += document["tokens"]
-    total = {"documents": len(documents), "tokens": sum(tokens.values())}
-    print(f"{part.name}: {total}", flush=True)
-    return {"sha256": sha256(part), **total, "projects": tokens}
+def describe(part: Path) -> dict[str, Any]:
+    """Return the digest, documents and tokens of a part."""
+    ids = tokenise(part, part.with_name("tokenizer.json"))
+    return {"sha256": sha256(part), "documents": len(list(read_part(part))), "tokens": len(ids)}
 
 
-def build(folder: Path, downloads: Path) -> None:
-    """Make the corpus; see the head of this file."""
-    import tomllib
-
-    folder.mkdir(parents=True, exist_ok=True)
-    downloads.mkdir(parents=True, exist_ok=True)
+def build(folder: Path, downloads: Path = Path("downloads")) -> None:
+    """Make the corpus, on Debian 12; see the head of this file."""
+    for path in (folder, downloads):
+        path.mkdir(parents=True, exist_ok=True)
     packages = tomllib.loads(TABLE.read_text())["package"]
     jobs = [(package, download(package, downloads)) for package in packages]
     jobs.sort(key=lambda job: -job[1].stat().st_size)  # the longest work first
     parts: list[Path] = []
     with multiprocessing.get_context("spawn").Pool() as pool:
-        read = pool.starmap(read_package, jobs, chunksize=1)
-        files = [file for kept, _ in read for file in kept]
-        files.sort(key=lambda file: (file.side == "held_out", file.project, file.path, file.text))
-        files, duplicates = without_duplicates(files)
+        files = list(itertools.chain(*pool.starmap(read_package, jobs, chunksize=1)))
+        texts = [file for file in files if not file.dropped]
+        texts.sort(key=lambda file: (file.side == "held_out", file.project, file.path, file.text))
+        drop_duplicates(texts)
         for side, limit in PROJECT_BYTES.items():
-            documents = join((file for file in files if file.side == side), limit)
+            kept = (file for file in texts if file.side == side and not file.dropped)
+            documents = join(kept, limit)
             if side == "train":
                 sample = cut(documents, SAMPLE_BYTES)[0]
                 train_tokenizer((d["text"] for d in sample), folder / "tokenizer.json")
             parts += write_parts(documents, folder, side, pool)
-    reasons: dict[str, Any] = collections.defaultdict(dict)
-    for project, reason, size in sorted(itertools.chain(duplicates, *(drop for _, drop in read))):
-        counts = reasons[project].setdefault(reason, collections.Counter())
-        counts.update(bytes=size, files=1)
+    dropped = collections.Counter((file.project, file.dropped) for file in files if file.dropped)
     content = {
-        "packages": packages,
         "versions": {n: importlib.metadata.version(n) for n in ("datasketch", "tokenizers")},
-        "dropped": reasons,
+        "dropped files": {", ".join(names): count for names, count in sorted(dropped.items())},
         "tokenizer.json": {"sha256": sha256(folder / "tokenizer.json")},
-        **{part.name: describe(part, folder, downloads / "tokens") for part in parts},
+        **{part.name: describe(part) for part in parts},
     }
     (folder / "corpus.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def main() -> None:
-    """Read the command line and run a command."""
-    parser = argparse.ArgumentParser(description="Make the corpus of the study.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("build", help="make the corpus, on Debian 12")
-    command.add_argument("folder", type=Path)
-    command.add_argument("--downloads", type=Path, default=Path("downloads"))
-    command = commands.add_parser("tokens", help="turn parts into token ids")
-    command.add_argument("folder", type=Path)
-    command.add_argument("out", type=Path)
-    command.add_argument("--parts", type=int, nargs="+", help="train parts (default: all)")
-    options = parser.parse_args()
-    if options.command == "build":
-        build(options.folder, options.downloads)
-        return
-    options.out.mkdir(parents=True, exist_ok=True)
-    shutil.copy(options.folder / "tokenizer.json", options.out)
-    names = [f"train-{part:02}.jsonl.xz" for part in options.parts or ()]
-    paths = [options.folder / name for name in names] or sorted(options.folder.glob("train-*.xz"))
-    for target, parts in (("train", paths), ("held_out", [options.folder / "held_out.jsonl.xz"])):
-        documents = tokenise(options.folder, parts, options.out / target)
-        print(f"{target}: {sum(row['tokens'] for row in documents):,} tokens", flush=True)
+def tokens(
+    folder: Path,
+    out: Path,
+    parts: Annotated[list[int] | None, typer.Option(help="train parts (default: all)")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="another tokenizer.json")] = None,
+) -> None:
+    """Turn parts of the corpus into token ids."""
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copy(tokenizer or folder / "tokenizer.json", out / "tokenizer.json")
+    train = [folder / f"train-{part:02}.jsonl.xz" for part in parts or ()]
+    train = train or sorted(folder.glob("train-*.jsonl.xz"))
+    for side, paths in (("train", train), ("held_out", [folder / "held_out.jsonl.xz"])):
+        with (out / f"{side}.bin").open("wb") as file:
+            for path in paths:
+                tokenise(path, out / "tokenizer.json").tofile(file)
 
 
 if __name__ == "__main__":
-    main()
+    app = typer.Typer(help=__doc__)
+    app.command()(build)
+    app.command()(tokens)
+    app()

@@ -8,303 +8,352 @@ and is not part of any mean.
 
 from __future__ import annotations
 
-import argparse
-import functools
-import itertools
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any
+from typing import Annotated, Any
 
-import tomllib
+import numpy as np
+import pandas as pd
+import typer
 from matplotlib.figure import Figure
+from run import PLAN, all_runs
 
-from nsa_bench.render.style import GREYS, INK, NSA_COLOURS, EndLabel, draw, label_ends
+from nsa_bench.render.style import GREYS, INK, NSA_COLOURS, draw
 from nsa_bench.render.words import tokens as length_words
 
-ARMS = {
-    "dense": ("dense", GREYS[2]),
-    "dense_wide": ("dense, wide MLP", INK),
-    "nsa": ("NSA", NSA_COLOURS[0]),
-    "nsa_shared_kv": ("NSA, shared K/V", NSA_COLOURS[2]),
-    "nsa_mean": ("NSA, means", GREYS[1]),
-    "window": ("window alone", NSA_COLOURS[3]),
-    "window_cmp": ("window, compressed", NSA_COLOURS[4]),
-    "random_blocks": ("random blocks", NSA_COLOURS[1]),
-}
-BASELINE, BASE = "dense_wide", ARMS["dense_wide"][0]
 MASS = {"best": INK, "selected": NSA_COLOURS[0], "random": NSA_COLOURS[1], "keys": GREYS[2]}
-PLAN = tomllib.loads(Path(__file__).with_name("arms.toml").read_text())
-SEEDS, SWEEP = PLAN["training"]["seeds"], PLAN["sweep"]
 _WIDTH = 7.3  # inches; 800 pixels
-_DRAWN = 0.01  # a task has a picture if some arm has this share of right answers
-Run = dict[str, Any]
-Arms = dict[str, list[Run]]  # the finished runs of each arm that has any, in the order of ARMS
+Result = dict[str, Any]  # a result file
 
 
-def read(folder: Path) -> tuple[Arms, list[Run], list[str]]:
-    """Return the finished runs of arms and of the sweep, and a line on each other run."""
-    names = [f"{arm}-seed{seed}" for arm, seed in itertools.product(ARMS, SEEDS)]
-    names += [f"sweep-{a}-{r:g}" for a, r in itertools.product(SWEEP["arms"], SWEEP["rates"])]
-    arms: Arms = {}
-    sweep, lines = [], []
-    for name in names:
-        file = folder / f"{name}.json"
-        run: Run = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        if not run:
-            lines.append(f"{name}: no result file")
-        elif not run["complete"]:
-            reached = "before its first evaluation"
-            if run["evaluations"]:
-                tokens = f"{last(run, 'tokens') / 1e6:.1f} M"
-                reached = f"after {tokens} tokens, at a loss of {last(run):.4f}"
-            lines.append(f"{name}: stopped {reached}: {run['ended']}")
-        elif run["purpose"] == "sweep":
-            sweep.append(run)
-        else:
-            arms.setdefault(run["arm"], []).append(run)
-    return arms, sweep, lines
+def read(folder: Path) -> tuple[list[Result], list[str]]:
+    """Return the finished runs, and a line on each other run of the groups that have any."""
+    finished, lines = [], []
+    for name in PLAN:
+        files = {run.name: folder / f"{run.name}.json" for run in all_runs(name)}
+        if not any(file.exists() for file in files.values()):
+            lines.append(f"{PLAN[name]['title']}: no result file")
+            continue
+        for run, file in files.items():
+            result = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            if not result:
+                lines.append(f"{run}: no result file")
+            elif result["complete"]:
+                finished.append(result)
+            else:
+                reached = "before its first evaluation"
+                if result["evaluations"]:
+                    tokens, loss = (result["evaluations"][-1][name] for name in ("tokens", "loss"))
+                    reached = f"after {tokens / 1e6:.1f} M tokens, at a loss of {loss:.4f}"
+                lines.append(f"{run}: stopped {reached}: {result['ended']}")
+    return finished, lines
 
 
-def last(run: Run, field: str = "loss") -> Any:
-    """Return a field of the last evaluation."""
-    return run["evaluations"][-1][field]
-
-
-def curve(runs: list[Run]) -> list[tuple[int, list[float]]]:
-    """Return the tokens of each evaluation, and the loss of each run there."""
-    evaluations = zip(*(run["evaluations"] for run in runs))
-    return [(of_runs[0]["tokens"], [e["loss"] for e in of_runs]) for of_runs in evaluations]
-
-
-def share_to(runs: list[Run], loss: float) -> float | None:
-    """Return the interpolated share of training until the mean loss is at most ``loss``."""
-    points = [(tokens / float(runs[0]["tokens"]), fmean(losses)) for tokens, losses in curve(runs)]
-    for (before, high), (after, low) in itertools.pairwise([points[0], *points]):
-        if low <= loss:
-            return before + (after - before) * ((high - loss) / (high - low) if high > low else 1)
-    return None
-
-
-def positions(run: Run) -> dict[str, float]:
-    """Return the final loss by range of positions, such as "1k-4k"."""
-    ranges = last(run, "by_position")
-    return {f"{length_words(r['first'])}-{length_words(r['last'])}": r["loss"] for r in ranges}
-
-
-def recalled(run: Run, field: str = "correct") -> dict[str, float]:
-    """Return the mean of "correct" or "loss" over lengths and depths, by task."""
-    values: dict[str, list[float]] = {}
-    for entry in run["recall"]:
-        values.setdefault(entry["task"], []).append(entry[field])
-    return {task: fmean(of_task) for task, of_task in values.items()}
-
-
-def with_error(values: Sequence[float]) -> str:
-    """Format a mean and its standard error."""
-    error = f"{stdev(values) / math.sqrt(len(values)):.4f}" if len(values) > 1 else "unknown"
-    return f"{fmean(values):+.4f} ± {error}"
-
-
-def cells(runs: list[Run], base: list[Run]) -> list[dict[str, str]]:
-    """Return the cells of an arm by column, in the tables of loss, positions, cost and recall."""
-    losses, by_seed = [last(run) for run in runs], {run["seed"]: run for run in base}
-    error = fmean(last(run, "standard_error") for run in runs)
-    loss = {
-        "parameters": f"{runs[0]['parameters'] / 1e6:.1f} M",
-        "seeds": f"{len(runs)} of {len(SEEDS)}",
-        "tokens": f"{runs[0]['tokens'] / 1e6:.1f} M",
-        "final loss": f"{fmean(losses):.4f}",
-        "lowest, highest seed": f"{min(losses):.4f}, {max(losses):.4f}",
-        "standard error over documents": f"{error:.4f}",
-    }
-    pairs = [(run, by_seed[run["seed"]]) for run in runs if run["seed"] in by_seed]
-    if pairs and runs is not base:
-        both = [[last(run, "document_losses") for run in pair] for pair in pairs]
-        differences = zip(*([a - b for a, b in zip(*pair)] for pair in both))
-        loss[f"difference to {BASE}, over documents"] = with_error([*map(fmean, differences)])
-        loss["over seeds"] = with_error([last(run) - last(other) for run, other in pairs])
-    ranges = [positions(run) for run in runs]
-    speed = {fact: fmean(run["speed"][fact] for run in runs) for fact in runs[0]["speed"]}
-    cost = {
-        "learning rate": f"{runs[0]['learning_rate']:g}",
-        "tokens/s": f"{speed['tokens_per_s']:,.0f}",
-        "peak memory, GiB": f"{speed['memory_bytes'] / 2**30:.1f}",
-        "GPU-hours": f"{speed['gpu_hours']:.3f}",
-    }
-    if base:
-        share = share_to(runs, fmean(map(last, base)))
-        hours = f"{speed['gpu_hours'] * share:.3f}" if share else "not reached"
-        cost[f"GPU-hours to the final loss of {BASE}"] = hours
-    recall = {}
-    for task in recalled(runs[0]):
-        right = [recalled(run)[task] for run in runs]
-        nats = fmean(recalled(run, "loss")[task] for run in runs)
-        recall[task] = f"{fmean(right):.1%} ({min(right):.1%} to {max(right):.1%}), {nats:.2f}"
-    return [loss, {n: f"{fmean(r[n] for r in ranges):.4f}" for n in ranges[0]}, cost, recall]
-
-
-def table(rows: dict[str, dict[str, str]]) -> str:
-    """Return a Markdown table of the cells of each arm by column; "-" where an arm has none."""
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    lines = [["arm", *columns], ["---"] * (len(columns) + 1)]
-    for arm, row in rows.items():
-        lines.append([ARMS[arm][0], *(row.get(column, "-") for column in columns)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def sweep_cells(sweep: list[Run]) -> dict[str, dict[str, str]]:
-    """Return the final loss of each arm by learning rate, the lowest in bold."""
-    rows: dict[str, dict[str, str]] = {arm: {} for arm in SWEEP["arms"]}
-    for run in sweep:
-        lowest = min(last(other) for other in sweep if other["arm"] == run["arm"])
-        bold = "**" if last(run) == lowest else ""
-        rows[run["arm"]][f"{run['learning_rate']:g}"] = f"{bold}{last(run):.4f}{bold}"
-    return rows
-
-
-def loss_figure(arms: Arms) -> Figure:
-    """Draw the loss over tokens, and its difference to the baseline by position."""
-    figure = Figure(figsize=(_WIDTH, 3.3))
-    over_tokens = figure.add_axes((0.055, 0.15, 0.335, 0.74))
-    by_position = figure.add_axes((0.715, 0.15, 0.28, 0.74))
-    base = {run["seed"]: positions(run) for run in arms.get(BASELINE, [])}
-    ends, tops = [], []
-    for index, (arm, runs) in enumerate(arms.items()):
-        label, colour = ARMS[arm]
-        points = [(n / 1e6, fmean(losses), min(losses), max(losses)) for n, losses in curve(runs)]
-        points = points[len(points) // 3 :]  # before, losses fall alike, and would fill the picture
-        tokens, means, lows, highs = zip(*points)
-        over_tokens.plot(tokens, means, color=colour, lw=1.4)
-        over_tokens.fill_between(tokens, lows, highs, color=colour, alpha=0.25, lw=0)
-        ends.append(EndLabel(f"{label}  {means[-1]:.3f}", colour, points[-1][:2], means[-1]))
-        tops.append(means[0])
-        pairs = [(positions(run), base[run["seed"]]) for run in runs if run["seed"] in base]
-        for place, name in enumerate(positions(runs[0]) if pairs else ()):
-            values = [own[name] - other[name] for own, other in pairs]
-            x = place + 0.7 * ((index + 0.5) / len(arms) - 0.5)
-            by_position.plot([x, x], [min(values), max(values)], color=colour, lw=1.4)
-            by_position.plot(x, fmean(values), "o", color=colour, ms=3.5)
-    names = list(positions(runs[0]))
-    over_tokens.set(ylim=(None, max(tops)), title="Held-out loss, nats per token")
-    over_tokens.set(xlim=(tokens[0], None), xlabel="tokens, millions")
-    by_position.set(xticks=range(len(names)), xticklabels=names, title=f"Above {BASE}")
-    by_position.set(xlabel="position in the row, tokens")
-    by_position.axhline(0, color=INK, lw=1)
-    for axes in (over_tokens, by_position):
-        axes.grid()
-    label_ends(over_tokens, ends)
-    return figure
-
-
-def recall_figure(arms: Arms, task: str) -> Figure:
-    """Draw the share of right answers by length and depth, one map for each arm."""
-    figure = Figure(figsize=(_WIDTH, 4.2), layout="constrained")
-    grid = figure.subplots(2, 4, sharex=True, sharey=True)
-    for axes in grid.flat[len(arms) :]:
-        axes.set_visible(False)
-    for axes, (arm, runs) in zip(grid.flat, arms.items()):
-        entries = [entry for run in runs for entry in run["recall"] if entry["task"] == task]
-        lengths, depths = (sorted({entry[n] for entry in entries}) for n in ("length", "depth"))
-        shares: list[list[float]] = [[0.0] * len(depths) for _ in lengths]
-        for e in entries:
-            y, x = lengths.index(e["length"]), depths.index(e["depth"])
-            shares[y][x] += e["correct"] / len(runs)
-        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        for y, x in itertools.product(range(len(lengths)), range(len(depths))):
-            colour = "white" if shares[y][x] > 0.55 else INK
-            axes.text(x, y, f"{100 * shares[y][x]:.0f}", ha="center", va="center", color=colour)
-        axes.set_xticks(range(len(depths)), [f"{100 * depth:.0f}" for depth in depths])
-        axes.set_yticks(range(len(lengths)), [length_words(length) for length in lengths])
-        axes.set_title(ARMS[arm][0], fontsize=9)
-        axes.tick_params(length=0)
-    figure.suptitle(f"{task}: right answers, %", weight="bold")
-    figure.supxlabel("depth, % of the prompt")
-    figure.supylabel("length, tokens")
-    return figure
-
-
-def mass_figure(arms: Arms) -> Figure:
-    """Draw the share of dense attention's mass by layer and kind of blocks."""
-    by_arm = {arm: [e for run in runs for e in run.get("mass") or ()] for arm, runs in arms.items()}
-    shown = {arm: entries for arm, entries in by_arm.items() if entries}
-    figure = Figure(figsize=(_WIDTH, 2.8), layout="constrained")
-    panels = figure.subplots(1, max(1, len(shown)), squeeze=False, sharey=True)
-    for axes, (arm, entries) in zip(panels.flat, shown.items()):
-        layers = sorted({entry["layer"] for entry in entries})
-        for kind, colour in MASS.items():
-            means = [fmean(e[kind] for e in entries if e["layer"] == layer) for layer in layers]
-            axes.plot(layers, means, "o-", color=colour, ms=3.5, lw=1.4, label=kind)
-        axes.set(xlabel="layer", ylim=(0, 1), title=ARMS[arm][0])
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        axes.grid()
-    panels[0, 0].set_ylabel("share of attention mass")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center")
-    return figure
-
-
-def page(arms: Arms, sweep: list[Run], missing: list[str]) -> tuple[str, list[str]]:
-    """Return the report as Markdown, and the tasks of recall whose pictures it shows."""
-    rows = {arm: cells(runs, arms.get(BASELINE, [])) for arm, runs in arms.items()}
-    loss, position, cost, recall = (
-        table({arm: rows[arm][i] if arm in rows else {} for arm in ARMS}) for i in range(4)
+def positions(ranges: pd.Series) -> pd.DataFrame:
+    """Return the losses of `by_position`, with a column for each range, such as "1k-4k"."""
+    rows = (
+        {f"{length_words(r['first'])}-{length_words(r['last'])}": r["loss"] for r in of_run}
+        for of_run in ranges
     )
-    runs = list(itertools.chain(*arms.values()))
-    facts = {
+    return pd.DataFrame(rows, index=ranges.index)
+
+
+def level(points: pd.Series) -> float:
+    """Return the interpolated index from which on a series is at most 0; infinite if never."""
+    above = np.flatnonzero(points > 0)
+    if not len(above):
+        return float(points.index[0])
+    pair = points.iloc[above[-1] : above[-1] + 2]
+    return float(np.interp(0, pair[::-1], pair.index[::-1])) if len(pair) > 1 else float("inf")
+
+
+def words(series: pd.Series, form: str) -> pd.Series:
+    """Format the values of a series; infinity, of :func:`level`, is "not reached"."""
+    return series.map(form.format).where(series < np.inf, "not reached")
+
+
+def with_error(frame: pd.DataFrame) -> pd.Series:
+    """Format the mean of each row and its standard error."""
+    errors = frame.sem(axis=1).map("{:.4f}".format).replace("nan", "unknown")
+    return frame.mean(axis=1).map("{:+.4f} ± ".format) + errors
+
+
+class Group:
+    """The finished runs of a group of arms, as frames with the label of the arm and the seed."""
+
+    def __init__(self, name: str, results: Iterable[Result]) -> None:
+        self.name, self.plan = name, PLAN[name]
+        arms = self.plan["arms"]
+        self.labels = {arm: entry["label"] for arm, entry in arms.items()}
+        self.base = self.labels[self.plan["baseline"]]
+        hues = iter((*NSA_COLOURS, GREYS[1]))
+        self.colours = {
+            entry["label"]: GREYS[2] if entry.get("attention") == "dense" else next(hues)
+            for entry in arms.values()
+        } | {self.base: INK}
+        own = [result for result in results if result["arm"] in arms]
+        own.sort(key=lambda result: (list(arms).index(result["arm"]), result["seed"]))
+        self.runs = [result for result in own if result["purpose"] == "arm"]
+        self.sweep = [result for result in own if result["purpose"] == "sweep"]
+        if self.runs:
+            self.final = self.entries("evaluations").groupby(["arm", "seed"], sort=False).last()
+
+    def entries(self, *fields: str) -> pd.DataFrame:
+        """Return the entries of lists of all runs, with the label and the seed of their run."""
+        rows = [
+            {**entry, "arm": self.labels[run["arm"]], "seed": run["seed"]}
+            for run in self.runs
+            for field in fields
+            for entry in run.get(field) or ()
+        ]
+        return pd.DataFrame(rows)
+
+    def table(self, columns: pd.DataFrame | dict[str, pd.Series]) -> str:
+        """Return a Markdown table with a row for each arm; "-" where an arm has no value."""
+        frame = pd.DataFrame(columns).fillna("-").rename_axis("arm")
+        frame = frame.loc[[label for label in self.labels.values() if label in frame.index]]
+        return frame.reset_index().to_markdown(index=False, disable_numparse=True)
+
+    def above_base(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """Return the differences to the run of the baseline with the same seed."""
+        if self.base not in frame.index.get_level_values("arm"):
+            return frame[:0]
+        return (frame - frame.loc[self.base].reindex(frame.index, level="seed")).dropna(how="all")
+
+    def curves(self) -> pd.DataFrame:
+        """Return the loss by tokens, with a column for each label and seed."""
+        return self.entries("evaluations").pivot(
+            index="tokens", columns=["arm", "seed"], values="loss"
+        )[[*self.final.index]]
+
+    def facts(self) -> pd.DataFrame:
+        """Return the means over seeds of the numbers of the result files."""
+        facts = pd.json_normalize(self.runs).select_dtypes("number")
+        return facts.groupby(self.final.index.get_level_values("arm")).mean()
+
+    def loss_table(self) -> str:
+        """Return the table of the final losses."""
+        facts, arms = self.facts(), self.final["loss"].groupby("arm")
+        columns = {
+            "parameters": words(facts["parameters"] / 1e6, "{:.1f} M"),
+            "seeds": words(arms.count(), f"{{}} of {len(self.plan['seeds'])}"),
+            "tokens": words(facts["tokens"] / 1e6, "{:.1f} M"),
+            "final loss": words(arms.mean(), "{:.4f}"),
+            "lowest, highest seed": words(arms.min(), "{:.4f}, ") + words(arms.max(), "{:.4f}"),
+            "standard error over documents": words(
+                self.final["standard_error"].groupby("arm").mean(), "{:.4f}"
+            ),
+        }
+        losses = pd.DataFrame(self.final["document_losses"].tolist(), index=self.final.index)
+        by_document = self.above_base(losses).groupby("arm").mean()
+        by_seed = self.above_base(self.final[["loss"]])["loss"].unstack("seed")
+        if len(by_seed):
+            name = f"difference to {self.base}, over documents"
+            columns[name] = with_error(by_document.drop(self.base))
+            columns["over seeds"] = with_error(by_seed.drop(self.base))
+        return self.table(columns)
+
+    def cost_table(self) -> str:
+        """Return the table of costs, and of the tokens that repay a conversion."""
+        facts, curves = self.facts(), self.curves().T.groupby("arm").mean().T
+        columns = {
+            "learning rate": words(facts["learning_rate"], "{:g}"),
+            "tokens/s": words(facts["speed.tokens_per_s"], "{:,.0f}"),
+            "peak memory, GiB": words(facts["speed.memory_bytes"] / 2**30, "{:.1f}"),
+            "GPU-hours": words(facts["speed.gpu_hours"], "{:.3f}"),
+        }
+        if "keys_per_query" in facts:
+            columns["keys per query"] = words(facts["keys_per_query"], "{:,.0f}")
+        if self.base in curves:
+            base = curves[self.base]
+            share = (curves - base.iloc[-1]).apply(level) / curves.index[-1]
+            hours = share * facts["speed.gpu_hours"]
+            columns[f"GPU-hours to the final loss of {self.base}"] = words(hours, "{:.3f}")
+            if "from" in self.plan["arms"][self.plan["baseline"]]:
+                start, equal = curves - base.iloc[0], curves.sub(base, axis=0)
+                for name, points in (("as before training", start), ("as dense", equal)):
+                    columns[f"tokens to a loss {name}"] = words(
+                        points.apply(level) / 1e6, "{:.1f} M"
+                    )
+        return self.table(columns)
+
+    def recall_table(self) -> str:
+        """Return the table of recall, means over lengths and depths."""
+        by_seed = self.entries("recall").groupby(["task", "arm", "seed"], sort=False)
+        by_arm = by_seed[["correct", "loss"]].mean().groupby(["task", "arm"], sort=False)
+        right, nats = by_arm["correct"].agg(["mean", "min", "max"]), by_arm["loss"].mean()
+        cells = right.apply(lambda r: f"{r['mean']:.1%} ({r['min']:.1%} to {r['max']:.1%})", axis=1)
+        return self.table((cells + words(nats, ", {:.2f}")).unstack("task", sort=False))
+
+    def longer_table(self, entries: pd.DataFrame) -> str:
+        """Return the table of one length beyond that of the training."""
+        entries = entries.set_index("arm")
+        recall = [pd.DataFrame(e).groupby("task")["correct"].mean() for e in entries["recall"]]
+        mass = [pd.DataFrame(e, columns=[*MASS]).mean() for e in entries["mass"]]
+        columns = [
+            entries[["rope_base", "loss"]],
+            positions(entries["by_position"]),
+            pd.DataFrame(recall, index=entries.index).add_prefix("recall: "),
+            pd.DataFrame(mass, index=entries.index)[["selected", "random"]].add_prefix("mass: "),
+        ]
+        means = pd.concat(columns, axis=1).groupby("arm").mean()
+        return self.table(means.map("{:.4g}".format, na_action="ignore"))
+
+    def sweep_table(self) -> str:
+        """Return the final losses of the sweep, the lowest of each arm in bold."""
+        rows = [
+            (self.labels[run["arm"]], f"{run['learning_rate']:g}", run["evaluations"][-1]["loss"])
+            for run in self.sweep
+        ]
+        losses = pd.DataFrame(rows, columns=["arm", "rate", "loss"]).pivot(
+            index="arm", columns="rate", values="loss"
+        )
+        bold = losses.eq(losses.min(axis=1), axis=0)
+        cells = losses.map("{:.4f}".format).where(~bold, losses.map("**{:.4f}**".format))
+        return self.table(cells.where(losses.notna()))
+
+    def loss_figure(self) -> Figure:
+        """Draw the loss over tokens, and its difference to the baseline by position."""
+        figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
+        over_tokens, by_position = figure.subplots(1, 2, width_ratios=(3, 2))
+        curves = self.curves().dropna()
+        curves = curves[len(curves) // 3 :]  # before, losses fall alike, and would fill the picture
+        curves.index /= 1e6
+        for arm, losses in curves.T.groupby("arm", sort=False):
+            over_tokens.plot(losses.mean(), color=self.colours[arm], lw=1.4, label=arm)
+            band = curves.index, losses.min(), losses.max()
+            over_tokens.fill_between(*band, color=self.colours[arm], alpha=0.25, lw=0)
+        over_tokens.set(title="Held-out loss, nats per token", xlabel="tokens, millions")
+        above = self.above_base(positions(self.final["by_position"]))
+        arms = above.groupby("arm", sort=False)
+        for number, (arm, seeds) in enumerate(arms):
+            x = np.arange(above.shape[1]) + 0.7 * ((number + 0.5) / len(arms) - 0.5)
+            by_position.vlines(x, seeds.min(), seeds.max(), color=self.colours[arm], lw=1.4)
+            by_position.plot(x, seeds.mean(), "o", color=self.colours[arm], ms=3.5)
+        by_position.set_xticks(range(above.shape[1]), above.columns)
+        by_position.set(title=f"Above {self.base}", xlabel="position in the row, tokens")
+        by_position.axhline(0, color=INK, lw=1)
+        for axes in (over_tokens, by_position):
+            axes.grid()
+        figure.legend(loc="outside lower center", ncols=4)
+        return figure
+
+    def panels(self, titles: Iterable[str], height: float, **limits: Any) -> tuple[Figure, Any]:
+        """Return a figure of panels for shares, and the panels by title."""
+        figure, titles = Figure(figsize=(_WIDTH, height), layout="constrained"), [*titles]
+        panels = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
+        for axes, title in zip(panels, titles):
+            axes.set(title=title, ylim=(0, 1), **limits)
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+            axes.grid()
+        return figure, dict(zip(titles, panels))
+
+    def recall_figure(self) -> Figure:
+        """Draw the share of right answers by the distance of what must be found."""
+        entries = self.entries("recall")
+        # A distance counts as the next power of 2.
+        distance = (entries["length"] * (1 - entries["depth"])).clip(lower=256)
+        entries["distance"] = 2 ** np.ceil(np.log2(distance))
+        shares = entries.groupby(["task", "arm", "distance"])["correct"].mean()
+        tasks = entries["task"].unique()
+        figure, panels = self.panels(tasks, 3.0, xlabel="distance, tokens")
+        for task, axes in panels.items():
+            for arm in entries["arm"].unique():
+                axes.plot(shares[task, arm], "o-", color=self.colours[arm], ms=3, lw=1.2, label=arm)
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: length_words(int(value)))
+        handles = axes.get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=4)
+        return figure
+
+    def mass_figure(self) -> Figure:
+        """Draw the share of dense attention's mass by layer and kind of blocks."""
+        means = self.entries("mass").groupby(["arm", "layer"], sort=False)[[*MASS]].mean()
+        arms = means.index.unique("arm")
+        figure, panels = self.panels(arms, 2.8, xlabel="layer")
+        for arm, axes in panels.items():
+            for kind, colour in MASS.items():
+                axes.plot(means.loc[arm, kind], "o-", color=colour, ms=3.5, lw=1.4, label=kind)
+        panels[arms[0]].set_ylabel("share of attention mass")
+        handles = axes.get_legend_handles_labels()
+        figure.legend(*handles, loc="outside right center")
+        return figure
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        """Return the functions that draw the pictures, by name."""
+        figures = {"loss": self.loss_figure, "recall": self.recall_figure}
+        return figures | ({"mass": self.mass_figure} if len(self.entries("mass")) else {})
+
+    def section(self) -> Iterable[str]:
+        """Yield the paragraphs of the section in Markdown."""
+        yield f"## {self.plan['title']}"
+        if self.runs:
+            yield "; ".join(sorted({circumstances(run) for run in self.runs}))
+            yield "### Held-out loss"
+            yield f"![Loss over tokens, and its difference by position]({self.name}_loss.svg)"
+            yield (
+                "Losses are in nats per token. Lines and dots are means over seeds; bands and bars"
+                " reach from the lowest seed to the highest. A difference is between runs with the"
+                " same seed, and has its standard error, over documents or over seeds."
+            )
+            yield self.loss_table()
+            yield "By position in the row:"
+            by_position = positions(self.final["by_position"]).groupby("arm").mean()
+            yield self.table(by_position.map("{:.4f}".format))
+            if len(longer := self.entries("longer")):
+                for length, entries in longer.groupby("length"):
+                    yield f"Rows of {length_words(length)}, without further training:"
+                    yield self.longer_table(entries)
+            yield from ("### Cost", self.cost_table(), "### Recall")
+            yield f"![Right answers by distance]({self.name}_recall.svg)"
+            yield (
+                "Right answers (lowest to highest seed), and nats per answer token; means over"
+                " lengths and depths:"
+            )
+            yield self.recall_table()
+            if "mass" in self.figures():
+                yield "### Selected blocks"
+                yield (
+                    "The attention mass in the selected blocks, in as many random ones and in the"
+                    " best ones; `keys` is their share of all keys."
+                )
+                yield f"![Attention mass by layer]({self.name}_mass.svg)"
+        if self.sweep:
+            yield "### Learning rates"
+            yield "Final losses of short runs, the lowest of each arm in bold:"
+            yield self.sweep_table()
+
+
+def circumstances(run: Result) -> str:
+    """Return the machine and the data of a run in words."""
+    return (
         f"{run['machine']['device']}, torch {run['torch']}, rows of {run['row']} tokens,"
         f" {run['corpus']['unique_tokens'] / 1e6:.1f} M unique training tokens,"
-        f" {run['corpus']['epochs']:.2f} epochs, {last(run, 'documents')} held-out documents"
-        for run in runs
-    }
-    best = {task: max(recalled(run)[task] for run in runs) for task in recalled(runs[0])}
-    drawn = [task for task, share in best.items() if share >= _DRAWN]
-    others = ", ".join(task for task in best if task not in drawn)
-    parts = [
-        "# Dense attention and NSA at equal tokens",
-        "; ".join(sorted(facts)),
-        "## Runs that are missing or did not finish",
-        "\n".join(f"- {line}" for line in missing) or "None.",
-        "## Held-out loss",
-        f"![Loss over tokens, and its difference to {BASE} by position](loss.svg)",
-        "Losses are in nats per token. Lines and dots are means over seeds; bands and bars reach"
-        " from the lowest seed to the highest. A difference is between runs with the same seed, and"
-        " has its standard error, over documents or over seeds.",
-        *(loss, "By position in the row:", position, "## Cost", cost, "## Recall"),
-        "Right answers (lowest to highest seed), and nats per answer token; means over lengths and"
-        " depths:",
-        recall,
-        *(f"![{task} by length and depth](recall_{task}.svg)" for task in drawn),
-        f"No run answers {_DRAWN:.0%} of these: {others}." * bool(others),
-        "## Selected blocks",
-        "The attention mass in the selected blocks, in as many random ones and in the best ones;"
-        " `keys` is their share of all keys.",
-        "![Attention mass by layer](mass.svg)",
-        "## Learning rates",
-        "Final losses of short runs, the lowest of each arm in bold:",
-        table(sweep_cells(sweep)),
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n", drawn
+        f" {run['corpus']['epochs']:.2f} epochs, {run['evaluations'][-1]['documents']} held-out"
+        " documents"
+    )
 
 
-def main() -> None:
-    """Write the report of the folder that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="the folder with the result files")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the report")
-    options = parser.parse_args()
-    arms, sweep, missing = read(options.folder)
-    if not arms:
-        parser.error(f"{options.folder} has no finished run of an arm: start run.py first")
-    text, drawn = page(arms, sweep, missing)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "report.md").write_text(text, encoding="utf-8")
-    figures = {"loss": loss_figure, "mass": mass_figure}
-    figures |= {f"recall_{task}": functools.partial(recall_figure, task=task) for task in drawn}
-    for name, figure in figures.items():
-        (options.out / f"{name}.svg").write_bytes(draw(functools.partial(figure, arms), "svg"))
+def main(
+    folder: Annotated[Path, typer.Argument(help="the folder with the result files")],
+    out: Annotated[Path, typer.Option(help="the folder of the report")],
+) -> None:
+    """Write the tables and pictures of the study."""
+    results, missing = read(folder)
+    groups = [group for name in PLAN if (group := Group(name, results)).runs or group.sweep]
+    if not groups:
+        raise typer.BadParameter(f"{folder} has no finished run: start run.py first")
+    out.mkdir(parents=True, exist_ok=True)
+    paragraphs = ["# Dense attention and NSA at equal tokens"]
+    paragraphs.append("## Runs that are missing or did not finish")
+    paragraphs.append("\n".join(f"- {line}" for line in missing) or "None.")
+    for group in groups:
+        paragraphs += group.section()
+        for name, figure in group.figures().items() if group.runs else ():
+            (out / f"{group.name}_{name}.svg").write_bytes(draw(figure, "svg"))
+    (out / "report.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,41 +1,43 @@
 """Train and evaluate the arms of the study on one GPU, and write one result file a run.
 
-    python benchmarks/study/run.py TOKENS --out results      # the sweep, then all arms and seeds
-    python benchmarks/study/run.py TOKENS --out results --runs 'nsa-seed*'
-    CUDA_VISIBLE_DEVICES=1 python benchmarks/study/run.py TOKENS --out results --part 1/2
+    python benchmarks/study/run.py small TOKENS --out results
+    python benchmarks/study/run.py small TOKENS --out results --runs 'nsa-seed*'
+    CUDA_VISIBLE_DEVICES=1 python benchmarks/study/run.py small TOKENS --out results --part 1/2
 
-TOKENS is the folder that `corpus.py tokens` wrote. A finished run is not repeated, and a run that
-was cut resumes from its last save. Arms train at the best rate of the sweep, so its results must
-lie in the folder of the results.
+`small` is a group of arms.toml, TOKENS the folder that `corpus.py tokens` wrote. A finished run is
+not repeated, and a run that was cut resumes from its last save.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import dataclasses
 import fnmatch
 import functools
 import gc
-import hashlib
 import itertools
 import json
 import math
+import re
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import recall
-import tokenizers
 import tomllib
 import torch
 import torch.nn.functional as F
+import typer
+from corpus import sha256
+from tokenizers import Tokenizer
 
 from nsa_bench.environment import machine
 from nsa_core import NSAConfig
+from nsa_core.flops import visible_pairs
 from nsa_core.layer.gating import LinearGate
 from nsa_core.util.atomic_files import write_atomic
 from nsa_models.lm.config import LMConfig
@@ -53,78 +55,107 @@ from nsa_models.lm.task import Data, DataSpec
 from nsa_models.lm.train import Progress, train
 from nsa_models.lm.trainer import Trainer
 
-ARMS = Path(__file__).with_name("arms.toml")
+PLAN: dict[str, Any] = tomllib.loads(Path(__file__).with_name("arms.toml").read_text())
 BRANCHES = ("cmp", "sel", "win")
 ROWS_PER_DOCUMENT = 2  # of the held-out loss
-RECALL_COUNT, DEPTHS = 32, (0.0, 0.25, 0.5, 0.75, 1.0)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of recall
 MASS_DOCUMENTS = 8
+NEW = re.compile(r"\.attn\.(phi_k|phi_v|gate)\.")  # parameters that a dense model does not have
 _order = functools.lru_cache(maxsize=2)(permutation)
 
 
-class Tokens(NamedTuple):
-    """One side of the corpus: token ids, and the first token and length of each document."""
+class Run(NamedTuple):
+    """One training run."""
 
-    ids: np.ndarray
-    documents: list[tuple[int, int]]
-    sha256: str
+    group: str
+    arm: str
+    seed: int
+    rate: float
+    tokens: int
+    purpose: str  # "arm" or "sweep"
 
-    def rows(self, length: int) -> list[range]:
-        """Return the first token of every row that fits, by document."""
-        return [range(first, first + count - length, length) for first, count in self.documents]
+    @property
+    def name(self) -> str:
+        """The name of its result file, without ending."""
+        if self.purpose == "sweep":
+            return f"sweep-{self.arm}-{self.rate:g}"
+        return f"{self.arm}-seed{self.seed}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The values of the group, replaced by those of the arm."""
+        group = PLAN[self.group]
+        return {"attention": "nsa", "layer": {}, **group, **group["arms"][self.arm]}
+
+
+def all_runs(group: str) -> list[Run]:
+    """Return the runs of a group: the sweep, then every arm with the first seed, and so on."""
+    plan, runs = PLAN[group], []
+    sweep = plan.get("sweep", {"arms": (), "rates": ()})
+    for arm, rate in itertools.product(sweep["arms"], sweep["rates"]):
+        runs.append(Run(group, arm, 0, rate, sweep["tokens"], "sweep"))
+    for seed, (arm, entry) in itertools.product(plan["seeds"], plan["arms"].items()):
+        rate = entry.get("rate", plan["rate"])
+        runs.append(Run(group, arm, seed, rate, plan["tokens"], "arm"))
+    return runs
+
+
+def open_tokenizer(corpus: Path) -> Tokenizer:
+    """Return the tokenizer of a corpus."""
+    return Tokenizer.from_file(str(corpus / "tokenizer.json"))
 
 
 @functools.cache
-def read_tokens(folder: Path, side: str) -> Tokens:
-    """Read the side "train" or "held_out" of the folder that `corpus.py tokens` wrote."""
-    listed = json.loads((folder / f"{side}.json").read_text())
-    ids = np.fromfile(folder / f"{side}.bin", dtype="<u2")
-    documents = [(document["first"], document["tokens"]) for document in listed]
-    return Tokens(ids, documents, hashlib.sha256(ids).hexdigest())
+def read_documents(corpus: Path, side: str) -> list[np.ndarray]:
+    """Return the token ids of each document of a side, "train" or "held_out"."""
+    ids = np.fromfile(corpus / f"{side}.bin", dtype="<u2")
+    ends = np.flatnonzero(ids == open_tokenizer(corpus).token_to_id("<|endoftext|>")) + 1
+    return np.split(ids, ends)[:-1]
+
+
+def rows_of(document: np.ndarray, length: int) -> list[np.ndarray]:
+    """Return all rows of a document, each with the token after it."""
+    return [document[i : i + length + 1] for i in range(0, len(document) - length, length)]
 
 
 class TokenRows(NumberedRows):
     """Rows of one document each, in another order in each epoch, which the seed determines."""
 
-    def __init__(self, tokens: Tokens, length: int, seed: int) -> None:
+    def __init__(self, documents: list[np.ndarray], length: int, seed: int) -> None:
         super().__init__(length)
-        self._ids, self._seed = tokens.ids, seed
-        self.starts = list(itertools.chain(*tokens.rows(length)))
+        self.rows = [row for document in documents for row in rows_of(document, length)]
+        self._seed = seed
 
     def row(self, number: int) -> Row:
         """Return the row with this number, counted over the epochs."""
-        epoch, place = divmod(number, len(self.starts))
-        start = self.starts[_order(len(self.starts), self._seed, epoch)[place]]
-        part = self._ids[start : start + self.length + 1].tolist()
-        return Row(part[:-1], part[1:], [self.length])
+        epoch, place = divmod(number, len(self.rows))
+        tokens = self.rows[_order(len(self.rows), self._seed, epoch)[place]].tolist()
+        return Row(tokens[:-1], tokens[1:], [self.length])
 
 
-def held_out_rows(tokens: Tokens, length: int) -> list[torch.Tensor]:
+def held_out_rows(documents: list[np.ndarray], length: int) -> list[torch.Tensor]:
     """Return some rows of each document that has any, int64 [rows, length + 1], evenly spread."""
-    documents = []
-    for starts in filter(None, tokens.rows(length)):
-        chosen = starts[:: max(1, len(starts) // ROWS_PER_DOCUMENT)][:ROWS_PER_DOCUMENT]
-        rows = np.stack([tokens.ids[start : start + length + 1] for start in chosen])
-        documents.append(torch.from_numpy(rows.astype(np.int64)))
-    return documents
-
-
-def open_tokenizer(corpus: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a corpus."""
-    return tokenizers.Tokenizer.from_file(str(corpus / "tokenizer.json"))
+    chosen = []
+    for rows in filter(None, (rows_of(document, length) for document in documents)):
+        some = rows[:: max(1, len(rows) // ROWS_PER_DOCUMENT)][:ROWS_PER_DOCUMENT]
+        chosen.append(torch.from_numpy(np.stack(some).astype(np.int64)))
+    return chosen
 
 
 @functools.cache
-def questions(corpus: Path, length: int) -> list[list[recall.Example]]:
-    """Return the recall questions up to a length, by task, length and depth; it takes a while."""
-    filler, tokenizer = read_tokens(corpus, "held_out").ids, open_tokenizer(corpus)
+def questions(corpus: Path, lengths: tuple[int, ...], count: int) -> list[list[recall.Example]]:
+    """Return recall questions by task, length and depth; it takes a while."""
+    filler = np.concatenate(read_documents(corpus, "held_out"))
+    tokenizer = open_tokenizer(corpus)
     return [
-        recall.examples(task, tokenizer, filler, size, depth, RECALL_COUNT, seed=0)
-        for task, size, depth in itertools.product(recall.TASKS, _eighths(length), DEPTHS)
+        recall.examples(task, tokenizer, filler, length, depth, count, seed=0)
+        for task, length, depth in itertools.product(recall.TASKS, lengths, DEPTHS)
     ]
 
 
-def _eighths(length: int) -> list[int]:
-    return [length >> shift for shift in (3, 2, 1, 0)]
+def eighths(length: int) -> tuple[int, ...]:
+    """Return an eighth, a quarter, a half and the whole of a length."""
+    return tuple(length >> shift for shift in (3, 2, 1, 0))
 
 
 class BranchGate(LinearGate):
@@ -140,74 +171,35 @@ class BranchGate(LinearGate):
         return super().forward(x) * self.open
 
 
-def model_config(plan: dict[str, Any], arm: str, vocab_size: int) -> LMConfig:
+def model_config(run: Run, corpus: Path) -> LMConfig:
     """Return the sizes of an arm's model."""
-    entry = plan["arms"][arm]
-    layer = NSAConfig(**plan["model"], **entry.get("layer", {}))
-    attention = entry.get("attention", "nsa")
-    config = LMConfig(layer, plan["training"]["n_layers"], vocab_size, attention=attention)
+    entry = run.settings
+    change = entry["layer"] | entry.get("change", {})
+    if "from" in entry:
+        config = open_folder(corpus / entry["from"]).config
+        return dataclasses.replace(config, layer=dataclasses.replace(config.layer, **change))
+    vocab_size = open_tokenizer(corpus).get_vocab_size()
+    layer = NSAConfig(**change)
+    config = LMConfig(layer, entry["n_layers"], vocab_size, attention=entry["attention"])
     if "parameters_of" not in entry:
         return config
-    wanted = model_config(plan, entry["parameters_of"], vocab_size)
+    wanted = model_config(run._replace(arm=entry["parameters_of"]), corpus)
     with torch.device("meta"):
         missing = parameter_count(LanguageModel(wanted)) - parameter_count(LanguageModel(config))
     hidden = config.hidden + missing / (3 * layer.dim * config.n_layers)
     return dataclasses.replace(config, mlp_dim=16 * round(hidden / 16))
 
 
-def build(plan: dict[str, Any], arm: str, vocab_size: int, seed: int) -> LanguageModel:
+def build(run: Run, corpus: Path) -> LanguageModel:
     """Return an arm's model with the weights of a seed."""
-    entry, config = plan["arms"][arm], model_config(plan, arm, vocab_size)
-    torch.manual_seed(seed)
+    entry, config = run.settings, model_config(run, corpus)
+    torch.manual_seed(run.seed)
     model = LanguageModel(config, entry.get("backends"))
-    if "branches" in entry:
-        for block in model.blocks:
-            gate = BranchGate(config.layer.dim, config.layer.n_heads, entry["branches"])
-            gate.load_state_dict(block.attn.gate.state_dict())
-            block.attn.gate = gate
+    for block in model.blocks if "branches" in entry else ():
+        gate = BranchGate(config.layer.dim, config.layer.n_heads, entry["branches"])
+        gate.load_state_dict(block.attn.gate.state_dict())
+        block.attn.gate = gate
     return model
-
-
-class Run(NamedTuple):
-    """One training run."""
-
-    arm: str
-    seed: int
-    rate: float | None  # None: the best of the sweep
-    tokens: int
-    purpose: str  # "arm" or "sweep"
-
-    @property
-    def name(self) -> str:
-        """The name of its result file, without ending."""
-        if self.purpose == "sweep":
-            return f"sweep-{self.arm}-{self.rate:g}"
-        return f"{self.arm}-seed{self.seed}"
-
-
-def all_runs(plan: dict[str, Any]) -> list[Run]:
-    """Return the runs in their order: the sweep, then every arm with the first seed, and so on."""
-    sweep, training = plan["sweep"], plan["training"]
-    short = itertools.product(sweep["arms"], sweep["rates"])
-    arms = itertools.product(training["seeds"], plan["arms"])
-    runs = [Run(arm, 0, rate, sweep["tokens"], "sweep") for arm, rate in short]
-    return runs + [Run(arm, seed, None, training["tokens"], "arm") for seed, arm in arms]
-
-
-def best_rate(plan: dict[str, Any], out: Path, attention: str) -> float:
-    """Return the rate of the sweep with the lowest final held-out loss.
-
-    Raises:
-        SystemExit: A run of the sweep is missing.
-    """
-    losses = {}
-    for rate in plan["sweep"]["rates"]:
-        file = out / f"sweep-{attention}-{rate:g}.json"
-        document = json.loads(file.read_text()) if file.exists() else {"complete": False}
-        if not document["complete"]:
-            raise SystemExit(f"{file} has no complete run: run the sweep first (--runs 'sweep-*')")
-        losses[rate] = document["evaluations"][-1]["loss"]
-    return min(losses, key=losses.__getitem__)
 
 
 @torch.no_grad()
@@ -217,13 +209,14 @@ def held_out_loss(
     """Return the loss in nats per token, by position, with standard errors over documents."""
     losses: list[torch.Tensor] = []
     weight = model.output_weight
-    for rows in torch.cat(documents).to(weight.device).split(batch):
+    for rows in torch.cat(documents).split(batch):
+        rows = rows.to(weight.device)
         for hidden, targets in zip(model.hidden(rows[:, :-1]), rows[:, 1:]):
             logits = F.linear(hidden, weight).float()  # of one row at a time, as they are large
-            losses.append(F.cross_entropy(logits, targets, reduction="none"))
-    by_row = torch.stack(losses).double().cpu().split([len(rows) for rows in documents])
+            losses.append(F.cross_entropy(logits, targets, reduction="none").cpu())
+    by_row = torch.stack(losses).double().split([len(rows) for rows in documents])
     by_document = torch.stack([rows.mean(0) for rows in by_row])
-    means, edges = by_document.mean(1), [0, *_eighths(by_document.shape[1])]
+    means, edges = by_document.mean(1), [0, *eighths(by_document.shape[1])]
     return {
         **_mean(means),
         "documents": len(means),
@@ -242,12 +235,29 @@ def _mean(values: torch.Tensor) -> dict[str, float]:
 
 
 def mass(model: LanguageModel, documents: list[torch.Tensor]) -> list[dict[str, Any]]:
-    """Return the fields of :class:`nsa_models.lm.mass.Mass` by layer, for some documents."""
+    """Return the fields of :class:`nsa_models.lm.mass.Mass` by layer, for some documents.
+
+    Dense attention and arms that do not select by scores have none.
+    """
+    attn = model.blocks[0].attn
+    if model.config.attention != "nsa" or isinstance(attn.gate, BranchGate) or attn.backends:
+        return []
     some = documents[:: max(1, len(documents) // MASS_DOCUMENTS)][:MASS_DOCUMENTS]
-    device = model.output_weight.device
-    found = [selected_mass(model, rows[0, :-1].to(device)) for rows in some]
+    found = [selected_mass(model, rows[0, :-1].to(model.output_weight.device)) for rows in some]
     means = torch.tensor(found).mean(0).tolist()
     return [{"layer": n, **dict(zip(Mass._fields, m))} for n, m in enumerate(means)]
+
+
+def with_base(model: LanguageModel, base: float) -> LanguageModel:
+    """Return a copy of a model with another rotary base."""
+    layer = dataclasses.replace(model.config.layer, rope_base=base)
+    copy = LanguageModel(dataclasses.replace(model.config, layer=layer))
+    copy.load_state_dict(model.state_dict())
+    return copy.to(model.output_weight.device)
+
+
+class TimeOver(Exception):
+    """The time for training is over."""
 
 
 class StudyTrainer(Trainer):
@@ -258,150 +268,206 @@ class StudyTrainer(Trainer):
 
     def held_out_loss(self) -> float:
         """Return the held-out loss in nats per token."""
-        found = self.measure(held_out_loss, self.documents, self.recipe.batch)
+        with self.evaluating():
+            result = held_out_loss(self.model, self.documents, self.recipe.batch)
+            layers = mass(self.model, self.documents)
+        for name in ("selected", "random") if layers else ():
+            result[name] = sum(layer[name] for layer in layers) / len(layers)
         if self.evaluations:  # the losses by document are of the last evaluation
             self.evaluations[-1].pop("document_losses", None)
-        self.evaluations.append({"step": self.step_number, "tokens": self.tokens, **found})
-        return float(found["loss"])
+        self.evaluations.append({"step": self.step_number, "tokens": self.tokens, **result})
+        return float(result["loss"])
 
-    def measure(self, measurement: Callable[..., Any], *args: Any) -> Any:
-        """Return a measurement of the model, in eager mode and in the precision of the training."""
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Run the model in eager mode and in the precision of the training."""
         with torch.compiler.set_stance("force_eager"), self._autocast():
-            return measurement(self.model, *args)
+            yield
+
+    def train_new_parameters_first(self, steps: int, rate: float) -> None:
+        """Train phi and the gates alone for some steps, at a rate of their own."""
+        new = {p for name, p in self.model.named_parameters() if NEW.search(name)}
+        groups = self.optimizer.param_groups
+        for group in [*groups]:
+            groups.append({**group, "params": [p for p in group["params"] if p in new]})
+            groups[-1]["first"] = True
+            group["params"] = [p for p in group["params"] if p not in new]
+
+        def set_rates(*_: Any) -> None:
+            for group in groups if self.step_number < steps else ():
+                group["lr"] = rate if "first" in group else 0.0  # 0 keeps a weight as it is
+
+        self.optimizer.register_step_pre_hook(set_rates)
 
 
-def train_and_evaluate(
-    plan: dict[str, Any], run: Run, corpus: Path, out: Path, device: str
-) -> None:
-    """Train and evaluate one run, and write its result file after every evaluation.
+class Study:
+    """One run: its trainer, and the facts of its result file."""
 
-    The model and its log are saved in the folder "saves" of the results.
-    """
-    file, saves = out / f"{run.name}.json", out / "saves" / run.name
-    old = json.loads(file.read_text()) if file.exists() else {"complete": False, "evaluations": []}
-    if old["complete"]:
-        print(f"{run.name}: finished before", flush=True)
-        return
-    training, entry = plan["training"], plan["arms"][run.arm]
-    own, held_out = read_tokens(corpus, "train"), read_tokens(corpus, "held_out")
-    row, batch = training["row"], training["batch"]
-    vocab_size = open_tokenizer(corpus).get_vocab_size()
-    steps = run.tokens // (row * batch)
-    recipe = Recipe(
-        steps=steps,
-        batch=batch,
-        learning_rate=run.rate or best_rate(plan, out, entry.get("attention", "nsa")),
-        warmup=training["warmup"],
-        precision="bfloat16",
-        compile=device != "cpu",
-        graph=device != "cpu",
-        eval_every=max(1, steps // training["points"]),
-        save_every=max(1, steps // 2),
-        seed=run.seed,
-    )
-    rows = TokenRows(own, row, run.seed)
-    data = Data(DataSpec("study", row, seed=run.seed), rows, [], vocab_size)
-    model = build(plan, run.arm, vocab_size, run.seed)
-    saves.mkdir(parents=True, exist_ok=True)
-    resume = file.exists() and (saves / INDEX).exists()
-    folder = open_folder(saves) if resume else None
-    trainer = StudyTrainer(model, data, recipe, World(torch.device(device)), folder, resume)
-    trainer.documents = held_out_rows(held_out, row)
-    done = trainer.step_number if resume else -1
-    trainer.evaluations = [e for e in old["evaluations"] if e["step"] <= done]
-    tokens, unique = steps * row * batch, len(rows.starts) * row
-    facts: dict[str, Any] = {
-        "kind": "nsa-study",
-        "schema_version": 1,
-        **run._asdict(),
-        "learning_rate": recipe.learning_rate,
-        "complete": False,
-        "ended": "cut",
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "corpus": {
-            "sha256": own.sha256,
-            "held_out_sha256": held_out.sha256,
-            "unique_tokens": unique,
-            "epochs": tokens / unique,
-        },
-        "parameters": parameter_count(model),
-        "parameters_without_embedding": parameter_count(model) - model.embed.weight.numel(),
-        "row": row,
-        "steps": steps,
-        "tokens": tokens,
-        "recipe": dataclasses.asdict(recipe),
-        "evaluations": trainer.evaluations,
-    }
+    def __init__(self, run: Run, corpus: Path, out: Path, device: str) -> None:
+        self.run, self.corpus, self.entry = run, corpus, run.settings
+        self.file, self.saves = out / f"{run.name}.json", out / "saves" / run.name
+        self.saves.mkdir(parents=True, exist_ok=True)
+        row, batch = self.entry["row"], self.entry["batch"]
+        steps = run.tokens // (row * batch)
+        recipe = Recipe(
+            steps=steps,
+            batch=batch,
+            learning_rate=run.rate,
+            warmup=self.entry["warmup"],
+            precision="bfloat16",
+            compile=device != "cpu",
+            graph=device != "cpu",
+            eval_every=max(1, steps // self.entry["points"]),
+            save_every=max(1, steps // 2),
+            seed=run.seed,
+        )
+        model = build(run, corpus)
+        rows = TokenRows(read_documents(corpus, "train"), row, run.seed)
+        data = Data(DataSpec("study", row, seed=run.seed), rows, [], model.config.vocab_size)
+        resume = self.file.exists() and (self.saves / INDEX).exists()
+        start = self.saves if resume else corpus / self.entry.get("from", "")
+        folder = open_folder(start) if resume or "from" in self.entry else None
+        world = World(torch.device(device))
+        self.trainer = trainer = StudyTrainer(model, data, recipe, world, folder, resume)
+        if first := self.entry.get("first"):
+            trainer.train_new_parameters_first(first["tokens"] // (row * batch), first["rate"])
+        trainer.documents = held_out_rows(read_documents(corpus, "held_out"), row)
+        old = json.loads(self.file.read_text())["evaluations"] if resume else []
+        trainer.evaluations = [e for e in old if e["step"] <= trainer.step_number]
+        tokens, unique = steps * row * batch, len(rows.rows) * row
+        pairs = visible_pairs(model.config.layer.geometry, row)
+        kinds = ("dense",) if model.config.attention == "dense" else BRANCHES
+        self.facts: dict[str, Any] = {
+            "kind": "nsa-study",
+            "schema_version": 1,
+            **run._asdict(),
+            "learning_rate": recipe.learning_rate,
+            "complete": False,
+            "ended": "cut",
+            "machine": machine(device),
+            "torch": torch.__version__,
+            "corpus": {
+                "sha256": sha256(corpus / "train.bin"),
+                "held_out_sha256": sha256(corpus / "held_out.bin"),
+                "unique_tokens": unique,
+                "epochs": tokens / unique,
+            },
+            "parameters": parameter_count(model),
+            "row": row,
+            "keys_per_query": sum(pairs[kind] for kind in kinds) / row,
+            "steps": steps,
+            "tokens": tokens,
+            "recipe": dataclasses.asdict(recipe),
+            "evaluations": trainer.evaluations,
+        }
 
-    def write(progress: Progress | None = None) -> None:
-        if progress is not None and progress.held_out_loss is None:
-            return
-        log = [r for r in read_log(saves / FILE)[1] if r["step"] > 3]  # the first ones compile
-        if log:
-            speed = median(r["tokens_per_s"] for r in log)
-            facts["speed"] = {
+    def write(self) -> None:
+        """Write the result file."""
+        records = read_log(self.saves / FILE)[1] if (self.saves / FILE).exists() else []
+        if log := [record for record in records if record["step"] > 3]:  # the first ones compile
+            speed = median(record["tokens_per_s"] for record in log)
+            self.facts["speed"] = {
                 "tokens_per_s": speed,
-                "gpu_hours": tokens / speed / 3600,
+                "gpu_hours": self.facts["tokens"] / speed / 3600,
                 "memory_bytes": log[0]["memory_bytes"],  # later evaluations allocate too
             }
-            kept = ("step", "tokens", "loss")
-            facts["steps_log"] = [{k: r[k] for k in kept} for r in log if r["step"] % 10 == 0]
-            loss = trainer.evaluations[-1]["loss"]
-            print(f"{run.name}: {loss:.4f}, {speed:,.0f} tokens/s", flush=True)
-        write_atomic(file, json.dumps(facts, indent=1) + "\n", force=True)
+            loss = self.trainer.evaluations[-1]["loss"]
+            print(f"{self.run.name}: {loss:.4f}, {speed:,.0f} tokens/s", flush=True)
+        write_atomic(self.file, json.dumps(self.facts, indent=1) + "\n", force=True)
 
-    try:
-        train(trainer, saves, write)
-        if run.purpose == "arm":
-            facts["recall"] = [
-                trainer.measure(recall.score, group, batch * row // group[0].length)
-                for group in questions(corpus, row)
-            ]
-            if model.config.attention == "nsa" and not {"branches", "backends"} & entry.keys():
-                facts["mass"] = trainer.measure(mass, trainer.documents)
-        facts |= {"complete": True, "ended": ""}
-    except Exception as error:
-        facts["ended"] = f"{type(error).__name__}: {error}"
-        raise
-    finally:
-        write()
+    def go(self, deadline: float) -> None:
+        """Train until the deadline at most, and evaluate."""
 
+        def report(progress: Progress) -> None:
+            if progress.held_out_loss is not None:
+                self.write()
+            if time.monotonic() > deadline:
+                raise TimeOver
 
-def main() -> None:
-    """Run the chosen runs one after another; an arm that fails does not end the others."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("tokens", type=Path, help="the folder of `corpus.py tokens`")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
-    parser.add_argument("--plan", type=Path, default=ARMS, help="default: arms.toml")
-    parser.add_argument("--runs", default="*", help="pattern of names, such as 'nsa-seed*'")
-    parser.add_argument("--part", default="0/1", help="I/N: every N-th of these runs, from I on")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="begin no run after: s")
-    options = parser.parse_args()
-    plan = tomllib.loads(options.plan.read_text())
-    runs = [run for run in all_runs(plan) if fnmatch.fnmatch(run.name, options.runs)]
-    if not runs:
-        known = ", ".join(run.name for run in all_runs(plan))
-        parser.error(f"--runs {options.runs} matches no run of {known}")
-    first, count = map(int, options.part.split("/"))
-    options.out.mkdir(parents=True, exist_ok=True)
-    started, failed = time.monotonic(), False
-    for run in runs[first::count]:
-        if time.monotonic() - started > options.time_limit:
-            print(f"{run.name}: not begun, the time limit is over", flush=True)
-            continue
         try:
-            train_and_evaluate(plan, run, options.tokens, options.out, options.device)
-        except Exception:  # noqa: BLE001  (the other arms still run)
-            traceback.print_exc()
-            failed = True
-        torch.compiler.reset()
-        gc.collect()
+            try:
+                train(self.trainer, self.saves, report)
+                ended = {"complete": True, "ended": ""}
+            except TimeOver:
+                if self.trainer.evaluations[-1]["step"] < self.trainer.step_number:
+                    self.trainer.held_out_loss()
+                ended = {"ended": "the time limit was reached"}
+            if self.run.purpose == "arm":
+                with self.trainer.evaluating():
+                    self.evaluate()
+            self.facts |= ended
+        except Exception as error:
+            self.facts["ended"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.write()
+
+    def evaluate(self) -> None:
+        """Measure recall and selected mass, also on rows longer than those of the training."""
+        entry, facts, trainer = self.entry, self.facts, self.trainer
+        lengths = eighths(entry["row"])
+        facts |= self.measure(trainer.model, trainer.documents, lengths, entry["questions"])
+        longer = entry.get("longer", {"rows": ()})
+        facts["longer"] = []
+        for length in longer["rows"]:
+            documents = held_out_rows(read_documents(self.corpus, "held_out"), length)
+            models = {base: with_base(trainer.model, base) for base in longer["bases"]}
+            losses = {base: held_out_loss(models[base], documents, 1) for base in models}
+            best = min(losses, key=lambda base: losses[base]["loss"])
+            measured = self.measure(models[best], documents, (length,), longer["questions"])
+            by_base = {"by_base": {f"{base:g}": losses[base]["loss"] for base in losses}}
+            own = {"length": length, "rope_base": best, **losses[best], **by_base, **measured}
+            facts["longer"].append(own)
+            self.write()
+
+    def measure(
+        self,
+        model: LanguageModel,
+        documents: list[torch.Tensor],
+        lengths: tuple[int, ...],
+        count: int,
+    ) -> dict[str, Any]:
+        """Return the recall of ``count`` questions each, and the mass of the selected blocks."""
+        tokens = self.entry["row"] * self.entry["batch"]
+        groups = questions(self.corpus, lengths, count)
+        scores = [recall.score(model, group, max(1, tokens // group[0].length)) for group in groups]
+        return {"recall": scores, "mass": mass(model, documents)}
+
+
+def main(
+    group: Annotated[str, typer.Argument(help=", ".join(PLAN))],
+    tokens: Annotated[Path, typer.Argument(help="the folder of `corpus.py tokens`")],
+    out: Annotated[Path, typer.Option(help="the folder of the results")],
+    runs: Annotated[str, typer.Option(help="pattern of names, such as 'nsa-seed*'")] = "*",
+    part: Annotated[str, typer.Option(help="I/N: every N-th of these runs, from I on")] = "0/1",
+    device: str = "cuda" if torch.cuda.is_available() else "cpu",
+    minutes: Annotated[float, typer.Option(help="the time in which training must end")] = math.inf,
+) -> None:
+    """Run the chosen runs one after another; an arm that fails does not end the others."""
+    if group not in PLAN:
+        raise typer.BadParameter(f"{group} is not one of {', '.join(PLAN)}")
+    chosen = [run for run in all_runs(group) if fnmatch.fnmatch(run.name, runs)]
+    if not chosen:
+        known = ", ".join(run.name for run in all_runs(group))
+        raise typer.BadParameter(f"--runs {runs} matches no run of {known}")
+    first, count = map(int, part.split("/"))
+    deadline, failed = time.monotonic() + 60 * minutes, False
+    for run in chosen[first::count]:
+        file = out / f"{run.name}.json"
+        if file.exists() and json.loads(file.read_text())["complete"]:
+            print(f"{run.name}: finished before", flush=True)
+        elif time.monotonic() > deadline:
+            print(f"{run.name}: not begun, the time limit was reached", flush=True)
+        else:
+            try:
+                Study(run, tokens, out, device).go(deadline)
+            except Exception:  # noqa: BLE001  (the other arms still run)
+                traceback.print_exc()
+                failed = True
+            torch.compiler.reset()
+            gc.collect()
     raise SystemExit(failed)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -7,13 +7,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import report
+import typer
+from matplotlib.colors import to_hex
 
 DOCUMENTS = [2.0, 2.5, 4.0, 3.5]
-# The loss of an arm above that of the baseline, in the order of ARMS.
-ABOVE = dict(zip(report.ARMS, (0.25, 0.0, -0.5, -0.25, 0.125, 1.0, 0.5, 0.75)))
-BASE = report.ARMS["dense_wide"][0]
+LABELS = {arm: entry["label"] for arm, entry in report.PLAN["small"]["arms"].items()}
+# The loss of an arm above that of the baseline, in the order of the plan.
+ABOVE = dict(zip(LABELS, (0.25, 0.0, -0.5, -0.25, 0.125, 1.0, 0.5, 0.75)))
+BASE = LABELS["dense_wide"]
 
 
 def arm_run(arm: str, seed: int) -> dict[str, Any]:
@@ -62,7 +67,7 @@ def sweep_run(arm: str, rate: float, loss: float) -> dict[str, Any]:
 @pytest.fixture
 def study() -> dict[str, Any]:
     """All runs of the study by the names of their files."""
-    runs = {f"{arm}-seed{seed}": arm_run(arm, seed) for arm in report.ARMS for seed in range(3)}
+    runs = {f"{arm}-seed{seed}": arm_run(arm, seed) for arm in LABELS for seed in range(3)}
     for arm in ("dense", "nsa"):
         for rate, loss in ((0.0005, 5.0), (0.001, 4.5), (0.002, 4.25), (0.004, 4.75)):
             runs[f"sweep-{arm}-{rate}"] = sweep_run(arm, rate, loss)
@@ -86,13 +91,22 @@ def tables(page: str) -> list[dict[str, dict[str, str]]]:
     return found
 
 
+def group_of(folder: Path, name: str = "small") -> report.Group:
+    return report.Group(name, report.read(folder)[0])
+
+
+OTHERS = [
+    f"{report.PLAN[name]['title']}: no result file"
+    for name in ("large", "smollm2_8k", "smollm2_32k")
+]
+
+
 def test_tables_have_the_known_figures(study: dict[str, Any], tmp_path: Path) -> None:
-    arms, sweep, missing = report.read(written(study, tmp_path))
-    assert missing == []
-    page = report.page(arms, sweep, missing)[0]
-    assert "\n\nNone.\n\n" in page
+    results, missing = report.read(written(study, tmp_path))
+    assert missing == OTHERS
+    page = "\n\n".join(report.Group("small", results).section()) + "\n"
     loss, position, cost, recall, rates = tables(page)
-    assert list(loss) == list(position) == [label for label, _ in report.ARMS.values()]
+    assert list(loss) == list(position) == [*LABELS.values()]
     assert loss["NSA"] == {
         "arm": "NSA",
         "parameters": "26.9 M",
@@ -115,7 +129,9 @@ def test_tables_have_the_known_figures(study: dict[str, Any], tmp_path: Path) ->
     assert hours["dense"] == hours["window alone"] == "not reached"
     assert cost["NSA"]["tokens/s"] == "900,001"
     assert cost["NSA"]["peak memory, GiB"] == "3.0"
+    assert not any("tokens to" in column for column in cost["NSA"])
     assert recall["NSA"]["copy"] == "66.0% (65.0% to 67.0%), 1.50"
+    assert list(rates) == ["dense", "NSA"]
     assert rates["NSA"] == {
         "arm": "NSA",
         "0.0005": "5.0000",
@@ -125,9 +141,17 @@ def test_tables_have_the_known_figures(study: dict[str, Any], tmp_path: Path) ->
     }
 
 
-def test_an_arm_that_starts_below_the_loss_reached_it_at_its_first_evaluation() -> None:
-    assert report.share_to([arm_run("dense", 0)], 8.0) == 0.25
-    assert report.share_to([arm_run("dense", 0)], 1.0) is None
+@pytest.mark.parametrize(
+    ("losses", "tokens"),
+    [
+        ([-1.0, -2.0], 10),  # never above
+        ([1.0, -1.0], 15),
+        ([1.0, -1.0, 1.0, 0.0], 40),  # from the last crossing on
+        ([1.0, -1.0, 3.0], float("inf")),
+    ],
+)
+def test_the_level_is_the_last_crossing(losses: list[float], tokens: float) -> None:
+    assert report.level(pd.Series(losses, [10, 20, 30, 40][: len(losses)])) == tokens
 
 
 def test_every_run_that_is_missing_or_did_not_finish_is_named(
@@ -139,23 +163,24 @@ def test_every_run_that_is_missing_or_did_not_finish_is_named(
         study[name] |= {"complete": False, "ended": f"the reason of {name}"}
     study["nsa-seed2"]["evaluations"] = study["nsa-seed2"]["evaluations"][:2]
     study["random_blocks-seed0"]["evaluations"] = []
-    arms, sweep, missing = report.read(written(study, tmp_path))
-    assert missing == [
-        *(f"dense-seed{seed}: no result file" for seed in range(3)),
-        "nsa-seed2: stopped after 2.0 M tokens, at a loss of 4.4700: the reason of nsa-seed2",
-        "window-seed1: no result file",
-        "random_blocks-seed0: stopped before its first evaluation: the reason of"
-        " random_blocks-seed0",
-        "sweep-dense-0.004: stopped after 1.0 M tokens, at a loss of 4.7500: the reason of"
-        " sweep-dense-0.004",
-        "sweep-nsa-0.002: no result file",
-    ]
-    page = report.page(arms, sweep, missing)[0]
-    assert all(f"- {line}\n" in page for line in missing)
-    loss, *_, rates = tables(page)
+    results, missing = report.read(written(study, tmp_path))
+    assert sorted(missing) == sorted(
+        [
+            *OTHERS,
+            *(f"dense-seed{seed}: no result file" for seed in range(3)),
+            "nsa-seed2: stopped after 2.0 M tokens, at a loss of 4.4700: the reason of nsa-seed2",
+            "window-seed1: no result file",
+            "random_blocks-seed0: stopped before its first evaluation: the reason of"
+            " random_blocks-seed0",
+            "sweep-dense-0.004: stopped after 1.0 M tokens, at a loss of 4.7500: the reason of"
+            " sweep-dense-0.004",
+            "sweep-nsa-0.002: no result file",
+        ]
+    )
+    loss, *_, rates = tables("\n\n".join(report.Group("small", results).section()) + "\n")
     assert loss["NSA"]["seeds"] == loss["window alone"]["seeds"] == "2 of 3"
     assert loss["NSA"]["over seeds"] == "-0.4750 ± 0.0250"
-    assert set(loss["dense"].values()) == {"dense", "-"}
+    assert "dense" not in loss
     assert (rates["dense"]["0.004"], rates["NSA"]["0.002"]) == ("-", "-")
     assert rates["NSA"]["0.001"] == "**4.5000**"
     # The document losses of the baseline's third seed do not count against two seeds of NSA.
@@ -164,22 +189,62 @@ def test_every_run_that_is_missing_or_did_not_finish_is_named(
 
 def test_without_the_baseline_there_is_no_difference(study: dict[str, Any], tmp_path: Path) -> None:
     kept = {name: run for name, run in study.items() if not name.startswith("dense_wide")}
-    arms, sweep, missing = report.read(written(kept, tmp_path))
-    loss, _, cost, *_ = tables(report.page(arms, sweep, missing)[0])
+    group = group_of(written(kept, tmp_path))
+    loss, _, cost, *_ = tables("\n\n".join(group.section()) + "\n")
     assert not [
         column for row in (*loss.values(), *cost.values()) for column in row if BASE in column
     ]
     assert loss["NSA"]["final loss"] == "2.5100"
-    assert len(report.loss_figure(arms).axes[1].lines) == 1  # zero
+    assert len(group.loss_figure().axes[1].lines) == 1  # zero
 
 
-def test_a_folder_without_results_is_an_error(
-    tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path), "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit):
-        report.main()
-    assert f"{tmp_path} has no finished run of an arm" in capsys.readouterr().err
+def test_a_folder_without_results_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match=f"{tmp_path} has no finished run"):
+        report.main(tmp_path, tmp_path / "out")
+
+
+def converted(arm: str, losses: list[float], keys: float) -> dict[str, Any]:
+    """Return an invented run of a real model, with its loss after 0, 1, 2 M tokens and so on."""
+    run = arm_run("nsa", 0) | {"arm": arm, "keys_per_query": keys}
+    evaluations = [run["evaluations"][0] | {"document_losses": [loss]} for loss in losses]
+    for number, loss in enumerate(losses):
+        evaluations[number] |= {"tokens": number * 1_000_000, "loss": loss}
+    return run | {"evaluations": evaluations, "tokens": 3_000_000}
+
+
+def test_the_tokens_that_repay_a_conversion(tmp_path: Path) -> None:
+    runs = {
+        "smollm2_8k_dense-seed0": converted("smollm2_8k_dense", [2.0, 1.5, 1.5, 1.0], 4096),
+        "smollm2_8k_nsa-seed0": converted("smollm2_8k_nsa", [5.0, 2.5, 1.5, 1.25], 1683.4),
+    }
+    cost = group_of(written(runs, tmp_path), "smollm2_8k").cost_table()
+    (rows,) = tables(cost + "\n")
+    assert rows["NSA"]["keys per query"] == "1,683"
+    assert rows["NSA"]["tokens to a loss as before training"] == "1.5 M"
+    assert rows["NSA"]["tokens to a loss as dense"] == "not reached"
+    assert rows["dense"]["tokens to a loss as dense"] == "0.0 M"
+
+
+def test_rows_longer_than_those_of_the_training(tmp_path: Path) -> None:
+    runs = {}
+    mass = [{"selected": 0.5, "random": 0.25}, {"selected": 0.75, "random": 0.25}]
+    for arm, seed in (("large_dense", 0), ("large_nsa", 0), ("large_nsa", 1)):
+        run = arm_run("nsa", seed) | {"arm": arm}
+        scores = [{"task": "copy", "length": 65536, "depth": 0, "correct": 0.5, "loss": 1}]
+        edges = [(0, 32768), (32768, 65536)]
+        ranges = [{"first": a, "last": b, "loss": 2.5 + seed + b / 65536} for a, b in edges]
+        entry = {"length": 65536, "rope_base": 4e4, "loss": 2.75, "by_position": ranges}
+        entry |= {"recall": scores, "mass": mass if arm == "large_nsa" else []}
+        runs[f"{arm}-seed{seed}"] = run | {"longer": [entry]}
+    page = "\n\n".join(group_of(written(runs, tmp_path), "large").section())
+    assert "Rows of 64k, without further training:" in page
+    longer = tables(page + "\n")[2]
+    assert longer["NSA"] == {
+        "arm": "NSA",
+        **{"rope_base": "4e+04", "loss": "2.75", "0-32k": "3.5", "32k-64k": "4"},
+        **{"recall: copy": "0.5", "mass: selected": "0.625", "mass: random": "0.25"},
+    }
+    assert (longer[BASE]["0-32k"], longer[BASE]["mass: selected"]) == ("3", "-")
 
 
 def points(line: Any) -> list[tuple[float, float]]:
@@ -187,40 +252,36 @@ def points(line: Any) -> list[tuple[float, float]]:
 
 
 def test_figures_show_the_known_values(study: dict[str, Any], tmp_path: Path) -> None:
-    arms, _, _ = report.read(written(study, tmp_path))
-    left, right = report.loss_figure(arms).axes
-    index = list(report.ARMS).index("nsa")
+    group = group_of(written(study, tmp_path))
+    left, right = group.loss_figure().axes
+    index, colour = list(LABELS).index("nsa"), group.colours["NSA"]
     assert points(left.lines[index]) == [(2, 4.51), (3, 3.51), (4, 2.51)]
-    assert "NSA  2.510" in {text.get_text() for text in left.texts}
-    colour = report.ARMS["nsa"][1]
-    own = [points(line) for line in right.lines if line.get_color() == colour]
-    bars, dots = own[::2], own[1::2]
-    assert [[y for _, y in bar] for bar in bars] == [[-0.55, -0.45], [-1.1, -0.9]]
-    assert [y for ((_, y),) in dots] == [-0.5, -1.0]
-    maps = [axes for axes in report.recall_figure(arms, "copy").axes if axes.get_visible()]
-    assert [axes.get_title() for axes in maps] == [label for label, _ in report.ARMS.values()]
-    shown = {text.get_position(): text.get_text() for text in maps[2].texts}
-    assert shown == {(0, 0): "81", (1, 0): "91", (0, 1): "21", (1, 1): "71"}
-    assert [label.get_text() for label in maps[4].get_yticklabels()] == ["1k", "8k"]
-    assert [label.get_text() for label in maps[4].get_xticklabels()] == ["0", "100"]
-    (panel,) = report.mass_figure(arms).axes
+    (bars,) = [c for c in right.collections if to_hex(c.get_edgecolor()[0]) == colour]
+    assert np.array(bars.get_segments())[..., 1].round(4).tolist() == [[-0.55, -0.45], [-1.1, -0.9]]
+    (dots,) = [line for line in right.lines if line.get_color() == colour]
+    assert [y for _, y in points(dots)] == [-0.5, -1.0]
+    (panel,) = group.recall_figure().axes
+    assert panel.get_title() == "copy"
+    lines = {line.get_label(): points(line) for line in panel.lines}
+    assert list(lines) == [*LABELS.values()]
+    # At the end of the prompt, both lengths; at its start, 1024 and 8192 tokens back.
+    assert lines["NSA"] == [(256, 0.81), (1024, 0.81), (8192, 0.21)]
+    (panel,) = group.mass_figure().axes
     drawn = {line.get_label(): points(line) for line in panel.lines}
     assert drawn["selected"] == [(0, 0.6), (1, 0.6)]
     assert (drawn["random"][0], drawn["best"][1]) == ((0, 0.2), (1, 0.9))
+    assert len(set(group.colours.values())) == len(LABELS)
 
 
 def test_the_command_writes_every_picture_of_its_page(
-    study: dict[str, Any], tmp_path: Path, monkeypatch: Any
+    study: dict[str, Any], tmp_path: Path
 ) -> None:
     out = tmp_path / "new" / "report"
-    for run in study.values():
-        run["recall"] += [e | {"task": "variable", "correct": 0.009} for e in run["recall"]]
     written(study, tmp_path)
-    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path), "--out", str(out)])
-    report.main()
+    report.main(tmp_path, out)
     page = (out / "report.md").read_text(encoding="utf-8")
-    assert "No run answers 1% of these: variable.\n" in page
+    assert all(f"- {line}\n" in page for line in OTHERS)
     pictures = re.findall(r"!\[.+\]\((.+)\)", page)
-    assert pictures == ["loss.svg", "recall_copy.svg", "mass.svg"]
+    assert pictures == ["small_loss.svg", "small_recall.svg", "small_mass.svg"]
     assert {path.name for path in out.iterdir()} == {"report.md", *pictures}
     assert all((out / name).read_text().startswith("<?xml") for name in pictures)

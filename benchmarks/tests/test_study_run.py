@@ -5,91 +5,127 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import random_select
 import run as study
-import tomllib
 import torch
 from tokenizers import Tokenizer, models
 
 from nsa_core import NSAConfig, nsa_attention
 from nsa_core.contract import SlotCall
+from nsa_models.hf import convert_checkpoint
 from nsa_models.lm.model import parameter_count
+from nsa_models.lm.model_folder import open_folder
 
-PLAN = tomllib.loads(study.ARMS.read_text()) | {
-    "model": {
-        "dim": 32,
-        "n_heads": 4,
-        "n_kv_heads": 2,
-        "head_dim": 8,
-        "compress_block_size": 8,
-        "compress_stride": 4,
-        "select_block_size": 16,
-        "num_selected_blocks": 4,
-        "window_size": 8,
-    },
-    "training": {
-        "n_layers": 2,
-        "tokens": 1024,
-        "row": 128,
-        "batch": 2,
-        "warmup": 1,
-        "points": 2,
-        "seeds": [0, 1],
-    },
+LAYER = {
+    "dim": 32,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 8,
+    "compress_block_size": 8,
+    "compress_stride": 4,
+    "select_block_size": 16,
+    "num_selected_blocks": 4,
+    "window_size": 8,
+}
+SMALL = {
+    **study.PLAN["small"],
+    "layer": LAYER,
+    "n_layers": 2,
+    "row": 128,
+    "batch": 2,
+    "warmup": 1,
+    "points": 2,
 }
 VOCAB = 64
+END = VOCAB - 1
+
+
+def a_run(arm, seed=0, group="small"):
+    return study.Run(group, arm, seed, 0.01, 1024, "arm")
 
 
 @pytest.fixture
-def tokens() -> study.Tokens:
+def documents():
     """Three documents of 300, 100 and 520 tokens."""
-    documents = [(0, 300), (300, 100), (400, 520)]
-    ids = np.random.default_rng(0).integers(VOCAB, size=920).astype("<u2")
-    return study.Tokens(ids, documents, "digest")
+    ids = np.random.default_rng(0).integers(END, size=920).astype("<u2")
+    ids[[299, 399, 919]] = END
+    return np.split(ids, [300, 400])
 
 
-def test_rows_lie_within_documents_and_are_the_same_for_all_arms(tokens):
-    rows = study.TokenRows(tokens, 128, seed=1)
-    starts = [0, 128, 400, 528, 656, 784]
+@pytest.fixture
+def corpus(tmp_path, documents, monkeypatch):
+    """A folder with these documents on both sides; the small arms are tiny."""
+    monkeypatch.setitem(study.PLAN, "small", SMALL)
+    words = {**{str(i): i for i in range(END)}, "<|endoftext|>": END}
+    Tokenizer(models.WordLevel(words, unk_token="0")).save(str(tmp_path / "tokenizer.json"))
+    for side in ("train", "held_out"):
+        np.concatenate(documents).tofile(tmp_path / f"{side}.bin")
+    study.read_documents.cache_clear()
+    return tmp_path
+
+
+@pytest.fixture
+def real_sizes(monkeypatch):
+    """The sizes of the plan need the vocabulary alone."""
+    vocabulary = SimpleNamespace(get_vocab_size=lambda: 16384)
+    monkeypatch.setattr(study, "open_tokenizer", lambda corpus: vocabulary)
+
+
+def test_rows_lie_within_documents_and_are_the_same_for_all_arms(corpus, documents):
+    read = study.read_documents(corpus, "train")
+    assert [document.tolist() for document in read] == [d.tolist() for d in documents]
+    rows = study.TokenRows(read, 128, seed=1)
+    ids, starts = np.concatenate(documents), [0, 128, 400, 528, 656, 784]
     epoch = [rows.row(n) for n in range(6)]
-    found = [tokens.ids[start : start + 129].tolist() for start in starts]
+    found = [ids[start : start + 129].tolist() for start in starts]
     wanted = [(row[:-1], row[1:]) for row in found]
     assert sorted((r.tokens, r.targets) for r in epoch) == sorted(wanted)
     assert [rows.row(n) for n in range(6, 12)] != epoch
-    assert [study.TokenRows(tokens, 128, 1).row(n) for n in range(6)] == epoch
+    assert [study.TokenRows(read, 128, 1).row(n) for n in range(6)] == epoch
 
 
-def test_the_wide_arm_has_the_parameters_of_nsa():
-    plan = tomllib.loads(study.ARMS.read_text())
+def test_the_names_of_runs_differ_and_their_order_is_by_seed():
+    names = [run.name for group in study.PLAN for run in study.all_runs(group)]
+    assert len(set(names)) == len(names)
+    small = [run for run in study.all_runs("small") if run.purpose == "arm"]
+    assert [run.seed for run in small] == sorted(run.seed for run in small)
+    assert study.all_runs("small")[0].name == "sweep-dense-0.0005"
+
+
+@pytest.mark.parametrize(
+    ("group", "wide", "nsa"),
+    [("small", "dense_wide", "nsa"), ("large", "large_dense", "large_nsa")],
+)
+def test_the_wide_arm_has_the_parameters_of_nsa(group, wide, nsa, real_sizes):
     with torch.device("meta"):
-        counts = {
-            arm: parameter_count(study.build(plan, arm, 16384, 0))
-            for arm in ("dense", "dense_wide", "nsa")
-        }
-    assert counts["dense_wide"] == pytest.approx(counts["nsa"], rel=2e-3)
-    assert counts["dense"] < 0.9 * counts["nsa"]
+        counts = [
+            parameter_count(study.LanguageModel(study.model_config(a_run(arm, 0, group), None)))
+            for arm in (wide, nsa)
+        ]
+    assert counts[0] == pytest.approx(counts[1], rel=2e-3)
 
 
-def test_arms_change_what_their_names_say():
-    plan = tomllib.loads(study.ARMS.read_text())
-    layers = {arm: study.model_config(plan, arm, 16384).layer for arm in plan["arms"]}
+def test_arms_change_what_their_names_say(real_sizes):
+    arms = study.PLAN["small"]["arms"]
+    layers = {arm: study.model_config(a_run(arm), None).layer for arm in arms}
     changed = {"nsa_shared_kv": {"shared_kv": True}, "nsa_mean": {"compress": "mean"}}
     for arm, layer in layers.items():
         assert layer == dataclasses.replace(layers["nsa"], **changed.get(arm, {})), arm
 
 
 @pytest.mark.parametrize("arm", ["window", "window_cmp"])
-def test_closed_branches_add_nothing(arm):
+def test_closed_branches_add_nothing(arm, corpus):
     """The layer equals one whose gates are 0 for the closed branches."""
-    attn = study.build(PLAN, arm, VOCAB, seed=3).blocks[0].attn.double()
+    attn = study.build(a_run(arm, 3), corpus).blocks[0].attn.double()
     x = torch.randn(1, 96, 32, dtype=torch.float64)
     projected = attn.project(x)
     gates = torch.sigmoid(x @ attn.gate.weight.T + attn.gate.bias).unflatten(-1, (-1, 3))
     for number, branch in enumerate(study.BRANCHES):
-        if branch not in PLAN["arms"][arm]["branches"]:
+        if branch not in SMALL["arms"][arm]["branches"]:
             gates[..., number] = 0
     o = nsa_attention(
         projected.q,
@@ -103,14 +139,14 @@ def test_closed_branches_add_nothing(arm):
     torch.testing.assert_close(attn(x), attn.out(o.flatten(-2)))
 
 
-def test_arms_of_one_seed_begin_with_the_same_weights():
-    nsa, window = (study.build(PLAN, arm, VOCAB, 5).state_dict() for arm in ("nsa", "window"))
+def test_arms_of_one_seed_begin_with_the_same_weights(corpus):
+    nsa, window = (study.build(a_run(arm, 5), corpus).state_dict() for arm in ("nsa", "window"))
     assert nsa.keys() == window.keys()
     assert all(torch.equal(nsa[name], window[name]) for name in nsa)
 
 
 def test_random_blocks_follow_the_rules_of_selection():
-    geometry = NSAConfig(**PLAN["model"]).geometry
+    geometry = NSAConfig(**LAYER).geometry
     q, k_cmp = torch.zeros(2, 200, 4, 8), torch.zeros(2, 49, 2, 8)
     blocks = random_select.forward(q, k_cmp, torch.zeros(2, 4, 200), call=SlotCall(geometry, 1.0))
     assert blocks.shape == (2, 200, 2, 4)
@@ -128,10 +164,10 @@ def test_random_blocks_follow_the_rules_of_selection():
     assert len(chosen) > 5  # they differ
 
 
-def test_the_loss_of_an_indifferent_model_is_that_of_chance(tokens):
-    model = study.build(PLAN, "dense", VOCAB, 0)
+def test_the_loss_of_an_indifferent_model_is_that_of_chance(corpus, documents):
+    model = study.build(a_run("dense"), corpus)
     torch.nn.init.zeros_(model.embed.weight)
-    found = study.held_out_loss(model, study.held_out_rows(tokens, 128), 2)
+    found = study.held_out_loss(model, study.held_out_rows(documents, 128), 2)
     assert found["documents"] == 2  # one document is too short
     assert found["loss"] == pytest.approx(math.log(VOCAB))
     assert found["standard_error"] == pytest.approx(0, abs=1e-6)
@@ -139,14 +175,14 @@ def test_the_loss_of_an_indifferent_model_is_that_of_chance(tokens):
     assert edges == [(0, 16), (16, 32), (32, 64), (64, 128)]
 
 
-def test_the_loss_is_the_mean_over_documents(tokens):
+def test_the_loss_is_the_mean_over_documents(corpus, documents):
     """Check against cross-entropy, and the standard error against its formula."""
-    model = study.build(PLAN, "nsa", VOCAB, 0)
+    model = study.build(a_run("nsa"), corpus)
     model.embed.weight.data *= 50  # so that documents have different losses
-    found = study.held_out_loss(model, study.held_out_rows(tokens, 128), 2)
-    losses = []
+    found = study.held_out_loss(model, study.held_out_rows(documents, 128), 2)
+    ids, losses = np.concatenate(documents), []
     for starts in ([0, 128], [400, 656]):
-        rows = torch.tensor([tokens.ids[s : s + 129].tolist() for s in starts])
+        rows = torch.tensor([ids[s : s + 129].tolist() for s in starts])
         loss = model(rows[:, :-1], targets=rows[:, 1:]) / 256
         losses.append(loss.item())
     assert found["document_losses"] == pytest.approx(losses, abs=1e-4)
@@ -158,63 +194,128 @@ def test_the_loss_is_the_mean_over_documents(tokens):
     assert whole == pytest.approx(found["loss"], abs=1e-4)
 
 
-def test_arms_take_the_best_rate_of_a_complete_sweep(tmp_path):
-    plan = PLAN | {"sweep": {"rates": [0.001, 0.002], "arms": ["nsa"], "tokens": 9}}
-    for rate, loss in ((0.001, 3.0), (0.002, 2.0)):
-        document = {"complete": True, "evaluations": [{"loss": 0.0}, {"loss": loss}]}
-        (tmp_path / f"sweep-nsa-{rate:g}.json").write_text(json.dumps(document))
-    assert study.best_rate(plan, tmp_path, "nsa") == 0.002
-    (tmp_path / "sweep-nsa-0.001.json").unlink()
-    with pytest.raises(SystemExit, match=r"sweep-nsa-0.001.json has no complete run"):
-        study.best_rate(plan, tmp_path, "nsa")
+@pytest.fixture
+def no_questions(monkeypatch):
+    monkeypatch.setattr(study, "questions", lambda corpus, lengths, count: [])
 
 
-def test_a_run_that_was_cut_resumes_to_the_same_result(tokens, tmp_path, monkeypatch):
+def test_a_run_that_was_cut_resumes_to_the_same_result(corpus, monkeypatch, no_questions):
     """A run that an error ended after step 3 goes on, to the result of a run in one piece."""
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    for side in ("train", "held_out"):
-        tokens.ids.tofile(tmp_path / f"{side}.bin")
-        listed = [{"first": first, "tokens": count} for first, count in tokens.documents]
-        (tmp_path / f"{side}.json").write_text(json.dumps(listed))
-    monkeypatch.setattr(study, "questions", lambda corpus, length: [])
-    run = study.Run("nsa", 0, 0.01, PLAN["training"]["tokens"], "arm")
-    results, whole_train = {}, study.train
-    for name in ("whole", "cut"):
-        out = tmp_path / name
-        out.mkdir()
-        if name == "cut":
+    whole_train = study.train
 
-            def cut(trainer, saves, write):
-                def report(progress):
-                    if progress.step == 3:
-                        raise RuntimeError("cut")
-                    write(progress)
+    def cut(trainer, saves, write):
+        def report(progress):
+            if progress.step == 3:
+                raise RuntimeError("cut")
+            write(progress)
 
-                whole_train(trainer, saves, report)
+        whole_train(trainer, saves, report)
 
-            monkeypatch.setattr(study, "train", cut)
-            with pytest.raises(RuntimeError):
-                study.train_and_evaluate(PLAN, run, tmp_path, out, "cpu")
-            first = json.loads((out / "nsa-seed0.json").read_text())
-            assert (first["complete"], first["ended"]) == (False, "RuntimeError: cut")
-            assert [e["step"] for e in first["evaluations"]] == [0, 2]
+    def result(name):
+        study.Study(a_run("nsa"), corpus, corpus / name, "cpu").go(math.inf)
+        return json.loads((corpus / name / "nsa-seed0.json").read_text())
 
-            def go_on(trainer, saves, write):
-                assert trainer.step_number == 3
-                whole_train(trainer, saves, write)
-
-            monkeypatch.setattr(study, "train", go_on)
-        study.train_and_evaluate(PLAN, run, tmp_path, out, "cpu")
-        results[name] = json.loads((out / "nsa-seed0.json").read_text())
-    whole, resumed = results["whole"], results["cut"]
+    whole = result("whole")
+    monkeypatch.setattr(study, "train", cut)
+    with pytest.raises(RuntimeError):
+        result("cut")
+    first = json.loads((corpus / "cut" / "nsa-seed0.json").read_text())
+    assert (first["complete"], first["ended"]) == (False, "RuntimeError: cut")
+    assert [e["step"] for e in first["evaluations"]] == [0, 2]
+    monkeypatch.setattr(study, "train", whole_train)
+    assert study.Study(a_run("nsa"), corpus, corpus / "cut", "cpu").trainer.step_number == 3
+    resumed = result("cut")
     assert (whole["complete"], whole["tokens"], whole["learning_rate"]) == (True, 1024, 0.01)
     assert [e["step"] for e in whole["evaluations"]] == [0, 2, 4]
     assert [len(e.get("document_losses", ())) for e in whole["evaluations"]] == [0, 0, 2]
     assert whole["corpus"]["unique_tokens"] == 6 * 128
-    assert [set(layer) for layer in whole["mass"]] == [
-        {"layer", "selected", "keys", "random", "best"}
-    ] * 2
+    fields = {"layer", "selected", "keys", "random", "best"}
+    assert [set(layer) for layer in whole["mass"]] == [fields] * 2
+    at_end = sum(layer["selected"] for layer in whole["mass"]) / 2
+    assert whole["evaluations"][-1]["selected"] == pytest.approx(at_end)
     assert resumed["complete"]
     assert resumed["evaluations"] == whole["evaluations"]
     assert resumed["mass"] == whole["mass"]
+    cmp = sum((t - 7) // 4 + 1 for t in range(7, 128))
+    sel = sum(min(t + 1, 48 + t % 16 + 1) for t in range(128))
+    win = sum(min(t + 1, 8) for t in range(128))
+    assert whole["keys_per_query"] == (cmp + sel + win) / 128
+
+
+def test_a_run_without_time_is_evaluated_and_not_complete(corpus, no_questions):
+    class AfterStep1:
+        reports = 0
+
+        def __lt__(self, now):
+            self.reports += 1
+            return self.reports > 1
+
+    study.Study(a_run("nsa"), corpus, corpus, "cpu").go(AfterStep1())
+    result = json.loads((corpus / "nsa-seed0.json").read_text())
+    assert (result["complete"], result["ended"]) == (False, "the time limit was reached")
+    assert [e["tokens"] for e in result["evaluations"]] == [0, 256]
+    assert len(result["mass"]) == 2
+
+
+def test_longer_rows_are_measured_with_the_better_rotary_base(corpus, monkeypatch, no_questions):
+    longer = {"rows": [256], "bases": [1e4, 2.0], "questions": 1}
+    monkeypatch.setitem(SMALL, "longer", longer)
+    result = study.Study(a_run("nsa"), corpus, corpus, "cpu")
+    with torch.no_grad():
+        for block in result.trainer.model.blocks:  # so that the base matters
+            block.attn.qkv.weight *= 5
+    result.evaluate()
+    (entry,) = result.facts["longer"]
+    losses = entry["by_base"]
+    assert len(set(losses.values())) == 2
+    assert entry["loss"] == losses[f"{entry['rope_base']:g}"] == min(losses.values())
+    assert [r["last"] for r in entry["by_position"]] == [32, 64, 128, 256]
+    assert len(entry["mass"]) == 2
+    unchanged = study.held_out_loss(
+        result.trainer.model, study.held_out_rows(study.read_documents(corpus, "held_out"), 256), 1
+    )
+    assert losses["10000"] == pytest.approx(unchanged["loss"])
+
+
+@pytest.fixture
+def folders(corpus, monkeypatch):
+    """Folders of a dense model and of its conversion; two arms of the plan begin with them."""
+    dense = study.Study(a_run("dense"), corpus, corpus, "cpu").trainer
+    (corpus / "d").mkdir()
+    dense.save(corpus / "d")
+    sizes = {name: LAYER[name] for name in LAYER if name.endswith(("size", "stride", "blocks"))}
+    convert_checkpoint(corpus / "d", corpus / "n", sizes)
+    arms = {
+        "from_d": {"label": "dense", "attention": "dense", "from": "d"},
+        "from_n": {"label": "NSA", "from": "n", "first": {"tokens": 512, "rate": 0.1}},
+    }
+    small = {**SMALL, "layer": {"rope_base": 5e4}, "arms": arms}
+    monkeypatch.setitem(study.PLAN, "small", small)
+    return corpus
+
+
+def test_an_arm_begins_with_a_folder_and_another_rotary_base(folders):
+    trainer = study.Study(a_run("from_d"), folders, folders, "cpu").trainer
+    assert trainer.model.config.layer.rope_base == 5e4
+    old = open_folder(folders / "d").model().state_dict()
+    assert all(torch.equal(old[name], new) for name, new in trainer.model.state_dict().items())
+
+
+def test_phi_and_gates_are_trained_first(folders, no_questions):
+    trainer = study.Study(a_run("from_n"), folders, folders, "cpu").trainer
+    assert trainer.model.config.layer.num_selected_blocks == 4
+    begin = {name: p.clone() for name, p in trainer.model.named_parameters()}
+
+    def changed():
+        new = trainer.model.named_parameters()
+        return {name for name, p in new if not torch.equal(p, begin[name])}
+
+    first = {name for name in begin if "phi" in name or ".gate." in name}
+    assert first
+    for _ in range(2):
+        trainer.step()
+        assert {group["lr"] for group in trainer.optimizer.param_groups} == {0.1, 0.0}
+    assert changed() == first
+    trainer.step()
+    assert changed() == begin.keys()
+    assert len({group["lr"] for group in trainer.optimizer.param_groups}) == 1
