@@ -21,8 +21,10 @@ from run import PLAN, all_runs
 
 from nsa_bench.render.style import GREYS, INK, NSA_COLOURS, draw
 from nsa_bench.render.words import tokens as length_words
+from nsa_core import NSAConfig
 
 MASS = {"best": INK, "selected": NSA_COLOURS[0], "random": NSA_COLOURS[1], "keys": GREYS[2]}
+WINDOW = NSAConfig.window_size
 _WIDTH = 7.3  # inches; 800 pixels
 Result = dict[str, Any]  # a result file
 
@@ -178,9 +180,14 @@ class Group:
                     )
         return self.table(columns)
 
-    def recall_table(self) -> str:
-        """Return the table of recall, means over lengths and depths."""
-        by_seed = self.entries("recall").groupby(["task", "arm", "seed"], sort=False)
+    def recall(self) -> pd.DataFrame:
+        """Return the entries of recall, with the distance of what must be found."""
+        entries = self.entries("recall")
+        return entries.assign(distance=entries["length"] * (1 - entries["depth"]))
+
+    def recall_table(self, entries: pd.DataFrame) -> str:
+        """Return a table of recall, means over lengths and depths."""
+        by_seed = entries.groupby(["task", "arm", "seed"], sort=False)
         by_arm = by_seed[["correct", "loss"]].mean().groupby(["task", "arm"], sort=False)
         right, nats = by_arm["correct"].agg(["mean", "min", "max"]), by_arm["loss"].mean()
         cells = right.apply(lambda r: f"{r['mean']:.1%} ({r['min']:.1%} to {r['max']:.1%})", axis=1)
@@ -251,10 +258,9 @@ class Group:
 
     def recall_figure(self) -> Figure:
         """Draw the share of right answers by the distance of what must be found."""
-        entries = self.entries("recall")
+        entries = self.recall()
         # A distance counts as the next power of 2.
-        distance = (entries["length"] * (1 - entries["depth"])).clip(lower=256)
-        entries["distance"] = 2 ** np.ceil(np.log2(distance))
+        entries["distance"] = 2 ** np.ceil(np.log2(entries["distance"].clip(lower=256)))
         shares = entries.groupby(["task", "arm", "distance"])["correct"].mean()
         tasks = entries["task"].unique()
         figure, panels = self.panels(tasks, 3.0, xlabel="distance, tokens")
@@ -311,7 +317,9 @@ class Group:
                 "Right answers (lowest to highest seed), and nats per answer token; means over"
                 " lengths and depths:"
             )
-            yield self.recall_table()
+            yield self.recall_table(recall := self.recall())
+            yield f"Of what lies beyond {WINDOW} tokens, the window of NSA:"
+            yield self.recall_table(recall[recall["distance"] > WINDOW])
             if "mass" in self.figures():
                 yield "### Selected blocks"
                 yield (

@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,6 @@ from tokenizers import Tokenizer
 from nsa_bench.environment import machine
 from nsa_core import NSAConfig
 from nsa_core.flops import visible_pairs
-from nsa_core.layer.gating import LinearGate
 from nsa_core.util.atomic_files import write_atomic
 from nsa_models.lm.config import LMConfig
 from nsa_models.lm.corpus import permutation
@@ -158,17 +157,11 @@ def eighths(length: int) -> tuple[int, ...]:
     return tuple(length >> shift for shift in (3, 2, 1, 0))
 
 
-class BranchGate(LinearGate):
-    """A gate that is 0 for closed branches; they still run, so their cost is not measured."""
-
-    def __init__(self, dim: int, n_heads: int, branches: Sequence[str]) -> None:
-        super().__init__(dim, n_heads)
-        mask = torch.tensor([float(branch in branches) for branch in BRANCHES])
-        self.register_buffer("open", mask, persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the gates [..., Hq, 3] of x [..., dim]."""
-        return super().forward(x) * self.open
+def close_branches(branches: Sequence[str], *call: Any) -> torch.Tensor:
+    """Return the gates with 0 for closed branches; they still run, so their cost says nothing."""
+    gates: torch.Tensor = call[-1]  # of a forward hook
+    columns = zip(BRANCHES, gates.unbind(-1))
+    return torch.stack([column * (branch in branches) for branch, column in columns], -1)
 
 
 def model_config(run: Run, corpus: Path) -> LMConfig:
@@ -196,9 +189,8 @@ def build(run: Run, corpus: Path) -> LanguageModel:
     torch.manual_seed(run.seed)
     model = LanguageModel(config, entry.get("backends"))
     for block in model.blocks if "branches" in entry else ():
-        gate = BranchGate(config.layer.dim, config.layer.n_heads, entry["branches"])
-        gate.load_state_dict(block.attn.gate.state_dict())
-        block.attn.gate = gate
+        hook = functools.partial(close_branches, entry["branches"])
+        block.attn.gate.register_forward_hook(hook)
     return model
 
 
@@ -235,13 +227,7 @@ def _mean(values: torch.Tensor) -> dict[str, float]:
 
 
 def mass(model: LanguageModel, documents: list[torch.Tensor]) -> list[dict[str, Any]]:
-    """Return the fields of :class:`nsa_models.lm.mass.Mass` by layer, for some documents.
-
-    Dense attention and arms that do not select by scores have none.
-    """
-    attn = model.blocks[0].attn
-    if model.config.attention != "nsa" or isinstance(attn.gate, BranchGate) or attn.backends:
-        return []
+    """Return the fields of :class:`nsa_models.lm.mass.Mass` by layer, for some documents."""
     some = documents[:: max(1, len(documents) // MASS_DOCUMENTS)][:MASS_DOCUMENTS]
     found = [selected_mass(model, rows[0, :-1].to(model.output_weight.device)) for rows in some]
     means = torch.tensor(found).mean(0).tolist()
@@ -265,14 +251,15 @@ class StudyTrainer(Trainer):
 
     documents: list[torch.Tensor]
     evaluations: list[dict[str, Any]]
+    selects: bool  # whether the model selects blocks, by scores
 
     def held_out_loss(self) -> float:
         """Return the held-out loss in nats per token."""
         with self.evaluating():
             result = held_out_loss(self.model, self.documents, self.recipe.batch)
-            layers = mass(self.model, self.documents)
+            layers = mass(self.model, self.documents) if self.selects else ()
         for name in ("selected", "random") if layers else ():
-            result[name] = sum(layer[name] for layer in layers) / len(layers)
+            result[name] = fmean(layer[name] for layer in layers)
         if self.evaluations:  # the losses by document are of the last evaluation
             self.evaluations[-1].pop("document_losses", None)
         self.evaluations.append({"step": self.step_number, "tokens": self.tokens, **result})
@@ -331,6 +318,8 @@ class Study:
         self.trainer = trainer = StudyTrainer(model, data, recipe, world, folder, resume)
         if first := self.entry.get("first"):
             trainer.train_new_parameters_first(first["tokens"] // (row * batch), first["rate"])
+        changed = self.entry.keys() & {"branches", "backends"}
+        trainer.selects = model.config.attention == "nsa" and not changed
         trainer.documents = held_out_rows(read_documents(corpus, "held_out"), row)
         old = json.loads(self.file.read_text())["evaluations"] if resume else []
         trainer.evaluations = [e for e in old if e["step"] <= trainer.step_number]
@@ -431,7 +420,7 @@ class Study:
         tokens = self.entry["row"] * self.entry["batch"]
         groups = questions(self.corpus, lengths, count)
         scores = [recall.score(model, group, max(1, tokens // group[0].length)) for group in groups]
-        return {"recall": scores, "mass": mass(model, documents)}
+        return {"recall": scores, "mass": mass(model, documents) if self.trainer.selects else []}
 
 
 def main(

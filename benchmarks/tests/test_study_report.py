@@ -105,7 +105,7 @@ def test_tables_have_the_known_figures(study: dict[str, Any], tmp_path: Path) ->
     results, missing = report.read(written(study, tmp_path))
     assert missing == OTHERS
     page = "\n\n".join(report.Group("small", results).section()) + "\n"
-    loss, position, cost, recall, rates = tables(page)
+    loss, position, cost, recall, far, rates = tables(page)
     assert list(loss) == list(position) == [*LABELS.values()]
     assert loss["NSA"] == {
         "arm": "NSA",
@@ -131,6 +131,7 @@ def test_tables_have_the_known_figures(study: dict[str, Any], tmp_path: Path) ->
     assert cost["NSA"]["peak memory, GiB"] == "3.0"
     assert not any("tokens to" in column for column in cost["NSA"])
     assert recall["NSA"]["copy"] == "66.0% (65.0% to 67.0%), 1.50"
+    assert far["NSA"]["copy"] == "51.0% (50.0% to 52.0%), 1.00"  # at depth 0
     assert list(rates) == ["dense", "NSA"]
     assert rates["NSA"] == {
         "arm": "NSA",
