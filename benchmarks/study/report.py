@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import pandas as pd
 import typer
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.figure import Figure
 from run import PLAN, all_runs
 
@@ -24,7 +25,6 @@ from nsa_bench.render.words import tokens as length_words
 from nsa_core import NSAConfig
 
 MASS = {"best": INK, "selected": NSA_COLOURS[0], "random": NSA_COLOURS[1], "keys": GREYS[2]}
-WINDOW = NSAConfig.window_size
 _WIDTH = 7.3  # inches; 800 pixels
 Result = dict[str, Any]  # a result file
 
@@ -101,12 +101,22 @@ class Group:
         if self.runs:
             self.final = self.entries("evaluations").groupby(["arm", "seed"], sort=False).last()
 
-    def entries(self, *fields: str) -> pd.DataFrame:
-        """Return the entries of lists of all runs, with the label and the seed of their run."""
+    def circumstances(self) -> str:
+        """Return the machines and the data of the runs in words."""
+        words = {
+            f"{run['machine']['device']}, torch {run['torch']}, rows of {run['row']} tokens,"
+            f" {run['corpus']['unique_tokens'] / 1e6:.1f} M unique training tokens,"
+            f" {run['corpus']['epochs']:.2f} epochs,"
+            f" {run['evaluations'][-1]['documents']} held-out documents"
+            for run in self.runs
+        }
+        return "; ".join(sorted(words))
+
+    def entries(self, field: str) -> pd.DataFrame:
+        """Return the entries of a list of each run, with the label and the seed of the run."""
         rows = [
             {**entry, "arm": self.labels[run["arm"]], "seed": run["seed"]}
             for run in self.runs
-            for field in fields
             for entry in run.get(field) or ()
         ]
         return pd.DataFrame(rows)
@@ -185,13 +195,26 @@ class Group:
         entries = self.entries("recall")
         return entries.assign(distance=entries["length"] * (1 - entries["depth"]))
 
-    def recall_table(self, entries: pd.DataFrame) -> str:
-        """Return a table of recall, means over lengths and depths."""
+    def recall_table(self, beyond: int = -1) -> str:
+        """Return a table of recall beyond a distance, means over lengths and depths."""
+        entries = self.recall()
+        entries = entries[entries["distance"] > beyond]
         by_seed = entries.groupby(["task", "arm", "seed"], sort=False)
         by_arm = by_seed[["correct", "loss"]].mean().groupby(["task", "arm"], sort=False)
         right, nats = by_arm["correct"].agg(["mean", "min", "max"]), by_arm["loss"].mean()
         cells = right.apply(lambda r: f"{r['mean']:.1%} ({r['min']:.1%} to {r['max']:.1%})", axis=1)
         return self.table((cells + words(nats, ", {:.2f}")).unstack("task", sort=False))
+
+    def position_table(self) -> str:
+        """Return the table of the final losses by position in the row."""
+        means = positions(self.final["by_position"]).groupby("arm").mean()
+        return self.table(means.map("{:.4f}".format))
+
+    def longer(self) -> list[tuple[str, pd.DataFrame]]:
+        """Return the entries of each length beyond that of the training."""
+        entries = self.entries("longer")
+        lengths = entries.groupby("length") if len(entries) else ()
+        return [(length_words(length), own) for length, own in lengths]
 
     def longer_table(self, entries: pd.DataFrame) -> str:
         """Return the table of one length beyond that of the training."""
@@ -288,59 +311,16 @@ class Group:
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         """Return the functions that draw the pictures, by name."""
-        figures = {"loss": self.loss_figure, "recall": self.recall_figure}
+        figures = {"loss": self.loss_figure, "recall": self.recall_figure} if self.runs else {}
         return figures | ({"mass": self.mass_figure} if len(self.entries("mass")) else {})
 
-    def section(self) -> Iterable[str]:
-        """Yield the paragraphs of the section in Markdown."""
-        yield f"## {self.plan['title']}"
-        if self.runs:
-            yield "; ".join(sorted({circumstances(run) for run in self.runs}))
-            yield "### Held-out loss"
-            yield f"![Loss over tokens, and its difference by position]({self.name}_loss.svg)"
-            yield (
-                "Losses are in nats per token. Lines and dots are means over seeds; bands and bars"
-                " reach from the lowest seed to the highest. A difference is between runs with the"
-                " same seed, and has its standard error, over documents or over seeds."
-            )
-            yield self.loss_table()
-            yield "By position in the row:"
-            by_position = positions(self.final["by_position"]).groupby("arm").mean()
-            yield self.table(by_position.map("{:.4f}".format))
-            if len(longer := self.entries("longer")):
-                for length, entries in longer.groupby("length"):
-                    yield f"Rows of {length_words(length)}, without further training:"
-                    yield self.longer_table(entries)
-            yield from ("### Cost", self.cost_table(), "### Recall")
-            yield f"![Right answers by distance]({self.name}_recall.svg)"
-            yield (
-                "Right answers (lowest to highest seed), and nats per answer token; means over"
-                " lengths and depths:"
-            )
-            yield self.recall_table(recall := self.recall())
-            yield f"Of what lies beyond {WINDOW} tokens, the window of NSA:"
-            yield self.recall_table(recall[recall["distance"] > WINDOW])
-            if "mass" in self.figures():
-                yield "### Selected blocks"
-                yield (
-                    "The attention mass in the selected blocks, in as many random ones and in the"
-                    " best ones; `keys` is their share of all keys."
-                )
-                yield f"![Attention mass by layer]({self.name}_mass.svg)"
-        if self.sweep:
-            yield "### Learning rates"
-            yield "Final losses of short runs, the lowest of each arm in bold:"
-            yield self.sweep_table()
 
-
-def circumstances(run: Result) -> str:
-    """Return the machine and the data of a run in words."""
-    return (
-        f"{run['machine']['device']}, torch {run['torch']}, rows of {run['row']} tokens,"
-        f" {run['corpus']['unique_tokens'] / 1e6:.1f} M unique training tokens,"
-        f" {run['corpus']['epochs']:.2f} epochs, {run['evaluations'][-1]['documents']} held-out"
-        " documents"
-    )
+def page(groups: list[Group], missing: list[str]) -> str:
+    """Return the report in Markdown."""
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, trim_blocks=True, undefined=StrictUndefined)
+    template = environment.get_template("report.md.jinja")
+    return template.render(groups=groups, missing=missing, window=NSAConfig.window_size)
 
 
 def main(
@@ -353,14 +333,10 @@ def main(
     if not groups:
         raise typer.BadParameter(f"{folder} has no finished run: start run.py first")
     out.mkdir(parents=True, exist_ok=True)
-    paragraphs = ["# Dense attention and NSA at equal tokens"]
-    paragraphs.append("## Runs that are missing or did not finish")
-    paragraphs.append("\n".join(f"- {line}" for line in missing) or "None.")
+    (out / "report.md").write_text(page(groups, missing), encoding="utf-8")
     for group in groups:
-        paragraphs += group.section()
-        for name, figure in group.figures().items() if group.runs else ():
+        for name, figure in group.figures().items():
             (out / f"{group.name}_{name}.svg").write_bytes(draw(figure, "svg"))
-    (out / "report.md").write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ OTHERS = [
 def test_tables_have_the_known_figures(study: dict[str, Any], tmp_path: Path) -> None:
     results, missing = report.read(written(study, tmp_path))
     assert missing == OTHERS
-    page = "\n\n".join(report.Group("small", results).section()) + "\n"
+    page = report.page([report.Group("small", results)], missing)
     loss, position, cost, recall, far, rates = tables(page)
     assert list(loss) == list(position) == [*LABELS.values()]
     assert loss["NSA"] == {
@@ -178,7 +178,7 @@ def test_every_run_that_is_missing_or_did_not_finish_is_named(
             "sweep-nsa-0.002: no result file",
         ]
     )
-    loss, *_, rates = tables("\n\n".join(report.Group("small", results).section()) + "\n")
+    loss, *_, rates = tables(report.page([report.Group("small", results)], missing))
     assert loss["NSA"]["seeds"] == loss["window alone"]["seeds"] == "2 of 3"
     assert loss["NSA"]["over seeds"] == "-0.4750 ± 0.0250"
     assert "dense" not in loss
@@ -191,7 +191,7 @@ def test_every_run_that_is_missing_or_did_not_finish_is_named(
 def test_without_the_baseline_there_is_no_difference(study: dict[str, Any], tmp_path: Path) -> None:
     kept = {name: run for name, run in study.items() if not name.startswith("dense_wide")}
     group = group_of(written(kept, tmp_path))
-    loss, _, cost, *_ = tables("\n\n".join(group.section()) + "\n")
+    loss, _, cost, *_ = tables(report.page([group], []))
     assert not [
         column for row in (*loss.values(), *cost.values()) for column in row if BASE in column
     ]
@@ -237,9 +237,9 @@ def test_rows_longer_than_those_of_the_training(tmp_path: Path) -> None:
         entry = {"length": 65536, "rope_base": 4e4, "loss": 2.75, "by_position": ranges}
         entry |= {"recall": scores, "mass": mass if arm == "large_nsa" else []}
         runs[f"{arm}-seed{seed}"] = run | {"longer": [entry]}
-    page = "\n\n".join(group_of(written(runs, tmp_path), "large").section())
+    page = report.page([group_of(written(runs, tmp_path), "large")], [])
     assert "Rows of 64k, without further training:" in page
-    longer = tables(page + "\n")[2]
+    longer = tables(page)[2]
     assert longer["NSA"] == {
         "arm": "NSA",
         **{"rope_base": "4e+04", "loss": "2.75", "0-32k": "3.5", "32k-64k": "4"},
