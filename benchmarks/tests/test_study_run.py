@@ -302,7 +302,8 @@ def test_an_arm_begins_with_a_folder_and_another_rotary_base(folders):
 
 
 def test_phi_and_gates_are_trained_first(folders, no_questions):
-    trainer = study.Study(a_run("from_n"), folders, folders, "cpu").trainer
+    run = study.Study(a_run("from_n"), folders, folders, "cpu")
+    trainer = run.trainer
     assert trainer.model.config.layer.num_selected_blocks == 4
     begin = {name: p.clone() for name, p in trainer.model.named_parameters()}
 
@@ -319,3 +320,9 @@ def test_phi_and_gates_are_trained_first(folders, no_questions):
     trainer.step()
     assert changed() == begin.keys()
     assert len({group["lr"] for group in trainer.optimizer.param_groups}) == 1
+    run.write()
+    trainer.save(run.saves)
+    resumed = study.Study(a_run("from_n"), folders, folders, "cpu").trainer
+    weights = resumed.model.state_dict()
+    assert resumed.step_number == 3
+    assert all(torch.equal(weights[name], p) for name, p in trainer.model.state_dict().items())
