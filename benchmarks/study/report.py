@@ -207,8 +207,13 @@ class Group:
 
     def position_table(self) -> str:
         """Return the table of the final losses by position in the row."""
-        means = positions(self.final["by_position"]).groupby("arm").mean()
-        return self.table(means.map("{:.4f}".format))
+        losses = positions(self.final["by_position"])
+        table = losses.groupby("arm").mean().map("{:.4f}".format)
+        by_seed = self.above_base(losses)[losses.columns[-1]].unstack("seed")
+        if len(by_seed):
+            name = f"{losses.columns[-1]}: difference to {self.base}, over seeds"
+            table[name] = with_error(by_seed.drop(self.base))
+        return self.table(table)
 
     def longer(self) -> list[tuple[str, pd.DataFrame]]:
         """Return the entries of each length beyond that of the training."""
@@ -229,6 +234,15 @@ class Group:
         ]
         means = pd.concat(columns, axis=1).groupby("arm").mean()
         return self.table(means.map("{:.4g}".format, na_action="ignore"))
+
+    def mass_table(self) -> str:
+        """Return the table of the attention mass in blocks, means over layers."""
+        layers = self.entries("mass").groupby(["arm", "layer"])[[*MASS]].mean()
+        table = layers.groupby("arm").mean().map("{:.1%}".format)
+        found = layers["selected"] > layers["random"]
+        found = found.groupby("arm").agg(["sum", "count"])
+        table["layers above random"] = found.apply(lambda n: f"{n['sum']} of {n['count']}", axis=1)
+        return self.table(table)
 
     def sweep_table(self) -> str:
         """Return the final losses of the sweep, the lowest of each arm in bold."""

@@ -105,7 +105,7 @@ def test_tables_have_the_known_figures(study: dict[str, Any], tmp_path: Path) ->
     results, missing = report.read(written(study, tmp_path))
     assert missing == OTHERS
     page = report.page([report.Group("small", results)], missing)
-    loss, position, cost, recall, far, rates = tables(page)
+    loss, position, cost, recall, far, mass, rates = tables(page)
     assert list(loss) == list(position) == [*LABELS.values()]
     assert loss["NSA"] == {
         "arm": "NSA",
@@ -120,7 +120,12 @@ def test_tables_have_the_known_figures(study: dict[str, Any], tmp_path: Path) ->
         "over seeds": "-0.5000 ± 0.0289",  # -0.45, -0.5, -0.55: 0.05 / sqrt(3)
     }
     assert loss[BASE]["over seeds"] == "-"
-    assert position["window alone"] == {"arm": "window alone", "0-1k": "4.0100", "1k-8k": "5.0200"}
+    assert position["window alone"] == {
+        "arm": "window alone",
+        **{"0-1k": "4.0100", "1k-8k": "5.0200"},
+        # 1.8, 2.0 and 2.2: 0.2 / sqrt(3)
+        f"1k-8k: difference to {BASE}, over seeds": "+2.0000 ± 0.1155",
+    }
     # The baseline ends at 3.01; NSA is there after 3.5 of 4 M tokens.
     hours = {arm: row[f"GPU-hours to the final loss of {BASE}"] for arm, row in cost.items()}
     assert hours["NSA"] == "0.350"
@@ -132,6 +137,8 @@ def test_tables_have_the_known_figures(study: dict[str, Any], tmp_path: Path) ->
     assert not any("tokens to" in column for column in cost["NSA"])
     assert recall["NSA"]["copy"] == "66.0% (65.0% to 67.0%), 1.50"
     assert far["NSA"]["copy"] == "51.0% (50.0% to 52.0%), 1.00"  # at depth 0
+    shares = {"best": "90.0%", "selected": "60.0%", "random": "20.0%", "keys": "10.0%"}
+    assert mass == {"NSA": {"arm": "NSA", **shares, "layers above random": "2 of 2"}}
     assert list(rates) == ["dense", "NSA"]
     assert rates["NSA"] == {
         "arm": "NSA",
