@@ -301,7 +301,8 @@ def tokenise(part: Path, tokenizer: Path) -> np.ndarray:
 def describe(part: Path) -> dict[str, Any]:
     """Return the digest, documents and tokens of a part."""
     ids = tokenise(part, part.with_name("tokenizer.json"))
-    return {"sha256": sha256(part), "documents": len(list(read_part(part))), "tokens": len(ids)}
+    documents = int(np.count_nonzero(ids == ids[-1]))
+    return {"sha256": sha256(part), "documents": documents, "tokens": len(ids)}
 
 
 def build(folder: Path, downloads: Path = Path("downloads")) -> None:

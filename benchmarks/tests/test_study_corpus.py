@@ -177,6 +177,7 @@ def test_a_corpus_is_the_same_twice_and_its_tokens_are_its_text(
         assert sum(summary[f"{part}.jsonl.xz"]["tokens"] for part in parts) == len(ids)
         found = [tokenizer.decode(d) for d in np.split(ids, np.flatnonzero(ids == end) + 1)]
         assert found == [*(document["text"] for document in texts), ""]
+        assert sum(summary[f"{part}.jsonl.xz"]["documents"] for part in parts) == len(texts)
         projects = {document["project"] for document in texts}
         assert sum(text.count("==>") for text in found) == 11 * len(projects)
     assert summary["dropped files"] == {"one-source, near-duplicate": 1}
