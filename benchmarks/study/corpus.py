@@ -353,7 +353,7 @@ def tokens(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(help=__doc__)
+    app = typer.Typer(help="Make the corpus of the study, and turn it into tokens.")
     app.command()(build)
     app.command()(tokens)
     app()

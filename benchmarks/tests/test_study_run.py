@@ -295,7 +295,9 @@ def folders(corpus, monkeypatch):
 
 
 def test_an_arm_begins_with_a_folder_and_another_rotary_base(folders):
-    trainer = study.Study(a_run("from_d"), folders, folders, "cpu").trainer
+    run = study.Study(a_run("from_d"), folders, folders, "cpu")
+    assert run.facts["keys_per_query"] == 129 / 2
+    trainer = run.trainer
     assert trainer.model.config.layer.rope_base == 5e4
     old = open_folder(folders / "d").model().state_dict()
     assert all(torch.equal(old[name], new) for name, new in trainer.model.state_dict().items())
