@@ -247,8 +247,9 @@ def test_rows_longer_than_those_of_the_training(tmp_path: Path) -> None:
     page = report.page([group_of(written(runs, tmp_path), "large")], [])
     assert "Rows of 64k, without further training:" in page
     longer = tables(page)[2]
-    assert longer["NSA"] == {
-        "arm": "NSA",
+    label = report.PLAN["large"]["arms"]["large_nsa"]["label"]
+    assert longer[label] == {
+        "arm": label,
         **{"rope_base": "4e+04", "loss": "2.75", "0-32k": "3.5", "32k-64k": "4"},
         **{"recall: copy": "0.5", "mass: selected": "0.625", "mass: random": "0.25"},
     }
