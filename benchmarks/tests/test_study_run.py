@@ -106,7 +106,9 @@ def test_the_wide_arm_has_the_parameters_of_nsa(group, wide, nsa, real_sizes):
             parameter_count(study.LanguageModel(study.model_config(a_run(arm, 0, group), None)))
             for arm in (wide, nsa)
         ]
-    assert counts[0] == pytest.approx(counts[1], rel=2e-3)
+    plan = study.PLAN[group]
+    rounded = 8 * 3 * plan["layer"]["dim"] * plan["n_layers"]  # hidden units to a multiple of 16
+    assert abs(counts[0] - counts[1]) <= rounded
 
 
 def test_arms_change_what_their_names_say(real_sizes):
