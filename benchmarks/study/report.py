@@ -89,6 +89,7 @@ class Group:
         arms = self.plan["arms"]
         self.labels = {arm: entry["label"] for arm, entry in arms.items()}
         self.base = self.labels[self.plan["baseline"]]
+        self.converts = "from" in arms[self.plan["baseline"]]
         hues = iter((*NSA_COLOURS, GREYS[1]))
         self.colours = {
             entry["label"]: GREYS[2] if entry.get("attention") == "dense" else next(hues)
@@ -123,7 +124,7 @@ class Group:
 
     def table(self, columns: pd.DataFrame | dict[str, pd.Series]) -> str:
         """Return a Markdown table with a row for each arm; "-" where an arm has no value."""
-        frame = pd.DataFrame(columns).fillna("-").rename_axis("arm")
+        frame = pd.DataFrame(columns).astype(object).fillna("-").rename_axis("arm")
         frame = frame.loc[[label for label in self.labels.values() if label in frame.index]]
         return frame.reset_index().to_markdown(index=False, disable_numparse=True)
 
@@ -182,7 +183,7 @@ class Group:
             share = (curves - base.iloc[-1]).apply(level) / curves.index[-1]
             hours = share * facts["speed.gpu_hours"]
             columns[f"GPU-hours to the final loss of {self.base}"] = words(hours, "{:.3f}")
-            if "from" in self.plan["arms"][self.plan["baseline"]]:
+            if self.converts:
                 start, equal = curves - base.iloc[0], curves.sub(base, axis=0)
                 for name, points in (("as before training", start), ("as dense", equal)):
                     columns[f"tokens to a loss {name}"] = words(
@@ -262,7 +263,8 @@ class Group:
         figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
         over_tokens, by_position = figure.subplots(1, 2, width_ratios=(3, 2))
         curves = self.curves().dropna()
-        curves = curves[len(curves) // 3 :]  # before, losses fall alike, and would fill the picture
+        # Before, losses fall alike or from the height of a fresh conversion, and fill the picture.
+        curves = curves[1 if self.converts else len(curves) // 3 :]
         curves.index /= 1e6
         for arm, losses in curves.T.groupby("arm", sort=False):
             over_tokens.plot(losses.mean(), color=self.colours[arm], lw=1.4, label=arm)

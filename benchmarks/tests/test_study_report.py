@@ -225,8 +225,10 @@ def test_the_tokens_that_repay_a_conversion(tmp_path: Path) -> None:
         "smollm2_8k_dense-seed0": converted("smollm2_8k_dense", [2.0, 1.5, 1.5, 1.0], 4096),
         "smollm2_8k_nsa-seed0": converted("smollm2_8k_nsa", [5.0, 2.5, 1.5, 1.25], 1683.4),
     }
-    cost = group_of(written(runs, tmp_path), "smollm2_8k").cost_table()
-    (rows,) = tables(cost + "\n")
+    group = group_of(written(runs, tmp_path), "smollm2_8k")
+    (rows,) = tables(group.cost_table() + "\n")
+    curve = group.loss_figure().axes[0].lines[1]
+    assert points(curve) == [(1, 2.5), (2, 1.5), (3, 1.25)]
     assert rows["NSA"]["keys per query"] == "1,683"
     assert rows["NSA"]["tokens to a loss as before training"] == "1.5 M"
     assert rows["NSA"]["tokens to a loss as dense"] == "not reached"
