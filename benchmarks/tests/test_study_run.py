@@ -224,6 +224,9 @@ def test_a_run_that_was_cut_resumes_to_the_same_result(corpus, monkeypatch, no_q
     first = json.loads((corpus / "cut" / "nsa-seed0.json").read_text())
     assert (first["complete"], first["ended"]) == (False, "RuntimeError: cut")
     assert [e["step"] for e in first["evaluations"]] == [0, 2]
+    # A later evaluation, after which nothing was saved, does not count.
+    first["evaluations"].append({"step": 4, "tokens": 1024, "loss": 0.0})
+    (corpus / "cut" / "nsa-seed0.json").write_text(json.dumps(first))
     monkeypatch.setattr(study, "train", whole_train)
     assert study.Study(a_run("nsa"), corpus, corpus / "cut", "cpu").trainer.step_number == 3
     resumed = result("cut")
