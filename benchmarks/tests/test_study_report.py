@@ -258,6 +258,17 @@ def test_rows_longer_than_those_of_the_training(tmp_path: Path) -> None:
     assert (longer[BASE]["0-32k"], longer[BASE]["mass: selected"]) == ("3", "-")
 
 
+def test_a_sweep_alone_is_reported(tmp_path: Path) -> None:
+    own = {"arm": "large_nsa"}
+    rates = (5e-4, 1e-3)
+    runs = {f"sweep-large_nsa-{r}": sweep_run("nsa", r, 5 - 100 * r) | own for r in rates}
+    report.main(written(runs, tmp_path), tmp_path / "out")
+    (table,) = tables((tmp_path / "out" / "report.md").read_text(encoding="utf-8"))
+    (row,) = table.values()
+    assert (row["0.0005"], row["0.001"]) == ("4.9500", "**4.9000**")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["report.md"]
+
+
 def points(line: Any) -> list[tuple[float, float]]:
     return [(round(float(x), 4), round(float(y), 4)) for x, y in zip(*line.get_data())]
 
