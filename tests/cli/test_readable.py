@@ -188,7 +188,7 @@ def test_columns_of_numbers_are_aligned_at_the_point(nsa):
 
 def test_tune_is_readable(nsa, terminal, monkeypatch):
     from nsa_bench import tune
-    from nsa_bench.gate import Gate
+    from nsa_bench.result import Gate
     from nsa_bench.tune import SlotTime, Tuning
 
     times = [SlotTime("cmp", "sdpa", "0.1.0", "inference", 1.5, "")]

@@ -25,8 +25,8 @@ from nsa_models.lm import log, saving
 from nsa_models.lm import train as train_module
 from nsa_models.lm.config import SIZES
 from nsa_models.lm.model_folder import open_folder
-from nsa_models.lm.parallel import KINDS, World
-from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.parallel import World
+from nsa_models.lm.recipe import KINDS, Recipe
 from nsa_models.lm.run_folder import INDEX
 from nsa_models.lm.task import DataSpec
 

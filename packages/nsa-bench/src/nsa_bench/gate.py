@@ -12,6 +12,7 @@ import torch
 
 from nsa_bench.cells import Cell
 from nsa_bench.limits import Limits
+from nsa_bench.result import Gate
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import TimeUp
 from nsa_core.config import NSAConfig
@@ -30,22 +31,6 @@ from nsa_verify.problems.slot_runs import SlotRun, masked_do, run_slot, slot_inp
 from nsa_verify.problems.steps import Step
 
 NOT_CORRECT = "not correct: its gate failed"  # reason of a measurement without a time
-
-
-@dataclasses.dataclass(frozen=True)
-class Gate:
-    """The verdict that decides whether a combination may be timed.
-
-    ``failures`` holds one line per tensor whose error exceeds its limit.
-    """
-
-    combo: str
-    shape: str
-    dtype: str
-    ok: bool
-    case: str
-    seconds: float
-    failures: list[str]
 
 
 class Gates:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nsa_bench.gate import Gate
+from nsa_bench.result import Gate
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import NSAError
 from nsa_core.plan.plan import Plan

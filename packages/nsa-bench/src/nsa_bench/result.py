@@ -11,13 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nsa_bench.gate import Gate
 from nsa_bench.roofline import PARTS, Peaks
 from nsa_bench.timing import FAILED, Performance
 from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import COUNT, shown
-from nsa_core.plan.default_plan import is_long
 from nsa_core.util.interruption import Interruption
 from nsa_core.util.text import escape_control, one_line
 
@@ -45,6 +43,22 @@ _KNOWN: dict[Place, dict[str, Any]] = {
     ("environment",): {"device": str, "versions": dict[str, str], "git_commit": str | None},
 }
 Series = tuple[str, str, str, str, int]  # shape, dtype, inputs, phase, batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """The verdict that decides whether a combination may be timed.
+
+    ``failures`` holds one line per tensor whose error exceeds its limit.
+    """
+
+    combo: str
+    shape: str
+    dtype: str
+    ok: bool
+    case: str
+    seconds: float
+    failures: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +223,7 @@ class Result:
     def _backends(self, m: Measurement) -> dict[str, str]:
         """Return the backends of a combination, as :attr:`combos` has them for its problem."""
         where = f"{m.subject}, {m.shape} {m.dtype}"
-        if is_long(m.length, False):
+        if m.length >= LONG_SEQUENCE:
             where += f" from {LONG_SEQUENCE} tokens on"
         return self.combos.get(where) or self.combos.get(m.subject, {})
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from nsa_core.config import NSAConfig
 from nsa_core.flops import visible_pairs
+
+if TYPE_CHECKING:
+    import torch
 
 # The kernels of a call. In a sequence of at most n * l' tokens, causal stands for select and sel.
 PARTS = ("compress", "cmp", "select", "sel", "causal", "win", "combine")
@@ -110,6 +112,8 @@ def part_costs(
 
 def measure_peaks(device: str, dtype: torch.dtype) -> Peaks:
     """Measure peak rates in about a second: the best of several matrix products and of copies."""
+    import torch
+
     cuda = device.startswith("cuda")
     size, copied = (8192, 1 << 30) if cuda else (512, 1 << 25)
     generator = torch.Generator(device).manual_seed(0)  # a resumed run's random state must not move

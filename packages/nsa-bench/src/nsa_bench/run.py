@@ -21,9 +21,9 @@ from nsa_bench.cells import Cell
 from nsa_bench.clocks import clock_for
 from nsa_bench.crossover import crossovers
 from nsa_bench.environment import machine
-from nsa_bench.gate import NOT_CORRECT, Gate, Gates
+from nsa_bench.gate import NOT_CORRECT, Gates
 from nsa_bench.limits import GRACE_S, Limits, lacks_memory
-from nsa_bench.result import Interrupted, Measurement, Result
+from nsa_bench.result import Gate, Interrupted, Measurement, Result
 from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.settings import RunSettings
 from nsa_bench.timing import INTERRUPTED, LATE, Outcome, TimeUp, reason_of

@@ -6,15 +6,15 @@ import abc
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from nsa_bench.cells import Cell
 from nsa_bench.shapes import PAPER_BLOCKS, Shape, parse_shape
 from nsa_bench.timing import METHODS
 from nsa_core.config import NSAConfig
-from nsa_verify.problems.combination import Combination
+
+if TYPE_CHECKING:
+    from nsa_bench.cells import Cell
+    from nsa_verify.problems.combination import Combination
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,8 @@ class RunSettings(abc.ABC):
         """Return the settings as a result file stores them."""
 
     def _common(self) -> dict[str, Any]:
+        import torch
+
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             **{name: list(v) if isinstance(v, tuple) else v for name, v in values.items()},
@@ -110,6 +112,8 @@ class DecodeCell:
 
     def of(self, dtype: str, blocks: Sequence[int] = PAPER_BLOCKS) -> Cell:
         """Return the cell of a dtype and of block sizes l, d, l', n, w."""
+        from nsa_bench.cells import Cell
+
         config, pages = layer_config(self.shape, blocks), self.page_size
         cache = "random" if pages is None else f"random, pages of {pages}"
         return Cell(

@@ -12,8 +12,9 @@ import torch
 from nsa_bench import cells, isolation, roofline
 from nsa_bench.baselines import Baseline, dense_baselines
 from nsa_bench.cells import Cell
-from nsa_bench.gate import Gate, run_gate
+from nsa_bench.gate import run_gate
 from nsa_bench.inputs import Inputs, load_models, make_inputs
+from nsa_bench.result import Gate
 from nsa_bench.rivals import rivals
 from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.settings import Settings

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
-
-import torch
 
 from nsa_core.util.interruption import NEVER, Interruption, is_ctrl_c
 from nsa_core.util.text import describe_error
@@ -231,6 +231,8 @@ def reason_of(error: BaseException) -> str:
 
     PyTorch's allocator of the CPU raises a plain RuntimeError.
     """
+    import torch
+
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         return NO_MEMORY
     return f"{FAILED}: {describe_error(error)}"
@@ -238,6 +240,8 @@ def reason_of(error: BaseException) -> str:
 
 def summarise(samples: Sequence[float], method: str) -> Performance:
     """Return median and quartiles of samples in ms."""
+    import torch
+
     ordered = torch.tensor(sorted(samples), dtype=torch.float64)
     q1, median, q3 = (float(ordered.quantile(quantile)) for quantile in (0.25, 0.5, 0.75))
     rounded = [float(f"{sample:.5g}") for sample in samples]
@@ -250,8 +254,9 @@ def spread_of_repeats(performance: Performance, repeats: int = 5) -> float | Non
 
     The samples are split in order into ``repeats`` runs; None if there are fewer samples than runs.
     """
-    samples = torch.tensor(performance.samples_ms, dtype=torch.float64)
+    samples = performance.samples_ms
     if len(samples) < repeats:
         return None
-    medians = torch.stack([run.quantile(0.5) for run in samples.tensor_split(repeats)])
-    return float(medians.std() / medians.mean())
+    starts = [len(samples) * run // repeats for run in range(repeats + 1)]
+    medians = [statistics.median(samples[a:b]) for a, b in itertools.pairwise(starts)]
+    return statistics.stdev(medians) / statistics.mean(medians)

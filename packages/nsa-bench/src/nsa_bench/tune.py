@@ -12,8 +12,9 @@ from nsa_bench import isolation
 from nsa_bench.child_call import in_child, not_here
 from nsa_bench.clocks import clock_for
 from nsa_bench.environment import device_name
-from nsa_bench.gate import NOT_CORRECT, Gate, gate_case
+from nsa_bench.gate import NOT_CORRECT, gate_case
 from nsa_bench.limits import Limits, lacks_memory
+from nsa_bench.result import Gate
 from nsa_bench.roofline import part_costs
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import FAILED, Workload, measure

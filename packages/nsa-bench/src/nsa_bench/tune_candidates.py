@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import torch
 
 from nsa_bench.cells import kernel_workload
-from nsa_bench.gate import Gate, run_gate
+from nsa_bench.gate import run_gate
 from nsa_bench.inputs import Inputs, make_inputs
 from nsa_bench.isolation import failed_gate
+from nsa_bench.result import Gate
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import Workload
 from nsa_core.config import NSAConfig

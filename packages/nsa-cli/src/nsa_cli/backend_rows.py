@@ -6,19 +6,14 @@ Torch is imported only to probe the backends.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output
-from nsa_core.contract import SLOTS, Reason
+from nsa_core.contract import SLOTS
 from nsa_core.plan.gpus import GPU
-from nsa_core.plan.loading import BackendEntry, installed
+from nsa_core.plan.loading import FIRST_PARTY, BackendEntry, installed
 from nsa_core.plan.registry import Registry, disabled_reason
-from nsa_core.plan.standing import (
-    Standing,
-    standings,
-    typical_candidates,
-)
+from nsa_core.plan.standing import Standing, standings, typical_candidates
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,13 +56,13 @@ def list_and_probe(
     from nsa_core.plan.candidates import describe_request
 
     candidates = typical_candidates(registry, phase, gpu)
-    standing = standings(candidates, gpu)
+    standing = standings(candidates)
     return {
         "schema_version": SCHEMA_VERSION,
         "probed": True,
         "request": describe_request(candidates.requests["cmp"]),
         "device": candidates.requests["cmp"].device,
-        "simulated": simulated_row(gpu),
+        "simulated": simulated_row(candidates, gpu),
         "backends": [
             _row(entry, candidates, standing[entry.name, entry.distribution])
             for entry in registry.entries
@@ -75,18 +70,23 @@ def list_and_probe(
     }
 
 
-def simulated_row(gpu: GPU | None) -> dict[str, Any] | None:
-    """Return the simulated GPU as a JSON object, with the software of this machine."""
+def simulated_row(candidates: Candidates, gpu: GPU | None) -> dict[str, Any] | None:
+    """Return the simulated GPU as a JSON object, with what its answers assume.
+
+    "assumed" has, for each backend, what this machine lacks for it.
+    """
     if gpu is None:
         return None
     from nsa_cli.health import installed_version
 
-    software = {name: installed_version(name) for name in ("torch", "triton", "flash-attn")}
+    lacking = {name: "not installed" for name in FIRST_PARTY if not installed_version(name)}
+    for name, reasons in candidates.assumed.items():
+        lacking[name] = "; ".join(sorted(output.one_line(reason.message) for reason in reasons))
     return {
         "gpu": gpu.name,
         "title": gpu.title,
         "capability": list(gpu.capability),
-        "software_here": software,
+        "assumed": lacking,
     }
 
 
@@ -99,14 +99,9 @@ def add_details(document: dict[str, Any], registry: Registry) -> None:
         row["details"] = details(entries[row["name"], row["distribution"]])
 
 
-def reason_rows(reasons: Iterable[Reason], here: Collection[Reason]) -> list[dict[str, Any]]:
-    """Return reasons as JSON objects, which say whether they are facts of this machine."""
-    return [{**dataclasses.asdict(reason), "here": reason in here} for reason in reasons]
-
-
 def _row(entry: BackendEntry, candidates: Candidates, standing: Standing) -> dict[str, Any]:
     spec = entry.spec
-    of_entry, here = candidates.of(entry), standing.here
+    of_entry = candidates.of(entry)
     return {
         "name": entry.name,
         "distribution": entry.distribution,
@@ -118,14 +113,12 @@ def _row(entry: BackendEntry, candidates: Candidates, standing: Standing) -> dic
         "reason": dataclasses.asdict(entry.reason) if entry.reason else None,
         "summary": spec.summary if spec else "",
         "api_version": list(spec.api_version) if spec else None,
-        "slots": {slot: _slot_row(entry, slot, of_entry.get(slot), here) for slot in SLOTS},
+        "slots": {slot: _slot_row(entry, slot, of_entry.get(slot)) for slot in SLOTS},
         "fused": {n: {"workspace": n in spec.fused_workspace} for n in spec.fused} if spec else {},
     }
 
 
-def _slot_row(
-    entry: BackendEntry, slot: str, candidate: Candidate | None, here: frozenset[Reason]
-) -> dict[str, Any]:
+def _slot_row(entry: BackendEntry, slot: str, candidate: Candidate | None) -> dict[str, Any]:
     spec = entry.spec.slots.get(slot) if entry.spec else None
     reasons = list(candidate.reasons) if candidate else [entry.reason] if entry.reason else []
     # Decode steps use the forward of combine.
@@ -141,7 +134,7 @@ def _slot_row(
         "priority": entry.spec.priority_of(slot) if entry.spec and spec else None,
         "rank": candidate.rank if candidate else None,
         "rank_reason": candidate.rank_reason if candidate else "",
-        "reasons": reason_rows(reasons, here),
+        "reasons": [dataclasses.asdict(reason) for reason in reasons],
     }
 
 
@@ -212,14 +205,12 @@ def _print_request(console: Console, document: dict[str, Any], request: str) -> 
 
 
 def print_simulated(console: Console, simulated: dict[str, Any]) -> None:
-    """Print the GPU that is simulated, and the software, which is that of this machine."""
+    """Print the GPU that is simulated, and what the answers assume beyond this machine."""
     title = f"simulated: {simulated['title']}, not this machine"
     output.print_text(console, title, "bold yellow")
-    software = ", ".join(
-        f"{name} {version}" if version else f"no {name}"
-        for name, version in simulated["software_here"].items()
-    )
-    output.print_text(console, f"software of this machine: {software}")
+    for name, lacking in simulated["assumed"].items():
+        text = f"assumes a full installation; missing here, for {name}: {lacking}"
+        output.print_text(console, text)
 
 
 def print_details(document: dict[str, Any]) -> None:
@@ -284,7 +275,6 @@ def _cell(value: object) -> str:
 
 
 def reason_lines(reason: dict[str, Any]) -> tuple[str, ...]:
-    """Return the message of a reason, marked if it is of this machine, and its hint."""
-    message = output.one_line(reason["message"]) + " [this machine]" * reason["here"]
-    hint = output.one_line(reason["hint"])
+    """Return the message of a reason, and its hint."""
+    message, hint = output.one_line(reason["message"]), output.one_line(reason["hint"])
     return (message, f"  hint: {hint}") if hint else (message,)

@@ -11,11 +11,13 @@ import typer
 from nsa_cli import output
 from nsa_cli.choices import (
     BackendOfSlot,
+    Force,
+    Json,
+    Phase,
     advanced,
+    check_backends,
     complete_backend,
-    complete_device,
     complete_dtype,
-    completion,
     one_dtype,
     pick_device,
     tokens,
@@ -35,19 +37,12 @@ A name is that of an entry point or a distribution.
 """
 app = App(help=_HELP)
 
-_Phase = Annotated[
-    str,
-    typer.Option(
-        "--phase",
-        help="Phase of the request: prefill or decode.",
-        autocompletion=completion("prefill", "decode"),
-    ),
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version.")]
 _GPU = Annotated[
     str | None,
     typer.Option(
-        "--gpu", help="Answer for a GPU that is not here: a100, h100, h200, rtx-4090, sm_80, ..."
+        "--gpu",
+        metavar="GPU",
+        help="Answer for a full installation on another GPU: a100, h200, rtx-4090, sm_80, ...",
     ),
 ]
 
@@ -61,15 +56,16 @@ def _simulated(name: str | None) -> GPU | None:
 
 @app.command("list")
 def list_backends(
-    json: _Json = False,
+    json: Json = None,
     probe: Annotated[
         bool,
         typer.Option(
             "--probe/--no-probe", help="--no-probe reads package metadata and loads no plugin."
         ),
     ] = True,
-    phase: _Phase = "prefill",
+    phase: Phase = "prefill",
     gpu: _GPU = None,
+    force: Force = False,
 ) -> None:
     """List all installed backends with their slots and status, one line per backend.
 
@@ -80,6 +76,7 @@ def list_backends(
     from nsa_cli import backend_rows as rows
 
     with output.exit_codes():
+        output.check_writable(json, force)
         simulated = _simulated(gpu)
         if simulated and not probe:
             raise InvalidInput("--gpu needs a probe: leave out --no-probe")
@@ -91,9 +88,7 @@ def list_backends(
         else:
             document = rows.list_from_metadata()
             usable = bool(document["backends"])
-        if json:
-            output.print_json(document)
-        else:
+        if not output.prints_json(document, json, force):
             rows.print_list(document)
         if not usable:
             state = "none is ready" if document["backends"] else "none is installed"
@@ -106,9 +101,10 @@ def show(
     name: Annotated[
         str, typer.Argument(help="Name of the backend.", autocompletion=complete_backend)
     ],
-    json: _Json = False,
-    phase: _Phase = "prefill",
+    json: Json = None,
+    phase: Phase = "prefill",
     gpu: _GPU = None,
+    force: Force = False,
 ) -> None:
     """Show all details of one backend.
 
@@ -117,16 +113,16 @@ def show(
     from nsa_cli import backend_rows as rows
 
     with output.exit_codes():
+        output.check_writable(json, force)
         simulated = _simulated(gpu)
+        check_backends([name])
         output.import_with_plugins("torch")
         registry = output.find_backends()
         entry = registry.get(name)  # raises for an unknown name before any backend is probed
         document = rows.list_and_probe(registry, phase, simulated)
         document["backends"] = [row for row in document["backends"] if row["name"] == entry.name]
         rows.add_details(document, registry)
-        if json:
-            output.print_json(document)
-        else:
+        if not output.prints_json(document, json, force):
             rows.print_details(document)
 
 
@@ -185,11 +181,7 @@ def explain(
     n_heads: Annotated[int, advanced(help="Query heads.")] = 12,
     n_kv_heads: Annotated[int, advanced(help="Key/value heads.")] = 2,
     device: Annotated[
-        str,
-        advanced(
-            help="auto, cpu, cuda or cuda:N; auto: cuda if a GPU is available, else cpu.",
-            autocompletion=complete_device,
-        ),
+        str, advanced(help="auto: cuda if a GPU is available.", metavar="auto|cpu|cuda|cuda:N")
     ] = "auto",
     batch: Annotated[
         int | None, advanced(help="Sequences per batch. Default: unknown.", min=0)
@@ -207,25 +199,24 @@ def explain(
     deterministic: Annotated[
         bool, advanced("--deterministic", help="Require equal bits in every run.")
     ] = False,
-    phase: _Phase = "prefill",
+    phase: Phase = "prefill",
     page_size: _PageSize = None,
     gpu: _GPU = None,
-    json: _Json = False,
+    json: Json = None,
+    force: Annotated[bool, advanced("--force", help="Overwrite the --json file.")] = False,
 ) -> None:
     """Explain which backend runs each slot of a request.
 
-    Lists all candidates of each slot, and the reasons and hints of those that refuse the request.
-    Exit code 3 if no backend accepts the request in some slot.
+    Shows the choice first, then the candidates of each slot, with reasons and hints of those that
+    cannot run the request. Exit code 3 if none can run some slot.
     """
-    from nsa_cli import explain_rows as rows
 
     named = {"cmp": cmp, "select": select, "sel": sel, "win": win, "combine": combine}
     with output.exit_codes():
         from nsa_core.config import NSAConfig
-        from nsa_core.plan.candidates import find_candidates
-        from nsa_core.plan.options import PlanOptions
-        from nsa_core.plan.plan import decide
 
+        output.check_writable(json, force)
+        check_backends(named.values())
         config = NSAConfig(
             dim=n_heads * head_dim,
             n_heads=n_heads,
@@ -237,8 +228,13 @@ def explain(
         simulated = _simulated(gpu)
         if simulated and device != "auto":
             raise InvalidInput(f"--gpu simulates a GPU: leave out --device {device}")
-        chosen_device = "cuda" if simulated else pick_device(device)
         dtype = one_dtype(dtype)
+        chosen_device = "cuda" if simulated else pick_device(device)
+        from nsa_cli import explain_rows as rows
+        from nsa_core.plan.candidates import find_candidates
+        from nsa_core.plan.options import PlanOptions
+        from nsa_core.plan.plan import decide
+
         if dtype == "auto":
             dtype = "bfloat16" if chosen_device.startswith("cuda") else "float32"
         options = PlanOptions(
@@ -263,9 +259,7 @@ def explain(
         except (Unsupported, BackendUnavailable) as error:
             outcome = error
         document = rows.explained(candidates, outcome, simulated)
-        if json:
-            output.print_json(document)
-        else:
+        if not output.prints_json(document, json, force):
             rows.print_explained(document)
         if isinstance(outcome, NSAError):  # its other lines are printed above
             code = output.BROKEN if document["error"]["nothing_usable"] else output.UNAVAILABLE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +14,19 @@ import typer
 from nsa_cli import bench_options as options
 from nsa_cli import output
 from nsa_cli.choices import (
-    ADVANCED,
+    Device,
+    Force,
+    Json,
+    Threads,
+    advanced,
     as_options,
     block_sizes,
-    complete_device,
+    check_backends,
     dtype_names,
     options_on_command_line,
     pick_device,
+    read_file,
+    some_of,
     split_commas,
 )
 from nsa_cli.commands import App
@@ -55,28 +61,22 @@ def bench(
     phase: options.Phases = None,
     dtype: options.Dtypes = None,
     blocks: options.Blocks = "32,16,64,16,512",
-    batch: Annotated[
-        int, typer.Option(help="Sequences per batch.", min=1, rich_help_panel=ADVANCED)
-    ] = 1,
+    batch: Annotated[int, advanced(help="Sequences per batch.", min=1)] = 1,
     inputs: options.Inputs = "random",
     text: options.Text = None,
     checkpoint: options.Checkpoints = None,
-    device: Annotated[
-        str, typer.Option(help="auto, cpu or cuda.", autocompletion=complete_device)
-    ] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1, rich_help_panel=ADVANCED)] = 1,
+    device: Device = "auto",
+    threads: Threads = 1,
     budget: options.Budget = None,
     max_call: options.MaxCall = 5.0,
     cell_limit: options.CellLimit = 60.0,
     time_limit: options.TimeLimit = None,
-    json_file: options.Json = None,
+    json_file: Json = None,
     html: options.Html = None,
     png: options.Png = None,
     svg: options.Svg = None,
-    force: options.Force = False,
-    seed: Annotated[
-        int, typer.Option(help="Seed of all random inputs.", rich_help_panel=ADVANCED)
-    ] = 0,
+    force: Force = False,
+    seed: Annotated[int, advanced(help="Seed of all random inputs.")] = 0,
 ) -> None:
     """Run the benchmark; options that are not given take the preset's values for this device."""
     typed = options_on_command_line(context)
@@ -88,8 +88,6 @@ def bench(
     with output.exit_codes(), deferred_signals() as stop:
         files = _Files(json_file, html, png, svg, force)
         files.check()
-        _prepare_quick_end()
-        _check_preset(preset)
         settings = _settings(
             preset,
             overrides,
@@ -109,6 +107,7 @@ def bench(
             checkpoint or [],
             threads,
         )
+        _prepare_quick_end()
         output.import_with_plugins("nsa_bench.prefill")
         from nsa_bench.prefill import PrefillBench
 
@@ -121,28 +120,24 @@ def bench(
 @app.command()
 def decode(
     combo: options.Combos = None,
-    preset: options.DecodePreset = "quick",
+    preset: options.Preset = "quick",
     shape: options.Shapes = None,
     length: options.CacheLengths = None,
     batch: options.DecodeBatch = None,
     page_size: options.PageSize = None,
     dtype: options.Dtypes = None,
     blocks: options.Blocks = "32,16,64,16,512",
-    device: Annotated[
-        str, typer.Option(help="auto, cpu or cuda.", autocompletion=complete_device)
-    ] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1, rich_help_panel=ADVANCED)] = 1,
+    device: Device = "auto",
+    threads: Threads = 1,
     budget: options.Budget = None,
     cell_limit: options.CellLimit = 60.0,
     time_limit: options.TimeLimit = None,
-    json_file: options.Json = None,
+    json_file: Json = None,
     html: options.Html = None,
     png: options.Png = None,
     svg: options.Svg = None,
-    force: options.Force = False,
-    seed: Annotated[
-        int, typer.Option(help="Seed of all random inputs.", rich_help_panel=ADVANCED)
-    ] = 0,
+    force: Force = False,
+    seed: Annotated[int, advanced(help="Seed of all random inputs.")] = 0,
 ) -> None:
     """Time steps of decoding: each step, its slots, a whole layer, and dense attention.
 
@@ -152,8 +147,6 @@ def decode(
     with output.exit_codes(), deferred_signals() as stop:
         files = _Files(json_file, html, png, svg, force)
         files.check()
-        _prepare_quick_end()
-        _check_preset(preset)
         from nsa_cli import bench_decode
 
         settings = bench_decode.settings(
@@ -169,6 +162,7 @@ def decode(
                 **_limits(preset, budget, time_limit),
             },
         )
+        _prepare_quick_end()
         output.import_with_plugins("nsa_bench.decode")
         from nsa_bench.decode import DecodeBench
 
@@ -244,7 +238,7 @@ def report(
     html: options.Html = None,
     png: options.Png = None,
     svg: options.Svg = None,
-    force: options.Force = False,
+    force: Force = False,
 ) -> None:
     """Print a result file and write its HTML report or plots.
 
@@ -296,13 +290,13 @@ class _Files:
             save(result, file, kind, self.force)
 
         files = ResultFiles()
-        files.write(
-            self.json, lambda f: output.write_atomic(f, result.to_json(), self.force), keep=True
-        )
+        text = result.to_json()
+        files.write_json(self.json, text, self.force)
         files.write(self.html, write_page)
         files.write(self.png, lambda f: write_plot(f, "png"))
         files.write(self.svg, lambda f: write_plot(f, "svg"))
-        _print_result(result)
+        if self.json != output.STDOUT:
+            _print_result(result)
         if names := ", ".join(map(str, files.written)):
             output.print_text(output.console(), f"Written to {names}")
         files.exit_code(code)
@@ -342,13 +336,6 @@ def _check_before_command(command: str, typed: Sequence[str]) -> None:
         )
 
 
-def _check_preset(preset: str) -> None:
-    from nsa_core.errors import InvalidInput
-
-    if preset not in options.PRESETS:
-        raise InvalidInput(f"--preset must be one of {', '.join(options.PRESETS)}, got {preset!r}")
-
-
 def _percentage(text: str) -> float:
     from nsa_core.errors import InvalidInput
 
@@ -373,22 +360,37 @@ def _settings(
     checkpoints: Sequence[Path],
     threads: int,
 ) -> Settings:
-    torch_device = pick_device(device, threads)
-    defaults = options.PRESETS[preset]["cuda" if torch_device.startswith("cuda") else "cpu"]
-    values = defaults | {name: text for name, text in overrides.items() if text is not None}
+    """Return the settings; options are checked before torch is imported."""
     from nsa_bench.settings import Settings
     from nsa_bench.shapes import parse_lengths, parse_shape
+    from nsa_core.plan.registry import named_backends
+
+    parsers: dict[str, Callable[[str], Any]] = {
+        "shapes": lambda words: [parse_shape(word) for word in split_commas(words)],
+        "lengths": parse_lengths,
+        "phases": lambda words: some_of("--phase", words, ("forward", "backward", "both")),
+        "dtypes": dtype_names,
+    }
+    values = {name: parsers[name](words) for name, words in overrides.items() if words is not None}
+    for shape in values.get("shapes", [parse_shape("reports")]):
+        shape.config(blocks)
+    for rival in numbers["rivals"] or []:
+        some_of("--rival", rival, ("fla", "sfnsa", "xunhao"))
+    for combo in combos:
+        check_backends(named_backends(combo).values())
+    input_kinds = some_of("--inputs", inputs, ("random", "real"))
+    for path in [*checkpoints, *[text] * (text is not None)]:
+        read_file("--text" if path is text else "--checkpoint", path)
+    torch_device = pick_device(device, threads)
     from nsa_verify.problems.combination import parse_combination
 
-    input_kinds, lengths = split_commas(inputs), parse_lengths(values["lengths"])
+    defaults = options.PRESETS[preset]["cuda" if torch_device.startswith("cuda") else "cpu"]
+    values = {name: parsers[name](words) for name, words in defaults.items()} | values
     name, content = "", b""
     if "real" in input_kinds:
-        name, content = _read_text(text, numbers["batch"] * max(lengths))
+        name, content = _read_text(text, numbers["batch"] * max(values["lengths"]))
     return Settings(
-        shapes=[parse_shape(word) for word in split_commas(values["shapes"])],
-        lengths=lengths,
-        phases=split_commas(values["phases"]),
-        dtypes=dtype_names(values["dtypes"]),
+        **values,
         inputs=input_kinds,
         combos=[parse_combination(word) for word in combos],
         blocks=blocks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nsa_cli.choices import as_options, dtype_names, pick_device
+from nsa_cli.choices import as_options, check_backends, dtype_names, pick_device
 
 if TYPE_CHECKING:
     from nsa_bench.settings import DecodeCell, DecodeSettings
@@ -49,13 +49,18 @@ def settings(
 ) -> DecodeSettings:
     """Return the settings of a run; ``values`` are further fields of them."""
     from nsa_bench.settings import DecodeSettings
+    from nsa_core.plan.registry import named_backends
+
+    for combo in combos:
+        check_backends(named_backends(combo).values())
+    dtypes = None if dtype is None else dtype_names(dtype)
+    torch_device = pick_device(device, threads)
     from nsa_verify.problems.combination import parse_combination
 
-    torch_device = pick_device(device, threads)
     default = "bfloat16" if torch_device.startswith("cuda") else "float32"
     return DecodeSettings(
         cells=chosen,
-        dtypes=dtype_names(dtype or default),
+        dtypes=dtypes or [default],
         combos=[parse_combination(word) for word in combos],
         device=torch_device,
         **values,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from nsa_cli.choices import ADVANCED, complete_dtype, complete_pairs, completion, tokens
+from nsa_cli.choices import advanced, complete_dtype, complete_pairs, completion, tokens
 
 # All lengths are longer than n * l' = 1024 tokens: up to it, selection does not run.
 PRESETS: dict[str, dict[str, dict[str, str]]] = {
@@ -43,9 +43,6 @@ PRESETS: dict[str, dict[str, dict[str, str]]] = {
 BUDGET_S = {"quick": 0.1, "full": 0.3}
 TIME_LIMIT_S = {"quick": 40.0, "full": 420.0}
 
-Json = Annotated[
-    Path | None, typer.Option("--json", help="Write the results as JSON.", show_default=False)
-]
 Html = Annotated[
     Path | None,
     typer.Option("--html", help="Write a self-contained HTML report.", show_default=False),
@@ -56,7 +53,6 @@ Png = Annotated[
 Svg = Annotated[
     Path | None, typer.Option("--svg", help="Write the plots as SVG.", show_default=False)
 ]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite output files.")]
 Combos = Annotated[
     list[str] | None,
     typer.Option(
@@ -71,27 +67,22 @@ Combos = Annotated[
 ]
 Rivals = Annotated[
     list[str] | None,
-    typer.Option(
+    advanced(
         "--rival",
+        metavar="fla|sfnsa|xunhao",
         show_default=False,
-        help=(
-            "Other NSA library to time as well: fla, sfnsa or xunhao. Repeatable. Default: on a"
-            " GPU, all that are installed."
-        ),
         autocompletion=completion("fla", "sfnsa", "xunhao"),
-        rich_help_panel=ADVANCED,
+        help=(
+            "Other NSA library to time as well. Repeatable. Default: on a GPU, all that are"
+            " installed."
+        ),
     ),
 ]
 Preset = Annotated[
-    str,
+    Literal["quick", "full"],
     typer.Option(
-        help="quick (less than a minute) or full: defaults of the shapes, lengths, phases, dtypes,"
-        " --budget and --time-limit.",
-        autocompletion=completion("quick", "full"),
+        help="quick (less than a minute) or full: defaults of the options that are not given."
     ),
-]
-DecodePreset = Annotated[
-    str, typer.Option(help="quick or full: defaults of --budget and --time-limit.")
 ]
 DecodeBatch = Annotated[
     int | None,
@@ -129,12 +120,7 @@ Phases = Annotated[
 ]
 PageSize = Annotated[
     int | None,
-    typer.Option(
-        help="Tokens per cache page. Default: no pages.",
-        parser=tokens(),
-        show_default=False,
-        rich_help_panel=ADVANCED,
-    ),
+    advanced(help="Tokens per cache page. Default: no pages.", parser=tokens(), show_default=False),
 ]
 Dtypes = Annotated[
     str | None,
@@ -146,40 +132,34 @@ Dtypes = Annotated[
 ]
 Blocks = Annotated[
     str,
-    typer.Option(help="Block sizes l,d,l',n,w in tokens (n: blocks).", rich_help_panel=ADVANCED),
+    advanced(help="Block sizes l,d,l',n,w in tokens (n: blocks)."),
 ]
 Inputs = Annotated[
     str,
-    typer.Option(
+    advanced(
         help="Comma-separated inputs: random, real (activations of a layer on --text).",
         autocompletion=completion("random", "real"),
-        rich_help_panel=ADVANCED,
     ),
 ]
 Text = Annotated[
     Path | None,
-    typer.Option(
+    advanced(
         help="Text file for real inputs. Default: the documentation that ships with Python.",
         show_default=False,
-        rich_help_panel=ADVANCED,
     ),
 ]
 Checkpoints = Annotated[
     list[Path] | None,
-    typer.Option(
+    advanced(
         "--checkpoint",
         show_default=False,
         help="Trained layer for real inputs (safetensors), one per shape. Repeatable.",
-        rich_help_panel=ADVANCED,
     ),
 ]
 Budget = Annotated[
     float | None,
-    typer.Option(
-        help="Seconds to spend on each figure (3 to 20 samples).",
-        min=0.001,
-        show_default=False,
-        rich_help_panel=ADVANCED,
+    advanced(
+        help="Seconds to spend on each figure (3 to 20 samples).", min=0.001, show_default=False
     ),
 ]
 AllowMissing = Annotated[
@@ -190,26 +170,19 @@ AllowMissing = Annotated[
 ]
 MaxCall = Annotated[
     float,
-    typer.Option(
-        help="Seconds per call: longer calls are ended, or skipped if that is expected.",
-        min=0.001,
-        rich_help_panel=ADVANCED,
+    advanced(
+        help="Seconds per call: longer calls are ended, or skipped if that is expected.", min=0.001
     ),
 ]
 CellLimit = Annotated[
     float,
-    typer.Option(
-        help="Seconds after which a cell starts no new measurement.",
-        min=0.001,
-        rich_help_panel=ADVANCED,
-    ),
+    advanced(help="Seconds after which a cell starts no new measurement.", min=0.001),
 ]
 TimeLimit = Annotated[
     float | None,
-    typer.Option(
+    advanced(
         help="Seconds after which the run ends; it leaves out what is not measured by then.",
         min=1,
         show_default=False,
-        rich_help_panel=ADVANCED,
     ),
 ]

@@ -9,14 +9,16 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from nsa_cli import output
 from nsa_core.contract import DTYPES, SLOTS
 from nsa_core.errors import InvalidInput
+from nsa_core.plan.registry import named_backends
 from nsa_core.util.interruption import recorded_signals
 from nsa_core.util.text import did_you_mean
 
@@ -71,7 +73,27 @@ complete_pairs = completion(
 complete_dtype = completion(*DTYPES, *SHORT_DTYPES)
 complete_device = completion("auto", "cpu", "cuda")
 
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=complete_device)]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="auto: cuda if a GPU is available, else cpu.",
+        metavar="auto|cpu|cuda|cuda:N",
+        autocompletion=complete_device,
+    ),
+]
+Json = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="[FILE]",
+        help="Print JSON in place of the tables; with FILE, write it there and print the tables.",
+        show_default=False,
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite output files.")]
+Phase = Annotated[
+    Literal["prefill", "decode"], typer.Option("--phase", help="Phase of the request.")
+]
 Threads = Annotated[int, advanced(help="CPU threads.", min=1)]
 Backends = Annotated[
     str,
@@ -194,15 +216,45 @@ def tokens(least: int = 1) -> Callable[[int | str], int]:
     return tokens
 
 
+def some_of(option: str, text: str, choices: Collection[str]) -> list[str]:
+    """Parse the value of ``option``, a comma-separated list of ``choices``.
+
+    Raises:
+        InvalidInput: ``text`` is empty or has another word.
+    """
+    words = split_commas(text) or [text]
+    for word in words:
+        if word not in choices:
+            raise InvalidInput(
+                f"{option} must be one or several of {', '.join(choices)}, got {word!r}"
+                + did_you_mean(word, choices)
+            )
+    return words
+
+
 def parse_backends(text: str) -> dict[str, str] | None:
     """Parse --backends into the ``backends`` argument of :class:`nsa_core.NSAttention`.
 
     Raises:
-        InvalidInput: ``text`` names an unknown slot, or one slot twice.
+        InvalidInput: ``text`` names an unknown slot or backend, or one slot twice.
     """
-    from nsa_verify.problems.combination import parse_combination
+    named = named_backends(text)
+    check_backends(named.values())
+    return named or None
 
-    return dict(parse_combination(text).backends) or None
+
+def check_backends(names: Iterable[str | None]) -> None:
+    """Check that every name is one of a backend, before torch is imported.
+
+    A plugin may register a backend under another name than that of its entry point, so an unknown
+    name makes this function load the plugins.
+
+    Raises:
+        InvalidInput: No backend has a name; the message lists all.
+    """
+    unseen = {name for name in names if name is not None} - {"auto", *installed_backends()}
+    if unseen and (problems := output.find_backends().unknown(sorted(unseen))):
+        raise InvalidInput("; ".join(problems))
 
 
 def read_file(option: str, path: Path) -> bytes:
@@ -232,13 +284,18 @@ def pick_device(text: str, threads: int | None = None) -> str:
     """Return the device named by --device and set torch's number of CPU threads.
 
     Args:
-        text: A torch device, or "auto": cuda if a GPU is available, else cpu.
+        text: "cpu", "cuda", "cuda:N", or "auto": cuda if a GPU is available, else cpu.
         threads: Number of CPU threads; None keeps torch's setting.
 
     Raises:
-        InvalidInput: Torch does not support a device of this name.
+        InvalidInput: ``text`` is another word; torch is not imported for it.
         BackendUnavailable: The device is not available on this machine.
     """
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", text):
+        raise InvalidInput(
+            f"--device must be auto, cpu, cuda or cuda:N, got {text!r}"
+            + did_you_mean(text, ("auto", "cpu", "cuda"))
+        )
     silence_profiler()
     # Libraries that torch imports swallow a KeyboardInterrupt, or cannot be imported a second time.
     with recorded_signals() as interruption, interruption.deferred():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,12 @@ import typer.core
 from nsa_cli import output
 from nsa_core.limits import largest, shown
 
+_METAVARS = {
+    **dict.fromkeys(("int", "int range"), "N"),
+    **dict.fromkeys(("float", "float range"), "NUMBER"),
+    **dict.fromkeys(("path", "list[Path]"), "PATH"),
+    **dict.fromkeys(("str", "list[str]"), "TEXT"),
+}
 _BACKEND_OPTIONS = (
     *("--cmp", "--sel", "--win", "--select", "--combine"),
     *("--combo", "--backend", "--backends"),
@@ -26,18 +33,29 @@ class _Command:
     """Help and errors that commands and groups share."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters; a flag has no metavar, where typer may print <bool>."""
+        """Return the parameters; help shows N, PATH and TEXT where typer names Python's types."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
-            if getattr(param, "is_flag", False) and param.metavar is None:
-                param.metavar = ""
+            if param.param_type_name == "argument":
+                param.display_type_rich = lambda ctx: None  # its name says enough
+            elif param.metavar is None and hasattr(param, "display_type"):
+                label = param.display_type(ctx) or ""
+                param.metavar = "" if param.is_flag else _METAVARS.get(label.strip("<>"))
         return params
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse ``args``; the error about an option of other commands says what this one has."""
+        """Parse ``args``; errors name the value, or the option that this command has instead.
+
+        --json without a file means "-", standard output.
+        """
+        for index, (word, after) in reversed([*enumerate(itertools.pairwise([*args, "--"]))]):
+            if word == "--json" and after.startswith("-") and after != "-":
+                args = [*args[: index + 1], "-", *args[index + 1 :]]
         try:
             rest: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
         except output.ClickError as error:
+            if isinstance(error.__cause__, ValueError) and hasattr(error.__cause__, "errors"):
+                raise output.UsageError(_wrong_value(error, error.__cause__), ctx) from None
             if getattr(error, "option_name", None) in _BACKEND_OPTIONS:
                 known = {name for param in ctx.command.params for name in param.opts}
                 for option, sentence in _INSTEAD.items():
@@ -64,6 +82,7 @@ class App(typer.Typer):
         defaults: dict[str, Any] = {
             "cls": Group,
             "rich_markup_mode": "markdown",
+            "context_settings": {"help_option_names": ["-h", "--help"]},
             "add_completion": False,
         }
         super().__init__(**(defaults | settings))
@@ -75,6 +94,16 @@ class App(typer.Typer):
     def callback(self, **settings: Any) -> Callable[..., Any]:
         """Register the function of a group, as :meth:`typer.Typer.callback` does."""
         return super().callback(**({"cls": Group} | settings))
+
+
+def _wrong_value(error: Any, cause: Any) -> str:
+    """Return the message about a value that typer's library for types refuses."""
+    fault = cause.errors()[0]
+    message = fault["msg"].removeprefix("Value error, ").split(", unable")[0].rstrip(".")
+    option = error.param.opts[0]
+    if "Input should" in message:
+        return f"{message.replace('Input should', f'{option} must')}, got {fault['input']!r}"
+    return f"{option}: {message}"
 
 
 def _check_integers(command: Any, ctx: Any) -> None:

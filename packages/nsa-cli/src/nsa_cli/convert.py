@@ -27,6 +27,8 @@ from nsa_cli.choices import (
     tokens,
 )
 from nsa_cli.extras import need_extras
+from nsa_core.util.atomic_files import check_output_folder
+from nsa_models.lm.run_folder import check_model
 
 if TYPE_CHECKING:
     import torch
@@ -96,24 +98,27 @@ def convert(
         _check_options(text, typed)
         need_extras("nsa convert", ["transformers"])
         fields, layers = _fields(nsa or []), _layers(nsa_layers)
+        check_model(hf)
+        check_output_folder(out)
+        chosen, dtype = parse_backends(backends), one_dtype(dtype)
+        content = None if text is None else read_file("--text", text)
         torch_device = pick_device(device, threads)
         import torch
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        from nsa_models.hf.conversion import check_target, default_fields, open_dense, write
         from nsa_models.hf.conversion import convert as convert_model
+        from nsa_models.hf.conversion import default_fields, open_dense, write
         from nsa_models.hf.folder import load_model
 
-        check_target(out)
         folder = open_dense(hf)
-        tokens = None if text is None else _read_tokens(folder, text, length)
+        tokens = None if content is None else _read_tokens(folder, content, length)
         torch.manual_seed(seed)
-        dense = load_model(folder, one_dtype(dtype))
+        dense = load_model(folder, dtype)
         fields = {**default_fields(folder), **fields}
         with errors_name_options({"nsa_layers": "nsa_layers"}):
-            conversion = convert_model(dense, fields, parse_backends(backends), layers)
+            conversion = convert_model(dense, fields, chosen, layers)
         del dense
         _print_conversion(conversion)
         if tokens is not None:
@@ -122,6 +127,8 @@ def convert(
             conversion.model.to("cpu")
         write(conversion.model, folder, out)
         output.print_text(output.console(), f"Written to {out}", "bold green")
+        words = ["--from", str(out), "--data", "FILE", "--out", f"{out}-trained"]
+        output.print_next(["nsa", "train", *words])
 
 
 def _check_options(text: Path | None, typed: set[str]) -> None:
@@ -192,22 +199,21 @@ def _print_conversion(conversion: Conversion) -> None:
     output.print_table(console, ("parameter", "shape"), rows, title)
 
 
-def _read_tokens(folder: ModelFolder, text: Path, length: int) -> torch.Tensor:
+def _read_tokens(folder: ModelFolder, content: bytes, length: int) -> torch.Tensor:
     """Return the tokens of the text [T], by the tokenizer of the dense model."""
     import torch
 
     from nsa_core.errors import InvalidInput
     from nsa_models.hf.folder import load_tokenizer, text_ids
 
-    content = read_file("--text", text).decode(errors="replace")
     try:
         tokenizer = load_tokenizer(folder)
     except InvalidInput as error:
         raise InvalidInput(f"--hf: {error}; --text needs it") from error
-    tokens = torch.tensor(text_ids(tokenizer, content))
+    tokens = torch.tensor(text_ids(tokenizer, content.decode(errors="replace")))
     if len(tokens) < 2 * length:
         raise InvalidInput(
-            f"--text: {text} has {len(tokens):,} tokens, but rows of --length {length:,} and a"
+            f"--text has {len(tokens):,} tokens, but rows of --length {length:,} and a"
             f" measurement need {2 * length:,}: give a longer text or a smaller --length"
         )
     return tokens

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from nsa_cli import output
+from nsa_cli.choices import Force, Json
 from nsa_core.errors import InvalidInput
 
 _OPTIONAL = {
@@ -25,10 +26,11 @@ def doctor(
             "--report", help="Print a block for a bug report, without paths and user names."
         ),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON with a schema_version.")] = False,
+    json: Json = None,
     limit: Annotated[
         float, typer.Option(help="Time limit in seconds for importing each library.", min=1.0)
     ] = 60.0,
+    force: Force = False,
 ) -> None:
     """Check Python, torch, CUDA, the driver, GPUs, triton, flash-attn and every plugin.
 
@@ -41,9 +43,10 @@ def doctor(
     with output.exit_codes():
         if json and report:
             raise InvalidInput("--json and --report print one document each; leave one of them out")
+        output.check_writable(json, force)
         document = health.inspect_environment(limit)
-        if json:
-            output.print_json(document)
+        if output.prints_json(document, json, force):
+            pass
         elif report:
             print_block(document)
         else:

@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from nsa_cli import output
-from nsa_cli.backend_rows import print_simulated, reason_lines, reason_rows, simulated_row
-from nsa_core.contract import Reason
+from nsa_cli.backend_rows import print_simulated, reason_lines, simulated_row
 from nsa_core.errors import NSAError
 from nsa_core.plan.candidates import Candidate, Candidates, describe_request
 from nsa_core.plan.gpus import GPU
@@ -33,9 +32,7 @@ def explained(
         by_slot = {slot: choice.candidates for slot, choice in plan.choices.items()}
     request = dataclasses.asdict(candidates.requests["cmp"])
     del request["slot"]
-    by_backend = standings(candidates, gpu)
-    entries = candidates.registry.entries
-    here = {e.name: by_backend[e.name, e.distribution].here for e in entries if e.spec}
+    by_backend = standings(candidates)
     return {
         "schema_version": SCHEMA_VERSION,
         "request": {**request, "summary": describe_request(candidates.requests["cmp"])},
@@ -44,10 +41,7 @@ def explained(
                 "asked": candidates.chosen_by_name[slot],
                 "chosen": plan.choices[slot].backend if plan else None,
                 "tuned": None if candidates.chosen_by_name[slot] else candidates.tuned.get(slot),
-                "candidates": [
-                    _candidate_row(candidate, here.get(candidate.backend, frozenset()))
-                    for candidate in of_slot
-                ],
+                "candidates": [_candidate_row(candidate) for candidate in of_slot],
             }
             for slot, of_slot in by_slot.items()
         },
@@ -61,9 +55,9 @@ def explained(
                 "status": by_backend[entry.name, entry.distribution].status,
                 "sentence": by_backend[entry.name, entry.distribution].sentence,
             }
-            for entry in entries
+            for entry in candidates.registry.entries
         ],
-        "simulated": simulated_row(gpu),
+        "simulated": simulated_row(candidates, gpu),
         "error": None if isinstance(outcome, Plan) else _error_row(outcome),
     }
 
@@ -76,39 +70,56 @@ def _error_row(error: NSAError) -> dict[str, Any]:
     }
 
 
-def _candidate_row(candidate: Candidate, here: frozenset[Reason]) -> dict[str, Any]:
+def _candidate_row(candidate: Candidate) -> dict[str, Any]:
     return {
         "backend": candidate.backend,
         "version": candidate.version,
         "status": candidate.status,
         "accepted": candidate.accepted,
         "rank_reason": candidate.rank_reason,
-        "reasons": reason_rows(candidate.reasons, here),
+        "reasons": [dataclasses.asdict(reason) for reason in candidate.reasons],
     }
 
 
 def print_explained(document: dict[str, Any]) -> None:
-    """Print the request, then the candidates of each slot; `*` marks the chosen one.
+    """Print the request, the backend that runs each slot and why, then all candidates.
 
-    Slots with the same candidates share one list. Fused forms follow the slots.
+    Slots with the same candidates share one list.
     """
     console = output.console()
     output.print_text(console, f"request: {document['request']['summary']}")
     if document["simulated"]:
         print_simulated(console, document["simulated"])
+    if not document["error"]:
+        console.print()
+        output.print_table(console, ("slot", "runs on", "because"), _chosen(document), gap=2)
+        if document["causal_up_to"] is not None:
+            output.print_text(console, f"sel, {describe_causal(document['causal_up_to'])}")
+        if not any(row["tuned"] for row in document["slots"].values()):
+            output.print_text(console, "no measurement of nsa tune is in force")
     slots_by_list: dict[tuple[str, ...], list[str]] = {}
     for slot, row in document["slots"].items():
         slots_by_list.setdefault(_answers(document, row), []).append(slot)
-    for name, backend in document["fused"].items():
-        slots_by_list.setdefault((f"  * {output.one_line(backend)}: fused",), []).append(name)
     for lines, slots in slots_by_list.items():
-        notes = [note for slot in slots for note in _notes(document, slot)]
         console.print()
-        for line in (", ".join(slots), *lines, *notes):
+        for line in (f"candidates for {', '.join(slots)}, in the order of auto", *lines):
             output.print_text(console, line)
-    if not document["error"]:
-        console.print()
-        output.print_text(console, "* chosen; the others in the order in which auto takes them")
+
+
+def _chosen(document: dict[str, Any]) -> list[list[str]]:
+    """Return a row for each slot and each fused form: its backend, and why this one runs."""
+    rows = []
+    for slot, row in document["slots"].items():
+        candidate = next(c for c in row["candidates"] if c["backend"] == row["chosen"])
+        why = candidate["rank_reason"] or "highest rank"
+        if row["asked"]:
+            why = "chosen by name"
+        elif row["tuned"]:
+            why = f"nsa tune: {row['tuned']}"
+        title = f"{candidate['backend']} {candidate['version']}"
+        rows.append([slot, output.one_line(title), output.one_line(why)])
+    fused = document["fused"].items()
+    return rows + [[name, output.one_line(backend), "fused form"] for name, backend in fused]
 
 
 def _answers(document: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
@@ -120,32 +131,17 @@ def _answers(document: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
     for candidate in row["candidates"]:
         name, version = candidate["backend"], candidate["version"]
         status = statuses[name, version]
-        reasons = [f"      {line}" for r in candidate["reasons"] for line in _listed(r)]
+        reasons = [f"    {line}" for r in candidate["reasons"] for line in _listed(r)]
         if candidate["accepted"]:
-            verdict = "accepted" + ", chosen by name" * (name == row["chosen"] == row["asked"])
+            verdict = "accepted"
         elif [reason["code"] for reason in candidate["reasons"]] == ["slot_not_offered"]:
             verdict, reasons = "does not offer this slot", []
         else:
             verdict = "refused" if status == "ready" else status
-        mark = "*" if name == row["chosen"] else " "
-        lines += [f"  {mark} {output.one_line(f'{name} {version}')}: {verdict}", *reasons]
-    return tuple(lines or ["    no backend is installed: pip install nsa-backend-sdpa"])
+        lines += [f"  {output.one_line(f'{name} {version}')}: {verdict}", *reasons]
+    return tuple(lines or ["  no backend is installed: pip install nsa-backend-sdpa"])
 
 
 def _listed(reason: dict[str, Any]) -> list[str]:
     message, *hint = reason_lines(reason)
     return [f"- {message}", *hint]
-
-
-def _notes(document: dict[str, Any], slot: str) -> list[str]:
-    """Return sentences about the choice of a slot: why, and when another kernel runs."""
-    row, notes = document["slots"].get(slot, {}), []
-    if row.get("tuned"):
-        notes.append(f"  {slot} was tuned: {row['tuned']}")
-    elif row and not row["asked"]:
-        chosen = [c for c in row["candidates"] if c["backend"] == row["chosen"]]
-        whys = [f"{c['backend']}, {c['rank_reason']}" for c in chosen if c["rank_reason"]]
-        notes += [f"  {slot}: {output.one_line(why)}" for why in whys]
-    if slot == "sel" and document["causal_up_to"] is not None:
-        notes.append(f"  {slot}, {describe_causal(document['causal_up_to'])}")
-    return notes

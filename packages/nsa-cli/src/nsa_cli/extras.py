@@ -13,6 +13,7 @@ _EXTRA_OF = {
     "pyarrow": "train",
     "transformers": "hf",
     "matplotlib": "plot",
+    "jinja2": "plot",
 }
 
 
@@ -34,11 +35,26 @@ def need_extras(command: str, modules: Sequence[str]) -> None:
         )
 
 
+TASKS = ("uniform", "recall")  # of nsa_models.lm.task
+
+
 def libraries_of_data(data: str) -> list[str]:
-    """Return the optional libraries that reading ``data`` of `nsa train --data` needs."""
+    """Return the optional libraries that reading ``data`` of `nsa train --data` needs.
+
+    Raises:
+        InvalidInput: ``data`` is neither a known name nor a path that exists.
+    """
+    from nsa_core.errors import InvalidInput
+    from nsa_core.util.text import did_you_mean
+
     if data == "fineweb-edu" or data.startswith("hf:"):
         return ["datasets"]
-    path = Path(data)
+    path, names = Path(data), ("python-docs", "fineweb-edu", *TASKS)
+    if data not in names and not path.exists():
+        raise InvalidInput(
+            f"--data {data}: no such file or folder{did_you_mean(data, names)}; give an existing"
+            f" path, {', '.join(names)} or hf:NAME"
+        )
     if path.is_dir():
         has_parquet = any(
             not any(part.startswith(".") for part in file.relative_to(path).parts)

@@ -18,6 +18,7 @@ from nsa_cli.choices import (
     tokens,
 )
 from nsa_cli.extras import need_extras
+from nsa_models.lm.run_folder import check_model
 
 # Below it, logits divided by it overflow, and the most likely token has all the probability.
 _COLDEST = 1e-6
@@ -47,6 +48,8 @@ def generate(
     """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
     with output.exit_codes():
         _check_temperature(temperature)
+        check_model(checkpoint)
+        chosen = parse_backends(backends)  # None: those that the folder names
         need_extras("nsa generate", ["safetensors", "transformers"])
         torch_device = pick_device(device, threads)
         import torch
@@ -63,7 +66,6 @@ def generate(
         folder = open_folder(checkpoint)
         need_extras("nsa generate", folder.libraries)
         tokenizer = load_tokenizer(folder)
-        chosen = parse_backends(backends)  # None: those that the folder names
         options: dict[str, Any] = {} if chosen is None else {"nsa_backends": chosen}
         model = load_model(folder, **options).to(torch_device).eval()
         tokens = torch.tensor([new_text_ids(tokenizer, prompt)], device=torch_device)
@@ -92,6 +94,9 @@ def generate(
                 ) from error
             new_tokens = all_tokens[0, tokens.shape[1] :].tolist()
         print(escape_control(prompt + tokenizer.decode(new_tokens, skip_special_tokens=True)))
+        if folder.config.attention == "nsa":
+            words = ["--checkpoint", str(checkpoint), "--text", "FILE", "--out", "FOLDER"]
+            output.print_next(["nsa", "inspect", *words], target=output.console(stderr=True))
 
 
 def _check_temperature(temperature: float) -> None:

@@ -21,7 +21,10 @@ from nsa_cli.choices import (
     read_file,
     tokens,
 )
+from nsa_cli.extras import need_extras
 from nsa_cli.result_files import ResultFiles
+from nsa_core.util.atomic_files import check_output_folder
+from nsa_models.lm.run_folder import check_model
 
 if TYPE_CHECKING:
     from nsa_models.inspect import Inspection
@@ -74,24 +77,25 @@ def inspect(
     with output.exit_codes():
         content = read_file("--text", text).decode(errors="replace")  # no UTF-8: U+FFFD
         _check_seed(context, checkpoint)
-        torch_dtype_name = one_dtype(dtype)
-        from nsa_models.inspect.save import check_folder, check_layer, need_libraries, save
-
+        if checkpoint is not None:
+            check_model(checkpoint)
+        chosen, torch_dtype_name = parse_backends(backends), one_dtype(dtype)
+        need_extras("nsa inspect", ["matplotlib", "jinja2"])
+        check_output_folder(out, force)
         with errors_name_options({"layer": "layer", "max_tokens": "max_tokens"}):
-            need_libraries()
-            check_folder(out, force)
             torch_device = pick_device(device, threads)
             import torch
 
             from nsa_models.inspect import inspect_text, open_subject
             from nsa_models.inspect.collect import layer_numbers
+            from nsa_models.inspect.save import check_layer, save
 
             subject = open_subject(
                 checkpoint,
                 seed=seed,
                 device=torch_device,
                 dtype=getattr(torch, torch_dtype_name),
-                backends=parse_backends(backends),
+                backends=chosen,
             )
             check_layer(layer, [*layer_numbers(subject.model).values()])
             inspection = inspect_text(content, subject, source=text.name, max_tokens=max_tokens)
@@ -116,10 +120,6 @@ def _print_summary(inspection: Inspection, folders: list[Path], max_tokens: int 
     from nsa_models.inspect.save import FILES
 
     console = output.console()
-    if not inspection.trained:
-        output.print_text(
-            console, f"{UNTRAINED} Give --checkpoint to see a trained model.", "yellow"
-        )
     length, total = len(inspection.tokens), inspection.total_tokens
     if length < total:
         limit = "--max-tokens" if max_tokens is not None else "by default"
@@ -129,5 +129,9 @@ def _print_summary(inspection: Inspection, folders: list[Path], max_tokens: int 
         )
     for sentence in sentences(inspection):
         output.print_text(console, sentence, indent="")
+    if not inspection.trained:
+        output.print_text(console, UNTRAINED, "yellow")
+        output.print_next(["nsa", "train", "--out", "RUN"])
     for folder in folders:
         output.print_text(console, f"Written to {folder}: {', '.join(FILES)}", "bold green")
+        output.print_next(["python", "-m", "webbrowser", str(folder / FILES[0])])

@@ -6,11 +6,12 @@ import contextlib
 import errno
 import importlib
 import os
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
 import typer
 
@@ -29,6 +30,8 @@ from nsa_core.util.interruption import exit_code, recorded_signals, signal_of
 from nsa_core.util.text import describe_error, escape_control, one_line
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from nsa_core.plan.registry import Registry
 
 __all__ = [
@@ -44,9 +47,10 @@ __all__ = [
     "import_with_plugins",
     "one_line",
     "prepare_streams",
-    "print_json",
+    "print_next",
     "print_table",
     "print_text",
+    "prints_json",
     "progress",
     "safe_mode",
     "set_plugin_options",
@@ -55,6 +59,7 @@ __all__ = [
     "write_atomic",
 ]
 
+STDOUT = Path("-")
 FAILED, USAGE, UNAVAILABLE, BROKEN, UNWRITTEN, CLOSED = 1, 2, 3, 4, 5, 141
 # Errors of a failed write. EBADF: standard output is open for reading only.
 _UNWRITABLE = {
@@ -127,18 +132,37 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def print_json(document: dict[str, Any]) -> None:
-    """Print ``document`` as indented ASCII JSON on standard output."""
+def prints_json(document: dict[str, Any], file: Path | None, force: bool) -> bool:
+    """Write ``document`` as --json asks; return whether that replaces the tables.
+
+    Args:
+        document: The JSON document.
+        file: The value of --json: a file, STDOUT, or None to write nothing.
+        force: Overwrite an existing file.
+    """
     import json
 
-    print(json.dumps(document, indent=1))
+    if file is not None:
+        text = json.dumps(document, indent=1) + "\n"
+        if file == STDOUT:
+            print(text, end="")
+        else:
+            write_atomic(file, text, force)
+    return file == STDOUT
+
+
+def print_next(*commands: Sequence[str], target: Console | None = None) -> None:
+    """Print the commands that usually follow, each as one line to copy."""
+    target = target or console()
+    for words in commands:
+        target.print(f"next: {shlex.join(words)}", no_wrap=True, overflow="ignore", crop=False)
 
 
 def check_writable(path: Path | None, force: bool = False) -> None:
     """Check, before a long run, that an output file can be written after it.
 
     Args:
-        path: The output file; None needs no check.
+        path: The output file; None and STDOUT need no check.
         force: Accept an existing file.
 
     Raises:
@@ -146,7 +170,7 @@ def check_writable(path: Path | None, force: bool = False) -> None:
             directory does not exist or no file can be created there, which is tried.
         NotWritten: The disk is full or broken.
     """
-    if path is None:
+    if path is None or path == STDOUT:
         return
     exists = path.exists()
     if exists and not path.is_file():
@@ -159,52 +183,67 @@ def check_writable(path: Path | None, force: bool = False) -> None:
     check_folder_writable(folder, path)
 
 
+class Advance(Protocol):
+    """Reports one step of a command that shows its progress."""
+
+    def __call__(self, label: str, cost: float = 1.0) -> None:
+        """Report a step; ``cost`` is its expected time, in the unit of the total."""
+
+
 @contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
+def progress(steps: int, total: float | None = None) -> Iterator[Advance]:
     """Show progress and the time left on standard error.
 
     A terminal gets a bar; other outputs get a line at most every ten seconds.
 
+    Args:
+        steps: Number of steps.
+        total: Expected time of all steps, in any unit; None: they take equal times.
+
     Yields:
-        ``advance(label)``, to call after each of the ``total`` steps.
+        A function to call after each step.
     """
+    total = steps if total is None else total
+    started = last = time.monotonic()
+    done, spent = 0, 0.0
+
+    def after(label: str, cost: float) -> str:
+        nonlocal done, spent
+        done, spent = done + 1, spent + cost
+        left = (time.monotonic() - started) * max(total - spent, 0.0) / spent
+        return f"{done}/{steps} {one_line(label)}, about {_duration(left)} left"
+
     if sys.stderr.isatty():
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
-        # A label that does not fit continues on the next line; the numbers are never cut.
+        # A label that does not fit continues on the next line.
         columns = (
             BarColumn(bar_width=10, table_column=Column(no_wrap=True)),
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.description}", table_column=Column()),
         )
         with Progress(*columns, console=console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=total)
-            yield lambda label: bar.update(task, advance=1, description=one_line(label))
+            yield lambda label, cost=1.0: bar.update(
+                task, advance=cost, description=after(label, cost)
+            )
         return
-    started = last = time.monotonic()
-    done = 0
 
-    def advance(label: str) -> None:
-        nonlocal done, last
-        done += 1
+    def advance(label: str, cost: float = 1.0) -> None:
+        nonlocal last
+        line = after(label, cost)
         if time.monotonic() - last >= 10:
             last = time.monotonic()
-            seconds_left = (last - started) / done * (total - done)
-            print(
-                f"{done}/{total} {one_line(label)}, about {seconds_left:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(line, file=sys.stderr, flush=True)
 
     yield advance
+
+
+def _duration(seconds: float) -> str:
+    """Return a number of seconds as "45 s", "12 min" or "3.5 h"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def environment() -> dict[str, Any]:

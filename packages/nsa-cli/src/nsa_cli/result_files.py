@@ -38,6 +38,13 @@ class ResultFiles:
             place = "" if elsewhere is None else f"\n  the result is kept in {elsewhere}"
             self._errors.append(f"{error}{place}")
 
+    def write_json(self, path: Path | None, text: str, force: bool) -> None:
+        """Write the document of --json to its file, or print it if ``path`` is STDOUT."""
+        if path == output.STDOUT:
+            print(text, end="")
+        else:
+            self.write(path, lambda file: output.write_atomic(file, text, force), keep=True)
+
     def exit_code(self, code: int) -> int:
         """Return ``code``, or end the command if a file could not be written.
 

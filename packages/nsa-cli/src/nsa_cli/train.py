@@ -24,14 +24,16 @@ from nsa_cli.choices import (
     options_on_command_line,
     parse_backends,
     pick_device,
+    read_file,
 )
-from nsa_cli.extras import libraries_of_data, need_extras
+from nsa_cli.extras import TASKS, libraries_of_data, need_extras
 
 if TYPE_CHECKING:
     from nsa_models.lm.fingerprint import Fingerprint
     from nsa_models.lm.model import LanguageModel
     from nsa_models.lm.model_folder import ModelFolder
     from nsa_models.lm.parallel import World
+    from nsa_models.lm.recipe import Recipe
     from nsa_models.lm.task import Data, DataSpec
     from nsa_models.lm.tokens import Tokenizer
     from nsa_models.lm.train import Progress
@@ -113,9 +115,9 @@ def _world(
     values: Mapping[str, Any], training: train_interrupted.Training, named: Mapping[str, str]
 ) -> Iterator[World]:
     """Join the processes of the training; options and folders are checked before torch loads."""
-    _check_options(values, training.typed)
-    _check_folder(values["out"], values["resume"])
     with errors_name_options(named):
+        _check_options(values, training.typed)
+        _check_folder(values["out"], values["resume"])
         device = pick_device(values["device"], values["threads"])
         from nsa_models.lm.parallel import join
 
@@ -130,11 +132,9 @@ def _world(
 def _check_launched(values: Mapping[str, Any], typed: Set[str], world: World) -> None:
     """Refuse a typed --parallel without torchrun: one process would train without a division."""
     from nsa_core.errors import InvalidInput
-    from nsa_models.lm.parallel import KINDS
 
     kind = values["parallel"]
-    # The recipe refuses an unknown kind.
-    if "parallel" in typed and kind in KINDS and not world.launched:
+    if "parallel" in typed and not world.launched:
         raise InvalidInput(
             f"--parallel {kind} divides a training over processes of torchrun, which did not start"
             " this one: start N processes with torchrun --nproc-per-node N -m nsa_cli train and"
@@ -156,16 +156,11 @@ def _watching(
 def _check_folder(out: Path, resume: bool) -> None:
     """Refuse an output folder in which no file can be created."""
     from nsa_core.errors import InvalidInput
-    from nsa_core.util.atomic_files import check_folder_writable
+    from nsa_core.util.atomic_files import check_output_folder
 
-    if not out.exists():
-        if resume:
-            raise InvalidInput(f"--resume: {out} does not exist; leave --resume out to start a run")
-        output.check_writable(out)
-    elif not out.is_dir():
-        raise InvalidInput(f"--out: {out} is not a folder")
-    else:
-        check_folder_writable(out)
+    if resume and not out.exists():
+        raise InvalidInput(f"--resume: {out} does not exist; leave --resume out to start a run")
+    check_output_folder(out, force=True)
 
 
 @contextlib.contextmanager
@@ -194,14 +189,22 @@ def _locked(values: Mapping[str, Any], world: World) -> Iterator[None]:
 
 
 def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
-    """Refuse, before torch loads, unwritable plots and options that a folder decides."""
+    """Refuse wrong options before torch loads."""
     from nsa_core.errors import InvalidInput
+    from nsa_models.lm.run_folder import check_model
 
     resume = values["resume"]
     libraries = ["safetensors"]
     if not resume:  # else the folder names the data and the tokenizer
         libraries += libraries_of_data(values["data"])
-        libraries += ["tokenizers"] if values["tokenizer"] is not None else []
+        _check_effect(values, typed)
+        _recipe(values)
+        if values["tokenizer"] is not None:
+            read_file("--tokenizer", values["tokenizer"])
+            libraries.append("tokenizers")
+    if values["from_"] is not None:
+        check_model(values["from_"])
+    parse_backends(values["backends"])
     need_extras("nsa train", [*libraries, *["matplotlib"] * bool(values["png"] or values["svg"])])
     decided = [("--resume", resume, options.OF_RUN)]
     decided += [("--from", values["from_"] is not None, options.OF_MODEL)]
@@ -219,7 +222,6 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
 def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
     """Refuse typed options that have no effect on this run."""
     from nsa_core.errors import InvalidInput
-    from nsa_models.lm.task import TASKS
 
     data, tasks = values["data"], " and ".join(TASKS)
     ineffective, other_kind = (
@@ -236,7 +238,6 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
     """Build the trainer, and refuse a backend that cannot run."""
     from nsa_models.lm import log, saving
     from nsa_models.lm.model_folder import open_folder
-    from nsa_models.lm.recipe import Recipe
     from nsa_models.lm.task import DataSpec, open_data
     from nsa_models.lm.tokens import read_tokenizer
     from nsa_models.lm.trainer import Trainer
@@ -246,7 +247,6 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
     folder = None if source is None else open_folder(source, world.rank, world.size)
     training = folder.training if folder is not None and resume else None
     if training is None:
-        _check_effect(values, typed)
         spec = DataSpec(
             values["data"],
             values["length"],
@@ -256,16 +256,7 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
             values["vocab"],
             values["held_out_rows"],
         )
-        recipe = Recipe(
-            batch=values["batch"],
-            learning_rate=values["lr"],
-            warmup=values["warmup"],
-            weight_decay=values["weight_decay"],
-            clip=values["clip"],
-            precision=one_dtype(values["dtype"]),
-            seed=values["seed"],
-            **{name: values[name] for name in options.CHANGEABLE_ON_RESUME},
-        )
+        recipe = _recipe(values)
     else:
         spec = training.data
         need_extras("nsa train", libraries_of_data(spec.data))
@@ -292,6 +283,18 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
             note = f"{out / log.FILE} could not be read. It is kept as {aside.name}, and a new log"
             output.print_text(output.console(stderr=True), f"{note} begins.")
     return trainer
+
+
+def _recipe(values: Mapping[str, Any]) -> Recipe:
+    """Return the recipe of a new run."""
+    from nsa_models.lm.recipe import Recipe
+
+    same = ("batch", "warmup", "weight_decay", "clip", "seed", *options.CHANGEABLE_ON_RESUME)
+    return Recipe(
+        learning_rate=values["lr"],
+        precision=one_dtype(values["dtype"]),
+        **{name: values[name] for name in same},
+    )
 
 
 def _check_data(data: Data, saved: Fingerprint, allowed: bool, world: World) -> None:
@@ -412,13 +415,16 @@ def _print_summary(
         if last_losses:
             mean = sum(last_losses) / len(last_losses)
             console.print(
-                f"mean loss of the last {len(last_losses)} steps: {mean:.4f}; nothing gets below"
-                f" {floor}"
+                f"mean loss of the last {len(last_losses)} steps: {mean:.4f}; no model expects less"
+                f" than {floor}, but a sample may have less"
             )
-    facts = dataclasses.asdict(trainer.data.spec)
-    console.print(
-        f"{trainer.tokens:,} tokens of {facts['data']}, kept in {out}", style="bold green"
-    )
+    text = f"{trainer.tokens:,} tokens of {trainer.data.spec.data}, kept in {out}"
+    console.print(text, style="bold green")
+    if trainer.data.tokenizer is None:  # a task has no text to continue
+        steps = str(2 * trainer.recipe.steps)
+        output.print_next(["nsa", "train", "--out", str(out), "--resume", "--steps", steps])
+    else:
+        output.print_next(["nsa", "generate", "--checkpoint", str(out), "--prompt", "The "])
 
 
 def _plot_losses(out: Path, png: Path | None, svg: Path | None, force: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,23 +20,15 @@ Data = Annotated[
         autocompletion=completion("python-docs", "fineweb-edu", "uniform", "recall"),
     ),
 ]
-Size = Annotated[
-    str,
-    typer.Option(
-        help="tiny, toy or m7c_125m.", autocompletion=completion("tiny", "toy", "m7c_125m")
-    ),
-]
-Attention = Annotated[
-    str,
-    typer.Option(
-        help="Kind of attention: nsa or dense.", autocompletion=completion("nsa", "dense")
-    ),
-]
+Size = Annotated[Literal["tiny", "toy", "m7c_125m"], typer.Option(help="Size of the model.")]
+Attention = Annotated[Literal["nsa", "dense"], typer.Option(help="Kind of attention.")]
 Tokenizer = Annotated[Path | None, advanced(help="Path of a tokenizer.json. Default: UTF-8 bytes.")]
 TextField = Annotated[
     str, advanced(help="Field that holds the text in JSONL, parquet and data sets.")
 ]
-HeldOut = Annotated[float, advanced(help="Fraction of the documents held out from training.")]
+HeldOut = Annotated[
+    float, advanced(help="Fraction of the documents held out from training.", min=0, max=1)
+]
 HeldOutRows = Annotated[int, advanced(help="Number of held-out rows in the evaluation.", min=1)]
 Length = Annotated[
     int, typer.Option(help="Tokens per row, such as 512, 64k or 1M.", parser=tokens(2))
@@ -56,11 +48,8 @@ Warmup = Annotated[int, advanced(help="Warm-up steps, before the cosine schedule
 WeightDecay = Annotated[float, advanced(help="Weight decay of the matrices.")]
 Clip = Annotated[float, advanced(help="Maximum norm of the gradients.")]
 Dtype = Annotated[
-    str,
-    typer.Option(
-        help="float32 (fp32), or bfloat16 (bf16, autocast).",
-        autocompletion=completion("float32", "bfloat16", "fp32", "bf16"),
-    ),
+    Literal["float32", "bfloat16", "fp32", "bf16"],
+    typer.Option(help="bfloat16: autocast, with fp32 parameters."),
 ]
 Recompute = Annotated[
     bool, advanced("--recompute", help="Activation checkpointing: less memory, more time.")
@@ -70,10 +59,9 @@ Graph = Annotated[
     bool, advanced("--cuda-graph", help="Run each step as one CUDA graph (one GPU only).")
 ]
 Parallel = Annotated[
-    str,
+    Literal["ddp", "fsdp"],
     advanced(
-        help="Data parallelism under torchrun: ddp (copies of the model) or fsdp (shards of it).",
-        autocompletion=completion("ddp", "fsdp"),
+        help="Data parallelism under torchrun: ddp (copies of the model) or fsdp (shards of it)."
     ),
 ]
 ContextParallel = Annotated[

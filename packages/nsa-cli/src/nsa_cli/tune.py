@@ -9,8 +9,9 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import (
+    Device,
+    Threads,
     block_sizes,
-    complete_device,
     complete_dtype,
     completion,
     one_dtype,
@@ -49,10 +50,8 @@ def tune(
     blocks: Annotated[
         str, typer.Option(help="Block sizes l,d,l',n,w in tokens (n: blocks).")
     ] = "32,16,64,16,512",
-    device: Annotated[
-        str, typer.Option(help="auto, cpu or cuda.", autocompletion=complete_device)
-    ] = "auto",
-    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 1,
+    device: Device = "auto",
+    threads: Threads = 1,
     budget: Annotated[
         float, typer.Option(help="Seconds to spend on each figure (3 to 20 samples).", min=0.001)
     ] = 0.5,
@@ -81,21 +80,22 @@ def tune(
             if reset:
                 _reset()
             return
+        from nsa_bench.shapes import parse_shape
+
+        config = parse_shape(shape).config(block_sizes(blocks))
+        name = None if dtype is None else one_dtype(dtype)
         torch_device = pick_device(device, threads)
         cuda = torch_device.startswith("cuda")
-        name = one_dtype(dtype or ("bfloat16" if cuda else "float32"))
         import torch
 
-        from nsa_bench.shapes import parse_shape
         from nsa_bench.tune import tune as run_tuning
         from nsa_bench.tune_candidates import find_tune_candidates
         from nsa_core.plan import tuned
 
-        config = parse_shape(shape).config(block_sizes(blocks))
         tuned.check_writable()
         output.import_with_plugins("nsa_bench.tune")
         registry = output.find_backends()
-        torch_dtype = getattr(torch, name)
+        torch_dtype = getattr(torch, name or ("bfloat16" if cuda else "float32"))
         candidates = find_tune_candidates(config, registry, device=torch_device, dtype=torch_dtype)
         with output.progress(candidates.steps) as advance:
             result = run_tuning(

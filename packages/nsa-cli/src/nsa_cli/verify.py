@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from nsa_cli import output
 from nsa_cli.choices import (
     BackendOfSlot,
+    Json,
     advanced,
+    check_backends,
     complete_dtype,
     dtype_names,
     pick_device,
@@ -27,29 +28,6 @@ from nsa_core.util.interruption import recorded_signals
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-class Preset(str, enum.Enum):
-    """The set of cases to check."""
-
-    quick = "quick"
-    full = "full"
-
-
-class Device(str, enum.Enum):
-    """The device to run on."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Phase(str, enum.Enum):
-    """The forms of the slots to check."""
-
-    prefill = "prefill"
-    decode = "decode"
-    both = "both"
-
-
 def verify(
     cmp: BackendOfSlot = None,
     sel: BackendOfSlot = None,
@@ -57,8 +35,9 @@ def verify(
     select: BackendOfSlot = None,
     combine: BackendOfSlot = None,
     device: Annotated[
-        Device, typer.Option(help="auto: cuda if a GPU is available, else cpu.")
-    ] = Device.auto,
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="auto: cuda if a GPU is available, else cpu."),
+    ] = "auto",
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -70,18 +49,17 @@ def verify(
         ),
     ] = None,
     preset: Annotated[
-        Preset, typer.Option(help="quick: about a minute on two cores.")
-    ] = Preset.quick,
+        Literal["quick", "full"], typer.Option(help="quick: about a minute on two cores.")
+    ] = "quick",
     phase: Annotated[
-        Phase, advanced(help="Slot forms to check; decode: steps over a cache.")
-    ] = Phase.both,
+        Literal["prefill", "decode", "both"],
+        advanced(help="Slot forms to check; decode: steps over a cache."),
+    ] = "both",
     text: Annotated[
         Path | None,
         advanced(help="File whose bytes are the input of the real case. Default: a README."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all findings to this file.")
-    ] = None,
+    json_file: Json = None,
     force: Annotated[bool, advanced("--force", help="Overwrite the --json file.")] = False,
     seed: Annotated[
         int, advanced(min=0, help="Seed of all random inputs and of the generated cases.")
@@ -174,20 +152,22 @@ def verify(
     named = {slot: name for slot, name in by_slot.items() if name is not None}
     with output.exit_codes(), recorded_signals() as stop:
         output.check_writable(json_file, force)
-        output.import_with_plugins("nsa_verify.run.workers")
-        registry = output.find_backends()
+        check_backends(named.values())
         from nsa_verify.drawn.parser import parse
-        from nsa_verify.problems.combination import every_combination
 
         only = parse(case) if case is not None else None
-        part = _shard(shard)
+        part, content = _shard(shard), read_text(text)
         names = [only.dtype] if only else dtype_names(dtype or ",".join(_DTYPES))
-        torch_device, content = pick_device(device.value), read_text(text)
+        output.import_with_plugins("nsa_verify.run.workers")
+        registry = output.find_backends()
+        torch_device = pick_device(device)
         import torch
+
+        from nsa_verify.problems.combination import every_combination
 
         dtypes = [getattr(torch, name) for name in names]
         combinations = (
-            every_combination(registry, torch_device, dtypes, named, phase.value == "decode")
+            every_combination(registry, torch_device, dtypes, named, phase == "decode")
             if every
             else [named]
         )
@@ -195,10 +175,10 @@ def verify(
             device=torch_device,
             dtypes=dtypes,
             only_accepted=dtype is None and only is None,
-            preset=preset.value,
+            preset=preset,
             text=content,
             seed=seed,
-            phase=phase.value,
+            phase=phase,
             reads=reads,
             jobs=jobs,
             job_timeout=job_timeout,
@@ -211,10 +191,12 @@ def verify(
         if every:
             report = {"schema_version": SCHEMA_VERSION, "combinations": reports}
         files, text_of_report = ResultFiles(), json.dumps(report, indent=1) + "\n"
-        files.write(json_file, lambda f: output.write_atomic(f, text_of_report, force), keep=True)
-        from nsa_cli.verify_report import print_combinations, print_report
+        files.write_json(json_file, text_of_report, force)
+        from nsa_cli.verify_report import print_combinations, print_report, verdict
 
-        code = print_combinations(reports) if every else print_report(report, verbose)
+        if json_file != output.STDOUT:
+            print_combinations(reports) if every else print_report(report, verbose)
+        _, code = verdict(reports)
         files.exit_code(code)
     raise typer.Exit(code)
 

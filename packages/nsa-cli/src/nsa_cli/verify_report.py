@@ -36,8 +36,8 @@ def _printable(report: dict[str, Any]) -> dict[str, Any]:
     return {**report, "findings": findings}
 
 
-def print_report(report: dict[str, Any], verbose: bool) -> int:
-    """Print one report: a table of checks, failures and the verdict. Return the exit code.
+def print_report(report: dict[str, Any], verbose: bool) -> None:
+    """Print one report: a table of checks, failures and the verdict.
 
     Args:
         report: The report of one combination.
@@ -61,13 +61,11 @@ def print_report(report: dict[str, Any], verbose: bool) -> int:
         console.print()
         _print_reads(console, report)
     _print_failures(console, [report])
-    line, code = summary(report)
-    output.print_text(console, line, "bold green" if code == 0 else "bold red")
-    return code
+    _print_verdict(console, [report])
 
 
-def print_combinations(reports: list[dict[str, Any]]) -> int:
-    """Print a row per combination, failures and the verdict. Return the exit code."""
+def print_combinations(reports: list[dict[str, Any]]) -> None:
+    """Print a row per combination, failures and the verdict."""
     reports = [_printable(report) for report in reports]
     console = output.console()
     output.print_text(console, _circumstances(reports[0]))
@@ -76,14 +74,25 @@ def print_combinations(reports: list[dict[str, Any]]) -> int:
     console.print()
     output.print_text(console, _NOTE, "dim", "")
     _print_failures(console, reports)
+    _print_verdict(console, reports)
+
+
+def _print_verdict(console: Console, reports: list[dict[str, Any]]) -> None:
+    line, code = verdict(reports)
+    output.print_text(console, line, "bold green" if code == 0 else "bold red")
+
+
+def verdict(reports: list[dict[str, Any]]) -> tuple[str, int]:
+    """Return the verdict on all reports in a line, and the exit code of the command."""
+    if len(reports) == 1:
+        return summary(reports[0])
     codes = [summary(report)[1] for report in reports]
     passed, code = codes.count(0), 1 if 1 in codes else max(codes)
     seconds = sum(report["seconds"] for report in reports)
     line = f"{passed} of {len(reports)} combinations passed in {seconds:.0f} s"
     if interrupted := interruption_summary(reports):
         code, line = interrupted[1], f"{interrupted[0]}; {line}"
-    output.print_text(console, line, "bold green" if code == 0 else "bold red")
-    return code
+    return line, code
 
 
 def _setting(report: dict[str, Any]) -> str:

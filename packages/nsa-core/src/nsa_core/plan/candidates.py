@@ -19,6 +19,7 @@ from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.options import Backends, PlanOptions, backends_problems, usable_device
 from nsa_core.plan.plugin_calls import PluginFault, ask, call_detail, call_probe, call_rank
 from nsa_core.plan.registry import Registry
+from nsa_core.plan.standing import facts_of_this_machine
 from nsa_core.torch_ops.schema import DIFFERENTIABLE
 from nsa_core.util.text import one_line
 
@@ -68,6 +69,8 @@ class Candidates:
         registry: The registry that holds the backends.
         tuned: slot -> the measurement of `nsa tune` that put a candidate first. Slots without such
             a measurement are absent.
+        assumed: For a simulated GPU, backend -> the reasons against it that are facts of this
+            machine, such as a missing package. The candidates assume a machine without them.
     """
 
     config: NSAConfig
@@ -76,6 +79,7 @@ class Candidates:
     by_slot: Mapping[str, tuple[Candidate, ...]]
     registry: Registry
     tuned: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    assumed: Mapping[str, frozenset[Reason]] = dataclasses.field(default_factory=dict)
 
     def spec_of(self, backend: str) -> BackendSpec:
         """Return the specification of a backend that accepts a request."""
@@ -156,8 +160,8 @@ def find_candidates(
         config: Configuration of the layer.
         options: The other choices about the plan.
         registry: The registry of backends.
-        gpu: A GPU to simulate: the requests are for it, whatever GPU this machine has, and no
-            measurement of `nsa tune` counts. ``options.device`` must be "cuda".
+        gpu: A GPU to simulate: the requests are for a full installation on it, whatever this
+            machine has, and no measurement of `nsa tune` counts. ``options.device`` must be "cuda".
 
     Raises:
         InvalidInput: An option is wrong for every backend, or names an unknown slot or backend.
@@ -168,9 +172,16 @@ def find_candidates(
     device = usable_device(options.device) if gpu is None else torch.device("cuda")
     requests = _requests(config, options, device, gpu)
     ranked: dict[str, list[tuple[tuple[bool, int, str], Candidate]]] = {s: [] for s in SLOTS}
+    assumed: dict[str, frozenset[Reason]] = {}
     for entry in registry.entries:
+        if gpu is not None and entry.spec is not None and (facts := facts_of_this_machine(entry)):
+            assumed[entry.name] = facts
         for slot, request in requests.items():
-            candidate, rank = _with_rank(entry, request, probe_candidate(entry, request))
+            candidate = probe_candidate(entry, request)
+            if entry.name in assumed:
+                reasons = tuple(r for r in candidate.reasons if r not in assumed[entry.name])
+                candidate = dataclasses.replace(candidate, reasons=reasons)
+            candidate, rank = _with_rank(entry, request, candidate)
             ranked[slot].append(((entry.spec is None, -rank, entry.name), candidate))
     by_slot = {
         slot: tuple(candidate for _, candidate in sorted(pairs, key=lambda pair: pair[0]))
@@ -184,6 +195,7 @@ def find_candidates(
         MappingProxyType(by_slot),
         registry,
         MappingProxyType(tuned_slots),
+        MappingProxyType(assumed),
     )
 
 

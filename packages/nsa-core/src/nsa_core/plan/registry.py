@@ -9,7 +9,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 
-from nsa_core.contract import BackendSpec, Reason
+from nsa_core.contract import SLOTS, BackendSpec, Reason
 from nsa_core.errors import InvalidInput
 from nsa_core.plan.loading import (
     FIRST_PARTY,
@@ -211,6 +211,37 @@ def check_backend_names(names: Iterable[str]) -> None:
     unseen = sorted({*names} - _installed_names(tuple(map(str, sys.path))))
     if unseen and (problems := default_registry().unknown(unseen)):
         raise InvalidInput("; ".join(problems))
+
+
+def named_backends(text: str) -> dict[str, str]:
+    """Return the backend of each slot that ``text`` names, without checking the backends.
+
+    Args:
+        text: "sdpa" (in every slot), pairs such as "win=sdpa,cmp=fa2", or "auto" (none).
+
+    Raises:
+        InvalidInput: ``text`` is empty, is neither a name nor pairs, has an unknown slot, or names
+            a slot twice.
+    """
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    if len(items) == 1 and "=" not in items[0]:
+        return {} if items[0] == "auto" else dict.fromkeys(SLOTS, items[0])
+    backends: dict[str, str] = {}
+    for item in items or [""]:
+        slot, _, name = (part.strip() for part in item.partition("="))
+        if not name:
+            raise InvalidInput(
+                "backends must be a name, or slot=name pairs such as win=sdpa,cmp=fa2, got"
+                f" {text!r}"
+            )
+        if slot not in SLOTS:
+            raise InvalidInput(
+                f"backends {text!r}: unknown slot {slot!r}{did_you_mean(slot, SLOTS)}"
+            )
+        if slot in backends:
+            raise InvalidInput(f"backends {text!r} names slot {slot!r} twice")
+        backends[slot] = name
+    return backends
 
 
 _default: Registry | None = None

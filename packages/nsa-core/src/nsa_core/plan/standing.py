@@ -38,17 +38,13 @@ class Standing:
     Attributes:
         status: One of loading.STATUSES.
         sentence: The slots that the backend runs, or the first reason why it runs none.
-        here: For a simulated GPU, the reasons that are facts of this machine.
     """
 
     status: str
     sentence: str
-    here: frozenset[Reason] = frozenset()
 
 
-def standing_of(
-    entry: BackendEntry, by_slot: Mapping[str, Candidate], here: frozenset[Reason] = frozenset()
-) -> Standing:
+def standing_of(entry: BackendEntry, by_slot: Mapping[str, Candidate]) -> Standing:
     """Return the status of ``entry`` and one sentence about it.
 
     A backend that was loaded is "ready" if it accepts the request in some slot. It is "broken" if
@@ -58,12 +54,10 @@ def standing_of(
     Args:
         entry: The backend.
         by_slot: slot -> the backend's candidate for the request.
-        here: For a simulated GPU, the reasons that are facts of this machine: the sentence marks
-            them.
     """
     if entry.spec is None:
         assert entry.reason is not None  # an entry has either a spec or a reason
-        return Standing(entry.status, one_line(entry.reason.message), here)
+        return Standing(entry.status, one_line(entry.reason.message))
     slots = [slot for slot in SLOTS if slot in entry.spec.slots]
     accepted = [slot for slot in slots if by_slot[slot].accepted]
     reasons = [reason for slot in slots for reason in by_slot[slot].reasons]
@@ -71,33 +65,22 @@ def standing_of(
         fault = next((reason for reason in reasons if reason.code in FAULTS), None)
         first = fault or reasons[0]
         status = "broken" if fault else "unavailable"
-        return Standing(status, reason_text(first.message, first in here), here)
+        return Standing(status, one_line(first.message))
     if accepted == list(SLOTS):
-        return Standing("ready", "runs every slot", here)
+        return Standing("ready", "runs every slot")
     sentence = f"runs {', '.join(accepted)}"
     if reasons:
         refused = ", ".join(slot for slot in slots if slot not in accepted)
-        sentence += f"; refuses {refused}: {reason_text(reasons[0].message, reasons[0] in here)}"
-    return Standing("ready", sentence, here)
+        sentence += f"; refuses {refused}: {one_line(reasons[0].message)}"
+    return Standing("ready", sentence)
 
 
-def reason_text(message: str, here: bool) -> str:
-    """Return the message of a reason on one line, marked if it is a fact of this machine."""
-    return one_line(message) + " [this machine]" * here
-
-
-def standings(candidates: Candidates, gpu: GPU | None = None) -> dict[tuple[str, str], Standing]:
-    """Return (name, distribution) -> the standing of each backend for the request.
-
-    Args:
-        candidates: The candidates for the request.
-        gpu: The simulated GPU, if the candidates are for one.
-    """
-    result = {}
-    for entry in candidates.registry.entries:
-        here = facts_of_this_machine(entry) if gpu else frozenset[Reason]()
-        result[entry.name, entry.distribution] = standing_of(entry, candidates.of(entry), here)
-    return result
+def standings(candidates: Candidates) -> dict[tuple[str, str], Standing]:
+    """Return (name, distribution) -> the standing of each backend for the request."""
+    return {
+        (entry.name, entry.distribution): standing_of(entry, candidates.of(entry))
+        for entry in candidates.registry.entries
+    }
 
 
 def typical_candidates(
@@ -126,7 +109,7 @@ def facts_of_this_machine(entry: BackendEntry) -> frozenset[Reason]:
     """Return the reasons of ``entry`` that neither the request nor the GPU can change.
 
     They are the reasons against every request of a grid of devices, dtypes and phases, such as a
-    missing package.
+    missing package. An answer for another GPU assumes that they do not hold there.
     """
     if entry.spec is None:
         return frozenset() if entry.reason is None else frozenset({entry.reason})

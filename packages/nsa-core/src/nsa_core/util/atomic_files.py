@@ -74,6 +74,28 @@ def check_folder_writable(folder: Path, named: str | Path | None = None) -> None
         ) from error
 
 
+def check_output_folder(folder: Path, force: bool = False) -> None:
+    """Check, before any work, that files can go into ``folder``, which need not exist.
+
+    Args:
+        folder: the folder.
+        force: accept a folder that is not empty.
+
+    Raises:
+        InvalidInput: it is not a folder, is not empty and ``force`` is false, its parent folder
+            does not exist, or no file can be created in it.
+        NotWritten: the disk is full or broken.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InvalidInput(f"{folder} is not a folder; give the path of a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not force:
+        raise InvalidInput(f"{folder} is not empty; give a new folder, or empty this one")
+    existing = folder if folder.is_dir() else folder.absolute().parent
+    if not existing.is_dir():
+        raise InvalidInput(f"{folder}: the directory {existing} does not exist; create it first")
+    check_folder_writable(existing, folder)
+
+
 def is_leftover(path: Path) -> bool:
     """Return whether ``path`` is a temporary file of a write, which its process did not finish."""
     return _LEFTOVER.fullmatch(path.name) is not None

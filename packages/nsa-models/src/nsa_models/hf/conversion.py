@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nsa_core.errors import InvalidInput, NSAError
-from nsa_core.util.atomic_files import writing
+from nsa_core.util.atomic_files import check_output_folder, writing
 from nsa_models.hf.attention import NSASelfAttention
 from nsa_models.hf.configs import layer_spec
 from nsa_models.hf.folder import load_model
@@ -258,7 +258,7 @@ def convert_checkpoint(
             the fields and the parameters.
     """
     target = Path(target)
-    check_target(target)
+    check_output_folder(target)
     folder = open_dense(source)
     dense = load_model(folder, dtype)
     fields = {**default_fields(folder), **(nsa or {})}
@@ -270,16 +270,6 @@ def convert_checkpoint(
 def default_fields(folder: ModelFolder) -> dict[str, Any]:
     """Return the fields of NSAConfig that a dense run of `nsa train` states; empty for others."""
     return dict(folder.values.get("nsa") or {})
-
-
-def check_target(target: Path) -> None:
-    """Check that a folder is empty or does not exist.
-
-    Raises:
-        InvalidInput: It is not.
-    """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise InvalidInput(f"{target} exists and is not an empty folder; give a new folder")
 
 
 def open_dense(source: str | Path) -> ModelFolder:

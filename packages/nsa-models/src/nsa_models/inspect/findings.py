@@ -77,14 +77,15 @@ def sentences(inspection: Inspection) -> list[str]:
     """Return three findings: the share of dense attention, the gates, and the most-read block."""
     index = clearest_layer(inspection)
     layer, s = inspection.layers[index], shares(inspection.layers[index])
-    choice = "chooses best" if s.gain > CHANCE else "chooses no better than at random"
+    choice = f"Layer {layer.number} gains {s.gain:.0%} of dense attention over random blocks"
+    if s.gain <= CHANCE:
+        choice = f"No layer gains over random blocks; layer {layer.number} is the best"
     gates = layer.gates.mean((0, 1))
     largest = BRANCHES[int(gates.argmax())]
     names = ", ".join(f"{name} {gate:.2f}" for name, gate in zip(BRANCHES, gates.tolist()))
     return [
-        f"Layer {layer.number} {choice}: its blocks hold {s.selected:.0%} of dense attention's"
-        f" probability in {s.keys:.0%} of the keys; random blocks would hold {s.random:.0%}, the"
-        f" best possible ones {s.best:.0%}.",
+        f"{choice}: its blocks hold {s.selected:.0%} in {s.keys:.0%} of the keys, random ones"
+        f" {s.random:.0%}, the best possible ones {s.best:.0%}.",
         f"Its gates weight {largest} most: {names} on average.",
         _most_read(inspection, index),
     ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nsa_core.errors import InvalidInput
-from nsa_core.util.atomic_files import check_folder_writable, write_bytes_atomic, writing
+from nsa_core.util.atomic_files import check_output_folder, write_bytes_atomic, writing
 from nsa_core.util.extras import require_module
 from nsa_models.inspect.collect import Inspection
 from nsa_models.inspect.findings import clearest_layer
@@ -38,28 +38,6 @@ def check_layer(layer: int | None, numbers: Sequence[int]) -> None:
         raise InvalidInput(f"layer must be {choices}, got {layer}")
 
 
-def check_folder(out: Path, force: bool) -> None:
-    """Check that the pictures can go into ``out``, before a model runs.
-
-    Raises:
-        InvalidInput: It is not a folder, is not empty and ``force`` is false, its parent folder
-            does not exist, or no file can be created in it.
-        NotWritten: The disk is full or broken.
-    """
-    if out.exists() and not out.is_dir():
-        raise InvalidInput(f"{out} is not a folder; give the path of a folder")
-    if out.is_dir() and any(out.iterdir()) and not force:
-        raise InvalidInput(
-            f"{out} is not empty; give another folder, or --force (force=True) to overwrite its"
-            " pictures"
-        )
-    if not out.exists() and not out.absolute().parent.is_dir():
-        raise InvalidInput(
-            f"{out}: the directory {out.absolute().parent} does not exist; create it first"
-        )
-    check_folder_writable(out if out.is_dir() else out.absolute().parent, out)
-
-
 def save(
     inspection: Inspection, out: str | Path, layer: int | None = None, force: bool = False
 ) -> list[Path]:
@@ -88,7 +66,7 @@ def save(
     folder = Path(out)
     numbers = [one.number for one in inspection.layers]
     check_layer(layer, numbers)
-    check_folder(folder, force)
+    check_output_folder(folder, force)
     index = clearest_layer(inspection) if layer is None else numbers.index(layer)
     contents: dict[str, bytes] = {PAGE: page(inspection, index).encode("utf-8")}
     for kind in ("png", "svg"):

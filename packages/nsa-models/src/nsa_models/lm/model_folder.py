@@ -35,7 +35,7 @@ from nsa_models.lm.fingerprint import Fingerprint
 from nsa_models.lm.head_shards import HeadShards
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.recipe import Recipe
-from nsa_models.lm.run_folder import CONFIG, INDEX, OPTIMIZER
+from nsa_models.lm.run_folder import CONFIG, INDEX, OPTIMIZER, check_model
 from nsa_models.lm.task import DataSpec
 from nsa_models.lm.tokens import (
     TOKENIZER,
@@ -348,12 +348,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _open(path: Path, rank: int, size: int) -> ModelFolder:
-    if not path.is_dir():
-        problem = "is a file" if path.exists() else "does not exist"
-        raise InvalidInput(
-            f"{path} {problem}: give the folder of a model, of nsa train, nsa convert or"
-            " save_pretrained"
-        )
+    check_model(path)
     values = read_json(path, CONFIG)
     with _of_file(path / CONFIG):
         config = config_json.config_of(values)

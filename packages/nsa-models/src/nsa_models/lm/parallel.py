@@ -26,8 +26,8 @@ from nsa_core.parallel import ContextParallel
 from nsa_core.plan.options import usable_device
 from nsa_models.lm.head_shards import HeadShards, unshard
 from nsa_models.lm.model import LanguageModel
+from nsa_models.lm.recipe import KINDS
 
-KINDS = ("ddp", "fsdp")
 # The longest wait of a process for another one. The watch (nsa_models.lm.watch) notices within half
 # a minute that a process was killed or stopped; this ends a run in which one hangs while its
 # threads go on, or in which all wait for each other. Processes of a healthy run may be minutes

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-
-import torch
+from typing import TYPE_CHECKING
 
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import SEED, integer_problems
 from nsa_models.lm.config import LMConfig
-from nsa_models.lm.model import LanguageModel
-from nsa_models.lm.parallel import KINDS
+
+if TYPE_CHECKING:
+    import torch
+
+    from nsa_models.lm.model import LanguageModel
 
 PRECISIONS = ("float32", "bfloat16")
+KINDS = ("ddp", "fsdp")  # of data parallelism
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +175,8 @@ class Recipe:
 
     def optimizer(self, model: LanguageModel) -> torch.optim.AdamW:
         """Return AdamW, fused for parameters on a GPU; matrices decay, vectors do not."""
+        import torch
+
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() <= 1]
         groups = [

@@ -21,6 +21,22 @@ _LOCK, _HOLDER = ".nsa-train.lock", ".nsa-train.json"
 _ATOMIC = (CONFIG, INDEX, TOKENIZER, TOKENIZER_CONFIG, log.FILE)
 
 
+def check_model(folder: Path) -> None:
+    """Check that a folder has the config.json of a model.
+
+    Raises:
+        InvalidInput: It is not a folder, or has none.
+    """
+    if (folder / CONFIG).exists() or (folder / CONFIG).is_symlink():
+        return
+    problem = f"has no {CONFIG}" if folder.is_dir() else "does not exist"
+    problem = "is a file" if folder.is_file() else problem
+    raise InvalidInput(
+        f"{folder} {problem}: give the folder of a model, of nsa train, nsa convert or"
+        " save_pretrained"
+    )
+
+
 def is_empty(folder: Path) -> bool:
     """Return whether ``folder`` holds no files of a run; locks and leftovers do not count."""
     return all(path.name in (_LOCK, _HOLDER) or is_leftover(path) for path in folder.iterdir())

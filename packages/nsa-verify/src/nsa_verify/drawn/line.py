@@ -1,4 +1,7 @@
-"""Drawn: what a line of text describes, by a word that names its kind and key=value words."""
+"""Drawn: what a line of text describes, by a word that names its kind and key=value words.
+
+A wrong line is refused before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import DTYPES
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import SEED
-from nsa_verify.problems.cases import Case
-from nsa_verify.problems.findings import Finding
+
+if TYPE_CHECKING:
+    import torch
+
+    from nsa_verify.problems.cases import Case
+    from nsa_verify.problems.findings import Finding
 
 LARGEST = 1 << 20
 AnyDrawn = TypeVar("AnyDrawn", bound="Drawn")
@@ -180,6 +185,8 @@ class Drawn:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of q, k and v."""
+        import torch
+
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -190,6 +197,8 @@ class Drawn:
 
     def case(self, name: str) -> Case:
         """Return a case called ``name`` with the configuration and the lengths."""
+        from nsa_verify.problems.cases import Case
+
         lengths, batch, packed = self.lengths_of_case
         return Case(name, self.config, lengths, batch, packed, seed=self.seed)
 
@@ -203,6 +212,8 @@ class Drawn:
         row: float | None = None,
     ) -> Finding:
         """Return a finding about ``quantity``, of the slot of :attr:`slot` by default."""
+        from nsa_verify.problems.findings import Finding
+
         slot = self.slot if slot is None else slot
         return Finding(
             self.check_name, slot, str(self), self.dtype, quantity, ok, row, detail=detail

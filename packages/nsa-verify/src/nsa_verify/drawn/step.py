@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from nsa_verify.drawn.case import EXCHANGES, METADATA
 from nsa_verify.drawn.line import Drawn, below, integer, integers, one_of
-from nsa_verify.problems.cases import Case
-from nsa_verify.problems.steps import Step
+
+if TYPE_CHECKING:
+    from nsa_verify.problems.steps import Step
 
 SHARP = 100.0  # factor on q
 STARTS = ("given", "default")
@@ -111,6 +112,9 @@ class DecodeStep(Sequences):
 
     def step(self) -> Step:
         """Return the step for the checks of decode forms."""
+        from nsa_verify.problems.cases import Case
+        from nsa_verify.problems.steps import Step
+
         sharpness = SHARP if self.scores == "large" else 1.0
         return Step(
             Case(str(self), self.config, (), sharpness=sharpness, seed=self.seed),

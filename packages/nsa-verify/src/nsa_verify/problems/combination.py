@@ -12,12 +12,11 @@ import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import BRANCHES, SLOTS, BackendSpec
-from nsa_core.errors import InvalidInput, Unsupported
+from nsa_core.errors import Unsupported
 from nsa_core.plan.candidates import find_candidates
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan, decide, resolve
-from nsa_core.plan.registry import Registry, default_registry
-from nsa_core.util.text import did_you_mean
+from nsa_core.plan.registry import Registry, default_registry, named_backends
 from nsa_verify.problems import cases
 
 
@@ -137,35 +136,15 @@ def spec_of(combination: Combination, plan: Plan, slot: str) -> BackendSpec:
 
 
 def parse_combination(text: str) -> Combination:
-    """Parse a combination such as "win=sdpa,cmp=fa2", "sdpa" (in every slot) or "auto".
+    """Parse a combination as :func:`nsa_core.plan.registry.named_backends` does.
 
     Raises:
-        InvalidInput: ``text`` is empty, is not a list of ``slot=backend``, has an unknown slot, or
-            names a slot twice.
+        InvalidInput: ``text`` is no combination.
     """
-    items = [item.strip() for item in text.split(",") if item.strip()]
-    if len(items) == 1 and "=" not in items[0]:
-        named = {} if items[0] == "auto" else dict.fromkeys(SLOTS, items[0])
-        return Combination(named, name=items[0])
-    backends: dict[str, str] = {}
-    for item in items:
-        slot, equals, name = (part.strip() for part in item.partition("="))
-        if not equals or not name:
-            raise InvalidInput(
-                f"combo must be slot=backend pairs such as win=sdpa,cmp=fa2, or one backend name,"
-                f" got {text!r}"
-            )
-        if slot not in SLOTS:
-            raise InvalidInput(f"combo {text!r}: unknown slot {slot!r}{did_you_mean(slot, SLOTS)}")
-        if slot in backends:
-            raise InvalidInput(f"combo {text!r} names slot {slot!r} twice")
-        backends[slot] = name
-    if not backends:
-        raise InvalidInput(
-            f"combo must name a backend, such as sdpa or win=sdpa,cmp=fa2, got {text!r}"
-        )
+    backends = named_backends(text)
+    is_single = "=" not in text
     name = ",".join(f"{slot}={backends[slot]}" for slot in SLOTS if slot in backends)
-    return Combination(backends, name=name)
+    return Combination(backends, name=text.strip(" ,") if is_single else name)
 
 
 def ready_combinations(

@@ -49,6 +49,12 @@ def _kernel_key(job: Job) -> Hashable:
     return config, job.dtype, isinstance(job.check, OnStep) or isinstance(drawn, Sequences)
 
 
+def cost(job: Job) -> float:
+    """Estimate the time of a job in milliseconds on the CPU, for the time left of a run."""
+    check = job.name if isinstance(job.check, OnDrawn) else ""
+    return _COSTS.get(check or job.name, 20.0)
+
+
 def _work(job: Job) -> int:
     """Estimate the work as the elements of q and o; wide heads also compile longer."""
     config, case = job.case.config, job.case

@@ -201,7 +201,7 @@ def jobs(
     if phase != "decode":
         cases = [dataclasses.replace(c, seed=seed) for c in PRESETS[preset]()]
         if text is not None:
-            cases.append(dataclasses.replace(text_case(text), seed=seed))
+            cases.append(dataclasses.replace(text_case(text, preset == "quick"), seed=seed))
         listed += layer.jobs_for(preset, seed, Job) if preset != "interpreter" else []
         listed += _jobs(preset, dtypes, _CHECKS, [(c.batch * c.tokens, c, None) for c in cases])
         listed += drawn.case_jobs(preset, dtypes, seed, cases_per_slot, Job)
