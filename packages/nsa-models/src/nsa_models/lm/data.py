@@ -219,6 +219,22 @@ class TextRows:
         rows.load_state_dict({"epoch": 0, "document": 0, "offset": 0})
         return rows
 
+    def _one_sided(self, count: int) -> str:
+        """Return the message about ``count`` documents of which none is on this side."""
+        name, share = self.corpus.name, self._share
+        if not count:
+            return f"{name} contains no text"
+        if count == 1:
+            return (
+                f"{name} is one document, and training needs two, one of them held out: give more"
+                " documents, or a text of more than 32 KiB, which is split"
+            )
+        side, change = ("held out", "larger") if self._held_out else ("left", "smaller")
+        return (
+            f"none of the {count} documents of {name} is {side}; held_out must be {change} than"
+            f" {share:g}, or give more documents"
+        )
+
     def _read(self, epoch: int, start: int) -> Iterator[tuple[int, int, list[int]]]:
         """Yield (epoch, number, tokens with both ends) of the documents on this side."""
         end = self.tokenizer.end
@@ -232,12 +248,5 @@ class TextRows:
                     found = True
                     yield epoch, number, [end, *self.tokenizer.encode(text), end]
             if not found:
-                side = f"held out at a share of {self._share:g}"
-                raise InvalidInput(
-                    f"{self.corpus.name} has no document"
-                    f" {side if self._held_out else 'left to train on'}, of {count} in all;"
-                    " give more documents, or another share"
-                    if count
-                    else f"{self.corpus.name} contains no text"
-                )
+                raise InvalidInput(self._one_sided(count))
             epoch, start = epoch + 1, 0

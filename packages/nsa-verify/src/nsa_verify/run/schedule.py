@@ -6,8 +6,9 @@ import dataclasses
 from collections import deque
 from collections.abc import Hashable, Sequence
 
+from nsa_verify.drawn.caches.history import History
 from nsa_verify.drawn.jobs import OnDrawn
-from nsa_verify.drawn.step import Sequences
+from nsa_verify.drawn.step import DecodeStep, Sequences
 from nsa_verify.run.suite import Job, OnStep
 
 
@@ -50,9 +51,11 @@ def _kernel_key(job: Job) -> Hashable:
 
 
 def cost(job: Job) -> float:
-    """Estimate the time of a job in milliseconds on the CPU, for the time left of a run."""
-    check = job.name if isinstance(job.check, OnDrawn) else ""
-    return _COSTS.get(check or job.name, 20.0)
+    """Estimate the milliseconds of a job on the CPU, from which the time left is estimated."""
+    if isinstance(job.check, OnDrawn):
+        return 330.0 if isinstance(job.check.drawn, (DecodeStep, History)) else 100.0
+    large = job.name in ("parity", "composition")
+    return 60.0 + large * min(_work(job) / 1000, 2000.0)
 
 
 def _work(job: Job) -> int:
