@@ -29,15 +29,21 @@ def test_files_and_findings_are_written(nsa, text, tmp_path):
     result = nsa(*command, "--max-tokens", "200")
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()
-    assert lines[0].startswith("Untrained weights: this shows the mechanism, not learning.")
-    assert lines[1] == "Cut to the first 200 of 1,561 tokens (--max-tokens)."
-    text = " ".join(lines[2:])
-    assert text.index("Layer ") < text.index("Its gates") < text.index("Its most-read block")
-    assert lines[-1].startswith("Written to picture: inspect.html, selection.png, ")
+    assert lines[0].startswith("No layer gains over random blocks; layer ")
+    assert [line.split()[1] for line in lines[1:3]] == ["gates", "most-read"]
+    assert lines[3:5] == [
+        "Cut to the first 200 of 1,561 tokens (--max-tokens).",
+        "Untrained weights: this shows the mechanism, not learning.",
+    ]
+    assert lines[-2].startswith("Written to picture: inspect.html, selection.png, ")
+    assert lines[-1] == "next: python -m webbrowser picture/inspect.html"
     assert len(list((tmp_path / "picture").iterdir())) == 5
     refused = nsa(*command)
     assert (refused.code, refused.out) == (2, "")
-    assert "picture is not empty; give another folder, or --force" in refused.err
+    assert (
+        "picture is not empty; give a new folder, or --force to overwrite its pictures"
+        in refused.err
+    )
     assert nsa(*command, "--force", "--dtype", "bfloat16", "--seed", "3", "--layer", "0").code == 0
 
 

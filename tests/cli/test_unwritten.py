@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -83,6 +84,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(module, name, work)
     monkeypatch.setattr("nsa_bench.tune.tune", work)
+    monkeypatch.setattr("nsa_cli.backend_rows.list_and_probe", work)
+    monkeypatch.setattr("nsa_cli.health.inspect_environment", work)
     monkeypatch.setattr("nsa_cli.bench_decode.settings", work)
     monkeypatch.setattr("nsa_cli.train._prepare", work)
 
@@ -192,6 +195,10 @@ def test_inspect_prints_findings_whose_pictures_cannot_be_written(nsa, full_disk
 
 # Command -> its options that write a file or a folder. `nsa convert` has no --force.
 WRITING = {
+    "backends list": ("--json",),
+    "backends show sdpa": ("--json",),
+    "backends explain": ("--json",),
+    "doctor": ("--json",),
     "inspect --text T": ("--out",),
     "verify": ("--json",),
     "train --device cpu --out D": ("--png", "--svg"),
@@ -211,7 +218,7 @@ def test_every_option_that_writes_a_file_is_tested():
             yield from walk(inner, f"{name} {word}".strip())
 
     tested = {
-        (command.split(" -")[0].removesuffix(" RESULT"), option)
+        (re.sub(" (-.*|RESULT|sdpa)", "", command), option)
         for command, options in WRITING.items()
         for option in options
     }

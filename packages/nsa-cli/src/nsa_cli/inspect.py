@@ -81,7 +81,7 @@ def inspect(
             check_model(checkpoint)
         chosen, torch_dtype_name = parse_backends(backends), one_dtype(dtype)
         need_extras("nsa inspect", ["matplotlib", "jinja2"])
-        check_output_folder(out, force)
+        check_output_folder(out, force, "--force to overwrite its pictures")
         with errors_name_options({"layer": "layer", "max_tokens": "max_tokens"}):
             torch_device = pick_device(device, threads)
             import torch
@@ -120,6 +120,8 @@ def _print_summary(inspection: Inspection, folders: list[Path], max_tokens: int 
     from nsa_models.inspect.save import FILES
 
     console = output.console()
+    for sentence in sentences(inspection):
+        output.print_text(console, sentence, indent="")
     length, total = len(inspection.tokens), inspection.total_tokens
     if length < total:
         limit = "--max-tokens" if max_tokens is not None else "by default"
@@ -127,8 +129,6 @@ def _print_summary(inspection: Inspection, folders: list[Path], max_tokens: int 
         output.print_text(
             console, f"Cut to the first {length:,} of {total:,} tokens ({limit}){hint}."
         )
-    for sentence in sentences(inspection):
-        output.print_text(console, sentence, indent="")
     if not inspection.trained:
         output.print_text(console, UNTRAINED, "yellow")
         output.print_next(["nsa", "train", "--out", "RUN"])

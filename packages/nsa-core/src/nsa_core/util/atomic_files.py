@@ -74,12 +74,13 @@ def check_folder_writable(folder: Path, named: str | Path | None = None) -> None
         ) from error
 
 
-def check_output_folder(folder: Path, force: bool = False) -> None:
+def check_output_folder(folder: Path, force: bool = False, remedy: str = "empty this one") -> None:
     """Check, before any work, that files can go into ``folder``, which need not exist.
 
     Args:
         folder: the folder.
         force: accept a folder that is not empty.
+        remedy: what the error about such a folder proposes besides a new folder.
 
     Raises:
         InvalidInput: it is not a folder, is not empty and ``force`` is false, its parent folder
@@ -89,7 +90,7 @@ def check_output_folder(folder: Path, force: bool = False) -> None:
     if folder.exists() and not folder.is_dir():
         raise InvalidInput(f"{folder} is not a folder; give the path of a folder")
     if folder.is_dir() and any(folder.iterdir()) and not force:
-        raise InvalidInput(f"{folder} is not empty; give a new folder, or empty this one")
+        raise InvalidInput(f"{folder} is not empty; give a new folder, or {remedy}")
     existing = folder if folder.is_dir() else folder.absolute().parent
     if not existing.is_dir():
         raise InvalidInput(f"{folder}: the directory {existing} does not exist; create it first")

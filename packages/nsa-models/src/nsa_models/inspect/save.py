@@ -66,7 +66,7 @@ def save(
     folder = Path(out)
     numbers = [one.number for one in inspection.layers]
     check_layer(layer, numbers)
-    check_output_folder(folder, force)
+    check_output_folder(folder, force, "force=True to overwrite its pictures")
     index = clearest_layer(inspection) if layer is None else numbers.index(layer)
     contents: dict[str, bytes] = {PAGE: page(inspection, index).encode("utf-8")}
     for kind in ("png", "svg"):

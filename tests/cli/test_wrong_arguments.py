@@ -1,0 +1,115 @@
+"""A wrong name, path, size, dtype or task is refused before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+# Runs commands in a process that cannot import torch, and prints their codes and errors.
+SCRIPT = """
+import contextlib, io, json, sys
+sys.modules["torch"] = None
+from nsa_cli.app import main
+answers = []
+for words in json.loads(sys.stdin.read()):
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            main(words)
+        except SystemExit as end:
+            answers.append((end.code, err.getvalue()))
+print(json.dumps(answers))
+"""
+GPU, DEVICE = "unknown GPU 'a1000'; did you mean 'a100'?", "--device must be auto, cpu, cuda or"
+BACKEND = "unknown backend 'nope' (known: fa2, sdpa, triton)"
+DTYPE, SLOT = "got 'fp17'; did you mean 'fp16'?", "unknown slot 'slot'; did you mean 'select'?"
+SHAPE, TOKENS = "shape must be Hq/G/Dk", "'2q' is not a number of tokens from 1"
+MISSING, NO_MODEL = "/no/such: No such file or directory", "/no/such does not exist: give the fold"
+NO_FOLDER = "the directory /no/such does not exist; create it first"
+WRONG = {
+    "backends list --phase decod": "--phase: 'decod' is not one of 'prefill', 'decode'",
+    "backends list --gpu a1000": GPU,
+    "backends list --json /no/such/x": NO_FOLDER,
+    "backends show sdpaa": "unknown backend 'sdpaa'; did you mean 'sdpa'?",
+    "backends explain --sel nope": BACKEND,
+    "backends explain --dtype fp17": DTYPE,
+    "backends explain --device gpu": DEVICE,
+    "backends explain --gpu a1000": GPU,
+    "backends explain --head-dim 6.5": "--head-dim must be a valid integer, got '6.5'",
+    "backends explain --n-heads 7": "7 query heads do not divide over 2",
+    "doctor --json /no/such/x": NO_FOLDER,
+    "verify --sel nope": BACKEND,
+    "verify --dtype fp17": DTYPE,
+    "verify --device gpu": "--device: 'gpu' is not one of 'auto', 'cpu', 'cuda'",
+    "verify --case 'win tokn=5'": "win has no key 'tokn'; did you mean 'tokens'?",
+    "verify --text /no/such": MISSING,
+    "verify --shard 5/4": "such as 1/4",
+    "bench --combo sel=nope": BACKEND,
+    "bench --combo slot=sdpa": SLOT,
+    "bench --shape 12/5": SHAPE,
+    "bench --length 2q": TOKENS,
+    "bench --phase forwrd": "got 'forwrd'; did you mean 'forward'?",
+    "bench --dtype fp17": DTYPE,
+    "bench --device gpu": DEVICE,
+    "bench --preset fast": "--preset: 'fast' is not one of 'quick', 'full'",
+    "bench --blocks 1,2,3": "blocks must be five integers l,d,l',n,w",
+    "bench --rival flaa": "got 'flaa'; did you mean 'fla'?",
+    "bench --inputs reall": "got 'reall'; did you mean 'real'?",
+    "bench --checkpoint /no/such": MISSING,
+    "bench decode --combo nope": BACKEND,
+    "bench decode --shape 12/5": SHAPE,
+    "bench decode --dtype fp17": DTYPE,
+    "bench decode --batch 2": "--batch: give --shape or --length with it",
+    "bench compare /no/such b": MISSING,
+    "bench report pyproject.toml": "pyproject.toml is not JSON",
+    "tune --shape 12/5": SHAPE,
+    "tune --dtype fp17": DTYPE,
+    "tune --device gpu": DEVICE,
+    "train --out o --data recal": "did you mean 'recall'?; give an existing path, python-docs",
+    "train --out o --size big": "--size: 'big' is not one of 'tiny', 'toy', 'm7c_125m'",
+    "train --out o --attention flash": "--attention: 'flash' is not one of 'nsa', 'dense'",
+    "train --out o --dtype fp16": "--dtype: 'fp16' is not one of 'float32', 'bfloat16'",
+    "train --out o --parallel dp": "--parallel: 'dp' is not one of 'ddp', 'fsdp'",
+    "train --out o --tokenizer /no/such": MISSING,
+    "train --out o --from /no/such": NO_MODEL,
+    "train --out o --backends nope": BACKEND,
+    "train --out o --device gpu": DEVICE,
+    "train --out o --lr nan": "--lr must be finite and > 0, got nan",
+    "train --out o --held-out 2": "--held-out must be less than or equal to 1, got '2'",
+    "train --out /no/such/o": NO_FOLDER,
+    "train --out o --vocab 32": "--vocab: only with uniform and recall",
+    "generate --checkpoint /no/such": NO_MODEL,
+    "generate --checkpoint packages": "packages has no config.json: give the folder of a model",
+    "convert --out c --hf /no/such": NO_MODEL,
+    "convert --out c --hf /no/such --nsa-layers foo": "--nsa-layers must be all, every_4th_dense",
+    "inspect --out i --text /no/such": MISSING,
+    "inspect --out i --text README.md --checkpoint /no/such": NO_MODEL,
+    "inspect --out i --text README.md --dtype fp17": DTYPE,
+    "inspect --out i --text README.md --backends nope": BACKEND,
+    "inspect --out i --text README.md --device gpu": DEVICE,
+    "inspect --out /no/such/i --text README.md": NO_FOLDER,
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, tuple[int, str]]:
+    """The exit code and the error of each command."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps([shlex.split(command) for command in WRONG]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(zip(WRONG, json.loads(done.stdout)))
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_a_wrong_argument_is_refused_before_torch_loads(answers, command) -> None:
+    code, err = answers[command]
+    assert code == 2, err
+    assert WRONG[command] in err
+    assert err.count("\n") == 1
