@@ -175,13 +175,13 @@ def between_nans(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Make torch.empty return NaN, so that unwritten outputs are visible."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    # torch.use_deterministic_algorithms would import torch._inductor, which takes a second.
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(before)
 
 
 @case_check("run to run")
