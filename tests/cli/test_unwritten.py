@@ -258,12 +258,11 @@ def test_a_new_backend_needs_an_empty_folder(nsa, tmp_path):
     done = nsa("backends", "new", "toy-one", str(folder))
     assert (done.code, done.err) == (
         2,
-        f"nsa: {folder} is not empty: it holds a, b, c and 1 more; give a new directory, or empty"
-        " this one\n",
+        f"nsa: {folder} is not empty; give a new folder, or empty this one\n",
     )
     assert {path.read_text() for path in folder.iterdir()} == {"mine"}
     done = nsa("backends", "new", "toy-one", str(folder / "a" / "new"))
-    assert (done.code, f"{folder / 'a'} is not a directory" in done.err) == (2, True)
+    assert (done.code, f"the directory {folder / 'a'} does not exist" in done.err) == (2, True)
     done = nsa("backends", "new", "toy-one", "/proc/new")
     assert (done.code, "no file can be created in /proc" in done.err) == (2, True)
 

@@ -77,9 +77,8 @@ def simulated_row(candidates: Candidates, gpu: GPU | None) -> dict[str, Any] | N
     """
     if gpu is None:
         return None
-    from nsa_cli.health import installed_version
-
-    lacking = {name: "not installed" for name in FIRST_PARTY if not installed_version(name)}
+    present = output.versions(*FIRST_PARTY)
+    lacking = {name: "not installed" for name in FIRST_PARTY if name not in present}
     for name, reasons in candidates.assumed.items():
         lacking[name] = "; ".join(sorted(output.one_line(reason.message) for reason in reasons))
     return {
@@ -274,7 +273,7 @@ def _cell(value: object) -> str:
     return str(value)
 
 
-def reason_lines(reason: dict[str, Any]) -> tuple[str, ...]:
-    """Return the message of a reason, and its hint."""
+def reason_lines(reason: dict[str, Any], bullet: str = "") -> tuple[str, ...]:
+    """Return the message of a reason, after a bullet, and its hint."""
     message, hint = output.one_line(reason["message"]), output.one_line(reason["hint"])
-    return (message, f"  hint: {hint}") if hint else (message,)
+    return (bullet + message, f"  hint: {hint}") if hint else (bullet + message,)

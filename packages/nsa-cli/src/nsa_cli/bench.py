@@ -81,8 +81,13 @@ def bench(
     """Run the benchmark; options that are not given take the preset's values for this device."""
     typed = options_on_command_line(context)
     if context.invoked_subcommand is not None:
-        with output.exit_codes():
-            _check_before_command(context.invoked_subcommand, sorted(typed))
+        command = context.invoked_subcommand
+        if typed:
+            names = as_options(sorted(typed))
+            text = (
+                f"{names}: not before {command}; give the options of nsa bench {command} after it"
+            )
+            output.end(output.USAGE, text)
         return
     overrides = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
     with output.exit_codes(), deferred_signals() as stop:
@@ -112,9 +117,7 @@ def bench(
         from nsa_bench.prefill import PrefillBench
 
         benchmark = PrefillBench(settings, output.find_backends(), output.environment())
-        result = _run(benchmark, stop)
-        files.write(result, _exit_code(result))
-    raise typer.Exit(_exit_code(result))
+        raise typer.Exit(_run(benchmark, stop, files))
 
 
 @app.command()
@@ -167,9 +170,7 @@ def decode(
         from nsa_bench.decode import DecodeBench
 
         benchmark = DecodeBench(settings, output.find_backends(), output.environment())
-        result = _run(benchmark, stop)
-        files.write(result, _exit_code(result))
-    raise typer.Exit(_exit_code(result))
+        raise typer.Exit(_run(benchmark, stop, files))
 
 
 def _limits(preset: str, budget: float | None, time_limit: float | None) -> dict[str, float]:
@@ -302,13 +303,6 @@ class _Files:
         files.exit_code(code)
 
 
-def _exit_code(result: Result) -> int:
-    """Return the exit code of a run: that of the signal that ended it, or its verdict."""
-    if result.interrupted is not None:
-        return exit_code(result.interrupted.signal)
-    return _verdict(result)
-
-
 def _verdict(result: Result) -> int:
     """Return 1 if a check failed or nothing was timed, else 0."""
     return output.FAILED if result.failed or result.timed_nothing else 0
@@ -323,17 +317,6 @@ def _prepare_quick_end() -> None:
     import nsa_bench.render.tables  # noqa: F401
 
     atexit.register(gc.freeze)  # Python's last collection over torch's objects takes a second
-
-
-def _check_before_command(command: str, typed: Sequence[str]) -> None:
-    """Refuse options of the prefill benchmark in front of another command."""
-    from nsa_core.errors import InvalidInput
-
-    if typed:
-        raise InvalidInput(
-            f"{as_options(typed)}: not before {command}; give the options of nsa bench {command}"
-            " after it"
-        )
 
 
 def _percentage(text: str) -> float:
@@ -379,8 +362,10 @@ def _settings(
     for combo in combos:
         check_backends(named_backends(combo).values())
     input_kinds = some_of("--inputs", inputs, ("random", "real"))
-    for path in [*checkpoints, *[text] * (text is not None)]:
-        read_file("--text" if path is text else "--checkpoint", path)
+    if text is not None:
+        read_file("--text", text)
+    for path in checkpoints:
+        read_file("--checkpoint", path)
     torch_device = pick_device(device, threads)
     from nsa_verify.problems.combination import parse_combination
 
@@ -415,9 +400,13 @@ def _read_text(path: Path | None, min_bytes: int) -> tuple[str, bytes]:
     return f"documentation of Python {platform.python_version()}", library_text(min_bytes)
 
 
-def _run(bench: Bench, stop: Interruption) -> Result:
+def _run(bench: Bench, stop: Interruption, files: _Files) -> int:
+    """Run the benchmark, write its files and return the exit code: of a signal, or the verdict."""
     with output.progress(bench.steps()) as advance:
-        return bench.run(advance, stop)
+        result = bench.run(advance, stop)
+    code = _verdict(result) if (end := result.interrupted) is None else exit_code(end.signal)
+    files.write(result, code)
+    return code
 
 
 def _print_result(result: Result) -> None:

@@ -9,35 +9,20 @@ import typer
 
 from nsa_cli.choices import advanced, complete_dtype, complete_pairs, completion, tokens
 
+
+def _values(shapes: str, lengths: str, dtypes: str) -> dict[str, str]:
+    return {"shapes": shapes, "lengths": lengths, "phases": "forward,backward", "dtypes": dtypes}
+
+
 # All lengths are longer than n * l' = 1024 tokens: up to it, selection does not run.
-PRESETS: dict[str, dict[str, dict[str, str]]] = {
+PRESETS = {
     "quick": {
-        "cpu": {
-            "shapes": "2/1/32",
-            "lengths": "1536,2k",
-            "phases": "forward,backward",
-            "dtypes": "float32",
-        },
-        "cuda": {
-            "shapes": "reports",
-            "lengths": "2k..16k",
-            "phases": "forward,backward",
-            "dtypes": "bfloat16",
-        },
+        "cpu": _values("2/1/32", "1536,2k", "float32"),
+        "cuda": _values("reports", "2k..16k", "bfloat16"),
     },
     "full": {
-        "cpu": {
-            "shapes": "reports",
-            "lengths": "2k..8k",
-            "phases": "forward,backward",
-            "dtypes": "float32",
-        },
-        "cuda": {
-            "shapes": "12/2/64,64/4/128,32/8/128",
-            "lengths": "2k..64k",
-            "phases": "forward,backward",
-            "dtypes": "bfloat16",
-        },
+        "cpu": _values("reports", "2k..8k", "float32"),
+        "cuda": _values("12/2/64,64/4/128,32/8/128", "2k..64k", "bfloat16"),
     },
 }
 BUDGET_S = {"quick": 0.1, "full": 0.3}

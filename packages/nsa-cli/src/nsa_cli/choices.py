@@ -272,14 +272,6 @@ def read_file(option: str, path: Path) -> bytes:
     return content
 
 
-def silence_profiler() -> None:
-    """Stop torch's profiler from logging to stderr; call this before torch is imported.
-
-    Some builds of the profiler write a line at every start and stop.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-
-
 def pick_device(text: str, threads: int | None = None) -> str:
     """Return the device named by --device and set torch's number of CPU threads.
 
@@ -296,7 +288,7 @@ def pick_device(text: str, threads: int | None = None) -> str:
             f"--device must be auto, cpu, cuda or cuda:N, got {text!r}"
             + did_you_mean(text, ("auto", "cpu", "cuda"))
         )
-    silence_profiler()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some builds log every start of the profiler
     # Libraries that torch imports swallow a KeyboardInterrupt, or cannot be imported a second time.
     with recorded_signals() as interruption, interruption.deferred():
         import torch

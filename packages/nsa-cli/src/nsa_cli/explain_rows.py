@@ -131,7 +131,7 @@ def _answers(document: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
     for candidate in row["candidates"]:
         name, version = candidate["backend"], candidate["version"]
         status = statuses[name, version]
-        reasons = [f"    {line}" for r in candidate["reasons"] for line in _listed(r)]
+        reasons = ["    " + line for r in candidate["reasons"] for line in reason_lines(r, "- ")]
         if candidate["accepted"]:
             verdict = "accepted"
         elif [reason["code"] for reason in candidate["reasons"]] == ["slot_not_offered"]:
@@ -140,8 +140,3 @@ def _answers(document: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
             verdict = "refused" if status == "ready" else status
         lines += [f"  {output.one_line(f'{name} {version}')}: {verdict}", *reasons]
     return tuple(lines or ["  no backend is installed: pip install nsa-backend-sdpa"])
-
-
-def _listed(reason: dict[str, Any]) -> list[str]:
-    message, *hint = reason_lines(reason)
-    return [f"- {message}", *hint]

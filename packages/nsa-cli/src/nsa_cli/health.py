@@ -13,7 +13,7 @@ import os
 import platform
 import re
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,6 @@ from nsa_core.util.child import Child, ChildEnded
 Facts = dict[str, Any]
 Problem = dict[str, str]
 SCHEMA_VERSION = 1
-_OUR_PACKAGES = (
-    "nsa-core",
-    "nsa-verify",
-    "nsa-bench",
-    "nsa-models",
-    "nsa-cli",
-    "nsa-backend-sdpa",
-    "nsa-backend-triton",
-    "nsa-backend-fa2",
-)
 
 
 def inspect_environment(limit_s: float) -> Facts:
@@ -86,7 +76,7 @@ def inspect_environment(limit_s: float) -> Facts:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "packages": {name: found for name in _OUR_PACKAGES if (found := installed_version(name))},
+        "packages": output.versions(*output.OUR_PACKAGES),
         "torch": torch,
         "driver": driver_version(),
         "triton": triton,
@@ -102,14 +92,6 @@ def inspect_environment(limit_s: float) -> Facts:
     }
 
 
-def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, or None."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
 class LibraryImport:
     """An import of a library in a child process, which starts at once.
 
@@ -121,7 +103,7 @@ class LibraryImport:
 
     def __init__(self, distribution: str, module: str, facts: Callable[[], Facts]) -> None:
         self.distribution, self.module = distribution, module
-        self.version = installed_version(distribution)
+        self.version = output.installed_version(distribution)
         self.child: Child | None = None
         if self.version or importlib.util.find_spec(module):
             self.child = Child()

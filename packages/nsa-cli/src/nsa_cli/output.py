@@ -9,21 +9,14 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 
 from nsa_cli import torchrun
-from nsa_cli.screen import (
-    console,
-    fitted,
-    print_table,
-    print_text,
-    shorten,
-    table_width,
-)
+from nsa_cli.screen import console, fitted, print_table, print_text, shorten, table_width
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.util.atomic_files import NotWritten, check_folder_writable, write_atomic
 from nsa_core.util.interruption import exit_code, recorded_signals, signal_of
@@ -34,32 +27,21 @@ if TYPE_CHECKING:
 
     from nsa_core.plan.registry import Registry
 
-__all__ = [
-    "ClickError",
-    "UsageError",
-    "check_writable",
+__all__ = [  # of screen and nsa_core, for the commands
     "console",
-    "end",
-    "environment",
-    "exit_codes",
-    "find_backends",
     "fitted",
-    "import_with_plugins",
     "one_line",
-    "prepare_streams",
-    "print_next",
     "print_table",
     "print_text",
-    "prints_json",
-    "progress",
-    "safe_mode",
-    "set_plugin_options",
     "shorten",
     "table_width",
     "write_atomic",
 ]
-
 STDOUT = Path("-")
+OUR_PACKAGES = (
+    *("nsa-core", "nsa-verify", "nsa-bench", "nsa-models", "nsa-cli"),
+    *("nsa-backend-sdpa", "nsa-backend-triton", "nsa-backend-fa2"),
+)
 FAILED, USAGE, UNAVAILABLE, BROKEN, UNWRITTEN, CLOSED = 1, 2, 3, 4, 5, 141
 # Errors of a failed write. EBADF: standard output is open for reading only.
 _UNWRITABLE = {
@@ -183,15 +165,8 @@ def check_writable(path: Path | None, force: bool = False) -> None:
     check_folder_writable(folder, path)
 
 
-class Advance(Protocol):
-    """Reports one step of a command that shows its progress."""
-
-    def __call__(self, label: str, cost: float = 1.0) -> None:
-        """Report a step; ``cost`` is its expected time, in the unit of the total."""
-
-
 @contextlib.contextmanager
-def progress(steps: int, total: float | None = None) -> Iterator[Advance]:
+def progress(steps: int, total: float | None = None) -> Iterator[Callable[..., None]]:
     """Show progress and the time left on standard error.
 
     A terminal gets a bar; other outputs get a line at most every ten seconds.
@@ -201,7 +176,7 @@ def progress(steps: int, total: float | None = None) -> Iterator[Advance]:
         total: Expected time of all steps, in any unit; None: they take equal times.
 
     Yields:
-        A function to call after each step.
+        ``advance(label, cost=1.0)``, to call after each step; its cost is a part of the total.
     """
     total = steps if total is None else total
     started = last = time.monotonic()
@@ -246,30 +221,32 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    """Return the versions of those distributions that are installed."""
+    found = {name: installed_version(name) for name in distributions}
+    return {name: version for name, version in found.items() if version}
+
+
 def environment() -> dict[str, Any]:
     """Return the versions and the machine that result files record."""
     import platform
-    from importlib.metadata import PackageNotFoundError, version
 
-    versions = {}
-    for name in (
-        "nsa-core",
-        "nsa-verify",
-        "nsa-bench",
-        "nsa-models",
-        "nsa-cli",
-        "torch",
-        "triton",
-        "flash-attn",
-    ):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(name)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
-        "versions": versions,
+        "versions": versions(*OUR_PACKAGES[:5], "torch", "triton", "flash-attn"),
     }
 
 

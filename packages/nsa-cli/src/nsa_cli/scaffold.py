@@ -11,12 +11,10 @@ from string import Template
 from nsa_core.contract import API_VERSION
 from nsa_core.errors import InvalidInput
 from nsa_core.plan.loading import FIRST_PARTY, installed, normalized
-from nsa_core.util.atomic_files import check_folder_writable, writing
-from nsa_core.util.text import one_line
+from nsa_core.util.atomic_files import check_output_folder, writing
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _MAX_LENGTH = 40
-_SHOWN_ENTRIES = 3  # of a folder that is not empty
 _SUFFIX = ".tmpl"
 _TEMPLATE_FOLDER = Path(__file__).parent / "template"
 
@@ -53,7 +51,7 @@ def create(name: str, folder: Path) -> list[Path]:
 
     Args:
         name: Name of the backend: lower-case words joined by "-".
-        folder: A directory that is empty or does not exist.
+        folder: A directory that is empty, or a new one in a directory that exists.
 
     Returns:
         The paths of the written files.
@@ -64,7 +62,8 @@ def create(name: str, folder: Path) -> list[Path]:
         NotWritten: A file cannot be written, because the disk is full or broken.
     """
     texts = rendered(name)
-    existing = _check_folder(folder)
+    check_output_folder(folder)
+    existing = folder if folder.is_dir() else folder.absolute().parent
     # The files are written beside the folder first, so that a full disk leaves nothing.
     with (
         writing(folder),
@@ -77,32 +76,6 @@ def create(name: str, folder: Path) -> list[Path]:
         for entry in Path(temporary).iterdir():
             entry.rename(existing / entry.name)
     return [folder / path for path in texts]
-
-
-def _check_folder(folder: Path) -> Path:
-    """Refuse a folder that holds something, or in which no file can be created.
-
-    Returns:
-        The folder if it exists, or else its nearest parent that exists.
-    """
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise InvalidInput(f"{folder} is not a directory; give a new directory")
-        entries = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-        existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    except OSError as error:
-        raise InvalidInput(f"{folder} cannot be read: {error.strerror or error}") from error
-    if entries:
-        names = ", ".join(map(one_line, entries[:_SHOWN_ENTRIES]))
-        more = f" and {len(entries) - _SHOWN_ENTRIES} more" * (len(entries) > _SHOWN_ENTRIES)
-        raise InvalidInput(
-            f"{folder} is not empty: it holds {names}{more}; give a new directory, or empty this"
-            " one"
-        )
-    if not existing.is_dir():
-        raise InvalidInput(f"{folder}: {existing} is not a directory; give a new directory")
-    check_folder_writable(existing, folder)
-    return existing
 
 
 def _check_name(name: str) -> None:

@@ -27,6 +27,7 @@ from nsa_cli.choices import (
     read_file,
 )
 from nsa_cli.extras import TASKS, libraries_of_data, need_extras
+from nsa_core.util.atomic_files import check_output_folder
 
 if TYPE_CHECKING:
     from nsa_models.lm.fingerprint import Fingerprint
@@ -156,7 +157,6 @@ def _watching(
 def _check_folder(out: Path, resume: bool) -> None:
     """Refuse an output folder in which no file can be created."""
     from nsa_core.errors import InvalidInput
-    from nsa_core.util.atomic_files import check_output_folder
 
     if resume and not out.exists():
         raise InvalidInput(f"--resume: {out} does not exist; leave --resume out to start a run")
@@ -421,8 +421,8 @@ def _print_summary(
     text = f"{trainer.tokens:,} tokens of {trainer.data.spec.data}, kept in {out}"
     console.print(text, style="bold green")
     if trainer.data.tokenizer is None:  # a task has no text to continue
-        steps = str(2 * trainer.recipe.steps)
-        output.print_next(["nsa", "train", "--out", str(out), "--resume", "--steps", steps])
+        more = str(2 * trainer.recipe.steps)
+        output.print_next(["nsa", "train", "--out", str(out), "--resume", "--steps", more])
     else:
         output.print_next(["nsa", "generate", "--checkpoint", str(out), "--prompt", "The "])
 

@@ -144,9 +144,6 @@ def verify(
     """Check a combination of backends, slot by slot, against an independent float64 oracle.
 
     With TRITON_INTERPRET=1 on the CPU, Triton kernels run on small cases in the strict interpreter.
-
-    Exit code 0: all checks passed; 1: a check failed; 2: usage error; 3: a named backend cannot run
-    on this machine; 4: no backend can run; 5: the report could not be written.
     """
     by_slot = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
     named = {slot: name for slot, name in by_slot.items() if name is not None}
