@@ -81,12 +81,9 @@ def bench(
     """Run the benchmark; options that are not given take the preset's values for this device."""
     typed = options_on_command_line(context)
     if context.invoked_subcommand is not None:
-        command = context.invoked_subcommand
         if typed:
-            names = as_options(sorted(typed))
-            text = (
-                f"{names}: not before {command}; give the options of nsa bench {command} after it"
-            )
+            names, after = as_options(sorted(typed)), context.invoked_subcommand
+            text = f"{names}: not before {after}; give the options of nsa bench {after} after it"
             output.end(output.USAGE, text)
         return
     overrides = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}

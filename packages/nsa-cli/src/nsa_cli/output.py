@@ -135,9 +135,10 @@ def prints_json(document: dict[str, Any], file: Path | None, force: bool) -> boo
 
 def print_next(*commands: Sequence[str], target: Console | None = None) -> None:
     """Print the commands that usually follow, each as one line to copy."""
-    target = target or console()
     for words in commands:
-        target.print(f"next: {shlex.join(words)}", no_wrap=True, overflow="ignore", crop=False)
+        (target or console()).print(
+            f"next: {shlex.join(words)}", no_wrap=True, overflow="ignore", crop=False
+        )
 
 
 def check_writable(path: Path | None, force: bool = False) -> None:

@@ -105,8 +105,7 @@ CHANGEABLE_ON_RESUME = (
     "eval_every",
     "save_every",
 )
-# Fields of Recipe and nsa_models.lm.task.DataSpec -> the parameters of their options, where the
-# names differ.
+# Fields of Recipe and DataSpec -> the parameters of their options, where the names differ.
 RENAMED = {
     "learning_rate": "lr",
     "precision": "dtype",
