@@ -36,6 +36,7 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
     stage = ["--text", "text.txt", "--steps", "9", "--length", "200", "--lr", "0.02"]
     result = nsa("convert", "--hf", "dense", "--out", "trained", *SET, *stage)
     assert (result.code, result.err) == (0, "")
+    assert result.out.endswith("next: nsa train --from trained --data FILE --out trained-trained\n")
     plain = nsa("convert", "--hf", "dense", "--out", "plain", *SET)
     assert plain.code == 0
     assert result.out.startswith(plain.out.partition("Written")[0])
@@ -87,7 +88,7 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
         (["--text", "none.txt"], "--text none.txt: No such file or directory"),
         (["--text", "text.txt"], "tokens, but rows of --length 4,096"),
         (["--dtype", "fp32,bf16"], "--dtype must be one dtype, got float32, bfloat16"),
-        (["--out", "dense"], "dense exists and is not an empty folder"),
+        (["--out", "dense"], "dense is not empty; give a new folder, or empty this one"),
     ],
 )
 def test_errors_name_the_option_and_write_nothing(
@@ -107,7 +108,8 @@ def test_generate_reads_a_converted_model_with_a_window_of_128k(dense, nsa, tmp_
     assert nsa("convert", "--hf", "dense", "--out", "new", *large).code == 0
     words = ["--checkpoint", "new", "--prompt", "the fox", "--max-new-tokens", "2"]
     result = nsa("generate", *words)
-    assert (result.code, result.err) == (0, "")
+    follows = "next: nsa inspect --checkpoint new --text FILE --out FOLDER\n"
+    assert (result.code, result.err) == (0, follows)
 
 
 def test_a_folder_without_a_tokenizer_cannot_be_trained(dense, nsa, tmp_path, monkeypatch):

@@ -110,25 +110,25 @@ def test_a_lane_without_documents_in_an_epoch_goes_on_in_the_next():
 
 
 def test_a_split_side_without_documents_is_refused():
-    corpus = Corpus(["only this"], "one")
+    corpus, two = Corpus(["only this"], "one"), Corpus(["only this", "and that"], "two")
+    single = "one is one document, and training needs two, one of them held out: give more doc"
     assert not is_held_out("only this", 0.05)
-    with pytest.raises(
-        InvalidInput, match=r"one has no document held out at a share of 0\.05, of 1 in all"
-    ):
+    with pytest.raises(InvalidInput, match=single):
         next(TextRows(corpus, ByteTokenizer(), 8, held_out=True))
-    with pytest.raises(
-        InvalidInput,
-        match=(
-            "one has no document left to train on, of 1 in all; give more documents, or another"
-            " share"
-        ),
-    ):
+    with pytest.raises(InvalidInput, match=single):
         TextRows(corpus, ByteTokenizer(), 8, share=0.999999).begin()
+    for held_out, share, side in ((True, 1e-9, "held out"), (False, 0.999999, "left")):
+        change = f"{'larger' if held_out else 'smaller'} than {share:g}"
+        message = (
+            f"none of the 2 documents of two is {side}; held_out must be {change}, or give more"
+        )
+        with pytest.raises(InvalidInput, match=message):
+            next(TextRows(two, ByteTokenizer(), 8, held_out=held_out, share=share))
     with pytest.raises(InvalidInput, match="empty contains no text"):
         next(TextRows(Corpus(["", ""], "empty"), ByteTokenizer(), 8))
     resumed = TextRows(corpus, ByteTokenizer(), 8, held_out=True)
     resumed.load_state_dict({"epoch": 3, "document": 7, "offset": 0})
-    with pytest.raises(InvalidInput, match="one has no document held out"):
+    with pytest.raises(InvalidInput, match=single):
         next(resumed)
     with pytest.raises(InvalidInput, match="length must be an integer >= 2, got 1"):
         TextRows(corpus, ByteTokenizer(), 1)
