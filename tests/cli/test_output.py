@@ -314,3 +314,30 @@ def test_an_option_of_tokens_returns_an_integer(text, value):
     for wrong in ("1", "-1", "1.5k", "2147483648", "9" * 5000):
         with pytest.raises(typer.BadParameter, match="is not a number of tokens from 2 to"):
             tokens(2)(wrong)
+
+
+@pytest.mark.parametrize("command", ["list", "show sdpa", "explain"])
+def test_json_is_printed_or_written_beside_the_tables(nsa, tmp_path, command):
+    words, file = ["backends", *command.split()], tmp_path / "answer.json"
+    printed, tables = nsa(*words, "--json"), nsa(*words)
+    assert nsa(*words, "--json", "-") == printed
+    assert nsa(*words, "--json", str(file)) == tables
+    assert json.loads(file.read_text()) == json.loads(printed.out)
+
+
+def test_the_time_left_follows_the_costs(monkeypatch, capsys):
+    now = iter([0.0, 30.0, 30.0, 30.0, 600.0, 600.0, 600.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(now))
+    with output.progress(3, 400.0) as advance:
+        advance("first", 300.0)
+        advance("second", 50.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["1/3 first, about 10 s left", "2/3 second, about 86 s left"]
+
+
+def test_help_shows_choices_and_no_type_of_python(nsa):
+    commands = ["", "backends", "backends list", "backends explain", "verify", "bench", "train"]
+    texts = [nsa(*command.split(), "-h").out for command in commands]
+    assert not re.search(r"<(int|str|float|path|list|bool)[ >\[]", "".join(texts))
+    assert "<prefill|decode>" in texts[3]
+    assert "<tiny|toy|m7c_125m>" in texts[-1]
