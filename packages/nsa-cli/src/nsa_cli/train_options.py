@@ -49,7 +49,7 @@ WeightDecay = Annotated[float, advanced(help="Weight decay of the matrices.")]
 Clip = Annotated[float, advanced(help="Maximum norm of the gradients.")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "fp32", "bf16"],
-    typer.Option(help="bfloat16: autocast, with fp32 parameters."),
+    typer.Option(metavar="float32|bfloat16", help="bfloat16: autocast, with fp32 parameters."),
 ]
 Recompute = Annotated[
     bool, advanced("--recompute", help="Activation checkpointing: less memory, more time.")

@@ -193,7 +193,7 @@ def verify(
 
         if json_file != output.STDOUT:
             print_combinations(reports) if every else print_report(report, verbose)
-        _, code = verdict(reports)
+        _, code = verdict(reports, every)
         files.exit_code(code)
     raise typer.Exit(code)
 

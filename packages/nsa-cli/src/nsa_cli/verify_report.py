@@ -61,7 +61,8 @@ def print_report(report: dict[str, Any], verbose: bool) -> None:
         console.print()
         _print_reads(console, report)
     _print_failures(console, [report])
-    _print_verdict(console, [report])
+    line, code = verdict([report], every=False)
+    output.print_text(console, line, "bold green" if code == 0 else "bold red")
 
 
 def print_combinations(reports: list[dict[str, Any]]) -> None:
@@ -74,17 +75,13 @@ def print_combinations(reports: list[dict[str, Any]]) -> None:
     console.print()
     output.print_text(console, _NOTE, "dim", "")
     _print_failures(console, reports)
-    _print_verdict(console, reports)
-
-
-def _print_verdict(console: Console, reports: list[dict[str, Any]]) -> None:
-    line, code = verdict(reports)
+    line, code = verdict(reports, every=True)
     output.print_text(console, line, "bold green" if code == 0 else "bold red")
 
 
-def verdict(reports: list[dict[str, Any]]) -> tuple[str, int]:
-    """Return the verdict on all reports in a line, and the exit code of the command."""
-    if len(reports) == 1:
+def verdict(reports: list[dict[str, Any]], every: bool) -> tuple[str, int]:
+    """Return the verdict on the report, or on those of ``every`` combination, and the exit code."""
+    if not every:
         return summary(reports[0])
     codes = [summary(report)[1] for report in reports]
     passed, code = codes.count(0), 1 if 1 in codes else max(codes)
