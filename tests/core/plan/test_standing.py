@@ -9,12 +9,12 @@ import pytest
 from nsa_core import InvalidInput, NSAConfig, NSAttention
 from nsa_core.contract import API_VERSION, BackendSpec, Reason, SlotSpec
 from nsa_core.plan import registry as registries
-from nsa_core.plan.candidates import Candidate, find_candidates
+from nsa_core.plan.candidates import Candidate, facts_of_this_machine, find_candidates
 from nsa_core.plan.gpus import ARCHITECTURES, GPUS, gpu_named
 from nsa_core.plan.loading import STATUSES, BackendEntry
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.registry import Registry
-from nsa_core.plan.standing import facts_of_this_machine, standing_of, standings
+from nsa_core.plan.standing import standing_of, standings
 
 CONFIG = NSAConfig(64, 4, 2)
 SPEC = BackendSpec(

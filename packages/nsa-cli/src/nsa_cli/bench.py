@@ -351,6 +351,8 @@ def _settings(
         "phases": lambda words: some_of("--phase", words, ("forward", "backward", "both")),
         "dtypes": dtype_names,
     }
+    if "decode" in split_commas(overrides["phases"] or ""):
+        output.end(output.USAGE, "--phase decode: nsa bench decode times steps of decoding")
     values = {name: parsers[name](words) for name, words in overrides.items() if words is not None}
     for shape in values.get("shapes", [parse_shape("reports")]):
         shape.config(blocks)

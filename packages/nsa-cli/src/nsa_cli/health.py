@@ -24,9 +24,9 @@ from nsa_cli import output
 from nsa_core.contract import SLOTS
 from nsa_core.errors import NSAError
 from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.plugin_calls import FAULTS
 from nsa_core.plan.registry import Registry
 from nsa_core.plan.standing import (
-    FAULTS,
     Standing,
     standing_of,
     standings,

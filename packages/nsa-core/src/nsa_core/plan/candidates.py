@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from nsa_core.config import NSAConfig, check_config
-from nsa_core.contract import SLOTS, BackendSpec, Reason, Request
+from nsa_core.contract import DTYPES, PHASES, SLOTS, BackendSpec, Reason, Request
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
+from nsa_core.layout import BlockGeometry
 from nsa_core.plan import tuned
-from nsa_core.plan.gpus import GPU
+from nsa_core.plan.gpus import GPU, gpu_named
 from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.options import Backends, PlanOptions, backends_problems, usable_device
-from nsa_core.plan.plugin_calls import PluginFault, ask, call_detail, call_probe, call_rank
+from nsa_core.plan.plugin_calls import FAULTS, PluginFault, ask, call_detail, call_probe, call_rank
 from nsa_core.plan.registry import Registry
-from nsa_core.plan.standing import facts_of_this_machine
 from nsa_core.torch_ops.schema import DIFFERENTIABLE
 from nsa_core.util.text import one_line
+
+_GPUS_OF_FACTS = (None, *map(gpu_named, ("T4", "A100", "H100", "RTX-5090")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,3 +319,41 @@ def details(entry: BackendEntry) -> list[str]:
     except PluginFault as fault:
         return [str(fault)]
     return [one_line(text) for text in lines]
+
+
+def facts_of_this_machine(entry: BackendEntry) -> frozenset[Reason]:
+    """Return the reasons of ``entry`` that neither the request nor the GPU can change.
+
+    They are the reasons against every request of a grid of devices, dtypes and phases, such as a
+    missing package. An answer for another GPU assumes that they do not hold there.
+    """
+    if entry.spec is None:
+        return frozenset() if entry.reason is None else frozenset({entry.reason})
+    constant: set[Reason] | None = None
+    for slot in entry.spec.slots:
+        for request in _grid(slot):
+            reasons = probe_candidate(entry, request).reasons
+            constant = {*reasons} if constant is None else constant & {*reasons}
+            # A probe that fails is no fact of this machine, and may take seconds per request.
+            if not constant or any(reason.code in FAULTS for reason in reasons):
+                return frozenset()
+    return frozenset(constant or ())
+
+
+def _grid(slot: str) -> Iterable[Request]:
+    """Yield requests to ``slot`` for the CPU and several GPUs, in every dtype and phase."""
+    for gpu in _GPUS_OF_FACTS:
+        for dtype in DTYPES:
+            for phase in PHASES:
+                yield Request(
+                    slot=slot,
+                    geometry=BlockGeometry(),
+                    n_heads=12,
+                    n_kv_heads=2,
+                    head_dim=64,
+                    v_head_dim=64,
+                    dtype=dtype,
+                    device="cuda" if gpu else "cpu",
+                    capability=gpu.capability if gpu else None,
+                    phase=phase,
+                )

@@ -19,6 +19,12 @@ from nsa_core.util.global_state import SETTINGS, is_new, loading, report_change,
 from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.text import describe_error
 
+# Codes of the reasons that candidates gives for a plugin that misbehaves.
+FAULTS = tuple(
+    f"{function}_{fault}"
+    for function in ("probe", "rank")
+    for fault in ("raised", "nonsense", "too_slow", "ended")
+)
 PROBE_LIMIT_S = 5.0
 KERNEL_LIMIT_S = 60.0  # of the import of a kernel's modules, which may load large libraries
 

@@ -8,27 +8,18 @@ not import torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from nsa_core.contract import DTYPES, PHASES, SLOTS, Reason, Request
-from nsa_core.layout import BlockGeometry
-from nsa_core.plan.gpus import gpu_named
+from nsa_core.contract import SLOTS
 from nsa_core.plan.loading import BackendEntry
+from nsa_core.plan.plugin_calls import FAULTS
 from nsa_core.util.text import one_line
 
 if TYPE_CHECKING:
     from nsa_core.plan.candidates import Candidate, Candidates
     from nsa_core.plan.gpus import GPU
     from nsa_core.plan.registry import Registry
-
-# Codes of the reasons that nsa_core.plan.candidates gives for a plugin that misbehaves.
-FAULTS = tuple(
-    f"{function}_{fault}"
-    for function in ("probe", "rank")
-    for fault in ("raised", "nonsense", "too_slow", "ended")
-)
-_GPUS_OF_FACTS = (None, *map(gpu_named, ("T4", "A100", "H100", "RTX-5090")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,43 +94,3 @@ def typical_candidates(
     device, dtype = ("cuda", "bfloat16") if on_gpu else ("cpu", "float32")
     options = PlanOptions(device=device, dtype=dtype, phase=phase)
     return find_candidates(NSAConfig(768, 12, 2), options, registry=registry, gpu=gpu)
-
-
-def facts_of_this_machine(entry: BackendEntry) -> frozenset[Reason]:
-    """Return the reasons of ``entry`` that neither the request nor the GPU can change.
-
-    They are the reasons against every request of a grid of devices, dtypes and phases, such as a
-    missing package. An answer for another GPU assumes that they do not hold there.
-    """
-    if entry.spec is None:
-        return frozenset() if entry.reason is None else frozenset({entry.reason})
-    from nsa_core.plan.candidates import probe_candidate
-
-    constant: set[Reason] | None = None
-    for slot in entry.spec.slots:
-        for request in _grid(slot):
-            reasons = probe_candidate(entry, request).reasons
-            constant = {*reasons} if constant is None else constant & {*reasons}
-            # A probe that fails is no fact of this machine, and may take seconds per request.
-            if not constant or any(reason.code in FAULTS for reason in reasons):
-                return frozenset()
-    return frozenset(constant or ())
-
-
-def _grid(slot: str) -> Iterable[Request]:
-    """Yield requests to ``slot`` for the CPU and several GPUs, in every dtype and phase."""
-    for gpu in _GPUS_OF_FACTS:
-        for dtype in DTYPES:
-            for phase in PHASES:
-                yield Request(
-                    slot=slot,
-                    geometry=BlockGeometry(),
-                    n_heads=12,
-                    n_kv_heads=2,
-                    head_dim=64,
-                    v_head_dim=64,
-                    dtype=dtype,
-                    device="cuda" if gpu else "cpu",
-                    capability=gpu.capability if gpu else None,
-                    phase=phase,
-                )
