@@ -83,8 +83,8 @@ def bench(
     if context.invoked_subcommand is not None:
         if typed:
             names, after = as_options(sorted(typed)), context.invoked_subcommand
-            text = f"{names}: not before {after}; give the options of nsa bench {after} after it"
-            output.end(output.USAGE, text)
+            message = f"{names}: not before {after}; give the options of nsa bench {after} after it"
+            output.end(output.USAGE, message)
         return
     overrides = {"shapes": shape, "lengths": length, "phases": phase, "dtypes": dtype}
     with output.exit_codes(), deferred_signals() as stop:
