@@ -77,15 +77,16 @@ def sentences(inspection: Inspection) -> list[str]:
     """Return three findings: the share of dense attention, the gates, and the most-read block."""
     index = clearest_layer(inspection)
     layer, s = inspection.layers[index], shares(inspection.layers[index])
-    choice = f"Layer {layer.number} gains {s.gain:.0%} of dense attention over random blocks"
+    choice = f"Layer {layer.number} gains {100 * s.gain:.0f} points over random blocks"
     if s.gain <= CHANCE:
         choice = f"No layer gains over random blocks; layer {layer.number} is the best"
     gates = layer.gates.mean((0, 1))
     largest = BRANCHES[int(gates.argmax())]
     names = ", ".join(f"{name} {gate:.2f}" for name, gate in zip(BRANCHES, gates.tolist()))
     return [
-        f"{choice}: its blocks hold {s.selected:.0%} in {s.keys:.0%} of the keys, random ones"
-        f" {s.random:.0%}, the best possible ones {s.best:.0%}.",
+        f"{choice}: its blocks hold {s.selected:.0%} of dense attention's probability in"
+        f" {s.keys:.0%} of the keys, random ones {s.random:.0%}, the best possible ones"
+        f" {s.best:.0%}.",
         f"Its gates weight {largest} most: {names} on average.",
         _most_read(inspection, index),
     ]
