@@ -136,6 +136,36 @@ def test_row_18_packed_equals_separate_and_the_tail_is_finite_and_without_gradie
     )
 
 
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+@pytest.mark.parametrize("name", ["paper", "l8d4", "d=1", "l=1"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 6e-2)]
+)
+def test_a_phi_that_starts_as_the_mean_is_the_mean(kind, name, dtype, tolerance):
+    """One block, several, two tensors of different widths or one width, and packed documents."""
+    geometry, cu = GEOMETRIES[name], boundaries(*LENGTHS.get(name, (8, 3, 21)))
+    close = {"rtol": 0, "atol": tolerance}
+    phis = {}
+    for width in (5, 6):
+        with torch.device("meta"):
+            phi = make_phi(kind, geometry, width).to(dtype)
+            phi.start_as_mean()
+        phis[width] = phi.to_empty(device="cpu")
+        for parameter in phi.parameters():
+            torch.nn.init.constant_(parameter, torch.nan)
+        phi.start_as_mean()
+    for length, width in ((geometry.compress_block_size, 5), (101, 5), (101, 6)):
+        k, v = (torch.randn(2, length, 2, n, dtype=dtype) * 3 for n in (5, width))
+        compressed = compress_pair(phis[5], phis[width], k, v, None)
+        torch.testing.assert_close(compressed[0], mean_compress(k, geometry), **close)
+        torch.testing.assert_close(compressed[1], mean_compress(v, geometry), **close)
+    x = torch.randn(int(cu[-1]), 2, 5, dtype=dtype) * 3
+    packed = packed_blocks(cu, len(x), geometry)
+    rows = sum(geometry.num_compressed(n) for n in cu.diff().tolist())
+    expected = mean_compress(x, geometry, packed)[:rows]
+    torch.testing.assert_close(phis[5](x, packed)[:rows], expected, **close)
+
+
 def test_packed_starts_are_positions_inside_the_document():
     geometry = GEOMETRIES["l8d4"]
     places = packed_blocks(boundaries(3, 17, 0, 12), 32, geometry)

@@ -22,8 +22,11 @@ ONLY_SHIFT = {
 }
 
 
-def gradients(**options):
+def gradients(as_mean=False, **options):
     attn = NSAttention(small(**options)).double()
+    if as_mean:
+        attn.phi_k.start_as_mean()
+        attn.phi_v.start_as_mean()
     x = torch.randn(2, LENGTH, 24, dtype=torch.float64)
     attn(x).square().sum().backward()
     return {n: (p.grad.norm() / p.numel() ** 0.5).item() for n, p in attn.named_parameters()}, attn
@@ -41,6 +44,18 @@ def test_every_parameter_has_a_gradient_at_the_first_step(kind, gate, qk_norm, s
     assert (attn.qkv.weight.grad.norm(dim=1) > 1e-5).all()
     for name, parameter in attn.named_parameters():
         assert (parameter.grad != 0).double().mean() > 0.99, name
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+def test_every_parameter_of_a_phi_that_starts_as_the_mean_has_a_gradient(kind):
+    norms, attn = gradients(as_mean=True, compress=kind)
+    assert {n: g for n, g in norms.items() if not g > 1e-5} == {}
+    for name, parameter in attn.named_parameters():
+        assert (parameter.grad != 0).double().mean() > 0.99, name
+    if kind == "mlp":  # otherwise both halves would stay one linear map
+        for layer in (attn.phi_k.up, attn.phi_v.up):
+            upper, lower = layer.weight.grad.chunk(2)
+            assert (upper + lower).norm() > 0.01 * upper.norm()
 
 
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)

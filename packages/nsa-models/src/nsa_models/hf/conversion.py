@@ -91,6 +91,10 @@ def convert(
     dense = dict(model.named_parameters(remove_duplicate=False))
     carried = _with_our_names(dense, spec, numbers)
     converted = model_class._from_config(config, dtype=model.dtype)
+    for layer in numbers:
+        attention = converted.model.layers[layer].self_attn
+        attention.phi_k.start_as_mean()
+        attention.phi_v.start_as_mean()
     converted.generation_config = deepcopy(model.generation_config)
     ours = dict(converted.named_parameters(remove_duplicate=False))
     _check_names(carried, ours)

@@ -112,6 +112,39 @@ class Phi(nn.Module):
         super().__init__()
         self.geometry, self.width = geometry, width
 
+    @torch.no_grad()
+    def start_as_mean(self) -> None:
+        """Set the parameters so that phi is the mean of the tokens of each block (Eq. 7).
+
+        The keys of a trained dense model have a meaning, which their mean keeps and a random phi
+        does not. So models that are converted from dense attention start here. With M [D, l*D],
+        the matrix of the mean of a flattened block:
+
+        - mlp: ``up`` = [M; -M] and ``down`` = [I, -I], because GELU(z) - GELU(-z) = z;
+        - linear: ``proj`` = M;
+        - conv: all weights are 1 / l;
+        - attn_pool: ``query`` = 0, so that all tokens of a block weigh the same.
+
+        Position encodings and biases are 0. All parameters can still learn: both halves of ``up``
+        get different gradients, because GELU has another slope at z than at -z.
+        """
+        for parameter in self.parameters():
+            parameter.zero_()
+        self._set_mean()
+
+    def _set_mean(self) -> None:
+        """Set those parameters, now 0, that are not 0 in the mean."""
+
+    def _identity(self) -> torch.Tensor:
+        """Return I [D, D] in fp64, on the device of the parameters."""
+        device = next(self.parameters()).device
+        return torch.eye(self.width, dtype=torch.float64, device=device)
+
+    def _mean_matrix(self) -> torch.Tensor:
+        """Return the mean of a flattened block as a matrix [D, l*D] in fp64."""
+        size = self.geometry.compress_block_size
+        return self._identity().repeat(1, size) / size
+
     def extra_repr(self) -> str:
         """Return the sizes, for repr."""
         return (
@@ -215,6 +248,9 @@ class LinearPhi(Phi):
         """Initialise the position encoding; ``proj`` initialises itself."""
         nn.init.normal_(self.position, std=0.02)
 
+    def _set_mean(self) -> None:
+        self.proj.weight.copy_(self._mean_matrix())
+
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
         if (joint := _joint([self], [x], packed)) is not None:
@@ -244,6 +280,11 @@ class MLPPhi(Phi):
         """Initialise the position encoding; ``up`` and ``down`` initialise themselves."""
         nn.init.normal_(self.position, std=0.02)
 
+    def _set_mean(self) -> None:
+        mean, identity = self._mean_matrix(), self._identity()
+        self.up.weight.copy_(torch.cat([mean, -mean]))
+        self.down.weight.copy_(torch.cat([identity, -identity], 1))
+
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
         if (joint := _joint([self], [x], packed)) is not None:
@@ -271,6 +312,9 @@ class ConvPhi(Phi):
         size = self.geometry.compress_block_size
         nn.init.normal_(self.weight, mean=1 / size, std=0.1 / size)
         nn.init.zeros_(self.bias)
+
+    def _set_mean(self) -> None:
+        self.weight.fill_(1 / self.geometry.compress_block_size)
 
     def forward(self, x: torch.Tensor, packed: PackedBlocks | None = None) -> torch.Tensor:
         """See :class:`Phi`."""
