@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 import nsa_models.hf as hf
 from hf_models import DENSE_CONFIGS, NSA, SIZES, SIZES_OF_KIND, nsa_model, randomize
 from nsa_core import InvalidInput, NSAError
+from nsa_core.config import COMPRESS_KINDS
+from nsa_core.layer.phi.kinds import mean_compress
 from nsa_models.hf import conversion
 
 ROTARY = {
@@ -79,6 +81,35 @@ def test_a_converted_model_whose_window_sees_all_keys_is_the_dense_model(kind, c
             parameter.zero_()
     assert torch.equal(dense(ids).logits, expected)
     assert (model.dtype, model.training) == (torch.float64, False)
+
+
+@pytest.mark.parametrize("kind", COMPRESS_KINDS)
+def test_phi_of_a_converted_model_is_the_mean_of_a_block(kind):
+    dense = dense_model("qwen3", torch.float64)
+    model, _, new = hf.convert(dense, NSA | {"compress": kind}, nsa_layers=[1])
+    attention = model.model.layers[1].self_attn
+    k, v = (torch.randn(2, 50, 2, phi.width).double() for phi in (attention.phi_k, attention.phi_v))
+    compressed = attention.compressed(k, v, None)
+    expected = mean_compress(v, attention.config.geometry)
+    torch.testing.assert_close(compressed[1], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(attention.phi_k(k), mean_compress(k, attention.config.geometry))
+    again = hf.convert(dense, NSA | {"compress": kind}, nsa_layers=[1]).model.state_dict()
+    assert all(torch.equal(again[name], model.get_parameter(name)) for name in new)
+
+
+@torch.no_grad()
+def test_a_converted_model_is_near_the_dense_model_while_all_blocks_are_selected():
+    dense = dense_model(dtype=torch.float64)
+    ids = torch.randint(1, 61, (4, 48))
+    expected = dense(ids).logits
+    model = hf.convert(dense, NSA).model
+    error = (model(ids).logits - expected).norm() / expected.norm()
+    for layer in model.model.layers:
+        layer.self_attn.phi_k.reset_parameters()
+        layer.self_attn.phi_v.reset_parameters()
+        layer.self_attn.gate.reset_parameters()
+    random = (model(ids).logits - expected).norm() / expected.norm()
+    assert error < 0.3 * random
 
 
 def test_a_sharded_checkpoint_is_converted_with_its_tokenizer(tmp_path):

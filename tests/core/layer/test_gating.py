@@ -5,7 +5,7 @@ import torch
 
 from nsa_core.config import GATE_KINDS
 from nsa_core.layer import fp32_product
-from nsa_core.layer.gating import make_gate
+from nsa_core.layer.gating import make_gate, start_near_dense
 
 
 def formula(kind, p, x):
@@ -159,3 +159,15 @@ def test_compiled_gates_take_the_product(kind, on_matrix_units):
     compiled = torch.compile(gate, fullgraph=True)
     for got, expected in zip(gradients(compiled, x), gradients(gate, x), strict=True):
         torch.testing.assert_close(got, expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("kind", GATE_KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_gates_that_start_near_dense_are_the_same_for_every_token(kind, dtype):
+    gate, x = make_gate(kind, 24, 4).to(dtype), torch.randn(2, 7, 24).to(dtype) * 100
+    start_near_dense(gate)
+    expected = torch.tensor([0.1, 0.8, 0.1]).to(gate(x).dtype).expand(2, 7, 4, 3)
+    torch.testing.assert_close(gate(x), expected, rtol=0, atol=2 * torch.finfo(dtype).eps)
+    gate(x)[..., 0].sum().backward()
+    last = gate if kind == "linear" else gate[-1]
+    assert last.weight.grad.any()

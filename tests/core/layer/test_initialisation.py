@@ -22,11 +22,10 @@ ONLY_SHIFT = {
 }
 
 
-def gradients(as_mean=False, **options):
+def gradients(from_dense=False, **options):
     attn = NSAttention(small(**options)).double()
-    if as_mean:
-        attn.phi_k.start_as_mean()
-        attn.phi_v.start_as_mean()
+    if from_dense:
+        attn.start_from_dense()
     x = torch.randn(2, LENGTH, 24, dtype=torch.float64)
     attn(x).square().sum().backward()
     return {n: (p.grad.norm() / p.numel() ** 0.5).item() for n, p in attn.named_parameters()}, attn
@@ -47,8 +46,8 @@ def test_every_parameter_has_a_gradient_at_the_first_step(kind, gate, qk_norm, s
 
 
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
-def test_every_parameter_of_a_phi_that_starts_as_the_mean_has_a_gradient(kind):
-    norms, attn = gradients(as_mean=True, compress=kind)
+def test_every_parameter_has_a_gradient_at_the_start_from_a_dense_layer(kind):
+    norms, attn = gradients(from_dense=True, compress=kind)
     assert {n: g for n, g in norms.items() if not g > 1e-5} == {}
     for name, parameter in attn.named_parameters():
         assert (parameter.grad != 0).double().mean() > 0.99, name

@@ -22,6 +22,7 @@ from nsa_core.torch_ops.torch_state import no_autocast
 
 _LOGIT_STD = 0.5  # standard deviation of the initial logits: gates of 0.5 +- 0.12
 _SILU_RMS = 0.6  # root mean square of SiLU over a standard normal
+_NEAR_DENSE = (0.1, 0.8, 0.1)  # gates of cmp, sel and win
 
 
 def _plain_linear(x: torch.Tensor, layer: Affine | nn.Linear) -> torch.Tensor:
@@ -97,6 +98,20 @@ class MLPGate(nn.Sequential):
         up, activation, down = self
         with no_autocast(x.device):
             return _gates(_any_linear(activation(_any_linear(x, up)), down))
+
+
+@torch.no_grad()
+def start_near_dense(gate: LinearGate | MLPGate) -> None:
+    """Set the gates of every token and head to 0.1, 0.8 and 0.1 for cmp, sel and win.
+
+    With the weights of a trained dense layer, each branch approximates dense attention, and sel
+    does so best: it is dense attention as long as all blocks are selected. So the gates add up to
+    1, and sel has most of it. The weight of the last layer is 0, so that this holds whatever the
+    scale of the inputs.
+    """
+    last = gate if isinstance(gate, LinearGate) else gate[-1]
+    last.weight.zero_()
+    last.bias.view(-1, 3).copy_(torch.tensor(_NEAR_DENSE, dtype=torch.float64).logit())
 
 
 def plain_linear_gate(gate: nn.Module) -> LinearGate | None:

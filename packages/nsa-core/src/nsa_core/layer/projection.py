@@ -13,7 +13,7 @@ from torch import nn
 
 from nsa_core.config import NSAConfig, check_config
 from nsa_core.dtypes import FLOATING
-from nsa_core.layer.gating import compute_gates, has_sigmoid, make_gate
+from nsa_core.layer.gating import compute_gates, has_sigmoid, make_gate, start_near_dense
 from nsa_core.layer.input_checks import check_plan
 from nsa_core.layer.phi.chunks import PackedBlocks, packed_blocks
 from nsa_core.layer.phi.kinds import compress_pair, make_phi
@@ -136,6 +136,19 @@ class NSAProjections(nn.Module):
             reset: Any = getattr(module, "reset_parameters", None)
             if module is not self and reset is not None:
                 reset()
+
+    def start_from_dense(self) -> None:
+        """Initialise phi and the gates for projections that come from a trained dense layer.
+
+        phi becomes the mean of the tokens of a block (:meth:`Phi.start_as_mean`), and the gates of
+        cmp, sel and win become 0.1, 0.8 and 0.1. Nothing is drawn at random. If each branch has the
+        keys and values of the dense layer, the output is near that of the dense layer, and nearest
+        in sequences whose blocks are all selected. Call it instead of :meth:`reset_parameters`,
+        which makes a layer for training from the start.
+        """
+        self.phi_k.start_as_mean()
+        self.phi_v.start_as_mean()
+        start_near_dense(self.gate)
 
     def extra_repr(self) -> str:
         """Return the fields of the config that differ from their defaults, for repr."""

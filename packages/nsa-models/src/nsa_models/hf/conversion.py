@@ -34,8 +34,9 @@ class Conversion(NamedTuple):
     Attributes:
         model: The model with NSA.
         carried: Names of the dense model's parameters, all of which were carried over.
-        new: Names of the parameters that the dense model did not have: phi and the gates. They are
-            newly initialised, so the model needs training before use.
+        new: Names of the parameters that the dense model did not have: phi and the gates. They
+            start near dense attention (:meth:`nsa_core.NSAttention.start_from_dense`), but the
+            model needs training before use.
     """
 
     model: Any
@@ -52,9 +53,10 @@ def convert(
     """Convert a dense model to NSA.
 
     Embeddings, norms, MLPs, queries, the output projection and all biases are carried over. Each of
-    the three branches gets a copy of the dense key and value projections. The dense model is not
-    changed and shares nothing with the new one, in which its frozen parameters are frozen too; a
-    joint projection is frozen if all of its parts are.
+    the three branches gets a copy of the dense key and value projections. phi starts as the mean of
+    the tokens of a block, and the gates of cmp, sel and win as 0.1, 0.8 and 0.1; nothing is random.
+    The dense model is not changed and shares nothing with the new one, in which its frozen
+    parameters are frozen too; a joint projection is frozen if all of its parts are.
 
     Args:
         model: A LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM of transformers.
@@ -92,9 +94,7 @@ def convert(
     carried = _with_our_names(dense, spec, numbers)
     converted = model_class._from_config(config, dtype=model.dtype)
     for layer in numbers:
-        attention = converted.model.layers[layer].self_attn
-        attention.phi_k.start_as_mean()
-        attention.phi_v.start_as_mean()
+        converted.model.layers[layer].self_attn.start_from_dense()
     converted.generation_config = deepcopy(model.generation_config)
     ours = dict(converted.named_parameters(remove_duplicate=False))
     _check_names(carried, ours)
