@@ -110,6 +110,7 @@ def start_near_dense(gate: LinearGate | MLPGate) -> None:
     scale of the inputs.
     """
     last = gate if isinstance(gate, LinearGate) else gate[-1]
+    assert isinstance(last, Affine)
     last.weight.zero_()
     last.bias.view(-1, 3).copy_(torch.tensor(_NEAR_DENSE, dtype=torch.float64).logit())
 
