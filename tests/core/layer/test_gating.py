@@ -166,7 +166,7 @@ def test_compiled_gates_take_the_product(kind, on_matrix_units):
 def test_gates_that_start_near_dense_are_the_same_for_every_token(kind, dtype):
     gate, x = make_gate(kind, 24, 4).to(dtype), torch.randn(2, 7, 24).to(dtype) * 100
     start_near_dense(gate)
-    expected = torch.tensor([0.1, 0.8, 0.1]).to(gate(x).dtype).expand(2, 7, 4, 3)
+    expected = torch.tensor([0.1, 0.8, 0.1], dtype=gate(x).dtype).expand(2, 7, 4, 3)
     torch.testing.assert_close(gate(x), expected, rtol=0, atol=2 * torch.finfo(dtype).eps)
     gate(x)[..., 0].sum().backward()
     last = gate if kind == "linear" else gate[-1]
