@@ -139,7 +139,9 @@ def test_row_18_packed_equals_separate_and_the_tail_is_finite_and_without_gradie
 @pytest.mark.parametrize("kind", COMPRESS_KINDS)
 @pytest.mark.parametrize("name", ["paper", "l8d4", "d=1", "l=1"])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 6e-2)]
+    ("dtype", "tolerance"),
+    # Tokens reach 13. bf16 rounds 1/l and the result to 2**-9 of their size.
+    [(torch.float64, 1e-12), (torch.float32, 3e-6), (torch.bfloat16, 13 * 2**-8)],
 )
 def test_a_phi_that_starts_as_the_mean_is_the_mean(kind, name, dtype, tolerance):
     """One block, several, two tensors of different widths or one width, and packed documents."""
