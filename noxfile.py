@@ -152,10 +152,10 @@ def run_pytest(
             suite. The first part has all tests of docs, because the blocks of a page share names.
         ignored: Folders without selected tests. Collecting tests/gpu draws cases for seconds.
     """
-    ignored = (INTERPRETED, *ignored, *(("docs",) if part else ()))
-    ignore = [f"--ignore={folder}" for folder in ignored]
+    ignore = [f"--ignore={folder}" for folder in (INTERPRETED, *ignored)]
+    folders = ("tests", "benchmarks") if part else ()
     runs = [
-        ([*WORKERS, *ignore, *part], TEST_ENVIRONMENT),
+        ([*WORKERS, *folders, *ignore, *part], TEST_ENVIRONMENT),
         ([*WORKERS, INTERPRETED, *part], INTERPRETER_ENVIRONMENT),
     ]
     if part and part[part.index("--group") + 1] == "1":

@@ -242,18 +242,35 @@ def noxfile_of(folder) -> types.ModuleType:
     return module
 
 
-def test_a_part_of_full_keeps_the_blocks_of_a_page_together(repo):
-    """The first part runs docs whole; the others leave it out."""
+@pytest.mark.slow
+def test_parts_of_full_run_every_test_once_and_the_blocks_of_a_page_together(repo, tmp_path):
+    """Collect the parts of a small repository with the settings of this one."""
+    for name in ("pyproject.toml", "tests/conftest.py", "docs/conftest.py"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(repo.text(name))
+    folders = ("tests/cli", "tests/gpu", "tests/triton/interpreted", "benchmarks/kernels")
+    for number, folder in enumerate(folders):
+        (tmp_path / folder).mkdir(parents=True)
+        kind = "interpreted" if "interpreted" in folder else "test"
+        tests = (f"def test_{name}(): pass\n" for name in "abc")
+        (tmp_path / folder / f"{kind}_{number}.py").write_text("".join(tests))
+    (tmp_path / "docs" / "page.md").write_text("```python\na = 1\n```\n\n" * 3)
     noxfile, runs = noxfile_of(repo.root), []
-    noxfile.run_shared = lambda session, *arguments, **options: runs.append(arguments)
+
+    def collect(session, *arguments, env):
+        command = [sys.executable, *arguments, "--collect-only", "-q", "-p", "no:cacheprovider"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        runs.append([line for line in done.stdout.splitlines() if "::" in line])
+
+    noxfile.run_shared = collect
     for group in "12":
-        session = types.SimpleNamespace(posargs=["--splits", "6", "--group", group])
-        noxfile.run_pytest(session, "", tuple(session.posargs))
-    whole = [arguments for arguments in runs if "docs" in arguments]
-    assert len(runs) == 5
-    assert len(whole) == 1
-    assert "--splits" not in whole[0]
-    assert sum("--ignore=docs" in arguments for arguments in runs) == 2
+        session = types.SimpleNamespace(posargs=["--splits", "2", "--group", group])
+        noxfile.run_pytest(session, "", (*session.posargs, *noxfile.DIVIDED))
+    items = [item for run in runs for item in run]
+    assert len(items) == len(set(items)) == 3 * (len(folders) + 1)
+    assert [sum("page.md" in item for item in run) for run in runs if "page.md" in str(run)] == [3]
 
 
 def bumped(repo, folder, to: str) -> dict[str, str]:
