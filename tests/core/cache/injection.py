@@ -62,6 +62,7 @@ class RaiseAtOpcode:
 
     def __enter__(self) -> RaiseAtOpcode:
         self._former, self._gradients = sys.gettrace(), torch.is_grad_enabled()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 reports opcodes if set before settrace
         sys.settrace(self._trace)
         return self
 
@@ -74,6 +75,7 @@ class RaiseAtOpcode:
             return None
         if frame.f_code.co_flags & inspect.CO_GENERATOR:  # Python drops an error of a closed one
             return None
+        frame.f_trace = self._trace  # Python 3.13 needs it before f_trace_opcodes
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
             self.count += 1
