@@ -170,16 +170,18 @@ def _write_tensors(file: Path, tensors: Tensors, step: int) -> None:
         try:
             library.save_file(tensors, file, {"format": "pt", "step": str(step)})
         except error_class as error:
-            raise OSError(_number_of(error), str(error)) from error
+            raise _system_error(error) from error
         os.chmod(file, mode)  # the library's files are for their owner only
         _sync(file)
         _sync(file.parent)
 
 
-def _number_of(error: Exception) -> int:
-    """Return the number of an operating system's error, which safetensors reports as a text."""
+def _system_error(error: Exception) -> OSError:
+    """Return the operating system's error, which safetensors reports as a text."""
     match = re.search(r"os error (\d+)", str(error))
-    return errno.EIO if match is None else int(match.group(1))
+    if match is None:
+        return OSError(errno.EIO, str(error))
+    return OSError(int(match[1]), os.strerror(int(match[1])))
 
 
 def _sync(path: Path) -> None:
