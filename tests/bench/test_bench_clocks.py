@@ -274,7 +274,7 @@ def result(run):
 
 def with_performances(result, *performances):
     """Return ``result`` with one measurement per performance."""
-    measurements = [measured("combo", index, one) for index, one in enumerate(performances)]
+    measurements = [measured("combo", index, one) for index, one in enumerate(performances, 1)]
     return dataclasses.replace(result, measurements=measurements)
 
 
@@ -344,7 +344,7 @@ def test_the_report_has_eager_times_and_the_reasons_of_failed_captures(result):
     lines = [line for _, line in summary(shown)]
     assert [line for line in lines if line.startswith("not captured")] == [
         "not captured, so its time includes host launches: combo, 2/1/8 float32 random,"
-        " forward, 2 tokens: RuntimeError: it waits"
+        " forward, 3 tokens: RuntimeError: it waits"
     ]
     assert sum(line.startswith("eager: ") for line in lines) == 1
     (plain,) = rows_of(result)

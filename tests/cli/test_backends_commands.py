@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from importlib import metadata
 
 import pytest
 import torch
