@@ -126,6 +126,7 @@ def _in_threads(
         except NSAError as error:
             results.put(error)
         finally:
+            worker.close()  # here too: the other call misses a child that is starting
             results.put(None)
 
     with ThreadPoolExecutor(processes) as pool:
