@@ -74,8 +74,11 @@ typer.run(main)
 """
 
 
-def cpu_seconds(*arguments: str) -> float:
-    child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
+def cpu_seconds(byte_code: pathlib.Path, *arguments: str) -> float:
+    variables = {"PYTHONPYCACHEPREFIX": str(byte_code), "PYTHONDONTWRITEBYTECODE": ""}
+    child = subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.DEVNULL, env=os.environ | variables
+    )
     _, status, used = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     assert child.returncode == 0
@@ -86,18 +89,19 @@ def cpu_seconds(*arguments: str) -> float:
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["backends", "list", "--no-probe"]], ids=" ".join
 )
-def test_help_and_metadata_take_at_most_300_ms(arguments):
+def test_help_and_metadata_take_at_most_300_ms(arguments, tmp_path):
     """The best CPU time of five runs is below 300 ms, or twice that of a minimal command.
 
     The minimal command uses typer and rich for two options and a table. Both commands run in turn,
-    because on a slow CPU these libraries alone take most of 300 ms.
+    because on a slow CPU these libraries alone take most of 300 ms. Their first runs compile the
+    byte code, which an installation may lack.
     """
     command = minimal = math.inf
     for _ in range(5):
-        command = min(command, cpu_seconds("-m", "nsa_cli", *arguments))
+        command = min(command, cpu_seconds(tmp_path, "-m", "nsa_cli", *arguments))
         if command < 0.3:
             return
-        minimal = min(minimal, cpu_seconds("-c", MINIMAL_COMMAND))
+        minimal = min(minimal, cpu_seconds(tmp_path, "-c", MINIMAL_COMMAND))
     assert command < max(0.3, 2 * minimal), f"{command:.3f} s, minimal command {minimal:.3f} s"
 
 
