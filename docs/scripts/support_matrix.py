@@ -13,11 +13,10 @@ from collections.abc import Iterator
 
 from nsa_core.contract import SLOTS, Reason, Request, import_named
 from nsa_core.layout import BlockGeometry
-from nsa_core.plan.candidates import probe_candidate
+from nsa_core.plan.candidates import facts_of_this_machine, probe_candidate
 from nsa_core.plan.gpus import gpu_named
 from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.registry import Registry, discover
-from nsa_core.plan.standing import facts_of_this_machine
 from nsa_core.util.text import one_line
 
 DEVICES: tuple[tuple[str, str, tuple[int, int] | None], ...] = (

@@ -84,8 +84,8 @@ def test_combinations_are_named_in_slot_order():
     for wrong, text in (
         ("wim=a", "did you mean 'win'"),
         ("win=a,win=b", "twice"),
-        ("win=a,b", "slot=backend pairs such as"),
-        ("", "must name a backend"),
+        ("win=a,b", "slot=name pairs such as"),
+        ("", "must be a name"),
     ):
         with pytest.raises(InvalidInput, match=text):
             parse_combination(wrong)

@@ -276,7 +276,7 @@ def test_a_new_backend_that_cannot_be_written_leaves_nothing(nsa, tmp_path, monk
         mkdir(self, *arguments, **options)
 
     monkeypatch.setattr(pathlib.Path, "mkdir", failing)
-    done = nsa("backends", "new", "toy-one", str(tmp_path / "new" / "toy"))
+    done = nsa("backends", "new", "toy-one", str(tmp_path / "new"))
     assert (done.code, f"{NO_SPACE}\n" in done.err) == (5, True), done.err
     assert not (tmp_path / "new").exists()
 

@@ -446,9 +446,12 @@ def test_one_folder_serves_every_command(
         ),
     ],
 )
-def test_a_model_that_does_not_suit_the_options_is_refused(nsa, text, tmp_path, options, message):
+def test_a_model_that_does_not_suit_the_options_is_refused(
+    nsa, text, tmp_path, monkeypatch, options, message
+):
     nsa_model().save_pretrained(tmp_path / "model")
     (tmp_path / "x.json").write_text(words())
+    monkeypatch.chdir(tmp_path)
     out = ["--out", str(tmp_path / "run"), "--from", str(tmp_path / "model"), "--device", "cpu"]
     result = nsa("train", *out, *options.replace("TEXT", text).split())
     assert (result.code, message in " ".join(result.err.split())) == (2, True), result.err

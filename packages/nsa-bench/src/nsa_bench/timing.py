@@ -257,6 +257,7 @@ def spread_of_repeats(performance: Performance, repeats: int = 5) -> float | Non
     samples = performance.samples_ms
     if len(samples) < repeats:
         return None
-    starts = [len(samples) * run // repeats for run in range(repeats + 1)]
+    size, longer = divmod(len(samples), repeats)  # the first runs have one sample more
+    starts = [size * run + min(run, longer) for run in range(repeats + 1)]
     medians = [statistics.median(samples[a:b]) for a, b in itertools.pairwise(starts)]
     return statistics.stdev(medians) / statistics.mean(medians)
