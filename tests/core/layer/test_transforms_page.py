@@ -18,8 +18,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "transforms.md"
 BLOCK = "a code block of the page"  # Sybil runs it
 # Sentence -> the tests in this folder, or BLOCK.
 TESTS: dict[str, tuple[str, ...]] = {
-    "`torch.func` works with `grad`, `vjp`, `jacrev` and `vmap`, and `torch.export` with dynamic"
-    " batch and length.": (
+    "`torch.func` works with `grad`, `vjp`, `jacrev` and `vmap`, and `torch.export` with "
+    "dynamic batch and length.": (
         "test_per_sample_gradients_equal_a_loop",
         "test_vjp_equals_autograd_inside_and_after_the_transform",
         "test_nested_vmap_and_jacrev",
@@ -33,52 +33,39 @@ TESTS: dict[str, tuple[str, ...]] = {
     "The mapped axis joins the batch axis, so each slot runs once for all samples:": (
         "test_vmap_folds_the_samples_into_one_call_per_slot",
     ),
-    "For packed documents (`cu_seqlens`) under `vmap`, the layer raises `Unsupported`.": (
+    "Packed documents (`cu_seqlens`) are not supported under `vmap`.": (
         "test_packed_documents_under_vmap_are_refused",
     ),
-    "Call the function once per sample in a loop.": (
+    "Call the layer once per sample in a loop.": (
         "test_packed_documents_in_a_loop_have_their_gradients",
     ),
     "NSA kernels have first derivatives, in reverse mode.": (
         "test_vjp_equals_autograd_inside_and_after_the_transform",
     ),
-    "Two other kinds raise `Unsupported`, whose message names them, at every nesting:": (
-        "test_kernels_raise_unsupported_at_every_nesting",
-    ),
-    "Forward mode: a tangent reaches a kernel.": (
-        "test_kernels_raise_unsupported_at_every_nesting",
-    ),
-    "It comes from `jvp`, `jacfwd`, `hessian`, `linearize` or `torch.autograd.forward_ad`.": (
+    "Other kinds raise `Unsupported`:": ("test_kernels_raise_unsupported_at_every_nesting",),
+    "Forward mode: a tangent of `jvp`, `jacfwd`, `hessian`, `linearize` or "
+    "`torch.autograd.forward_ad` reaches a kernel.": (
         "test_kernels_raise_unsupported_at_every_nesting",
         "test_linearize_raises_unsupported",
     ),
-    "The input, a parameter or a gradient of the output may carry it.": (
-        "test_kernels_raise_unsupported_at_every_nesting",
-    ),
-    "Second derivatives: a gradient of a kernel's gradient.": (
+    "Second derivatives, from nested `grad` or `jacrev`, or from `create_graph=True`.": (
         "test_kernels_raise_unsupported_at_every_nesting",
         "test_second_derivatives_are_never_silently_zero",
     ),
-    "It comes from nested `grad` or `jacrev`, or from `create_graph=True`.": (
-        "test_kernels_raise_unsupported_at_every_nesting",
-    ),
-    "A backward of a batch of gradients (`is_grads_batched=True`, or `vectorize=True` in"
-    " `torch.autograd.functional`) raises `Unsupported` too.": (
-        "test_kernels_refuse_a_batch_of_gradients",
-    ),
-    "Use `jacrev`, or `vmap` over `vjp`.": ("test_nested_vmap_and_jacrev",),
-    "Derivatives that meet no kernel are right, such as those with respect to the weight of"
-    " `attn.out`.": ("test_derivatives_that_meet_no_kernel_are_right",),
     "Instead of a Hessian-vector product, take the difference of two gradients in float64.": (
         "test_differences_of_gradients_converge",
     ),
-    "Steps with a cache and `block_attention_decode` have no gradient, and raise `Unsupported` for"
-    " tangents too.": ("test_decode_steps_refuse_tangents", "test_steps_have_no_gradient"),
-    "A compiled call cannot see whether its inputs carry tangents.": (
-        "test_the_gradient_of_a_compiled_call_refuses_tangents",
+    "A backward of a batch of gradients (`is_grads_batched=True`, or `vectorize=True` in "
+    "`torch.autograd.functional`).": ("test_kernels_refuse_a_batch_of_gradients",),
+    "Use `jacrev`, or `vmap` over `vjp`.": ("test_nested_vmap_and_jacrev",),
+    "Any tangent in steps with a cache and `block_attention_decode`, which have no gradient.": (
+        "test_decode_steps_refuse_tangents",
+        "test_steps_have_no_gradient",
     ),
-    "So with `fullgraph=True`, the call and its backward raise an error with the same message"
-    " inside every level of `torch.autograd.forward_ad`.": (
+    "Derivatives that meet no kernel are right, such as those with respect to the weight "
+    "of `attn.out`.": ("test_derivatives_that_meet_no_kernel_are_right",),
+    "A compiled call cannot see whether its inputs carry tangents, so with "
+    "`fullgraph=True` it raises an error wherever `torch.autograd.forward_ad` is active.": (
         "test_compiled_calls_refuse_tangents",
         "test_the_gradient_of_a_compiled_call_refuses_tangents",
     ),
@@ -86,28 +73,27 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_the_gradient_of_a_compiled_call_refuses_tangents",
     ),
     "Mark batch and length as dynamic.": (BLOCK,),
-    "The minimum length must be at least `compress_block_size + compress_stride`, which is 48 by"
-    " default.": (
+    "The minimum length must be at least `compress_block_size + compress_stride`, 48 by "
+    "default, which is the length of two compressed tokens:": (
         "test_the_minimum_length_of_an_export",
         "test_a_shorter_minimum_cannot_be_exported",
     ),
-    "This is the length of two compressed tokens:": ("test_the_minimum_length_of_an_export",),
     "`torch.export.save` and `load` work as usual.": (
         "test_exported_layer_equals_the_layer_at_every_length",
     ),
-    "Before a process loads the program, it must import `nsa_core` and resolve the plan"
-    " (`attn.plan`), because this defines the operators of the backends.": (
+    "Before a process loads the program, it must import `nsa_core` and resolve the plan "
+    "(`attn.plan`), because this defines the operators of the backends.": (
         "test_another_process_resolves_the_plan_before_it_loads",
     ),
-    "A program has one plan, resolved for the device and dtype of the example.": (
+    "A program has one plan, for the device and dtype of the example.": (
         "test_exported_function_equals_eager_and_has_the_plan_of_short_sequences",
     ),
-    "For a dynamic length, this is the plan for calls below `LONG_SEQUENCE` tokens, whose results"
-    " are correct for every length.": (
+    "With a dynamic length, its results are correct for every length, but another plan "
+    "may be faster for long sequences.": (
         "test_exported_function_equals_eager_and_has_the_plan_of_short_sequences",
     ),
-    "Packed calls with a dynamic number of rows or documents raise an error; use"
-    " [`torch.compile`](compile.md) for them.": (
+    "Packed calls with a dynamic number of rows or documents are not supported; use "
+    "[`torch.compile`](compile.md) for them.": (
         "test_packed_calls_with_dynamic_rows_cannot_be_exported",
     ),
 }

@@ -155,7 +155,7 @@ def _mark(slot: dict[str, Any], both: str) -> str:
 
 
 def _legend(both: str) -> str:
-    return f"{both} forward and backward, F forward only, D decodes, () refuses, - not offered"
+    return f"{both} forward and backward, F forward only, D decodes, () unsupported, - not offered"
 
 
 def print_list(document: dict[str, Any]) -> None:
