@@ -133,7 +133,7 @@ def test_two_processes_give_the_findings_of_one():
     progress: list[str] = []
     one, two = (
         run_jobs(combinations, jobs),
-        run_jobs(combinations, jobs, processes=2, advance=progress.append),
+        run_jobs(combinations, jobs, processes=2, advance=lambda label, _: progress.append(label)),
     )
     assert two.findings == one.findings
     assert [len(findings) for findings in two.findings] == [len(jobs)] * 2
@@ -170,7 +170,7 @@ def test_the_first_signal_ends_the_worker_processes():
             jobs,
             processes=2,
             stop=stop,
-            advance=lambda label: signal.raise_signal(signal.SIGTERM),
+            advance=lambda *_: signal.raise_signal(signal.SIGTERM),
         ).findings
         ended = time.monotonic() - stop._received_at
     assert (stop.name, [[f.case for f in job] for job in findings]) == (
