@@ -409,7 +409,7 @@ def metadata(session: nox.Session) -> None:
 # "nsa-bench[plot]==0.1.0", with or without an extra and an environment marker
 PIN = re.compile(r'"(nsa-[a-z0-9-]+(?:\[[a-z,-]+\])?)==[^"; ]+')
 RANGE = re.compile(r'"(nsa-[a-z0-9-]+(?:\[[a-z,-]+\])?)>=[^",]+,<[^"; ]+')
-# Of a third-party backend: the version range of nsa-core changes, its own version stays.
+# `nsa backends new` writes it: the range of nsa-core changes, the version of the plugin stays.
 TEMPLATE = "packages/nsa-cli/src/nsa_cli/template/pyproject.toml.tmpl"
 
 

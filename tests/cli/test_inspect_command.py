@@ -40,10 +40,7 @@ def test_files_and_findings_are_written(nsa, text, tmp_path):
     assert len(list((tmp_path / "picture").iterdir())) == 5
     refused = nsa(*command)
     assert (refused.code, refused.out) == (2, "")
-    assert (
-        "picture is not empty; give a new folder, or --force to overwrite its pictures"
-        in refused.err
-    )
+    assert "and 2 more; give a new folder, or --force to overwrite its pictures" in refused.err
     assert nsa(*command, "--force", "--dtype", "bfloat16", "--seed", "3", "--layer", "0").code == 0
 
 

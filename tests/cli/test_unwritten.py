@@ -258,7 +258,8 @@ def test_a_new_backend_needs_an_empty_folder(nsa, tmp_path):
     done = nsa("backends", "new", "toy-one", str(folder))
     assert (done.code, done.err) == (
         2,
-        f"nsa: {folder} is not empty; give a new folder, or empty this one\n",
+        f"nsa: {folder} is not empty: it holds a, b, c and 1 more; give a new folder, or empty this"
+        " one\n",
     )
     assert {path.read_text() for path in folder.iterdir()} == {"mine"}
     done = nsa("backends", "new", "toy-one", str(folder / "a" / "new"))

@@ -88,7 +88,7 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
         (["--text", "none.txt"], "--text none.txt: No such file or directory"),
         (["--text", "text.txt"], "tokens, but rows of --length 4,096"),
         (["--dtype", "fp32,bf16"], "--dtype must be one dtype, got float32, bfloat16"),
-        (["--out", "dense"], "dense is not empty; give a new folder, or empty this one"),
+        (["--out", "dense"], "dense is not empty: it holds config.json, generation_config.json, "),
     ],
 )
 def test_errors_name_the_option_and_write_nothing(

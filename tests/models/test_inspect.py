@@ -260,7 +260,9 @@ def test_folders_layers_and_missing_libraries_are_refused(planted, tmp_path, mon
     (tmp_path / "file").write_text("x")
     with pytest.raises(InvalidInput, match="layer must be 0 to 0, got 1"):
         save(planted, tmp_path / "new", layer=1)
-    with pytest.raises(InvalidInput, match="is not empty; give a new folder, or force=True to"):
+    with pytest.raises(
+        InvalidInput, match="is not empty: it holds file; give a new folder, or force=True to"
+    ):
         save(planted, tmp_path)
     with pytest.raises(InvalidInput, match="file is not a folder"):
         save(planted, tmp_path / "file", force=True)

@@ -116,7 +116,7 @@ def test_an_invalid_name_exits_with_code_2_and_one_line(nsa, tmp_path) -> None:
 def test_existing_files_are_not_overwritten(tmp_path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
     for folder in (tmp_path, tmp_path / "mine.txt"):
-        with pytest.raises(InvalidInput, match=r"not empty|not a folder"):
+        with pytest.raises(InvalidInput, match=r"not empty: it holds mine\.txt;|not a folder"):
             scaffold.create("mine", folder)
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
     assert (tmp_path / "mine.txt").read_text() == "precious"

@@ -113,7 +113,9 @@ def convert(
         from nsa_models.hf.folder import load_model
 
         folder = open_dense(hf)
-        tokens = None if content is None else _read_tokens(folder, content, length)
+        tokens = (
+            None if text is None or content is None else _read_tokens(folder, text, content, length)
+        )
         torch.manual_seed(seed)
         dense = load_model(folder, dtype)
         fields = {**default_fields(folder), **fields}
@@ -199,7 +201,7 @@ def _print_conversion(conversion: Conversion) -> None:
     output.print_table(console, ("parameter", "shape"), rows, title)
 
 
-def _read_tokens(folder: ModelFolder, content: bytes, length: int) -> torch.Tensor:
+def _read_tokens(folder: ModelFolder, text: Path, content: bytes, length: int) -> torch.Tensor:
     """Return the tokens of the text [T], by the tokenizer of the dense model."""
     import torch
 
@@ -213,7 +215,7 @@ def _read_tokens(folder: ModelFolder, content: bytes, length: int) -> torch.Tens
     tokens = torch.tensor(text_ids(tokenizer, content.decode(errors="replace")))
     if len(tokens) < 2 * length:
         raise InvalidInput(
-            f"--text has {len(tokens):,} tokens, but rows of --length {length:,} and a"
+            f"--text: {text} has {len(tokens):,} tokens, but rows of --length {length:,} and a"
             f" measurement need {2 * length:,}: give a longer text or a smaller --length"
         )
     return tokens

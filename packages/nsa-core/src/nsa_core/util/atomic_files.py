@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nsa_core.errors import InvalidInput
+from nsa_core.util.text import one_line
 
 _EDQUOT = getattr(errno, "EDQUOT", errno.ENOSPC)  # absent on some platforms
 _HINTS = {
@@ -20,6 +21,7 @@ _HINTS = {
     errno.EIO: "check the disk, or give a path on another one",
 }
 _NO_DISK = (errno.ENOSPC, _EDQUOT, errno.EFBIG, errno.EIO)  # the path is right, but the disk is not
+_SHOWN_NAMES = 3  # of a folder that is not empty
 _LEFTOVER = re.compile(r"\..*\.[0-9a-f]{8}\.tmp")
 
 
@@ -89,8 +91,13 @@ def check_output_folder(folder: Path, force: bool = False, remedy: str = "empty 
     """
     if folder.exists() and not folder.is_dir():
         raise InvalidInput(f"{folder} is not a folder; give the path of a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not force:
-        raise InvalidInput(f"{folder} is not empty; give a new folder, or {remedy}")
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if names and not force:
+        shown = ", ".join(map(one_line, names[:_SHOWN_NAMES]))
+        more = f" and {len(names) - _SHOWN_NAMES} more" * (len(names) > _SHOWN_NAMES)
+        raise InvalidInput(
+            f"{folder} is not empty: it holds {shown}{more}; give a new folder, or {remedy}"
+        )
     existing = folder if folder.is_dir() else folder.absolute().parent
     if not existing.is_dir():
         raise InvalidInput(f"{folder}: the directory {existing} does not exist; create it first")
