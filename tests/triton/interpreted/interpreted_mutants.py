@@ -38,7 +38,7 @@ class TestTheRest(Mutants):
             ),
             # a search without end
             ("shared.rows.owner: high - low > 1 -> high - low >= 1", mutation.ANY),
-            ("span.forward.span_forward: high - low -> high + low", ("work",)),
+            ("span.geometry.key_tiles: high - low -> high + low", ("work",)),
             ("shared.rows.finish_softmax: 1.0 -> 2.0", ()),
         ],
         ids=["result", "endless", "work", "equivalent"],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from interpreted_span import inexact_exp2
+from nsa_backend_triton.host import descriptors
 from nsa_backend_triton.host.configs import Tuned
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel import forward as sel_forward
@@ -161,7 +162,7 @@ def test_blocks_of_several_key_tiles(lengths: list[int], min_sharing: int, size:
 
 
 @pytest.mark.parametrize(
-    ("geometry", "packed", "width", "descriptors"),
+    ("geometry", "packed", "width", "count"),
     [(EVEN, False, 16, 2), (EVEN, True, 16, 0), (ODD, False, 16, 0), (EVEN, False, 8, 0)],
     ids=["whole key tiles", "packed", "key tile does not divide a block", "8 wide"],
 )
@@ -169,20 +170,20 @@ def test_descriptors_are_used_for_whole_key_tiles_of_dense_inputs(
     geometry: BlockGeometry,
     packed: bool,
     width: int,
-    descriptors: int,
+    count: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, call = problem([23], packed, 2, 2, width, width, geometry)
     settings = tuned(2)
     created: list[object] = []
-    create = sel_forward.key_descriptor
+    create = descriptors.key_descriptor
     monkeypatch.setattr(
-        sel_forward, "key_descriptor", lambda *a: created.append(create(*a)) or created[-1]
+        descriptors, "key_descriptor", lambda *a: created.append(create(*a)) or created[-1]
     )
     assert_equals_oracle(
         x, call, {**settings, "sel_forward": {**settings["sel_forward"], "USE_TMA": 1}}
     )
-    assert len(created) == descriptors
+    assert len(created) == count
 
 
 @pytest.mark.few_cases("False")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from nsa_backend_triton.host import configs
+from nsa_backend_triton.host import configs, descriptors
 from nsa_backend_triton.span import backward as span_backward
 from nsa_backend_triton.span import cmp, win
 from nsa_backend_triton.span import forward as span_forward
@@ -255,11 +255,7 @@ def test_results_with_descriptors(
     tiles |= dict.fromkeys(("span_forward", "span_dq", "span_dkdv"), settings)
     made: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (
-            (span_forward, "key"),
-            (span_backward, "key"),
-            (span_backward, "stats"),
-        ):
+        for module, name in ((descriptors, "key"), (span_backward, "stats")):
             original = getattr(module, f"{name}_descriptor")
             patch.setattr(
                 module, f"{name}_descriptor", lambda *a, f=original, n=name: made.append(n) or f(*a)
@@ -324,11 +320,10 @@ def test_settings_with_descriptors_apply_only_to_fitting_tensors(
     }
     monkeypatch.setattr(configs, "table", lambda _: rows)
     made: list[object] = []
-    for module in (span_forward, span_backward):
-        describe = module.key_descriptor
-        monkeypatch.setattr(
-            module, "key_descriptor", lambda *a, f=describe: made.append(f(*a)) or made[-1]
-        )
+    describe = descriptors.key_descriptor
+    monkeypatch.setattr(
+        descriptors, "key_descriptor", lambda *a: made.append(describe(*a)) or made[-1]
+    )
     bounds = torch.tensor([0, 30, 45], dtype=torch.int32) if kind == "packed" else None
     call = SlotCall(geometry(), 0.25, *((bounds, 30) if kind == "packed" else ()))
     given = problem(slot, call, 45, heads=2, groups=1)

@@ -24,23 +24,8 @@ from nsa_backend_triton.host.constexprs import accumulator
 from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.strides import strides
-from nsa_backend_triton.shared.rows import row_offset, to_base_2
+from nsa_backend_triton.shared.rows import load_heads, row_offset, row_positions, to_base_2
 from nsa_core.contract import SlotCall
-
-
-@triton.jit
-def _row_positions(pid, num_rows, seq_len, NUM_HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(row, sequence, token, head) of the program's rows, int64 [BLOCK_M], and which rows exist."""
-    row = tl.cast(pid, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    token = row // NUM_HEADS
-    return row, token // seq_len, token % seq_len, row % NUM_HEADS, row < num_rows
-
-
-@triton.jit
-def _load_rows(X, seq, token, head, stride, offs_d, mask):
-    """Rows [BLOCK_M, Dv] of X, 0 outside ``mask``."""
-    offs = row_offset(seq, token, head, stride)
-    return tl.load(X + offs[:, None] + offs_d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "seq_len"])
@@ -55,18 +40,16 @@ def combine_forward(
 
     A row takes 4 Dv elements and 3 gates of memory traffic and 5 operations a column.
     """
-    row, seq, token, head, row_exists = _row_positions(
-        tl.program_id(0), num_rows, seq_len, NUM_HEADS, BLOCK_M
-    )
+    row, seq, token, head, row_exists = row_positions(num_rows, seq_len, NUM_HEADS, BLOCK_M)
     offs_d = tl.arange(0, V_HEAD_DIM_PAD)
     mask = row_exists[:, None] & (offs_d < V_HEAD_DIM)[None, :]
     gate = GATES + row_offset(seq, token, head, stride_gates)
     g_cmp = tl.load(gate, mask=row_exists, other=0.0).to(ACC)
-    total = g_cmp[:, None] * _load_rows(O_CMP, seq, token, head, stride_cmp, offs_d, mask).to(ACC)
+    total = g_cmp[:, None] * load_heads(O_CMP, seq, token, head, stride_cmp, offs_d, mask).to(ACC)
     g_sel = tl.load(gate + 1, mask=row_exists, other=0.0).to(ACC)
-    total += g_sel[:, None] * _load_rows(O_SEL, seq, token, head, stride_sel, offs_d, mask).to(ACC)
+    total += g_sel[:, None] * load_heads(O_SEL, seq, token, head, stride_sel, offs_d, mask).to(ACC)
     g_win = tl.load(gate + 2, mask=row_exists, other=0.0).to(ACC)
-    total += g_win[:, None] * _load_rows(O_WIN, seq, token, head, stride_win, offs_d, mask).to(ACC)
+    total += g_win[:, None] * load_heads(O_WIN, seq, token, head, stride_win, offs_d, mask).to(ACC)
     out = OUT + row[:, None] * V_HEAD_DIM + offs_d[None, :]
     tl.store(out, total.to(OUT.dtype.element_ty), mask=mask)
 
@@ -83,7 +66,7 @@ def _statistics(
     keys or with the gate 0.
     """
     stride_b, stride_h = stride_lse
-    o = _load_rows(O, seq, token, head, stride_o, offs_d, mask).to(ACC)
+    o = load_heads(O, seq, token, head, stride_o, offs_d, mask).to(ACC)
     delta = tl.sum(do * o, 1)
     tl.store(DGATE + offs_row * 3, delta, mask=row_exists)
     tl.store(DELTA + offs_out, delta, mask=row_exists)
@@ -118,7 +101,7 @@ def combine_statistics(
     seq, token = row_token // seq_len, row_token % seq_len
     offs_d = tl.arange(0, V_HEAD_DIM_PAD)
     mask = row_exists[:, None] & (offs_d < V_HEAD_DIM)[None, :]
-    do = _load_rows(DO, seq, token, head, stride_do, offs_d, mask).to(ACC)
+    do = load_heads(DO, seq, token, head, stride_do, offs_d, mask).to(ACC)
     gate = GATES + row_offset(seq, token, head, stride_gates)
     row = row_token * NUM_HEADS + head
     stride_b, stride_h = stride_stats
@@ -149,7 +132,7 @@ def _branch_gradients(
     V_HEAD_DIM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Store do_c = g_c do and dg_c = sum over columns of do o_c of one branch c."""
-    o = _load_rows(O, seq, token, head, stride_o, offs_d, mask).to(ACC)
+    o = load_heads(O, seq, token, head, stride_o, offs_d, mask).to(ACC)
     tl.store(DGATE + row * 3, tl.sum(do * o, 1), mask=row_exists)
     weight = tl.load(gate, mask=row_exists, other=0.0).to(ACC)
     tl.store(
@@ -172,14 +155,12 @@ def combine_backward(
     A row takes 7 Dv elements and 6 gates of memory traffic and 9 operations a column; do stays in
     registers.
     """
-    row, seq, token, head, row_exists = _row_positions(
-        tl.program_id(0), num_rows, seq_len, NUM_HEADS, BLOCK_M
-    )
+    row, seq, token, head, row_exists = row_positions(num_rows, seq_len, NUM_HEADS, BLOCK_M)
     # Columns and mask come before the addresses: formed per branch, as load_at of shared/rows.py
     # does, they change the order of the address arithmetic, which was 2 to 4 % slower on an H200.
     offs_d = tl.arange(0, V_HEAD_DIM_PAD)
     mask = row_exists[:, None] & (offs_d < V_HEAD_DIM)[None, :]
-    do = _load_rows(DO, seq, token, head, stride_do, offs_d, mask).to(ACC)
+    do = load_heads(DO, seq, token, head, stride_do, offs_d, mask).to(ACC)
     gate = GATES + row_offset(seq, token, head, stride_gates)
     _branch_gradients(
         do, gate, O_CMP, DGATES, DO_CMP,

@@ -21,7 +21,6 @@ from nsa_backend_triton.host.constexprs import accumulator, value_band
 from nsa_backend_triton.host.device import architecture, multiprocessors
 from nsa_backend_triton.host.launch_cache import Launch
 from nsa_backend_triton.shared.rows import LOG2E
-from nsa_backend_triton.span.forward import launch_options
 from nsa_core.contract import DecodeCall
 
 _SHORT_BLOCKS = 256
@@ -386,7 +385,7 @@ class SelLaunch:
             SELECT_BLOCK=call.geometry.select_block_size,
             NUM_SELECTED=n, NUM_SELECTED_PAD=_padded(n), DISTINCT=distinct,
             GATED=gates is not None, ACC=accumulator(q.dtype),
-            **launch_options(self.settings),
+            **configs.launch_options(self.settings),
         )  # fmt: skip
 
 

@@ -97,10 +97,10 @@ def pick(kernel: str, architecture: int, **traits: int) -> Settings:
     return settings
 
 
-def compiler_options(settings: Settings) -> dict[str, int]:
-    """Return the compiler's options among ``settings``."""
+def launch_options(settings: Settings) -> dict[str, int]:
+    """Return num_warps, num_stages and maxnreg of ``settings``, without those absent or 0."""
     names = ("num_warps", "num_stages", "maxnreg")
-    return {name: settings[name] for name in names if name in settings}
+    return {name: settings[name] for name in names if settings.get(name)}
 
 
 def cmp_per_block_pad(geometry: BlockGeometry) -> int:

@@ -37,17 +37,25 @@ def value_band(k_band: int, v_band: int, architecture: int, *, use_tma: bool) ->
     return max(v_band, least)
 
 
+def widths(k: Tensor, v: Tensor) -> dict[str, int]:
+    """Return the widths of rows of ``k`` and ``v`` and of their bands, as kernels take them."""
+    head_dim, v_head_dim = k.shape[-1], v.shape[-1]
+    return {
+        "HEAD_DIM": head_dim,
+        "V_HEAD_DIM": v_head_dim,
+        "HEAD_DIM_BAND": band(head_dim),
+        "V_HEAD_DIM_BAND": band(v_head_dim),
+    }
+
+
 def common_constants(
     q: Tensor, v: Tensor, group: int, seqs: Sequences, *, use_tma: bool
 ) -> dict[str, object]:
     """Return the constexpr arguments that the attention kernels of the forward share."""
-    head_dim, v_head_dim = q.shape[-1], v.shape[-1]
-    k_band, v_band = band(head_dim), band(v_head_dim)
+    bands = band(q.shape[-1]), band(v.shape[-1])
     return {
-        "HEAD_DIM": head_dim,
-        "V_HEAD_DIM": v_head_dim,
-        "HEAD_DIM_BAND": k_band,
-        "V_HEAD_DIM_BAND": value_band(k_band, v_band, architecture(q.device), use_tma=use_tma),
+        **widths(q, v),
+        "V_HEAD_DIM_BAND": value_band(*bands, architecture(q.device), use_tma=use_tma),
         "GROUP": group,
         "VARLEN": seqs.packed,
         "PARTIAL": seqs.partial,

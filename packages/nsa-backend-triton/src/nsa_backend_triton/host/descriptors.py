@@ -53,6 +53,15 @@ def key_descriptor(x: Tensor, block: int, length: int | None = None) -> TensorDe
     return _Descriptor(x, _key_sizes, block, length)
 
 
+def key_descriptors(
+    x: Tensor, y: Tensor, block: int, length: int | None = None
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Return :func:`key_descriptor` of ``x`` and of ``y``; None twice for a ``block`` of 0 rows."""
+    if not block:
+        return None, None
+    return key_descriptor(x, block, length), key_descriptor(y, block, length)
+
+
 def _key_sizes(x: Tensor, block: int, length: int | None) -> _Sizes:
     batch, rows, heads, width = x.shape
     rows = rows if length is None else max(1, length)  # a descriptor cannot be empty

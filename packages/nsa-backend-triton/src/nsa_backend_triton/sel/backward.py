@@ -35,7 +35,7 @@ from nsa_backend_triton.sel.backward_blocks import (
 )
 from nsa_backend_triton.sel.backward_tiles import sel_tile_backward
 from nsa_backend_triton.sel.pair_lists import PairLists
-from nsa_backend_triton.sel.problem import Problem, tuned
+from nsa_backend_triton.sel.problem import Problem, tuned_settings
 from nsa_core.contract import SlotCall
 
 MAX_SEGMENTS = 32  # limits the programs per block at every sequence length
@@ -262,12 +262,9 @@ def tile_gradients(
     )  # fmt: skip
     unions = sel_union.build(blocks, seqs, problem.call.geometry, block_t, 1, memo)
     dq = q.new_empty(q.shape)
-    descs = [
-        descriptors.key_descriptor(x, desc_block_n, seqs.end) if desc_block_n else None
-        for x in (k, v)
-    ]
+    described = descriptors.key_descriptors(k, v, desc_block_n, seqs.end)
     rows = (problem.do, problem.lse2, problem.delta)
-    launch(q, k, v, *descs, *rows, unions.entries, unions.counts, seqs.cu, dq)
+    launch(q, k, v, *described, *rows, unions.entries, unions.counts, seqs.cu, dq)
     return dq
 
 
@@ -308,10 +305,9 @@ def gradients(
         return bitmask.gradients(problem, blocks, memo, fork)
     problem = problem._replace(seqs=problem.seqs.disjoint())  # as the lists of pairs require
     q, k, v, call = problem.q, problem.k, problem.v, problem.call
-    select_block = call.geometry.select_block_size
     lists = pair_lists.build(blocks, problem.seqs, call.geometry, memo)
     settings, of_tiles = (
-        memo.get_or_make(name, tuned, q, k, v, select_block, name)
+        memo.get_or_make(name, tuned_settings, q, k, v, call.geometry, name)
         for name in ("sel_block_backward", "sel_tile_backward")
     )
     ordered = call.deterministic or bool(settings.get("ORDERED"))

@@ -27,14 +27,13 @@ import triton.language as tl
 from nsa_backend_triton.sel.backward_blocks import gather_rows, scatter_rows, softmax_backward
 from nsa_backend_triton.shared.rows import (
     add_dot,
-    dot_columns,
+    dot_transposed,
     load_rows,
     place,
     place_queries,
     row_of_start,
     row_offset,
     scale_rows,
-    transpose,
     zero_rows,
 )
 
@@ -100,10 +99,8 @@ def _walk_blocks(
             V + first_key * stride_vt, offs_n * stride_vt, None, mask_n,
             V_HEAD_DIM, V_HEAD_DIM_BAND,
         )  # fmt: skip
-        qk = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
-        dp = dot_columns(
-            do, transpose(v, V_HEAD_DIM, V_HEAD_DIM_BAND), V_HEAD_DIM, V_HEAD_DIM_BAND, ACC
-        )
+        qk = dot_transposed(q, k, ACC)
+        dp = dot_transposed(do, v, ACC)
         if MASKED:
             mask = selected[:, None] & (key[None, :] <= offs_t[:, None])
             _, ds = softmax_backward(qk, dp, mask, lse2[:, None], delta[:, None], scale)
@@ -111,7 +108,7 @@ def _walk_blocks(
             # Infinity takes p to 0, without an operation per key. Missing keys are rows of zeros.
             lse2_selected = tl.where(selected, lse2, float("inf"))
             _, ds = softmax_backward(qk, dp, None, lse2_selected[:, None], delta[:, None], scale)
-        dq = add_dot(dq, ds.to(k[0].dtype), k, HEAD_DIM, HEAD_DIM_BAND, ACC)
+        dq = add_dot(dq, ds, k)
     return dq, rest
 
 
@@ -188,8 +185,8 @@ def sel_bitmask_dq(
         length, scale,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, SELECT_BLOCK, BLOCK_N, True, ACC,
     )  # fmt: skip
-    dq = scale_rows(dq, scale, HEAD_DIM, HEAD_DIM_BAND)
-    scatter_rows(DQ, offs_row * HEAD_DIM, None, dq, mask_m, HEAD_DIM, HEAD_DIM_BAND, False)
+    dq = scale_rows(dq, scale)
+    scatter_rows(DQ, offs_row * HEAD_DIM, None, dq, mask_m, HEAD_DIM, False)
 
 
 @triton.jit
@@ -227,16 +224,14 @@ def _walk_tokens(
         bits = tl.load(BITS + (row + offs_m) * NUM_KV_HEADS, mask=mask_m, other=0)
         # Infinity takes p to 0, without an operation per key.
         lse2 = tl.where(((bits >> block) & 1) != 0, lse2, float("inf"))
-        qk = dot_columns(k, transpose(q, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
-        dp = dot_columns(
-            v, transpose(do, V_HEAD_DIM, V_HEAD_DIM_BAND), V_HEAD_DIM, V_HEAD_DIM_BAND, ACC
-        )
+        qk = dot_transposed(k, q, ACC)
+        dp = dot_transposed(v, do, ACC)
         mask = None
         if MASKED:
             mask = visible_from[:, None] <= (first_t + offs_m)[None, :]
         p, ds = softmax_backward(qk, dp, mask, lse2[None, :], delta[None, :], scale)
-        dv = add_dot(dv, p.to(do[0].dtype), do, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
-        dk = add_dot(dk, ds.to(q[0].dtype), q, HEAD_DIM, HEAD_DIM_BAND, ACC)
+        dv = add_dot(dv, p, do)
+        dk = add_dot(dk, ds, q)
     return dk, dv
 
 
@@ -312,9 +307,9 @@ def sel_bitmask_dkdv(
         NUM_KV_HEADS * GROUP, NUM_KV_HEADS,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_M, False, ACC,
     )  # fmt: skip
-    dk = scale_rows(dk, scale, HEAD_DIM, HEAD_DIM_BAND)
+    dk = scale_rows(dk, scale)
     key_row = (row_of_start(seq, start, num_keys, VARLEN) + key) * NUM_KV_HEADS + kv_head
     DK += part * stride_dk_part
     DV += part * stride_dv_part
-    scatter_rows(DK, key_row * HEAD_DIM, None, dk, mask_n, HEAD_DIM, HEAD_DIM_BAND, False)
-    scatter_rows(DV, key_row * V_HEAD_DIM, None, dv, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND, False)
+    scatter_rows(DK, key_row * HEAD_DIM, None, dk, mask_n, HEAD_DIM, False)
+    scatter_rows(DV, key_row * V_HEAD_DIM, None, dv, mask_n, V_HEAD_DIM, False)

@@ -44,11 +44,11 @@ from nsa_backend_triton.shared.rows import (
     LOG2E,
     add_dot,
     add_rows,
-    dot_columns,
+    dot_transposed,
     owner,
     row_of_start,
+    row_offset,
     scale_rows,
-    transpose,
     zero_rows,
 )
 
@@ -128,11 +128,11 @@ def gather_rows(X, offs, head_offs, mask_m, WIDTH: tl.constexpr, BAND: tl.conste
 
 
 @triton.jit
-def scatter_rows(
-    X, offs, head_offs, x, mask_m, WIDTH: tl.constexpr, BAND: tl.constexpr, ATOMIC: tl.constexpr
-):
+def scatter_rows(X, offs, head_offs, x, mask_m, WIDTH: tl.constexpr, ATOMIC: tl.constexpr):
     """Inverse of gather_rows: store rows, or add them if ATOMIC. ``mask_m`` None: every row."""
-    for i in tl.static_range((WIDTH + BAND - 1) // BAND):
+    NUM_BANDS: tl.constexpr = len(x)
+    BAND: tl.constexpr = x[0].shape[1]
+    for i in tl.static_range(NUM_BANDS):
         offs_d = i * BAND + tl.arange(0, BAND)
         mask = None if (i + 1) * BAND <= WIDTH else (offs_d < WIDTH)[None, :]
         if mask_m is not None:
@@ -159,7 +159,7 @@ def softmax_backward(qk, dp, mask, lse2, delta, scale):
 
 
 @triton.jit
-def _wait_for_products(x, WIDTH: tl.constexpr, BAND: tl.constexpr):
+def _wait_for_products(x):
     """Return the fp32 sums x unchanged, and wait until the products added to them are complete.
 
     On sm_90 a product is asynchronous (wgmma), and Triton lets the last one of a loop stay in
@@ -168,8 +168,9 @@ def _wait_for_products(x, WIDTH: tl.constexpr, BAND: tl.constexpr):
     statement without instructions, which reads the sums, so Triton waits for the products before
     it. The interpreter has no inline assembly and nothing to wait for.
     """
+    NUM_BANDS: tl.constexpr = len(x)
     complete = ()
-    for i in tl.static_range((WIDTH + BAND - 1) // BAND):
+    for i in tl.static_range(NUM_BANDS):
         band = x[i]
         if not INTERPRETED:
             band = tl.inline_asm_elementwise(
@@ -220,8 +221,7 @@ def _load_lse2_delta(LSE2, DELTA, offs, mask_m, BLOCK_M: tl.constexpr):
 def _accumulate_tile(
     dk, dv, k, v, key, token, head, mask_m,
     Q, DO, LSE2, DELTA, DQ, stride_qt, stride_qh, stride_dot, stride_doh, scale,
-    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
     BLOCK_M: tl.constexpr, ORDERED: tl.constexpr, QUERY_MAJOR: tl.constexpr,
     INT64_OFFSETS: tl.constexpr, MASKED: tl.constexpr, ACC: tl.constexpr,
@@ -244,30 +244,27 @@ def _accumulate_tile(
     lse2, delta = _load_lse2_delta(LSE2, DELTA, offs_row, mask_m, BLOCK_M)
     mask = None
     if QUERY_MAJOR:
-        qk = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
-        dp = dot_columns(
-            do, transpose(v, V_HEAD_DIM, V_HEAD_DIM_BAND), V_HEAD_DIM, V_HEAD_DIM_BAND, ACC
-        )
+        qk = dot_transposed(q, k, ACC)
+        dp = dot_transposed(do, v, ACC)
         if MASKED:
             mask = key[None, :] <= token[:, None]
         p, ds = softmax_backward(qk, dp, mask, lse2[:, None], delta[:, None], scale)
         p, ds = tl.trans(p.to(do[0].dtype)), tl.trans(ds.to(k[0].dtype))
     else:
-        qk = dot_columns(k, transpose(q, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
-        dp = dot_columns(
-            v, transpose(do, V_HEAD_DIM, V_HEAD_DIM_BAND), V_HEAD_DIM, V_HEAD_DIM_BAND, ACC
-        )
+        qk = dot_transposed(k, q, ACC)
+        dp = dot_transposed(v, do, ACC)
         if MASKED:
             mask = key[:, None] <= token[None, :]
         p, ds = softmax_backward(qk, dp, mask, lse2[None, :], delta[None, :], scale)
         p, ds = p.to(do[0].dtype), ds.to(k[0].dtype)
-    dv = add_dot(dv, p, do, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
-    dk = add_dot(dk, ds, q, HEAD_DIM, HEAD_DIM_BAND, ACC)
+    dv = add_dot(dv, p, do)
+    dk = add_dot(dk, ds, q)
     if ORDERED or HEAD_DIM_BAND < 64:  # otherwise ptxas serializes nothing
-        dk = _wait_for_products(dk, HEAD_DIM, HEAD_DIM_BAND)
+        dk = _wait_for_products(dk)
     if not ORDERED:
+        NUM_BANDS: tl.constexpr = len(k)
         dq = ()
-        for i in tl.static_range((HEAD_DIM + HEAD_DIM_BAND - 1) // HEAD_DIM_BAND):
+        for i in tl.static_range(NUM_BANDS):
             if QUERY_MAJOR:
                 x = tl.dot(tl.trans(ds), k[i], input_precision="ieee", out_dtype=ACC)
             else:
@@ -275,16 +272,8 @@ def _accumulate_tile(
                 x = tl.trans(tl.dot(tl.trans(k[i]), ds, input_precision="ieee", out_dtype=ACC))
             dq = dq + (x,)
         # No mask: padding rows add 0.
-        scatter_rows(
-            DQ,
-            offs_t * (NUM_HEADS * HEAD_DIM),
-            head * HEAD_DIM,
-            dq,
-            None,
-            HEAD_DIM,
-            HEAD_DIM_BAND,
-            True,
-        )
+        offs_dq = offs_t * (NUM_HEADS * HEAD_DIM)
+        scatter_rows(DQ, offs_dq, head * HEAD_DIM, dq, None, HEAD_DIM, True)
     return dk, dv
 
 
@@ -309,7 +298,7 @@ def _accumulate_tiles(
         dk, dv = _accumulate_tile(
             dk, dv, k, v, key, token, head, mask_m,
             Q, DO, LSE2, DELTA, DQ, stride_qt, stride_qh, stride_dot, stride_doh, scale,
-            GROUP, NUM_HEADS, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+            NUM_HEADS, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             BLOCK_M, ORDERED, QUERY_MAJOR, INT64_OFFSETS, MASKED, ACC,
         )  # fmt: skip
         token, head, mask_m = next_token, next_head, next_mask_m
@@ -365,28 +354,19 @@ def sel_block_backward(
         SELECT_BLOCK, VARLEN, PARTIAL,
     )  # fmt: skip
     if begin < end:
-        stride_qb, stride_qt, stride_qh = stride_q
-        stride_kb, stride_kt, stride_kh = stride_k
-        stride_vb, stride_vt, stride_vh = stride_v
-        stride_dob, stride_dot, stride_doh = stride_do
+        _, stride_qt, stride_qh = stride_q
+        _, stride_kt, _ = stride_k
+        _, stride_vt, _ = stride_v
+        _, stride_dot, stride_doh = stride_do
         offs_n = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         key = first_key + offs_n
         mask_n = (offs_n < SELECT_BLOCK) & (key < length)
-        batch = seq.to(tl.int64)
-        K += batch * stride_kb + start.to(tl.int64) * stride_kt + kv_head.to(tl.int64) * stride_kh
-        V += batch * stride_vb + start.to(tl.int64) * stride_vt + kv_head.to(tl.int64) * stride_vh
+        K += row_offset(seq, start, kv_head, stride_k)
+        V += row_offset(seq, start, kv_head, stride_v)
         k = gather_rows(K, key.to(tl.int64) * stride_kt, None, mask_n, HEAD_DIM, HEAD_DIM_BAND)
         v = gather_rows(V, key.to(tl.int64) * stride_vt, None, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND)
-        Q += (
-            batch * stride_qb
-            + query_start.to(tl.int64) * stride_qt
-            + kv_head.to(tl.int64) * GROUP * stride_qh
-        )
-        DO += (
-            batch * stride_dob
-            + query_start.to(tl.int64) * stride_dot
-            + kv_head.to(tl.int64) * GROUP * stride_doh
-        )
+        Q += row_offset(seq, query_start, kv_head * GROUP, stride_q)
+        DO += row_offset(seq, query_start, kv_head * GROUP, stride_do)
         first_row = row_of_start(seq, query_start, seq_len, VARLEN)
         first_row = first_row * (NUM_KV_HEADS * GROUP) + kv_head * GROUP
         LSE2 += first_row
@@ -428,11 +408,9 @@ def sel_block_backward(
             key_rows = num_keys if PARTIAL else seq_len
             key_row = row_of_start(seq, start, key_rows, VARLEN) + key
             key_row = key_row * NUM_KV_HEADS + kv_head
-        dk = scale_rows(dk, scale, HEAD_DIM, HEAD_DIM_BAND)
-        scatter_rows(DK, key_row * HEAD_DIM, None, dk, mask_n, HEAD_DIM, HEAD_DIM_BAND, not ORDERED)
-        scatter_rows(
-            DV, key_row * V_HEAD_DIM, None, dv, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND, not ORDERED
-        )
+        dk = scale_rows(dk, scale)
+        scatter_rows(DK, key_row * HEAD_DIM, None, dk, mask_n, HEAD_DIM, not ORDERED)
+        scatter_rows(DV, key_row * V_HEAD_DIM, None, dv, mask_n, V_HEAD_DIM, not ORDERED)
 
 
 @triton.jit(
@@ -468,10 +446,10 @@ def sel_add_chunks(
     for chunk in tl.range(0, num_chunks):
         row = ((item + chunk) * KEY_TILES + key_tile) * BLOCK_N + tl.arange(0, BLOCK_N)
         partial = gather_rows(CHUNKS, row * WIDTH, None, mask_n, WIDTH, BAND)
-        total = add_rows(total, partial, WIDTH, BAND)
+        total = add_rows(total, partial)
     seq_row = row_of_start(seq, start, num_keys if PARTIAL else seq_len, VARLEN)
     offs_out = ((seq_row + first_key + offs_n) * NUM_KV_HEADS + kv_head) * WIDTH
-    scatter_rows(OUT, offs_out, None, total, mask_n, WIDTH, BAND, False)
+    scatter_rows(OUT, offs_out, None, total, mask_n, WIDTH, False)
 
 
 @triton.jit

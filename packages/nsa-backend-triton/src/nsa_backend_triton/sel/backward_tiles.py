@@ -23,12 +23,12 @@ import triton.language as tl
 from nsa_backend_triton.sel.backward_blocks import gather_rows, scatter_rows, softmax_backward
 from nsa_backend_triton.shared.rows import (
     add_dot,
-    dot_columns,
+    dot_transposed,
     fetch_rows,
     place_queries,
     row_of_start,
+    row_offset,
     scale_rows,
-    transpose,
     zero_rows,
 )
 
@@ -88,10 +88,8 @@ def _accumulate_entries(
                 V + first_key * stride_vt, offs_n * stride_vt, None, mask_n,
                 V_HEAD_DIM, V_HEAD_DIM_BAND,
             )  # fmt: skip
-        qk = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
-        dp = dot_columns(
-            do, transpose(v, V_HEAD_DIM, V_HEAD_DIM_BAND), V_HEAD_DIM, V_HEAD_DIM_BAND, ACC
-        )
+        qk = dot_transposed(q, k, ACC)
+        dp = dot_transposed(do, v, ACC)
         if USE_TMA and not MASKED:
             # A row whose token did not select the block takes no operation per key: infinity takes
             # its p to 0.
@@ -103,7 +101,7 @@ def _accumulate_entries(
             if MASKED:
                 mask &= key[None, :] <= offs_t[:, None]
             _, ds = softmax_backward(qk, dp, mask, lse2[:, None], delta[:, None], scale)
-        dq = add_dot(dq, ds.to(k[0].dtype), k, HEAD_DIM, HEAD_DIM_BAND, ACC)
+        dq = add_dot(dq, ds, k)
         if USE_TMA:
             block, members = next_block, next_members
     return dq
@@ -135,8 +133,8 @@ def sel_tile_backward(
     if first_t >= length:
         return
     stride_qb, stride_qt, stride_qh = stride_q
-    stride_kb, stride_kt, stride_kh = stride_k
-    stride_vb, stride_vt, stride_vh = stride_v
+    _, stride_kt, _ = stride_k
+    _, stride_vt, _ = stride_v
     stride_dob, stride_dot, stride_doh = stride_do
     offs_m = tl.arange(0, BLOCK_M)
     local_t = offs_m // GROUP
@@ -156,8 +154,8 @@ def sel_tile_backward(
     lse2 = tl.load(LSE2 + offs_row, mask=mask_m, other=float("inf"))
     delta = tl.load(DELTA + offs_row, mask=mask_m, other=0.0)
     token_bit = tl.where(mask_m, tl.full([BLOCK_M], 1, tl.int32) << local_t, 0)
-    K += batch * stride_kb + start.to(tl.int64) * stride_kt + kv_head * stride_kh
-    V += batch * stride_vb + start.to(tl.int64) * stride_vt + kv_head * stride_vh
+    K += row_offset(batch, start, kv_head, stride_k)
+    V += row_offset(batch, start, kv_head, stride_v)
     entries = ENTRIES + tl.program_id(0).to(tl.int64) * (2 * MAX_ENTRIES)
     num_entries = tl.load(COUNTS + tl.program_id(0) * 2)
     num_masked = tl.load(COUNTS + tl.program_id(0) * 2 + 1)
@@ -174,7 +172,5 @@ def sel_tile_backward(
         MAX_ENTRIES, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
         SELECT_BLOCK, BLOCK_N, USE_TMA, False, ACC,
     )  # fmt: skip
-    scatter_rows(
-        DQ, offs_row * HEAD_DIM, None, scale_rows(dq, scale, HEAD_DIM, HEAD_DIM_BAND), mask_m,
-        HEAD_DIM, HEAD_DIM_BAND, False,
-    )  # fmt: skip
+    dq = scale_rows(dq, scale)
+    scatter_rows(DQ, offs_row * HEAD_DIM, None, dq, mask_m, HEAD_DIM, False)

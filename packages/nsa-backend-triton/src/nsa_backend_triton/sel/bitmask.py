@@ -19,7 +19,7 @@ from nsa_backend_triton.sel.backward_bitmask import (
     sel_bitmask_dkdv,
     sel_bitmask_dq,
 )
-from nsa_backend_triton.sel.problem import Problem, tuned
+from nsa_backend_triton.sel.problem import Problem, tuned_settings
 
 # Settings that are no arguments of the kernels.
 _HOST_SETTINGS = ("MAX_LEN", "BUSY_TOKENS", "BUSY_MAX_LEN", "PROGRAMS_PER_SM")
@@ -38,7 +38,7 @@ def fits(problem: Problem, blocks: Tensor) -> bool:
     """
     seqs, call = problem.seqs, problem.call
     select_block = call.geometry.select_block_size
-    settings = tuned(problem.q, problem.k, problem.v, select_block, "sel_bitmask_dq")
+    settings = tuned_settings(problem.q, problem.k, problem.v, call.geometry, "sel_bitmask_dq")
     longest = call.max_seqlen if seqs.packed else seqs.end
     tokens = seqs.seq_len if seqs.packed else seqs.divided.n * seqs.seq_len
     limit = settings["BUSY_MAX_LEN" if tokens > settings["BUSY_TOKENS"] else "MAX_LEN"]
@@ -67,7 +67,7 @@ def _kernel_settings(settings: Settings) -> dict[str, int]:
 def _prepare(problem: Problem, blocks: Tensor) -> _Launches:
     q, k, v, seqs, call = problem.q, problem.k, problem.v, problem.seqs, problem.call
     select_block, groups, n = call.geometry.select_block_size, k.shape[-2], blocks.shape[-1]
-    settings = tuned(q, k, v, select_block, "sel_bitmask_dq")
+    settings = tuned_settings(q, k, v, call.geometry, "sel_bitmask_dq")
     block_t = max(1, settings["BLOCK_M"] // problem.group)
     tiles = seqs.tiles(block_t)
     tile = {
@@ -82,7 +82,7 @@ def _prepare(problem: Problem, blocks: Tensor) -> _Launches:
         NUM_SELECTED=n, NUM_SELECTED_PAD=triton.next_power_of_2(n),
         **problem.constants(), **{**_kernel_settings(settings), **tile},
     )  # fmt: skip
-    settings = tuned(q, k, v, select_block, "sel_bitmask_dkdv")
+    settings = tuned_settings(q, k, v, call.geometry, "sel_bitmask_dkdv")
     of_block = triton.cdiv(select_block, settings["BLOCK_N"]) * groups
     least = settings["PROGRAMS_PER_SM"] * device.multiprocessors(q.device)
     parts = head_parts(problem.group, seqs.divided.key_tiles(select_block) * of_block, least)

@@ -14,13 +14,13 @@ import triton.language as tl
 
 from nsa_backend_triton.sel.pair_lists import locate_bucket
 from nsa_backend_triton.shared.rows import (
-    dot_columns,
+    dot_transposed,
     finish_softmax,
     finite_shift,
     load_at,
     place,
     row_of_start,
-    transpose,
+    row_offset,
 )
 
 
@@ -66,26 +66,20 @@ def sel_bucket_kernel(
         SELECT_BLOCK, VARLEN, PARTIAL,
     )  # fmt: skip
     kv_head = first_head + run_head
-    stride_qb, stride_qt, stride_qh = stride_q
-    stride_kb, stride_kt, stride_kh = stride_k
-    stride_vb, stride_vt, stride_vh = stride_v
-    batch, start = seq.to(tl.int64), start.to(tl.int64)
+    _, stride_qt, stride_qh = stride_q
+    _, stride_kt, _ = stride_k
+    _, stride_vt, _ = stride_v
     seq_row = row_of_start(seq, query_start, seq_len, VARLEN) - first_row
     # The sequence's first token whose query exists.
     first_token = tl.maximum(-query_start, 0) if PARTIAL else 0
     offs_n = tl.arange(0, BLOCK_N)
     key = first_key + offs_n
     mask_n = (offs_n < SELECT_BLOCK) & (key < length)
-    k_base = K + batch * stride_kb + (start + first_key) * stride_kt + kv_head * stride_kh
-    v_base = V + batch * stride_vb + (start + first_key) * stride_vt + kv_head * stride_vh
-    k = transpose(
-        load_at(k_base, offs_n * stride_kt, mask_n, HEAD_DIM, HEAD_DIM_BAND),
-        HEAD_DIM, HEAD_DIM_BAND,
-    )  # fmt: skip
+    k_base = K + row_offset(seq, start + first_key, kv_head, stride_k)
+    v_base = V + row_offset(seq, start + first_key, kv_head, stride_v)
+    k = load_at(k_base, offs_n * stride_kt, mask_n, HEAD_DIM, HEAD_DIM_BAND)
     v = load_at(v_base, offs_n * stride_vt, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND)
-    q_base = (
-        Q + batch * stride_qb + query_start.to(tl.int64) * stride_qt + kv_head * GROUP * stride_qh
-    )
+    q_base = Q + row_offset(seq, query_start, kv_head * GROUP, stride_q)
     tokens = TOKENS + bucket_start.to(tl.int64)
     choices = CHOICES + bucket_start.to(tl.int64)
     tiles = tl.minimum(tl.cdiv(bucket_pairs - first_pair, BLOCK_T), TILES_PER_PROGRAM)
@@ -142,7 +136,7 @@ def _attend_pairs(
         q = load_at(
             q_base, t.to(tl.int64) * stride_qt + head * stride_qh, None, HEAD_DIM, HEAD_DIM_BAND
         )
-        qk = dot_columns(q, k, HEAD_DIM, HEAD_DIM_BAND, ACC)
+        qk = dot_transposed(q, k, ACC)
         s = qk * qk_scale
         # The maximum is taken of the unscaled products, as in forward._attend_entries.
         m_i = (tl.min(qk, 1) if NEGATIVE_SCALE else tl.max(qk, 1)) * qk_scale

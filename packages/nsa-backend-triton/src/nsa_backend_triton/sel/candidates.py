@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.shared.rows import place_queries, row_of_start
+from nsa_backend_triton.shared.rows import place_queries, row_of_start, row_offset
 
 
 @triton.jit
@@ -70,12 +70,8 @@ def pairs_of_tile(
     seq, start, query_start, length, first_t = place_queries(
         pid // num_kv_heads, CU_SEQLENS, num_seqs, seq_len, first_query, BLOCK_T, VARLEN, PARTIAL
     )
-    blocks_base = (
-        BLOCKS
-        + seq.to(tl.int64) * stride_blocks_b
-        + query_start.to(tl.int64) * stride_blocks_t
-        + kv_head * stride_blocks_h
-    )
+    stride_blocks = stride_blocks_b, stride_blocks_t, stride_blocks_h
+    blocks_base = BLOCKS + row_offset(seq, query_start, kv_head, stride_blocks)
     offs_t = first_t + tl.arange(0, BLOCK_T)
     choice = tl.arange(0, NUM_SELECTED_PAD)
     run_head = kv_head % run_heads

@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa_backend_triton.host.constexprs import accumulator
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_backend_triton.host.strides import lse_strides, strides
-from nsa_backend_triton.shared.rows import to_base_2
+from nsa_backend_triton.shared.rows import load_heads, row_positions, to_base_2
 
 
 @triton.jit(do_not_specialize=["num_rows", "seq_len", "stride_lse_b", "stride_lse_h"])
@@ -34,31 +34,16 @@ def attention_delta(
 
     LSE2 is inf in a row without keys.
     """
-    stride_dob, stride_dot, stride_doh = stride_do
-    stride_ob, stride_ot, stride_oh = stride_o
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    token, head, offs_d = row // NUM_HEADS, row % NUM_HEADS, tl.arange(0, V_HEAD_DIM_PAD)
-    seq, token = token // seq_len, token % seq_len
-    mask = (row < num_rows)[:, None] & (offs_d < V_HEAD_DIM)[None, :]
-    do = tl.load(
-        DO + (seq * stride_dob + token * stride_dot + head * stride_doh)[:, None] + offs_d[None, :],
-        mask=mask,
-        other=0.0,
-    )
-    o = tl.load(
-        O + (seq * stride_ob + token * stride_ot + head * stride_oh)[:, None] + offs_d[None, :],
-        mask=mask,
-        other=0.0,
-    )
-    tl.store(DELTA + row, tl.sum(do.to(ACC) * o.to(ACC), 1), mask=row < num_rows)
-    lse = tl.load(
-        LSE + seq * stride_lse_b + head * stride_lse_h + token, mask=row < num_rows, other=0.0
-    )
-    tl.store(
-        LSE2 + row,
-        tl.where(lse == float("-inf"), float("inf"), to_base_2(lse)),
-        mask=row < num_rows,
-    )
+    row, seq, token, head, row_exists = row_positions(num_rows, seq_len, NUM_HEADS, BLOCK_M)
+    offs_d = tl.arange(0, V_HEAD_DIM_PAD)
+    mask = row_exists[:, None] & (offs_d < V_HEAD_DIM)[None, :]
+    do = load_heads(DO, seq, token, head, stride_do, offs_d, mask).to(ACC)
+    o = load_heads(O, seq, token, head, stride_o, offs_d, mask).to(ACC)
+    tl.store(DELTA + row, tl.sum(do * o, 1), mask=row_exists)
+    offs_lse = seq * stride_lse_b + head * stride_lse_h + token
+    lse = tl.load(LSE + offs_lse, mask=row_exists, other=0.0)
+    lse2 = tl.where(lse == float("-inf"), float("inf"), to_base_2(lse))
+    tl.store(LSE2 + row, lse2, mask=row_exists)
 
 
 @cached_by_metadata

@@ -21,51 +21,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa_backend_triton.host import configs
-from nsa_backend_triton.host.configs import Tuned, compiler_options
+from nsa_backend_triton.host.configs import Tuned, launch_options
 from nsa_backend_triton.host.constexprs import common_constants
-from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor
-from nsa_backend_triton.host.device import architecture
+from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptors
 from nsa_backend_triton.host.launch_cache import Launch, Memo, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.host.strides import batch_apart, new_lse_strides, new_strides, strides
 from nsa_backend_triton.sel import pair_lists
 from nsa_backend_triton.sel import unions as sel_union
+from nsa_backend_triton.sel.problem import tuned_settings
 from nsa_backend_triton.sel.runs import attend_buckets
 from nsa_backend_triton.shared.rows import (
     LOG2E,
     add_dot,
     divide_rows,
-    dot_columns,
+    dot_transposed,
     fetch_rows,
     finish_softmax,
     load_at,
     online_softmax_update,
     place_queries,
+    row_offset,
     scale_rows,
     store_at,
-    transpose,
+    with_batch,
     zero_rows,
 )
 from nsa_core.contract import SlotCall
 
+KERNELS = ("sel_forward", "sel_bucket", "sel_merge")
 MAX_BLOCK_T = 32  # tokens of a tile: one bit each of an int32
-
-
-def settings(q: Tensor, v: Tensor, group: int, call: SlotCall) -> Tuned:
-    """Return the tuned settings of each kernel for ``group`` query heads per kv head."""
-    traits = {
-        "head_dim": q.shape[-1],
-        "v_head_dim": v.shape[-1],
-        "itemsize": q.itemsize,
-        "heads": group,
-    }
-    traits |= {
-        "block": call.geometry.select_block_size,
-        "selected": call.geometry.num_selected_blocks,
-    }
-    names = ("sel_forward", "sel_bucket", "sel_merge")
-    return {name: configs.pick(name, architecture(q.device), **traits) for name in names}
 
 
 def tile_tokens(block_m: int, group: int, n: int, num_blocks: int) -> int:
@@ -121,7 +106,7 @@ def _prepare(
     num_kv_heads, n = k.shape[-2], blocks.shape[-1]
     select_block = call.geometry.select_block_size
     group = q.shape[-2] // num_kv_heads
-    tuned = tuned or settings(q, v, group, call)
+    tuned = tuned or {name: tuned_settings(q, k, v, call.geometry, name) for name in KERNELS}
     tile_settings, min_sharing = tuned["sel_forward"], min_sharing_tokens(tuned, seqs.end)
     num_blocks = triton.cdiv(seqs.end, select_block)
     block_t = tile_tokens(tile_settings["BLOCK_M"], group, n, num_blocks)
@@ -147,7 +132,7 @@ def _prepare(
         NUM_SELECTED=n, SELECT_BLOCK=select_block,
         BLOCK_T=block_t, BLOCK_M=max(16, triton.next_power_of_2(block_t * group)),
         BLOCK_N=block_n, NEGATIVE_SCALE=call.scale < 0, USE_TMA=use_tma,
-        **compiler_options(tile_settings),
+        **launch_options(tile_settings),
     )  # fmt: skip
     return _TileLaunch(
         launch,
@@ -190,9 +175,8 @@ def forward(
     o = q.new_empty(tiles.o_shape)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(tiles.lse_shape, dtype=lse_dtype)
-    block_n = tiles.desc_block_n
-    descs = (key_descriptor(x, block_n, seqs.end) if block_n else None for x in (k, v))
-    tiles.launch(q, k, v, *descs, unions.entries, unions.counts, o, lse, seqs.cu)
+    described = key_descriptors(k, v, tiles.desc_block_n, seqs.end)
+    tiles.launch(q, k, v, *described, unions.entries, unions.counts, o, lse, seqs.cu)
     if tiles.min_sharing > 1:
         attend_buckets(q, k, v, blocks, unions.unshared, o, lse, seqs, call, tuned, tiles.memo)
     return o, lse
@@ -242,7 +226,7 @@ def _attend_entries(
             k = load_at(
                 K + first_key * stride_kt, offs_n * stride_kt, mask_n, HEAD_DIM, HEAD_DIM_BAND
             )
-        qk = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
+        qk = dot_transposed(q, k, ACC)
         s = qk * qk_scale
         # The maximum is taken of the unscaled products: the compiler can then fuse the
         # multiplication above with the subtraction below.
@@ -264,8 +248,8 @@ def _attend_entries(
             v = load_at(
                 V + first_key * stride_vt, offs_n * stride_vt, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND
             )
-        acc = scale_rows(acc, alpha[:, None], V_HEAD_DIM, V_HEAD_DIM_BAND)
-        acc = add_dot(acc, p.to(v[0].dtype), v, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
+        acc = scale_rows(acc, alpha[:, None])
+        acc = add_dot(acc, p, v)
         seen_tokens |= members
         block = next_block
         members = next_members
@@ -273,10 +257,11 @@ def _attend_entries(
 
 
 @triton.jit
-def _zero_rows_unless(x, mask_m, WIDTH: tl.constexpr, BAND: tl.constexpr):
+def _zero_rows_unless(x, mask_m):
     """Rows x [M, WIDTH], 0 where not ``mask_m`` [M]."""
+    NUM_BANDS: tl.constexpr = len(x)
     masked = ()
-    for i in tl.static_range((WIDTH + BAND - 1) // BAND):
+    for i in tl.static_range(NUM_BANDS):
         masked = masked + (tl.where(mask_m[:, None], x[i], 0.0),)
     return masked
 
@@ -317,20 +302,20 @@ def sel_forward_kernel(
     if first_t >= length:
         return
     stride_qt, stride_qh = stride_q
-    stride_kt, stride_kh = stride_k
-    stride_vt, stride_vh = stride_v
+    stride_kt, _ = stride_k
+    stride_vt, _ = stride_v
     stride_ot, stride_oh = stride_o
     batch = seq.to(tl.int64)
     offs_m = tl.arange(0, BLOCK_M)
     local_t = offs_m // GROUP
     offs_t = first_t + local_t
     mask_m = (offs_t < length) & (offs_m < BLOCK_T * GROUP)
-    seq_start, query_start = start.to(tl.int64), query_start.to(tl.int64)
+    query_start = query_start.to(tl.int64)
     head = kv_head * GROUP + offs_m % GROUP
     q_base = Q + batch * stride_qb + (query_start + first_t) * stride_qt
     q = load_at(q_base, local_t * stride_qt + head * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
-    k_base = K + batch * stride_kb + seq_start * stride_kt + kv_head * stride_kh
-    v_base = V + batch * stride_vb + seq_start * stride_vt + kv_head * stride_vh
+    k_base = K + row_offset(batch, start, kv_head, with_batch(stride_kb, stride_k))
+    v_base = V + row_offset(batch, start, kv_head, with_batch(stride_vb, stride_v))
     entries = ENTRIES + pid.to(tl.int64) * (2 * BLOCK_T * NUM_SELECTED)
     num_entries = tl.load(COUNTS + pid * 2)
     num_masked = tl.load(COUNTS + pid * 2 + 1)
@@ -355,8 +340,8 @@ def sel_forward_kernel(
     has_keys = (seen_tokens & token_bit) != 0
     divisor, lse = finish_softmax(m_i, tl.where(has_keys, l_i, 0.0))
     o_base = O + batch * stride_ob + (query_start + first_t) * stride_ot
-    acc = _zero_rows_unless(acc, has_keys, V_HEAD_DIM, V_HEAD_DIM_BAND)
-    o = divide_rows(acc, divisor, V_HEAD_DIM, V_HEAD_DIM_BAND)
+    acc = _zero_rows_unless(acc, has_keys)
+    o = divide_rows(acc, divisor)
     store_at(o_base, local_t * stride_ot + head * stride_oh, o, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
     lse_base = LSE + seq * stride_lse_b + query_start
     tl.store(lse_base + head * stride_lse_h + offs_t, lse, mask=mask_m)

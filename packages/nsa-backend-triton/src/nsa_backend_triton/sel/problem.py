@@ -1,4 +1,4 @@
-"""The inputs of the backward of the selected branch, and the tuned settings of its kernels."""
+"""The inputs of the backward of the selected branch, and the tuned settings of sel's kernels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from nsa_backend_triton.host import configs, constexprs, device, strides
 from nsa_backend_triton.host.launch_cache import cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_core.contract import SlotCall
+from nsa_core.layout import BlockGeometry
 
 
 class Problem(NamedTuple):
@@ -36,14 +37,10 @@ class Problem(NamedTuple):
 
     def constants(self) -> dict[str, object]:
         """Return the constexpr arguments that the kernels share."""
-        head_dim, v_head_dim = self.k.shape[-1], self.v.shape[-1]
         return {
+            **constexprs.widths(self.k, self.v),
             "GROUP": self.group,
             "NUM_KV_HEADS": self.k.shape[-2],
-            "HEAD_DIM": head_dim,
-            "V_HEAD_DIM": v_head_dim,
-            "HEAD_DIM_BAND": constexprs.band(head_dim),
-            "V_HEAD_DIM_BAND": constexprs.band(v_head_dim),
             "SELECT_BLOCK": self.call.geometry.select_block_size,
             "VARLEN": self.seqs.packed,
             "PARTIAL": self.seqs.partial,
@@ -52,8 +49,10 @@ class Problem(NamedTuple):
 
 
 @cached_by_metadata
-def tuned(q: Tensor, k: Tensor, v: Tensor, select_block: int, kernel: str) -> configs.Settings:
-    """Return the tuned settings of ``kernel`` for blocks of ``select_block`` keys."""
+def tuned_settings(
+    q: Tensor, k: Tensor, v: Tensor, geometry: BlockGeometry, kernel: str
+) -> configs.Settings:
+    """Return the tuned settings of ``kernel``."""
     return configs.pick(
         kernel,
         device.architecture(q.device),
@@ -61,5 +60,6 @@ def tuned(q: Tensor, k: Tensor, v: Tensor, select_block: int, kernel: str) -> co
         v_head_dim=v.shape[-1],
         itemsize=q.itemsize,
         heads=q.shape[-2] // k.shape[-2],
-        block=select_block,
+        block=geometry.select_block_size,
+        selected=geometry.num_selected_blocks,
     )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from nsa_backend_triton.host.configs import Tuned, compiler_options
+from nsa_backend_triton.host.configs import Tuned, launch_options
 from nsa_backend_triton.host.constexprs import common_constants
 from nsa_backend_triton.host.launch_cache import Launch, Memo, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
@@ -124,7 +124,7 @@ def _prepare_buckets(
         BLOCK_N=max(16, triton.next_power_of_2(select_block)),
         BLOCK_T=block_t, BLOCK_M=max(16, triton.next_power_of_2(block_t * group)),
         TILES_PER_PROGRAM=tiles_per_program, NEGATIVE_SCALE=call.scale < 0,
-        **compiler_options(bucket_settings),
+        **launch_options(bucket_settings),
     )  # fmt: skip
     merge_settings = tuned["sel_merge"]
     block_t = max(1, merge_settings["BLOCK_M"] // group)
@@ -137,7 +137,7 @@ def _prepare_buckets(
         NUM_SELECTED=n,
         BLOCK_T=block_t, BLOCK_M=triton.next_power_of_2(block_t * group),
         UNROLL=merge_settings["UNROLL"],
-        **compiler_options(merge_settings),
+        **launch_options(merge_settings),
     )  # fmt: skip
     return _BucketLaunches(attend, merge, (num_slots, group, v.shape[-1]))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa_backend_triton.host.launch_cache import Launch, Memo, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.sel.candidates import count_bits, load_candidates
-from nsa_backend_triton.shared.rows import place_queries, row_of_start
+from nsa_backend_triton.shared.rows import place_queries, row_of_start, row_offset
 from nsa_core.layout import BlockGeometry
 
 # Limit of a tile: a larger sort spills registers and takes long to compile.
@@ -150,12 +150,8 @@ def sel_union_kernel(
     seq, _, query_start, length, first_t = place_queries(
         pid % tiles, CU_SEQLENS, num_seqs, seq_len, first_query, BLOCK_T, VARLEN, PARTIAL
     )
-    blocks_base = (
-        BLOCKS
-        + seq.to(tl.int64) * stride_blocks_b
-        + query_start.to(tl.int64) * stride_blocks_t
-        + kv_head * stride_blocks_h
-    )
+    stride_blocks = stride_blocks_b, stride_blocks_t, stride_blocks_h
+    blocks_base = BLOCKS + row_offset(seq, query_start, kv_head, stride_blocks)
     NO_BLOCK: tl.constexpr = 2**30 // (BLOCK_T_PAD * NUM_SELECTED_PAD)  # greater than every block
     block = load_candidates(
         blocks_base, first_t, tl.minimum(length, first_t + BLOCK_T), stride_blocks_t,

@@ -41,23 +41,20 @@ from nsa_backend_triton.host.strides import batch_apart, lse_strides, strides
 from nsa_backend_triton.select.rank import rank_rows
 from nsa_backend_triton.shared.rows import (
     LOG2E,
-    dot_columns,
+    dot_transposed,
     load_at,
     num_compressed,
     place_queries,
     row_offset,
-    transpose,
     with_batch,
 )
-from nsa_backend_triton.span.forward import launch_options
 from nsa_core.contract import SlotCall
 
 
 @triton.jit
 def _sum_heads(
     k, q, lse, qk_scale, visible,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr, BLOCK_H: tl.constexpr,
-    NUM_HEAD_TILES: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr, ACC: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Sum over heads of p, [BLOCK_N, BLOCK_T]; 0 where not ``visible`` if MASKED.
 
@@ -65,7 +62,7 @@ def _sum_heads(
     [BLOCK_H * BLOCK_T].
     """
     for i in tl.static_range(NUM_HEAD_TILES):
-        s = dot_columns(k, transpose(q[i], HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
+        s = dot_transposed(k, q[i], ACC)
         x = s * qk_scale - lse[i][None, :]
         partial = tl.sum(tl.exp2(tl.reshape(x, [s.shape[0], BLOCK_H, x.shape[1] // BLOCK_H])), 1)
         total = partial if i == 0 else total + partial  # type: ignore[has-type]  # noqa: F821
@@ -162,19 +159,7 @@ def _walk(
             HEAD_DIM_BAND,
         )
         visible = (key * STRIDE + COMPRESS_BLOCK - 1)[:, None] <= token[None, :]
-        total = _sum_heads(
-            k,
-            q,
-            lse,
-            qk_scale,
-            visible,
-            HEAD_DIM,
-            HEAD_DIM_BAND,
-            BLOCK_H,
-            NUM_HEAD_TILES,
-            ACC,
-            MASKED,
-        )
+        total = _sum_heads(k, q, lse, qk_scale, visible, BLOCK_H, NUM_HEAD_TILES, ACC, MASKED)
         scores = _sum_taps(
             total, ORDER[0], HIGH, PAIR, MIDDLE, LOW, CMP_PER_BLOCK, COMPRESS_BLOCK // STRIDE
         )
@@ -207,88 +192,47 @@ def _load_queries(
 
 
 @triton.jit
-def _choose(
-    index, Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
-    stride_q, stride_k, stride_lse_b, stride_lse_h,
-    qk_scale, num_seqs, seq_len, max_seqlen, num_keys, first_query, stride_scores, num_tiles,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr,
+def _score(
+    Q, K, LSE, SCORES, row, last, length, seq_keys,
+    qk_scale, stride_q, stride_k, stride_lse_h, stride_scores,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr,
-    BLOCK_T: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr,
-    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, SELECT_BLOCK: tl.constexpr,
-    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
-    INIT_BLOCKS: tl.constexpr, LOCAL_BLOCKS: tl.constexpr,
-    RANK_ROWS: tl.constexpr, RANK_CHUNKS: tl.constexpr, RANK_LANES: tl.constexpr,
-    VARLEN: tl.constexpr, PARTIAL: tl.constexpr, NUM_WARPS: tl.constexpr, ACC: tl.constexpr,
+    BLOCK_T: tl.constexpr, COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    CMP_PER_BLOCK: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr,
+    NUM_SELECTED_PAD: tl.constexpr, NUM_WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Write the blocks of tile ``index``.
+    """Store the scores of the tokens row .. last of one kv head, all of them below ``length``.
 
-    Kv heads vary fastest over indices, then tiles from the last to the first.
+    Q and LSE point at the first token and head, K at the first of ``seq_keys`` keys.
     """
-    CMP_PER_BLOCK: tl.constexpr = SELECT_BLOCK // STRIDE
-    kv_head = index % NUM_KV_HEADS
-    seq, _, query_start, length, row = place_queries(
-        num_tiles - 1 - index // NUM_KV_HEADS, CU_SEQLENS, num_seqs, seq_len, first_query,
-        BLOCK_T, VARLEN, PARTIAL,
+    TILE_KEYS: tl.constexpr = BLOCK_N // CMP_PER_BLOCK_PAD * CMP_PER_BLOCK
+    offs_t = tl.arange(0, BLOCK_H * BLOCK_T) % BLOCK_T
+    q, lse = _load_queries(
+        Q, LSE, row + offs_t < length, stride_q, stride_lse_h,
+        GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
     )  # fmt: skip
-    length = tl.minimum(length, max_seqlen)
-    if row < length:
-        batch = 0 if VARLEN else seq
-        key_start = tl.minimum(tl.load(CU_KEYS + seq), num_keys) if VARLEN else 0
-        seq_keys = tl.minimum(num_compressed(length, COMPRESS_BLOCK, STRIDE), num_keys - key_start)
-        first_row = tl.cast(query_start + row, tl.int64)
-        K += row_offset(batch, key_start, kv_head, stride_k)
-        last = tl.minimum(row + BLOCK_T, length)  # a token t sees the keys of t + 1 tokens
-        if last > NUM_SELECTED * SELECT_BLOCK:  # otherwise every token selects all of its blocks
-            offs_t = tl.arange(0, BLOCK_H * BLOCK_T) % BLOCK_T
-            q, lse = _load_queries(
-                Q + row_offset(batch, first_row, kv_head * GROUP, stride_q),
-                LSE + batch * stride_lse_b + first_row + kv_head * GROUP * stride_lse_h,
-                row + offs_t < length, stride_q, stride_lse_h,
-                GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
-            )  # fmt: skip
-            visible_keys = tl.minimum(num_compressed(last, COMPRESS_BLOCK, STRIDE), seq_keys)
-            full_tiles = tl.minimum(num_compressed(row + 1, COMPRESS_BLOCK, STRIDE), seq_keys) // (
-                BLOCK_N // CMP_PER_BLOCK_PAD * CMP_PER_BLOCK
-            )
-            end = tl.cdiv(visible_keys, BLOCK_N // CMP_PER_BLOCK_PAD * CMP_PER_BLOCK)
-            token = row + tl.arange(0, BLOCK_T)
-            _walk(
-                q, lse, K, SCORES + NUM_SELECTED_PAD * 2, 0, full_tiles, visible_keys, token,
-                qk_scale, stride_k, stride_scores,
-                HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
-                COMPRESS_BLOCK, STRIDE, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD, NUM_WARPS, ACC, False,
-            )  # fmt: skip
-            _walk(
-                q, lse, K, SCORES + NUM_SELECTED_PAD * 2, full_tiles, end, visible_keys, token,
-                qk_scale, stride_k, stride_scores,
-                HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
-                COMPRESS_BLOCK, STRIDE, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD, NUM_WARPS, ACC, True,
-            )  # fmt: skip
-            # The current block of the last token may have no visible compressed token of its own,
-            # but a share of one that began before it.
-            tl.store(
-                SCORES
-                + (token - row) * stride_scores
-                + (NUM_SELECTED_PAD + end * (BLOCK_N // CMP_PER_BLOCK_PAD)) * 2
-                + 1,
-                tl.zeros([BLOCK_T], ACC),
-            )
-            tl.store(
-                SCORES + (token - row) * stride_scores + NUM_SELECTED_PAD * 2,
-                tl.zeros([BLOCK_T], ACC),
-            )
-            tl.debug_barrier()  # other threads of the program wrote scores
-        OUT += ((batch * seq_len + first_row) * NUM_KV_HEADS + kv_head) * NUM_SELECTED
-        for part in tl.range(0, BLOCK_T, RANK_ROWS, num_stages=1):
-            ranked_token = row + part + tl.arange(0, RANK_ROWS)
-            rank_rows(
-                SCORES + part * stride_scores, OUT + part * NUM_KV_HEADS * NUM_SELECTED,
-                ranked_token, ranked_token < length, NUM_KV_HEADS * NUM_SELECTED, stride_scores,
-                NUM_SELECTED, NUM_SELECTED_PAD, INIT_BLOCKS, LOCAL_BLOCKS, SELECT_BLOCK,
-                RANK_CHUNKS, RANK_LANES,
-            )  # fmt: skip
-        tl.debug_barrier()  # scores are read before those of the next tile overwrite them
+    visible_keys = tl.minimum(num_compressed(last, COMPRESS_BLOCK, STRIDE), seq_keys)
+    full_keys = tl.minimum(num_compressed(row + 1, COMPRESS_BLOCK, STRIDE), seq_keys)
+    full_tiles, end = full_keys // TILE_KEYS, tl.cdiv(visible_keys, TILE_KEYS)
+    token = row + tl.arange(0, BLOCK_T)
+    _walk(
+        q, lse, K, SCORES + NUM_SELECTED_PAD * 2, 0, full_tiles, visible_keys, token,
+        qk_scale, stride_k, stride_scores,
+        HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
+        COMPRESS_BLOCK, STRIDE, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD, NUM_WARPS, ACC, False,
+    )  # fmt: skip
+    _walk(
+        q, lse, K, SCORES + NUM_SELECTED_PAD * 2, full_tiles, end, visible_keys, token,
+        qk_scale, stride_k, stride_scores,
+        HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
+        COMPRESS_BLOCK, STRIDE, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD, NUM_WARPS, ACC, True,
+    )  # fmt: skip
+    # The current block of the last token may have no visible compressed token of its own, but a
+    # share of one that began before it.
+    first_score = SCORES + (token - row) * stride_scores + NUM_SELECTED_PAD * 2
+    zeros = tl.zeros([BLOCK_T], ACC)
+    tl.store(first_score + end * (BLOCK_N // CMP_PER_BLOCK_PAD) * 2 + 1, zeros)
+    tl.store(first_score, zeros)
 
 
 @triton.jit(
@@ -323,24 +267,51 @@ def select_forward(
 
     Scratch: SCORES [programs, BLOCK_T, stride_scores].
     """
+    stride_q, stride_k = with_batch(stride_qb, stride_q), with_batch(stride_kb, stride_k)
     num_programs, program = tl.num_programs(0), tl.program_id(0)
     stride_scores = stride_scores // 16 * 16  # shows the compiler that rows are aligned
     SCORES += tl.cast(program, tl.int64) * BLOCK_T * stride_scores
     for lap in tl.range(tl.cdiv(num_tiles * NUM_KV_HEADS, num_programs), num_stages=1):
-        # Every other lap runs backwards, so that each program gets long and short tiles.
+        # Every other lap runs backwards, so that each program gets long and short tiles. Kv heads
+        # vary fastest over indices, then tiles from the last to the first.
         index = lap * num_programs + tl.where(lap % 2 == 0, program, num_programs - 1 - program)
         if index < num_tiles * NUM_KV_HEADS:
-            _choose(
-                index, Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
-                with_batch(stride_qb, stride_q), with_batch(stride_kb, stride_k),
-                stride_lse_b, stride_lse_h,
-                qk_scale, num_seqs, seq_len, max_seqlen, num_keys, first_query,
-                stride_scores, num_tiles,
-                NUM_KV_HEADS, GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES,
-                BLOCK_T, CMP_PER_BLOCK_PAD, COMPRESS_BLOCK, STRIDE, SELECT_BLOCK,
-                NUM_SELECTED, NUM_SELECTED_PAD, INIT_BLOCKS, LOCAL_BLOCKS,
-                RANK_ROWS, RANK_CHUNKS, RANK_LANES, VARLEN, PARTIAL, NUM_WARPS, ACC,
+            kv_head = index % NUM_KV_HEADS
+            seq, _, query_start, length, row = place_queries(
+                num_tiles - 1 - index // NUM_KV_HEADS, CU_SEQLENS, num_seqs, seq_len, first_query,
+                BLOCK_T, VARLEN, PARTIAL,
             )  # fmt: skip
+            length = tl.minimum(length, max_seqlen)
+            if row < length:
+                batch = 0 if VARLEN else seq
+                key_start = tl.minimum(tl.load(CU_KEYS + seq), num_keys) if VARLEN else 0
+                compressed = num_compressed(length, COMPRESS_BLOCK, STRIDE)
+                seq_keys = tl.minimum(compressed, num_keys - key_start)
+                first_row = tl.cast(query_start + row, tl.int64)
+                last = tl.minimum(row + BLOCK_T, length)  # a token t sees the keys of t + 1 tokens
+                # Up to this length every token selects all of its blocks.
+                if last > NUM_SELECTED * SELECT_BLOCK:
+                    _score(
+                        Q + row_offset(batch, first_row, kv_head * GROUP, stride_q),
+                        K + row_offset(batch, key_start, kv_head, stride_k),
+                        LSE + batch * stride_lse_b + first_row + kv_head * GROUP * stride_lse_h,
+                        SCORES, row, last, length, seq_keys,
+                        qk_scale, stride_q, stride_k, stride_lse_h, stride_scores,
+                        GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES,
+                        BLOCK_T, COMPRESS_BLOCK, STRIDE, SELECT_BLOCK // STRIDE,
+                        CMP_PER_BLOCK_PAD, NUM_SELECTED_PAD, NUM_WARPS, ACC,
+                    )  # fmt: skip
+                    tl.debug_barrier()  # other threads of the program wrote scores
+                out = OUT + ((batch * seq_len + first_row) * NUM_KV_HEADS + kv_head) * NUM_SELECTED
+                for part in tl.range(0, BLOCK_T, RANK_ROWS, num_stages=1):
+                    token = row + part + tl.arange(0, RANK_ROWS)
+                    rank_rows(
+                        SCORES + part * stride_scores, out + part * NUM_KV_HEADS * NUM_SELECTED,
+                        token, token < length, NUM_KV_HEADS * NUM_SELECTED, stride_scores,
+                        NUM_SELECTED, NUM_SELECTED_PAD, INIT_BLOCKS, LOCAL_BLOCKS, SELECT_BLOCK,
+                        RANK_CHUNKS, RANK_LANES,
+                    )  # fmt: skip
+                tl.debug_barrier()  # scores are read before those of the next tile overwrite them
 
 
 def split_heads(group: int, columns: int, max_columns: int) -> tuple[int, int]:
@@ -422,7 +393,7 @@ def _prepare(
         RANK_LANES=settings["RANK_LANES"],
         VARLEN=seqs.packed, PARTIAL=seqs.partial,
         NUM_WARPS=settings["num_warps"], ACC=accumulator(q.dtype),
-        **launch_options(settings),
+        **configs.launch_options(settings),
     )  # fmt: skip
     return _Call(
         launch, (*q.shape[:-2], groups, num_selected), (num_programs, block_t, stride_scores)

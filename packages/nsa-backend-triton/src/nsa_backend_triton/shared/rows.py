@@ -127,6 +127,24 @@ def row_offset(batch, token, head, stride):
 
 
 @triton.jit
+def row_positions(num_rows, seq_len, NUM_HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(row, sequence, token, head) of the program's rows, int64 [BLOCK_M], and which rows exist.
+
+    A row is one head of one token.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = row // NUM_HEADS
+    return row, token // seq_len, token % seq_len, row % NUM_HEADS, row < num_rows
+
+
+@triton.jit
+def load_heads(X, seq, token, head, stride, offs_d, mask):
+    """Rows [M, columns ``offs_d``] of X, 0 outside ``mask``."""
+    offs = row_offset(seq, token, head, stride)
+    return tl.load(X + offs[:, None] + offs_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def with_batch(stride_b, stride):
     """Strides (batch, token, head) of a batch stride and the strides (token, head).
 
@@ -252,6 +270,21 @@ def fetch_rows(
 
 
 @triton.jit
+def read_rows(
+    X, X_DESC, batch, head, first, offs, limit, stride,
+    HEAD_DIM: tl.constexpr, BAND: tl.constexpr, MASKED: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows ``first`` + ``offs`` [R] of a head, in bands: by descriptor if USE_TMA, else from X.
+
+    X points at the first row of the sequence and head; if MASKED, its rows from ``limit`` on are 0.
+    """
+    if USE_TMA:
+        return fetch_rows(X_DESC, batch, first, head, offs.shape[0], HEAD_DIM, BAND)
+    X += tl.cast(first, tl.int64) * stride
+    return load_rows(X, offs, limit - first, stride, HEAD_DIM, BAND, MASKED)
+
+
+@triton.jit
 def store_rows(X, rows, limit, stride, x, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
     """Store x [R, HEAD_DIM], in bands, rounded to X's dtype, into the rows of X below ``limit``."""
     store_at(X, rows * stride, x, rows < limit, HEAD_DIM, BAND)
@@ -267,54 +300,52 @@ def zero_rows(ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BAND: tl.constexpr, AC
 
 
 @triton.jit
-def transpose(x, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
-    """Rows [R, HEAD_DIM] as columns, in bands of [BAND, R]."""
-    columns = ()
-    for i in tl.static_range((HEAD_DIM + BAND - 1) // BAND):
-        columns = columns + (tl.trans(x[i]),)
-    return columns
-
-
-@triton.jit
-def dot_columns(x, y, HEAD_DIM: tl.constexpr, BAND: tl.constexpr, ACC: tl.constexpr):
-    """x y [M, N] of rows x [M, HEAD_DIM] and columns y [HEAD_DIM, N] in bands."""
-    s = tl.dot(x[0], y[0], input_precision="ieee", out_dtype=ACC)
-    for i in tl.static_range(1, (HEAD_DIM + BAND - 1) // BAND):
-        s = tl.dot(x[i], y[i], s, input_precision="ieee", out_dtype=ACC)
+def dot_transposed(x, y, ACC: tl.constexpr):
+    """x y^T [M, N] of rows x [M, HEAD_DIM] and y [N, HEAD_DIM]."""
+    NUM_BANDS: tl.constexpr = len(x)
+    s = tl.dot(x[0], tl.trans(y[0]), input_precision="ieee", out_dtype=ACC)
+    for i in tl.static_range(1, NUM_BANDS):
+        s = tl.dot(x[i], tl.trans(y[i]), s, input_precision="ieee", out_dtype=ACC)
     return s
 
 
 @triton.jit
-def add_dot(acc, p, x, HEAD_DIM: tl.constexpr, BAND: tl.constexpr, ACC: tl.constexpr):
-    """acc + p x [M, HEAD_DIM] of p [M, N] and rows x [N, HEAD_DIM]."""
+def add_dot(acc, p, x):
+    """acc + p x [M, HEAD_DIM] of p [M, N], rounded to x's dtype, and rows x [N, HEAD_DIM]."""
+    NUM_BANDS: tl.constexpr = len(x)
+    p = p.to(x[0].dtype)
     total = ()
-    for i in tl.static_range((HEAD_DIM + BAND - 1) // BAND):
-        total = total + (tl.dot(p, x[i], acc[i], input_precision="ieee", out_dtype=ACC),)
+    for i in tl.static_range(NUM_BANDS):
+        dot = tl.dot(p, x[i], acc[i], input_precision="ieee", out_dtype=acc[i].dtype)
+        total = total + (dot,)
     return total
 
 
 @triton.jit
-def divide_rows(x, divisor, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
+def divide_rows(x, divisor):
     """Rows x [R, HEAD_DIM] over divisor [R]."""
+    NUM_BANDS: tl.constexpr = len(x)
     quotient = ()
-    for i in tl.static_range((HEAD_DIM + BAND - 1) // BAND):
+    for i in tl.static_range(NUM_BANDS):
         quotient = quotient + (x[i] / divisor[:, None],)
     return quotient
 
 
 @triton.jit
-def scale_rows(x, factor, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
+def scale_rows(x, factor):
     """Rows x [R, HEAD_DIM] times factor: [R, 1], or a number."""
+    NUM_BANDS: tl.constexpr = len(x)
     scaled = ()
-    for i in tl.static_range((HEAD_DIM + BAND - 1) // BAND):
+    for i in tl.static_range(NUM_BANDS):
         scaled = scaled + (x[i] * factor,)
     return scaled
 
 
 @triton.jit
-def add_rows(x, y, HEAD_DIM: tl.constexpr, BAND: tl.constexpr):
+def add_rows(x, y):
     """Rows x + y [R, HEAD_DIM], in the wider of their dtypes."""
+    NUM_BANDS: tl.constexpr = len(x)
     total = ()
-    for i in tl.static_range((HEAD_DIM + BAND - 1) // BAND):
+    for i in tl.static_range(NUM_BANDS):
         total = total + (x[i] + y[i],)
     return total

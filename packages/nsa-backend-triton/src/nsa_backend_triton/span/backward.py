@@ -18,12 +18,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nsa_backend_triton.host import configs
-from nsa_backend_triton.host.constexprs import accumulator, band
-from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor, stats_descriptor
-from nsa_backend_triton.host.device import architecture, multiprocessors
+from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptors, stats_descriptor
+from nsa_backend_triton.host.device import multiprocessors
 from nsa_backend_triton.host.fork import Fork
 from nsa_backend_triton.host.launch_cache import Launch, Memo, aligned, cached_by_metadata
 from nsa_backend_triton.host.parts import head_parts, sum_launch
@@ -38,7 +36,7 @@ from nsa_backend_triton.host.strides import (
 from nsa_backend_triton.shared.rows import LOG2E
 from nsa_backend_triton.span.backward_dkdv import span_dkdv
 from nsa_backend_triton.span.backward_dq import span_dq
-from nsa_backend_triton.span.forward import heads_together, launch_options
+from nsa_backend_triton.span.forward import constants, heads_together, pick
 
 _GIVEN = 0  # kinds of statistics that span_dq stores if the caller gives them
 
@@ -99,7 +97,7 @@ class Branch(NamedTuple):
             ("dq", span, tensors_aligned), _launch_dq,
             q, k, v, do, do, lse, seqs, span, scale, tensors_aligned, None, _GIVEN,
         )  # fmt: skip
-        described = _key_descriptors(k, v, seqs, span, rows)
+        described = key_descriptors(k, v, rows, seqs.num_keys(*span[:2]))
         launch(q, k, v, *described, None, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
 
     def dkdv(
@@ -137,19 +135,9 @@ def _dq(
         q, k, v, o, do, lse, seqs, span, scale, aligned(k, v), settings, kinds
     )
     dq, stats = q.new_empty(q.shape), lse.new_empty((kinds, *padded_rows(lse)))
-    described = _key_descriptors(k, v, seqs, span, rows)
+    described = key_descriptors(k, v, rows, seqs.num_keys(*span[:2]))
     launch(q, k, v, *described, o, do, lse, dq, stats, seqs.cu, seqs.cu_cmp)
     return dq, stats
-
-
-def _key_descriptors(
-    k: Tensor, v: Tensor, seqs: Sequences, span: tuple[int, int, int], rows: int
-) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
-    """Return descriptors of k and v in tiles of ``rows`` keys; None for 0 rows."""
-    if not rows:
-        return None, None
-    num_keys = seqs.num_keys(*span[:2])
-    return key_descriptor(k, rows, num_keys), key_descriptor(v, rows, num_keys)
 
 
 def padded_rows(lse: Tensor) -> tuple[int, ...]:
@@ -178,14 +166,12 @@ def _dkdv(
             torch.empty((plan.num_parts, *x.shape), dtype=lse.dtype, device=x.device)
             for x in (k, v)
         )
-    q_descriptor, do_descriptor = (
-        (key_descriptor(q, plan.rows), key_descriptor(do, plan.rows)) if plan.rows else (None, None)
-    )
+    described = key_descriptors(q, do, plan.rows)
     stats_desc = stats_descriptor(stats, lse.shape[-1], plan.rows) if plan.rows else None
     with fork.beside(*outputs, *grads, stats) if fork else contextlib.nullcontext():
         for launch in plan.dkdv:
             launch(
-                q, k, v, do, q_descriptor, do_descriptor, lse, stats, stats_desc, *outputs,
+                q, k, v, do, *described, lse, stats, stats_desc, *outputs,
                 seqs.cu, seqs.cu_cmp,
             )  # fmt: skip
         if plan.add is not None:
@@ -194,29 +180,6 @@ def _dkdv(
             for grad in grads:
                 grad.narrow(-3, plan.num_rows, k.shape[-3] - plan.num_rows).zero_()
     return grads
-
-
-def _pick(kernel: str, q: Tensor, v: Tensor, window: int, described: bool) -> configs.Settings:
-    heads, head_dim = q.shape[-2:]
-    return configs.pick(
-        kernel,
-        architecture(q.device),
-        head_dim=head_dim,
-        v_head_dim=v.shape[-1],
-        itemsize=q.itemsize,
-        window=window,
-        heads=heads,
-        pointers=int(not described),
-    )
-
-
-def _widths(head_dim: int, v_head_dim: int) -> dict[str, int]:
-    return {
-        "HEAD_DIM": head_dim,
-        "V_HEAD_DIM": v_head_dim,
-        "HEAD_DIM_BAND": band(head_dim),
-        "V_HEAD_DIM_BAND": band(v_head_dim),
-    }
 
 
 @cached_by_metadata
@@ -239,7 +202,7 @@ def _launch_dq(
     ``kinds`` of statistics: 1, store delta; 2, store delta and lse; _GIVEN, read both.
     """
     described = tensors_aligned and descriptors_fit(seqs.packed, k, v)
-    settings = settings or _pick("span_dq", q, v, span[2], described)
+    settings = settings or pick("span_dq", q, v, span[2], described)
     heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     use_tma = bool(settings.get("USE_TMA"))
     block_h = heads_together(group, settings["BLOCK_H"])
@@ -251,12 +214,10 @@ def _launch_dq(
         *lse_strides(lse, seqs.packed), *new_lse_strides(stats, seqs.packed), math.prod(stats),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         seqs.first_query,
-        NUM_HEADS=heads, GROUP=group, **_widths(q.shape[-1], v.shape[-1]),
+        NUM_HEADS=heads, **constants(q, k, v, seqs, span),
         BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_N=settings["BLOCK_N"],
-        COMPRESS_BLOCK=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed,
-        PARTIAL=seqs.partial, ACC=accumulator(q.dtype), USE_TMA=use_tma, STORE_LSE=kinds == 2,
-        GIVEN=kinds == _GIVEN,
-        **launch_options(settings),
+        USE_TMA=use_tma, STORE_LSE=kinds == 2, GIVEN=kinds == _GIVEN,
+        **configs.launch_options(settings),
     )  # fmt: skip
     return launch, settings["BLOCK_N"] if use_tma else 0
 
@@ -320,7 +281,7 @@ def _launch_dkdv(
     given: bool = False,
 ) -> _DkdvPlan:
     described = tensors_aligned and descriptors_fit(seqs.packed, q, do)
-    settings = settings or _pick("span_dkdv", q, v, span[2], described)
+    settings = settings or pick("span_dkdv", q, v, span[2], described)
     groups, group = k.shape[-2], q.shape[-2] // k.shape[-2]
     block_h, query_splits = _division(settings, q, seqs, group, groups, span)
     num_parts = group // block_h * query_splits
@@ -334,13 +295,10 @@ def _launch_dkdv(
         *lse_strides(lse, seqs.packed), *new_lse_strides(padded_rows(lse), seqs.packed),
         scale * LOG2E.value, scale, seqs.n, seqs.seq_len, k.shape[-3],
         seqs.first_query, block_h, query_splits,
-        NUM_KV_HEADS=groups, GROUP=group,
-        **_widths(q.shape[-1], v.shape[-1]),
-        BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"],
-        COMPRESS_BLOCK=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed,
-        PARTIAL=seqs.partial, ACC=accumulator(q.dtype), USE_TMA=use_tma,
+        NUM_KV_HEADS=groups, **constants(q, k, v, seqs, span),
+        BLOCK_N=settings["BLOCK_N"], BLOCK_M=settings["BLOCK_M"], USE_TMA=use_tma,
         COMPUTE_DK=compute_dk, COMPUTE_DV=compute_dv, GIVEN=given,
-        **launch_options(settings),
+        **configs.launch_options(settings),
     ) for compute_dk, compute_dv in passes)  # fmt: skip
     add = None if direct else sum_launch(k, v, num_parts, seqs.n, varlen=seqs.packed)
     # sum_parts writes 0 to the packed rows that no query sees.

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from nsa_backend_triton.shared.rows import (
     add_dot,
-    dot_columns,
+    dot_transposed,
     fetch_rows,
     load_rows,
     place,
@@ -18,7 +18,6 @@ from nsa_backend_triton.shared.rows import (
     scale_rows,
     store_rows,
     to_base_2,
-    transpose,
     with_batch,
     zero_rows,
 )
@@ -92,11 +91,9 @@ def _walk_queries(
                 lse, delta = tl.load(lse_at + offs_m), tl.load(delta_at + offs_m)
             if not GIVEN:
                 lse = tl.where(lse == float("-inf"), float("inf"), to_base_2(lse))
-        s = dot_columns(k, transpose(q, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
+        s = dot_transposed(k, q, ACC)
         if USE_TMA and COMPUTE_DK:  # keeps the matrix units busy before p follows from s
-            dp = dot_columns(
-                v, transpose(do, V_HEAD_DIM, V_HEAD_DIM_BAND), V_HEAD_DIM, V_HEAD_DIM_BAND, ACC
-            )
+            dp = dot_transposed(v, do, ACC)
         s = s * qk_scale - lse[None, :]
         if MASKED:
             s = mask_scores(
@@ -104,14 +101,12 @@ def _walk_queries(
             )
         p = tl.exp2(s)
         if COMPUTE_DV:
-            dv = add_dot(dv, p.to(do[0].dtype), do, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
+            dv = add_dot(dv, p, do)
         if COMPUTE_DK:
             if not USE_TMA:
-                dp = dot_columns(
-                    v, transpose(do, V_HEAD_DIM, V_HEAD_DIM_BAND), V_HEAD_DIM, V_HEAD_DIM_BAND, ACC
-                )
+                dp = dot_transposed(v, do, ACC)
             ds = p * (dp - delta[None, :])
-            dk = add_dot(dk, ds.to(q[0].dtype), q, HEAD_DIM, HEAD_DIM_BAND, ACC)
+            dk = add_dot(dk, ds, q)
         if USE_TMA:
             head += tl.where(i == 0, 1, 0)
             i = tl.where(i == 0, num_tiles, i) - 1
@@ -241,14 +236,7 @@ def span_dkdv(
     stride_dkt, _ = stride_dk
     stride_dvt, _ = stride_dv
     if COMPUTE_DK:
-        store_rows(
-            DK,
-            offs_n,
-            seq_keys - start_n,
-            stride_dkt,
-            scale_rows(dk, scale, HEAD_DIM, HEAD_DIM_BAND),
-            HEAD_DIM,
-            HEAD_DIM_BAND,
-        )
+        dk = scale_rows(dk, scale)
+        store_rows(DK, offs_n, seq_keys - start_n, stride_dkt, dk, HEAD_DIM, HEAD_DIM_BAND)
     if COMPUTE_DV:
         store_rows(DV, offs_n, seq_keys - start_n, stride_dvt, dv, V_HEAD_DIM, V_HEAD_DIM_BAND)

@@ -11,66 +11,50 @@ import triton.language as tl
 from nsa_backend_triton.shared.rows import (
     add_dot,
     add_rows,
-    dot_columns,
-    fetch_rows,
+    dot_transposed,
     load_at,
-    load_rows,
-    num_compressed,
     place_queries,
+    read_rows,
     row_offset,
     scale_rows,
     store_at,
     to_base_2,
-    transpose,
     with_batch,
     zero_rows,
 )
-from nsa_backend_triton.span.geometry import key_span, locate_keys, mask_scores
+from nsa_backend_triton.span.geometry import key_tiles, locate_keys, mask_scores
 
 
 @triton.jit
 def _walk_keys(
     q, do, lse, delta, dq, K, V, K_DESC, V_DESC, batch, kv_head,
-    low, skip_from, skip_to, num_tiles, seq_keys, first_key, end_key,
-    qk_scale, stride_k, stride_v,
+    tiles, seq_keys, first_key, end_key, qk_scale, stride_k, stride_v,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dq [M, Dk] plus the sum over ``num_tiles`` tiles of keys; lse [M] is in base 2.
+    """dq [M, Dk] plus the sum over the full or MASKED ``tiles``; lse [M] is in base 2.
 
     Tiles and the limits of rows are those of the forward's walk.
     """
     stride_kt, _ = stride_k
     stride_vt, _ = stride_v
     offs_n = tl.arange(0, BLOCK_N)
+    low, full_low, skip_from, skip_to, num_masked = tiles
+    first, num_tiles = (low, num_masked) if MASKED else (full_low, skip_to - skip_from)
     for i in tl.range(0, num_tiles):
-        start_n = low + i * BLOCK_N
+        start_n = first + i * BLOCK_N
         if MASKED:
             start_n += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
-        if USE_TMA:
-            k = fetch_rows(K_DESC, batch, start_n, kv_head, BLOCK_N, HEAD_DIM, HEAD_DIM_BAND)
-            v = fetch_rows(V_DESC, batch, start_n, kv_head, BLOCK_N, V_HEAD_DIM, V_HEAD_DIM_BAND)
-        else:
-            k = load_rows(
-                K + tl.cast(start_n, tl.int64) * stride_kt,
-                offs_n,
-                seq_keys - start_n,
-                stride_kt,
-                HEAD_DIM,
-                HEAD_DIM_BAND,
-                MASKED,
-            )
-            v = load_rows(
-                V + tl.cast(start_n, tl.int64) * stride_vt,
-                offs_n,
-                seq_keys - start_n,
-                stride_vt,
-                V_HEAD_DIM,
-                V_HEAD_DIM_BAND,
-                MASKED,
-            )
-        s = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
+        k = read_rows(
+            K, K_DESC, batch, kv_head, start_n, offs_n, seq_keys, stride_kt,
+            HEAD_DIM, HEAD_DIM_BAND, MASKED, USE_TMA,
+        )  # fmt: skip
+        v = read_rows(
+            V, V_DESC, batch, kv_head, start_n, offs_n, seq_keys, stride_vt,
+            V_HEAD_DIM, V_HEAD_DIM_BAND, MASKED, USE_TMA,
+        )  # fmt: skip
+        s = dot_transposed(q, k, ACC)
         s = s * qk_scale - lse[:, None]
         if MASKED:
             if WINDOW > 0:  # one unsigned comparison for both limits
@@ -81,19 +65,18 @@ def _walk_keys(
             else:
                 s = mask_scores(s, offs_n, first_key - start_n, end_key - start_n, False, True)
         p = tl.exp2(s)
-        dp = dot_columns(
-            do, transpose(v, V_HEAD_DIM, V_HEAD_DIM_BAND), V_HEAD_DIM, V_HEAD_DIM_BAND, ACC
-        )
+        dp = dot_transposed(do, v, ACC)
         ds = p * (dp - delta[:, None])
-        dq = add_dot(dq, ds.to(k[0].dtype), k, HEAD_DIM, HEAD_DIM_BAND, ACC)
+        dq = add_dot(dq, ds, k)
     return dq
 
 
 @triton.jit
-def sum_products(x, y, HEAD_DIM: tl.constexpr, BAND: tl.constexpr, ACC: tl.constexpr):
+def sum_products(x, y, ACC: tl.constexpr):
     """Sums [R] of x y over the columns of rows [R, HEAD_DIM]."""
+    NUM_BANDS: tl.constexpr = len(x)
     total = tl.sum(x[0].to(ACC) * y[0].to(ACC), 1)
-    for i in tl.static_range(1, (HEAD_DIM + BAND - 1) // BAND):
+    for i in tl.static_range(1, NUM_BANDS):
         total += tl.sum(x[i].to(ACC) * y[i].to(ACC), 1)
     return total
 
@@ -165,7 +148,7 @@ def span_dq(
         stride_ot, stride_oh = stride_o
         o_offs = offs_t * stride_ot + offs_h * stride_oh
         o = load_at(O, o_offs, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
-        delta = sum_products(o, do, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
+        delta = sum_products(o, do, ACC)
         tl.store(stats, delta, mask=mask_m)
         lse = tl.load(
             LSE + batch * stride_lse_b + query_start + token + (head + offs_h) * stride_lse_h,
@@ -178,33 +161,26 @@ def span_dq(
 
     K += row_offset(batch, key_start, head // GROUP, with_batch(stride_kb, stride_k))
     V += row_offset(batch, key_start, head // GROUP, with_batch(stride_vb, stride_v))
-    last = tl.minimum(row + BLOCK_T, length) - 1
-    low, full_low, full_high, high = key_span(
-        row, last, seq_keys, COMPRESS_BLOCK, STRIDE, WINDOW, BLOCK_N
+    tiles, first_key, end_key = key_tiles(
+        row, token, length, seq_keys, COMPRESS_BLOCK, STRIDE, WINDOW, BLOCK_T, BLOCK_N
     )
     dq = zero_rows(BLOCK_T * BLOCK_H, HEAD_DIM, HEAD_DIM_BAND, ACC)
-    first_key = token - WINDOW + 1
-    end_key = tl.minimum(num_compressed(token + 1, COMPRESS_BLOCK, STRIDE), seq_keys)
-    skip_from, skip_to = (full_low - low) // BLOCK_N, (full_high - low) // BLOCK_N
-    num_masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
     kv_head = head // GROUP
     dq = _walk_keys(
         q, do, lse, delta, dq, K, V, K_DESC, V_DESC, batch, kv_head,
-        full_low, 0, 0, skip_to - skip_from, seq_keys, first_key, end_key,
-        qk_scale, stride_k, stride_v,
+        tiles, seq_keys, first_key, end_key, qk_scale, stride_k, stride_v,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, False,
     )  # fmt: skip
     dq = _walk_keys(
         q, do, lse, delta, dq, K, V, K_DESC, V_DESC, batch, kv_head,
-        low, skip_from, skip_to, num_masked, seq_keys, first_key, end_key,
-        qk_scale, stride_k, stride_v,
+        tiles, seq_keys, first_key, end_key, qk_scale, stride_k, stride_v,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, True,
     )  # fmt: skip
     DQ += row_offset(batch, query_start + row, head, with_batch(stride_dqb, stride_dq))
     stride_dqt, stride_dqh = stride_dq
     dq_offs = offs_t * stride_dqt + offs_h * stride_dqh
-    dq = scale_rows(dq, scale, HEAD_DIM, HEAD_DIM_BAND)
+    dq = scale_rows(dq, scale)
     if GIVEN:
         others = load_at(DQ, dq_offs, mask_m, HEAD_DIM, HEAD_DIM_BAND)
-        dq = add_rows(dq, others, HEAD_DIM, HEAD_DIM_BAND)
+        dq = add_rows(dq, others)
     store_at(DQ, dq_offs, dq, mask_m, HEAD_DIM, HEAD_DIM_BAND)

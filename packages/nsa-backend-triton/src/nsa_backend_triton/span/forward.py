@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton.host import configs
-from nsa_backend_triton.host.constexprs import accumulator, band, value_band
-from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptor
+from nsa_backend_triton.host.constexprs import accumulator, band, value_band, widths
+from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptors
 from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.host.launch_cache import Launch, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
@@ -30,22 +30,19 @@ from nsa_backend_triton.shared.rows import (
     LOG2E,
     add_dot,
     divide_rows,
-    dot_columns,
-    fetch_rows,
+    dot_transposed,
     finish_softmax,
     load_at,
-    load_rows,
-    num_compressed,
     online_softmax_update,
     place_queries,
+    read_rows,
     row_offset,
     scale_rows,
     store_at,
-    transpose,
     with_batch,
     zero_rows,
 )
-from nsa_backend_triton.span.geometry import key_span, locate_keys, mask_scores
+from nsa_backend_triton.span.geometry import key_tiles, locate_keys, mask_scores
 
 TINY = 1e-30  # replaces a scale of 0, which would turn the -inf of a masked key into NaN
 
@@ -53,57 +50,41 @@ TINY = 1e-30  # replaces a scale of 0, which would turn the -inf of a masked key
 @triton.jit
 def _walk(
     q, m_i, l_i, acc, K, V, K_DESC, V_DESC, batch, kv_head,
-    low, skip_from, skip_to, num_tiles, seq_keys, first_key, end_key,
-    qk_scale, stride_k, stride_v,
+    tiles, seq_keys, first_key, end_key, qk_scale, stride_k, stride_v,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax of q [M, Dk] over ``num_tiles`` tiles of keys; returns m_i, l_i, acc.
+    """Online softmax of q [M, Dk] over the full or MASKED ``tiles``; returns m_i, l_i, acc.
 
-    Tile i starts at key low + i * BLOCK_N; tiles skip_from .. skip_to are left out. Row r sees the
-    keys first_key[r] .. end_key[r].
+    ``tiles``, and the keys first_key[r] .. end_key[r] of row r, are those of geometry.key_tiles.
     """
     stride_kt, _ = stride_k
     stride_vt, _ = stride_v
     offs_n = tl.arange(0, BLOCK_N)
+    low, full_low, skip_from, skip_to, num_masked = tiles
+    first, num_tiles = (low, num_masked) if MASKED else (full_low, skip_to - skip_from)
     for i in tl.range(0, num_tiles):
-        start_n = low + i * BLOCK_N
+        start_n = first + i * BLOCK_N
         if MASKED:
             start_n += tl.where(i >= skip_from, skip_to - skip_from, 0) * BLOCK_N
-        if USE_TMA:
-            k = fetch_rows(K_DESC, batch, start_n, kv_head, BLOCK_N, HEAD_DIM, HEAD_DIM_BAND)
-        else:
-            k = load_rows(
-                K + tl.cast(start_n, tl.int64) * stride_kt,
-                offs_n,
-                seq_keys - start_n,
-                stride_kt,
-                HEAD_DIM,
-                HEAD_DIM_BAND,
-                MASKED,
-            )
-        s = dot_columns(q, transpose(k, HEAD_DIM, HEAD_DIM_BAND), HEAD_DIM, HEAD_DIM_BAND, ACC)
+        k = read_rows(
+            K, K_DESC, batch, kv_head, start_n, offs_n, seq_keys, stride_kt,
+            HEAD_DIM, HEAD_DIM_BAND, MASKED, USE_TMA,
+        )  # fmt: skip
+        s = dot_transposed(q, k, ACC)
         if MASKED:
             s = mask_scores(s, offs_n, first_key - start_n, end_key - start_n, WINDOW > 0, True)
         row_max = tl.max(s, 1) * qk_scale
         m_i, l_i, p, alpha = online_softmax_update(
             m_i, l_i, s * qk_scale, row_max, None, MASKED, q[0].dtype
         )
-        if USE_TMA:
-            v = fetch_rows(V_DESC, batch, start_n, kv_head, BLOCK_N, V_HEAD_DIM, V_HEAD_DIM_BAND)
-        else:
-            v = load_rows(
-                V + tl.cast(start_n, tl.int64) * stride_vt,
-                offs_n,
-                seq_keys - start_n,
-                stride_vt,
-                V_HEAD_DIM,
-                V_HEAD_DIM_BAND,
-                MASKED,
-            )
-        acc = scale_rows(acc, alpha[:, None], V_HEAD_DIM, V_HEAD_DIM_BAND)
-        acc = add_dot(acc, p.to(v[0].dtype), v, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
+        v = read_rows(
+            V, V_DESC, batch, kv_head, start_n, offs_n, seq_keys, stride_vt,
+            V_HEAD_DIM, V_HEAD_DIM_BAND, MASKED, USE_TMA,
+        )  # fmt: skip
+        acc = scale_rows(acc, alpha[:, None])
+        acc = add_dot(acc, p, v)
     return m_i, l_i, acc
 
 
@@ -157,38 +138,31 @@ def span_forward(
     q = load_at(Q, offs_t * stride_qt + offs_h * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
     if NEGATIVE_SCALE:
         # Negation is exact. Then the largest product of a row is its largest score.
-        q = scale_rows(q, -1.0, HEAD_DIM, HEAD_DIM_BAND)
+        q = scale_rows(q, -1.0)
 
     kv_head = head // GROUP
     K += row_offset(batch, key_start, kv_head, with_batch(stride_kb, stride_k))
     V += row_offset(batch, key_start, kv_head, with_batch(stride_vb, stride_v))
-    last = tl.minimum(row + BLOCK_T, length) - 1
-    low, full_low, full_high, high = key_span(
-        row, last, seq_keys, COMPRESS_BLOCK, STRIDE, WINDOW, BLOCK_N
+    tiles, first_key, end_key = key_tiles(
+        row, token, length, seq_keys, COMPRESS_BLOCK, STRIDE, WINDOW, BLOCK_T, BLOCK_N
     )
     m_i = tl.full([BLOCK_T * BLOCK_H], float("-inf"), ACC)
     l_i = tl.zeros([BLOCK_T * BLOCK_H], ACC)
     acc = zero_rows(BLOCK_T * BLOCK_H, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
-    first_key = token - WINDOW + 1
-    end_key = tl.minimum(num_compressed(token + 1, COMPRESS_BLOCK, STRIDE), seq_keys)
-    skip_from, skip_to = (full_low - low) // BLOCK_N, (full_high - low) // BLOCK_N
-    num_masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
     m_i, l_i, acc = _walk(
         q, m_i, l_i, acc, K, V, K_DESC, V_DESC, batch, kv_head,
-        full_low, 0, 0, skip_to - skip_from, seq_keys, first_key, end_key,
-        qk_scale, stride_k, stride_v,
+        tiles, seq_keys, first_key, end_key, qk_scale, stride_k, stride_v,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, False,
     )  # fmt: skip
     m_i, l_i, acc = _walk(
         q, m_i, l_i, acc, K, V, K_DESC, V_DESC, batch, kv_head,
-        low, skip_from, skip_to, num_masked, seq_keys, first_key, end_key,
-        qk_scale, stride_k, stride_v,
+        tiles, seq_keys, first_key, end_key, qk_scale, stride_k, stride_v,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, True,
     )  # fmt: skip
     divisor, lse = finish_softmax(m_i, l_i)
     O += row_offset(batch, query_start + row, head, with_batch(stride_ob, stride_o))
     stride_ot, stride_oh = stride_o
-    o = divide_rows(acc, divisor, V_HEAD_DIM, V_HEAD_DIM_BAND)
+    o = divide_rows(acc, divisor)
     store_at(O, offs_t * stride_ot + offs_h * stride_oh, o, mask_m, V_HEAD_DIM, V_HEAD_DIM_BAND)
     tl.store(
         LSE + batch * stride_lse_b + (query_start + row) + offs_t + (head + offs_h) * stride_lse_h,
@@ -202,10 +176,35 @@ def heads_together(group: int, max_heads: int) -> int:
     return min(group & -group, max_heads)
 
 
-def launch_options(settings: configs.Settings) -> dict[str, int]:
-    """Return num_warps, num_stages and maxnreg of ``settings``, without those absent or 0."""
-    names = ("num_warps", "num_stages", "maxnreg")
-    return {name: settings[name] for name in names if settings.get(name)}
+def pick(kernel: str, q: Tensor, v: Tensor, window: int, described: bool) -> configs.Settings:
+    """Return the tuned settings of ``kernel``; ``described``: the call can use descriptors."""
+    heads, head_dim = q.shape[-2:]
+    return configs.pick(
+        kernel,
+        architecture(q.device),
+        head_dim=head_dim,
+        v_head_dim=v.shape[-1],
+        itemsize=q.itemsize,
+        window=window,
+        heads=heads,
+        pointers=int(not described),
+    )
+
+
+def constants(
+    q: Tensor, k: Tensor, v: Tensor, seqs: Sequences, span: tuple[int, int, int]
+) -> dict[str, object]:
+    """Return the constexpr arguments that the span kernels share."""
+    return {
+        **widths(q, v),
+        "GROUP": q.shape[-2] // k.shape[-2],
+        "COMPRESS_BLOCK": span[0],
+        "STRIDE": span[1],
+        "WINDOW": span[2],
+        "VARLEN": seqs.packed,
+        "PARTIAL": seqs.partial,
+        "ACC": accumulator(q.dtype),
+    }
 
 
 @cached_by_metadata
@@ -222,15 +221,8 @@ def _launch(
     """Return the launch, the rows of a descriptor's tile (0: pointers), the shapes of o and lse."""
     *lead, heads, head_dim = q.shape
     groups, v_head_dim = v.shape[-2:]
-    settings = settings or configs.pick(
-        "span_forward",
-        architecture(q.device),
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        itemsize=q.itemsize,
-        window=span[2],
-        pointers=int(not (tensors_aligned and descriptors_fit(seqs.packed, k, v))),
-    )
+    described = tensors_aligned and descriptors_fit(seqs.packed, k, v)
+    settings = settings or pick("span_forward", q, v, span[2], described)
     use_tma, block_n = bool(settings.get("USE_TMA")), settings["BLOCK_N"]
     block_h = heads_together(heads // groups, settings["BLOCK_H"])
     block_t = settings["BLOCK_M"] // block_h
@@ -244,12 +236,9 @@ def _launch(
         *new_lse_strides(lse, seqs.packed),
         max(abs(scale) * LOG2E.value, TINY), seqs.n, seqs.seq_len, k.shape[-3],
         seqs.first_query,
-        NUM_HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
-        HEAD_DIM_BAND=band(head_dim), V_HEAD_DIM_BAND=v_band,
+        NUM_HEADS=heads, **(constants(q, k, v, seqs, span) | {"V_HEAD_DIM_BAND": v_band}),
         BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_N=block_n,
-        COMPRESS_BLOCK=span[0], STRIDE=span[1], WINDOW=span[2], VARLEN=seqs.packed,
-        PARTIAL=seqs.partial, NEGATIVE_SCALE=scale < 0, ACC=accumulator(q.dtype), USE_TMA=use_tma,
-        **launch_options(settings),
+        NEGATIVE_SCALE=scale < 0, USE_TMA=use_tma, **configs.launch_options(settings),
     )  # fmt: skip
     return launch, block_n if use_tma else 0, o, lse
 
@@ -268,13 +257,8 @@ def forward(
     ``settings`` replace the tuned ones.
     """
     launch, rows, o_shape, lse_shape = _launch(q, k, v, seqs, span, scale, aligned(k, v), settings)
-    num_keys = seqs.num_keys(*span[:2])
-    descriptors = (
-        (key_descriptor(k, rows, num_keys), key_descriptor(v, rows, num_keys))
-        if rows
-        else (None, None)
-    )
+    described = key_descriptors(k, v, rows, seqs.num_keys(*span[:2]))
     o = q.new_empty(o_shape)
     lse = q.new_empty(lse_shape, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    launch(q, k, v, *descriptors, o, lse, seqs.cu, seqs.cu_cmp)
+    launch(q, k, v, *described, o, lse, seqs.cu, seqs.cu_cmp)
     return o, lse

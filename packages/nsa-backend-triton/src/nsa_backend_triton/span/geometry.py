@@ -53,6 +53,29 @@ def key_span(
 
 
 @triton.jit
+def key_tiles(
+    row, token, length, seq_keys,
+    COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Tiles of BLOCK_N keys that the BLOCK_T queries from ``row`` on see, and the limits of rows.
+
+    Returns ((first key of the masked tiles, first key of the full tiles, the full tiles as two
+    indices among all tiles, number of masked tiles), first key of each row, end of its keys). Every
+    query sees all keys of a full tile. ``token`` [M]: the query of each row.
+    """
+    last = tl.minimum(row + BLOCK_T, length) - 1
+    low, full_low, full_high, high = key_span(
+        row, last, seq_keys, COMPRESS_BLOCK, STRIDE, WINDOW, BLOCK_N
+    )
+    first_key = token - WINDOW + 1
+    end_key = tl.minimum(num_compressed(token + 1, COMPRESS_BLOCK, STRIDE), seq_keys)
+    skip_from, skip_to = (full_low - low) // BLOCK_N, (full_high - low) // BLOCK_N
+    num_masked = tl.cdiv(high - low, BLOCK_N) - (skip_to - skip_from)
+    return (low, full_low, skip_from, skip_to, num_masked), first_key, end_key
+
+
+@triton.jit
 def query_span(
     first, last, length,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
