@@ -20,15 +20,15 @@ def slot_module(slot: str) -> ModuleType:
 
 
 def core_inputs(
-    request: Request, device: str = "meta"
+    request: Request,
 ) -> tuple[torch.Tensor, Tensors, list[torch.Tensor], SlotCall]:
     """Return do, the tensors, the outputs and the call of the fused backward, as of slot_inputs.
 
     The three outputs are one tensor.
     """
-    do, (q, *k_cmp), call = slot_inputs(dataclasses.replace(request, slot="cmp"), device)
+    do, (q, *k_cmp), call = slot_inputs(dataclasses.replace(request, slot="cmp"))
     (_, *k_sel, blocks), (_, *k_win), (_, _, lse), (gates, *outputs) = (
-        slot_inputs(dataclasses.replace(request, slot=slot), device)[1]
+        slot_inputs(dataclasses.replace(request, slot=slot))[1]
         for slot in ("sel", "win", "select", "combine")
     )
     tensors = Tensors._make((q, *k_cmp, *k_sel, *k_win, gates, blocks, lse, lse, lse))

@@ -237,17 +237,10 @@ def _score(
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs",
-        "seq_len",
-        "max_seqlen",
-        "num_keys",
-        "first_query",
-        "stride_scores",
-        "num_tiles",
-        "stride_lse_b",
-        "stride_lse_h",
+        "num_seqs", "seq_len", "max_seqlen", "num_keys", "first_query", "stride_scores",
+        "num_tiles", "stride_lse_b", "stride_lse_h",
     ]
-)
+)  # fmt: skip
 def select_forward(
     Q, K, LSE, OUT, SCORES, CU_SEQLENS, CU_KEYS,
     stride_qb: tl.int64, stride_q, stride_kb: tl.int64, stride_k,

@@ -27,20 +27,24 @@ from nsa_backend_triton.span.geometry import held_queries, locate_keys, mask_sco
 @triton.jit
 def _walk_queries(
     k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
-    low, skip_from, skip_to, num_tiles, first_head, num_heads, end, visible_from, visible_to,
+    low, skip_from, skip_to, query_tiles, first_head, num_heads, end, visible_from, visible_to,
     qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, BLOCK_M: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, USE_TMA: tl.constexpr,
     COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk [N, Dk], dv [N, Dv] plus the sums over ``num_tiles`` tiles of queries of each head.
+    """dk [N, Dk], dv [N, Dv] plus the sums over tiles of queries of each head, the last tile first.
 
-    The last tile comes first. Tile i starts at query low + i * BLOCK_M; tiles skip_from .. skip_to
-    are left out (the later ones move up). Key r is seen by the queries visible_from[r] ..
-    visible_to[r]; none from ``end`` on counts. Queries are counted from the one at Q. GIVEN: LSE is
-    in base 2, inf in a row without keys.
+    Tile i of ``query_tiles`` starts at query low + i * BLOCK_M. Every query of the tiles skip_from
+    .. skip_to sees all keys; they are left out if MASKED, otherwise the others are. Key r is seen
+    by the queries visible_from[r] .. visible_to[r]; none from ``end`` on counts. Queries are
+    counted from the one at Q. GIVEN: LSE is in base 2, inf in a row without keys.
     """
+    num_tiles = query_tiles - (skip_to - skip_from)
+    if not MASKED:
+        low, num_tiles = low + skip_from * BLOCK_M, skip_to - skip_from
+        skip_from, skip_to = 0, 0
     stride_qt, stride_qh = stride_q
     stride_dot, stride_doh = stride_do
     offs_m = tl.arange(0, BLOCK_M)
@@ -115,18 +119,10 @@ def _walk_queries(
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs",
-        "seq_len",
-        "num_keys",
-        "first_query",
-        "block_h",
-        "query_splits",
-        "stride_lse_b",
-        "stride_lse_h",
-        "stride_delta_b",
-        "stride_delta_h",
+        "num_seqs", "seq_len", "num_keys", "first_query", "block_h", "query_splits", "stride_lse_b",
+        "stride_lse_h", "stride_delta_b", "stride_delta_h",
     ]
-)
+)  # fmt: skip
 def span_dkdv(
     Q, K, V, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, DK, DV, CU_SEQLENS, CU_KEYS,
     stride_qb: tl.int64, stride_q, stride_kb: tl.int64, stride_k, stride_vb: tl.int64, stride_v,
@@ -211,22 +207,14 @@ def span_dkdv(
     visible_to = start_n + offs_n + WINDOW
     if PARTIAL:
         visible_from, visible_to = visible_from - first, visible_to - first
-    dk, dv = _walk_queries(
-        k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
-        low + skip_from * BLOCK_M, 0, 0, skip_to - skip_from, head, block_h, high,
-        visible_from, visible_to,
-        qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
-        HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_M, WINDOW, ACC, USE_TMA,
-        COMPUTE_DK, COMPUTE_DV, GIVEN, False,
-    )  # fmt: skip
-    dk, dv = _walk_queries(
-        k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
-        low, skip_from, skip_to, query_tiles - (skip_to - skip_from), head, block_h, high,
-        visible_from, visible_to,
-        qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
-        HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_M, WINDOW, ACC, USE_TMA,
-        COMPUTE_DK, COMPUTE_DV, GIVEN, True,
-    )  # fmt: skip
+    for masked in tl.static_range(2):  # the full tiles first
+        dk, dv = _walk_queries(
+            k, v, dk, dv, Q, DO, Q_DESC, DO_DESC, LSE, DELTA, STATS_DESC, batch,
+            low, skip_from, skip_to, query_tiles, head, block_h, high, visible_from, visible_to,
+            qk_scale, stride_q, stride_do, stride_lse_h, stride_delta_h,
+            HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_M, WINDOW, ACC, USE_TMA,
+            COMPUTE_DK, COMPUTE_DV, GIVEN, masked,
+        )  # fmt: skip
     DK += part * stride_dk_part + row_offset(
         batch, key_start + start_n, kv_head, with_batch(stride_dkb, stride_dk)
     )

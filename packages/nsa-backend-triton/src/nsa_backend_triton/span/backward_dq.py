@@ -83,17 +83,10 @@ def sum_products(x, y, ACC: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs",
-        "seq_len",
-        "num_keys",
-        "first_query",
-        "stride_lse_b",
-        "stride_lse_h",
-        "stride_stats_b",
-        "stride_stats_h",
-        "stride_stats_kind",
+        "num_seqs", "seq_len", "num_keys", "first_query", "stride_lse_b", "stride_lse_h",
+        "stride_stats_b", "stride_stats_h", "stride_stats_kind",
     ]
-)
+)  # fmt: skip
 def span_dq(
     Q, K, V, K_DESC, V_DESC, O, DO, LSE, DQ, STATS, CU_SEQLENS, CU_KEYS,
     stride_qb: tl.int64, stride_q, stride_kb: tl.int64, stride_k, stride_vb: tl.int64, stride_v,
@@ -166,16 +159,13 @@ def span_dq(
     )
     dq = zero_rows(BLOCK_T * BLOCK_H, HEAD_DIM, HEAD_DIM_BAND, ACC)
     kv_head = head // GROUP
-    dq = _walk_keys(
-        q, do, lse, delta, dq, K, V, K_DESC, V_DESC, batch, kv_head,
-        tiles, seq_keys, first_key, end_key, qk_scale, stride_k, stride_v,
-        HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, False,
-    )  # fmt: skip
-    dq = _walk_keys(
-        q, do, lse, delta, dq, K, V, K_DESC, V_DESC, batch, kv_head,
-        tiles, seq_keys, first_key, end_key, qk_scale, stride_k, stride_v,
-        HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, True,
-    )  # fmt: skip
+    for masked in tl.static_range(2):  # the full tiles first
+        dq = _walk_keys(
+            q, do, lse, delta, dq, K, V, K_DESC, V_DESC, batch, kv_head,
+            tiles, seq_keys, first_key, end_key, qk_scale, stride_k, stride_v,
+            HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA,
+            masked,
+        )  # fmt: skip
     DQ += row_offset(batch, query_start + row, head, with_batch(stride_dqb, stride_dq))
     stride_dqt, stride_dqh = stride_dq
     dq_offs = offs_t * stride_dqt + offs_h * stride_dqh

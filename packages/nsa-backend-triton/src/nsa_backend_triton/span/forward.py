@@ -90,14 +90,9 @@ def _walk(
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs",
-        "seq_len",
-        "num_keys",
-        "first_query",
-        "stride_lse_b",
-        "stride_lse_h",
+        "num_seqs", "seq_len", "num_keys", "first_query", "stride_lse_b", "stride_lse_h",
     ]
-)
+)  # fmt: skip
 def span_forward(
     Q, K, V, K_DESC, V_DESC, O, LSE, CU_SEQLENS, CU_KEYS,
     stride_qb: tl.int64, stride_q, stride_kb: tl.int64, stride_k,
@@ -149,16 +144,13 @@ def span_forward(
     m_i = tl.full([BLOCK_T * BLOCK_H], float("-inf"), ACC)
     l_i = tl.zeros([BLOCK_T * BLOCK_H], ACC)
     acc = zero_rows(BLOCK_T * BLOCK_H, V_HEAD_DIM, V_HEAD_DIM_BAND, ACC)
-    m_i, l_i, acc = _walk(
-        q, m_i, l_i, acc, K, V, K_DESC, V_DESC, batch, kv_head,
-        tiles, seq_keys, first_key, end_key, qk_scale, stride_k, stride_v,
-        HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, False,
-    )  # fmt: skip
-    m_i, l_i, acc = _walk(
-        q, m_i, l_i, acc, K, V, K_DESC, V_DESC, batch, kv_head,
-        tiles, seq_keys, first_key, end_key, qk_scale, stride_k, stride_v,
-        HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA, True,
-    )  # fmt: skip
+    for masked in tl.static_range(2):  # the full tiles first
+        m_i, l_i, acc = _walk(
+            q, m_i, l_i, acc, K, V, K_DESC, V_DESC, batch, kv_head,
+            tiles, seq_keys, first_key, end_key, qk_scale, stride_k, stride_v,
+            HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, BLOCK_N, WINDOW, ACC, USE_TMA,
+            masked,
+        )  # fmt: skip
     divisor, lse = finish_softmax(m_i, l_i)
     O += row_offset(batch, query_start + row, head, with_batch(stride_ob, stride_o))
     stride_ot, stride_oh = stride_o
