@@ -193,7 +193,7 @@ def _load_queries(
 
 @triton.jit
 def _score(
-    Q, K, LSE, SCORES, row, last, length, seq_keys,
+    Q, K, LSE, SCORES, row, last, seq_keys,
     qk_scale, stride_q, stride_k, stride_lse_h, stride_scores,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_BAND: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, NUM_HEAD_TILES: tl.constexpr,
@@ -201,14 +201,14 @@ def _score(
     CMP_PER_BLOCK: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr,
     NUM_SELECTED_PAD: tl.constexpr, NUM_WARPS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Store the scores of the tokens row .. last of one kv head, all of them below ``length``.
+    """Store the scores of the tokens from ``row`` on before ``last``, for one kv head.
 
     Q and LSE point at the first token and head, K at the first of ``seq_keys`` keys.
     """
     TILE_KEYS: tl.constexpr = BLOCK_N // CMP_PER_BLOCK_PAD * CMP_PER_BLOCK
     offs_t = tl.arange(0, BLOCK_H * BLOCK_T) % BLOCK_T
     q, lse = _load_queries(
-        Q, LSE, row + offs_t < length, stride_q, stride_lse_h,
+        Q, LSE, row + offs_t < last, stride_q, stride_lse_h,
         GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_H, NUM_HEAD_TILES, BLOCK_T,
     )  # fmt: skip
     visible_keys = tl.minimum(num_compressed(last, COMPRESS_BLOCK, STRIDE), seq_keys)
@@ -288,7 +288,7 @@ def select_forward(
                         Q + row_offset(batch, first_row, kv_head * GROUP, stride_q),
                         K + row_offset(batch, key_start, kv_head, stride_k),
                         LSE + batch * stride_lse_b + first_row + kv_head * GROUP * stride_lse_h,
-                        SCORES, row, last, length, seq_keys,
+                        SCORES, row, last, seq_keys,
                         qk_scale, stride_q, stride_k, stride_lse_h, stride_scores,
                         GROUP, HEAD_DIM, HEAD_DIM_BAND, BLOCK_N, BLOCK_H, NUM_HEAD_TILES,
                         BLOCK_T, COMPRESS_BLOCK, STRIDE, SELECT_BLOCK // STRIDE,
