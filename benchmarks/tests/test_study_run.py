@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import random_select
 import run as study
+import starts
 import torch
 from tokenizers import Tokenizer, models
 
@@ -183,8 +184,8 @@ def test_the_loss_is_the_mean_over_documents(corpus, documents):
     model.embed.weight.data *= 50  # so that documents have different losses
     found = study.held_out_loss(model, study.held_out_rows(documents, 128), 2)
     ids, losses = np.concatenate(documents), []
-    for starts in ([0, 128], [400, 656]):
-        rows = torch.tensor([ids[s : s + 129].tolist() for s in starts])
+    for firsts in ([0, 128], [400, 656]):
+        rows = torch.tensor([ids[s : s + 129].tolist() for s in firsts])
         loss = model(rows[:, :-1], targets=rows[:, 1:]) / 256
         losses.append(loss.item())
     assert found["document_losses"] == pytest.approx(losses, abs=1e-4)
@@ -234,7 +235,7 @@ def test_a_run_that_was_cut_resumes_to_the_same_result(corpus, monkeypatch, no_q
     assert [e["step"] for e in whole["evaluations"]] == [0, 2, 4]
     assert [len(e.get("document_losses", ())) for e in whole["evaluations"]] == [0, 0, 2]
     assert whole["corpus"]["unique_tokens"] == 6 * 128
-    fields = {"layer", "selected", "keys", "random", "best"}
+    fields = {"layer", "selected", "keys", "random", "best", "window", "gates"}
     assert [set(layer) for layer in whole["mass"]] == [fields] * 2
     at_end = sum(layer["selected"] for layer in whole["mass"]) / 2
     assert whole["evaluations"][-1]["selected"] == pytest.approx(at_end)
@@ -245,6 +246,35 @@ def test_a_run_that_was_cut_resumes_to_the_same_result(corpus, monkeypatch, no_q
     sel = sum(min(t + 1, 48 + t % 16 + 1) for t in range(128))
     win = sum(min(t + 1, 8) for t in range(128))
     assert whole["keys_per_query"] == (cmp + sel + win) / 128
+
+
+def test_an_arm_is_evaluated_at_the_tokens_of_its_plan(corpus, monkeypatch, no_questions):
+    """Tokens beyond the end, and a second report of one step, add nothing."""
+    monkeypatch.setitem(SMALL, "points", [256, 700, 1024, 5000])
+    run = study.Study(a_run("nsa"), corpus, corpus, "cpu")
+    run.go(math.inf)
+    assert [e["tokens"] for e in run.facts["evaluations"]] == [0, 256, 768, 1024]
+    assert [e["step"] for e in run.facts["evaluations"]] == [0, 1, 3, 4]
+
+
+def test_the_gates_of_each_branch_are_measured_by_layer(corpus, documents):
+    model = study.build(a_run("nsa"), corpus)
+    with torch.no_grad():
+        for number, block in enumerate(model.blocks):
+            block.attn.gate.weight.zero_()
+            gates = torch.tensor([0.1, 0.5 + 0.2 * number, 0.9])
+            block.attn.gate.bias.view(-1, 3).copy_(gates.logit())
+    found = study.mass(model, study.held_out_rows(documents, 128))
+    assert [layer["gates"]["sel"] for layer in found] == pytest.approx([0.5, 0.7])
+    assert found[1]["gates"] == pytest.approx({"cmp": 0.1, "sel": 0.7, "win": 0.9})
+    assert not any(block.attn.gate._forward_hooks for block in model.blocks)
+
+
+def test_held_out_rows_are_spread_over_documents_and_rows(documents):
+    found = study.held_out_rows(documents, 64, at_most=2, rows_each=3)
+    starts = [(0, (0, 64, 128)), (1, (0,))]
+    expected = [[documents[n][s : s + 65].tolist() for s in firsts] for n, firsts in starts]
+    assert [rows.tolist() for rows in found] == expected
 
 
 def test_a_run_without_time_is_evaluated_and_not_complete(corpus, no_questions):
@@ -292,7 +322,7 @@ def folders(corpus, monkeypatch):
     convert_checkpoint(corpus / "d", corpus / "n", sizes)
     arms = {
         "from_d": {"label": "dense", "attention": "dense", "from": "d"},
-        "from_n": {"label": "NSA", "from": "n", "first": {"tokens": 512, "rate": 0.1}},
+        "from_n": {"label": "NSA", "from": "n"},
     }
     small = {**SMALL, "layer": {"rope_base": 5e4}, "arms": arms}
     monkeypatch.setitem(study.PLAN, "small", small)
@@ -308,28 +338,25 @@ def test_an_arm_begins_with_a_folder_and_another_rotary_base(folders):
     assert all(torch.equal(old[name], new) for name, new in trainer.model.state_dict().items())
 
 
-def test_phi_and_gates_are_trained_first(folders, no_questions):
-    run = study.Study(a_run("from_n"), folders, folders, "cpu")
-    trainer = run.trainer
-    assert trainer.model.config.layer.num_selected_blocks == 4
-    begin = {name: p.clone() for name, p in trainer.model.named_parameters()}
-
-    def changed():
-        new = trainer.model.named_parameters()
-        return {name for name, p in new if not torch.equal(p, begin[name])}
-
-    first = {name for name in begin if "phi" in name or ".gate." in name}
-    assert first
-    for _ in range(2):
-        trainer.step()
-        assert {group["lr"] for group in trainer.optimizer.param_groups} == {0.1, 0.0}
-    assert changed() == first
-    trainer.step()
-    assert changed() == begin.keys()
-    assert len({group["lr"] for group in trainer.optimizer.param_groups}) == 1
-    run.write()
-    trainer.save(run.saves)
-    resumed = study.Study(a_run("from_n"), folders, folders, "cpu").trainer
-    weights = resumed.model.state_dict()
-    assert resumed.step_number == 3
-    assert all(torch.equal(weights[name], p) for name, p in trainer.model.state_dict().items())
+def test_each_start_of_a_conversion_is_measured(folders, monkeypatch):
+    """Dense attention with both rotary bases, and NSA with each start; two starts are asked."""
+    monkeypatch.setattr(starts, "recall_scores", lambda *arguments: [arguments[2:]])
+    for old, new in (("d", "dense"), ("n", "nsa")):
+        (folders / old).rename(folders / new)
+    starts.main("small", folders, folders, "cpu")
+    entries = json.loads((folders / "starts-small.json").read_text())["starts"]
+    labels = [entry["label"] for entry in entries]
+    assert labels == ["dense, rotary base of the model", "dense", *starts.STARTS]
+    assert [entry["rope_base"] for entry in entries] == [1e4, *[5e4] * (len(labels) - 1)]
+    asked = [entry["label"] for entry in entries if "recall" in entry]
+    assert asked == ["dense", "NSA"]
+    assert entries[1]["recall"] == [[[16, 32, 64, 128], 32, 256]]
+    gates = [entry["mass"] and entry["mass"][1]["gates"] for entry in entries]
+    assert gates[:2] == [[], []]
+    for found, expected in zip(
+        gates[2:5], [(0.1, 0.8, 0.1), (0.02, 0.96, 0.02), (0.01, 0.01, 0.98)]
+    ):
+        assert [*found.values()] == pytest.approx(expected, rel=0.02)  # in bfloat16
+    assert gates[5] == gates[2]
+    assert [*gates[6].values()] == pytest.approx([0.5] * 3, abs=0.3)
+    assert len({entry["loss"] for entry in entries}) == len(entries)

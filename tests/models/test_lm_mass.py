@@ -25,7 +25,7 @@ def test_selected_mass_equals_a_sum_key_by_key(config):
     plan = block.attn.plan
     _, lse = plan.cmp(projected.q, projected.k_cmp, projected.v_cmp, cu_seqlens=bounds)
     blocks = plan.select(projected.q, projected.k_cmp, lse, cu_seqlens=bounds)
-    masses, shares, by_chance = [], [], []
+    masses, shares, by_chance, near = [], [], [], []
     for first, length in zip(bounds.tolist(), lengths):
         for t in range(layer.num_selected_blocks * layer.select_block_size, length):
             for head in range(4):
@@ -39,6 +39,7 @@ def test_selected_mass_equals_a_sum_key_by_key(config):
                     [j // layer.select_block_size in chosen for j in range(t + 1)]
                 )
                 masses.append(p[inside].sum())
+                near.append(p[-layer.window_size :].sum())
                 shares.append(inside.double().mean())
                 block_mass = [part.sum() for part in p.split(layer.select_block_size)]
                 forced = {0, *range(len(block_mass) - layer.local_blocks, len(block_mass))}
@@ -49,6 +50,7 @@ def test_selected_mass_equals_a_sum_key_by_key(config):
     assert len(result) == 2
     assert result[0].selected == pytest.approx(torch.stack(masses).mean().item(), abs=1e-5)
     assert result[0].keys == pytest.approx(torch.stack(shares).mean().item(), abs=1e-5)
+    assert result[0].window == pytest.approx(torch.stack(near).mean().item(), abs=1e-5)
     assert result[0].random == pytest.approx(torch.stack(by_chance).mean().item(), abs=1e-5)
     assert result[0].best >= max(result[0].selected, result[0].random)
     assert selected_mass(model, tokens[:30], rows=5)[1].selected < 1

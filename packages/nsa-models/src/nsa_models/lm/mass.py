@@ -30,6 +30,7 @@ class RowMass(NamedTuple):
             random as the layer chose itself.
         best: [R, G], the same with the blocks that hold most of p instead of random ones.
         keys: [R, G], share of the keys <= t inside the selected blocks.
+        window: [R, G], share of p inside the window.
         blocks: [R, G, C], share of p inside each block.
         best_blocks: bool [R, G, C], the blocks of ``best`` that are not forced.
     """
@@ -39,6 +40,7 @@ class RowMass(NamedTuple):
     random: torch.Tensor
     best: torch.Tensor
     keys: torch.Tensor
+    window: torch.Tensor
     blocks: torch.Tensor
     best_blocks: torch.Tensor
 
@@ -50,6 +52,7 @@ class Mass(NamedTuple):
     keys: float  # share of these keys inside the selected blocks
     random: float  # the share if the blocks that are not forced were chosen at random
     best: float  # the share if they were the blocks with most of it
+    window: float  # the share inside the window
 
 
 @torch.no_grad()
@@ -199,6 +202,7 @@ def row_mass(
     mass = p.new_zeros(*p.shape[:2], count).index_add_(-1, block_of_key, p)
     keys = p.new_zeros(len(rows), count).index_add_(-1, block_of_key, visible.float())[:, None]
 
+    in_window = positions.position > (position - config.window_size)[:, None]
     forced, free = block_kinds(config, position, count)
     chosen = selection_mask(blocks[rows], count)
     chosen_free = (chosen & free).sum(-1)  # [R, G]
@@ -213,6 +217,7 @@ def row_mass(
         random=forced_mass + chance * (mass * free).sum(-1),
         best=forced_mass + (mass * best_blocks).sum(-1),
         keys=(keys * chosen).sum(-1) / visible.sum(-1, keepdim=True),
+        window=(p * in_window[:, None]).sum(-1),
         blocks=mass,
         best_blocks=best_blocks,
     )
