@@ -70,6 +70,7 @@ def main(
     device: str = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:
     """Measure every start of a group."""
+    out.mkdir(parents=True, exist_ok=True)
     plan = PLAN[group]
     row, batch = plan["row"], plan["batch"]
     documents = held_out_rows(read_documents(tokens, "held_out"), row, **plan.get("held_out", {}))
