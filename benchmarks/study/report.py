@@ -9,7 +9,7 @@ and is not part of any mean.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,14 @@ from nsa_bench.render.style import GREYS, INK, NSA_COLOURS, draw
 from nsa_bench.render.words import tokens as length_words
 from nsa_core import NSAConfig
 
-MASS = {"best": INK, "selected": NSA_COLOURS[0], "random": NSA_COLOURS[1], "keys": GREYS[2]}
+MASS = {
+    "best": INK,
+    "selected": NSA_COLOURS[0],
+    "random": NSA_COLOURS[1],
+    "window": NSA_COLOURS[2],
+    "keys": GREYS[2],
+}
+GATES = {"gates.cmp": "compressed", "gates.sel": "selected", "gates.win": "window"}
 _WIDTH = 7.3  # inches; 800 pixels
 Result = dict[str, Any]  # a result file
 
@@ -50,6 +57,15 @@ def read(folder: Path) -> tuple[list[Result], list[str]]:
                     reached = f"after {tokens / 1e6:.1f} M tokens, at a loss of {loss:.4f}"
                 lines.append(f"{run}: stopped {reached}: {result['ended']}")
     return finished, lines
+
+
+def read_starts(folder: Path, group: str) -> list[Result]:
+    """Return the entries of starts.py for a group; [] without a file."""
+    file = folder / f"starts-{group}.json"
+    entries: list[Result] = []
+    if file.exists():
+        entries = json.loads(file.read_text(encoding="utf-8"))["starts"]
+    return entries
 
 
 def positions(ranges: pd.Series) -> pd.DataFrame:
@@ -84,8 +100,8 @@ def with_error(frame: pd.DataFrame) -> pd.Series:
 class Group:
     """The finished runs of a group of arms, as frames with the label of the arm and the seed."""
 
-    def __init__(self, name: str, results: Iterable[Result]) -> None:
-        self.name, self.plan = name, PLAN[name]
+    def __init__(self, name: str, results: Iterable[Result], starts: Sequence[Result] = ()) -> None:
+        self.name, self.plan, self.starts = name, PLAN[name], starts
         arms = self.plan["arms"]
         self.labels = {arm: entry["label"] for arm, entry in arms.items()}
         self.base = self.labels[self.plan["baseline"]]
@@ -120,7 +136,7 @@ class Group:
             for run in self.runs
             for entry in run.get(field) or ()
         ]
-        return pd.DataFrame(rows)
+        return pd.json_normalize(rows)
 
     def table(self, columns: pd.DataFrame | dict[str, pd.Series]) -> str:
         """Return a Markdown table with a row for each arm; "-" where an arm has no value."""
@@ -196,6 +212,15 @@ class Group:
         entries = self.entries("recall")
         return entries.assign(distance=entries["length"] * (1 - entries["depth"]))
 
+    def recall_by_distance(self) -> pd.Series:
+        """Return the shares of right answers by task, arm and distance.
+
+        A distance counts as the next power of 2.
+        """
+        entries = self.recall()
+        entries["distance"] = 2 ** np.ceil(np.log2(entries["distance"].clip(lower=256)))
+        return entries.set_index(["task", "arm", "distance"])["correct"]
+
     def recall_table(self, beyond: int = -1) -> str:
         """Return a table of recall beyond a distance, means over lengths and depths."""
         entries = self.recall()
@@ -236,9 +261,44 @@ class Group:
         means = pd.concat(columns, axis=1).groupby("arm").mean()
         return self.table(means.map("{:.4g}".format, na_action="ignore"))
 
+    def layers(self) -> pd.DataFrame:
+        """Return the mass and the gates of each arm and layer, means over seeds."""
+        entries = self.entries("mass").reindex(columns=["arm", "layer", *MASS, *GATES])
+        return entries.groupby(["arm", "layer"], sort=False).mean()
+
+    def gates_table(self) -> str:
+        """Return the table of the gates by branch, with the lowest and the highest layer."""
+        gates = self.layers()[[*GATES]].rename(columns=GATES).dropna().groupby("arm")
+        lowest, highest = gates.min(), gates.max()
+        table = gates.mean().map("{:.2f}".format)
+        table += lowest.map(" ({:.2f} to ".format) + highest.map("{:.2f})".format)
+        return self.table(table)
+
+    def starts_table(self) -> str:
+        """Return the table of the losses before any training, over documents in pairs."""
+        entries = pd.DataFrame(self.starts).set_index("label")
+        losses = pd.DataFrame(entries["document_losses"].tolist(), index=entries.index)
+        above = with_error(losses - losses.loc["dense"]).where(entries.index != "dense", "-")
+        mass = [pd.DataFrame(e, columns=["selected", "random"]).mean() for e in entries["mass"]]
+        shares = pd.DataFrame(mass, index=entries.index).map("{:.1%}".format).replace("nan%", "-")
+        columns = {
+            "rotary base": words(entries["rope_base"], "{:g}"),
+            "loss": words(entries["loss"], "{:.4f}"),
+            "above dense": above,
+            "mass in the selected blocks": shares["selected"],
+            "in random ones": shares["random"],
+        }
+        return pd.DataFrame(columns).reset_index().to_markdown(index=False, disable_numparse=True)
+
+    def curve_table(self) -> str:
+        """Return the table of the losses by tokens."""
+        table = self.curves().T.groupby("arm").mean()
+        table.columns = [f"{tokens / 1e6:.3g} M tokens" for tokens in table.columns]
+        return self.table(table.map("{:.4f}".format).replace("nan", "-"))
+
     def mass_table(self) -> str:
         """Return the table of the attention mass in blocks, means over layers."""
-        layers = self.entries("mass").groupby(["arm", "layer"])[[*MASS]].mean()
+        layers = self.layers()[[*MASS]].dropna(axis=1, how="all")
         table = layers.groupby("arm").mean().map("{:.1%}".format)
         found = layers["selected"] > layers["random"]
         found = found.groupby("arm").agg(["sum", "count"])
@@ -263,11 +323,17 @@ class Group:
         figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
         over_tokens, by_position = figure.subplots(1, 2, width_ratios=(3, 2))
         curves = self.curves().dropna()
-        # Before, losses fall alike or from the height of a fresh conversion, and fill the picture.
-        curves = curves[1 if self.converts else len(curves) // 3 :]
+        if self.converts:
+            start = curves[self.base].iloc[0].mean()
+            over_tokens.axhline(start, color=GREYS[2], lw=1, ls="--", label="dense, untrained")
+            over_tokens.set_xscale("symlog", linthresh=0.5, linscale=0.5)
+            over_tokens.xaxis.set_major_formatter("{x:g}")
+        else:  # before, all losses fall alike and fill the picture
+            curves = curves[len(curves) // 3 :]
         curves.index /= 1e6
         for arm, losses in curves.T.groupby("arm", sort=False):
-            over_tokens.plot(losses.mean(), color=self.colours[arm], lw=1.4, label=arm)
+            style = {"marker": "o", "ms": 3} if self.converts else {}
+            over_tokens.plot(losses.mean(), color=self.colours[arm], lw=1.4, label=arm, **style)
             band = curves.index, losses.min(), losses.max()
             over_tokens.fill_between(*band, color=self.colours[arm], alpha=0.25, lw=0)
         over_tokens.set(title="Held-out loss, nats per token", xlabel="tokens, millions")
@@ -297,14 +363,11 @@ class Group:
 
     def recall_figure(self) -> Figure:
         """Draw the share of right answers by the distance of what must be found."""
-        entries = self.recall()
-        # A distance counts as the next power of 2.
-        entries["distance"] = 2 ** np.ceil(np.log2(entries["distance"].clip(lower=256)))
-        shares = entries.groupby(["task", "arm", "distance"])["correct"].mean()
-        tasks = entries["task"].unique()
+        by_distance = self.recall_by_distance()
+        shares, tasks = by_distance.groupby(level=[*range(3)]).mean(), by_distance.index.unique(0)
         figure, panels = self.panels(tasks, 3.0, xlabel="distance, tokens")
         for task, axes in panels.items():
-            for arm in entries["arm"].unique():
+            for arm in by_distance.index.unique(1):
                 axes.plot(shares[task, arm], "o-", color=self.colours[arm], ms=3, lw=1.2, label=arm)
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: length_words(int(value)))
@@ -313,16 +376,22 @@ class Group:
         return figure
 
     def mass_figure(self) -> Figure:
-        """Draw the share of dense attention's mass by layer and kind of blocks."""
-        means = self.entries("mass").groupby(["arm", "layer"], sort=False)[[*MASS]].mean()
-        arms = means.index.unique("arm")
-        figure, panels = self.panels(arms, 2.8, xlabel="layer")
-        for arm, axes in panels.items():
-            for kind, colour in MASS.items():
-                axes.plot(means.loc[arm, kind], "o-", color=colour, ms=3.5, lw=1.4, label=kind)
+        """Draw the share of dense attention's mass, and the gates, by arm and layer."""
+        layers = self.layers()
+        arms, gated = layers.index.unique("arm"), layers[[*GATES]].dropna()
+        gates = {f"{arm}: gates": arm for arm in gated.index.unique("arm")}
+        figure, panels = self.panels([*arms, *gates], 2.8, xlabel="layer")
+        branches = dict(zip(GATES, NSA_COLOURS))
+        for title, axes in panels.items():
+            kinds = branches if title in gates else MASS
+            for kind, colour in kinds.items():
+                values = layers.loc[gates.get(title, title), kind].dropna()
+                if len(values):
+                    label = GATES.get(kind, kind)
+                    axes.plot(values, "o-", color=colour, ms=3.5, lw=1.4, label=label)
         panels[arms[0]].set_ylabel("share of attention mass")
-        handles = axes.get_legend_handles_labels()
-        figure.legend(*handles, loc="outside right center")
+        for title in (arms[-1], *[*gates][-1:]):
+            panels[title].legend(fontsize="small")
         return figure
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
@@ -345,7 +414,8 @@ def main(
 ) -> None:
     """Write the tables and pictures of the study."""
     results, missing = read(folder)
-    groups = [group for name in PLAN if (group := Group(name, results)).runs or group.sweep]
+    found = (Group(name, results, read_starts(folder, name)) for name in PLAN)
+    groups = [group for group in found if group.runs or group.sweep]
     if not groups:
         raise typer.BadParameter(f"{folder} has no finished run: start run.py first")
     out.mkdir(parents=True, exist_ok=True)

@@ -227,12 +227,52 @@ def test_the_tokens_that_repay_a_conversion(tmp_path: Path) -> None:
     }
     group = group_of(written(runs, tmp_path), "smollm2_8k")
     (rows,) = tables(group.cost_table() + "\n")
-    curve = group.loss_figure().axes[0].lines[1]
-    assert points(curve) == [(1, 2.5), (2, 1.5), (3, 1.25)]
+    lines = {line.get_label(): points(line) for line in group.loss_figure().axes[0].lines}
+    assert lines["NSA"] == [(0, 5.0), (1, 2.5), (2, 1.5), (3, 1.25)]
+    assert lines["dense, untrained"] == [(0, 2.0), (1, 2.0)]
+    (by_tokens,) = tables(group.curve_table() + "\n")
+    assert by_tokens["NSA"]["0 M tokens"] == "5.0000"
+    assert by_tokens["dense"]["3 M tokens"] == "1.0000"
     assert rows["NSA"]["keys per query"] == "1,683"
     assert rows["NSA"]["tokens to a loss as before training"] == "1.5 M"
     assert rows["NSA"]["tokens to a loss as dense"] == "not reached"
     assert rows["dense"]["tokens to a loss as dense"] == "0.0 M"
+
+
+def test_the_starts_of_a_conversion_are_compared_with_dense_attention(tmp_path: Path) -> None:
+    runs = {"smollm2_8k_dense-seed0": converted("smollm2_8k_dense", [2.0, 1.0], 4096)}
+    mass = [{"selected": 0.5, "random": 0.25}, {"selected": 0.75, "random": 0.25}]
+    dense = {"label": "dense", "rope_base": 1e6, "loss": 1.0, "document_losses": [0.5, 1.5]}
+    nsa = {"label": "NSA", "rope_base": 1e6, "loss": 1.25, "document_losses": [0.7, 1.8]}
+    starts = {"starts": [dense | {"mass": []}, nsa | {"mass": mass}]}
+    (tmp_path / "starts-smollm2_8k.json").write_text(json.dumps(starts))
+    report.main(written(runs, tmp_path), tmp_path)
+    page = (tmp_path / "report.md").read_text(encoding="utf-8")
+    (found,) = [table for table in tables(page) if "rotary base" in table.get("NSA", {})]
+    assert [*found["NSA"].values()] == [
+        "NSA",
+        "1e+06",
+        "1.2500",
+        "+0.2500 ± 0.0500",
+        "62.5%",
+        "25.0%",
+    ]
+    assert [*found["dense"].values()][3:] == ["-", "-", "-"]
+
+
+def test_gates_are_shown_by_branch_and_layer(tmp_path: Path) -> None:
+    run = converted("smollm2_8k_nsa", [2.0, 1.0], 1683)
+    for number, layer in enumerate(run["mass"]):
+        layer["gates"] = {"cmp": 0.1, "sel": 0.7 + 0.2 * number, "win": 0.25}
+    group = group_of(written({"smollm2_8k_nsa-seed0": run}, tmp_path), "smollm2_8k")
+    (gates,) = tables(group.gates_table() + "\n")
+    assert gates["NSA"]["selected"] == "0.80 (0.70 to 0.90)"
+    assert gates["NSA"]["window"] == "0.25 (0.25 to 0.25)"
+    assert "The mean gates of the branches" in report.page([group], [])
+    mass, drawn = group.mass_figure().axes
+    lines = {line.get_label(): points(line) for line in drawn.lines}
+    assert lines["selected"] == [(0, 0.7), (1, 0.9)]
+    assert [line.get_label() for line in mass.lines] == ["best", "selected", "random", "keys"]
 
 
 def test_rows_longer_than_those_of_the_training(tmp_path: Path) -> None:
