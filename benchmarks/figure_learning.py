@@ -1,21 +1,27 @@
 """Compute the tables and values of docs/explanation/learning.md from result files.
 
-The result of another GPU replaces a missing one; without any, the value is
-:data:`figure_tables.PENDING`.
+Those of MiniMax-M3 come from the result of this GPU, or else from that of another one. The others
+come from the result files of the study, with the functions of its report. Without a result file,
+the value is :data:`figure_tables.PENDING`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from figure_pieces import nearest
 from figure_tables import PENDING, Results, digits, short_device, table, tokens
 
-CONVERT, MINIMAX = "hf_convert.json", "hf_minimax.json"
+sys.path.insert(0, str(Path(__file__).with_name("study")))
+import report
+
+MINIMAX = "hf_minimax.json"
 _KINDS = ("blocks", "experts")
 # The trainings that are compared with "eager".
 DIFFERENCES = {
@@ -24,9 +30,9 @@ DIFFERENCES = {
     "control_replayed": "eager, weights moved, choices replayed",
     "nsa_blocks_replayed": "nsa_blocks, choices replayed",
 }
-# Fields of a converted model that are compared with dense attention, and their formats.
-_COMPARED = (("text_loss", ".3f"), ("recall", ".1%"), ("recall_of_far_pairs", ".1%"))
-IMAGES = {CONVERT: "learning_convert.svg", MINIMAX: "learning_minimax.svg"}
+SMALL, MODEL = ("small",), ("smollm2_8k", "smollm2_32k")  # groups of the study
+WINDOW = report.NSAConfig.window_size
+IMAGES = {SMALL: "learning_small.svg", MODEL: "learning_model.svg", MINIMAX: "learning_minimax.svg"}
 
 
 def _from_file(file: str) -> Callable[[Callable[[Any], str]], Callable[[Results], str]]:
@@ -47,63 +53,171 @@ def _device(document: Any) -> str:
     return short_device(document["machine"]["device"])
 
 
-@_from_file(CONVERT)
-def convert(document: Any) -> str:
-    """Tabulate loss, recall and selected mass at the conversion, after stage 1 and at the end."""
-    scale, dense = document["scale"], {p["step"]: p for p in document["dense"]}
-    names = {0: "0, after the conversion", scale["first_stage"]: "{}, after the first stage"}
+def groups_of(folder: Path, names: Sequence[str]) -> list[report.Group]:
+    """Return groups of the study's arms; [] if one has no finished run of its baseline.
+
+    Args:
+        folder: The folder of a GPU's results; those of the study lie beside it.
+        names: Names of groups in arms.toml.
+    """
+    results = folder.parent.parent / "study" / "results"
+    finished = report.read(results)[0] if results.exists() else []
+    groups = [report.Group(n, finished, report.read_starts(results, n)) for n in names]
+    return groups if all(g.runs and g.base in g.curves() for g in groups) else []
+
+
+def _from_study(
+    names: Sequence[str],
+) -> Callable[[Callable[[list[report.Group]], str]], Callable[[Results], str]]:
+    """Give a function the named groups of the study; without their results, return PENDING."""
+
+    def decorate(compute: Callable[[list[report.Group]], str]) -> Callable[[Results], str]:
+        @functools.wraps(compute)
+        def value(results: Results) -> str:
+            groups = groups_of(results.folder, names)
+            return compute(groups) if groups else PENDING
+
+        return value
+
+    return decorate
+
+
+def _rows(columns: dict[str, Any], labels: Sequence[str]) -> list[list[str]]:
+    """Return a row for each arm, from columns of values by arm; "-" stands for no value."""
+    return [[label, *(column.get(label, "-") for column in columns.values())] for label in labels]
+
+
+def _far_recall(group: report.Group) -> Any:
+    """Return the mean share of right answers beyond the window, over tasks, by arm."""
+    entries = group.recall()
+    return entries[entries["distance"] > WINDOW].groupby("arm")["correct"].mean()
+
+
+def _masses(group: report.Group) -> dict[str, str]:
+    """Return the mass of the selected blocks and of random ones in words, by arm."""
+    layers = group.layers()[["selected", "random"]].groupby("arm").mean()
+    return {arm: f"{m['selected']:.0%}, {m['random']:.0%}" for arm, m in layers.iterrows()}
+
+
+@_from_study(SMALL)
+def small(groups: list[report.Group]) -> str:
+    """Tabulate the small arms: loss, recall beyond the window, mass of the selected blocks."""
+    (group,) = groups
+    positions = report.positions(group.final["by_position"])
+    far = positions.columns[-1]
+    losses = positions[[far]].assign(loss=group.final["loss"])
+    above = group.above_base(losses)
+    near, far_above = (
+        report.with_error(above[name].unstack("seed").drop(group.base)) for name in ("loss", far)
+    )
+    entries = group.recall()
+    values = entries[(entries["distance"] > WINDOW) & (entries["task"] == "key_value")]
+    columns = {
+        "loss": group.final["loss"].groupby("arm").mean().map("{:.3f}".format),
+        f"above {group.base}": near,
+        f"at positions {far}": far_above,
+        "values recalled from beyond the window": values.groupby("arm")["correct"]
+        .mean()
+        .map("{:.1%}".format),
+        "mass in the selected blocks, in random ones": _masses(group),
+    }
+    return table(["attention", *columns], _rows(columns, [*group.labels.values()]))
+
+
+@_from_study(MODEL)
+def model(groups: list[report.Group]) -> str:
+    """Tabulate the converted model beside dense attention, at both lengths."""
     rows = []
-    for nsa in document["nsa"]:
-        step = nsa["step"]
-        if step not in (*names, scale["steps"]):
-            continue
-        other = dense[step]
-        rows.append(
-            [
-                names.get(step, "{}").format(step),
-                *(f"{nsa[field]:{form}} / {other[field]:{form}}" for field, form in _COMPARED),
-                f"{fmean(nsa['selected_mass']):.1%}, {fmean(nsa['selected_keys']):.1%}",
-            ]
+    for group in groups:
+        curves, facts = group.curves().T.groupby("arm").mean().T, group.facts()
+        base = curves[group.base]
+        early = curves.index[curves.index <= 1.02e6][-1]
+        columns = {
+            "start": curves.iloc[0].map("{:.3f}".format),
+            "1 M": curves.loc[early].map("{:.3f}".format),
+            "end": curves.iloc[-1].map("{:.3f}".format),
+            "as the start": _reached(curves - base.iloc[0]),
+            "as dense": _reached(curves.drop(columns=group.base).sub(base, axis=0)),
+            "recall": _far_recall(group).map("{:.0%}".format),
+            "speed": facts["speed.tokens_per_s"].map("{:,.0f}".format),
+            "keys": facts["keys_per_query"].map("{:,.0f}".format),
+        }
+        length = tokens(group.plan["row"])
+        labels = [label for label in group.labels.values() if label in curves][::-1]
+        rows += [[length, *row] for row in _rows(columns, labels)]
+    return table(
+        [
+            *("rows of", "attention", "loss before training", "after 1 M tokens", "at the end"),
+            *("as before the conversion after", "as dense attention after"),
+            *("recall beyond the window", "training tokens/s", "keys per query"),
+        ],
+        rows,
+    )
+
+
+def _reached(points: Any) -> dict[str, str]:
+    """Return after how many tokens each column of differences is at most 0, in words."""
+    levels = points.apply(report.level)
+    last = points.index[-1] / 1e6
+    return {
+        arm: f"{level / 1e6:.2g} M" if level < float("inf") else f"not within {last:.0f} M"
+        for arm, level in levels.items()
+    }
+
+
+@_from_study(MODEL)
+def model_answer(groups: list[report.Group]) -> str:
+    """State how far NSA is from dense attention at the end, at both lengths."""
+    parts = []
+    for group in groups:
+        losses = report.pd.DataFrame(
+            group.final["document_losses"].tolist(), index=group.final.index
         )
-    columns = ["step", "text, nats per byte", "recall", "recall of far pairs"]
-    return table([*columns, "mass in the selected blocks, their share of the keys"], rows)
+        above = group.above_base(losses).groupby("arm").mean().drop(group.base)
+        (words,) = report.with_error(above)
+        millions = group.curves().index[-1] / 1e6
+        parts.append(f"{words} at {tokens(group.plan['row'])} after {millions:.0f} M tokens")
+    return ", ".join(parts)
 
 
-@_from_file(CONVERT)
-def convert_run(document: Any) -> str:
-    """State the sizes, the device and the duration of the conversion run."""
-    scale, seconds = document["scale"], document["seconds"]
-    return (
-        f"{document['parameters']['dense'] / 1e6:.1f} million parameters,"
-        f" {document['parameters']['nsa'] / 1e6:.1f} million with NSA; {scale['layers']} layers of"
-        f" {scale['layer']['dim']}, rows of {tokens(scale['length'])} tokens, {document['answers']}"
-        f" held-out questions; {sum(seconds.values()):.0f} seconds on one {_device(document)}"
-    )
+@_from_study(MODEL)
+def starts(groups: list[report.Group]) -> str:
+    """Tabulate how near to dense attention each start of a conversion is."""
+    columns: dict[str, dict[str, str]] = {}
+    labels: list[str] = []
+    for group in groups:
+        if not group.starts:
+            return PENDING
+        length = tokens(group.plan["row"])
+        frame = report.pd.DataFrame(group.starts).set_index("label")
+        losses = report.pd.DataFrame(frame["document_losses"].tolist(), index=frame.index)
+        above = (losses - losses.loc["dense"]).drop("dense")
+        columns[f"above dense attention, {length}"] = dict(report.with_error(above))
+        columns[f"mass in the selected blocks, {length}"] = {
+            label: f"{fmean(layer['selected'] for layer in mass):.0%}"
+            for label, mass in frame["mass"].items()
+            if mass
+        }
+        labels += [label for label in above.index if label not in labels]
+    return table(["start", *columns], _rows(columns, labels))
 
 
-@_from_file(CONVERT)
-def convert_lesson(document: Any) -> str:
-    """State the steps and rows of the dense training, the pairs of a long row, and the loss."""
-    scale, loss = document["scale"], document.get("loss", "the mean over text and answers")
-    steps = {point["row_length"]: point["step"] for point in document["before_conversion"]}
-    parts = ", ".join(f"{count} on rows of {tokens(length)}" for length, count in steps.items())
-    return (
-        f"{parts} tokens; a row of {tokens(scale['length'])} tokens has {scale['pairs']} pairs;"
-        f" after the conversion the loss is {loss}"
-    )
-
-
-@_from_file(CONVERT)
-def convert_recall(document: Any) -> str:
-    """State the recall before the conversion, directly after it, and at the end."""
-    first, nsa, dense = document["dense"][0], document["nsa"], document["dense"]
-    return (
-        f"the dense model answered {first['recall']:.1%} of the questions when it was converted,"
-        f" and the converted model {nsa[0]['recall']:.1%} before any training; at the end NSA"
-        f" answered {nsa[-1]['recall']:.1%} and dense attention {dense[-1]['recall']:.1%}, of the"
-        f" questions for far pairs {nsa[-1]['recall_of_far_pairs']:.1%} and"
-        f" {dense[-1]['recall_of_far_pairs']:.1%}"
-    )
+@_from_study(MODEL)
+def gates(groups: list[report.Group]) -> str:
+    """Tabulate the gates and the masses at the end, with the lowest and the highest layer."""
+    rows = []
+    for group in groups:
+        layers = group.layers().dropna()
+        for arm, own in layers.groupby("arm"):
+            shares = own[[*report.GATES, "selected", "random", "window"]]
+            cells = (
+                f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
+                for _, values in shares.items()
+            )
+            rows.append([f"{tokens(group.plan['row'])}, {arm}", *cells])
+    columns = ["gate of cmp", "gate of sel", "gate of win"]
+    masses = ["mass in the selected blocks", "in random ones", "in the window"]
+    return table(["rows of, attention", *columns, *masses], rows)
 
 
 @_from_file(MINIMAX)
@@ -148,18 +262,19 @@ def minimax_gradients(document: Any) -> str:
     )
 
 
-def _plot(file: str, text: str) -> Callable[[Results], str]:
-    return _from_file(file)(lambda _: f"![{text}](../images/{IMAGES[file]})")
+def _plot(source: Any, text: str) -> Callable[[Results], str]:
+    reader = _from_file(source) if isinstance(source, str) else _from_study(source)
+    return reader(lambda _: f"![{text}](../images/{IMAGES[source]})")
 
 
 LEARNING: dict[str, Callable[[Results], str]] = {
-    "hf-convert": convert,
-    "hf-convert-run": convert_run,
-    "hf-convert-lesson": convert_lesson,
-    "hf-convert-recall": convert_recall,
-    "hf-convert-plot": _plot(
-        CONVERT, "Held-out loss, recall and selected mass over the steps after the conversion"
-    ),
+    "study-small": small,
+    "study-small-plot": _plot(SMALL, "Loss over tokens, and its difference by position"),
+    "study-model": model,
+    "study-model-answer": model_answer,
+    "study-model-plot": _plot(MODEL, "Loss over tokens, and right answers by distance"),
+    "study-starts": starts,
+    "study-gates": gates,
     "hf-minimax": minimax,
     "hf-minimax-differences": minimax_differences,
     "hf-minimax-gradients": minimax_gradients,

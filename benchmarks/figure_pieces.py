@@ -314,13 +314,6 @@ PIECES = (
         2,
     ),
     Piece(
-        "hf-convert",
-        "held-out loss, recall and selected mass of a dense model that becomes NSA",
-        "python benchmarks/hugging_face/convert_learning.py --json {file}",
-        "hf_convert.json",
-        8,
-    ),
-    Piece(
         "hf-minimax",
         "training losses of MiniMax-M3 with nsa_blocks and with eager",
         "python benchmarks/hugging_face/minimax_learning.py --json {file}",

@@ -21,16 +21,19 @@ more at any step. The file is written at the end: an interrupted run leaves none
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
+import json
 import statistics
 import sys
+import sysconfig
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from learning_command import command_line, result, write
-from learning_rows import library_sources
+import transformers
 from transformers import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
     MiniMaxM3VLForCausalLM,
@@ -38,10 +41,14 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
     MiniMaxM3VLTopKRouter,
 )
 
+from nsa_bench.environment import machine
+from nsa_core.util.atomic_files import write_atomic
 from nsa_models.hf import minimax
+from nsa_models.lm.data import is_held_out
 
 LIMIT = 1e-3  # nats per byte
 EPSILON = 1e-6
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,9 +283,21 @@ def compare_gradients(model: MiniMaxM3VLForCausalLM, batch: torch.Tensor) -> dic
     return {"parameter": name, "difference": differences[name], "parameters": len(differences)}
 
 
+def library_sources() -> torch.Tensor:
+    """Return the source files of Python's own library, uint8 [N], without those held out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        path.read_bytes()
+        for path in sorted(root.rglob("*.py"))
+        if not SKIPPED & set(path.relative_to(root).parts)
+    ]
+    training = [file for file in files if not is_held_out(file.decode(errors="replace"), 0.05)]
+    return torch.frombuffer(bytearray(b"".join(training)), dtype=torch.uint8)
+
+
 def train_all(scale: Scale, device: str, with_kernel: bool = True) -> dict[str, Any]:
     """Run all trainings, or "eager" and its controls only; return the fields of the result."""
-    tokens = rows(scale, library_sources()[0]).to(device)
+    tokens = rows(scale, library_sources()).to(device)
     torch.manual_seed(0)
     start = MiniMaxM3VLForCausalLM(scale.config()).to(device, torch.float32)
     near, rate = moved(start), scale.learning_rate
@@ -325,7 +344,13 @@ def report(name: str, trained: dict[str, Any]) -> None:
 
 def main() -> int:
     """Run all trainings, print and save the result; return the exit code."""
-    parser = command_line(__doc__, SCALES)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=available, help=f"default: {available}")
+    parser.add_argument("--scale", choices=list(SCALES), default="full", help="default: full")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result file")
     parser.add_argument(
         "--only-control",
         action="store_true",
@@ -343,8 +368,17 @@ def main() -> int:
     if options.only_control:
         train_all(scale, options.device, with_kernel=False)
         return 0
-    document = result("nsa-hf-minimax", options.device, scale, train_all(scale, options.device))
-    write(document, options.json)
+    document = {
+        "kind": "nsa-hf-minimax",
+        "schema_version": 1,
+        "machine": machine(options.device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "scale": dataclasses.asdict(scale),
+        **train_all(scale, options.device),
+    }
+    if options.json is not None:
+        write_atomic(options.json, json.dumps(document, indent=1) + "\n", force=True)
     names = (minimax.NAME, f"{minimax.NAME}_replayed")
     wrong = [name for name in names if not document[name]["largest_difference"] < LIMIT]
     for name in wrong:

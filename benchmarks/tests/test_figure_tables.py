@@ -204,9 +204,9 @@ def test_the_other_libraries_are_compared_in_one_run(tmp_path):
 
 
 def test_a_training_on_another_gpu_is_shown(tmp_path):
-    name = "hf-convert-run"
+    name = "hf-minimax-gradients"
     results = figures.Results(tmp_path / "h200")
     assert figures.TABLES[name](results) == "not measured yet"
     (tmp_path / "h100").mkdir()
-    shutil.copy(ROOT / "benchmarks/results/h100/hf_convert.json", tmp_path / "h100")
+    shutil.copy(ROOT / "benchmarks/results/h100/hf_minimax.json", tmp_path / "h100")
     assert figures.TABLES[name](results).endswith("on one H100 80GB")

@@ -12,6 +12,8 @@ import pandas as pd
 import pytest
 import report
 import typer
+from figure_learning import LEARNING
+from figure_tables import Results
 from matplotlib.colors import to_hex
 
 DOCUMENTS = [2.0, 2.5, 4.0, 3.5]
@@ -347,3 +349,90 @@ def test_the_command_writes_every_picture_of_its_page(
     assert pictures == ["small_loss.svg", "small_recall.svg", "small_mass.svg"]
     assert {path.name for path in out.iterdir()} == {"report.md", *pictures}
     assert all((out / name).read_text().startswith("<?xml") for name in pictures)
+
+
+@pytest.fixture
+def page_table(tmp_path: Path) -> Any:
+    """A function that returns a table of docs/explanation/learning.md for some runs and starts."""
+
+    def of(name: str, runs: dict[str, Any], starts: dict[str, Any] | None = None) -> Any:
+        folder = tmp_path / "study" / "results"
+        folder.mkdir(parents=True)
+        for group, entries in (starts or {}).items():
+            (folder / f"starts-{group}.json").write_text(json.dumps({"starts": entries}))
+        written(runs, folder)
+        text = LEARNING[name](Results(tmp_path / "results" / "h100"))
+        lines = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()]
+        return [dict(zip(lines[0], row, strict=True)) for row in lines[2:]] or text
+
+    return of
+
+
+def test_the_page_shows_the_small_arms(study: dict[str, Any], page_table: Any) -> None:
+    for run in study.values():
+        run["recall"] = [entry | {"task": "key_value"} for entry in run["recall"]]
+    rows = {row["attention"]: row for row in page_table("study-small", study)}
+    assert list(rows) == [*LABELS.values()]
+    assert rows["NSA"] == {
+        **{"attention": "NSA", "loss": "2.510", f"above {BASE}": "-0.5000 ± 0.0289"},
+        # All distances lie beyond the window but those at depth 1.
+        **{"at positions 1k-8k": "-1.0000 ± 0.0577"},
+        "values recalled from beyond the window": "51.0%",
+        "mass in the selected blocks, in random ones": "60%, 20%",
+    }
+    assert rows[BASE][f"above {BASE}"] == "-"
+
+
+def pairs_of_arms() -> dict[str, Any]:
+    """Return invented runs of both lengths of the real model."""
+    runs = {}
+    for group, keys in (("smollm2_8k", 4096), ("smollm2_32k", 16384)):
+        losses = {"dense": [2.0, 1.5, 1.5, 1.0], "nsa": [5.0, 2.5, 1.5, 1.25]}
+        for arm, own in losses.items():
+            run = converted(f"{group}_{arm}", own, keys if arm == "dense" else 1000)
+            for number, layer in enumerate(run["mass"]):
+                layer["gates"] = {"cmp": 0.1, "sel": 0.7 + 0.2 * number, "win": 0.25}
+                layer["window"] = 0.3
+            run["evaluations"][-1]["document_losses"] = [own[-1] - 0.5, own[-1] + 0.5]
+            run["mass"] = run["mass"] if arm == "nsa" else []
+            runs[f"{group}_{arm}-seed0"] = run
+    return runs
+
+
+def test_the_page_shows_the_real_model(page_table: Any) -> None:
+    rows = page_table("study-model", pairs_of_arms())
+    assert [(row["rows of"], row["attention"]) for row in rows] == [
+        *(("8k", "dense"), ("8k", "NSA"), ("32k", "dense"), ("32k", "NSA"))
+    ]
+    assert [*rows[1].values()][2:] == [
+        *("5.000", "2.500", "1.250", "1.5 M", "not within 3 M", "50%", "900,000", "1,000")
+    ]
+    assert [*rows[2].values()][5:7] == ["0 M", "-"]
+
+
+def test_the_page_states_the_difference_at_the_end(page_table: Any) -> None:
+    text = page_table("study-model-answer", pairs_of_arms())
+    assert (
+        text == "+0.2500 ± 0.0000 at 8k after 3 M tokens, +0.2500 ± 0.0000 at 32k after 3 M tokens"
+    )
+
+
+def test_the_page_shows_gates_and_masses(page_table: Any) -> None:
+    first, second = page_table("study-gates", pairs_of_arms())
+    assert [*first.values()] == [
+        *("8k, NSA", "0.10 (0.10 to 0.10)", "0.80 (0.70 to 0.90)", "0.25 (0.25 to 0.25)"),
+        *("0.50 (0.50 to 0.50)", "0.20 (0.20 to 0.20)", "0.30 (0.30 to 0.30)"),
+    ]
+    assert second["rows of, attention"] == "32k, NSA"
+
+
+def test_the_page_shows_the_starts(page_table: Any) -> None:
+    dense = {"label": "dense", "document_losses": [0.5, 1.5], "mass": []}
+    nsa = {"label": "NSA", "document_losses": [0.7, 1.8], "mass": [{"selected": 0.5}]}
+    other = dense | {"label": "dense, other base", "document_losses": [0.5, 1.5]}
+    starts = {"smollm2_8k": [dense, nsa], "smollm2_32k": [other, dense, nsa]}
+    rows = page_table("study-starts", pairs_of_arms(), starts)
+    assert [[*row.values()] for row in rows] == [
+        ["NSA", "+0.2500 ± 0.0500", "50%", "+0.2500 ± 0.0500", "50%"],
+        ["dense, other base", "-", "-", "+0.0000 ± 0.0000", "-"],
+    ]

@@ -3,7 +3,7 @@
     python docs/scripts/learning_figure.py docs/images
 
 If the GPU has no result file, that of another GPU is drawn; without any, the plot is left
-out, as on the page.
+out, as on the page. The results of the study lie in benchmarks/study/results.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from nsa_bench.render.style import FAINT, INK, NSA_COLOURS, EndLabel, draw, label_ends
+from nsa_bench.render.style import INK, NSA_COLOURS, EndLabel, draw, label_ends
+from nsa_bench.render.words import tokens as length_words
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 sys.path.insert(0, str(BENCHMARKS))
-from figure_learning import CONVERT, IMAGES, MINIMAX  # noqa: E402
+from figure_learning import IMAGES, MINIMAX, MODEL, SMALL, groups_of  # noqa: E402
 from figure_pieces import PUBLISHED, nearest  # noqa: E402
 
 NSA, DENSE = NSA_COLOURS[0], "#808080"
+COLOURS = {"NSA": NSA, "dense": DENSE}
 # Inches: left margin, width, right margin for labels, bottom margin, height and top margin.
 _LEFT, _WIDTH, _RIGHT, _BOTTOM, _HEIGHT, _TOP = 0.75, 2.6, 1.25, 0.6, 2.1, 0.45
 _COLUMNS = 2
@@ -62,39 +64,38 @@ def lines(axes: Any, curves: list[tuple[str, str, list[tuple[float, float]]]], k
     label_ends(axes, ends)
 
 
-def convert_figure(document: Any) -> Any:
-    """Return the curves after the conversion: loss, recall, selected mass."""
+def model_figure(groups: list[Any]) -> Any:
+    """Return the losses of the converted model over tokens, and its recall, at each length."""
 
-    def curve(attention: str, field: str) -> list[tuple[float, float]]:
-        points = ((p["step"], p[field]) for p in document[attention])
-        return [(s, sum(v) / len(v) if isinstance(v, list) else v) for s, v in points]
-
-    def panel(field: str, title: str, label: str, kind: str) -> Panel:
+    def losses(group: Any) -> Panel:
         def draw_panel(axes: Any) -> None:
-            curves = [("NSA", NSA, curve("nsa", field)), ("dense", DENSE, curve("dense", field))]
-            finish(axes, title, label, kind)
-            lines(axes, curves, kind)
+            axes.set(xlabel="tokens, millions", ylabel="nats per token")
+            axes.set_title(f"Held-out loss, rows of {length_words(group.plan['row'])}")
+            curves = group.curves().dropna().T.groupby("arm").mean().T
+            axes.axhline(curves[group.base].iloc[0], ls=":", lw=1.2, color=INK)
+            axes.set_xscale("symlog", linthresh=0.5, linscale=0.5)
+            axes.xaxis.set_major_formatter("{x:g}")
+            millions = curves.index / 1e6
+            lines(
+                axes, [(arm, COLOURS[arm], [*zip(millions, curves[arm])]) for arm in curves], ".3f"
+            )
 
         return draw_panel
 
-    def mass(axes: Any) -> None:
-        finish(axes, "Selected blocks hold", "share", ".0%")
-        inside, keys = curve("nsa", "selected_mass"), curve("nsa", "selected_keys")
-        lines(axes, [("mass", NSA, inside), ("keys", FAINT, keys)], ".0%")
-
-    def finish(axes: Any, title: str, label: str, kind: str) -> None:
-        axes.set(xlabel="steps after the conversion", ylabel=label)
-        axes.set_title(title)
-        axes.axvline(document["scale"]["first_stage"], ls=":", lw=1.2, color=INK)
-        if kind == ".0%":
-            axes.set_ylim(0, 1)
+    def recall(group: Any) -> Panel:
+        def draw_panel(axes: Any) -> None:
+            axes.set(xlabel="distance, tokens", ylabel="right answers", ylim=(0, 1))
+            axes.set_title(f"Recall, rows of {length_words(group.plan['row'])}")
+            shares = group.recall_by_distance().groupby(["arm", "distance"]).mean()
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: length_words(int(value)))
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+            curves = [(a, COLOURS[a], [*shares[a].items()]) for a in shares.index.unique("arm")]
+            lines(axes, curves, ".0%")
 
-    return panels(
-        panel("text_loss", "Held-out text", "nats per byte", ".3f"),
-        panel("recall", "Recall of pairs", "right answers", ".0%"),
-        mass,
-    )
+        return draw_panel
+
+    return panels(*map(losses, groups), *map(recall, groups))
 
 
 def minimax_figure(document: Any) -> Any:
@@ -135,13 +136,21 @@ def main() -> None:
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS / PUBLISHED)
     options = parser.parse_args()
-    for file, figure in ((CONVERT, convert_figure), (MINIMAX, minimax_figure)):
-        path = nearest(options.results, file)
-        if path is None:
-            print(f"{IMAGES[file]}: not drawn, no {file} exists")
-            continue
-        document = json.loads(path.read_text(encoding="utf-8"))
-        (options.folder / IMAGES[file]).write_bytes(draw(lambda f=figure, d=document: f(d), "svg"))
+    path, small, model = (
+        nearest(options.results, MINIMAX),
+        groups_of(options.results, SMALL),
+        groups_of(options.results, MODEL),
+    )
+    figures = {
+        SMALL: (small, lambda: small[0].loss_figure()),
+        MODEL: (model, lambda: model_figure(model)),
+        MINIMAX: (path, lambda: minimax_figure(json.loads(path.read_text(encoding="utf-8")))),
+    }
+    for source, (found, figure) in figures.items():
+        if found:
+            (options.folder / IMAGES[source]).write_bytes(draw(figure, "svg"))
+        else:
+            print(f"{IMAGES[source]}: not drawn, it has no result files")
 
 
 if __name__ == "__main__":
