@@ -250,6 +250,12 @@ def test_a_run_that_was_cut_resumes_to_the_same_result(corpus, monkeypatch, no_q
 
 def test_an_arm_is_evaluated_at_the_tokens_of_its_plan(corpus, monkeypatch, no_questions):
     """Tokens beyond the end, and a second report of one step, add nothing."""
+    train = study.train
+
+    def reporting_twice(trainer, saves, report):
+        train(trainer, saves, lambda progress: [report(progress) for _ in range(2)])
+
+    monkeypatch.setattr(study, "train", reporting_twice)
     monkeypatch.setitem(SMALL, "points", [256, 700, 1024, 5000])
     run = study.Study(a_run("nsa"), corpus, corpus, "cpu")
     run.go(math.inf)

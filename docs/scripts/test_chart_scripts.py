@@ -7,6 +7,7 @@ import pathlib
 import re
 import shutil
 
+import learning_figure
 import pytest
 import readme_figure
 import scaling_figure
@@ -24,8 +25,12 @@ def lines_of_chart(svg: str) -> list[list[float]]:
 
 @pytest.mark.parametrize(
     ("script", "image"),
-    [(readme_figure, "lengths.svg"), (scaling_figure, "context_parallel.svg")],
-    ids=["lengths", "GPUs"],
+    [
+        (readme_figure, "lengths.svg"),
+        (scaling_figure, "context_parallel.svg"),
+        (learning_figure, "learning_small.svg"),
+    ],
+    ids=["lengths", "GPUs", "small models"],
 )
 def test_a_chart_is_that_of_the_results(script, image, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", [script.__name__, str(tmp_path)])
