@@ -165,19 +165,54 @@ def _reached(points: Any) -> dict[str, str]:
     }
 
 
+def _by_length(groups: list[report.Group], words: Sequence[str]) -> str:
+    """Join the words for each group, with its length."""
+    return " and ".join(f"{w} at {tokens(g.plan['row'])}" for g, w in zip(groups, words))
+
+
+@_from_study(SMALL)
+def small_answer(groups: list[report.Group]) -> str:
+    """State the difference of NSA to the baseline of the small arms, over seeds."""
+    losses = groups[0].above_base(groups[0].final[["loss"]])["loss"].unstack("seed")
+    return str(report.with_error(losses)["NSA"])
+
+
 @_from_study(MODEL)
 def model_answer(groups: list[report.Group]) -> str:
-    """State how far NSA is from dense attention at the end, at both lengths."""
-    parts = []
+    """State how far NSA is above dense attention at the end, over documents, at both lengths."""
+    words = []
     for group in groups:
         losses = report.pd.DataFrame(
             group.final["document_losses"].tolist(), index=group.final.index
         )
-        above = group.above_base(losses).groupby("arm").mean().drop(group.base)
-        (words,) = report.with_error(above)
-        millions = group.curves().index[-1] / 1e6
-        parts.append(f"{words} at {tokens(group.plan['row'])} after {millions:.0f} M tokens")
-    return ", ".join(parts)
+        words.append(report.with_error(group.above_base(losses).groupby("arm").mean())["NSA"])
+    return _by_length(groups, words)
+
+
+@_from_study(MODEL)
+def model_start(groups: list[report.Group]) -> str:
+    """State how far a fresh conversion is above the dense model, at both lengths."""
+    curves = (group.curves().T.groupby("arm").mean().T.iloc[0] for group in groups)
+    words = [f"{own['NSA'] - own[group.base]:+.3f}" for group, own in zip(groups, curves)]
+    return _by_length(groups, words)
+
+
+@_from_study(MODEL)
+def model_repaid(groups: list[report.Group]) -> str:
+    """State after how many tokens NSA is as good as the dense model before, at both lengths."""
+    words = []
+    for group in groups:
+        curves = group.curves().T.groupby("arm").mean().T
+        words.append(_reached(curves - curves[group.base].iloc[0])["NSA"])
+    return _by_length(groups, words)
+
+
+@_from_study(MODEL)
+def model_speed(groups: list[report.Group]) -> str:
+    """State how many times faster NSA trains than dense attention, at both lengths."""
+    speeds = (group.facts()["speed.tokens_per_s"] for group in groups)
+    words = [f"{own['NSA'] / own[group.base]:.2f} times" for group, own in zip(groups, speeds)]
+    return _by_length(groups, words)
 
 
 @_from_study(MODEL)
@@ -269,9 +304,13 @@ def _plot(source: Any, text: str) -> Callable[[Results], str]:
 
 LEARNING: dict[str, Callable[[Results], str]] = {
     "study-small": small,
+    "study-small-answer": small_answer,
     "study-small-plot": _plot(SMALL, "Loss over tokens, and its difference by position"),
     "study-model": model,
     "study-model-answer": model_answer,
+    "study-model-start": model_start,
+    "study-model-repaid": model_repaid,
+    "study-model-speed": model_speed,
     "study-model-plot": _plot(MODEL, "Loss over tokens, and right answers by distance"),
     "study-starts": starts,
     "study-gates": gates,

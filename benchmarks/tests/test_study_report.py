@@ -410,11 +410,25 @@ def test_the_page_shows_the_real_model(page_table: Any) -> None:
     assert [*rows[2].values()][5:7] == ["0 M", "-"]
 
 
-def test_the_page_states_the_difference_at_the_end(page_table: Any) -> None:
-    text = page_table("study-model-answer", pairs_of_arms())
-    assert (
-        text == "+0.2500 ± 0.0000 at 8k after 3 M tokens, +0.2500 ± 0.0000 at 32k after 3 M tokens"
-    )
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("study-model-answer", "+0.2500 ± 0.0000 at 8k and +0.2500 ± 0.0000 at 32k"),
+        ("study-model-start", "+3.000 at 8k and +3.000 at 32k"),
+        ("study-model-repaid", "1.5 M at 8k and 1.5 M at 32k"),
+        ("study-model-speed", "1.00 times at 8k and 2.00 times at 32k"),
+    ],
+)
+def test_pages_state_values_of_the_real_model(name: str, words: str, page_table: Any) -> None:
+    runs = pairs_of_arms()
+    runs["smollm2_32k_nsa-seed0"]["speed"]["tokens_per_s"] *= 2
+    assert page_table(name, runs) == words
+
+
+def test_pages_state_the_difference_of_the_small_arms(
+    study: dict[str, Any], page_table: Any
+) -> None:
+    assert page_table("study-small-answer", study) == "-0.5000 ± 0.0289"
 
 
 def test_the_page_shows_gates_and_masses(page_table: Any) -> None:
