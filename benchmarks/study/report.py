@@ -97,6 +97,13 @@ def with_error(frame: pd.DataFrame) -> pd.Series:
     return frame.mean(axis=1).map("{:+.4f} ± ".format) + errors
 
 
+def scale_of_tokens(axes: Any, last: float) -> None:
+    """Let the x axis show millions of tokens of a conversion, 0 to ``last``, on a log scale."""
+    axes.set_xscale("symlog", linthresh=0.5, linscale=0.5)
+    axes.set_xticks([n for n in (0, 0.5, 1, 2, 5, 10, 20, 50, 100) if n <= last])
+    axes.xaxis.set_major_formatter("{x:g}")
+
+
 class Group:
     """The finished runs of a group of arms, as frames with the label of the arm and the seed."""
 
@@ -326,8 +333,7 @@ class Group:
         if self.converts:
             start = curves[self.base].iloc[0].mean()
             over_tokens.axhline(start, color=GREYS[2], lw=1, ls="--", label="dense, untrained")
-            over_tokens.set_xscale("symlog", linthresh=0.5, linscale=0.5)
-            over_tokens.xaxis.set_major_formatter("{x:g}")
+            scale_of_tokens(over_tokens, curves.index[-1] / 1e6)
         else:  # before, all losses fall alike and fill the picture
             curves = curves[len(curves) // 3 :]
         curves.index /= 1e6

@@ -23,6 +23,7 @@ RESULTS = BENCHMARKS / "results"
 sys.path.insert(0, str(BENCHMARKS))
 from figure_learning import IMAGES, MINIMAX, MODEL, SMALL, groups_of  # noqa: E402
 from figure_pieces import PUBLISHED, nearest  # noqa: E402
+from report import scale_of_tokens  # noqa: E402
 
 NSA, DENSE = NSA_COLOURS[0], "#808080"
 COLOURS = {"NSA": NSA, "dense": DENSE}
@@ -73,9 +74,8 @@ def model_figure(groups: list[Any]) -> Any:
             axes.set_title(f"Held-out loss, rows of {length_words(group.plan['row'])}")
             curves = group.curves().dropna().T.groupby("arm").mean().T
             axes.axhline(curves[group.base].iloc[0], ls=":", lw=1.2, color=INK)
-            axes.set_xscale("symlog", linthresh=0.5, linscale=0.5)
-            axes.xaxis.set_major_formatter("{x:g}")
             millions = curves.index / 1e6
+            scale_of_tokens(axes, millions[-1])
             lines(
                 axes, [(arm, COLOURS[arm], [*zip(millions, curves[arm])]) for arm in curves], ".3f"
             )
