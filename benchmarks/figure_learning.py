@@ -31,7 +31,7 @@ DIFFERENCES = {
     "nsa_blocks_replayed": "nsa_blocks, choices replayed",
 }
 SMALL, MODEL = ("small",), ("smollm2_8k", "smollm2_32k")  # groups of the study
-WINDOW = report.NSAConfig.window_size
+WINDOW, BLOCK = report.NSAConfig.window_size, report.NSAConfig.select_block_size
 IMAGES = {SMALL: "learning_small.svg", MODEL: "learning_model.svg", MINIMAX: "learning_minimax.svg"}
 
 
@@ -87,10 +87,16 @@ def _rows(columns: dict[str, Any], labels: Sequence[str]) -> list[list[str]]:
     return [[label, *(column.get(label, "-") for column in columns.values())] for label in labels]
 
 
-def _far_recall(group: report.Group) -> Any:
-    """Return the mean share of right answers beyond the window, over tasks, by arm."""
-    entries = group.recall()
-    return entries[entries["distance"] > WINDOW].groupby("arm")["correct"].mean()
+def _values(entries: Any) -> Any:
+    """Return the entries of recall that ask for the value of a definition."""
+    return entries[entries["task"] == "key_value"]
+
+
+def _far_values(group: report.Group) -> Any:
+    """Return the share of values recalled from beyond the window, by arm, in words."""
+    entries = _values(group.recall())
+    shares = entries[entries["distance"] > WINDOW].groupby("arm")["correct"].mean()
+    return shares.map("{:.1%}".format)
 
 
 def _masses(group: report.Group) -> dict[str, str]:
@@ -110,15 +116,11 @@ def small(groups: list[report.Group]) -> str:
     near, far_above = (
         report.with_error(above[name].unstack("seed").drop(group.base)) for name in ("loss", far)
     )
-    entries = group.recall()
-    values = entries[(entries["distance"] > WINDOW) & (entries["task"] == "key_value")]
     columns = {
         "loss": group.final["loss"].groupby("arm").mean().map("{:.3f}".format),
         f"above {group.base}": near,
         f"at positions {far}": far_above,
-        "values recalled from beyond the window": values.groupby("arm")["correct"]
-        .mean()
-        .map("{:.1%}".format),
+        "values recalled from beyond the window": _far_values(group),
         "mass in the selected blocks, in random ones": _masses(group),
     }
     return table(["attention", *columns], _rows(columns, [*group.labels.values()]))
@@ -130,15 +132,15 @@ def model(groups: list[report.Group]) -> str:
     rows = []
     for group in groups:
         curves, facts = group.curves().T.groupby("arm").mean().T, group.facts()
-        base = curves[group.base]
+        base, others = curves[group.base], curves.drop(columns=group.base)
         early = curves.index[curves.index <= 1.02e6][-1]
         columns = {
             "start": curves.iloc[0].map("{:.3f}".format),
             "1 M": curves.loc[early].map("{:.3f}".format),
             "end": curves.iloc[-1].map("{:.3f}".format),
-            "as the start": _reached(curves - base.iloc[0]),
-            "as dense": _reached(curves.drop(columns=group.base).sub(base, axis=0)),
-            "recall": _far_recall(group).map("{:.0%}".format),
+            "as the start": _reached(others - base.iloc[0]),
+            "as dense": _reached(others.sub(base, axis=0)),
+            "recall": _far_values(group),
             "speed": facts["speed.tokens_per_s"].map("{:,.0f}".format),
             "keys": facts["keys_per_query"].map("{:,.0f}".format),
         }
@@ -149,7 +151,7 @@ def model(groups: list[report.Group]) -> str:
         [
             *("rows of", "attention", "loss before training", "after 1 M tokens", "at the end"),
             *("as before the conversion after", "as dense attention after"),
-            *("recall beyond the window", "training tokens/s", "keys per query"),
+            *("values recalled from beyond the window", "training tokens/s", "keys per query"),
         ],
         rows,
     )
@@ -208,6 +210,16 @@ def model_repaid(groups: list[report.Group]) -> str:
 
 
 @_from_study(MODEL)
+def model_behind(groups: list[report.Group]) -> str:
+    """State after how many tokens dense attention has the final loss of NSA, at both lengths."""
+    words = []
+    for group in groups:
+        curves = group.curves().T.groupby("arm").mean().T
+        words.append(_reached(curves - curves["NSA"].iloc[-1])[group.base])
+    return _by_length(groups, words)
+
+
+@_from_study(MODEL)
 def model_speed(groups: list[report.Group]) -> str:
     """State how many times faster NSA trains than dense attention, at both lengths."""
     speeds = (group.facts()["speed.tokens_per_s"] for group in groups)
@@ -238,21 +250,73 @@ def starts(groups: list[report.Group]) -> str:
 
 
 @_from_study(MODEL)
-def gates(groups: list[report.Group]) -> str:
-    """Tabulate the gates and the masses at the end, with the lowest and the highest layer."""
+def losing(groups: list[report.Group]) -> str:
+    """Tabulate by tokens how far NSA is above dense attention, and what its blocks hold."""
     rows = []
     for group in groups:
-        layers = group.layers().dropna()
-        for arm, own in layers.groupby("arm"):
-            shares = own[[*report.GATES, "selected", "random", "window"]]
-            cells = (
-                f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
-                for _, values in shares.items()
+        entries = group.entries("evaluations").set_index(["arm", "tokens"])
+        above = report.positions(entries["by_position"])
+        above = above.loc["NSA"] - above.loc[group.base]
+        first, last = above.columns[0], above.columns[-1]
+        wanted = [n for n in (0, 0.5, 1, 5, 10, 25, 50) if n <= above.index[-1] / 0.99e6]
+        for tokens_now in sorted(
+            {min(above.index, key=lambda t: abs(t - n * 1e6)) for n in wanted}
+        ):
+            now = entries.loc["NSA", tokens_now]
+            rows.append(
+                [
+                    tokens(group.plan["row"]),
+                    f"{tokens_now / 1e6:.2g} M",
+                    f"{above.loc[tokens_now, first]:+.3f} ({first})",
+                    f"{above.loc[tokens_now, last]:+.3f} ({last})",
+                    f"{now['selected']:.0%}",
+                    f"{now['random']:.0%}",
+                ]
             )
-            rows.append([f"{tokens(group.plan['row'])}, {arm}", *cells])
-    columns = ["gate of cmp", "gate of sel", "gate of win"]
-    masses = ["mass in the selected blocks", "in random ones", "in the window"]
-    return table(["rows of, attention", *columns, *masses], rows)
+    columns = ["above dense, first positions", "above dense, last positions"]
+    masses = ["mass in the selected blocks", "in random ones"]
+    return table(["rows of", "tokens", *columns, *masses], rows)
+
+
+@_from_study(MODEL)
+def recalled(groups: list[report.Group]) -> str:
+    """Tabulate the recall of values before training and at the end, by their place.
+
+    Rows whose blocks are all selected do not count.
+    """
+    rows = []
+    for group in groups:
+        if not group.starts:
+            return PENDING
+        before = [
+            {**entry, "arm": start["label"]}
+            for start in group.starts
+            for entry in start.get("recall", ())
+        ]
+        at_end = group.recall()
+        for when, entries in (("before", report.pd.DataFrame(before)), ("at the end", at_end)):
+            values = _values(entries)
+            values = values[values["length"] > report.NSAConfig.num_selected_blocks * BLOCK]
+            far = values["length"] * (1 - values["depth"]) >= WINDOW
+            first = values["depth"] == 0
+            places = (values[~far], values[far & first], values[far & ~first])
+            shares = [place.groupby("arm")["correct"].mean() for place in places]
+            for arm in (group.base, "NSA"):
+                cells = (f"{share[arm]:.0%}" for share in shares)
+                rows.append([tokens(group.plan["row"]), arm, when, *cells])
+    places = ["in the window", "in the first block", "elsewhere"]
+    return table(["rows of", "attention", "training", *places], rows)
+
+
+@_from_study(MODEL)
+def gates(groups: list[report.Group]) -> str:
+    """State the gates of cmp, sel and win at the end, with the lowest and the highest layer."""
+    words = []
+    for group in groups:
+        own = group.layers().loc["NSA"][[*report.GATES]]
+        gates = [f"{g.mean():.2f} ({g.min():.2f} to {g.max():.2f})" for _, g in own.items()]
+        words.append(", ".join(gates))
+    return _by_length(groups, words)
 
 
 @_from_file(MINIMAX)
@@ -310,9 +374,12 @@ LEARNING: dict[str, Callable[[Results], str]] = {
     "study-model-answer": model_answer,
     "study-model-start": model_start,
     "study-model-repaid": model_repaid,
+    "study-model-behind": model_behind,
     "study-model-speed": model_speed,
-    "study-model-plot": _plot(MODEL, "Loss over tokens, and right answers by distance"),
+    "study-model-plot": _plot(MODEL, "Loss over tokens, and recalled values by distance"),
     "study-starts": starts,
+    "study-losing": losing,
+    "study-recalled": recalled,
     "study-gates": gates,
     "hf-minimax": minimax,
     "hf-minimax-differences": minimax_differences,

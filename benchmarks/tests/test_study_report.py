@@ -395,6 +395,13 @@ def pairs_of_arms() -> dict[str, Any]:
                 layer["window"] = 0.3
             run["evaluations"][-1]["document_losses"] = [own[-1] - 0.5, own[-1] + 0.5]
             run["mass"] = run["mass"] if arm == "nsa" else []
+            run["recall"] = [
+                {**entry, "task": task, "correct": entry["correct"] * (task == "key_value")}
+                for entry in run["recall"]
+                for task in ("key_value", "copy")
+            ]
+            for number, entry in enumerate(run["evaluations"]):
+                entry |= {"selected": 0.9 - number / 10, "random": 0.5}
             runs[f"{group}_{arm}-seed0"] = run
     return runs
 
@@ -405,9 +412,9 @@ def test_the_page_shows_the_real_model(page_table: Any) -> None:
         *(("8k", "dense"), ("8k", "NSA"), ("32k", "dense"), ("32k", "NSA"))
     ]
     assert [*rows[1].values()][2:] == [
-        *("5.000", "2.500", "1.250", "1.5 M", "not within 3 M", "50%", "900,000", "1,000")
+        *("5.000", "2.500", "1.250", "1.5 M", "not within 3 M", "50.0%", "900,000", "1,000")
     ]
-    assert [*rows[2].values()][5:7] == ["0 M", "-"]
+    assert [*rows[2].values()][5:7] == ["-", "-"]
 
 
 @pytest.mark.parametrize(
@@ -416,6 +423,12 @@ def test_the_page_shows_the_real_model(page_table: Any) -> None:
         ("study-model-answer", "+0.2500 ± 0.0000 at 8k and +0.2500 ± 0.0000 at 32k"),
         ("study-model-start", "+3.000 at 8k and +3.000 at 32k"),
         ("study-model-repaid", "1.5 M at 8k and 1.5 M at 32k"),
+        ("study-model-behind", "2.5 M at 8k and 2.5 M at 32k"),
+        (
+            "study-gates",
+            "0.10 (0.10 to 0.10), 0.80 (0.70 to 0.90), 0.25 (0.25 to 0.25) at 8k"
+            " and 0.10 (0.10 to 0.10), 0.80 (0.70 to 0.90), 0.25 (0.25 to 0.25) at 32k",
+        ),
         ("study-model-speed", "1.00 times at 8k and 2.00 times at 32k"),
     ],
 )
@@ -431,13 +444,36 @@ def test_pages_state_the_difference_of_the_small_arms(
     assert page_table("study-small-answer", study) == "-0.5000 ± 0.0289"
 
 
-def test_the_page_shows_gates_and_masses(page_table: Any) -> None:
-    first, second = page_table("study-gates", pairs_of_arms())
-    assert [*first.values()] == [
-        *("8k, NSA", "0.10 (0.10 to 0.10)", "0.80 (0.70 to 0.90)", "0.25 (0.25 to 0.25)"),
-        *("0.50 (0.50 to 0.50)", "0.20 (0.20 to 0.20)", "0.30 (0.30 to 0.30)"),
+def test_the_page_shows_where_nsa_loses(page_table: Any) -> None:
+    runs = json.loads(json.dumps(pairs_of_arms()))  # evaluations share their lists
+    for number, entry in enumerate(runs["smollm2_8k_nsa-seed0"]["evaluations"]):
+        for place, part in enumerate(entry["by_position"]):
+            part["loss"] += number / 4 + place
+    rows = page_table("study-losing", runs)
+    # Of 0, 1, 2 and 3 M tokens, 0, 1 and those nearest to 0.5 (0) count.
+    assert [[*row.values()] for row in rows[:2]] == [
+        ["8k", "0 M", "+0.000 (0-1k)", "+1.000 (1k-8k)", "90%", "50%"],
+        ["8k", "1 M", "+0.250 (0-1k)", "+1.250 (1k-8k)", "80%", "50%"],
     ]
-    assert second["rows of, attention"] == "32k, NSA"
+    assert {row["rows of"] for row in rows[2:]} == {"32k"}
+
+
+def test_the_page_shows_what_nsa_recalls(page_table: Any) -> None:
+    places = ((8192, 1.0, 1.0), (8192, 0.0, 0.25), (8192, 0.5, 0.5), (1024, 0.0, 0.0))
+    scores = [
+        {"task": task, "length": n, "depth": d, "correct": c if task == "key_value" else 0.0}
+        for task in ("key_value", "copy")
+        for n, d, c in places
+    ]
+    dense = {"label": "dense", "document_losses": [1.0], "recall": scores}
+    starts = {group: [dense, {**dense, "label": "NSA"}] for group in ("smollm2_8k", "smollm2_32k")}
+    runs = pairs_of_arms()
+    for run in runs.values():
+        run["recall"].append({**scores[2], "correct": 0.125, "loss": 1.0})
+    rows = page_table("study-recalled", runs, starts)
+    assert [*rows[0].values()] == ["8k", "dense", "before", "100%", "25%", "50%"]
+    assert [row["attention"] for row in rows] == ["dense", "NSA"] * 4
+    assert [*rows[3].values()][2:] == ["at the end", "70%", "20%", "12%"]
 
 
 def test_the_page_shows_the_starts(page_table: Any) -> None:

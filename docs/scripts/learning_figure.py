@@ -66,7 +66,7 @@ def lines(axes: Any, curves: list[tuple[str, str, list[tuple[float, float]]]], k
 
 
 def model_figure(groups: list[Any]) -> Any:
-    """Return the losses of the converted model over tokens, and its recall, at each length."""
+    """Return the losses of the converted model over tokens, and recalled values, at each length."""
 
     def losses(group: Any) -> Panel:
         def draw_panel(axes: Any) -> None:
@@ -85,8 +85,9 @@ def model_figure(groups: list[Any]) -> Any:
     def recall(group: Any) -> Panel:
         def draw_panel(axes: Any) -> None:
             axes.set(xlabel="distance, tokens", ylabel="right answers", ylim=(0, 1))
-            axes.set_title(f"Recall, rows of {length_words(group.plan['row'])}")
-            shares = group.recall_by_distance().groupby(["arm", "distance"]).mean()
+            axes.set_title(f"Recalled values, rows of {length_words(group.plan['row'])}")
+            values = group.recall_by_distance()["key_value"]
+            shares = values.groupby(["arm", "distance"]).mean()
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter(lambda value, _: length_words(int(value)))
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
