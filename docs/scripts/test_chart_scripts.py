@@ -29,8 +29,9 @@ def lines_of_chart(svg: str) -> list[list[float]]:
         (readme_figure, "lengths.svg"),
         (scaling_figure, "context_parallel.svg"),
         (learning_figure, "learning_small.svg"),
+        (learning_figure, "learning_model.svg"),
     ],
-    ids=["lengths", "GPUs", "small models"],
+    ids=["lengths", "GPUs", "small models", "real model"],
 )
 def test_a_chart_is_that_of_the_results(script, image, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", [script.__name__, str(tmp_path)])
