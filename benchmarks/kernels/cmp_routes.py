@@ -1,9 +1,10 @@
 """Time the compressed branch with every implementation, to decide which one `auto` prefers.
 
-    python benchmarks/kernels/cmp_routes.py [64/4/192/128 ...] [--json FILE]
+    python benchmarks/kernels/cmp_routes.py [64/4/192/128 ...] [--tokens 8192,65536] [--json FILE]
 
 triton: the kernels of nsa-backend-triton. cudnn: sdpa with the residues as a batch axis on cuDNN,
 one call per sequence. fold: sdpa with one folded causal call. fa2: the fold on FlashAttention-2.
+flash4: the fold on FlashAttention-4, if it is installed.
 Prints ms of forward + backward in a CUDA graph, in bf16.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from graph_time import graph_ms
 
+from nsa_backend_fa2 import flash4
 from nsa_backend_sdpa import cudnn
 from nsa_bench.environment import machine
 from nsa_core import NSAConfig, resolve
@@ -32,6 +34,7 @@ SHAPES = (
 )
 LENGTHS = ((1, 2048), (8, 2048), (1, 8192), (4, 8192), (1, 16384), (1, 32768), (1, 65536))  # (B, S)
 ROUTES = {"triton": "triton", "cudnn": "sdpa", "fold": "sdpa", "fa2": "fa2"}
+NEVER = 1 << 30  # tokens or runs from which a route would be taken
 
 
 def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[float, float]:
@@ -62,9 +65,11 @@ def route_ms(config: NSAConfig, backend: str, batch: int, length: int) -> tuple[
 def route_row(config: NSAConfig, shape: str, batch: int, length: int) -> dict[str, Any]:
     """Time every route at one shape and length; a route that fails has a reason."""
     row: dict[str, Any] = {"shape": shape, "B": batch, "S": length, "routes": {}}
-    least_tokens = cudnn.MIN_TOKENS
-    for name, backend in ROUTES.items():
-        cudnn.MIN_TOKENS = 1 << 30 if name == "fold" else least_tokens
+    least_tokens, least_runs = cudnn.MIN_TOKENS, flash4.MIN_RUNS
+    routes = ROUTES if flash4.source().provider is None else {**ROUTES, "flash4": "fa2"}
+    for name, backend in routes.items():
+        cudnn.MIN_TOKENS = NEVER if name == "fold" else least_tokens
+        flash4.MIN_RUNS = least_runs if name == "flash4" else NEVER
         try:
             forward, backward = route_ms(config, backend, batch, length)
             row["routes"][name] = {
@@ -74,7 +79,7 @@ def route_row(config: NSAConfig, shape: str, batch: int, length: int) -> dict[st
         except (NSAError, RuntimeError) as error:  # go on with the other routes
             row["routes"][name] = {"reason": f"{type(error).__name__}: {str(error)[:200]}"}
         torch.cuda.empty_cache()
-    cudnn.MIN_TOKENS = least_tokens
+    cudnn.MIN_TOKENS, flash4.MIN_RUNS = least_tokens, least_runs
     return row
 
 
@@ -96,14 +101,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shapes", nargs="*", default=SHAPES, metavar="SHAPE")
+    parser.add_argument("--tokens", help="lengths of one sequence instead of the usual problems")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     document: dict[str, Any] = {"kind": "cmp-routes", "schema_version": 1, "rows": []}
     document["machine"] = machine("cuda")
+    tokens = options.tokens.split(",") if options.tokens else ()
+    lengths = [(1, int(length)) for length in tokens] or LENGTHS
     for shape in options.shapes:
         heads, groups, dk, *dv = map(int, shape.split("/"))
         config = NSAConfig(heads * dk, heads, groups, head_dim=dk, v_head_dim=dv[0] if dv else None)
-        for batch, length in LENGTHS:
+        for batch, length in lengths:
             document["rows"].append(route_row(config, shape, batch, length))
             print(line(document["rows"][-1]), flush=True)
     if options.json is not None:

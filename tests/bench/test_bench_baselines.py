@@ -15,7 +15,11 @@ from nsa_bench.inputs import make_inputs
 from nsa_core import NSAConfig
 
 CONFIG = NSAConfig(32, 4, 2, head_dim=8, scale=0.3)
-MODULES = {"flash-attn": "flash_attn", "flash-attn 3": "flash_attn_interface"}
+MODULES = {
+    "flash-attn": "flash_attn",
+    "flash-attn 3": "flash_attn_interface",
+    "flash-attn 4": "flash_attn.cute",
+}
 
 
 def attend(q, k, v, softmax_scale=None, causal=False):
@@ -33,7 +37,8 @@ def install(monkeypatch):
 
     def put(name, function=None):
         module = ModuleType(MODULES[name])
-        module.__spec__ = importlib.machinery.ModuleSpec(MODULES[name], None)
+        module.__spec__ = importlib.machinery.ModuleSpec(MODULES[name], None, origin="here")
+        monkeypatch.setitem(sys.modules, MODULES[name].partition(".")[0], module)
         if function is not None:
             module.flash_attn_func = function
         monkeypatch.setitem(sys.modules, MODULES[name], module)
@@ -72,7 +77,7 @@ def test_a_package_with_another_interface_gives_its_error_as_the_reason(install)
 def test_a_gpu_run_lists_every_dense_kernel(monkeypatch):
     monkeypatch.setattr(baselines, "_refusal", lambda *arguments: "")
     names = [b.name for b in baselines.dense_baselines(CONFIG, "cuda", torch.bfloat16)]
-    expected = ["cudnn", "flash", "efficient", "flash-attn", "flash-attn 3"]
+    expected = ["cudnn", "flash", "efficient", "flash-attn", "flash-attn 3", "flash-attn 4"]
     assert names == [f"dense {name}" for name in expected]
     assert [b.name for b in baselines.dense_baselines(CONFIG, "cpu", torch.bfloat16)] == [
         "dense flash"

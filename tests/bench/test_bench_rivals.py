@@ -47,7 +47,10 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> Callable[..., types.ModuleType]:
     def install(function: Callable[..., Any] = attention) -> types.ModuleType:
         for name in ("fla", "fla.ops", "fla.ops.nsa", "fla.ops.nsa.parallel"):
             module = types.ModuleType(name)
-            module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
+            module.__spec__, module.__path__ = (
+                importlib.machinery.ModuleSpec(name, None, origin="here"),
+                [],
+            )
             monkeypatch.setitem(sys.modules, name, module)
         module.parallel_nsa = function
         return module
@@ -268,7 +271,10 @@ def packed_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, contents in fakes.items():
         module = types.ModuleType(name)
-        module.__spec__, module.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        module.__spec__, module.__path__ = (
+            importlib.machinery.ModuleSpec(name, None, origin="here"),
+            [],
+        )
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
 

@@ -1,4 +1,4 @@
-"""Both providers on a GPU, compared with the oracle. The other tests of fa2 need no GPU."""
+"""Every provider on a GPU, compared with the oracle. The other tests of fa2 need no GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fa2_problems import (
     kernel,
     run,
 )
-from nsa_backend_fa2 import providers
+from nsa_backend_fa2 import flash4, providers
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_core.layout import BlockGeometry
 
@@ -63,13 +63,23 @@ def few_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=["flash-attn", "PyTorch"])
+@pytest.fixture(params=["flash-attn", "PyTorch", "flash-attn-4"])
 def provider(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> providers.Provider:
-    """Each provider in turn; the test is skipped with the reason if it is not installed."""
-    source = SOURCES[request.param]
+    """Each provider in turn; the test is skipped with the reason if it is not installed.
+
+    flash-attn-4 runs calls of any length here, not only long ones.
+    """
+    is_flash4 = request.param == flash4.NAME
+    if is_flash4 and request.node.callspec.params.get("slot", "cmp") != "cmp":
+        pytest.skip("it runs cmp only")
+    source = flash4.source() if is_flash4 else SOURCES[request.param]
     if source.provider is None:
         pytest.skip(str(source.reason))
-    monkeypatch.setattr(providers, "sources", lambda: (source,))
+    if is_flash4:
+        monkeypatch.setattr(flash4, "MIN_RUNS", 1)
+    else:
+        monkeypatch.setattr(flash4, "provider_of", lambda q, attention: None)
+        monkeypatch.setattr(providers, "sources", lambda: (source,))
     return source.provider
 
 
@@ -154,6 +164,35 @@ def test_pieces_of_small_problems_match_the_oracle(
         outputs = piece.in_whole(piece.run(slot, inputs, do, cu), inputs)
         rows = range(piece.first, piece.stop)
         assert_correct(slot, problem, inputs, outputs, piece.outside(do), cu, rows=rows)
+
+
+LONG = {
+    "16/1/128": Problem((8300,), batch=1, heads=16, groups=1, Dk=128, Dv=128, geometry=PAPER),
+    "12/2/64": Problem((4500,), batch=1, heads=12, groups=2, Dk=64, Dv=64, geometry=PAPER),
+    "h1-80": Problem((4200,), batch=2, heads=2, groups=2, Dk=80, Dv=72, geometry=PAPER),
+    "packed": Problem((33, 4500, 700), batch=None, heads=8, groups=2, Dk=96, Dv=96, geometry=PAPER),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_long_cmp_runs_on_flash_attention_4_and_matches_the_oracle(
+    dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = flash4.source().provider
+    if provider is None:
+        pytest.skip(str(flash4.source().reason))
+    calls = []
+    for pass_name in ("forward", "backward"):
+        method = getattr(provider, pass_name)
+
+        def record(*args: object, method=method, pass_name=pass_name) -> object:
+            calls.append(pass_name)
+            return method(*args)
+
+        monkeypatch.setattr(provider, pass_name, record)
+    judge_sampled("cmp", LONG[name], dtype)
+    assert calls == ["forward", "backward"]
 
 
 def test_historic_0_766_sliding_window_of_flash_attention_2(provider: providers.Provider) -> None:

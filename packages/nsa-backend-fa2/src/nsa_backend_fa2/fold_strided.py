@@ -4,7 +4,7 @@ q, o and do are views [d residues, runs, Hq, D] (see nsa_core.fold). They attend
 v, which all residues share through stride 0. The tokens of an incomplete last run see all keys, and
 take a second, small call without a mask. So do those of an incomplete first run, for the keys up to
 their own; only queries that begin inside a sequence have one. Only o and dq are copied into their
-rows. dk and dv are computed per residue and summed in fp32.
+rows, unless FlashAttention-4 writes there. dk and dv are computed per residue and summed in fp32.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ def forward(
     # Pad before the expansion over residues; afterwards, padding would copy once per residue.
     keys, values = fit(k_cmp, width), fit(v_cmp, width)
     for part, attention in _parts(length, call):
+        rows = part.queries(o[0])
         part_o, part_lse = attend(
-            part.queries(q[0]), part.shared(keys[0]), part.shared(values[0]), attention
+            part.queries(q[0]), part.shared(keys[0]), part.shared(values[0]), attention, rows
         )
-        part.queries(o[0]).copy_(part_o[..., : o.shape[-1]])
+        if part_o is not rows:
+            rows.copy_(part_o[..., : o.shape[-1]])
         _lse_view(lse, part).copy_(part_lse)
     return o, lse
 
@@ -94,6 +96,7 @@ def backward(
     sums = [torch.zeros(x.shape[1:], dtype=torch.float32, device=q.device) for x in (k_cmp, v_cmp)]
     keys, values = fit(k_cmp, width), fit(v_cmp, width)
     for part, attention in _parts(length, call):
+        rows = part.queries(dq[0])
         grads = attend_backward(
             part.queries(do[0]),
             part.queries(q[0]),
@@ -102,8 +105,10 @@ def backward(
             part.queries(o[0]),
             _lse_view(lse, part),
             attention,
+            rows,
         )
-        part.queries(dq[0]).copy_(grads[0])
+        if grads[0] is not rows:
+            rows.copy_(grads[0])
         for total, grad in zip(sums, grads[1:]):
             total[: part.keys] += grad[..., : total.shape[-1]].sum(0, dtype=torch.float32)
     dk, dv = (total.to(q.dtype).unsqueeze(0) for total in sums)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nsa_backend_fa2 import providers
-from nsa_backend_fa2.providers import Attention
+from nsa_backend_fa2 import flash4, providers
+from nsa_backend_fa2.providers import Attention, Provider
 from nsa_core import flash
 from nsa_core.flash import MAX_BATCH
 
@@ -69,15 +69,22 @@ def _exceeds_max_batch(q: Tensor, attention: Attention) -> bool:
     return False
 
 
+def _provider_of(q: Tensor, attention: Attention) -> Provider:
+    """Return the provider of a call with the fitted ``q``."""
+    return flash4.provider_of(q, attention) or providers.active_provider()
+
+
 def attend(
     q: Tensor,  # [B, Sq, H, Dk], packed [T, H, Dk]
     k: Tensor,  # [B, Sk, G, Dk]
     v: Tensor,  # [B, Sk, G, Dv]
     attention: Attention,
+    out: Tensor | None = None,  # [B, Sq, H, Dv]
 ) -> tuple[Tensor, Tensor]:
     """Return o [..., Dv] and lse.
 
-    If the heads are padded, o is a slice of a wider tensor. A row that sees no key has lse = NaN.
+    If the provider can write to ``out``, o is ``out``. If the heads are padded, o is a slice of a
+    wider tensor. A row that sees no key has lse = NaN.
     """
     if _exceeds_max_batch(q, attention):
         batches = zip(*(x.split(MAX_BATCH) for x in (q, k, v)))
@@ -85,18 +92,20 @@ def attend(
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts])
     width = width_of(q.shape[-1], v.shape[-1])
     signed_q, scale = flash.with_positive_scale(q, attention.scale)
-    o, lse = providers.active_provider().forward(
-        fit(signed_q, width),
+    fit_q = fit(signed_q, width)
+    o, lse = _provider_of(fit_q, attention).forward(
+        fit_q,
         fit(k, width),
         fit(v, width),
         dataclasses.replace(attention, scale=scale),
+        out if out is not None and out.shape[-1] == width else None,
     )
     is_dense = attention.packed is None
     if is_dense and flash.may_split_keys(q, q.shape[0] * q.shape[2], q.shape[1]):
         mark_nan_rows(o, lse)
     # The library returns +inf for a row whose sum is NaN, as for a row without keys.
     lse.masked_fill_(lse == torch.inf, torch.nan)
-    return o[..., : v.shape[-1]], lse
+    return o if o is out else o[..., : v.shape[-1]], lse
 
 
 def mark_nan_rows(
@@ -119,8 +128,9 @@ def attend_backward(
     o: Tensor,
     lse: Tensor,
     attention: Attention,
+    out: Tensor | None = None,  # [B, Sq, H, Dk]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv, shaped like q, k and v."""
+    """Return dq, dk and dv, shaped like q, k and v; dq is ``out`` if it can be written in place."""
     if _exceeds_max_batch(q, attention):
         batches = zip(*(x.split(MAX_BATCH) for x in (do, q, k, v, o, lse)))
         dqs, dks, dvs = zip(
@@ -133,7 +143,7 @@ def attend_backward(
     width = width_of(q.shape[-1], v.shape[-1])
     signed_q, scale = flash.with_positive_scale(q, attention.scale)
     fit_do, fit_q, fit_k, fit_v, fit_o = (fit(x, width) for x in (do, signed_q, k, v, o))
-    dq, dk, dv = providers.active_provider().backward(
+    dq, dk, dv = _provider_of(fit_q, attention).backward(
         fit_do,
         fit_q,
         fit_k,
@@ -141,6 +151,7 @@ def attend_backward(
         fit_o,
         lse.contiguous(),
         dataclasses.replace(attention, scale=scale),
+        out if out is not None and out.shape[-1] == width else None,
     )
-    dq = flash.with_sign_of_scale(dq[..., : q.shape[-1]], attention.scale)
+    dq = flash.with_sign_of_scale(dq if dq is out else dq[..., : q.shape[-1]], attention.scale)
     return dq, dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]

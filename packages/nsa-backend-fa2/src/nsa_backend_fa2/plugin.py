@@ -14,6 +14,8 @@ def _slot(name: str) -> SlotSpec:
         decode=f"{_PACKAGE}.decode:cmp" if name == "cmp" else None,
         evidence=("flash_fwd", "flash_bwd"),
         workspace=f"{_PACKAGE}.workspace:{name}",
+        # At strides of up to 64, cmp then has the rows from which FlashAttention-4 runs it.
+        warmup_tokens=16512 if name == "cmp" else SlotSpec.warmup_tokens,
         deterministic=False,  # the backward adds to dq with atomics, unless SlotCall.deterministic
         partial=True,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nsa_backend_fa2 import providers
+from nsa_backend_fa2 import flash4, providers
 from nsa_backend_fa2.decode import PAGE_ROWS
 from nsa_backend_fa2.padding import MAX_WIDTH, width_of
 from nsa_core.contract import Reason, Request
@@ -159,4 +159,8 @@ def detail() -> list[str]:
         else:
             lines.append(f"{source.provider.title}: in use")
             in_use = True
-    return lines
+    provider, reason = flash4.source().provider, flash4.source().reason
+    if provider is None:
+        return [*lines, f"{flash4.NAME}: {reason}"]
+    gpus = f"{_sm(flash4.OLDEST_GPU)} or newer"
+    return [*lines, f"{provider.title}: long causal calls of cmp, on {gpus}"]

@@ -99,9 +99,9 @@ class Provider(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention
+        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return o and lse."""
+        """Return o and lse; o is ``out`` if the provider can write there."""
         ...
 
     def backward(
@@ -113,8 +113,12 @@ class Provider(Protocol):
         o: Tensor,
         lse: Tensor,
         attention: Attention,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv; rows that belong to no document are uninitialized."""
+        """Return dq, dk and dv; rows that belong to no document are uninitialized.
+
+        dq is ``out`` if the provider can write there.
+        """
         ...
 
 
@@ -162,9 +166,9 @@ class FlashAttnPackage:
         return function if returns_lse else None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention
+        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return o and lse."""
+        """Return o, which is not ``out``, and lse."""
         name = "_flash_attn_forward" if attention.packed is None else "_flash_attn_varlen_forward"
         function, arguments = getattr(self._interface, name), self._arguments(attention)
         if (
@@ -187,6 +191,7 @@ class FlashAttnPackage:
         o: Tensor,
         lse: Tensor,
         attention: Attention,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv; rows that belong to no document are uninitialized."""
         name = "_flash_attn_backward" if attention.packed is None else "_flash_attn_varlen_backward"
@@ -233,9 +238,9 @@ class TorchFlash:
         return f"PyTorch {torch.__version__}"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention
+        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return o and lse."""
+        """Return o, which is not ``out``, and lse."""
         results = self._ops._flash_attention_forward(
             q,
             k,
@@ -259,6 +264,7 @@ class TorchFlash:
         o: Tensor,
         lse: Tensor,
         attention: Attention,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv; rows that belong to no document are uninitialized.
 

@@ -1,9 +1,10 @@
 """The workspace of each slot: its peak memory beyond its inputs, from a dry run.
 
 A dry run calls the slot's own functions with tensors without data. The allocations inside a library
-call are modelled on flash-attn 2.8.3; 2.5 to 2.7 and PyTorch's copy allocate alike. The outputs of
-the forward stay alive during the backward. A ``seq_len`` of None counts as one token, and a
-``batch`` of None as one sequence or document. A partial request counts as whole sequences.
+call are modelled on flash-attn 2.8.3 and flash-attn-4 4.0.0b36; flash-attn 2.5 to 2.7 and PyTorch's
+copy allocate like 2.8.3. The outputs of the forward stay alive during the backward. A ``seq_len``
+of None counts as one token, and a ``batch`` of None as one sequence or document. A partial request
+counts as whole sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import importlib
 import torch
 from torch import Tensor
 
-from nsa_backend_fa2 import providers
+from nsa_backend_fa2 import flash4, providers
 from nsa_backend_fa2.providers import Attention
 from nsa_backend_fa2.sel import keys_per_token, tokens_per_chunk
 from nsa_core.contract import Request
@@ -69,27 +70,30 @@ class AllocationsOnly:
 
     Args:
         copies_strided: Whether its backward copies do and o if they are not contiguous.
+        flash4: Whether FlashAttention-4 runs the causal calls.
     """
 
     title = "allocations only"
 
-    def __init__(self, copies_strided: bool) -> None:
-        self._copies_strided = copies_strided
+    def __init__(self, copies_strided: bool, flash4: bool) -> None:
+        self._copies_strided, self._flash4 = copies_strided, flash4
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention
+        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Allocate o and lse, and fp32 partial results if the library splits the keys.
 
-        It splits them if there are too few blocks of query rows to fill the GPU.
+        FlashAttention-2 splits them if there are too few blocks of query rows to fill the GPU.
+        FlashAttention-4 does not, and writes to ``out``.
         """
-        o = torch.empty_like(q)
+        is_flash4 = self._flash4 and attention.causal
+        o = torch.empty_like(q) if out is None or not is_flash4 else out
         if attention.packed is not None:
             return o, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
         batch, rows, heads, width = q.shape
         lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
         columns = -(-k.shape[1] // (256 if width <= 64 else 128 if width <= 128 else 64))
-        splits = _splits(batch * heads * -(-rows // 64), columns)
+        splits = 1 if is_flash4 else _splits(batch * heads * -(-rows // 64), columns)
         if splits > 1:
             q.new_empty((splits, batch, heads, rows, _kernel_width(width) + 1), dtype=torch.float32)
         return o, lse
@@ -103,14 +107,18 @@ class AllocationsOnly:
         o: Tensor,
         lse: Tensor,
         attention: Attention,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Allocate dq, dk and dv, and the buffers of the library.
 
         The buffers are dq and rowsum(do * o) in fp32, and dk and dv per query head if heads share
-        keys.
+        keys. Those of FlashAttention-4 are the LSE too, and dk and dv per kv head in fp32.
         """
-        buffers = [x.contiguous() for x in (do, o)] if self._copies_strided else []
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        is_flash4 = self._flash4 and attention.causal
+        copied = (do, o) if self._copies_strided and not is_flash4 else ()
+        buffers = [x.contiguous() for x in copied]
+        dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        dq = q.new_empty(q.shape) if out is None or not is_flash4 else out
         heads, width = q.shape[-2:]
         if attention.packed is None:
             sequences, rows = q.shape[0], q.shape[0] * _round_up(q.shape[1], 128)
@@ -119,19 +127,23 @@ class AllocationsOnly:
             rows = q.shape[0] + 128 * sequences  # the library pads each document to 128 rows
         # A deterministic backward has a copy of dq per thread block of a head.
         copies = -(-_multiprocessors() // (sequences * heads)) if attention.deterministic else 1
-        dq_width = copies * _kernel_width(width) + 1
+        dq_width = copies * _kernel_width(width) + 1 + is_flash4
         buffers.append(q.new_empty((rows, heads, dq_width), dtype=torch.float32))
-        if heads != k.shape[-2]:
+        if heads != k.shape[-2] and is_flash4:
+            per_sequence, count = (k.shape[0], 1) if attention.packed else (k.shape[1], sequences)
+            shape = (count * _round_up(per_sequence, 128), k.shape[-2], _kernel_width(width))
+            buffers += [k.new_empty(shape, dtype=torch.float32) for _ in range(2)]
+        elif heads != k.shape[-2]:
             buffers += [x.new_empty((*x.shape[:-2], heads, width)) for x in (k, v)]
         return dq, dk, dv
 
 
 @functools.lru_cache(maxsize=256)
-def _measure(request: Request, copies_strided: bool) -> int:
+def _measure(request: Request, copies_strided: bool, flash4: bool = False) -> int:
     """Return the peak bytes of the slot's functions on meta tensors, with contiguous results."""
     do, tensors, call = slot_inputs(dataclasses.replace(request, partial=False))
     module = importlib.import_module(f"nsa_backend_fa2.{request.slot}")
-    with providers.override(AllocationsOnly(copies_strided)), PeakBytes() as count:
+    with providers.override(AllocationsOnly(copies_strided, flash4)), PeakBytes() as count:
         call_slot(module, request, do, tensors, call)
     return int(count.peak)
 
@@ -151,7 +163,7 @@ def _copies_strided() -> bool:
 def win(request: Request) -> int:
     """Return the peak bytes of win; the same function serves cmp."""
     request, tokens = _sizes(request)
-    return _measure(request, _copies_strided()) if tokens else 0
+    return _measure(request, _copies_strided(), flash4.serves(request)) if tokens else 0
 
 
 cmp = win

@@ -6,7 +6,6 @@ They are whole steps, the slots within a step, the step of a layer, and dense ba
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nsa_bench.baselines import is_installed
 from nsa_bench.cells import Cell
 from nsa_bench.clocks import CpuClock, CudaClock
 from nsa_bench.result import LAYER, UNFUSED
@@ -190,7 +190,7 @@ def dense_workloads(x: State, config: NSAConfig) -> tuple[list[Workload], dict[s
     if not x.q.is_cuda:
         return workloads, skipped
     name = "dense flash-attn with kvcache"
-    if importlib.util.find_spec("flash_attn") is None:
+    if not is_installed("flash_attn"):
         skipped[name] = "the package flash-attn is not installed"
     elif x.q.dtype not in (torch.bfloat16, torch.float16) or config.qk_dim != config.v_dim:
         skipped[name] = "it requires bfloat16 or float16, and equal query and value head widths"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nsa_bench.baselines import Baseline
+from nsa_bench.baselines import Baseline, is_installed
 from nsa_bench.inputs import Inputs, make_inputs
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
@@ -205,7 +205,7 @@ def _missing(module: str, package: str) -> str:
     """Return why the library cannot be used, or "" if it and flash-attn are installed."""
     if importlib.util.find_spec(module) is None:
         return f"the package {package} is not installed"
-    if importlib.util.find_spec("flash_attn") is None:
+    if not is_installed("flash_attn"):
         return "its window needs the package flash-attn, which is not installed"
     return ""
 

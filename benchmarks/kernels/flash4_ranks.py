@@ -1,0 +1,113 @@
+"""Find the sizes from which the core is faster with cmp on FlashAttention-4; write the rank of fa2.
+
+    nsa bench --shape 64/4/128 --length 8k..64k --phase forward,both --combo auto \
+        --combo cmp=fa2 --json a.json
+    python benchmarks/kernels/flash4_ranks.py a.json [b.json ...] [--write]
+
+Needs results of an H100 or H200 with flash-attn-4, measured while `auto` ran cmp elsewhere: with
+null in flash4_rank.json. Prints each ratio of the times, cmp=fa2 / auto, and the least size from
+which every ratio is at most 0.99. `--write` writes these sizes to flash4_rank.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import nsa_backend_fa2
+from nsa_backend_fa2.rank import products
+from nsa_bench.result import Measurement, read_result
+from nsa_core.contract import Request
+from nsa_core.layout import BlockGeometry
+
+FASTER = 0.99  # the largest ratio that counts as faster
+PHASES = {"forward": "forward", "training": "both"}  # key of the rank file -> phase of nsa bench
+RANK_FILE = Path(nsa_backend_fa2.__file__).with_name("flash4_rank.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One pair of times.
+
+    Attributes:
+        name: Heads and length.
+        size: Products of cmp, as the rank counts them.
+        ratio: Time with cmp=fa2 / time of auto.
+    """
+
+    name: str
+    size: int
+    ratio: float
+
+
+def size_of(m: Measurement) -> int:
+    """Return the products of cmp in a measurement with the block sizes of the paper."""
+    heads, groups, width, *v_width = map(int, m.shape.split("/"))
+    request = Request(
+        slot="cmp",
+        phase="prefill",
+        device="cuda",
+        dtype=m.dtype,
+        n_heads=heads,
+        n_kv_heads=groups,
+        head_dim=width,
+        v_head_dim=v_width[0] if v_width else width,
+        geometry=BlockGeometry(),
+        batch=m.batch,
+        seq_len=m.length,
+    )
+    return products(request)
+
+
+def rows_of(measurements: list[Measurement], phase: str) -> list[Row]:
+    """Return a row per problem that was timed both ways, by ascending size."""
+    times: dict[tuple[str, int], dict[str, Measurement]] = {}
+    for m in measurements:
+        if m.kind == "combo" and m.phase == phase and m.performance is not None:
+            times.setdefault((m.shape, m.length), {})[m.subject] = m
+    rows = []
+    for (shape, length), by_subject in times.items():
+        new = next((m for name, m in by_subject.items() if "cmp=fa2" in name), None)
+        if new is not None and "auto" in by_subject:
+            old = by_subject["auto"].performance
+            assert old is not None
+            assert new.performance is not None
+            ratio = new.performance.median_ms / old.median_ms
+            rows.append(Row(f"{shape} {length}", size_of(new), ratio))
+    return sorted(rows, key=lambda row: row.size)
+
+
+def least_size(rows: list[Row]) -> int | None:
+    """Return the size from which every row is faster, rounded up to two digits; None: none is."""
+    least = None
+    for row in reversed(rows):
+        if row.ratio > FASTER:
+            break
+        least = row.size
+    return None if least is None else int(float(f"{least:.1e}"))
+
+
+def main() -> None:
+    """Print the ratios and the sizes; write the sizes if asked to."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", nargs="+", type=Path, help="results of nsa bench")
+    parser.add_argument("--write", action="store_true", help=f"write {RANK_FILE.name}")
+    arguments = parser.parse_args()
+    measurements = [m for file in arguments.results for m in read_result(file).measurements]
+    least = {}
+    for key, phase in PHASES.items():
+        rows = rows_of(measurements, phase)
+        for row in rows:
+            print(f"{key:8} {row.name:18} {row.size:.2e} {row.ratio:.3f}")
+        least[key] = least_size(rows)
+        print(f"{key:8} from {least[key]} products on")
+    if arguments.write:
+        RANK_FILE.write_text(json.dumps(least, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""FlashAttention-4 (the package flash-attn-4) for the large causal calls of cmp.
+
+It writes o and dq in place, through strided views. FlashAttention-2 runs every other call: those
+without a causal mask, with a window, with few rows, with other head widths, and deterministic ones.
+win and sel have no causal call without a window, so that they never run here.
+
+FlashAttention-4 compiles its kernels at the first call of each shape of heads, in a few seconds,
+and takes about as long to import. It is imported for the first request or call that it can run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+from typing import Any
+
+import torch
+from packaging.version import InvalidVersion, Version
+from torch import Tensor
+
+from nsa_backend_fa2.providers import Attention, Provider, Source
+from nsa_core.contract import Reason, Request
+from nsa_core.layout import BlockGeometry
+
+NAME = "flash-attn-4"
+OLDEST = Version("4.0.0b36")
+INSTALL = "pip install --pre flash-attn-4"
+# Hopper and the Blackwell GPUs of data centres. Only an H100 and an H200 were tested.
+OLDEST_GPU, NEWEST_GPU = (9, 0), (11, 9)
+WIDTHS = range(64, 129)  # head widths of the calls; the widths tested are 64, 80, 96 and 128
+# Fewest rows of a call, of its longest document if it is packed, and most documents. Other calls
+# would compile other kernels, which warm-up does not reach; short ones are launch-bound.
+MIN_RUNS = 256
+MAX_DOCUMENTS = 256
+
+
+class FlashAttention4:
+    """The package flash-attn-4; ``interface`` is its module flash_attn.cute.interface."""
+
+    def __init__(self, interface: Any, version: Version) -> None:
+        self._interface, self._version = interface, version
+
+    @property
+    def title(self) -> str:
+        """Name and version."""
+        return f"{NAME} {self._version}"
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention: Attention,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return o, which is ``out`` unless that is None, and lse."""
+        o, lse, *_ = self._interface._flash_attn_fwd(
+            q, k, v, out=out, return_lse=True, **_arguments(attention)
+        )
+        # Unlike FlashAttention-2, it returns -inf for a row whose sum is 0 or NaN.
+        return o, lse.masked_fill_(lse == -torch.inf, torch.inf)
+
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        attention: Attention,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, which is ``out`` unless that is None, dk and dv."""
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        dq = dq if out is None else out
+        self._interface._flash_attn_bwd(
+            q, k, v, o, do, lse, dq=dq, dk=dk, dv=dv, **_arguments(attention)
+        )
+        return dq, dk, dv
+
+
+def _arguments(attention: Attention) -> dict[str, Any]:
+    """Return the keyword arguments that forward and backward share."""
+    arguments: dict[str, Any] = {"softmax_scale": attention.scale, "causal": True}
+    if attention.packed is not None:
+        arguments.update(
+            cu_seqlens_q=attention.packed.cu_q,
+            cu_seqlens_k=attention.packed.cu_k,
+            max_seqlen_q=attention.packed.max_q,
+            max_seqlen_k=attention.packed.max_k,
+        )
+    return arguments
+
+
+@functools.lru_cache(maxsize=1)
+def source() -> Source:
+    """Import the package, once per process."""
+    try:
+        text = importlib.metadata.version(NAME)
+    except importlib.metadata.PackageNotFoundError:
+        return _absent("package_missing", f"the package {NAME} is not installed", INSTALL)
+    try:
+        version = Version(text)
+    except InvalidVersion:
+        return _absent("package_version", f"{NAME} has an invalid version: {text!r}", INSTALL)
+    if version < OLDEST:
+        return _absent("package_too_old", f"{NAME} {text} is too old: needs {OLDEST}", INSTALL)
+    try:
+        interface = importlib.import_module("flash_attn.cute.interface")
+        calls = (interface._flash_attn_fwd, {"out"}), (interface._flash_attn_bwd, {"dq", "dk"})
+        changed = [f.__name__ for f, names in calls if names - {*inspect.signature(f).parameters}]
+    except Exception as error:  # noqa: BLE001  its compiler raises errors of its own
+        message = f"{NAME} {text} does not load: {type(error).__name__}: {error}"
+        return _absent("package_abi_mismatch", message, f"reinstall it: {INSTALL}")
+    if changed:
+        message = f"{NAME} {text} is too new: {', '.join(changed)} takes other arguments"
+        return _absent("package_too_new", message, f"pip install {NAME}=={OLDEST}")
+    return Source(NAME, FlashAttention4(interface, version), None)
+
+
+def _absent(code: str, message: str, hint: str) -> Source:
+    return Source(NAME, None, Reason(code, message, hint))
+
+
+def provider_of(q: Tensor, attention: Attention) -> Provider | None:
+    """Return the provider of a call if FlashAttention-4 runs it, from the metadata of the call.
+
+    Forward and backward of a call get the same result.
+    """
+    packed = attention.packed
+    takes = (
+        attention.causal
+        and attention.window is None
+        and not attention.deterministic
+        and q.is_cuda
+        and (q.shape[1] if packed is None else packed.max_q) >= MIN_RUNS
+        and (packed is None or packed.cu_q.shape[0] <= MAX_DOCUMENTS + 1)
+        and _supports(q.shape[-1], torch.cuda.get_device_capability(q.device))
+    )
+    return source().provider if takes else None
+
+
+def serves(request: Request) -> bool:
+    """Return whether FlashAttention-4 runs the causal call of a request."""
+    if request.slot != "cmp" or request.phase == "decode" or request.deterministic:
+        return False
+    if request.varlen and (request.batch or 1) > MAX_DOCUMENTS:
+        return False
+    width = -(-max(request.head_dim, request.v_head_dim) // 8) * 8
+    return (
+        _runs(request.seq_len or 0, request.geometry) >= MIN_RUNS
+        and request.capability is not None
+        and _supports(width, request.capability)
+    )
+
+
+def _runs(tokens: int, geometry: BlockGeometry) -> int:
+    """Return the number of complete runs of a sequence."""
+    return max(0, tokens - geometry.compress_block_size + 1) // geometry.compress_stride
+
+
+def _supports(width: int, capability: tuple[int, int]) -> bool:
+    """Return whether the package is installed and runs heads of ``width`` on this GPU."""
+    return (
+        width in WIDTHS and OLDEST_GPU <= capability <= NEWEST_GPU and source().provider is not None
+    )
