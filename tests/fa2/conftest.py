@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from fa2_standin import Library, make
-from nsa_backend_fa2 import providers
+from fa2_standin import FLASH4, Library, make
+from nsa_backend_fa2 import flash4, providers
 from nsa_backend_fa2.providers import Source
 
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
-    """The fake library of one test; parametrize indirectly with a name of PROVIDERS."""
-    library = Library()
-    provider = make(getattr(request, "param", "2.8.3.post2"), library)
+    """The fake library of one test; parametrize indirectly with a name of PROVIDERS.
+
+    FlashAttention-4 runs every call that it can, beside flash-attn 2.8.
+    """
+    library, name = Library(), getattr(request, "param", "2.8.3.post2")
+    if name == FLASH4:
+        monkeypatch.setattr(flash4, "MIN_RUNS", 1)
+        monkeypatch.setattr(flash4, "_supports", lambda width, device: True)
+        source = Source(name, make(name, library), None)
+        monkeypatch.setattr(flash4, "source", lambda: source)
+        name = "2.8.3.post2"
+    provider = make(name, library)
     monkeypatch.setattr(providers, "active_provider", lambda: provider)
     return library
 

@@ -1,5 +1,7 @@
 """A fake FlashAttention-2 that runs on the CPU and checks its arguments as strictly as the library.
 
+So does a fake FlashAttention-4, whose kernels need a GPU.
+
 It follows the library's documented semantics, with dense float64 attention and explicit masks, one
 document at a time. Results that the library leaves uninitialized are NaN. Arguments that would
 crash the library raise.
@@ -16,9 +18,10 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from nsa_backend_fa2 import providers
+from nsa_backend_fa2 import flash4, providers
 
-PROVIDERS = ("2.5.8", "2.6.3", "2.7.4", "2.8.3.post2", "aten")
+FLASH4 = "4.0.0b36"
+PROVIDERS = ("2.5.8", "2.6.3", "2.7.4", "2.8.3.post2", "aten", FLASH4)
 
 
 def require(condition: bool, message: str) -> None:
@@ -413,10 +416,66 @@ def aten_ops(library: Library) -> types.SimpleNamespace:
     )
 
 
+def flash4_interface(library: Library) -> types.SimpleNamespace:
+    """Return a fake module `flash_attn.cute.interface` over ``library``."""
+
+    def options(q: Tensor, causal: bool, softmax_scale: float, packing: dict[str, Any]) -> Any:
+        require(causal and set(packing) in (set(), set(_VARLEN[:-2].split(", "))), "arguments")
+        names = zip(("cu_q", "cu_k", "max_q", "max_k"), _VARLEN[:-2].split(", "))
+        shared = {"scale": softmax_scale, "causal": causal, "left": -1, "right": 0}
+        return shared | {ours: packing.get(theirs) for ours, theirs in names}
+
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        out: Tensor | None,
+        return_lse: bool,
+        softmax_scale: float,
+        causal: bool,
+        **packing: Any,
+    ) -> tuple[Any, ...]:
+        require(return_lse, "lse is None")
+        o, lse = library.forward(q, k, v, **options(q, causal, softmax_scale, packing))
+        if out is not None:
+            check_operands(q, k, v, out)
+            require(0 not in out.stride(), "out must not have broadcast dimensions")
+            o = out.copy_(o)
+        # A row whose sum is 0 or NaN has an LSE of -inf. No split of the keys is left out of it.
+        nan = o[..., 0].isnan().transpose(-1, -2) & ~lse.isnan()
+        return o, lse.masked_fill(nan | (lse == torch.inf), -torch.inf), None, None, None
+
+    def backward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        do: Tensor,
+        lse: Tensor,
+        *,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        softmax_scale: float,
+        causal: bool,
+        **packing: Any,
+    ) -> None:
+        check_operands(q, k, v, dq)
+        require(dk.is_contiguous() and dv.is_contiguous(), "dk and dv must be contiguous")
+        grads = library.backward(do, q, k, v, o, lse, **options(q, causal, softmax_scale, packing))
+        for grad, result in zip((dq, dk, dv), grads):
+            grad.copy_(result)
+
+    return types.SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+
+
 def make(name: str, library: Library) -> providers.Provider:
     """Return the provider ``name`` of PROVIDERS over ``library``."""
     if name == "aten":
         return providers.TorchFlash(aten_ops(library))
+    if name == FLASH4:
+        return flash4.FlashAttention4(flash4_interface(library), Version(name))
     version = Version(name)
     release = "2.7" if version >= Version("2.7") else f"2.{version.minor}"
     return providers.FlashAttnPackage(flash_attn_interface(release, library), version)

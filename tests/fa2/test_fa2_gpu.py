@@ -207,7 +207,7 @@ def test_deterministic_runs_are_bitwise_equal(
 ) -> None:
     problem = LARGE[name]
     inputs, do, cu = problem.inputs(slot, torch.bfloat16, "cuda")
-    torch.use_deterministic_algorithms(isinstance(provider, providers.TorchFlash))
+    torch.use_deterministic_algorithms(isinstance(providers.first(), providers.TorchFlash))
     try:
         first = run(slot, problem, inputs, do, cu, deterministic=True)
         for _ in range(20):

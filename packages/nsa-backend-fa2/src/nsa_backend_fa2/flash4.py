@@ -135,10 +135,9 @@ def provider_of(q: Tensor, attention: Attention) -> Provider | None:
         attention.causal
         and attention.window is None
         and not attention.deterministic
-        and q.is_cuda
         and (q.shape[1] if packed is None else packed.max_q) >= MIN_RUNS
         and (packed is None or packed.cu_q.shape[0] <= MAX_DOCUMENTS + 1)
-        and _supports(q.shape[-1], torch.cuda.get_device_capability(q.device))
+        and _supports(q.shape[-1], _capability(q))
     )
     return source().provider if takes else None
 
@@ -150,20 +149,25 @@ def serves(request: Request) -> bool:
     if request.varlen and (request.batch or 1) > MAX_DOCUMENTS:
         return False
     width = -(-max(request.head_dim, request.v_head_dim) // 8) * 8
-    return (
-        _runs(request.seq_len or 0, request.geometry) >= MIN_RUNS
-        and request.capability is not None
-        and _supports(width, request.capability)
+    return _complete_runs(request.seq_len or 0, request.geometry) >= MIN_RUNS and _supports(
+        width, request.capability
     )
 
 
-def _runs(tokens: int, geometry: BlockGeometry) -> int:
-    """Return the number of complete runs of a sequence."""
+def _complete_runs(tokens: int, geometry: BlockGeometry) -> int:
     return max(0, tokens - geometry.compress_block_size + 1) // geometry.compress_stride
 
 
-def _supports(width: int, capability: tuple[int, int]) -> bool:
+def _capability(x: Tensor) -> tuple[int, int] | None:
+    """Return the compute capability of the GPU of ``x``; None elsewhere, and in a dry run."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+
+
+def _supports(width: int, capability: tuple[int, int] | None) -> bool:
     """Return whether the package is installed and runs heads of ``width`` on this GPU."""
     return (
-        width in WIDTHS and OLDEST_GPU <= capability <= NEWEST_GPU and source().provider is not None
+        width in WIDTHS
+        and capability is not None
+        and OLDEST_GPU <= capability <= NEWEST_GPU
+        and source().provider is not None
     )
