@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fa2_standin import Library, make
+from fa2_standin import FLASH4, Library, make
+from nsa_backend_fa2 import flash4, providers
 from nsa_backend_fa2 import probe as probes
-from nsa_backend_fa2 import providers
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_backend_fa2.providers import Source
 from nsa_core.contract import Reason, Request, import_named
@@ -236,6 +236,7 @@ def test_without_a_provider_probe_and_active_provider_give_every_reason(
 
 
 def test_detail_names_the_provider_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash4, "source", lambda: flash4._absent("package_missing", "none", "get"))
     package, pytorch = make("2.8.3", Library()), make("aten", Library())
     missing = Reason("package_missing", "flash-attn is not installed", "pip install")
     monkeypatch.setattr(
@@ -246,6 +247,7 @@ def test_detail_names_the_provider_in_use(monkeypatch: pytest.MonkeyPatch) -> No
     assert probes.detail() == [
         "flash-attn 2.8.3: in use",
         f"PyTorch {torch.__version__}: not needed",
+        "flash-attn-4: none (get)",
     ]
     assert providers.active_provider() is package
     monkeypatch.setattr(
@@ -256,8 +258,13 @@ def test_detail_names_the_provider_in_use(monkeypatch: pytest.MonkeyPatch) -> No
     assert probes.detail() == [
         "flash-attn: flash-attn is not installed (pip install)",
         f"PyTorch {torch.__version__}: in use",
+        "flash-attn-4: none (get)",
     ]
     assert providers.active_provider() is pytorch
+    source = Source("flash-attn-4", make(FLASH4, Library()), None)
+    monkeypatch.setattr(flash4, "source", lambda: source)
+    line = f"flash-attn-4 {FLASH4}: long causal calls of cmp, on sm_90 or newer"
+    assert probes.detail()[-1] == line
 
 
 def test_registering_imports_neither_torch_nor_flash_attn() -> None:
@@ -288,7 +295,11 @@ def test_backends_show_lists_the_status_and_the_sources() -> None:
     (row,) = json.loads(done.stdout)["backends"]
     assert row["status"] == "unavailable"
     names = [line.partition(":")[0].partition(" ")[0] for line in row["details"]]
-    assert names == ["flash-attn", "PyTorch"]  # a version follows if the build has CUDA
+    assert names == [
+        "flash-attn",
+        "PyTorch",
+        "flash-attn-4",
+    ]  # a version follows if the build has CUDA
     assert row["slots"]["cmp"]["reasons"][0]["message"] == "needs cuda, got cpu"
 
 
