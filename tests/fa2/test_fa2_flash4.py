@@ -121,6 +121,21 @@ def test_padded_heads_are_copied(installed: Library, monkeypatch: pytest.MonkeyP
     assert same is full
 
 
+def test_nan_in_a_query_reaches_its_lse(
+    installed: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package returns -inf for such a row, as for a row without keys."""
+    monkeypatch.setattr(flash4, "MIN_RUNS", 4)
+    q, k, v = (torch.randn(2, 9, heads, 64) for heads in (4, 2, 2))
+    q[1, 5, 2] = torch.nan
+    o, lse = padding.attend(q, k, v, CAUSAL)
+    nan = torch.zeros(2, 9, 4, dtype=torch.bool)
+    nan[1, 5, 2] = True
+    assert torch.equal(o.isnan().any(-1), nan)
+    assert torch.equal(lse.isnan(), nan.transpose(1, 2))
+    assert not lse.isinf().any()
+
+
 def _install(monkeypatch: pytest.MonkeyPatch, version: str, interface: object) -> Source:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
@@ -217,11 +232,13 @@ def test_workspace_counts_its_buffers(installed: Library, monkeypatch: pytest.Mo
     forward = dataclasses.replace(request, needs_grad=False)
     own = workspace.cmp(forward)
     lse = tokens * 64 * 4
-    assert own == pytest.approx(tokens * row * 2 + 2 * lse, rel=0.01)  # o, and lse two times
+    assert own == pytest.approx(tokens * row * 2 + 2 * lse, abs=1e6)  # o, and lse two times
     assert workspace._measure(forward, False, False) > own + 0.9 * tokens * row * 2
     grads = tokens * row * 2 + 16 * 2 * keys * 4 * 128 * 2
     buffers = tokens * 64 * (128 + 2) * 4 + 16 * 2 * keys * 4 * 128 * 4
-    assert workspace.cmp(request) == pytest.approx(own + grads + buffers, rel=0.02)
+    assert workspace.cmp(request) == pytest.approx(own + grads + buffers, abs=1e6)
+    few = dataclasses.replace(forward, n_heads=2, n_kv_heads=2)  # FlashAttention-2 splits its keys
+    assert workspace.cmp(few) == pytest.approx(own / 32, abs=1e5)
 
 
 def test_results_do_not_depend_on_the_provider(
