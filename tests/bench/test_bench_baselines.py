@@ -14,7 +14,7 @@ from nsa_bench import baselines
 from nsa_bench.inputs import make_inputs
 from nsa_core import NSAConfig
 
-CONFIG = NSAConfig(32, 4, 2, head_dim=8, scale=0.3)
+CONFIG = NSAConfig(32, 4, 2, head_dim=32, scale=0.3)
 MODULES = {
     "flash-attn": "flash_attn",
     "flash-attn 3": "flash_attn_interface",
@@ -72,6 +72,12 @@ def test_an_absent_package_is_named(monkeypatch, name):
 def test_a_package_with_another_interface_gives_its_error_as_the_reason(install):
     assert "flash_attn_func" in install("flash-attn 3").reason
     assert "softmax_scale" in install("flash-attn 3", lambda q, k, v, causal: q).reason
+
+
+def test_flash_attention_4_is_no_baseline_where_its_gradients_are_wrong(install, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "CONFIG", NSAConfig(32, 4, 2, head_dim=80))
+    assert "no multiple of 32" in install("flash-attn 4", attend).reason
+    assert install("flash-attn", attend).reason == ""
 
 
 def test_a_gpu_run_lists_every_dense_kernel(monkeypatch):

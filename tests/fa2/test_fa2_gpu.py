@@ -169,7 +169,7 @@ def test_pieces_of_small_problems_match_the_oracle(
 LONG = {
     "16/1/128": Problem((8300,), batch=1, heads=16, groups=1, Dk=128, Dv=128, geometry=PAPER),
     "12/2/64": Problem((4500,), batch=1, heads=12, groups=2, Dk=64, Dv=64, geometry=PAPER),
-    "h1-80": Problem((4200,), batch=2, heads=2, groups=2, Dk=80, Dv=72, geometry=PAPER),
+    "h1": Problem((4200,), batch=2, heads=2, groups=2, Dk=96, Dv=88, geometry=PAPER),
     "packed": Problem((33, 4500, 700), batch=None, heads=8, groups=2, Dk=96, Dv=96, geometry=PAPER),
 }
 

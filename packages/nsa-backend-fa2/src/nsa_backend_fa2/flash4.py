@@ -29,7 +29,9 @@ OLDEST = Version("4.0.0b36")
 INSTALL = "pip install --pre flash-attn-4"
 # Hopper and the Blackwell GPUs of data centres. Only an H100 and an H200 were tested.
 OLDEST_GPU, NEWEST_GPU = (9, 0), (11, 9)
-WIDTHS = range(64, 129)  # head widths of the calls; the widths tested are 64, 80, 96 and 128
+# Head widths of the calls. On sm_90, 4.0.0b36 computes wrong gradients for widths that are no
+# multiple of 32 (github.com/Dao-AILab/flash-attention/pull/2896).
+WIDTHS = (64, 96, 128)
 # Fewest rows of a call, of its longest document if it is packed, and most documents. Other calls
 # would compile other kernels, which warm-up does not reach; short ones are launch-bound.
 MIN_RUNS = 256
