@@ -172,6 +172,20 @@ def _backends(shape: str) -> Piece:
     )
 
 
+def _dense(shape: str) -> Piece:
+    name = f"dense-{shape.replace('/', '-')}"
+    return Piece(
+        name,
+        f"NSA and every dense kernel at {shape}, around the length where they take the same time;"
+        " needs flash-attn-4",
+        f"{_BENCH} --shape {shape} --length 5k,6k,8k,10k,12k,13k,16k,32k,64k"
+        " --phase forward,both --inputs random --combo auto --combo cmp=fa2 --budget 0.08"
+        " --max-call 0.6 --cell-limit 14 --time-limit 200 --json {file}",
+        f"{name.replace('-', '_')}.json",
+        3,
+    )
+
+
 SHAPES = ("12/2/64", "32/8/128", "64/4/128", "64/4/192/128")
 BACKEND_SHAPES = SHAPES[:3]
 
@@ -193,6 +207,7 @@ PIECES = (
     _shapes("32k", "28/4/128,64/8/128", 4),
     _shapes("128k", "16/1/128", 4),
     *map(_backends, BACKEND_SHAPES),
+    *map(_dense, BACKEND_SHAPES),
     Piece(
         "rivals",
         "NSA, dense attention and all other NSA libraries in one run, at 64/4/128",
@@ -253,6 +268,13 @@ PIECES = (
         "python benchmarks/kernels/cmp_routes.py --json {file}",
         "cmp_routes.json",
         4,
+    ),
+    Piece(
+        "sel-rivals",
+        "the forward of sel beside cuDNN's selection attention; needs nvidia-cudnn-frontend",
+        "python benchmarks/kernels/sel_rivals.py --json {file}",
+        "sel_rivals.json",
+        1,
     ),
     Piece(
         "context-parallel",

@@ -52,6 +52,10 @@ class Results:
         name = "rivals.json"
         return self.bench(name).measurements if (self.folder / name).exists() else []
 
+    def dense(self) -> list[Result]:
+        """Return the results beside every dense kernel, by shape; [] without a file."""
+        return [self.bench(path.name) for path in sorted(self.folder.glob("dense_*.json"))]
+
     def core(self, shape: str) -> list[Measurement]:
         """Return the measurements of the core at ``shape``."""
         return self.bench(f"core_{shape.replace('/', '_')}.json").measurements
@@ -113,7 +117,7 @@ def core(results: Results) -> str:
     rows = []
     for shape, inputs in PROBLEMS:
         cells = [results.core_cell(shape, inputs, "both", n) for n in lengths]
-        ratios, _ = _ratios(results, shape, inputs)
+        ratios = _ratios(results, shape, inputs)
         length, _ = crossing(ratios)
         rows.append([shape, inputs, *map(_beside_dense, cells), _from(length, ratios)])
     return table(columns, rows)
@@ -160,44 +164,82 @@ def core_memory(results: Results) -> str:
 
 def _fastest_dense(results: Results, cell: Measurement) -> Measurement | None:
     """Return the fastest dense kernel that the run of ``cell`` timed beside it."""
-    dense = _dense_beside(results, cell)
-    return min(
-        dense, key=lambda m: m.performance.median_ms if m.performance else math.inf, default=None
-    )
-
-
-def _dense_beside(results: Results, cell: Measurement) -> list[Measurement]:
-    """Return the dense kernels that the run of ``cell`` timed on the same problem."""
-    return [
+    dense = [
         m
         for m in results.core(cell.shape)
         if m.kind == "dense"
         and (m.series, m.length) == (cell.series, cell.length)
         and m.performance is not None
     ]
+    return min(
+        dense, key=lambda m: m.performance.median_ms if m.performance else math.inf, default=None
+    )
 
 
-def _ratios(results: Results, shape: str, inputs: str) -> tuple[list[tuple[int, float]], ...]:
-    """Return (length, NSA time / fastest dense time) with CUDA graphs, and with eager calls."""
+def _ratios(results: Results, shape: str, inputs: str) -> list[tuple[int, float]]:
+    """Return (length, NSA time / fastest dense time), with CUDA graphs."""
     cells = [results.core_cell(shape, inputs, "both", n) for n in _core_lengths(results)]
-    measured = [c for c in cells if c is not None]
-    graphs = [(c.length, 1 / c.ratio_to_dense) for c in measured if c.ratio_to_dense]
-    eager = [pair for c in measured if (pair := _eager_ratio(results, c)) is not None]
-    return sorted(graphs), sorted(eager)
+    return sorted((c.length, 1 / c.ratio_to_dense) for c in cells if c and c.ratio_to_dense)
 
 
-def _crossovers(kind: int) -> Callable[[Results], str]:
-    """Return a function that states the range of crossover lengths over shapes and inputs.
-
-    ``kind`` is 0 for CUDA graphs and 1 for eager calls.
-    """
+def _crossovers(phase: str, eager: bool = False) -> Callable[[Results], str]:
+    """Return a function that states the crossover lengths of the shapes of Results.dense."""
 
     def render(results: Results) -> str:
-        lengths = [crossing(_ratios(results, *problem)[kind])[0] for problem in PROBLEMS]
-        known = [length for length in lengths if length is not None]
+        lengths = {
+            c.shape: c.eager_length if eager else c.length
+            for result in results.dense()
+            for c in result.crossovers
+            if (c.subject, c.phase) == ("auto", phase)
+        }
+        known = sorted((length, shape) for shape, length in lengths.items() if length is not None)
         if not known:
             return ABSENT
-        return f"{round(min(known) / 1024)}k to {round(max(known) / 1024)}k"
+        ends = dict.fromkeys((known[0], known[-1]))
+        return " to ".join(f"{length / 1024:.1f}k ({shape})" for length, shape in ends)
+
+    return render
+
+
+def _dense_times(results: Results, subject: str) -> dict[tuple[str, int], float]:
+    """Return (shape, length) -> ms of forward and backward of a subject beside dense kernels."""
+    return {
+        (m.shape, m.length): m.performance.median_ms
+        for result in results.dense()
+        for m in result.measurements
+        if (m.subject, m.phase) == (subject, "both") and m.performance
+    }
+
+
+def dense(results: Results) -> str:
+    """Tabulate forward + backward of NSA and of dense kernels around the crossover."""
+    subjects = ("auto", "dense flash-attn 4", "dense cudnn", "dense flash")
+    times = [_dense_times(results, subject) for subject in subjects]
+    rows = [
+        [
+            shape,
+            tokens(length),
+            *(digits(t[cell]) if (cell := (shape, length)) in t else "-" for t in times),
+        ]
+        for shape, length in sorted(times[0])
+    ]
+    columns = ["heads", "tokens", "NSA", "FlashAttention-4", "cuDNN", "FlashAttention-2"]
+    return table(columns, rows)
+
+
+def flash4_share(results: Results) -> str:
+    """Return the range of FlashAttention-4's time over cuDNN's, from 8k tokens on."""
+    cudnn, flash4 = (_dense_times(results, f"dense {n}") for n in ("cudnn", "flash-attn 4"))
+    shares = [ms / cudnn[cell] for cell, ms in flash4.items() if cell in cudnn and cell[1] >= 8192]
+    return f"{min(shares):.2f} to {max(shares):.2f}" if shares else ABSENT
+
+
+def _beside_flash4(subject: str) -> Callable[[Results], str]:
+    """Return a function that states the ms of a subject at 64/4/128 and 16k beside flash-attn 4."""
+
+    def render(results: Results) -> str:
+        ms = _dense_times(results, subject).get(("64/4/128", 16384))
+        return f"{digits(ms)} ms" if ms else ABSENT
 
     return render
 
@@ -222,14 +264,6 @@ def _compared(subject: str) -> Callable[[Results], str]:
         return f"{digits(performance.median_ms)} ms" if performance else ABSENT
 
     return render
-
-
-def _eager_ratio(results: Results, cell: Measurement) -> tuple[int, float] | None:
-    """Return (length, eager time / fastest eager dense time); None without a dense time."""
-    if cell.performance is None:
-        return None
-    dense = [m.performance.eager_ms for m in _dense_beside(results, cell) if m.performance]
-    return (cell.length, cell.performance.eager_ms / min(dense)) if dense else None
 
 
 def core_kernels(results: Results) -> str:
@@ -264,6 +298,19 @@ def backends(results: Results) -> str:
     ]
     rows.sort(key=lambda row: row[0])
     return table(["heads", "kernels", *(tokens(n) for n in lengths)], rows)
+
+
+def sel_rivals(results: Results) -> str:
+    """Tabulate the forward of sel and of cuDNN's selection attention."""
+    rows = results.rows("sel_rivals.json") if (results.folder / "sel_rivals.json").exists() else []
+    columns = ["heads", "tokens", "sel, ms", "cuDNN, ms"]
+    return table(
+        columns,
+        [
+            [r["shape"], tokens(r["tokens"]), *map(digits, (r["triton_ms"], r["cudnn_ms"]))]
+            for r in rows
+        ],
+    )
 
 
 def decode(results: Results) -> str:
@@ -336,14 +383,20 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "core": core,
     "core-memory": core_memory,
     "core-memory-ratio": core_memory_ratio,
-    "core-crossover": _crossovers(0),
-    "core-crossover-eager": _crossovers(1),
+    "core-crossover": _crossovers("both"),
+    "core-crossover-eager": _crossovers("both", eager=True),
+    "core-crossover-forward": _crossovers("forward"),
+    "dense": dense,
+    "flash4-share": flash4_share,
+    "flash4-nsa": _beside_flash4("auto"),
+    "flash4-dense": _beside_flash4("dense flash-attn 4"),
     "compared-nsa": _compared("auto"),
     "compared-dense": _compared("dense cudnn"),
     "compared-fla": _compared("fla NSA, l=d=64"),
     "compared-sfnsa": _compared("sfnsa NSA"),
     "core-kernels": core_kernels,
     "backends": backends,
+    "sel-rivals": sel_rivals,
     "decode": decode,
     "row-7-step-graph": _steps("auto", fixed(3), *_ALL),
     "row-7-step-eager": _steps("auto, eager", fixed(3), *_ALL),
