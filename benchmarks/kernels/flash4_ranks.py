@@ -80,13 +80,16 @@ def rows_of(measurements: list[Measurement], phase: str) -> list[Row]:
 
 
 def least_size(rows: list[Row]) -> int | None:
-    """Return the size from which every row is faster, rounded up to two digits; None: none is."""
+    """Return the size from which every row is faster, rounded down to two digits; None: none is."""
     least = None
     for row in reversed(rows):
         if row.ratio > FASTER:
             break
         least = row.size
-    return None if least is None else int(float(f"{least:.1e}"))
+    if least is None:
+        return None
+    unit = 10 ** (len(str(least)) - 2)
+    return least // unit * unit
 
 
 def main() -> None:

@@ -22,10 +22,12 @@ from nsa_backend_fa2 import cmp, flash4, padding, providers, rank, workspace
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_backend_fa2.providers import Attention, Packed, Source
 from nsa_backend_sdpa.probe import CUDNN_LONG_RANK
+from nsa_bench.result import read_result
 from nsa_core.contract import Rank, Request, SlotCall
 from nsa_core.layout import BlockGeometry
 from slot_requests import make_request
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 SHAPE = {"n_heads": 64, "n_kv_heads": 4, "head_dim": 128, "v_head_dim": 128}
 H100 = make_request("cmp", 65536, capability=(9, 0), **SHAPE)
 CAUSAL = Attention(0.1)
@@ -213,6 +215,36 @@ def test_the_rank_file_has_sizes_or_null() -> None:
     assert set(least) == {"forward", "training"}
     assert all(size is None or size > 1e9 for size in least.values())
     assert rank.least_flash4_products() == least
+
+
+def test_ranks_follow_the_measurement(installed: Library) -> None:
+    """Where `auto` takes FlashAttention-4, the whole core was not slower with it."""
+    chosen = []
+    for file in sorted(RESULTS.glob("dense_*.json")):
+        result = read_result(file)
+        times = {
+            (m.shape, m.length, m.phase, m.subject): m.performance.median_ms
+            for m in result.measurements
+            if m.performance
+        }
+        for shape, length, phase, subject in times:
+            if subject != "cmp=fa2":
+                continue
+            heads, groups, width = map(int, shape.split("/"))
+            request = dataclasses.replace(
+                H100,
+                n_heads=heads,
+                n_kv_heads=groups,
+                head_dim=width,
+                v_head_dim=width,
+                seq_len=length,
+                needs_grad=phase == "both",
+            )
+            if rank.rank(request) != rank.PRIORITY:
+                new, old = (times[shape, length, phase, s] for s in ("cmp=fa2", "auto"))
+                chosen.append((shape, length, phase))
+                assert new <= old, chosen[-1]
+    assert ("64/4/128", 32768, "forward") in chosen
 
 
 def test_warmup_reaches_its_kernels(installed: Library, monkeypatch: pytest.MonkeyPatch) -> None:
