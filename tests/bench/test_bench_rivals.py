@@ -197,7 +197,7 @@ def test_the_command_accepts_known_rivals_and_refuses_others(nsa, fla, tmp_path)
     assert NAME in done.out
     done = nsa("bench", *options, "--rival", "xla")
     assert done.code == 2
-    assert "rival must be one of fla, sfnsa, xunhao, got 'xla'" in done.err
+    assert "rival must be one or several of fla, sfnsa, xunhao, got 'xla'" in done.err
 
 
 @pytest.fixture
