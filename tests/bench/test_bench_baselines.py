@@ -69,6 +69,27 @@ def test_an_absent_package_is_named(monkeypatch, name):
     assert ("flash_attn_interface" in reason) == (name == "flash-attn 3")
 
 
+def test_a_module_is_installed_if_it_has_a_file(tmp_path, monkeypatch):
+    """flash-attn-4 alone makes a namespace of flash_attn; another module of it may not load."""
+    for path, text in (
+        ("namespace_only/part/__init__.py", ""),
+        ("whole/__init__.py", ""),
+        ("broken/__init__.py", "raise ImportError('undefined symbol')"),
+    ):
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, installed in {
+        "namespace_only": False,
+        "namespace_only.part": True,
+        "whole": True,
+        "whole.cute": False,
+        "broken.cute": True,
+        "nowhere.cute": False,
+    }.items():
+        assert baselines.is_installed(module) == installed, module
+
+
 def test_a_package_with_another_interface_gives_its_error_as_the_reason(install):
     assert "flash_attn_func" in install("flash-attn 3").reason
     assert "softmax_scale" in install("flash-attn 3", lambda q, k, v, causal: q).reason
