@@ -129,6 +129,7 @@ def test_nan_in_a_query_reaches_its_lse(
 ) -> None:
     """The package returns -inf for such a row, as for a row without keys."""
     monkeypatch.setattr(flash4, "MIN_RUNS", 4)
+    monkeypatch.setattr(padding.flash, "may_split_keys", lambda *x: False)  # as for a long call
     q, k, v = (torch.randn(2, 9, heads, 64) for heads in (4, 2, 2))
     q[1, 5, 2] = torch.nan
     o, lse = padding.attend(q, k, v, CAUSAL)
@@ -270,8 +271,8 @@ def test_workspace_counts_its_buffers(installed: Library, monkeypatch: pytest.Mo
     grads = tokens * row * 2 + 16 * 2 * keys * 4 * 128 * 2
     buffers = tokens * 64 * (128 + 2) * 4 + 16 * 2 * keys * 4 * 128 * 4
     assert workspace.cmp(request) == pytest.approx(own + grads + buffers, abs=1e6)
-    few = dataclasses.replace(forward, n_heads=2, n_kv_heads=2)  # FlashAttention-2 splits its keys
-    assert workspace.cmp(few) == pytest.approx(own / 32, abs=1e5)
+    few = dataclasses.replace(forward, n_heads=1, n_kv_heads=1)  # FlashAttention-2 splits its keys
+    assert workspace.cmp(few) == pytest.approx(own / 64, abs=1e5)
 
 
 def test_results_do_not_depend_on_the_provider(
