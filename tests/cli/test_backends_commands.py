@@ -405,11 +405,20 @@ def test_gpu_option_assumes_a_full_installation(nsa, monkeypatch):
             return [*[Reason("old", "needs sm_90")] * old, reason]
 
     monkeypatch.setitem(sys.modules, "absent_toy", Probes)
+    sdpa = discover().get("sdpa").spec
+    # Its kernels cannot be imported without the package.
+    slots = {
+        slot: dataclasses.replace(own, forward="absent_x:f", backward=own.backward and "absent_x:b")
+        for slot, own in sdpa.slots.items()
+    }
     spec = dataclasses.replace(
-        discover().get("sdpa").spec, name="absent", probe="absent_toy:probe", rank=None
+        sdpa, name="absent", probe="absent_toy:probe", rank=None, slots=slots, priority=99
     )
     registry = discover().with_backend(spec, version="9.9")
     monkeypatch.setattr(output, "find_backends", lambda: registry)
+    document = json.loads(nsa("backends", "explain", "--gpu", "h100", "--json").out)
+    assert {slot["chosen"] for slot in document["slots"].values()} == {"absent"}
+    assert document["causal_up_to"] == 1024
     lacking = "missing here, for absent: the package x is not installed"
     document = json.loads(nsa("backends", "list", "--gpu", "h100", "--json").out)
     assert row_of(document, "absent")["status"] == "ready"

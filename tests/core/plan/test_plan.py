@@ -81,7 +81,7 @@ def test_refusal_of_a_named_backend_lists_every_reason_and_every_candidate(toy):
         "asked for 'picky'",
     ):
         assert words in text
-    for words in ("B=? S=77 Hq=4 G=2 Dk=8 Dv=8", "w=512", "bfloat16 on cpu", "prefill"):
+    for words in ("B=any S=77 Hq=4 G=2 Dk=8 Dv=8", "w=512", "bfloat16 on cpu", "prefill"):
         assert words in text
     # The summary names only the slots without a backend.
     assert "sel" not in text.split("request:")[0]
@@ -229,11 +229,14 @@ def test_unpickled_plan_has_the_same_requests_and_choices():
 def test_explain_lists_chosen_and_refused_backends(toy):
     toy.refuse = lambda r: [Reason("x", "too\x1b[2J tired", "sleep")]
     registry = registry_of(spec("first"), spec("tired", "refuse", priority=9))
-    lines = resolve(CONFIG, backends={"win": "first"}, registry=registry).explain().splitlines()
-    assert lines[0].startswith("B=? S=? Hq=4")
+    plan = resolve(CONFIG, backends={"win": "first"}, registry=registry)
+    lines = plan.explain().splitlines()
+    assert lines[0].startswith("B=any S=any Hq=4")
     assert "win: first 1.0 (asked for)" in lines
     assert "cmp: first 1.0 (auto)" in lines
     assert "  tired 1.0: refused: too\\x1b[2J tired (sleep)" in lines
+    assert str(plan).splitlines() == [line for line in lines if not line.startswith("  ")]
+    assert len(str(plan).splitlines()) == 1 + len(SLOTS)
 
 
 def test_workspace_bytes_calls_the_workspace_function_of_the_slots_backend(toy):

@@ -134,7 +134,7 @@ def describe_request(request: Request) -> str:
     blocks = f"l'={g.select_block_size} n={g.num_selected_blocks}"
     if request.slot != "sel":
         blocks = f"l={g.compress_block_size} d={g.compress_stride} {blocks} w={g.window_size}"
-    batch, seq_len = ("?" if n is None else n for n in (request.batch, request.seq_len))
+    batch, seq_len = ("any" if n is None else n for n in (request.batch, request.seq_len))
     shape = (
         f"B={batch} S={seq_len} Hq={request.n_heads}"
         f" G={request.n_kv_heads} Dk={request.head_dim} Dv={request.v_head_dim} {blocks}"

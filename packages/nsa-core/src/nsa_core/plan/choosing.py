@@ -63,16 +63,23 @@ SlotKernel = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class KernelInChild:
-    """A kernel of a plugin that runs in a child process: a plan there has the kernel itself."""
+class KernelElsewhere:
+    """A kernel that this process does not load.
+
+    A plan in the plugin's child process has the kernel itself; a plan for a simulated GPU is only
+    described.
+    """
 
     backend: str
     slot: str
-    causal: KernelInChild | None = None  # see Kernel
+    causal: KernelElsewhere | None = None  # see Kernel
 
     def __call__(self, *tensors: Any, **options: Any) -> Any:
         """Raise NSAError: this process cannot call the kernel."""
-        raise NSAError(f"backend {self.backend!r}, slot {self.slot!r}: it runs in a child process")
+        raise NSAError(
+            f"backend {self.backend!r}, slot {self.slot!r}: it runs in a child process, or on a GPU"
+            " that is simulated here"
+        )
 
 
 def choose(
@@ -154,7 +161,9 @@ def _kernel(all_candidates: Candidates, slot: str, backend: str) -> SlotKernel:
     if entry.child is not None:
         functions = (decode,) if decode else (slot_spec.forward, slot_spec.backward)
         ask(entry, "kernel", import_kernel, *filter(None, functions))
-        return KernelInChild(backend, slot)
+        return KernelElsewhere(backend, slot)
+    if backend in all_candidates.assumed:
+        return KernelElsewhere(backend, slot)
     if decode is not None:
         return decode_kernel(backend, slot, decode)
     op = slot_op(backend, slot, slot_spec).op
@@ -170,10 +179,11 @@ def with_causal(all_candidates: Candidates, sel: SlotKernel) -> SlotKernel:
         return sel
     request = dataclasses.replace(request, geometry=causal_geometry(request.geometry))
     entry = all_candidates.registry.get(sel.backend)
-    if not probe_candidate(entry, request).accepted:
+    assumed = all_candidates.assumed.get(sel.backend, frozenset())
+    if not assumed.issuperset(probe_candidate(entry, request).reasons):
         return sel
-    if isinstance(sel, KernelInChild):
-        return dataclasses.replace(sel, causal=KernelInChild(sel.backend, "win"))
+    if isinstance(sel, KernelElsewhere):
+        return dataclasses.replace(sel, causal=KernelElsewhere(sel.backend, "win"))
     try:
         win = slot_op(sel.backend, "win", all_candidates.spec_of(sel.backend).slots["win"])
     except BaseException as failure:  # a plugin may raise anything
@@ -190,8 +200,9 @@ def fused_forms(all_candidates: Candidates, choices: Mapping[str, Choice]) -> di
         return {}
     spec, request = all_candidates.spec_of(names.pop()), all_candidates.requests["cmp"]
     paths = {name: path for name, path in spec.fused.items() if name in fused_names(request)}
-    if all_candidates.registry.get(spec.name).child is not None:
-        return {name: KernelInChild(spec.name, name) for name in paths}
+    is_child = all_candidates.registry.get(spec.name).child is not None
+    if is_child or spec.name in all_candidates.assumed:
+        return {name: KernelElsewhere(spec.name, name) for name in paths}
     if request.phase == "decode":
         return {name: decode_kernel(spec.name, name, path) for name, path in paths.items()}
     return {name: core_backward(spec.name, path) for name, path in paths.items()}

@@ -86,6 +86,16 @@ class Plan:
             return None
         return causal_geometry(self.requests["sel"].geometry).window_size
 
+    def __str__(self) -> str:
+        """Return a line about the request and one per slot; :meth:`explain` adds the reasons."""
+        chosen = [_explain_choice(choice)[0] for choice in self.choices.values()]
+        return "\n".join([describe_request(self.requests["cmp"]), *chosen, *self._fused_lines()])
+
+    def _fused_lines(self) -> list[str]:
+        return [
+            f"{name}: {one_line(kernel.backend)} (fused)" for name, kernel in self.fused.items()
+        ]
+
     def explain(self) -> str:
         """Describe the plan: the request, and each slot's backend and other candidates.
 
@@ -100,10 +110,7 @@ class Plan:
             if choice.slot == "sel" and self.causal_up_to is not None:
                 lines.append(f"  {describe_causal(self.causal_up_to)}")
             lines += others
-        lines += [
-            f"{name}: {one_line(kernel.backend)} (fused)" for name, kernel in self.fused.items()
-        ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._fused_lines()])
 
     def workspace_bytes(self, request: Request, *, fused: str | None = None) -> int:
         """Return the peak memory of a slot or a fused form beyond its inputs, in bytes.
