@@ -200,7 +200,7 @@ def test_an_interrupted_verify_reports_the_finished_checks(
     assert report["interrupted"] == {"signal": number.name, "checks_left": left, "checks": 5}
     assert [f["check"] for f in report["findings"]] == ["good", "bad", "interrupted"][: 5 - left]
     assert "reads" not in report
-    assert f"INTERRUPTED by {number.name}, {left} of 5 checks left" in done.out
+    assert f"INTERRUPTED by {number.name}, {left} of 5 groups of checks left" in done.out
     assert "FAILED bad, cmp" in done.out
     assert every or "ok so far" in done.out
     last = done.out.splitlines()[-1]
@@ -214,7 +214,7 @@ def test_a_check_that_goes_on_after_the_signal_ends_after_its_grace(nsa, checks,
     started = time.monotonic()
     done = nsa(*VERIFY)
     assert time.monotonic() - started < 3
-    assert (done.code, "1 of 1 checks left" in done.out) == (143, True)
+    assert (done.code, "1 of 1 groups of checks left" in done.out) == (143, True)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_check_that_fails_after_the_signal_counts_as_left(nsa, checks, options
     checks(("broken", False, lambda: send(signal.SIGTERM)))  # ptxas died of a signal
     done = nsa(*VERIFY, *options)
     assert done.code == 143
-    assert f"INTERRUPTED by SIGTERM, 1 of 1 checks left; {passed}" in done.out
+    assert f"INTERRUPTED by SIGTERM, 1 of 1 groups of checks left; {passed}" in done.out
 
 
 def test_a_signal_in_the_last_check_leaves_a_complete_report(nsa, checks):

@@ -349,9 +349,10 @@ def test_one_torch_version_is_pinned_everywhere(repo):
     assert pins == {"2.13.0"}
 
 
-def test_keys_per_query_in_the_readme_match_the_formula(repo):
-    """The README states S / d + n * l' + w keys, and how many times fewer than S that is."""
-    (sentence,) = re.findall(r"a query reads at most[^.]+(?:\.\d[^.]+)+\.", repo.text("README.md"))
+def test_keys_per_query_match_the_formula(repo):
+    """The page states S / d + n * l' + w keys, and how many times fewer than S that is."""
+    page = repo.text("docs/start/concepts.md")
+    (sentence,) = re.findall(r"a query reads at most[^.]+(?:\.\d[^.]+)+\.", page)
     rows = re.findall(r"([\d,]+)(?: keys)? at (\d+)k(?: tokens)?\s\(([\d.]+)\s?times", sentence)
     assert [int(row[1]) for row in rows] == [8, 16, 32, 64]
     for read, length, ratio in rows:

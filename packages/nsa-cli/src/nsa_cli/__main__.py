@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import sys
+import warnings
+
+_NO_NUMPY = "Failed to initialize NumPy"  # torch warns of this at its import; nothing here needs it
 
 
 def main() -> None:
     """Run `nsa`, and end quietly if Ctrl-C interrupts its imports."""
+    warnings.filterwarnings("ignore", _NO_NUMPY)
+    sys.warnoptions.append(f"ignore:{_NO_NUMPY}")  # for worker processes
     try:
         from nsa_cli.app import main as run
     except KeyboardInterrupt:

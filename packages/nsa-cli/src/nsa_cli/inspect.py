@@ -37,7 +37,8 @@ def inspect(
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            help="Checkpoint file, or the folder of a run. Default: a small untrained model."
+            help="Model folder, of nsa train, nsa convert or save_pretrained. Default: a small"
+            " untrained model."
         ),
     ] = None,
     layer: Annotated[

@@ -359,7 +359,7 @@ def interruption_summary(reports: list[dict[str, Any]]) -> tuple[str, int] | Non
     left = sum(interruption["checks_left"] for interruption in interruptions)
     total = interruptions[0]["checks"] * len(reports)
     signal = interruptions[0]["signal"]
-    return f"INTERRUPTED by {signal}, {left} of {total} checks left", exit_code(signal)
+    return f"INTERRUPTED by {signal}, {left} of {total} groups of checks left", exit_code(signal)
 
 
 def combinations_rows(reports: list[dict[str, Any]]) -> Rows:

@@ -80,9 +80,8 @@ def _cells(m: Measurement, result: Result) -> dict[str, str]:
         return cells | {"eager ms": number(p.eager_ms), "bound": bound}
     cells["CV %"] = percent(spread_of_repeats(p))
     cells["TB/s"] = "-" if m.kind == "layer" else number(m.bytes / p.median_ms / 1e9)
-    if times:
-        shares = result.shares(m)
-        shares |= {"sum": sum(shares.values())} if shares else {}
+    if shares := result.shares(m) if times else {}:
+        shares |= {"sum": sum(shares.values())}
         cells |= {
             f"{name} %": f"{shares[name]:.0%}"[:-1] if name in shares else "-"
             for name in (*SLOTS, "sum")

@@ -116,8 +116,13 @@ def unigram_entropy(rows: Sequence[Row]) -> float:
 
 def is_held_out(document: str, share: float) -> bool:
     """Return whether a document is held out; copies of a text always land on the same side."""
+    return _place(document) < share
+
+
+def _place(document: str) -> float:
+    """Return the share above which a document is held out, between 0 and 1."""
     digest = hashlib.blake2b(document.encode("utf-8", errors="replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < share * 2**64
+    return int.from_bytes(digest, "little") / 2**64
 
 
 class TextRows:
@@ -219,10 +224,10 @@ class TextRows:
         rows.load_state_dict({"epoch": 0, "document": 0, "offset": 0})
         return rows
 
-    def _one_sided(self, count: int) -> str:
-        """Return the message about ``count`` documents of which none is on this side."""
-        name, share = self.corpus.name, self._share
-        if not count:
+    def _one_sided(self, places: list[float]) -> str:
+        """Return the message about documents at ``places``, of which none is on this side."""
+        name, count = self.corpus.name, len(places)
+        if not places:
             return f"{name} contains no text"
         if count == 1:
             return (
@@ -230,9 +235,10 @@ class TextRows:
                 " documents, or a text of more than 32 KiB, which is split"
             )
         side, change = ("held out", "larger") if self._held_out else ("left", "smaller")
+        first, second = sorted(places, reverse=not self._held_out)[:2]
         return (
             f"none of the {count} documents of {name} is {side}; held_out must be {change} than"
-            f" {share:g}, or give more documents"
+            f" {self._share:g}, such as {(first + second) / 2:.3g}, or give more documents"
         )
 
     def _read(self, epoch: int, start: int) -> Iterator[tuple[int, int, list[int]]]:
@@ -240,13 +246,16 @@ class TextRows:
         end = self.tokenizer.end
         while self._epochs is None or epoch < self._epochs:
             # A lane may have no document in an epoch; `lane` has checked that the corpus has one.
-            found, count = start > 0 or self._lane.count > 1, 0
+            found = start > 0 or self._lane.count > 1
+            other_side: list[float] = []
             texts = self.corpus.epoch(epoch, start, self._lane)
             for number, text in enumerate(texts, start):
-                count += bool(text)
-                if text and is_held_out(text, self._share) == self._held_out:
+                if text and is_held_out(text, self._share) != self._held_out:
+                    if not found:
+                        other_side.append(_place(text))
+                elif text:
                     found = True
                     yield epoch, number, [end, *self.tokenizer.encode(text), end]
             if not found:
-                raise InvalidInput(self._one_sided(count))
+                raise InvalidInput(self._one_sided(other_side))
             epoch, start = epoch + 1, 0
