@@ -12,7 +12,7 @@ from nsa_bench.result import Measurement, read_result
 
 DENSE = ("dense flash-attn", "dense flash")
 # Subjects of the core by title; a cell has the fastest one.
-SUBJECTS = {
+A100_SUBJECTS = {
     "NSA": ("auto", "triton"),
     "dense FlashAttention-2": DENSE,
     "sfnsa": ("sfnsa NSA",),
@@ -32,19 +32,24 @@ def core_file(folder: Path, shape: str) -> Path | None:
     return piece.nearest(folder)
 
 
-def core(results: Results) -> str:
-    """Tabulate forward + backward of NSA, dense FlashAttention-2 and rivals on random inputs."""
+def a100_times(results: Results) -> dict[tuple[str, int], dict[str, float]]:
+    """Return (heads, tokens) -> subject -> ms of forward and backward on random inputs."""
     pieces = [piece for piece in PIECES if piece.name.startswith("a100-core-")]
     files = [file for piece in pieces if (file := piece.nearest(results.folder))]
-    times: dict[tuple[str, int], dict[str, float]] = {}  # row -> subject -> ms
+    times: dict[tuple[str, int], dict[str, float]] = {}
     for m in (m for file in files for m in read_result(file).measurements):
         if (m.phase, m.inputs) == ("both", "random") and m.performance:
             times.setdefault((m.shape, m.length), {})[m.subject] = m.performance.median_ms
+    return times
+
+
+def core(results: Results) -> str:
+    """Tabulate forward + backward of NSA, dense FlashAttention-2 and rivals on random inputs."""
     rows = []
-    for (shape, length), cells in sorted(times.items()):
-        found = [[cells[s] for s in subjects if s in cells] for subjects in SUBJECTS.values()]
+    for (shape, length), cells in sorted(a100_times(results).items()):
+        found = [[cells[s] for s in subjects if s in cells] for subjects in A100_SUBJECTS.values()]
         rows.append([shape, tokens(length), *(digits(min(ms)) if ms else "-" for ms in found)])
-    columns = ["heads", "tokens", *SUBJECTS]
+    columns = ["heads", "tokens", *A100_SUBJECTS]
     return table(columns, rows or [[PENDING, *"-" * (len(columns) - 1)]])
 
 

@@ -143,23 +143,15 @@ def _from(length: int | None, ratios: Sequence[tuple[int, float]]) -> str:
 
 
 def core_memory(results: Results) -> str:
-    """Tabulate time and memory of NSA and of the fastest dense kernel on random inputs."""
+    """Tabulate the memory of NSA and of the fastest dense kernel on random inputs."""
     rows = []
     for shape, length in itertools.product(SHAPES, _core_lengths(results)):
         cell = results.core_cell(shape, "random", "both", length)
         dense = _fastest_dense(results, cell) if cell else None
-        if cell is None or cell.performance is None or dense is None or dense.performance is None:
-            continue
-        times = [m.performance.median_ms for m in (cell, dense) if m.performance]
-        memory = [f"{(m.peak_memory_bytes or 0) / 2**20:,.0f}" for m in (cell, dense)]
-        ratio = (
-            f"**{times[1] / times[0]:.1f}x**"
-            if times[0] < times[1]
-            else f"{times[1] / times[0]:.1f}x"
-        )
-        rows.append([shape, tokens(length), *map(digits, times), ratio, *memory])
-    columns = ["heads", "tokens", "NSA, ms", "dense, ms", "speed", "NSA, MiB", "dense, MiB"]
-    return table(columns, rows)
+        if cell and dense:
+            memory = [f"{(m.peak_memory_bytes or 0) / 2**20:,.0f}" for m in (cell, dense)]
+            rows.append([shape, tokens(length), *memory])
+    return table(["heads", "tokens", "NSA, MiB", "dense, MiB"], rows)
 
 
 def _fastest_dense(results: Results, cell: Measurement) -> Measurement | None:
@@ -232,16 +224,6 @@ def flash4_share(results: Results) -> str:
     cudnn, flash4 = (_dense_times(results, f"dense {n}") for n in ("cudnn", "flash-attn 4"))
     shares = [ms / cudnn[cell] for cell, ms in flash4.items() if cell in cudnn and cell[1] >= 8192]
     return f"{min(shares):.2f} to {max(shares):.2f}" if shares else ABSENT
-
-
-def _beside_flash4(subject: str) -> Callable[[Results], str]:
-    """Return a function that states the ms of a subject at 64/4/128 and 16k beside flash-attn 4."""
-
-    def render(results: Results) -> str:
-        ms = _dense_times(results, subject).get(("64/4/128", 16384))
-        return f"{digits(ms)} ms" if ms else ABSENT
-
-    return render
 
 
 def core_memory_ratio(results: Results) -> str:
@@ -388,8 +370,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "core-crossover-forward": _crossovers("forward"),
     "dense": dense,
     "flash4-share": flash4_share,
-    "flash4-nsa": _beside_flash4("auto"),
-    "flash4-dense": _beside_flash4("dense flash-attn 4"),
     "compared-nsa": _compared("auto"),
     "compared-dense": _compared("dense cudnn"),
     "compared-fla": _compared("fla NSA, l=d=64"),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from figure_pieces import PIECES
-from figure_tables import PENDING, Results, fixed, short_device, table, tokens
+from figure_tables import Results, fixed, short_device, table, tokens
 
 RECOMPUTE_FILE = "train_recompute.json"
 _ONE = {"section": "throughput", "S": 2048, "mode": "compile+graph"}
@@ -18,7 +18,7 @@ def train(results: Results) -> str:
 
     Each has its fastest mode.
     """
-    best = _fastest(results)
+    best = fastest_modes(results)
     shapes = sorted(best["nsa"].keys() & best["dense"].keys())
     speed = {
         name: [best[name][shape]["tokens_per_s"] for shape in shapes] for name in ("nsa", "dense")
@@ -34,7 +34,7 @@ def train(results: Results) -> str:
     )
 
 
-def _fastest(results: Results) -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
+def fastest_modes(results: Results) -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
     """Return the row of the fastest mode, by attention and (length, batch)."""
     best: dict[str, dict[tuple[int, int], dict[str, Any]]] = {"nsa": {}, "dense": {}}
     measured = [row for row in results.rows("train.json") if "tokens_per_s" in row]
@@ -45,26 +45,7 @@ def _fastest(results: Results) -> dict[str, dict[tuple[int, int], dict[str, Any]
 
 def _fastest_at_2k(attention: str, batch: int) -> Callable[[Results], str]:
     """Return a function for the speed at 2048 tokens in the fastest mode."""
-    return lambda results: _thousand(_fastest(results)[attention][2048, batch]["tokens_per_s"])
-
-
-def train_recompute(results: Results) -> str:
-    """Tabulate the speed and peak memory of a step with recompute=True beside those without it."""
-    columns = ["tokens x batch"]
-    columns += [f"{name}, k tokens/s" for name in ("NSA", "NSA, recompute=True", "dense")]
-    columns += [f"{name}, GiB" for name in ("NSA", "NSA, recompute=True", "dense")]
-    if not (results.folder / RECOMPUTE_FILE).exists():
-        return table(columns, [[PENDING, *"-" * (len(columns) - 1)]])
-    kinds = ("nsa", "recompute", "dense")
-    rows = [
-        [
-            f"{tokens(length)} x {batch}",
-            *(f"{of[k]['tokens_per_s'] / 1e3:.1f}" if k in of else "-" for k in kinds),
-            *(f"{of[k]['peak_gib']:.1f}" if k in of else "-" for k in kinds),
-        ]
-        for (length, batch), of in _recompute_cells(results)
-    ]
-    return table(columns, rows)
+    return lambda results: _thousand(fastest_modes(results)[attention][2048, batch]["tokens_per_s"])
 
 
 def recompute_price(results: Results) -> str:
@@ -204,7 +185,6 @@ TRAINING: dict[str, Callable[[Results], str]] = {
     "train-crossover": train_crossover,
     "train-memory": train_memory,
     "train-memory-gpu": train_memory_gpu,
-    "train-recompute": train_recompute,
     "recompute-price": recompute_price,
     "row-10-eager": _train_value("train_toy.json", "tokens_per_s", _thousand, mode="eager"),
     "row-10-graph": _train_value("train_toy.json", "tokens_per_s", _thousand, mode="compile+graph"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 
+import figure_recipes
 import figures
 import pytest
 
@@ -31,7 +33,7 @@ def rows_of(results, name):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.mark.parametrize("name", ["a100", "shapes", "train-recompute"])
+@pytest.mark.parametrize("name", ["a100", "shapes"])
 def test_a_table_without_its_files_says_so(tmp_path, name):
     ((state, *others),) = rows_of(tmp_path / "results" / "h100", name)
     assert state == "not measured yet"
@@ -121,6 +123,108 @@ def test_the_table_of_shapes_takes_the_fastest_dense_kernel(tmp_path):
     assert speed_up == f"{times[fastest] / own:.1f}x"
 
 
+@pytest.fixture
+def published(tmp_path):
+    """A folder with copies of the published results, which a test may change."""
+    for folder in ("h200", "h200_as_sm80"):
+        shutil.copytree(ROOT / "benchmarks/results" / folder, tmp_path / folder)
+    return tmp_path / "h200"
+
+
+def changed(path, factor, field="performance", **facts):
+    """Multiply the time or the memory of the cells that have ``facts``."""
+    document = json.loads(path.read_text())
+    cells = [m for m in document["measurements"] if all(m[k] == v for k, v in facts.items())]
+    assert cells
+    for m in cells:
+        if field == "performance":
+            m["performance"]["median_ms"] *= factor
+        else:
+            m[field] *= factor
+    path.write_text(json.dumps(document))
+
+
+def test_the_table_of_use_has_the_ranges_over_head_counts(published):
+    before = {row[0]: row for row in rows_of(published, "use")}
+    assert list(before) == ["2k", "8k", "16k", "32k", "64k", "128k"]
+    (own, dense) = next(
+        (own, dense)
+        for own, dense in figure_recipes.pairs([published / "core_12_2_64.json"])
+        if (own.shape, own.length) == ("12/2/64", 65536)
+    )
+    cell = {"phase": "both", "inputs": "random", "length": 65536, "subject": "auto"}
+    changed(published / "core_12_2_64.json", 1 / 4, **cell)
+    changed(published / "core_12_2_64.json", 8, "peak_memory_bytes", **cell)
+    changed(published / "decode.json", 1 / 2, subject="auto", shape="64/4/128", length=131072)
+    older = published.with_name("h200_as_sm80") / "a100_core_12_2_64.json"
+    changed(older, 1 / 100, **cell)
+    after = {row[0]: row for row in rows_of(published, "use")}
+    assert [n for n in before if before[n] != after[n]] == ["64k", "128k"]
+    highest = [float(re.findall(r"([\d.]+)x", cell)[-1]) for cell in after["64k"][1:]]
+    ms = [m.performance.median_ms for m in (own, dense)]
+    assert highest[0] == pytest.approx(4 * ms[1] / ms[0], abs=0.05)
+    assert highest[1] > 100
+    memory = 8 * own.peak_memory_bytes / dense.peak_memory_bytes
+    assert highest[-1] == pytest.approx(memory, abs=0.05)
+    steps = [float(of["128k"][4].removesuffix("x")) for of in (before, after)]
+    assert steps[1] == pytest.approx(2 * steps[0], abs=0.1)
+
+
+def test_flash_attention_4_counts_where_a_run_has_it(published):
+    """A length then has its runs alone, the hardest comparison."""
+    for path in published.glob("dense_*.json"):
+        path.unlink()
+    shown = ("use-without-flash4", "compared-flash4")
+    values = [figures.TABLES[name](figures.Results(published)) for name in shown]
+    assert values == ["2k, 8k, 16k, 32k, 64k and 128k", "not measured"]
+    document = json.loads((published / "backends_64_4_128.json").read_text())
+    cells = [m for m in document["measurements"] if (m["length"], m["phase"]) == (16384, "both")]
+    (own,) = (m for m in cells if m["subject"] == "auto")
+    fastest = next(m for m in cells if m["subject"] == "dense cudnn")
+    fastest["subject"] = "dense flash-attn 4"
+    fastest["performance"]["median_ms"] = own["performance"]["median_ms"] / 8
+    document["measurements"] = [own, fastest]
+    (published / "dense_64_4_128.json").write_text(json.dumps(document))
+    values = [figures.TABLES[name](figures.Results(published)) for name in shown]
+    assert values[0] == "2k, 8k, 32k, 64k and 128k"
+    nsa = own["performance"]["median_ms"]
+    assert values[1] == f"{nsa / 8:.2f} ms, in a run where this library took {nsa:.1f} ms"
+    rows = {row[0]: row for row in rows_of(published, "use")}
+    assert rows["16k"][1] == "0.1x"
+
+
+def test_the_recipes_scale_with_groups_and_layers(published):
+    rows = {(row[0], row[2]): row[3:] for row in rows_of(published, "recipes")}
+    assert len(rows) == 9
+    own, dense = (
+        next(
+            m["performance"]["median_ms"]
+            for m in json.loads((published / "core_64_4_128.json").read_text())["measurements"]
+            if (m["subject"], m["phase"], m["inputs"], m["length"])
+            == (subject, "both", "random", 32768)
+        )
+        for subject in ("auto", "dense cudnn")
+    )
+    assert rows["70B", "32k"][0] == f"{80 * own / 1e3:.2f} s"
+    assert rows["8B", "32k"][0] == f"{32 * own / 2:.0f} ms"
+    assert float(rows["70B", "32k"][1].split()[0]) == pytest.approx(80 * dense / 1e3, rel=0.01)
+    assert [row[-1] for row in rows.values()] == ["1", "1", "4", "2", "4", "8", "16", "32", "64"]
+    # 16 bytes a parameter; checkpoints and the MLP of 128k tokens
+    expected = 16 * 8e9 + 2**17 * (2 * 4096 * 32 + 12 * 14336)
+    assert rows["8B", "128k"][-2] == f"{expected / 2**30:,.0f}"
+
+
+def test_the_recipes_are_checked_by_measured_cells(published):
+    value = figures.TABLES["recipe-check"](figures.Results(published))
+    estimate, measured = map(float, re.findall(r"([\d.]+) ms", value))
+    assert estimate == pytest.approx(measured, rel=0.05)
+    million = figures.TABLES["recipe-million"](figures.Results(published))
+    assert re.fullmatch(r"[\d.]+ s estimated .* and [\d.]+ s measured .*", million)
+    for path in published.glob("shapes_*.json"):
+        path.unlink()
+    assert figures.TABLES["recipe-check"](figures.Results(published)) == "not measured yet"
+
+
 def test_the_tables_of_training_take_the_fastest_dense_mode_and_recompute(results):
     folder = results / "h100"
     document = json.loads((folder / "train.json").read_text())
@@ -141,10 +245,6 @@ def test_the_tables_of_training_take_the_fastest_dense_mode_and_recompute(result
     (folder / "train_recompute.json").write_text(json.dumps(document))
     lost = f"{1 - 1000 / speed:.0%} at 2k x {nsa['B']}"
     assert figures.TABLES["recompute-price"](figures.Results(folder)) == lost
-    ((shape, *cells),) = rows_of(folder, "train-recompute")
-    assert shape == "2k x 1"
-    assert cells[:2] == [f"{nsa['tokens_per_s'] / 1e3:.1f}", "1.0"]
-    assert cells[3:] == [f"{nsa['peak_gib']:.1f}", "0.5", f"{dense['peak_gib']:.1f}"]
 
 
 def test_memory_with_recompute_has_a_row_of_its_own(results):

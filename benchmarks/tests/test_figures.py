@@ -35,7 +35,8 @@ def pages(tmp_path):
     for page in (*PAGES, "tests/verify/report_rows/README.md"):
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
-    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
+    for results in ("benchmarks/results", "benchmarks/study/results"):
+        shutil.copytree(ROOT / results, tmp_path / results)
     return tmp_path
 
 
@@ -136,7 +137,7 @@ ROW = r'"subject": "auto", "shape": "64/4/128"[^\n]*"both", "batch": 1, "length"
     [
         ("core_12_2_64.json", r'"median_ms": 12\.6203', "README.md"),
         ("train.json", r'"tokens_per_s": 163702', "benchmarks/README.md: train differ"),
-        ("core_64_4_192_128.json", r'"peak_memory_bytes": 565442048', "README.md: core-memory"),
+        ("core_64_4_192_128.json", r'"peak_memory_bytes": 565442048', "README.md: use"),
         ("train.json", r'"tokens_per_s": 342154', "tests/verify/report_rows/README.md"),
         ("decode_small.json", r'"median_ms": 0\.02304\b', "tests/verify/report_rows/README.md"),
         ("decode.json", r'"median_ms": 0\.171952', "docs/explanation/decode.md"),
@@ -164,10 +165,10 @@ def test_a_changed_number_in_a_result_file_is_detected(pages, file, pattern, pag
 def test_a_changed_number_on_a_page_is_detected_and_restored(pages, capsys):
     page = pages / "README.md"
     text = page.read_text(encoding="utf-8")
-    body = next(match[3] for match in figures.MARKED.finditer(text) if match[2] == "core-memory")
+    body = next(match[3] for match in figures.MARKED.finditer(text) if match[2] == "use")
     page.write_text(text.replace(body, body.replace("64k", "65k"), 1), encoding="utf-8")
     assert figures.main(["render", "--check"], pages) == 1
-    assert "README.md: core-memory differ" in capsys.readouterr().out
+    assert "README.md: use differ" in capsys.readouterr().out
     assert page.read_text(encoding="utf-8") != text
     assert figures.main(["render"], pages) == 0
     assert page.read_text(encoding="utf-8") == text

@@ -1,6 +1,6 @@
 """Draw the two figures of docs/start/concepts.md.
 
-python docs/scripts/concept_figures.py docs/figures
+python docs/scripts/concept_figures.py docs/images
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def draw_branches() -> plt.Figure:
     """Draw which keys one query reads in each branch, on a sequence of 48 tokens."""
     tokens, block, stride, select, window = 48, 8, 4, 8, 10
     query = tokens - 1
-    figure, axes = plt.subplots(4, 1, figsize=(9, 4.6), sharex=True)
+    figure, axes = plt.subplots(4, 1, figsize=(5.6, 3.7), sharex=True)
     rows: list[tuple[Axes, str, str]] = [
         (axes[0], "dense", "every key"),
         (axes[1], "cmp", "one compressed key per block: the whole past, coarsely"),
@@ -55,14 +55,14 @@ def draw_branches() -> plt.Figure:
     axes[-1].set_xticks([0.5, query + 0.5], ["first token", "the query"])
     for label, side in zip(axes[-1].get_xticklabels(), ("left", "right")):
         label.set_horizontalalignment(side)
-    figure.subplots_adjust(left=0.08, right=0.99, top=0.98, bottom=0.08, hspace=0.15)
+    figure.subplots_adjust(left=0.12, right=0.99, top=0.98, bottom=0.1, hspace=0.15)
     return figure
 
 
 def draw_keys_read() -> plt.Figure:
     """Draw how many keys one query reads with the paper's sizes (Table 4), over the length."""
     lengths = [8192, 16384, 32768, 65536]
-    figure, axis = plt.subplots(figsize=(9, 4.2))
+    figure, axis = plt.subplots(figsize=(5.6, 3.7))
     for row, length in enumerate(lengths):
         parts = [(length // 16, CMP), (16 * 64, SEL), (512, WIN)]
         read = sum(keys for keys, _ in parts)
@@ -77,14 +77,14 @@ def draw_keys_read() -> plt.Figure:
     axis.set_yticks(range(4), [f"{length // 1024}k tokens" for length in lengths])
     axis.tick_params(left=False)
     axis.invert_yaxis()
-    axis.set_xlim(0, 80000)
+    axis.set_xlim(0, 92000)
     axis.set_xticks([])
     axis.spines[["left", "bottom"]].set_visible(False)
-    names = [("cmp, one key per 16 tokens", CMP), ("sel, 16 blocks of 64", SEL), ("win, 512", WIN)]
+    names = [("cmp: 1/16", CMP), ("sel: 1,024", SEL), ("win: 512", WIN)]
     for row, (name, colour) in enumerate(names):
-        axis.text(79500, 0.1 + 0.34 * row, name, color=colour, weight="bold", ha="right")
+        axis.text(91500, 0.1 + 0.34 * row, name, color=colour, weight="bold", ha="right")
     axis.set_title("Keys that one query reads", loc="left", weight="bold")
-    figure.subplots_adjust(left=0.11, right=0.99, top=0.92, bottom=0.03)
+    figure.subplots_adjust(left=0.17, right=0.99, top=0.9, bottom=0.03)
     return figure
 
 

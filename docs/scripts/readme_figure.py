@@ -1,98 +1,137 @@
-"""Draw the chart of README.md and docs/index.md: time against length, NSA and dense attention.
+"""Draw the chart of README.md and docs/index.md: speed and quality, NSA and dense attention.
 
     python docs/scripts/readme_figure.py docs/images
 
-The left panel has the kernels for the published GPU. Its times at 8k, 32k and 64k tokens are those
-of README.md's table, from core_64_4_128.json. Those at 2k, 4k and 16k are from
-backends_64_4_128.json, of the same kind of GPU. The right panel has the kernels for an A100, run on
-a newer GPU by benchmarks/rehearse.py; if it was not measured, the chart has the left panel only.
+The left panel has the times of one shape: NSA and the fastest dense kernel of the same run, and
+FlashAttention-4 of another run where one was measured. The right panel has the final losses by
+position of two arms of benchmarks/study with as many parameters: dots are means over seeds, bars
+reach from the lowest to the highest.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import json
 import pathlib
+import statistics
 import sys
+from typing import Any
 
-from nsa_bench.crossover import crossovers
-from nsa_bench.render.plots import LengthPanel, render_length_panels
-from nsa_bench.result import Result, read_result
+from nsa_bench.render.style import GREYS, NSA_COLOURS, draw, set_log_ticks
+from nsa_bench.result import read_result
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from figure_a100 import DENSE, core_file  # noqa: E402
 from figure_pieces import PUBLISHED  # noqa: E402
+from figure_recipes import FLASH4, GROUP_SHAPE, beside_flash4, ms, pairs, published  # noqa: E402
+from figure_tables import Results, gpu, tokens  # noqa: E402
 
-RESULTS = BENCHMARKS / "results" / PUBLISHED
-SHAPE = "64/4/128"
-SUBJECTS = ("auto", "dense flash-attn 4", "dense cudnn", "dense flash")
-HEADING = "Forward + backward: 64 heads, 4 kv heads of 128, bfloat16"
-
-
-def measured() -> Result:
-    """Return the cells of core_64_4_128.json, and of backends_64_4_128.json at other lengths."""
-    core = read_result(RESULTS / "core_64_4_128.json")
-    timed = {m.length for m in core.measurements}
-    others = [
-        m
-        for m in read_result(RESULTS / "backends_64_4_128.json").measurements
-        if m.length not in timed
-    ]
-    return dataclasses.replace(core, measurements=[*others, *core.measurements])
+RESULTS = Results(BENCHMARKS / "results" / PUBLISHED)
+STUDY = BENCHMARKS / "study" / "results"
+ARMS = {"NSA": "nsa", "dense": "dense_wide"}
+LOOKS: dict[str, Any] = {
+    "NSA": {"color": NSA_COLOURS[0], "lw": 2.6, "marker": "o", "ms": 4.5},
+    "dense": {"color": GREYS[0], "lw": 1.8, "marker": "s", "ms": 4, "ls": (0, (4, 2))},
+    "FlashAttention-4": {"color": NSA_COLOURS[1], "lw": 1.5, "ls": (0, (1, 1.2))},
+}
 
 
-def rehearsed(results: pathlib.Path = RESULTS) -> Result | None:
-    """Return NSA and dense FlashAttention-2 with the code for the A100; None if not measured.
-
-    Other dense kernels run code for the newer GPU, so the crossover is that of these two.
-    """
-    file = core_file(results, SHAPE)
-    if file is None:
-        return None
-    result = read_result(file)
-    cells = [m for m in result.measurements if (m.shape, m.phase) == (SHAPE, "both")]
-    dense = next(
-        (s for s in DENSE if any(m.subject == s and m.performance for m in cells)), "dense flash"
-    )
-    cells = [m for m in cells if m.subject in ("auto", dense)]
-    return dataclasses.replace(result, measurements=cells, crossovers=crossovers(cells))
-
-
-def gpu(result: Result) -> str:
-    """Return the name of the GPU without the vendor: H100."""
-    return str(result.environment["device"]).removeprefix("NVIDIA ").split()[0]
+def times() -> dict[str, dict[int, float]]:
+    """Return the ms of NSA, of the fastest dense kernel and of FlashAttention-4, by length."""
+    measured = (cell for cell in pairs(published(RESULTS)) if cell[0].shape == GROUP_SHAPE)
+    cells = sorted((own.length, ms(own), ms(dense)) for own, dense in measured)
+    flash4 = {
+        m.length: ms(m)
+        for file in beside_flash4(RESULTS)
+        for m in read_result(file).measurements
+        if (m.subject, m.shape, m.phase) == (FLASH4, GROUP_SHAPE, "both") and m.performance
+    }
+    return {
+        "NSA": {length: own for length, own, _ in cells},
+        "dense": {length: dense for length, _, dense in cells},
+        "FlashAttention-4": dict(sorted(flash4.items())),
+    }
 
 
-def chart(results: pathlib.Path = RESULTS) -> bytes:
-    """Return the chart as SVG.
+def losses() -> dict[str, dict[str, list[float]]]:
+    """Return the final held-out losses of all seeds, by range of positions: "4-8k"."""
+    curves: dict[str, dict[str, list[float]]] = {}
+    for name, arm in ARMS.items():
+        curve = curves.setdefault(name, {})
+        for file in sorted(STUDY.glob(f"{arm}-seed*.json")):
+            document = json.loads(file.read_text(encoding="utf-8"))
+            for part in document["evaluations"][-1]["by_position"]:
+                title = f"{part['first'] // 1024}-{tokens(part['last'])}"
+                curve.setdefault(title, []).append(part["loss"])
+    return curves
 
-    Args:
-        results: The folder whose neighbours have the results of the A100 path.
-    """
-    own, older = measured(), rehearsed(results)
-    name = gpu(own)
-    title = f"Kernels for the {name}, on one {name}"
-    timed = {m.subject for m in own.measurements if m.performance}
-    subjects = tuple(subject for subject in SUBJECTS if subject in timed)
-    panels = [LengthPanel(own, SHAPE, subjects=subjects, title=title)]
-    if older is not None:
-        (dense,) = {m.subject for m in older.measurements} - {"auto"}
-        note = (
-            f"{dense} is FlashAttention-2. Compare only the two lines: bandwidth, L2 and matrix"
-            f" rate are those of the {gpu(older)}, not of an A100."
-        )
-        title = f"Kernels compiled for the A100, on one {gpu(older)}"
-        panels.append(LengthPanel(older, SHAPE, title=title, note=note))
-    return render_length_panels(panels, "svg", heading=HEADING)
+
+def speed_panel(axes: Any) -> None:
+    """Draw the times against the length."""
+    curves = times()
+    for name, curve in curves.items():
+        axes.plot([*curve], [*curve.values()], **LOOKS[name])
+    longest = max(curves["NSA"])
+    own, dense = (curves[name][longest] for name in ("NSA", "dense"))
+    axes.set(xscale="log", yscale="log", xlabel="tokens", xlim=(1700, longest * 1.3))
+    axes.set_title(f"Speed: ms, forward + backward\n{GROUP_SHAPE}, bf16, one {gpu(RESULTS)}")
+    lengths = list(curves["NSA"])
+    axes.set_xticks(lengths, [tokens(length) for length in lengths])
+    axes.minorticks_off()
+    set_log_ticks(axes.yaxis, *axes.get_ylim())
+    label(axes, "dense", (0.75, 0.93), f"dense, cuDNN {dense:.0f} ms")
+    if curves["FlashAttention-4"]:
+        label(axes, "FlashAttention-4", (0.02, 0.81), "FlashAttention-4", "left")
+    label(axes, "NSA", (0.98, 0.3), f"NSA {own:.0f} ms,\n{dense / own:.1f}x as fast")
+
+
+def quality_panel(axes: Any) -> None:
+    """Draw the held-out losses of a model by position; bars reach over all seeds."""
+    curves = losses()
+    for (name, curve), shift in zip(curves.items(), (-0.08, 0.08)):
+        places = [n + shift for n in range(len(curve))]
+        axes.plot(places, [*map(statistics.fmean, curve.values())], **LOOKS[name])
+        ends = [*map(min, curve.values())], [*map(max, curve.values())]
+        axes.vlines(places, *ends, color=LOOKS[name]["color"], lw=2.2, alpha=0.55)
+    axes.set_xticks(range(len(curve)), [*curve])
+    axes.set(xlabel="position in the row, tokens")
+    seeds = len(next(iter(curve.values())))
+    axes.set_title(f"Quality: held-out loss, nats\n30 M parameters, {seeds} seeds")
+    label(axes, "dense", (0.62, 0.85), "dense")
+    label(axes, "NSA", (0.1, 0.3), "NSA", "left")
+
+
+def label(
+    axes: Any, name: str, place: tuple[float, float], text: str, align: str = "right"
+) -> None:
+    """Write a label in the colour of a line; ``place`` is in parts of the axes."""
+    look = {"color": LOOKS[name]["color"], "weight": "bold", "size": 10}
+    axes.text(*place, text, ha=align, va="center", transform=axes.transAxes, **look)
+
+
+def chart() -> bytes:
+    """Return the chart as SVG."""
+
+    def figure() -> Any:
+        from matplotlib.figure import Figure
+
+        sheet = Figure(figsize=(6.4, 3.1), layout="constrained")
+        for axes, panel in zip(sheet.subplots(1, 2), (speed_panel, quality_panel)):
+            axes.tick_params(labelsize=10)
+            axes.xaxis.label.set_size(10.5)
+            panel(axes)
+            axes.grid()
+        return sheet
+
+    return draw(figure, "svg")
 
 
 def main() -> None:
-    """Write lengths.svg into the folder that the command line names."""
+    """Write speed_and_quality.svg into the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path)
-    (parser.parse_args().folder / "lengths.svg").write_bytes(chart())
+    (parser.parse_args().folder / "speed_and_quality.svg").write_bytes(chart())
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ def figure(document: dict[str, Any]) -> Any:
     """Return the figure with a panel for the time and one for the memory."""
     from matplotlib.figure import Figure
 
-    result = Figure(figsize=(13.4, 4.2))
-    result.subplots_adjust(left=0.06, right=0.86, wspace=0.55, bottom=0.13, top=0.8)
+    result = Figure(figsize=(5.2, 6.8))  # small enough to be read on a phone
+    result.subplots_adjust(left=0.13, right=0.58, hspace=0.42, bottom=0.07, top=0.87)
     row = document["rows"][0]
-    title = f"Forward and backward of one layer, one document, {row['shape']}, {row['dtype']}"
+    title = f"Forward and backward of one layer of one document\n{row['shape']}, {row['dtype']}"
     result.suptitle(f"{title}, on {document['environment']['device']}", x=0.02, ha="left")
-    panels = zip(result.subplots(1, 2), (("Time", "ms"), ("Memory of a GPU", "GiB")))
+    panels = zip(result.subplots(2, 1), (("Time", "ms"), ("Memory of a GPU", "GiB")))
     for (axes, words), value in zip(panels, (milliseconds, gib)):
         panel(axes, lines_of(document), words, value)
     return result
