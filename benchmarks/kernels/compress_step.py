@@ -134,7 +134,9 @@ def differences(steps: dict[bool, Replay], caches: dict[bool, Any], x: torch.Ten
         y_difference = max(y_difference, (fused - plain).abs().max().item())
     pages = max(
         (a.float() - b.float()).abs().max().item()
-        for a, b in zip(*((caches[f].kv.cmp.k, caches[f].kv.cmp.v) for f in (True, False)))
+        for a, b in zip(
+            *((caches[f].kv.pages.cmp.k, caches[f].kv.pages.cmp.v) for f in (True, False))
+        )
     )
     return {"cmp_difference": pages, "y_difference": y_difference}
 

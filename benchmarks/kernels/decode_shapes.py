@@ -9,7 +9,7 @@ import torch
 
 from nsa_backend_triton.decode import append as decode_append
 from nsa_backend_triton.decode import forms
-from nsa_core.contract import DecodeCall
+from nsa_core.contract import BlockTables, DecodeCall
 from nsa_core.layout import BlockGeometry
 
 
@@ -118,7 +118,9 @@ def make(shape: Shape, device: str, dtype: torch.dtype) -> Data:
         torch.randperm(total, generator=generator, device=device).view(shape.batch, pages).int()
     )
     lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=device)
-    call = DecodeCall(g, shape.dk**-0.5, lengths - m, lengths, block_table, shape.length)
+    rings = torch.arange(shape.batch, dtype=torch.int32, device=device)[:, None]
+    tables = BlockTables(block_table, block_table, rings, rings)
+    call = DecodeCall(g, shape.dk**-0.5, lengths - m, lengths, tables, shape.length)
     angles = torch.rand((shape.length + m, shape.dk // 2), generator=generator, device=device)
     return Data(
         shape,

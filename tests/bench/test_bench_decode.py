@@ -212,8 +212,8 @@ def test_a_step_runs_every_slot_of_the_plan_on_a_paged_cache():
     cell = DecodeCell(SHAPE, 3, 70, 64).of("float32", BLOCKS)
     plan = resolve(cell.config, phase="decode", page_size=64)
     x = make_state(cell, "cpu", 0)
-    assert x.call.block_table.flatten().tolist() != list(range(6))
-    assert sorted(x.call.block_table.flatten().tolist()) == list(range(6))
+    assert x.call.tables.sel.flatten().tolist() != list(range(6))
+    assert sorted(x.call.tables.sel.flatten().tolist()) == list(range(6))
     seen: list[str] = []
     assert one_by_one(plan, x, seen.append).shape == (3, 1, 4, 16)
     assert seen == list(SLOTS)

@@ -80,7 +80,7 @@ def test_nan_in_a_query_stays_nan(library: Library) -> None:
 def test_nan_in_a_key_reaches_the_lse_of_every_row_that_sees_it(library: Library) -> None:
     """The library leaves a split of the keys whose sum is NaN out of the LSE."""
     data = step_data(STEPS["contiguous"], torch.float32)
-    data.stores["k_cmp"][data.call.block_table[-1, 0], 0] = torch.nan  # of the last sequence
+    data.stores["k_cmp"][data.call.tables.cmp[-1, 0], 0] = torch.nan  # of the last sequence
     o, lse = decode.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)
     assert o[-1].isnan().all()
     assert lse[-1].isnan().all()

@@ -145,7 +145,7 @@ def test_a_step_beyond_the_capacity_is_masked_and_reported(attn: NSAttention) ->
     step = Graph(attn, cache, 1)
     step(x[:, :1])
     cache.check()
-    stores = (cache.kv.sel, cache.kv.cmp, cache.kv.win, cache.kv.raw)
+    stores = (cache.kv.pages.sel, cache.kv.pages.cmp, cache.kv.pages.win, cache.kv.pages.raw)
     keys_before = [pair.k[0].clone() for pair in stores]
     y = step(x[:, :1])
     assert (y[0] == 0).all()

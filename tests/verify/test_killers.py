@@ -39,6 +39,7 @@ SUITES: dict[str, tuple[str, Callable[[ModuleType], list[str]]]] = {
     ),
     "cache histories, quick": ("verify/drawn/test_histories.py", lambda m: list(m.ORDINARY)),
     "cache histories, full": ("verify/drawn/test_histories.py", lambda m: named(m.FAULTS)),
+    "page histories": ("verify/drawn/test_pools.py", lambda m: named(m.FAULTS)),
     "behaviour of a kernel": (
         "verify/isolation/test_faulty_kernels.py",
         lambda m: list(m.BEHAVIOURS),

@@ -49,9 +49,12 @@ def contents(cache, first):
     """
     geometry, table = cache.config.geometry, cache.table.entries.long()
     n_c, result = geometry.num_compressed(LENGTH), {}
-    for name, pair, count in (("sel", cache.kv.sel, LENGTH), ("cmp", cache.kv.cmp, n_c)):
+    for name, pair, count in (
+        ("sel", cache.kv.pages.sel, LENGTH),
+        ("cmp", cache.kv.pages.cmp, n_c),
+    ):
         result[name] = [store[table].flatten(1, 2)[:, :count] for store in (pair.k, pair.v)]
-    for name, pair in (("win", cache.kv.win), ("raw", cache.kv.raw)):
+    for name, pair in (("win", cache.kv.pages.win), ("raw", cache.kv.pages.raw)):
         result[name] = [
             store[:, torch.arange(first, LENGTH) % pair.rows] for store in (pair.k, pair.v)
         ]
@@ -71,7 +74,7 @@ def test_steps_in_low_precision(option, dtype):
     attn(parts[0], cache=cache)
     for part in parts[1:]:
         attn(part, cache=cache, plan=plan)
-    first = LENGTH - min(cache.kv.win.rows, cache.kv.raw.rows, LENGTH)
+    first = LENGTH - min(cache.kv.pages.win.rows, cache.kv.pages.raw.rows, LENGTH)
     cached = contents(cache, first)
     judge_projections(attn, x, cached, first, dtype)
     judge_slots(attn.config, rows, cached, first)

@@ -23,7 +23,7 @@ from nsa_core import (
     resolve,
 )
 from nsa_core.cache.state import CacheState
-from nsa_core.contract import DecodeCall, SlotCall
+from nsa_core.contract import BlockTables, DecodeCall, SlotCall
 from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.call_wrapper import Where, wrapped_calls
 from nsa_verify.problems.cases import config_of
@@ -279,7 +279,9 @@ class StridedMetadata:
             dtype="float32", backends=self.backend,
         )  # fmt: skip
         metadata = {name: column(x[name]) for name in ("starts", "lengths", "block_table")}
-        call = DecodeCall(plan.request.geometry, 8**-0.5, max_len=48, **metadata)
+        tables = BlockTables(*(metadata["block_table"],) * 4)
+        positions = (metadata["starts"], metadata["lengths"])
+        call = DecodeCall(plan.request.geometry, 8**-0.5, *positions, tables, max_len=48)
         for lengths, shift in (((40, 20), 0), ((20, 33), 1), ((48, 1), 2)):
             x["lengths"] = torch.tensor(lengths, dtype=torch.int32)
             x["starts"], x["block_table"] = x["lengths"] - 1, x["block_table"].roll(shift, 1)
@@ -320,7 +322,8 @@ class StridedMetadata:
         def strided_call(*args: Any) -> DecodeCall:
             call = advance(*args)
             metadata = {"starts": column(call.starts), "lengths": column(call.lengths)}
-            return dataclasses.replace(call, block_table=column(call.block_table), **metadata)
+            tables = BlockTables(*map(column, call.tables))
+            return dataclasses.replace(call, tables=tables, **metadata)
 
         def steps(layout: Layout) -> list[torch.Tensor]:
             attn = layer(self.backend)

@@ -225,7 +225,7 @@ def test_equal_scores_select_the_lower_block():
         page = torch.zeros(50, 4, 1, 16)
         page[equal_keys] = torch.randn(4, 1, 16, generator=generator)
         page[27] = data.q[0, 0].sum(0) * 0.5
-        data.stores["k_cmp"][data.call.block_table[0].long()] = page
+        data.stores["k_cmp"][data.call.tables.cmp[0].long()] = page
         lse = forms.cmp(data.q, data.stores["k_cmp"], data.stores["v_cmp"], call=data.call)[1]
         blocks = forms.select(data.q, data.stores["k_cmp"], lse, call=data.call).flatten().tolist()
         of_step = run_step(data)[1].flatten().tolist()
@@ -350,7 +350,7 @@ def test_workspace_bytes_equal_the_peak_of_a_run(slot):
     }[slot]
     with (
         strict(),
-        PeakBytes(*inputs, data.call.starts, data.call.lengths, data.call.block_table) as counter,
+        PeakBytes(*inputs, data.call.starts, data.call.lengths, *data.call.tables) as counter,
     ):
         out = getattr(forms, slot)(*inputs, call=data.call)
         del out

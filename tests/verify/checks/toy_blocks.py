@@ -136,8 +136,9 @@ def decode_without_the_newest(q, k, v, blocks, *, call: DecodeCall):
 
 
 def decode_in_the_first_pages(q, k, v, blocks, *, call: DecodeCall):
-    table = torch.arange(call.block_table.numel(), dtype=torch.int32).view_as(call.block_table)
-    return decode(q, k, v, blocks, call=dataclasses.replace(call, block_table=table))
+    table = torch.arange(call.tables.sel.numel(), dtype=torch.int32).view_as(call.tables.sel)
+    tables = call.tables._replace(sel=table)
+    return decode(q, k, v, blocks, call=dataclasses.replace(call, tables=tables))
 
 
 def decode_with_written_padding(q, k, v, blocks, *, call: DecodeCall):

@@ -72,13 +72,8 @@ def append(
     for i, (keys, values) in enumerate((raw, sel, win)):
         key, value = k[i][sequence, row], v[i][sequence, row]
         key = rotate(key, table) if table is not None and i in rotated_stores else key
-        if i == 1:
-            index = (
-                call.block_table[sequence, token // keys.shape[1]].long(),
-                token % keys.shape[1],
-            )
-        else:
-            index = (sequence, token % keys.shape[1])
+        size, pages = keys.shape[1], (call.tables.raw, call.tables.sel, call.tables.win)[i]
+        index = (pages[sequence, token // size % pages.shape[1]].long(), token % size)
         keys[index], values[index] = key, value
     out = q.clone()
     out[sequence, row] = q[sequence, row] if table is None else rotate(q[sequence, row], table)
@@ -145,14 +140,16 @@ def compress(
         page, row = divmod(i, k_cmp.shape[1])
         for x, out, weights in ((k, k_cmp, phi_k), (v, v_cmp, phi_v)):
             position, weight, bias, *down = (w.double() for w in weights)
-            tokens = x[b, (i * stride + shift + torch.arange(size)) % x.shape[1]].transpose(0, 1)
+            token, table = i * stride + shift + torch.arange(size), call.tables.raw[b]
+            page_of_token = table[token // x.shape[1] % len(table)].long()
+            tokens = x[page_of_token, token % x.shape[1]].transpose(0, 1)
             y = (tokens + position).flatten(1) @ weight.mT + bias
             if down:
                 y = torch.nn.functional.gelu(y) @ down[0].mT + down[1]
             if rope is not None and x is k:
                 angles = RopeTable(*(t[i * stride, None, None].double() for t in rope))
                 y = rotate(y[None], angles)[0]
-            out[call.block_table[b, page], row] = y.to(out.dtype)
+            out[call.tables.cmp[b, page], row] = y.to(out.dtype)
 
 
 def compress_one_early(*tensors, **options):
@@ -193,7 +190,7 @@ def win_not_deterministic(q, k, v, *, call: DecodeCall):
 
 def win_with_page_numbers(q, k, v, *, call: DecodeCall):
     o, lse = decode.win(q, k, v, call=call)
-    return o.add_(1e-6 * call.block_table[0, 0] * o.abs()), lse
+    return o.add_(1e-6 * call.tables.sel[0, 0] * o.abs()), lse
 
 
 def win_with_stale_lengths(q, k, v, *, call: DecodeCall):
@@ -208,11 +205,13 @@ def win_writing_its_input(q, k, v, *, call: DecodeCall):
 def win_without_evidence(q, k, v, *, call: DecodeCall):
     operand = decode.operand_dtype(q)  # the arithmetic of sdpa without its event in a profile
     rows, last = decode._grouped(q, k.shape[2]), decode.positions(q, call)[:, None, :, None, None]
-    newest = call.lengths.long()[:, None] - 1
-    token = newest - (newest - torch.arange(k.shape[1])) % k.shape[1]
-    keys, values = (decode._heads_first(x, token >= 0, operand) for x in (k, v))
+    window = call.geometry.window_size
+    token = call.starts.long()[:, None] + torch.arange(1 - window, q.shape[1])
+    place, present = decode._page_rows(k, token, call.tables.win), token >= 0
+    present = present & (token < call.lengths[:, None])
+    keys, values = (decode._heads_first(x[place], present, operand) for x in (k, v))
     token = token[:, None, None, None]
-    hidden = (token > last) | (token <= last - call.geometry.window_size) | (token < 0)
+    hidden = (token > last) | (token <= last - window) | (token < 0)
     return decode._out(*decode.engine.attend(rows, keys, values, hidden, call.scale), q)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from nsa_core.cache import cache, compress, kv_store, pages, prompt, state, step
+from nsa_core.cache import cache, kv_store, pages, prompt, state, step
+from nsa_core.decode import pages as decode_pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +46,15 @@ class CacheFault:
             yield
 
 
-KVBuffer, Pages, Table = kv_store.KVBuffer, pages.Pages, pages.BlockTable
+Paged, Pages, Table = decode_pages.PagedKV, pages.Pages, pages.BlockTable
 Cache, State = cache.NSACache, state.CacheState
 FAULTS = [
     CacheFault(
         "the ring index is off by one after a wrap",
-        KVBuffer,
-        "in_ring",
-        "tokens % self.rows + first",
-        "(tokens + tokens // self.rows) % self.rows + first",
+        Paged,
+        "locate",
+        "table.expand_as(tokens), tokens % self.rows",
+        "table.expand_as(tokens), (tokens + tokens // self.rows) % self.rows",
     ),
     CacheFault(
         "a crop finds tokens of the raw ring overwritten",
@@ -80,8 +81,8 @@ FAULTS = [
         "reorder forgets the raw ring",
         Cache,
         "reorder",
-        "in self.sequence_buffers(max(lengths))",
-        "in [x for i, x in enumerate(self.sequence_buffers(max(lengths))) if i != 1]",
+        "in self.own_pages(max(lengths))",
+        "in [x for i, x in enumerate(self.own_pages(max(lengths))) if i != 1]",
     ),
     CacheFault(
         "reorder forgets the lengths on the device",
@@ -135,7 +136,7 @@ FAULTS = [
     CacheFault(
         "a snapshot has one compressed token too few",
         State,
-        "sequence_buffers",
+        "own_pages",
         "num_compressed(length)",
         "num_compressed(length - 1)",
     ),
@@ -179,8 +180,8 @@ FAULTS = [
         "a copied page has no compressed tokens",
         kv_store.KVStore,
         "copy_pages",
-        "(self.sel, self.cmp)",
-        "(self.sel,)",
+        "(self.pages.sel, self.pages.cmp)",
+        "(self.pages.sel,)",
     ),
     CacheFault(
         "compressed tokens are written to a shared page",
@@ -200,15 +201,15 @@ FAULTS = [
         "a ragged prefill compresses padding",
         prompt,
         "_fill",
-        "+ geometry.compress_block_size > ends",
-        "> ends",
+        "+ geometry.compress_block_size <= ends",
+        "<= ends",
     ),
     CacheFault(
         "positions of a step come from the longest sequence",
         step,
-        "_positions",
-        "cache.starts[:, None] + cache.kv.count",
-        "cache.starts.max() + 0 * cache.starts[:, None] + cache.kv.count",
+        "append",
+        "call.starts.long()[:, None], None",
+        "(call.starts.max() + 0 * call.starts).long()[:, None], None",
     ),
     CacheFault(
         "a cut step counts one token of its last piece twice",
@@ -233,23 +234,30 @@ FAULTS = [
     ),
     CacheFault(
         "a compressed token is written one step late",
-        compress,
-        "_compress_one",
-        "end > call.lengths[:, None]",
-        "end >= call.lengths[:, None]",
+        step,
+        "compress",
+        "starts + size <= call.lengths[:, None]",
+        "starts + size < call.lengths[:, None]",
     ),
     CacheFault(
-        "a chunk writes its last compressed token late",
-        compress,
-        "_compress_many",
-        "first_token + size > call.lengths[:, None]",
-        "first_token + size >= call.lengths[:, None]",
+        "a step takes all of its blocks for complete",
+        step,
+        "compress",
+        "if partly else None",
+        "if False else None",
     ),
     CacheFault(
-        "a chunk rotates compressed keys at the next token",
-        compress,
-        "_compress_many",
-        "store.rope.cos[first_token], store.rope.sin[first_token]",
-        "store.rope.cos[first_token + 1], store.rope.sin[first_token + 1]",
+        "compressed keys are rotated at the next token",
+        step,
+        "compress",
+        "_angles(rope, starts)",
+        "_angles(rope, starts + 1)",
+    ),
+    CacheFault(
+        "a row without a token is written",
+        step,
+        "append",
+        "positions < call.lengths[:, None]",
+        "positions <= call.lengths[:, None]",
     ),
 ]

@@ -15,24 +15,23 @@ DECODE_MUTANTS = (
     # addresses
     _mutant(
         "page number without the block table",
-        "page = call.block_table.long().gather(1, logical_page.flatten(1))"
-        ".view(logical_page.shape)",
-        "page = logical_page",
+        "page = table.long().gather(1, column.flatten(1)).view(column.shape)",
+        "page = column",
     ),
     _mutant(
-        "page row modulo the selection block",
+        "the last row of a page is not used",
         "store.shape[0] - 1), tokens % size",
-        "store.shape[0] - 1), tokens % call.geometry.select_block_size",
+        "store.shape[0] - 1), tokens % max(1, size - 1)",
     ),
     _mutant(
-        "ring position modulo the window",
-        "torch.arange(ring, device=q.device)) % ring",
-        "torch.arange(ring, device=q.device)) % call.geometry.window_size",
+        "a table that does not wrap around",
+        'column = tokens.div(size, rounding_mode="floor") % columns',
+        'column = tokens.div(size, rounding_mode="floor").clamp(0, columns - 1)',
     ),
     _mutant(
-        "newest token one too late",
-        "newest = call.lengths.long()[:, None] - 1",
-        "newest = call.lengths[:, None]",
+        "window of the next token",
+        "torch.arange(1 - window, q.shape[1], device=q.device)",
+        "torch.arange(2 - window, q.shape[1], device=q.device)",
     ),
     _mutant(
         "every group reads the keys of the first group",
@@ -40,13 +39,11 @@ DECODE_MUTANTS = (
         "* groups + group * 0)",
     ),
     # visibility
-    _mutant(
-        "window one token long", "(token <= last - call.geometry", "(token < last - call.geometry"
-    ),
+    _mutant("window one token long", "(token <= last - window", "(token < last - window"),
     _mutant(
         "window one token short",
-        "(token <= last - call.geometry",
-        "(token <= last + 1 - call.geometry",
+        "(token <= last - window",
+        "(token <= last + 1 - window",
     ),
     _mutant(
         "window sees later tokens of the step",

@@ -22,8 +22,8 @@ PAGE_ROWS = 256  # the page size of the library must be a multiple of this
 
 def cmp(
     q: Tensor,  # [B, m, Hq, Dk]
-    k_cmp: Tensor,  # [P, page / d, G, Dk]
-    v_cmp: Tensor,  # [P, page / d, G, Dv]
+    k_cmp: Tensor,  # [P, page, G, Dk]
+    v_cmp: Tensor,  # [P, page, G, Dv]
     *,
     call: DecodeCall,
 ) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def cmp(
     """
     batch, rows, heads, _ = q.shape
     lengths = visible(rows, call).flatten()  # [B * m]
-    table = call.block_table.repeat_interleave(rows, 0)
+    table = call.table("cmp").repeat_interleave(rows, 0)
     width = width_of(q.shape[-1], v_cmp.shape[-1])
     # This copies nothing: the probe refuses caches that would need a copy.
     k, v = fit(k_cmp, width), fit(v_cmp, width)

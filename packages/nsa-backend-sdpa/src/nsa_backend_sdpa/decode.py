@@ -65,15 +65,18 @@ def positions(q: Tensor, call: DecodeCall) -> Tensor:
 def _page_rows(
     store: Tensor,  # [P, page, G, D]
     tokens: Tensor,  # int64 [B, ...], token of the sequence
-    call: DecodeCall,
+    table: Tensor,  # int32 [B, columns]
 ) -> tuple[Tensor, Tensor]:
     """Return the page of each token and its row in the page.
 
     A token that is not in the cache gets an arbitrary row of the store.
     """
-    size = store.shape[1]
-    logical_page = (tokens // size).clamp(0, call.block_table.shape[1] - 1)
-    page = call.block_table.long().gather(1, logical_page.flatten(1)).view(logical_page.shape)
+    size, columns = store.shape[1], table.shape[1]
+    if columns == 1:
+        page = table.long().view(-1, *(1,) * (tokens.dim() - 1)).expand_as(tokens)
+    else:
+        column = tokens.div(size, rounding_mode="floor") % columns
+        page = table.long().gather(1, column.flatten(1)).view(column.shape)
     return page.clamp(0, store.shape[0] - 1), tokens % size
 
 
@@ -103,8 +106,8 @@ def _chunk_size(q: Tensor, keys: int) -> int:
 
 def cmp(
     q: Tensor,  # [B, m, Hq, Dk]
-    k_cmp: Tensor,  # [P, page / d, G, Dk]
-    v_cmp: Tensor,  # [P, page / d, G, Dv]
+    k_cmp: Tensor,  # [P, page, G, Dk]
+    v_cmp: Tensor,  # [P, page, G, Dv]
     *,
     call: DecodeCall,
 ) -> tuple[Tensor, Tensor]:
@@ -123,13 +126,13 @@ def cmp(
 def _cmp_chunk(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     geometry, operand = call.geometry, operand_dtype(q)
     queries, last = _grouped(q, k_cmp.shape[2]), positions(q, call)[:, None, :, None, None]
-    count, merged = geometry.num_compressed(call.max_len), None
+    count, table, merged = geometry.num_compressed(call.max_len), call.table("cmp"), None
     size = _chunk_size(q, max(1, count))
     for first in range(0, max(1, count), size):
         index = torch.arange(first, min(first + size, max(1, count)), device=q.device)
         # End of each compressed token's block, exclusive: the number of tokens it needs.
         ends = index * geometry.compress_stride + geometry.compress_block_size
-        rows = _page_rows(k_cmp, index.expand(len(q), -1), call)
+        rows = _page_rows(k_cmp, index.expand(len(q), -1), table)
         present = ends <= call.lengths[:, None]
         k = _heads_first(k_cmp[rows], None, operand)
         v = _heads_first(v_cmp[rows], present, operand)
@@ -140,8 +143,8 @@ def _cmp_chunk(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: DecodeCall) -> tup
 
 def win(
     q: Tensor,  # [B, m, Hq, Dk]
-    k: Tensor,  # [B, R, G, Dk], a ring
-    v: Tensor,  # [B, R, G, Dv]
+    k: Tensor,  # [P, page, G, Dk]
+    v: Tensor,  # [P, page, G, Dv]
     *,
     call: DecodeCall,
 ) -> tuple[Tensor, Tensor]:
@@ -158,38 +161,22 @@ def win(
 
 
 def _win_chunk(q: Tensor, k: Tensor, v: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
-    operand, merged = operand_dtype(q), None
-    k, v, tokens = _visible_ring(q, k, v, call)
+    operand, merged, window = operand_dtype(q), None, call.geometry.window_size
     queries, last = _grouped(q, k.shape[2]), positions(q, call)[:, None, :, None, None]
-    size = _chunk_size(q, k.shape[1])
-    for first in range(0, k.shape[1], size):
-        part = slice(first, min(first + size, k.shape[1]))
-        token = tokens[:, part]
+    tokens = call.starts.long()[:, None] + torch.arange(1 - window, q.shape[1], device=q.device)
+    page, row = _page_rows(k, tokens, call.table("win"))
+    size = _chunk_size(q, tokens.shape[1])
+    for first in range(0, tokens.shape[1], size):
+        part = slice(first, min(first + size, tokens.shape[1]))
+        token, rows = tokens[:, part], (page[:, part], row[:, part])
         present = (token >= 0) & (token < call.lengths[:, None])
-        keys, values = (
-            _heads_first(k[:, part], None, operand),
-            _heads_first(v[:, part], present, operand),
-        )
+        keys = _heads_first(k[rows], None, operand)
+        values = _heads_first(v[rows], present, operand)
         token = token[:, None, None, None]
-        hidden = (token > last) | (token <= last - call.geometry.window_size) | (token < 0)
+        hidden = (token > last) | (token <= last - window) | (token < 0)
         merged = engine.merge(merged, engine.attend(queries, keys, values, hidden, call.scale))
     assert merged is not None
     return _out(*merged, q)
-
-
-def _visible_ring(
-    q: Tensor, k: Tensor, v: Tensor, call: DecodeCall
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows of the ring [B, R, G, D] that the queries see, and their tokens [B, R]."""
-    visible, ring = call.geometry.window_size + q.shape[1] - 1, k.shape[1]
-    if 4 * ring < 5 * visible:  # most rows are visible: using all of them is cheaper than a copy
-        newest = call.lengths.long()[:, None] - 1
-        return k, v, newest - (newest - torch.arange(ring, device=q.device)) % ring
-    tokens = call.starts.long()[:, None] + torch.arange(
-        1 - call.geometry.window_size, q.shape[1], device=q.device
-    )
-    sequence = torch.arange(len(q), device=q.device)[:, None]
-    return k[sequence, tokens % ring], v[sequence, tokens % ring], tokens
 
 
 def sel(
@@ -205,7 +192,7 @@ def sel(
     size, operand = call.geometry.select_block_size, operand_dtype(q)
     o = q.new_empty((batch, groups, rows, q.shape[2] // groups, v.shape[-1]))
     lse = q.new_empty(o.shape[:-1], dtype=stats_dtype(q.dtype))
-    grouped, last = _grouped(q, groups), positions(q, call)
+    grouped, last, table = _grouped(q, groups), positions(q, call), call.table("sel")
     per_row = (
         batch * n * size * max(q.shape[2] * lse.itemsize, groups * (k.shape[-1] + v.shape[-1]) * 4)
     )
@@ -222,7 +209,7 @@ def sel(
             block = block.where(valid, block[..., :1])
             # Offset in the block of the last key that the query sees, [B, G, r, n].
             last_offset = (token - block * size).clamp_(0, size - 1)
-            page, row = _page_rows(k, block * size, call)
+            page, row = _page_rows(k, block * size, table)
             offset = torch.arange(size, device=q.device)
             # A hidden key is replaced by the last visible one, so that products never use invalid
             # contents of the cache.
@@ -260,7 +247,7 @@ def _gathered(
 
 def select(
     q: Tensor,  # [B, m, Hq, Dk]
-    k_cmp: Tensor,  # [P, page / d, G, Dk]
+    k_cmp: Tensor,  # [P, page, G, Dk]
     lse: Tensor,  # [B, Hq, m]
     *,
     call: DecodeCall,
@@ -281,12 +268,12 @@ def _select_chunk(q: Tensor, k_cmp: Tensor, lse: Tensor, call: DecodeCall) -> Te
     index = (
         torch.arange(columns(geometry, longest), device=q.device) + geometry.overlap_weights()[0][0]
     )
-    queries, last = _grouped(q, groups), positions(q, call)
+    queries, last, table = _grouped(q, groups), positions(q, call), call.table("cmp")
     grouped_lse = lse.unflatten(1, (groups, -1)).transpose(2, 3)[..., None]  # [B, G, m, h, 1]
     p = lse.new_empty((*queries.shape[:-1], len(index)))
     for first in range(0, len(index), size := _chunk_size(q, len(index))):
         chunk = index[first : first + size]
-        rows = _page_rows(k_cmp, chunk.clamp(min=0).expand(len(q), -1), call)
+        rows = _page_rows(k_cmp, chunk.clamp(min=0).expand(len(q), -1), table)
         k = _heads_first(k_cmp[rows], None, queries.dtype)
         flat = product(queries.flatten(2, 3).flatten(0, 1), k.flatten(0, 1).transpose(1, 2))
         part = flat.view(*queries.shape[:-1], len(chunk)).mul_(call.scale).sub_(grouped_lse).exp_()

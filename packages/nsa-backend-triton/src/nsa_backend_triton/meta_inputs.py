@@ -10,7 +10,7 @@ import torch
 
 from nsa_backend_triton.core.backward import Tensors
 from nsa_backend_triton.plugin import MODULES
-from nsa_core.contract import DecodeCall, Request, SlotCall
+from nsa_core.contract import BlockTables, DecodeCall, Request, SlotCall
 from nsa_core.dryrun import slot_inputs
 
 
@@ -75,9 +75,9 @@ def step_inputs(
     tensors["lse"] = tensor(batch, hq, rows, kind=stats)
     tensors["blocks"] = tensor(batch, rows, g, geometry.num_selected_blocks, kind=torch.int32)
     starts, lengths = tensor(batch, kind=torch.int32), tensor(batch, kind=torch.int32)
-    return tensors, DecodeCall(
-        geometry, 0.125, starts, lengths, tensor(batch, pages, kind=torch.int32), longest
-    )
+    table, rings = (tensor(batch, n, kind=torch.int32) for n in (pages, 1))
+    tables = BlockTables(table, table, rings, rings)
+    return tensors, DecodeCall(geometry, 0.125, starts, lengths, tables, longest)
 
 
 STEP_INPUTS = {

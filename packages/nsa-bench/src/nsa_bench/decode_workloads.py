@@ -21,7 +21,7 @@ from nsa_bench.roofline import Cost
 from nsa_bench.timing import MAX_ROUNDS, Performance, Workload, summarise
 from nsa_core.cache.state import NewTokens
 from nsa_core.config import NSAConfig
-from nsa_core.contract import SLOTS, DecodeCall
+from nsa_core.contract import SLOTS, BlockTables, DecodeCall
 from nsa_core.dtypes import stats_dtype
 from nsa_core.layer.module import NSAttention
 from nsa_core.plan.plan import Plan
@@ -70,7 +70,9 @@ def make_state(cell: Cell, device: str, seed: int) -> State:
         .view(cell.batch, pages)
     )
     lengths = torch.full((cell.batch,), cell.length, dtype=torch.int32, device=device)
-    call = DecodeCall(geometry, config.softmax_scale, lengths - 1, lengths, table, cell.length)
+    rings = torch.arange(cell.batch, dtype=torch.int32, device=device)[:, None]
+    tables = BlockTables(table, table, rings, rings)
+    call = DecodeCall(geometry, config.softmax_scale, lengths - 1, lengths, tables, cell.length)
     gates = normal(cell.batch, 1, config.n_heads, 3, kind=stats_dtype(dtype)).sigmoid()
     return State(normal(cell.batch, 1, config.n_heads, config.qk_dim), gates, stores, call)
 

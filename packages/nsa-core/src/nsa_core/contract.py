@@ -68,8 +68,8 @@ and are the part of the gradient that these queries contribute; 0 for keys that 
 
 Decode forms
 ------------
-A slot may also have a decode form, which is forward only. It computes the newest queries of B
-sequences over keys in a cache. `combine` has no decode form, because its forward serves.
+A slot may also have a decode form, which is forward only. It computes B runs of new queries over
+keys in pages. `combine` has no decode form, because its forward serves.
 
     cmp      decode(q, k_cmp, v_cmp, *, call) -> o, lse
     select   decode(q, k_cmp, lse, *, call) -> blocks
@@ -78,19 +78,23 @@ sequences over keys in a cache. `combine` has no decode form, because its forwar
 
 ``call`` is a :class:`DecodeCall`. Shapes that differ from the above:
 
-    q        [B, m, Hq, Dk]. Row r of sequence b is its token starts[b] + r. Rows from lengths[b] on
-             are padding: their o is 0, their lse -inf and their blocks -1. m is 1 or a few for
-             decode steps, and thousands for a chunk of a long prompt.
-    k, v     [P, page, G, D] of sel: token t of sequence b is row t % page of the page
-             block_table[b, t // page]. page is a multiple of l'.
-    k_cmp    [P, page / d, G, D] and v_cmp likewise: compressed token i is row i % (page / d) of the
-             page block_table[b, i // (page / d)].
-    k, v     [B, R, G, D] of win, a ring buffer: token t of sequence b is row t % R, with
-             R >= w + m - 1.
+    q        [B, m, Hq, Dk]. Row r of run b is the token starts[b] + r of sequence sequences[b], or
+             of sequence b if ``sequences`` is None. Rows from lengths[b] on are padding: their o is
+             0, their lse -inf and their blocks -1. m is 1 or a few for decode steps, and thousands
+             for a chunk of a long prompt. In a ragged batch m is 1, and several runs belong to one
+             sequence.
+    k, v     [P, page, G, D] of sel and win. ``tables`` has a block table [sequences, columns] of
+             each branch: token t of sequence s is row t % page of the page
+             table[s, t // page % columns]. A table that covers the whole sequence never wraps
+             around; that of sel does not, and its page is a multiple of l'. That of win may, if
+             columns * page >= w + new - 1, where new is the number of tokens that the step adds to
+             a sequence: with one column, a page is a ring.
+    k_cmp    [P, page, G, D] and v_cmp likewise: compressed token i is row i % page of the page
+             table[s, i // page] of the block table of cmp.
 
-The cache already holds the tokens of the current step. A decode form must not read entries of
-block_table past the last token of a sequence, nor the memory past that token. The replay of a CUDA
-graph finds new values in the same ``starts``, ``lengths`` and ``block_table``.
+The pages already hold the tokens of the current step, of all runs. A decode form must not read
+entries of a table past the last token of a run, nor the memory past that token. The replay of a
+CUDA graph finds new values in the same ``starts``, ``lengths``, ``sequences`` and ``tables``.
 
 Division of work
 ----------------
@@ -100,9 +104,9 @@ device. It also handles calls without work (no token, no compressed token, `sel`
 so a backend never receives them.
 
 Inputs have stride(-1) == 1; nsa_core copies an input with another layout. Integer metadata
-(``blocks``, ``cu_seqlens``, ``starts``, ``lengths`` and ``block_table``) is contiguous. nsa_core
-copies metadata of other strides at every call, inside a captured CUDA graph too, so that a replay
-reads new values; a backend must not keep metadata, or results computed from it, for a later call.
+(``blocks``, ``cu_seqlens`` and that of a DecodeCall) is contiguous. nsa_core copies metadata of
+other strides at every call, inside a captured CUDA graph too, so that a replay reads new values; a
+backend must not keep metadata, or results computed from it, for a later call.
 Returned tensors must be new, contiguous and must not alias an input. Operators run below autograd:
 torch.func.vjp works inside a backward, torch.autograd.grad does not.
 
@@ -286,6 +290,24 @@ class SlotCall:
     first_query: int = 0
 
 
+class BlockTables(NamedTuple):
+    """The block table of each branch, int32 [sequences, columns] on the device.
+
+    An entry of a call that does not read the branch may be any table.
+
+    Attributes:
+        cmp: pages of compressed tokens.
+        sel: pages of all tokens.
+        win: pages of the newest tokens.
+        raw: pages of the newest inputs of phi.
+    """
+
+    cmp: torch.Tensor
+    sel: torch.Tensor
+    win: torch.Tensor
+    raw: torch.Tensor
+
+
 @dataclasses.dataclass(frozen=True)
 class DecodeCall:
     """The arguments of a slot's decode form besides the tensors.
@@ -293,21 +315,31 @@ class DecodeCall:
     Attributes:
         geometry: the block sizes.
         scale: factor of q k^T before the softmax.
-        starts: int32 [B] on the device, number of tokens of each sequence before this step. A
-            backend gets this tensor and the next two contiguous.
-        lengths: int32 [B] on the device, number of tokens after this step;
+        starts: int32 [B] on the device, position of the first token of each run. A backend gets
+            this tensor, ``lengths``, ``sequences`` and the tables contiguous.
+        lengths: int32 [B] on the device, one past the position of the last token of each run;
             starts <= lengths <= starts + m.
-        block_table: int32 [B, pages] on the device; entry [b, i] is the page that holds the tokens
-            page * i .. page * (i + 1) - 1 of sequence b.
+        tables: the block tables.
         max_len: host integer, an upper bound of ``lengths``, for grid sizes.
+        sequences: int32 [B] on the device, the row of the tables of each run; None if run b has
+            row b.
     """
 
     geometry: BlockGeometry
     scale: float
     starts: torch.Tensor
     lengths: torch.Tensor
-    block_table: torch.Tensor
+    tables: BlockTables
     max_len: int
+    sequences: torch.Tensor | None = None
+
+    def table(self, branch: str) -> torch.Tensor:
+        """Return the block table of ``branch`` with one row per run, [B, columns].
+
+        It is a copy if ``sequences`` is given.
+        """
+        table: torch.Tensor = getattr(self.tables, branch)
+        return table if self.sequences is None else table.index_select(0, self.sequences)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,7 +414,8 @@ class BackendSpec:
                  Writes the rows of the step into the cache and returns the rotated queries. It runs
                  before the slots. Rows past ``lengths`` are not written.
                  k, v           rows of this step for (cmp, sel, win), each [B, m, G, D]
-                 raw, sel, win  the (k, v) buffers to write to; raw, phi's input, is a ring like win
+                 raw, sel, win  the (k, v) pages to write to, of any strides but that of the last
+                                axis; raw, phi's input, may wrap around like win
                  rope           fp32 (cos, sin), each [positions, Dk / 2], or None. q and the k of
                                 sel and win are rotated at their positions.
                  rotate_raw     whether the k of cmp is rotated too
@@ -391,9 +424,9 @@ class BackendSpec:
                  steps of few tokens. x [B, m, dim], weight [3 Hq, dim], bias [3 Hq].
         compress (k, v, k_cmp, v_cmp, phi_k, phi_v, *, rope, call) -> None
                  Compresses the block that a step of at most d rows completes. It runs after append.
-                 Block i of sequence b, i = num_compressed(starts[b]), is complete if
+                 Block i of run b, i = num_compressed(starts[b]), is complete if
                  i d + l <= lengths[b]; then compressed token i is written. Nothing else is written.
-                 k, v           the rings raw of append; token t is in row t % R, with R >= l
+                 k, v           the pages raw of append, with columns * page >= l
                  k_cmp, v_cmp   the pages to write to, as the decode form of cmp reads them
                  phi_k, phi_v   parameters of W flatten(block + position) + b: position [l, D],
                                 weight [out, l D] and bias [out]. Those of an MLP, whose ``out`` is

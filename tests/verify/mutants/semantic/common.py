@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nsa_core.contract import BlockTables
 from semantic.model import Condition, Fault, View
 
 Change = Callable[[View, torch.Tensor], torch.Tensor]
@@ -122,7 +123,11 @@ def calls(**fields: Callable[[View], Any]) -> Fault:
 
 def reads_table(change: Change) -> Fault:
     """The healthy decode form with a changed block table."""
-    return calls(block_table=lambda c: change(c, c.call.block_table.clone()))
+
+    def tables(c: View) -> BlockTables:
+        return BlockTables(*(change(c, table.clone()) for table in c.call.tables))
+
+    return calls(tables=tables)
 
 
 def sizes(**fields: Callable[[View], int]) -> Fault:

@@ -148,6 +148,9 @@ def sel_mask(
 
 
 # Decode forms.
+Place = tuple[torch.Tensor, torch.Tensor]
+
+
 class Sequence(NamedTuple):
     """The rows and keys of one sequence of a decode step."""
 
@@ -158,11 +161,11 @@ class Sequence(NamedTuple):
     v: torch.Tensor
 
 
-def paged(c: View, store: torch.Tensor, index: int, rows: int, per_page: int) -> torch.Tensor:
-    """Gather ``rows`` rows of sequence ``index`` from pages of ``per_page`` rows."""
-    place = torch.arange(rows)
-    page = c.call.block_table[index].long()[place // per_page]
-    return store[page, place % per_page]
+def located(c: View, store: torch.Tensor, index: int, place: torch.Tensor) -> Place:
+    """Return the page and the row of the rows ``place`` of sequence ``index``."""
+    branch = "cmp" if c.slot == "select" else c.slot
+    table, per_page = getattr(c.call.tables, branch)[index].long(), store.shape[1]
+    return table[place // per_page % len(table)], place % per_page
 
 
 def sequences(c: View) -> Iterator[Sequence]:
@@ -173,10 +176,10 @@ def sequences(c: View) -> Iterator[Sequence]:
             continue
         if c.slot == "win":
             token = torch.arange(max(0, start - c.window + 1), length)
-            parts = [x[index, token % x.shape[1]] for x in (k, v) if x is not None]
         else:
             count = c.geometry.num_compressed(length) if c.slot in ("cmp", "select") else length
-            parts = [paged(c, x, index, count, x.shape[1]) for x in (k, v) if x is not None]
+            token = torch.arange(count)
+        parts = [x[located(c, x, index, token)] for x in (k, v) if x is not None]
         yield Sequence(
             index, slice(0, length - start), torch.arange(start, length), parts[0], parts[-1]
         )

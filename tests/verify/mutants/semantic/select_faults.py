@@ -153,7 +153,7 @@ def _ragged(c: View) -> bool:
 
 
 def _paged(c: View) -> bool:
-    return c.call.block_table.shape[1] > 1 and max(c.lengths) > c.page_size
+    return c.call.tables.cmp.shape[1] > 1 and max(c.lengths) > c.page_size
 
 
 def _padding_is(value: int) -> Any:

@@ -33,7 +33,14 @@ from semantic.common import (
     underflow_without_max,
     zero_from,
 )
-from semantic.dense import key_gradients, masked, masked_decode, newest_row_masks, win_mask
+from semantic.dense import (
+    key_gradients,
+    located,
+    masked,
+    masked_decode,
+    newest_row_masks,
+    win_mask,
+)
 from semantic.model import View, mutant, mutants
 
 _forward = functools.partial(mutant, "win", "forward")
@@ -137,14 +144,20 @@ def _later_tiles_missing(c: View, token: Any, key: Any, index: int) -> torch.Ten
     return win_mask(c, token, key, index) & (token[:, None] < last)
 
 
+def _ring(c: View) -> int:
+    """Return the number of tokens of a sequence that the pages of win hold."""
+    return c["k"].shape[1] * c.call.tables.win.shape[1]
+
+
 def _reads_ring(row_of: Any) -> Any:
     """Read the key and value of a token from row ``row_of(c, token)`` of the ring."""
 
     def change(c: View, store: torch.Tensor) -> torch.Tensor:
-        ring, moved = store.shape[1], store.clone()
+        ring, moved = _ring(c), store.clone()
         for b, (start, length) in enumerate(zip(c.starts, c.lengths)):
             token = torch.arange(max(0, start - c.window + 1), length)
-            moved[b, token % ring] = store[b, row_of(c, token) % ring]
+            source = located(c, store, b, row_of(c, token) % ring)
+            moved[located(c, store, b, token % ring)] = store[source]
         return moved
 
     return reads("k", change, "v")
@@ -152,19 +165,19 @@ def _reads_ring(row_of: Any) -> Any:
 
 def _first_wrap_only(c: View, token: torch.Tensor) -> torch.Tensor:
     """The row of a token is t - R once it passes R: right for one turn of the ring."""
-    ring = c["k"].shape[1]
+    ring = _ring(c)
     return torch.where(token < ring, token, token - ring).clamp(max=ring - 1)
 
 
 def _window_start_in_ring(c: View, token: Any, key: Any, index: int) -> torch.Tensor:
     """A window that crosses the end of the ring loses its part before the end."""
-    ring = c["k"].shape[1]
+    ring = _ring(c)
     turn = token // ring * ring
     return win_mask(c, token, key, index) & (key >= turn[:, None])
 
 
 def _crosses_ring_end(c: View) -> bool:
-    ring = c["k"].shape[1]
+    ring = _ring(c)
     return any((x - 1) // ring != max(0, x - c.window) // ring for x in c.lengths if x)
 
 
@@ -333,12 +346,12 @@ MUTANTS = (
     _decode(
         "the ring wraps at the window",
         _reads_ring(lambda c, token: token % c.window),
-        lambda c: c["k"].shape[1] != c.window and max(c.lengths) > c.window,
+        lambda c: _ring(c) != c.window and max(c.lengths) > c.window,
     ),
     _decode(
         "the ring is right for one turn only",
         _reads_ring(_first_wrap_only),
-        lambda c: max(c.lengths) > 2 * c["k"].shape[1],
+        lambda c: max(c.lengths) > 2 * _ring(c),
     ),
     _decode(
         "a window across the end of the ring loses its first part",

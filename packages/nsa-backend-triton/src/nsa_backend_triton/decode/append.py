@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton.decode.launch import cdiv, power
+from nsa_backend_triton.decode.walk import table_row
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
@@ -54,53 +55,69 @@ def _copy_heads(
 @triton.jit
 def _append_token(
     K, V, K_STORE, V_STORE, COS, SIN, stride_k, stride_v,
-    seq, t, page, page_row, page_size, position, valid,
+    stride_k_store, stride_v_store, run, t, page, page_row, position, valid,
     NUM_KV_HEADS: tl.constexpr, NUM_KV_HEADS_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Write k and v of one token to one row of contiguous stores [P, page_size, G, D]."""
-    first_head = (tl.cast(page, tl.int64) * page_size + page_row) * NUM_KV_HEADS
+    """Write k and v of one token to one row of stores [P, page_size, G, D]."""
+    page, page_row = tl.cast(page, tl.int64), tl.cast(page_row, tl.int64)
     stride_kb, stride_kt, stride_kh = stride_k
+    stride_ksp, stride_ksr, stride_ksh = stride_k_store
     _copy_heads(
-        K + seq * tl.cast(stride_kb, tl.int64) + t * stride_kt, K_STORE + first_head * HEAD_DIM,
-        COS, SIN, stride_kh, HEAD_DIM, NUM_KV_HEADS, position, valid,
+        K + run * tl.cast(stride_kb, tl.int64) + t * stride_kt,
+        K_STORE + page * stride_ksp + page_row * stride_ksr,
+        COS, SIN, stride_kh, stride_ksh, NUM_KV_HEADS, position, valid,
         NUM_KV_HEADS_PAD, HEAD_DIM, HEAD_DIM_BAND, ROTATE,
     )  # fmt: skip
     stride_vb, stride_vt, stride_vh = stride_v
+    stride_vsp, stride_vsr, stride_vsh = stride_v_store
     _copy_heads(
-        V + seq * tl.cast(stride_vb, tl.int64) + t * stride_vt, V_STORE + first_head * V_HEAD_DIM,
-        COS, SIN, stride_vh, V_HEAD_DIM, NUM_KV_HEADS, position, valid,
+        V + run * tl.cast(stride_vb, tl.int64) + t * stride_vt,
+        V_STORE + page * stride_vsp + page_row * stride_vsr,
+        COS, SIN, stride_vh, stride_vsh, NUM_KV_HEADS, position, valid,
         NUM_KV_HEADS_PAD, V_HEAD_DIM, V_HEAD_DIM_BAND, False,
     )  # fmt: skip
 
 
+@triton.jit
+def _page_of(
+    TABLE, SEQUENCES, run, stride_table, columns, page_number, valid, RAGGED: tl.constexpr
+):
+    """Return page ``page_number`` of the sequence of a run; the table wraps around."""
+    row = table_row(TABLE, SEQUENCES, run, stride_table, RAGGED)
+    return tl.load(row + page_number % columns, mask=valid, other=0)
+
+
 @triton.jit(
     do_not_specialize=[
-        "num_tokens",
-        "raw_ring_size",
-        "page_size",
-        "win_ring_size",
-        "num_pages",
-        "num_positions",
-        "stride_table",
+        "num_tokens", "raw_page_size", "sel_page_size", "win_page_size",
+        "raw_columns", "sel_columns", "win_columns", "num_positions",
+        "stride_raw_table", "stride_sel_table", "stride_win_table",
     ],
-    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE"],
-)
+    do_not_specialize_on_alignment=[
+        "STARTS", "LENGTHS", "SEQUENCES", "RAW_TABLE", "SEL_TABLE", "WIN_TABLE",
+    ],
+)  # fmt: skip
 def decode_append(
     Q, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN,
     K_RAW_STORE, V_RAW_STORE, K_SEL_STORE, V_SEL_STORE, K_WIN_STORE, V_WIN_STORE, Q_OUT, COS, SIN,
-    STARTS, LENGTHS, BLOCK_TABLE,
+    STARTS, LENGTHS, SEQUENCES, RAW_TABLE, SEL_TABLE, WIN_TABLE,
     stride_q, stride_k_raw, stride_v_raw, stride_k_sel, stride_v_sel, stride_k_win, stride_v_win,
-    stride_table, num_tokens, raw_ring_size, page_size, win_ring_size, num_pages, num_positions,
+    stride_k_raw_store, stride_v_raw_store, stride_k_sel_store, stride_v_sel_store,
+    stride_k_win_store, stride_v_win_store,
+    stride_raw_table, stride_sel_table, stride_win_table,
+    num_tokens, raw_page_size, sel_page_size, win_page_size, raw_columns, sel_columns, win_columns,
+    num_positions,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     NUM_KV_HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, ROPE: tl.constexpr,
-    ROTATE_RAW: tl.constexpr,
+    ROTATE_RAW: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Append one step; the programs of a token handle raw, sel, win and then q.
 
-    "raw" is cmp's ring of the latest uncompressed rows. ROPE: rotate q, BLOCK_H heads per program,
+    "raw" are cmp's pages of the latest uncompressed rows. ROPE: rotate q,
+    BLOCK_H heads per program,
     and k of sel and win; ROTATE_RAW: rotate k of raw, too.
     """
     PROGRAMS_PER_TOKEN: tl.constexpr = 3 + ((NUM_HEADS + BLOCK_H - 1) // BLOCK_H if ROPE else 0)
@@ -108,32 +125,44 @@ def decode_append(
     seq, t = row // num_tokens, row % num_tokens
     length = tl.load(LENGTHS + seq)
     position = tl.load(STARTS + seq) + t
-    valid = (position < length) & (position < num_pages * page_size)
+    valid = (position < length) & (position < sel_columns * sel_page_size)
     angle = tl.minimum(position, num_positions - 1)
     if task == 0:
-        # If a step has more tokens than the ring holds, the last ones stay.
+        # If a step has more tokens than the pages hold, the last ones stay.
+        valid = valid & (position >= length - raw_columns * raw_page_size)
+        page = _page_of(
+            RAW_TABLE, SEQUENCES, seq, stride_raw_table, raw_columns, position // raw_page_size,
+            valid, RAGGED,
+        )  # fmt: skip
         _append_token(
             K_RAW, V_RAW, K_RAW_STORE, V_RAW_STORE, COS, SIN, stride_k_raw, stride_v_raw,
-            seq, t, seq, position % raw_ring_size, raw_ring_size, angle,
-            valid & (position >= length - raw_ring_size),
+            stride_k_raw_store, stride_v_raw_store,
+            seq, t, page, position % raw_page_size, angle, valid,
             NUM_KV_HEADS, NUM_KV_HEADS_PAD, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             ROPE and ROTATE_RAW,
         )  # fmt: skip
     elif task == 1:
-        page = tl.load(
-            BLOCK_TABLE + seq * stride_table + position // page_size, mask=valid, other=0
-        )
+        page = _page_of(
+            SEL_TABLE, SEQUENCES, seq, stride_sel_table, sel_columns, position // sel_page_size,
+            valid, RAGGED,
+        )  # fmt: skip
         _append_token(
             K_SEL, V_SEL, K_SEL_STORE, V_SEL_STORE, COS, SIN, stride_k_sel, stride_v_sel,
-            seq, t, page, position % page_size, page_size, angle, valid,
+            stride_k_sel_store, stride_v_sel_store,
+            seq, t, page, position % sel_page_size, angle, valid,
             NUM_KV_HEADS, NUM_KV_HEADS_PAD, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             ROPE,
         )  # fmt: skip
     elif task == 2:
+        valid = valid & (position >= length - win_columns * win_page_size)
+        page = _page_of(
+            WIN_TABLE, SEQUENCES, seq, stride_win_table, win_columns, position // win_page_size,
+            valid, RAGGED,
+        )  # fmt: skip
         _append_token(
             K_WIN, V_WIN, K_WIN_STORE, V_WIN_STORE, COS, SIN, stride_k_win, stride_v_win,
-            seq, t, seq, position % win_ring_size, win_ring_size, angle,
-            valid & (position >= length - win_ring_size),
+            stride_k_win_store, stride_v_win_store,
+            seq, t, page, position % win_page_size, angle, valid,
             NUM_KV_HEADS, NUM_KV_HEADS_PAD, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             ROPE,
         )  # fmt: skip
@@ -152,69 +181,50 @@ def append(
     q: Tensor,  # [B, m, Hq, Dk]
     k: tuple[Tensor, Tensor, Tensor],  # cmp, sel, win rows, each [B, m, G, Dk]
     v: tuple[Tensor, Tensor, Tensor],  # each [B, m, G, Dv]
-    raw: tuple[Tensor, Tensor],  # [B, R, G, D], a ring
+    raw: tuple[Tensor, Tensor],  # [P, page, G, D]
     sel: tuple[Tensor, Tensor],  # [P, page, G, D]
-    win: tuple[Tensor, Tensor],  # [B, R, G, D], a ring
+    win: tuple[Tensor, Tensor],  # [P, page, G, D]
     *,
     rope: tuple[Tensor, Tensor] | None,  # fp32 cos, sin [positions, Dk / 2]
     rotate_raw: bool,
     call: DecodeCall,
 ) -> Tensor:
-    """Write k and v into their contiguous stores and return q, rotated if ``rope`` is given.
-
-    Raises:
-        ValueError: A store or a table of ``rope`` is not contiguous.
-    """
+    """Write k and v into their pages and return q, rotated if ``rope`` is given."""
     stores = (*raw, *sel, *win)
-    for x in (*stores, *(rope or ())):  # a generator takes twice the time, at every step
-        if not x.is_contiguous():
-            raise ValueError(
-                "append writes to contiguous stores and reads contiguous rope tables, got another"
-                " layout; allocate the stores with NSAttention.new_cache"
-            )
-    k_raw, v_raw, k_sel, v_sel, k_win, v_win = new_rows = [
-        x if x.stride(-1) == 1 else x.contiguous() for pair in zip(k, v) for x in pair
-    ]
+    new_rows = [x if x.stride(-1) == 1 else x.contiguous() for pair in zip(k, v) for x in pair]
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    cos, sin = rope or (q, q)
-    page_sizes = raw[0].shape[1], sel[0].shape[1], win[0].shape[1]
-    launch = _launch(
-        q,
-        k_raw,
-        v_raw,
-        k_sel,
-        v_sel,
-        k_win,
-        v_win,
-        cos,
-        call.block_table,
-        page_sizes,
-        rope is not None,
-        rotate_raw,
-    )
-    launch(q, *new_rows, *stores, out, cos, sin, call.starts, call.lengths, call.block_table)
+    cos, sin = (q, q) if rope is None else [x.contiguous() for x in rope]
+    _, sel_table, win_table, raw_table = call.tables
+    tables, sequences = (raw_table, sel_table, win_table), call.sequences
+    options = (rope is not None, rotate_raw, sequences is not None)
+    launch = _launch(q, options, cos, *new_rows, *stores, *tables)
+    sequences = call.starts if sequences is None else sequences  # a placeholder
+    launch(
+        q, *new_rows, *stores, out, cos, sin, call.starts, call.lengths, sequences, *tables
+    )  # fmt: skip
     return out
 
 
 @cached_by_metadata
 def _launch(
     q: Tensor,
-    k_raw: Tensor,
-    v_raw: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
+    options: tuple[bool, bool, bool],
     cos: Tensor,
-    block_table: Tensor,
-    page_sizes: tuple[int, int, int],
-    rope: bool,
-    rotate_raw: bool,
+    *others: Tensor,
 ) -> Launch:
-    """Prepare the launch; ``page_sizes``: rows of cmp's ring, of a page and of win's ring."""
+    """Prepare the launch.
+
+    Args:
+        q: As in :func:`append`.
+        options: Whether there is ``rope``, ``rotate_raw``, and whether the runs have sequences.
+        cos: As in :func:`append`.
+        *others: k and v of raw, sel and win: the new rows, then the stores; then three tables.
+    """
+    rope, rotate_raw, ragged = options
+    new_rows, stores, tables = others[:6], others[6:12], others[12:]
     batch, num_tokens, heads, head_dim = q.shape
-    kv_heads, v_head_dim = k_raw.shape[2], v_raw.shape[3]
+    kv_heads, v_head_dim = new_rows[0].shape[2], new_rows[1].shape[3]
     settings = configs.pick(
         "decode_append", architecture(q.device), head_dim=head_dim, v_head_dim=v_head_dim
     )
@@ -222,11 +232,12 @@ def _launch(
     programs_per_token = 3 + (cdiv(heads, block_h) if rope else 0)
     return Launch(
         decode_append, (batch * num_tokens * programs_per_token,),
-        *(x.stride()[:3] for x in (q, k_raw, v_raw, k_sel, v_sel, k_win, v_win)),
-        block_table.stride(0), num_tokens, *page_sizes, block_table.shape[1], cos.shape[0],
+        *(x.stride()[:3] for x in (q, *new_rows, *stores)),
+        *(x.stride(0) for x in tables), num_tokens, *(x.shape[1] for x in stores[::2]),
+        *(x.shape[1] for x in tables), cos.shape[0],
         NUM_HEADS=heads, NUM_KV_HEADS=kv_heads, BLOCK_H=block_h, NUM_KV_HEADS_PAD=power(kv_heads),
         HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
         HEAD_DIM_BAND=max(2, power(head_dim)), V_HEAD_DIM_BAND=power(v_head_dim),
-        ROPE=rope, ROTATE_RAW=rotate_raw,
+        ROPE=rope, ROTATE_RAW=rotate_raw, RAGGED=ragged,
         num_warps=settings["num_warps"], enable_fp_fusion=False,
     )  # fmt: skip

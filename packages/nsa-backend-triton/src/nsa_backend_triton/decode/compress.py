@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton.decode.launch import cdiv, power
+from nsa_backend_triton.decode.walk import table_row
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.constexprs import accumulator
 from nsa_backend_triton.host.device import architecture
@@ -32,6 +33,7 @@ from nsa_core.contract import DecodeCall
 from nsa_core.layout import BlockGeometry
 
 Weights = tuple[Tensor, ...]  # position, weight, bias; of an MLP also the weight and bias of down
+Strides = tuple[tuple[int, ...], ...]  # (page, row, head) of k and of v
 _ROUNDED = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -42,27 +44,36 @@ _ROUNDED = {
 
 @triton.jit
 def _products(
-    X, POSITION, WEIGHT, BIAS, stride_w, seq, first_row, ring_size, unit, unit_valid,
-    FIRST: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, TOKENS: tl.constexpr,
+    X, TABLE, POSITION, WEIGHT, BIAS, stride_x, stride_w, run, first_token, page_size, columns,
+    unit, unit_valid, FIRST: tl.constexpr, RING: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr, TOKENS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_UNITS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     DTYPE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Return W x + b [BLOCK_H, BLOCK_UNITS], x TOKENS rows of X [B, R, NUM_KV_HEADS, WIDTH].
+    """Return W x + b [BLOCK_H, BLOCK_UNITS], x TOKENS rows of X [P, page, NUM_KV_HEADS, WIDTH].
 
-    The R = ``ring_size`` rows are a ring, and x begins at ``first_row`` of sequence ``seq``. FIRST:
-    the positions are added to x. Weights are rounded to DTYPE.
+    FIRST: x are the tokens from ``first_token`` on, in the pages of TABLE, which wraps around;
+    RING: it has one column. The positions are added to x. Otherwise x is row 0 of page ``run``.
+    Weights are rounded to DTYPE.
     """
     head = tl.arange(0, BLOCK_H)
-    ROW: tl.constexpr = NUM_KV_HEADS * WIDTH
-    ring = X + tl.cast(seq, tl.int64) * ring_size * ROW
+    stride_xp, stride_xr, stride_xh = stride_x
+    page = tl.cast(run, tl.int64)
+    if RING:
+        page = tl.load(TABLE).to(tl.int64)
     products = tl.zeros([BLOCK_H, BLOCK_UNITS, BLOCK_DIM], ACC)
     for first_column in range(0, TOKENS * WIDTH, BLOCK_DIM):
         column = first_column + tl.arange(0, BLOCK_DIM)
         column_valid = column < TOKENS * WIDTH
-        row = first_row + column // WIDTH
-        row = tl.where(row < ring_size, row, row - ring_size)
+        row, x_page = first_token + column // WIDTH, page
+        if RING:
+            row = tl.where(row < page_size, row, row - page_size)
+        elif FIRST:
+            x_page = tl.load(TABLE + row // page_size % columns, mask=column_valid, other=0)
+            x_page, row = x_page.to(tl.int64), row % page_size
+        offs_x = x_page * stride_xp + row.to(tl.int64) * stride_xr + column % WIDTH
         x = tl.load(
-            ring + head[:, None] * WIDTH + (row * ROW + column % WIDTH)[None, :],
+            X + head[:, None] * stride_xh + offs_x[None, :],
             mask=(head < NUM_KV_HEADS)[:, None] & column_valid[None, :],
             other=0.0,
         ).to(ACC)
@@ -80,14 +91,15 @@ def _products(
 
 @triton.jit
 def _compress_units(
-    X, POSITION, WEIGHT, BIAS, OUT, COS, SIN,
-    stride_w, seq, first_row, ring_size, out_row, position, tile,
-    FIRST: tl.constexpr, LAST: tl.constexpr, ROTATE: tl.constexpr,
+    X, TABLE, POSITION, WEIGHT, BIAS, OUT, COS, SIN,
+    stride_x, stride_w, stride_out, run, first_token, page_size, columns, out_page, out_row,
+    position, tile,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ROTATE: tl.constexpr, RING: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
     UNITS: tl.constexpr, BLOCK_UNITS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     DTYPE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of units of one sequence to row ``out_row`` of OUT [rows, NUM_KV_HEADS, UNITS].
+    """Write a tile of units of one run to row ``out_row`` of page ``out_page`` of OUT.
 
     Not LAST: the units are hidden ones, whose GELU is written. ROTATE: tiles have pairs of units.
     """
@@ -95,21 +107,20 @@ def _compress_units(
     head, unit = tl.arange(0, BLOCK_H), tile * BLOCK_UNITS + tl.arange(0, BLOCK_UNITS)
     unit_valid = unit < OWNED
     y = _products(
-        X, POSITION, WEIGHT, BIAS, stride_w, seq, first_row, ring_size, unit, unit_valid,
-        FIRST, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
+        X, TABLE, POSITION, WEIGHT, BIAS, stride_x, stride_w, run, first_token, page_size, columns,
+        unit, unit_valid,
+        FIRST, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
     )  # fmt: skip
-    out = (
-        OUT
-        + tl.cast(out_row, tl.int64) * (NUM_KV_HEADS * UNITS)
-        + (head[:, None] * UNITS + unit[None, :])
-    )
+    stride_outp, stride_outr, stride_outh = stride_out
+    OUT += tl.cast(out_page, tl.int64) * stride_outp + tl.cast(out_row, tl.int64) * stride_outr
+    out = OUT + (head[:, None] * stride_outh + unit[None, :])
     mask = (head < NUM_KV_HEADS)[:, None] & unit_valid[None, :]
     dtype = OUT.dtype.element_ty
     if ROTATE:
         y2 = _products(
-            X, POSITION, WEIGHT + OWNED * stride_w, BIAS + OWNED, stride_w,
-            seq, first_row, ring_size, unit, unit_valid,
-            FIRST, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
+            X, TABLE, POSITION, WEIGHT + OWNED * stride_w, BIAS + OWNED, stride_x, stride_w,
+            run, first_token, page_size, columns, unit, unit_valid,
+            FIRST, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
         )  # fmt: skip
         angle = tl.cast(position, tl.int64) * OWNED + unit
         cos = tl.load(COS + angle, mask=unit_valid, other=0.0)[None, :]
@@ -124,21 +135,19 @@ def _compress_units(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_table",
-        "num_seqs",
-        "ring_size",
-        "page_size",
-        "num_blocks",
-        "num_positions",
+        "stride_raw_table", "stride_cmp_table", "num_runs", "raw_page_size", "raw_columns",
+        "cmp_page_size", "num_blocks", "num_positions",
     ],
-    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE"],
-)
+    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "SEQUENCES", "RAW_TABLE", "CMP_TABLE"],
+)  # fmt: skip
 def decode_compress(
     K, V, K_POSITION, V_POSITION, K_WEIGHT, V_WEIGHT, K_BIAS, V_BIAS, K_OUT, V_OUT, COS, SIN,
-    STARTS, LENGTHS, BLOCK_TABLE,
-    stride_k_weight, stride_v_weight, stride_table,
-    num_seqs, ring_size, page_size, num_blocks, num_positions,
+    STARTS, LENGTHS, SEQUENCES, RAW_TABLE, CMP_TABLE,
+    stride_k, stride_v, stride_k_out, stride_v_out,
+    stride_k_weight, stride_v_weight, stride_raw_table, stride_cmp_table,
+    num_runs, raw_page_size, raw_columns, cmp_page_size, num_blocks, num_positions,
     FIRST: tl.constexpr, LAST: tl.constexpr, ROPE: tl.constexpr,
+    RAGGED: tl.constexpr, RING: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, K_UNITS: tl.constexpr, V_UNITS: tl.constexpr,
@@ -146,53 +155,63 @@ def decode_compress(
     K_BLOCK_DIM: tl.constexpr, V_BLOCK_DIM: tl.constexpr,
     DTYPE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Compute one layer of phi of the block that each sequence completes.
+    """Compute one layer of phi of the block that each run completes.
 
-    FIRST: K and V are the rings of tokens; otherwise, they are the hidden units. LAST: K_OUT and
-    V_OUT are pages of ``page_size`` compressed tokens; otherwise, they are the hidden units.
+    FIRST: K and V are the pages of tokens; otherwise, they are the hidden units. LAST: K_OUT and
+    V_OUT are pages of compressed tokens; otherwise, they are the hidden units. Hidden units of a
+    run are a page of one row.
     """
     K_PAIRS: tl.constexpr = K_UNITS // 2 if ROPE else K_UNITS
     K_TILES: tl.constexpr = (K_PAIRS + BLOCK_UNITS - 1) // BLOCK_UNITS
     TOKENS: tl.constexpr = COMPRESS_BLOCK if FIRST else 1
     tile, turn = tl.program_id(0) // PROGRAMS_PER_TILE, tl.program_id(0) % PROGRAMS_PER_TILE
-    for first_seq in range(0, num_seqs, BLOCK_B):
-        seqs = first_seq + tl.arange(0, BLOCK_B)
-        start = tl.load(STARTS + seqs, mask=seqs < num_seqs, other=0)
-        length = tl.load(LENGTHS + seqs, mask=seqs < num_seqs, other=0)
+    for first_run in range(0, num_runs, BLOCK_B):
+        runs = first_run + tl.arange(0, BLOCK_B)
+        start = tl.load(STARTS + runs, mask=runs < num_runs, other=0)
+        length = tl.load(LENGTHS + runs, mask=runs < num_runs, other=0)
         blocks = tl.maximum(start - COMPRESS_BLOCK + STRIDE, 0) // STRIDE
         complete = (blocks * STRIDE + COMPRESS_BLOCK <= length) & (blocks < num_blocks)
         rank = tl.cumsum(complete.to(tl.int32), 0)
         for i in range(turn, tl.sum(complete.to(tl.int32), 0), PROGRAMS_PER_TILE):
             is_own = complete & (rank == i + 1)
-            seq = tl.sum(tl.where(is_own, seqs, 0), 0)
+            run = tl.sum(tl.where(is_own, runs, 0), 0)
             block = tl.sum(tl.where(is_own, blocks, 0), 0)
-            out_row = tl.cast(seq, tl.int64)
+            out_page, out_row = run, 0
             if LAST:
-                page = tl.load(BLOCK_TABLE + seq * stride_table + block // page_size)
-                out_row = tl.cast(page, tl.int64) * page_size + block % page_size
-            first_row = block * STRIDE % ring_size  # 0 if there is one row
+                cmp_table = table_row(CMP_TABLE, SEQUENCES, run, stride_cmp_table, RAGGED)
+                out_page = tl.load(cmp_table + block // cmp_page_size)
+                out_row = block % cmp_page_size
+            raw_table = RAW_TABLE
+            first_token = 0
+            if FIRST:
+                raw_table = table_row(RAW_TABLE, SEQUENCES, run, stride_raw_table, RAGGED)
+                first_token = block * STRIDE
+            if RING:
+                first_token = first_token % raw_page_size
             position = tl.minimum(block * STRIDE, num_positions - 1)
             if tile < K_TILES:
                 _compress_units(
-                    K, K_POSITION, K_WEIGHT, K_BIAS, K_OUT, COS, SIN,
-                    stride_k_weight, seq, first_row, ring_size, out_row, position, tile,
-                    FIRST, LAST, ROPE, NUM_KV_HEADS, BLOCK_H, TOKENS, K_WIDTH, K_UNITS,
+                    K, raw_table, K_POSITION, K_WEIGHT, K_BIAS, K_OUT, COS, SIN,
+                    stride_k, stride_k_weight, stride_k_out, run, first_token, raw_page_size,
+                    raw_columns, out_page, out_row, position, tile,
+                    FIRST, LAST, ROPE, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, K_WIDTH, K_UNITS,
                     BLOCK_UNITS, K_BLOCK_DIM, DTYPE, ACC,
                 )  # fmt: skip
             else:
                 _compress_units(
-                    V, V_POSITION, V_WEIGHT, V_BIAS, V_OUT, COS, SIN,
-                    stride_v_weight, seq, first_row, ring_size, out_row, position, tile - K_TILES,
-                    FIRST, LAST, False, NUM_KV_HEADS, BLOCK_H, TOKENS, V_WIDTH, V_UNITS,
+                    V, raw_table, V_POSITION, V_WEIGHT, V_BIAS, V_OUT, COS, SIN,
+                    stride_v, stride_v_weight, stride_v_out, run, first_token, raw_page_size,
+                    raw_columns, out_page, out_row, position, tile - K_TILES,
+                    FIRST, LAST, False, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, V_WIDTH, V_UNITS,
                     BLOCK_UNITS, V_BLOCK_DIM, DTYPE, ACC,
                 )  # fmt: skip
 
 
 def compress(
-    k: Tensor,  # [B, R, G, Dk], a ring
-    v: Tensor,  # [B, R, G, Dv], a ring
-    k_cmp: Tensor,  # [P, page / d, G, Dk]
-    v_cmp: Tensor,  # [P, page / d, G, Dv]
+    k: Tensor,  # [P, page, G, Dk]
+    v: Tensor,  # [P, page, G, Dv]
+    k_cmp: Tensor,  # [P, page, G, Dk]
+    v_cmp: Tensor,  # [P, page, G, Dv]
     phi_k: Weights,
     phi_v: Weights,
     *,
@@ -202,35 +221,31 @@ def compress(
     """Write the compressed token of the block that a step completes to the pages k_cmp and v_cmp.
 
     Raises:
-        ValueError: A store or a table of ``rope`` is not contiguous, or a weight has another shape
-            than k, v and the block sizes require.
+        ValueError: A weight has another shape than k, v and the block sizes require.
     """
-    for x in (k, v, k_cmp, v_cmp, *(rope or ())):
-        if not x.is_contiguous():
-            raise ValueError(
-                "compress reads and writes contiguous stores and reads contiguous rope tables, got"
-                " another layout; allocate the stores with NSAttention.new_cache"
-            )
     phi_k, phi_v = (
         tuple(x if x.is_contiguous() else x.contiguous() for x in phi) for phi in (phi_k, phi_v)
     )
-    tables = rope or (k, k)  # placeholders
-    positions = (call.starts, call.lengths, call.block_table)
+    angles = (k, k) if rope is None else [x.contiguous() for x in rope]
+    tables, sequences = (call.tables.raw, call.tables.cmp), call.sequences
+    placeholder = call.starts if sequences is None else sequences
+    positions = (call.starts, call.lengths, placeholder, *tables)
     k_position, k_weight, k_bias, *k_down = phi_k
     v_position, v_weight, v_bias, *v_down = phi_v
     first, last, hidden_shapes = _launches(
-        k, v, k_cmp, v_cmp, tables[0], call.block_table, call.geometry, rope is not None,
-        k_position, v_position, k_weight, v_weight, k_bias, v_bias, *k_down, *v_down,
+        k, v, k_cmp, v_cmp, angles[0], call.starts, *tables,
+        call.geometry, rope is not None, sequences is not None, k_position, v_position, k_weight,
+        v_weight, k_bias, v_bias, *k_down, *v_down,
     )  # fmt: skip
     pairs = (k_position, v_position, k_weight, v_weight, k_bias, v_bias)
     if last is None:
-        first(k, v, *pairs, k_cmp, v_cmp, *tables, *positions)
+        first(k, v, *pairs, k_cmp, v_cmp, *angles, *positions)
         return
     dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
     k_hidden, v_hidden = (torch.empty(x, dtype=dtype, device=k.device) for x in hidden_shapes)
-    first(k, v, *pairs, k_hidden, v_hidden, *tables, *positions)
+    first(k, v, *pairs, k_hidden, v_hidden, *angles, *positions)
     down = (k_down[0], v_down[0], k_down[1], v_down[1])
-    last(k_hidden, v_hidden, *pairs[:2], *down, k_cmp, v_cmp, *tables, *positions)
+    last(k_hidden, v_hidden, *pairs[:2], *down, k_cmp, v_cmp, *angles, *positions)
 
 
 @cached_by_metadata
@@ -240,9 +255,12 @@ def _launches(
     k_cmp: Tensor,
     v_cmp: Tensor,
     cos: Tensor,
-    block_table: Tensor,
+    starts: Tensor,
+    raw_table: Tensor,
+    cmp_table: Tensor,
     geometry: BlockGeometry,
     rope: bool,
+    ragged: bool,
     *weights: Tensor,  # positions, weights and biases of k and v by turns; then k's and v's down
 ) -> tuple[Launch, Launch | None, tuple[tuple[int, ...], ...]]:
     """Prepare the launches; the second one is None if phi has one layer.
@@ -251,7 +269,7 @@ def _launches(
     """
     size, is_mlp = geometry.compress_block_size, len(weights) > 6
     k_weight, v_weight, down = weights[2], weights[3], weights[6:]
-    (batch, ring_size, heads, dk), dv = k.shape, v.shape[3]
+    batch, (_, _, heads, dk), dv = len(starts), k.shape, v.shape[3]
     hidden = (k_weight.shape[0], v_weight.shape[0]) if is_mlp else (dk, dv)
     expected = [
         *((size, width) for width in (dk, dv)),
@@ -263,15 +281,16 @@ def _launches(
     shapes = [tuple(x.shape) for x in weights]
     if shapes != expected:
         raise ValueError(f"compress expects weights of shapes {expected}, got {shapes}")
-    page_size = k_cmp.shape[1]
+    page_size, columns = k_cmp.shape[1], raw_table.shape[1]
     settings = configs.pick("decode_compress", architecture(k.device))
     block_h, block_units = power(heads), settings["BLOCK_UNITS"]
     programs_per_tile = min(settings["PROGRAMS_PER_TILE"], batch)
-    numbers = (page_size, block_table.shape[1] * page_size, cos.shape[0])
+    numbers = (columns, page_size, cmp_table.shape[1] * page_size, cos.shape[0])
+    row_strides = (raw_table.stride(0), cmp_table.stride(0), batch)
 
     def launch(
-        strides: tuple[int, int], rows: int, tokens: int, widths: tuple[int, int],
-        units: tuple[int, int], is_first: bool, is_last: bool,
+        inputs: Strides, outputs: Strides, of_weights: tuple[int, int], rows: int, tokens: int,
+        widths: tuple[int, int], units: tuple[int, int], is_first: bool, is_last: bool,
     ) -> Launch:  # fmt: skip
         rotated = rope and is_last
         pairs = units[0] // 2 if rotated else units[0]
@@ -280,8 +299,9 @@ def _launches(
         block_dims = [min(most, power(tokens * width)) for width in widths]
         return Launch(
             decode_compress, (tiles * programs_per_tile,),
-            *strides, block_table.stride(0), batch, rows, *numbers,
-            FIRST=is_first, LAST=is_last, ROPE=rotated, NUM_KV_HEADS=heads, BLOCK_H=block_h,
+            *inputs, *outputs, *of_weights, *row_strides, rows, *numbers,
+            FIRST=is_first, LAST=is_last, ROPE=rotated,
+            RAGGED=ragged, RING=is_first and columns == 1, NUM_KV_HEADS=heads, BLOCK_H=block_h,
             COMPRESS_BLOCK=size, STRIDE=geometry.compress_stride,
             K_WIDTH=widths[0], V_WIDTH=widths[1], K_UNITS=units[0], V_UNITS=units[1],
             BLOCK_B=settings["BLOCK_B"], BLOCK_UNITS=block_units,
@@ -290,10 +310,13 @@ def _launches(
             DTYPE=_ROUNDED[k.dtype], ACC=accumulator(k.dtype), num_warps=settings["num_warps"],
         )  # fmt: skip
 
+    raw, cmp = ((x.stride()[:3], y.stride()[:3]) for x, y in ((k, v), (k_cmp, v_cmp)))
+    of_hidden = tuple((heads * units, 0, units) for units in hidden)
     strides = (k_weight.stride(0), v_weight.stride(0))
-    first = launch(strides, ring_size, size, (dk, dv), hidden, True, not is_mlp)
+    outputs = of_hidden if is_mlp else cmp
+    first = launch(raw, outputs, strides, k.shape[1], size, (dk, dv), hidden, True, not is_mlp)
     if not is_mlp:
         return first, None, ()
     strides = (down[0].stride(0), down[2].stride(0))
-    last = launch(strides, 1, 1, hidden, (dk, dv), False, True)
+    last = launch(of_hidden, cmp, strides, 1, 1, hidden, (dk, dv), False, True)
     return first, last, tuple((batch, 1, heads, units) for units in hidden)

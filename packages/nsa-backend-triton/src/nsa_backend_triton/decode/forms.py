@@ -23,10 +23,11 @@ from nsa_backend_triton.decode.launch import (
     aligned_slices,
     allocate,
     cdiv,
+    sequences_of,
 )
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
-from nsa_core.contract import DecodeCall
+from nsa_core.contract import BlockTables, DecodeCall
 from nsa_core.layout import BlockGeometry
 
 # A growing cache prepares its launches anew once per this many tokens.
@@ -85,8 +86,8 @@ def _span(
 
 def cmp(
     q: Tensor,  # [B, m, Hq, Dk]
-    k_cmp: Tensor,  # [P, page / d, G, Dk]
-    v_cmp: Tensor,  # [P, page / d, G, Dv]
+    k_cmp: Tensor,  # [P, page, G, Dk]
+    v_cmp: Tensor,  # [P, page, G, Dv]
     *,
     call: DecodeCall,
     settings: Settings = None,
@@ -97,8 +98,8 @@ def cmp(
 
 def win(
     q: Tensor,  # [B, m, Hq, Dk]
-    k: Tensor,  # [B, R, G, Dk], a ring
-    v: Tensor,  # [B, R, G, Dv]
+    k: Tensor,  # [P, page, G, Dk]
+    v: Tensor,  # [P, page, G, Dv]
     *,
     call: DecodeCall,
     settings: Settings = None,
@@ -109,7 +110,7 @@ def win(
 
 def select(
     q: Tensor,  # [B, m, Hq, Dk]
-    k_cmp: Tensor,  # [P, page / d, G, Dk]
+    k_cmp: Tensor,  # [P, page, G, Dk]
     lse: Tensor,  # [B, Hq, m]
     *,
     call: DecodeCall,
@@ -175,12 +176,12 @@ def _distinct(blocks: Tensor, call: DecodeCall) -> Tensor:
 def step(
     q: Tensor,  # [B, m, Hq, Dk]
     gates: Tensor,  # [B, m, Hq, 3]
-    k_cmp: Tensor,  # [P, page / d, G, Dk]
-    v_cmp: Tensor,  # [P, page / d, G, Dv]
+    k_cmp: Tensor,  # [P, page, G, Dk]
+    v_cmp: Tensor,  # [P, page, G, Dv]
     k_sel: Tensor,  # [P, page, G, Dk]
     v_sel: Tensor,  # [P, page, G, Dv]
-    k_win: Tensor,  # [B, R, G, Dk], a ring
-    v_win: Tensor,  # [B, R, G, Dv]
+    k_win: Tensor,  # [P, page, G, Dk]
+    v_win: Tensor,  # [P, page, G, Dv]
     *,
     call: DecodeCall,
     settings: tuple[Settings, Settings] = (None, None),
@@ -194,8 +195,9 @@ def step(
     # A bound that grew with every token would prepare new launches for every token.
     bound = cdiv(call.max_len, BOUND) * BOUND
     stores = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
-    constants = (call.geometry, call.scale, bound)
-    chunks = _prepare(q, gates, *stores, call.block_table, constants, *settings)
+    constants = (call.geometry, call.scale, bound, call.sequences is not None)
+    chunks = _prepare(q, gates, *stores, call.tables, constants, *settings)
+    sequences, tables = sequences_of(call), call.tables[:3]
     for first_token, chunk in chunks:
         scratch, counters = allocate(q, chunk.scratch, chunk.zero)
         q_chunk, gates_chunk, o_chunk, blocks_chunk = q, gates, o, blocks
@@ -221,7 +223,8 @@ def step(
                 blocks_chunk,
                 call.starts,
                 call.lengths,
-                call.block_table,
+                sequences,
+                *tables,
             )
         else:
             _three_launches(
@@ -259,18 +262,20 @@ def _prepare(
     v_sel: Tensor,
     k_win: Tensor,
     v_win: Tensor,
-    block_table: Tensor,
-    constants: tuple[BlockGeometry, float, int],
+    tables: BlockTables,
+    constants: tuple[BlockGeometry, float, int, bool],
     span_settings: Settings,
     sel_settings: Settings,
 ) -> list[tuple[int, _Chunk]]:
     """Return the first token of each chunk, and the chunk.
 
-    ``constants``: geometry, scale and max_len of the call.
+    ``constants``: geometry, scale and max_len of the call, and whether it has sequences.
     """
     # Launches take starts and lengths as tensors; what is prepared does not depend on them.
-    geometry, scale, max_len = constants
-    call = DecodeCall(geometry, scale, block_table, block_table, block_table, max_len)
+    geometry, scale, max_len, ragged = constants
+    placeholder = tables.sel
+    sequences = placeholder if ragged else None
+    call = DecodeCall(geometry, scale, placeholder, placeholder, tables, max_len, sequences)
     chunks = []
     for first_token, count in _chunks(q, call):
         stores = (k_cmp, v_cmp), (k_win, v_win)

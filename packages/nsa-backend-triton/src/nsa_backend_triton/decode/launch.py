@@ -99,6 +99,11 @@ def _with_strides(x: Tensor | None, placeholder: Tensor) -> tuple[Tensor, tuple[
     return (placeholder, (0, 0, 0)) if x is None else (x, x.stride()[:3])
 
 
+def sequences_of(call: DecodeCall) -> Tensor:
+    """Return the sequences of the runs; a placeholder if run b has row b of the tables."""
+    return call.starts if call.sequences is None else call.sequences
+
+
 def _static_page_size(rows: int) -> int:
     """Return ``rows`` if kernels take it as a constexpr, otherwise 0."""
     return rows if rows & (rows - 1) == 0 and rows <= _MAX_STATIC_PAGE else 0
@@ -161,9 +166,9 @@ class SpanLaunch:
         self.fuse = self.block_t == 1 and bool(self.settings["FUSE_STEP"])
         self.max_len = call.max_len
         if cmp is not None:
-            self.max_len = min(
-                call.max_len, call.block_table.shape[1] * k.shape[1] * geometry.compress_stride
-            )
+            # The longest sequence whose compressed tokens the table has room for.
+            room = call.tables.cmp.shape[1] * k.shape[1] * geometry.compress_stride
+            self.max_len = min(call.max_len, room + geometry.compress_block_size - 1)
         units = self.batch * cdiv(num_tokens, self.block_t) * self.kv_heads
         blocks_per_tile = self.block_n // self.cmp_per_block_pad
         tiles = cdiv(
@@ -225,6 +230,7 @@ class SpanLaunch:
         ``outputs`` are (o, o_win, lse, lse_win). Writes ``blocks`` too if they are given.
         """
         call, geometry, (o, o_win, lse, lse_win) = self.call, self.call.geometry, outputs
+        tables = call.tables
         split_ml, split_acc, sums, maxima = scratch
         k, stride_k = _with_strides(self.cmp and self.cmp[0], q)
         v, stride_v = _with_strides(self.cmp and self.cmp[1], q)
@@ -232,13 +238,15 @@ class SpanLaunch:
         v_win, stride_v_win = _with_strides(self.win and self.win[1], q)
         decode_span[(self.programs,)](
             q, k, v, k_win, v_win, o, o_win, lse, lse_win, sums, maxima, split_ml, split_acc,
-            *counters, call.starts, call.lengths, call.block_table,
+            *counters, call.starts, call.lengths, sequences_of(call), tables.cmp, tables.win,
             q.stride()[:3], stride_k, stride_v, stride_k_win, stride_v_win, o.stride()[:2],
             lse.stride(0), lse.stride(1), self.stride_sums, self.stride_maxima,
-            call.block_table.stride(0),
+            tables.cmp.stride(0), tables.win.stride(0),
             call.scale * LOG2E.value, first_token, self.num_tokens, self.max_len,
-            k.shape[1], k_win.shape[1], self.splits, self.win_splits, self.cmp_programs,
+            k.shape[1], k_win.shape[1], tables.win.shape[1], self.splits, self.win_splits,
+            self.cmp_programs,
             HAS_CMP=self.cmp is not None, HAS_WIN=self.win is not None,
+            RAGGED=call.sequences is not None, RING=tables.win.shape[1] == 1,
             PAGE_SIZE=_static_page_size(k.shape[1]), BLOCK_T=self.block_t,
             ATTEND=self.attend, STORE_SUMS=self.choose, **self.walk_constants(q),
             **self.options(("num_warps", "num_stages")),
@@ -333,7 +341,7 @@ class SelLaunch:
             _padded(self.group),
             _value_band(q, v.shape[3]),
         )
-        self.max_len = min(call.max_len, call.block_table.shape[1] * k.shape[1])
+        self.max_len = min(call.max_len, call.tables.sel.shape[1] * k.shape[1])
 
     @property
     def split(self) -> bool:
@@ -371,11 +379,11 @@ class SelLaunch:
         gates_or_lse = lse if gates is None else gates
         decode_sel[(self.programs,)](
             q, gates_or_lse, k, v, blocks, o_cmp, o_win, o, lse, *scratch, *counters,
-            call.starts, call.lengths, call.block_table,
+            call.starts, call.lengths, sequences_of(call), call.tables.sel,
             q.stride()[:3], gates_or_lse.stride()[:3],
             k.stride(0), k.stride()[1:3], v.stride(0), v.stride()[1:3],
             blocks.stride()[:3], o.stride()[:2], lse.stride(0), lse.stride(1),
-            call.block_table.stride(0),
+            call.tables.sel.stride(0),
             call.scale * LOG2E.value, first_token, self.num_tokens, self.max_len, k.shape[1],
             self.splits,
             PAGE_SIZE=_static_page_size(k.shape[1]), NUM_KV_HEADS=self.kv_heads,
@@ -384,7 +392,7 @@ class SelLaunch:
             HEAD_DIM_BAND=_padded(q.shape[3]), V_HEAD_DIM_BAND=self.v_head_dim_band,
             SELECT_BLOCK=call.geometry.select_block_size,
             NUM_SELECTED=n, NUM_SELECTED_PAD=_padded(n), DISTINCT=distinct,
-            GATED=gates is not None, ACC=accumulator(q.dtype),
+            GATED=gates is not None, RAGGED=call.sequences is not None, ACC=accumulator(q.dtype),
             **configs.launch_options(self.settings),
         )  # fmt: skip
 
@@ -419,7 +427,8 @@ class StepLaunch:
         ``q`` begins at token ``first_token`` of the ``step_tokens`` tokens of the step. The outputs
         of the step are contiguous. Call the launch with q, gates, k and v of cmp, sel and win; o,
         o_cmp, o_win, lse and lse_win (all but o in scratch, of these tokens alone); sums, maxima,
-        split_ml, split_acc, the zeroed int32 scratch, blocks, starts, lengths, the block table.
+        split_ml, split_acc, the zeroed int32 scratch, blocks, starts, lengths, sequences, and the
+        tables of cmp, sel and win.
         """
         span, sel, call = self.span, self.sel, self.span.call
         assert span.cmp is not None  # a step runs both branches
@@ -432,11 +441,12 @@ class StepLaunch:
             *(x.stride()[:3] for x in (q, gates, *stores)),
             (step_tokens * span.kv_heads * n, span.kv_heads * n, n), (step_tokens * width, width),
             (span.num_tokens * width, width), heads * span.num_tokens, span.num_tokens,
-            span.stride_sums, span.stride_maxima, call.block_table.stride(0),
+            span.stride_sums, span.stride_maxima, *(x.stride(0) for x in call.tables[:3]),
             call.scale * LOG2E.value, first_token, span.num_tokens, min(span.max_len, sel.max_len),
-            stores[0].shape[1], sel.k.shape[1], stores[4].shape[1],
+            stores[0].shape[1], sel.k.shape[1], stores[4].shape[1], call.tables.win.shape[1],
             span.splits, span.win_splits, sel.splits,
             span.cmp_programs, span.programs - span.cmp_programs,
+            RAGGED=call.sequences is not None, RING=call.tables.win.shape[1] == 1,
             CMP_PAGE_SIZE=_static_page_size(stores[0].shape[1]),
             PAGE_SIZE=_static_page_size(sel.k.shape[1]), RANK_BLOCKS=span.rank_blocks,
             **span.walk_constants(q), **span.selection_constants(),

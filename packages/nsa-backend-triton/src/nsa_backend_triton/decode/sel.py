@@ -15,14 +15,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nsa_backend_triton.decode.walk import SEL, reduce_splits, token_range, wait, walk
+from nsa_backend_triton.decode.walk import SEL, reduce_splits, table_row, token_range, wait, walk
 from nsa_backend_triton.shared.rows import finish_softmax, load_at, store_at
 
 
 @triton.jit
 def sel_program(
     index, program, Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC, COUNTERS,
-    READY, STARTS, LENGTHS, BLOCK_TABLE,
+    READY, STARTS, LENGTHS, SEQUENCES, TABLE,
     stride_q, stride_gates, stride_k, stride_v, stride_blocks, stride_o,
     stride_lse_b, stride_lse_h, stride_table,
     qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
@@ -31,7 +31,7 @@ def sel_program(
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, SELECT_BLOCK: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, DISTINCT: tl.constexpr,
-    GATED: tl.constexpr, WAIT: tl.constexpr, ACC: tl.constexpr,
+    GATED: tl.constexpr, WAIT: tl.constexpr, RAGGED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Run program ``index`` of the branch; ``program`` is its number among those of all branches.
 
@@ -70,10 +70,10 @@ def sel_program(
     BLOCKS += seq * tl.cast(stride_bb, tl.int64) + t * stride_bt + kv_head * stride_bh
     m_i, l_i, acc = walk(
         q, m_i, l_i, acc, K, V, SPLIT_ML, SPLIT_ML,
-        BLOCK_TABLE + seq * stride_table, BLOCKS, stride_k, stride_v,
-        seq, kv_head, 0, end, first_tile, tl.minimum(first_tile + tiles_per_split, tiles),
-        right, right, begin // SELECT_BLOCK, right, right, page_size, qk_scale,
-        SEL, BLOCK_N, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, PAGE_SIZE,
+        table_row(TABLE, SEQUENCES, seq, stride_table, RAGGED), BLOCKS, stride_k, stride_v,
+        kv_head, 0, end, first_tile, tl.minimum(first_tile + tiles_per_split, tiles),
+        right, right, begin // SELECT_BLOCK, right, right, page_size, 0, qk_scale,
+        SEL, False, BLOCK_N, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, PAGE_SIZE,
         NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT, 1, 1, 1, True, False, ACC,
     )  # fmt: skip
     is_last, m_i, l_i, acc = reduce_splits(
@@ -115,11 +115,11 @@ def sel_program(
         "page_size",
         "stride_table",
     ],
-    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE", "BLOCKS", "LSE"],
+    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "SEQUENCES", "TABLE", "BLOCKS", "LSE"],
 )
 def decode_sel(
     Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC, COUNTERS,
-    STARTS, LENGTHS, BLOCK_TABLE,
+    STARTS, LENGTHS, SEQUENCES, TABLE,
     stride_q, stride_gates, stride_kp: tl.int64, stride_k, stride_vp: tl.int64, stride_v,
     stride_blocks, stride_o, stride_lse_b: tl.int64, stride_lse_h, stride_table,
     qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
@@ -128,7 +128,7 @@ def decode_sel(
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, SELECT_BLOCK: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, DISTINCT: tl.constexpr,
-    GATED: tl.constexpr, ACC: tl.constexpr,
+    GATED: tl.constexpr, RAGGED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Attend over the selected blocks; GATED: write the gated sum of all branches to O.
 
@@ -140,12 +140,12 @@ def decode_sel(
     stride_vr, stride_vh = stride_v
     sel_program(
         program, program, Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC,
-        COUNTERS, COUNTERS, STARTS, LENGTHS, BLOCK_TABLE,
+        COUNTERS, COUNTERS, STARTS, LENGTHS, SEQUENCES, TABLE,
         stride_q, stride_gates,
         (stride_kp, stride_kr, stride_kh), (stride_vp, stride_vr, stride_vh), stride_blocks,
         stride_o, stride_lse_b, stride_lse_h, stride_table,
         qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
         PAGE_SIZE, NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_N,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, SELECT_BLOCK,
-        NUM_SELECTED, NUM_SELECTED_PAD, DISTINCT, GATED, False, ACC,
+        NUM_SELECTED, NUM_SELECTED_PAD, DISTINCT, GATED, False, RAGGED, ACC,
     )  # fmt: skip

@@ -28,6 +28,7 @@ from nsa_backend_triton.decode.walk import (
     key_range,
     reduce_splits,
     signal,
+    table_row,
     token_range,
     walk,
 )
@@ -37,11 +38,12 @@ from nsa_backend_triton.shared.rows import finish_softmax, load_at, num_compress
 @triton.jit
 def span_program(
     index, program, Q, K, V, O, LSE, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS, READY, BLOCKS,
-    STARTS, LENGTHS, BLOCK_TABLE,
+    STARTS, LENGTHS, SEQUENCES, TABLE,
     stride_q, stride_k, stride_v, stride_o, stride_lse_b, stride_lse_h, stride_sums, stride_maxima,
     stride_blocks_b, stride_table,
-    qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
-    BRANCH: tl.constexpr, PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    qk_scale, first_token, num_tokens, max_len, page_size, columns, num_splits,
+    BRANCH: tl.constexpr, RAGGED: tl.constexpr, RING: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
@@ -99,11 +101,11 @@ def span_program(
     acc = tl.zeros([BLOCK_M, V_HEAD_DIM_BAND], ACC)
     m_i, l_i, acc = walk(
         q, m_i, l_i, acc, K, V, SUMS, MAXIMA,
-        BLOCK_TABLE + seq * stride_table, BLOCK_TABLE, stride_k, stride_v,
-        seq, kv_head, low, high, first_tile, end_tile, left, right, 0,
+        table_row(TABLE, SEQUENCES, seq, stride_table, RAGGED), TABLE, stride_k, stride_v,
+        kv_head, low, high, first_tile, end_tile, left, right, 0,
         head_row * stride_sums, head_row * stride_maxima,
-        page_size, qk_scale,
-        BRANCH, BLOCK_N, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, PAGE_SIZE,
+        page_size, columns, qk_scale,
+        BRANCH, RING, BLOCK_N, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, PAGE_SIZE,
         NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, True, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD,
         COMPRESS_BLOCK // STRIDE, ATTEND, STORE_SUMS, ACC,
     )  # fmt: skip
@@ -146,18 +148,22 @@ def span_program(
 @triton.jit(
     do_not_specialize=[
         "first_token", "num_tokens", "max_len", "num_splits", "win_splits", "cmp_programs",
-        "stride_sums", "stride_maxima", "stride_lse_h", "page_size", "ring_size", "stride_table",
+        "stride_sums", "stride_maxima", "stride_lse_h", "page_size", "win_page_size",
+        "win_columns", "stride_table", "stride_win_table",
     ],
-    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCK_TABLE", "LSE", "LSE_WIN"],
+    do_not_specialize_on_alignment=[
+        "STARTS", "LENGTHS", "SEQUENCES", "TABLE", "WIN_TABLE", "LSE", "LSE_WIN",
+    ],
 )  # fmt: skip
 def decode_span(
     Q, K, V, K_WIN, V_WIN, O, O_WIN, LSE, LSE_WIN, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS,
-    STARTS, LENGTHS, BLOCK_TABLE,
+    STARTS, LENGTHS, SEQUENCES, TABLE, WIN_TABLE,
     stride_q, stride_k, stride_v, stride_k_win, stride_v_win, stride_o,
     stride_lse_b: tl.int64, stride_lse_h, stride_sums, stride_maxima, stride_table,
-    qk_scale, first_token, num_tokens, max_len, page_size, ring_size, num_splits, win_splits,
-    cmp_programs,
-    HAS_CMP: tl.constexpr, HAS_WIN: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    stride_win_table, qk_scale, first_token, num_tokens, max_len, page_size, win_page_size,
+    win_columns, num_splits, win_splits, cmp_programs,
+    HAS_CMP: tl.constexpr, HAS_WIN: tl.constexpr, RAGGED: tl.constexpr, RING: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
@@ -175,11 +181,11 @@ def decode_span(
         if program < cmp_programs:
             span_program(
                 program, program, Q, K, V, O, LSE, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS,
-                COUNTERS, COUNTERS, STARTS, LENGTHS, BLOCK_TABLE,
+                COUNTERS, COUNTERS, STARTS, LENGTHS, SEQUENCES, TABLE,
                 stride_q, stride_k, stride_v, stride_o, stride_lse_b, stride_lse_h,
                 stride_sums, stride_maxima, 0, stride_table,
-                qk_scale, first_token, num_tokens, max_len, page_size, num_splits,
-                CMP, PAGE_SIZE, NUM_KV_HEADS, GROUP, BLOCK_T, BLOCK_M, BLOCK_N,
+                qk_scale, first_token, num_tokens, max_len, page_size, 0, num_splits,
+                CMP, RAGGED, False, PAGE_SIZE, NUM_KV_HEADS, GROUP, BLOCK_T, BLOCK_M, BLOCK_N,
                 HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
                 COMPRESS_BLOCK, STRIDE, WINDOW, ATTEND, STORE_SUMS, False, 1, 1, SELECT_BLOCK, 1,
                 SELECT_BLOCK // STRIDE, CMP_PER_BLOCK_PAD, 1, 1, 0, 0, ACC,
@@ -188,11 +194,12 @@ def decode_span(
         if program >= cmp_programs:
             span_program(
                 program - cmp_programs, program, Q, K_WIN, V_WIN, O_WIN, LSE_WIN, SUMS, MAXIMA,
-                SPLIT_ML, SPLIT_ACC, COUNTERS, COUNTERS, COUNTERS, STARTS, LENGTHS, BLOCK_TABLE,
+                SPLIT_ML, SPLIT_ACC, COUNTERS, COUNTERS, COUNTERS, STARTS, LENGTHS, SEQUENCES,
+                WIN_TABLE,
                 stride_q, stride_k_win, stride_v_win, stride_o, stride_lse_b, stride_lse_h,
-                stride_sums, stride_maxima, 0, stride_table,
-                qk_scale, first_token, num_tokens, max_len, ring_size, win_splits,
-                WIN, 0, NUM_KV_HEADS, GROUP, BLOCK_T, BLOCK_M, BLOCK_N,
+                stride_sums, stride_maxima, 0, stride_win_table,
+                qk_scale, first_token, num_tokens, max_len, win_page_size, win_columns, win_splits,
+                WIN, RAGGED, RING, 0, NUM_KV_HEADS, GROUP, BLOCK_T, BLOCK_M, BLOCK_N,
                 HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
                 COMPRESS_BLOCK, STRIDE, WINDOW, True, False, False, 1, 1, SELECT_BLOCK, 1,
                 1, 1, 1, 1, 0, 0, ACC,

@@ -1,9 +1,9 @@
 """Device code that all decode kernels share: keys in a cache, a walk over tiles of keys, splits.
 
 A branch numbers its keys: compressed tokens (CMP), the tokens of the selected blocks (SEL), the
-tokens of the window (WIN). Key i of CMP and SEL is in row i % page_size of page
-BLOCK_TABLE[i // page_size]. The ring of WIN is one page per sequence. A row of q, k or v is one
-band of HEAD_DIM_BAND columns, the power of two that holds HEAD_DIM.
+tokens of the window (WIN). Key i is in row i % page_size of page TABLE[i // page_size]. The table
+of WIN wraps around, TABLE[i // page_size % columns]; RING: it has one column. A row of q, k or v is
+one band of HEAD_DIM_BAND columns, the power of two that holds HEAD_DIM.
 """
 
 from __future__ import annotations
@@ -14,6 +14,15 @@ import triton.language as tl
 from nsa_backend_triton.shared.rows import finite_shift, load_at, num_compressed
 
 CMP, SEL, WIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def table_row(TABLE, SEQUENCES, run, stride_table, RAGGED: tl.constexpr):
+    """Return the row of a block table of a run; RAGGED: that of sequence SEQUENCES[run]."""
+    sequence = run
+    if RAGGED:
+        sequence = tl.load(SEQUENCES + run)
+    return TABLE + tl.cast(sequence, tl.int64) * stride_table
 
 
 @triton.jit
@@ -51,8 +60,8 @@ def key_range(
 
 @triton.jit
 def _locate_keys(
-    tile, low, high, BLOCK_TABLE, BLOCKS, seq, page_size, current_block,
-    BLOCK_N: tl.constexpr, BRANCH: tl.constexpr,
+    tile, low, high, TABLE, BLOCKS, page_size, columns, current_block,
+    BLOCK_N: tl.constexpr, BRANCH: tl.constexpr, RING: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, SELECT_BLOCK: tl.constexpr,
     DISTINCT: tl.constexpr, CMP_PER_BLOCK: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -82,9 +91,12 @@ def _locate_keys(
         )
     else:
         key = low + offs_n
-    page = tl.zeros([BLOCK_N], tl.int32) + seq
-    if BRANCH != WIN:
-        page = tl.load(BLOCK_TABLE + key // page_size, mask=key < high, other=0)
+    if RING:
+        page = tl.zeros([BLOCK_N], tl.int32) + tl.load(TABLE)
+    elif BRANCH == WIN:
+        page = tl.load(TABLE + key // page_size % columns, mask=key < high, other=0)
+    else:
+        page = tl.load(TABLE + key // page_size, mask=key < high, other=0)
     return key, page
 
 
@@ -132,10 +144,10 @@ def _store_block_sums(
 
 @triton.jit
 def walk(
-    q, m_i, l_i, acc, K, V, SUMS, MAXIMA, BLOCK_TABLE, BLOCKS, stride_k, stride_v,
-    seq, kv_head, low, high, first_tile, end_tile, left, right, current_block,
-    offs_sums, offs_maxima, page_size, qk_scale,
-    BRANCH: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, m_i, l_i, acc, K, V, SUMS, MAXIMA, TABLE, BLOCKS, stride_k, stride_v,
+    kv_head, low, high, first_tile, end_tile, left, right, current_block,
+    offs_sums, offs_maxima, page_size, columns, qk_scale,
+    BRANCH: tl.constexpr, RING: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, SELECT_BLOCK: tl.constexpr,
@@ -163,15 +175,15 @@ def walk(
     # A tile's pages are loaded one iteration ahead of its keys: an address that depends on a load
     # of the same iteration could not be prefetched.
     key, page = _locate_keys(
-        first_tile, low, high, BLOCK_TABLE, BLOCKS, seq, rows_per_page, current_block,
-        BLOCK_N, BRANCH, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT,
+        first_tile, low, high, TABLE, BLOCKS, rows_per_page, columns, current_block,
+        BLOCK_N, BRANCH, RING, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT,
         CMP_PER_BLOCK, CMP_PER_BLOCK_PAD,
     )  # fmt: skip
     for tile in tl.range(first_tile, end_tile):
         next_key, next_page = _locate_keys(
-            tl.minimum(tile + 1, end_tile - 1), low, high, BLOCK_TABLE, BLOCKS, seq,
-            rows_per_page, current_block,
-            BLOCK_N, BRANCH, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT,
+            tl.minimum(tile + 1, end_tile - 1), low, high, TABLE, BLOCKS,
+            rows_per_page, columns, current_block,
+            BLOCK_N, BRANCH, RING, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT,
             CMP_PER_BLOCK, CMP_PER_BLOCK_PAD,
         )  # fmt: skip
         valid = key < high

@@ -193,8 +193,8 @@ METADATA: dict[type, Callable[[Any], Hashable]] = {
         x.geometry,
         x.scale,
         x.max_len,
-        x.block_table.shape,
-        x.block_table.stride(),
+        _metadata(x.tables),
+        x.sequences is None,
     ),
     dict: lambda x: tuple((name, _metadata(value)) for name, value in x.items()),
 }

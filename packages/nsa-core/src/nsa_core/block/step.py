@@ -13,7 +13,7 @@ from nsa_core.block.plans import (
     default_decode_plan,
     split_blocks,
 )
-from nsa_core.contract import DecodeCall
+from nsa_core.contract import BlockTables, DecodeCall
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
 
@@ -65,6 +65,7 @@ def run_step(
             starts = (lengths - q.shape[1]).clamp_(min=0)
         rows = block_table.shape[1] * k.shape[1]
         geometry, factor = plan.request.geometry, sizes.softmax_scale
-        call = DecodeCall(geometry, factor, starts, lengths, block_table, rows)
+        tables = BlockTables(*(block_table,) * 4)
+        call = DecodeCall(geometry, factor, starts, lengths, tables, rows)
         o, lse = plan.kernel(q, k, v, split_blocks(blocks, sizes, rows), call=call)
     return o, lse

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from nsa_core.cache.kv_store import move
 from nsa_core.cache.state import CacheSizes, CacheState, check_plan
 from nsa_core.cache.undo import Undo, undone_on_error
 from nsa_core.dtypes import dtype_name
@@ -186,8 +187,8 @@ class NSACache(CacheState):
             for rows in (changed, [order[b] for b in changed], order)
         )
         undo = self._opened()
-        for buffer, rows in self.sequence_buffers(max(lengths)):
-            buffer.move(source, target, rows, undo)
+        for pages, rows in self.own_pages(max(lengths)):
+            move(pages, source, target, rows, undo)
         self.bounds, self.peaks = [lengths[b] for b in order], [self.peaks[b] for b in order]
         undo.save(self.lengths)
         self.lengths.copy_(self.lengths[index])
@@ -286,7 +287,7 @@ class NSACache(CacheState):
 
     def _rows(self, b: int, length: int) -> list[_Rows]:
         """Return views of the rings of sequence b, and without pages of its first tokens too."""
-        return [(x.k[b, :rows], x.v[b, :rows]) for x, rows in self.sequence_buffers(length)]
+        return [(x.k[b, :rows], x.v[b, :rows]) for x, rows in self.own_pages(length)]
 
     def _opened(self) -> Undo:
         """Return the record of the operation that runs."""
@@ -404,8 +405,8 @@ def resized(cache: NSACache, max_len: int, sequences: Sequence[int] | None = Non
     sizes = CacheSizes(len(order), max_len, None, None, cache.max_rollback, cache.max_step)
     copied = make_cache(cache.attn, sizes, cache.dtype, cache.device, None)
     index = torch.tensor(order).to(cache.device, non_blocking=True)
-    buffers = (x.sequence_buffers(max(lengths)) for x in (cache, copied))
-    for (old, rows), (new, _) in zip(*buffers):
+    branches = (x.own_pages(max(lengths)) for x in (cache, copied))
+    for (old, rows), (new, _) in zip(*branches):
         for source, target in ((old.k, new.k), (old.v, new.v)):
             target[:, :rows].copy_(source[:, :rows].index_select(0, index))
     copied.lengths.copy_(cache.lengths.index_select(0, index))

@@ -14,13 +14,13 @@ rings are copied in the order of their tokens first.
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING
 
 import torch
 
-from nsa_core.cache.kv_store import KVBuffer, KVStore
+from nsa_core.cache.kv_store import new_pages
 from nsa_core.cache.state import CacheState, NewTokens
+from nsa_core.decode.pages import LayerPages, PagedKV
 
 if TYPE_CHECKING:
     from nsa_core.layer.projection import NSAProjections
@@ -75,59 +75,56 @@ def _fill(
     compressed: tuple[torch.Tensor, torch.Tensor],  # [b, n_c, G, D]
 ) -> None:
     """Write sequences to the cache from their first token on."""
-    store, geometry, table = cache.kv, cache.config.geometry, cache.table.entries[sequences]
+    store, geometry, (cmp, sel, win, raw) = cache.kv, cache.config.geometry, cache.kv.pages
     total, n_c, ends = pairs[0][0].shape[1], compressed[0].shape[1], lengths[:, None]
     positions = store.count[:total].expand(len(sequences), -1)
-    store.sel.write(
-        store.sel.in_pages(positions, table, positions >= ends if padded else None), *pairs[1]
-    )
+    k, v = pairs[1]
+    sel.write(positions, k, v, positions < ends if padded else None, sequences)
     blocks = store.count[:n_c].expand(len(sequences), -1)
-    unfinished = blocks * geometry.compress_stride + geometry.compress_block_size > ends
-    store.cmp.write(store.cmp.in_pages(blocks, table, unfinished if padded else None), *compressed)
+    complete = blocks * geometry.compress_stride + geometry.compress_block_size <= ends
+    cmp.write(blocks, *compressed, complete if padded else None, sequences)
     sequence = torch.arange(len(sequences), device=cache.device)[:, None]
-    for ring, (k, v) in ((store.raw, pairs[0]), (store.win, pairs[2])):
+    for ring, (k, v) in ((raw, pairs[0]), (win, pairs[2])):
         newest = (ends.long() - ring.rows).clamp(min=0) + store.count[: min(ring.rows, total)]
         token = newest.clamp(max=total - 1)
-        index = ring.in_ring(newest, newest >= ends, sequences)
-        ring.write(index, k[sequence, token], v[sequence, token])
+        ring.write(newest, k[sequence, token], v[sequence, token], newest < ends, sequences)
 
 
-def chunk_store(cache: CacheState, rows: int) -> KVStore:
-    """Return the cache's store with rings for ``rows`` more tokens from ``cache.starts`` on."""
-    geometry, store = cache.config.geometry, copy.copy(cache.kv)
-    store.win = _chunk_ring(cache, cache.kv.win, geometry.window_size - 1, rows)
-    store.raw = _chunk_ring(cache, cache.kv.raw, geometry.compress_block_size - 1, rows)
-    return store
+def chunk_pages(cache: CacheState, rows: int) -> LayerPages:
+    """Return the cache's pages with rings for ``rows`` more tokens from ``cache.starts`` on."""
+    geometry, pages = cache.config.geometry, cache.kv.pages
+    win = _chunk_ring(cache, pages.win, geometry.window_size - 1, rows)
+    raw = _chunk_ring(cache, pages.raw, geometry.compress_block_size - 1, rows)
+    return pages._replace(win=win, raw=raw)
 
 
-def _chunk_ring(cache: CacheState, ring: KVBuffer, before: int, rows: int) -> KVBuffer:
+def _chunk_ring(cache: CacheState, ring: PagedKV, before: int, rows: int) -> PagedKV:
     """Return a ring for ``before + rows`` tokens, the first ``before`` copied from ``ring``."""
-    heads, widths = ring.k.shape[2], (ring.k.shape[3], ring.v.shape[3])
-    longer = KVBuffer(cache.batch, before + rows, heads, widths, cache.dtype, cache.device)
-    for buffer in longer.flat:
+    longer = new_pages(cache.config, cache.batch, before + rows, cache.dtype, ring.table)
+    for store in (longer.k, longer.v):
         # Rows without a token are masked, not skipped, so they must be finite.
-        buffer.zero_()
+        store.zero_()
     tokens = cache.starts[:, None] - before + cache.kv.count[:before]
-    longer.write(longer.in_ring(tokens, tokens < 0), *ring.read(ring.in_ring(tokens, None)))
+    longer.write(tokens, *ring.read(tokens), tokens >= 0)
     return longer
 
 
-def write_back_newest(cache: CacheState, chunk: KVStore, rows: int) -> None:
+def write_back_newest(cache: CacheState, chunk: LayerPages, rows: int) -> None:
     """Copy the newest tokens of a chunk of ``rows`` rows to the cache's rings.
 
     The rings have the tokens before ``cache.starts`` already.
     """
-    for ring, longer in ((cache.kv.win, chunk.win), (cache.kv.raw, chunk.raw)):
+    pages = cache.kv.pages
+    for ring, longer in ((pages.win, chunk.win), (pages.raw, chunk.raw)):
         count = min(ring.rows, rows)
         tokens = cache.lengths[:, None] - count + cache.kv.count[:count]
-        index = ring.in_ring(tokens, tokens < cache.starts[:, None])
-        ring.write(index, *longer.read(longer.in_ring(tokens, None)))
+        ring.write(tokens, *longer.read(tokens), tokens >= cache.starts[:, None])
 
 
 def attend_chunk(
     plan: Plan,
     cache: CacheState,
-    store: KVStore,  # with the rings of the chunk
+    pages: LayerPages,  # with the rings of the chunk
     q: torch.Tensor,  # [B, m, Hq, Dk]
     gates: torch.Tensor,  # [B, m, Hq, 3]
     starts: list[int],  # tokens of each sequence before the chunk
@@ -145,7 +142,7 @@ def attend_chunk(
         if start < end:
             new = end - start
             o[rows, :new] = _attend(
-                plan, cache, store, q[rows, :new], gates[rows, :new], rows, start
+                plan, cache, pages, q[rows, :new], gates[rows, :new], rows, start
             )
     return o
 
@@ -153,7 +150,7 @@ def attend_chunk(
 def _attend(
     plan: Plan,
     cache: CacheState,
-    store: KVStore,
+    pages: LayerPages,
     q: torch.Tensor,
     gates: torch.Tensor,
     sequences: slice,
@@ -161,12 +158,11 @@ def _attend(
 ) -> torch.Tensor:
     """Attend in sequences that all begin the chunk at token ``start``."""
     geometry, end = cache.config.geometry, start + q.shape[1]
-    k_cmp, v_cmp = _in_pages(cache, store.cmp, sequences, geometry.num_compressed(end))
-    k_sel, v_sel = _in_pages(cache, store.sel, sequences, end)
+    k_cmp, v_cmp = _in_order(cache, pages.cmp, sequences, geometry.num_compressed(end))
+    k_sel, v_sel = _in_order(cache, pages.sel, sequences, end)
     first = max(start - geometry.window_size + 1, 0)
-    tokens = store.count[first:end].expand(q.shape[0], -1)
-    numbers = store.count[sequences]
-    k_win, v_win = store.win.read(store.win.in_ring(tokens, None, numbers))
+    tokens = cache.kv.count[first:end].expand(q.shape[0], -1)
+    k_win, v_win = pages.win.read(tokens, cache.kv.count[sequences])
     o_cmp, lse = plan.cmp(q, k_cmp, v_cmp, first_query=start)
     blocks = plan.select(q, k_cmp, lse, first_query=start)
     o_sel, _ = plan.sel(q, k_sel, v_sel, blocks, first_query=start)
@@ -175,14 +171,14 @@ def _attend(
     return o
 
 
-def _in_pages(
-    cache: CacheState, buffer: KVBuffer, sequences: slice, rows: int
+def _in_order(
+    cache: CacheState, pages: PagedKV, sequences: slice, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first ``rows`` rows [b, rows, G, D] of ``sequences``, copied if they have pages.
 
     Without pages, sequence b is page b.
     """
     if cache.pages is None:
-        return buffer.k[sequences, :rows], buffer.v[sequences, :rows]
-    pages = cache.table.entries[sequences, : -(-rows // buffer.rows)].long()
-    return buffer.k[pages].flatten(1, 2)[:, :rows], buffer.v[pages].flatten(1, 2)[:, :rows]
+        return pages.k[sequences, :rows], pages.v[sequences, :rows]
+    index = pages.table[sequences, : -(-rows // pages.rows)].long()
+    return pages.k[index].flatten(1, 2)[:, :rows], pages.v[index].flatten(1, 2)[:, :rows]

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nsa_core.cache.kv_store import KVBuffer, KVStore
+from nsa_core.cache.kv_store import KVStore
 from nsa_core.cache.pages import BlockTable, Pages
 from nsa_core.cache.undo import Undo
 from nsa_core.contract import DecodeCall
+from nsa_core.decode.pages import PagedKV
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import integer_problems, too_large
@@ -123,8 +124,9 @@ class CacheState:
             self.table = BlockTable(geometry, batch, max_len, page, num_pages, device)
             pages = (batch if num_pages is None else num_pages, page)
             self.kv = KVStore(
-                self.config, batch, pages, rings, max_len, self.max_step, self.dtype, device
+                self.config, self.table.entries, pages, rings, max_len, self.max_step, self.dtype
             )
+            self._tables = self.kv.pages.tables
             self.lengths, self.starts = (
                 torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2)
             )
@@ -140,16 +142,17 @@ class CacheState:
         """The page allocation; None if every sequence is contiguous."""
         return self.table.pages
 
-    def sequence_buffers(self, length: int) -> list[tuple[KVBuffer, int | None]]:
-        """Return the buffers in which row b belongs to sequence b alone.
+    def own_pages(self, length: int) -> list[tuple[PagedKV, int | None]]:
+        """Return the branches in which page b belongs to sequence b alone.
 
         Each is given with the number of rows that ``length`` tokens fill; None means all.
         """
-        buffers: list[tuple[KVBuffer, int | None]] = [(self.kv.win, None), (self.kv.raw, None)]
+        cmp, sel, win, raw = self.kv.pages
+        branches: list[tuple[PagedKV, int | None]] = [(win, None), (raw, None)]
         if self.pages is None:
             compressed = self.config.geometry.num_compressed(length)
-            buffers += [(self.kv.sel, length), (self.kv.cmp, compressed)]
-        return buffers
+            branches += [(sel, length), (cmp, compressed)]
+        return branches
 
     def host_lengths(self) -> list[int]:
         """Return the number of tokens of each sequence; synchronises if only the device has it."""
@@ -210,7 +213,7 @@ class CacheState:
                 self.peaks = list(map(max, self.peaks, self.bounds))
             longest = max(self.bounds)
         geometry, scale = self.config.geometry, self.config.softmax_scale
-        return DecodeCall(geometry, scale, self.starts, self.lengths, self.table.entries, longest)
+        return DecodeCall(geometry, scale, self.starts, self.lengths, self._tables, longest)
 
     def begin(self) -> Undo:
         """Open a record of the current state; see :mod:`nsa_core.cache.undo`."""
@@ -225,7 +228,8 @@ class CacheState:
     def save_rings(self) -> None:
         """Copy the rings, before a step that overwrites more of their rows than they can spare."""
         if self.undo is not None and not self.undo.saved:
-            self.undo.save(*self.kv.win.flat, *self.kv.raw.flat)
+            _, _, win, raw = self.kv.pages
+            self.undo.save(win.k, win.v, raw.k, raw.v)
 
     def roll_back(self) -> None:
         """Return to the state of the open record, if there is one, and close it."""

@@ -1,8 +1,4 @@
-"""A step of a layer over a cache: project the new tokens, append them, attend to the cache.
-
-    store[starts .. lengths)  <-  rotary(k), v                        tokens of the step
-    k_cmp[i]                  <-  rotary(phi(raw[i*d .. i*d + l)))    blocks that are now complete
-    o                         =   sum over c of g^c Attn(q, store^c)  Eq. 5, by the decode forms
+"""A step of a layer over a cache: project the new tokens, and decode over the cache's pages.
 
 Steps run without gradient and never synchronise: lengths stay on the device, and rows without a
 token are masked. Work is skipped only if the host can prove that there is none: no block completes,
@@ -20,29 +16,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from nsa_core.cache.compress import compress
-from nsa_core.cache.prompt import MIN_ROWS, attend_chunk, chunk_store, prefill, write_back_newest
+from nsa_core.cache.prompt import MIN_ROWS, attend_chunk, chunk_pages, prefill, write_back_newest
 from nsa_core.cache.state import CacheState, NewTokens, check_plan
 from nsa_core.cache.undo import run_or_undo
 from nsa_core.contract import DecodeCall
+from nsa_core.decode.step import Branches, append, attend, compress
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates, plain_linear_gate
 from nsa_core.layer.plain_linear import base_weight, stated_dtype
-from nsa_core.layer.rope import RopeTable, rotate
 from nsa_core.limits import as_integers, shown
 from nsa_core.plan.finite_checks import checked_plan
 from nsa_core.torch_ops.torch_state import dtype_of_products, is_capturing
 
 if TYPE_CHECKING:
-    from nsa_core.cache.kv_store import KVStore
-    from nsa_core.config import NSAConfig
     from nsa_core.layer.projection import NSAProjections
     from nsa_core.plan.plan import Plan
 
 MAX_FUSED_GATE_TOKENS = 32  # up to this many tokens the gates are launch-bound
 MAX_CHUNK_ROWS = 8192  # longer chunks are split, to bound their memory besides the cache
 New = Sequence[int] | torch.Tensor | None  # the argument ``new`` of NSAttention.forward
-Branches = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of cmp, sel and win
 
 
 _outside_the_compiler = torch.compiler.disable(
@@ -220,29 +212,29 @@ def _decode(
     """Append at most MAX_CHUNK_ROWS rows to the cache, and attend to all of its tokens."""
     explicit, plan = plan, _decode_plan(layer, cache, plan, tokens.counts is None)
     bounds, is_chunk = cache.bounds, tokens.rows > cache.max_step
-    call = cache.advance(tokens)
-    positions, absent = _positions(cache, tokens, "append" not in plan.fused)
-    store = chunk_store(cache, tokens.rows) if is_chunk else cache.kv
+    call, rope = cache.advance(tokens), cache.kv.rope
+    pages = chunk_pages(cache, tokens.rows) if is_chunk else cache.kv.pages
     if tokens.on_device is not None:
-        assert absent is not None
-        x = x.masked_fill(absent[..., None], 0)
+        present = cache.starts[:, None] + cache.kv.count[: tokens.rows] < cache.lengths[:, None]
+        x = x.masked_fill(~present[..., None], 0)
     q, k, v = layer.heads(x)
-    gates, pairs = _gates(layer, plan, x, call), (_per_branch(k), _per_branch(v))
-    if "append" in plan.fused:
-        q = _fused_append(plan, store, q, pairs, call)
-    else:
-        q = _append(layer.config, store, q, pairs, call, positions, absent)
-    if tokens.counts is None or not cache.exact or _completes_a_block(cache, bounds):
-        compress(layer, store, call, tokens.rows, plan)
+    gates = _gates(layer, plan, x, call)
+    padded = tokens.on_device is not None or tokens.counts is None
+    q = append(plan, pages, q, _per_branch(k), _per_branch(v), rope, call, padded)
+    known = tokens.counts is not None and cache.exact
+    completed = _completed_blocks(cache, bounds) if known else []
+    if not known or any(completed):
+        partly = not known or min(completed) * cache.config.compress_stride < tokens.rows
+        compress(plan, pages, (layer.phi_k, layer.phi_v), rope, call, tokens.rows, partly)
     long = is_chunk and explicit is None and tokens.counts is not None and cache.exact
     partial = _chunk_plan(layer, cache, plan, tokens.rows) if long else None
     if partial is None:
-        o = _attend(plan, store, q, gates, call)
+        o = attend(plan, pages, q, gates, call)
     else:
-        o = attend_chunk(partial, cache, store, q, gates, bounds)
+        o = attend_chunk(partial, cache, pages, q, gates, bounds)
     if is_chunk:
         cache.save_rings()
-        write_back_newest(cache, store, tokens.rows)
+        write_back_newest(cache, pages, tokens.rows)
     y: torch.Tensor = layer.out(o.flatten(-2))
     return y
 
@@ -279,32 +271,10 @@ def _decode_plan(
     return plan
 
 
-def _positions(
-    cache: CacheState, tokens: NewTokens, needed: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the positions int64 [B, m] of the rows, and a mask of the rows without a token.
-
-    The positions are None if they are not ``needed`` and every row is a token. The mask, bool [B,
-    m], is None if the host knows that every row is a token.
-    """
-    has_padding = tokens.on_device is not None
-    if not (has_padding or needed):
-        return None, None
-    positions = cache.starts[:, None] + cache.kv.count[: tokens.rows]
-    if tokens.rows > cache.max_step:
-        # The table of angles ends soon after max_len. Rows after it are not tokens.
-        positions.clamp_(max=cache.max_len)
-    masked = has_padding or tokens.counts is None
-    return positions, positions >= cache.lengths[:, None] if masked else None
-
-
-def _completes_a_block(cache: CacheState, before: Sequence[int]) -> bool:
-    """Return whether a sequence has more compression blocks than at its length in ``before``."""
-    size, stride = cache.config.compress_block_size, cache.config.compress_stride
-    return any(
-        n >= size and (n - size) // stride > (old - size) // stride
-        for n, old in zip(cache.bounds, before)
-    )
+def _completed_blocks(cache: CacheState, before: Sequence[int]) -> list[int]:
+    """Return how many blocks each sequence has completed since the lengths ``before``."""
+    count = cache.config.geometry.num_compressed
+    return [count(n) - count(old) for n, old in zip(cache.bounds, before)]
 
 
 def _per_branch(parts: list[torch.Tensor]) -> Branches:
@@ -324,61 +294,3 @@ def _gates(layer: NSAProjections, plan: Plan, x: torch.Tensor, call: DecodeCall)
         return compute_gates(layer.gate, x)
     gates: torch.Tensor = plan.fused["gates"](x, linear.weight, linear.bias, call=call)
     return gates
-
-
-def _fused_append(
-    plan: Plan, store: KVStore, q: torch.Tensor, pairs: tuple[Branches, Branches], call: DecodeCall
-) -> torch.Tensor:
-    """Do :func:`_append` with the plan's fused form."""
-    rope = store.rope
-    targets = [(buffer.k, buffer.v) for buffer in (store.raw, store.sel, store.win)]
-    tables = None if rope is None else (rope.cos[:, 0], rope.sin[:, 0])
-    rotate_raw = plan.config.rope_before_compress
-    rotated: torch.Tensor = plan.fused["append"](
-        q, *pairs, *targets, rope=tables, rotate_raw=rotate_raw, call=call
-    )
-    return rotated
-
-
-def _append(
-    config: NSAConfig,
-    store: KVStore,
-    q: torch.Tensor,  # [B, m, Hq, Dk]
-    pairs: tuple[Branches, Branches],  # keys and values, [B, m, G, D]
-    call: DecodeCall,
-    positions: torch.Tensor | None,  # int64 [B, m]
-    absent: torch.Tensor | None,  # bool [B, m], rows without a token; None: every row has one
-) -> torch.Tensor:
-    """Write the rotated keys and the values to the store, and return the rotated q."""
-    (k_raw, k_sel, k_win), values = pairs
-    assert positions is not None  # _positions computes them if the plan has no fused append
-    rope = store.rope
-    if rope is not None:
-        table = RopeTable(rope.cos[positions], rope.sin[positions])
-        to_rotate = [q, k_sel, k_win, *([k_raw] if config.rope_before_compress else [])]
-        q, k_sel, k_win, *raw = rotate(torch.cat(to_rotate, -2), table).split(
-            [x.shape[-2] for x in to_rotate], -2
-        )
-        k_raw = raw[0] if raw else k_raw
-    store.sel.write(store.sel.in_pages(positions, call.block_table, absent), k_sel, values[1])
-    store.raw.write(store.raw.in_ring(positions, absent), k_raw, values[0])
-    store.win.write(store.win.in_ring(positions, absent), k_win, values[2])
-    return q
-
-
-def _attend(
-    plan: Plan, store: KVStore, q: torch.Tensor, gates: torch.Tensor, call: DecodeCall
-) -> torch.Tensor:
-    """Compute Eq. 5 over the store: [B, m, Hq, Dv]."""
-    cmp, sel, win = store.cmp, store.sel, store.win
-    if "step" in plan.fused:
-        o: torch.Tensor = plan.fused["step"](
-            q, gates, cmp.k, cmp.v, sel.k, sel.v, win.k, win.v, call=call
-        )[0]
-        return o
-    o_cmp, lse = plan.cmp(q, cmp.k, cmp.v, call=call)
-    blocks = plan.select(q, cmp.k, lse, call=call)
-    o_sel, _ = plan.sel(q, sel.k, sel.v, blocks, call=call)
-    o_win, _ = plan.win(q, win.k, win.v, call=call)
-    o = plan.combine(gates, o_cmp, o_sel, o_win)
-    return o

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nsa_core.contract import DecodeCall, Request, SlotSpec
+from nsa_core.contract import BlockTables, DecodeCall, Request, SlotSpec
 from nsa_core.dtypes import stats_dtype
 from nsa_core.torch_ops.core_backward import CoreBackward
 from nsa_core.torch_ops.decode_kernel import DecodeKernel
@@ -169,7 +169,9 @@ def _warm_decode(
 
     block_table = torch.arange(2 * pages, dtype=torch.int32, device=device).view(2, pages)
     lengths = zeros(2, dtype=torch.int32) + length
-    call = DecodeCall(geometry, config.softmax_scale, lengths - 1, lengths, block_table, length)
+    ring_table = torch.arange(2, dtype=torch.int32, device=device)[:, None]
+    tables = BlockTables(block_table, block_table, ring_table, ring_table)
+    call = DecodeCall(geometry, config.softmax_scale, lengths - 1, lengths, tables, length)
     q, gates = (
         zeros(2, 1, request.n_heads, request.head_dim),
         zeros(2, 1, request.n_heads, 3, dtype=stats_dtype(dtype)),

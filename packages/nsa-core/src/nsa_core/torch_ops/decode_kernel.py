@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nsa_core.contract import DecodeCall
+from nsa_core.contract import BlockTables, DecodeCall
 from nsa_core.dtypes import stats_dtype
 from nsa_core.torch_ops.autograd import refuse_tangents
 from nsa_core.torch_ops.backend_call import TensorSpec, run_backend
@@ -41,11 +41,11 @@ class DecodeKernel:
         """
         q: torch.Tensor = tensors[0]
         refuse_tangents(self.slot, tensors)
-        starts, lengths, table = call.starts, call.lengths, call.block_table
-        if not (starts.is_contiguous() and lengths.is_contiguous() and table.is_contiguous()):
-            # Copies at every call: the caller may change the values before the next one.
-            starts, lengths, table = (x.contiguous() for x in (starts, lengths, table))
-            call = dataclasses.replace(call, starts=starts, lengths=lengths, block_table=table)
+        for x in (call.starts, call.lengths, *call.tables, call.sequences):
+            if x is not None and not x.is_contiguous():
+                # Copies at every call: the caller may change the values before the next one.
+                call = _contiguous(call)
+                break
         if self.slot == "sel":
             tensors = (*tensors[:3], tensors[3].contiguous())
         where, specs = (self.backend, self.slot, "decode"), self._expected(tensors, call)
@@ -71,6 +71,18 @@ class DecodeKernel:
             return [((batch, rows, heads, tensors[3].shape[-1]), q.dtype), blocks]
         o = (batch, rows, heads, tensors[2].shape[-1])
         return [(o, q.dtype), ((batch, heads, rows), stats_dtype(q.dtype))]
+
+
+def _contiguous(call: DecodeCall) -> DecodeCall:
+    """Return ``call`` with contiguous metadata."""
+    sequences = None if call.sequences is None else call.sequences.contiguous()
+    return dataclasses.replace(
+        call,
+        starts=call.starts.contiguous(),
+        lengths=call.lengths.contiguous(),
+        tables=BlockTables(*(table.contiguous() for table in call.tables)),
+        sequences=sequences,
+    )
 
 
 def decode_kernel(backend: str, slot: str, path: str) -> DecodeKernel:

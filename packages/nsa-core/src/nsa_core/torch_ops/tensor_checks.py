@@ -89,6 +89,26 @@ CALLS: dict[str, dict[str, Argument]] = {
         "starts": _COUNTS,
         "block_table": Argument(("B", "pages"), "int32"),
     },
+    "nsa_decode": {
+        "q": Argument(("T", "Hq", "Dk")),
+        "k": Argument(("T", "G", "Dk")),
+        "v": Argument(("T", "G", "Dv")),
+        "gates": Argument(("T", "Hq", "3"), "stats"),
+        **{
+            f"rows.{name}": Argument(("T",), "int32") for name in ("sequences", "starts", "lengths")
+        },
+        **{
+            f"pages.{branch}.{name}": Argument((f"P_{branch}", f"page_{branch}", "G", width))
+            for branch in ("cmp", "sel", "win", "raw")
+            for name, width in (("k", "Dk"), ("v", "Dv"))
+        },
+        **{
+            f"pages.{branch}.table": Argument(("sequences", f"columns_{branch}"), "int32")
+            for branch in ("cmp", "sel", "win", "raw")
+        },
+        "rope.cos": Argument(("positions", "Dk / 2"), "stats"),
+        "rope.sin": Argument(("positions", "Dk / 2"), "stats"),
+    },
 }
 
 _FIELDS = {"Hq": "n_heads", "G": "n_kv_heads", "Dk": "head_dim", "Dv": "v_head_dim"}
@@ -100,6 +120,12 @@ _WORDS = {
     "rows": "row",
     "P": "page",
     "C": "compressed token",
+    "T": "row",
+    "sequences": "row",
+    "positions": "position",
+    "Dk / 2": "column",
+    **{f"P_{branch}": "page" for branch in ("cmp", "sel", "win", "raw")},
+    **{f"page_{branch}": "row" for branch in ("cmp", "sel", "win", "raw")},
 }
 
 

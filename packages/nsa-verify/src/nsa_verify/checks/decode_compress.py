@@ -16,7 +16,7 @@ from nsa_core.plan.plan import Plan
 from nsa_verify.checks.under_test import StepUnderTest, step_check
 from nsa_verify.judge.tensor import Verdict, heads_first, judge
 from nsa_verify.problems.findings import Finding
-from nsa_verify.problems.step_data import StepData
+from nsa_verify.problems.step_data import StepData, page_of
 from nsa_verify.problems.steps import Step
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
@@ -116,7 +116,7 @@ def compress_parity(
     verdicts = {}
     for i, name in enumerate(("k_cmp", "v_cmp")):
         rows = _rows_of(step, data, blocks, stores[i].shape[1])
-        x = _tokens(step, rings[i], blocks)
+        x = _tokens(step, data, rings[i], blocks)
         verdicts[f"{name}, {label}"] = _judge(
             stores[i].flatten(0, 1)[rows], x, phis[i], angles if name == "k_cmp" else None, dtype
         )
@@ -138,17 +138,17 @@ def _complete_blocks(step: Step) -> list[tuple[int, int]]:
 
 
 def _ring(step: Step, data: StepData, width: int, generator: torch.Generator) -> torch.Tensor:
-    """Return a ring [B, R, G, width] with the tokens from the first incomplete block on."""
+    """Return pages [P, page, G, width] with the tokens from the first incomplete block on."""
     config = step.case.config
     spare = 3 if step.page_size else 0
-    size = config.compress_block_size + step.rows - 1 + spare
-    shape = (len(step.lengths), size, config.n_kv_heads, width)
-    ring = torch.randn(shape, generator=generator)
+    table = data.call.tables.raw.cpu()
+    rows = -(-(config.compress_block_size + step.rows - 1 + spare) // table.shape[1])
+    ring = torch.full((table.numel(), rows, config.n_kv_heads, width), torch.nan)
     for b, (length, new) in enumerate(zip(step.lengths, step.new)):
         first = config.geometry.num_compressed(length - new) * config.compress_stride
-        unused = torch.ones(size, dtype=torch.bool)
-        unused[torch.arange(first, max(first, length)) % size] = False
-        ring[b, unused] = torch.nan
+        tokens = torch.arange(first, max(first, length))
+        x = torch.randn((len(tokens), *ring.shape[2:]), generator=generator)
+        ring[page_of(table[b], tokens, rows), tokens % rows] = x
     moved: torch.Tensor = ring.to(data.q.device, data.q.dtype)
     return moved
 
@@ -170,18 +170,23 @@ def _weights(step: Step, kind: str, width: int, generator: torch.Generator) -> W
 
 def _rows_of(step: Step, data: StepData, blocks: list[tuple[int, int]], page: int) -> torch.Tensor:
     """Return the rows of the complete blocks in pages that are joined."""
-    table = data.call.block_table.tolist()
+    table = data.call.tables.cmp.tolist()
     rows = [table[b][i // page] * page + i % page for b, i in blocks]
     return torch.tensor(rows, dtype=torch.int64, device=data.q.device)
 
 
-def _tokens(step: Step, ring: torch.Tensor, blocks: list[tuple[int, int]]) -> torch.Tensor:
+def _tokens(
+    step: Step, data: StepData, ring: torch.Tensor, blocks: list[tuple[int, int]]
+) -> torch.Tensor:
     """Return the tokens [N, G, l, D] of the complete blocks."""
     config, (_, size, heads, width) = step.case.config, ring.shape
     if not blocks:
         return ring.new_empty((0, heads, config.compress_block_size, width))
     offsets = torch.arange(config.compress_block_size, device=ring.device)
-    tokens = [ring[b, (i * config.compress_stride + offsets) % size] for b, i in blocks]
+    tokens = []
+    for b, i in blocks:
+        token = i * config.compress_stride + offsets
+        tokens.append(ring[page_of(data.call.tables.raw[b], token, size), token % size])
     return torch.stack(tokens).transpose(1, 2)
 
 

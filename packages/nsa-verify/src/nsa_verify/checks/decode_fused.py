@@ -229,9 +229,13 @@ def _append_tensors(step: Step, data: StepData, raw_ring: int) -> tuple[Pairs, P
             parts[i].unflatten(-1, (groups, dk)),
             parts[3 + i].unflatten(-1, (groups, dv)),
         )
-        like = data.stores["k_sel" if name == "sel" else "k_win"].shape[:2]
-        shape = (batch, raw_ring) if name == "raw" else like
-        stores[name] = tuple(data.q.new_full((*shape, groups, d), torch.nan) for d in (dk, dv))
+        table = getattr(data.call.tables, name)
+        size = -(-raw_ring // table.shape[1])
+        if name != "raw":
+            size = data.stores[f"k_{name}"].shape[1]
+        stores[name] = tuple(
+            data.q.new_full((table.numel(), size, groups, d), torch.nan) for d in (dk, dv)
+        )
     return rows, stores  # type: ignore[return-value]
 
 
@@ -244,7 +248,7 @@ def _plain_append(
     rotate_raw: bool,
 ) -> torch.Tensor:
     """Append token by token to ``stores`` in plain code; return the rotated q."""
-    entries, q = data.call.block_table.tolist(), data.q.clone()
+    q = data.q.clone()
     for b, (length, new) in enumerate(zip(step.lengths, step.new)):
         for r in range(new):
             t = length - new + r
@@ -255,7 +259,7 @@ def _plain_append(
                 key = k[b, r]
                 if angle is not None and (name != "raw" or rotate_raw):
                     key = rotate(key[None], angle)[0]
-                size = stores[name][0].shape[1]
-                outer = entries[b][t // size] if name == "sel" else b
+                size, pages = stores[name][0].shape[1], getattr(data.call.tables, name)[b]
+                outer = pages[t // size % len(pages)].long()
                 stores[name][0][outer, t % size], stores[name][1][outer, t % size] = key, v[b, r]
     return q

@@ -90,7 +90,7 @@ def replayed(subject: StepUnderTest) -> Iterator[Finding]:
 def inputs_untouched(subject: StepUnderTest) -> Iterator[Finding]:
     """Check that no decode form writes to the cache, the queries or the tensors of the call."""
     data, plan = subject.data, subject.plan()
-    call = {name: getattr(data.call, name) for name in ("starts", "lengths", "block_table")}
+    call = {"starts": data.call.starts, "lengths": data.call.lengths, **data.call.tables._asdict()}
     run = functools.partial(run_step, plan, data)
     yield from subject.untouched("", {"q": data.q, **data.stores, **call}, run)
 

@@ -146,7 +146,7 @@ def _experiment(
     """Return the tokens of each kv head whose change in the "k" or "v" store changes the output."""
     store, groups = data.stores[f"{kind}_{branch}"], data.stores[f"k_{branch}"].shape[2]
     ring = branch == "win"
-    total = store.shape[1] if ring else data.call.block_table.shape[1] * store.shape[1]
+    total = getattr(data.call.tables, branch).shape[1] * store.shape[1]
     o, lse = (x.double() for x in results[branch])
     read: list[set[int]] = [set() for _ in range(groups)]
     length = int(data.call.lengths[0])
@@ -175,22 +175,18 @@ def _run_copies(
     call, count = data.call, len(rows)
     copies = torch.arange(count, device=rows.device)
     stores = {n: data.stores[f"{n}_{branch}"] for n in ("k", "v")}
-    if branch == "win":
-        table, position = call.block_table.repeat(count, 1), rows
-        copied = {n: x.repeat(count, 1, 1, 1) for n, x in stores.items()}
-    else:
-        size, pages = stores[kind].shape[1], len(stores[kind])
-        page, position = rows // size, rows % size
-        table = call.block_table.repeat(count, 1)
-        copied = {n: torch.cat((x, x[table[copies, page].long()])) for n, x in stores.items()}
-        table[copies, page] = pages + copies.int()
-        copies = pages + copies
+    size, pages = stores[kind].shape[1], len(stores[kind])
+    page, position = rows // size, rows % size
+    table = getattr(call.tables, branch).repeat(count, 1)
+    copied = {n: torch.cat((x, x[table[copies, page].long()])) for n, x in stores.items()}
+    table[copies, page] = pages + copies.int()
+    copies = pages + copies
     copied[kind][copies, position] = _changed(copied[kind][copies, position], kind, data)
     copies_call = dataclasses.replace(
         call,
         starts=call.starts.repeat(count),
         lengths=call.lengths.repeat(count),
-        block_table=table,
+        tables=call.tables._replace(**{branch: table}),
     )
     blocks = [results["select"][0].repeat(count, 1, 1, 1)] if branch == "sel" else []
     o, lse = getattr(plan, branch)(

@@ -1,1 +1,1 @@
-"""Drawn cases, decode steps and cache histories: lines of text, designs, judges and shrinking."""
+"""Lines of text that describe cases, decode steps and histories: designs, judges, shrinking."""

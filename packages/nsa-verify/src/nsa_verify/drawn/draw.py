@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nsa_core.contract import SLOTS
-from nsa_verify.drawn.caches.draw import history_design
+from nsa_verify.drawn.caches.draw import history_design, pool_design
 from nsa_verify.drawn.design import Design
 from nsa_verify.drawn.function_levels import FUNCTIONS, function_design
 from nsa_verify.drawn.line import Drawn
@@ -24,6 +24,7 @@ DESIGNS: Mapping[str, Callable[[str, Sequence[str]], Design]] = {
     "decode": step_design,
     "block_attention_decode": block_step_design,
     "cache": history_design,
+    "nsa_decode": pool_design,
 }
 
 

@@ -29,6 +29,8 @@ PAGE_EDGES = (
     # A prefill ends with a page, and the padding after it has no page.
     "cache dtype=float64 batch=2 page_size=4 step=8,4",
 )
+# The sequences of a fork share a page of cmp, which each of them goes on writing.
+POOL_EDGES = ("nsa_decode dtype=float64 batch=2 page_size=4 cmp_page=4 step=7,0 fork=0,1 step=1,1",)
 _HISTORY_SECONDS = 20.0  # for shrinking; a history takes longer than a case
 _Job = TypeVar("_Job")
 _NewJob = Callable[[str, Any, Any, torch.dtype], _Job]  # of a name, a check, a case and a dtype
@@ -112,8 +114,12 @@ def step_jobs(
     """Return one job per drawn decode step, then one per history; arguments as in case_jobs."""
     names = [dtype_name(dtype) for dtype in dtypes]
     steps = [step for kind in STEPS for step in draw(kind, preset, names, seed=seed)]
-    histories = draw("cache", preset, names, seed=seed)
-    edges = [parse(line) for line in PAGE_EDGES] if histories else []
+    histories = [
+        history
+        for kind in ("cache", "nsa_decode")
+        for history in draw(kind, preset, names, seed=seed)
+    ]
+    edges = [parse(line) for line in PAGE_EDGES + POOL_EDGES] if histories else []
     jobs = []
     for label, seconds, drawn in (
         ("generated", ShrinkBudget().seconds, steps),

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
-from nsa_verify.drawn.caches.history import History
+from nsa_verify.drawn.caches.history import History, PoolHistory
 from nsa_verify.drawn.caches.judge import history_findings
+from nsa_verify.drawn.caches.pool_judge import pool_findings
 from nsa_verify.drawn.case import SlotCase
 from nsa_verify.drawn.judge_case import case_findings
 from nsa_verify.drawn.judge_step import block_step_findings, step_findings
@@ -22,6 +23,7 @@ _FINDINGS: Mapping[type[Drawn], Callable[[Combination, Any], Iterable[Finding]]]
     DecodeStep: step_findings,
     BlockStep: block_step_findings,
     History: history_findings,
+    PoolHistory: pool_findings,
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nsa_core.errors import InvalidInput
 from nsa_core.util.text import did_you_mean
-from nsa_verify.drawn.caches.history import History, Operation, read_operation
+from nsa_verify.drawn.caches.history import History, Operation, PoolHistory, read_operation
 from nsa_verify.drawn.case import GRADIENTS, SlotCase
 from nsa_verify.drawn.line import Drawn, fields_of
 from nsa_verify.drawn.step import BlockStep, DecodeStep
@@ -17,6 +17,7 @@ KINDS: Mapping[str, type[Drawn]] = {
     "decode": DecodeStep,
     "block_attention_decode": BlockStep,
     "cache": History,
+    "nsa_decode": PoolHistory,
 }
 
 

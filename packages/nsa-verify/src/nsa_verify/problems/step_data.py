@@ -11,7 +11,7 @@ import dataclasses
 
 import torch
 
-from nsa_core.contract import DecodeCall
+from nsa_core.contract import BlockTables, DecodeCall
 from nsa_verify.problems.steps import Step
 
 
@@ -54,16 +54,20 @@ def step_data(
     starts = lengths - torch.tensor(step.new, dtype=torch.int32)
     size = step.page_size or -(-longest // geometry.select_block_size) * geometry.select_block_size
     pages = -(-longest // size)
-    shuffled = torch.randperm(
-        batch * pages, generator=torch.Generator().manual_seed(case.seed + order)
-    )
-    table = shuffled.view(batch, pages).int()
+    generator = torch.Generator().manual_seed(case.seed + order)
+    table = torch.randperm(batch * pages, generator=generator).view(batch, pages).int()
     for b, length in enumerate(step.lengths):
         table[b, -(-length // size) :] = -1  # never read
+    tables = {"cmp": table, "sel": table}
     # A ring may be longer than required; steps with pages test this.
     default_spare = 3 if step.page_size else 0
     spare = default_spare if step.spare_ring is None else step.spare_ring
-    ring = config.window_size + step.rows - 1 + spare
+    # Steps with pages have rings of several pages.
+    columns = 3 if step.page_size else 1
+    ring = -(-(config.window_size + step.rows - 1 + spare) // columns)
+    for name in ("win", "raw"):
+        pages_of_ring = torch.randperm(batch * columns, generator=generator)
+        tables[name] = pages_of_ring.view(batch, columns).int()
     dense = {
         name: getattr(data, name)
         for name in ("q", "gates", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win")
@@ -83,24 +87,35 @@ def step_data(
             if name.endswith("_sel")
             else size // geometry.compress_stride
         )
-        store = x.new_full(
-            (batch if name.endswith("_win") else batch * pages, rows, *x.shape[2:]), torch.nan
-        )
+        branch = tables[name[2:]]
+        store = x.new_full((branch.numel(), rows, *x.shape[2:]), torch.nan)
         for b, length in enumerate(step.lengths):
             owned = geometry.num_compressed(length) if name.endswith("_cmp") else length
             token = torch.arange(owned)
             if name.endswith("_win"):
-                store[b, token[-ring:] % ring] = x[b, token[-ring:]]
-            else:
-                store[table[b, token // rows].long(), token % rows] = x[b, :owned]
+                token = token[-rows * columns :]
+            store[page_of(branch[b], token, rows), token % rows] = x[b, token]
         stores[name] = store.to(device)
-    starts, lengths, table = (x.to(device) for x in (starts, lengths, table))
+    starts, lengths, *tensors = (x.to(device) for x in (starts, lengths, *tables.values()))
     if step.strided:
         starts, lengths = column_of_table(starts), column_of_table(lengths)
-        table = table.T.contiguous().T
-    call = DecodeCall(geometry, config.softmax_scale, starts, lengths, table, max_len=longest)
+        tensors = [x.T.contiguous().T for x in tensors]
+    call = DecodeCall(
+        geometry, config.softmax_scale, starts, lengths, BlockTables(*tensors), max_len=longest
+    )
     q, gates = (dense[name][sequences, positions].to(device) for name in ("q", "gates"))
     return StepData(q, gates, dense, stores, call)
+
+
+def page_of(table: torch.Tensor, tokens: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the pages of tokens, int64 [N].
+
+    Args:
+        table: Row of a block table, [columns].
+        tokens: Positions, [N].
+        rows: Tokens per page.
+    """
+    return table[tokens // rows % len(table)].long()
 
 
 def column_of_table(metadata: torch.Tensor) -> torch.Tensor:

@@ -372,6 +372,11 @@ _KINDS: dict[str, type[Phi]] = {
 }
 
 
+def kind_of(phi: nn.Module) -> str | None:
+    """Return the kind of a phi that :func:`make_phi` has made; None of another module."""
+    return next((kind for kind, cls in _KINDS.items() if type(phi) is cls), None)
+
+
 def make_phi(kind: str, geometry: BlockGeometry, width: int) -> Phi:
     """Create a phi for heads of ``width``; ``kind`` is one of config.COMPRESS_KINDS.
 

@@ -12,6 +12,7 @@ from nsa_core.contract import DecodeCall
 from nsa_verify.checks.decode_fused import judge_rotated
 from nsa_verify.drawn.caches.layers import Rows, exact_k_cmp, exact_k_rows, exact_v_cmp
 from nsa_verify.problems.findings import bits
+from nsa_verify.problems.step_data import page_of
 
 if TYPE_CHECKING:
     from nsa_core.cache.cache import NSACache
@@ -51,16 +52,14 @@ def owned(config: NSAConfig, length: int, first: int | None = None) -> dict[str,
 
 
 def read_rows(
-    store: torch.Tensor,  # [pages or sequences, rows, heads, D]
+    store: torch.Tensor,  # [pages, rows, heads, D]
     rows: range,
     b: int,
-    table: torch.Tensor | None,  # int32 [B, pages]; None: a ring per sequence
+    table: torch.Tensor,  # int32 [B, columns]
 ) -> torch.Tensor:
     """Return rows of sequence ``b`` of a buffer, [len(rows), heads, D]."""
     index, size = torch.arange(rows.start, rows.stop, device=store.device), store.shape[1]
-    if table is None:
-        return store[b, index % size]
-    return store[table[b, index // size].long(), index % size]
+    return store[page_of(table[b], index, size), index % size]
 
 
 def content_faults(
@@ -81,13 +80,12 @@ def content_faults(
         return
     for b, (least, length) in enumerate(spans):
         for name, rows in owned(cache.config, length, least).items():
-            buffer = getattr(cache.kv, name)
-            table = cache.table.entries if name in ("sel", "cmp") else None
+            pages = getattr(cache.kv.pages, name)
             for kind in "kv":
-                store = getattr(buffer, kind)
+                store = getattr(pages, kind)
                 if not _is_comparable(cache.config, name, kind, fused):
                     continue
-                actual = read_rows(store, rows, b, table)
+                actual = read_rows(store, rows, b, pages.table)
                 detail = _difference(
                     cache.config, name, kind, actual, expected[b][f"{kind}_{name}"], rows, fused
                 )
@@ -148,7 +146,7 @@ def received(
     for name, store in stores.items():
         number = rows if name.endswith("_cmp") else longest
         dense[name] = torch.zeros((batch, number, *store.shape[2:]), dtype=q.dtype)
-        table = None if name.endswith("_win") else call.block_table
+        table = getattr(call.tables, name[2:])
         for b, (start, length) in enumerate(spans):
             visible = owned(config, length, start)[name[2:]]
             dense[name][b, visible.start : visible.stop] = read_rows(store, visible, b, table).cpu()

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nsa_verify.drawn.caches.history import History, Operation
+from nsa_verify.drawn.caches.history import (
+    LAYOUTS,
+    NEWEST,
+    AnyHistory,
+    History,
+    LayerHistory,
+    Operation,
+    PoolHistory,
+)
 from nsa_verify.drawn.caches.model import Model
 from nsa_verify.drawn.design import Design, Row
 
@@ -34,55 +42,109 @@ _LEVELS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+# Fewer parameters of a layer: what depends on pages is drawn in full.
+_POOL_COUNTS = {"quick": (6, 2), "full": (48, 16), "interpreter": (0, 0)}
+_POOL_LEVELS: Mapping[str, tuple[Any, ...]] = {
+    **{
+        name: _LEVELS[name]
+        for name in ("heads", "stride", "compress", "select", "blocks", "window", "phi", "rope")
+    },
+    "widths": ((8, 8), (16, 16)),
+    "options": _LEVELS["options"][:3],
+    "batch": (1, 2, 4),
+    "pages": (1, 3),  # blocks per page of sel
+    "max_rollback": (0, 1, 9),
+    "cmp_page": (1, 3, 8),
+    "newest": NEWEST,
+    "newest_page": (1, 5, 64),
+    "layout": LAYOUTS,
+}
+
+
 def history_design(preset: str, dtypes: Sequence[str]) -> Design:
     """Return the design of the histories of a preset, first those in float64.
 
     The first histories of a longer design are those of a shorter one. Histories beyond the preset
     are in float64 too.
     """
-    exact, others = _COUNTS[preset]
+    return _design(_COUNTS[preset], dtypes, _LEVELS, _history)
+
+
+def pool_design(preset: str, dtypes: Sequence[str]) -> Design:
+    """Return the design of the histories of nsa_decode; as :func:`history_design`."""
+    return _design(_POOL_COUNTS[preset], dtypes, _POOL_LEVELS, _pool_history)
+
+
+def _design(
+    counts: tuple[int, int],
+    dtypes: Sequence[str],
+    levels: Mapping[str, tuple[Any, ...]],
+    history: Callable[[Row, int, int, str], LayerHistory],
+) -> Design:
+    exact, others = counts
     rest = [dtype for dtype in dtypes if dtype != "float64"]
     wanted = ["float64"] * exact + [dtype for dtype in rest for _ in range(others)]
 
-    def build(row: Row, number: int, seed: int) -> History:
+    def build(row: Row, number: int, seed: int) -> LayerHistory:
         dtype = wanted[number] if number < len(wanted) else "float64"
-        return _history(row, number, seed, dtype)
+        return history(row, number, seed, dtype)
 
-    return Design(_LEVELS, build, count=len(wanted))
+    return Design(levels, build, count=len(wanted))
 
 
 def _history(row: Row, number: int, seed: int, dtype: str) -> History:
     rng = random.Random(f"{seed} {number}")
+    fields = _fields(row, number, dtype, rng)
+    max_len, page = fields["max_len"], fields["page_size"]
+    needed = row["batch"] * -(-max_len // page) if page else 0
+    history = History(
+        **fields,
+        num_pages=max(-(-max_len // page), needed * 2 // 3) if page and row["scarce"] else 0,
+        **{name: row[name] for name in ("max_step", "chunk_rows")},
+    )
+    return _with_operations(history, rng, ACTIONS)
+
+
+def _pool_history(row: Row, number: int, seed: int, dtype: str) -> PoolHistory:
+    rng = random.Random(f"{seed} {number}")
+    names = ("cmp_page", "newest", "newest_page", "layout")
+    history = PoolHistory(**_fields(row, number, dtype, rng), **{name: row[name] for name in names})
+    return _with_operations(history, rng, POOL_ACTIONS)
+
+
+def _fields(row: Row, number: int, dtype: str, rng: random.Random) -> dict[str, Any]:
+    """Return the fields of a LayerHistory."""
     heads, groups = row["heads"]
     size = row["compress"] * row["stride"]
     select = max(row["select"], size)
-    max_len, page = rng.randint(3 * select, 5 * select + 12), row["pages"] * select
-    needed = row["batch"] * -(-max_len // page) if page else 0
-    history = History(
-        dtype=dtype,
-        l=size,
-        d=row["stride"],
-        block=select,
-        n=row["blocks"][0],
-        init=row["blocks"][1],
-        local=row["blocks"][2],
-        w=row["window"],
-        h=heads // groups,
-        groups=groups,
-        dk=row["widths"][0],
-        dv=row["widths"][1],
-        compress=row["phi"],
-        max_len=max_len,
-        page_size=page,
-        num_pages=max(-(-max_len // page), needed * 2 // 3) if page and row["scarce"] else 0,
-        seed=number,
-        **{name: row[name] for name in ("rope", "batch", "max_rollback", "max_step", "chunk_rows")},
+    return {
+        "dtype": dtype,
+        "l": size,
+        "d": row["stride"],
+        "block": select,
+        "n": row["blocks"][0],
+        "init": row["blocks"][1],
+        "local": row["blocks"][2],
+        "w": row["window"],
+        "h": heads // groups,
+        "groups": groups,
+        "dk": row["widths"][0],
+        "dv": row["widths"][1],
+        "compress": row["phi"],
+        "max_len": rng.randint(3 * select, 5 * select + 12),
+        "page_size": row["pages"] * select,
+        "seed": number,
+        **{name: row[name] for name in ("rope", "batch", "max_rollback")},
         **row["options"],
-    )
+    }
+
+
+def _with_operations(history: AnyHistory, rng: random.Random, actions: Sequence[str]) -> AnyHistory:
     drawn: list[Operation] = []
     model = Model(history)
     while len(drawn) < _OPERATIONS:
-        operation = draw_operation(rng, history, model) if drawn else _step(rng, history, model)
+        chosen = actions if drawn else ("step",)
+        operation = draw_operation(rng, history, model, chosen)
         if not model.exists(operation):
             continue
         drawn.append(operation)
@@ -91,11 +153,12 @@ def _history(row: Row, number: int, seed: int, dtype: str) -> History:
     return history.replace(operations=tuple(drawn))
 
 
+POOL_ACTIONS = ("step",) * 7 + ("crop", "fork", "fork", "move", "move", "reset")
 ACTIONS = ("step",) * 6 + ("crop", "crop", "reorder", "reset", "save", "load", "load", "reserve")
 
 
 def draw_operation(
-    rng: random.Random, history: History, model: Model, actions: Sequence[str] = ACTIONS
+    rng: random.Random, history: LayerHistory, model: Model, actions: Sequence[str] = ACTIONS
 ) -> Operation:
     """Draw an operation, one of ``actions``; a few are refused by the cache."""
     action = rng.choice(actions)
@@ -113,6 +176,10 @@ def draw_operation(
     if action == "reserve":
         grown = [min(n + rng.randint(0, 9), history.max_len) for n in model.lengths]
         return Operation("reserve", tuple(grown))
+    if action == "fork":
+        return Operation("fork", (rng.randrange(history.batch), sequence))
+    if action == "move":
+        return Operation("move", (sequence,))
     if action == "load" and model.snapshots:
         number = rng.randrange(len(model.snapshots))
         if rng.random() < 0.25:
@@ -121,13 +188,13 @@ def draw_operation(
     return Operation("reset" if action == "reset" else "save", (sequence,))
 
 
-def _step(rng: random.Random, history: History, model: Model) -> Operation:
+def _step(rng: random.Random, history: LayerHistory, model: Model) -> Operation:
     """Draw a step of one token, of several, up to an edge of a block, or to the end of the cache.
 
     One in twenty is longer than the cache, which refuses it.
     """
     room = [history.max_len - n for n in model.lengths]
-    longest = rng.choice((1, 1, 1, history.max_step, 5, 12, 30))
+    longest = rng.choice((1, 1, 1, getattr(history, "max_step", 2), 5, 12, 30))
     edges = [history.l, history.block, history.w]
     edges += [history.page_size or history.block, history.max_len]
     new = []

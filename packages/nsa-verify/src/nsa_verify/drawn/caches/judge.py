@@ -10,16 +10,19 @@ the cache is the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from nsa_core.errors import Unsupported
 from nsa_core.plan.plan import Plan, resolve
-from nsa_verify.drawn.caches.history import History
+from nsa_verify.drawn.caches.history import AnyHistory, History
 from nsa_verify.drawn.caches.outputs import judge_output
 from nsa_verify.drawn.caches.replay import Plans, Replay
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
+
+Result = TypeVar("Result")
 
 
 def history_findings(combination: Combination, history: History) -> list[Finding]:
@@ -38,15 +41,28 @@ def history_findings(combination: Combination, history: History) -> list[Finding
 
 
 def plans_of(combination: Combination, history: History) -> Plans:
-    """Return the plans of the combination, or in float64 the best ones that accept it."""
+    """Return the plans of a cache history; see :func:`planned`."""
+    return planned(combination, history, _resolved)
+
+
+def planned(
+    combination: Combination, history: AnyHistory, resolved: Callable[..., Result]
+) -> Result:
+    """Return the plans of the combination, or in float64 the best ones that accept it.
+
+    Args:
+        combination: The combination.
+        history: The history.
+        resolved: Returns the plans, given a function that resolves one, the history and the device.
+    """
     if history.torch_dtype == torch.float64:
         try:
             if combination.device != "cpu":
                 raise Unsupported("float64 runs on the CPU")
-            return _resolved(combination.plan, history, "cpu")
+            return resolved(combination.plan, history, "cpu")
         except Unsupported:
-            return _resolved(lambda c, d, **x: resolve(c, dtype=d, **x), history, "cpu")
-    return _resolved(combination.plan, history, combination.device)
+            return resolved(lambda c, d, **x: resolve(c, dtype=d, **x), history, "cpu")
+    return resolved(combination.plan, history, combination.device)
 
 
 def _resolved(plan: Callable[..., Plan], history: History, device: str) -> Plans:

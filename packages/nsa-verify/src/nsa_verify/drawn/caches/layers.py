@@ -17,7 +17,7 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.layer.module import NSAttention
 from nsa_core.plan.plan import Plan
-from nsa_verify.drawn.caches.history import History
+from nsa_verify.drawn.caches.history import LayerHistory
 
 # Kinds of phi whose result is exact, too. The others have a GELU or a softmax.
 _EXACT_KINDS = ("mean", "linear", "conv")
@@ -66,7 +66,7 @@ class PlannedLayer(NSAttention):
 
 
 def exact_layer(
-    history: History,
+    history: LayerHistory,
     device: torch.device | str,
     prefill_plan: Plan,
     partial_plan: Plan | None,

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
-from nsa_verify.drawn.caches.history import History, Operation
+from nsa_verify.drawn.caches.history import History, LayerHistory, Operation
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ class Model:
         snapshots: The snapshots in the order in which they were taken; None after a release.
     """
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: LayerHistory) -> None:
         self._history, self._next = history, 0
         self.sequences = [Sequence() for _ in range(history.batch)]
         self.snapshots: list[Sequence | None] = []
@@ -59,7 +59,8 @@ class Model:
             number = values[0]
             if not (number < len(self.snapshots) and self.snapshots[number] is not None):
                 return False
-        indices = {"reorder": values, "reset": values, "save": values, "load": values[1:]}
+        indices = dict.fromkeys(("reorder", "reset", "save", "fork", "move"), values)
+        indices["load"] = values[1:]
         return all(b < self._history.batch for b in indices.get(kind, ()))
 
     def refused(self, operation: Operation) -> bool:
@@ -84,7 +85,9 @@ class Model:
         It may if sequences and snapshots that share nothing need more pages than there are.
         """
         history = self._history
-        if not history.page_size or operation.kind not in ("step", "reserve"):
+        if not isinstance(history, History) or not history.page_size:
+            return False
+        if operation.kind not in ("step", "reserve"):
             return False
         pages = history.num_pages or history.batch * -(-history.max_len // history.page_size)
         tokens = [max(s.reserved, len(s.tokens)) for s in self.snapshots if s is not None]
@@ -138,6 +141,13 @@ class Model:
     def _release(self, numbers: tuple[int, ...]) -> None:
         for number in numbers:
             self.snapshots[number] = None
+
+    def _fork(self, values: tuple[int, ...]) -> None:
+        source, target = values
+        self.sequences[target] = self.sequences[source].copy()
+
+    def _move(self, values: tuple[int, ...]) -> None:
+        """The pages move, the sequences stay."""
 
     def _reserve(self, tokens: tuple[int, ...]) -> None:
         for sequence, count in zip(self.sequences, tokens):

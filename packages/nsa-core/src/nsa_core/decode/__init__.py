@@ -1,0 +1,1 @@
+"""Decoding over pages: append tokens, compress their blocks, attend."""

@@ -1,0 +1,197 @@
+"""Checks of the arguments of nsa_decode: metadata always, values if they can be read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from nsa_core.config import NSAConfig, check_config
+from nsa_core.contract import DecodeCall
+from nsa_core.decode.pages import LayerPages, PagedKV
+from nsa_core.errors import InvalidInput
+from nsa_core.layer.input_checks import request_problems
+from nsa_core.limits import integer_problems, shown
+from nsa_core.plan.default_plan import check_is_plan
+from nsa_core.torch_ops.tensor_checks import Sizes, call_problems, raise_problems
+from nsa_core.torch_ops.tensor_kinds import check_types
+
+if TYPE_CHECKING:
+    from nsa_core.plan.plan import Plan
+
+
+def check_metadata(
+    tensors: Mapping[str, torch.Tensor], pages: LayerPages, config: NSAConfig, max_len: object
+) -> None:
+    """Check what is known without reading values.
+
+    Raises:
+        InvalidInput: an argument is invalid. The message has a sentence per problem, and the shape,
+            dtype and device of every tensor.
+    """
+    check_config(config)
+    check_types(tensors)
+    problems = call_problems("nsa_decode", tensors, Sizes(config=config))
+    if not problems:
+        problems = [*_layout_problems(tensors), *_capacity_problems(pages, config, max_len)]
+    if not problems and "rope.cos" in tensors:
+        positions, half = tensors["rope.cos"].shape
+        if 2 * half != config.qk_dim or positions < max_len:  # type: ignore[operator]  # an integer
+            problems.append(
+                f"rope must be cos and sin [positions, {config.qk_dim // 2}] of at least max_len"
+                f" {max_len} positions, got {[positions, half]}"
+            )
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
+        names = ", ".join(name for name, t in tensors.items() if t.requires_grad)
+        problems.append(
+            f"{names} requires grad, but nsa_decode has no gradient: call it under torch.no_grad()"
+        )
+    raise_problems(problems, tensors)
+
+
+def _layout_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    for name, tensor in tensors.items():
+        if name.startswith("pages.") and tensor.numel() and tensor.stride(-1) != 1:
+            yield (
+                f"the columns of {name} must be contiguous, its strides are {tensor.stride()}: pass"
+                " pages with the layout [..., width]"
+            )
+
+
+def _capacity_problems(pages: LayerPages, config: NSAConfig, max_len: Any) -> Iterator[str]:
+    geometry, block = config.geometry, config.select_block_size
+    if pages.sel.rows % block:
+        yield (
+            f"a page of sel must hold a multiple of select_block_size {block} tokens, pages.sel.k"
+            f" has {pages.sel.rows}"
+        )
+    if not isinstance(max_len, torch.SymInt) and (
+        problems := integer_problems("max_len", max_len, 1)
+    ):
+        yield from problems
+        return
+    needed = {
+        "sel": max_len,
+        "cmp": geometry.num_compressed(max_len),
+        "win": min(max_len, config.window_size),
+        "raw": min(max_len, config.compress_block_size),
+    }
+    for branch, count in needed.items():
+        part: PagedKV = getattr(pages, branch)
+        if part.capacity < count:
+            what = "compressed tokens" if branch == "cmp" else "tokens"
+            yield (
+                f"pages.{branch} has room for {part.capacity} {what} a sequence"
+                f" ({part.table.shape[1]} columns of {part.rows}), max_len {max_len} needs {count}:"
+                " pass a table with more columns, or a smaller max_len"
+            )
+
+
+def check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, page_size: int) -> None:
+    """Check that ``plan`` fits the call.
+
+    Raises:
+        InvalidInput: it does not; the message names what the plan is for and what the call needs.
+    """
+    check_is_plan(plan)
+    request = plan.requests["cmp"]
+    problems = request_problems(request, "decode", q, {})
+    if plan.config != config:
+        problems.append(f"plan is for {plan.config}, but the call has {config}")
+    if request.page_size != page_size:
+        problems.append(
+            f"plan is for page_size {request.page_size}, but a page of pages.sel has {page_size}"
+            " tokens"
+        )
+    if problems:
+        raise InvalidInput("; ".join(problems))
+
+
+class _Span(NamedTuple):
+    """Rows that a step uses in one branch: read or written from ``low``, written from ``new``."""
+
+    low: torch.Tensor
+    new: torch.Tensor
+    end: torch.Tensor
+
+
+def check_values(pages: LayerPages, call: DecodeCall) -> None:
+    """Check the positions of the rows, the entries of the tables, and who owns the pages.
+
+    The check runs for tensors on the CPU, because reading a GPU's values synchronises; NSA_CHECK=1
+    enables it for all devices.
+
+    Raises:
+        InvalidInput: a row or an entry is out of range, a table is too short, or a page that the
+            step writes is used twice; the message names the sequence.
+    """
+    assert call.sequences is not None  # nsa_decode passes them
+    if call.starts.device.type != "cpu" and os.environ.get("NSA_CHECK") != "1":
+        return
+    rows, starts, lengths = (x.long() for x in (call.sequences, call.starts, call.lengths))
+    count = len(pages.sel.table)
+    _raise_at((rows < 0) | (rows >= count), rows, f"rows.sequences must be from 0 to {count - 1}")
+    _raise_at((starts < 0) | (lengths < starts), starts, "rows.starts must be from 0 to lengths")
+    _raise_at(lengths > starts + 1, lengths, "rows.lengths must be rows.starts, or one more")
+    _raise_at(
+        lengths > call.max_len, lengths, f"rows.lengths must be at most max_len {call.max_len}"
+    )
+    present = lengths > starts
+    rows, starts = rows[present], starts[present]
+    end = starts.new_zeros(count).scatter_reduce(0, rows, starts + 1, "amax")
+    new = rows.bincount(minlength=count)
+    places = rows * (call.max_len + 1) + starts
+    if len(places.unique()) < len(places) or bool((starts < (end - new)[rows]).any()):
+        raise InvalidInput(
+            "the rows of a sequence must be its tokens lengths - new to lengths - 1, each once:"
+            " make them with nsa_core.decode_rows"
+        )
+    first, geometry = end - new, call.geometry
+    size, stride = geometry.compress_block_size, geometry.compress_stride
+    past, complete = ((x - size + stride).div(stride, rounding_mode="floor") for x in (first, end))
+    past, complete = past.clamp(min=0), complete.clamp(min=0)
+    spans = {
+        "cmp": _Span(torch.zeros_like(past), past, complete),
+        "sel": _Span(torch.zeros_like(first), first, end),
+        "win": _Span((first - geometry.window_size + 1).clamp(min=0), first, end),
+        "raw": _Span(past * stride, first, end),
+    }
+    for branch, span in spans.items():
+        _check_entries(branch, getattr(pages, branch), _Span(*(x * (new > 0) for x in span)))
+
+
+def _check_entries(branch: str, pages: PagedKV, span: _Span) -> None:
+    """Check the entries of one table that a step uses."""
+    name, columns = f"pages.{branch}.table", pages.table.shape[1]
+    too_many = span.end - span.low > pages.capacity
+    _raise_at(
+        too_many,
+        span.end - span.low,
+        f"{name} has {columns} columns of {pages.rows} rows, too few for the rows that a step uses",
+    )
+    used, written = (_columns(low, span.end, pages) for low in (span.low, span.new))
+    outside = used & ((pages.table < 0) | (pages.table >= len(pages.k)))
+    _raise_at(outside, pages.table, f"{name} must name one of {len(pages.k)} pages")
+    users = pages.table[used].long().bincount(minlength=len(pages.k))
+    twice = written & (users[pages.table.clamp(0, len(pages.k) - 1)] > 1)
+    _raise_at(
+        twice, pages.table, f"{name}: the step writes to a page that is used twice; copy it first"
+    )
+
+
+def _columns(low: torch.Tensor, end: torch.Tensor, pages: PagedKV) -> torch.Tensor:
+    """Return which columns of the table the rows low .. end - 1 use, bool [sequences, columns]."""
+    count = pages.table.shape[1]
+    first, last = low // pages.rows, (end - 1).div(pages.rows, rounding_mode="floor")
+    column = torch.arange(count, device=low.device)
+    offset = (column - first[:, None]) % count
+    return (offset <= (last - first)[:, None]) & (low < end)[:, None]
+
+
+def _raise_at(wrong: torch.Tensor, values: torch.Tensor, problem: str) -> None:
+    """Raise ``problem`` with the first wrong value and its index, if there is one."""
+    if bool(wrong.any()):
+        index = wrong.nonzero()[0].tolist()
+        raise InvalidInput(f"{problem}, got {shown(int(values[tuple(index)]))} at {index}")

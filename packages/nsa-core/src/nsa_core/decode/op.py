@@ -1,0 +1,144 @@
+"""nsa_decode as one operator, for torch.compile.
+
+The operator takes the plan as text, the config and the backend of each slot, so that a graph keeps
+no Python object. The plan is resolved in the first run, and cached.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nsa_core.config import NSAConfig
+from nsa_core.decode.pages import LayerPages, PagedKV
+from nsa_core.decode.run import DecodeRows, Rope, decode, default_plan
+from nsa_core.decode.step import Branches
+from nsa_core.errors import InvalidInput
+from nsa_core.layer.phi.kinds import Phi, kind_of, make_phi
+from nsa_core.layout import BlockGeometry
+from nsa_core.plan.default_plan import Backends, constant_result, frozen_backends
+from nsa_core.torch_ops.schema import define
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nsa_core.plan.plan import Plan
+
+_SCHEMA = (
+    "decode(Tensor q, Tensor[] keys, Tensor[] values, Tensor gates, Tensor(a!)[] pages,"
+    " Tensor[] tables, Tensor[] rows, Tensor[] phi_k, Tensor[] phi_v, Tensor[] rope,"
+    " SymInt max_len, str plan) -> Tensor"
+)
+
+
+@constant_result  # the check of the names calls plugin code, which must not be traced
+def constant_backends(backends: str | Mapping[str, str] | None) -> Backends:
+    """Return the result of frozen_backends in a compiled function."""
+    return frozen_backends(backends)
+
+
+def backends_of(plan: Plan) -> Backends:
+    """Return the backend of each slot of ``plan``."""
+    return tuple(sorted((slot, choice.backend) for slot, choice in plan.choices.items()))
+
+
+def decode_op(
+    config: NSAConfig,
+    backends: Backends,
+    q: torch.Tensor,
+    keys: Branches,
+    values: Branches,
+    gates: torch.Tensor,
+    pages: LayerPages,
+    rows: DecodeRows,
+    phis: tuple[nn.Module, nn.Module],
+    rope: Rope | None,
+    max_len: int,
+) -> torch.Tensor:
+    """Run :func:`nsa_core.decode.run.decode` as one operator.
+
+    Raises:
+        InvalidInput: phi is no phi of nsa_core of the kind of ``config.compress``.
+    """
+    for phi in phis:
+        if kind_of(phi) != config.compress:
+            raise InvalidInput(
+                f"phi must be of kind config.compress={config.compress!r} under torch.compile, got"
+                f" {type(phi).__name__}: call nsa_decode outside of the compiled function"
+            )
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    result: torch.Tensor = torch.ops.nsa_core.decode.default(
+        q,
+        list(keys),
+        list(values),
+        gates,
+        [x for part in pages for x in (part.k, part.v)],
+        [part.table for part in pages],
+        list(rows),
+        *([*phi.parameters()] for phi in phis),
+        [] if rope is None else list(rope),
+        max_len,
+        repr((config.values, backends, deterministic)),
+    )
+    return result
+
+
+def _run(
+    q: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    gates: torch.Tensor,
+    stores: Sequence[torch.Tensor],
+    tables: Sequence[torch.Tensor],
+    rows: Sequence[torch.Tensor],
+    phi_k: Sequence[torch.Tensor],
+    phi_v: Sequence[torch.Tensor],
+    rope: Sequence[torch.Tensor],
+    max_len: int,
+    text: str,
+) -> torch.Tensor:
+    pages = LayerPages(*(PagedKV(*x) for x in zip(stores[::2], stores[1::2], tables)))
+    plan = _plan(text, q.device, q.dtype, pages.sel.rows)
+    config = plan.config
+    sizes = (config.compress, config.geometry, threading.get_ident())
+    phis = (
+        _with_parameters(_phi("k", config.qk_dim, *sizes), phi_k),
+        _with_parameters(_phi("v", config.v_dim, *sizes), phi_v),
+    )
+    branches: Any = (tuple(keys), tuple(values))
+    angles: Any = tuple(rope) or None
+    return decode(plan, q, *branches, gates, pages, DecodeRows(*rows), phis, angles, max_len)
+
+
+def _fake(q: torch.Tensor, keys: Any, values: Sequence[torch.Tensor], *_: Any) -> torch.Tensor:
+    return q.new_empty((*q.shape[:2], values[1].shape[-1]))
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(text: str, device: torch.device, dtype: torch.dtype, page_size: int) -> Plan:
+    values, backends, deterministic = ast.literal_eval(text)
+    return default_plan(NSAConfig(*values), device, dtype, page_size, backends, deterministic)
+
+
+@functools.lru_cache(maxsize=64)
+def _phi(of: str, width: int, kind: str, geometry: BlockGeometry, thread: int) -> Phi:
+    """Return a phi without memory, one for keys and one for values of each thread."""
+    with torch.device("meta"):
+        return make_phi(kind, geometry, width).requires_grad_(False)
+
+
+def _with_parameters(phi: Phi, tensors: Sequence[torch.Tensor]) -> Phi:
+    """Return ``phi`` with other parameters."""
+    places = [(m, name) for m in phi.modules() for name in m._parameters]
+    for (module, name), tensor in zip(places, tensors, strict=True):
+        module._parameters[name] = tensor  # type: ignore[assignment]  # a plain tensor serves
+    return phi
+
+
+_lib = torch.library.Library("nsa_core", "FRAGMENT")
+define(_lib, _SCHEMA, _run, _fake)

@@ -1,0 +1,97 @@
+"""The run of a checked call of nsa_decode."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+
+from nsa_core.config import NSAConfig
+from nsa_core.contract import DecodeCall
+from nsa_core.decode.checks import check_values
+from nsa_core.decode.pages import LayerPages
+from nsa_core.decode.step import Branches, append, attend, compress
+from nsa_core.layer.rope import RopeTable
+from nsa_core.plan.default_plan import CACHED, Backends
+from nsa_core.plan.options import PlanOptions
+from nsa_core.plan.plan import resolve
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nsa_core.plan.plan import Plan
+
+Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+class DecodeRows(NamedTuple):
+    """The sequence and the position of each row of a step, made once for all layers.
+
+    Attributes:
+        sequences: int32 [T], the row of the block tables.
+        starts: int32 [T], the position of the row's token.
+        lengths: int32 [T], starts + 1, or starts for a row without a token.
+    """
+
+    sequences: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+
+
+@torch.no_grad()
+def decode(
+    plan: Plan,
+    q: torch.Tensor,
+    keys: Branches,
+    values: Branches,
+    gates: torch.Tensor,
+    pages: LayerPages,
+    rows: DecodeRows,
+    phis: tuple[nn.Module, nn.Module],
+    rope: Rope | None,
+    max_len: int,
+) -> torch.Tensor:
+    """Run :func:`nsa_decode` on checked metadata."""
+    geometry, scale = plan.config.geometry, plan.config.softmax_scale
+    call = DecodeCall(
+        geometry, scale, rows.starts, rows.lengths, pages.tables, max_len, rows.sequences
+    )
+    check_values(pages, call)
+    if not len(q):
+        return q.new_zeros((*q.shape[:2], values[1].shape[-1]))
+    table = None if rope is None else RopeTable(*(x[:, None] for x in rope))
+    each_run = [x[:, None] for x in (q, *keys, *values, gates)]  # of one row
+    q_runs, gate_runs = each_run[0], each_run[-1]
+    new: tuple[Branches, Branches] = tuple(each_run[1:4]), tuple(each_run[4:7])  # type: ignore[assignment]
+    q_runs = append(plan, pages, q_runs, *new, table, call, padded=True)
+    compress(plan, pages, phis, table, call, rows=1, partly=True)
+    o = attend(plan, pages, q_runs, gate_runs, call)[:, 0]
+    if "step" not in plan.fused:  # the gates of a row without a token may be NaN
+        o = o.masked_fill((rows.lengths == rows.starts)[:, None, None], 0)
+    return o
+
+
+@functools.lru_cache(maxsize=CACHED)
+def default_plan(
+    config: NSAConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    page_size: int,
+    backends: Backends,
+    deterministic: bool,
+) -> Plan:
+    """Return the cached plan of calls without an explicit plan.
+
+    Raises:
+        Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
+    """
+    options = PlanOptions(
+        device=device,
+        dtype=dtype,
+        backends=dict(backends) if isinstance(backends, tuple) else backends,
+        deterministic=deterministic,
+        phase="decode",
+        page_size=page_size,
+    )
+    return resolve(config, options)

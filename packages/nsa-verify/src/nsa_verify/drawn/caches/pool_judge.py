@@ -1,0 +1,243 @@
+"""Check nsa_decode: random histories of an owner of pages, who shares, moves and frees them.
+
+Before each call every row that no sequence owns is NaN. After it every row of a sequence equals
+that of a prefill, every other row is still NaN, and the output is judged by the oracle, given the
+selected blocks, which are judged too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nsa_core.decode import api
+from nsa_core.decode.pages import LayerPages
+from nsa_core.dtypes import stats_dtype
+from nsa_core.errors import InvalidInput, NSAError
+from nsa_core.layer.gating import compute_gates
+from nsa_core.layer.rope import rope_table
+from nsa_core.plan.plan import Plan
+from nsa_verify.checks.decode_fused import judge_composed
+from nsa_verify.drawn.caches import layers
+from nsa_verify.drawn.caches.contents import Fault, owned, read_rows, row_faults
+from nsa_verify.drawn.caches.history import LayerHistory, Operation, PoolHistory
+from nsa_verify.drawn.caches.judge import planned
+from nsa_verify.drawn.caches.model import Model
+from nsa_verify.drawn.caches.pools import Pool
+from nsa_verify.drawn.caches.replay import Called, recorded
+from nsa_verify.drawn.case import EXCHANGES
+from nsa_verify.problems.cases import Case
+from nsa_verify.problems.combination import Combination
+from nsa_verify.problems.findings import Finding
+from nsa_verify.problems.step_data import StepData
+from nsa_verify.problems.steps import Step
+
+
+def pool_findings(combination: Combination, history: PoolHistory) -> list[Finding]:
+    """Run a history of a layer of the combination; return its first fault, or that it passed.
+
+    Raises:
+        Unsupported: The combination does not take the layer.
+    """
+    owner = _Owner(history, *planned(combination, history, _decode_plan))
+    for operation in history.operations:
+        for fault in owner.faults_of(operation):
+            detail = f"after {operation}: {fault.detail}"
+            return [history.finding(fault.quantity, False, detail, slot=fault.slot)]
+    return [history.finding("history", True)]
+
+
+def _decode_plan(plan: Callable[..., Plan], history: LayerHistory, device: str) -> tuple[Plan, str]:
+    options = {"needs_grad": False, "phase": "decode", "page_size": history.page_size}
+    return plan(history.config, history.torch_dtype, **options), device
+
+
+class _Owner:
+    """A layer, its pools, and the sequences that they must hold."""
+
+    def __init__(self, history: PoolHistory, plan: Plan, device: str) -> None:
+        self._history, self._device, rng = history, device, random.Random(history.seed)
+        self._calls: list[Called] = []
+        self._plan = recorded(plan, self._calls)
+        self._fused = "append" in plan.fused
+        self._attn = layers.exact_layer(history, device, plan, None)
+        self._model, self._rows = Model(history), layers.Projections(self._attn)
+        config, most = history.config, history.max_len
+        new = max((max(x.values) for x in history.operations if x.kind == "step"), default=1)
+        spare = new - 1 + history.max_rollback
+        newest = (config.window_size + spare, config.compress_block_size + spare)
+        win, raw = newest if history.newest == "ring" else (most, most)
+        sizes = {
+            "cmp": (history.cmp_page, config.geometry.num_compressed(most)),
+            "sel": (history.page_size, most),
+            "win": (history.newest_page, win),
+            "raw": (history.newest_page, raw),
+        }
+        self._pools = {name: Pool(history, *size, device, rng) for name, size in sizes.items()}
+
+    def faults_of(self, operation: Operation) -> Iterator[Fault]:
+        """Run an operation, and yield its faults; one that the model refuses is left out."""
+        model, pools, values = self._model, self._pools.values(), operation.values
+        if not model.exists(operation) or model.refused(operation):
+            return
+        if operation.kind == "step":
+            yield from self._step(operation)
+            return
+        model.apply(operation)
+        for pool in pools:
+            if operation.kind == "fork":
+                pool.fork(*values)
+            elif operation.kind == "move":
+                pool.move(values[0])
+        self._trim()
+
+    def _live(self) -> dict[str, list[range]]:
+        """Return the rows of each sequence, by branch, that a step or a crop may need."""
+        spans = self._model.spans
+        each = [owned(self._history.config, length, least) for least, length in spans]
+        return {name: [rows[name] for rows in each] for name in self._pools}
+
+    def _trim(self) -> None:
+        """Free the pages, and erase the rows, that no sequence needs."""
+        for name, live in self._live().items():
+            for b, rows in enumerate(live):
+                self._pools[name].keep(b, rows)
+            self._pools[name].erase(live)
+
+    def _step(self, operation: Operation) -> Iterator[Fault]:
+        history, attn, model, new = self._history, self._attn, self._model, operation.values
+        before = model.lengths
+        for name, (old, grown) in self._written(before, new).items():
+            for b in range(history.batch):
+                self._pools[name].own(b, range(old[b], grown[b]))
+        x = self._input(new, operation.padding)
+        first = {name: [rows.start for rows in live] for name, live in self._live().items()}
+        model.apply(operation)
+        lengths, ends = (torch.tensor(n) for n in (model.lengths, [0, *new]))
+        cu_seqlens = ends.cumsum(0).int().to(self._device)
+        pages = LayerPages(**{name: pool.paged() for name, pool in self._pools.items()})
+        self._calls.clear()
+        try:
+            with torch.no_grad():
+                gates = compute_gates(attn.gate, x)
+                q, k, v = attn.heads(x)
+                o = api.nsa_decode(
+                    q,
+                    k[0] if len(k) == 1 else tuple(k),  # type: ignore[arg-type]  # three of them
+                    v[0] if len(v) == 1 else tuple(v),  # type: ignore[arg-type]
+                    gates,
+                    pages,
+                    api.decode_rows(cu_seqlens, lengths.int().to(self._device), len(x)),
+                    config=history.config,
+                    phi=(attn.phi_k, attn.phi_v),
+                    rope=self._rope(),
+                    max_len=history.max_len,
+                    plan=self._plan,
+                )
+        except InvalidInput as error:
+            yield Fault("", "refused", f"a valid call was refused: {error}")
+            return
+        except (NSAError, RuntimeError, LookupError) as error:
+            yield Fault("", "run", f"raised {type(error).__name__}: {error}")
+            return
+        if bool((o[sum(new) :] != 0).any()):
+            yield Fault("", "o of padding", "not 0")
+        yield from self._content_faults(pages, first)
+        if self._calls:
+            yield from self._output_faults(new, pages, o, gates)
+        self._trim()
+
+    def _written(
+        self, before: Sequence[int], new: Sequence[int]
+    ) -> dict[str, tuple[list[int], list[int]]]:
+        """Return the first row that a step writes and one past the last, by branch."""
+        grown = [a + b for a, b in zip(before, new)]
+        count = self._history.config.geometry.num_compressed
+        tokens = (list(before), grown)
+        compressed = ([*map(count, before)], [*map(count, grown)])
+        return {"cmp": compressed, "sel": tokens, "win": tokens, "raw": tokens}
+
+    def _input(self, new: Sequence[int], padding: int) -> torch.Tensor:
+        """Return the next tokens of all sequences [T, dim]; the padding is NaN."""
+        parts = [
+            layers.inputs(tokens, self._attn) for tokens in self._model.next_tokens(tuple(new))
+        ]
+        nan = torch.full((padding, self._history.config.dim), torch.nan)
+        return torch.cat([*parts, nan.to(parts[0])])
+
+    def _rope(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        history, config = self._history, self._history.config
+        if not config.rope:
+            return None
+        positions = torch.arange(history.max_len, device=self._device)
+        dtype = stats_dtype(history.torch_dtype)
+        table = rope_table(positions, config.qk_dim, config.frequencies, dtype)
+        return table.cos[:, 0], table.sin[:, 0]
+
+    def _content_faults(
+        self, pages: LayerPages, first: Mapping[str, Sequence[int]]
+    ) -> Iterator[Fault]:
+        """Compare the rows of the sequences with those of a prefill, and the others with NaN.
+
+        Args:
+            pages: The pages of the step.
+            first: The first row of each sequence that was not NaN before the step, by branch.
+        """
+        config, sequences = self._history.config, self._model.sequences
+        for name, live in self._live().items():
+            pool, part = self._pools[name], getattr(pages, name)
+            ends = [rows.stop for rows in live]
+            unused = pool.unused([range(*x) for x in zip(first[name], ends)])
+            for kind in "kv":
+                for b, rows in enumerate(live):
+                    actual = read_rows(getattr(pool, kind), rows, b, part.table).cpu()
+                    expected = self._rows.of(sequences[b].tokens)
+                    key = f"{kind}_{name}"
+                    yield from row_faults(config, key, actual, expected, rows, b, self._fused)
+                if not bool(getattr(pool, kind)[unused].isnan().all()):
+                    yield Fault("", f"{kind}_{name}", "a row was written that nobody owns")
+
+    def _output_faults(
+        self, new: Sequence[int], pages: LayerPages, o: torch.Tensor, gates: torch.Tensor
+    ) -> Iterator[Fault]:
+        """Judge the output of a step, and the blocks that it selected."""
+        history, lengths, most = self._history, self._model.lengths, max(new)
+        config, called = history.config, self._calls[-1]
+        if called.slot != "step":
+            called = next(x for x in self._calls if x.slot == "select")
+        case = Case("history", config, (max(lengths),), batch=len(new))
+        step = Step(case, tuple(lengths), tuple(new), most, history.page_size, exchanges=EXCHANGES)
+        ends = torch.tensor([0, *new]).cumsum(0).tolist()
+
+        def padded(x: torch.Tensor) -> torch.Tensor:
+            rows = x.new_zeros((len(new), most, *x.shape[1:]))
+            for b, count in enumerate(new):
+                rows[b, :count] = x[ends[b] : ends[b + 1]]
+            return rows
+
+        blocks = padded(called.results[-1][:, 0])
+        dense: dict[str, Any] = {}
+        for name, x in (("q", called.tensors[0][:, 0]), ("gates", gates)):
+            dense[name] = torch.zeros((len(new), max(lengths), *x.shape[1:]), dtype=x.dtype)
+            for b, (length, count) in enumerate(zip(lengths, new)):
+                dense[name][b, length - count : length] = x[ends[b] : ends[b + 1]].cpu()
+        for name in ("cmp", "sel", "win"):
+            part, total = getattr(pages, name), max(lengths)
+            total = config.geometry.num_compressed(total) if name == "cmp" else total
+            for kind in "kv":
+                store = getattr(part, kind)
+                rows = torch.zeros((len(new), total, *store.shape[2:]), dtype=store.dtype)
+                for b, (length, count) in enumerate(zip(lengths, new)):
+                    visible = owned(config, length, length - count)[name]
+                    rows[b, visible.start : visible.stop] = read_rows(
+                        store, visible, b, part.table
+                    ).cpu()
+                dense[f"{kind}_{name}"] = rows
+        assert called.call is not None  # a decode form has one
+        data = StepData(dense["q"], dense["gates"], dense, {}, called.call)
+        for finding in judge_composed(step, history.torch_dtype, data, padded(o), blocks):
+            if finding.ok is False:
+                yield Fault(finding.slot, f"{finding.quantity} of a step", finding.detail)

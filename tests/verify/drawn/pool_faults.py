@@ -1,0 +1,101 @@
+"""Faults in nsa_decode, which the histories of pages must find."""
+
+from __future__ import annotations
+
+from cache_faults import CacheFault
+from nsa_core import contract
+from nsa_core.decode import api, pages
+
+FAULTS = [
+    CacheFault(
+        "a table does not wrap around",
+        pages.PagedKV,
+        "locate",
+        "tokens // self.rows % table.shape[1]",
+        "(tokens // self.rows).clamp(max=table.shape[1] - 1)",
+    ),
+    CacheFault(
+        "rows without a token are written",
+        pages.PagedKV,
+        "write",
+        "if present is None:",
+        "if True:",
+    ),
+    CacheFault(
+        "a row without a token repeats the write of another one",
+        pages.PagedKV,
+        "write",
+        "flat.to(torch.uint8).argmax()",
+        "flat.to(torch.uint8).argmin()",
+    ),
+    CacheFault(
+        "a step that completes no block writes one",
+        pages.PagedKV,
+        "write",
+        ".where(some, store[page, row])",
+        "",
+    ),
+    CacheFault(
+        "values go to the rows of the keys before",
+        pages.PagedKV,
+        "write",
+        "row = row.flatten()[source]",
+        "row = row.flatten()[source].sub_(1).clamp_(min=0)",
+    ),
+    CacheFault(
+        "the first row of a sequence belongs to the one before",
+        api,
+        "decode_rows",
+        "right=True",
+        "right=False",
+    ),
+    CacheFault(
+        "every row counts as a token",
+        api,
+        "decode_rows",
+        "starts + ~absent",
+        "starts + 1",
+    ),
+    CacheFault(
+        "the positions are those after the step",
+        api,
+        "decode_rows",
+        "(lengths - ends)[sequences] + row",
+        "(lengths - ends)[sequences] + row + 1",
+    ),
+    CacheFault(
+        "the output of a row without a token is not zero",
+        api,
+        "decode",
+        "(rows.lengths == rows.starts)[:, None, None]",
+        "(rows.lengths < rows.starts)[:, None, None]",
+    ),
+    CacheFault(
+        "phi reads the tokens of another sequence",
+        api,
+        "compress",
+        "raw.read(starts[:, :1] + count, call.sequences)",
+        "raw.read(starts[:, :1] + count, call.sequences * 0)",
+    ),
+    CacheFault(
+        "compressed tokens go to the pages of another sequence",
+        api,
+        "compress",
+        "complete, call.sequences)",
+        "complete, call.sequences * 0)",
+    ),
+    CacheFault(
+        "win is written to the pages of raw",
+        api,
+        "append",
+        "(pages.win, win))",
+        "(pages.raw, win))",
+    ),
+    CacheFault(
+        "decode forms read the table of the row's number",
+        contract.DecodeCall,
+        "table",
+        "table if self.sequences is None else",
+        "table[: len(self.starts)] if len(self.starts) <= len(table) else",
+    ),
+]
