@@ -268,7 +268,10 @@ def test_other_arguments_that_do_not_fit() -> None:
         ({"phi": phi, "plan": plan, "backends": "sdpa"}, "plan and backends"),
         ({"phi": phi, "rope": (cos, cos)}, "at least max_len 80 positions"),
         ({"phi": phi, "max_len": 0}, "max_len"),
-        ({"phi": phi, "config": dataclasses.replace(config, window_size=60)}, "pages.win has room for 55"),
+        (
+            {"phi": phi, "config": dataclasses.replace(config, window_size=60)},
+            "pages.win has room for 55",
+        ),
     ):
         with torch.set_grad_enabled(not options), pytest.raises(InvalidInput, match=message):
             nsa_decode(*call, **{"config": config, **options})

@@ -179,7 +179,7 @@ def append(
         part.unflatten(-1, (-1, dk if i < 4 else dv)) for i, part in enumerate(parts)
     )
     sizes = {
-        "raw": (batch, 2),
+        "raw": (data.call.tables.raw.numel(), 2 if data.call.tables.raw.shape[1] == 1 else 1),
         "sel": data.stores["k_sel"].shape[:2],
         "win": data.stores["k_win"].shape[:2],
     }
@@ -239,7 +239,8 @@ def compress(
         if is_mlp:
             shapes += [(x.shape[-1], units), (x.shape[-1],)]
         weights = [numbers(*shape, scale=5 + i) for i, shape in enumerate(shapes)]
-        rows = numbers(len(data.call.lengths), ring, *x.shape[2:], scale=40)
+        table = data.call.tables.raw
+        rows = numbers(table.numel(), -(-ring // table.shape[1]), *x.shape[2:], scale=40)
         between = torch.nn.functional.pad(rows, (0,) * 6 + (1, 1), value=torch.nan)[1:-1]
         tensors.append((between, tuple(apart(w) if w.dim() == 2 else w for w in weights)))
     out = [torch.full_like(x, -9.0) for x in pages]
@@ -253,6 +254,26 @@ def compress(
 def linear_compress(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """Compress with a phi of kind linear."""
     return compress(data, apart, False)
+
+
+def ragged(data: StepData) -> StepData:
+    """Return the rows of the step as runs of one token, those of the last sequence first."""
+    call, (batch, m) = data.call, data.q.shape[:2]
+    order = torch.arange(batch).flip(0).repeat_interleave(m)
+    row = torch.arange(m).repeat(batch)
+    starts = torch.minimum(call.starts[order] + row, call.lengths[order]).int()
+    lengths = torch.minimum(starts + 1, call.lengths[order]).int()
+    q, gates = (x[order, row][:, None] for x in (data.q, data.gates))
+    call = dataclasses.replace(call, starts=starts, lengths=lengths, sequences=order.int())
+    return dataclasses.replace(data, q=q, gates=gates, call=call)
+
+
+def ragged_rows(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Run every form on runs of one token."""
+    data, results = ragged(data), {}
+    for form in (append, compress, fused, three_launches):
+        results |= {f"{form.__name__} {n}": x for n, x in form(data, apart).items()}
+    return results
 
 
 def compress_past_the_end(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
@@ -321,6 +342,8 @@ CASES = {
         (linear_compress, "six sequences", 3),
         (compress_past_the_end, "six sequences", 3),
         (compress, "wide", 3),
+        (ragged_rows, "six sequences", 3),
+        (ragged_rows, "three tokens", 1000),
         (gates, "three tokens", 3),
         (gates, "odd heads", 3),
         (selection, "ragged", 3),

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+import decode_problems
 from nsa_backend_triton.decode import forms, launch
 from nsa_backend_triton.decode import sel as decode_sel
 from nsa_backend_triton.decode import span as decode_span
@@ -248,6 +249,23 @@ def test_chunks_of_one_token_equal_the_whole_step(monkeypatch):
     assert torch.allclose(o_chunks, o, rtol=1e-12, atol=1e-12)
     assert equal_bits(blocks_chunks, blocks)
     assert equal_bits(blocks_alone, blocks)
+
+
+@pytest.mark.parametrize("most_bytes", [2**28, 1])
+def test_runs_of_one_token_equal_the_step(most_bytes, monkeypatch):
+    """A ragged batch, also in parts, gives what a step of several tokens gives."""
+    data = step_data(CHUNK, FP64)
+    o, blocks = run_step(data)
+    ragged = decode_problems.ragged(data)
+    order = ragged.call.sequences.long(), torch.arange(CHUNK.rows).repeat(len(CHUNK.lengths))
+    monkeypatch.setattr(forms, "MAX_SUM_BYTES", most_bytes)
+    o_ragged, blocks_ragged = run_step(ragged)
+    stores = (ragged.stores["k_cmp"], ragged.stores["v_cmp"])
+    lse = forms.cmp(ragged.q, *stores, call=ragged.call)[1]
+    blocks_alone = forms.select(ragged.q, stores[0], lse, call=ragged.call)
+    assert torch.allclose(o_ragged[:, 0], o[order], rtol=1e-12, atol=1e-12)
+    assert equal_bits(blocks_ragged[:, 0], blocks[order])
+    assert equal_bits(blocks_alone[:, 0], blocks[order])
 
 
 def test_sel_accepts_unsorted_repeated_and_invalid_blocks():

@@ -114,10 +114,17 @@ def core_launches(request: Request, architecture: int) -> list[offline.RecordedL
 
 
 def step_launches(
-    request: Request, architecture: int, rows: int = 1
+    request: Request, architecture: int, rows: int = 1, ragged: bool = False
 ) -> list[offline.RecordedLaunch]:
-    """Return the launches of a fused decode step of ``rows`` tokens."""
+    """Return the launches of a fused decode step of ``rows`` tokens.
+
+    ``ragged``: each run names its sequence, and win and raw have tables of two columns.
+    """
     tensors, call = step_inputs(request, rows)
+    if ragged:
+        newest = call.starts.new_empty(len(call.starts), 2)
+        tables = call.tables._replace(win=newest, raw=newest)
+        call = dataclasses.replace(call, tables=tables, sequences=call.starts)
     q, lead = tensors["q"], tensors["q"].shape[:2]
     k, v = (q.new_empty((*lead, *tensors[f"{x}_win"].shape[2:])) for x in "kv")
     table = q.new_empty((call.max_len, q.shape[3] // 2), dtype=tensors["gates"].dtype)
@@ -236,8 +243,12 @@ def _step_rows(base: Request, architecture: int, slot: str) -> Iterator[Row]:
     request = dataclasses.replace(
         base, phase="decode", needs_grad=False, batch=32, seq_len=65536, page_size=128
     )
-    for launch in step_launches(request, architecture, STEPS[slot]):
-        yield Row(launch, slot, base.head_dim, base.v_head_dim, base.dtype)
+    variants = [("", False)]
+    if (base.head_dim, base.v_head_dim, base.dtype) == (128, 128, "bfloat16"):
+        variants.append((", ragged", True))
+    for variant, ragged in variants:
+        for launch in step_launches(request, architecture, STEPS[slot], ragged):
+            yield Row(launch, slot + variant, base.head_dim, base.v_head_dim, base.dtype)
 
 
 def _core_rows(base: Request, architecture: int) -> Iterator[Row]:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:  # the names of _MODULE_OF, for type checkers and editors
     from nsa_core.contract import SlotSpec as SlotSpec
     from nsa_core.contract import Unavailable as Unavailable
     from nsa_core.contract import hookimpl as hookimpl
-    from nsa_core.decode.api import DecodeRows as DecodeRows
     from nsa_core.decode.api import decode_rows as decode_rows
     from nsa_core.decode.api import nsa_decode as nsa_decode
     from nsa_core.decode.pages import LayerPages as LayerPages
     from nsa_core.decode.pages import PagedKV as PagedKV
+    from nsa_core.decode.run import DecodeRows as DecodeRows
     from nsa_core.errors import BackendUnavailable as BackendUnavailable
     from nsa_core.errors import InvalidInput as InvalidInput
     from nsa_core.errors import NSAError as NSAError
@@ -68,7 +68,7 @@ _MODULE_OF = {
     "block_attention_decode_with_lse": "block.decode",
     "plan_block_attention": "block.attention",
     "attention_flops": "flops",
-    "DecodeRows": "decode.api",
+    "DecodeRows": "decode.run",
     "decode_rows": "decode.api",
     "nsa_decode": "decode.api",
     "LayerPages": "decode.pages",

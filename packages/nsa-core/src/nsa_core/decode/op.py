@@ -110,9 +110,10 @@ def _run(
         _with_parameters(_phi("k", config.qk_dim, *sizes), phi_k),
         _with_parameters(_phi("v", config.v_dim, *sizes), phi_v),
     )
-    branches: Any = (tuple(keys), tuple(values))
+    k: Any = tuple(keys)
+    v: Any = tuple(values)
     angles: Any = tuple(rope) or None
-    return decode(plan, q, *branches, gates, pages, DecodeRows(*rows), phis, angles, max_len)
+    return decode(plan, q, k, v, gates, pages, DecodeRows(*rows), phis, angles, max_len)
 
 
 def _fake(q: torch.Tensor, keys: Any, values: Sequence[torch.Tensor], *_: Any) -> torch.Tensor:
