@@ -79,6 +79,9 @@ STEPS = {
         groups=3,
         page=8,
     ),
+    "six rings": _step(
+        "six rings", MANY, (24, 23, 6, 5, 16, 22), (1, 2, 1, 1, 2, 2), groups=1, page=None
+    ),
     "wide": _step("wide", (1, 1, 4, 3, 5), (1, 7), (1, 1), page=8, dk=48),
     "six tokens": _step("six tokens", SMALL, (29, 2), (6, 2), heads=3, page=16),
     "two tokens": _step(
@@ -181,8 +184,8 @@ def append(
     sizes = {
         "raw": (data.call.tables.raw.numel(), 2 if data.call.tables.raw.shape[1] == 1 else 1),
         "sel": data.stores["k_sel"].shape[:2],
-        "win": data.stores["k_win"].shape[:2],
     }
+    sizes["win"] = sizes["raw"]
     stores = {
         n: tuple(q.new_full((*size, groups, d), -9.0) for d in (dk, dv))
         for n, size in sizes.items()
@@ -342,6 +345,7 @@ CASES = {
         (linear_compress, "six sequences", 3),
         (compress_past_the_end, "six sequences", 3),
         (compress, "wide", 3),
+        (compress, "six rings", 3),
         (ragged_rows, "six sequences", 3),
         (ragged_rows, "three tokens", 1000),
         (gates, "three tokens", 3),

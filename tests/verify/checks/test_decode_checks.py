@@ -72,6 +72,7 @@ ALL = {
     "block attention decode",
     "generated steps",
     "cache histories",
+    "page histories",
     "decode",
     "decode reads",
     *(f"decode {check}" for check in CHECKS),

@@ -20,7 +20,7 @@ from nsa_core.cache.prompt import MIN_ROWS, attend_chunk, chunk_pages, prefill, 
 from nsa_core.cache.state import CacheState, NewTokens, check_plan
 from nsa_core.cache.undo import run_or_undo
 from nsa_core.contract import DecodeCall
-from nsa_core.decode.step import Branches, append, attend, compress
+from nsa_core.decode.layer_step import Branches, append, attend, compress
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates, plain_linear_gate
 from nsa_core.layer.plain_linear import base_weight, stated_dtype

@@ -9,9 +9,9 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.decode import op
 from nsa_core.decode.checks import check_metadata, check_plan
+from nsa_core.decode.layer_step import Branches
 from nsa_core.decode.pages import LayerPages
 from nsa_core.decode.run import DecodeRows, Rope, decode, default_plan
-from nsa_core.decode.step import Branches
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.phi.kinds import make_phi
 from nsa_core.plan.default_plan import frozen_backends

@@ -10,8 +10,8 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.contract import DecodeCall
 from nsa_core.decode.checks import check_values
+from nsa_core.decode.layer_step import Branches, append, attend, compress
 from nsa_core.decode.pages import LayerPages
-from nsa_core.decode.step import Branches, append, attend, compress
 from nsa_core.layer.rope import RopeTable
 from nsa_core.plan.default_plan import CACHED, Backends
 from nsa_core.plan.options import PlanOptions
