@@ -194,7 +194,9 @@ def append(
     new_rows = [x if x.stride(-1) == 1 else x.contiguous() for pair in zip(k, v) for x in pair]
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    cos, sin = (q, q) if rope is None else [x.contiguous() for x in rope]
+    cos, sin = rope or (q, q)
+    if rope is not None and not (cos.is_contiguous() and sin.is_contiguous()):
+        cos, sin = cos.contiguous(), sin.contiguous()
     _, sel_table, win_table, raw_table = call.tables
     tables, sequences = (raw_table, sel_table, win_table), call.sequences
     options = (rope is not None, rotate_raw, sequences is not None)

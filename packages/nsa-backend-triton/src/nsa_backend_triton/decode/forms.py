@@ -224,8 +224,8 @@ def step(
     bound = cdiv(call.max_len, BOUND) * BOUND
     stores = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
     constants = (call.geometry, call.scale, bound, call.sequences is not None)
-    chunks = _prepare(q, gates, *stores, call.tables, constants, *settings)
     sequences, tables = sequences_of(call), call.tables[:3]
+    chunks = _prepare(q, gates, *stores, *tables, constants, *settings)
     for first_token, chunk in chunks:
         scratch, counters = allocate(q, chunk.scratch, chunk.zero)
         q_chunk, gates_chunk, o_chunk, blocks_chunk = q, gates, o, blocks
@@ -290,7 +290,9 @@ def _prepare(
     v_sel: Tensor,
     k_win: Tensor,
     v_win: Tensor,
-    tables: BlockTables,
+    cmp_table: Tensor,
+    sel_table: Tensor,
+    win_table: Tensor,
     constants: tuple[BlockGeometry, float, int, bool],
     span_settings: Settings,
     sel_settings: Settings,
@@ -301,9 +303,9 @@ def _prepare(
     """
     # Launches take starts and lengths as tensors; what is prepared does not depend on them.
     geometry, scale, max_len, ragged = constants
-    placeholder = tables.sel
-    sequences = placeholder if ragged else None
-    call = DecodeCall(geometry, scale, placeholder, placeholder, tables, max_len, sequences)
+    tables = BlockTables(cmp_table, sel_table, win_table, win_table)  # a step does not read raw
+    sequences = sel_table if ragged else None
+    call = DecodeCall(geometry, scale, sel_table, sel_table, tables, max_len, sequences)
     chunks = []
     for first_token, count in _chunks(q, call):
         stores = (k_cmp, v_cmp), (k_win, v_win)
