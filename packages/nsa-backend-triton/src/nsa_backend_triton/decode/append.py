@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton.decode.launch import cdiv, power
-from nsa_backend_triton.decode.walk import table_row
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
@@ -28,7 +27,7 @@ def _copy_heads(
     BLOCK_H: tl.constexpr, WIDTH: tl.constexpr, BAND: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Copy the heads of one row of X to one row of OUT if ``valid``; ROTATE: rotated."""
-    head = tl.arange(0, BLOCK_H)
+    head = tl.arange(0, BLOCK_H).to(tl.int64)  # the strides of a head-major pool are large
     if ROTATE:
         HALF: tl.constexpr = WIDTH // 2
         offs_d = tl.arange(0, BAND // 2)
@@ -81,18 +80,21 @@ def _append_token(
 
 
 @triton.jit
-def _page_of(
-    TABLE, SEQUENCES, run, stride_table, columns, page_number, valid, RAGGED: tl.constexpr
-):
-    """Return page ``page_number`` of the sequence of a run; the table wraps around."""
-    row = table_row(TABLE, SEQUENCES, run, stride_table, RAGGED)
-    return tl.load(row + page_number % columns, mask=valid, other=0)
+def _page_of(TABLE, sequence, stride_table, columns, page_number, num_pages, valid):
+    """Return page ``page_number`` of a sequence, and whether it is valid; the table wraps around.
+
+    A token whose page is outside the pool is not written, because each page has another owner.
+    """
+    row = TABLE + tl.cast(sequence, tl.int64) * stride_table
+    page = tl.load(row + page_number % columns, mask=valid, other=0)
+    return page, valid & (page >= 0) & (page < num_pages)
 
 
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "raw_page_size", "sel_page_size", "win_page_size",
-        "raw_columns", "sel_columns", "win_columns", "num_positions",
+        "raw_columns", "sel_columns", "win_columns", "num_raw_pages", "num_sel_pages",
+        "num_win_pages", "num_sequences", "num_positions",
         "stride_raw_table", "stride_sel_table", "stride_win_table",
     ],
     do_not_specialize_on_alignment=[
@@ -108,7 +110,7 @@ def decode_append(
     stride_k_win_store, stride_v_win_store,
     stride_raw_table, stride_sel_table, stride_win_table,
     num_tokens, raw_page_size, sel_page_size, win_page_size, raw_columns, sel_columns, win_columns,
-    num_positions,
+    num_raw_pages, num_sel_pages, num_win_pages, num_sequences, num_positions,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     NUM_KV_HEADS_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, ROPE: tl.constexpr,
@@ -125,14 +127,18 @@ def decode_append(
     seq, t = row // num_tokens, row % num_tokens
     length = tl.load(LENGTHS + seq)
     position = tl.load(STARTS + seq) + t
-    valid = (position < length) & (position < sel_columns * sel_page_size)
+    valid = (position >= 0) & (position < length) & (position < sel_columns * sel_page_size)
+    sequence = seq
+    if RAGGED:
+        sequence = tl.load(SEQUENCES + seq)
+    valid = valid & (sequence >= 0) & (sequence < num_sequences)
     angle = tl.minimum(position, num_positions - 1)
     if task == 0:
         # If a step has more tokens than the pages hold, the last ones stay.
         valid = valid & (position >= length - raw_columns * raw_page_size)
-        page = _page_of(
-            RAW_TABLE, SEQUENCES, seq, stride_raw_table, raw_columns, position // raw_page_size,
-            valid, RAGGED,
+        page, valid = _page_of(
+            RAW_TABLE, sequence, stride_raw_table, raw_columns, position // raw_page_size,
+            num_raw_pages, valid,
         )  # fmt: skip
         _append_token(
             K_RAW, V_RAW, K_RAW_STORE, V_RAW_STORE, COS, SIN, stride_k_raw, stride_v_raw,
@@ -142,9 +148,9 @@ def decode_append(
             ROPE and ROTATE_RAW,
         )  # fmt: skip
     elif task == 1:
-        page = _page_of(
-            SEL_TABLE, SEQUENCES, seq, stride_sel_table, sel_columns, position // sel_page_size,
-            valid, RAGGED,
+        page, valid = _page_of(
+            SEL_TABLE, sequence, stride_sel_table, sel_columns, position // sel_page_size,
+            num_sel_pages, valid,
         )  # fmt: skip
         _append_token(
             K_SEL, V_SEL, K_SEL_STORE, V_SEL_STORE, COS, SIN, stride_k_sel, stride_v_sel,
@@ -155,9 +161,9 @@ def decode_append(
         )  # fmt: skip
     elif task == 2:
         valid = valid & (position >= length - win_columns * win_page_size)
-        page = _page_of(
-            WIN_TABLE, SEQUENCES, seq, stride_win_table, win_columns, position // win_page_size,
-            valid, RAGGED,
+        page, valid = _page_of(
+            WIN_TABLE, sequence, stride_win_table, win_columns, position // win_page_size,
+            num_win_pages, valid,
         )  # fmt: skip
         _append_token(
             K_WIN, V_WIN, K_WIN_STORE, V_WIN_STORE, COS, SIN, stride_k_win, stride_v_win,
@@ -236,7 +242,7 @@ def _launch(
         decode_append, (batch * num_tokens * programs_per_token,),
         *(x.stride()[:3] for x in (q, *new_rows, *stores)),
         *(x.stride(0) for x in tables), num_tokens, *(x.shape[1] for x in stores[::2]),
-        *(x.shape[1] for x in tables), cos.shape[0],
+        *(x.shape[1] for x in tables), *(len(x) for x in stores[::2]), len(tables[1]), cos.shape[0],
         NUM_HEADS=heads, NUM_KV_HEADS=kv_heads, BLOCK_H=block_h, NUM_KV_HEADS_PAD=power(kv_heads),
         HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
         HEAD_DIM_BAND=max(2, power(head_dim)), V_HEAD_DIM_BAND=power(v_head_dim),

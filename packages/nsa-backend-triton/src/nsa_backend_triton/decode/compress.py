@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton.decode.launch import cdiv, power
-from nsa_backend_triton.decode.walk import table_row
+from nsa_backend_triton.decode.walk import clamp_index, table_row
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.constexprs import accumulator
 from nsa_backend_triton.host.device import architecture
@@ -45,8 +45,8 @@ _ROUNDED = {
 @triton.jit
 def _products(
     X, TABLE, POSITION, WEIGHT, BIAS, stride_x, stride_w, run, first_token, page_size, columns,
-    unit, unit_valid, FIRST: tl.constexpr, RING: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    BLOCK_H: tl.constexpr, TOKENS: tl.constexpr,
+    num_pages, unit, unit_valid, FIRST: tl.constexpr, RING: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, TOKENS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_UNITS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     DTYPE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -56,11 +56,11 @@ def _products(
     RING: it has one column. The positions are added to x. Otherwise x is row 0 of page ``run``.
     Weights are rounded to DTYPE.
     """
-    head = tl.arange(0, BLOCK_H)
+    head = tl.arange(0, BLOCK_H).to(tl.int64)  # the strides of a head-major pool are large
     stride_xp, stride_xr, stride_xh = stride_x
     page = tl.cast(run, tl.int64)
     if RING:
-        page = tl.load(TABLE).to(tl.int64)
+        page = clamp_index(tl.load(TABLE), num_pages).to(tl.int64)
     products = tl.zeros([BLOCK_H, BLOCK_UNITS, BLOCK_DIM], ACC)
     for first_column in range(0, TOKENS * WIDTH, BLOCK_DIM):
         column = first_column + tl.arange(0, BLOCK_DIM)
@@ -70,7 +70,7 @@ def _products(
             row = tl.where(row < page_size, row, row - page_size)
         elif FIRST:
             x_page = tl.load(TABLE + row // page_size % columns, mask=column_valid, other=0)
-            x_page, row = x_page.to(tl.int64), row % page_size
+            x_page, row = clamp_index(x_page, num_pages).to(tl.int64), row % page_size
         offs_x = x_page * stride_xp + row.to(tl.int64) * stride_xr + column % WIDTH
         x = tl.load(
             X + head[:, None] * stride_xh + offs_x[None, :],
@@ -92,34 +92,35 @@ def _products(
 @triton.jit
 def _compress_units(
     X, TABLE, POSITION, WEIGHT, BIAS, OUT, COS, SIN,
-    stride_x, stride_w, stride_out, run, first_token, page_size, columns, out_page, out_row,
-    position, tile,
+    stride_x, stride_w, stride_out, run, first_token, page_size, columns, num_pages, out_page,
+    out_row, out_valid, position, tile,
     FIRST: tl.constexpr, LAST: tl.constexpr, ROTATE: tl.constexpr, RING: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
     UNITS: tl.constexpr, BLOCK_UNITS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     DTYPE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of units of one run to row ``out_row`` of page ``out_page`` of OUT.
+    """Write a tile of units of one run to row ``out_row`` of page ``out_page`` of OUT, if valid.
 
     Not LAST: the units are hidden ones, whose GELU is written. ROTATE: tiles have pairs of units.
     """
     OWNED: tl.constexpr = UNITS // 2 if ROTATE else UNITS
-    head, unit = tl.arange(0, BLOCK_H), tile * BLOCK_UNITS + tl.arange(0, BLOCK_UNITS)
+    head = tl.arange(0, BLOCK_H).to(tl.int64)
+    unit = tile * BLOCK_UNITS + tl.arange(0, BLOCK_UNITS)
     unit_valid = unit < OWNED
     y = _products(
         X, TABLE, POSITION, WEIGHT, BIAS, stride_x, stride_w, run, first_token, page_size, columns,
-        unit, unit_valid,
+        num_pages, unit, unit_valid,
         FIRST, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
     )  # fmt: skip
     stride_outp, stride_outr, stride_outh = stride_out
     OUT += tl.cast(out_page, tl.int64) * stride_outp + tl.cast(out_row, tl.int64) * stride_outr
     out = OUT + (head[:, None] * stride_outh + unit[None, :])
-    mask = (head < NUM_KV_HEADS)[:, None] & unit_valid[None, :]
+    mask = (head < NUM_KV_HEADS)[:, None] & unit_valid[None, :] & out_valid
     dtype = OUT.dtype.element_ty
     if ROTATE:
         y2 = _products(
             X, TABLE, POSITION, WEIGHT + OWNED * stride_w, BIAS + OWNED, stride_x, stride_w,
-            run, first_token, page_size, columns, unit, unit_valid,
+            run, first_token, page_size, columns, num_pages, unit, unit_valid,
             FIRST, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
         )  # fmt: skip
         angle = tl.cast(position, tl.int64) * OWNED + unit
@@ -136,7 +137,8 @@ def _compress_units(
 @triton.jit(
     do_not_specialize=[
         "stride_raw_table", "stride_cmp_table", "num_runs", "raw_page_size", "raw_columns",
-        "cmp_page_size", "num_blocks", "num_positions",
+        "cmp_page_size", "num_blocks", "num_positions", "num_sequences", "num_raw_pages",
+        "num_cmp_pages",
     ],
     do_not_specialize_on_alignment=["STARTS", "LENGTHS", "SEQUENCES", "RAW_TABLE", "CMP_TABLE"],
 )  # fmt: skip
@@ -146,6 +148,7 @@ def decode_compress(
     stride_k, stride_v, stride_k_out, stride_v_out,
     stride_k_weight, stride_v_weight, stride_raw_table, stride_cmp_table,
     num_runs, raw_page_size, raw_columns, cmp_page_size, num_blocks, num_positions,
+    num_sequences, num_raw_pages, num_cmp_pages,
     FIRST: tl.constexpr, LAST: tl.constexpr, ROPE: tl.constexpr,
     RAGGED: tl.constexpr, RING: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -169,22 +172,31 @@ def decode_compress(
         runs = first_run + tl.arange(0, BLOCK_B)
         start = tl.load(STARTS + runs, mask=runs < num_runs, other=0)
         length = tl.load(LENGTHS + runs, mask=runs < num_runs, other=0)
-        blocks = tl.maximum(start - COMPRESS_BLOCK + STRIDE, 0) // STRIDE
-        complete = (blocks * STRIDE + COMPRESS_BLOCK <= length) & (blocks < num_blocks)
+        blocks = (tl.maximum(start, COMPRESS_BLOCK - STRIDE) - (COMPRESS_BLOCK - STRIDE)) // STRIDE
+        complete = (start >= 0) & (blocks < num_blocks)
+        complete = complete & (blocks * STRIDE + COMPRESS_BLOCK <= length)
         rank = tl.cumsum(complete.to(tl.int32), 0)
         for i in range(turn, tl.sum(complete.to(tl.int32), 0), PROGRAMS_PER_TILE):
             is_own = complete & (rank == i + 1)
             run = tl.sum(tl.where(is_own, runs, 0), 0)
             block = tl.sum(tl.where(is_own, blocks, 0), 0)
-            out_page, out_row = run, 0
+            out_page, out_row, out_valid = run, 0, True
             if LAST:
-                cmp_table = table_row(CMP_TABLE, SEQUENCES, run, stride_cmp_table, RAGGED)
+                cmp_table = table_row(
+                    CMP_TABLE, SEQUENCES, run, stride_cmp_table, num_sequences, RAGGED
+                )
                 out_page = tl.load(cmp_table + block // cmp_page_size)
+                out_valid = (out_page >= 0) & (out_page < num_cmp_pages)
+                if RAGGED:
+                    sequence = tl.load(SEQUENCES + run)
+                    out_valid = out_valid & (sequence >= 0) & (sequence < num_sequences)
                 out_row = block % cmp_page_size
             raw_table = RAW_TABLE
             first_token = 0
             if FIRST:
-                raw_table = table_row(RAW_TABLE, SEQUENCES, run, stride_raw_table, RAGGED)
+                raw_table = table_row(
+                    RAW_TABLE, SEQUENCES, run, stride_raw_table, num_sequences, RAGGED
+                )
                 first_token = block * STRIDE
             if RING:
                 first_token = first_token % raw_page_size
@@ -193,7 +205,7 @@ def decode_compress(
                 _compress_units(
                     K, raw_table, K_POSITION, K_WEIGHT, K_BIAS, K_OUT, COS, SIN,
                     stride_k, stride_k_weight, stride_k_out, run, first_token, raw_page_size,
-                    raw_columns, out_page, out_row, position, tile,
+                    raw_columns, num_raw_pages, out_page, out_row, out_valid, position, tile,
                     FIRST, LAST, ROPE, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, K_WIDTH, K_UNITS,
                     BLOCK_UNITS, K_BLOCK_DIM, DTYPE, ACC,
                 )  # fmt: skip
@@ -201,7 +213,8 @@ def decode_compress(
                 _compress_units(
                     V, raw_table, V_POSITION, V_WEIGHT, V_BIAS, V_OUT, COS, SIN,
                     stride_v, stride_v_weight, stride_v_out, run, first_token, raw_page_size,
-                    raw_columns, out_page, out_row, position, tile - K_TILES,
+                    raw_columns, num_raw_pages, out_page, out_row, out_valid, position,
+                    tile - K_TILES,
                     FIRST, LAST, False, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, V_WIDTH, V_UNITS,
                     BLOCK_UNITS, V_BLOCK_DIM, DTYPE, ACC,
                 )  # fmt: skip
@@ -285,7 +298,7 @@ def _launches(
     settings = configs.pick("decode_compress", architecture(k.device))
     block_h, block_units = power(heads), settings["BLOCK_UNITS"]
     programs_per_tile = min(settings["PROGRAMS_PER_TILE"], batch)
-    numbers = (columns, page_size, cmp_table.shape[1] * page_size, cos.shape[0])
+    numbers = (columns, page_size, cmp_table.shape[1] * page_size, cos.shape[0], len(cmp_table))
     row_strides = (raw_table.stride(0), cmp_table.stride(0), batch)
 
     def launch(
@@ -299,7 +312,7 @@ def _launches(
         block_dims = [min(most, power(tokens * width)) for width in widths]
         return Launch(
             decode_compress, (tiles * programs_per_tile,),
-            *inputs, *outputs, *of_weights, *row_strides, rows, *numbers,
+            *inputs, *outputs, *of_weights, *row_strides, rows, *numbers, len(k), len(k_cmp),
             FIRST=is_first, LAST=is_last, ROPE=rotated,
             RAGGED=ragged, RING=is_first and columns == 1, NUM_KV_HEADS=heads, BLOCK_H=block_h,
             COMPRESS_BLOCK=size, STRIDE=geometry.compress_stride,

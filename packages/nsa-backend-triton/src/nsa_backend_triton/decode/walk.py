@@ -4,6 +4,9 @@ A branch numbers its keys: compressed tokens (CMP), the tokens of the selected b
 tokens of the window (WIN). Key i is in row i % page_size of page TABLE[i // page_size]. The table
 of WIN wraps around, TABLE[i // page_size % columns]; RING: it has one column. A row of q, k or v is
 one band of HEAD_DIM_BAND columns, the power of two that holds HEAD_DIM.
+
+The host does not read starts, sequences and tables. Wrong values give wrong results, but no kernel
+leaves its tensors: a run that begins before token 0 is padding, and other indices are clamped.
 """
 
 from __future__ import annotations
@@ -17,11 +20,17 @@ CMP, SEL, WIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def table_row(TABLE, SEQUENCES, run, stride_table, RAGGED: tl.constexpr):
+def clamp_index(index, count):
+    """Return ``index``, or the nearest of 0 .. count - 1."""
+    return tl.minimum(tl.maximum(index, 0), count - 1)
+
+
+@triton.jit
+def table_row(TABLE, SEQUENCES, run, stride_table, num_sequences, RAGGED: tl.constexpr):
     """Return the row of a block table of a run; RAGGED: that of sequence SEQUENCES[run]."""
     sequence = run
     if RAGGED:
-        sequence = tl.load(SEQUENCES + run)
+        sequence = clamp_index(tl.load(SEQUENCES + run), num_sequences)
     return TABLE + tl.cast(sequence, tl.int64) * stride_table
 
 
@@ -33,7 +42,8 @@ def token_range(STARTS, LENGTHS, seq, first_token, count, max_len):
     """
     start = tl.load(STARTS + seq)
     begin = start + first_token
-    return begin, tl.minimum(begin + count, tl.minimum(tl.load(LENGTHS + seq), max_len))
+    end = tl.minimum(begin + count, tl.minimum(tl.load(LENGTHS + seq), max_len))
+    return begin, tl.where(start < 0, begin, end)
 
 
 @triton.jit
@@ -60,7 +70,7 @@ def key_range(
 
 @triton.jit
 def _locate_keys(
-    tile, low, high, TABLE, BLOCKS, page_size, columns, current_block,
+    tile, low, high, TABLE, BLOCKS, page_size, columns, num_pages, current_block,
     BLOCK_N: tl.constexpr, BRANCH: tl.constexpr, RING: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, SELECT_BLOCK: tl.constexpr,
     DISTINCT: tl.constexpr, CMP_PER_BLOCK: tl.constexpr, CMP_PER_BLOCK_PAD: tl.constexpr,
@@ -97,7 +107,7 @@ def _locate_keys(
         page = tl.load(TABLE + key // page_size % columns, mask=key < high, other=0)
     else:
         page = tl.load(TABLE + key // page_size, mask=key < high, other=0)
-    return key, page
+    return key, clamp_index(page, num_pages)
 
 
 @triton.jit
@@ -146,7 +156,7 @@ def _store_block_sums(
 def walk(
     q, m_i, l_i, acc, K, V, SUMS, MAXIMA, TABLE, BLOCKS, stride_k, stride_v,
     kv_head, low, high, first_tile, end_tile, left, right, current_block,
-    offs_sums, offs_maxima, page_size, columns, qk_scale,
+    offs_sums, offs_maxima, page_size, columns, num_pages, qk_scale,
     BRANCH: tl.constexpr, RING: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -169,20 +179,21 @@ def walk(
     """
     stride_kp, stride_kr, stride_kh = stride_k
     stride_vp, stride_vr, stride_vh = stride_v
+    kv_head = tl.cast(kv_head, tl.int64)  # the strides of a head-major pool are large
     K += kv_head * stride_kh
     V += kv_head * stride_vh
     rows_per_page = PAGE_SIZE if PAGE_SIZE > 0 else page_size
     # A tile's pages are loaded one iteration ahead of its keys: an address that depends on a load
     # of the same iteration could not be prefetched.
     key, page = _locate_keys(
-        first_tile, low, high, TABLE, BLOCKS, rows_per_page, columns, current_block,
-        BLOCK_N, BRANCH, RING, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT,
-        CMP_PER_BLOCK, CMP_PER_BLOCK_PAD,
+        first_tile, low, high, TABLE, BLOCKS, rows_per_page, columns, num_pages,
+        current_block, BLOCK_N, BRANCH, RING, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK,
+        DISTINCT, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD,
     )  # fmt: skip
     for tile in tl.range(first_tile, end_tile):
         next_key, next_page = _locate_keys(
             tl.minimum(tile + 1, end_tile - 1), low, high, TABLE, BLOCKS,
-            rows_per_page, columns, current_block,
+            rows_per_page, columns, num_pages, current_block,
             BLOCK_N, BRANCH, RING, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT,
             CMP_PER_BLOCK, CMP_PER_BLOCK_PAD,
         )  # fmt: skip
