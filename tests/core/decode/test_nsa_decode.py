@@ -6,6 +6,7 @@ The histories of nsa_verify judge pages that are moved, shared, freed and reused
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,14 @@ from nsa_core import (
     nsa_attention,
     nsa_decode,
     resolve,
+    rope_angles,
 )
+from nsa_core.decode import layer_step
+from nsa_core.decode import op as decode_op
+from nsa_core.decode import run as decode_run
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates
-from nsa_core.layer.rope import rope_table
+from nsa_core.layer.phi.kinds import make_phi
 
 LENGTHS = (70, 45)
 STEPS = ((30, 1), (1, 7), (5, 1), (1, 1), (0, 3), (13, 12), (1, 20), (19, 0))
@@ -51,24 +56,13 @@ def pages_of(attn: NSAttention, seed: int = 1) -> LayerPages:
     return LayerPages(part(5, 4, False), part(16, 5, True), part(5, 11, False), part(3, 16, True))
 
 
-def rope_of(attn: NSAttention, positions: int = 80) -> Any:
-    config = attn.config
-    if not config.rope:
-        return None
-    weight = attn.out.weight
-    table = rope_table(torch.arange(positions), config.qk_dim, config.frequencies, weight.dtype)
-    return table.cos[:, 0], table.sin[:, 0]
-
-
 def decoded(attn: NSAttention, x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
     """Run the projections of a layer around nsa_decode."""
     q, k, v = attn.heads(x)
-    pairs = [part[0] if len(part) == 1 else tuple(part) for part in (k, v)]
     gates = compute_gates(attn.gate, x)
-    o = nsa_decode(
-        q, *pairs, gates, *arguments, config=attn.config, phi=(attn.phi_k, attn.phi_v),
-        rope=rope_of(attn), max_len=80, **options,
-    )  # fmt: skip
+    phi, angles = (attn.phi_k, attn.phi_v), rope_angles(attn.config, 80, dtype=x.dtype)
+    options = {"config": attn.config, "phi": phi, "rope": angles, "max_len": 80, **options}
+    o = nsa_decode(q, k, v, gates, *arguments, **options)
     return attn.out(o.flatten(-2))
 
 
@@ -105,6 +99,38 @@ def test_ragged_steps_equal_the_forward_of_whole_sequences(option: str) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_a_large_ragged_batch_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its temporary memory does not grow with the rows, whatever the backend."""
+    attn = layer_of()
+    whole_batch, _ = run(attn)
+    sizes: list[int] = []
+
+    def attend(*arguments: Any) -> torch.Tensor:
+        sizes.append(len(arguments[2]))
+        return layer_step.attend(*arguments)
+
+    def compress(*arguments: Any, **options: Any) -> None:
+        sizes.append(len(arguments[4].starts))
+        layer_step.compress(*arguments, **options)
+
+    monkeypatch.setattr(decode_run, "attend", attend)
+    monkeypatch.setattr(decode_run, "compress", compress)
+    monkeypatch.setattr(decode_run, "_runs_per_part", lambda *_: 3)
+    parts, _ = run(attn)
+    assert max(sizes) == 3
+    assert min(sizes) < 3
+    for actual, expected in zip(parts, whole_batch):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_parts_follow_from_the_memory_of_a_run() -> None:
+    plan = resolve(layer_of().config, dtype="float64", phase="decode", page_size=16)
+    pages = pages_of(layer_of())
+    q = torch.empty(4, 4, 8, dtype=torch.float64)
+    counts = [decode_run._runs_per_part(plan, q, pages, n) for n in (80, 1 << 20, 1 << 21)]
+    assert counts[0] > counts[1] == 2 * counts[2]
+
+
 @pytest.mark.parametrize("option", ["mlp", "mean", "one pair, rotary before phi"])
 def test_it_is_one_operator_under_compile(option: str) -> None:
     attn = layer_of(**OPTIONS.get(option, {}))
@@ -127,6 +153,7 @@ def test_the_default_phi_is_the_mean() -> None:
     """It equals nsa_attention, whose compressed keys are means too."""
     attn = layer_of(**OPTIONS["mean"], rope=False)
     config, pages = attn.config, pages_of(attn)
+    assert rope_angles(config, 80) is None
     q = torch.randn(70, config.n_heads, config.qk_dim, dtype=torch.float64)
     k = torch.randn(70, config.n_kv_heads, config.qk_dim, dtype=torch.float64)
     v = torch.randn(70, config.n_kv_heads, config.v_dim, dtype=torch.float64)
@@ -226,6 +253,19 @@ WRONG = {
         _pages(raw=lambda x: x._replace(k=x.k.mT.contiguous().mT)),
         "the columns of pages.raw.k must be contiguous",
     ),
+    "raw in the pages of sel": (
+        lambda pages, rows: (pages._replace(raw=pages.sel), rows),
+        "pages.sel.[kv] and pages.raw.[kv] share memory",
+    ),
+    "values in the pages of keys": (
+        _pages(sel=lambda x: x._replace(v=x.k[..., :6])),
+        "pages.sel.k and pages.sel.v share memory",
+    ),
+    "heads that share a row": (
+        _pages(win=lambda x: x._replace(v=x.v[:, :, :1].expand_as(x.v))),
+        "pages.win.v and pages.win.v share memory",
+    ),
+    "no page": (_pages(cmp=lambda x: x._replace(k=x.k[:0], v=x.v[:0])), "pages.cmp.k has no page"),
     "int64 table": (
         _pages(cmp=lambda x: x._replace(table=x.table.long())),
         "pages.cmp.table",
@@ -257,23 +297,156 @@ def test_other_arguments_that_do_not_fit() -> None:
     pages, rows = pages_of(attn), rows_of((1, 1), [1, 1], 0)
     config, x = attn.config, torch.randn(2, attn.config.dim, dtype=torch.float64)
     q, k, v = attn.heads(x)
-    call = [q, tuple(k), tuple(v), torch.rand(2, 4, 3, dtype=torch.float64), pages, rows]
+    call = [q, k, v, torch.rand(2, 4, 3, dtype=torch.float64), pages, rows]
     plan = resolve(config, dtype="float64", phase="decode", page_size=32)
-    phi = (attn.phi_k, attn.phi_v)
-    cos = torch.zeros(30, 4, dtype=torch.float64)
+    phi, rope = (attn.phi_k, attn.phi_v), rope_angles(config, 80, dtype=torch.float64)
+    right = {"config": config, "phi": phi, "rope": rope}
+    short = rope_angles(config, 30, dtype=torch.float64)
+    other = [make_phi("mlp", layer_of(compress_stride=1).config.geometry, 8), attn.phi_v]
     for options, message in (
         ({}, "requires grad"),
-        ({"config": config}, "pass phi="),
-        ({"phi": phi, "plan": plan}, "plan is for page_size 32"),
-        ({"phi": phi, "plan": plan, "backends": "sdpa"}, "plan and backends"),
-        ({"phi": phi, "rope": (cos, cos)}, "at least max_len 80 positions"),
-        ({"phi": phi, "max_len": 0}, "max_len"),
+        ({"phi": None}, "pass phi="),
+        ({"plan": plan}, "plan is for page_size 32"),
+        ({"plan": plan, "backends": "sdpa"}, "plan and backends"),
+        ({"rope": short}, "at least max_len 80 positions"),
+        ({"rope": None}, "config.rope is True, but rope is None: .*rope_angles"),
+        ({"rope": True}, "rope must be cos and sin, .* got bool"),
+        ({"rope": ("cos", "sin")}, "rope.cos and rope.sin must be tensors, got str"),
+        ({"max_len": 0}, "max_len"),
+        ({"phi": attn.phi_k}, "phi must be two modules, .* got MLPPhi"),
         (
-            {"phi": phi, "config": dataclasses.replace(config, window_size=60)},
+            {"phi": other},
+            "phi.0. is 'mlp' with l=8, d=1, D=8, but config needs 'mlp' with l=8, d=4",
+        ),
+        (
+            {"phi": [make_phi("linear", config.geometry, 8)] * 2},
+            "phi.0. is 'linear' .* config needs 'mlp'",
+        ),
+        ({"phi": [attn.phi_k, make_phi("mlp", config.geometry, 9)]}, "phi.1. .* D=9, .* D=6"),
+        (
+            {"config": dataclasses.replace(config, window_size=60)},
             "pages.win has room for 55",
         ),
     ):
         with torch.set_grad_enabled(not options), pytest.raises(InvalidInput, match=message):
-            nsa_decode(*call, **{"config": config, **options})
-    with torch.no_grad(), pytest.raises(InvalidInput, match="one tensor or three"):
-        nsa_decode(q, k[:2], *call[2:], config=config, phi=phi)
+            nsa_decode(*call, **{**right, **options})
+    for place, wrong, message in (
+        (1, k[:2], "k must be one tensor or three .cmp, sel, win., got list of 2"),
+        (2, None, "v must be one tensor or three .cmp, sel, win., got NoneType"),
+        (4, pages._asdict(), "pages must be a nsa_core.LayerPages, got dict"),
+        (
+            4,
+            pages._replace(win=tuple(pages.win)),
+            "pages.win must be a nsa_core.PagedKV, got tuple",
+        ),
+        (5, tuple(rows), "rows must be a nsa_core.DecodeRows, got tuple: .*decode_rows"),
+    ):
+        with torch.no_grad(), pytest.raises(InvalidInput, match=message):
+            nsa_decode(*call[:place], wrong, *call[place + 1 :], **right)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "lengths", "rows", "message"),
+    [
+        ([0, 2, 4], [7], 4, "cu_seqlens must be .B . 1. and lengths .B."),
+        ([0], [], 0, "for B >= 1 sequences"),
+        ([0, 2, 9], [2, 7], 4, "cu_seqlens must be at most rows = 4, got 9 at .2."),
+        ([1, 2, 4], [2, 7], 4, "cu_seqlens must begin with 0, got 1"),
+        ([0, 3, 2], [3, 7], 4, "cu_seqlens must not fall"),
+        ([0, 2, 4], [2, 1], 4, "lengths must be at least the new tokens, .* got 1 at .1."),
+        ([0, 2, 4], [2, 7], 4.0, "rows must be an integer"),
+        ([0, 2, 4], [2.0, 7.0], 4, "lengths must be int32"),
+    ],
+)
+def test_decode_rows_refuses_wrong_lengths(
+    cu_seqlens: list[int], lengths: list[float], rows: Any, message: str
+) -> None:
+    kind = torch.float32 if lengths == [2.0, 7.0] and type(lengths[0]) is float else torch.int32
+    with pytest.raises(InvalidInput, match=message):
+        decode_rows(
+            torch.tensor(cu_seqlens, dtype=torch.int32), torch.tensor(lengths, dtype=kind), rows
+        )
+
+
+def test_padding_may_lie_at_the_end_of_a_full_sequence() -> None:
+    attn = layer_of()
+    x = torch.randn(1, attn.config.dim, dtype=torch.float64)
+    rows = DecodeRows(*(torch.tensor([n], dtype=torch.int32) for n in (0, 80, 80)))
+    with torch.no_grad():
+        assert (decoded(attn, x, pages_of(attn), rows) == 0).all()
+
+
+def _hooked(phi: torch.nn.Module) -> None:
+    phi.register_forward_hook(lambda module, args, y: 100 * y)
+
+
+def _inner_hook(phi: torch.nn.Module) -> None:
+    phi.down.register_forward_pre_hook(lambda module, args: (3 * args[0],))
+
+
+class _Double(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def _parametrized(phi: torch.nn.Module) -> None:
+    torch.nn.utils.parametrize.register_parametrization(phi.down, "weight", _Double())
+
+
+def _replaced(phi: torch.nn.Module) -> None:
+    phi.down = torch.nn.Sequential(phi.down, torch.nn.Tanh())
+
+
+@pytest.mark.parametrize("change", [_hooked, _inner_hook, _parametrized, _replaced])
+def test_a_changed_phi_is_called_outside_of_the_graph(change: Callable[..., None]) -> None:
+    """The operator has the parameters of phi alone: a graph that needs more is an error."""
+    attn = layer_of()
+    change(attn.phi_k)
+    x = torch.randn(20, attn.config.dim, dtype=torch.float64)
+    outputs, graphs = [], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for step in (decoded, torch.compile(decoded, backend=backend)):
+            outputs.append(step(attn, x, wide(pages_of(attn)), rows_of((20, 0), [20, 0], 0)))
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="hooks, parametrizations and replaced layers"):
+            torch.compile(decoded, fullgraph=True, backend=backend)(
+                attn, x, wide(pages_of(attn)), rows_of((20, 0), [20, 0], 0)
+            )
+    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+    assert not any("nsa_core.decode" in graph for graph in graphs)
+
+
+def test_a_compiled_call_keeps_the_determinism_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    attn, resolved = layer_of(), []
+
+    def default_plan(*arguments: Any) -> Any:
+        resolved.append(arguments[-1])
+        return decode_run.default_plan(*arguments)
+
+    monkeypatch.setattr(decode_op, "default_plan", default_plan)
+    decode_op._plan.cache_clear()
+    torch._dynamo.reset()
+    options = {"dtype": "float64", "phase": "decode", "page_size": 16}
+    plan = resolve(attn.config, deterministic=True, **options)
+    step = torch.compile(decoded, fullgraph=True, backend="aot_eager")
+    x = torch.randn(20, attn.config.dim, dtype=torch.float64)
+    with torch.no_grad():
+        step(attn, x, wide(pages_of(attn)), rows_of((20, 0), [20, 0], 0), plan=plan)
+    decode_op._plan.cache_clear()
+    assert resolved == [True]
+
+
+def test_the_operator_keeps_no_weight_alive() -> None:
+    attn = layer_of()
+    torch._dynamo.reset()
+    run(attn, torch.compile(decoded, fullgraph=True, backend="aot_eager", dynamic=True))
+    modules = [
+        decode_op._phi(of, 8, "mlp", attn.config.geometry, threading.get_ident()) for of in "kv"
+    ]
+    assert all(x.device.type == "meta" for module in modules for x in module.parameters())

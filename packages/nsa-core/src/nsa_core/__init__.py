@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the names of _MODULE_OF, for type checkers and editors
     from nsa_core.contract import hookimpl as hookimpl
     from nsa_core.decode.api import decode_rows as decode_rows
     from nsa_core.decode.api import nsa_decode as nsa_decode
+    from nsa_core.decode.api import rope_angles as rope_angles
     from nsa_core.decode.pages import LayerPages as LayerPages
     from nsa_core.decode.pages import PagedKV as PagedKV
     from nsa_core.decode.run import DecodeRows as DecodeRows
@@ -71,6 +72,7 @@ _MODULE_OF = {
     "DecodeRows": "decode.run",
     "decode_rows": "decode.api",
     "nsa_decode": "decode.api",
+    "rope_angles": "decode.api",
     "LayerPages": "decode.pages",
     "PagedKV": "decode.pages",
     "NSAttention": "layer.module",

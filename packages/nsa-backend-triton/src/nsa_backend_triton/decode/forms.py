@@ -45,30 +45,16 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
 
 
-def _sum_bytes(q: Tensor, call: DecodeCall) -> int:
-    """Return the bytes of the sums of one run's token over all blocks."""
-    blocks = max(1, call.geometry.num_select_blocks(call.max_len))
-    return int(q.shape[2] * blocks * 2 * max(4, q.itemsize))
-
-
-def _parts(q: Tensor, call: DecodeCall) -> Iterator[tuple[slice, DecodeCall]]:
-    """Yield parts of a ragged batch, of as many runs as fit MAX_SUM_BYTES, and a call of each."""
-    runs = max(1, MAX_SUM_BYTES // (q.shape[1] * _sum_bytes(q, call)))
-    for first in range(0, len(q), runs):
-        part = slice(first, first + runs)
-        names = ("starts", "lengths", "sequences")
-        yield part, dataclasses.replace(call, **{name: getattr(call, name)[part] for name in names})
-
-
-def _is_too_large(q: Tensor, call: DecodeCall) -> bool:
-    """Return whether a ragged batch runs in parts; its runs cannot be divided."""
-    size = q.shape[0] * q.shape[1] * _sum_bytes(q, call)
-    return call.sequences is not None and len(q) > 1 and size > MAX_SUM_BYTES
-
-
 def _chunks(q: Tensor, call: DecodeCall) -> Iterator[tuple[int, int]]:
     """Yield chunks (first token, tokens) of a step whose sums over blocks fit MAX_SUM_BYTES."""
-    max_tokens = max(1, MAX_SUM_BYTES // (q.shape[0] * _sum_bytes(q, call)))
+    bytes_per_token = (
+        q.shape[0]
+        * q.shape[2]
+        * max(1, call.geometry.num_select_blocks(call.max_len))
+        * 2
+        * max(4, q.itemsize)
+    )
+    max_tokens = max(1, MAX_SUM_BYTES // bytes_per_token)
     for first_token in range(0, q.shape[1], max_tokens):
         yield first_token, min(max_tokens, q.shape[1] - first_token)
 
@@ -131,13 +117,6 @@ def select(
     settings: Settings = None,
 ) -> Tensor:
     """Return the selected blocks, int32 [B, m, G, n], ascending, -1 at the end."""
-    if _is_too_large(q, call):
-        return torch.cat(
-            [
-                select(q[part], k_cmp, lse[part], call=part_call, settings=settings)
-                for part, part_call in _parts(q, call)
-            ]
-        )
     q, lse, blocks = _unit_stride(q), _unit_stride(lse), _new_blocks(q, k_cmp, call)
     for first_token, count in _chunks(q, call):
         tokens, q_chunk = (
@@ -211,13 +190,6 @@ def step(
 
     ``settings`` replace the tuned settings of decode_span and decode_sel.
     """
-    if call.sequences is not None and _is_too_large(q, call):
-        stores = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
-        results = [
-            step(q[part], gates[part], *stores, call=part_call, settings=settings)
-            for part, part_call in _parts(q, call)
-        ]
-        return torch.cat([o for o, _ in results]), torch.cat([blocks for _, blocks in results])
     q, gates, blocks = _unit_stride(q), _unit_stride(gates), _new_blocks(q, k_cmp, call)
     o = torch.empty((*q.shape[:3], v_sel.shape[3]), dtype=q.dtype, device=q.device)
     # A bound that grew with every token would prepare new launches for every token.

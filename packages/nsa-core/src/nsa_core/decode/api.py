@@ -5,25 +5,64 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch import nn
 
-from nsa_core.config import NSAConfig
+from nsa_core.config import NSAConfig, check_config
 from nsa_core.decode import op
-from nsa_core.decode.checks import check_metadata, check_plan
+from nsa_core.decode.checks import check_metadata, check_plan, check_sequences
 from nsa_core.decode.layer_step import Branches
-from nsa_core.decode.pages import LayerPages
+from nsa_core.decode.pages import LayerPages, PagedKV
 from nsa_core.decode.run import DecodeRows, Rope, decode, default_plan
 from nsa_core.errors import InvalidInput
-from nsa_core.layer.phi.kinds import make_phi
+from nsa_core.layer.phi.kinds import Phi, kind_of, make_phi
+from nsa_core.layer.rope import rope_table
+from nsa_core.limits import as_integers, shown
 from nsa_core.plan.default_plan import frozen_backends
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
+    from collections.abc import Mapping, Sequence
 
     from nsa_core.plan.plan import Plan
 
-KV: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
+KV: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
+
+
+def rope_angles(
+    config: NSAConfig,
+    positions: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Rope | None:
+    """Return the argument ``rope`` of :func:`nsa_decode` for the rotary embedding of a config.
+
+    Args:
+        config: the sizes of the layer.
+        positions: number of positions, at least ``max_len``.
+        dtype: dtype of q.
+        device: device of q.
+
+    Returns:
+        cos and sin [positions, Dk / 2], float32 (float64 for float64 q), or None if
+        ``config.rope`` is False.
+
+    Raises:
+        InvalidInput: an argument is invalid.
+
+    Example:
+        >>> from nsa_core import NSAConfig, rope_angles
+        >>> cos, sin = rope_angles(NSAConfig(dim=64, n_heads=4, n_kv_heads=2), 128)
+        >>> cos.shape
+        torch.Size([128, 8])
+    """
+    check_config(config)
+    if as_integers([positions]) is None or positions < 1:
+        raise InvalidInput(f"positions must be an integer >= 1, got {shown(positions)}")
+    if not config.rope:
+        return None
+    index = torch.arange(positions, device=device)
+    table = rope_table(index, config.qk_dim, config.frequencies, dtype)
+    return table.cos[:, 0], table.sin[:, 0]
 
 
 def decode_rows(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) -> DecodeRows:
@@ -37,6 +76,11 @@ def decode_rows(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) -> D
         lengths: int32 [B] on the device, number of tokens of each sequence, the new ones included.
         rows: number of rows of the step, T.
 
+    Raises:
+        InvalidInput: an argument is invalid. Values are checked on the CPU, and on a GPU with
+            NSA_CHECK=1: ``cu_seqlens`` rises from 0 to at most ``rows``, and no sequence is shorter
+            than its new tokens.
+
     Example:
         >>> import torch
         >>> from nsa_core import decode_rows
@@ -45,6 +89,7 @@ def decode_rows(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) -> D
         >>> decode_rows(cu_seqlens, lengths, rows=5).starts.tolist()
         [69, 0, 1, 2, 0]
     """
+    check_sequences(cu_seqlens, lengths, rows)
     row = torch.arange(rows, dtype=torch.int32, device=lengths.device)
     ends = cu_seqlens[1:].contiguous()
     sequences = torch.searchsorted(ends, row, right=True).clamp_(max=len(ends) - 1)
@@ -56,8 +101,8 @@ def decode_rows(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) -> D
 
 def nsa_decode(
     q: torch.Tensor,  # [T, Hq, Dk]
-    k: KV,  # [T, G, Dk], or three tensors (cmp, sel, win)
-    v: KV,  # [T, G, Dv], or three tensors (cmp, sel, win)
+    k: KV,  # [T, G, Dk], or the tensors of (cmp, sel, win)
+    v: KV,  # [T, G, Dv], or the tensors of (cmp, sel, win)
     gates: torch.Tensor,  # [T, Hq, 3], fp32 (fp64 for fp64 q), in the order cmp, sel, win
     pages: LayerPages,
     rows: DecodeRows,
@@ -83,24 +128,25 @@ def nsa_decode(
     Args:
         q: queries [T, Hq, Dk], bfloat16, float16, float32 or float64; not rotated if ``rope`` is
             given.
-        k: keys of q's dtype, one tensor [T, G, Dk] for all branches, or three (cmp, sel, win); not
-            rotated if ``rope`` is given.
+        k: keys of q's dtype, one tensor [T, G, Dk] for all branches, or a list of one or of three
+            (cmp, sel, win), as ``heads`` of a layer returns it; not rotated if ``rope`` is given.
         v: values [T, G, Dv], as for ``k``.
         gates: gates [T, Hq, 3] in the order cmp, sel, win, float32 (float64 for float64 q).
         pages: the pages and block tables of the layer, which the call writes. A page that it writes
-            must belong to one sequence alone. Pages of cmp follow those of sel late: the compressed
-            token of a block is written when its last token arrives, in a later page of sel.
+            must belong to one sequence and one branch alone. Pages of cmp follow those of sel late:
+            the compressed token of a block is written when its last token arrives, in a later page.
             win needs room for w + new - 1 tokens of a sequence, and raw for l + new - 1, where new
             is the number of tokens that the call adds to it.
         rows: the sequence and the position of each row, from :func:`nsa_core.decode_rows`.
-        config: the sizes of the layer; ``rope`` replaces its rotary fields, except
-            ``rope_before_compress``.
+        config: the sizes of the layer. Of its rotary fields, only ``rope_before_compress`` is used
+            besides ``rope``.
         phi: compression of keys and of values, for example ``(attn.phi_k, attn.phi_v)`` of an
-            :class:`nsa_core.NSAttention`; default: the mean over a block.
+            :class:`nsa_core.NSAttention`; default: the mean over a block. Modules of other classes
+            serve outside of torch.compile.
         rope: cos and sin [positions, Dk / 2] of the angles of all positions below ``max_len``,
-            float32 (float64 for float64 q). q and the keys of sel and win are then rotated at their
-            positions, and compressed keys at that of their first token. By default nothing is
-            rotated.
+            float32 (float64 for float64 q), from :func:`nsa_core.rope_angles` or your own. q and
+            the keys of sel and win are then rotated at their positions, and compressed keys at that
+            of their first token. None: nothing is rotated; ``config.rope`` must be False.
         max_len: host integer, an upper bound of the lengths, which sizes the launches; default: the
             tokens that the table of ``pages.sel`` has room for.
         plan: a plan from :func:`nsa_core.resolve` with ``phase="decode"`` and the ``page_size`` of
@@ -113,7 +159,8 @@ def nsa_decode(
     Raises:
         InvalidInput: an argument is invalid, or the tensors do not fit each other or the plan.
             Values of tables and rows are checked on the CPU, and on a GPU with NSA_CHECK=1: an
-            entry outside the pool, a table that is too short, a written page that is used twice.
+            entry outside the pool, a table that is too short, a written page that is used twice,
+            branches that share memory.
         Unsupported: no backend supports the call. The message lists each backend with its reasons.
         BackendUnavailable: no backend is usable on this machine.
         NSAError: the backend failed while it ran. The message names it.
@@ -121,11 +168,11 @@ def nsa_decode(
     Example:
         >>> import torch
         >>> from nsa_core import LayerPages, NSAConfig, PagedKV, decode_rows, nsa_decode
-        >>> config = NSAConfig(dim=64, n_heads=4, n_kv_heads=2, compress="mean", window_size=64)
+        >>> config = NSAConfig(dim=64, n_heads=4, n_kv_heads=2, compress="mean", rope=False)
         >>> table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
         >>> def new_pages(rows):
         ...     return PagedKV(*torch.zeros(2, 4, rows, 2, 16), table)
-        >>> pages = LayerPages(new_pages(4), new_pages(64), new_pages(64), new_pages(64))
+        >>> pages = LayerPages(*(new_pages(rows) for rows in (4, 64, 512, 64)))
         >>> cu_seqlens = torch.tensor([0, 40, 43], dtype=torch.int32)
         >>> lengths = torch.tensor([40, 3], dtype=torch.int32)
         >>> rows = decode_rows(cu_seqlens, lengths, rows=43)
@@ -133,21 +180,29 @@ def nsa_decode(
         >>> nsa_decode(q, k, v, torch.rand(43, 4, 3), pages, rows, config=config).shape
         torch.Size([43, 4, 16])
     """
-    room = pages.sel.capacity
-    bound = room if max_len is None else max_len
+    check_config(config)
+    _check_structure(pages, rows, rope)
+    bound = pages.sel.capacity if max_len is None else max_len
     keys, values = _per_branch("k", k), _per_branch("v", v)
     check_metadata(_named(q, keys, values, gates, pages, rows, rope), pages, config, bound)
     if plan is not None and backends is not None:
         raise InvalidInput("plan and backends are both passed: resolve the plan with backends=")
+    if rope is None and config.rope:
+        raise InvalidInput(
+            "config.rope is True, but rope is None: pass rope=nsa_core.rope_angles(config,"
+            " max_len), or, if q and k are not to be rotated, a config with rope=False"
+        )
     phis = _checked_phi(phi, config)
     if plan is not None:
         check_plan(plan, config, q, pages.sel.rows)
     tensors = (q, keys, values, gates, pages, rows)
+    deterministic = torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling():
         chosen = op.constant_backends(backends) if plan is None else op.backends_of(plan)
-        return op.decode_op(config, chosen, *tensors, phis, rope, bound)
+        if plan is not None:
+            deterministic = plan.requests["cmp"].deterministic
+        return op.decode_op(config, chosen, deterministic, *tensors, phis, rope, bound)
     if plan is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
         chosen = frozen_backends(backends)
         page_size = pages.sel.rows
         plan = default_plan(config, q.device, q.dtype, page_size, chosen, deterministic)
@@ -158,11 +213,34 @@ def _per_branch(name: str, x: KV) -> Branches:
     """Return the tensors of (cmp, sel, win)."""
     if isinstance(x, torch.Tensor):
         return x, x, x
-    if not isinstance(x, (tuple, list)) or len(x) != 3:
+    if not isinstance(x, (tuple, list)) or len(x) not in (1, 3):
+        count = f" of {len(x)}" if isinstance(x, (tuple, list)) else ""
         raise InvalidInput(
-            f"{name} must be one tensor or three (cmp, sel, win), got {type(x).__name__}"
+            f"{name} must be one tensor or three (cmp, sel, win), got {type(x).__name__}{count}"
         )
-    return x[0], x[1], x[2]
+    return x[0], x[len(x) // 3], x[-1]
+
+
+def _check_structure(pages: LayerPages, rows: DecodeRows, rope: Rope | None) -> None:
+    """Check the types of the arguments that hold tensors.
+
+    Raises:
+        InvalidInput: a type is wrong; the message names the argument and its type.
+    """
+    expected = [("pages", pages, LayerPages), ("rows", rows, DecodeRows)]
+    if isinstance(pages, LayerPages):
+        expected += [(f"pages.{name}", part, PagedKV) for name, part in pages._asdict().items()]
+    for name, value, cls in expected:
+        if not isinstance(value, cls):
+            hint = ": make them with nsa_core.decode_rows" * (name == "rows")
+            raise InvalidInput(
+                f"{name} must be a nsa_core.{cls.__name__}, got {type(value).__name__}{hint}"
+            )
+    if rope is not None and not (isinstance(rope, (tuple, list)) and len(rope) == 2):
+        raise InvalidInput(
+            f"rope must be cos and sin, as nsa_core.rope_angles returns them, got"
+            f" {type(rope).__name__}"
+        )
 
 
 def _named(
@@ -193,14 +271,33 @@ def _checked_phi(
     """Return the phis of a call.
 
     Raises:
-        InvalidInput: none is given, and config.compress has parameters.
+        InvalidInput: none is given, and config.compress has parameters; or they do not fit config.
     """
-    if phi is not None:
-        return phi
-    if config.compress != "mean":
+    if phi is None:
+        if config.compress == "mean":
+            widths = (config.qk_dim, config.v_dim)
+            return tuple(make_phi("mean", config.geometry, x) for x in widths)  # type: ignore[return-value]
         raise InvalidInput(
             f"config.compress is {config.compress!r}, whose parameters are needed: pass"
             " phi=(attn.phi_k, attn.phi_v), or use a config with compress='mean'"
         )
-    width = config.qk_dim
-    return make_phi("mean", config.geometry, width), make_phi("mean", config.geometry, width)
+    is_pair = isinstance(phi, (tuple, list)) and len(phi) == 2
+    if not is_pair or not all(isinstance(x, nn.Module) for x in phi):
+        raise InvalidInput(
+            "phi must be two modules, for keys and for values, such as (attn.phi_k, attn.phi_v),"
+            f" got {type(phi).__name__}"
+        )
+    for i, width in enumerate((config.qk_dim, config.v_dim)):
+        x = phi[i]
+        if not isinstance(x, Phi):
+            continue  # a module of the caller
+        geometry, kind = x.geometry, kind_of(x) or config.compress  # a subclass has no kind
+        actual = (kind, geometry.compress_block_size, geometry.compress_stride, x.width)
+        needed = (config.compress, config.compress_block_size, config.compress_stride, width)
+        if actual != needed:
+            kinds = ["{!r} with l={}, d={}, D={}".format(*sizes) for sizes in (actual, needed)]
+            raise InvalidInput(
+                f"phi[{i}] is {kinds[0]}, but config needs {kinds[1]}: pass the phi of a layer of"
+                " this config"
+            )
+    return phi[0], phi[1]

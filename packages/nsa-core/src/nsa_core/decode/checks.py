@@ -43,6 +43,9 @@ def check_metadata(
                 f"rope must be cos and sin [positions, {config.qk_dim // 2}] of at least max_len"
                 f" {max_len} positions, got {[positions, half]}"
             )
+    problems += [
+        f"pages.{branch}.k has no page" for branch, x in pages._asdict().items() if not len(x.k)
+    ]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
         names = ", ".join(name for name, t in tensors.items() if t.requires_grad)
         problems.append(
@@ -89,6 +92,42 @@ def _capacity_problems(pages: LayerPages, config: NSAConfig, max_len: Any) -> It
             )
 
 
+def _are_readable(x: torch.Tensor) -> bool:
+    """Return whether values of ``x`` are checked."""
+    return x.device.type == "cpu" or os.environ.get("NSA_CHECK") == "1"
+
+
+def check_sequences(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) -> None:
+    """Check the arguments of :func:`nsa_core.decode_rows`.
+
+    Raises:
+        InvalidInput: a type, shape, dtype or device is wrong, or a value, where it can be read.
+    """
+    check_types({"cu_seqlens": cu_seqlens, "lengths": lengths})
+    shapes = [list(cu_seqlens.shape), list(lengths.shape)]
+    if len(shapes[1]) != 1 or shapes[0] != [shapes[1][0] + 1] or not shapes[1][0]:
+        raise InvalidInput(
+            "cu_seqlens must be [B + 1] and lengths [B] for B >= 1 sequences, got"
+            f" {shapes[0]} and {shapes[1]}"
+        )
+    for name, x in (("cu_seqlens", cu_seqlens), ("lengths", lengths)):
+        if x.dtype != torch.int32:
+            raise InvalidInput(f"{name} must be int32, got {x.dtype}: pass {name}.int()")
+    if cu_seqlens.device != lengths.device:
+        raise InvalidInput(
+            f"cu_seqlens is on {cu_seqlens.device}, but lengths is on {lengths.device}"
+        )
+    if not isinstance(rows, torch.SymInt) and (problems := integer_problems("rows", rows, 0)):
+        raise InvalidInput("; ".join(problems))
+    if torch.compiler.is_compiling() or not _are_readable(lengths):
+        return
+    new = cu_seqlens.diff()
+    _raise_at(cu_seqlens[:1] != 0, cu_seqlens, "cu_seqlens must begin with 0")
+    _raise_at(new < 0, new, "cu_seqlens must not fall, its differences are the new tokens")
+    _raise_at(lengths < new, lengths, "lengths must be at least the new tokens, which they include")
+    _raise_at(cu_seqlens > rows, cu_seqlens, f"cu_seqlens must be at most rows = {rows}")
+
+
 def check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, page_size: int) -> None:
     """Check that ``plan`` fits the call.
 
@@ -128,7 +167,7 @@ def check_values(pages: LayerPages, call: DecodeCall) -> None:
             step writes is used twice; the message names the sequence.
     """
     assert call.sequences is not None  # nsa_decode passes them
-    if call.starts.device.type != "cpu" and os.environ.get("NSA_CHECK") != "1":
+    if not _are_readable(call.starts):
         return
     rows, starts, lengths = (x.long() for x in (call.sequences, call.starts, call.lengths))
     count = len(pages.sel.table)
@@ -160,6 +199,12 @@ def check_values(pages: LayerPages, call: DecodeCall) -> None:
     }
     for branch, span in spans.items():
         _check_entries(branch, getattr(pages, branch), _Span(*(x * (new > 0) for x in span)))
+    counts = (complete - past).clamp(min=0)
+    ends = counts.cumsum(0)
+    blocks = torch.arange(int(counts.sum()), device=ends.device)
+    owners = torch.repeat_interleave(counts)
+    blocks = blocks - (ends - counts - past)[owners]
+    _check_apart(pages, {b: (blocks, owners) if b == "cmp" else (starts, rows) for b in spans})
 
 
 def _check_entries(branch: str, pages: PagedKV, span: _Span) -> None:
@@ -179,6 +224,37 @@ def _check_entries(branch: str, pages: PagedKV, span: _Span) -> None:
     _raise_at(
         twice, pages.table, f"{name}: the step writes to a page that is used twice; copy it first"
     )
+
+
+def _check_apart(
+    pages: LayerPages, written: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Check that no two rows that a step writes share memory.
+
+    Args:
+        pages: the pages.
+        written: the tokens that the step writes to each branch, and their sequences.
+    """
+    stores, begins, ends = [], [], []
+    for branch, (tokens, sequences) in written.items():
+        part: PagedKV = getattr(pages, branch)
+        page, row = (x.long() for x in part.locate(tokens[:, None], sequences))
+        for name, store in (("k", part.k), ("v", part.v)):
+            heads = torch.arange(store.shape[2], device=page.device) * store.stride(2)
+            offsets = (page * store.stride(0) + row * store.stride(1) + heads).flatten()
+            begin = store.data_ptr() + offsets * store.itemsize
+            stores += [f"pages.{branch}.{name}"]
+            begins.append(begin)
+            ends.append(begin + store.shape[3] * store.itemsize)
+    owner = torch.repeat_interleave(torch.tensor([len(x) for x in begins])).to(begins[0].device)
+    begin, order = torch.cat(begins).sort()
+    shared = (begin[1:] < torch.cat(ends)[order][:-1]).nonzero()
+    if len(shared):
+        first, second = sorted(owner[order][int(shared[0]) :][:2].tolist())
+        raise InvalidInput(
+            f"rows that the step writes to {stores[first]} and {stores[second]} share memory: give"
+            " the keys and the values of each branch pages of their own"
+        )
 
 
 def _columns(low: torch.Tensor, end: torch.Tensor, pages: PagedKV) -> torch.Tensor:

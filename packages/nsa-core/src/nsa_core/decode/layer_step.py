@@ -126,8 +126,7 @@ def compress(
 
 def _angles(rope: RopeTable, positions: torch.Tensor) -> RopeTable:
     """Return the angles of positions [B, m]. Rows after the last angle hold no token."""
-    if positions.shape[1] > 1:  # a run of one row begins at a token, or at the end of a sequence
-        positions = positions.clamp(max=rope.cos.shape[0] - 1)
+    positions = positions.clamp(max=rope.cos.shape[0] - 1)
     return RopeTable(rope.cos[positions], rope.sin[positions])
 
 

@@ -7,9 +7,10 @@ no Python object. The plan is resolved in the first run, and cached.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ from nsa_core.decode.pages import LayerPages, PagedKV
 from nsa_core.decode.run import DecodeRows, Rope, decode, default_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.phi.kinds import Phi, kind_of, make_phi
+from nsa_core.layer.plain_linear import PLAIN_TENSORS, are_plain
+from nsa_core.layer.unit_linear import Affine
 from nsa_core.layout import BlockGeometry
 from nsa_core.plan.default_plan import Backends, constant_result, frozen_backends
 from nsa_core.torch_ops.schema import define
@@ -50,6 +53,7 @@ def backends_of(plan: Plan) -> Backends:
 def decode_op(
     config: NSAConfig,
     backends: Backends,
+    deterministic: bool,
     q: torch.Tensor,
     keys: Branches,
     values: Branches,
@@ -63,15 +67,17 @@ def decode_op(
     """Run :func:`nsa_core.decode.run.decode` as one operator.
 
     Raises:
-        InvalidInput: phi is no phi of nsa_core of the kind of ``config.compress``.
+        InvalidInput: a phi computes something else than the kind ``config.compress`` of nsa_core
+            with its parameters.
     """
-    for phi in phis:
-        if kind_of(phi) != config.compress:
+    for i, phi in enumerate(phis):
+        if kind_of(phi) != config.compress or not _is_plain(phi):
             raise InvalidInput(
-                f"phi must be of kind config.compress={config.compress!r} under torch.compile, got"
-                f" {type(phi).__name__}: call nsa_decode outside of the compiled function"
+                f"phi[{i}], {type(phi).__name__}, must be of the kind"
+                f" config.compress={config.compress!r} of nsa_core under torch.compile, without"
+                " hooks, parametrizations and replaced layers: call nsa_decode outside of the"
+                " compiled function"
             )
-    deterministic = torch.are_deterministic_algorithms_enabled()
     result: torch.Tensor = torch.ops.nsa_core.decode.default(
         q,
         list(keys),
@@ -86,6 +92,16 @@ def decode_op(
         repr((config.values, backends, deterministic)),
     )
     return result
+
+
+def _is_plain(phi: nn.Module) -> bool:
+    """Return whether the parameters of a phi are all that its results depend on."""
+    modules = [*phi.modules()]
+    return (
+        all(type(module) is Affine for module in modules[1:])
+        and all(are_plain(type(module), module) for module in modules)
+        and all(type(x) in PLAIN_TENSORS for x in phi.parameters())
+    )
 
 
 def _run(
@@ -106,14 +122,12 @@ def _run(
     plan = _plan(text, q.device, q.dtype, pages.sel.rows)
     config = plan.config
     sizes = (config.compress, config.geometry, threading.get_ident())
-    phis = (
-        _with_parameters(_phi("k", config.qk_dim, *sizes), phi_k),
-        _with_parameters(_phi("v", config.v_dim, *sizes), phi_v),
-    )
+    phis = _phi("k", config.qk_dim, *sizes), _phi("v", config.v_dim, *sizes)
     k: Any = tuple(keys)
     v: Any = tuple(values)
     angles: Any = tuple(rope) or None
-    return decode(plan, q, k, v, gates, pages, DecodeRows(*rows), phis, angles, max_len)
+    with _parameters(phis[0], phi_k), _parameters(phis[1], phi_v):
+        return decode(plan, q, k, v, gates, pages, DecodeRows(*rows), phis, angles, max_len)
 
 
 def _fake(q: torch.Tensor, keys: Any, values: Sequence[torch.Tensor], *_: Any) -> torch.Tensor:
@@ -133,12 +147,20 @@ def _phi(of: str, width: int, kind: str, geometry: BlockGeometry, thread: int) -
         return make_phi(kind, geometry, width).requires_grad_(False)
 
 
-def _with_parameters(phi: Phi, tensors: Sequence[torch.Tensor]) -> Phi:
-    """Return ``phi`` with other parameters."""
-    places = [(m, name) for m in phi.modules() for name in m._parameters]
-    for (module, name), tensor in zip(places, tensors, strict=True):
-        module._parameters[name] = tensor  # type: ignore[assignment]  # a plain tensor serves
-    return phi
+@contextlib.contextmanager
+def _parameters(phi: Phi, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give ``phi`` the parameters ``tensors`` for a while."""
+    places: list[tuple[dict[str, Any], str]] = [
+        (module._parameters, name) for module in phi.modules() for name in module._parameters
+    ]
+    own = [parameters[name] for parameters, name in places]
+    try:
+        for (parameters, name), tensor in zip(places, tensors, strict=True):
+            parameters[name] = tensor  # a plain tensor serves
+        yield
+    finally:
+        for (parameters, name), tensor in zip(places, own):
+            parameters[name] = tensor
 
 
 _lib = torch.library.Library("nsa_core", "FRAGMENT")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from nsa_core.plan.plan import Plan
+
+# Limit of the temporary memory of the runs that are compressed, or attend, together.
+PART_BYTES = 2**28
 
 Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -65,11 +70,46 @@ def decode(
     q_runs, gate_runs = each_run[0], each_run[-1]
     new: tuple[Branches, Branches] = tuple(each_run[1:4]), tuple(each_run[4:7])  # type: ignore[assignment]
     q_runs = append(plan, pages, q_runs, *new, table, call, padded=True)
-    compress(plan, pages, phis, table, call, rows=1, partly=True)
-    o = attend(plan, pages, q_runs, gate_runs, call)[:, 0]
+    parts = [*_parts(call, _runs_per_part(plan, q, pages, max_len))]
+    for _, part_call in parts:
+        compress(plan, pages, phis, table, part_call, rows=1, partly=True)
+    outputs = [attend(plan, pages, q_runs[p], gate_runs[p], each)[:, 0] for p, each in parts]
+    o = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if "step" not in plan.fused:  # the gates of a row without a token may be NaN
         o = o.masked_fill((rows.lengths == rows.starts)[:, None, None], 0)
     return o
+
+
+def _runs_per_part(plan: Plan, q: torch.Tensor, pages: LayerPages, max_len: int) -> int:
+    """Return how many runs of one row take PART_BYTES.
+
+    phi by operators copies l tokens. The fused step keeps two sums of each head over each block.
+    Forms of single slots keep probabilities over compressed tokens, or copy the keys that a row
+    sees.
+    """
+    geometry, heads = plan.config.geometry, q.shape[1]
+    widths = pages.sel.k.shape[2] * (pages.sel.k.shape[3] + pages.sel.v.shape[3])
+    copies = 2 * geometry.compress_block_size * widths
+    elements = max(copies, 2 * heads * geometry.num_select_blocks(max_len))
+    if "step" not in plan.fused:
+        selected = geometry.num_selected_blocks * geometry.select_block_size
+        keys = max(selected, geometry.window_size)
+        elements = max(copies, heads * geometry.num_compressed(max_len), keys * widths)
+    return max(1, PART_BYTES // (elements * max(4, q.itemsize)))
+
+
+def _parts(call: DecodeCall, count: int) -> Iterator[tuple[slice, DecodeCall]]:
+    """Yield parts of a ragged batch of at most ``count`` runs, and a call of each."""
+    assert call.sequences is not None  # nsa_decode passes them
+    runs = len(call.starts)
+    if runs <= count:
+        yield slice(0, runs), call
+        return
+    for first in range(0, runs, count):
+        part = slice(first, first + count)
+        starts, lengths, sequences = (x[part] for x in (call.starts, call.lengths, call.sequences))
+        part_call = dataclasses.replace(call, starts=starts, lengths=lengths, sequences=sequences)
+        yield part, part_call
 
 
 @functools.lru_cache(maxsize=CACHED)
