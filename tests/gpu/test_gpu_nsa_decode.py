@@ -8,10 +8,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nsa_core import InvalidInput, LayerPages, NSAttention, PagedKV, decode_rows, nsa_decode
+from nsa_core import (
+    InvalidInput,
+    LayerPages,
+    NSAttention,
+    PagedKV,
+    decode_rows,
+    nsa_decode,
+    rope_angles,
+)
 from nsa_core.contract import SLOTS
 from nsa_core.layer.gating import compute_gates
-from nsa_core.layer.rope import rope_table
 from nsa_core.plan.registry import default_registry
 from nsa_verify.problems.cases import config_of
 from nsa_verify.problems.findings import bits
@@ -50,10 +57,7 @@ class Engine:
         self.x = torch.zeros(ROWS, CONFIG.dim, device=DEVICE)
         self.cu_seqlens = torch.zeros(SEQUENCES + 1, dtype=torch.int32, device=DEVICE)
         self.lengths = torch.zeros(SEQUENCES, dtype=torch.int32, device=DEVICE)
-        angles = rope_table(
-            torch.arange(MAX_LEN, device=DEVICE), 32, CONFIG.frequencies, torch.float32
-        )
-        self.rope = (angles.cos[:, 0].contiguous(), angles.sin[:, 0].contiguous())
+        self.rope = rope_angles(CONFIG, MAX_LEN, device=DEVICE)
 
     def _new(self, rows: int, table: torch.Tensor) -> PagedKV:
         k, v = torch.full((2, table.numel(), 2, rows, 32), torch.nan, device=DEVICE)
@@ -73,7 +77,7 @@ class Engine:
         q, k, v = attn.heads(self.x)
         gates = compute_gates(attn.gate, self.x)
         return nsa_decode(
-            q, tuple(k), tuple(v), gates, self.pages, rows, config=CONFIG, rope=self.rope,
+            q, k, v, gates, self.pages, rows, config=CONFIG, rope=self.rope,
             phi=(attn.phi_k, attn.phi_v), max_len=MAX_LEN, backends=self.backend,
         )  # fmt: skip
 

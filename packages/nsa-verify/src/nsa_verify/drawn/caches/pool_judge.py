@@ -15,10 +15,8 @@ import torch
 
 from nsa_core.decode import api
 from nsa_core.decode.pages import LayerPages
-from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.layer.gating import compute_gates
-from nsa_core.layer.rope import rope_table
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks.decode_fused import judge_composed
 from nsa_verify.drawn.caches import layers
@@ -126,14 +124,19 @@ class _Owner:
                 q, k, v = attn.heads(x)
                 o = api.nsa_decode(
                     q,
-                    k[0] if len(k) == 1 else tuple(k),  # type: ignore[arg-type]  # three of them
-                    v[0] if len(v) == 1 else tuple(v),  # type: ignore[arg-type]
+                    k,
+                    v,
                     gates,
                     pages,
                     api.decode_rows(cu_seqlens, lengths.int().to(self._device), len(x)),
                     config=history.config,
                     phi=(attn.phi_k, attn.phi_v),
-                    rope=self._rope(),
+                    rope=api.rope_angles(
+                        history.config,
+                        history.max_len,
+                        dtype=history.torch_dtype,
+                        device=self._device,
+                    ),
                     max_len=history.max_len,
                     plan=self._plan,
                 )
@@ -167,15 +170,6 @@ class _Owner:
         ]
         nan = torch.full((padding, self._history.config.dim), torch.nan)
         return torch.cat([*parts, nan.to(parts[0])])
-
-    def _rope(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        history, config = self._history, self._history.config
-        if not config.rope:
-            return None
-        positions = torch.arange(history.max_len, device=self._device)
-        dtype = stats_dtype(history.torch_dtype)
-        table = rope_table(positions, config.qk_dim, config.frequencies, dtype)
-        return table.cos[:, 0], table.sin[:, 0]
 
     def _content_faults(
         self, pages: LayerPages, first: Mapping[str, Sequence[int]]
