@@ -31,6 +31,7 @@ from nsa_core.decode import run as decode_run
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.phi.kinds import make_phi
+from nsa_core.torch_ops import decode_kernel
 
 LENGTHS = (70, 45)
 STEPS = ((30, 1), (1, 7), (5, 1), (1, 1), (0, 3), (13, 12), (1, 20), (19, 0))
@@ -176,6 +177,21 @@ def wide(pages: LayerPages) -> LayerPages:
         k, v = (torch.full(shape, torch.nan, dtype=part.k.dtype) for shape in shapes)
         parts[name] = PagedKV(k, v, table)
     return pages._replace(**parts)
+
+
+def test_a_slice_of_a_table_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines keep one table for the longest sequence, and pass the columns that a step needs."""
+
+    def sliced(attn: NSAttention, x: torch.Tensor, pages: LayerPages, rows: DecodeRows) -> Any:
+        parts = [p._replace(table=torch.cat((p.table,) * 2, 1)) for p in pages]
+        columns = [p.table.shape[1] // 2 for p in parts]
+        slices = [p._replace(table=p.table[:, :n]) for p, n in zip(parts, columns)]
+        assert not any(p.table.is_contiguous() for p in slices)
+        return decoded(attn, x, LayerPages(*slices), rows)
+
+    monkeypatch.setattr(decode_kernel, "_contiguous", None)
+    for actual, expected in zip(*run(layer_of(), sliced)):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_an_explicit_plan_and_backends() -> None:

@@ -32,7 +32,8 @@ def new_pages(ring: bool) -> LayerPages:
 
     def part(rows: int, columns: int) -> PagedKV:
         number = SEQUENCES * columns
-        table = torch.arange(number, dtype=torch.int32).view(SEQUENCES, columns)
+        table = torch.full((SEQUENCES, columns + 1), number, dtype=torch.int32)[:, :columns]
+        table.copy_(torch.arange(number).view(SEQUENCES, columns))
         return PagedKV(*torch.full((2, number, rows, 2, 8), MARK), table)
 
     newest = (COLUMNS * 16, 1) if ring else (16, COLUMNS)

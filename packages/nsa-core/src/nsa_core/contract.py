@@ -104,9 +104,10 @@ device. It also handles calls without work (no token, no compressed token, `sel`
 so a backend never receives them.
 
 Inputs have stride(-1) == 1; nsa_core copies an input with another layout. Integer metadata
-(``blocks``, ``cu_seqlens`` and that of a DecodeCall) is contiguous. nsa_core copies metadata of
-other strides at every call, inside a captured CUDA graph too, so that a replay reads new values; a
-backend must not keep metadata, or results computed from it, for a later call.
+(``blocks``, ``cu_seqlens`` and that of a DecodeCall) is contiguous; rows of a block table may be
+apart. nsa_core copies metadata of other strides at every call, inside a captured CUDA graph too, so
+that a replay reads new values; a backend must not keep metadata, or results computed from it, for a
+later call.
 Returned tensors must be new, contiguous and must not alias an input. Operators run below autograd:
 torch.func.vjp works inside a backward, torch.autograd.grad does not.
 
@@ -316,7 +317,7 @@ class DecodeCall:
         geometry: the block sizes.
         scale: factor of q k^T before the softmax.
         starts: int32 [B] on the device, position of the first token of each run. A backend gets
-            this tensor, ``lengths``, ``sequences`` and the tables contiguous.
+            this tensor, ``lengths``, ``sequences`` and the rows of the tables contiguous.
         lengths: int32 [B] on the device, one past the position of the last token of each run;
             starts <= lengths <= starts + m.
         tables: the block tables.

@@ -42,7 +42,7 @@ class DecodeKernel:
         q: torch.Tensor = tensors[0]
         refuse_tangents(self.slot, tensors)
         for x in (call.starts, call.lengths, *call.tables, call.sequences):
-            if x is not None and not x.is_contiguous():
+            if x is not None and x.stride(-1) != 1 and not x.is_contiguous():
                 # Copies at every call: the caller may change the values before the next one.
                 call = _contiguous(call)
                 break
@@ -74,7 +74,7 @@ class DecodeKernel:
 
 
 def _contiguous(call: DecodeCall) -> DecodeCall:
-    """Return ``call`` with contiguous metadata."""
+    """Return ``call`` with metadata whose last axis is contiguous."""
     sequences = None if call.sequences is None else call.sequences.contiguous()
     return dataclasses.replace(
         call,
