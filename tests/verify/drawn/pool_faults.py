@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cache_faults import CacheFault
 from nsa_core import contract
-from nsa_core.decode import api, pages
+from nsa_core.decode import api, pages, run
 
 FAULTS = [
     CacheFault(
@@ -72,21 +72,21 @@ FAULTS = [
     ),
     CacheFault(
         "phi reads the tokens of another sequence",
-        api,
+        run,
         "compress",
         "raw.read(starts[:, :1] + count, call.sequences)",
         "raw.read(starts[:, :1] + count, call.sequences * 0)",
     ),
     CacheFault(
         "compressed tokens go to the pages of another sequence",
-        api,
+        run,
         "compress",
         "complete, call.sequences)",
         "complete, call.sequences * 0)",
     ),
     CacheFault(
         "win is written to the pages of raw",
-        api,
+        run,
         "append",
         "(pages.win, win))",
         "(pages.raw, win))",
