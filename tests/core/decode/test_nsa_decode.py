@@ -271,6 +271,10 @@ WRONG = {
         _pages(raw=lambda x: x._replace(k=x.k.mT.contiguous().mT)),
         "the columns of pages.raw.k must be contiguous",
     ),
+    "win in the pages of sel": (
+        lambda pages, rows: (pages._replace(win=pages.sel), rows),
+        "pages.sel.[kv] and pages.win.[kv] share memory",
+    ),
     "raw in the pages of sel": (
         lambda pages, rows: (pages._replace(raw=pages.sel), rows),
         "pages.sel.[kv] and pages.raw.[kv] share memory",
@@ -310,6 +314,44 @@ def test_wrong_pages_and_rows_are_refused_before_anything_is_written(name: str) 
         assert part.k.isnan().all()
 
 
+class Outer(torch.nn.Module):
+    """A phi of the caller that returns one row for all heads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((1, 2), keepdim=True)
+
+
+@pytest.mark.parametrize("option", ["one pair, rotary before phi", "mean"])
+def test_branches_with_the_same_rows_may_share_pages(option: str) -> None:
+    """win is sel; raw is sel too, if it gets rotated keys."""
+    attn = layer_of(**OPTIONS[option] | {"shared_kv": True})
+    before_phi = attn.config.rope_before_compress
+
+    def step(attn: NSAttention, x: torch.Tensor, pages: LayerPages, rows: DecodeRows) -> Any:
+        shared = {"win": pages.sel} | ({"raw": pages.sel} if before_phi else {})
+        return decoded(attn, x, pages._replace(**shared), rows)
+
+    for actual, expected in zip(*run(attn, step)):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    if not before_phi:
+        before_phi = True  # raw would get keys that are not rotated
+        with pytest.raises(InvalidInput, match=r"pages.sel.k and pages.raw.k share memory"):
+            run(attn, step)
+
+
+@pytest.mark.parametrize("sequence", [2, 2**31 - 1, -1, -(2**31)])
+def test_a_wrong_sequence_stays_inside_the_tables(
+    sequence: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's values are not read, and an index outside a table would end its process."""
+    attn = layer_of()
+    rows = rows_of((20, 0), [20, 0], 0)
+    rows.sequences[3:] = sequence
+    monkeypatch.setattr(decode_run, "check_values", lambda *_: None)
+    with torch.no_grad():
+        decoded(attn, torch.randn(20, attn.config.dim).double(), wide(pages_of(attn)), rows)
+
+
 def test_other_arguments_that_do_not_fit() -> None:
     attn = layer_of()
     pages, rows = pages_of(attn), rows_of((1, 1), [1, 1], 0)
@@ -328,6 +370,11 @@ def test_other_arguments_that_do_not_fit() -> None:
         ({"plan": plan, "backends": "sdpa"}, "plan and backends"),
         ({"rope": short}, "at least max_len 80 positions"),
         ({"rope": None}, "config.rope is True, but rope is None: .*rope_angles"),
+        (
+            {"config": dataclasses.replace(config, rope=False)},
+            "config.rope is False, but rope is given",
+        ),
+        ({"phi": [Outer(), attn.phi_v]}, r"phi.0. must return .2, 1, 2, 8. torch.float64 .* got"),
         ({"rope": True}, "rope must be cos and sin, .* got bool"),
         ({"rope": ("cos", "sin")}, "rope.cos and rope.sin must be tensors, got str"),
         ({"max_len": 0}, "max_len"),

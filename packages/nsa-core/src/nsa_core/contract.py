@@ -337,10 +337,12 @@ class DecodeCall:
     def table(self, branch: str) -> torch.Tensor:
         """Return the block table of ``branch`` with one row per run, [B, columns].
 
-        It is a copy if ``sequences`` is given.
+        It is a copy if ``sequences`` is given, whose values nobody may have checked.
         """
         table: torch.Tensor = getattr(self.tables, branch)
-        return table if self.sequences is None else table.index_select(0, self.sequences)
+        if self.sequences is None:
+            return table
+        return table.index_select(0, self.sequences.clamp(0, len(table) - 1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -133,10 +133,12 @@ def nsa_decode(
         v: values [T, G, Dv], as for ``k``.
         gates: gates [T, Hq, 3] in the order cmp, sel, win, float32 (float64 for float64 q).
         pages: the pages and block tables of the layer, which the call writes. A page that it writes
-            must belong to one sequence and one branch alone. Pages of cmp follow those of sel late:
-            the compressed token of a block is written when its last token arrives, in a later page.
-            win needs room for w + new - 1 tokens of a sequence, and raw for l + new - 1, where new
-            is the number of tokens that the call adds to it.
+            must belong to one sequence and one branch alone; only branches with the same k and v,
+            rotated alike, may share theirs, such as ``win=pages.sel`` with one pair of k and v.
+            Pages of cmp follow those of sel late: the compressed token of a block is written when
+            its last token arrives, in a later page. win needs room for w + new - 1 tokens of a
+            sequence, and raw for l + new - 1, where new is the number of tokens that the call adds
+            to it.
         rows: the sequence and the position of each row, from :func:`nsa_core.decode_rows`.
         config: the sizes of the layer. Of its rotary fields, only ``rope_before_compress`` is used
             besides ``rope``.
@@ -145,8 +147,8 @@ def nsa_decode(
             serve outside of torch.compile.
         rope: cos and sin [positions, Dk / 2] of the angles of all positions below ``max_len``,
             float32 (float64 for float64 q), from :func:`nsa_core.rope_angles` or your own. q and
-            the keys of sel and win are then rotated at their positions, and compressed keys at that
-            of their first token. None: nothing is rotated; ``config.rope`` must be False.
+            the keys of sel and win are rotated at their positions, and compressed keys at that of
+            their first token. None, for a config with ``rope=False``: nothing is rotated.
         max_len: host integer, an upper bound of the lengths, which sizes the launches; default: the
             tokens that the table of ``pages.sel`` has room for.
         plan: a plan from :func:`nsa_core.resolve` with ``phase="decode"`` and the ``page_size`` of
@@ -187,10 +189,11 @@ def nsa_decode(
     check_metadata(_named(q, keys, values, gates, pages, rows, rope), pages, config, bound)
     if plan is not None and backends is not None:
         raise InvalidInput("plan and backends are both passed: resolve the plan with backends=")
-    if rope is None and config.rope:
+    if (rope is not None) != config.rope:
         raise InvalidInput(
-            "config.rope is True, but rope is None: pass rope=nsa_core.rope_angles(config,"
-            " max_len), or, if q and k are not to be rotated, a config with rope=False"
+            f"config.rope is {config.rope}, but rope is {'None' if rope is None else 'given'}: pass"
+            " rope=nsa_core.rope_angles(config, max_len), which is None for a config with"
+            " rope=False; then q and k are not rotated"
         )
     phis = _checked_phi(phi, config)
     if plan is not None:

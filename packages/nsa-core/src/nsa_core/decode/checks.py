@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -156,11 +156,18 @@ class _Span(NamedTuple):
     end: torch.Tensor
 
 
-def check_values(pages: LayerPages, call: DecodeCall) -> None:
+def check_values(
+    pages: LayerPages, call: DecodeCall, sources: Mapping[str, Iterable[torch.Tensor | None]]
+) -> None:
     """Check the positions of the rows, the entries of the tables, and who owns the pages.
 
     The check runs for tensors on the CPU, because reading a GPU's values synchronises; NSA_CHECK=1
     enables it for all devices.
+
+    Args:
+        pages: the pages.
+        call: the call of the step.
+        sources: for each branch the tensors whose rows its k and v get; None: other rows.
 
     Raises:
         InvalidInput: a row or an entry is out of range, a table is too short, or a page that the
@@ -204,7 +211,8 @@ def check_values(pages: LayerPages, call: DecodeCall) -> None:
     blocks = torch.arange(int(counts.sum()), device=ends.device)
     owners = torch.repeat_interleave(counts)
     blocks = blocks - (ends - counts - past)[owners]
-    _check_apart(pages, {b: (blocks, owners) if b == "cmp" else (starts, rows) for b in spans})
+    written = {b: (blocks, owners) if b == "cmp" else (starts, rows) for b in spans}
+    _check_apart(pages, written, sources)
 
 
 def _check_entries(branch: str, pages: PagedKV, span: _Span) -> None:
@@ -227,22 +235,30 @@ def _check_entries(branch: str, pages: PagedKV, span: _Span) -> None:
 
 
 def _check_apart(
-    pages: LayerPages, written: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    pages: LayerPages,
+    written: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    sources: Mapping[str, Iterable[torch.Tensor | None]],
 ) -> None:
-    """Check that no two rows that a step writes share memory.
+    """Check that no two rows that a step writes share memory, unless they are the same rows.
 
     Args:
         pages: the pages.
         written: the tokens that the step writes to each branch, and their sequences.
+        sources: as in :func:`check_values`.
     """
     stores, begins, ends = [], [], []
+    seen: dict[Any, torch.Tensor] = {}
     for branch, (tokens, sequences) in written.items():
         part: PagedKV = getattr(pages, branch)
         page, row = (x.long() for x in part.locate(tokens[:, None], sequences))
-        for name, store in (("k", part.k), ("v", part.v)):
+        for name, store, x in zip("kv", (part.k, part.v), sources[branch]):
             heads = torch.arange(store.shape[2], device=page.device) * store.stride(2)
             offsets = (page * store.stride(0) + row * store.stride(1) + heads).flatten()
             begin = store.data_ptr() + offsets * store.itemsize
+            if x is not None:
+                first = seen.setdefault((name, x.data_ptr(), x.shape, x.stride()), begin)
+                if first is not begin and torch.equal(first, begin):
+                    continue
             stores += [f"pages.{branch}.{name}"]
             begins.append(begin)
             ends.append(begin + store.shape[3] * store.itemsize)

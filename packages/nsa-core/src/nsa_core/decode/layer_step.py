@@ -16,6 +16,7 @@ import torch
 
 from nsa_core.contract import DecodeCall
 from nsa_core.decode.pages import LayerPages
+from nsa_core.errors import InvalidInput
 from nsa_core.layer.phi.kinds import weights_of_pair
 from nsa_core.layer.rope import RopeTable, rotate
 
@@ -98,6 +99,9 @@ def compress(
         call: the call of the step.
         rows: rows of a run, m.
         partly: whether a run may complete fewer blocks than ceil(rows / d).
+
+    Raises:
+        InvalidInput: a phi returns another shape or dtype.
     """
     raw, cmp = pages.raw, pages.cmp
     if plan.config.rope_before_compress:
@@ -118,6 +122,13 @@ def compress(
     starts = blocks * stride
     k, v = raw.read(starts[:, :1] + count, call.sequences)
     k_cmp, v_cmp = phis[0](k), phis[1](v)
+    for i, (x, store) in enumerate(((k_cmp, cmp.k), (v_cmp, cmp.v))):
+        shape = (*blocks.shape, *store.shape[2:])
+        if x.shape != shape or x.dtype != store.dtype:
+            raise InvalidInput(
+                f"phi[{i}] must return {list(shape)} {store.dtype} for {list((k, v)[i].shape)},"
+                f" got {list(x.shape)} {x.dtype}"
+            )
     if rope is not None:
         k_cmp = rotate(k_cmp, _angles(rope, starts))
     complete = starts + size <= call.lengths[:, None] if partly else None

@@ -48,7 +48,9 @@ class PagedKV(NamedTuple):
             tokens: int64 [B, m], positions in their sequences.
             sequences: [B], the rows of the table; None means all of them.
         """
-        table = self.table if sequences is None else self.table.index_select(0, sequences)
+        table = self.table
+        if sequences is not None:
+            table = table.index_select(0, sequences.clamp(0, len(table) - 1))
         if table.shape[1] == 1:
             return table.expand_as(tokens), tokens % self.rows
         column = tokens // self.rows % table.shape[1]

@@ -62,7 +62,10 @@ def decode(
     call = DecodeCall(
         geometry, scale, rows.starts, rows.lengths, pages.tables, max_len, rows.sequences
     )
-    check_values(pages, call)
+    raw_key = keys[0] if rope is None or plan.config.rope_before_compress else None
+    new_keys = (None, keys[1], keys[2], raw_key)
+    new_values = (None, values[1], values[2], values[0])
+    check_values(pages, call, dict(zip(LayerPages._fields, zip(new_keys, new_values))))
     if not len(q):
         return q.new_zeros((*q.shape[:2], values[1].shape[-1]))
     table = None if rope is None else RopeTable(*(x[:, None] for x in rope))
