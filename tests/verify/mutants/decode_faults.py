@@ -69,8 +69,8 @@ DECODE_MUTANTS = (
     ),
     _mutant(
         "sel sees the token after the query",
-        "(token - block * size).clamp_",
-        "(token - block * size + 1).clamp_",
+        "(token - first_key).clamp_",
+        "(token - first_key + 1).clamp_",
     ),
     # rows of the step
     _mutant(

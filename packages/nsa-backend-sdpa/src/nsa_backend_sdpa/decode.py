@@ -58,7 +58,9 @@ def _rows_in_budget(q: Tensor, keys: int) -> int:
 
 def positions(q: Tensor, call: DecodeCall) -> Tensor:
     """Return the token of each query, int64 [B, m]; -1 for padding, which sees no key."""
-    position = call.starts.long()[:, None] + torch.arange(q.shape[1], device=q.device)
+    position = call.starts.long()[:, None]
+    if q.shape[1] > 1:
+        position = position + torch.arange(q.shape[1], device=q.device)
     return position.masked_fill(position >= call.lengths[:, None], -1)
 
 
@@ -131,7 +133,7 @@ def _cmp_chunk(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: DecodeCall) -> tup
     for first in range(0, max(1, count), size):
         index = torch.arange(first, min(first + size, max(1, count)), device=q.device)
         # End of each compressed token's block, exclusive: the number of tokens it needs.
-        ends = index * geometry.compress_stride + geometry.compress_block_size
+        ends = torch.add(geometry.compress_block_size, index, alpha=geometry.compress_stride)
         rows = _page_rows(k_cmp, index.expand(len(q), -1), table)
         present = ends <= call.lengths[:, None]
         k = _heads_first(k_cmp[rows], None, operand)
@@ -162,18 +164,23 @@ def win(
 
 def _win_chunk(q: Tensor, k: Tensor, v: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
     operand, merged, window = operand_dtype(q), None, call.geometry.window_size
-    queries, last = _grouped(q, k.shape[2]), positions(q, call)[:, None, :, None, None]
-    tokens = call.starts.long()[:, None] + torch.arange(1 - window, q.shape[1], device=q.device)
+    queries, token = _grouped(q, k.shape[2]), positions(q, call)
+    last, rows = token[:, None, :, None, None], q.shape[1]
+    tokens = token[:, :1] + torch.arange(1 - window, rows, device=q.device)
     page, row = _page_rows(k, tokens, call.table("win"))
     size = _chunk_size(q, tokens.shape[1])
     for first in range(0, tokens.shape[1], size):
         part = slice(first, min(first + size, tokens.shape[1]))
-        token, rows = tokens[:, part], (page[:, part], row[:, part])
-        present = (token >= 0) & (token < call.lengths[:, None])
-        keys = _heads_first(k[rows], None, operand)
-        values = _heads_first(v[rows], present, operand)
+        token = tokens[:, part]
+        present = token >= 0
+        if rows > 1:  # the tokens of a single query end at it
+            present &= token < call.lengths[:, None]
+        keys = _heads_first(k[page[:, part], row[:, part]], None, operand)
+        values = _heads_first(v[page[:, part], row[:, part]], present, operand)
         token = token[:, None, None, None]
-        hidden = (token > last) | (token <= last - window) | (token < 0)
+        hidden = token < 0
+        if rows > 1:
+            hidden = hidden | (token > last) | (token <= last - window)
         merged = engine.merge(merged, engine.attend(queries, keys, values, hidden, call.scale))
     assert merged is not None
     return _out(*merged, q)
@@ -206,10 +213,10 @@ def sel(
                 blocks[:, part].transpose(1, 2), token.div(size, rounding_mode="floor")
             )
             # Invalid entries read the first block, which is valid if any block is.
-            block = block.where(valid, block[..., :1])
+            first_key = block.where(valid, block[..., :1]) * size
             # Offset in the block of the last key that the query sees, [B, G, r, n].
-            last_offset = (token - block * size).clamp_(0, size - 1)
-            page, row = _page_rows(k, block * size, table)
+            last_offset = (token - first_key).clamp_(0, size - 1)
+            page, row = _page_rows(k, first_key, table)
             offset = torch.arange(size, device=q.device)
             # A hidden key is replaced by the last visible one, so that products never use invalid
             # contents of the cache.
@@ -265,9 +272,8 @@ def select(
 
 def _select_chunk(q: Tensor, k_cmp: Tensor, lse: Tensor, call: DecodeCall) -> Tensor:
     geometry, groups, longest = call.geometry, k_cmp.shape[2], max(1, call.max_len)
-    index = (
-        torch.arange(columns(geometry, longest), device=q.device) + geometry.overlap_weights()[0][0]
-    )
+    low = geometry.overlap_weights()[0][0]
+    index = torch.arange(low, low + columns(geometry, longest), device=q.device)
     queries, last, table = _grouped(q, groups), positions(q, call), call.table("cmp")
     grouped_lse = lse.unflatten(1, (groups, -1)).transpose(2, 3)[..., None]  # [B, G, m, h, 1]
     p = lse.new_empty((*queries.shape[:-1], len(index)))

@@ -79,15 +79,15 @@ def _fill(
     total, n_c, ends = pairs[0][0].shape[1], compressed[0].shape[1], lengths[:, None]
     positions = store.count[:total].expand(len(sequences), -1)
     k, v = pairs[1]
-    sel.write(positions, k, v, positions < ends if padded else None, sequences)
+    sel.write(positions, k, v, positions >= ends if padded else None, sequences)
     blocks = store.count[:n_c].expand(len(sequences), -1)
-    complete = blocks * geometry.compress_stride + geometry.compress_block_size <= ends
-    cmp.write(blocks, *compressed, complete if padded else None, sequences)
+    incomplete = blocks * geometry.compress_stride + geometry.compress_block_size > ends
+    cmp.write(blocks, *compressed, incomplete if padded else None, sequences)
     sequence = torch.arange(len(sequences), device=cache.device)[:, None]
     for ring, (k, v) in ((raw, pairs[0]), (win, pairs[2])):
         newest = (ends.long() - ring.rows).clamp(min=0) + store.count[: min(ring.rows, total)]
         token = newest.clamp(max=total - 1)
-        ring.write(newest, k[sequence, token], v[sequence, token], newest < ends, sequences)
+        ring.write(newest, k[sequence, token], v[sequence, token], newest >= ends, sequences)
 
 
 def chunk_pages(cache: CacheState, rows: int) -> LayerPages:
@@ -105,7 +105,7 @@ def _chunk_ring(cache: CacheState, ring: PagedKV, before: int, rows: int) -> Pag
         # Rows without a token are masked, not skipped, so they must be finite.
         store.zero_()
     tokens = cache.starts[:, None] - before + cache.kv.count[:before]
-    longer.write(tokens, *ring.read(tokens), tokens >= 0)
+    longer.write(tokens, *ring.read(tokens), tokens < 0)
     return longer
 
 
@@ -118,7 +118,7 @@ def write_back_newest(cache: CacheState, chunk: LayerPages, rows: int) -> None:
     for ring, longer in ((pages.win, chunk.win), (pages.raw, chunk.raw)):
         count = min(ring.rows, rows)
         tokens = cache.lengths[:, None] - count + cache.kv.count[:count]
-        ring.write(tokens, *longer.read(tokens), tokens >= cache.starts[:, None])
+        ring.write(tokens, *longer.read(tokens), tokens < cache.starts[:, None])
 
 
 def attend_chunk(

@@ -215,8 +215,8 @@ def _decode(
     call, rope = cache.advance(tokens), cache.kv.rope
     pages = chunk_pages(cache, tokens.rows) if is_chunk else cache.kv.pages
     if tokens.on_device is not None:
-        present = cache.starts[:, None] + cache.kv.count[: tokens.rows] < cache.lengths[:, None]
-        x = x.masked_fill(~present[..., None], 0)
+        absent = cache.starts[:, None] + cache.kv.count[: tokens.rows] >= cache.lengths[:, None]
+        x = x.masked_fill(absent[..., None], 0)
     q, k, v = layer.heads(x)
     gates = _gates(layer, plan, x, call)
     padded = tokens.on_device is not None or tokens.counts is None

@@ -58,14 +58,14 @@ def append(
             q, keys, values, *targets, rope=tables, rotate_raw=rotate_raw, call=call
         )
         return rotated
-    positions, present = call.starts.long()[:, None], None
+    positions, absent = call.starts.long()[:, None], None
     if q.shape[1] > 1:
         positions = positions + torch.arange(q.shape[1], device=q.device)
     if padded:
-        present = positions < call.lengths[:, None]
+        absent = positions >= call.lengths[:, None]
     raw, sel, win = keys
     if rope is not None:
-        table = _angles(rope, positions)
+        table = _angles(rope, positions, call)
         to_rotate = [q, sel, win, *([raw] if rotate_raw else [])]
         q, sel, win, *rest = rotate(torch.cat(to_rotate, -2), table).split(
             [x.shape[-2] for x in to_rotate], -2
@@ -73,7 +73,7 @@ def append(
         raw = rest[0] if rest else raw
     targets_and_keys = ((pages.raw, raw), (pages.sel, sel), (pages.win, win))
     for (target, k), v in zip(targets_and_keys, values):
-        target.write(positions, k, v, present, call.sequences)
+        target.write(positions, k, v, absent, call.sequences)
     return q
 
 
@@ -130,14 +130,15 @@ def compress(
                 f" got {list(x.shape)} {x.dtype}"
             )
     if rope is not None:
-        k_cmp = rotate(k_cmp, _angles(rope, starts))
-    complete = starts + size <= call.lengths[:, None] if partly else None
-    cmp.write(blocks, k_cmp, v_cmp, complete, call.sequences)
+        k_cmp = rotate(k_cmp, _angles(rope, starts, call))
+    incomplete = starts + size > call.lengths[:, None] if partly else None
+    cmp.write(blocks, k_cmp, v_cmp, incomplete, call.sequences)
 
 
-def _angles(rope: RopeTable, positions: torch.Tensor) -> RopeTable:
-    """Return the angles of positions [B, m]. Rows after the last angle hold no token."""
-    positions = positions.clamp(max=rope.cos.shape[0] - 1)
+def _angles(rope: RopeTable, positions: torch.Tensor, call: DecodeCall) -> RopeTable:
+    """Return the angles of positions [B, m]."""
+    if call.sequences is not None or positions.shape[1] > 1:  # padding may lie after the last angle
+        positions = positions.clamp(max=rope.cos.shape[0] - 1)
     return RopeTable(rope.cos[positions], rope.sin[positions])
 
 

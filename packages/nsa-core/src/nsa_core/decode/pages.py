@@ -46,11 +46,13 @@ class PagedKV(NamedTuple):
 
         Args:
             tokens: int64 [B, m], positions in their sequences.
-            sequences: [B], the rows of the table; None means all of them.
+            sequences: [B], the rows of the table; None means all of them. Nobody may have checked
+                them, nor their pages: the result is inside the pool.
         """
         table = self.table
         if sequences is not None:
             table = table.index_select(0, sequences.clamp(0, len(table) - 1))
+            table = table.clamp_(0, len(self.k) - 1)
         if table.shape[1] == 1:
             return table.expand_as(tokens), tokens % self.rows
         column = tokens // self.rows % table.shape[1]
@@ -61,7 +63,6 @@ class PagedKV(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [B, m, G, D]; those of a token without a page are arbitrary."""
         page, row = self.locate(tokens, sequences)
-        page = page.clamp(0, self.k.shape[0] - 1)
         return self.k[page, row], self.v[page, row]
 
     def write(
@@ -69,7 +70,7 @@ class PagedKV(NamedTuple):
         tokens: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        present: torch.Tensor | None = None,
+        absent: torch.Tensor | None = None,
         sequences: torch.Tensor | None = None,
     ) -> None:
         """Write k and v [B, m, G, D] to the rows of tokens.
@@ -81,24 +82,22 @@ class PagedKV(NamedTuple):
             tokens: int64 [B, m], positions in their sequences.
             k: keys.
             v: values.
-            present: bool [B, m], the rows to write; None means all.
+            absent: bool [B, m], the rows that are not written; None means none.
             sequences: as in :meth:`locate`.
         """
         if not tokens.numel():
             return
         page, row = self.locate(tokens, sequences)
-        if present is None:
+        if absent is None:
             self.k.index_put_((page, row), k)
             self.v.index_put_((page, row), v)
             return
-        flat = present.flatten()
+        flat = absent.flatten()
         source = torch.arange(len(flat), device=flat.device)
-        source = source.where(flat, flat.to(torch.uint8).argmax())
-        page = page.flatten().clamp(0, self.k.shape[0] - 1)[source]
-        row = row.flatten()[source]
-        some = flat.any()
+        source = torch.where(flat, flat.to(torch.uint8).argmin(), source)
+        page, row, none = page.flatten()[source], row.flatten()[source], flat.all()
         for store, new in ((self.k, k), (self.v, v)):
-            rows = new.flatten(0, 1)[source].where(some, store[page, row])
+            rows = torch.where(none, store[page, row], new.flatten(0, 1)[source])
             store.index_put_((page, row), rows)
 
 
