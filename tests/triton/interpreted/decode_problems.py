@@ -18,6 +18,7 @@ from nsa_backend_triton.decode import compress as decode_compress
 from nsa_backend_triton.decode import forms, launch
 from nsa_backend_triton.decode import gates as decode_gates
 from nsa_backend_triton.host import configs
+from nsa_core.contract import BlockTables
 from nsa_core.layer.rope import rope_table
 from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.step_data import StepData, step_data
@@ -223,11 +224,11 @@ def plain_append(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def compress(
-    data: StepData, apart: Callable[[torch.Tensor], torch.Tensor], is_mlp: bool = True
+    data: StepData, apart: Callable[[torch.Tensor], torch.Tensor], phi: str = "mlp"
 ) -> Outputs:
     """Compress the blocks of six sequences, of which four are complete, into pages of -9.
 
-    With ``is_mlp`` False phi is linear. Keys are rotated.
+    ``phi`` is "mlp", "linear" or "mean". Keys are rotated.
     """
     geometry, kind = data.call.geometry, data.q.dtype
     size, ring = geometry.compress_block_size, geometry.compress_block_size + 3
@@ -237,10 +238,10 @@ def compress(
 
     pages, tensors = [data.stores[name] for name in ("k_cmp", "v_cmp")], []
     for x in pages:
-        units = x.shape[-1] + 5 if is_mlp else x.shape[-1]
+        units = x.shape[-1] + 5 * (phi == "mlp")
         shapes = [(size, x.shape[-1]), (units, size * x.shape[-1]), (units,)]
-        if is_mlp:
-            shapes += [(x.shape[-1], units), (x.shape[-1],)]
+        shapes += [(x.shape[-1], units), (x.shape[-1],)]
+        shapes = shapes[: {"mlp": 5, "linear": 3, "mean": 0}[phi]]
         weights = [numbers(*shape, scale=5 + i) for i, shape in enumerate(shapes)]
         table = data.call.tables.raw
         rows = numbers(table.numel(), -(-ring // table.shape[1]), *x.shape[2:], scale=40)
@@ -256,7 +257,12 @@ def compress(
 
 def linear_compress(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """Compress with a phi of kind linear."""
-    return compress(data, apart, False)
+    return compress(data, apart, "linear")
+
+
+def mean_compress(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Compress with the mean."""
+    return compress(data, apart, "mean")
 
 
 def ragged(data: StepData) -> StepData:
@@ -273,7 +279,27 @@ def ragged(data: StepData) -> StepData:
 
 def ragged_rows(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """Run every form on runs of one token."""
-    data, results = ragged(data), {}
+    return _every_form(ragged(data), apart)
+
+
+def wrong_rows(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Run every form on values that nobody has checked.
+
+    The pages of two sequences are outside their pool. Two runs name no sequence, and one begins
+    before token 0.
+    """
+    data = ragged(data)
+    tables = BlockTables(*(table.clone() for table in data.call.tables))
+    for table in tables:
+        table[0], table[1] = table.numel(), -1
+    data.call.sequences[1], data.call.sequences[3] = len(tables.sel), -1  # they complete blocks
+    data.call.starts[4] = -1000
+    call = dataclasses.replace(data.call, tables=tables)
+    return _every_form(dataclasses.replace(data, call=call), apart)
+
+
+def _every_form(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    results: Outputs = {}
     for form in (append, compress, fused, three_launches):
         results |= {f"{form.__name__} {n}": x for n, x in form(data, apart).items()}
     return results
@@ -343,11 +369,14 @@ CASES = {
         (plain_append, "odd heads", 3),
         (compress, "six sequences", 3),
         (linear_compress, "six sequences", 3),
+        (mean_compress, "six sequences", 3),
+        (mean_compress, "six rings", 3),
         (compress_past_the_end, "six sequences", 3),
         (compress, "wide", 3),
         (compress, "six rings", 3),
         (ragged_rows, "six sequences", 3),
         (ragged_rows, "three tokens", 1000),
+        (wrong_rows, "six sequences", 3),
         (gates, "three tokens", 3),
         (gates, "odd heads", 3),
         (selection, "ragged", 3),

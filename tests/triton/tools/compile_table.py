@@ -10,9 +10,8 @@ the kernels of sel and win that sequences of 1024 tokens run instead. In ``parti
 queries are the second half of their sequences.
 ``core`` is the backward of all slots together, without the kernels that the backwards of the slots
 launch alike. ``step`` is a decode step, its append, gates and compression (phi of kind mlp), 32
-sequences of 65536 tokens, one new token each; ``steps`` has four each, and phi of kind linear. This
-needs no GPU: kernels are compiled for GPUs that are not present, see
-offline.py.
+sequences of 65536 tokens, one new token each; ``steps`` has four each, and phi of kinds linear and
+mean. This needs no GPU: kernels are compiled for GPUs that are not present, see offline.py.
 
 Every run of the tests compiles the rows whose launch changed,
 for example because a tile of tuned/*.json did; ``nox -s full`` compiles all rows. Each row must
@@ -137,14 +136,11 @@ def step_launches(
         gates.gates(
             x, x.new_empty(3 * q.shape[2], x.shape[2]), x.new_empty(3 * q.shape[2]), call=call
         )
-        compress.compress(
-            *win,
-            tensors["k_cmp"],
-            tensors["v_cmp"],
-            *(phi_weights(x, call.geometry, is_mlp=rows == 1) for x in win),
-            rope=(table, table),
-            call=call,
-        )
+        weights = [phi_weights(x, call.geometry, is_mlp=rows == 1) for x in win]
+        for phis in (weights, ((), ())) if rows > 1 else (weights,):
+            compress.compress(
+                *win, tensors["k_cmp"], tensors["v_cmp"], *phis, rope=(table, table), call=call
+            )
         forms.step(*(tensors[name] for name in STEP_INPUTS["step"]), call=call)
     return recorded
 

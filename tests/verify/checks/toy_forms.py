@@ -139,13 +139,15 @@ def compress(
             continue
         page, row = divmod(i, k_cmp.shape[1])
         for x, out, weights in ((k, k_cmp, phi_k), (v, v_cmp, phi_v)):
-            position, weight, bias, *down = (w.double() for w in weights)
             token, table = i * stride + shift + torch.arange(size), call.tables.raw[b]
             page_of_token = table[token // x.shape[1] % len(table)].long()
             tokens = x[page_of_token, token % x.shape[1]].transpose(0, 1)
-            y = (tokens + position).flatten(1) @ weight.mT + bias
-            if down:
-                y = torch.nn.functional.gelu(y) @ down[0].mT + down[1]
+            y = tokens.double().mean(1)
+            if weights:
+                position, weight, bias, *down = (w.double() for w in weights)
+                y = (tokens + position).flatten(1) @ weight.mT + bias
+                if down:
+                    y = torch.nn.functional.gelu(y) @ down[0].mT + down[1]
             if rope is not None and x is k:
                 angles = RopeTable(*(t[i * stride, None, None].double() for t in rope))
                 y = rotate(y[None], angles)[0]
@@ -170,7 +172,7 @@ def compress_without_rotary(*tensors, rope, call: DecodeCall):
 
 def compress_without_position(*stores, rope, call: DecodeCall):
     *stores, phi_k, phi_v = stores
-    phis = ((weights[0] * 0, *weights[1:]) for weights in (phi_k, phi_v))
+    phis = [tuple(w * (i > 0) for i, w in enumerate(weights)) for weights in (phi_k, phi_v)]
     compress(*stores, *phis, rope=rope, call=call)
 
 

@@ -30,8 +30,8 @@ DECODE_MUTANTS = (
     ),
     _mutant(
         "window of the next token",
-        "torch.arange(1 - window, q.shape[1], device=q.device)",
-        "torch.arange(2 - window, q.shape[1], device=q.device)",
+        "torch.arange(1 - window, rows, device=q.device)",
+        "torch.arange(2 - window, rows, device=q.device)",
     ),
     _mutant(
         "every group reads the keys of the first group",
@@ -80,8 +80,8 @@ DECODE_MUTANTS = (
     ),
     _mutant(
         "every row treated as a new token",
-        "position = call.starts.long()[:, None] + torch.arange",
-        "position = call.lengths.long()[:, None] - q.shape[1] + torch.arange",
+        "position = call.starts.long()[:, None]",
+        "position = call.lengths.long()[:, None] - q.shape[1]",
     ),
     _mutant(
         "lengths cached from the first call",

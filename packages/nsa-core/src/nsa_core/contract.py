@@ -436,11 +436,11 @@ class BackendSpec:
                                 the number of its hidden units, are followed by the weight
                                 [D, hidden] and the bias [D] after its exact GELU. They have the
                                 dtype of k, or fp32 beside a 16-bit k; a weight may then be rounded
-                                to the dtype of k.
+                                to the dtype of k. Both are empty if phi is the mean of the block.
                  rope           as in append, or None. The compressed key is rotated at position
                                 i d.
-                 It is called for phis of kind mlp and linear without hooks; k_cmp of other phis is
-                 computed by nsa_core.
+                 It is called for phis of kind mean, mlp and linear without hooks; k_cmp of other
+                 phis is computed by nsa_core.
 
     The fused backward is used if one backend runs every slot of a prefill plan, every input needs a
     gradient, and the caller states that no gate is negative:

@@ -1,7 +1,9 @@
-"""Compress the block that a step completes, in two launches (phi of kind mlp) or one (linear).
+"""Compress the block that a step completes, in two launches (phi of kind mlp) or one.
 
     hidden[j] = GELU(W_up flatten(block + position) + b_up)[j]
     k_cmp     = rotary(W_down hidden + b_down) at the block's first position; v_cmp without rotary
+
+A linear phi has no hidden units, and the mean no weights.
 
 With d = 16, 15 of 16 steps complete no block, so the time of programs without work matters most.
 Their number does not grow with the batch beyond PROGRAMS_PER_TILE sequences. Each one reads the
@@ -13,7 +15,7 @@ a time, accumulates each product of a tile [heads, BLOCK_UNITS, BLOCK_DIM] in re
 over the columns once, at the end. Multiply-adds, hidden units and the rotation are fp32; the result
 is rounded once. A sequence reads W once, from L2 if several sequences complete a block: 2 MB in
 bf16 for k with D = 128 and l = 32. The limit is the latency of a tile's loads,
-l D / BLOCK_DIM times.
+l D / BLOCK_DIM times. For the mean, a program owns all D units.
 """
 
 from __future__ import annotations
@@ -40,6 +42,27 @@ _ROUNDED = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
+_MEAN_PROGRAMS = 64  # per tensor
+
+
+@triton.jit
+def _mean(
+    X, TABLE, stride_x, first_token, page_size, columns, num_pages, unit, unit_valid,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_UNITS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Return the mean [BLOCK_H, BLOCK_UNITS] of TOKENS tokens, in the pages of TABLE."""
+    head = tl.arange(0, BLOCK_H).to(tl.int64)
+    stride_xp, stride_xr, stride_xh = stride_x
+    mask = (head < NUM_KV_HEADS)[:, None] & unit_valid[None, :]
+    total = tl.zeros([BLOCK_H, BLOCK_UNITS], ACC)
+    for token in tl.range(first_token, first_token + TOKENS, loop_unroll_factor=4):
+        page = clamp_index(tl.load(TABLE + token // page_size % columns), num_pages)
+        row = (token % page_size).to(tl.int64)
+        x = X + page.to(tl.int64) * stride_xp + row * stride_xr
+        offs = head[:, None] * stride_xh + unit[None, :]
+        total += tl.load(x + offs, mask=mask, other=0.0).to(ACC)
+    return total / TOKENS
 
 
 @triton.jit
@@ -94,7 +117,8 @@ def _compress_units(
     X, TABLE, POSITION, WEIGHT, BIAS, OUT, COS, SIN,
     stride_x, stride_w, stride_out, run, first_token, page_size, columns, num_pages, out_page,
     out_row, out_valid, position, tile,
-    FIRST: tl.constexpr, LAST: tl.constexpr, ROTATE: tl.constexpr, RING: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr, ROTATE: tl.constexpr,
+    RING: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
     UNITS: tl.constexpr, BLOCK_UNITS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     DTYPE: tl.constexpr, ACC: tl.constexpr,
@@ -107,22 +131,34 @@ def _compress_units(
     head = tl.arange(0, BLOCK_H).to(tl.int64)
     unit = tile * BLOCK_UNITS + tl.arange(0, BLOCK_UNITS)
     unit_valid = unit < OWNED
-    y = _products(
-        X, TABLE, POSITION, WEIGHT, BIAS, stride_x, stride_w, run, first_token, page_size, columns,
-        num_pages, unit, unit_valid,
-        FIRST, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
-    )  # fmt: skip
+    if MEAN:
+        y = _mean(
+            X, TABLE, stride_x, first_token, page_size, columns, num_pages, unit, unit_valid,
+            NUM_KV_HEADS, BLOCK_H, TOKENS, BLOCK_UNITS, ACC,
+        )  # fmt: skip
+    else:
+        y = _products(
+            X, TABLE, POSITION, WEIGHT, BIAS, stride_x, stride_w, run, first_token, page_size,
+            columns, num_pages, unit, unit_valid,
+            FIRST, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
+        )  # fmt: skip
     stride_outp, stride_outr, stride_outh = stride_out
     OUT += tl.cast(out_page, tl.int64) * stride_outp + tl.cast(out_row, tl.int64) * stride_outr
     out = OUT + (head[:, None] * stride_outh + unit[None, :])
     mask = (head < NUM_KV_HEADS)[:, None] & unit_valid[None, :] & out_valid
     dtype = OUT.dtype.element_ty
     if ROTATE:
-        y2 = _products(
-            X, TABLE, POSITION, WEIGHT + OWNED * stride_w, BIAS + OWNED, stride_x, stride_w,
-            run, first_token, page_size, columns, num_pages, unit, unit_valid,
-            FIRST, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
-        )  # fmt: skip
+        if MEAN:
+            y2 = _mean(
+                X, TABLE, stride_x, first_token, page_size, columns, num_pages, unit + OWNED,
+                unit_valid, NUM_KV_HEADS, BLOCK_H, TOKENS, BLOCK_UNITS, ACC,
+            )  # fmt: skip
+        else:
+            y2 = _products(
+                X, TABLE, POSITION, WEIGHT + OWNED * stride_w, BIAS + OWNED, stride_x, stride_w,
+                run, first_token, page_size, columns, num_pages, unit, unit_valid, FIRST, RING,
+                NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
+            )  # fmt: skip
         angle = tl.cast(position, tl.int64) * OWNED + unit
         cos = tl.load(COS + angle, mask=unit_valid, other=0.0)[None, :]
         sin = tl.load(SIN + angle, mask=unit_valid, other=0.0)[None, :]
@@ -149,7 +185,7 @@ def decode_compress(
     stride_k_weight, stride_v_weight, stride_raw_table, stride_cmp_table,
     num_runs, raw_page_size, raw_columns, cmp_page_size, num_blocks, num_positions,
     num_sequences, num_raw_pages, num_cmp_pages,
-    FIRST: tl.constexpr, LAST: tl.constexpr, ROPE: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr, ROPE: tl.constexpr,
     RAGGED: tl.constexpr, RING: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr,
@@ -158,7 +194,7 @@ def decode_compress(
     K_BLOCK_DIM: tl.constexpr, V_BLOCK_DIM: tl.constexpr,
     DTYPE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Compute one layer of phi of the block that each run completes.
+    """Compute one layer of phi of the block that each run completes; MEAN: phi is the mean.
 
     FIRST: K and V are the pages of tokens; otherwise, they are the hidden units. LAST: K_OUT and
     V_OUT are pages of compressed tokens; otherwise, they are the hidden units. Hidden units of a
@@ -206,8 +242,8 @@ def decode_compress(
                     K, raw_table, K_POSITION, K_WEIGHT, K_BIAS, K_OUT, COS, SIN,
                     stride_k, stride_k_weight, stride_k_out, run, first_token, raw_page_size,
                     raw_columns, num_raw_pages, out_page, out_row, out_valid, position, tile,
-                    FIRST, LAST, ROPE, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, K_WIDTH, K_UNITS,
-                    BLOCK_UNITS, K_BLOCK_DIM, DTYPE, ACC,
+                    FIRST, LAST, MEAN, ROPE, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, K_WIDTH,
+                    K_UNITS, BLOCK_UNITS, K_BLOCK_DIM, DTYPE, ACC,
                 )  # fmt: skip
             else:
                 _compress_units(
@@ -215,8 +251,8 @@ def decode_compress(
                     stride_v, stride_v_weight, stride_v_out, run, first_token, raw_page_size,
                     raw_columns, num_raw_pages, out_page, out_row, out_valid, position,
                     tile - K_TILES,
-                    FIRST, LAST, False, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, V_WIDTH, V_UNITS,
-                    BLOCK_UNITS, V_BLOCK_DIM, DTYPE, ACC,
+                    FIRST, LAST, MEAN, False, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, V_WIDTH,
+                    V_UNITS, BLOCK_UNITS, V_BLOCK_DIM, DTYPE, ACC,
                 )  # fmt: skip
 
 
@@ -243,12 +279,12 @@ def compress(
     tables, sequences = (call.tables.raw, call.tables.cmp), call.sequences
     placeholder = call.starts if sequences is None else sequences
     positions = (call.starts, call.lengths, placeholder, *tables)
-    k_position, k_weight, k_bias, *k_down = phi_k
-    v_position, v_weight, v_bias, *v_down = phi_v
+    k_position, k_weight, k_bias, *k_down = phi_k or (k, k, k)  # placeholders for the mean
+    v_position, v_weight, v_bias, *v_down = phi_v or (v, v, v)
     first, last, hidden_shapes = _launches(
         k, v, k_cmp, v_cmp, angles[0], call.starts, *tables,
-        call.geometry, rope is not None, sequences is not None, k_position, v_position, k_weight,
-        v_weight, k_bias, v_bias, *k_down, *v_down,
+        call.geometry, (rope is not None, sequences is not None, not phi_k), k_position,
+        v_position, k_weight, v_weight, k_bias, v_bias, *k_down, *v_down,
     )  # fmt: skip
     pairs = (k_position, v_position, k_weight, v_weight, k_bias, v_bias)
     if last is None:
@@ -272,15 +308,14 @@ def _launches(
     raw_table: Tensor,
     cmp_table: Tensor,
     geometry: BlockGeometry,
-    rope: bool,
-    ragged: bool,
+    options: tuple[bool, bool, bool],  # whether there is rope and sequences, and phi is the mean
     *weights: Tensor,  # positions, weights and biases of k and v by turns; then k's and v's down
 ) -> tuple[Launch, Launch | None, tuple[tuple[int, ...], ...]]:
     """Prepare the launches; the second one is None if phi has one layer.
 
     Returns also the shapes of the hidden units of k and v.
     """
-    size, is_mlp = geometry.compress_block_size, len(weights) > 6
+    size, is_mlp, (rope, ragged, is_mean) = geometry.compress_block_size, len(weights) > 6, options
     k_weight, v_weight, down = weights[2], weights[3], weights[6:]
     batch, (_, _, heads, dk), dv = len(starts), k.shape, v.shape[3]
     hidden = (k_weight.shape[0], v_weight.shape[0]) if is_mlp else (dk, dv)
@@ -292,12 +327,14 @@ def _launches(
     if is_mlp:
         expected += [(dk, hidden[0]), (dk,), (dv, hidden[1]), (dv,)]
     shapes = [tuple(x.shape) for x in weights]
-    if shapes != expected:
+    if shapes != expected and not is_mean:
         raise ValueError(f"compress expects weights of shapes {expected}, got {shapes}")
     page_size, columns = k_cmp.shape[1], raw_table.shape[1]
     settings = configs.pick("decode_compress", architecture(k.device))
     block_h, block_units = power(heads), settings["BLOCK_UNITS"]
     programs_per_tile = min(settings["PROGRAMS_PER_TILE"], batch)
+    if is_mean:
+        block_units, programs_per_tile = power(max(dk, dv)), min(_MEAN_PROGRAMS, batch)
     numbers = (columns, page_size, cmp_table.shape[1] * page_size, cos.shape[0], len(cmp_table))
     row_strides = (raw_table.stride(0), cmp_table.stride(0), batch)
 
@@ -313,7 +350,7 @@ def _launches(
         return Launch(
             decode_compress, (tiles * programs_per_tile,),
             *inputs, *outputs, *of_weights, *row_strides, rows, *numbers, len(k), len(k_cmp),
-            FIRST=is_first, LAST=is_last, ROPE=rotated,
+            FIRST=is_first, LAST=is_last, MEAN=is_mean, ROPE=rotated,
             RAGGED=ragged, RING=is_first and columns == 1, NUM_KV_HEADS=heads, BLOCK_H=block_h,
             COMPRESS_BLOCK=size, STRIDE=geometry.compress_stride,
             K_WIDTH=widths[0], V_WIDTH=widths[1], K_UNITS=units[0], V_UNITS=units[1],

@@ -27,7 +27,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [N, 1, D / 2]
 
 @step_check("decode fused compress")
 def fused_compress(subject: StepUnderTest) -> Iterator[Finding]:
-    """Run :func:`compress_parity` with both kinds of phi, with and without rotary.
+    """Run :func:`compress_parity` with each kind of phi, with and without rotary.
 
     With 16-bit keys, one run has weights in fp32, as under autocast.
     """
@@ -36,7 +36,7 @@ def fused_compress(subject: StepUnderTest) -> Iterator[Finding]:
         yield subject.missing_form("compress")
         return
     subject = dataclasses.replace(subject, step=with_complete_blocks(subject.step))
-    for kind, rope in itertools.product(("mlp", "linear"), (False, True)):
+    for kind, rope in itertools.product(("mlp", "linear", "mean"), (False, True)):
         yield from compress_parity(subject, plan, kind, rope=rope)
     if subject.dtype in _HALF_PRECISION:
         yield from compress_parity(subject, plan, "mlp", rope=True, weights=torch.float32)
@@ -85,7 +85,7 @@ def compress_parity(
     Args:
         subject: The combination on a step of at most d rows.
         plan: A decode plan with a fused compress.
-        kind: Kind of phi, "mlp" or "linear".
+        kind: Kind of phi, "mlp", "linear" or "mean".
         rope: Whether to rotate k_cmp.
         weights: Dtype of the weights; None: that of the keys.
     """
@@ -155,6 +155,8 @@ def _ring(step: Step, data: StepData, width: int, generator: torch.Generator) ->
 
 def _weights(step: Step, kind: str, width: int, generator: torch.Generator) -> Weights:
     """Return weights whose terms all matter: position, W, b, and for an MLP those of the second."""
+    if kind == "mean":
+        return ()
     size = step.case.config.compress_block_size
 
     def normal(*shape: int) -> torch.Tensor:
@@ -222,10 +224,13 @@ def _phi(
     def as_kind(t: torch.Tensor) -> torch.Tensor:
         return t.to(kind if rounded_to is None else rounded_to).to(kind)
 
-    position, weight, bias, *down = weights
-    y = (x.to(kind) + position.to(kind)).flatten(-2) @ as_kind(weight).mT + bias.to(kind)
-    if down:
-        y = as_kind(F.gelu(y)) @ as_kind(down[0]).mT + down[1].to(kind)
+    if weights:
+        position, weight, bias, *down = weights
+        y = (x.to(kind) + position.to(kind)).flatten(-2) @ as_kind(weight).mT + bias.to(kind)
+        if down:
+            y = as_kind(F.gelu(y)) @ as_kind(down[0]).mT + down[1].to(kind)
+    else:
+        y = x.to(kind).mean(-2)
     return y if angles is None else _rotated(as_kind(y), angles)
 
 
@@ -234,8 +239,12 @@ def _magnitude(x: torch.Tensor, weights: Weights, angles: Angles | None) -> torc
 
     Those of the hidden units are multiplied by the derivative of GELU.
     """
-    position, weight, bias, *down = (t.double() for t in weights)
-    size = (x.double().abs() + position.abs()).flatten(-2) @ weight.abs().mT + bias.abs()
+    down = [t.double() for t in weights[3:]]
+    if weights:
+        position, weight, bias = (t.double() for t in weights[:3])
+        size = (x.double().abs() + position.abs()).flatten(-2) @ weight.abs().mT + bias.abs()
+    else:
+        size = x.double().abs().mean(-2)
     if down:
         h = (x.double() + position).flatten(-2) @ weight.mT + bias
         normal = torch.special.ndtr(h)

@@ -416,9 +416,11 @@ def weights_of_pair(
 ) -> tuple[PhiWeights, PhiWeights] | None:
     """Return the parameters of both phis, in the order of weights(), for a fused decode form.
 
-    Returns None unless both phis are plain and of one kind, mlp or linear, and their products with
-    k and v have the dtype and the device of k and v.
+    Those of the mean are empty. Returns None unless both phis are plain and of one kind, mean, mlp
+    or linear, and their products with k and v have the dtype and the device of k and v.
     """
+    if are_plain(MeanPhi, phi_k, phi_v):
+        return (), ()
     kind = _kind(phi_k)
     if kind is None or not are_plain(kind, phi_k, phi_v):
         return None
