@@ -46,6 +46,7 @@ def cudnn_call(
     bounds = torch.tensor([0, tokens], dtype=torch.int32, device=q.device)
 
     def call() -> torch.Tensor:
+        assert q.shape[0] == k.shape[0], "is_causal needs as many queries as keys"
         o: torch.Tensor = NSA.selection_attention_wrapper(
             *(q, k, v, indices, counts),
             cum_seqlen_q_tensor=bounds,
