@@ -1,0 +1,30 @@
+"""Llama, Qwen2 and Qwen3 with NSA, as models of vLLM."""
+
+from __future__ import annotations
+
+import vllm
+from vllm.config import CompilationConfig, VllmConfig
+from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+
+from nsa_vllm.attention import NSAServedAttention
+from nsa_vllm.plugin import check_version
+
+check_version(vllm.__version__)
+
+_OPERATOR = "nsa_vllm::attention"
+if _OPERATOR not in CompilationConfig._attention_ops:  # vLLM splits its CUDA graphs there
+    CompilationConfig._attention_ops.append(_OPERATOR)
+
+
+class NSADecoderLayer(LlamaDecoderLayer):
+    """A layer with NSA. The rest of Qwen2 and Qwen3 is that of Llama."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config, prefix, attn_layer_type=NSAServedAttention)
+
+
+class NSAForCausalLM(LlamaForCausalLM):
+    """A language model with NSA."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=NSADecoderLayer)
