@@ -7,9 +7,7 @@ each:
     win        SlidingWindowSpec(w)  vLLM frees the blocks behind the window.
     raw        SlidingWindowSpec(l)  the tokens of the compressed token that comes next
 
-A block of cmp holds the compressed tokens whose last token is in the block, so that it depends on
-the tokens of this block and of earlier ones only, and can be shared with them: compressed token i,
-of tokens i*d to i*d + l - 1, is state i + l/d - 1. :func:`state_pages` gives each state a page.
+:mod:`nsa_vllm.layout` says which compressed tokens a block of cmp holds.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     MultipleOf,
@@ -29,7 +26,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from nsa_core import DecodeRows, NSAConfig, PagedKV, decode_rows
+from nsa_core import DecodeRows, NSAConfig, decode_rows
+from nsa_vllm.layout import pitch, state_pages, state_table
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -87,6 +85,7 @@ class BranchCache(AttentionLayerBase):
         self.kv_cache = kv_cache
         pages = kv_cache.transpose(1, 2)
         if self.branch == "cmp":
+            self.pitch = pitch(pages)
             pages = state_pages(pages)
         self.k, self.v = pages.split([self.config.qk_dim, self.config.v_dim], -1)
 
@@ -99,27 +98,8 @@ class BranchCache(AttentionLayerBase):
         """
         if self.branch != "cmp":
             return blocks
-        geometry = self.config.geometry
-        rows, pitch = self.kv_cache.shape[2], self.kv_cache.stride(0) // self.kv_cache.stride(2)
-        first = geometry.compress_block_size // geometry.compress_stride - 1
-        count = max(1, geometry.num_compressed(max_len))
-        state = torch.arange(first, first + count, dtype=torch.int32, device=blocks.device)
-        block = blocks.index_select(1, state.div(rows, rounding_mode="floor"))
-        return block * pitch + state % rows
-
-
-def state_pages(blocks: torch.Tensor) -> torch.Tensor:
-    """Return a view [pages, 1, G, D] of blocks [blocks, rows, G, D], in which each row is a page.
-
-    Row r of block b is page b * pitch + r, where pitch is the distance of two blocks in rows. Pages
-    between the blocks are other memory.
-    """
-    count, rows, heads, width = blocks.shape
-    block, row, head, _ = blocks.stride()
-    if block % row:
-        raise ValueError(f"the blocks of cmp are {block} elements apart, a row is {row} long")
-    pages = (count - 1) * (block // row) + rows
-    return blocks.as_strided((pages, 1, heads, width), (row, row, head, 1))
+        states = self.kv_cache.shape[2]
+        return state_table(blocks, self.config.geometry, states, self.pitch, max_len)
 
 
 class BranchMetadata(NamedTuple):
@@ -212,5 +192,3 @@ class NoImplementation:
     supports_pcp = False
     supports_dcp = False
 
-
-__all__ = ["BRANCHES", "AttentionMetadata", "BranchCache", "BranchMetadata", "PagedKV"]
