@@ -8,8 +8,8 @@ compressed tokens beside the keys and values of sel. First, ragged steps over su
 compared with the oracle; if they differ, nothing is timed. Then it prints a line per cell:
 
 - nsa: microseconds of one layer's step, in a CUDA graph: append, compression and attention
-- rows: the same with pages of cmp of one block, as a cache has them; the difference is the price of
-  compressed tokens that can be shared
+- blocks: the same with a page of cmp per block, as a cache has them; the difference is the price
+  of compressed tokens that sequences can share
 - eager: microseconds of a step without a graph, host included
 - dense: microseconds of dense attention of one token by FlashAttention over contiguous keys and
   values, without an append, and the bandwidth of its keys and values
@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nsa_core import LayerPages, NSAConfig, NSAttention, PagedKV, decode_rows, nsa_decode
 from nsa_core.decode.run import Rope
 from nsa_core.layer.gating import compute_gates
+from nsa_core.layer.phi.kinds import make_phi
 from nsa_core.layer.rope import rope_table
 from nsa_verify import oracle
 from nsa_vllm.layout import pitch, state_pages, state_table
@@ -75,16 +76,18 @@ class Pool:
         columns, states = -(-self.max_len // BLOCK), BLOCK // config.compress_stride
         needed = {"sel": columns}
         for branch, window in (("win", config.window_size), ("raw", config.compress_block_size)):
-            needed[branch] = -(-(window + new) // BLOCK) + 1 if free else columns
+            needed[branch] = min(columns, -(-(window + new) // BLOCK) + 1) if free else columns
         batch, heads, width = len(lengths), config.n_kv_heads, config.qk_dim + config.v_dim
-        rows = torch.randperm(1 + batch * sum(needed.values()), device=device, dtype=torch.int32)
-        blocks = iter(rows[rows > 0].split([batch * n for n in needed.values()]))
+        order = torch.randperm(1 + batch * sum(needed.values()), device=device, dtype=torch.int32)
+        blocks = iter(order[order > 0].split([batch * n for n in needed.values()]))
         self.tables = {}
         for branch, count in needed.items():
             table = torch.zeros(batch, columns, dtype=torch.int32, device=device)  # 0: no block
             table[:, columns - count :] = next(blocks).view(batch, count)
             self.tables[branch] = table
-        memory = torch.empty(len(rows), (BLOCK + states) * heads * width, device=device, dtype=dtype)
+        memory = torch.empty(
+            len(order), (BLOCK + states) * heads * width, device=device, dtype=dtype
+        )
         self.memory = memory.normal_() if free else memory.fill_(torch.nan)
         self.views = {}
         for branch, first, count in (("sel", 0, BLOCK), ("cmp", BLOCK, states)):
@@ -174,7 +177,10 @@ def nsa_times(batch: int, length: int, layout: str) -> dict[str, float]:
     """Return the microseconds of one layer's step that adds a token to each sequence."""
     config, dtype, device = TIMED, torch.bfloat16, "cuda"
     pool = Pool(config, [length] * batch, dtype, device, layout, free=True)
-    attn = NSAttention(config).to(device, dtype).requires_grad_(False)
+    phi = tuple(
+        make_phi(config.compress, config.geometry, 128).to(device, dtype).requires_grad_(False)
+        for _ in range(2)
+    )
     lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
     cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device)
     rows, rope = decode_rows(cu_seqlens, lengths, batch), angles(config, length, device)
@@ -183,7 +189,6 @@ def nsa_times(batch: int, length: int, layout: str) -> dict[str, float]:
         for n in (config.n_heads, config.n_kv_heads)
     )
     gates = torch.rand(batch, config.n_heads, 3, device=device)
-    phi = (attn.phi_k, attn.phi_v)
 
     def step(pages: LayerPages) -> Callable[[], Any]:
         return lambda: nsa_decode(
@@ -192,7 +197,7 @@ def nsa_times(batch: int, length: int, layout: str) -> dict[str, float]:
 
     return {
         "nsa": graph_ms(step(pool.pages()), repeats=5) * 1e3,
-        "rows": graph_ms(step(pool.pages(shared=False)), repeats=5) * 1e3,
+        "blocks": graph_ms(step(pool.pages(shared=False)), repeats=5) * 1e3,
         "eager": eager_us(step(pool.pages())),
     }
 
@@ -243,7 +248,7 @@ def line(row: dict[str, Any]) -> str:
     start = f"{row['batch']:>5} {row['length']:>7}"
     numbers = [
         f"{row[name]:>9.1f}" if name in row else f"{'-':>9}"
-        for name in ("nsa", "rows", "eager", "dense", "flash-attn")
+        for name in ("nsa", "blocks", "eager", "dense", "flash-attn")
     ]
     ratio = rate = bandwidth = f"{'-':>9}"
     if "nsa" in row:
@@ -275,7 +280,7 @@ def main() -> None:
     if options.device == "cpu":
         return
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, us; 64/4/128 bf16")
-    print("batch  length       nsa      rows     eager     dense flash-attn  speedup  ktok/s  TB/s")
+    print("batch  length       nsa    blocks     eager     dense flash-attn  speedup  ktok/s  TB/s")
     rows = []
     for row in cells(options.batches, options.lengths, options.layout, deadline):
         rows.append(row)

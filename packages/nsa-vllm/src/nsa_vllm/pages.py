@@ -191,4 +191,3 @@ class NoImplementation:
 
     supports_pcp = False
     supports_dcp = False
-

@@ -11,8 +11,9 @@ SUPPORTED = "0.32"
 
 def register() -> None:
     """Register the NSA models with vLLM, and their configurations with transformers."""
-    import nsa_models.hf  # noqa: F401  # registers the configurations
     from vllm import ModelRegistry
+
+    import nsa_models.hf  # noqa: F401  # registers the configurations
 
     for name in ARCHITECTURES:
         ModelRegistry.register_model(name, "nsa_vllm.models:NSAForCausalLM")
