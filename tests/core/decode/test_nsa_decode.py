@@ -181,6 +181,27 @@ def wide(pages: LayerPages) -> LayerPages:
     return pages._replace(**parts)
 
 
+@torch.no_grad()
+def test_a_sequence_may_begin_after_pages_that_another_one_fills_in_the_step() -> None:
+    """Engines share the pages of a prefix before the step that writes them has run."""
+    attn = layer_of(compress="mlp")
+    config, x = attn.config, torch.randn(37, attn.config.dim, dtype=torch.float64)
+    alone, parts = attn(x[None])[0], []
+    shared = config.geometry.num_compressed(32)
+    for rows, columns, same in ((1, 20, shared), (16, 5, 2), (16, 5, 2), (16, 5, 2)):
+        table = torch.arange(2 * columns, dtype=torch.int32).view(2, columns)
+        table[1, :same] = table[0, :same]
+        shape = (2 * columns, rows, config.n_kv_heads)
+        widths = (config.qk_dim, config.v_dim)
+        stores = (torch.full((*shape, n), torch.nan, dtype=torch.float64) for n in widths)
+        parts.append(PagedKV(*stores, table))
+    cu_seqlens = torch.tensor([0, 37, 42], dtype=torch.int32)
+    rows = decode_rows(cu_seqlens, torch.tensor([37, 37], dtype=torch.int32), 42)
+    y = decoded(attn, torch.cat((x, x[32:])), LayerPages(*parts), rows)
+    torch.testing.assert_close(y[:37], alone, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(y[37:], alone[32:], rtol=1e-12, atol=1e-12)
+
+
 def test_a_slice_of_a_table_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines keep one table for the longest sequence, and pass the columns that a step needs."""
 

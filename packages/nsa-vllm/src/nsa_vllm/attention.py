@@ -30,7 +30,8 @@ class NSAServedAttention(NSASelfAttention):
         super().__init__(layer_spec(config), extract_layer_index(prefix))
         vllm_config = get_current_vllm_config()
         self.prefix, dtype = prefix, vllm_config.model_config.dtype
-        self.caches = {branch: BranchCache(branch, self.config, dtype) for branch in BRANCHES}
+        branches = [b for b in BRANCHES if not (b == "win" and self.config.shared_kv)]
+        self.caches = {branch: BranchCache(branch, self.config, dtype) for branch in branches}
         layers = vllm_config.compilation_config.static_forward_context
         layers[prefix] = self
         layers |= {f"{prefix}.{branch}": cache for branch, cache in self.caches.items()}
@@ -53,10 +54,9 @@ class NSAServedAttention(NSASelfAttention):
         if metadata is None:  # vLLM measures the memory of a step before it allocates the cache
             output.zero_()
             return
-        steps = {branch: metadata[f"{self.prefix}.{branch}"] for branch in BRANCHES}
-        pages = LayerPages(
-            *(PagedKV(c.k, c.v, steps[branch].table) for branch, c in self.caches.items())
-        )
+        steps = {branch: metadata[f"{self.prefix}.{branch}"] for branch in self.caches}
+        parts = {b: PagedKV(c.k, c.v, steps[b].table) for b, c in self.caches.items()}
+        pages = LayerPages(**{"win": parts["sel"], **parts})  # shared_kv: one pair for both
         rows, max_len = steps["sel"].rows, steps["sel"].max_len
         count = len(rows.starts)
         x, padding = x[:count], output[count:]

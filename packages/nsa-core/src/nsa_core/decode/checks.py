@@ -227,10 +227,17 @@ def _check_entries(branch: str, pages: PagedKV, span: _Span) -> None:
     used, written = (_columns(low, span.end, pages) for low in (span.low, span.new))
     outside = used & ((pages.table < 0) | (pages.table >= len(pages.k)))
     _raise_at(outside, pages.table, f"{name} must name one of {len(pages.k)} pages")
-    users = pages.table[used].long().bincount(minlength=len(pages.k))
-    twice = written & (users[pages.table.clamp(0, len(pages.k) - 1)] > 1)
+    # A sequence may begin after pages that another one fills in this step: all is written first.
+    entries = pages.table.clamp(0, len(pages.k) - 1).long()
+    places = entries * columns + torch.arange(columns, device=entries.device)
+    users, writers = (entries[x].bincount(minlength=len(pages.k))[entries] for x in (used, written))
+    here = places[used].bincount(minlength=len(pages.k) * columns)[places]
+    left_open = _columns(span.end - span.end % pages.rows, span.end, pages)
+    shared = (writers > 1) | (users > here) | left_open & (users > 1)
     _raise_at(
-        twice, pages.table, f"{name}: the step writes to a page that is used twice; copy it first"
+        written & shared,
+        pages.table,
+        f"{name}: the step writes to a page that is used twice; copy it first",
     )
 
 
