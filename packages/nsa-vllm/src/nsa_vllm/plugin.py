@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 from nsa_core.errors import Unsupported
 
 ARCHITECTURES = ("NSALlamaForCausalLM", "NSAQwen2ForCausalLM", "NSAQwen3ForCausalLM")
-# The plug-in uses interfaces that vLLM changes between minor versions.
-SUPPORTED = "0.32"
+# The tests ran with this minor version. vLLM changes the interfaces below between them.
+SUPPORTED = (0, 32)
 
 
 def register() -> None:
-    """Register the NSA models with vLLM, and their configurations with transformers."""
-    from vllm import ModelRegistry
+    """Register the NSA models with vLLM, and their configurations with transformers.
 
-    import nsa_models.hf  # noqa: F401  # registers the configurations
-
-    for name in ARCHITECTURES:
-        ModelRegistry.register_model(name, "nsa_vllm.models:NSAForCausalLM")
-
-
-def check_version(version: str) -> None:
-    """Check the version of vLLM.
-
-    Raises:
-        Unsupported: the version is not one that the tests of this package ran with.
+    With a version of vLLM that is not supported, the configuration of an NSA model raises
+    Unsupported when vLLM reads it; vLLM goes on serving other models.
     """
-    if ".".join(version.split(".")[:2]) != SUPPORTED:
-        raise Unsupported(
-            f"nsa-vllm supports vLLM >= {SUPPORTED}.0 and < {_next(SUPPORTED)}.0, but {version} is"
-            f" installed: pip install 'vllm=={SUPPORTED}.*'"
+    import vllm
+    from transformers import AutoConfig, PreTrainedConfig
+
+    from nsa_models.hf import NSALlamaConfig, NSAQwen2Config, NSAQwen3Config
+
+    configs: tuple[Any, ...] = (NSALlamaConfig, NSAQwen2Config, NSAQwen3Config)
+    if problem := version_problem(vllm.__version__):
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise Unsupported(problem)
+
+        fields = {"from_dict": staticmethod(refuse)}
+        configs = tuple(
+            type(x.__name__, (PreTrainedConfig,), {"model_type": x.model_type, **fields})
+            for x in configs
         )
+    for config in configs:
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+    for name in ARCHITECTURES:
+        vllm.ModelRegistry.register_model(name, "nsa_vllm.models:NSAForCausalLM")
 
 
-def _next(version: str) -> str:
-    major, minor = version.split(".")
-    return f"{major}.{int(minor) + 1}"
+def version_problem(version: str) -> str:
+    """Return why a version of vLLM is not supported, or ""."""
+    major, minor = SUPPORTED
+    if version.split(".")[:2] == [str(major), str(minor)]:
+        return ""
+    return (
+        f"nsa-vllm supports vLLM >= {major}.{minor} and < {major}.{minor + 1}, but {version} is"
+        f" installed: pip install 'vllm=={major}.{minor}.*'"
+    )

@@ -135,10 +135,10 @@ def nsa_decode(
         pages: the pages and block tables of the layer, which the call writes. A page that it writes
             must belong to one sequence and one branch alone; only branches with the same k and v,
             rotated alike, may share theirs, such as ``win=pages.sel`` with one pair of k and v.
-            Sequences may begin after pages that another one fills in the same call. Pages of cmp follow those of sel late: the compressed token of a block is written when
-            its last token arrives, in a later page. win needs room for w + new - 1 tokens of a
-            sequence, and raw for l + new - 1, where new is the number of tokens that the call adds
-            to it.
+            Sequences may begin after pages that another one fills in the same call. Pages of cmp
+            follow those of sel late: the compressed token of a block is written when its last token
+            arrives, in a later page. win needs room for w + new - 1 tokens of a sequence, and raw
+            for l + new - 1, where new is the number of tokens that the call adds to it.
         rows: the sequence and the position of each row, from :func:`nsa_core.decode_rows`.
         config: the sizes of the layer. Of its rotary fields, only ``rope_before_compress`` is used
             besides ``rope``.

@@ -8,7 +8,7 @@ needs transformers (``pip install 'nsa-models[hf]'``).
 from nsa_core.errors import BackendUnavailable
 from nsa_core.util.extras import require_module
 
-_OLDEST = (5, 16)
+_OLDEST = (5, 19)
 _version = require_module("transformers", "nsa_models.hf needs", "nsa-models[hf]").__version__
 if tuple(int(part) for part in _version.split(".")[:2]) < _OLDEST:
     raise BackendUnavailable(
