@@ -37,7 +37,9 @@ class NSAServedAttention(NSASelfAttention):
         layers |= {f"{prefix}.{branch}": cache for branch, cache in self.caches.items()}
         self.rope = _angles(self.config, vllm_config.model_config.max_model_len)
 
-    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(  # type: ignore[override]  # the call of vLLM
+        self, positions: torch.Tensor, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
         """Append the tokens of a step to their sequences, and attend.
 
         Args:
@@ -72,7 +74,7 @@ class NSAServedAttention(NSASelfAttention):
             phi=(self.phi_k, self.phi_v),
             rope=self.rope,
             max_len=max_len,
-            backends=self.backends,
+            backends=self.spec.backends,
         )
         output[:count] = self.out(o.flatten(1))
         padding.zero_()
