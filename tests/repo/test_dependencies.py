@@ -37,6 +37,7 @@ PACKAGES = (
     "nsa_backend_sdpa",
     "nsa_backend_triton",
     "nsa_backend_fa2",
+    "nsa_vllm",
 )
 
 

@@ -32,6 +32,7 @@ PACKAGES = (
     "nsa-core",
     "nsa-models",
     "nsa-verify",
+    "nsa-vllm",
 )
 
 TEMPLATE = "packages/nsa-cli/src/nsa_cli/template/pyproject.toml.tmpl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,9 +13,11 @@ import pytest
 import vllm
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.platforms.cpu import CpuPlatform
 from vllm.transformers_utils.config import get_config
 
 import nsa_vllm
+from hf_models import NSA
 from nsa_core.errors import Unsupported
 from nsa_vllm.plugin import version_problem
 from served_models import Request, greedy, requests, saved_model
@@ -35,6 +38,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "compiled": {"enforce_eager": False},
 }
+# Once per process: a second call fails where numba was imported, which speculation does.
+_replace_kernels = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+CpuPlatform.register_triton_kernel_overrides = staticmethod(_replace_kernels)
+
 COUNTERS = ("prefix_cache_hits", "num_preemptions", "spec_decode_num_accepted_tokens")
 
 
@@ -43,11 +50,9 @@ def engine(folder: Path, **options: Any) -> Iterator[LLM]:
     """An engine in this process."""
     settings = {"dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 400}
     settings |= {"enforce_eager": True, "disable_log_stats": False, **options}
-    llm = LLM(model=str(folder), **settings)
     try:
-        yield llm
+        yield LLM(model=str(folder), **settings)
     finally:
-        del llm
         gc.collect()
         cleanup_dist_env_and_memory()
 
@@ -99,7 +104,7 @@ def test_requests_that_arrive_over_time(name: str, folder: Path, expected: list[
         count = {key: value - before[key] for key, value in counters(llm).items()}
     wrong = {i: pair for i, pair in enumerate(zip(tokens, expected)) if pair[0] != pair[1]}
     assert not wrong
-    assert (count["prefix_cache_hits"] > 1000) == (name != "no prefix cache")
+    assert (count["prefix_cache_hits"] > 500) == (name != "no prefix cache")
     assert (count["num_preemptions"] > 0) == (name == "preemption")
     accepted, drafted = (count[f"spec_decode_num_{x}_tokens"] for x in ("accepted", "draft"))
     assert (0 < accepted < drafted) == (name == "speculation")
@@ -109,7 +114,7 @@ def test_requests_that_arrive_over_time(name: str, folder: Path, expected: list[
     ("kind", "changes"),
     [
         ("llama", {"tie_word_embeddings": True}),
-        ("llama", {"nsa": {"shared_kv": True, "window_size": 20, "select_block_size": 16}}),
+        ("llama", {"nsa": {**NSA, "shared_kv": True}}),
         ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
     ],
 )
@@ -124,7 +129,11 @@ def test_one_request_of_each_model(kind: str, changes: dict[str, Any], tmp_path:
     ("options", "changes", "message"),
     [
         ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype must be 'auto', got 'fp8'"),
-        ({"quantization": "fp8"}, {}, "quantization must not be set, got 'fp8'"),
+        (
+            {"quantization": "fp8", "dtype": "bfloat16"},
+            {},
+            "quantization must not be set, got 'fp8'",
+        ),
         ({}, {"nsa_layers": [1]}, r"nsa_layers is \[1\], but all 2 layers must have NSA"),
         ({"enable_lora": True}, {}, "does not support LoRA"),
     ],
