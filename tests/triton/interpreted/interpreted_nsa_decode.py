@@ -85,6 +85,20 @@ def test_wrong_values_stay_inside_the_tensors(name: str, ring: bool) -> None:
     assert (expected_pages.cmp.k != MARK).any()  # a block was complete
 
 
+def test_a_page_may_hold_one_compressed_token() -> None:
+    """An engine addresses compressed tokens one by one, so that it can share those of a prefix."""
+    cu_seqlens = torch.tensor([0, 33, 33], dtype=torch.int32)
+    rows = decode_rows(cu_seqlens, torch.tensor([33, 0], dtype=torch.int32), 33)
+    pages = new_pages(ring=True)
+    cmp = pages.cmp
+    table = cmp.table[:, :, None] * 2 + torch.arange(2, dtype=torch.int32)
+    stores = (torch.full((2 * len(cmp.k), 1, 2, 8), MARK) for _ in range(2))
+    one_by_one = new_pages(ring=True)._replace(cmp=PagedKV(*stores, table.flatten(1)))
+    assert torch.equal(unchecked(one_by_one, rows), unchecked(pages, rows))
+    assert torch.equal(one_by_one.cmp.k.view_as(cmp.k), cmp.k)
+    assert (cmp.k != MARK).any()
+
+
 def test_the_offset_of_a_head_needs_64_bits() -> None:
     """A pool [heads, pages, rows, width] is a view whose stride of heads may be 2^30 and more."""
     config = dataclasses.replace(CONFIG, n_heads=3, n_kv_heads=3)

@@ -55,6 +55,8 @@ def _problems(config: VllmConfig) -> Iterator[str]:
     for name in ("tensor_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(parallel, name)) > 1:
             yield f"{name} must be 1, got {size}: start one server per GPU (data parallelism)"
+    if parallel.enable_dbo:
+        yield "enable_dbo must not be set"
     if config.quant_config is not None:
         yield f"quantization must not be set, got {config.quant_config.get_name()!r}"
     if (dtype := config.cache_config.cache_dtype) != "auto":
