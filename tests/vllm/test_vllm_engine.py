@@ -135,7 +135,9 @@ def test_one_request_of_each_model(kind: str, changes: dict[str, Any], tmp_path:
             "quantization must not be set, got 'fp8'",
         ),
         ({}, {"nsa_layers": [1]}, r"nsa_layers is \[1\], but all 2 layers must have NSA"),
-        ({"enable_lora": True}, {}, "does not support LoRA"),
+        ({"enable_lora": True}, {}, "enable_lora must not be set"),
+        ({"tensor_parallel_size": 2}, {}, "tensor_parallel_size must be 1, got 2"),
+        ({"pipeline_parallel_size": 2}, {}, "pipeline_parallel_size must be 1, got 2"),
     ],
 )
 def test_options_that_do_not_work_are_refused(

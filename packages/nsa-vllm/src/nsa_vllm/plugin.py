@@ -33,6 +33,12 @@ def register() -> None:
             type(x.__name__, (PreTrainedConfig,), {"model_type": x.model_type, **fields})
             for x in configs
         )
+    else:
+        from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+        from nsa_vllm.options import NSAOptions
+
+        MODELS_CONFIG_MAP.update(dict.fromkeys(ARCHITECTURES, NSAOptions))
     for config in configs:
         AutoConfig.register(config.model_type, config, exist_ok=True)
     for name in ARCHITECTURES:
