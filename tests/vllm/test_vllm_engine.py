@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import vllm
 from vllm import LLM, SamplingParams
+from vllm.config import CompilationConfig, CompilationMode
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.platforms.cpu import CpuPlatform
 from vllm.transformers_utils.config import get_config
@@ -19,7 +20,7 @@ from vllm.transformers_utils.config import get_config
 import nsa_vllm
 from hf_models import NSA
 from nsa_core.errors import Unsupported
-from nsa_vllm.plugin import version_problem
+from nsa_vllm.plugin import OPERATOR, version_problem
 from served_models import Request, greedy, requests, saved_model
 
 # A step of at most 48 rows divides prompts; blocks of 16 tokens end inside of shared prefixes.
@@ -163,6 +164,15 @@ def test_other_versions_of_vllm_are_refused(
     assert get_config(tmp_path, trust_remote_code=False).nsa
     assert not version_problem("0.32.0+cpu")
     assert version_problem("0.320.0")
+
+
+def test_cuda_graphs_of_parts_end_at_attention() -> None:
+    """Captured attention would replay the metadata of another step."""
+    nsa_vllm.register()
+    config = CompilationConfig(mode=CompilationMode.VLLM_COMPILE)
+    config.set_splitting_ops_for_v1(all2all_backend="")
+    assert config.splitting_ops is not None
+    assert config.splitting_ops.count(OPERATOR) == 1
 
 
 def test_compressed_tokens_lie_beside_the_keys_of_sel(folder: Path, expected: Any) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from vllm.config import CompilationConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 from nsa_vllm.attention import NSAServedAttention
-
-_OPERATOR = "nsa_vllm::attention"
-if _OPERATOR not in CompilationConfig._attention_ops:  # CUDA graphs of parts of a model end there
-    CompilationConfig._attention_ops.append(_OPERATOR)
 
 
 class NSADecoderLayer(LlamaDecoderLayer):

@@ -39,7 +39,7 @@ def _problems(config: VllmConfig) -> Iterator[str]:
         yield "nsa.compress_stride must be > 1"
     for dimension in ("tensor", "pipeline", "prefill_context", "decode_context"):
         if (size := getattr(parallel, name := f"{dimension}_parallel_size")) > 1:
-            yield f"{name} must be 1, got {size}: start one server per GPU (data parallelism)"
+            yield f"{name} must be 1, got {size}: start one server per GPU"
     if parallel.enable_dbo:
         yield "enable_dbo must not be set"
     if config.lora_config is not None:

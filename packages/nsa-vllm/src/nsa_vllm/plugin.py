@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from nsa_core.errors import Unsupported
 
 ARCHITECTURES = ("NSALlamaForCausalLM", "NSAQwen2ForCausalLM", "NSAQwen3ForCausalLM")
+OPERATOR = "nsa_vllm::attention"  # vLLM captures the parts of a model between such operators
 # The tests ran with this minor version. vLLM changes the interfaces below between them.
 SUPPORTED = (0, 32)
 
@@ -34,10 +35,13 @@ def register() -> None:
             for x in configs
         )
     else:
+        from vllm.config import CompilationConfig
         from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
         from nsa_vllm.options import NSAOptions
 
+        if OPERATOR not in CompilationConfig._attention_ops:
+            CompilationConfig._attention_ops.append(OPERATOR)
         MODELS_CONFIG_MAP.update(dict.fromkeys(ARCHITECTURES, NSAOptions))
     for config in configs:
         AutoConfig.register(config.model_type, config, exist_ok=True)
