@@ -13,7 +13,7 @@ each:
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -151,8 +151,6 @@ class NSABackend(AttentionBackend):
     The attention itself is in :class:`nsa_vllm.attention.NSAServedAttention`.
     """
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-
     @staticmethod
     def get_name() -> str:
         """Return the name."""
@@ -174,11 +172,6 @@ class NSABackend(AttentionBackend):
     ) -> list[int | MultipleOf]:
         """Return the sizes of blocks: those of the spec."""
         return [MultipleOf(1) if kv_cache_spec is None else kv_cache_spec.block_size]
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Return True: win and raw are such caches."""
-        return True
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
