@@ -1,8 +1,8 @@
-"""Compute the tables and values of docs/explanation/learning.md from result files.
+"""Compute tables and values of pages about learning from result files.
 
-Those of MiniMax-M3 come from the result of this GPU, or else from that of another one. The others
-come from the result files of the study, with the functions of its report. Without a result file,
-the value is :data:`figure_tables.PENDING`.
+Those of docs/how-to/minimax-m3.md come from the result of this GPU, or else from that of another
+one. Those of docs/explanation/learning.md come from the result files of the study, with the
+functions of its report. Without a result file, the value is :data:`figure_tables.PENDING`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from statistics import fmean
 from typing import Any
 
 from figure_pieces import nearest
-from figure_tables import PENDING, Results, digits, short_device, table, tokens
+from figure_tables import PENDING, Results, short_device, table, tokens
 
 sys.path.insert(0, str(Path(__file__).with_name("study")))
 import report
 
 MINIMAX = "hf_minimax.json"
 _KINDS = ("blocks", "experts")
-# The trainings that are compared with "eager".
-DIFFERENCES = {
-    "control": "eager, weights moved by one rounding",
+TRAININGS = {
+    "eager": "eager",
     "nsa_blocks": "nsa_blocks",
-    "control_replayed": "eager, weights moved, choices replayed",
+    "control": "eager, weights moved by one rounding",
     "nsa_blocks_replayed": "nsa_blocks, choices replayed",
+    "control_replayed": "eager, weights moved, choices replayed",
 }
 SMALL, MODEL = ("small",), ("smollm2_8k", "smollm2_32k")  # groups of the study
 WINDOW, BLOCK = report.NSAConfig.window_size, report.NSAConfig.select_block_size
@@ -258,10 +258,10 @@ def losing(groups: list[report.Group]) -> str:
         above = report.positions(entries["by_position"])
         above = above.loc["NSA"] - above.loc[group.base]
         first, last = above.columns[0], above.columns[-1]
-        wanted = [n for n in (0, 0.5, 1, 5, 10, 25, 50) if n <= above.index[-1] / 0.99e6]
-        for tokens_now in sorted(
-            {min(above.index, key=lambda t: abs(t - n * 1e6)) for n in wanted}
-        ):
+        last_tokens = above.index[-1]
+        wanted = [n for n in (0, 5e5, 5e6) if n < last_tokens]
+        shown = {min(above.index, key=lambda t: abs(t - n)) for n in wanted}
+        for tokens_now in sorted(shown | {last_tokens}):
             now = entries.loc["NSA", tokens_now]
             rows.append(
                 [
@@ -321,34 +321,22 @@ def gates(groups: list[report.Group]) -> str:
 
 @_from_file(MINIMAX)
 def minimax(document: Any) -> str:
-    """Tabulate the losses and step times of both implementations."""
-    rows = [
-        [
-            name,
-            f"{document[name]['loss'][0]:.4f}",
-            f"{document[name]['loss'][-1]:.4f}",
-            digits(1e3 * document[name]["seconds_per_step"]),
-        ]
-        for name in ("eager", "nsa_blocks")
-    ]
-    last = f"loss of step {len(document['eager']['loss'])}"
-    return table(["implementation", "loss of step 1", last, "ms per step"], rows)
-
-
-@_from_file(MINIMAX)
-def minimax_differences(document: Any) -> str:
-    """Tabulate the differences to "eager", with free and with replayed choices."""
-    choices = sum(document["choices_per_step"].values())
+    """Tabulate the losses of each training, and its differences to "eager"."""
+    choices = sum(document["choices_per_step"].values()) * len(document["eager"]["loss"])
     rows = []
-    for training, what in DIFFERENCES.items():
+    for training, label in TRAININGS.items():
         trained = document[training]
-        changed = [sum(counts) for counts in zip(*(trained[f"changed_{k}"] for k in _KINDS))]
-        first = next((step for step, count in enumerate(changed, 1) if count), None)
-        share = sum(changed) / (choices * len(changed))
-        difference = f"{trained['largest_difference']:.1e}"
-        rows.append([what, difference, "none" if first is None else str(first), f"{share:.4%}"])
-    columns = ["training", "largest difference, nats per byte", "first step with another choice"]
-    return table([*columns, "other choices"], rows)
+        losses = [f"{trained['loss'][step]:.3f}" for step in (0, -1)]
+        difference = changed = "-"
+        if training != "eager":
+            difference = f"{trained['largest_difference']:.1e}"
+        if training in ("control", "nsa_blocks"):  # the others make the choices of "eager"
+            count = sum(sum(trained[f"changed_{kind}"]) for kind in _KINDS)
+            changed = f"{100 * count / choices:.2g}%"
+        rows.append([label, *losses, difference, changed])
+    last = f"loss of step {len(document['eager']['loss'])}"
+    columns = ["training", "loss of step 1", last, "largest difference to eager"]
+    return table([*columns, "choices unlike those of eager"], rows)
 
 
 @_from_file(MINIMAX)
@@ -382,7 +370,6 @@ LEARNING: dict[str, Callable[[Results], str]] = {
     "study-recalled": recalled,
     "study-gates": gates,
     "hf-minimax": minimax,
-    "hf-minimax-differences": minimax_differences,
     "hf-minimax-gradients": minimax_gradients,
     "hf-minimax-plot": _plot(
         MINIMAX, "Losses of both implementations, and the differences to eager"

@@ -93,8 +93,8 @@ def words(series: pd.Series, form: str) -> pd.Series:
 
 def with_error(frame: pd.DataFrame) -> pd.Series:
     """Format the mean of each row and its standard error."""
-    errors = frame.sem(axis=1).map("{:.4f}".format).replace("nan", "unknown")
-    return frame.mean(axis=1).map("{:+.4f} ± ".format) + errors
+    errors = frame.sem(axis=1).map("{:.3f}".format).replace("nan", "unknown")
+    return frame.mean(axis=1).map("{:+.3f} ± ".format) + errors
 
 
 def scale_of_tokens(axes: Any, last: float) -> None:

@@ -118,15 +118,15 @@ def test_tables_have_the_known_figures(study: dict[str, Any], tmp_path: Path) ->
         "lowest, highest seed": "2.4700, 2.5500",
         "standard error over documents": "0.1250",
         # -0.6, -0.4, -0.6, -0.4: deviation sqrt(0.04 / 3), over sqrt(4)
-        f"difference to {BASE}, over documents": "-0.5000 ± 0.0577",
-        "over seeds": "-0.5000 ± 0.0289",  # -0.45, -0.5, -0.55: 0.05 / sqrt(3)
+        f"difference to {BASE}, over documents": "-0.500 ± 0.058",
+        "over seeds": "-0.500 ± 0.029",  # -0.45, -0.5, -0.55: 0.05 / sqrt(3)
     }
     assert loss[BASE]["over seeds"] == "-"
     assert position["window alone"] == {
         "arm": "window alone",
         **{"0-1k": "4.0100", "1k-8k": "5.0200"},
         # 1.8, 2.0 and 2.2: 0.2 / sqrt(3)
-        f"1k-8k: difference to {BASE}, over seeds": "+2.0000 ± 0.1155",
+        f"1k-8k: difference to {BASE}, over seeds": "+2.000 ± 0.115",
     }
     # The baseline ends at 3.01; NSA is there after 3.5 of 4 M tokens.
     hours = {arm: row[f"GPU-hours to the final loss of {BASE}"] for arm, row in cost.items()}
@@ -189,12 +189,12 @@ def test_every_run_that_is_missing_or_did_not_finish_is_named(
     )
     loss, *_, rates = tables(report.page([report.Group("small", results)], missing))
     assert loss["NSA"]["seeds"] == loss["window alone"]["seeds"] == "2 of 3"
-    assert loss["NSA"]["over seeds"] == "-0.4750 ± 0.0250"
+    assert loss["NSA"]["over seeds"] == "-0.475 ± 0.025"
     assert "dense" not in loss
     assert (rates["dense"]["0.004"], rates["NSA"]["0.002"]) == ("-", "-")
     assert rates["NSA"]["0.001"] == "**4.5000**"
     # The document losses of the baseline's third seed do not count against two seeds of NSA.
-    assert loss["NSA"][f"difference to {BASE}, over documents"] == "-0.4750 ± 0.0548"
+    assert loss["NSA"][f"difference to {BASE}, over documents"] == "-0.475 ± 0.055"
 
 
 def test_without_the_baseline_there_is_no_difference(study: dict[str, Any], tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_the_starts_of_a_conversion_are_compared_with_dense_attention(tmp_path: 
         "NSA",
         "1e+06",
         "1.2500",
-        "+0.2500 ± 0.0500",
+        "+0.250 ± 0.050",
         "62.5%",
         "25.0%",
     ]
@@ -374,9 +374,9 @@ def test_the_page_shows_the_small_arms(study: dict[str, Any], page_table: Any) -
     rows = {row["attention"]: row for row in page_table("study-small", study)}
     assert list(rows) == [*LABELS.values()]
     assert rows["NSA"] == {
-        **{"attention": "NSA", "loss": "2.510", f"above {BASE}": "-0.5000 ± 0.0289"},
+        **{"attention": "NSA", "loss": "2.510", f"above {BASE}": "-0.500 ± 0.029"},
         # All distances lie beyond the window but those at depth 1.
-        **{"at positions 1k-8k": "-1.0000 ± 0.0577"},
+        **{"at positions 1k-8k": "-1.000 ± 0.058"},
         "values recalled from beyond the window": "51.0%",
         "mass in the selected blocks, in random ones": "60%, 20%",
     }
@@ -420,7 +420,7 @@ def test_the_page_shows_the_real_model(page_table: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("study-model-answer", "+0.2500 ± 0.0000 at 8k and +0.2500 ± 0.0000 at 32k"),
+        ("study-model-answer", "+0.250 ± 0.000 at 8k and +0.250 ± 0.000 at 32k"),
         ("study-model-start", "+3.000 at 8k and +3.000 at 32k"),
         ("study-model-repaid", "1.5 M at 8k and 1.5 M at 32k"),
         ("study-model-behind", "2.5 M at 8k and 2.5 M at 32k"),
@@ -441,7 +441,7 @@ def test_pages_state_values_of_the_real_model(name: str, words: str, page_table:
 def test_pages_state_the_difference_of_the_small_arms(
     study: dict[str, Any], page_table: Any
 ) -> None:
-    assert page_table("study-small-answer", study) == "-0.5000 ± 0.0289"
+    assert page_table("study-small-answer", study) == "-0.500 ± 0.029"
 
 
 def test_the_page_shows_where_nsa_loses(page_table: Any) -> None:
@@ -450,10 +450,10 @@ def test_the_page_shows_where_nsa_loses(page_table: Any) -> None:
         for place, part in enumerate(entry["by_position"]):
             part["loss"] += number / 4 + place
     rows = page_table("study-losing", runs)
-    # Of 0, 1, 2 and 3 M tokens, 0, 1 and those nearest to 0.5 (0) count.
+    # Of 0, 1, 2 and 3 M tokens, 0, the nearest to 0.5 M (0) and the last count.
     assert [[*row.values()] for row in rows[:2]] == [
         ["8k", "0 M", "+0.000 (0-1k)", "+1.000 (1k-8k)", "90%", "50%"],
-        ["8k", "1 M", "+0.250 (0-1k)", "+1.250 (1k-8k)", "80%", "50%"],
+        ["8k", "3 M", "+0.750 (0-1k)", "+1.750 (1k-8k)", "60%", "50%"],
     ]
     assert {row["rows of"] for row in rows[2:]} == {"32k"}
 
@@ -483,6 +483,6 @@ def test_the_page_shows_the_starts(page_table: Any) -> None:
     starts = {"smollm2_8k": [dense, nsa], "smollm2_32k": [other, dense, nsa]}
     rows = page_table("study-starts", pairs_of_arms(), starts)
     assert [[*row.values()] for row in rows] == [
-        ["NSA", "+0.2500 ± 0.0500", "50%", "+0.2500 ± 0.0500", "50%"],
-        ["dense, other base", "-", "-", "+0.0000 ± 0.0000", "-"],
+        ["NSA", "+0.250 ± 0.050", "50%", "+0.250 ± 0.050", "50%"],
+        ["dense, other base", "-", "-", "+0.000 ± 0.000", "-"],
     ]

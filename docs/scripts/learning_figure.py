@@ -1,4 +1,4 @@
-"""Draw the plots of docs/explanation/learning.md from the result files.
+"""Draw the plots of docs/explanation/learning.md and docs/how-to/minimax-m3.md.
 
     python docs/scripts/learning_figure.py docs/images
 
