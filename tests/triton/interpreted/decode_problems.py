@@ -393,6 +393,7 @@ CASES = {
         (branches, "odd", 1000),
         (branches, "six tokens", 3),
         (branches, "three tokens", 3),
+        (branches, "odd heads", 3),
         (fused, "full", 3),
         (fused, "ragged", 1000),
         (fused, "three tokens", 3),
