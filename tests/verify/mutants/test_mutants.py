@@ -33,7 +33,6 @@ def test_faults_are_distinct_and_numerous() -> None:
 
 @pytest.mark.few_cases(
     "decode: page number without the block table",
-    "decode: a table that does not wrap around",
     "decode: window one token short",
     "decode: cmp sees a block one token late",
     "decode: sel drops the last block",
