@@ -145,7 +145,7 @@ def test_the_command_saves_records_and_explain_shows_them(nsa, registry, monkeyp
         tuned, "choose", lambda request, device, accepted: ("sdpa", "1 ms against slow 50 ms")
     )
     shown = nsa("backends", "explain", "--device", "cpu")
-    assert "win was tuned: 1 ms against slow 50 ms" in shown.out
+    assert "win      sdpa 0.1.0  nsa tune: 1 ms against slow 50 ms" in shown.out
 
 
 def test_the_command_shows_and_deletes_saved_choices(nsa, registry):

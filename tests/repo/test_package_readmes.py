@@ -25,6 +25,9 @@ ALLOWED = {
     "nsa-models/src/nsa_models/lm/rotary.py": {"transformers"},
     "nsa-cli/src/nsa_cli/convert.py": {"transformers"},
     "nsa-cli/src/nsa_cli/generate.py": {"transformers"},
+    "nsa-vllm/src/nsa_vllm/plugin.py": {
+        *("transformers", "transformers.AutoConfig", "transformers.PreTrainedConfig")
+    },
 }
 
 
