@@ -7,7 +7,7 @@ import serving_decode
 import torch
 from serving_decode import SMALL
 
-from nsa_core import InvalidInput
+from nsa_core import InvalidInput, Unsupported
 
 
 @pytest.mark.parametrize("layout", serving_decode.LAYOUTS)
@@ -25,3 +25,9 @@ def test_the_check_sees_blocks_that_lack_compressed_tokens(monkeypatch: pytest.M
     monkeypatch.setattr(serving_decode, "state_table", table)
     with pytest.raises(InvalidInput, match=r"pages\.cmp"):  # the sharer would write it
         serving_decode.check("cpu", torch.float32)
+
+
+def test_blocks_between_which_states_do_not_fit_are_refused() -> None:
+    blocks = torch.zeros(10).as_strided((2, 2, 1, 1), (5, 2, 1, 1))
+    with pytest.raises(Unsupported, match="a multiple of that of two states, got 5 and 2 elements"):
+        serving_decode.state_pages(blocks)

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from vllm.transformers_utils.config import get_config
 import nsa_vllm
 from hf_models import NSA
 from nsa_core.errors import Unsupported
+from nsa_vllm import options as vllm_options
 from nsa_vllm.plugin import OPERATOR, version_problem
 from served_models import Request, greedy, requests, saved_model
 
@@ -147,6 +149,33 @@ def test_options_that_do_not_work_are_refused(
     saved_model(tmp_path, "llama", **changes)
     with pytest.raises((Unsupported, ValueError), match=message), engine(tmp_path, **options):
         pass
+
+
+def test_sleep_mode_is_refused() -> None:
+    """vLLM for the CPU refuses it before NSA can."""
+    parallel = SimpleNamespace(
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        prefill_context_parallel_size=1,
+        decode_context_parallel_size=1,
+        enable_dbo=False,
+    )
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(nsa_layers=None, nsa=None),
+        enable_sleep_mode=True,
+        quantization=None,
+    )
+    config: Any = SimpleNamespace(
+        model_config=model,
+        parallel_config=parallel,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        lora_config=None,
+        speculative_config=None,
+        kv_transfer_config=None,
+    )
+    assert [*vllm_options._problems(config)] == [
+        "enable_sleep_mode must not be set: end the server, and start it again"
+    ]
 
 
 def test_other_versions_of_vllm_are_refused(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from nsa_core.errors import Unsupported
 from nsa_core.layout import BlockGeometry
 
 
@@ -18,11 +19,18 @@ def state_pages(blocks: torch.Tensor) -> torch.Tensor:
 
     State r of block b is page b * pitch + r, where the pitch is the distance of blocks in states.
     Pages between the blocks are other memory of the engine.
+
+    Raises:
+        Unsupported: the distance of two blocks is no multiple of that of two states.
     """
     count, states, heads, width = blocks.shape
     block, state, head, _ = blocks.stride()
+    if block % state:
+        raise Unsupported(
+            "blocks: the distance of two blocks must be a multiple of that of two states, got"
+            f" {block} and {state} elements: leave VLLM_KV_CACHE_LAYOUT unset"
+        )
     pages = (count - 1) * pitch(blocks) + states
-    assert block == pitch(blocks) * state
     return blocks.as_strided((pages, 1, heads, width), (state, state, head, 1))
 
 

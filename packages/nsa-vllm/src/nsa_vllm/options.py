@@ -36,14 +36,16 @@ def _problems(config: VllmConfig) -> Iterator[str]:
             " NSA: serve such a model with `transformers serve`"
         )
     if (model.nsa or {}).get("compress_stride") == 1:  # cmp would have the blocks of sel
-        yield "nsa.compress_stride must be > 1"
+        yield "nsa.compress_stride must be > 1, got 1"
     for dimension in ("tensor", "pipeline", "prefill_context", "decode_context"):
         if (size := getattr(parallel, name := f"{dimension}_parallel_size")) > 1:
             yield f"{name} must be 1, got {size}: start one server per GPU"
     if parallel.enable_dbo:
         yield "enable_dbo must not be set"
     if config.lora_config is not None:
-        yield "enable_lora must not be set"
+        yield "enable_lora must not be set: merge the adapter into the model"
+    if config.model_config.enable_sleep_mode:  # the angles of rope are no buffer to restore
+        yield "enable_sleep_mode must not be set: end the server, and start it again"
     if config.model_config.quantization is not None:
         yield f"quantization must not be set, got {config.model_config.quantization!r}"
     if (dtype := config.cache_config.cache_dtype) != "auto":
