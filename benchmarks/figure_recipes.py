@@ -122,8 +122,8 @@ def use_without_flash4(results: Results) -> str:
         for m in read_result(file).measurements
         if m.subject == FLASH4 and m.phase == "both" and m.performance
     }
-    *others, last = (tokens(length) for length in LENGTHS if length not in timed)
-    return f"{', '.join(others)} and {last}" if others else last
+    missing = [tokens(length) for length in LENGTHS if length not in timed]
+    return " and ".join(filter(None, (", ".join(missing[:-1]), *missing[-1:]))) or "no number of"
 
 
 def compared_flash4(results: Results) -> str:

@@ -52,7 +52,7 @@ def draw(*modules: torch.nn.Module) -> None:
                 part.reset_parameters()
 
 
-# What is changed in each layer of the conversion.
+# Each start changes these values in every layer of the conversion.
 STARTS: dict[str, Change] = {
     "NSA": lambda attn: None,
     "NSA, gates of 0.02, 0.96, 0.02": set_gates((0.02, 0.96, 0.02)),

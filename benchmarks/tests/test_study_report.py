@@ -450,7 +450,7 @@ def test_the_page_shows_where_nsa_loses(page_table: Any) -> None:
         for place, part in enumerate(entry["by_position"]):
             part["loss"] += number / 4 + place
     rows = page_table("study-losing", runs)
-    # Of 0, 1, 2 and 3 M tokens, 0, the nearest to 0.5 M (0) and the last count.
+    # The table has 0 tokens, those nearest to 0.5 M (0 again) and the last ones, 3 M.
     assert [[*row.values()] for row in rows[:2]] == [
         ["8k", "0 M", "+0.000 (0-1k)", "+1.000 (1k-8k)", "90%", "50%"],
         ["8k", "3 M", "+0.750 (0-1k)", "+1.750 (1k-8k)", "60%", "50%"],

@@ -263,7 +263,8 @@ def test_detail_names_the_provider_in_use(monkeypatch: pytest.MonkeyPatch) -> No
     assert providers.active_provider() is pytorch
     source = Source("flash-attn-4", make(FLASH4, Library()), None)
     monkeypatch.setattr(flash4, "source", lambda: source)
-    line = f"flash-attn-4 {FLASH4}: long causal calls of cmp, on sm_90 or newer"
+    line = f"flash-attn-4 {FLASH4}: long causal calls of cmp, on sm_90 and the Blackwell GPUs of"
+    line += " data centres"
     assert probes.detail()[-1] == line
 
 

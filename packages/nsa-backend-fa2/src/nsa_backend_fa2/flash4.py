@@ -27,7 +27,7 @@ from nsa_core.layout import BlockGeometry
 NAME = "flash-attn-4"
 OLDEST = Version("4.0.0b36")
 INSTALL = "pip install --pre flash-attn-4"
-# Hopper and the Blackwell GPUs of data centres. Only an H100 and an H200 were tested.
+# Hopper and the Blackwell GPUs of data centres. Only an H200 was tested.
 OLDEST_GPU, NEWEST_GPU = (9, 0), (11, 9)
 # Head widths of the calls. On sm_90, 4.0.0b36 computes wrong gradients for widths that are no
 # multiple of 32 (github.com/Dao-AILab/flash-attention/pull/2896).

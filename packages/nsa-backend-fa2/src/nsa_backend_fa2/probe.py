@@ -162,5 +162,5 @@ def detail() -> list[str]:
     provider, reason = flash4.source().provider, flash4.source().reason
     if provider is None:
         return [*lines, f"{flash4.NAME}: {reason}"]
-    gpus = f"{_sm(flash4.OLDEST_GPU)} or newer"
+    gpus = f"{_sm(flash4.OLDEST_GPU)} and the Blackwell GPUs of data centres"
     return [*lines, f"{provider.title}: long causal calls of cmp, on {gpus}"]
