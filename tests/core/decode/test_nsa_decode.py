@@ -309,6 +309,10 @@ WRONG = {
         "pages.win.v and pages.win.v share memory",
     ),
     "no page": (_pages(cmp=lambda x: x._replace(k=x.k[:0], v=x.v[:0])), "pages.cmp.k has no page"),
+    "a table without columns": (
+        _pages(cmp=lambda x: x._replace(table=x.table[:, :0])),
+        r"pages.cmp has no room for a token: k is \[.*\], and the table \[2, 0\]",
+    ),
     "int64 table": (
         _pages(cmp=lambda x: x._replace(table=x.table.long())),
         "pages.cmp.table",
@@ -504,6 +508,14 @@ def test_the_operator_takes_a_phi_that_its_parameters_define(change: Callable[..
     message = r"phi\[1\].*without hooks, parametrizations and replaced layers"
     with torch.no_grad(), pytest.raises(Exception, match=message):
         compiled(*arguments, **options)
+
+
+def test_a_call_has_no_gradient_compiled_too() -> None:
+    attn = layer_of(rope=False)
+    torch._dynamo.reset()
+    for step in (nsa_decode, torch.compile(nsa_decode, fullgraph=True, backend="aot_eager")):
+        arguments, options = call_of(attn)
+        assert not step(*arguments, **options).requires_grad
 
 
 @pytest.mark.slow

@@ -429,7 +429,8 @@ class BackendSpec:
                  Compresses the block that a step of at most d rows completes. It runs after append.
                  Block i of run b, i = num_compressed(starts[b]), is complete if
                  i d + l <= lengths[b]; then compressed token i is written. Nothing else is written.
-                 k, v           the pages raw of append, with columns * page >= l
+                 k, v           the pages raw of append, with columns * page >= l + new - 1, where
+                                new is the number of tokens that the step adds to a sequence
                  k_cmp, v_cmp   the pages to write to, as the decode form of cmp reads them
                  phi_k, phi_v   parameters of W flatten(block + position) + b: position [l, D],
                                 weight [out, l D] and bias [out]. Those of an MLP, whose ``out`` is

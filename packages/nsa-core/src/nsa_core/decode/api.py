@@ -76,6 +76,11 @@ def decode_rows(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) -> D
         lengths: int32 [B] on the device, number of tokens of each sequence, the new ones included.
         rows: number of rows of the step, T.
 
+    Returns:
+        Three int32 tensors [T] on the device of ``lengths``: the sequence's row in the block
+        tables, the position of the row's token, and one past it. A row without a token has both
+        positions 0.
+
     Raises:
         InvalidInput: an argument is invalid. Values are checked on the CPU, and on a GPU with
             NSA_CHECK=1: ``cu_seqlens`` rises from 0 to at most ``rows``, and no sequence is shorter

@@ -35,6 +35,8 @@ def check_metadata(
     check_types(tensors)
     problems = call_problems("nsa_decode", tensors, Sizes(config=config))
     if not problems:
+        problems = [*_empty_problems(pages)]
+    if not problems:
         problems = [*_layout_problems(tensors), *_capacity_problems(pages, config, max_len)]
     if not problems and "rope.cos" in tensors:
         positions, half = tensors["rope.cos"].shape
@@ -43,15 +45,24 @@ def check_metadata(
                 f"rope must be cos and sin [positions, {config.qk_dim // 2}] of at least max_len"
                 f" {max_len} positions, got {[positions, half]}"
             )
-    problems += [
-        f"pages.{branch}.k has no page" for branch, x in pages._asdict().items() if not len(x.k)
-    ]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
         names = ", ".join(name for name, t in tensors.items() if t.requires_grad)
         problems.append(
             f"{names} requires grad, but nsa_decode has no gradient: call it under torch.no_grad()"
         )
     raise_problems(problems, tensors)
+
+
+def _empty_problems(pages: LayerPages) -> Iterator[str]:
+    """Yield which branches have no page, or a block table without entries."""
+    for branch, x in pages._asdict().items():
+        if not len(x.k):
+            yield f"pages.{branch}.k has no page"
+        elif 0 in (x.rows, *x.table.shape):
+            yield (
+                f"pages.{branch} has no room for a token: k is {[*x.k.shape]}, and the table"
+                f" {[*x.table.shape]}"
+            )
 
 
 def _layout_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -149,7 +160,13 @@ def check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, page_size: int) -
 
 
 class _Span(NamedTuple):
-    """Rows that a step uses in one branch: read or written from ``low``, written from ``new``."""
+    """Rows that a step uses in one branch, int64 [sequences] each.
+
+    Attributes:
+        low: the first row that it reads or writes.
+        new: the first row that it writes.
+        end: one past the last row.
+    """
 
     low: torch.Tensor
     new: torch.Tensor

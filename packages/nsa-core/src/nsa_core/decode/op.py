@@ -86,7 +86,8 @@ def decode_op(
         [x for part in pages for x in (part.k, part.v)],
         [part.table for part in pages],
         list(rows),
-        *([*phi.parameters()] for phi in phis),
+        # A call has no gradient, so the output of a compiled one must not require it.
+        *([x.detach() for x in phi.parameters()] for phi in phis),
         [] if rope is None else list(rope),
         max_len,
         repr((config.values, backends, deterministic)),

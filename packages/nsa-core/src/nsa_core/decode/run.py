@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from nsa_core.plan.plan import Plan
 
-# Limit of the temporary memory of the runs that are compressed, or attend, together.
+# Bytes. Longer calls are split, so that a prompt of many rows does not need memory for all at once.
 PART_BYTES = 2**28
 
 Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]
