@@ -192,6 +192,9 @@ def build(run: Run, corpus: Path) -> LanguageModel:
     entry, config = run.settings, model_config(run, corpus)
     torch.manual_seed(run.seed)
     model = LanguageModel(config, entry.get("backends"))
+    for block in model.blocks if entry.get("start") == "mean" else ():
+        block.attn.phi_k.start_as_mean()
+        block.attn.phi_v.start_as_mean()
     for block in model.blocks if "branches" in entry else ():
         hook = functools.partial(close_branches, entry["branches"])
         block.attn.gate.register_forward_hook(hook)
