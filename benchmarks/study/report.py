@@ -54,7 +54,7 @@ def read(folder: Path) -> tuple[list[Result], list[str]]:
                 reached = "before its first evaluation"
                 if result["evaluations"]:
                     tokens, loss = (result["evaluations"][-1][name] for name in ("tokens", "loss"))
-                    reached = f"after {tokens / 1e6:.1f} M tokens, at a loss of {loss:.4f}"
+                    reached = f"after {tokens / 1e6:.1f} M tokens, at a loss of {loss:.3f}"
                 lines.append(f"{run}: stopped {reached}: {result['ended']}")
     return finished, lines
 
@@ -92,9 +92,9 @@ def words(series: pd.Series, form: str) -> pd.Series:
 
 
 def with_error(frame: pd.DataFrame) -> pd.Series:
-    """Format the mean of each row and its standard error."""
-    errors = frame.sem(axis=1).map("{:.3f}".format).replace("nan", "unknown")
-    return frame.mean(axis=1).map("{:+.3f} ± ".format) + errors
+    """Format the mean of each row and its standard error, which a single value does not have."""
+    errors = frame.sem(axis=1).map(" ± {:.3f}".format).replace(" ± nan", "")
+    return frame.mean(axis=1).map("{:+.3f}".format) + errors
 
 
 def scale_of_tokens(axes: Any, last: float) -> None:
@@ -129,8 +129,8 @@ class Group:
         """Return the machines and the data of the runs in words."""
         words = {
             f"{run['machine']['device']}, torch {run['torch']}, rows of {run['row']} tokens,"
-            f" {run['corpus']['unique_tokens'] / 1e6:.1f} M unique training tokens,"
-            f" {run['corpus']['epochs']:.2f} epochs,"
+            f" {run['tokens'] / 1e6:.1f} M training tokens"
+            f" from a text of {run['corpus']['unique_tokens'] / 1e6:.1f} M,"
             f" {run['evaluations'][-1]['documents']} held-out documents"
             for run in self.runs
         }
@@ -169,43 +169,37 @@ class Group:
         return facts.groupby(self.final.index.get_level_values("arm")).mean()
 
     def loss_table(self) -> str:
-        """Return the table of the final losses."""
-        facts, arms = self.facts(), self.final["loss"].groupby("arm")
+        """Return the table of final losses, and of their differences to the baseline."""
+        losses, far = self.final["loss"], positions(self.final["by_position"]).iloc[:, -1]
         columns = {
-            "parameters": words(facts["parameters"] / 1e6, "{:.1f} M"),
-            "seeds": words(arms.count(), f"{{}} of {len(self.plan['seeds'])}"),
-            "tokens": words(facts["tokens"] / 1e6, "{:.1f} M"),
-            "final loss": words(arms.mean(), "{:.4f}"),
-            "lowest, highest seed": words(arms.min(), "{:.4f}, ") + words(arms.max(), "{:.4f}"),
-            "standard error over documents": words(
-                self.final["standard_error"].groupby("arm").mean(), "{:.4f}"
-            ),
+            "parameters": words(self.facts()["parameters"] / 1e6, "{:.1f} M"),
+            "loss": words(losses.groupby("arm").mean(), "{:.3f}"),
         }
-        losses = pd.DataFrame(self.final["document_losses"].tolist(), index=self.final.index)
-        by_document = self.above_base(losses).groupby("arm").mean()
-        by_seed = self.above_base(self.final[["loss"]])["loss"].unstack("seed")
+        documents = pd.DataFrame(self.final["document_losses"].tolist(), index=self.final.index)
+        by_document = self.above_base(documents).groupby("arm").mean()
+        by_seed = self.above_base(pd.DataFrame({"loss": losses, "far": far}))
         if len(by_seed):
-            name = f"difference to {self.base}, over documents"
-            columns[name] = with_error(by_document.drop(self.base))
-            columns["over seeds"] = with_error(by_seed.drop(self.base))
+            above = {f"above {self.base}, over documents": by_document}
+            if len(self.plan["seeds"]) > 1:
+                above["over seeds"] = by_seed["loss"].unstack("seed")
+            above[f"at {far.name}"] = by_seed["far"].unstack("seed")
+            columns |= {name: with_error(own.drop(self.base)) for name, own in above.items()}
         return self.table(columns)
 
     def cost_table(self) -> str:
         """Return the table of costs, and of the tokens that repay a conversion."""
         facts, curves = self.facts(), self.curves().T.groupby("arm").mean().T
         columns = {
-            "learning rate": words(facts["learning_rate"], "{:g}"),
             "tokens/s": words(facts["speed.tokens_per_s"], "{:,.0f}"),
             "peak memory, GiB": words(facts["speed.memory_bytes"] / 2**30, "{:.1f}"),
-            "GPU-hours": words(facts["speed.gpu_hours"], "{:.3f}"),
         }
-        if "keys_per_query" in facts:
+        if self.converts:
             columns["keys per query"] = words(facts["keys_per_query"], "{:,.0f}")
         if self.base in curves:
             base = curves[self.base]
             share = (curves - base.iloc[-1]).apply(level) / curves.index[-1]
             hours = share * facts["speed.gpu_hours"]
-            columns[f"GPU-hours to the final loss of {self.base}"] = words(hours, "{:.3f}")
+            columns[f"GPU-hours to the loss of {self.base}"] = words(hours, "{:.3f}")
             if self.converts:
                 start, equal = curves - base.iloc[0], curves.sub(base, axis=0)
                 for name, points in (("as before training", start), ("as dense", equal)):
@@ -228,25 +222,15 @@ class Group:
         entries["distance"] = 2 ** np.ceil(np.log2(entries["distance"].clip(lower=256)))
         return entries.set_index(["task", "arm", "distance"])["correct"]
 
-    def recall_table(self, beyond: int = -1) -> str:
-        """Return a table of recall beyond a distance, means over lengths and depths."""
+    def recall_table(self) -> str:
+        """Return the table of right answers beyond the window, means over lengths and depths."""
         entries = self.recall()
-        entries = entries[entries["distance"] > beyond]
-        by_seed = entries.groupby(["task", "arm", "seed"], sort=False)
-        by_arm = by_seed[["correct", "loss"]].mean().groupby(["task", "arm"], sort=False)
-        right, nats = by_arm["correct"].agg(["mean", "min", "max"]), by_arm["loss"].mean()
-        cells = right.apply(lambda r: f"{r['mean']:.1%} ({r['min']:.1%} to {r['max']:.1%})", axis=1)
-        return self.table((cells + words(nats, ", {:.2f}")).unstack("task", sort=False))
-
-    def position_table(self) -> str:
-        """Return the table of the final losses by position in the row."""
-        losses = positions(self.final["by_position"])
-        table = losses.groupby("arm").mean().map("{:.4f}".format)
-        by_seed = self.above_base(losses)[losses.columns[-1]].unstack("seed")
-        if len(by_seed):
-            name = f"{losses.columns[-1]}: difference to {self.base}, over seeds"
-            table[name] = with_error(by_seed.drop(self.base))
-        return self.table(table)
+        far = entries[entries["distance"] > NSAConfig.window_size]
+        by_seed = far.groupby(["task", "arm", "seed"], sort=False)["correct"].mean()
+        by_arm = by_seed.groupby(["task", "arm"], sort=False)
+        lowest, highest = (each.map("{:.1%}".format) for each in (by_arm.min(), by_arm.max()))
+        ranges = (lowest + " to " + highest).where(lowest != highest, lowest)
+        return self.table(ranges.unstack("task", sort=False))
 
     def longer(self) -> list[tuple[str, pd.DataFrame]]:
         """Return the entries of each length beyond that of the training."""
@@ -261,7 +245,7 @@ class Group:
         mass = [pd.DataFrame(e, columns=[*MASS]).mean() for e in entries["mass"]]
         columns = [
             entries[["rope_base", "loss"]],
-            positions(entries["by_position"]),
+            positions(entries["by_position"]).iloc[:, -1:],
             pd.DataFrame(recall, index=entries.index).add_prefix("recall: "),
             pd.DataFrame(mass, index=entries.index)[["selected", "random"]].add_prefix("mass: "),
         ]
@@ -273,40 +257,20 @@ class Group:
         entries = self.entries("mass").reindex(columns=["arm", "layer", *MASS, *GATES])
         return entries.groupby(["arm", "layer"], sort=False).mean()
 
-    def gates_table(self) -> str:
-        """Return the table of the gates by branch, with the lowest and the highest layer."""
-        gates = self.layers()[[*GATES]].rename(columns=GATES).dropna().groupby("arm")
-        lowest, highest = gates.min(), gates.max()
-        table = gates.mean().map("{:.2f}".format)
-        table += lowest.map(" ({:.2f} to ".format) + highest.map("{:.2f})".format)
-        return self.table(table)
-
     def starts_table(self) -> str:
         """Return the table of the losses before any training, over documents in pairs."""
         entries = pd.DataFrame(self.starts).set_index("label")
         losses = pd.DataFrame(entries["document_losses"].tolist(), index=entries.index)
-        above = with_error(losses - losses.loc["dense"]).where(entries.index != "dense", "-")
         mass = [pd.DataFrame(e, columns=["selected", "random"]).mean() for e in entries["mass"]]
-        shares = pd.DataFrame(mass, index=entries.index).map("{:.1%}".format).replace("nan%", "-")
-        columns = {
-            "rotary base": words(entries["rope_base"], "{:g}"),
-            "loss": words(entries["loss"], "{:.4f}"),
-            "above dense": above,
-            "mass in the selected blocks": shares["selected"],
-            "in random ones": shares["random"],
-        }
-        return pd.DataFrame(columns).reset_index().to_markdown(index=False, disable_numparse=True)
-
-    def curve_table(self) -> str:
-        """Return the table of the losses by tokens."""
-        table = self.curves().T.groupby("arm").mean()
-        table.columns = [f"{tokens / 1e6:.3g} M tokens" for tokens in table.columns]
-        return self.table(table.map("{:.4f}".format).replace("nan", "-"))
+        table = pd.DataFrame(mass, index=entries.index).add_prefix("mass: ").rename_axis("start")
+        table = table.map("{:.1%}".format).replace("nan%", "-")
+        table.insert(0, "above dense", with_error(losses - losses.loc["dense"]))
+        return table.drop("dense").reset_index().to_markdown(index=False, disable_numparse=True)
 
     def mass_table(self) -> str:
-        """Return the table of the attention mass in blocks, means over layers."""
-        layers = self.layers()[[*MASS]].dropna(axis=1, how="all")
-        table = layers.groupby("arm").mean().map("{:.1%}".format)
+        """Return the table of the mass in the selected and in random blocks, means over layers."""
+        layers = self.layers()[["selected", "random"]]
+        table = layers.groupby("arm").mean().map("{:.1%}".format).add_prefix("mass: ")
         found = layers["selected"] > layers["random"]
         found = found.groupby("arm").agg(["sum", "count"])
         table["layers above random"] = found.apply(lambda n: f"{n['sum']} of {n['count']}", axis=1)
@@ -322,7 +286,7 @@ class Group:
             index="arm", columns="rate", values="loss"
         )
         bold = losses.eq(losses.min(axis=1), axis=0)
-        cells = losses.map("{:.4f}".format).where(~bold, losses.map("**{:.4f}**".format))
+        cells = losses.map("{:.3f}".format).where(~bold, losses.map("**{:.3f}**".format))
         return self.table(cells.where(losses.notna()))
 
     def loss_figure(self) -> Figure:
