@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from figure_pieces import nearest
@@ -109,17 +108,10 @@ def _masses(group: report.Group) -> dict[str, str]:
 def small(groups: list[report.Group]) -> str:
     """Tabulate the small arms: loss, recall beyond the window, mass of the selected blocks."""
     (group,) = groups
-    positions = report.positions(group.final["by_position"])
-    far = positions.columns[-1]
-    losses = positions[[far]].assign(loss=group.final["loss"])
-    above = group.above_base(losses)
-    near, far_above = (
-        report.with_error(above[name].unstack("seed").drop(group.base)) for name in ("loss", far)
-    )
+    above = group.above_base(group.final[["loss"]])["loss"].unstack("seed")
     columns = {
         "loss": group.final["loss"].groupby("arm").mean().map("{:.3f}".format),
-        f"above {group.base}": near,
-        f"at positions {far}": far_above,
+        f"above {group.base}": report.with_error(above.drop(group.base)),
         "values recalled from beyond the window": _far_values(group),
         "mass in the selected blocks, in random ones": _masses(group),
     }
@@ -132,29 +124,17 @@ def model(groups: list[report.Group]) -> str:
     rows = []
     for group in groups:
         curves, facts = group.curves().T.groupby("arm").mean().T, group.facts()
-        base, others = curves[group.base], curves.drop(columns=group.base)
-        early = curves.index[curves.index <= 1.02e6][-1]
         columns = {
-            "start": curves.iloc[0].map("{:.3f}".format),
-            "1 M": curves.loc[early].map("{:.3f}".format),
-            "end": curves.iloc[-1].map("{:.3f}".format),
-            "as the start": _reached(others - base.iloc[0]),
-            "as dense": _reached(others.sub(base, axis=0)),
-            "recall": _far_values(group),
-            "speed": facts["speed.tokens_per_s"].map("{:,.0f}".format),
-            "keys": facts["keys_per_query"].map("{:,.0f}".format),
+            "loss before training": curves.iloc[0].map("{:.3f}".format),
+            "at the end": curves.iloc[-1].map("{:.3f}".format),
+            "values recalled from beyond the window": _far_values(group),
+            "training tokens/s": facts["speed.tokens_per_s"].map("{:,.0f}".format),
+            "keys per query": facts["keys_per_query"].map("{:,.0f}".format),
         }
         length = tokens(group.plan["row"])
         labels = [label for label in group.labels.values() if label in curves][::-1]
         rows += [[length, *row] for row in _rows(columns, labels)]
-    return table(
-        [
-            *("rows of", "attention", "loss before training", "after 1 M tokens", "at the end"),
-            *("as before the conversion after", "as dense attention after"),
-            *("values recalled from beyond the window", "training tokens/s", "keys per query"),
-        ],
-        rows,
-    )
+    return table(["rows of", "attention", *columns], rows)
 
 
 def _reached(points: Any) -> dict[str, str]:
@@ -228,54 +208,27 @@ def model_speed(groups: list[report.Group]) -> str:
 
 
 @_from_study(MODEL)
-def starts(groups: list[report.Group]) -> str:
-    """Tabulate how near to dense attention each start of a conversion is."""
-    columns: dict[str, dict[str, str]] = {}
-    labels: list[str] = []
-    for group in groups:
-        if not group.starts:
-            return PENDING
-        length = tokens(group.plan["row"])
-        frame = report.pd.DataFrame(group.starts).set_index("label")
-        losses = report.pd.DataFrame(frame["document_losses"].tolist(), index=frame.index)
-        above = (losses - losses.loc["dense"]).drop("dense")
-        columns[f"above dense attention, {length}"] = dict(report.with_error(above))
-        columns[f"mass in the selected blocks, {length}"] = {
-            label: f"{fmean(layer['selected'] for layer in mass):.0%}"
-            for label, mass in frame["mass"].items()
-            if mass
-        }
-        labels += [label for label in above.index if label not in labels]
-    return table(["start", *columns], _rows(columns, labels))
-
-
-@_from_study(MODEL)
 def losing(groups: list[report.Group]) -> str:
-    """Tabulate by tokens how far NSA is above dense attention, and what its blocks hold."""
+    """Tabulate how far each conversion is above dense attention, and what its blocks hold."""
     rows = []
     for group in groups:
         entries = group.entries("evaluations").set_index(["arm", "tokens"])
-        above = report.positions(entries["by_position"])
-        above = above.loc["NSA"] - above.loc[group.base]
-        first, last = above.columns[0], above.columns[-1]
-        last_tokens = above.index[-1]
-        wanted = [n for n in (0, 5e5, 5e6) if n < last_tokens]
-        shown = {min(above.index, key=lambda t: abs(t - n)) for n in wanted}
-        for tokens_now in sorted(shown | {last_tokens}):
-            now = entries.loc["NSA", tokens_now]
-            rows.append(
-                [
-                    tokens(group.plan["row"]),
-                    f"{tokens_now / 1e6:.2g} M",
-                    f"{above.loc[tokens_now, first]:+.3f} ({first})",
-                    f"{above.loc[tokens_now, last]:+.3f} ({last})",
-                    f"{now['selected']:.0%}",
-                    f"{now['random']:.0%}",
-                ]
-            )
-    columns = ["above dense, first positions", "above dense, last positions"]
-    masses = ["mass in the selected blocks", "in random ones"]
-    return table(["rows of", "tokens", *columns, *masses], rows)
+        losses = report.positions(entries["by_position"])
+        ends = {losses.columns[0]: "first", losses.columns[-1]: "last"}
+        for arm in entries.index.unique("arm").drop(group.base):
+            above = losses.loc[arm] - losses.loc[group.base]
+            for tokens_now in (above.index[0], above.index[-1]):
+                now = entries.loc[arm, tokens_now]
+                rows.append(
+                    [
+                        *(tokens(group.plan["row"]), arm, f"{tokens_now / 1e6:.2g} M"),
+                        *(f"{above.loc[tokens_now, end]:+.3f} ({end})" for end in ends),
+                        f"{now['selected']:.0%}, {now['random']:.0%}",
+                    ]
+                )
+    columns = [f"above dense, {place} positions" for place in ends.values()]
+    mass = "mass in the selected blocks, in random ones"
+    return table(["rows of", "attention", "tokens", *columns, mass], rows)
 
 
 @_from_study(MODEL)
@@ -293,30 +246,27 @@ def recalled(groups: list[report.Group]) -> str:
             for start in group.starts
             for entry in start.get("recall", ())
         ]
-        at_end = group.recall()
-        for when, entries in (("before", report.pd.DataFrame(before)), ("at the end", at_end)):
-            values = _values(entries)
-            values = values[values["length"] > report.NSAConfig.num_selected_blocks * BLOCK]
-            far = values["length"] * (1 - values["depth"]) >= WINDOW
-            first = values["depth"] == 0
-            places = (values[~far], values[far & first], values[far & ~first])
-            shares = [place.groupby("arm")["correct"].mean() for place in places]
-            for arm in (group.base, "NSA"):
-                cells = (f"{share[arm]:.0%}" for share in shares)
-                rows.append([tokens(group.plan["row"]), arm, when, *cells])
-    places = ["in the window", "in the first block", "elsewhere"]
-    return table(["rows of", "attention", "training", *places], rows)
+        shares = [_by_place(entries) for entries in (report.pd.DataFrame(before), group.recall())]
+        for arm in shares[1].index[::-1]:
+            cells = (
+                " → ".join(f"{s.loc[arm, place]:.0%}" for s in shares if arm in s.index)
+                for place in _PLACES
+            )
+            rows.append([tokens(group.plan["row"]), arm, *cells])
+    return table(["rows of", "attention", *_PLACES], rows)
 
 
-@_from_study(MODEL)
-def gates(groups: list[report.Group]) -> str:
-    """State the gates of cmp, sel and win at the end, with the lowest and the highest layer."""
-    words = []
-    for group in groups:
-        own = group.layers().loc["NSA"][[*report.GATES]]
-        gates = [f"{g.mean():.2f} ({g.min():.2f} to {g.max():.2f})" for _, g in own.items()]
-        words.append(", ".join(gates))
-    return _by_length(groups, words)
+_PLACES = ("in the window", "in the first block", "elsewhere")
+
+
+def _by_place(entries: Any) -> Any:
+    """Return the share of values recalled, by arm and the place of the definition."""
+    values = _values(entries)
+    values = values[values["length"] > report.NSAConfig.num_selected_blocks * BLOCK]
+    far, first = values["length"] * (1 - values["depth"]) >= WINDOW, values["depth"] == 0
+    places = (values[~far], values[far & first], values[far & ~first])
+    shares = (place.groupby("arm")["correct"].mean() for place in places)
+    return report.pd.DataFrame(dict(zip(_PLACES, shares)))
 
 
 @_from_file(MINIMAX)
@@ -365,10 +315,8 @@ LEARNING: dict[str, Callable[[Results], str]] = {
     "study-model-behind": model_behind,
     "study-model-speed": model_speed,
     "study-model-plot": _plot(MODEL, "Loss over tokens, and recalled values by distance"),
-    "study-starts": starts,
     "study-losing": losing,
     "study-recalled": recalled,
-    "study-gates": gates,
     "hf-minimax": minimax,
     "hf-minimax-gradients": minimax_gradients,
     "hf-minimax-plot": _plot(

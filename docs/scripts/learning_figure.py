@@ -26,7 +26,7 @@ from figure_pieces import PUBLISHED, nearest  # noqa: E402
 from report import scale_of_tokens  # noqa: E402
 
 NSA, DENSE = NSA_COLOURS[0], "#808080"
-COLOURS = {"NSA": NSA, "dense": DENSE}
+COLOURS = {"NSA": NSA, "NSA, shared K/V": NSA_COLOURS[1], "dense": DENSE}
 # Inches: left margin, width, right margin for labels, bottom margin, height and top margin.
 _LEFT, _WIDTH, _RIGHT, _BOTTOM, _HEIGHT, _TOP = 0.75, 2.6, 1.25, 0.6, 2.1, 0.45
 _COLUMNS = 2
@@ -60,7 +60,8 @@ def lines(axes: Any, curves: list[tuple[str, str, list[tuple[float, float]]]], k
             style = {"lw": 1.3 if ends else 4.5, "alpha": 1.0 if ends else 0.5}
         axes.plot(*zip(*points), color=colour, **style)
         last = points[-1]
-        ends.append(EndLabel(f"{name}  {last[1]:{kind}}", colour, last, last[1]))
+        label = f"{name.removeprefix('NSA, ')}  {last[1]:{kind}}"
+        ends.append(EndLabel(label, colour, last, last[1]))
     axes.autoscale_view()
     label_ends(axes, ends)
 
