@@ -48,6 +48,9 @@ MODELS = (
     Model("70B", 70e9, 80, 8192, 28672, 4),
 )
 RECIPE_LENGTHS = tuple(1024 * n for n in (32, 128, 1024))
+PARAMETER_BYTES = 2 + 2 + 4 + 8  # bf16, its gradient, the fp32 copy, both moments of Adam
+CHECKPOINT_BYTES = 2  # of a token, layer and channel: the layer's input in bf16, which is kept
+MLP_BYTES = 3 * 2 * 2  # of a token and hidden channel: gate, up and product in bf16, with gradients
 GPU_BYTES = 72 * GIB  # of 80 GB; the rest is for buffers of collectives and the allocator
 
 
@@ -196,9 +199,9 @@ def recipes(results: Results) -> str:
             own = nsa_ms(results, model.groups, length)
             other = dense * model.groups * length**2
             call = memory * model.groups * length
-            per_layer = max(call, 12 * model.hidden * length)  # attention or MLP
-            checkpoints = 2 * model.dim * model.layers * length
-            total = 16 * model.parameters + checkpoints + per_layer
+            per_layer = max(call, MLP_BYTES * model.hidden * length)  # attention or MLP
+            checkpoints = CHECKPOINT_BYTES * model.dim * model.layers * length
+            total = PARAMETER_BYTES * model.parameters + checkpoints + per_layer
             gpus = 2 ** math.ceil(math.log2(total / GPU_BYTES)) if total > GPU_BYTES else 1
             heads = f"{16 * model.groups}/{model.groups}/128"
             times = [_duration(t * model.layers) for t in (own, other)]

@@ -219,13 +219,6 @@ def dense(results: Results) -> str:
     return table(columns, rows)
 
 
-def flash4_share(results: Results) -> str:
-    """Return the range of FlashAttention-4's time over cuDNN's, from 8k tokens on."""
-    cudnn, flash4 = (_dense_times(results, f"dense {n}") for n in ("cudnn", "flash-attn 4"))
-    shares = [ms / cudnn[cell] for cell, ms in flash4.items() if cell in cudnn and cell[1] >= 8192]
-    return f"{min(shares):.2f} to {max(shares):.2f}" if shares else ABSENT
-
-
 def core_memory_ratio(results: Results) -> str:
     """Return the range of NSA's memory over dense memory in the table of core_memory."""
     ratios = [
@@ -369,9 +362,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "core-crossover-eager": _crossovers("both", eager=True),
     "core-crossover-forward": _crossovers("forward"),
     "dense": dense,
-    "flash4-share": flash4_share,
     "compared-nsa": _compared("auto"),
-    "compared-dense": _compared("dense cudnn"),
     "compared-fla": _compared("fla NSA, l=d=64"),
     "compared-sfnsa": _compared("sfnsa NSA"),
     "core-kernels": core_kernels,
