@@ -214,6 +214,7 @@ def dense(results: Results) -> str:
             *(digits(t[cell]) if (cell := (shape, length)) in t else "-" for t in times),
         ]
         for shape, length in sorted(times[0])
+        if length >= 8192
     ]
     columns = ["heads", "tokens", "NSA", "FlashAttention-4", "cuDNN", "FlashAttention-2"]
     return table(columns, rows)
