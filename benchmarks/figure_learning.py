@@ -115,7 +115,8 @@ def small(groups: list[report.Group]) -> str:
         "values recalled from beyond the window": _far_values(group),
         "mass in the selected blocks, in random ones": _masses(group),
     }
-    return table(["attention", *columns], _rows(columns, [*group.labels.values()]))
+    finished = [label for label in group.labels.values() if label in columns["loss"]]
+    return table(["attention", *columns], _rows(columns, finished))
 
 
 @_from_study(MODEL)

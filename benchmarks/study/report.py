@@ -113,7 +113,7 @@ class Group:
         self.labels = {arm: entry["label"] for arm, entry in arms.items()}
         self.base = self.labels[self.plan["baseline"]]
         self.converts = "from" in arms[self.plan["baseline"]]
-        hues = iter((*NSA_COLOURS, "#56b4e9"))
+        hues = iter((*NSA_COLOURS, "#56b4e9", "#e69f00"))
         self.colours = {
             entry["label"]: GREYS[2] if entry.get("attention") == "dense" else next(hues)
             for entry in arms.values()
