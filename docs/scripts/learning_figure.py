@@ -26,7 +26,9 @@ from figure_pieces import PUBLISHED, nearest  # noqa: E402
 from report import scale_of_tokens  # noqa: E402
 
 NSA, DENSE = NSA_COLOURS[0], "#808080"
-COLOURS = {"NSA": NSA, "NSA, shared K/V": NSA_COLOURS[1], "dense": DENSE}
+COLOURS = {"NSA": NSA, "NSA, shared K/V": NSA_COLOURS[1], "dense": DENSE} | {
+    "NSA, shared K/V, means": NSA_COLOURS[2]
+}
 # Inches: left margin, width, right margin for labels, bottom margin, height and top margin.
 _LEFT, _WIDTH, _RIGHT, _BOTTOM, _HEIGHT, _TOP = 0.75, 2.6, 1.25, 0.6, 2.1, 0.45
 _COLUMNS = 2
