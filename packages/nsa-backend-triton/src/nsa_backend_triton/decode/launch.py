@@ -91,7 +91,9 @@ def allocate(
     floats = torch.empty(sum(float_sizes), dtype=dtype, device=q.device)
     new = torch.zeros if zero else torch.empty
     ints = new(sum(int_sizes), dtype=torch.int32, device=q.device)
-    return torch.split_with_sizes(floats, float_sizes), torch.split_with_sizes(ints, int_sizes)
+    # Without the record of views that autograd needs, a split takes half the time.
+    split = torch.unsafe_split_with_sizes
+    return split(floats, float_sizes), split(ints, int_sizes)
 
 
 def _with_strides(x: Tensor | None, placeholder: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -13,10 +13,13 @@ versions pass them as one tuple; with those, every launch goes through Triton's 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
@@ -57,6 +60,7 @@ class DirectLaunch:
         before: Its arguments before the stream.
         between: Its arguments between the stream and those of the kernel.
         expansions: For each tensor of the kernel: how its descriptor expands, or None for a tensor.
+            Empty if all of them are tensors.
         after: The arguments of the kernel after the tensors.
         stream_of: Returns the current stream of a device.
         device: The device of the binary.
@@ -87,22 +91,25 @@ class DirectLaunch:
             False, without a launch, if a tensor does not begin on 16 bytes, because it needs
             another binary.
         """
-        arguments = [*self._before, self._stream_of(self._device), *self._between]
-        for x, expansion in zip(tensors, self._expansions):
-            if x is None:
-                arguments.append(None)
-            elif expansion is None:
-                address = x.data_ptr()
+        if not self._expansions:
+            arguments = [x.data_ptr() for x in tensors]
+            if functools.reduce(operator.or_, arguments) % 16:
+                return False
+        else:
+            arguments = []
+            for x, expansion in zip(tensors, self._expansions):
+                if x is None:
+                    arguments.append(None)
+                    continue
+                address = (x if expansion is None else x.base).data_ptr()
                 if address % 16:
                     return False
-                arguments.append(address)
-            else:
-                address = x.base.data_ptr()
-                if address % 16:
-                    return False
-                arguments.append(expansion.map_of(address, x))
-                arguments += expansion.rest
-        self._function(*arguments, *self._after)
+                if expansion is None:
+                    arguments.append(address)
+                else:
+                    arguments += (expansion.map_of(address, x), *expansion.rest)
+        stream = self._stream_of(self._device)
+        self._function(*self._before, stream, *self._between, *arguments, *self._after)
         return True
 
 
@@ -148,6 +155,8 @@ def direct_launch(
     expansions = tuple(
         _expansion(x, metadata.pop(0)) if isinstance(x, TensorDescriptor) else None for x in tensors
     )
+    if all(isinstance(x, Tensor) for x in tensors):
+        expansions = ()
     before, between = prefix[:place], prefix[place + 1 :]
     return DirectLaunch(function, before, between, expansions, after, stream_of, device)
 

@@ -27,7 +27,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from nsa_backend_triton.host.direct_launch import DirectLaunch, direct_launch, has_hooks
-from nsa_core.contract import DecodeCall, SlotCall
+from nsa_core.contract import KNOWN_METADATA, DecodeCall, SlotCall
 
 # Entries per decorated function: a server whose lengths never repeat must not fill the memory.
 MAX_ENTRIES = 4096
@@ -144,7 +144,7 @@ def cached_by_metadata(make: Callable[Arguments, Result]) -> Callable[Arguments,
         # A call of _metadata for every argument would take half of this function's time.
         arguments: tuple[Any, ...] = args
         parts = [
-            (x.shape, x.stride(), x.dtype)
+            getattr(x, KNOWN_METADATA, None) or (x.shape, x.stride(), x.dtype)
             if type(x) in _TENSOR_TYPES
             else (x if type(x) in _PLAIN_TYPES else _metadata(x))
             for x in arguments

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from nsa_core.config import NSAConfig
+from nsa_core.contract import KNOWN_METADATA
+from nsa_core.decode.layer_step import Rope
 from nsa_core.decode.pages import LayerPages, PagedKV
 from nsa_core.dtypes import stats_dtype
-from nsa_core.layer.rope import RopeTable, rope_table
+from nsa_core.layer.rope import rope_table
 
 if TYPE_CHECKING:
     from nsa_core.cache.undo import Undo
@@ -52,9 +54,10 @@ class Positions:
         device: torch.device,
     ) -> None:
         self.count = torch.arange(longest, device=device)
-        self.rope: RopeTable | None = None
+        self.rope: Rope | None = None
         if rotary is not None:
-            self.rope = rope_table(self.count, *rotary)
+            cos, sin = rope_table(self.count, *rotary)
+            self.rope = cos[:, 0], sin[:, 0]
 
 
 _tables: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
@@ -101,6 +104,8 @@ class KVStore:
         rotary = (config.qk_dim, config.frequencies, stats_dtype(dtype)) if config.rope else None
         self._positions = shared(Positions, rotary, longest, table.device)
         self.count, self.rope = self._positions.count, self._positions.rope
+        for x in (*self.tensors(), *self.pages.tables, *(self.rope or ())):
+            setattr(x, KNOWN_METADATA, (x.shape, x.stride(), x.dtype))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors of keys and values."""

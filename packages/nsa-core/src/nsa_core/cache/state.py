@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -171,7 +172,7 @@ class CacheState:
         """
         if self.captured:
             self.host_lengths()
-        if all(n + c <= room for n, c, room in zip(self.bounds, counts, self.table.room)):
+        if all(map(operator.le, map(operator.add, self.bounds, counts), self.table.room)):
             return
         lengths = self.host_lengths()
         grown = [n + c for n, c in zip(lengths, counts)]
@@ -207,7 +208,7 @@ class CacheState:
             longest = self.max_len
         else:
             self.lengths.add_(rows if new is None else new)
-            self.bounds = [n + c for n, c in zip(self.bounds, counts)]
+            self.bounds = list(map(operator.add, self.bounds, counts))
             self.exact = self.exact and exact
             if self.exact:
                 self.peaks = list(map(max, self.peaks, self.bounds))

@@ -92,8 +92,10 @@ def _step(
             cache.captured = True
             return _decode(layer, x, cache, tokens, plan)
         cache.admit(tokens.counts)
+        if rows == tokens.rows:
+            return _run(layer, x, cache, tokens, plan)
         y = _run(layer, x[:, :rows], cache, tokens.part(0, rows), plan)
-        return y if rows == tokens.rows else F.pad(y, (0, 0, 0, tokens.rows - rows))
+        return F.pad(y, (0, 0, 0, tokens.rows - rows))
 
 
 def _check_fit(layer: NSAProjections, x: torch.Tensor, cache: CacheState, in_graph: bool) -> None:
@@ -273,8 +275,13 @@ def _decode_plan(
 
 def _completed_blocks(cache: CacheState, before: Sequence[int]) -> list[int]:
     """Return how many blocks each sequence has completed since the lengths ``before``."""
-    count = cache.config.geometry.num_compressed
-    return [count(n) - count(old) for n, old in zip(cache.bounds, before)]
+    size, stride = cache.config.compress_block_size, cache.config.compress_stride
+    overlap = size - stride
+    # max(n - overlap, 0) // stride is num_compressed(n), which takes a call per sequence.
+    return [
+        max(n - overlap, 0) // stride - max(old - overlap, 0) // stride
+        for n, old in zip(cache.bounds, before)
+    ]
 
 
 def _per_branch(parts: list[torch.Tensor]) -> Branches:

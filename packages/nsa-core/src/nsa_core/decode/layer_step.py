@@ -10,7 +10,7 @@ synchronise: rows without a token are masked.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan
 
 Branches = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of cmp, sel and win
+Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # cos and sin [positions, Dk / 2]
 
 
 def append(
@@ -34,7 +35,7 @@ def append(
     q: torch.Tensor,  # [B, m, Hq, Dk]
     keys: Branches,  # [B, m, G, Dk]
     values: Branches,  # [B, m, G, Dv]
-    rope: RopeTable | None,
+    rope: Rope | None,
     call: DecodeCall,
     padded: bool,
 ) -> torch.Tensor:
@@ -52,10 +53,9 @@ def append(
     """
     rotate_raw = plan.config.rope_before_compress
     if "append" in plan.fused:
-        tables = None if rope is None else (rope.cos[:, 0], rope.sin[:, 0])
         targets = [(x.k, x.v) for x in (pages.raw, pages.sel, pages.win)]
         rotated: torch.Tensor = plan.fused["append"](
-            q, keys, values, *targets, rope=tables, rotate_raw=rotate_raw, call=call
+            q, keys, values, *targets, rope=rope, rotate_raw=rotate_raw, call=call
         )
         return rotated
     positions, absent = call.starts.long()[:, None], None
@@ -81,7 +81,7 @@ def compress(
     plan: Plan,
     pages: LayerPages,
     phis: tuple[nn.Module, nn.Module],
-    rope: RopeTable | None,
+    rope: Rope | None,
     call: DecodeCall,
     rows: int,
     partly: bool,
@@ -111,8 +111,7 @@ def compress(
     if number == 1 and "compress" in plan.fused:
         weights = weights_of_pair(*phis, raw.k, raw.v)
         if weights is not None:
-            tables = None if rope is None else (rope.cos[:, 0], rope.sin[:, 0])
-            plan.fused["compress"](raw.k, raw.v, cmp.k, cmp.v, *weights, rope=tables, call=call)
+            plan.fused["compress"](raw.k, raw.v, cmp.k, cmp.v, *weights, rope=rope, call=call)
             return
     count = torch.arange(size + (number - 1) * stride, device=raw.k.device)
     first = call.starts.long().sub_(size - stride).div_(stride, rounding_mode="floor")
@@ -135,11 +134,11 @@ def compress(
     cmp.write(blocks, k_cmp, v_cmp, incomplete, call.sequences)
 
 
-def _angles(rope: RopeTable, positions: torch.Tensor, call: DecodeCall) -> RopeTable:
+def _angles(rope: Rope, positions: torch.Tensor, call: DecodeCall) -> RopeTable:
     """Return the angles of positions [B, m]."""
     if call.sequences is not None or positions.shape[1] > 1:  # padding may lie after the last angle
-        positions = positions.clamp(max=rope.cos.shape[0] - 1)
-    return RopeTable(rope.cos[positions], rope.sin[positions])
+        positions = positions.clamp(max=len(rope[0]) - 1)
+    return RopeTable(*(x[positions].unsqueeze(-2) for x in rope))
 
 
 def attend(

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import DecodeCall
 from nsa_core.decode.checks import check_values
-from nsa_core.decode.layer_step import Branches, append, attend, compress
+from nsa_core.decode.layer_step import Branches, Rope, append, attend, compress
 from nsa_core.decode.pages import LayerPages
-from nsa_core.layer.rope import RopeTable
 from nsa_core.plan.default_plan import CACHED, Backends
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import resolve
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 # Bytes. Longer calls are split, so that a prompt of many rows does not need memory for all at once.
 PART_BYTES = 2**28
-
-Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class DecodeRows(NamedTuple):
@@ -68,14 +65,13 @@ def decode(
     check_values(pages, call, dict(zip(LayerPages._fields, zip(new_keys, new_values))))
     if not len(q):
         return q.new_zeros((*q.shape[:2], values[1].shape[-1]))
-    table = None if rope is None else RopeTable(*(x[:, None] for x in rope))
     each_run = [x[:, None] for x in (q, *keys, *values, gates)]  # of one row
     q_runs, gate_runs = each_run[0], each_run[-1]
     new: tuple[Branches, Branches] = tuple(each_run[1:4]), tuple(each_run[4:7])  # type: ignore[assignment]
-    q_runs = append(plan, pages, q_runs, *new, table, call, padded=True)
+    q_runs = append(plan, pages, q_runs, *new, rope, call, padded=True)
     parts = [*_parts(call, _runs_per_part(plan, q, pages, max_len))]
     for _, part_call in parts:
-        compress(plan, pages, phis, table, part_call, rows=1, partly=True)
+        compress(plan, pages, phis, rope, part_call, rows=1, partly=True)
     outputs = [attend(plan, pages, q_runs[p], gate_runs[p], each)[:, 0] for p, each in parts]
     o = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if "step" not in plan.fused:  # the gates of a row without a token may be NaN

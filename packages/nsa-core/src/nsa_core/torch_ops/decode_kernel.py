@@ -41,11 +41,9 @@ class DecodeKernel:
         """
         q: torch.Tensor = tensors[0]
         refuse_tangents(self.slot, tensors)
-        for x in (call.starts, call.lengths, *call.tables, call.sequences):
-            if x is not None and x.stride(-1) != 1 and not x.is_contiguous():
-                # Copies at every call: the caller may change the values before the next one.
-                call = _contiguous(call)
-                break
+        if not call.is_contiguous:
+            # Copies at every call: the caller may change the values before the next one.
+            call = _contiguous(call)
         if self.slot == "sel":
             tensors = (*tensors[:3], tensors[3].contiguous())
         where, specs = (self.backend, self.slot, "decode"), self._expected(tensors, call)
@@ -58,11 +56,11 @@ class DecodeKernel:
         q = tensors[0]
         if self.slot == "compress":
             return []
-        if self.slot == "gates":
-            return [((*q.shape[:2], tensors[1].shape[0] // 3, 3), stats_dtype(q.dtype))]
-        batch, rows, heads, _ = q.shape
         if self.slot == "append":
-            return [(tuple(q.shape), q.dtype)]
+            return [(q.shape, q.dtype)]
+        batch, rows, heads = q.shape[:3]
+        if self.slot == "gates":
+            return [((batch, rows, len(tensors[1]) // 3, 3), stats_dtype(q.dtype))]
         groups = tensors[2 if self.slot == "step" else 1].shape[-2]
         blocks = ((batch, rows, groups, call.geometry.num_selected_blocks), torch.int32)
         if self.slot == "select":
