@@ -202,9 +202,7 @@ class CacheState:
         if counts is None:
             grown = self.lengths + (rows if new is None else new)
             self.overflowed.logical_or_(grown > self.table.device_room)
-            torch.maximum(
-                self.lengths, torch.minimum(grown, self.table.device_room), out=self.lengths
-            )
+            torch.minimum(grown, self.table.device_room, out=self.lengths)
             longest = self.max_len
         else:
             self.lengths.add_(rows if new is None else new)

@@ -200,7 +200,7 @@ def rehearse(cache: CacheState, rows: int) -> None:
     undo = cache.begin()
     try:
         undo.save(cache.lengths, cache.overflowed)
-        cache.lengths.fill_(cache.max_len)
+        cache.lengths.copy_(cache.table.device_room)
         with torch.no_grad():
             _decode(cache.attn, x, cache, NewTokens(rows, None, None, True), None)
         cache.roll_back()
