@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -16,8 +17,9 @@ from nsa_core.decode.run import DecodeRows, Rope, decode, default_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.phi.kinds import Phi, kind_of, make_phi
 from nsa_core.layer.rope import rope_table
+from nsa_core.layout import BlockGeometry
 from nsa_core.limits import as_integers, shown
-from nsa_core.plan.default_plan import frozen_backends
+from nsa_core.plan.default_plan import CACHED, frozen_backends
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -273,6 +275,12 @@ def _named(
     return named
 
 
+@functools.lru_cache(maxsize=CACHED)
+def _means(geometry: BlockGeometry, qk_dim: int, v_dim: int) -> tuple[nn.Module, nn.Module]:
+    """Return the means of keys and of values, modules without parameters."""
+    return make_phi("mean", geometry, qk_dim), make_phi("mean", geometry, v_dim)
+
+
 def _checked_phi(
     phi: tuple[nn.Module, nn.Module] | None, config: NSAConfig
 ) -> tuple[nn.Module, nn.Module]:
@@ -283,8 +291,7 @@ def _checked_phi(
     """
     if phi is None:
         if config.compress == "mean":
-            widths = (config.qk_dim, config.v_dim)
-            return tuple(make_phi("mean", config.geometry, x) for x in widths)  # type: ignore[return-value]
+            return _means(config.geometry, config.qk_dim, config.v_dim)
         raise InvalidInput(
             f"config.compress is {config.compress!r}, whose parameters are needed: pass"
             " phi=(attn.phi_k, attn.phi_v), or use a config with compress='mean'"

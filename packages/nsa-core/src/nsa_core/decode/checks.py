@@ -37,7 +37,7 @@ def check_metadata(
     if not problems:
         problems = [*_empty_problems(pages)]
     if not problems:
-        problems = [*_layout_problems(tensors), *_capacity_problems(pages, config, max_len)]
+        problems = [*_layout_problems(pages), *_capacity_problems(pages, config, max_len)]
     if not problems and "rope.cos" in tensors:
         positions, half = tensors["rope.cos"].shape
         if 2 * half != config.qk_dim or positions < max_len:  # type: ignore[operator]  # an integer
@@ -65,13 +65,14 @@ def _empty_problems(pages: LayerPages) -> Iterator[str]:
             )
 
 
-def _layout_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    for name, tensor in tensors.items():
-        if name.startswith("pages.") and tensor.numel() and tensor.stride(-1) != 1:
-            yield (
-                f"the columns of {name} must be contiguous, its strides are {tensor.stride()}: pass"
-                " pages with the layout [..., width]"
-            )
+def _layout_problems(pages: LayerPages) -> Iterator[str]:
+    for branch, part in pages._asdict().items():
+        for name, x in part._asdict().items():
+            if x.stride(-1) != 1 and x.numel():
+                yield (
+                    f"the columns of pages.{branch}.{name} must be contiguous, its strides are"
+                    f" {x.stride()}: pass pages with the layout [..., width]"
+                )
 
 
 def _capacity_problems(pages: LayerPages, config: NSAConfig, max_len: Any) -> Iterator[str]:

@@ -65,14 +65,16 @@ def decode(
     check_values(pages, call, dict(zip(LayerPages._fields, zip(new_keys, new_values))))
     if not len(q):
         return q.new_zeros((*q.shape[:2], values[1].shape[-1]))
-    each_run = [x[:, None] for x in (q, *keys, *values, gates)]  # of one row
+    each_run = [x.unsqueeze(1) for x in (q, *keys, *values, gates)]  # of one row
     q_runs, gate_runs = each_run[0], each_run[-1]
     new: tuple[Branches, Branches] = tuple(each_run[1:4]), tuple(each_run[4:7])  # type: ignore[assignment]
     q_runs = append(plan, pages, q_runs, *new, rope, call, padded=True)
-    parts = [*_parts(call, _runs_per_part(plan, q, pages, max_len))]
-    for _, part_call in parts:
+    parts, count = [(q_runs, gate_runs, call)], _runs_per_part(plan, q, pages, max_len)
+    if q.shape[0] > count:
+        parts = [*_parts(q_runs, gate_runs, call, count)]
+    for *_, part_call in parts:
         compress(plan, pages, phis, rope, part_call, rows=1, partly=True)
-    outputs = [attend(plan, pages, q_runs[p], gate_runs[p], each)[:, 0] for p, each in parts]
+    outputs = [attend(plan, pages, *part).squeeze(1) for part in parts]
     o = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if "step" not in plan.fused:  # the gates of a row without a token may be NaN
         o = o.masked_fill((rows.lengths == rows.starts)[:, None, None], 0)
@@ -97,18 +99,15 @@ def _runs_per_part(plan: Plan, q: torch.Tensor, pages: LayerPages, max_len: int)
     return max(1, PART_BYTES // (elements * max(4, q.itemsize)))
 
 
-def _parts(call: DecodeCall, count: int) -> Iterator[tuple[slice, DecodeCall]]:
-    """Yield parts of a ragged batch of at most ``count`` runs, and a call of each."""
+def _parts(
+    q: torch.Tensor, gates: torch.Tensor, call: DecodeCall, count: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, DecodeCall]]:
+    """Yield parts of a ragged batch of at most ``count`` runs: q, the gates and a call of each."""
     assert call.sequences is not None  # nsa_decode passes them
-    runs = len(call.starts)
-    if runs <= count:
-        yield slice(0, runs), call
-        return
-    for first in range(0, runs, count):
-        part = slice(first, first + count)
-        starts, lengths, sequences = (x[part] for x in (call.starts, call.lengths, call.sequences))
-        part_call = dataclasses.replace(call, starts=starts, lengths=lengths, sequences=sequences)
-        yield part, part_call
+    tensors = (q, gates, call.starts, call.lengths, call.sequences)
+    for q_part, gates_part, *positions in zip(*(x.split(count) for x in tensors)):
+        names = ("starts", "lengths", "sequences")
+        yield q_part, gates_part, dataclasses.replace(call, **dict(zip(names, positions)))
 
 
 @functools.lru_cache(maxsize=CACHED)
