@@ -291,7 +291,9 @@ def _checked_phi(
     """
     if phi is None:
         if config.compress == "mean":
-            return _means(config.geometry, config.qk_dim, config.v_dim)
+            # torch.compile warns of a cache that it traces through.
+            means = _means.__wrapped__ if torch.compiler.is_compiling() else _means
+            return means(config.geometry, config.qk_dim, config.v_dim)
         raise InvalidInput(
             f"config.compress is {config.compress!r}, whose parameters are needed: pass"
             " phi=(attn.phi_k, attn.phi_v), or use a config with compress='mean'"
