@@ -33,7 +33,7 @@ from graph_time import graph_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa_core import LayerPages, NSAConfig, NSAttention, PagedKV, decode_rows, nsa_decode
-from nsa_core.decode.run import Rope
+from nsa_core.decode.layer_step import Rope
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.phi.kinds import make_phi
 from nsa_core.layer.rope import rope_table

@@ -19,6 +19,7 @@ from caches import (
 )
 from nsa_core import InvalidInput, resolve
 from nsa_core.cache import step
+from nsa_core.contract import KNOWN_METADATA
 from nsa_core.plan.default_plan import partial_plan
 from nsa_core.plan.registry import Registry, default_registry
 from nsa_core.torch_ops.backend_call import record_dispatch
@@ -111,6 +112,18 @@ def test_steps_run_without_gradient_in_every_grad_mode(problem):
         other = attn.new_cache(2, LENGTH)
         assert torch.equal(first, attn(x[:, :10], cache=other))
         assert torch.equal(second, attn(x[:, 10:11], cache=other))
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_tensors_of_a_cache_carry_their_metadata(problem, page_size):
+    """Backends look launches up by it, so it must be that of the tensors after steps too."""
+    attn, x, _ = problem
+    cache = poisoned_cache(attn, 2, LENGTH, page_size=page_size)
+    attn(x[:, :40], cache=cache)
+    tensors = (*cache.kv.tensors(), *cache.kv.pages.tables, *cache.kv.rope)
+    assert len(tensors) == 14
+    for tensor in tensors:
+        assert getattr(tensor, KNOWN_METADATA) == (tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def test_pages_are_allocated_as_sequences_grow(problem):

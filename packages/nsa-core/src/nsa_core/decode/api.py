@@ -11,9 +11,9 @@ from torch import nn
 from nsa_core.config import NSAConfig, check_config
 from nsa_core.decode import op
 from nsa_core.decode.checks import check_metadata, check_plan, check_sequences
-from nsa_core.decode.layer_step import Branches
+from nsa_core.decode.layer_step import Branches, Rope
 from nsa_core.decode.pages import LayerPages, PagedKV
-from nsa_core.decode.run import DecodeRows, Rope, decode, default_plan
+from nsa_core.decode.run import DecodeRows, decode, default_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.phi.kinds import Phi, kind_of, make_phi
 from nsa_core.layer.rope import rope_table

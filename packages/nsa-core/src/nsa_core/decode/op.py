@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.decode.layer_step import Branches
+from nsa_core.decode.layer_step import Branches, Rope
 from nsa_core.decode.pages import LayerPages, PagedKV
-from nsa_core.decode.run import DecodeRows, Rope, decode, default_plan
+from nsa_core.decode.run import DecodeRows, decode, default_plan
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.phi.kinds import Phi, kind_of, make_phi
 from nsa_core.layer.plain_linear import PLAIN_TENSORS, are_plain
