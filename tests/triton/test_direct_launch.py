@@ -131,6 +131,17 @@ def test_a_kernel_of_few_arguments_is_laid_out(bench: Any, kernel: Any) -> None:
     assert kernel.arguments[bench.BASE_ARGUMENTS :] == (x.data_ptr(), y.data_ptr(), 80, 2.5)
 
 
+def test_a_tensor_that_begins_off_16_bytes_is_left_to_triton(kernel: Any) -> None:
+    """Also in a launch that has something else than tensors."""
+    x, off = torch.zeros(8), torch.zeros(9)[1:]
+    tensors = (x, None)
+    with_none = direct_launch.direct_launch(kernel, (3, 1, 1), tensors, (80,), lambda _: 7, 0)
+    launches, before = (laid_out(kernel), with_none), kernel.launches
+    assert [launch((off, y)) for launch, y in zip(launches, (x, None))] == [False, False]
+    assert kernel.launches == before
+    assert [launch((x, y)) for launch, y in zip(launches, (x, None))] == [True, True]
+
+
 def test_a_launcher_that_passes_one_tuple_is_left_to_triton(kernel: Any) -> None:
     """Triton 3.7 and later: the C function takes the arguments of the kernel as one."""
 

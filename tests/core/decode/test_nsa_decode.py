@@ -25,6 +25,7 @@ from nsa_core import (
     resolve,
     rope_angles,
 )
+from nsa_core.contract import BlockTables, DecodeCall
 from nsa_core.decode import layer_step
 from nsa_core.decode import op as decode_op
 from nsa_core.decode import run as decode_run
@@ -215,6 +216,26 @@ def test_a_slice_of_a_table_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(decode_kernel, "_contiguous", None)
     for actual, expected in zip(*run(layer_of(), sliced)):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["starts", "lengths", "sequences", "win"])
+def test_a_backend_gets_the_metadata_contiguous(name: str) -> None:
+    table = torch.zeros(3, 4, dtype=torch.int32)[:, :2]  # its rows are contiguous
+    tables, column = BlockTables(*[table] * 4), torch.arange(6, dtype=torch.int32)[::2]
+    options: dict[str, Any] = dict.fromkeys(("starts", "lengths", "sequences"), column.clone())
+    call = DecodeCall(layer_of().config.geometry, 1.0, tables=tables, max_len=9, **options)
+    calls: list[DecodeCall] = []
+    kernel = decode_kernel.DecodeKernel("toy", "compress", lambda *_, call: calls.append(call))
+    kernel(torch.zeros(1), call=call)
+    assert calls[0] is call
+    if name == "win":
+        change: Any = {"tables": tables._replace(win=torch.zeros(2, 3).int().t())}
+    else:
+        change = {name: column}
+    kernel(torch.zeros(1), call=dataclasses.replace(call, **change))
+    passed = calls[1].tables.win if name == "win" else getattr(calls[1], name)
+    assert passed.is_contiguous()
+    assert passed.tolist() == (table.tolist() if name == "win" else [0, 2, 4])
 
 
 def test_an_explicit_plan_and_backends() -> None:
