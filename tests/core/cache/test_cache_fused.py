@@ -255,7 +255,7 @@ def test_number_of_operators_per_token(compress, phi, captured, monkeypatch):
     """A step runs few operators besides the fused forms.
 
     They are qkv, gates, sigmoid, out, and two operators for the lengths. A step that completes a
-    block runs ``phi`` more. A captured step always runs ``captured`` more, and four for the
+    block runs ``phi`` more. A captured step always runs ``captured`` more, and three for the
     lengths: the host does not know which sequences complete a block, and in which page. A fused
     compression replaces them.
     """
@@ -274,8 +274,8 @@ def test_number_of_operators_per_token(compress, phi, captured, monkeypatch):
     plan = plan_without_work(cache)
     with OperatorRecorder() as recorder:
         attn(row, cache=cache, plan=plan)
-    assert len(recorder.names) == 6 + 4 + captured, recorder.names
+    assert len(recorder.names) == 6 + 3 + captured, recorder.names
     fused = plan_without_work(cache, compress=lambda *tensors, **options: None)
     with OperatorRecorder() as recorder:
         attn(row, cache=cache, plan=fused)
-    assert len(recorder.names) == 6 + 4 + captured * (compress == "conv"), recorder.names
+    assert len(recorder.names) == 6 + 3 + captured * (compress == "conv"), recorder.names

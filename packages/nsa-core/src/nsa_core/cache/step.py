@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +46,9 @@ def call_with_cache(
     layer: NSAProjections, cache: object, args: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
     """Call a layer and its hooks; if one of them raises, undo the changes of its cache."""
-    call = functools.partial(torch.nn.Module.__call__, layer)
     if not isinstance(cache, CacheState):
-        return call(*args, **options)  # step() refuses the cache
-    return run_or_undo(cache, call, *args, **options)
+        return torch.nn.Module.__call__(layer, *args, **options)  # step() refuses the cache
+    return run_or_undo(cache, torch.nn.Module.__call__, layer, *args, **options)
 
 
 @_outside_the_compiler
