@@ -93,7 +93,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_exported_function_equals_eager_and_has_the_plan_of_short_sequences",
     ),
     "Packed calls with a dynamic number of rows or documents are not supported; use "
-    "[`torch.compile`](compile.md) for them.": (
+    "[`torch.compile`](cuda-graphs.md#compile-the-layer) for them.": (
         "test_packed_calls_with_dynamic_rows_cannot_be_exported",
     ),
 }
