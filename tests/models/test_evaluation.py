@@ -1,4 +1,4 @@
-"""The scripts of docs/how-to/evaluate.md run the lm-evaluation-harness on a run of `nsa train`."""
+"""The script of docs/how-to/inspect.md runs the lm-evaluation-harness on a run of `nsa train`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.tokens import ByteTokenizer
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "how-to" / "evaluate.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "how-to" / "inspect.md"
 COUNTRIES, CHOICES = ["France", "Italy", "Norway"], ["Paris", "Rome", "Oslo"]
 TASK = """
 task: capitals

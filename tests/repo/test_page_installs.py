@@ -94,7 +94,7 @@ def pages() -> Iterator[object]:
     """Return the pages; what the page of the harness installs is in the environment of `full`."""
     for path in sorted(PAGES.glob("*.md")):
         if path.stem != FILES_OF_A_PACKAGE:
-            marks = [pytest.mark.slow] if path.stem == "evaluate" else []
+            marks = [pytest.mark.slow] if path.stem == "inspect" else []
             yield pytest.param(path, id=path.stem, marks=marks)
 
 
