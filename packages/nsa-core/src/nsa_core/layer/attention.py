@@ -139,7 +139,7 @@ def nsa_attention(
             their own cached plan.
         recompute: keep only the inputs and the blocks for the backward, which then runs the three
             branches again: a third of the memory, about a quarter more time, the same bits
-            (docs/explanation/memory.md). Exported calls and torch.func transforms ignore it.
+            (docs/explanation/performance.md). Exported calls and torch.func transforms ignore it.
         nonnegative_gates: state that no gate is negative, as gates from a sigmoid are. The backward
             then takes less time and memory if one backend runs every slot and has a fused backward
             (``plan.fused``), and all of q, k, v and gates need a gradient. A negative gate is an
