@@ -74,7 +74,7 @@ def test_the_configuration_page_has_every_field_and_its_default(repo: Any) -> No
 
 
 def test_the_exit_code_page_has_the_codes_of_the_help(repo: Any) -> None:
-    table = [row for row in rows(repo.text("docs/reference/exit-codes.md")) if row[0].isdigit()]
+    table = [row for row in rows(repo.text("docs/reference/cli.md")) if row[0].isdigit()]
     in_help = re.findall(r"\b\d+\b", app._EXIT_CODES)
     assert sorted(row[0] for row in table) == sorted(in_help)
     constants = (output.FAILED, output.USAGE, output.UNAVAILABLE, output.BROKEN, output.UNWRITTEN)
@@ -83,7 +83,7 @@ def test_the_exit_code_page_has_the_codes_of_the_help(repo: Any) -> None:
 
 
 def test_the_page_of_checks_has_every_check_of_verify(repo: Any) -> None:
-    shown = set(re.findall(r"\*\*([a-z_ ]+)", repo.text("docs/reference/checks.md")))
+    shown = set(re.findall(r"\*\*([a-z_ ]+)", repo.text("docs/explanation/verification.md")))
     names = {job.name for job in suite.jobs("quick", (torch.float32,), text=None)}
     assert len(names) > 40
     # "**decode fused ...**" stands for several checks, and "core" and "decode" for those of others.
