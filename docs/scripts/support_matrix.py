@@ -41,18 +41,42 @@ _BASE = Request(
 # Where a backend says how the settings of its kernels were chosen: architecture, such as 80, to a
 # short text. By name, because no package imports a backend.
 _MEASURED = {"triton": "nsa_backend_triton.host.configs:MEASURED"}
-_HEAD = """# Supported requests
+_HEAD = """# Backends
+
+By default, `auto` takes the fastest backend that supports a request: each backend ranks itself for
+a device and a shape, by measured times. [`nsa tune`](../how-to/benchmark.md#compare-draw-tune)
+ranks them by times on your machine. To choose yourself, name a backend for the whole layer or for
+single [slots](../start/concepts.md#words-of-this-library):
+
+```python
+from nsa_core import NSAConfig, NSAttention, resolve
+
+config = NSAConfig(dim=256, n_heads=8, n_kv_heads=2)
+attention = NSAttention(config, backends={"win": "sdpa"})  # the others: auto
+attention = NSAttention(config, backends="sdpa")  # every slot
+plan = resolve(config, device="cpu", dtype="float32", needs_grad=True)
+print(plan.explain())
+```
+
+If a backend that you name cannot run, the call raises an error with every reason. No other kernel
+runs in its place. `explain()` has the choices and the reasons, and [`nsa backends explain`](cli.md)
+has them for any request, also for a GPU that you do not have. You can pass a plan to each call,
+`attention(x, plan=plan)`.
+
+In sequences of at most n * l' tokens, 1024 by default, every token selects all its blocks, and
+causal attention by the window kernel replaces select and sel. These calls always select: training
+on a backend that has one backward for all slots, as Triton has in bf16; calls to which you pass
+blocks; and graphs that are exported or compiled for several lengths.
+
+## Supported requests
 
 Each row names changes to a base request: 12 query heads in 2 groups, Dk = Dv = 64, 4096 tokens,
-bfloat16, l=32, d=16, l'=64, n=16 and w=512. A cell lists the devices on which the backend runs all
-slots that it offers, with gradients except in decode steps: "all" is the CPU and every GPU from
-sm_75 on, "sm_80+" every GPU from sm_80 on, "-" none. Slots after a colon are the only ones that
-run. sm_75 is a T4, sm_80 an A100, sm_90 an H100 or H200, sm_120 an RTX 50. The code for sm_80 and
-sm_86 was verified and measured on an H100 or H200, not on an A100 or RTX 3090.
-
-For any other request, ask [`nsa backends explain`](cli.md). `docs/scripts/support_matrix.py`
-generates this page from the probes of the backends. It leaves out reasons that depend on the
-machine, such as a missing package or driver.
+bfloat16 and the paper's block sizes. A cell lists the devices on which the backend runs all slots
+that it offers, with gradients except in decode steps: "all" is the CPU and every GPU from sm_75 on,
+"sm_80+" every GPU from sm_80 on, "-" none. Slots after a colon are the only ones that run. sm_75 is
+a T4, sm_80 an A100, sm_90 an H100 or H200, sm_120 an RTX 50. The code for sm_80 and sm_86 was
+verified and measured on an H100 or H200, not on an A100 or RTX 3090. A missing package or driver
+does not count here.
 """
 
 
