@@ -107,7 +107,7 @@ def _requests() -> Iterator[tuple[str, Request]]:
 
 
 def support_matrix(registry: Registry) -> str:
-    """Return the page as Markdown: a table of the backends of ``registry``, and their reasons."""
+    """Return the page as Markdown: a table of the backends of ``registry``, and their slots."""
     refusals = {entry.name: _refusals(entry) for entry in registry.entries if entry.spec}
     sections = [_HEAD, _table(refusals)]
     for entry in registry.entries:
@@ -118,8 +118,7 @@ def support_matrix(registry: Registry) -> str:
         offered = ", ".join(slot for slot in SLOTS if slot in entry.spec.slots)
         summary = one_line(entry.spec.summary)
         sections.append(
-            f"{title}\n{summary[:1].upper()}{summary[1:]}. Offers {offered}.\n\n"
-            f"{_reasons(refusals[entry.name])}{_measured(entry)}"
+            f"{title}\n{summary[:1].upper()}{summary[1:]}. Offers {offered}.\n{_measured(entry)}"
         )
     return "\n".join(sections)
 
@@ -162,12 +161,6 @@ def _table(refusals: dict[str, _Refusals]) -> str:
     rows = [["; ".join(same), *cells] for cells, same in labels.items()]
     rows = [["request", *map(one_line, refusals)], ["---"] * (len(refusals) + 1), *rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def _reasons(refusals: _Refusals) -> str:
-    """Return the list of reasons."""
-    reasons = dict.fromkeys(one_line(reason) for full, _ in refusals.values() for reason in full)
-    return "".join(f"- {text}\n" for text in reasons) or "It runs all of these requests.\n"
 
 
 def _measured(entry: BackendEntry) -> str:

@@ -47,8 +47,6 @@ def test_the_matrix_shows_slots_gradients_and_devices() -> None:
     assert "; Dk=320, Dv=320 | sm_80+: win; forward of cmp |\n" in page
     assert "| float16 | sm_80+: forward of cmp, win |\n" in page
     assert "| float32; float64; " in page
-    assert "- needs sm_80\n" in page
-    assert "not installed" not in page  # a fact of this machine, not of the backend
 
 
 @pytest.mark.parametrize(
