@@ -361,7 +361,7 @@ def test_the_commands_in_the_training_docs_run(nsa, tmp_path, monkeypatch):
     commands = [line for line in lines if line.startswith(("nsa train", "nsa gen", "torchrun"))]
     for word in re.findall(r"(?<!torchrun )--[a-z][a-z-]*", page):
         assert re.search(rf"{word}\b", help_text) or word == "--nproc-per-node", word
-    assert len(commands) == 9
+    assert len(commands) == 8
     monkeypatch.chdir(tmp_path)
     train, generate = (shlex.split(command)[1:] for command in commands[:2])
     small = ["--steps", "1", *SMALL[:-2], "--data", str(ROOT / "docs"), "--held-out", "0.3"]
