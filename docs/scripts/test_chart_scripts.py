@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import statistics
@@ -9,6 +10,9 @@ import statistics
 import learning_figure
 import pytest
 import readme_figure
+import scaling_figure
+
+from nsa_bench.render.format import number
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -23,10 +27,11 @@ def lines_of_chart(svg: str) -> list[list[float]]:
     ("script", "image"),
     [
         (readme_figure, "speed_and_quality.svg"),
+        (scaling_figure, "context_parallel.svg"),
         (learning_figure, "learning_small.svg"),
         (learning_figure, "learning_model.svg"),
     ],
-    ids=["README", "small models", "real model"],
+    ids=["README", "GPUs", "small models", "real model"],
 )
 def test_a_chart_is_that_of_the_results(script, image, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", [script.__name__, str(tmp_path)])
@@ -36,6 +41,17 @@ def test_a_chart_is_that_of_the_results(script, image, monkeypatch, tmp_path):
     )
     assert len(shown) > 3
     assert shown == drawn, f"run `python docs/scripts/{script.__name__}.py docs/images`"
+
+
+def test_the_words_for_the_chart_of_several_gpus_have_its_numbers():
+    page = (ROOT / "docs/how-to/million-tokens.md").read_text()
+    (words,) = re.findall(r"!\[([^]]+)\]", page)
+    document = json.loads(scaling_figure.RESULT.read_text())
+    rows = [row for _, line in scaling_figure.lines_of(document) for row in line]
+    rows = [row for row in rows if row["length"] == 2**18]
+    assert [row["ranks"] for row in rows] == [1, 2, 4, 8]
+    for value in [*map(scaling_figure.milliseconds, rows), *map(scaling_figure.gib, rows)]:
+        assert re.search(rf"\b{re.escape(number(value))}\b", words), value
 
 
 def test_the_words_for_the_chart_of_the_readme_have_its_numbers():
