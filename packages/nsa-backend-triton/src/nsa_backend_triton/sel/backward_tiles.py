@@ -123,13 +123,14 @@ def sel_tile_backward(
     """Write DQ [B, S, Hq, HEAD_DIM], rounded once, for one tile of tokens of one kv head.
 
     LSE2, DELTA [B, S, Hq]; ENTRIES and COUNTS are those of unions.build: entries that need no
-    causal mask come last. Kv heads are the outermost index, so that K and V of one head stay in L2.
+    causal mask come last. Kv heads are the outermost index, so that K and V of one head stay in L2,
+    and the tiles with the most entries start first.
     """
     kv_head = tl.program_id(0) // tiles
+    tile = tiles - 1 - tl.program_id(0) % tiles
     seq, start, query_start, length, first_t = place_queries(
-        tl.program_id(0) % tiles, CU_SEQLENS, num_seqs, seq_len, first_query,
-        BLOCK_T, VARLEN, PARTIAL,
-    )  # fmt: skip
+        tile, CU_SEQLENS, num_seqs, seq_len, first_query, BLOCK_T, VARLEN, PARTIAL
+    )
     if first_t >= length:
         return
     stride_qb, stride_qt, stride_qh = stride_q
@@ -156,9 +157,10 @@ def sel_tile_backward(
     token_bit = tl.where(mask_m, tl.full([BLOCK_M], 1, tl.int32) << local_t, 0)
     K += row_offset(batch, start, kv_head, stride_k)
     V += row_offset(batch, start, kv_head, stride_v)
-    entries = ENTRIES + tl.program_id(0).to(tl.int64) * (2 * MAX_ENTRIES)
-    num_entries = tl.load(COUNTS + tl.program_id(0) * 2)
-    num_masked = tl.load(COUNTS + tl.program_id(0) * 2 + 1)
+    union = kv_head * tiles + tile
+    entries = ENTRIES + union.to(tl.int64) * (2 * MAX_ENTRIES)
+    num_entries = tl.load(COUNTS + union * 2)
+    num_masked = tl.load(COUNTS + union * 2 + 1)
     dq = zero_rows(BLOCK_M, HEAD_DIM, HEAD_DIM_BAND, ACC)
     dq = _accumulate_entries(
         dq, q, do, lse2, delta, offs_t, token_bit, K, V, K_DESC, V_DESC, seq, kv_head, entries,

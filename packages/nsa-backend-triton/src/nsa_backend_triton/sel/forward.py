@@ -292,12 +292,13 @@ def sel_forward_kernel(
     and V [BLOCK_N, V_HEAD_DIM]. An entry takes l' * (HEAD_DIM + V_HEAD_DIM) elements from L2 and
     2 * BLOCK_M * l' * (HEAD_DIM + V_HEAD_DIM) operations: L2 is the limit below BLOCK_M = 64, the
     matrix units above. Entries whose keys all lie before the first token of the tile come last and
-    need no causal mask. Kv heads are the outermost index, so that K and V of one head stay in L2.
+    need no causal mask. Kv heads are the outermost index, so that K and V of one head stay in L2,
+    and the tiles with the most entries start first.
     """
-    pid = tl.program_id(0)
-    kv_head = pid // tiles
+    kv_head = tl.program_id(0) // tiles
+    tile = tiles - 1 - tl.program_id(0) % tiles
     seq, start, query_start, length, first_t = place_queries(
-        pid % tiles, CU_SEQLENS, num_seqs, seq_len, first_query, BLOCK_T, VARLEN, PARTIAL
+        tile, CU_SEQLENS, num_seqs, seq_len, first_query, BLOCK_T, VARLEN, PARTIAL
     )
     if first_t >= length:
         return
@@ -316,9 +317,10 @@ def sel_forward_kernel(
     q = load_at(q_base, local_t * stride_qt + head * stride_qh, mask_m, HEAD_DIM, HEAD_DIM_BAND)
     k_base = K + row_offset(batch, start, kv_head, with_batch(stride_kb, stride_k))
     v_base = V + row_offset(batch, start, kv_head, with_batch(stride_vb, stride_v))
-    entries = ENTRIES + pid.to(tl.int64) * (2 * BLOCK_T * NUM_SELECTED)
-    num_entries = tl.load(COUNTS + pid * 2)
-    num_masked = tl.load(COUNTS + pid * 2 + 1)
+    union = kv_head * tiles + tile
+    entries = ENTRIES + union.to(tl.int64) * (2 * BLOCK_T * NUM_SELECTED)
+    num_entries = tl.load(COUNTS + union * 2)
+    num_masked = tl.load(COUNTS + union * 2 + 1)
     token_bit = tl.where(mask_m, tl.full([BLOCK_M], 1, tl.int32) << local_t, 0)
     m_i = tl.full([BLOCK_M], float("-inf"), ACC)
     l_i = tl.zeros([BLOCK_M], ACC)
