@@ -241,3 +241,16 @@ def test_warmup_length_reaches_the_bucket_path_of_sel() -> None:
     tokens = nsa_register_backends().slots["sel"].warmup_tokens
     rows = [settings for a in configs.TABLES for _, settings in configs.table(a)["sel_forward"]]
     assert max(row["SHARE_ALL_MAX_LEN"] for row in rows) < tokens
+
+
+def test_rows_of_short_sequences_are_warmed_and_never_needed() -> None:
+    from nsa_backend_triton.plugin import nsa_register_backends
+
+    tokens = nsa_register_backends().slots["select"].warmup_tokens
+    for architecture in configs.TABLES:
+        rows = [limits for limits, _ in configs.table(architecture)["select_forward"]]
+        for index, limits in enumerate(rows):
+            if most := limits.get("blocks"):
+                assert most * 64 < tokens
+                others = {name: limit for name, limit in limits.items() if name != "blocks"}
+                assert others in rows[index + 1 :]  # of longer sequences

@@ -261,6 +261,9 @@ def _slot_rows(base: Request, architecture: int) -> Iterator[Row]:
     # small groups have tile shapes of their own, and kernels that larger groups never launch
     if base.slot in ("select", "sel"):
         variants.append((", h=4", {"n_kv_heads": base.n_heads // 4}))
+    if base.slot == "select":  # more blocks than the rows of short sequences take
+        variants.append((", long", {"seq_len": 2**18}))
+        variants.append((", long, h=4", {"seq_len": 2**18, "n_kv_heads": base.n_heads // 4}))
     if base.slot in ("cmp", "win") and architecture == 90 and base.dtype != "float32":
         # descriptors serve dense calls only, so packed calls have rows of their own
         variants.append((", packed", {"varlen": True}))

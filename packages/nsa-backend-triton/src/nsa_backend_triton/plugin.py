@@ -14,7 +14,8 @@ MODULES = {
 }
 
 # Tokens of the long call of warm-up: more than every SHARE_ALL_MAX_LEN, so that sel runs its path
-# over buckets, and enough for every multiprocessor, so that win does not divide its heads.
+# over buckets, more blocks than the rows of select for short sequences take, and enough for every
+# multiprocessor, so that win does not divide its heads.
 LONG = 1 << 14
 
 
@@ -58,6 +59,7 @@ def nsa_register_backends() -> BackendSpec:
                 "decode_span",
                 partial=True,
                 backward=False,
+                warmup_tokens=LONG,
             ),
             "sel": _slot(
                 "sel",

@@ -346,11 +346,14 @@ def _prepare(
     group, num_selected = q.shape[-2] // groups, geometry.num_selected_blocks
     cmp_per_block = configs.cmp_per_block_pad(geometry)
     num_selected_pad = max(16, triton.next_power_of_2(num_selected))
+    max_seqlen = min(call.max_seqlen, seqs.end) if seqs.packed else seqs.end
+    blocks = geometry.num_select_blocks(max_seqlen)
     traits = {
         "head_dim": head_dim,
         "itemsize": q.itemsize,
         "heads": group,
         "cmp_per_block": cmp_per_block,
+        "blocks": blocks,
     }
     settings = settings or configs.pick("select_forward", architecture(q.device), **traits)
     head_dim_band = band(head_dim)
@@ -361,9 +364,8 @@ def _prepare(
     block_t = settings["BLOCK_M"] // block_h
     block_n = max(settings["BLOCK_N"], cmp_per_block)
     chunks = max(settings["RANK_CHUNKS"], triton.cdiv(2 * num_selected_pad, settings["RANK_LANES"]))
-    max_seqlen = min(call.max_seqlen, seqs.end) if seqs.packed else seqs.end
     stride_scores = scratch_row(
-        geometry.num_select_blocks(max_seqlen),
+        blocks,
         block_n // cmp_per_block,
         num_selected_pad,
         chunks * settings["RANK_LANES"],
