@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ pytest.importorskip("triton")
 
 from nsa_backend_triton.host import fork as fork_module
 from nsa_backend_triton.host.fork import Fork
+from slot_requests import make_request
 
 DEVICE = torch.device("cuda", 0)
 
@@ -132,3 +134,30 @@ def test_a_stream_that_is_not_captured_is_not_forked(streams: Streams, monkeypat
 
 def test_a_dry_run_is_not_forked(streams: Streams) -> None:
     assert not Fork(torch.device("meta")).active
+
+
+def test_sel_runs_its_tiles_beside_the_buckets_and_joins_before_their_sum(monkeypatch) -> None:
+    offline, dryrun = (importlib.import_module(n) for n in ("offline", "nsa_core.dryrun"))
+    forward = importlib.import_module("nsa_backend_triton.sel.forward")
+    request = make_request("sel", 8192, n_heads=12, n_kv_heads=2, needs_grad=False, capability=None)
+    side: list[str] = []
+    joined: list[list[str]] = []
+
+    class Recorder(Fork):
+        @contextlib.contextmanager
+        def beside(self, *tensors: object) -> Iterator[None]:
+            before = len(launches)
+            yield
+            side.extend(launch.name for launch in launches[before:])
+
+        def join(self) -> None:
+            joined.append([launch.name for launch in launches])
+
+    monkeypatch.setattr(forward, "Fork", Recorder)
+    _, tensors, call = dryrun.slot_inputs(request)
+    with offline.recording(90) as launches:
+        forward.forward(*tensors, call=call)
+    assert side == ["sel_forward_kernel"]
+    assert joined[0][-1] == "sel_bucket_kernel"
+    assert "sel_merge_kernel" not in joined[0]
+    assert launches[-1].name == "sel_merge_kernel"

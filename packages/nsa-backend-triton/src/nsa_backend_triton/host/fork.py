@@ -43,7 +43,11 @@ class Fork:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let the current stream wait for the kernels of all blocks."""
+        """Join the streams."""
+        self.join()
+
+    def join(self) -> None:
+        """Let the current stream wait for the kernels of all blocks so far."""
         for number in range(self._used):
             torch.cuda.current_stream(self._device).wait_stream(self._stream(number))
         self._used = 0

@@ -24,6 +24,7 @@ from torch import Tensor
 from nsa_backend_triton.host.configs import Tuned, launch_options
 from nsa_backend_triton.host.constexprs import common_constants
 from nsa_backend_triton.host.descriptors import descriptors_fit, key_descriptors
+from nsa_backend_triton.host.fork import Fork
 from nsa_backend_triton.host.launch_cache import Launch, Memo, aligned, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.host.strides import batch_apart, new_lse_strides, new_strides, strides
@@ -176,9 +177,15 @@ def forward(
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(tiles.lse_shape, dtype=lse_dtype)
     described = key_descriptors(k, v, tiles.desc_block_n, seqs.end)
-    tiles.launch(q, k, v, *described, unions.entries, unions.counts, o, lse, seqs.cu)
-    if tiles.min_sharing > 1:
-        attend_buckets(q, k, v, blocks, unions.unshared, o, lse, seqs, call, tuned, tiles.memo)
+    attended = q, k, v, *described, unions.entries, unions.counts, o, lse, seqs.cu
+    if tiles.min_sharing == 1:
+        tiles.launch(*attended)
+        return o, lse
+    buckets = q, k, v, blocks, unions.unshared, o, lse, seqs, call, tuned, tiles.memo
+    with Fork(q.device) as fork:
+        with fork.beside(*described, *unions):  # sorting the pairs occupies little of the GPU
+            tiles.launch(*attended)
+        attend_buckets(*buckets, fork)
     return o, lse
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nsa_backend_triton.host.configs import Tuned, launch_options
 from nsa_backend_triton.host.constexprs import common_constants
+from nsa_backend_triton.host.fork import Fork
 from nsa_backend_triton.host.launch_cache import Launch, Memo, cached_by_metadata
 from nsa_backend_triton.host.sequences import Sequences
 from nsa_backend_triton.host.strides import lse_strides, strides
@@ -161,10 +162,12 @@ def attend_buckets(
     call: SlotCall,
     tuned: Tuned,
     memo: Memo,
+    fork: Fork,
 ) -> None:
     """Add the pairs marked in ``unshared`` to o and lse, run by run.
 
-    ``memo`` is that of the metadata of q, k, v, blocks and the call.
+    ``memo`` is that of the metadata of q, k, v, blocks and the call. The kernels that write o and
+    lse may run beside those of ``fork`` until the first sum.
     """
     n = blocks.shape[-1]
     runs, each = memo.get_or_make("runs", _list_runs, o, blocks, seqs)
@@ -180,4 +183,5 @@ def attend_buckets(
             partial_o = q.new_empty(launches.partial_shape)
             partial_lse = lse.new_empty(launches.partial_shape[:2])
         launches.attend(q, k, v, *lists, partial_o, partial_lse, seqs.cu)
+        fork.join()
         launches.merge(partial_o, partial_lse, unshared, o, lse)
