@@ -24,6 +24,7 @@ pytest.importorskip("triton")
 configs = importlib.import_module("nsa_backend_triton.host.configs")
 device = importlib.import_module("nsa_backend_triton.host.device")
 compile_table = importlib.import_module("compile_table")
+select = importlib.import_module("nsa_backend_triton.select.forward")
 workspace = importlib.import_module("nsa_backend_triton.workspace")
 
 SLOTS = ("cmp", "select", "sel", "win", "combine")
@@ -134,12 +135,16 @@ def differences(left: set[tuple[Any, ...]], right: set[tuple[Any, ...]]) -> list
     )
 
 
-# Kernels that only short sequences run, or that write parts of dk and dv only there.
+# Kernels that only short sequences run, that write parts of dk and dv only there, or that rank
+# fewer scores at once there.
 IN_SHORT = {
+    "select": {"select_forward"},
     "sel": {"sel_bitmask_dq", "sel_bitmask_dkdv", "sum_parts"},
     "win": {"span_dkdv", "sum_parts"},
 }
 
+
+SHORT_WINDOW = (select.select_forward.arg_names.index("RANK_CHUNKS"),)
 
 # Kernels that sort pairs. Long sequences run the last two of them instead of the others. Each has
 # two binaries: the pairs may have a mask, and sort keys 16 or 32 bits.
@@ -149,6 +154,8 @@ OF_LISTS |= {"sel_keys_kernel", "sel_pairs_kernel"}
 
 def is_in_short(slot: str, binary: tuple[Any, ...]) -> bool:
     """Return whether only short sequences run this binary."""
+    if slot == "select":
+        return (SHORT_WINDOW, "4") in binary
     writes_parts = binary[0] != "span_dkdv" or ("DK", "*fp32") in binary
     return binary[0] in IN_SHORT.get(slot, ()) and writes_parts
 
