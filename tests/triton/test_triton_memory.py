@@ -185,7 +185,9 @@ def test_row_29_one_binary_per_kernel_over_ten_lengths(slot: str, packed: bool) 
         *shorter, longest = LENGTHS
         in_short = {x for y in per_length.values() for x in y if is_in_short(slot, x)}
         assert len(in_short) == len({binary[0] for binary in in_short})
-        assert {binary[0] for binary in in_short} == IN_SHORT.get(slot, set())
+        # select has rows for short sequences for heads of at most 128 columns
+        only_short = set() if slot == "select" and shape else IN_SHORT.get(slot, set())
+        assert {binary[0] for binary in in_short} == only_short
         common = per_length[shorter[-1]] | in_short
         for length in shorter:  # a short sequence may need fewer kernels, but no others
             binaries = per_length.get(length, set())
