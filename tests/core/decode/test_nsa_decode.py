@@ -26,6 +26,8 @@ from nsa_core import (
     rope_angles,
 )
 from nsa_core.contract import BlockTables, DecodeCall
+from nsa_core.decode import api as decode_api
+from nsa_core.decode import chunks as decode_chunks
 from nsa_core.decode import layer_step
 from nsa_core.decode import op as decode_op
 from nsa_core.decode import run as decode_run
@@ -33,6 +35,7 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.phi.kinds import make_phi
 from nsa_core.torch_ops import decode_kernel
+from nsa_core.torch_ops.backend_call import record_dispatch
 
 LENGTHS = (70, 45)
 STEPS = ((30, 1), (1, 7), (5, 1), (1, 1), (0, 3), (13, 12), (1, 20), (19, 0))
@@ -70,7 +73,8 @@ def decoded(attn: NSAttention, x: torch.Tensor, *arguments: Any, **options: Any)
 
 def rows_of(counts: tuple[int, ...], lengths: list[int], padding: int = PADDING) -> DecodeRows:
     ends = torch.tensor([0, *counts]).cumsum(0).int()
-    return decode_rows(ends, torch.tensor(lengths).int(), sum(counts) + padding)
+    rows = sum(counts) + padding
+    return decode_rows(ends, torch.tensor(lengths).int(), rows, (ends, lengths))
 
 
 def run(
@@ -123,6 +127,51 @@ def test_a_large_ragged_batch_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     assert min(sizes) < 3
     for actual, expected in zip(parts, whole_batch):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("longest", [5, 8192])
+def test_chunks_of_prompts_run_the_prefill_kernels(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rows of a step, before and after them, run the decode forms."""
+    attn, windows = layer_of(), []
+    monkeypatch.setattr(decode_chunks, "MIN_ROWS", {"cpu": 3})
+    monkeypatch.setattr(decode_chunks, "MAX_CHUNK_ROWS", longest)
+
+    def step(*arguments: Any) -> torch.Tensor:
+        with record_dispatch() as trace:
+            y = decoded(*arguments)
+        windows.append("".join(call.direction[0] for call in trace if call.slot == "win"))
+        return y
+
+    for actual, expected in zip(*run(attn, step)):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    # Calls of win in each of STEPS; there are rows of padding after the chunks.
+    expected_of = {
+        5: ["ffffffd", "dffd", "fd", "d", "fd", "ffffffd", "dffffd", "ffffd"],
+        8192: ["fd", "dfd", "fd", "d", "fd", "ffd", "dfd", "fd"],
+    }
+    assert windows == expected_of[longest]
+
+
+def test_a_backend_without_partial_queries_runs_its_decode_forms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_api, "partial_plan", lambda *_: None)
+    with record_dispatch() as trace:
+        outputs = run(layer_of())
+    assert {call.direction for call in trace if call.slot == "win"} >= {"decode"}
+    for actual, expected in zip(*outputs):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_cuda_graph_takes_no_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    attn = layer_of(rope=False)
+    arguments, options = call_of(attn)
+    assert arguments[-1].chunks == ((0, 0, 0, 20),)
+    monkeypatch.setattr(decode_run, "is_capturing", lambda device: True)
+    with torch.no_grad(), pytest.raises(InvalidInput, match="decode_rows without on_host"):
+        nsa_decode(*arguments, **options)
 
 
 def test_the_parts_follow_from_the_memory_of_a_run() -> None:
@@ -289,6 +338,10 @@ WRONG = {
         "decode_rows",
     ),
     "a row of two tokens": (_rows(lengths=[21, 22, 24, 44]), "or one more"),
+    "a chunk of other tokens": (
+        lambda pages, rows: (pages, rows._replace(chunks=(decode_chunks.Chunk(0, 0, 21, 3),))),
+        r"rows.chunks has Chunk.row=0, sequence=0, start=21, rows=3., but its rows are other",
+    ),
     "a table that is too short": (
         _pages(sel=lambda x: x._replace(table=x.table[:, :4])),
         "pages.sel has room for 64 tokens a sequence .4 columns of 16., max_len 80 needs 80",
@@ -477,6 +530,25 @@ def test_decode_rows_refuses_wrong_lengths(
         decode_rows(
             torch.tensor(cu_seqlens, dtype=torch.int32), torch.tensor(lengths, dtype=kind), rows
         )
+
+
+@pytest.mark.parametrize(
+    "on_host",
+    [
+        ([0, 2, 4], [7]),
+        ([0, 4], [2, 7]),
+        ([1, 2, 4], [2, 7]),
+        ([0, 3, 2], [3, 7]),
+        ([0, 2, 5], [2, 7]),
+        ([0, 2, 4], [2, 1]),
+        ([0, 2, 4], [2.0, 7.0]),
+        ([0, 2, 4],),
+    ],
+)
+def test_decode_rows_refuses_wrong_integers_on_the_host(on_host: Any) -> None:
+    cu_seqlens, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 4], [2, 7]))
+    with pytest.raises(InvalidInput, match=r"on_host must be .* for 2 sequences and 4 rows .* got"):
+        decode_rows(cu_seqlens, lengths, 4, on_host)
 
 
 def test_padding_may_lie_at_the_end_of_a_full_sequence() -> None:

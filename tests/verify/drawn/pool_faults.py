@@ -98,4 +98,32 @@ FAULTS = [
         "self.sequences.clamp(0, len(table) - 1)",
         "torch.arange(len(self.starts)).clamp_(max=len(table) - 1)",
     ),
+    CacheFault(
+        "a chunk lacks the oldest token of its window",
+        run,
+        "attend_chunk",
+        "start - geometry.window_size + 1",
+        "start - geometry.window_size + 2",
+    ),
+    CacheFault(
+        "a chunk reads the pages of another sequence",
+        run,
+        "attend_chunk",
+        "torch.arange(sequences.start, sequences.stop, device=q.device)",
+        "torch.arange(sequences.stop - sequences.start, device=q.device)",
+    ),
+    CacheFault(
+        "a chunk completes no block",
+        run,
+        "_runs",
+        "call.lengths[last]",
+        "call.lengths[first]",
+    ),
+    CacheFault(
+        "a chunk completes one block at most",
+        api,
+        "decode",
+        "chunk.rows if chunk else 1",
+        "1",
+    ),
 ]

@@ -5,11 +5,6 @@ A prefill of empty sequences runs the layer as without a cache, then fills the c
 A chunk has more rows than the rings of a cache have room for, which hold the newest w or l tokens,
 and a few more. It uses longer temporary rings, which begin with the tokens visible to its first
 row. Afterwards, the newest tokens are copied back to the rings of the cache.
-
-The decode forms of a plan serve steps of few rows. In a chunk of many rows they read the keys of a
-sequence once per small tile of queries, where the prefill kernels share them between queries: they
-run with queries that begin inside their sequences. They take contiguous sequences, so pages and
-rings are copied in the order of their tokens first.
 """
 
 from __future__ import annotations
@@ -20,6 +15,7 @@ import torch
 
 from nsa_core.cache.kv_store import new_pages
 from nsa_core.cache.state import CacheState, NewTokens
+from nsa_core.decode.chunks import attend_chunk
 from nsa_core.decode.pages import LayerPages, PagedKV
 
 if TYPE_CHECKING:
@@ -121,7 +117,7 @@ def write_back_newest(cache: CacheState, chunk: LayerPages, rows: int) -> None:
         ring.write(tokens, *longer.read(tokens), tokens < cache.starts[:, None])
 
 
-def attend_chunk(
+def attend_chunks(
     plan: Plan,
     cache: CacheState,
     pages: LayerPages,  # with the rings of the chunk
@@ -141,44 +137,6 @@ def attend_chunk(
         start, end = spans[rows.start]
         if start < end:
             new = end - start
-            o[rows, :new] = _attend(
-                plan, cache, pages, q[rows, :new], gates[rows, :new], rows, start
-            )
+            part = q[rows, :new], gates[rows, :new], rows, start
+            o[rows, :new] = attend_chunk(plan, pages, *part, in_order=cache.pages is None)
     return o
-
-
-def _attend(
-    plan: Plan,
-    cache: CacheState,
-    pages: LayerPages,
-    q: torch.Tensor,
-    gates: torch.Tensor,
-    sequences: slice,
-    start: int,
-) -> torch.Tensor:
-    """Attend in sequences that all begin the chunk at token ``start``."""
-    geometry, end = cache.config.geometry, start + q.shape[1]
-    k_cmp, v_cmp = _in_order(cache, pages.cmp, sequences, geometry.num_compressed(end))
-    k_sel, v_sel = _in_order(cache, pages.sel, sequences, end)
-    first = max(start - geometry.window_size + 1, 0)
-    tokens = cache.kv.count[first:end].expand(q.shape[0], -1)
-    k_win, v_win = pages.win.read(tokens, cache.kv.count[sequences])
-    o_cmp, lse = plan.cmp(q, k_cmp, v_cmp, first_query=start)
-    blocks = plan.select(q, k_cmp, lse, first_query=start)
-    o_sel, _ = plan.sel(q, k_sel, v_sel, blocks, first_query=start)
-    o_win, _ = plan.win(q, k_win, v_win, first_query=start - first)
-    o: torch.Tensor = plan.combine(gates, o_cmp, o_sel, o_win)
-    return o
-
-
-def _in_order(
-    cache: CacheState, pages: PagedKV, sequences: slice, rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first ``rows`` rows [b, rows, G, D] of ``sequences``, copied if they have pages.
-
-    Without pages, sequence b is page b.
-    """
-    if cache.pages is None:
-        return pages.k[sequences, :rows], pages.v[sequences, :rows]
-    index = pages.table[sequences, : -(-rows // pages.rows)].long()
-    return pages.k[index].flatten(1, 2)[:, :rows], pages.v[index].flatten(1, 2)[:, :rows]

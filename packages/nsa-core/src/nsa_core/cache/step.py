@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from nsa_core.cache.prompt import MIN_ROWS, attend_chunk, chunk_pages, prefill, write_back_newest
+from nsa_core.cache.prompt import MIN_ROWS, attend_chunks, chunk_pages, prefill, write_back_newest
 from nsa_core.cache.state import CacheState, NewTokens, check_plan
 from nsa_core.cache.undo import run_or_undo
 from nsa_core.contract import DecodeCall
+from nsa_core.decode.chunks import MAX_CHUNK_ROWS
 from nsa_core.decode.layer_step import Branches, append, attend, compress
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates, plain_linear_gate
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan
 
 MAX_FUSED_GATE_TOKENS = 32  # up to this many tokens the gates are launch-bound
-MAX_CHUNK_ROWS = 8192  # longer chunks are split, to bound their memory besides the cache
 New = Sequence[int] | torch.Tensor | None  # the argument ``new`` of NSAttention.forward
 
 
@@ -231,7 +231,7 @@ def _decode(
     if partial is None:
         o = attend(plan, pages, q, gates, call)
     else:
-        o = attend_chunk(partial, cache, pages, q, gates, bounds)
+        o = attend_chunks(partial, cache, pages, q, gates, bounds)
     if is_chunk:
         cache.save_rings()
         write_back_newest(cache, pages, tokens.rows)
@@ -240,18 +240,10 @@ def _decode(
 
 
 def _chunk_plan(layer: NSAProjections, cache: CacheState, plan: Plan, rows: int) -> Plan | None:
-    """Return the plan of prefill kernels for a chunk of ``rows`` rows, or None.
-
-    It must have the backends of the decode plan: other ones may be slower than its decode forms.
-    """
+    """Return the plan of prefill kernels for a chunk of ``rows`` rows, or None."""
     if rows < MIN_ROWS.get(cache.device.type, MIN_ROWS["cuda"]):
         return None
-    partial = layer.chunk_plan(cache.device, cache.dtype)
-    same = partial is not None and all(
-        partial.choices[slot].backend == plan.choices[slot].backend
-        for slot in ("cmp", "select", "sel", "win")
-    )
-    return partial if same else None
+    return layer.chunk_plan(plan, cache.device, cache.dtype)
 
 
 def _decode_plan(

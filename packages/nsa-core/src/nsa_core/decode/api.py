@@ -10,7 +10,13 @@ from torch import nn
 
 from nsa_core.config import NSAConfig, check_config
 from nsa_core.decode import op
-from nsa_core.decode.checks import check_metadata, check_plan, check_sequences
+from nsa_core.decode.checks import (
+    check_metadata,
+    check_plan,
+    check_sequences,
+    checked_host_integers,
+)
+from nsa_core.decode.chunks import Chunk, chunks_of
 from nsa_core.decode.layer_step import Branches, Rope
 from nsa_core.decode.pages import LayerPages, PagedKV
 from nsa_core.decode.run import DecodeRows, decode, default_plan
@@ -19,7 +25,7 @@ from nsa_core.layer.phi.kinds import Phi, kind_of, make_phi
 from nsa_core.layer.rope import rope_table
 from nsa_core.layout import BlockGeometry
 from nsa_core.limits import as_integers, shown
-from nsa_core.plan.default_plan import CACHED, frozen_backends
+from nsa_core.plan.default_plan import CACHED, backends_of, frozen_backends, partial_plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,21 +73,30 @@ def rope_angles(
     return table.cos[:, 0], table.sin[:, 0]
 
 
-def decode_rows(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) -> DecodeRows:
+def decode_rows(
+    cu_seqlens: torch.Tensor,
+    lengths: torch.Tensor,
+    rows: int,
+    on_host: tuple[object, object] | None = None,
+) -> DecodeRows:
     """Return the rows of a step that adds any number of tokens to each of B sequences.
 
-    It reads nothing on the host, so that a CUDA graph can replay it with new values.
+    It reads nothing from the device, so that a CUDA graph can replay it with new values.
 
     Args:
         cu_seqlens: int32 [B + 1] on the device, the first row of each sequence's new tokens, and
             the number of new tokens. Rows after the last one hold no token.
         lengths: int32 [B] on the device, number of tokens of each sequence, the new ones included.
         rows: number of rows of the step, T.
+        on_host: ``cu_seqlens`` and ``lengths`` as integers on the host, lists or CPU tensors. Then
+            the tokens of a sequence that gets many of them, a chunk of a prompt, attend together,
+            by the prefill kernels of the backends. They must be exact for such a sequence, and the
+            result serves no CUDA graph.
 
     Returns:
         Three int32 tensors [T] on the device of ``lengths``: the sequence's row in the block
         tables, the position of the row's token, and one past it. A row without a token has both
-        positions 0.
+        positions 0. After them come the chunks.
 
     Raises:
         InvalidInput: an argument is invalid. Values are checked on the CPU, and on a GPU with
@@ -97,13 +112,16 @@ def decode_rows(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) -> D
         [69, 0, 1, 2, 0]
     """
     check_sequences(cu_seqlens, lengths, rows)
+    chunks: tuple[Chunk, ...] = ()
+    if on_host is not None:
+        chunks = chunks_of(*checked_host_integers(on_host, len(lengths), rows), lengths.device)
     row = torch.arange(rows, dtype=torch.int32, device=lengths.device)
     ends = cu_seqlens[1:].contiguous()
     sequences = torch.searchsorted(ends, row, right=True).clamp_(max=len(ends) - 1)
     starts = (lengths - ends)[sequences] + row
     absent = row >= ends[-1]
     starts = starts.masked_fill(absent, 0)
-    return DecodeRows(sequences.int(), starts, starts + ~absent)
+    return DecodeRows(sequences.int(), starts, starts + ~absent, chunks)
 
 
 def nsa_decode(
@@ -208,7 +226,7 @@ def nsa_decode(
     tensors = (q, keys, values, gates, pages, rows)
     deterministic = torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling():
-        chosen = op.constant_backends(backends) if plan is None else op.backends_of(plan)
+        chosen = op.constant_backends(backends) if plan is None else backends_of(plan)
         if plan is not None:
             deterministic = plan.requests["cmp"].deterministic
         return op.decode_op(config, chosen, deterministic, *tensors, phis, rope, bound)
@@ -216,7 +234,11 @@ def nsa_decode(
         chosen = frozen_backends(backends)
         page_size = pages.sel.rows
         plan = default_plan(config, q.device, q.dtype, page_size, chosen, deterministic)
-    return decode(plan, *tensors, phis, rope, bound)
+    partial = None
+    if rows.chunks:
+        deterministic = plan.requests["cmp"].deterministic
+        partial = partial_plan(config, q.device, q.dtype, backends_of(plan), deterministic)
+    return decode(plan, partial, *tensors, phis, rope, bound)
 
 
 def _per_branch(name: str, x: KV) -> Branches:
@@ -267,7 +289,7 @@ def _named(
     for name, parts in (("k", keys), ("v", values)):
         named |= {f"{name}[{branch}]": x for branch, x in zip(("cmp", "sel", "win"), parts)}
     named["gates"] = gates
-    named |= {f"rows.{name}": x for name, x in rows._asdict().items()}
+    named |= {f"rows.{name}": x for name, x in zip(rows._fields, rows[:3])}
     for branch, part in pages._asdict().items():
         named |= {f"pages.{branch}.{name}": x for name, x in part._asdict().items()}
     if rope is not None:

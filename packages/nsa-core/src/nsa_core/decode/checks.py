@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,12 +13,13 @@ from nsa_core.contract import DecodeCall
 from nsa_core.decode.pages import LayerPages, PagedKV
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.input_checks import request_problems
-from nsa_core.limits import integer_problems, shown
+from nsa_core.limits import as_integers, integer_problems, shown
 from nsa_core.plan.default_plan import check_is_plan
 from nsa_core.torch_ops.tensor_checks import Sizes, call_problems, raise_problems
 from nsa_core.torch_ops.tensor_kinds import check_types
 
 if TYPE_CHECKING:
+    from nsa_core.decode.chunks import Chunk
     from nsa_core.plan.plan import Plan
 
 
@@ -140,6 +141,30 @@ def check_sequences(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) 
     _raise_at(cu_seqlens > rows, cu_seqlens, f"cu_seqlens must be at most rows = {rows}")
 
 
+def checked_host_integers(
+    on_host: tuple[object, object], batch: int, rows: int
+) -> tuple[list[int], list[int]]:
+    """Return the argument ``on_host`` of :func:`nsa_core.decode_rows` as lists.
+
+    Raises:
+        InvalidInput: it is no pair of integers that are possible for ``batch`` sequences.
+    """
+    cu_seqlens, lengths = map(as_integers, on_host) if len(on_host) == 2 else (None, None)
+    if (
+        cu_seqlens is None
+        or lengths is None
+        or [len(cu_seqlens) - 1, len(lengths)] != [batch, batch]
+        or cu_seqlens[0] != 0
+        or cu_seqlens[-1] > rows
+        or not all(0 <= b - a <= n for a, b, n in zip(cu_seqlens, cu_seqlens[1:], lengths))
+    ):
+        raise InvalidInput(
+            f"on_host must be the values of cu_seqlens and lengths for {batch} sequences and {rows}"
+            f" rows as host integers, got {shown(on_host)}"
+        )
+    return cu_seqlens, lengths
+
+
 def check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, page_size: int) -> None:
     """Check that ``plan`` fits the call.
 
@@ -175,7 +200,10 @@ class _Span(NamedTuple):
 
 
 def check_values(
-    pages: LayerPages, call: DecodeCall, sources: Mapping[str, Iterable[torch.Tensor | None]]
+    pages: LayerPages,
+    call: DecodeCall,
+    chunks: Sequence[Chunk],
+    sources: Mapping[str, Iterable[torch.Tensor | None]],
 ) -> None:
     """Check the positions of the rows, the entries of the tables, and who owns the pages.
 
@@ -185,11 +213,12 @@ def check_values(
     Args:
         pages: the pages.
         call: the call of the step.
+        chunks: the rows that attend together.
         sources: for each branch the tensors whose rows its k and v get; None: other rows.
 
     Raises:
-        InvalidInput: a row or an entry is out of range, a table is too short, or a page that the
-            step writes is used twice; the message names the sequence.
+        InvalidInput: a row or an entry is out of range, a chunk has other rows, a table is too
+            short, or a page that the step writes is used twice; the message names the sequence.
     """
     assert call.sequences is not None  # nsa_decode passes them
     if not _are_readable(call.starts):
@@ -202,6 +231,7 @@ def check_values(
     _raise_at(
         lengths > call.max_len, lengths, f"rows.lengths must be at most max_len {call.max_len}"
     )
+    _check_chunks(call, chunks)
     present = lengths > starts
     rows, starts = rows[present], starts[present]
     end = starts.new_zeros(count).scatter_reduce(0, rows, starts + 1, "amax")
@@ -231,6 +261,22 @@ def check_values(
     blocks = blocks - (ends - counts - past)[owners]
     written = {b: (blocks, owners) if b == "cmp" else (starts, rows) for b in spans}
     _check_apart(pages, written, sources)
+
+
+def _check_chunks(call: DecodeCall, chunks: Sequence[Chunk]) -> None:
+    """Check that the rows of each chunk are its tokens."""
+    assert call.sequences is not None  # nsa_decode passes them
+    actual = (call.sequences, call.starts, call.lengths)
+    for chunk in chunks:
+        count = torch.arange(chunk.rows, device=call.starts.device)
+        starts = chunk.start + count
+        expected = (torch.full_like(count, chunk.sequence), starts, starts + 1)
+        part = slice(chunk.row, chunk.row + chunk.rows)
+        if not all(torch.equal(x[part], y.int()) for x, y in zip(actual, expected)):
+            raise InvalidInput(
+                f"rows.chunks has {chunk}, but its rows are other tokens: pass the values of"
+                " cu_seqlens and lengths to decode_rows as on_host"
+            )
 
 
 def _check_entries(branch: str, pages: PagedKV, span: _Span) -> None:

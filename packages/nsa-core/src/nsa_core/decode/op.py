@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa_core.config import NSAConfig
+from nsa_core.decode.chunks import Chunk
 from nsa_core.decode.layer_step import Branches, Rope
 from nsa_core.decode.pages import LayerPages, PagedKV
 from nsa_core.decode.run import DecodeRows, decode, default_plan
@@ -24,7 +25,13 @@ from nsa_core.layer.phi.kinds import Phi, kind_of, make_phi
 from nsa_core.layer.plain_linear import PLAIN_TENSORS, are_plain
 from nsa_core.layer.unit_linear import Affine
 from nsa_core.layout import BlockGeometry
-from nsa_core.plan.default_plan import Backends, constant_result, frozen_backends
+from nsa_core.plan.default_plan import (
+    Backends,
+    backends_of,
+    constant_result,
+    frozen_backends,
+    partial_plan,
+)
 from nsa_core.torch_ops.schema import define
 
 if TYPE_CHECKING:
@@ -35,7 +42,7 @@ if TYPE_CHECKING:
 _SCHEMA = (
     "decode(Tensor q, Tensor[] keys, Tensor[] values, Tensor gates, Tensor(a!)[] pages,"
     " Tensor[] tables, Tensor[] rows, Tensor[] phi_k, Tensor[] phi_v, Tensor[] rope,"
-    " SymInt max_len, str plan) -> Tensor"
+    " SymInt[] sizes, str plan) -> Tensor"
 )
 
 
@@ -43,11 +50,6 @@ _SCHEMA = (
 def constant_backends(backends: str | Mapping[str, str] | None) -> Backends:
     """Return the result of frozen_backends in a compiled function."""
     return frozen_backends(backends)
-
-
-def backends_of(plan: Plan) -> Backends:
-    """Return the backend of each slot of ``plan``."""
-    return tuple(sorted((slot, choice.backend) for slot, choice in plan.choices.items()))
 
 
 def decode_op(
@@ -85,11 +87,11 @@ def decode_op(
         gates,
         [x for part in pages for x in (part.k, part.v)],
         [part.table for part in pages],
-        list(rows),
+        list(rows[:3]),
         # A call has no gradient, so the output of a compiled one must not require it.
         *([x.detach() for x in phi.parameters()] for phi in phis),
         [] if rope is None else list(rope),
-        max_len,
+        [max_len, *(n for chunk in rows.chunks for n in chunk)],
         repr((config.values, backends, deterministic)),
     )
     return result
@@ -116,19 +118,24 @@ def _run(
     phi_k: Sequence[torch.Tensor],
     phi_v: Sequence[torch.Tensor],
     rope: Sequence[torch.Tensor],
-    max_len: int,
+    sizes: Sequence[int],
     text: str,
 ) -> torch.Tensor:
     pages = LayerPages(*(PagedKV(*x) for x in zip(stores[::2], stores[1::2], tables)))
     plan = _plan(text, q.device, q.dtype, pages.sel.rows)
     config = plan.config
-    sizes = (config.compress, config.geometry, threading.get_ident())
-    phis = _phi("k", config.qk_dim, *sizes), _phi("v", config.v_dim, *sizes)
+    kind = (config.compress, config.geometry, threading.get_ident())
+    phis = _phi("k", config.qk_dim, *kind), _phi("v", config.v_dim, *kind)
     k: Any = tuple(keys)
     v: Any = tuple(values)
     angles: Any = tuple(rope) or None
+    chunks = tuple(Chunk(*sizes[i : i + 4]) for i in range(1, len(sizes), 4))
+    step, partial = DecodeRows(rows[0], rows[1], rows[2], chunks), None
+    if chunks:
+        deterministic = plan.requests["cmp"].deterministic
+        partial = partial_plan(config, q.device, q.dtype, backends_of(plan), deterministic)
     with _parameters(phis[0], phi_k), _parameters(phis[1], phi_v):
-        return decode(plan, q, k, v, gates, pages, DecodeRows(*rows), phis, angles, max_len)
+        return decode(plan, partial, q, k, v, gates, pages, step, phis, angles, sizes[0])
 
 
 def _fake(q: torch.Tensor, keys: Any, values: Sequence[torch.Tensor], *_: Any) -> torch.Tensor:

@@ -29,6 +29,7 @@ from nsa_core.layer.split_product import joins_columns, rotated_heads, split_col
 from nsa_core.layer.unit_linear import UnitLinear
 from nsa_core.packing import token_positions
 from nsa_core.plan.default_plan import (
+    backends_of,
     check_is_plan,
     default_plan,
     frozen_backends,
@@ -432,15 +433,16 @@ class NSAProjections(nn.Module):
             check_is_plan(plan)
         return checked_plan(plan, self.layer) if self.check else plan
 
-    def chunk_plan(self, device: torch.device, dtype: torch.dtype) -> Plan | None:
-        """Return the plan for long chunks over a cache, of ``backends``.
+    def chunk_plan(self, plan: Plan, device: torch.device, dtype: torch.dtype) -> Plan | None:
+        """Return the plan for long chunks over a cache, of the backends of ``plan``.
 
         None if they do not take queries that begin inside a sequence; then the decode forms serve.
 
         Args:
+            plan: the plan of decode steps.
             device: device of the cache.
             dtype: dtype of the cache.
         """
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        plan = partial_plan(self.config, device, dtype, self.backends, deterministic)
-        return checked_plan(plan, self.layer) if plan is not None and self.check else plan
+        deterministic = plan.requests["cmp"].deterministic
+        partial = partial_plan(self.config, device, dtype, backends_of(plan), deterministic)
+        return checked_plan(partial, self.layer) if partial is not None and self.check else partial

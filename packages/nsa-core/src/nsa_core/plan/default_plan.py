@@ -125,6 +125,11 @@ def default_plan(
     return _planned(_plans.get, *arguments)
 
 
+def backends_of(plan: Plan) -> Backends:
+    """Return the backend of each slot of ``plan``."""
+    return tuple(sorted((slot, choice.backend) for slot, choice in plan.choices.items()))
+
+
 @functools.lru_cache(maxsize=64)
 def partial_plan(
     config: NSAConfig,

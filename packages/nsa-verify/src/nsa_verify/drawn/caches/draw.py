@@ -107,8 +107,9 @@ def _history(row: Row, number: int, seed: int, dtype: str) -> History:
 
 def _pool_history(row: Row, number: int, seed: int, dtype: str) -> PoolHistory:
     rng = random.Random(f"{seed} {number}")
-    names = ("cmp_page", "newest", "newest_page", "layout")
-    history = PoolHistory(**_fields(row, number, dtype, rng), **{name: row[name] for name in names})
+    fields = _fields(row, number, dtype, rng)
+    fields |= {name: row[name] for name in ("cmp_page", "newest", "newest_page", "layout")}
+    history = PoolHistory(**fields, chunks=number % 2 == 1)
     return _with_operations(history, rng, POOL_ACTIONS)
 
 

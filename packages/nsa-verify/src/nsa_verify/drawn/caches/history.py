@@ -247,6 +247,7 @@ class PoolHistory(LayerHistory):
             "freed", in which pages behind the window are freed.
         newest_page: Tokens per page of win and raw.
         layout: Layout of the pools, "nhd" [P, page, G, D] or "hnd" [P, G, page, D].
+        chunks: Whether a sequence that gets several tokens runs the prefill kernels.
     """
 
     OPERATIONS: ClassVar[Mapping[str, int]] = POOL_OPERATIONS
@@ -257,6 +258,7 @@ class PoolHistory(LayerHistory):
     newest: str = one_of("ring", NEWEST)
     newest_page: int = integer(4)
     layout: str = one_of("nhd", LAYOUTS)
+    chunks: bool = switch()
 
     @property
     def check_name(self) -> str:

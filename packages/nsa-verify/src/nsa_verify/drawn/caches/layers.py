@@ -60,7 +60,7 @@ class PlannedLayer(NSAttention):
         """Return ``prefill_plan``."""
         return self.prefill_plan
 
-    def chunk_plan(self, device: torch.device, dtype: torch.dtype) -> Plan | None:
+    def chunk_plan(self, plan: Plan, device: torch.device, dtype: torch.dtype) -> Plan | None:
         """Return ``partial_plan``."""
         return self.partial_plan
 

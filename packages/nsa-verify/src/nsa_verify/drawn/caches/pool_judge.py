@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 
-from nsa_core.decode import api
+from nsa_core.contract import DecodeCall
+from nsa_core.decode import api, chunks
 from nsa_core.decode.pages import LayerPages
 from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.layer.gating import compute_gates
+from nsa_core.plan import default_plan
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks.decode_fused import judge_composed
 from nsa_verify.drawn.caches import layers
@@ -119,16 +123,22 @@ class _Owner:
         pages = LayerPages(**{name: pool.paged() for name, pool in self._pools.items()})
         self._calls.clear()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._short_chunks():
                 gates = compute_gates(attn.gate, x)
                 q, k, v = attn.heads(x)
+                rows = api.decode_rows(
+                    cu_seqlens,
+                    lengths.int().to(self._device),
+                    len(x),
+                    (cu_seqlens, lengths) if history.chunks else None,
+                )
                 o = api.nsa_decode(
                     q,
                     k,
                     v,
                     gates,
                     pages,
-                    api.decode_rows(cu_seqlens, lengths.int().to(self._device), len(x)),
+                    rows,
                     config=history.config,
                     phi=(attn.phi_k, attn.phi_v),
                     rope=api.rope_angles(
@@ -150,8 +160,23 @@ class _Owner:
             yield Fault("", "o of padding", "not 0")
         yield from self._content_faults(pages, first)
         if self._calls:
-            yield from self._output_faults(new, pages, o, gates)
+            sizes = (history.config.geometry, history.config.softmax_scale)
+            call = DecodeCall(*sizes, rows.starts, rows.lengths, pages.tables, history.max_len)
+            yield from self._output_faults(new, pages, o, gates, call)
         self._trim()
+
+    def _short_chunks(self) -> ExitStack:
+        """Let a few tokens of a sequence run the prefill kernels, and record their calls."""
+
+        def partial_plan(*arguments: Any) -> Plan | None:
+            plan = resolved(*arguments)
+            return None if plan is None else recorded(plan, self._calls)
+
+        resolved, patches = default_plan.partial_plan, ExitStack()
+        patches.enter_context(mock.patch.object(api, "partial_plan", partial_plan))
+        limits: dict[str, Any] = {"MIN_ROWS": {"cpu": 3, "cuda": 3}, "MAX_CHUNK_ROWS": 8}
+        patches.enter_context(mock.patch.multiple(chunks, **limits))
+        return patches
 
     def _written(
         self, before: Sequence[int], new: Sequence[int]
@@ -195,13 +220,18 @@ class _Owner:
                     yield Fault("", f"{kind}_{name}", "a row was written that nobody owns")
 
     def _output_faults(
-        self, new: Sequence[int], pages: LayerPages, o: torch.Tensor, gates: torch.Tensor
+        self,
+        new: Sequence[int],
+        pages: LayerPages,
+        o: torch.Tensor,
+        gates: torch.Tensor,
+        call: DecodeCall,
     ) -> Iterator[Fault]:
         """Judge the output of a step, and the blocks that it selected."""
         history, lengths, most = self._history, self._model.lengths, max(new)
-        config, called = history.config, self._calls[-1]
-        if called.slot != "step":
-            called = next(x for x in self._calls if x.slot == "select")
+        config = history.config
+        selected = [x for x in self._calls if x.slot in ("step", "select")]  # rows in their order
+        q = torch.cat([x.tensors[0].flatten(0, 1) for x in selected])
         case = Case("history", config, (max(lengths),), batch=len(new))
         step = Step(case, tuple(lengths), tuple(new), most, history.page_size, exchanges=EXCHANGES)
         ends = torch.tensor([0, *new]).cumsum(0).tolist()
@@ -212,9 +242,9 @@ class _Owner:
                 rows[b, :count] = x[ends[b] : ends[b + 1]]
             return rows
 
-        blocks = padded(called.results[-1][:, 0])
+        blocks = padded(torch.cat([x.results[-1].flatten(0, 1) for x in selected]))
         dense: dict[str, Any] = {}
-        for name, x in (("q", called.tensors[0][:, 0]), ("gates", gates)):
+        for name, x in (("q", q), ("gates", gates)):
             dense[name] = torch.zeros((len(new), max(lengths), *x.shape[1:]), dtype=x.dtype)
             for b, (length, count) in enumerate(zip(lengths, new)):
                 dense[name][b, length - count : length] = x[ends[b] : ends[b + 1]].cpu()
@@ -230,8 +260,7 @@ class _Owner:
                         store, visible, b, part.table
                     ).cpu()
                 dense[f"{kind}_{name}"] = rows
-        assert called.call is not None  # a decode form has one
-        data = StepData(dense["q"], dense["gates"], dense, {}, called.call)
+        data = StepData(dense["q"], dense["gates"], dense, {}, call)
         for finding in judge_composed(step, history.torch_dtype, data, padded(o), blocks):
             if finding.ok is False:
                 yield Fault(finding.slot, f"{finding.quantity} of a step", finding.detail)
