@@ -108,7 +108,7 @@ class BranchMetadata(NamedTuple):
     Attributes:
         table: the block table.
         max_len: an upper bound of the lengths.
-        rows: of sel only, the sequence and the position of each row of the step.
+        rows: of sel only, the sequence and the position of each row of the step, and its chunks.
     """
 
     table: torch.Tensor
@@ -141,7 +141,10 @@ class NSAMetadataBuilder(AttentionMetadataBuilder[BranchMetadata]):
         table = self.cache.table(step.block_table_tensor, step.max_seq_len)
         rows = None
         if self.cache.branch == "sel":
-            rows = decode_rows(step.query_start_loc, step.seq_lens, step.num_actual_tokens)
+            lengths = step.seq_lens_cpu_upper_bound  # exact for prompts
+            on_host = None if lengths is None else (step.query_start_loc_cpu, lengths)
+            tensors = (step.query_start_loc, step.seq_lens)
+            rows = decode_rows(*tensors, step.num_actual_tokens, on_host)
         return BranchMetadata(table, step.max_seq_len, rows)
 
 
