@@ -1,11 +1,14 @@
 """Time nsa_decode over the pages of an engine, beside dense attention of one token.
 
     python benchmarks/kernels/serving_decode.py [--batches 1 8 32 128] [--lengths 8192 32768 131072]
-        [--layout BLNHC] [--budget SECONDS] [--json FILE]
+        [--prompts 8192 32768] [--runs 64 256 1024] [--layout BLNHC] [--budget SECONDS]
+        [--json FILE]
 
 The memory is that of nsa_vllm: one pool of blocks, which hold tokens of one branch each, and the
 compressed tokens beside the keys and values of sel. First, ragged steps over such pages are
-compared with the oracle; if they differ, nothing is timed. Then it prints a line per cell:
+compared with the oracle; if they differ, nothing is timed. Then it prints three tables.
+
+A step of one layer that adds a token to each sequence, in microseconds:
 
 - nsa: microseconds of one layer's step, in a CUDA graph: append, compression and attention
 - blocks: the same with a page of cmp per block, as a cache has them; the difference is the price
@@ -14,6 +17,16 @@ compared with the oracle; if they differ, nothing is timed. Then it prints a lin
 - dense: microseconds of dense attention of one token by FlashAttention over contiguous keys and
   values, without an append, and the bandwidth of its keys and values
 - tokens per second of one layer
+
+A prompt in chunks of 2,048 tokens, in milliseconds of one layer with its projections:
+
+- chunks: by nsa_decode, with the tokens of a chunk together
+- rows: by nsa_decode, with each token alone
+- cache: over an NSACache of pages
+- whole: in one call without a cache
+
+A run of a few tokens after many, in microseconds of nsa_decode, host included, as a chunk and as
+rows: where a chunk begins to be faster, nsa_core.decode.chunks.MIN_ROWS should be.
 """
 
 from __future__ import annotations
@@ -26,6 +39,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +47,9 @@ from graph_time import graph_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa_core import LayerPages, NSAConfig, NSAttention, PagedKV, decode_rows, nsa_decode
+from nsa_core.decode import chunks
 from nsa_core.decode.layer_step import Rope
+from nsa_core.decode.run import DecodeRows
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.phi.kinds import make_phi
 from nsa_core.layer.rope import rope_table
@@ -47,6 +63,7 @@ SMALL = NSAConfig(
 )  # fmt: skip
 BLOCK = 64  # tokens
 LAYOUTS = ("BLNHC", "BLHNC")
+CHUNK = 2048  # tokens of a prompt in a step
 
 
 class Pool:
@@ -116,13 +133,28 @@ def angles(config: NSAConfig, positions: int, device: str) -> Rope:
     return table.cos[:, 0], table.sin[:, 0]
 
 
+def least(rows: int) -> Any:
+    """Let runs of this many rows be chunks."""
+    return mock.patch.object(chunks, "MIN_ROWS", {"cpu": rows, "cuda": rows})
+
+
+def rows_of(new: Sequence[int], lengths: Sequence[int], rows: int, device: str) -> DecodeRows:
+    """Return the rows of a step, with its chunks."""
+    on_host = ([0, *itertools.accumulate(new)], lengths)
+    cu_seqlens, ends = (torch.tensor(x, dtype=torch.int32, device=device) for x in on_host)
+    return decode_rows(cu_seqlens, ends, rows, on_host)
+
+
 @torch.no_grad()
-def check(device: str, dtype: torch.dtype, layout: str = LAYOUTS[0]) -> float:
+def check(
+    device: str, dtype: torch.dtype, layout: str = LAYOUTS[0], together: bool = True
+) -> float:
     """Return the largest error of ragged steps over a pool, relative to the limit.
 
     The steps add single tokens, several tokens and chunks of prompts to sequences whose blocks are
     in random order, between memory of NaN. The last sequence begins after two blocks of the first
     one, which it shares. In bfloat16 all blocks are selected, because rounding may change a choice.
+    With ``together``, sequences that get 16 tokens and more run the prefill kernels.
     """
     torch.manual_seed(0)
     config, limit, shared = SMALL, 1e-4, 2 * BLOCK
@@ -147,8 +179,8 @@ def check(device: str, dtype: torch.dtype, layout: str = LAYOUTS[0]) -> float:
         tokens = [x[a : a + n] for x, a, n in zip(inputs, lengths, new)]
         lengths = [a + n for a, n in zip(lengths, new)]
         x = torch.cat([*tokens, torch.full_like(inputs[1], torch.nan)])  # a row of padding
-        cu_seqlens = torch.tensor([0, *new], device=device).cumsum(0).int()
-        rows = decode_rows(cu_seqlens, torch.tensor(lengths, device=device).int(), len(x))
+        with least(16 if together else len(x) + 1):
+            rows = rows_of(new, lengths, len(x), device)
         q, k, v = attn.heads(x)
         o = nsa_decode(
             q, k, v, compute_gates(attn.gate, x), pages, rows,
@@ -165,9 +197,9 @@ def check(device: str, dtype: torch.dtype, layout: str = LAYOUTS[0]) -> float:
     return worst
 
 
-def eager_us(run: Callable[[], Any], repeats: int = 30) -> float:
+def eager_us(run: Callable[[], Any], repeats: int = 30, warmup: int = 3) -> float:
     """Return the mean microseconds of a run, host included."""
-    for _ in range(3):
+    for _ in range(warmup):
         run()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -248,6 +280,78 @@ def cells(
         yield row
 
 
+@torch.no_grad()
+def prompt_times(length: int, layout: str) -> dict[str, float]:
+    """Return the milliseconds of one layer for a prompt in chunks."""
+    config, dtype, device = TIMED, torch.bfloat16, "cuda"
+    attn = NSAttention(config).to(device, dtype).requires_grad_(False)
+    x = torch.randn(length, config.dim, device=device, dtype=dtype)
+    pages, rope = (
+        Pool(config, [length], dtype, device, layout).pages(),
+        angles(config, length, device),
+    )
+    ends = [*range(CHUNK, length, CHUNK), length]
+    parts = x.split(CHUNK)
+
+    def paged(together: bool) -> Callable[[], Any]:
+        with least(1 if together else length + 1):
+            steps = [rows_of([len(part)], [n], len(part), device) for part, n in zip(parts, ends)]
+
+        def run() -> None:
+            for part, rows in zip(parts, steps):
+                q, k, v = attn.heads(part)
+                o = nsa_decode(
+                    q, k, v, compute_gates(attn.gate, part), pages, rows,
+                    config=config, phi=(attn.phi_k, attn.phi_v), rope=rope, max_len=length,
+                )  # fmt: skip
+                attn.out(o.flatten(1))
+
+        return run
+
+    cache = attn.new_cache(1, length, page_size=BLOCK)
+
+    def over_cache() -> None:
+        cache.reset()
+        for part in parts:
+            attn(part[None], cache=cache)
+
+    runs = {"chunks": paged(True), "cache": over_cache, "whole": lambda: attn(x[None])}
+    runs["rows"] = paged(False)
+    return {name: eager_us(run, repeats=3, warmup=1) / 1e3 for name, run in runs.items()}
+
+
+@torch.no_grad()
+def run_times(new: int, length: int, layout: str) -> dict[str, float]:
+    """Return the microseconds of ``new`` tokens at the end of a sequence."""
+    config, dtype, device = TIMED, torch.bfloat16, "cuda"
+    pages = Pool(config, [length], dtype, device, layout).pages()
+    for part in pages:
+        part.k.zero_()
+        part.v.zero_()
+    rope = angles(config, length, device)
+    phi = tuple(
+        make_phi(config.compress, config.geometry, 128).to(device, dtype).requires_grad_(False)
+        for _ in range(2)
+    )
+    q, kv = (
+        torch.randn(new, n, 128, device=device, dtype=dtype)
+        for n in (config.n_heads, config.n_kv_heads)
+    )
+    gates = torch.rand(new, config.n_heads, 3, device=device)
+    times = {}
+    for name, fewest in (("chunk", 1), ("rows", new + 1)):
+        with least(fewest):
+            rows = rows_of([new], [length], new, device)
+
+        def step(rows: DecodeRows = rows) -> Any:
+            return nsa_decode(
+                q, kv, kv, gates, pages, rows, config=config, phi=phi, rope=rope, max_len=length
+            )
+
+        times[name] = eager_us(step, repeats=10)
+    return times
+
+
 def line(row: dict[str, Any]) -> str:
     """Return a row of the table."""
     start = f"{row['batch']:>5} {row['length']:>7}"
@@ -266,34 +370,76 @@ def line(row: dict[str, Any]) -> str:
     return " ".join([start, *numbers, ratio, rate, bandwidth, row.get("error", "")])
 
 
+def others(
+    name: str,
+    sizes: Sequence[dict[str, int]],
+    measure: Callable[..., dict[str, float]],
+    layout: str,
+    deadline: float,
+) -> Iterator[dict[str, Any]]:
+    """Time and print the rows of another table until the deadline."""
+    for size in sizes:
+        row: dict[str, Any] = dict(size)
+        try:
+            if time.monotonic() > deadline:
+                raise TimeoutError("no time left")
+            row |= measure(*size.values(), layout)
+        except Exception as error:  # noqa: BLE001  # the other rows may run
+            row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+        torch.cuda.empty_cache()
+        values = (f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items())
+        print(f"{name}:", *values, flush=True)
+        yield row
+
+
 def main() -> None:
     """Check, time, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 128])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[8192, 32768, 131072])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[8192, 32768])
+    parser.add_argument("--runs", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048])
     parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0])
     parser.add_argument("--budget", type=float, default=600, help="seconds for all cells")
     parser.add_argument("--device", default="cuda", help="cpu checks, and times nothing")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     deadline = time.monotonic() + options.budget
-    for dtype in (torch.float32, torch.bfloat16):
-        error = check(options.device, dtype, options.layout)
-        print(f"{options.layout} {dtype}: {error:.2f} of the limit to the oracle", flush=True)
+    wrong = set()
+    for dtype, together in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        error = check(options.device, dtype, options.layout, together)
+        name = "chunks" if together else "steps"
+        print(
+            f"{options.layout} {name} {dtype}: {error:.2f} of the limit to the oracle", flush=True
+        )
         if not error < 1:
-            raise SystemExit("the steps over the pool are wrong; nothing is timed")
-    if options.device == "cpu":
-        return
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, us; 64/4/128 bf16")
-    print("batch  length       nsa    blocks     eager     dense flash-attn  speedup  ktok/s  TB/s")
-    rows = []
-    for row in cells(options.batches, options.lengths, options.layout, deadline):
-        rows.append(row)
-        print(line(row), flush=True)
+            wrong.add(name)
+    if options.device == "cpu" or "steps" in wrong:
+        raise SystemExit(f"wrong over the pool: {', '.join(wrong)}" if wrong else 0)
+    device, shape = torch.cuda.get_device_name(), "64/4/128 bfloat16"
+    result: dict[str, Any] = {"device": device, "torch": torch.__version__, "shape": shape}
+    result |= {"layout": options.layout, "cells": [], "prompts": [], "runs": []}
+
+    def save() -> None:
         if options.json is not None:
-            device, shape = torch.cuda.get_device_name(), "64/4/128 bfloat16"
-            result = {"device": device, "torch": torch.__version__, "shape": shape, "cells": rows}
             options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    print(f"{device}, torch {torch.__version__}; {shape}")
+    prompts = [{"tokens": n} for n in options.prompts if not wrong]
+    runs = [{"tokens": n, "length": m} for n in options.runs for m in options.prompts if not wrong]
+    target = (options.layout, deadline)
+    for row in others("prompt, ms", prompts, prompt_times, *target):
+        result["prompts"].append(row)
+    for row in others("run, us", runs, run_times, *target):
+        result["runs"].append(row)
+    save()
+    print("us     length       nsa    blocks     eager     dense flash-attn  speedup  ktok/s  TB/s")
+    for row in cells(options.batches, options.lengths, *target):
+        result["cells"].append(row)
+        print(line(row), flush=True)
+        save()
+    if wrong:
+        raise SystemExit("chunks over the pool are wrong, so prompts were not timed")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from nsa_core import (
     rope_angles,
 )
 from nsa_core.contract import SLOTS
+from nsa_core.decode import chunks
 from nsa_core.layer.gating import compute_gates
 from nsa_core.plan.registry import default_registry
 from nsa_verify.problems.cases import config_of
@@ -72,8 +75,8 @@ class Engine:
         self.cu_seqlens.copy_(torch.tensor([0, *counts]).cumsum(0))
         self.lengths.add_(torch.tensor(counts, dtype=torch.int32).to(DEVICE))
 
-    def step(self) -> torch.Tensor:
-        attn, rows = self.attn, decode_rows(self.cu_seqlens, self.lengths, ROWS)
+    def step(self, on_host: Any = None) -> torch.Tensor:
+        attn, rows = self.attn, decode_rows(self.cu_seqlens, self.lengths, ROWS, on_host)
         q, k, v = attn.heads(self.x)
         gates = compute_gates(attn.gate, self.x)
         return nsa_decode(
@@ -107,17 +110,36 @@ def test_a_captured_ragged_batch_replays_with_other_values(backend: str) -> None
             assert torch.equal(bits(one.v), bits(other.v))
 
 
+@pytest.mark.parametrize("on_host", [None, ([0, 30, 35, 35], [30, 5, 0])], ids=["rows", "chunk"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_it_does_not_synchronise(backend: str) -> None:
+def test_it_does_not_synchronise(
+    backend: str, on_host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "MIN_ROWS", {"cuda": 16})
     engine = Engine(backend)
     engine.set((30, 5, 0), 0)
-    engine.step()
+    engine.step(on_host)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.step()
+        engine.step(on_host)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_chunk_equals_its_rows_and_is_not_captured(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "MIN_ROWS", {"cuda": 16})
+    rows, together = Engine(backend), Engine(backend)
+    for engine in (rows, together):
+        engine.set((20, 18, 0), 0)
+    on_host = ([0, 20, 38, 38], [20, 18, 0])
+    torch.testing.assert_close(together.step(on_host), rows.step(), rtol=1e-3, atol=1e-3)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(InvalidInput, match="without on_host"), torch.cuda.graph(graph):
+        together.step(on_host)
 
 
 def test_values_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
