@@ -11,5 +11,6 @@ collect_ignore_glob = [] if _spec is not None and _spec.origin else ["test_*.py"
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in this process
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a core may have other work
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")  # compiled models are traced, without a C++ compiler

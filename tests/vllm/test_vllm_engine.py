@@ -20,6 +20,7 @@ from vllm.transformers_utils.config import get_config
 
 import nsa_vllm
 from hf_models import NSA
+from nsa_core.decode import run as decode_run
 from nsa_core.errors import Unsupported
 from nsa_vllm import options as vllm_options
 from nsa_vllm.plugin import OPERATOR, version_problem
@@ -100,13 +101,25 @@ def expected(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_requests_that_arrive_over_time(name: str, folder: Path, expected: list[list[int]]) -> None:
+def test_requests_that_arrive_over_time(
+    name: str, folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks: list[int] = []
+
+    def attend_chunk(*arguments: Any) -> Any:
+        chunks.append(arguments[2].shape[1])
+        return attend(*arguments)
+
+    attend = decode_run.attend_chunk
+    monkeypatch.setattr(decode_run, "attend_chunk", attend_chunk)
     with engine(folder, **{**SMALL, **SETTINGS[name]}) as llm:
         before = counters(llm)
         tokens = serve(llm, requests())
         count = {key: value - before[key] for key, value in counters(llm).items()}
     wrong = {i: pair for i, pair in enumerate(zip(tokens, expected)) if pair[0] != pair[1]}
     assert not wrong
+    assert len(chunks) > 32  # of two layers
+    assert 16 <= min(chunks) < max(chunks)
     assert (count["prefix_cache_hits"] > 500) == (name != "no prefix cache")
     assert (count["num_preemptions"] > 0) == (name == "preemption")
     accepted, drafted = (count[f"spec_decode_num_{x}_tokens"] for x in ("accepted", "draft"))
