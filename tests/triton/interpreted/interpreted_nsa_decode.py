@@ -85,6 +85,17 @@ def test_wrong_values_stay_inside_the_tensors(name: str, ring: bool) -> None:
     assert (expected_pages.cmp.k != MARK).any()  # a block was complete
 
 
+@pytest.mark.parametrize("name", [name for name in WRONG if "page" in name])
+def test_wrong_pages_of_a_chunk_stay_inside_the_tensors(name: str) -> None:
+    """They are gathered by torch, which raises for an index outside."""
+    on_host = ([0, 1, 20], [16, 33])
+    rows = decode_rows(*(torch.tensor(x, dtype=torch.int32) for x in on_host), 20, on_host)
+    assert len(rows.chunks) == 1
+    pages = new_pages(False)
+    WRONG[name](pages, rows)
+    assert unchecked(pages, rows).isfinite().all()
+
+
 def test_a_page_may_hold_one_compressed_token() -> None:
     """An engine addresses compressed tokens one by one, so that it can share those of a prefix."""
     cu_seqlens = torch.tensor([0, 33, 33], dtype=torch.int32)
