@@ -126,12 +126,9 @@ class _Owner:
             with torch.no_grad(), self._short_chunks():
                 gates = compute_gates(attn.gate, x)
                 q, k, v = attn.heads(x)
-                rows = api.decode_rows(
-                    cu_seqlens,
-                    lengths.int().to(self._device),
-                    len(x),
-                    (cu_seqlens, lengths) if history.chunks else None,
-                )
+                on_device = cu_seqlens, lengths.int().to(self._device)
+                on_host = (cu_seqlens, lengths) if history.chunks else None
+                rows = api.decode_rows(*on_device, len(x), on_host)
                 o = api.nsa_decode(
                     q,
                     k,
