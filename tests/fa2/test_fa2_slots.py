@@ -19,7 +19,8 @@ from fa2_problems import (
     kernel,
     run,
 )
-from fa2_standin import Library
+from fa2_standin import FLASH4, Library
+from nsa_backend_fa2 import cmp
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 
@@ -39,6 +40,22 @@ def test_slot_matches_the_oracle_in_half_precision(
     dtype: torch.dtype, name: str, slot: str, library: Library
 ) -> None:
     assert_judged(slot, PROBLEMS[name], dtype)
+
+
+@pytest.mark.parametrize("library", ["2.8.3.post2", "aten", FLASH4], indirect=True)
+@pytest.mark.parametrize("name", ["plain", "one-sequence", "row18-packed-empties"])
+def test_backward_of_cmp_reads_the_lse(name: str, library: Library) -> None:
+    """lse - ln(gate) gives the gradients of a gated branch; a gate of 0 is an LSE of +inf."""
+    problem = PROBLEMS.get(name, Problem((23,), batch=1))
+    inputs, do, cu = problem.inputs("cmp", torch.float32)
+    call = SlotCall(problem.geometry, problem.factor, cu, max(problem.lengths))
+    o, lse = cmp.forward(*inputs.values(), call=call)
+    gates = torch.rand(do.shape[:-1], generator=torch.Generator().manual_seed(1)) + 0.1
+    gates[..., ::3, :] = 0
+    gated = lse.masked_fill(lse == -torch.inf, torch.inf) - gates.log().transpose(-1, -2)
+    expected = cmp.backward(do * gates[..., None], *inputs.values(), o, lse, call=call)
+    for gradient, other in zip(cmp.backward(do, *inputs.values(), o, gated, call=call), expected):
+        torch.testing.assert_close(gradient, other)
 
 
 def test_historic_0_766_sliding_window_of_flash_attention_2(library: Library) -> None:

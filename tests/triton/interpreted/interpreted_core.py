@@ -56,11 +56,11 @@ def tensors(
     return x | {"o_win": o_win, "lse_win": lse_win}
 
 
-def by_core(x: dict[str, Tensor], call: SlotCall) -> dict[str, Tensor]:
+def by_core(x: dict[str, Tensor], call: SlotCall, **options: object) -> dict[str, Tensor]:
     """Return the gradients as the backward of the core computes them."""
     outputs = [x[f"o_{branch}"] for branch in BRANCHES]
     tensors = [tensor for name, tensor in x.items() if not name.startswith("o_")]
-    gradients = core.backward(*tensors, outputs=outputs, call=call)._asdict()
+    gradients = core.backward(*tensors, outputs=outputs, call=call, **options)._asdict()
     assert outputs == []
     return gradients
 
@@ -118,6 +118,27 @@ def test_gradients_equal_those_of_the_slots(
             atol=1e-12,
             msg=lambda text, name=name: f"{name}: {text}",
         )
+
+
+@pytest.mark.parametrize("lengths", [(7,), DOCUMENTS])
+def test_cmp_may_be_of_another_backend(lengths: tuple[int, ...]) -> None:
+    """Its backward gets the do of the gated sum, and the gate by its LSE: +inf for a gate of 0."""
+    bounds = [0, *itertools.accumulate(lengths)]
+    cu = torch.tensor(bounds, dtype=torch.int32) if len(lengths) > 1 else None
+    call = SlotCall(GEOMETRY, 0.3, cu, max(lengths), deterministic=True)
+    x = tensors(call, sum(lengths), 1, (4, 2), (16, 24))
+    x["gates"][..., ::3, :, 0] = 0.0
+    expected, infinite = by_core(x, call), []
+
+    def cmp_backward(do: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        assert do is x["do"]
+        infinite.append(others[-1].isposinf())
+        return cmp.backward(do, *others, call=call)
+
+    for name, gradient in by_core(x, call, cmp_backward=cmp_backward).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+    blank = x["lse_cmp"].isneginf() | (x["gates"][..., 0] == 0).transpose(-1, -2)
+    assert torch.equal(infinite.pop(), blank)
 
 
 class CheckedFork:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,12 +36,18 @@ def fault_on(plant: Callable[[Gradients, Gradients, Gradients], Any]) -> Iterato
 
 
 def backward(
-    do: torch.Tensor, *tensors: torch.Tensor, outputs: list[torch.Tensor], call: SlotCall
+    do: torch.Tensor,
+    *tensors: torch.Tensor,
+    outputs: list[torch.Tensor],
+    call: SlotCall,
+    cmp_backward: Callable[..., Any] | None = None,
 ) -> Any:
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, blocks, *statistics = tensors
     (o_cmp, o_sel, o_win), (lse_cmp, lse_sel, lse_win) = outputs, statistics
     dgates, do_cmp, do_sel, do_win = combine.backward(do, gates, o_cmp, o_sel, o_win, call=call)
-    of_cmp = cmp.backward(do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp, call=call)
+    of_cmp = (cmp_backward or functools.partial(cmp.backward, call=call))(
+        do_cmp, q, k_cmp, v_cmp, o_cmp, lse_cmp
+    )
     of_sel = sel.backward(do_sel, q, k_sel, v_sel, blocks, o_sel, lse_sel, call=call)
     of_win = win.backward(do_win, q, k_win, v_win, o_win, lse_win, call=call)
     del o_cmp, o_sel, o_win  # a plant may free them

@@ -353,10 +353,50 @@ def test_plans_name_it_only_if_it_can_run() -> None:
     ).fused
 
 
-def test_warmup_runs_it() -> None:
+def with_other_cmp(**slot: Any) -> Plan:
+    """Return a plan in which the backend "other" runs cmp; ``slot`` changes its SlotSpec."""
+    sdpa = default_registry().get("sdpa").spec
+    slots = {"cmp": dataclasses.replace(sdpa.slots["cmp"], **slot)}
+    registry = REGISTRY.with_backend(dataclasses.replace(sdpa, name="other", slots=slots))
+    backends = {"cmp": "other", **dict.fromkeys(("select", "sel", "win", "combine"), "fused-toy")}
+    return resolve(CONFIG, registry=registry, needs_grad=True, backends=backends)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_another_backend_computes_its_part_of_cmp(how: str) -> None:
+    torch._dynamo.reset()
+    inputs, do, mixed = leaves(), torch.randn(1, 30, 4, 6), with_other_cmp(reads_lse=True)
+
+    def core(plan: Plan) -> torch.Tensor:
+        return nsa_attention(*inputs, config=CONFIG, plan=plan, nonnegative_gates=True)
+
+    if how == "compiled":
+        run = torch.compile(lambda: core(mixed), backend="aot_eager", fullgraph=True)
+    else:
+        run = lambda: core(mixed)  # noqa: E731
     with record_dispatch() as trace:
-        plan().warmup()
-    assert ("core", "backward") in {(call.slot, call.direction) for call in trace}
+        gradients = torch.autograd.grad(run(), inputs, do)
+    calls = [(call.backend, call.slot) for call in trace if call.direction == "backward"]
+    assert calls == [("fused-toy", "core"), ("other", "cmp")]
+    for gradient, own in zip(gradients, torch.autograd.grad(core(plan()), inputs, do)):
+        torch.testing.assert_close(gradient, own)
+
+
+def test_a_plan_names_who_computes_cmp_in_a_fused_backward() -> None:
+    mixed = with_other_cmp(reads_lse=True)
+    assert "backward: fused-toy (fused, cmp by other)" in mixed.explain().splitlines()
+    assert mixed.fused["backward"] is not plan().fused["backward"]
+    request = dataclasses.replace(mixed.requests["cmp"], batch=1, seq_len=64)
+    with pytest.raises(Unsupported, match="'fused-toy' does not state .* fused 'backward'"):
+        mixed.workspace_bytes(request, fused="backward")
+    assert not with_other_cmp(reads_lse=False).fused
+
+
+def test_warmup_runs_it() -> None:
+    for each in (plan(), with_other_cmp(reads_lse=True)):
+        with record_dispatch() as trace:
+            each.warmup()
+        assert ("core", "backward") in {(call.slot, call.direction) for call in trace}
 
 
 def test_the_operator_has_shapes_without_data() -> None:

@@ -18,6 +18,7 @@ def _slot(name: str) -> SlotSpec:
         warmup_tokens=16512 if name == "cmp" else SlotSpec.warmup_tokens,
         deterministic=False,  # the backward adds to dq with atomics, unless SlotCall.deterministic
         partial=True,
+        reads_lse=name == "cmp",
     )
 
 

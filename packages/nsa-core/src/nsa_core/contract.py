@@ -380,6 +380,9 @@ class SlotSpec:
             more than the default, warm-up also runs a call of a few tokens.
             Plan.warmup() runs such a call.
         partial: whether forward and backward take queries that begin inside a sequence.
+        reads_lse: whether the backward computes the probabilities as exp(s - lse) from any ``lse``
+            that it gets, and 0 from one of +inf. It can then join the fused backward of another
+            backend, which passes lse - ln(gate) to scale a branch by its gate.
     """
 
     forward: str
@@ -392,6 +395,7 @@ class SlotSpec:
     reads_boundaries: bool = False
     warmup_tokens: int = 128
     partial: bool = False
+    reads_lse: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -456,10 +460,11 @@ class BackendSpec:
                  phis is computed by nsa_core.
 
     The fused backward is used if one backend runs every slot of a prefill plan, every input needs a
-    gradient, and the caller states that no gate is negative:
+    gradient, and the caller states that no gate is negative. Another backend may run cmp if its
+    SlotSpec has ``reads_lse``:
 
         backward (do, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, blocks, lse_cmp, lse_sel,
-                 lse_win, *, outputs, call)
+                 lse_win, *, outputs, call, cmp_backward=None)
                  -> dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates
                  Computes what the backwards of combine, cmp, sel and win do together; dq is the sum
                  over the branches. ``do`` is the gradient of the gated sum and may have any strides
@@ -467,6 +472,8 @@ class BackendSpec:
                  frees their memory after their last use. A gate may be 0, or above 1. It is not
                  called without
                  queries, compressed tokens or blocks, nor for queries inside a sequence.
+                 ``cmp_backward`` is given if another backend runs cmp: the function (do, q, k_cmp,
+                 v_cmp, o_cmp, lse) -> dq, dk_cmp, dv_cmp, its backward, to use for this branch.
     """
 
     name: str

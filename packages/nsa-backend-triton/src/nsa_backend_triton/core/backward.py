@@ -17,11 +17,15 @@ Gates must not be negative, because their logarithm is needed. In fp16, P g_c wo
 6e-5, even if the loss is scaled; do_c would not. In fp32, the logarithm of a gate of 1e-6 adds so
 much rounding to the exponent that a row with only such gates can exceed its limit. So both take the
 backwards of the slots.
+
+If another backend runs cmp, its backward gets do, o_cmp and lse - ln g_cmp: its delta is then dg_cmp.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -78,7 +82,13 @@ class Tensors(NamedTuple):
     lse_win: Tensor
 
 
-def backward(do: Tensor, *tensors: Tensor, outputs: list[Tensor], call: SlotCall) -> Gradients:
+def backward(
+    do: Tensor,
+    *tensors: Tensor,
+    outputs: list[Tensor],
+    call: SlotCall,
+    cmp_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
+) -> Gradients:
     """Return the gradients of the inputs; no gate is negative.
 
     Args:
@@ -87,10 +97,12 @@ def backward(do: Tensor, *tensors: Tensor, outputs: list[Tensor], call: SlotCall
         outputs: o_cmp, o_sel and o_win, of do's shape; emptied, so that they live until their last
             use.
         call: The call.
+        cmp_backward: The backward of cmp if another backend runs it: a function (do, q, k_cmp,
+            v_cmp, o_cmp, lse) -> dq, dk_cmp, dv_cmp.
     """
     x, packed, geometry = Tensors(*tensors), call.cu_seqlens is not None, call.geometry
     if do.dtype in _TAKES_SLOTS:
-        return _by_slots(do, x, outputs, call)
+        return _by_slots(do, x, outputs, call, cmp_backward)
     stats_shape = (2, *span_backward.padded_rows(x.lse_cmp))
     stats_cmp, stats_win = x.lse_cmp.new_empty(stats_shape), x.lse_cmp.new_empty(stats_shape)
     stats_sel = x.lse_cmp.new_empty((2, *do.shape[:-1]))
@@ -101,13 +113,19 @@ def backward(do: Tensor, *tensors: Tensor, outputs: list[Tensor], call: SlotCall
     rows = (do, x.gates, o_cmp, o_sel, o_win, x.lse_cmp, x.lse_sel, x.lse_win)
     prepare = memo.get_or_make("statistics", _prepare, *rows, packed)
     prepare(*rows, dgates, stats_cmp, stats_sel, stats_win)
-    del rows, o_cmp, o_sel, o_win
+    del rows, o_sel, o_win
     outputs.clear()
     delta, lse2 = stats_sel.unbind()
     window = Branch(x.k_win, x.v_win, x.lse_win, stats_win, (1, 1, geometry.window_size))
-    span = geometry.compress_block_size, geometry.compress_stride, 0
-    compressed = Branch(x.k_cmp, x.v_cmp, x.lse_cmp, stats_cmp, span)
-    branches = (window, seqs), (compressed, Sequences.of(x.q, x.k_cmp, call, compressed=True))
+    branches = [(window, seqs)]
+    if cmp_backward is None:
+        span = geometry.compress_block_size, geometry.compress_stride, 0
+        compressed = Branch(x.k_cmp, x.v_cmp, x.lse_cmp, stats_cmp, span)
+        branches.append((compressed, Sequences.of(x.q, x.k_cmp, call, compressed=True)))
+    else:
+        gated_lse = stats_cmp[1].narrow(-1, 0, do.shape[-3]) * math.log(2)
+        dq_cmp, *dkdv_cmp = cmp_backward(do, x.q, x.k_cmp, x.v_cmp, o_cmp, gated_lse)
+    del o_cmp
     dkdv: list[tuple[Tensor, Tensor]] = []
     with Fork(do.device) as fork:
         if fork.active:  # dk and dv of both branches run beside all kernels of dq
@@ -118,12 +136,22 @@ def backward(do: Tensor, *tensors: Tensor, outputs: list[Tensor], call: SlotCall
             branch.add_dq(do, x.q, dq, sequences, call.scale, memo)
             if not fork.active:
                 dkdv.append(branch.dkdv(do, x.q, sequences, call.scale, fork, memo))
+    if cmp_backward is not None:
+        dq += dq_cmp
+        dkdv.append((dkdv_cmp[0], dkdv_cmp[1]))
     (dk_win, dv_win), (dk_cmp, dv_cmp) = dkdv
     return Gradients(dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates)
 
 
-def _by_slots(do: Tensor, x: Tensors, outputs: list[Tensor], call: SlotCall) -> Gradients:
+def _by_slots(
+    do: Tensor,
+    x: Tensors,
+    outputs: list[Tensor],
+    call: SlotCall,
+    cmp_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] | None,
+) -> Gradients:
     """Return the gradients as the backwards of the slots compute them."""
+    cmp_backward = cmp_backward or functools.partial(cmp.backward, call=call)
     dgates, *of_outputs = combine.backward(do, x.gates, *outputs, call=call)
     dq, dk_win, dv_win = win.backward(
         of_outputs.pop(), x.q, x.k_win, x.v_win, outputs.pop(), x.lse_win, call=call
@@ -131,8 +159,8 @@ def _by_slots(do: Tensor, x: Tensors, outputs: list[Tensor], call: SlotCall) -> 
     dq_sel, dk_sel, dv_sel = sel_backward.backward(
         of_outputs.pop(), x.q, x.k_sel, x.v_sel, x.blocks, outputs.pop(), x.lse_sel, call=call
     )
-    dq_cmp, dk_cmp, dv_cmp = cmp.backward(
-        of_outputs.pop(), x.q, x.k_cmp, x.v_cmp, outputs.pop(), x.lse_cmp, call=call
+    dq_cmp, dk_cmp, dv_cmp = cmp_backward(
+        of_outputs.pop(), x.q, x.k_cmp, x.v_cmp, outputs.pop(), x.lse_cmp
     )
     dq += dq_sel
     dq += dq_cmp

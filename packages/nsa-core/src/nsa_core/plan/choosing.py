@@ -194,18 +194,24 @@ def with_causal(all_candidates: Candidates, sel: SlotKernel) -> SlotKernel:
 
 
 def fused_forms(all_candidates: Candidates, choices: Mapping[str, Choice]) -> dict[str, Any]:
-    """Return the fused forms for the plan if one backend runs every slot; else {}."""
-    names = {choice.backend for choice in choices.values()}
-    if len(names) > 1:
+    """Return the fused forms for the plan if one backend runs every slot; else {}.
+
+    The backward remains if another backend runs cmp, and its backward of cmp can join.
+    """
+    names = {slot: choice.backend for slot, choice in choices.items()}
+    cmp, request = all_candidates.spec_of(names.pop("cmp")), all_candidates.requests["cmp"]
+    spec = all_candidates.spec_of(names["sel"])
+    joins = request.phase != "decode" and cmp.slots["cmp"].reads_lse
+    if {*names.values()} != {spec.name} or not (cmp.name == spec.name or joins):
         return {}
-    spec, request = all_candidates.spec_of(names.pop()), all_candidates.requests["cmp"]
     paths = {name: path for name, path in spec.fused.items() if name in fused_names(request)}
-    is_child = all_candidates.registry.get(spec.name).child is not None
-    if is_child or spec.name in all_candidates.assumed:
-        return {name: KernelElsewhere(spec.name, name) for name in paths}
+    for name in {cmp.name, spec.name}:
+        if all_candidates.registry.get(name).child or name in all_candidates.assumed:
+            return {form: KernelElsewhere(spec.name, form) for form in paths}
     if request.phase == "decode":
         return {name: decode_kernel(spec.name, name, path) for name, path in paths.items()}
-    return {name: core_backward(spec.name, path) for name, path in paths.items()}
+    other = None if cmp.name == spec.name else slot_op(cmp.name, "cmp", cmp.slots["cmp"])
+    return {name: core_backward(spec.name, path, other) for name, path in paths.items()}
 
 
 def fused_names(request: Request) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ class Plan:
         combine: Kernel of the gated sum (Eq. 5).
         fused: Name of a fused form (contract.FUSED) -> its kernel. Empty unless one backend runs
             every slot. A plan for decode has the decode forms of this backend, a plan with backward
-            its fused backward.
+            its fused backward, in which another backend may run cmp (SlotSpec.reads_lse).
         core: The plan as strings and numbers, for the operator of the whole core. None if the slots
             cannot run as one operator: a slot has no backward, or its kernel is wrapped.
     """
@@ -92,9 +92,11 @@ class Plan:
         return "\n".join([describe_request(self.requests["cmp"]), *chosen, *self._fused_lines()])
 
     def _fused_lines(self) -> list[str]:
-        return [
-            f"{name}: {one_line(kernel.backend)} (fused)" for name, kernel in self.fused.items()
-        ]
+        cmp, lines = self.choices["cmp"].backend, []
+        for name, kernel in self.fused.items():
+            others = "" if kernel.backend == cmp else f", cmp by {one_line(cmp)}"
+            lines.append(f"{name}: {one_line(kernel.backend)} (fused{others})")
+        return lines
 
     def explain(self) -> str:
         """Describe the plan: the request, and each slot's backend and other candidates.
@@ -135,8 +137,8 @@ class Plan:
         ]
         if missing:
             raise InvalidInput("workspace_bytes: " + "; ".join(missing))
-        name = self.choices[request.slot].backend
         subject, path = self._workspace_of(request, fused)
+        name = (self.choices[request.slot] if fused is None else self.fused[fused]).backend
         if path is None:
             raise Unsupported(f"backend {name!r} does not state the workspace of {subject}")
         try:
@@ -328,7 +330,7 @@ def decide(all_candidates: Candidates) -> Plan:
         MappingProxyType(choices),
         _slots={slot: spec.slots[slot] for slot, spec in specs.items()},
         fused=MappingProxyType(fused),
-        # One backend runs every slot of a plan with fused forms.
-        _fused_workspace=specs["cmp"].fused_workspace if fused else {},
+        # No backend states the memory of a fused backward in which another one runs cmp.
+        _fused_workspace=specs["sel"].fused_workspace if specs["sel"] is specs["cmp"] else {},
         **kernels,
     )

@@ -70,6 +70,7 @@ FIELDS: Mapping[type, Mapping[str, Check]] = {
         "reads_boundaries": BOOL,
         "warmup_tokens": INTEGER,
         "partial": BOOL,
+        "reads_lse": BOOL,
     },
     Unavailable: {
         "name": NAME,

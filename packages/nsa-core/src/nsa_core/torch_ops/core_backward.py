@@ -24,6 +24,7 @@ from nsa_core.torch_ops.schema import (
     results_schema,
     tensors_schema,
 )
+from nsa_core.torch_ops.slot_op import SlotOp
 from nsa_core.torch_ops.vmap_rule import TAIL_LENGTH
 from nsa_core.util.planning_lock import planning_lock
 from nsa_core.util.text import describe_error
@@ -40,14 +41,15 @@ class CoreBackward:
 
     Attributes:
         backend: Name of the backend.
+        cmp: The operators of cmp if another backend runs it; None: the fused backward computes it.
         op: The overload of its operator. Its arguments are the gradient of o, the tensors of
             DIFFERENTIABLE, STATISTICS and OUTPUTS, cu_seqlens, max_seqlen, scale, geometry,
             deterministic and first_query, which is None. It returns a gradient for each of
             DIFFERENTIABLE.
     """
 
-    def __init__(self, backend: str, path: str, short: str) -> None:
-        self.backend = backend
+    def __init__(self, backend: str, path: str, short: str, cmp: SlotOp | None) -> None:
+        self.backend, self.cmp = backend, cmp
         self._function: Callable[..., Any] = import_function(backend, path)
         self._lib = torch.library.Library(operator_namespace(backend), "FRAGMENT")
         tensors = tensors_schema(("do", *DIFFERENTIABLE, *STATISTICS, *OUTPUTS))
@@ -84,6 +86,9 @@ class CoreBackward:
         specs = [(t.shape, t.dtype) for t in arguments[1 : 1 + len(DIFFERENTIABLE)]]
         where, call = (self.backend, "core", "backward"), Tail(*tail).call()
         options = {"outputs": outputs, "call": call}
+        if self.cmp is not None:
+            cmp_backward = self.cmp.gradients(direct=True)
+            options["cmp_backward"] = lambda *rows: cmp_backward(*rows, *tail)
         device = arguments[0].device
         results = run_backend(where, self._function, arguments, specs, device, options)
         return tuple([result.contiguous() for result in results])
@@ -94,7 +99,7 @@ class CoreBackward:
 
 
 _operators: dict[Any, CoreBackward] = {}  # by the overload of the operator
-_of_path: dict[tuple[str, str], CoreBackward] = {}
+_of_path: dict[tuple[str, str, SlotOp | None], CoreBackward] = {}
 
 
 def operator_of(op: Any) -> CoreBackward:
@@ -102,21 +107,26 @@ def operator_of(op: Any) -> CoreBackward:
     return _operators[op]
 
 
-def core_backward(backend: str, path: str) -> CoreBackward:
-    """Return the fused backward ``path`` of a backend, defined once per process.
+def core_backward(backend: str, path: str, cmp: SlotOp | None = None) -> CoreBackward:
+    """Return the fused backward ``path`` of a backend, defined once per process and ``cmp``.
+
+    Args:
+        backend: Name of the backend.
+        path: "module:function".
+        cmp: The operators of cmp if another backend runs it.
 
     Raises:
         BackendUnavailable: The function cannot be imported.
     """
     with planning_lock:
-        if (backend, path) not in _of_path:
+        if (backend, path, cmp) not in _of_path:
             number = f"_{len(_of_path) + 1}" if _of_path else ""
             try:
-                fused = CoreBackward(backend, path, f"core_backward{number}")
+                fused = CoreBackward(backend, path, f"core_backward{number}", cmp)
             except (ImportError, AttributeError) as error:
                 raise BackendUnavailable(
                     f"backend {backend!r}: its fused backward {path} cannot be imported:"
                     f" {describe_error(error)}; choose another backend by name"
                 ) from error
-            _of_path[backend, path] = fused
-        return _of_path[backend, path]
+            _of_path[backend, path, cmp] = fused
+        return _of_path[backend, path, cmp]
