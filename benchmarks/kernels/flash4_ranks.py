@@ -5,8 +5,8 @@
     python benchmarks/kernels/flash4_ranks.py a.json [b.json ...] [--write]
 
 Needs results of an H100 or H200 with flash-attn-4, measured while `auto` ran cmp elsewhere: with
-null in flash4_rank.json. Prints each ratio of the times, cmp=fa2 / auto, and the least size from
-which every ratio is at most 0.99. `--write` writes these sizes to flash4_rank.json.
+null in flash4_rank.json. Prints each ratio of two times of one file, cmp=fa2 / auto, and the least
+size from which every ratio is at most 0.99. `--write` writes these sizes to flash4_rank.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import nsa_backend_fa2
 from nsa_backend_fa2.rank import products
-from nsa_bench.result import Measurement, read_result
+from nsa_bench.result import Measurement, Series, read_result
 from nsa_core.contract import Request
 from nsa_core.layout import BlockGeometry
 
@@ -62,25 +62,28 @@ def size_of(m: Measurement) -> int:
 
 
 def rows_of(measurements: list[Measurement], phase: str) -> list[Row]:
-    """Return a row per problem that was timed both ways, by ascending size."""
-    times: dict[tuple[str, int], dict[str, Measurement]] = {}
+    """Return a row per problem of one file that was timed both ways."""
+    times: dict[tuple[Series, int], dict[str, Measurement]] = {}
     for m in measurements:
         if m.kind == "combo" and m.phase == phase and m.performance is not None:
-            times.setdefault((m.shape, m.length), {})[m.subject] = m
+            times.setdefault((m.series, m.length), {})[m.subject] = m
     rows = []
-    for (shape, length), by_subject in times.items():
+    for by_subject in times.values():
         new = next((m for name, m in by_subject.items() if "cmp=fa2" in name), None)
         if new is not None and "auto" in by_subject:
             old = by_subject["auto"].performance
             assert old is not None
             assert new.performance is not None
             ratio = new.performance.median_ms / old.median_ms
-            rows.append(Row(f"{shape} {length}", size_of(new), ratio))
-    return sorted(rows, key=lambda row: row.size)
+            rows.append(Row(f"{new.shape} {new.length}", size_of(new), ratio))
+    return rows
 
 
 def least_size(rows: list[Row]) -> int | None:
-    """Return the size from which every row is faster, rounded down to two digits; None: none is."""
+    """Return the size from which every row is faster, rounded down to two digits; None: none is.
+
+    The rows are in ascending order of size.
+    """
     least = None
     for row in reversed(rows):
         if row.ratio > FASTER:
@@ -100,10 +103,11 @@ def main() -> None:
     parser.add_argument("results", nargs="+", type=Path, help="results of nsa bench")
     parser.add_argument("--write", action="store_true", help=f"write {RANK_FILE.name}")
     arguments = parser.parse_args()
-    measurements = [m for file in arguments.results for m in read_result(file).measurements]
+    files = [read_result(file).measurements for file in arguments.results]
     least = {}
     for key, phase in PHASES.items():
-        rows = rows_of(measurements, phase)
+        rows = [row for measurements in files for row in rows_of(measurements, phase)]
+        rows.sort(key=lambda row: row.size)
         for row in rows:
             print(f"{key:8} {row.name:18} {row.size:.2e} {row.ratio:.3f}")
         least[key] = least_size(rows)

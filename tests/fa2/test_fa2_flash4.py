@@ -24,6 +24,7 @@ from nsa_backend_fa2.providers import Attention, Packed, Source
 from nsa_backend_sdpa.probe import CUDNN_LONG_RANK
 from nsa_bench.result import read_result
 from nsa_core.contract import Rank, Request, SlotCall
+from nsa_core.dryrun import PeakBytes, rounded
 from nsa_core.layout import BlockGeometry
 from slot_requests import make_request
 
@@ -110,6 +111,16 @@ def test_a_sequence_is_read_and_written_in_place(
     row = 31 * problem.heads * 64 * 2  # the first row that sees a key
     assert outputs == [o.data_ptr() + row, dq.data_ptr() + row]
     assert [c["q"] for c in installed.calls] == [(16, 10, 4, 64)] * 2
+
+
+def test_dq_is_not_allocated_twice() -> None:
+    interface = types.SimpleNamespace(_flash_attn_bwd=lambda *tensors, **options: None)
+    q, k = (torch.empty(2, 64, heads, 64, device="meta") for heads in (4, 2))
+    with PeakBytes() as counted:
+        provider = flash4.FlashAttention4(interface, Version(FLASH4))
+        dq, dk, dv = provider.backward(q, q, k, k, q, q, CAUSAL, q)
+    assert dq is q
+    assert counted.peak == rounded(dk.nbytes) + rounded(dv.nbytes)
 
 
 def test_padded_heads_are_copied(installed: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ class FlashAttention4:
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, which is ``out`` unless that is None, dk and dv."""
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        dq = dq if out is None else out
+        dq = q.new_empty(q.shape) if out is None else out
+        dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
         self._interface._flash_attn_bwd(
             q, k, v, o, do, lse, dq=dq, dk=dk, dv=dv, **_arguments(attention)
         )
@@ -86,15 +86,8 @@ class FlashAttention4:
 
 def _arguments(attention: Attention) -> dict[str, Any]:
     """Return the keyword arguments that forward and backward share."""
-    arguments: dict[str, Any] = {"softmax_scale": attention.scale, "causal": True}
-    if attention.packed is not None:
-        arguments.update(
-            cu_seqlens_q=attention.packed.cu_q,
-            cu_seqlens_k=attention.packed.cu_k,
-            max_seqlen_q=attention.packed.max_q,
-            max_seqlen_k=attention.packed.max_k,
-        )
-    return arguments
+    packed = {} if attention.packed is None else attention.packed.arguments
+    return {"softmax_scale": attention.scale, "causal": True, **packed}
 
 
 @functools.lru_cache(maxsize=1)

@@ -60,6 +60,12 @@ class Packed:
     max_q: int
     max_k: int
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The boundaries as keyword arguments of flash-attn and flash-attn-4."""
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return dict(zip(names, (self.cu_q, self.cu_k, self.max_q, self.max_k)))
+
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
@@ -148,10 +154,7 @@ class FlashAttnPackage:
         if self._version >= Version("2.6"):
             arguments["softcap"] = 0.0
         if attention.packed is not None:
-            arguments.update(cu_seqlens_q=attention.packed.cu_q, cu_seqlens_k=attention.packed.cu_k)
-            arguments.update(
-                max_seqlen_q=attention.packed.max_q, max_seqlen_k=attention.packed.max_k
-            )
+            arguments.update(attention.packed.arguments)
         return arguments
 
     @property

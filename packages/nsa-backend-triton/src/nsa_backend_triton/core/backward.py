@@ -18,7 +18,7 @@ Gates must not be negative, because their logarithm is needed. In fp16, P g_c wo
 much rounding to the exponent that a row with only such gates can exceed its limit. So both take the
 backwards of the slots.
 
-If another backend runs cmp, its backward gets do, o_cmp and lse - ln g_cmp: its delta is then dg_cmp.
+If another backend runs cmp, its backward gets do, o_cmp and lse - ln g_cmp. So delta is dg_cmp.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from nsa_core.cache.state import CacheState, NewTokens, check_plan
 from nsa_core.cache.undo import run_or_undo
 from nsa_core.contract import DecodeCall
 from nsa_core.decode.chunks import MAX_CHUNK_ROWS
-from nsa_core.decode.layer_step import Branches, append, attend, compress
+from nsa_core.decode.layer_step import append, attend, compress, per_branch
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates, plain_linear_gate
 from nsa_core.layer.plain_linear import base_weight, stated_dtype
@@ -220,7 +220,7 @@ def _decode(
     q, k, v = layer.heads(x)
     gates = _gates(layer, plan, x, call)
     padded = tokens.on_device is not None or tokens.counts is None
-    q = append(plan, pages, q, _per_branch(k), _per_branch(v), rope, call, padded)
+    q = append(plan, pages, q, per_branch(k), per_branch(v), rope, call, padded)
     known = tokens.counts is not None and cache.exact
     completed = _completed_blocks(cache, bounds) if known else []
     if not known or any(completed):
@@ -272,11 +272,6 @@ def _completed_blocks(cache: CacheState, before: Sequence[int]) -> list[int]:
         max(n - overlap, 0) // stride - max(old - overlap, 0) // stride
         for n, old in zip(cache.bounds, before)
     ]
-
-
-def _per_branch(parts: list[torch.Tensor]) -> Branches:
-    """Return the tensors of (cmp, sel, win) from a list of three, or of one shared tensor."""
-    return parts[0], parts[len(parts) // 3], parts[-1]
 
 
 def _gates(layer: NSAProjections, plan: Plan, x: torch.Tensor, call: DecodeCall) -> torch.Tensor:

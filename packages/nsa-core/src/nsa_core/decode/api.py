@@ -17,7 +17,7 @@ from nsa_core.decode.checks import (
     checked_host_integers,
 )
 from nsa_core.decode.chunks import Chunk, chunks_of
-from nsa_core.decode.layer_step import Branches, Rope
+from nsa_core.decode.layer_step import Branches, Rope, per_branch
 from nsa_core.decode.pages import LayerPages, PagedKV
 from nsa_core.decode.run import DecodeRows, decode, default_plan
 from nsa_core.errors import InvalidInput
@@ -250,7 +250,7 @@ def _per_branch(name: str, x: KV) -> Branches:
         raise InvalidInput(
             f"{name} must be one tensor or three (cmp, sel, win), got {type(x).__name__}{count}"
         )
-    return x[0], x[len(x) // 3], x[-1]
+    return per_branch(x)
 
 
 def _check_structure(pages: LayerPages, rows: DecodeRows, rope: Rope | None) -> None:

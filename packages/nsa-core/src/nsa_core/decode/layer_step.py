@@ -10,6 +10,7 @@ synchronise: rows without a token are masked.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 Branches = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of cmp, sel and win
 Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # cos and sin [positions, Dk / 2]
+
+
+def per_branch(parts: Sequence[torch.Tensor]) -> Branches:
+    """Return the tensors of (cmp, sel, win) from three, or from one that they share."""
+    return parts[0], parts[len(parts) // 3], parts[-1]
 
 
 def append(
