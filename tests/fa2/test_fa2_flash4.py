@@ -115,7 +115,7 @@ def test_a_sequence_is_read_and_written_in_place(
 
 def test_dq_is_not_allocated_twice() -> None:
     interface = types.SimpleNamespace(_flash_attn_bwd=lambda *tensors, **options: None)
-    q, k = (torch.empty(2, 64, heads, 64, device="meta") for heads in (4, 2))
+    q, k = (torch.empty(2, 64, heads, 64, device="meta") for heads in (8, 2))
     with PeakBytes() as counted:
         provider = flash4.FlashAttention4(interface, Version(FLASH4))
         dq, dk, dv = provider.backward(q, q, k, k, q, q, CAUSAL, q)

@@ -23,7 +23,12 @@ from fa2_problems import (
 )
 from nsa_backend_fa2 import flash4, providers
 from nsa_backend_fa2.plugin import nsa_register_backends
+from nsa_core.contract import SLOTS as CORE
 from nsa_core.layout import BlockGeometry
+from nsa_core.torch_ops.backend_call import record_dispatch
+from nsa_verify.checks.core import core_gradients
+from nsa_verify.problems.cases import Case, config_of
+from nsa_verify.problems.combination import Combination
 
 pytestmark = pytest.mark.gpu
 
@@ -193,6 +198,32 @@ def test_long_cmp_runs_on_flash_attention_4_and_matches_the_oracle(
         monkeypatch.setattr(provider, pass_name, record)
     judge_sampled("cmp", LONG[name], dtype)
     assert calls == ["forward", "backward"]
+
+
+CASES = {
+    "batch": Case("batch", config_of(12, 2, 64, 64, (32, 16, 64, 4, 512)), (705,), batch=2),
+    "one": Case(
+        "one",
+        config_of(16, 1, 128, 128, (32, 16, 64, 4, 512)),
+        (1100,),
+        rows=tuple(range(0, 1100, 9)),
+    ),
+    "packed": Case("packed", config_of(12, 2, 64, 64, (16, 8, 32, 4, 48)), DOCUMENTS, packed=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cmp_joins_the_fused_backward_of_triton(
+    dtype: torch.dtype, name: str, provider: providers.Provider
+) -> None:
+    """Some gates are 0, 1e-6 or 2.5; fa2 gets do of the gated sum, and the gates by the LSE."""
+    backends = {**dict.fromkeys(CORE, "triton"), "cmp": "fa2"}
+    with record_dispatch() as trace:
+        findings = list(core_gradients(Combination(backends, device="cuda"), CASES[name], dtype))
+    assert all(finding.ok for finding in findings), findings
+    calls = [(call.backend, call.slot) for call in trace if call.direction == "backward"]
+    assert calls == [("triton", "core"), ("fa2", "cmp")]
 
 
 def test_historic_0_766_sliding_window_of_flash_attention_2(provider: providers.Provider) -> None:

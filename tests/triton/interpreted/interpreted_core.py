@@ -120,7 +120,7 @@ def test_gradients_equal_those_of_the_slots(
         )
 
 
-@pytest.mark.parametrize("lengths", [(7,), DOCUMENTS])
+@pytest.mark.parametrize("lengths", [(21,), DOCUMENTS])
 def test_cmp_may_be_of_another_backend(lengths: tuple[int, ...]) -> None:
     """Its backward gets the do of the gated sum, and the gate by its LSE: +inf for a gate of 0."""
     bounds = [0, *itertools.accumulate(lengths)]

@@ -357,7 +357,9 @@ def with_other_cmp(**slot: Any) -> Plan:
     """Return a plan in which the backend "other" runs cmp; ``slot`` changes its SlotSpec."""
     sdpa = default_registry().get("sdpa").spec
     slots = {"cmp": dataclasses.replace(sdpa.slots["cmp"], **slot)}
-    registry = REGISTRY.with_backend(dataclasses.replace(sdpa, name="other", slots=slots))
+    registry = Registry().with_backend(dataclasses.replace(sdpa, name="other", slots=slots))
+    sized = dataclasses.replace(fused_toy.spec(), fused_workspace={"backward": "fused_toy:size"})
+    registry = registry.with_backend(sized)
     backends = {"cmp": "other", **dict.fromkeys(("select", "sel", "win", "combine"), "fused-toy")}
     return resolve(CONFIG, registry=registry, needs_grad=True, backends=backends)
 

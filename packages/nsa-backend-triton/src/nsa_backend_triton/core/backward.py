@@ -124,7 +124,7 @@ def backward(
         branches.append((compressed, Sequences.of(x.q, x.k_cmp, call, compressed=True)))
     else:
         gated_lse = stats_cmp[1].narrow(-1, 0, do.shape[-3]) * math.log(2)
-        dq_cmp, *dkdv_cmp = cmp_backward(do, x.q, x.k_cmp, x.v_cmp, o_cmp, gated_lse)
+        of_cmp = cmp_backward(do, x.q, x.k_cmp, x.v_cmp, o_cmp, gated_lse)
     del o_cmp
     dkdv: list[tuple[Tensor, Tensor]] = []
     with Fork(do.device) as fork:
@@ -137,8 +137,8 @@ def backward(
             if not fork.active:
                 dkdv.append(branch.dkdv(do, x.q, sequences, call.scale, fork, memo))
     if cmp_backward is not None:
-        dq += dq_cmp
-        dkdv.append((dkdv_cmp[0], dkdv_cmp[1]))
+        dq += of_cmp[0]
+        dkdv.append(of_cmp[1:])
     (dk_win, dv_win), (dk_cmp, dv_cmp) = dkdv
     return Gradients(dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win, dgates)
 
