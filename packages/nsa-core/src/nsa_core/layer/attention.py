@@ -141,9 +141,9 @@ def nsa_attention(
             branches again: a third of the memory, about a quarter more time, the same bits
             (docs/explanation/performance.md). Exported calls and torch.func transforms ignore it.
         nonnegative_gates: state that no gate is negative, as gates from a sigmoid are. The backward
-            then takes less time and memory if one backend runs every slot and has a fused backward
-            (``plan.fused``), and all of q, k, v and gates need a gradient. A negative gate is an
-            error on the CPU, and on a GPU with NSA_CHECK=1; else it gives gradients of NaN.
+            then takes less time and memory if the plan has a fused backward (``plan.fused``), and
+            all of q, k, v and gates need a gradient. A negative gate is an error on the CPU, and on
+            a GPU with NSA_CHECK=1; else it gives gradients of NaN.
 
     Returns:
         The output o, [B, S, Hq, Dv] in q's dtype. :func:`nsa_attention_with_lse` also returns the
