@@ -21,7 +21,6 @@ from nsa_backend_fa2.providers import Attention
 from nsa_core.contract import SlotCall
 from nsa_core.fold import Residues, partial_fold
 
-
 BACKWARD_CALLS = 4  # with a causal mask
 
 
@@ -124,5 +123,6 @@ def backward(
             rows.copy_(grads[0])
         for total, grad in zip(sums, grads[1:]):
             total[: part.keys] += grad[..., : total.shape[-1]].sum(0, dtype=torch.float32)
+        del grads, grad  # before the next call
     dk, dv = (total.to(q.dtype).unsqueeze(0) for total in sums)
     return dq, dk, dv
