@@ -6,7 +6,7 @@
 
 Needs results of an H100 or H200 with flash-attn-4, measured while `auto` ran cmp elsewhere: with
 null in flash4_rank.json. Prints each ratio of two times of one file, cmp=fa2 / auto, and the least
-size from which every ratio is at most 0.99. `--write` writes these sizes to flash4_rank.json.
+size from which every ratio is at most 1. `--write` writes these sizes to flash4_rank.json.
 """
 
 from __future__ import annotations
@@ -17,12 +17,8 @@ import json
 from pathlib import Path
 
 import nsa_backend_fa2
-from nsa_backend_fa2.rank import products
 from nsa_bench.result import Measurement, Series, read_result
-from nsa_core.contract import Request
-from nsa_core.layout import BlockGeometry
 
-FASTER = 0.99  # the largest ratio that counts as faster
 PHASES = {"forward": "forward", "training": "both"}  # key of the rank file -> phase of nsa bench
 RANK_FILE = Path(nsa_backend_fa2.__file__).with_name("flash4_rank.json")
 
@@ -33,7 +29,7 @@ class Row:
 
     Attributes:
         name: Heads and length.
-        size: Products of cmp, as the rank counts them.
+        size: Tokens x columns of a head.
         ratio: Time with cmp=fa2 / time of auto.
     """
 
@@ -43,22 +39,8 @@ class Row:
 
 
 def size_of(m: Measurement) -> int:
-    """Return the products of cmp in a measurement with the block sizes of the paper."""
-    heads, groups, width, *v_width = map(int, m.shape.split("/"))
-    request = Request(
-        slot="cmp",
-        phase="prefill",
-        device="cuda",
-        dtype=m.dtype,
-        n_heads=heads,
-        n_kv_heads=groups,
-        head_dim=width,
-        v_head_dim=v_width[0] if v_width else width,
-        geometry=BlockGeometry(),
-        batch=m.batch,
-        seq_len=m.length,
-    )
-    return products(request)
+    """Return the size of a measured problem as the rank counts it: tokens x columns of a head."""
+    return m.length * int(m.shape.split("/")[2])
 
 
 def rows_of(measurements: list[Measurement], phase: str) -> list[Row]:
@@ -80,15 +62,9 @@ def rows_of(measurements: list[Measurement], phase: str) -> list[Row]:
 
 
 def least_size(rows: list[Row]) -> int | None:
-    """Return the size from which every row is faster, rounded down to two digits; None: none is.
-
-    The rows are in ascending order of size.
-    """
-    least = None
-    for row in reversed(rows):
-        if row.ratio > FASTER:
-            break
-        least = row.size
+    """Return the size from which no row is slower, rounded down to two digits; None: none is."""
+    slower = max((row.size for row in rows if row.ratio > 1), default=0)
+    least = min((row.size for row in rows if row.size > slower), default=None)
     if least is None:
         return None
     unit = 10 ** (len(str(least)) - 2)
@@ -111,7 +87,7 @@ def main() -> None:
         for row in rows:
             print(f"{key:8} {row.name:18} {row.size:.2e} {row.ratio:.3f}")
         least[key] = least_size(rows)
-        print(f"{key:8} from {least[key]} products on")
+        print(f"{key:8} from a size of {least[key]} on")
     if arguments.write:
         RANK_FILE.write_text(json.dumps(least, indent=1) + "\n", encoding="utf-8")
 

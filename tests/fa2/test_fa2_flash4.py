@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from fa2_problems import Problem, run
 from fa2_standin import FLASH4, Library, flash4_interface, make
-from nsa_backend_fa2 import cmp, flash4, padding, providers, rank, workspace
+from nsa_backend_fa2 import cmp, flash4, fold_strided, padding, providers, rank, workspace
 from nsa_backend_fa2.plugin import nsa_register_backends
 from nsa_backend_fa2.providers import Attention, Packed, Source
 from nsa_backend_sdpa.probe import CUDNN_LONG_RANK
@@ -100,6 +100,7 @@ def test_a_sequence_is_read_and_written_in_place(
 
         monkeypatch.setattr(interface, name, recorded)
 
+    monkeypatch.setattr(fold_strided, "MAX_FP32_DQ", 5 * 10 * problem.heads * 64 * 4)
     record("_flash_attn_fwd", "out")
     record("_flash_attn_bwd", "dq")
     call = SlotCall(problem.geometry, 0.125)
@@ -110,8 +111,9 @@ def test_a_sequence_is_read_and_written_in_place(
     dq, *_ = cmp.backward(do, *inputs.values(), o, lse, call=call)
     row = problem.heads * 64 * 2  # bytes; row 31 is the first that sees a key
     assert outputs[0] == o.data_ptr() + 31 * row
-    assert outputs[1:] == [dq.data_ptr() + n * row for n in (31, 35, 39, 43)]
-    assert [c["q"] for c in installed.calls] == [(16, 10, 4, 64)] + [(4, 10, 4, 64)] * 4
+    assert outputs[1:] == [dq.data_ptr() + n * row for n in (31, 36, 41, 46)]
+    assert [c["q"][0] for c in installed.calls] == [16, 5, 5, 5, 1]
+    assert {c["q"][1:] for c in installed.calls} == {(10, 4, 64)}
 
 
 def test_dq_is_not_allocated_twice() -> None:
@@ -193,11 +195,11 @@ def test_a_package_that_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.provider.title == f"flash-attn-4 {FLASH4}"
 
 
-RANKED = {"forward": 1e12, "training": None}
+RANKED = {"forward": 8e6, "training": None}
 
 
 def test_the_rank_follows_its_file(installed: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "least_flash4_products", lambda: RANKED)
+    monkeypatch.setattr(rank, "least_flash4_size", lambda: RANKED)
     inference = dataclasses.replace(H100, needs_grad=False)
     answer = rank.rank(inference)
     assert isinstance(answer, Rank)
@@ -226,8 +228,8 @@ def test_the_rank_follows_its_file(installed: Library, monkeypatch: pytest.Monke
 def test_the_rank_file_has_sizes_or_null() -> None:
     least = json.loads(Path(rank.__file__).with_name("flash4_rank.json").read_text())
     assert set(least) == {"forward", "training"}
-    assert all(size is None or size > 1e9 for size in least.values())
-    assert rank.least_flash4_products() == least
+    assert all(size is None or size > 1e6 for size in least.values())
+    assert rank.least_flash4_size() == least
 
 
 def test_ranks_follow_the_measurement(installed: Library) -> None:
@@ -271,6 +273,7 @@ def test_warmup_reaches_its_kernels(installed: Library, monkeypatch: pytest.Monk
 
 def test_workspace_counts_its_buffers(installed: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """No copy of o and dq; the buffers of the backward are for a quarter of the residues."""
+    monkeypatch.setattr(fold_strided, "MAX_FP32_DQ", 4 * 512 * 64 * 128 * 4)
     monkeypatch.setattr(providers, "first", lambda: providers.FlashAttnPackage(None, Version("2")))
     monkeypatch.setattr(workspace, "_multiprocessors", lambda: 132)
     request, tokens = dataclasses.replace(H100, seq_len=31 + 16 * 512), 31 + 16 * 512

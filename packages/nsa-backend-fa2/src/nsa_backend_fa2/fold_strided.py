@@ -5,7 +5,7 @@ v, which all residues share through stride 0. The tokens of an incomplete last r
 take a second, small call without a mask. So do those of an incomplete first run, for the keys up to
 their own; only queries that begin inside a sequence have one. Only o and dq are copied into their
 rows, unless FlashAttention-4 writes there. dk and dv are computed per residue and summed in fp32.
-The backward takes several calls, because the libraries add dq in fp32, in twice the bytes of q.
+The backward of a long sequence takes several calls, because the libraries add up dq in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nsa_backend_fa2.providers import Attention
 from nsa_core.contract import SlotCall
 from nsa_core.fold import Residues, partial_fold
 
-BACKWARD_CALLS = 4  # with a causal mask
+MAX_FP32_DQ = 1 << 28  # bytes per call of the backward
 
 
 def _parts(length: int, call: SlotCall) -> Iterator[tuple[Residues, Attention]]:
@@ -45,10 +45,12 @@ def _parts(length: int, call: SlotCall) -> Iterator[tuple[Residues, Attention]]:
         yield Residues(length - remainder, 1, remainder, before + complete + 1, 1), unmasked
 
 
-def _backward_parts(length: int, call: SlotCall) -> Iterator[tuple[Residues, Attention]]:
-    """Yield the parts, those with several residues divided into BACKWARD_CALLS."""
+def _backward_parts(
+    length: int, call: SlotCall, columns: int
+) -> Iterator[tuple[Residues, Attention]]:
+    """Yield the parts, divided so that fp32 dq with ``columns`` takes at most MAX_FP32_DQ."""
     for part, attention in _parts(length, call):
-        count = -(-part.residues // BACKWARD_CALLS)
+        count = max(1, MAX_FP32_DQ // (4 * columns * part.runs))
         for j in range(0, part.residues, count):
             residues = min(count, part.residues - j)
             yield part._replace(first=part.first + j, residues=residues), attention
@@ -107,7 +109,7 @@ def backward(
     dq[:, : _blank(q, call)] = 0
     sums = [torch.zeros(x.shape[1:], dtype=torch.float32, device=q.device) for x in (k_cmp, v_cmp)]
     keys, values = fit(k_cmp, width), fit(v_cmp, width)
-    for part, attention in _backward_parts(length, call):
+    for part, attention in _backward_parts(length, call, q.shape[2] * width):
         rows = part.queries(dq[0])
         grads = attend_backward(
             part.queries(do[0]),

@@ -6,7 +6,8 @@ benchmarks/results/h200_as_sm80/branch_ranks.json. Forward and backward of cmp t
 fa2 at up to 4096 tokens and 0.5 to 1.1 ms on triton; only long sequences make up for that.
 
 On sm_90, flash4_rank.json states from which size on the core is faster with cmp on FlashAttention-4
-than with every other backend. benchmarks/kernels/flash4_ranks.py measures and writes it.
+than with every other backend. A size is tokens x columns of a head: a call gains time per row and
+key, and loses some per row. benchmarks/kernels/flash4_ranks.py measures and writes it.
 """
 
 from __future__ import annotations
@@ -74,13 +75,14 @@ def _is_faster_on_flash4(request: Request) -> bool:
     unmeasured = request.varlen or request.partial or (request.batch or 1) > 1
     if request.capability != (9, 0) or unmeasured:
         return False
-    least = least_flash4_products()["training" if request.needs_grad else "forward"]
-    return least is not None and products(request) >= least and flash4.serves(request)
+    least = least_flash4_size()["training" if request.needs_grad else "forward"]
+    size = (request.seq_len or 0) * request.head_dim
+    return least is not None and size >= least and flash4.serves(request)
 
 
 @functools.lru_cache(maxsize=1)
-def least_flash4_products() -> dict[str, float | None]:
-    """Return phase -> the products from which FlashAttention-4 is faster; None if it never is."""
+def least_flash4_size() -> dict[str, float | None]:
+    """Return phase -> the size from which FlashAttention-4 is faster; None if it never is."""
     text = (importlib.resources.files("nsa_backend_fa2") / "flash4_rank.json").read_text()
     least: dict[str, float | None] = json.loads(text)
     return least
