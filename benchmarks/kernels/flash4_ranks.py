@@ -71,14 +71,14 @@ def least_size(rows: list[Row]) -> int | None:
     return least // unit * unit
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Print the ratios and the sizes; write the sizes if asked to."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", nargs="+", type=Path, help="results of nsa bench")
     parser.add_argument("--write", action="store_true", help=f"write {RANK_FILE.name}")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     files = [read_result(file).measurements for file in arguments.results]
     least = {}
     for key, phase in PHASES.items():
