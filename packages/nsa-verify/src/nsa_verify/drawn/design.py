@@ -39,6 +39,39 @@ def _row(row: Row, number: int, seed: int) -> Row:
     return row
 
 
+class _Greedy:
+    """Chooses the pairs that covertable's greedy criterion chooses, several times as fast.
+
+    That one counts all pairs of a row for each candidate; this one counts those of each new value
+    with the row, once for all candidates.
+    """
+
+    @staticmethod
+    def extract(search: Any) -> Iterator[tuple[int, int]]:
+        """Yield the pairs of values for the current row of ``search``, a covertable Controller."""
+        row, missing = search.row, search.incomplete
+        while not search.is_filled():
+            # Value -> whether it is new, and its missing pairs with the row.
+            gains = dict.fromkeys(row.values(), (0, 0))
+            for key, values in search.serials.items():
+                for v in values if key not in row else ():
+                    pairs = ((u, v) if u < v else (v, u) for u in row.values())
+                    gains[v] = (1, sum(pair in missing for pair in pairs))
+            best, most = None, -1
+            for pair in missing:
+                one, other = gains.get(pair[0]), gains.get(pair[1])
+                if one is None or other is None or not (new := one[0] + other[0]):
+                    continue
+                count = one[1] + other[1] + (new == 2)
+                if most < count:
+                    best, most = pair, count
+                if count > len(row) * new:  # no pair has more
+                    break
+            if best is None:
+                return
+            yield best
+
+
 @dataclasses.dataclass(frozen=True)
 class Design:
     """Rows in which every allowed pair of values of two parameters occurs.
@@ -142,8 +175,10 @@ class Design:
             return [{names[0]: value} for value in self.levels[names[0]]]
         # The library compares values; indices are comparable, and any object has one.
         factors = {name: list(range(len(values))) for name, values in self.levels.items()}
-        sub_models = [{"fields": triples, "strength": 3}] if len(triples) >= 3 else []
-        found = covertable.make(factors, strength=2, salt=str(seed), sub_models=sub_models)
+        options: dict[str, Any] = {"criterion": _Greedy}
+        if len(triples) >= 3:
+            options = {"sub_models": [{"fields": triples, "strength": 3}]}
+        found = covertable.make(factors, strength=2, salt=str(seed), **options)
         rows = [{n: self.levels[n][row[n]] for n in names if n in row} for row in found]
         if self.allowed is None or all(map(self.allowed, rows)):
             return rows
