@@ -5,6 +5,7 @@ docs/explanation/semantics.md describes both under "Scores" and "Selection".
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,7 @@ class RowScores(NamedTuple):
         return total
 
 
+@functools.lru_cache(maxsize=64)  # asked for every row
 def _weights(geometry: BlockGeometry) -> list[tuple[int, int]]:
     """List (i, overlap / d) of the compression blocks i that overlap selection block 0.
 

@@ -129,7 +129,7 @@ def _chunk(
 
 
 def _noise_of_heads(
-    rows: tuple[torch.Tensor | None, ...],  # scores, P, mask [R, L], q and do
+    rows: tuple[Any, ...],  # scores, P, mask [R, L], q and do
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
@@ -137,17 +137,18 @@ def _noise_of_heads(
     heads: int,
 ) -> tuple[torch.Tensor, ...]:
     """Return the second result of :func:`_chunk`: the noise of each head, those of keys added."""
+    # No size exceeds |scale| |q| |k|.
+    q_norms = rows[3].norm(dim=-1).view(heads, -1).amax(-1)
+    large = (abs(scale) * q_norms * k.norm(dim=-1).amax() > COVERED).tolist()
+    if not any(large):
+        return ()
     noises = []
-    for s, p, mask, q, do in zip(*(_split(x, heads) for x in rows)):
-        # No size exceeds |scale| |q| |k|.
-        if abs(scale) * q.norm(dim=-1).amax() * k.norm(dim=-1).amax() > COVERED:
+    for is_large, s, p, mask, q, do in zip(large, *(_split(x, heads) for x in rows)):
+        if is_large:
             sizes = score_sizes(s, q, k, mask, scale)
             noises.append((sizes, *score_noise(p, sizes, mask, q, k, v, do, scale, dtype)))
         else:
             noises.append(())
-    count = max(map(len, noises))
-    if not count:
-        return ()
     empty = [torch.zeros_like(x) for x in next(noise for noise in noises if noise)]
     sizes_o_dq_dk_dv = list(zip(*(noise or empty for noise in noises)))
     rowwise = [torch.cat(parts) for parts in sizes_o_dq_dk_dv[:3]]
