@@ -113,8 +113,8 @@ BackendOfSlot = Annotated[
 
 
 def as_options(names: Sequence[str]) -> str:
-    """Format parameter names as options: "--page-size, --from" for page_size and from_."""
-    return ", ".join(f"--{name.rstrip('_').replace('_', '-')}" for name in names)
+    """Format parameter names as options: "--page-size" for page_size."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def leave_out(names: Sequence[str]) -> str:
@@ -289,10 +289,8 @@ def pick_device(text: str, threads: int | None = None) -> str:
             + did_you_mean(text, ("auto", "cpu", "cuda"))
         )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some builds log every start of the profiler
-    # Libraries that torch imports swallow a KeyboardInterrupt, or cannot be imported a second time.
-    with recorded_signals() as interruption, interruption.deferred():
+    with recorded_signals() as interruption, interruption.ending_process():
         import torch
-    interruption.check()
 
     from nsa_core.plan.options import usable_device
 

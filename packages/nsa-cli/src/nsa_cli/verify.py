@@ -22,7 +22,9 @@ from nsa_cli.choices import (
 from nsa_cli.result_files import ResultFiles
 from nsa_cli.verify_run import SCHEMA_VERSION, RunOptions, run_combinations
 from nsa_core.limits import as_integer
+from nsa_core.util.child import preload
 from nsa_core.util.interruption import recorded_signals
+from nsa_verify.run import PRELOADED
 
 # The first two also run the larger hand-written cases.
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -49,7 +51,7 @@ def verify(
         ),
     ] = None,
     preset: Annotated[
-        Literal["quick", "full"], typer.Option(help="quick: about a minute on two cores.")
+        Literal["quick", "full"], typer.Option(help="quick: less than a minute on two quiet cores.")
     ] = "quick",
     phase: Annotated[
         Literal["prefill", "decode", "both"],
@@ -155,6 +157,9 @@ def verify(
         only = parse(case) if case is not None else None
         part, content = _shard(shard), read_text(text)
         names = [only.dtype] if only else dtype_names(dtype or ",".join(_DTYPES))
+        is_whole = all(x is None for x in (only, shard, cases, dtype))
+        if jobs != 1 and is_whole:  # so there are many checks
+            preload(*PRELOADED)
         output.import_with_plugins("nsa_verify.run.workers")
         registry = output.find_backends()
         torch_device = pick_device(device)

@@ -208,14 +208,14 @@ def describe_exit(status: int, doing: str) -> str:
     return f"killed its process with {name} {doing}"
 
 
-def preload(module: str = "") -> None:
-    """Start the fork server, which imports ``module`` in the background for all children."""
+def preload(*modules: str) -> None:
+    """Start the fork server, which imports ``modules`` in the background for all children."""
     resource_tracker.ensure_running()  # its start would unblock the signals
     if METHOD == "forkserver":
         from multiprocessing import forkserver
 
-        if module:
-            processes.set_forkserver_preload([module])
+        if modules:
+            processes.set_forkserver_preload([*modules])
         with signals_blocked_in_children(), _without_main():
             forkserver.ensure_running()
 

@@ -7,6 +7,7 @@ ignores from its start, as SIGHUP under nohup, stays ignored.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -29,7 +30,7 @@ class Interruption:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._received_at = 0.0
-        self._deferred = False
+        self._deferred = self._ends = False
         self._grace_s: float | None = None
 
     @property
@@ -58,6 +59,18 @@ class Interruption:
             yield
         finally:
             self._deferred = before
+
+    @contextlib.contextmanager
+    def ending_process(self) -> Iterator[None]:
+        """Let a signal inside the block end the process at once, with a line on standard error.
+
+        For imports of libraries that swallow a KeyboardInterrupt, or cannot be imported twice.
+        """
+        self._ends = True
+        try:
+            yield
+        finally:
+            self._ends = False
 
     @contextlib.contextmanager
     def stop_on_interrupt(self, grace_s: float | None = None) -> Iterator[None]:
@@ -89,6 +102,10 @@ class Interruption:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self._received_at = signal.Signals(number), now
+            if self._ends:
+                with contextlib.suppress(OSError):
+                    os.write(2, f"nsa: interrupted by {self.name}\n".encode())
+                os._exit(exit_code(self.name))
             if self._deferred:
                 if self._grace_s is not None and hasattr(signal, "setitimer"):
                     signal.signal(signal.SIGALRM, self.record)  # as a second signal

@@ -15,7 +15,7 @@ from nsa_verify.run.schedule import cost
 from nsa_verify.run.suite import Job
 from nsa_verify.run.workers import run_tasks
 
-GRACE_S = 2.0  # after a signal, a check in this process may take this long to end by itself
+GRACE_S = 1.0  # after a signal, a check in this process may take this long to end by itself
 
 
 @dataclasses.dataclass

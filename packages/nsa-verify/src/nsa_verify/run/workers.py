@@ -15,7 +15,6 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -27,9 +26,11 @@ from nsa_core.util.interruption import Interruption
 from nsa_verify.isolation import gpu_context
 from nsa_verify.isolation.call_guard import refuse_calls
 from nsa_verify.problems.combination import Combination
+from nsa_verify.run import PRELOADED
 from nsa_verify.run.schedule import Schedule
 from nsa_verify.run.suite import Job, JobResult, judge_one, shared_truths
 
+_SILENCE_S = 0.5  # a worker whose child is ended answers sooner
 _Task = tuple[int, int]  # (job index, combination index)
 MAX_HANGS = 3  # a function that hung in so many jobs of a worker is not called again
 
@@ -80,7 +81,7 @@ def run_tasks(
     run = _Run([c.for_child() for c in combinations], todo, stop, job_limit_s)
     plugins = [c.plugins() for c in combinations]
     if processes > 1 or any(plugins):
-        preload(__name__)
+        preload(*PRELOADED)
     if processes > 1:
         yield from _in_threads(run, plugins, processes)
         return
@@ -129,25 +130,32 @@ def _in_threads(
             worker.close()  # here too: the other call misses a child that is starting
             results.put(None)
 
-    with ThreadPoolExecutor(processes) as pool:
-        try:
-            for number in range(processes):
-                pool.submit(work, number)
-            left = processes
-            while left:
-                result = results.get()
-                if isinstance(result, NSAError):
-                    raise result
-                if result is None:
-                    left -= 1
-                else:
-                    yield result
-            if why and not run.stop.received and take(processes) is not None:
-                raise BackendUnavailable(f"no process can start: {why}; set processes=1 (--jobs 1)")
-        finally:
-            is_closed.set()
-            for worker in workers:
-                worker.close()
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(processes)]
+    for thread in threads:
+        thread.start()
+    left = processes
+    try:
+        while left:
+            try:
+                result = results.get(timeout=_SILENCE_S)
+            except queue.Empty:
+                if run.stop.received:  # the others wait for a child that starts
+                    return
+                continue
+            if isinstance(result, NSAError):
+                raise result
+            if result is None:
+                left -= 1
+            else:
+                yield result
+        if why and not run.stop.received and take(processes) is not None:
+            raise BackendUnavailable(f"no process can start: {why}; set processes=1 (--jobs 1)")
+    finally:
+        is_closed.set()
+        for worker in workers:
+            worker.close()
+        for thread in threads if not run.stop.received else ():
+            thread.join()
 
 
 class _Worker:
@@ -207,7 +215,8 @@ class _Worker:
         why = f"it did not end within {self._run.job_limit_s:g} s in {MAX_HANGS} checks"
         refused = {where: why for where, count in self._hangs.items() if count >= MAX_HANGS}
         try:
-            child.call(_set_up, self._run, bool(plugins), refused, doing="while it started")
+            call = (_set_up, self._run, bool(plugins), refused)
+            child.call(*call, doing="while it started", stop=self._run.stop)
         except NSAError as error:
             del self._children[plugins]
             raise _CannotStart(str(error)) from None
