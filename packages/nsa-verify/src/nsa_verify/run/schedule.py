@@ -6,9 +6,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from nsa_verify.drawn.caches.history import History
 from nsa_verify.drawn.jobs import OnDrawn
-from nsa_verify.drawn.step import DecodeStep, Sequences
+from nsa_verify.drawn.step import Sequences
 from nsa_verify.run.suite import Job, OnStep
 
 
@@ -50,12 +49,25 @@ def _kernel_key(job: Job) -> Hashable:
     return config, job.dtype, isinstance(job.check, OnStep) or isinstance(drawn, Sequences)
 
 
+# Milliseconds on the CPU; other kinds take 110.
+_DRAWN_MS = {
+    "partial": 33.0,
+    "combine": 27.0,
+    "block_attention_decode": 43.0,
+    "decode": 310.0,
+    "cache": 350.0,
+    "nsa_decode": 700.0,
+}
+
+
 def cost(job: Job) -> float:
     """Estimate the milliseconds of a job on the CPU, from which the time left is estimated."""
     if isinstance(job.check, OnDrawn):
-        return 330.0 if isinstance(job.check.drawn, (DecodeStep, History)) else 100.0
-    large = job.name in ("parity", "composition")
-    return 60.0 + large * min(_work(job) / 1000, 2000.0)
+        kind = "partial" if getattr(job.check.drawn, "partial", False) else job.check.drawn.kind
+        return _DRAWN_MS.get(kind, 110.0)
+    if job.name == "parity":
+        return 80.0 + min(_work(job) / 700, 2500.0)
+    return 2.0 if job.name.startswith("core ") and job.name != "core gradients" else 50.0
 
 
 def _work(job: Job) -> int:
