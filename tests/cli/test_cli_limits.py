@@ -17,7 +17,7 @@ LIMIT_S = 0.05
 REQUIRED = {
     "inspect": ("--text", "x", "--out", "x"),
     "generate": ("--checkpoint", "x"),
-    "convert": ("--hf", "x", "--out", "x"),
+    "convert": ("--checkpoint", "x", "--out", "x"),
     "train": ("--out", "x"),
 }
 

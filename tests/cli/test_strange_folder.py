@@ -62,9 +62,12 @@ SMALL = (
 STAGE = ("--steps", "1", "--length", "96")
 DOORS = {
     "generate": ("generate", "--checkpoint", "{folder}", "--prompt", "x", "--max-new-tokens", "2"),
-    "convert": ("convert", "--hf", "{folder}", "--out", "{out}", "--text", "{text}", *STAGE),
+    "convert": ("convert", "--checkpoint={folder}", "--out={out}", "--text={text}", *STAGE),
     "inspect": ("inspect", "--checkpoint", "{folder}", "--text", "{text}", "--out", "{out}"),
-    "train --from": ("train", "--from", "{folder}", "--out", "{out}", "--data", "{text}", *SMALL),
+    "train --checkpoint": (
+        *("train", "--checkpoint={folder}", "--out={out}", "--data={text}"),
+        *SMALL,
+    ),
     "train --resume": ("train", "--resume", "--out", "{folder}", "--device", "cpu"),
 }
 SECONDS, MEBIBYTES = 20, 700

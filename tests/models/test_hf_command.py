@@ -34,10 +34,11 @@ def dense(tmp_path):
 def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stage = ["--text", "text.txt", "--steps", "9", "--length", "200", "--lr", "0.02"]
-    result = nsa("convert", "--hf", "dense", "--out", "trained", *SET, *stage)
+    result = nsa("convert", "--checkpoint", "dense", "--out", "trained", *SET, *stage)
     assert (result.code, result.err) == (0, "")
-    assert result.out.endswith("next: nsa train --from trained --data FILE --out trained-trained\n")
-    plain = nsa("convert", "--hf", "dense", "--out", "plain", *SET)
+    follows = "next: nsa train --checkpoint trained --data FILE --out trained-trained\n"
+    assert result.out.endswith(follows)
+    plain = nsa("convert", "--checkpoint", "dense", "--out", "plain", *SET)
     assert plain.code == 0
     assert result.out.startswith(plain.out.partition("Written")[0])
     assert "Carried over and compared: all 27 tensors" in result.out.replace("\n", " ")
@@ -66,7 +67,7 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
     ("arguments", "message"),
     [
         (
-            ["--hf", "Qwen/Qwen3-0.6B"],
+            ["--checkpoint", "Qwen/Qwen3-0.6B"],
             "Qwen/Qwen3-0.6B does not exist: give the folder of a model, of nsa train, nsa convert"
             " or save_pretrained",
         ),
@@ -96,7 +97,7 @@ def test_errors_name_the_option_and_write_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    result = nsa("convert", "--hf", "dense", "--out", "new", *arguments)
+    result = nsa("convert", "--checkpoint", "dense", "--out", "new", *arguments)
     assert result.code == 2
     assert message in " ".join(result.err.split())
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
@@ -105,7 +106,7 @@ def test_errors_name_the_option_and_write_nothing(
 def test_generate_reads_a_converted_model_with_a_window_of_128k(dense, nsa, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     large = ["--nsa", f"window_size={2**17}", "--nsa", "num_selected_blocks=4096"]
-    assert nsa("convert", "--hf", "dense", "--out", "new", *large).code == 0
+    assert nsa("convert", "--checkpoint", "dense", "--out", "new", *large).code == 0
     words = ["--checkpoint", "new", "--prompt", "the fox", "--max-new-tokens", "2"]
     result = nsa("generate", *words)
     follows = "next: nsa inspect --checkpoint new --text FILE --out FOLDER\n"
@@ -116,7 +117,7 @@ def test_a_folder_without_a_tokenizer_cannot_be_trained(dense, nsa, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     for file in dense.glob("tokenizer*"):
         file.unlink()
-    result = nsa("convert", "--hf", "dense", "--out", "new", "--text", "text.txt")
+    result = nsa("convert", "--checkpoint", "dense", "--out", "new", "--text", "text.txt")
     assert (result.code, "has no tokenizer that can be read" in result.err) == (2, True)
 
 
@@ -143,7 +144,7 @@ def test_the_last_row_of_the_text_is_measured_and_never_trained_on(
 
     monkeypatch.setattr("nsa_models.hf.first_stage.train_new_parameters", stage)
     sizes = ["--steps", "9", "--length", "200", "--batch", "2", "--lr", "0.02"]
-    result = nsa("convert", "--hf", "dense", "--out", "new", "--text", "text.txt", *sizes)
+    result = nsa("convert", "--checkpoint", "dense", "--out", "new", "--text", "text.txt", *sizes)
     assert result.code == 0
     assert re.search(r"(?m)^ +0 +50.0% +25.0%$", result.out)
     ((batches, settings),) = calls

@@ -316,7 +316,7 @@ ERRORS: dict[str, tuple[Callable[[pathlib.Path], Any], type[Exception], tuple[st
     "no training": (
         lambda f: trainer_of(0, 1, data="task", resume=f),
         InvalidInput,
-        ("no training to resume", "--from"),
+        ("no training to resume", "--checkpoint"),
     ),
     "fields": (
         lambda f: json_fields.build(
@@ -413,10 +413,10 @@ def test_one_folder_serves_every_command(
         fields += f" --nsa-layers {nsa_layers}"
     small = f"--device cpu --data {text} --length 100 --batch 2 --held-out-rows 1 --steps 1"
     for command in (
-        f"convert --hf dense --out converted {fields}",
-        f"train --from converted --out run {small}",
+        f"convert --checkpoint dense --out converted {fields}",
+        f"train --checkpoint converted --out run {small}",
         "train --resume --out run --device cpu --steps 2",
-        f"train --from run --out again {small}",
+        f"train --checkpoint run --out again {small}",
         f"inspect --checkpoint run --text {text} --out page --device cpu",
     ):
         result = nsa(*shlex.split(command))
@@ -437,8 +437,8 @@ def test_one_folder_serves_every_command(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--size toy --attention nsa", "--size, --attention: set by the folder of --from; leave"),
-        ("--tokenizer x.json", "--tokenizer: set by the folder of --from; leave it out"),
+        ("--size toy --attention nsa", "--size, --attention: set by the folder of --checkpoint"),
+        ("--tokenizer x.json", "--tokenizer: set by the folder of --checkpoint; leave it out"),
         ("--data TEXT", "model has no tokenizer.json, and a text needs the tokenizer of the model"),
         (
             "--data uniform",
@@ -452,7 +452,7 @@ def test_a_model_that_does_not_suit_the_options_is_refused(
     nsa_model().save_pretrained(tmp_path / "model")
     (tmp_path / "x.json").write_text(words())
     monkeypatch.chdir(tmp_path)
-    out = ["--out", str(tmp_path / "run"), "--from", str(tmp_path / "model"), "--device", "cpu"]
+    out = [f"--out={tmp_path / 'run'}", f"--checkpoint={tmp_path / 'model'}", "--device=cpu"]
     result = nsa("train", *out, *options.replace("TEXT", text).split())
     assert (result.code, message in " ".join(result.err.split())) == (2, True), result.err
     assert not (tmp_path / "run").exists()
@@ -461,7 +461,7 @@ def test_a_model_that_does_not_suit_the_options_is_refused(
 def test_a_model_is_trained_on_a_task(nsa, tmp_path, no_timing):
     nsa_model().save_pretrained(tmp_path / "model")
     options = "--device cpu --data uniform --vocab 61 --length 40 --batch 2 --steps 1"
-    out = ["--out", str(tmp_path / "run"), "--from", str(tmp_path / "model")]
+    out = ["--out", str(tmp_path / "run"), "--checkpoint", str(tmp_path / "model")]
     result = nsa("train", *out, *options.split())
     assert result.code == 0, result.err
     opened: ModelFolder = open_folder(tmp_path / "run")

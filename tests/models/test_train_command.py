@@ -328,9 +328,9 @@ def test_an_altered_run_is_refused_by_every_command(nsa, text, tmp_path):
     for command in (
         ["generate", "--checkpoint", run],
         ["train", "--out", run, "--resume"],
-        ["train", "--out", new, "--from", run, "--data", text, *SMALL],
+        ["train", "--out", new, "--checkpoint", run, "--data", text, *SMALL],
         ["inspect", "--text", text, "--checkpoint", run, "--out", new],
-        ["convert", "--hf", run, "--out", new],
+        ["convert", "--checkpoint", run, "--out", new],
     ):
         done = nsa(*command)
         assert (done.code, f"{file} was altered" in done.err) == (2, True), done.err

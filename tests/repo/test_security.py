@@ -100,8 +100,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{UNWRITTEN}::test_a_new_backend_needs_an_empty_folder",
         "tests/bench/test_tune.py::test_a_corrupt_file_is_ignored_and_replaced",
     ),
-    "`nsa generate`, `nsa convert`, `nsa inspect` and `nsa train` (`--from`, `--resume`) read a"
-    " model folder as data, whoever made it:": (DAMAGED,),
+    "`nsa generate`, `nsa convert`, `nsa inspect` and `nsa train` (`--checkpoint`, `--resume`) read"
+    " a model folder as data, whoever made it:": (DAMAGED,),
     "They load no code, kernel or adapter that the folder names, and ask no question.": (DAMAGED,),
     "A configuration with `auto_map`, or with a kernel of a hub in `attn_implementation`, is"
     " an error.": (DAMAGED,),

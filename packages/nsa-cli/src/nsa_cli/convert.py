@@ -42,10 +42,9 @@ _STAGE = ("steps", "length", "batch", "lr", "seed")  # options of the first stag
 
 def convert(
     context: typer.Context,
-    hf: Annotated[
+    checkpoint: Annotated[
         Path,
         typer.Option(
-            "--hf",
             help="Folder of a dense Llama, Qwen2 or Qwen3, or a run of nsa train --attention dense:"
             " config.json and safetensors.",
         ),
@@ -98,7 +97,7 @@ def convert(
         _check_options(text, typed)
         need_extras("nsa convert", ["transformers"])
         fields, layers = _fields(nsa or []), _layers(nsa_layers)
-        check_model(hf)
+        check_model(checkpoint)
         check_output_folder(out)
         chosen, dtype = parse_backends(backends), one_dtype(dtype)
         content = None if text is None else read_file("--text", text)
@@ -112,7 +111,7 @@ def convert(
         from nsa_models.hf.conversion import default_fields, open_dense, write
         from nsa_models.hf.folder import load_model
 
-        folder = open_dense(hf)
+        folder = open_dense(checkpoint)
         tokens = (
             None if text is None or content is None else _read_tokens(folder, text, content, length)
         )
@@ -129,7 +128,7 @@ def convert(
             conversion.model.to("cpu")
         write(conversion.model, folder, out)
         output.print_text(output.console(), f"Written to {out}", "bold green")
-        words = ["--from", str(out), "--data", "FILE", "--out", f"{out}-trained"]
+        words = ["--checkpoint", str(out), "--data", "FILE", "--out", f"{out}-trained"]
         output.print_next(["nsa", "train", *words])
 
 
@@ -211,7 +210,7 @@ def _read_tokens(folder: ModelFolder, text: Path, content: bytes, length: int) -
     try:
         tokenizer = load_tokenizer(folder)
     except InvalidInput as error:
-        raise InvalidInput(f"--hf: {error}; --text needs it") from error
+        raise InvalidInput(f"--checkpoint: {error}; --text needs it") from error
     tokens = torch.tensor(text_ids(tokenizer, content.decode(errors="replace")))
     if len(tokens) < 2 * length:
         raise InvalidInput(

@@ -73,7 +73,7 @@ def train(
     device: Device = "auto",
     threads: Threads = 1,
     backends: Backends = "auto",
-    from_: options.From = None,
+    checkpoint: options.Checkpoint = None,
     resume: options.Resume = False,
     allow_other_data: options.AllowOtherData = False,
     force: options.Force = False,
@@ -202,12 +202,12 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
         if values["tokenizer"] is not None:
             read_file("--tokenizer", values["tokenizer"])
             libraries.append("tokenizers")
-    if values["from_"] is not None:
-        check_model(values["from_"])
+    if values["checkpoint"] is not None:
+        check_model(values["checkpoint"])
     parse_backends(values["backends"])
     need_extras("nsa train", [*libraries, *["matplotlib"] * bool(values["png"] or values["svg"])])
     decided = [("--resume", resume, options.OF_RUN)]
-    decided += [("--from", values["from_"] is not None, options.OF_MODEL)]
+    decided += [("--checkpoint", values["checkpoint"] is not None, options.OF_MODEL)]
     for option, given, names in decided:
         if given and (repeated := [name for name in names if name in typed]):
             raise InvalidInput(
@@ -243,7 +243,7 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
     from nsa_models.lm.trainer import Trainer
 
     out, resume = values["out"], values["resume"]
-    source = out if resume else values["from_"]
+    source = out if resume else values["checkpoint"]
     folder = None if source is None else open_folder(source, world.rank, world.size)
     training = folder.training if folder is not None and resume else None
     if training is None:
@@ -269,7 +269,7 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
     elif values["tokenizer"] is not None:
         tokenizer = read_tokenizer(values["tokenizer"])
     if folder is not None:
-        _check_tokens(spec, tokenizer, folder, "--from" if training is None else "--resume")
+        _check_tokens(spec, tokenizer, folder, "--checkpoint" if training is None else "--resume")
     data = open_data(spec, tokenizer)
     if training is not None:
         _check_data(data, training.corpus, values["allow_other_data"], world)
@@ -332,7 +332,9 @@ def _check_tokens(
     used = spec.vocab_size if is_task else getattr(tokenizer, "ids", 256)  # bytes have 256
     if used > vocabulary:
         fix = (
-            f"give --vocab {vocabulary}" if option == "--from" else "put back the files of one run"
+            f"give --vocab {vocabulary}"
+            if option == "--checkpoint"
+            else "put back the files of one run"
         )
         raise InvalidInput(
             f"{option}: {folder.path} has a vocabulary of {vocabulary:,}, but the data has ids up"

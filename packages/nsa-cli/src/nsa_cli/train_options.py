@@ -79,9 +79,9 @@ TensorParallel = Annotated[
 EvalEvery = Annotated[int, advanced(help="Steps between evaluations.", min=1)]
 SaveEvery = Annotated[int, advanced(help="Steps between checkpoints.", min=1)]
 Seed = Annotated[int, advanced(help="Seed of the weights and the data order.")]
-From = Annotated[
+Checkpoint = Annotated[
     Path | None,
-    advanced("--from", help="Start from the weights and the tokenizer of a model folder."),
+    advanced("--checkpoint", help="Start from the weights and the tokenizer of a model folder."),
 ]
 AllowOtherData = Annotated[
     bool,
@@ -113,7 +113,7 @@ RENAMED = {
     "vocab_size": "vocab",
 }
 TASKS_ONLY, TEXT_ONLY = ("vocab",), ("tokenizer", "text_field", "held_out")
-# Options that the folder of --from decides.
+# Options that the folder of --checkpoint decides.
 OF_MODEL: tuple[str, ...] = ("size", "attention", "tokenizer")
 # Options that a resumed run reads from its folder, because they determine the result.
 OF_RUN: tuple[str, ...] = (
@@ -133,5 +133,5 @@ OF_RUN: tuple[str, ...] = (
     "clip",
     "dtype",
     "seed",
-    "from_",
+    "checkpoint",
 )

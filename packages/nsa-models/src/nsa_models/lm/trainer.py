@@ -185,7 +185,7 @@ class Trainer:
         if training is None:
             raise InvalidInput(
                 f"{folder.path} has no training to resume, only a model; start a run from it with"
-                " --from"
+                " --checkpoint"
             )
         folder.load_optimizer(self.model, self.optimizer, self.replica.heads)
         folder.load_random_state(self.world.rank, self.world.size)
