@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from caches import OPTIONS, layer_of
 from nsa_core import (
@@ -31,6 +32,7 @@ from nsa_core.decode import chunks as decode_chunks
 from nsa_core.decode import layer_step
 from nsa_core.decode import op as decode_op
 from nsa_core.decode import run as decode_run
+from nsa_core.decode.checks import check_values
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.gating import compute_gates
 from nsa_core.layer.phi.kinds import make_phi
@@ -411,6 +413,31 @@ def test_wrong_pages_and_rows_are_refused_before_anything_is_written(name: str) 
         decoded(attn, x, pages, rows)
     for part in pages:
         assert part.k.isnan().all()
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest result."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+def test_the_check_of_values_does_not_grow_with_the_pool() -> None:
+    """A server's pool has millions of compressed tokens, and its CPU checks each step."""
+    pages, rows = pages_of(layer_of()), rows_of((3, 1), [23, 44], 0)
+    pool = [x.new_empty(1 << 16, *x.shape[1:]) for x in pages.cmp[:2]]
+    pages = pages._replace(cmp=PagedKV(*pool, pages.cmp.table))
+    geometry = layer_of().config.geometry
+    call = DecodeCall(geometry, 1.0, rows.starts, rows.lengths, pages.tables, 80, rows.sequences)
+    with Largest() as largest:
+        check_values(pages, call, (), dict.fromkeys(LayerPages._fields, (None, None)))
+    assert 0 < largest.elements < 1000
 
 
 class Outer(torch.nn.Module):

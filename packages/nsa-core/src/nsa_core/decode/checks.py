@@ -294,8 +294,11 @@ def _check_entries(branch: str, pages: PagedKV, span: _Span) -> None:
     # A sequence may begin after pages that another one fills in this step: all is written first.
     entries = pages.table.clamp(0, len(pages.k) - 1).long()
     places = entries * columns + torch.arange(columns, device=entries.device)
-    users, writers = (entries[x].bincount(minlength=len(pages.k))[entries] for x in (used, written))
-    here = places[used].bincount(minlength=len(pages.k) * columns)[places]
+    # Numbers of the entries, because a pool may have far more pages than the table.
+    entries, places = (x.unique(return_inverse=True)[1] for x in (entries, places))
+    count = entries.numel()
+    users, writers = (entries[x].bincount(minlength=count)[entries] for x in (used, written))
+    here = places[used].bincount(minlength=count)[places]
     left_open = _columns(span.end - span.end % pages.rows, span.end, pages)
     shared = (writers > 1) | (users > here) | left_open & (users > 1)
     _raise_at(
