@@ -15,6 +15,7 @@ FOR_BACKENDS = {
     "nsa_core.contract",
     "nsa_core.layout",
     "nsa_core.packing",
+    "nsa_core.dtypes",
     "nsa_core.fold",
     "nsa_core.flash",
     "nsa_core.dryrun",

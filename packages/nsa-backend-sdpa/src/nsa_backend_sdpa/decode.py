@@ -12,7 +12,9 @@ values are replaced by 0, or another key is read in their place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +24,30 @@ from nsa_backend_sdpa.engine import ieee_products, operand_dtype, product, stats
 from nsa_backend_sdpa.sel import distinct
 from nsa_backend_sdpa.select import choose, columns, head_sums, tap_sums
 from nsa_core.contract import DecodeCall
+from nsa_core.dtypes import as_bytes
 
 _MIN_ROWS = 64  # fewest queries of a chunk, even if their scores exceed the limit
 _MIN_SELECT_ROWS = 16  # the same for select
 _KEYS_PER_CHUNK = 1024  # keys whose scores must fit the limit for all queries of a chunk (cmp)
+
+Form = TypeVar("Form", bound=Callable[..., Any])
+_Rows = tuple[Tensor, Tensor]  # pages, and rows in them
+
+
+def _in_fp32_if_quantized(form: Form) -> Form:
+    """Decorate a decode form: products over quantized pages take fp32 operands (fp64 for fp64).
+
+    16-bit operands would round the dequantized keys and values once more.
+    """
+
+    @functools.wraps(form)
+    def run(q: Tensor, *tensors: Tensor, call: DecodeCall) -> Any:
+        if call.scales is None or q.dtype == stats_dtype(q.dtype):
+            return form(q, *tensors, call=call)
+        results = form(q.to(stats_dtype(q.dtype)), *tensors, call=call)
+        return (results[0].to(q.dtype), results[1]) if isinstance(results, tuple) else results
+
+    return run  # type: ignore[return-value]
 
 
 def _query_chunks(q: Tensor, rows: int, call: DecodeCall) -> Iterator[tuple[slice, DecodeCall]]:
@@ -82,9 +104,24 @@ def _page_rows(
     return page.clamp(0, store.shape[0] - 1), tokens % size
 
 
-def _heads_first(x: Tensor, present: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return [B, L, G, D] as [B, G, L, D] in ``dtype``; 0 where ``present`` [B, L] is False."""
-    x = x.transpose(1, 2).to(dtype)
+def _scales(call: DecodeCall, branch: str) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scales [P, G] of keys and of values; None if they are not quantized."""
+    if call.scales is None:
+        return None, None
+    k, v = getattr(call.scales, branch).unbind(-1)
+    return k, v
+
+
+def _read(
+    store: Tensor, rows: _Rows, scales: Tensor | None, present: Tensor | None, q: Tensor
+) -> Tensor:
+    """Return rows [B, L, G, D] as [B, G, L, D], dequantized, in the dtype of operands of ``q``.
+
+    They are 0 where ``present`` [B, L] is False.
+    """
+    x = as_bytes(store)[rows].view(store.dtype).transpose(1, 2).to(operand_dtype(q))
+    if scales is not None:
+        x = x * scales[rows[0]].transpose(1, 2)[..., None]
     return x if present is None else x.masked_fill(~present[:, None, :, None], 0)
 
 
@@ -106,6 +143,7 @@ def _chunk_size(q: Tensor, keys: int) -> int:
     return max(1, min(keys, engine.MAX_KEYS, engine.score_bytes(q) // max(1, per_key)))
 
 
+@_in_fp32_if_quantized
 def cmp(
     q: Tensor,  # [B, m, Hq, Dk]
     k_cmp: Tensor,  # [P, page, G, Dk]
@@ -126,9 +164,10 @@ def cmp(
 
 
 def _cmp_chunk(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
-    geometry, operand = call.geometry, operand_dtype(q)
+    geometry = call.geometry
     queries, last = _grouped(q, k_cmp.shape[2]), positions(q, call)[:, None, :, None, None]
     count, table, merged = geometry.num_compressed(call.max_len), call.table("cmp"), None
+    k_scales, v_scales = _scales(call, "cmp")
     size = _chunk_size(q, max(1, count))
     for first in range(0, max(1, count), size):
         index = torch.arange(first, min(first + size, max(1, count)), device=q.device)
@@ -136,13 +175,14 @@ def _cmp_chunk(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: DecodeCall) -> tup
         ends = torch.add(geometry.compress_block_size, index, alpha=geometry.compress_stride)
         rows = _page_rows(k_cmp, index.expand(len(q), -1), table)
         present = ends <= call.lengths[:, None]
-        k = _heads_first(k_cmp[rows], None, operand)
-        v = _heads_first(v_cmp[rows], present, operand)
+        k = _read(k_cmp, rows, k_scales, None, q)
+        v = _read(v_cmp, rows, v_scales, present, q)
         merged = engine.merge(merged, engine.attend(queries, k, v, ends > last + 1, call.scale))
     assert merged is not None
     return _out(*merged, q)
 
 
+@_in_fp32_if_quantized
 def win(
     q: Tensor,  # [B, m, Hq, Dk]
     k: Tensor,  # [P, page, G, Dk]
@@ -163,20 +203,21 @@ def win(
 
 
 def _win_chunk(q: Tensor, k: Tensor, v: Tensor, call: DecodeCall) -> tuple[Tensor, Tensor]:
-    operand, merged, window = operand_dtype(q), None, call.geometry.window_size
+    merged, window = None, call.geometry.window_size
     queries, token = _grouped(q, k.shape[2]), positions(q, call)
     last, rows = token[:, None, :, None, None], q.shape[1]
     tokens = token[:, :1] + torch.arange(1 - window, rows, device=q.device)
     page, row = _page_rows(k, tokens, call.table("win"))
+    k_scales, v_scales = _scales(call, "win")
     size = _chunk_size(q, tokens.shape[1])
     for first in range(0, tokens.shape[1], size):
         part = slice(first, min(first + size, tokens.shape[1]))
-        token = tokens[:, part]
+        token, at = tokens[:, part], (page[:, part], row[:, part])
         present = token >= 0
         if rows > 1:  # the tokens of a single query end at it
             present &= token < call.lengths[:, None]
-        keys = _heads_first(k[page[:, part], row[:, part]], None, operand)
-        values = _heads_first(v[page[:, part], row[:, part]], present, operand)
+        keys = _read(k, at, k_scales, None, q)
+        values = _read(v, at, v_scales, present, q)
         token = token[:, None, None, None]
         hidden = token < 0
         if rows > 1:
@@ -186,6 +227,7 @@ def _win_chunk(q: Tensor, k: Tensor, v: Tensor, call: DecodeCall) -> tuple[Tenso
     return _out(*merged, q)
 
 
+@_in_fp32_if_quantized
 def sel(
     q: Tensor,  # [B, m, Hq, Dk]
     k: Tensor,  # [P, page, G, Dk]
@@ -223,7 +265,11 @@ def sel(
             index = torch.minimum(offset, last_offset[..., None]).mul_(groups)
             index.add_(((page * k.shape[1] + row) * groups + group)[..., None])
             hidden = offset > last_offset.masked_fill(~valid, -1)[..., None]  # [B, G, r, n, l']
-            keys, values = (_gathered(x, index).flatten(3, 4).to(operand) for x in (k, v))
+            keys, values = (_gathered(as_bytes(x), index).view(x.dtype).to(operand) for x in (k, v))
+            if call.scales is not None:
+                k_scales, v_scales = call.scales.sel[page, group, None].unbind(-1)
+                keys, values = keys * k_scales[..., None], values * v_scales[..., None]
+            keys, values = keys.flatten(3, 4), values.flatten(3, 4)
             tile_o, tile_lse = engine.attend(
                 grouped[:, :, part, None],
                 keys,
@@ -252,6 +298,7 @@ def _gathered(
     return store[row.div(store.shape[1], rounding_mode="floor"), row % store.shape[1], head]
 
 
+@_in_fp32_if_quantized
 def select(
     q: Tensor,  # [B, m, Hq, Dk]
     k_cmp: Tensor,  # [P, page, G, Dk]
@@ -280,7 +327,7 @@ def _select_chunk(q: Tensor, k_cmp: Tensor, lse: Tensor, call: DecodeCall) -> Te
     for first in range(0, len(index), size := _chunk_size(q, len(index))):
         chunk = index[first : first + size]
         rows = _page_rows(k_cmp, chunk.clamp(min=0).expand(len(q), -1), table)
-        k = _heads_first(k_cmp[rows], None, queries.dtype)
+        k = _read(k_cmp, rows, _scales(call, "cmp")[0], None, q)
         flat = product(queries.flatten(2, 3).flatten(0, 1), k.flatten(0, 1).transpose(1, 2))
         part = flat.view(*queries.shape[:-1], len(chunk)).mul_(call.scale).sub_(grouped_lse).exp_()
         ends = chunk * geometry.compress_stride + geometry.compress_block_size - 1

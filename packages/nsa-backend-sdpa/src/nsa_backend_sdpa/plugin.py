@@ -17,6 +17,7 @@ def _slot(name: str, *evidence: str, backward: bool = True, deterministic: bool 
         deterministic=deterministic,
         reads_boundaries=name == "cmp",
         partial=name != "combine",
+        quantized=True,
     )
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # the names of _MODULE_OF, for type checkers and editors
     from nsa_core.decode.api import rope_angles as rope_angles
     from nsa_core.decode.pages import LayerPages as LayerPages
     from nsa_core.decode.pages import PagedKV as PagedKV
+    from nsa_core.decode.pages import kv_scale as kv_scale
     from nsa_core.decode.run import DecodeRows as DecodeRows
     from nsa_core.errors import BackendUnavailable as BackendUnavailable
     from nsa_core.errors import InvalidInput as InvalidInput
@@ -75,6 +76,7 @@ _MODULE_OF = {
     "rope_angles": "decode.api",
     "LayerPages": "decode.pages",
     "PagedKV": "decode.pages",
+    "kv_scale": "decode.pages",
     "NSAttention": "layer.module",
     "NSACache": "cache",
     "pad": "packing",

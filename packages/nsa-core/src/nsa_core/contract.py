@@ -144,6 +144,7 @@ PHASES = ("prefill", "decode")
 FUSED_DECODE = ("step", "append", "gates", "compress")
 FUSED = (*FUSED_DECODE, "backward")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+KV_DTYPES = ("float8_e4m3fn", "int8")
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -202,6 +203,8 @@ class Request:
         batch: number of sequences, or of documents if packed; None if unknown when planning.
         seq_len: tokens per sequence, or total tokens if packed; None if unknown when planning.
         page_size: tokens per page of the cache, for decode; None if each sequence is contiguous.
+        kv_dtype: dtype of quantized pages, one of :data:`KV_DTYPES`, for decode; None if pages
+            have the dtype of q.
 
     Raises:
         InvalidInput: a field is invalid; the message names every invalid field and its value.
@@ -224,6 +227,7 @@ class Request:
     batch: int | None = None
     seq_len: int | None = None
     page_size: int | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -250,6 +254,11 @@ class Request:
             size = self.geometry.select_block_size
             problems.append(
                 f"page_size must be a multiple of select_block_size {size}, got {self.page_size}"
+            )
+        if self.kv_dtype is not None and (self.kv_dtype not in KV_DTYPES or self.phase != "decode"):
+            problems.append(
+                f"kv_dtype must be None or, for decode, one of {', '.join(KV_DTYPES)}, got"
+                f" {self.kv_dtype!r} for {self.phase}"
             )
         if self.dtype not in DTYPES:
             problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
@@ -310,6 +319,20 @@ class BlockTables(NamedTuple):
     raw: torch.Tensor
 
 
+class PageScales(NamedTuple):
+    """The scales of quantized pages, float32 [P, G, 2] on the device, of keys and of values.
+
+    The last two axes are contiguous. A stored number c of a page and kv head is c * scale; x is
+    stored as round(x / scale) in float32, to nearest, ties to even, at most 448 (float8_e4m3fn) or
+    127 (int8) in magnitude. x is rounded to the dtype of q first. NaN is stored as 0; the output of
+    its own token is still NaN if its query is.
+    """
+
+    cmp: torch.Tensor
+    sel: torch.Tensor
+    win: torch.Tensor
+
+
 # Name of an attribute of the tensors of a cache, whose metadata never change: (shape, strides,
 # dtype). Reading it takes a tenth of the time of reading all three.
 KNOWN_METADATA = "nsa_metadata"
@@ -330,6 +353,8 @@ class DecodeCall:
         max_len: host integer, an upper bound of ``lengths``, for grid sizes.
         sequences: int32 [B] on the device, the row of the tables of each run; None if run b has
             row b.
+        scales: the scales of the pages of cmp, sel and win if they are quantized, otherwise None.
+            The pages of raw have the dtype of q.
     """
 
     geometry: BlockGeometry
@@ -339,6 +364,7 @@ class DecodeCall:
     tables: BlockTables
     max_len: int
     sequences: torch.Tensor | None = None
+    scales: PageScales | None = None
 
     @functools.cached_property
     def is_contiguous(self) -> bool:
@@ -380,6 +406,8 @@ class SlotSpec:
             more than the default, warm-up also runs a call of a few tokens.
             Plan.warmup() runs such a call.
         partial: whether forward and backward take queries that begin inside a sequence.
+        quantized: whether the decode form, and the fused forms of the backend, take quantized
+            pages, see :class:`PageScales`.
         reads_lse: whether the backward computes the probabilities as exp(s - lse) from any ``lse``
             that it gets, and 0 from one of +inf. It can then join the fused backward of another
             backend, which passes lse - ln(gate) to scale a branch by its gate.
@@ -395,6 +423,7 @@ class SlotSpec:
     reads_boundaries: bool = False
     warmup_tokens: int = 128
     partial: bool = False
+    quantized: bool = False
     reads_lse: bool = False
 
 
@@ -434,7 +463,8 @@ class BackendSpec:
                  before the slots. Rows past ``lengths`` are not written.
                  k, v           rows of this step for (cmp, sel, win), each [B, m, G, D]
                  raw, sel, win  the (k, v) pages to write to, of any strides but that of the last
-                                axis; raw, phi's input, may wrap around like win
+                                axis; raw, phi's input, may wrap around like win. Those of sel and
+                                win are quantized if call.scales are given.
                  rope           fp32 (cos, sin), each [positions, Dk / 2], or None. q and the k of
                                 sel and win are rotated at their positions.
                  rotate_raw     whether the k of cmp is rotated too
@@ -447,7 +477,8 @@ class BackendSpec:
                  i d + l <= lengths[b]; then compressed token i is written. Nothing else is written.
                  k, v           the pages raw of append, with columns * page >= l + new - 1, where
                                 new is the number of tokens that the step adds to a sequence
-                 k_cmp, v_cmp   the pages to write to, as the decode form of cmp reads them
+                 k_cmp, v_cmp   the pages to write to, as the decode form of cmp reads them, and
+                                quantized if call.scales are given
                  phi_k, phi_v   parameters of W flatten(block + position) + b: position [l, D],
                                 weight [out, l D] and bias [out]. Those of an MLP, whose ``out`` is
                                 the number of its hidden units, are followed by the weight

@@ -11,7 +11,9 @@ import torch
 from nsa_core.cache.kv_store import move
 from nsa_core.cache.state import CacheSizes, CacheState, check_plan
 from nsa_core.cache.undo import Undo, undone_on_error
-from nsa_core.dtypes import dtype_name
+from nsa_core.contract import PageScales
+from nsa_core.decode.pages import check_kv_dtype, kv_scale
+from nsa_core.dtypes import as_bytes, dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import as_integers, shown, too_large
 
@@ -66,6 +68,7 @@ class NSACache(CacheState):
         max_rollback: maximum number of tokens that :meth:`crop` can remove.
         max_step: maximum number of rows of a captured step.
         dtype, device: dtype and device of the keys and values.
+        kv_dtype: dtype of quantized keys and values; None if they are not quantized.
 
     Example:
         >>> cache = attn.new_cache(batch=2, max_len=2048)
@@ -80,7 +83,8 @@ class NSACache(CacheState):
         if self.pages is not None:
             pages = f", page_size={self.page_size}, {self.pages.free} free pages"
         size = f"batch={self.batch}, max_len={self.max_len}{pages}"
-        return f"NSACache({size}, {dtype_name(self.dtype)} on {self.device}, {self.nbytes} bytes)"
+        dtype = dtype_name(self.kv_dtype or self.dtype)
+        return f"NSACache({size}, {dtype} on {self.device}, {self.nbytes} bytes)"
 
     @property
     def nbytes(self) -> int:
@@ -285,6 +289,37 @@ class NSACache(CacheState):
 
         rehearse(self, rows)
 
+    @torch.no_grad()
+    def kv_scales(self, kv_dtype: torch.dtype, margin: float = 1.0) -> PageScales:
+        """Return scales for caches of ``kv_dtype``, from the tokens of this one. Synchronises.
+
+        Args:
+            kv_dtype: torch.float8_e4m3fn or torch.int8.
+            margin: as of :func:`nsa_core.kv_scale`.
+
+        Returns:
+            The argument ``kv_scales`` of :meth:`nsa_core.NSAttention.new_cache`.
+
+        Raises:
+            InvalidInput: no sequence has a compressed token.
+        """
+        scales: tuple[list[torch.Tensor], ...] = ([], [], [])
+        geometry, count = self.config.geometry, self.kv.count
+        for b, length in enumerate(self.host_lengths()):
+            newest = count[max(0, length - geometry.window_size) : length]
+            each = count[: geometry.num_compressed(length)], count[:length], newest
+            for pages, tokens, of_branch in zip(self.kv.pages, each, scales):
+                if len(tokens):
+                    kv = pages.read(tokens[None], count[b : b + 1])
+                    of_branch.append(torch.stack([kv_scale(x, kv_dtype, margin) for x in kv], -1))
+        if not scales[0]:
+            size = geometry.compress_block_size
+            raise InvalidInput(
+                f"kv_scales: a sequence needs at least compress_block_size {size} tokens, the"
+                f" lengths are {self.host_lengths()}"
+            )
+        return PageScales(*(torch.stack(x).amax(0) for x in scales))
+
     def _rows(self, b: int, length: int) -> list[_Rows]:
         """Return views of the rings of sequence b, and without pages of its first tokens too."""
         return [(x.k[b, :rows], x.v[b, :rows]) for x, rows in self.own_pages(length)]
@@ -346,6 +381,8 @@ def make_cache(
     dtype: torch.dtype,
     device: str | torch.device | None,
     plan: Plan | None,
+    kv_dtype: torch.dtype | None = None,
+    kv_scales: Sequence[torch.Tensor] | None = None,
 ) -> NSACache:
     """Create an empty cache for the layer ``attn``; see NSAttention.new_cache."""
     from nsa_core.plan.options import PlanOptions, usable_device
@@ -358,6 +395,7 @@ def make_cache(
         )
     requested = attn.reference.device if device is None else device
     cache_device = torch.empty(0, device=usable_device(requested)).device
+    scales = _checked_scales(attn.config.n_kv_heads, kv_dtype, kv_scales, cache_device)
     backends = dict(attn.backends) if isinstance(attn.backends, tuple) else attn.backends
     if plan is None:
         options = PlanOptions(
@@ -368,11 +406,45 @@ def make_cache(
             batch=sizes.batch,
             seq_len=sizes.max_len,
             page_size=sizes.page_size,
+            kv_dtype=kv_dtype,
         )
         plan = resolve(attn.config, options)
-    cache = NSACache(attn, plan, sizes, dtype, cache_device)
+    cache = NSACache(attn, plan, sizes, dtype, cache_device, kv_dtype, scales)
     check_plan(cache, plan)
     return cache
+
+
+def _checked_scales(
+    groups: int,
+    kv_dtype: torch.dtype | None,
+    kv_scales: Sequence[torch.Tensor] | None,
+    device: torch.device,
+) -> PageScales | None:
+    """Return the scales [groups, 2] of a new cache on its device; None if it is not quantized.
+
+    Raises:
+        InvalidInput: kv_dtype and kv_scales do not fit each other or the layer.
+    """
+    if kv_dtype is None:
+        if kv_scales is not None:
+            raise InvalidInput("kv_scales needs kv_dtype, which is None")
+        return None
+    check_kv_dtype(kv_dtype)
+    if kv_scales is None:
+        if kv_dtype == torch.int8:
+            raise InvalidInput(
+                "kv_dtype torch.int8 needs kv_scales: fill a cache without kv_dtype by text of the"
+                " model, and pass kv_scales=cache.kv_scales(torch.int8)"
+            )
+        kv_scales = [torch.ones(groups, 2)] * 3
+    scales = [torch.as_tensor(x, dtype=torch.float32, device=device) for x in kv_scales]
+    shapes = [[*x.shape] for x in scales]
+    if shapes != [[groups, 2]] * 3 or not all(((x > 0) & x.isfinite()).all() for x in scales):
+        raise InvalidInput(
+            f"kv_scales must be three tensors [{groups}, 2], of cmp, sel and win, finite and > 0,"
+            f" got {shapes} {scales}"
+        )
+    return PageScales(*(x.contiguous() for x in scales))
 
 
 @torch.no_grad()
@@ -403,11 +475,14 @@ def resized(cache: NSACache, max_len: int, sequences: Sequence[int] | None = Non
     if max(lengths) > max_len:
         raise InvalidInput(f"resized: {max(lengths)} tokens are more than max_len {max_len}")
     sizes = CacheSizes(len(order), max_len, None, None, cache.max_rollback, cache.max_step)
-    copied = make_cache(cache.attn, sizes, cache.dtype, cache.device, None)
+    scales = cache.kv.pages.scales
+    kv = cache.kv_dtype, scales and [x[0] for x in scales]
+    copied = make_cache(cache.attn, sizes, cache.dtype, cache.device, None, *kv)
     index = torch.tensor(order).to(cache.device, non_blocking=True)
     branches = (x.own_pages(max(lengths)) for x in (cache, copied))
     for (old, rows), (new, _) in zip(*branches):
         for source, target in ((old.k, new.k), (old.v, new.v)):
+            target, source = as_bytes(target), as_bytes(source)
             target[:, :rows].copy_(source[:, :rows].index_select(0, index))
     copied.lengths.copy_(cache.lengths.index_select(0, index))
     copied.overflowed.copy_(cache.overflowed.index_select(0, index))

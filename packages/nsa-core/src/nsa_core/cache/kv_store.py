@@ -12,11 +12,12 @@ from nsa_core.config import NSAConfig
 from nsa_core.contract import KNOWN_METADATA
 from nsa_core.decode.layer_step import Rope
 from nsa_core.decode.pages import LayerPages, PagedKV
-from nsa_core.dtypes import stats_dtype
+from nsa_core.dtypes import as_bytes, stats_dtype
 from nsa_core.layer.rope import rope_table
 
 if TYPE_CHECKING:
     from nsa_core.cache.undo import Undo
+    from nsa_core.contract import PageScales
 
 Tables = TypeVar("Tables")
 
@@ -38,7 +39,7 @@ def move(
         undo: the record that copies the former rows of ``target`` first; None if nothing reads
             them.
     """
-    for store in (pages.k[:, :rows], pages.v[:, :rows]):
+    for store in (as_bytes(x)[:, :rows] for x in pages[:2]):
         if undo is not None:
             undo.save_rows(store, target)
         store.index_copy_(0, target, store.index_select(0, source))
@@ -92,13 +93,17 @@ class KVStore:
         max_len: int,
         max_step: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
+        kv_scales: PageScales | None,  # [G, 2] each
     ) -> None:
         batch, (number, page) = len(table), pages
         sequence = torch.arange(batch, dtype=torch.int32, device=table.device)[:, None]
+        kind, scales = kv_dtype or dtype, kv_scales or (None, None, None)
         self.pages = LayerPages(
-            new_pages(config, number, page // config.compress_stride, dtype, table),
-            new_pages(config, number, page, dtype, table),
-            *(new_pages(config, batch, rows, dtype, sequence) for rows in rings),
+            new_pages(config, number, page // config.compress_stride, table, kind, scales[0]),
+            new_pages(config, number, page, table, kind, scales[1]),
+            new_pages(config, batch, rings[0], sequence, kind, scales[2]),
+            new_pages(config, batch, rings[1], sequence, dtype),
         )
         longest = max(max_len + max(max_step, config.compress_block_size), *rings, batch)
         rotary = (config.qk_dim, config.frequencies, stats_dtype(dtype)) if config.rope else None
@@ -142,19 +147,24 @@ class OwnPages(PagedKV):
         page, row = self.locate(tokens, sequences)
         unread = len(self.k) * self.rows
         index = torch.add(row, page, alpha=self.rows).masked_fill(absent, unread).flatten()
-        for store, new in ((self.k, k), (self.v, v)):
-            rows = store.as_strided((unread + 1, *store.shape[2:]), store.stride()[1:])
-            rows.index_copy_(0, index, new.flatten(0, 1))
+        for i, (store, new) in enumerate(((self.k, k), (self.v, v))):
+            rows = as_bytes(store).as_strided((unread + 1, *store.shape[2:]), store.stride()[1:])
+            rows.index_copy_(0, index, self._codes(i, new, page).flatten(0, 1))
         return None
 
 
 def new_pages(
-    config: NSAConfig, number: int, rows: int, dtype: torch.dtype, table: torch.Tensor
+    config: NSAConfig,
+    number: int,
+    rows: int,
+    table: torch.Tensor,
+    dtype: torch.dtype,
+    scales: torch.Tensor | None = None,
 ) -> OwnPages:
-    """Allocate ``number`` pages of ``rows`` rows for the block table ``table``."""
+    """Allocate ``number`` pages of ``rows`` rows for a block table, all with ``scales`` [G, 2]."""
     lead, device = (number * rows + 1, config.n_kv_heads), table.device
     stores = (
         torch.empty((*lead, x), dtype=dtype, device=device) for x in (config.qk_dim, config.v_dim)
     )
     k, v = (x[:-1].unflatten(0, (number, rows)) for x in stores)
-    return OwnPages(k, v, table)
+    return OwnPages(k, v, table, None if scales is None else scales.expand(number, -1, -1))

@@ -96,7 +96,9 @@ def chunk_pages(cache: CacheState, rows: int) -> LayerPages:
 
 def _chunk_ring(cache: CacheState, ring: PagedKV, before: int, rows: int) -> PagedKV:
     """Return a ring for ``before + rows`` tokens, the first ``before`` copied from ``ring``."""
-    longer = new_pages(cache.config, cache.batch, before + rows, cache.dtype, ring.table)
+    scales = None if ring.scales is None else ring.scales[0]
+    size = cache.batch, before + rows
+    longer = new_pages(cache.config, *size, ring.table, ring.k.dtype, scales)
     for store in (longer.k, longer.v):
         # Rows without a token are masked, not skipped, so they must be finite.
         store.zero_()

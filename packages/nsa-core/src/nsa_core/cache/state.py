@@ -19,6 +19,7 @@ from nsa_core.limits import integer_problems, too_large
 from nsa_core.plan.default_plan import check_is_plan
 
 if TYPE_CHECKING:
+    from nsa_core.contract import PageScales
     from nsa_core.layer.projection import NSAProjections
     from nsa_core.plan.plan import Plan
 
@@ -110,9 +111,11 @@ class CacheState:
         sizes: CacheSizes,
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None,
+        kv_scales: PageScales | None,
     ) -> None:
         self.attn, self.config, self.plan = attn, attn.config, plan
-        self.dtype, self.device = dtype, device
+        self.dtype, self.kv_dtype, self.device = dtype, kv_dtype, device
         batch, max_len, self.page_size, num_pages, self.max_rollback, self.max_step = sizes
         self.batch, self.max_len = batch, max_len
         # A step that raises has overwritten max_step old rows, which a crop must not reach.
@@ -124,10 +127,11 @@ class CacheState:
         with torch.inference_mode(False):  # a cache may outlive inference mode
             self.table = BlockTable(geometry, batch, max_len, page, num_pages, device)
             pages = (batch if num_pages is None else num_pages, page)
+            lengths, dtypes = (max_len, self.max_step), (dtype, kv_dtype)
             self.kv = KVStore(
-                self.config, self.table.entries, pages, rings, max_len, self.max_step, self.dtype
+                self.config, self.table.entries, pages, rings, *lengths, *dtypes, kv_scales
             )
-            self._tables = self.kv.pages.tables
+            self._tables, self._scales = self.kv.pages.tables, self.kv.pages.scales
             self.lengths, self.starts = (
                 torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2)
             )
@@ -212,7 +216,8 @@ class CacheState:
                 self.peaks = list(map(max, self.peaks, self.bounds))
             longest = max(self.bounds)
         geometry, scale = self.config.geometry, self.config.softmax_scale
-        return DecodeCall(geometry, scale, self.starts, self.lengths, self._tables, longest)
+        call = geometry, scale, self.starts, self.lengths, self._tables, longest
+        return DecodeCall(*call, scales=self._scales)
 
     def begin(self) -> Undo:
         """Open a record of the current state; see :mod:`nsa_core.cache.undo`."""
@@ -261,6 +266,7 @@ def check_plan(cache: CacheState, plan: Plan) -> None:
         "dtype": dtype,
         "device": cache.device.type,
         "page_size": cache.page_size,
+        "kv_dtype": cache.kv_dtype and dtype_name(cache.kv_dtype),
     }
     problems = [
         f"{name} is {value!r}, not {required!r}"

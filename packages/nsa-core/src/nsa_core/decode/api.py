@@ -163,7 +163,9 @@ def nsa_decode(
             Sequences may begin after pages that another one fills in the same call. Pages of cmp
             follow those of sel late: the compressed token of a block is written when its last token
             arrives, in a later page. win needs room for w + new - 1 tokens of a sequence, and raw
-            for l + new - 1, where new is the number of tokens that the call adds to it.
+            for l + new - 1, where new is the number of tokens that the call adds to it. cmp, sel
+            and win may be quantized, see :class:`nsa_core.PagedKV`; queries, results and all sums
+            keep their dtypes.
         rows: the sequence and the position of each row, from :func:`nsa_core.decode_rows`.
         config: the sizes of the layer. Of its rotary fields, only ``rope_before_compress`` is used
             besides ``rope``.
@@ -177,7 +179,8 @@ def nsa_decode(
         max_len: host integer, an upper bound of the lengths, which sizes the launches; default: the
             tokens that the table of ``pages.sel`` has room for.
         plan: a plan from :func:`nsa_core.resolve` with ``phase="decode"`` and the ``page_size`` of
-            ``pages.sel``. By default, a plan is resolved once per shape and cached.
+            ``pages.sel``, and its ``kv_dtype`` if it is quantized. By default, a plan is resolved
+            once per shape and cached.
         backends: the backends, without ``plan``, as for :func:`nsa_core.resolve`.
 
     Returns:
@@ -222,7 +225,7 @@ def nsa_decode(
         )
     phis = _checked_phi(phi, config)
     if plan is not None:
-        check_plan(plan, config, q, pages.sel.rows)
+        check_plan(plan, config, q, pages)
     tensors = (q, keys, values, gates, pages, rows)
     deterministic = torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling():
@@ -232,8 +235,8 @@ def nsa_decode(
         return op.decode_op(config, chosen, deterministic, *tensors, phis, rope, bound)
     if plan is None:
         chosen = frozen_backends(backends)
-        page_size = pages.sel.rows
-        plan = default_plan(config, q.device, q.dtype, page_size, chosen, deterministic)
+        options = (pages.sel.rows, pages.kv_dtype, chosen, deterministic)
+        plan = default_plan(config, q.device, q.dtype, *options)
     partial = None
     if rows.chunks:
         deterministic = plan.requests["cmp"].deterministic
@@ -291,7 +294,8 @@ def _named(
     named["gates"] = gates
     named |= {f"rows.{name}": x for name, x in zip(rows._fields, rows[:3])}
     for branch, part in pages._asdict().items():
-        named |= {f"pages.{branch}.{name}": x for name, x in part._asdict().items()}
+        fields = part._asdict().items()
+        named |= {f"pages.{branch}.{name}": x for name, x in fields if x is not None}
     if rope is not None:
         named |= {"rope.cos": rope[0], "rope.sin": rope[1]}
     return named

@@ -11,6 +11,7 @@ import torch
 from nsa_core.config import NSAConfig, check_config
 from nsa_core.contract import DecodeCall
 from nsa_core.decode.pages import LayerPages, PagedKV
+from nsa_core.dtypes import QUANTIZED
 from nsa_core.errors import InvalidInput
 from nsa_core.layer.input_checks import request_problems
 from nsa_core.limits import as_integers, integer_problems, shown
@@ -38,7 +39,11 @@ def check_metadata(
     if not problems:
         problems = [*_empty_problems(pages)]
     if not problems:
-        problems = [*_layout_problems(pages), *_capacity_problems(pages, config, max_len)]
+        problems = [
+            *_layout_problems(pages),
+            *_scale_problems(pages),
+            *_capacity_problems(pages, config, max_len),
+        ]
     if not problems and "rope.cos" in tensors:
         positions, half = tensors["rope.cos"].shape
         if 2 * half != config.qk_dim or positions < max_len:  # type: ignore[operator]  # an integer
@@ -69,10 +74,36 @@ def _empty_problems(pages: LayerPages) -> Iterator[str]:
 def _layout_problems(pages: LayerPages) -> Iterator[str]:
     for branch, part in pages._asdict().items():
         for name, x in part._asdict().items():
-            if x.stride(-1) != 1 and x.numel():
+            if x is not None and x.stride(-1) != 1 and x.numel():
                 yield (
                     f"the columns of pages.{branch}.{name} must be contiguous, its strides are"
                     f" {x.stride()}: pass pages with the layout [..., width]"
+                )
+
+
+def _scale_problems(pages: LayerPages) -> Iterator[str]:
+    """Yield problems of the dtypes of quantized pages, and which branches lack scales."""
+    dtypes = {x.dtype for part in pages[:3] for x in part[:2]}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(map(str, dtypes)))
+        yield f"pages.cmp, pages.sel and pages.win must have one dtype, got {names}"
+        return
+    for branch, part in pages._asdict().items():
+        quantized = branch != "raw" and part.k.dtype in QUANTIZED
+        if quantized != (part.scales is not None):
+            kind = "float32 [P, G, 2], from nsa_core.kv_scale," if quantized else "None"
+            yield f"pages.{branch}.scales must be {kind} beside pages of {part.k.dtype}"
+        elif part.scales is not None and part.scales.stride()[1:] != (2, 1):
+            yield (
+                f"pages.{branch}.scales must be contiguous but for the first axis, its strides are"
+                f" {part.scales.stride()}"
+            )
+        for name, x in zip("kv", part[:2] if quantized else ()):
+            offset = 0 if torch.compiler.is_compiling() else x.storage_offset()
+            if x.shape[3] % 2 == 0 and any(n % 2 for n in (offset, *x.stride()[:3])):
+                yield (
+                    f"rows of pages.{branch}.{name} must begin at even addresses, its offset is"
+                    f" {offset}, its strides are {x.stride()}"
                 )
 
 
@@ -165,7 +196,7 @@ def checked_host_integers(
     return cu_seqlens, lengths
 
 
-def check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, page_size: int) -> None:
+def check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, pages: LayerPages) -> None:
     """Check that ``plan`` fits the call.
 
     Raises:
@@ -176,10 +207,14 @@ def check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, page_size: int) -
     problems = request_problems(request, "decode", q, {})
     if plan.config != config:
         problems.append(f"plan is for {plan.config}, but the call has {config}")
-    if request.page_size != page_size:
+    if request.page_size != pages.sel.rows:
         problems.append(
-            f"plan is for page_size {request.page_size}, but a page of pages.sel has {page_size}"
-            " tokens"
+            f"plan is for page_size {request.page_size}, but a page of pages.sel has"
+            f" {pages.sel.rows} tokens"
+        )
+    if request.kv_dtype != pages.kv_dtype:
+        problems.append(
+            f"plan is for kv_dtype {request.kv_dtype}, but that of the pages is {pages.kv_dtype}"
         )
     if problems:
         raise InvalidInput("; ".join(problems))
@@ -293,6 +328,10 @@ def _check_entries(branch: str, pages: PagedKV, span: _Span) -> None:
     _raise_at(outside, pages.table, f"{name} must name one of {len(pages.k)} pages")
     # A sequence may begin after pages that another one fills in this step: all is written first.
     entries = pages.table.clamp(0, len(pages.k) - 1).long()
+    if pages.scales is not None:
+        wrong = ~((pages.scales > 0) & pages.scales.isfinite()).flatten(1).all(1)[entries]
+        problem = f"pages.{branch}.scales must be finite and > 0 in each page that a step uses"
+        _raise_at(used & wrong, pages.table, problem)
     places = entries * columns + torch.arange(columns, device=entries.device)
     # Numbers of the entries, because a pool may have far more pages than the table.
     entries, places = (x.unique(return_inverse=True)[1] for x in (entries, places))
@@ -330,7 +369,8 @@ def _check_apart(
             offsets = (page * store.stride(0) + row * store.stride(1) + heads).flatten()
             begin = store.data_ptr() + offsets * store.itemsize
             if x is not None:
-                first = seen.setdefault((name, x.data_ptr(), x.shape, x.stride()), begin)
+                scales = None if part.scales is None else part.scales.data_ptr()
+                first = seen.setdefault((name, x.data_ptr(), x.shape, x.stride(), scales), begin)
                 if first is not begin and torch.equal(first, begin):
                     continue
             stores += [f"pages.{branch}.{name}"]

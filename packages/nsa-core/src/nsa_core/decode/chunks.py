@@ -80,10 +80,11 @@ def attend_chunk(
     rows = torch.arange(sequences.start, sequences.stop, device=q.device)
 
     def read(part: PagedKV, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if in_order and part is not pages.win:
+        if in_order and part is not pages.win and part.scales is None:
             return part.k[sequences, first:end], part.v[sequences, first:end]
         tokens = torch.arange(first, end, device=q.device).expand(len(q), -1)
-        return part.read(tokens, rows)
+        k, v = part.read(tokens, rows)
+        return k.to(q.dtype), v.to(q.dtype)
 
     k_cmp, v_cmp = read(pages.cmp, 0, geometry.num_compressed(end))
     first = max(start - geometry.window_size + 1, 0)

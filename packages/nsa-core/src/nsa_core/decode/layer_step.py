@@ -129,9 +129,9 @@ def compress(
     k_cmp, v_cmp = phis[0](k), phis[1](v)
     for i, (x, store) in enumerate(((k_cmp, cmp.k), (v_cmp, cmp.v))):
         shape = (*blocks.shape, *store.shape[2:])
-        if x.shape != shape or x.dtype != store.dtype:
+        if x.shape != shape or x.dtype != k.dtype:
             raise InvalidInput(
-                f"phi[{i}] must return {list(shape)} {store.dtype} for {list((k, v)[i].shape)},"
+                f"phi[{i}] must return {list(shape)} {k.dtype} for {list((k, v)[i].shape)},"
                 f" got {list(x.shape)} {x.dtype}"
             )
     if rope is not None:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,7 +87,7 @@ def decode_op(
         list(values),
         gates,
         [x for part in pages for x in (part.k, part.v)],
-        [part.table for part in pages],
+        [*pages.tables, *(pages.scales or ())],
         list(rows[:3]),
         # A call has no gradient, so the output of a compiled one must not require it.
         *([x.detach() for x in phi.parameters()] for phi in phis),
@@ -121,8 +122,9 @@ def _run(
     sizes: Sequence[int],
     text: str,
 ) -> torch.Tensor:
-    pages = LayerPages(*(PagedKV(*x) for x in zip(stores[::2], stores[1::2], tables)))
-    plan = _plan(text, q.device, q.dtype, pages.sel.rows)
+    parts = zip_longest(stores[::2], stores[1::2], tables[:4], tables[4:])  # raw has no scales
+    pages = LayerPages(*(PagedKV(*x) for x in parts))
+    plan = _plan(text, q.device, q.dtype, pages.sel.rows, pages.kv_dtype)
     config = plan.config
     kind = (config.compress, config.geometry, threading.get_ident())
     phis = _phi("k", config.qk_dim, *kind), _phi("v", config.v_dim, *kind)
@@ -143,9 +145,11 @@ def _fake(q: torch.Tensor, keys: Any, values: Sequence[torch.Tensor], *_: Any) -
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(text: str, device: torch.device, dtype: torch.dtype, page_size: int) -> Plan:
-    values, backends, deterministic = ast.literal_eval(text)
-    return default_plan(NSAConfig(*values), device, dtype, page_size, backends, deterministic)
+def _plan(
+    text: str, device: torch.device, dtype: torch.dtype, page_size: int, kv_dtype: str | None
+) -> Plan:
+    values, *options = ast.literal_eval(text)
+    return default_plan(NSAConfig(*values), device, dtype, page_size, kv_dtype, *options)
 
 
 @functools.lru_cache(maxsize=64)

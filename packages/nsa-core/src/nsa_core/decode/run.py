@@ -72,10 +72,8 @@ def decode(
             "rows has chunks, which a CUDA graph would keep: make it with decode_rows without"
             " on_host"
         )
-    geometry, scale = plan.config.geometry, plan.config.softmax_scale
-    call = DecodeCall(
-        geometry, scale, rows.starts, rows.lengths, pages.tables, max_len, rows.sequences
-    )
+    sizes, span = (plan.config.geometry, plan.config.softmax_scale), (rows.starts, rows.lengths)
+    call = DecodeCall(*sizes, *span, pages.tables, max_len, rows.sequences, pages.scales)
     raw_key = keys[0] if rope is None or plan.config.rope_before_compress else None
     new_keys = (None, keys[1], keys[2], raw_key)
     new_values = (None, values[1], values[2], values[0])
@@ -156,6 +154,7 @@ def default_plan(
     device: torch.device,
     dtype: torch.dtype,
     page_size: int,
+    kv_dtype: str | None,
     backends: Backends,
     deterministic: bool,
 ) -> Plan:
@@ -171,5 +170,6 @@ def default_plan(
         deterministic=deterministic,
         phase="decode",
         page_size=page_size,
+        kv_dtype=kv_dtype,
     )
     return resolve(config, options)

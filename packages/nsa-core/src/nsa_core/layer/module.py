@@ -173,6 +173,8 @@ class NSAttention(NSAProjections):
         max_rollback: int = 0,
         max_step: int = 64,
         dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: Sequence[torch.Tensor] | None = None,
         device: str | torch.device | None = None,
         plan: Plan | None = None,
     ) -> NSACache:
@@ -191,6 +193,11 @@ class NSAttention(NSAProjections):
             dtype: dtype of the keys and values; default: that of autocast, or of the projections.
                 Quantised projections compute in the dtype of x; the default is then the dtype of
                 phi and gate.
+            kv_dtype: torch.float8_e4m3fn or torch.int8: keys and values are quantized, and take
+                about half the memory of 16 bits; see :mod:`nsa_core.decode.pages`. A prompt attends
+                to its own keys and values as they were before. Default: ``dtype``.
+            kv_scales: scales of cmp, sel and win, float32 [G, 2] of keys and of values each, from
+                :meth:`NSACache.kv_scales` of a calibration run; default: 1, in float8_e4m3fn alone.
             device: device of the cache; default: the layer's device.
             plan: a plan of phase "decode"; default: resolved from ``backends``.
 
@@ -198,7 +205,8 @@ class NSAttention(NSAProjections):
             The cache. All of its memory is allocated.
 
         Raises:
-            InvalidInput: a size is out of range, or the plan does not fit the layer and the sizes.
+            InvalidInput: a size is out of range, the scales do not fit, or the plan does not fit
+                the layer and the sizes.
             Unsupported: no backend has decode forms for this request.
             BackendUnavailable: no backend is usable on this machine.
 
@@ -211,7 +219,7 @@ class NSAttention(NSAProjections):
             self.parallel.refuse("new_cache")
         sizes = CacheSizes(batch, max_len, page_size, num_pages, max_rollback, max_step)
         dtype = dtype_of_products(self.reference) if dtype is None else dtype
-        return make_cache(self, sizes, dtype, device, plan)
+        return make_cache(self, sizes, dtype, device, plan, kv_dtype, kv_scales)
 
     def _check_input(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None = None

@@ -148,6 +148,7 @@ def describe_request(request: Request) -> str:
         "packed": request.varlen,
         "queries inside a sequence": request.partial,
         f"pages of {request.page_size} tokens": request.page_size,
+        f"keys and values in {request.kv_dtype}": request.kv_dtype,
     }
     flags = [flag for flag, holds in conditions.items() if holds]
     return ", ".join([shape, f"{request.dtype} on {device}", request.phase, *flags])
@@ -212,6 +213,8 @@ def _requests(
     else:
         is_cuda = device.type == "cuda"
         fields["capability"] = torch.cuda.get_device_capability(device) if is_cuda else None
+    if options.kv_dtype is not None:
+        fields["kv_dtype"] = dtype_name(options.kv_dtype)
     if options.deterministic is None:
         fields["deterministic"] = torch.are_deterministic_algorithms_enabled()
     return {slot: request_of(config, slot, **fields) for slot in SLOTS}
@@ -273,6 +276,9 @@ def _reasons_against(entry: BackendEntry, request: Request) -> tuple[Reason, ...
         text = f"does not take queries that begin inside a sequence in {name}"
         return (Reason("no_partial", text, "pass whole sequences, or use another backend"),)
     reasons = []
+    if request.kv_dtype and not slot.quantized and name != "combine":
+        text = f"does not take {request.kv_dtype} pages in {name}"
+        reasons.append(Reason("no_quantized", text, f"use pages of {request.dtype}, or triton"))
     if request.phase == "decode" and slot.decode is None and name != "combine":
         text = f"has no decode form of {name}"
         reasons.append(Reason("no_decode", text, "use another backend to decode"))

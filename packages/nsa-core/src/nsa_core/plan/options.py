@@ -37,6 +37,8 @@ class PlanOptions:
         seq_len: Tokens per sequence, or in all packed documents together; None if unknown.
         page_size: Tokens per page of the cache, for decode only; None if each sequence is
             contiguous.
+        kv_dtype: dtype of quantized pages, "float8_e4m3fn", "int8" or a torch.dtype, for decode
+            only; None if pages have the dtype of q.
     """
 
     device: str | torch.device = "cpu"
@@ -50,6 +52,7 @@ class PlanOptions:
     batch: int | None = None
     seq_len: int | None = None
     page_size: int | None = None
+    kv_dtype: str | torch.dtype | None = None
 
 
 def backends_problems(backends: object) -> list[str]:

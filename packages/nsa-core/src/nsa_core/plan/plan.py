@@ -274,7 +274,7 @@ def resolve(
         registry: The registry of backends; None: the installed plugins.
         **fields: Fields of PlanOptions by name, which override those of ``options``: device,
             dtype, backends, needs_grad, deterministic, varlen, partial, phase, batch, seq_len,
-            page_size.
+            page_size, kv_dtype.
 
     Returns:
         A plan with a kernel for every slot.

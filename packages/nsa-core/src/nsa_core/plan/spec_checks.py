@@ -70,6 +70,7 @@ FIELDS: Mapping[type, Mapping[str, Check]] = {
         "reads_boundaries": BOOL,
         "warmup_tokens": INTEGER,
         "partial": BOOL,
+        "quantized": BOOL,
         "reads_lse": BOOL,
     },
     Unavailable: {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nsa_core.contract import BlockTables, DecodeCall, Request, SlotSpec
+from nsa_core.contract import BlockTables, DecodeCall, PageScales, Request, SlotSpec
 from nsa_core.dtypes import stats_dtype
 from nsa_core.torch_ops.core_backward import CoreBackward
 from nsa_core.torch_ops.decode_kernel import DecodeKernel
@@ -163,21 +163,26 @@ def _warm_decode(
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def kv_store(rows: int, count: int = 2 * pages) -> tuple[torch.Tensor, torch.Tensor]:
-        lead = (count, rows, request.n_kv_heads)
-        return zeros(*lead, request.head_dim), zeros(*lead, request.v_head_dim)
+    def kv_store(
+        rows: int, count: int = 2 * pages, kind: str | None = request.kv_dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lead, of = (count, rows, request.n_kv_heads), getattr(torch, kind or request.dtype)
+        return zeros(*lead, request.head_dim, dtype=of), zeros(*lead, request.v_head_dim, dtype=of)
 
     block_table = torch.arange(2 * pages, dtype=torch.int32, device=device).view(2, pages)
     lengths = zeros(2, dtype=torch.int32) + length
     ring_table = torch.arange(2, dtype=torch.int32, device=device)[:, None]
     tables = BlockTables(block_table, block_table, ring_table, ring_table)
-    call = DecodeCall(geometry, config.softmax_scale, lengths - 1, lengths, tables, length)
+    ones = torch.ones((2 * pages, request.n_kv_heads, 2), device=device)
+    scales = PageScales(ones, ones, ones[:2]) if request.kv_dtype else None
+    span = lengths - 1, lengths
+    call = DecodeCall(geometry, config.softmax_scale, *span, tables, length, scales=scales)
     q, gates = (
         zeros(2, 1, request.n_heads, request.head_dim),
         zeros(2, 1, request.n_heads, 3, dtype=stats_dtype(dtype)),
     )
     k_cmp, v_cmp = kv_store(size // geometry.compress_stride)
-    sel, win, raw = kv_store(size), kv_store(w, 2), kv_store(geometry.compress_block_size, 2)
+    sel, win, raw = kv_store(size), kv_store(w, 2), kv_store(geometry.compress_block_size, 2, None)
     o_cmp, lse = kernels["cmp"](q, k_cmp, v_cmp, call=call)
     blocks = kernels["select"](q, k_cmp, lse, call=call)
     o_sel, _ = kernels["sel"](q, *sel, blocks, call=call)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.dtypes import FLOATING, dtype_name, stats_dtype
+from nsa_core.dtypes import FLOATING, QUANTIZED, dtype_name, stats_dtype
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.autograd import is_unobserved
@@ -45,8 +45,8 @@ class Argument(NamedTuple):
         axes: The symbols of its axes. Equal symbols have equal sizes. Packed tensors have no axis
             B. N are the keys of S queries, and C the compressed tokens of N keys.
         dtype: "float": the floating dtype that all such arguments share. "stats": float64 beside
-            float64 tensors, else float32. "integer": any integer dtype. "index": int32 or int64.
-            "int32".
+            float64 tensors, else float32. "pages": that of "float", or one of QUANTIZED. "integer":
+            any integer dtype. "index": int32 or int64. "int32", "float32".
     """
 
     axes: tuple[str, ...]
@@ -98,12 +98,19 @@ CALLS: dict[str, dict[str, Argument]] = {
             f"rows.{name}": Argument(("T",), "int32") for name in ("sequences", "starts", "lengths")
         },
         **{
-            f"pages.{branch}.{name}": Argument((f"P_{branch}", f"page_{branch}", "G", width))
+            f"pages.{branch}.{name}": Argument(
+                (f"P_{branch}", f"page_{branch}", "G", width),
+                "float" if branch == "raw" else "pages",
+            )
             for branch in ("cmp", "sel", "win", "raw")
             for name, width in (("k", "Dk"), ("v", "Dv"))
         },
         **{
             f"pages.{branch}.table": Argument(("sequences", f"columns_{branch}"), "int32")
+            for branch in ("cmp", "sel", "win", "raw")
+        },
+        **{
+            f"pages.{branch}.scales": Argument((f"P_{branch}", "G", "2"), "float32")
             for branch in ("cmp", "sel", "win", "raw")
         },
         "rope.cos": Argument(("positions", "Dk / 2"), "stats"),
@@ -124,6 +131,7 @@ _WORDS = {
     "sequences": "row",
     "positions": "position",
     "Dk / 2": "column",
+    "2": "scale",
     **{f"P_{branch}": "page" for branch in ("cmp", "sel", "win", "raw")},
     **{f"page_{branch}": "row" for branch in ("cmp", "sel", "win", "raw")},
 }
@@ -236,8 +244,8 @@ def _layout(call: _Call, name: str) -> str:
 
 def _required(call: _Call, symbol: str) -> int | None:
     """Return the size that ``symbol`` must have; None if the tensors need only agree."""
-    if symbol == "3":
-        return 3
+    if symbol.isdigit():
+        return int(symbol)
     if call.sizes.config is None or symbol not in _FIELDS:
         return None
     size: int = getattr(call.sizes.config, _FIELDS[symbol])
@@ -372,10 +380,11 @@ def _axis_problems(
         expected = f"{call.sizes.source}.{_FIELDS[symbol]} is {size}"
     problems = []
     for other, names in _others(of_names, size):
-        if symbol == "3":
+        if symbol.isdigit():
+            kind, of = ("factor", "cmp, sel and win") if symbol == "3" else ("scale", "k and v")
             problems.append(
-                f"gates must be {_layout(call, 'gates')} with a factor for each of cmp, sel and"
-                f" win, got {other} factors"
+                f"{joined(names)} must be {_layout(call, names[0])} with a {kind} for each of {of},"
+                f" got {other} {kind}s"
             )
             continue
         fix = _axis_fix(call, symbol, names, other, agreed, len(names) == len(of_names))
@@ -517,7 +526,9 @@ def _tokens_first(call: _Call, shapes: dict[str, tuple[int, ...]]) -> str:
 
 def _dtype_problems(call: _Call) -> list[str]:
     """Return the problems of dtypes. Nothing is cast silently."""
-    floats = {n: t.dtype for n, t in call.tensors.items() if _argument(call, n).dtype == "float"}
+    kinds = {name: _argument(call, name).dtype for name in call.tensors}
+    of_floats = {n: t.dtype for n, t in call.tensors.items() if kinds[n] in ("float", "pages")}
+    floats = {n: x for n, x in of_floats.items() if kinds[n] == "float" or x not in QUANTIZED}
     dtype = next(iter(floats.values()))
     problems = []
     if any(other != dtype for other in floats.values()):
@@ -535,7 +546,7 @@ def _dtype_problems(call: _Call) -> list[str]:
             " tensors"
         ]
     for name, tensor in call.tensors.items():
-        kind, actual = _argument(call, name).dtype, dtype_name(tensor.dtype)
+        kind, actual = kinds[name], dtype_name(tensor.dtype)
         if kind == "stats" and tensor.dtype != stats_dtype(dtype):
             stats = stats_dtype(dtype)
             problems.append(
@@ -546,8 +557,9 @@ def _dtype_problems(call: _Call) -> list[str]:
             problems.append(f"{name} must be integers, got {actual}")
         if kind == "index" and tensor.dtype not in (torch.int32, torch.int64):
             problems.append(f"{name} must be int32 or int64, got {actual}")
-        if kind == "int32" and tensor.dtype != torch.int32:
-            problems.append(f"{name} must be int32, got {actual}: pass {name}.int()")
+        if kind in ("int32", "float32") and actual != kind:
+            cast = "int" if kind == "int32" else "float"
+            problems.append(f"{name} must be {kind}, got {actual}: pass {name}.{cast}()")
     return problems
 
 
