@@ -18,7 +18,8 @@ from nsa_backend_triton.decode import compress as decode_compress
 from nsa_backend_triton.decode import forms, launch
 from nsa_backend_triton.decode import gates as decode_gates
 from nsa_backend_triton.host import configs
-from nsa_core.contract import BlockTables
+from nsa_core.contract import BlockTables, PageScales
+from nsa_core.decode.pages import quantize
 from nsa_core.layer.rope import rope_table
 from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.step_data import StepData, step_data
@@ -41,9 +42,10 @@ def _step(
     groups: int = 1,
     page: int | None = 16,
     dk: int = 4,
+    dv: int = 3,
     **block_counts: int,
 ) -> Step:
-    config = dataclasses.replace(config_of(heads, groups, dk, 3, geometry), **block_counts)
+    config = dataclasses.replace(config_of(heads, groups, dk, dv, geometry), **block_counts)
     return Step(Case(name, config, ()), lengths, new, max(new), page)
 
 
@@ -79,6 +81,9 @@ STEPS = {
         heads=3,
         groups=3,
         page=8,
+    ),
+    "codes": _step(
+        "codes", MANY, (24, 23, 6, 5), (1, 2, 1, 1), heads=6, groups=3, page=8, dk=6, dv=4
     ),
     "six rings": _step(
         "six rings", MANY, (24, 23, 6, 5, 16, 22), (1, 2, 1, 1, 2, 2), groups=1, page=None
@@ -176,6 +181,8 @@ def append(
     buffer = torch.linspace(
         -1, 1, batch * m * (heads * dk + 3 * groups * (dk + dv)), dtype=data.q.dtype
     )
+    if data.call.scales is not None:
+        buffer = _special_numbers(data.stores["k_sel"].dtype, len(buffer))
     parts = buffer.view(batch, m, -1).split(
         [heads * dk, *[groups * dk] * 3, *[groups * dv] * 3], -1
     )
@@ -187,8 +194,12 @@ def append(
         "sel": data.stores["k_sel"].shape[:2],
     }
     sizes["win"] = sizes["raw"]
+    paged = data.stores["k_sel"].dtype
     stores = {
-        n: tuple(q.new_full((*size, groups, d), -9.0) for d in (dk, dv))
+        n: tuple(
+            torch.full((*size, groups, d), -9.0, dtype=q.dtype if n == "raw" else paged)
+            for d in (dk, dv)
+        )
         for n, size in sizes.items()
     }
     table = rope_table(torch.arange(data.call.max_len), dk, 100.0, q.dtype)
@@ -305,6 +316,43 @@ def _every_form(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -
     return results
 
 
+def _special_numbers(dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Return codes of ``dtype``, the ties between them, NaN and infinities, times 1/4."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    codes = codes[codes.isfinite()].sort().values
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=codes.dtype)
+    numbers = torch.cat([special.repeat(20), codes, (codes[1:] + codes[:-1]) / 2]) / 4
+    order = torch.arange(count) * 101 % len(numbers)
+    return numbers[order]
+
+
+def _quantized(data: StepData, dtype: torch.dtype, own: bool) -> StepData:
+    """Return the step over codes; ``own``: each page has scales of its own, powers of 2."""
+    groups, scales = data.stores["k_sel"].shape[2], []
+    for i in range(3):
+        exponents = torch.arange(64 * groups * 2) * (7 + 2 * i) % 6 - 4
+        numbers = exponents.view(64, groups, 2).float().exp2()
+        scales.append(numbers if own else numbers[:1].expand(64, -1, -1))
+    stores = {
+        name: quantize(x, scales[i // 2][: len(x), None, :, i % 2], dtype)
+        for i, (name, x) in enumerate((name, data.stores[name]) for name in STORES)
+    }
+    call = dataclasses.replace(data.call, scales=PageScales(*scales))
+    return dataclasses.replace(data, stores=stores, call=call)
+
+
+def float8_pages(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Run every form over e4m3 codes, and each page has scales of its own."""
+    data = _quantized(ragged(data), torch.float8_e4m3fn, True)
+    return {**_every_form(data, apart), **plain_append(data, apart)}
+
+
+def int8_pages(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
+    """Run every form over int8 codes with the same scales in all pages."""
+    data = _quantized(data, torch.int8, False)
+    return {**_every_form(data, apart), **plain_append(data, apart)}
+
+
 def compress_past_the_end(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """Compress a block after the last page, which is not written, and one beyond the angles."""
     data.call.starts[0] += 6
@@ -359,6 +407,8 @@ def _allocate_dirty(*args: object) -> tuple[list[torch.Tensor], list[torch.Tenso
 CASES = {
     "selection, fp32": TinyStep(selection, "nine initial", 3, torch.float32),
     "selection with nan, fp32": TinyStep(selection_with_nan, "six initial", 3, torch.float32),
+    "float8_pages, fp16": TinyStep(float8_pages, "codes", 3, torch.float16),
+    "int8_pages, fp16": TinyStep(int8_pages, "codes", 1000, torch.float16),
 } | {
     f"{form.__name__}, {step}, {count}": TinyStep(form, step, count)
     for form, step, count in (
@@ -377,6 +427,8 @@ CASES = {
         (ragged_rows, "six sequences", 3),
         (ragged_rows, "three tokens", 1000),
         (wrong_rows, "six sequences", 3),
+        (float8_pages, "codes", 3),
+        (int8_pages, "codes", 1000),
         (gates, "three tokens", 3),
         (gates, "odd heads", 3),
         (selection, "ragged", 3),

@@ -164,6 +164,8 @@ def _filled_factory(stock: Any) -> Any:
 
 def apart(tensor: Tensor) -> Tensor:
     """Copy ``tensor`` with gaps between rows and heads that hold NaN, or the largest integer."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        return apart(tensor.view(torch.uint8)).view(tensor.dtype)
     filler = torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
     shape = (*tensor.shape[:-2], tensor.shape[-2] + 1, tensor.shape[-1] + 2)
     storage = torch.full(shape, filler, dtype=tensor.dtype)

@@ -11,7 +11,8 @@ queries are the second half of their sequences.
 ``core`` is the backward of all slots together, without the kernels that the backwards of the slots
 launch alike. ``step`` is a decode step, its append, gates and compression (phi of kind mlp), 32
 sequences of 65536 tokens, one new token each; ``steps`` has four each, and phi of kinds linear and
-mean. This needs no GPU: kernels are compiled for GPUs that are not present, see offline.py.
+mean. Rows over quantized pages have the kernels that differ from those over pages of bf16. This
+needs no GPU: kernels are compiled for GPUs that are not present, see offline.py.
 
 Every run of the tests compiles the rows whose launch changed,
 for example because a tile of tuned/*.json did; ``nox -s full`` compiles all rows. Each row must
@@ -41,7 +42,7 @@ from nsa_backend_triton.meta_inputs import (
     slot_module,
     step_inputs,
 )
-from nsa_core.contract import SLOTS, Request
+from nsa_core.contract import KV_DTYPES, SLOTS, Request
 from nsa_core.dryrun import slot_inputs
 from nsa_core.layout import BlockGeometry
 
@@ -128,18 +129,19 @@ def step_launches(
     k, v = (q.new_empty((*lead, *tensors[f"{x}_win"].shape[2:])) for x in "kv")
     table = q.new_empty((call.max_len, q.shape[3] // 2), dtype=tensors["gates"].dtype)
     sel, win = ((tensors[f"k_{name}"], tensors[f"v_{name}"]) for name in ("sel", "win"))
+    raw = tuple(torch.empty_like(x, dtype=q.dtype) for x in win)
     with offline.recording(architecture) as recorded:
         append.append(
-            q, (k,) * 3, (v,) * 3, win, sel, win, rope=(table, table), rotate_raw=False, call=call
+            q, (k,) * 3, (v,) * 3, raw, sel, win, rope=(table, table), rotate_raw=False, call=call
         )
         x = q.flatten(2)
         gates.gates(
             x, x.new_empty(3 * q.shape[2], x.shape[2]), x.new_empty(3 * q.shape[2]), call=call
         )
-        weights = [phi_weights(x, call.geometry, is_mlp=rows == 1) for x in win]
+        weights = [phi_weights(x, call.geometry, is_mlp=rows == 1) for x in raw]
         for phis in (weights, ((), ())) if rows > 1 else (weights,):
             compress.compress(
-                *win, tensors["k_cmp"], tensors["v_cmp"], *phis, rope=(table, table), call=call
+                *raw, tensors["k_cmp"], tensors["v_cmp"], *phis, rope=(table, table), call=call
             )
         forms.step(*(tensors[name] for name in STEP_INPUTS["step"]), call=call)
     return recorded
@@ -239,12 +241,17 @@ def _step_rows(base: Request, architecture: int, slot: str) -> Iterator[Row]:
     request = dataclasses.replace(
         base, phase="decode", needs_grad=False, batch=32, seq_len=65536, page_size=128
     )
-    variants = [("", False)]
+    variants: list[tuple[str, bool, str | None]] = [("", False, None)]
     if (base.head_dim, base.v_head_dim, base.dtype) == (128, 128, "bfloat16"):
-        variants.append((", ragged", True))
-    for variant, ragged in variants:
-        for launch in step_launches(request, architecture, STEPS[slot], ragged):
-            yield Row(launch, slot + variant, base.head_dim, base.v_head_dim, base.dtype)
+        variants.append((", ragged", True, None))
+        variants += [(f", {kv_dtype}", False, kv_dtype) for kv_dtype in KV_DTYPES]
+    seen: set[object] = set()
+    for variant, ragged, kv_dtype in variants:
+        quantized = dataclasses.replace(request, kv_dtype=kv_dtype)
+        for launch in step_launches(quantized, architecture, STEPS[slot], ragged):
+            if not kv_dtype or launch.binary not in seen:
+                seen.add(launch.binary)
+                yield Row(launch, slot + variant, base.head_dim, base.v_head_dim, base.dtype)
 
 
 def _core_rows(base: Request, architecture: int) -> Iterator[Row]:

@@ -10,7 +10,7 @@ import torch
 
 from nsa_backend_triton.core.backward import Tensors
 from nsa_backend_triton.plugin import MODULES
-from nsa_core.contract import BlockTables, DecodeCall, Request, SlotCall
+from nsa_core.contract import BlockTables, DecodeCall, PageScales, Request, SlotCall
 from nsa_core.dryrun import slot_inputs
 
 
@@ -51,6 +51,7 @@ def step_inputs(
     pages, ring = -(-longest // page), geometry.window_size + rows - 1
     dtype = getattr(torch, request.dtype)
     stats = torch.float64 if dtype == torch.float64 else torch.float32
+    kv_dtype = getattr(torch, request.kv_dtype or request.dtype)
 
     def tensor(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=kind, device=device)
@@ -70,14 +71,20 @@ def step_inputs(
         "gates": tensor(batch, rows, hq, 3, kind=stats),
     }
     tensors |= {
-        f"{x}_{name}": tensor(*shape, g, widths[x]) for name, shape in stores.items() for x in "kv"
+        f"{x}_{name}": tensor(*shape, g, widths[x], kind=kv_dtype)
+        for name, shape in stores.items()
+        for x in "kv"
     }
     tensors["lse"] = tensor(batch, hq, rows, kind=stats)
     tensors["blocks"] = tensor(batch, rows, g, geometry.num_selected_blocks, kind=torch.int32)
     starts, lengths = tensor(batch, kind=torch.int32), tensor(batch, kind=torch.int32)
     table, rings = (tensor(batch, n, kind=torch.int32) for n in (pages, 1))
-    tables = BlockTables(table, table, rings, rings)
-    return tensors, DecodeCall(geometry, 0.125, starts, lengths, tables, longest)
+    tables, scales = BlockTables(table, table, rings, rings), None
+    if request.kv_dtype is not None:
+        each = (tensor(count, g, 2, kind=torch.float32) for count, _ in stores.values())
+        scales = PageScales(*each)
+    call = DecodeCall(geometry, 0.125, starts, lengths, tables, longest, scales=scales)
+    return tensors, call
 
 
 STEP_INPUTS = {

@@ -37,6 +37,7 @@ def _slot(
         deterministic=deterministic,
         warmup_tokens=warmup_tokens,
         partial=partial,
+        quantized=True,
     )
 
 

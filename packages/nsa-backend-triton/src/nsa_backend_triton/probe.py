@@ -139,6 +139,9 @@ def _shape_reasons(request: Request) -> list[Reason]:
     if _too_wide(request):
         message = f"head widths {request.head_dim}/{request.v_head_dim} exceed {MAX_WIDTH}"
         reasons.append(Reason("head_dim", message, "use sdpa"))
+    if request.kv_dtype and (request.head_dim % 2 or request.v_head_dim % 2):
+        message = f"{request.kv_dtype} pages need even head widths"
+        reasons.append(Reason("quantized_head_dim", message, "use sdpa"))
     heads = request.n_heads // request.n_kv_heads
     if heads > MAX_HEADS and request.slot != "combine":
         message = f"{heads} query heads per group exceed {MAX_HEADS}"

@@ -14,20 +14,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_backend_triton.decode.codes import encode, scales_of, store_scale
 from nsa_backend_triton.decode.launch import cdiv, power
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_core.contract import DecodeCall
+from nsa_core.dtypes import as_bytes
 
 
 @triton.jit
 def _copy_heads(
-    X, OUT, COS, SIN, stride_xh, stride_outh, num_heads, position, valid,
+    X, OUT, SCALES, COS, SIN, stride_xh, stride_outh, page, stride_scales, num_heads, position,
+    valid, IS_V: tl.constexpr,
     BLOCK_H: tl.constexpr, WIDTH: tl.constexpr, BAND: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Copy the heads of one row of X to one row of OUT if ``valid``; ROTATE: rotated."""
+    """Copy the heads of one row of X to one row of OUT if ``valid``; ROTATE: rotated.
+
+    If OUT has codes, they are those of the elements in X's dtype.
+    """
+    DTYPE: tl.constexpr = OUT.dtype.element_ty
     head = tl.arange(0, BLOCK_H).to(tl.int64)  # the strides of a head-major pool are large
+    scale = store_scale(
+        SCALES, page, stride_scales, head, valid & (head < num_heads), IS_V, DTYPE
+    )[:, None]  # fmt: skip
     if ROTATE:
         HALF: tl.constexpr = WIDTH // 2
         offs_d = tl.arange(0, BAND // 2)
@@ -41,20 +51,22 @@ def _copy_heads(
         sin = tl.load(SIN + angle, mask=(offs_d < HALF) & valid, other=0.0)[None, :]
         x1 = tl.load(X + offs_x, mask=mask, other=0.0).to(cos.dtype)
         x2 = tl.load(X + offs_x + HALF, mask=mask, other=0.0).to(cos.dtype)
-        dtype = OUT.dtype.element_ty
-        tl.store(OUT + offs_out, (x1 * cos - x2 * sin).to(dtype), mask=mask)
-        tl.store(OUT + offs_out + HALF, (x2 * cos + x1 * sin).to(dtype), mask=mask)
+        y1 = (x1 * cos - x2 * sin).to(X.dtype.element_ty)
+        y2 = (x2 * cos + x1 * sin).to(X.dtype.element_ty)
+        tl.store(OUT + offs_out, encode(y1, scale, DTYPE), mask=mask)
+        tl.store(OUT + offs_out + HALF, encode(y2, scale, DTYPE), mask=mask)
     else:
         offs_d = tl.arange(0, BAND)
         mask = valid & (head < num_heads)[:, None] & (offs_d < WIDTH)[None, :]
         x = tl.load(X + head[:, None] * stride_xh + offs_d[None, :], mask=mask, other=0.0)
-        tl.store(OUT + head[:, None] * stride_outh + offs_d[None, :], x, mask=mask)
+        offs_out = head[:, None] * stride_outh + offs_d[None, :]
+        tl.store(OUT + offs_out, encode(x, scale, DTYPE), mask=mask)
 
 
 @triton.jit
 def _append_token(
-    K, V, K_STORE, V_STORE, COS, SIN, stride_k, stride_v,
-    stride_k_store, stride_v_store, run, t, page, page_row, position, valid,
+    K, V, K_STORE, V_STORE, SCALES, COS, SIN, stride_k, stride_v,
+    stride_k_store, stride_v_store, stride_scales, run, t, page, page_row, position, valid,
     NUM_KV_HEADS: tl.constexpr, NUM_KV_HEADS_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, ROTATE: tl.constexpr,
@@ -65,16 +77,16 @@ def _append_token(
     stride_ksp, stride_ksr, stride_ksh = stride_k_store
     _copy_heads(
         K + run * tl.cast(stride_kb, tl.int64) + t * stride_kt,
-        K_STORE + page * stride_ksp + page_row * stride_ksr,
-        COS, SIN, stride_kh, stride_ksh, NUM_KV_HEADS, position, valid,
+        K_STORE + page * stride_ksp + page_row * stride_ksr, SCALES,
+        COS, SIN, stride_kh, stride_ksh, page, stride_scales, NUM_KV_HEADS, position, valid, False,
         NUM_KV_HEADS_PAD, HEAD_DIM, HEAD_DIM_BAND, ROTATE,
     )  # fmt: skip
     stride_vb, stride_vt, stride_vh = stride_v
     stride_vsp, stride_vsr, stride_vsh = stride_v_store
     _copy_heads(
         V + run * tl.cast(stride_vb, tl.int64) + t * stride_vt,
-        V_STORE + page * stride_vsp + page_row * stride_vsr,
-        COS, SIN, stride_vh, stride_vsh, NUM_KV_HEADS, position, valid,
+        V_STORE + page * stride_vsp + page_row * stride_vsr, SCALES,
+        COS, SIN, stride_vh, stride_vsh, page, stride_scales, NUM_KV_HEADS, position, valid, True,
         NUM_KV_HEADS_PAD, V_HEAD_DIM, V_HEAD_DIM_BAND, False,
     )  # fmt: skip
 
@@ -96,19 +108,21 @@ def _page_of(TABLE, sequence, stride_table, columns, page_number, num_pages, val
         "raw_columns", "sel_columns", "win_columns", "num_raw_pages", "num_sel_pages",
         "num_win_pages", "num_sequences", "num_positions",
         "stride_raw_table", "stride_sel_table", "stride_win_table",
+        "stride_sel_scales", "stride_win_scales",
     ],
     do_not_specialize_on_alignment=[
-        "STARTS", "LENGTHS", "SEQUENCES", "RAW_TABLE", "SEL_TABLE", "WIN_TABLE",
+        "STARTS", "LENGTHS", "SEQUENCES", "RAW_TABLE", "SEL_TABLE", "WIN_TABLE", "SEL_SCALES",
+        "WIN_SCALES",
     ],
 )  # fmt: skip
 def decode_append(
     Q, K_RAW, V_RAW, K_SEL, V_SEL, K_WIN, V_WIN,
     K_RAW_STORE, V_RAW_STORE, K_SEL_STORE, V_SEL_STORE, K_WIN_STORE, V_WIN_STORE, Q_OUT, COS, SIN,
-    STARTS, LENGTHS, SEQUENCES, RAW_TABLE, SEL_TABLE, WIN_TABLE,
+    STARTS, LENGTHS, SEQUENCES, RAW_TABLE, SEL_TABLE, WIN_TABLE, SEL_SCALES, WIN_SCALES,
     stride_q, stride_k_raw, stride_v_raw, stride_k_sel, stride_v_sel, stride_k_win, stride_v_win,
     stride_k_raw_store, stride_v_raw_store, stride_k_sel_store, stride_v_sel_store,
     stride_k_win_store, stride_v_win_store,
-    stride_raw_table, stride_sel_table, stride_win_table,
+    stride_raw_table, stride_sel_table, stride_win_table, stride_sel_scales, stride_win_scales,
     num_tokens, raw_page_size, sel_page_size, win_page_size, raw_columns, sel_columns, win_columns,
     num_raw_pages, num_sel_pages, num_win_pages, num_sequences, num_positions,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -141,8 +155,8 @@ def decode_append(
             num_raw_pages, valid,
         )  # fmt: skip
         _append_token(
-            K_RAW, V_RAW, K_RAW_STORE, V_RAW_STORE, COS, SIN, stride_k_raw, stride_v_raw,
-            stride_k_raw_store, stride_v_raw_store,
+            K_RAW, V_RAW, K_RAW_STORE, V_RAW_STORE, SEL_SCALES, COS, SIN, stride_k_raw,
+            stride_v_raw, stride_k_raw_store, stride_v_raw_store, 0,
             seq, t, page, position % raw_page_size, angle, valid,
             NUM_KV_HEADS, NUM_KV_HEADS_PAD, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             ROPE and ROTATE_RAW,
@@ -153,8 +167,8 @@ def decode_append(
             num_sel_pages, valid,
         )  # fmt: skip
         _append_token(
-            K_SEL, V_SEL, K_SEL_STORE, V_SEL_STORE, COS, SIN, stride_k_sel, stride_v_sel,
-            stride_k_sel_store, stride_v_sel_store,
+            K_SEL, V_SEL, K_SEL_STORE, V_SEL_STORE, SEL_SCALES, COS, SIN, stride_k_sel,
+            stride_v_sel, stride_k_sel_store, stride_v_sel_store, stride_sel_scales,
             seq, t, page, position % sel_page_size, angle, valid,
             NUM_KV_HEADS, NUM_KV_HEADS_PAD, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             ROPE,
@@ -166,8 +180,8 @@ def decode_append(
             num_win_pages, valid,
         )  # fmt: skip
         _append_token(
-            K_WIN, V_WIN, K_WIN_STORE, V_WIN_STORE, COS, SIN, stride_k_win, stride_v_win,
-            stride_k_win_store, stride_v_win_store,
+            K_WIN, V_WIN, K_WIN_STORE, V_WIN_STORE, WIN_SCALES, COS, SIN, stride_k_win,
+            stride_v_win, stride_k_win_store, stride_v_win_store, stride_win_scales,
             seq, t, page, position % win_page_size, angle, valid,
             NUM_KV_HEADS, NUM_KV_HEADS_PAD, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
             ROPE,
@@ -177,8 +191,8 @@ def decode_append(
         stride_qb, stride_qt, stride_qh = stride_q
         _copy_heads(
             Q + seq * tl.cast(stride_qb, tl.int64) + t * stride_qt + head * stride_qh,
-            Q_OUT + (tl.cast(row, tl.int64) * NUM_HEADS + head) * HEAD_DIM,
-            COS, SIN, stride_qh, HEAD_DIM, NUM_HEADS - head, angle, position >= 0,
+            Q_OUT + (tl.cast(row, tl.int64) * NUM_HEADS + head) * HEAD_DIM, SEL_SCALES,
+            COS, SIN, stride_qh, HEAD_DIM, 0, 0, NUM_HEADS - head, angle, position >= 0, False,
             BLOCK_H, HEAD_DIM, HEAD_DIM_BAND, True,
         )  # fmt: skip
 
@@ -196,7 +210,7 @@ def append(
     call: DecodeCall,
 ) -> Tensor:
     """Write k and v into their pages and return q, rotated if ``rope`` is given."""
-    stores = (*raw, *sel, *win)
+    stores = (*raw, *(as_bytes(x) for x in (*sel, *win)))
     new_rows = [x if x.stride(-1) == 1 else x.contiguous() for pair in zip(k, v) for x in pair]
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = q if rope is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -204,7 +218,8 @@ def append(
     if rope is not None and not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
     _, sel_table, win_table, raw_table = call.tables
-    tables, sequences = (raw_table, sel_table, win_table), call.sequences
+    tables = (raw_table, sel_table, win_table, *scales_of(call)[1:])
+    sequences = call.sequences
     options = (rope is not None, rotate_raw, sequences is not None)
     launch = _launch(q, options, cos, *new_rows, *stores, *tables)
     sequences = call.starts if sequences is None else sequences  # a placeholder
@@ -227,10 +242,11 @@ def _launch(
         q: As in :func:`append`.
         options: Whether there is ``rope``, ``rotate_raw``, and whether the runs have sequences.
         cos: As in :func:`append`.
-        *others: k and v of raw, sel and win: the new rows, then the stores; then three tables.
+        *others: k and v of raw, sel and win: the new rows, then the stores; then three tables, and
+            the scales of sel and win.
     """
     rope, rotate_raw, ragged = options
-    new_rows, stores, tables = others[:6], others[6:12], others[12:]
+    new_rows, stores, tables = others[:6], others[6:12], others[12:15]
     batch, num_tokens, heads, head_dim = q.shape
     kv_heads, v_head_dim = new_rows[0].shape[2], new_rows[1].shape[3]
     settings = configs.pick(
@@ -241,7 +257,7 @@ def _launch(
     return Launch(
         decode_append, (batch * num_tokens * programs_per_token,),
         *(x.stride()[:3] for x in (q, *new_rows, *stores)),
-        *(x.stride(0) for x in tables), num_tokens, *(x.shape[1] for x in stores[::2]),
+        *(x.stride(0) for x in others[12:]), num_tokens, *(x.shape[1] for x in stores[::2]),
         *(x.shape[1] for x in tables), *(len(x) for x in stores[::2]), len(tables[1]), cos.shape[0],
         NUM_HEADS=heads, NUM_KV_HEADS=kv_heads, BLOCK_H=block_h, NUM_KV_HEADS_PAD=power(kv_heads),
         HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa_backend_triton.decode.codes import encode, scales_of, store_scale
 from nsa_backend_triton.decode.launch import cdiv, power
 from nsa_backend_triton.decode.walk import clamp_index, table_row
 from nsa_backend_triton.host import configs
@@ -32,6 +33,7 @@ from nsa_backend_triton.host.constexprs import accumulator
 from nsa_backend_triton.host.device import architecture
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
 from nsa_core.contract import DecodeCall
+from nsa_core.dtypes import as_bytes
 from nsa_core.layout import BlockGeometry
 
 Weights = tuple[Tensor, ...]  # position, weight, bias; of an MLP also the weight and bias of down
@@ -114,9 +116,9 @@ def _products(
 
 @triton.jit
 def _compress_units(
-    X, TABLE, POSITION, WEIGHT, BIAS, OUT, COS, SIN,
-    stride_x, stride_w, stride_out, run, first_token, page_size, columns, num_pages, out_page,
-    out_row, out_valid, position, tile,
+    X, TABLE, POSITION, WEIGHT, BIAS, OUT, SCALES, COS, SIN,
+    stride_x, stride_w, stride_out, stride_scales, run, first_token, page_size, columns, num_pages,
+    out_page, out_row, out_valid, position, tile, IS_V: tl.constexpr,
     FIRST: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr, ROTATE: tl.constexpr,
     RING: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
@@ -146,7 +148,10 @@ def _compress_units(
     OUT += tl.cast(out_page, tl.int64) * stride_outp + tl.cast(out_row, tl.int64) * stride_outr
     out = OUT + (head[:, None] * stride_outh + unit[None, :])
     mask = (head < NUM_KV_HEADS)[:, None] & unit_valid[None, :] & out_valid
-    dtype = OUT.dtype.element_ty
+    OUT_DTYPE: tl.constexpr = OUT.dtype.element_ty
+    scale = store_scale(
+        SCALES, out_page, stride_scales, head, (head < NUM_KV_HEADS) & out_valid, IS_V, OUT_DTYPE
+    )[:, None]  # fmt: skip
     if ROTATE:
         if MEAN:
             y2 = _mean(
@@ -162,10 +167,12 @@ def _compress_units(
         angle = tl.cast(position, tl.int64) * OWNED + unit
         cos = tl.load(COS + angle, mask=unit_valid, other=0.0)[None, :]
         sin = tl.load(SIN + angle, mask=unit_valid, other=0.0)[None, :]
-        tl.store(out, (y * cos - y2 * sin).to(dtype), mask=mask)
-        tl.store(out + OWNED, (y2 * cos + y * sin).to(dtype), mask=mask)
+        rotated = encode((y * cos - y2 * sin).to(DTYPE), scale, OUT_DTYPE)
+        rotated2 = encode((y2 * cos + y * sin).to(DTYPE), scale, OUT_DTYPE)
+        tl.store(out, rotated, mask=mask)
+        tl.store(out + OWNED, rotated2, mask=mask)
     elif LAST:
-        tl.store(out, y.to(dtype), mask=mask)
+        tl.store(out, encode(y.to(DTYPE), scale, OUT_DTYPE), mask=mask)
     else:
         tl.store(out, 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476)), mask=mask)
 
@@ -174,15 +181,17 @@ def _compress_units(
     do_not_specialize=[
         "stride_raw_table", "stride_cmp_table", "num_runs", "raw_page_size", "raw_columns",
         "cmp_page_size", "num_blocks", "num_positions", "num_sequences", "num_raw_pages",
-        "num_cmp_pages",
+        "num_cmp_pages", "stride_scales",
     ],
-    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "SEQUENCES", "RAW_TABLE", "CMP_TABLE"],
+    do_not_specialize_on_alignment=[
+        "STARTS", "LENGTHS", "SEQUENCES", "RAW_TABLE", "CMP_TABLE", "SCALES",
+    ],
 )  # fmt: skip
 def decode_compress(
     K, V, K_POSITION, V_POSITION, K_WEIGHT, V_WEIGHT, K_BIAS, V_BIAS, K_OUT, V_OUT, COS, SIN,
-    STARTS, LENGTHS, SEQUENCES, RAW_TABLE, CMP_TABLE,
+    STARTS, LENGTHS, SEQUENCES, RAW_TABLE, CMP_TABLE, SCALES,
     stride_k, stride_v, stride_k_out, stride_v_out,
-    stride_k_weight, stride_v_weight, stride_raw_table, stride_cmp_table,
+    stride_k_weight, stride_v_weight, stride_raw_table, stride_cmp_table, stride_scales,
     num_runs, raw_page_size, raw_columns, cmp_page_size, num_blocks, num_positions,
     num_sequences, num_raw_pages, num_cmp_pages,
     FIRST: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr, ROPE: tl.constexpr,
@@ -239,18 +248,19 @@ def decode_compress(
             position = tl.minimum(block * STRIDE, num_positions - 1)
             if tile < K_TILES:
                 _compress_units(
-                    K, raw_table, K_POSITION, K_WEIGHT, K_BIAS, K_OUT, COS, SIN,
-                    stride_k, stride_k_weight, stride_k_out, run, first_token, raw_page_size,
-                    raw_columns, num_raw_pages, out_page, out_row, out_valid, position, tile,
+                    K, raw_table, K_POSITION, K_WEIGHT, K_BIAS, K_OUT, SCALES, COS, SIN,
+                    stride_k, stride_k_weight, stride_k_out, stride_scales, run, first_token,
+                    raw_page_size, raw_columns, num_raw_pages, out_page, out_row, out_valid,
+                    position, tile, False,
                     FIRST, LAST, MEAN, ROPE, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, K_WIDTH,
                     K_UNITS, BLOCK_UNITS, K_BLOCK_DIM, DTYPE, ACC,
                 )  # fmt: skip
             else:
                 _compress_units(
-                    V, raw_table, V_POSITION, V_WEIGHT, V_BIAS, V_OUT, COS, SIN,
-                    stride_v, stride_v_weight, stride_v_out, run, first_token, raw_page_size,
-                    raw_columns, num_raw_pages, out_page, out_row, out_valid, position,
-                    tile - K_TILES,
+                    V, raw_table, V_POSITION, V_WEIGHT, V_BIAS, V_OUT, SCALES, COS, SIN,
+                    stride_v, stride_v_weight, stride_v_out, stride_scales, run, first_token,
+                    raw_page_size, raw_columns, num_raw_pages, out_page, out_row, out_valid,
+                    position, tile - K_TILES, True,
                     FIRST, LAST, MEAN, False, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, V_WIDTH,
                     V_UNITS, BLOCK_UNITS, V_BLOCK_DIM, DTYPE, ACC,
                 )  # fmt: skip
@@ -276,7 +286,9 @@ def compress(
         tuple(x if x.is_contiguous() else x.contiguous() for x in phi) for phi in (phi_k, phi_v)
     )
     angles = (k, k) if rope is None else [x.contiguous() for x in rope]
-    tables, sequences = (call.tables.raw, call.tables.cmp), call.sequences
+    k_cmp, v_cmp = as_bytes(k_cmp), as_bytes(v_cmp)
+    tables = (call.tables.raw, call.tables.cmp, scales_of(call)[0])
+    sequences = call.sequences
     placeholder = call.starts if sequences is None else sequences
     positions = (call.starts, call.lengths, placeholder, *tables)
     k_position, k_weight, k_bias, *k_down = phi_k or (k, k, k)  # placeholders for the mean
@@ -307,6 +319,7 @@ def _launches(
     starts: Tensor,
     raw_table: Tensor,
     cmp_table: Tensor,
+    scales: Tensor,
     geometry: BlockGeometry,
     options: tuple[bool, bool, bool],  # whether there is rope and sequences, and phi is the mean
     *weights: Tensor,  # positions, weights and biases of k and v by turns; then k's and v's down
@@ -336,7 +349,7 @@ def _launches(
     if is_mean:
         block_units, programs_per_tile = power(max(dk, dv)), min(_MEAN_PROGRAMS, batch)
     numbers = (columns, page_size, cmp_table.shape[1] * page_size, cos.shape[0], len(cmp_table))
-    row_strides = (raw_table.stride(0), cmp_table.stride(0), batch)
+    row_strides = (raw_table.stride(0), cmp_table.stride(0), scales.stride(0), batch)
 
     def launch(
         inputs: Strides, outputs: Strides, of_weights: tuple[int, int], rows: int, tokens: int,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nsa_backend_triton.decode.codes import scales_of
 from nsa_backend_triton.decode.launch import (
     Pair,
     SelLaunch,
@@ -27,7 +28,8 @@ from nsa_backend_triton.decode.launch import (
 )
 from nsa_backend_triton.host import configs
 from nsa_backend_triton.host.launch_cache import Launch, cached_by_metadata
-from nsa_core.contract import BlockTables, DecodeCall
+from nsa_core.contract import BlockTables, DecodeCall, PageScales
+from nsa_core.dtypes import as_bytes
 from nsa_core.layout import BlockGeometry
 
 # A growing cache prepares its launches anew once per this many tokens.
@@ -194,9 +196,12 @@ def step(
     o = torch.empty((*q.shape[:3], v_sel.shape[3]), dtype=q.dtype, device=q.device)
     # A bound that grew with every token would prepare new launches for every token.
     bound = cdiv(call.max_len, BOUND) * BOUND
+    k_cmp, k_sel, k_win = (as_bytes(x) for x in (k_cmp, k_sel, k_win))
+    v_cmp, v_sel, v_win = (as_bytes(x) for x in (v_cmp, v_sel, v_win))
     stores = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
     constants = (call.geometry, call.scale, bound, call.sequences is not None)
-    sequences, tables = sequences_of(call), call.tables[:3]
+    sequences, (cmp_table, sel_table, win_table, _) = sequences_of(call), call.tables
+    tables = (cmp_table, sel_table, win_table, *scales_of(call))
     chunks = _prepare(q, gates, *stores, *tables, constants, *settings)
     for first_token, chunk in chunks:
         scratch, counters = allocate(q, chunk.scratch, chunk.zero)
@@ -265,6 +270,9 @@ def _prepare(
     cmp_table: Tensor,
     sel_table: Tensor,
     win_table: Tensor,
+    cmp_scales: Tensor,
+    sel_scales: Tensor,
+    win_scales: Tensor,
     constants: tuple[BlockGeometry, float, int, bool],
     span_settings: Settings,
     sel_settings: Settings,
@@ -277,7 +285,8 @@ def _prepare(
     geometry, scale, max_len, ragged = constants
     tables = BlockTables(cmp_table, sel_table, win_table, win_table)  # a step does not read raw
     sequences = sel_table if ragged else None
-    call = DecodeCall(geometry, scale, sel_table, sel_table, tables, max_len, sequences)
+    scales = PageScales(cmp_scales, sel_scales, win_scales) if k_cmp.dtype != q.dtype else None
+    call = DecodeCall(geometry, scale, sel_table, sel_table, tables, max_len, sequences, scales)
     chunks = []
     for first_token, count in _chunks(q, call):
         stores = (k_cmp, v_cmp), (k_win, v_win)

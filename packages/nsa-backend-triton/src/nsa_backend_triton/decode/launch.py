@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa_backend_triton.decode.choose import decode_choose
+from nsa_backend_triton.decode.codes import has_page_scales, scales_of
 from nsa_backend_triton.decode.sel import decode_sel
 from nsa_backend_triton.decode.span import decode_span
 from nsa_backend_triton.decode.step import decode_step
@@ -22,6 +23,7 @@ from nsa_backend_triton.host.device import architecture, multiprocessors
 from nsa_backend_triton.host.launch_cache import Launch
 from nsa_backend_triton.shared.rows import LOG2E
 from nsa_core.contract import DecodeCall
+from nsa_core.dtypes import as_bytes
 
 _SHORT_BLOCKS = 256
 # Upper limits of these settings if a sequence has at most _SHORT_BLOCKS selection blocks.
@@ -51,9 +53,14 @@ def _padded(width: int) -> int:
     return max(16, power(width))
 
 
-def _value_band(q: Tensor, v_head_dim: int) -> int:
+def _band(width: int, call: DecodeCall) -> int:
+    """Return the band of a row of K, of which half must fit a product if it is of codes."""
+    return max(_padded(width), 16 if call.scales is None else 32)
+
+
+def _value_band(q: Tensor, v_head_dim: int, call: DecodeCall) -> int:
     """Return the band of V beside that of ``q``; a decode kernel has no TMA."""
-    bands = _padded(q.shape[3]), _padded(v_head_dim)
+    bands = _band(q.shape[3], call), _band(v_head_dim, call)
     return value_band(*bands, architecture(q.device), use_tma=False)
 
 
@@ -98,7 +105,7 @@ def allocate(
 
 def _with_strides(x: Tensor | None, placeholder: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return a store [P, rows, G, D] and its strides (page, row, head)."""
-    return (placeholder, (0, 0, 0)) if x is None else (x, x.stride()[:3])
+    return (placeholder, (0, 0, 0)) if x is None else (as_bytes(x), x.stride()[:3])
 
 
 def sequences_of(call: DecodeCall) -> Tensor:
@@ -185,7 +192,7 @@ class SpanLaunch:
         self.cmp_programs = units * self.splits if cmp is not None else 0
         self.programs = self.cmp_programs + (units * self.win_splits if win is not None else 0)
         self.block_m = _padded(self.block_t * group)
-        self.v_head_dim_band = _value_band(q, self.v_head_dim)
+        self.v_head_dim_band = _value_band(q, self.v_head_dim, call)
         # Short caches have a binary of their own.
         short = geometry.num_select_blocks(self.max_len) <= _SHORT_BLOCKS
         rank = {
@@ -232,7 +239,7 @@ class SpanLaunch:
         ``outputs`` are (o, o_win, lse, lse_win). Writes ``blocks`` too if they are given.
         """
         call, geometry, (o, o_win, lse, lse_win) = self.call, self.call.geometry, outputs
-        tables = call.tables
+        tables, (scales, _, win_scales) = call.tables, scales_of(call)
         split_ml, split_acc, sums, maxima = scratch
         k, stride_k = _with_strides(self.cmp and self.cmp[0], q)
         v, stride_v = _with_strides(self.cmp and self.cmp[1], q)
@@ -241,15 +248,17 @@ class SpanLaunch:
         decode_span[(self.programs,)](
             q, k, v, k_win, v_win, o, o_win, lse, lse_win, sums, maxima, split_ml, split_acc,
             *counters, call.starts, call.lengths, sequences_of(call), tables.cmp, tables.win,
+            scales, win_scales,
             q.stride()[:3], stride_k, stride_v, stride_k_win, stride_v_win, o.stride()[:2],
             lse.stride(0), lse.stride(1), self.stride_sums, self.stride_maxima,
-            tables.cmp.stride(0), tables.win.stride(0),
+            tables.cmp.stride(0), tables.win.stride(0), scales.stride(0), win_scales.stride(0),
             call.scale * LOG2E.value, first_token, self.num_tokens, self.max_len,
             len(tables.cmp if self.cmp else tables.win), k.shape[1], len(k), k_win.shape[1],
             tables.win.shape[1], len(k_win), self.splits, self.win_splits, self.cmp_programs,
             HAS_CMP=self.cmp is not None, HAS_WIN=self.win is not None,
             RAGGED=call.sequences is not None, RING=tables.win.shape[1] == 1,
-            PAGE_SIZE=_static_page_size(k.shape[1]), BLOCK_T=self.block_t,
+            PAGE_SIZE=_static_page_size(k.shape[1]), PAGE_SCALES=has_page_scales(call),
+            BLOCK_T=self.block_t,
             ATTEND=self.attend, STORE_SUMS=self.choose, **self.walk_constants(q),
             **self.options(("num_warps", "num_stages")),
         )  # fmt: skip
@@ -285,7 +294,7 @@ class SpanLaunch:
             "BLOCK_N": self.block_n,
             "HEAD_DIM": self.head_dim,
             "V_HEAD_DIM": self.v_head_dim,
-            "HEAD_DIM_BAND": _padded(self.head_dim),
+            "HEAD_DIM_BAND": _band(self.head_dim, self.call),
             "V_HEAD_DIM_BAND": self.v_head_dim_band,
             "CMP_PER_BLOCK_PAD": self.cmp_per_block_pad,
             "COMPRESS_BLOCK": geometry.compress_block_size,
@@ -341,7 +350,7 @@ class SelLaunch:
         self.programs, self.block_m, self.v_head_dim_band = (
             units * self.splits,
             _padded(self.group),
-            _value_band(q, v.shape[3]),
+            _value_band(q, v.shape[3], call),
         )
         self.max_len = min(call.max_len, call.tables.sel.shape[1] * k.shape[1])
 
@@ -378,20 +387,21 @@ class SelLaunch:
         """
         call, k, v, n = self.call, self.k, self.v, self.call.geometry.num_selected_blocks
         o_cmp, o_win = other_branches or (o, o)
-        gates_or_lse = lse if gates is None else gates
+        gates_or_lse, scales = lse if gates is None else gates, scales_of(call)[1]
         decode_sel[(self.programs,)](
-            q, gates_or_lse, k, v, blocks, o_cmp, o_win, o, lse, *scratch, *counters,
-            call.starts, call.lengths, sequences_of(call), call.tables.sel,
+            q, gates_or_lse, as_bytes(k), as_bytes(v), blocks, o_cmp, o_win, o, lse,
+            *scratch, *counters,
+            call.starts, call.lengths, sequences_of(call), call.tables.sel, scales,
             q.stride()[:3], gates_or_lse.stride()[:3],
             k.stride(0), k.stride()[1:3], v.stride(0), v.stride()[1:3],
-            blocks.stride()[:3], o.stride()[:2], lse.stride(0), lse.stride(1),
+            scales.stride(0), blocks.stride()[:3], o.stride()[:2], lse.stride(0), lse.stride(1),
             call.tables.sel.stride(0),
             call.scale * LOG2E.value, first_token, self.num_tokens, self.max_len,
             len(call.tables.sel), k.shape[1], len(k), self.splits,
-            PAGE_SIZE=_static_page_size(k.shape[1]), NUM_KV_HEADS=self.kv_heads,
-            GROUP=self.group, BLOCK_M=self.block_m, BLOCK_N=self.block_n,
-            HEAD_DIM=q.shape[3], V_HEAD_DIM=v.shape[3],
-            HEAD_DIM_BAND=_padded(q.shape[3]), V_HEAD_DIM_BAND=self.v_head_dim_band,
+            PAGE_SIZE=_static_page_size(k.shape[1]), PAGE_SCALES=has_page_scales(call),
+            NUM_KV_HEADS=self.kv_heads, GROUP=self.group,
+            BLOCK_M=self.block_m, BLOCK_N=self.block_n, HEAD_DIM=q.shape[3], V_HEAD_DIM=v.shape[3],
+            HEAD_DIM_BAND=_band(q.shape[3], call), V_HEAD_DIM_BAND=self.v_head_dim_band,
             SELECT_BLOCK=call.geometry.select_block_size,
             NUM_SELECTED=n, NUM_SELECTED_PAD=_padded(n), DISTINCT=distinct,
             GATED=gates is not None, RAGGED=call.sequences is not None, ACC=accumulator(q.dtype),
@@ -430,7 +440,7 @@ class StepLaunch:
         of the step are contiguous. Call the launch with q, gates, k and v of cmp, sel and win; o,
         o_cmp, o_win, lse and lse_win (all but o in scratch, of these tokens alone); sums, maxima,
         split_ml, split_acc, the zeroed int32 scratch, blocks, starts, lengths, sequences, and the
-        tables of cmp, sel and win.
+        tables and the scales of cmp, sel and win.
         """
         span, sel, call = self.span, self.sel, self.span.call
         assert span.cmp is not None  # a step runs both branches
@@ -443,7 +453,8 @@ class StepLaunch:
             *(x.stride()[:3] for x in (q, gates, *stores)),
             (step_tokens * span.kv_heads * n, span.kv_heads * n, n), (step_tokens * width, width),
             (span.num_tokens * width, width), heads * span.num_tokens, span.num_tokens,
-            span.stride_sums, span.stride_maxima, *(x.stride(0) for x in call.tables[:3]),
+            span.stride_sums, span.stride_maxima,
+            *(x.stride(0) for x in (*call.tables[:3], *scales_of(call))),
             call.scale * LOG2E.value, first_token, span.num_tokens, min(span.max_len, sel.max_len),
             len(call.tables.sel), *stores[0].shape[1::-1], *sel.k.shape[1::-1],
             stores[4].shape[1], call.tables.win.shape[1], len(stores[4]),
@@ -451,7 +462,8 @@ class StepLaunch:
             span.cmp_programs, span.programs - span.cmp_programs,
             RAGGED=call.sequences is not None, RING=call.tables.win.shape[1] == 1,
             CMP_PAGE_SIZE=_static_page_size(stores[0].shape[1]),
-            PAGE_SIZE=_static_page_size(sel.k.shape[1]), RANK_BLOCKS=span.rank_blocks,
+            PAGE_SIZE=_static_page_size(sel.k.shape[1]), PAGE_SCALES=has_page_scales(call),
+            RANK_BLOCKS=span.rank_blocks,
             **span.walk_constants(q), **span.selection_constants(),
             **span.options(("num_warps", "num_stages", "maxnreg")),
         )  # fmt: skip

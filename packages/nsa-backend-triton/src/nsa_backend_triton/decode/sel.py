@@ -21,13 +21,13 @@ from nsa_backend_triton.shared.rows import finish_softmax, load_at, store_at
 
 @triton.jit
 def sel_program(
-    index, program, Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC, COUNTERS,
-    READY, STARTS, LENGTHS, SEQUENCES, TABLE,
-    stride_q, stride_gates, stride_k, stride_v, stride_blocks, stride_o,
+    index, program, Q, GATES, K, V, SCALES, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC,
+    COUNTERS, READY, STARTS, LENGTHS, SEQUENCES, TABLE,
+    stride_q, stride_gates, stride_k, stride_v, stride_scales, stride_blocks, stride_o,
     stride_lse_b, stride_lse_h, stride_table,
     qk_scale, first_token, num_tokens, max_len, num_sequences, page_size, num_pages, num_splits,
-    PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_SCALES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, SELECT_BLOCK: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, DISTINCT: tl.constexpr,
@@ -69,14 +69,15 @@ def sel_program(
     stride_bb, stride_bt, stride_bh = stride_blocks
     BLOCKS += seq * tl.cast(stride_bb, tl.int64) + t * stride_bt + kv_head * stride_bh
     m_i, l_i, acc = walk(
-        q, m_i, l_i, acc, K, V, SPLIT_ML, SPLIT_ML,
+        q, m_i, l_i, acc, K, V, SCALES, SPLIT_ML, SPLIT_ML,
         table_row(TABLE, SEQUENCES, seq, stride_table, num_sequences, RAGGED), BLOCKS,
-        stride_k, stride_v,
+        stride_k, stride_v, stride_scales,
         kv_head, 0, end, first_tile, tl.minimum(first_tile + tiles_per_split, tiles),
         right, right, begin // SELECT_BLOCK, right, right, page_size, 0,
         num_pages, qk_scale,
-        SEL, False, BLOCK_N, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, PAGE_SIZE,
-        NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT, 1, 1, 1, True, False, ACC,
+        SEL, False, PAGE_SCALES, BLOCK_N, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+        PAGE_SIZE, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, DISTINCT, 1, 1, 1, True, False,
+        ACC,
     )  # fmt: skip
     is_last, m_i, l_i, acc = reduce_splits(
         m_i, l_i, acc, SPLIT_ML, SPLIT_ACC, COUNTERS, program, split, num_splits,
@@ -118,17 +119,20 @@ def sel_program(
         "page_size",
         "num_pages",
         "stride_table",
+        "stride_scales",
     ],
-    do_not_specialize_on_alignment=["STARTS", "LENGTHS", "SEQUENCES", "TABLE", "BLOCKS", "LSE"],
-)
+    do_not_specialize_on_alignment=[
+        "STARTS", "LENGTHS", "SEQUENCES", "TABLE", "SCALES", "BLOCKS", "LSE",
+    ],
+)  # fmt: skip
 def decode_sel(
     Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC, COUNTERS,
-    STARTS, LENGTHS, SEQUENCES, TABLE,
+    STARTS, LENGTHS, SEQUENCES, TABLE, SCALES,
     stride_q, stride_gates, stride_kp: tl.int64, stride_k, stride_vp: tl.int64, stride_v,
-    stride_blocks, stride_o, stride_lse_b: tl.int64, stride_lse_h, stride_table,
+    stride_scales, stride_blocks, stride_o, stride_lse_b: tl.int64, stride_lse_h, stride_table,
     qk_scale, first_token, num_tokens, max_len, num_sequences, page_size, num_pages, num_splits,
-    PAGE_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_SCALES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, SELECT_BLOCK: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, DISTINCT: tl.constexpr,
@@ -145,13 +149,13 @@ def decode_sel(
     stride_kr, stride_kh = stride_k
     stride_vr, stride_vh = stride_v
     sel_program(
-        program, program, Q, GATES, K, V, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC,
+        program, program, Q, GATES, K, V, SCALES, BLOCKS, O_CMP, O_WIN, O, LSE, SPLIT_ML, SPLIT_ACC,
         COUNTERS, COUNTERS, STARTS, LENGTHS, SEQUENCES, TABLE,
         stride_q, stride_gates,
-        (stride_kp, stride_kr, stride_kh), (stride_vp, stride_vr, stride_vh), stride_blocks,
-        stride_o, stride_lse_b, stride_lse_h, stride_table,
+        (stride_kp, stride_kr, stride_kh), (stride_vp, stride_vr, stride_vh), stride_scales,
+        stride_blocks, stride_o, stride_lse_b, stride_lse_h, stride_table,
         qk_scale, first_token, num_tokens, max_len, num_sequences, page_size, num_pages, num_splits,
-        PAGE_SIZE, NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_N,
+        PAGE_SIZE, PAGE_SCALES, NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_N,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, SELECT_BLOCK,
         NUM_SELECTED, NUM_SELECTED_PAD, DISTINCT, GATED, False, RAGGED, ACC,
     )  # fmt: skip

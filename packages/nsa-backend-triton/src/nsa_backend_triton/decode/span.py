@@ -37,13 +37,14 @@ from nsa_backend_triton.shared.rows import finish_softmax, load_at, num_compress
 
 @triton.jit
 def span_program(
-    index, program, Q, K, V, O, LSE, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS, READY, BLOCKS,
-    STARTS, LENGTHS, SEQUENCES, TABLE,
-    stride_q, stride_k, stride_v, stride_o, stride_lse_b, stride_lse_h, stride_sums, stride_maxima,
-    stride_blocks_b, stride_table,
+    index, program, Q, K, V, SCALES, O, LSE, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS, READY,
+    BLOCKS, STARTS, LENGTHS, SEQUENCES, TABLE,
+    stride_q, stride_k, stride_v, stride_scales, stride_o, stride_lse_b, stride_lse_h, stride_sums,
+    stride_maxima, stride_blocks_b, stride_table,
     qk_scale, first_token, num_tokens, max_len, num_sequences, page_size, columns, num_pages,
     num_splits,
     BRANCH: tl.constexpr, RAGGED: tl.constexpr, RING: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PAGE_SCALES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
@@ -101,15 +102,15 @@ def span_program(
     l_i = tl.zeros([BLOCK_M], ACC)
     acc = tl.zeros([BLOCK_M, V_HEAD_DIM_BAND], ACC)
     m_i, l_i, acc = walk(
-        q, m_i, l_i, acc, K, V, SUMS, MAXIMA,
+        q, m_i, l_i, acc, K, V, SCALES, SUMS, MAXIMA,
         table_row(TABLE, SEQUENCES, seq, stride_table, num_sequences, RAGGED), TABLE,
-        stride_k, stride_v,
+        stride_k, stride_v, stride_scales,
         kv_head, low, high, first_tile, end_tile, left, right, 0,
         head_row * stride_sums, head_row * stride_maxima,
         page_size, columns, num_pages, qk_scale,
-        BRANCH, RING, BLOCK_N, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND, PAGE_SIZE,
-        NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, True, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD,
-        COMPRESS_BLOCK // STRIDE, ATTEND, STORE_SUMS, ACC,
+        BRANCH, RING, PAGE_SCALES, BLOCK_N, HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
+        PAGE_SIZE, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, True, CMP_PER_BLOCK,
+        CMP_PER_BLOCK_PAD, COMPRESS_BLOCK // STRIDE, ATTEND, STORE_SUMS, ACC,
     )  # fmt: skip
     if ATTEND:
         is_last, m_i, l_i, acc = reduce_splits(
@@ -152,22 +153,24 @@ def span_program(
         "first_token", "num_tokens", "max_len", "num_splits", "win_splits", "cmp_programs",
         "stride_sums", "stride_maxima", "stride_lse_h", "page_size", "win_page_size",
         "win_columns", "num_sequences", "num_pages", "num_win_pages",
-        "stride_table", "stride_win_table",
+        "stride_table", "stride_win_table", "stride_scales", "stride_win_scales",
     ],
     do_not_specialize_on_alignment=[
-        "STARTS", "LENGTHS", "SEQUENCES", "TABLE", "WIN_TABLE", "LSE", "LSE_WIN",
+        "STARTS", "LENGTHS", "SEQUENCES", "TABLE", "WIN_TABLE", "LSE", "LSE_WIN", "SCALES",
+        "WIN_SCALES",
     ],
 )  # fmt: skip
 def decode_span(
     Q, K, V, K_WIN, V_WIN, O, O_WIN, LSE, LSE_WIN, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS,
-    STARTS, LENGTHS, SEQUENCES, TABLE, WIN_TABLE,
+    STARTS, LENGTHS, SEQUENCES, TABLE, WIN_TABLE, SCALES, WIN_SCALES,
     stride_q, stride_k, stride_v, stride_k_win, stride_v_win, stride_o,
     stride_lse_b: tl.int64, stride_lse_h, stride_sums, stride_maxima, stride_table,
-    stride_win_table, qk_scale, first_token, num_tokens, max_len, num_sequences,
+    stride_win_table, stride_scales, stride_win_scales,
+    qk_scale, first_token, num_tokens, max_len, num_sequences,
     page_size, num_pages, win_page_size, win_columns, num_win_pages,
     num_splits, win_splits, cmp_programs,
     HAS_CMP: tl.constexpr, HAS_WIN: tl.constexpr, RAGGED: tl.constexpr, RING: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PAGE_SCALES: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
@@ -184,13 +187,14 @@ def decode_span(
     if HAS_CMP:  # noqa: SIM102  a constexpr selects the code that is compiled
         if program < cmp_programs:
             span_program(
-                program, program, Q, K, V, O, LSE, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS,
-                COUNTERS, COUNTERS, STARTS, LENGTHS, SEQUENCES, TABLE,
-                stride_q, stride_k, stride_v, stride_o, stride_lse_b, stride_lse_h,
+                program, program, Q, K, V, SCALES, O, LSE, SUMS, MAXIMA, SPLIT_ML, SPLIT_ACC,
+                COUNTERS, COUNTERS, COUNTERS, STARTS, LENGTHS, SEQUENCES, TABLE,
+                stride_q, stride_k, stride_v, stride_scales, stride_o, stride_lse_b, stride_lse_h,
                 stride_sums, stride_maxima, 0, stride_table,
                 qk_scale, first_token, num_tokens, max_len, num_sequences, page_size, 0, num_pages,
                 num_splits,
-                CMP, RAGGED, False, PAGE_SIZE, NUM_KV_HEADS, GROUP, BLOCK_T, BLOCK_M, BLOCK_N,
+                CMP, RAGGED, False, PAGE_SIZE, PAGE_SCALES,
+                NUM_KV_HEADS, GROUP, BLOCK_T, BLOCK_M, BLOCK_N,
                 HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
                 COMPRESS_BLOCK, STRIDE, WINDOW, ATTEND, STORE_SUMS, False, 1, 1, SELECT_BLOCK, 1,
                 SELECT_BLOCK // STRIDE, CMP_PER_BLOCK_PAD, 1, 1, 0, 0, ACC,
@@ -198,14 +202,15 @@ def decode_span(
     if HAS_WIN:  # noqa: SIM102
         if program >= cmp_programs:
             span_program(
-                program - cmp_programs, program, Q, K_WIN, V_WIN, O_WIN, LSE_WIN, SUMS, MAXIMA,
-                SPLIT_ML, SPLIT_ACC, COUNTERS, COUNTERS, COUNTERS, STARTS, LENGTHS, SEQUENCES,
-                WIN_TABLE,
-                stride_q, stride_k_win, stride_v_win, stride_o, stride_lse_b, stride_lse_h,
-                stride_sums, stride_maxima, 0, stride_win_table,
+                program - cmp_programs, program, Q, K_WIN, V_WIN, WIN_SCALES, O_WIN, LSE_WIN, SUMS,
+                MAXIMA, SPLIT_ML, SPLIT_ACC, COUNTERS, COUNTERS, COUNTERS, STARTS, LENGTHS,
+                SEQUENCES, WIN_TABLE,
+                stride_q, stride_k_win, stride_v_win, stride_win_scales, stride_o, stride_lse_b,
+                stride_lse_h, stride_sums, stride_maxima, 0, stride_win_table,
                 qk_scale, first_token, num_tokens, max_len, num_sequences, win_page_size,
                 win_columns, num_win_pages, win_splits,
-                WIN, RAGGED, RING, 0, NUM_KV_HEADS, GROUP, BLOCK_T, BLOCK_M, BLOCK_N,
+                WIN, RAGGED, RING, 0, PAGE_SCALES,
+                NUM_KV_HEADS, GROUP, BLOCK_T, BLOCK_M, BLOCK_N,
                 HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
                 COMPRESS_BLOCK, STRIDE, WINDOW, True, False, False, 1, 1, SELECT_BLOCK, 1,
                 1, 1, 1, 1, 0, 0, ACC,

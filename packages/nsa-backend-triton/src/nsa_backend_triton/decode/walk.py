@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from nsa_backend_triton.decode.codes import as_pairs, decode, load_scales
 from nsa_backend_triton.shared.rows import finite_shift, load_at, num_compressed
 
 CMP, SEL, WIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -154,10 +155,10 @@ def _store_block_sums(
 
 @triton.jit
 def walk(
-    q, m_i, l_i, acc, K, V, SUMS, MAXIMA, TABLE, BLOCKS, stride_k, stride_v,
+    q, m_i, l_i, acc, K, V, SCALES, SUMS, MAXIMA, TABLE, BLOCKS, stride_k, stride_v, stride_scales,
     kv_head, low, high, first_tile, end_tile, left, right, current_block,
     offs_sums, offs_maxima, page_size, columns, num_pages, qk_scale,
-    BRANCH: tl.constexpr, RING: tl.constexpr, BLOCK_N: tl.constexpr,
+    BRANCH: tl.constexpr, RING: tl.constexpr, PAGE_SCALES: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr, PAGE_SIZE: tl.constexpr,
     NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, SELECT_BLOCK: tl.constexpr,
@@ -170,6 +171,11 @@ def walk(
     right[r]. The strides of the stores K and V are (page, row, head). PAGE_SIZE is page_size if
     that is a power of two, otherwise 0.
 
+    If K and V have another dtype than q, they hold codes, which are read in pairs of even and odd
+    columns: shared memory transposes 16 bits, not 8. A code is a number in q's dtype, so that
+    products are exact, and scales multiply scores and probabilities in fp32. PAGE_SCALES: each page
+    has scales of its own; otherwise all pages have those of page 0.
+
     ATTEND: compute l_i and acc; without it only m_i.
     STORE_SUMS: for rows with right[r] > 0, store the sums of the probabilities over selection
     blocks at SUMS + offs_sums[r]. They are relative to m_i rounded up to an integer, which goes to
@@ -179,9 +185,17 @@ def walk(
     """
     stride_kp, stride_kr, stride_kh = stride_k
     stride_vp, stride_vr, stride_vh = stride_v
+    QUANTIZED: tl.constexpr = K.dtype.element_ty != q.dtype
     kv_head = tl.cast(kv_head, tl.int64)  # the strides of a head-major pool are large
     K += kv_head * stride_kh
     V += kv_head * stride_vh
+    CODES: tl.constexpr = 2 if QUANTIZED else 1  # numbers in an element of K and V
+    if QUANTIZED:
+        IS_INT: tl.constexpr = K.dtype.element_ty == tl.int8
+        K, stride_kp, stride_kr = as_pairs(K), stride_kp // 2, stride_kr // 2
+        V, stride_vp, stride_vr = as_pairs(V), stride_vp // 2, stride_vr // 2
+        q, q_odd = tl.split(tl.reshape(q, [q.shape[0], HEAD_DIM_BAND // 2, 2]))
+        acc, acc_odd = tl.split(tl.reshape(acc, [acc.shape[0], V_HEAD_DIM_BAND // 2, 2]))
     rows_per_page = PAGE_SIZE if PAGE_SIZE > 0 else page_size
     # A tile's pages are loaded one iteration ahead of its keys: an address that depends on a load
     # of the same iteration could not be prefetched.
@@ -190,6 +204,16 @@ def walk(
         current_block, BLOCK_N, BRANCH, RING, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK,
         DISTINCT, CMP_PER_BLOCK, CMP_PER_BLOCK_PAD,
     )  # fmt: skip
+    if QUANTIZED:
+        if PAGE_SCALES:
+            # Probabilities take the scales of values relative to one of them, or they could leave
+            # the range of fp16.
+            k_scale, v_scale = load_scales(SCALES, page, stride_scales, kv_head, key < high)
+            unit = tl.max(v_scale)
+            unit = tl.where(unit > 0, unit, 1.0).to(ACC)
+        else:
+            qk_scale *= tl.load(SCALES + kv_head * 2).to(ACC)
+            unit = tl.load(SCALES + kv_head * 2 + 1).to(ACC)
     for tile in tl.range(first_tile, end_tile):
         next_key, next_page = _locate_keys(
             tl.minimum(tile + 1, end_tile - 1), low, high, TABLE, BLOCKS,
@@ -199,8 +223,22 @@ def walk(
         )  # fmt: skip
         valid = key < high
         page_row = key % rows_per_page
-        k = _load_rows(K, page, page_row, valid, stride_kp, stride_kr, HEAD_DIM, HEAD_DIM_BAND)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC) * qk_scale
+        k = _load_rows(
+            K, page, page_row, valid, stride_kp, stride_kr, HEAD_DIM // CODES,
+            HEAD_DIM_BAND // CODES,
+        )  # fmt: skip
+        if QUANTIZED:
+            k, k_odd = decode(k, q.dtype, IS_INT)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=ACC)
+        if QUANTIZED:
+            s = tl.dot(q_odd, tl.trans(k_odd), s, input_precision="ieee", out_dtype=ACC)
+            if PAGE_SCALES:
+                next_k_scale, next_v_scale = load_scales(
+                    SCALES, next_page, stride_scales, kv_head, next_key < high
+                )
+        s *= qk_scale
+        if QUANTIZED and PAGE_SCALES:
+            s *= k_scale[None, :]
         s = tl.where(key[None, :] < right[:, None], s, float("-inf"))
         if BRANCH == WIN:
             s = tl.where(key[None, :] >= left[:, None], s, float("-inf"))
@@ -223,14 +261,27 @@ def walk(
             alpha = tl.exp2(m_i - shift)
             l_i = l_i * alpha + tl.sum(p, 1)
             v = _load_rows(
-                V, page, page_row, valid, stride_vp, stride_vr, V_HEAD_DIM, V_HEAD_DIM_BAND
-            )
+                V, page, page_row, valid, stride_vp, stride_vr, V_HEAD_DIM // CODES,
+                V_HEAD_DIM_BAND // CODES,
+            )  # fmt: skip
+            if QUANTIZED:
+                v, v_odd = decode(v, q.dtype, IS_INT)
+                if PAGE_SCALES:
+                    p *= (v_scale.to(ACC) / unit)[None, :]
+                acc_odd = tl.dot(
+                    p.to(v.dtype), v_odd, acc_odd * alpha[:, None], input_precision="ieee",
+                    out_dtype=ACC,
+                )  # fmt: skip
             acc = tl.dot(
                 p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee", out_dtype=ACC
             )
         m_i = m_new
         key = next_key
         page = next_page
+        if QUANTIZED and PAGE_SCALES:
+            k_scale, v_scale = next_k_scale, next_v_scale
+    if QUANTIZED:
+        acc = tl.reshape(tl.join(acc, acc_odd), [acc.shape[0], V_HEAD_DIM_BAND]) * unit
     return m_i, l_i, acc
 
 
