@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cache_faults import CacheFault
+from nsa_backend_sdpa import decode as sdpa_decode
 from nsa_core import contract
 from nsa_core.decode import api, pages, run
 
@@ -32,8 +33,8 @@ FAULTS = [
         "a step that completes no block writes one",
         pages.PagedKV,
         "write",
-        "torch.where(none, store[page, row], new.flatten(0, 1)[source])",
-        "new.flatten(0, 1)[source]",
+        "torch.where(none, as_bytes(store)[page, row], codes)",
+        "codes",
     ),
     CacheFault(
         "values go to the rows of the keys before",
@@ -97,6 +98,48 @@ FAULTS = [
         "table",
         "self.sequences.clamp(0, len(table) - 1)",
         "torch.arange(len(self.starts)).clamp_(max=len(table) - 1)",
+    ),
+    CacheFault(
+        "every page is written with the scales of page 0",
+        pages.PagedKV,
+        "_codes",
+        "self.scales[page]",
+        "self.scales[page * 0]",
+    ),
+    CacheFault(
+        "values are written with the scales of keys",
+        pages.PagedKV,
+        "_codes",
+        "[..., i]",
+        "[..., 0]",
+    ),
+    CacheFault(
+        "codes are not rounded to the nearest",
+        pages,
+        "quantize",
+        "codes.round_()",
+        "codes.trunc_()",
+    ),
+    CacheFault(
+        "large tokens do not saturate",
+        pages,
+        "quantize",
+        ".clamp_(-limit, limit)",
+        "",
+    ),
+    CacheFault(
+        "compressed values are read with the scales of keys",
+        sdpa_decode,
+        "_scales",
+        "return k, v",
+        "return k, k",
+    ),
+    CacheFault(
+        "selected keys are read with the scales of page 0",
+        sdpa_decode,
+        "sel",
+        "call.scales.sel[page, group, None]",
+        "call.scales.sel[page * 0, group, None]",
     ),
     CacheFault(
         "a chunk lacks the oldest token of its window",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nsa_verify.drawn.caches.history import (
+    KV,
     LAYOUTS,
     NEWEST,
     AnyHistory,
@@ -58,6 +59,7 @@ _POOL_LEVELS: Mapping[str, tuple[Any, ...]] = {
     "newest": NEWEST,
     "newest_page": (1, 5, 64),
     "layout": LAYOUTS,
+    "kv": KV,
 }
 
 
@@ -108,7 +110,7 @@ def _history(row: Row, number: int, seed: int, dtype: str) -> History:
 def _pool_history(row: Row, number: int, seed: int, dtype: str) -> PoolHistory:
     rng = random.Random(f"{seed} {number}")
     fields = _fields(row, number, dtype, rng)
-    fields |= {name: row[name] for name in ("cmp_page", "newest", "newest_page", "layout")}
+    fields |= {name: row[name] for name in ("cmp_page", "newest", "newest_page", "layout", "kv")}
     history = PoolHistory(**fields, chunks=number % 2 == 1)
     return _with_operations(history, rng, POOL_ACTIONS)
 

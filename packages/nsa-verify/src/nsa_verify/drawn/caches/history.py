@@ -7,6 +7,8 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, TypeVar
 
+import torch
+
 from nsa_core.config import COMPRESS_KINDS, GATE_KINDS, NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_verify.drawn.line import (
@@ -23,6 +25,7 @@ from nsa_verify.drawn.line import (
 ROPE = ("after", "before", "none")
 NEWEST = ("ring", "freed")
 LAYOUTS = ("nhd", "hnd")
+KV = ("plain", "fp8", "int8", "fp8-pages", "int8-pages")
 AnyHistory = TypeVar("AnyHistory", bound="LayerHistory")
 # Each operation, and its number of integers: per sequence (0) or fixed.
 OPERATIONS: Mapping[str, int] = {
@@ -247,6 +250,7 @@ class PoolHistory(LayerHistory):
             "freed", in which pages behind the window are freed.
         newest_page: Tokens per page of win and raw.
         layout: Layout of the pools, "nhd" [P, page, G, D] or "hnd" [P, G, page, D].
+        kv: "plain" pages, or quantized pages with a scale a head, or (-pages) a page and head.
         chunks: Whether a sequence that gets several tokens runs the prefill kernels.
     """
 
@@ -258,7 +262,14 @@ class PoolHistory(LayerHistory):
     newest: str = one_of("ring", NEWEST)
     newest_page: int = integer(4)
     layout: str = one_of("nhd", LAYOUTS)
+    kv: str = one_of("plain", KV)
     chunks: bool = switch()
+
+    @property
+    def kv_dtype(self) -> torch.dtype | None:
+        """Dtype of quantized pages."""
+        dtypes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+        return dtypes.get(self.kv.partition("-")[0])
 
     @property
     def check_name(self) -> str:

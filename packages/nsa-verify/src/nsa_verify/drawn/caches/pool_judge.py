@@ -24,7 +24,7 @@ from nsa_core.plan import default_plan
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks.decode_fused import judge_composed
 from nsa_verify.drawn.caches import layers
-from nsa_verify.drawn.caches.contents import Fault, owned, read_rows, row_faults
+from nsa_verify.drawn.caches.contents import Fault, owned, row_faults
 from nsa_verify.drawn.caches.history import LayerHistory, Operation, PoolHistory
 from nsa_verify.drawn.caches.judge import planned
 from nsa_verify.drawn.caches.model import Model
@@ -54,6 +54,8 @@ def pool_findings(combination: Combination, history: PoolHistory) -> list[Findin
 
 def _decode_plan(plan: Callable[..., Plan], history: LayerHistory, device: str) -> tuple[Plan, str]:
     options = {"needs_grad": False, "phase": "decode", "page_size": history.page_size}
+    if isinstance(history, PoolHistory):
+        options["kv_dtype"] = history.kv_dtype
     return plan(history.config, history.torch_dtype, **options), device
 
 
@@ -78,7 +80,9 @@ class _Owner:
             "win": (history.newest_page, win),
             "raw": (history.newest_page, raw),
         }
-        self._pools = {name: Pool(history, *size, device, rng) for name, size in sizes.items()}
+        self._pools = {
+            name: Pool(history, *size, device, rng, name != "raw") for name, size in sizes.items()
+        }
 
     def faults_of(self, operation: Operation) -> Iterator[Fault]:
         """Run an operation, and yield its faults; one that the model refuses is left out."""
@@ -209,11 +213,17 @@ class _Owner:
             unused = pool.unused([range(*x) for x in zip(first[name], ends)])
             for kind in "kv":
                 for b, rows in enumerate(live):
-                    actual = read_rows(getattr(pool, kind), rows, b, part.table).cpu()
-                    expected = self._rows.of(sequences[b].tokens)
-                    key = f"{kind}_{name}"
+                    actual = pool.read(kind, rows, b, part.table)
+                    expected, key = dict(self._rows.of(sequences[b].tokens)), f"{kind}_{name}"
+                    if pool.scales is not None:
+                        x = expected[key]
+                        right, bound = pool.rounded(kind, x, rows, b, part.table)
+                        if self._fused:  # a rotated row may be rounded once less
+                            near = (actual - x[rows.start : rows.stop].cpu()).abs() <= bound
+                            right = right.where(~near, actual)
+                        expected[key] = torch.cat([x[: rows.start].cpu(), right])
                     yield from row_faults(config, key, actual, expected, rows, b, self._fused)
-                if not bool(getattr(pool, kind)[unused].isnan().all()):
+                if not pool.is_erased(kind, unused):
                     yield Fault("", f"{kind}_{name}", "a row was written that nobody owns")
 
     def _output_faults(
@@ -246,16 +256,14 @@ class _Owner:
             for b, (length, count) in enumerate(zip(lengths, new)):
                 dense[name][b, length - count : length] = x[ends[b] : ends[b + 1]].cpu()
         for name in ("cmp", "sel", "win"):
-            part, total = getattr(pages, name), max(lengths)
+            pool, part, total = self._pools[name], getattr(pages, name), max(lengths)
             total = config.geometry.num_compressed(total) if name == "cmp" else total
             for kind in "kv":
-                store = getattr(part, kind)
-                rows = torch.zeros((len(new), total, *store.shape[2:]), dtype=store.dtype)
+                shape = (len(new), total, *getattr(part, kind).shape[2:])
+                rows = torch.zeros(shape, dtype=history.torch_dtype)
                 for b, (length, count) in enumerate(zip(lengths, new)):
                     visible = owned(config, length, length - count)[name]
-                    rows[b, visible.start : visible.stop] = read_rows(
-                        store, visible, b, part.table
-                    ).cpu()
+                    rows[b, visible.start : visible.stop] = pool.read(kind, visible, b, part.table)
                 dense[f"{kind}_{name}"] = rows
         data = StepData(dense["q"], dense["gates"], dense, {}, call)
         for finding in judge_composed(step, history.torch_dtype, data, padded(o), blocks):
