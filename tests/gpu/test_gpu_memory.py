@@ -40,7 +40,7 @@ LONG = Case("16k", REPORTS, (16384,))
 # A request has no document lengths, so memory that depends on the longest document is stated for
 # one document of all tokens. For other packed cases it is an upper bound.
 ONE_LONG = Case("one long", REPORTS, (8000, 150, 42), packed=True)
-UPPER_BOUNDS = {("sdpa", "cmp")}
+UPPER_BOUNDS = {("sdpa", "cmp"), ("triton", "select")}
 SPECS = {
     (entry.name, slot): entry.spec.slots[slot]
     for entry in default_registry().entries

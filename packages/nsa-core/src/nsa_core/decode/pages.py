@@ -128,9 +128,9 @@ class PagedKV(NamedTuple):
         Codes are dequantized to float32.
         """
         page, row = self.locate(tokens, sequences)
-        k, v = (as_bytes(x)[page, row].view(x.dtype) for x in (self.k, self.v))
         if self.scales is None:
-            return k, v
+            return self.k[page, row], self.v[page, row]
+        k, v = (as_bytes(x)[page, row].view(x.dtype) for x in (self.k, self.v))
         k_scale, v_scale = self.scales[page][..., None].unbind(-2)
         return k.float() * k_scale, v.float() * v_scale
 

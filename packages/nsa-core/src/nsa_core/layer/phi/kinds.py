@@ -31,8 +31,17 @@ _GELU_RMS = 0.43**0.5  # root mean square of GELU over a standard normal
 
 def _dense_mean(x: torch.Tensor, size: int, stride: int) -> torch.Tensor:
     """Mean of each block of x [B, S, G, D], rounded once."""
-    wide = x if x.is_cuda else x.to(stats_dtype(x.dtype))  # reductions of CUDA sum in fp32
-    mean: torch.Tensor = wide.unfold(1, size, stride).mean(-1).to(x.dtype)
+    rows, blocks = x.shape[1] // stride, (x.shape[1] - size) // stride + 1
+    if blocks == 1:
+        return x[:, :size].mean(1, keepdim=True)
+    if x.is_cuda:  # one launch, which sums in fp32
+        return x.unfold(1, size, stride).mean(-1)
+    full = x if rows * stride == x.shape[1] else x[:, : rows * stride]
+    chunks = full.unflatten(1, (rows, stride)).sum(2, dtype=stats_dtype(x.dtype))
+    total = chunks if blocks == rows else chunks[:, :blocks]
+    for j in range(1, size // stride):
+        total = total + chunks[:, j : j + blocks]
+    mean: torch.Tensor = total.div_(size).to(x.dtype)
     return mean
 
 
