@@ -63,7 +63,7 @@ def test_an_option_refuses_a_number_beyond_its_limit(
         (f"train --out x --seed -{2**63}", "--seed must be >= -9223372036854775807, got -92233"),
         (f"bench --threads {HUGE}", "--threads must be <= 4096, got about 1e400"),
         ("bench --shape 5000/5000/64", "n_heads must be <= 4096, got 5000"),
-        (f"bench --shape 4/2/{HUGE}", "shape must be"),
+        (f"bench --shape 4/2/{HUGE}", "--shape must be"),
         (f"bench --shape 4/2/{2**20 + 1}", "head_dim must be <= 1048576, got 1048577"),
         (f"bench --shape tiny --blocks 32,16,64,16,{2**31}", "window_size must be <= 2147483647"),
         (f"bench --shape tiny --blocks 32,16,64,{HUGE},512", "got about 1e400"),

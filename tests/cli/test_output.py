@@ -308,7 +308,7 @@ def test_options_of_tokens_take_k_and_m_in_every_command(nsa):
     for path, option in found - lists:
         done = nsa(*path.split()[1:], option, "2048M")
         assert done.code == 2
-        error = f"Invalid value for '{option}': '2048M' is not a number of tokens from"
+        error = f"{option}: '2048M' is not a number of tokens from"
         assert error in done.err, path
 
 

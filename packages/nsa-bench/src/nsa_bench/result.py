@@ -280,9 +280,11 @@ def read_result(path: Path) -> Result:
     try:
         document = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror or error}") from error
+        raise InvalidInput(f"{path}: {error.strerror or error}; give a file") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path} is not JSON: {error}") from error
+        raise InvalidInput(
+            f"{path} is not JSON ({error}); give a file that --json wrote"
+        ) from error
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise InvalidInput(f"{path} is not a result of nsa bench; give a file that --json wrote")
     if document.get("schema_version") != SCHEMA_VERSION:

@@ -53,7 +53,7 @@ class Shape:
             InvalidInput: The blocks and heads are not a valid configuration.
         """
         if len(blocks) != 5:
-            raise InvalidInput(f"blocks must be five integers l,d,l',n,w, got {list(blocks)}")
+            raise InvalidInput(f"--blocks must be five integers l,d,l',n,w, got {list(blocks)}")
         size, stride, select, n, window = blocks
         return NSAConfig(
             dim=self.n_heads * self.head_dim,
@@ -84,15 +84,15 @@ def parse_shape(text: str) -> Shape:
         known = ", ".join(f"{name} ({shape})" for name, shape in NAMED.items())
         hint = did_you_mean(text, NAMED)
         raise InvalidInput(
-            f"shape must be Hq/G/Dk, Hq/G/Dk/Dv or one of {known}; got {text!r:.80}{hint}"
+            f"--shape must be Hq/G/Dk, Hq/G/Dk/Dv or one of {known}; got {text!r:.80}{hint}"
         )
     sizes = zip(("n_heads", "n_kv_heads", "head_dim", "v_head_dim"), numbers)
     if problems := [problem for size in sizes for problem in integer_problems(*size)]:
-        raise InvalidInput(f"shape {text!r}: {'; '.join(problems)}")
+        raise InvalidInput(f"--shape {text!r}: {'; '.join(problems)}")
     hq, g, dk, *dv = numbers
     if hq % g:
         raise InvalidInput(
-            f"shape {text!r}: {hq} query heads do not divide over {g} kv heads;"
+            f"--shape {text!r}: {hq} query heads do not divide over {g} kv heads;"
             " give a multiple of the kv heads"
         )
     return Shape(hq, g, dk, dv[0] if dv else dk)

@@ -10,6 +10,7 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import (
+    DTYPE_CHOICES,
     BackendOfSlot,
     Force,
     Json,
@@ -17,7 +18,6 @@ from nsa_cli.choices import (
     advanced,
     check_backends,
     complete_backend,
-    complete_dtype,
     one_dtype,
     pick_device,
     tokens,
@@ -154,7 +154,7 @@ def new(
 
 
 _ValueWidth = Annotated[
-    int | None, advanced(help="Dv, width of a value head. Default: --head-dim.")
+    int | None, advanced(help="Dv, width of a value head. Default: --head-dim.", min=1)
 ]
 _PageSize = Annotated[
     int | None,
@@ -170,16 +170,15 @@ def explain(
     select: BackendOfSlot = None,
     combine: BackendOfSlot = None,
     dtype: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="bfloat16, float16, float32 or float64; auto: bfloat16 on a GPU, else float32.",
-            autocompletion=complete_dtype,
+            help="Dtype of q, k and v. Default: bf16 on cuda, fp32 on cpu.", **DTYPE_CHOICES
         ),
-    ] = "auto",
-    head_dim: Annotated[int, typer.Option(help="Dk, width of a query or key head.")] = 64,
+    ] = None,
+    head_dim: Annotated[int, typer.Option(help="Dk, width of a query or key head.", min=1)] = 64,
     v_head_dim: _ValueWidth = None,
-    n_heads: Annotated[int, advanced(help="Query heads.")] = 12,
-    n_kv_heads: Annotated[int, advanced(help="Key/value heads.")] = 2,
+    n_heads: Annotated[int, advanced(help="Query heads.", min=1)] = 12,
+    n_kv_heads: Annotated[int, advanced(help="Key/value heads.", min=1)] = 2,
     device: Annotated[
         str, advanced(help="auto: cuda if a GPU is available.", metavar="auto|cpu|cuda|cuda:N")
     ] = "auto",
@@ -228,18 +227,17 @@ def explain(
         simulated = _simulated(gpu)
         if simulated and device != "auto":
             raise InvalidInput(f"--gpu simulates a GPU: leave out --device {device}")
-        dtype = one_dtype(dtype)
+        dtype = None if dtype is None else one_dtype(dtype)
         chosen_device = "cuda" if simulated else pick_device(device)
         from nsa_cli import explain_rows as rows
         from nsa_core.plan.candidates import find_candidates
         from nsa_core.plan.options import PlanOptions
         from nsa_core.plan.plan import decide
 
-        if dtype == "auto":
-            dtype = "bfloat16" if chosen_device.startswith("cuda") else "float32"
+        default = "bfloat16" if chosen_device.startswith("cuda") else "float32"
         options = PlanOptions(
             device=chosen_device,
-            dtype=dtype,
+            dtype=dtype or default,
             backends=named,
             needs_grad=grad,
             deterministic=deterministic,

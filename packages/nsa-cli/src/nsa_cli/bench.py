@@ -23,6 +23,7 @@ from nsa_cli.choices import (
     block_sizes,
     check_backends,
     dtype_names,
+    leave_out,
     options_on_command_line,
     pick_device,
     read_file,
@@ -343,10 +344,11 @@ def _settings(
     """Return the settings; options are checked before torch is imported."""
     from nsa_bench.settings import Settings
     from nsa_bench.shapes import parse_lengths, parse_shape
+    from nsa_core.errors import InvalidInput
     from nsa_core.plan.registry import named_backends
 
     parsers: dict[str, Callable[[str], Any]] = {
-        "shapes": lambda words: [parse_shape(word) for word in split_commas(words)],
+        "shapes": lambda words: [parse_shape(word) for word in split_commas(words) or [words]],
         "lengths": parse_lengths,
         "phases": lambda words: some_of("--phase", words, ("forward", "backward", "both")),
         "dtypes": dtype_names,
@@ -361,6 +363,9 @@ def _settings(
     for combo in combos:
         check_backends(named_backends(combo).values())
     input_kinds = some_of("--inputs", inputs, ("random", "real"))
+    files = {"--text": text is not None, "--checkpoint": bool(checkpoints)}
+    if "real" not in input_kinds and (unused := [name for name in files if files[name]]):
+        raise InvalidInput(f"{', '.join(unused)}: only with --inputs real; {leave_out(unused)}")
     if text is not None:
         read_file("--text", text)
     for path in checkpoints:

@@ -31,11 +31,13 @@ def cells(
                 " device have their own values"
             )
         return []
-    shapes = [parse_decode_shape(word) for word in (shape or "reports").split(",")]
+    shapes = [
+        parse_decode_shape(word) for word in ("reports" if shape is None else shape).split(",")
+    ]
     return [
         DecodeCell(each_shape, batch or 1, tokens, page_size)
         for each_shape in shapes
-        for tokens in parse_lengths(length or "2k..8k")
+        for tokens in parse_lengths("2k..8k" if length is None else length)
     ]
 
 
@@ -48,12 +50,14 @@ def settings(
     values: Mapping[str, Any],
 ) -> DecodeSettings:
     """Return the settings of a run; ``values`` are further fields of them."""
-    from nsa_bench.settings import DecodeSettings
+    from nsa_bench.settings import DecodeSettings, default_cells, layer_config
     from nsa_core.plan.registry import named_backends
 
     for combo in combos:
         check_backends(named_backends(combo).values())
     dtypes = None if dtype is None else dtype_names(dtype)
+    for cell in chosen or default_cells("cpu"):
+        layer_config(cell.shape, values["blocks"])
     torch_device = pick_device(device, threads)
     from nsa_verify.problems.combination import parse_combination
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from nsa_cli.choices import advanced, complete_dtype, complete_pairs, completion, tokens
+from nsa_cli.choices import DTYPE_CHOICES, advanced, complete_pairs, completion, shown, tokens
 
 
 def _values(shapes: str, lengths: str, dtypes: str) -> dict[str, str]:
@@ -54,9 +54,8 @@ Rivals = Annotated[
     list[str] | None,
     advanced(
         "--rival",
-        metavar="fla|sfnsa|xunhao",
         show_default=False,
-        autocompletion=completion("fla", "sfnsa", "xunhao"),
+        **shown("fla", "sfnsa", "xunhao"),
         help=(
             "Other NSA library to time as well. Repeatable. Default: on a GPU, all that are"
             " installed."
@@ -98,9 +97,9 @@ Lengths = Annotated[
 Phases = Annotated[
     str | None,
     typer.Option(
-        help="Comma-separated phases: forward, backward, both.",
+        help="Comma-separated phases.",
         show_default=False,
-        autocompletion=completion("forward", "backward", "both"),
+        **shown("forward", "backward", "both"),
     ),
 ]
 PageSize = Annotated[
@@ -109,11 +108,7 @@ PageSize = Annotated[
 ]
 Dtypes = Annotated[
     str | None,
-    typer.Option(
-        help="Comma-separated dtypes: bf16, fp16, fp32, fp64, or long names such as bfloat16.",
-        show_default=False,
-        autocompletion=complete_dtype,
-    ),
+    typer.Option(help="Comma-separated dtypes.", show_default=False, **DTYPE_CHOICES),
 ]
 Blocks = Annotated[
     str,
@@ -122,8 +117,8 @@ Blocks = Annotated[
 Inputs = Annotated[
     str,
     advanced(
-        help="Comma-separated inputs: random, real (activations of a layer on --text).",
-        autocompletion=completion("random", "real"),
+        help="Comma-separated inputs; real: activations of a layer on --text.",
+        **shown("random", "real"),
     ),
 ]
 Text = Annotated[

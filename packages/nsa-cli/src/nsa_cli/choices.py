@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -55,6 +55,14 @@ def completion(
     return complete
 
 
+def shown(*values: str) -> dict[str, Any]:
+    """Return the ``metavar`` and ``autocompletion`` of an option that takes words of ``values``."""
+    return {"metavar": "|".join(values), "autocompletion": completion(*values)}
+
+
+DTYPE_CHOICES = {**shown(*SHORT_DTYPES), "autocompletion": completion(*DTYPES, *SHORT_DTYPES)}
+
+
 def installed_backends() -> list[str]:
     """Return the names of the installed backends, from the metadata of their distributions."""
     from nsa_core.plan.loading import installed
@@ -70,7 +78,6 @@ complete_pairs = completion(
         *(f"{slot}={name}" for slot in SLOTS for name in installed_backends()),
     ],
 )
-complete_dtype = completion(*DTYPES, *SHORT_DTYPES)
 complete_device = completion("auto", "cpu", "cuda")
 
 Device = Annotated[
@@ -175,12 +182,12 @@ def dtype_names(text: str) -> list[str]:
 
 
 def one_dtype(text: str) -> str:
-    """Parse --dtype of a command that takes one dtype into its long name; "auto" stays.
+    """Parse --dtype of a command that takes one dtype into its long name.
 
     Raises:
         InvalidInput: ``text`` is empty, lists several dtypes or an unknown one.
     """
-    names = ["auto"] if text == "auto" else dtype_names(text)
+    names = dtype_names(text)
     if len(names) > 1:
         raise InvalidInput(f"--dtype must be one dtype, got {', '.join(names)}")
     return names[0]
@@ -266,7 +273,7 @@ def read_file(option: str, path: Path) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise InvalidInput(f"{option} {path}: {error.strerror or error}") from error
+        raise InvalidInput(f"{option} {path}: {error.strerror or error}; give a file") from error
     if not content:
         raise InvalidInput(f"{option} {path} has 0 bytes; give a file with text")
     return content

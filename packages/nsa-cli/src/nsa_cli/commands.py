@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -52,7 +53,7 @@ class _Command:
             if word == "--json" and after.startswith("-") and after != "-":
                 args = [*args[: index + 1], "-", *args[index + 1 :]]
         try:
-            rest: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+            rest: list[str] = super().parse_args(ctx, [*args])  # type: ignore[misc]
         except output.ClickError as error:
             if isinstance(error.__cause__, ValueError) and hasattr(error.__cause__, "errors"):
                 raise output.UsageError(_wrong_value(error, error.__cause__), ctx) from None
@@ -64,6 +65,7 @@ class _Command:
             raise
         if not ctx.resilient_parsing:
             _check_integers(self, ctx)
+            _check_paths(self, ctx, args)
         return rest
 
 
@@ -113,3 +115,12 @@ def _check_integers(command: Any, ctx: Any) -> None:
         if type(value) is int and abs(value) > limit:
             bound = f"<= {limit}" if value > 0 else f">= {-limit}"
             raise output.UsageError(f"{param.opts[0]} must be {bound}, got {shown(value)}", ctx)
+
+
+def _check_paths(command: Any, ctx: Any, args: list[str]) -> None:
+    """Refuse an empty path, which pathlib takes for the working directory."""
+    names = {option: param.name for param in command.params for option in param.opts}
+    for word, after in itertools.pairwise([*args, "--"]):
+        option, equals, value = word.partition("=")
+        if not (value if equals else after) and isinstance(ctx.params.get(names.get(option)), Path):
+            raise output.UsageError(f"{option} must be a path, got ''", ctx)

@@ -12,11 +12,11 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import (
+    DTYPE_CHOICES,
     Backends,
     Device,
     Threads,
     advanced,
-    complete_dtype,
     completion,
     errors_name_options,
     one_dtype,
@@ -67,11 +67,9 @@ def convert(
         ),
     ] = "all",
     dtype: Annotated[
-        str,
-        typer.Option(
-            help="Dtype of the model. auto: that of the checkpoint.", autocompletion=complete_dtype
-        ),
-    ] = "auto",
+        str | None,
+        typer.Option(help="Dtype of the model. Default: that of --checkpoint.", **DTYPE_CHOICES),
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="Text file: train phi and the gates on it, with all else frozen."),
@@ -99,7 +97,8 @@ def convert(
         fields, layers = _fields(nsa or []), _layers(nsa_layers)
         check_model(checkpoint)
         check_output_folder(out)
-        chosen, dtype = parse_backends(backends), one_dtype(dtype)
+        chosen = parse_backends(backends)
+        dtype = "auto" if dtype is None else one_dtype(dtype)
         content = None if text is None else read_file("--text", text)
         torch_device = pick_device(device, threads)
         import torch

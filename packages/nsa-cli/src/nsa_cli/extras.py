@@ -47,13 +47,13 @@ def libraries_of_data(data: str) -> list[str]:
     from nsa_core.errors import InvalidInput
     from nsa_core.util.text import did_you_mean
 
-    if data == "fineweb-edu" or data.startswith("hf:"):
+    if data == "fineweb-edu" or (data.startswith("hf:") and data != "hf:"):
         return ["datasets"]
     path, names = Path(data), ("python-docs", "fineweb-edu", *TASKS)
-    if data not in names and not path.exists():
+    if data not in names and not (data and path.exists()):
         raise InvalidInput(
-            f"--data {data}: no such file or folder{did_you_mean(data, names)}; give an existing"
-            f" path, {', '.join(names)} or hf:NAME"
+            f"--data {data or repr(data)}: no such file or folder{did_you_mean(data, names)}; give"
+            f" an existing path, {', '.join(names)} or hf:NAME"
         )
     if path.is_dir():
         has_parquet = any(

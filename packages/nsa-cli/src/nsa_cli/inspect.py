@@ -9,10 +9,10 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import (
+    DTYPE_CHOICES,
     Backends,
     Device,
     Threads,
-    complete_dtype,
     errors_name_options,
     one_dtype,
     options_on_command_line,
@@ -60,11 +60,8 @@ def inspect(
     ] = False,
     dtype: Annotated[
         str,
-        typer.Option(
-            help="Dtype of the model: float32, bfloat16, float16 or float64.",
-            autocompletion=complete_dtype,
-        ),
-    ] = "float32",
+        typer.Option(help="Dtype of the model.", **DTYPE_CHOICES),
+    ] = "fp32",
     seed: Annotated[int, typer.Option(help="Seed of the untrained weights.")] = 0,
     device: Device = "auto",
     threads: Threads = 1,

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import importlib
 import os
+import re
 import shlex
 import sys
 import time
@@ -290,7 +291,9 @@ def exit_codes() -> Iterator[None]:
     except ClickError as error:
         context = getattr(error, "ctx", None)
         hint = f" (try '{context.command_path} --help')" if context is not None else ""
-        end(USAGE, one_line(error.format_message()) + hint)
+        message = error.format_message().removeprefix("Invalid value: ")
+        message = re.sub(r"^Invalid value for '?(--[\w-]+)'?:", r"\1:", message)
+        end(USAGE, one_line(message) + hint)
     except KeyboardInterrupt as error:
         name = signal_of(error)
         end(exit_code(name), f"interrupted by {name}")

@@ -198,7 +198,7 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
     if not resume:  # else the folder names the data and the tokenizer
         libraries += libraries_of_data(values["data"])
         _check_effect(values, typed)
-        _recipe(values)
+        _recipe(values).rows_of(0, 0, 1)  # other numbers of processes divide fewer batches
         if values["tokenizer"] is not None:
             read_file("--tokenizer", values["tokenizer"])
             libraries.append("tokenizers")

@@ -9,10 +9,10 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import (
+    DTYPE_CHOICES,
     Device,
     Threads,
     block_sizes,
-    complete_dtype,
     completion,
     one_dtype,
     pick_device,
@@ -36,8 +36,7 @@ def tune(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="bf16, fp16, fp32, fp64 or a long name. Default: bf16 on cuda, fp32 on cpu.",
-            autocompletion=complete_dtype,
+            help="Dtype of the inputs. Default: bf16 on cuda, fp32 on cpu.", **DTYPE_CHOICES
         ),
     ] = None,
     length: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,17 +11,19 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import (
+    DTYPE_CHOICES,
     BackendOfSlot,
     Json,
     advanced,
     check_backends,
-    complete_dtype,
     dtype_names,
+    leave_out,
     pick_device,
     read_file,
 )
 from nsa_cli.result_files import ResultFiles
 from nsa_cli.verify_run import SCHEMA_VERSION, RunOptions, run_combinations
+from nsa_core.errors import InvalidInput
 from nsa_core.limits import as_integer
 from nsa_core.util.child import preload
 from nsa_core.util.interruption import recorded_signals
@@ -43,11 +46,8 @@ def verify(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help=(
-                "Comma-separated dtypes: bf16, fp16, fp32, fp64, or long names such as bfloat16."
-                " Default: all that the backends accept on the device."
-            ),
-            autocompletion=complete_dtype,
+            help="Comma-separated dtypes. Default: all that the backends accept on the device.",
+            **DTYPE_CHOICES,
         ),
     ] = None,
     preset: Annotated[
@@ -155,8 +155,9 @@ def verify(
         from nsa_verify.drawn.parser import parse
 
         only = parse(case) if case is not None else None
+        _check_case(case, {"--dtype": dtype, "--cases": cases, "--shard": shard})
         part, content = _shard(shard), read_text(text)
-        names = [only.dtype] if only else dtype_names(dtype or ",".join(_DTYPES))
+        names = [only.dtype] if only else dtype_names(",".join(_DTYPES) if dtype is None else dtype)
         is_whole = all(x is None for x in (only, shard, cases, dtype))
         if jobs != 1 and is_whole:  # so there are many checks
             preload(*PRELOADED)
@@ -201,6 +202,13 @@ def verify(
         _, code = verdict(reports, every)
         files.exit_code(code)
     raise typer.Exit(code)
+
+
+def _check_case(case: str | None, others: Mapping[str, object]) -> None:
+    """Refuse options that have no effect on one case."""
+    unused = [name for name, value in others.items() if value is not None]
+    if case is not None and unused:
+        raise InvalidInput(f"{', '.join(unused)}: not with --case; {leave_out(unused)}")
 
 
 def _shard(text: str | None) -> tuple[int, int] | None:
