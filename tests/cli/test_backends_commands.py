@@ -273,7 +273,6 @@ def test_explain_passes_every_option_to_the_request(nsa, toy):
     [
         (["--dtype", "int8"], "dtype must be one of"),
         (["--n-heads", "13", "--n-kv-heads", "4"], "13 query heads do not divide over 4"),
-        (["--head-dim", "0"], "head_dim must be an integer >= 1, got 0"),
         (["--phase", "dcode"], "--phase: 'dcode' is not one of 'prefill', 'decode'"),
         (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         (["--head-dim", "x"], "--head-dim"),

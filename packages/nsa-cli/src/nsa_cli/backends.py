@@ -16,8 +16,10 @@ from nsa_cli.choices import (
     Json,
     Phase,
     advanced,
+    as_options,
     check_backends,
     complete_backend,
+    leave_out,
     one_dtype,
     pick_device,
     tokens,
@@ -216,6 +218,12 @@ def explain(
 
         output.check_writable(json, force)
         check_backends(named.values())
+        prefill_only, decode_only = {"grad": grad, "varlen": varlen}, {"page_size": page_size}
+        others = decode_only if phase == "prefill" else prefill_only
+        if unused := [name for name, value in others.items() if value]:
+            raise InvalidInput(
+                f"{as_options(unused)}: not with --phase {phase}; {leave_out(unused)}"
+            )
         config = NSAConfig(
             dim=n_heads * head_dim,
             n_heads=n_heads,

@@ -164,12 +164,14 @@ def _layers(text: str) -> str | list[int] | None:
         return None if text == "all" else text
     numbers: list[int] = []
     for part in text.split(","):
-        if not (match := re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part, re.ASCII)):
+        match = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part, re.ASCII)
+        layers = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not layers:
             raise InvalidInput(
                 "--nsa-layers must be all, every_4th_dense or layer numbers such as 0,2,4-7, got"
                 f" {text!r}"
             )
-        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+        numbers += layers
     return numbers
 
 
