@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from nsa_core.config import COMPRESS_KINDS, GATE_KINDS, NSAConfig
 from nsa_core.errors import InvalidInput
@@ -21,6 +19,9 @@ from nsa_verify.drawn.line import (
     read_integers,
     switch,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 ROPE = ("after", "before", "none")
 NEWEST = ("ring", "freed")
@@ -268,6 +269,8 @@ class PoolHistory(LayerHistory):
     @property
     def kv_dtype(self) -> torch.dtype | None:
         """Dtype of quantized pages."""
+        import torch
+
         dtypes = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
         return dtypes.get(self.kv.partition("-")[0])
 
