@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 from unittest import mock
 
@@ -18,14 +18,13 @@ import torch
 from nsa_core.contract import DecodeCall
 from nsa_core.decode import api, chunks
 from nsa_core.decode.pages import LayerPages
-from nsa_core.errors import InvalidInput, NSAError
+from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.layer.gating import compute_gates
-from nsa_core.plan import default_plan
 from nsa_core.plan.plan import Plan
 from nsa_verify.checks.decode_fused import judge_composed
 from nsa_verify.drawn.caches import layers
 from nsa_verify.drawn.caches.contents import Fault, owned, row_faults
-from nsa_verify.drawn.caches.history import LayerHistory, Operation, PoolHistory
+from nsa_verify.drawn.caches.history import Operation, PoolHistory
 from nsa_verify.drawn.caches.judge import planned
 from nsa_verify.drawn.caches.model import Model
 from nsa_verify.drawn.caches.pools import Pool
@@ -37,6 +36,8 @@ from nsa_verify.problems.findings import Finding
 from nsa_verify.problems.step_data import StepData
 from nsa_verify.problems.steps import Step
 
+Plans = tuple[Plan, Plan | None, str]
+
 
 def pool_findings(combination: Combination, history: PoolHistory) -> list[Finding]:
     """Run a history of a layer of the combination; return its first fault, or that it passed.
@@ -44,7 +45,7 @@ def pool_findings(combination: Combination, history: PoolHistory) -> list[Findin
     Raises:
         Unsupported: The combination does not take the layer.
     """
-    owner = _Owner(history, *planned(combination, history, _decode_plan))
+    owner = _Owner(history, *planned(combination, history, _plans))
     for operation in history.operations:
         for fault in owner.faults_of(operation):
             detail = f"after {operation}: {fault.detail}"
@@ -52,25 +53,30 @@ def pool_findings(combination: Combination, history: PoolHistory) -> list[Findin
     return [history.finding("history", True)]
 
 
-def _decode_plan(plan: Callable[..., Plan], history: LayerHistory, device: str) -> tuple[Plan, str]:
-    options = {"needs_grad": False, "phase": "decode", "page_size": history.page_size}
-    if isinstance(history, PoolHistory):
-        options["kv_dtype"] = history.kv_dtype
-    return plan(history.config, history.torch_dtype, **options), device
+def _plans(plan: Callable[..., Plan], history: PoolHistory, device: str) -> Plans:
+    """Return the plan of steps, that of chunks or None, and the device."""
+    layer, options = (history.config, history.torch_dtype), {"page_size": history.page_size}
+    partial = None
+    if history.chunks:
+        with suppress(Unsupported):
+            partial = plan(*layer, needs_grad=False, partial=True)
+    decode = plan(*layer, needs_grad=False, phase="decode", kv_dtype=history.kv_dtype, **options)
+    return decode, partial, device
 
 
 class _Owner:
     """A layer, its pools, and the sequences that they must hold."""
 
-    def __init__(self, history: PoolHistory, plan: Plan, device: str) -> None:
+    def __init__(self, history: PoolHistory, plan: Plan, partial: Plan | None, device: str) -> None:
         self._history, self._device, rng = history, device, random.Random(history.seed)
         self._calls: list[Called] = []
         self._plan = recorded(plan, self._calls)
+        self._partial = None if partial is None else recorded(partial, self._calls)
         self._fused = "append" in plan.fused
         self._attn = layers.exact_layer(history, device, plan, None)
         self._model, self._rows = Model(history), layers.Projections(self._attn)
         config, most = history.config, history.max_len
-        new = max((max(x.values) for x in history.operations if x.kind == "step"), default=1)
+        new = max([1, *(max(x.values) for x in history.operations if x.kind == "step")])
         spare = new - 1 + history.max_rollback
         newest = (config.window_size + spare, config.compress_block_size + spare)
         win, raw = newest if history.newest == "ring" else (most, most)
@@ -168,13 +174,8 @@ class _Owner:
 
     def _short_chunks(self) -> ExitStack:
         """Let a few tokens of a sequence run the prefill kernels, and record their calls."""
-
-        def partial_plan(*arguments: Any) -> Plan | None:
-            plan = resolved(*arguments)
-            return None if plan is None else recorded(plan, self._calls)
-
-        resolved, patches = default_plan.partial_plan, ExitStack()
-        patches.enter_context(mock.patch.object(api, "partial_plan", partial_plan))
+        patches = ExitStack()
+        patches.enter_context(mock.patch.object(api, "partial_plan", return_value=self._partial))
         limits: dict[str, Any] = {"MIN_ROWS": {"cpu": 3, "cuda": 3}, "MAX_CHUNK_ROWS": 8}
         patches.enter_context(mock.patch.multiple(chunks, **limits))
         return patches
