@@ -63,6 +63,7 @@ PUBLIC_NAMES = {
     "block_attention_with_lse",
     "decode_rows",
     "hookimpl",
+    "kv_scale",
     "nsa_attention",
     "nsa_attention_with_lse",
     "nsa_decode",

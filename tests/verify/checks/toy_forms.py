@@ -205,13 +205,13 @@ def win_writing_its_input(q, k, v, *, call: DecodeCall):
 
 
 def win_without_evidence(q, k, v, *, call: DecodeCall):
-    operand = decode.operand_dtype(q)  # the arithmetic of sdpa without its event in a profile
+    # The arithmetic of sdpa without its event in a profile.
     rows, last = decode._grouped(q, k.shape[2]), decode.positions(q, call)[:, None, :, None, None]
     window = call.geometry.window_size
     token = call.starts.long()[:, None] + torch.arange(1 - window, q.shape[1])
     place, present = decode._page_rows(k, token, call.tables.win), token >= 0
     present = present & (token < call.lengths[:, None])
-    keys, values = (decode._heads_first(x[place], present, operand) for x in (k, v))
+    keys, values = (decode._read(x, place, None, present, q) for x in (k, v))
     token = token[:, None, None, None]
     hidden = (token > last) | (token <= last - window) | (token < 0)
     return decode._out(*decode.engine.attend(rows, keys, values, hidden, call.scale), q)
