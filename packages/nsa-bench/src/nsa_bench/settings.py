@@ -144,7 +144,7 @@ class DecodeSettings(RunSettings):
 
 
 def default_cells(device: str) -> list[DecodeCell]:
-    """Return the default cells, as in docs/how-to/benchmark.md.
+    """Return the default cells.
 
     On a GPU: caches of 4 GiB, and small cells. On the CPU: small cells. All caches are longer than
     n * l' = 1024 tokens; up to it, a step selects every block.
