@@ -9,6 +9,7 @@ import triton.language as tl
 
 from nsa_backend_triton.decode.codes import as_pairs, decode, encode
 from nsa_backend_triton.strict.interpreter import strict
+from nsa_core import LayerPages, NSAConfig, PagedKV, decode_rows, kv_scale, nsa_decode
 from nsa_core.decode.pages import quantize
 from nsa_verify.drawn.judge import judge
 from nsa_verify.drawn.parser import parse
@@ -70,3 +71,38 @@ def test_histories_of_quantized_pages_pass(dtype: str, kv: str) -> None:
     combination = Combination(dict.fromkeys(("cmp", "select", "sel", "win", "combine"), "triton"))
     findings = judge(combination, parse(HISTORY.format("mlp", dtype, kv, STEPS)))
     assert [f for f in findings if f.ok is not True] == []
+
+
+@pytest.mark.parametrize(("dtype", "first"), [(torch.float16, 1e-7), (torch.bfloat16, 0.0)])
+def test_pages_may_have_scales_of_any_size(dtype: torch.dtype, first: float) -> None:
+    """The first page has tiny values, so its scale is many orders of magnitude below the others."""
+    config = NSAConfig(
+        dim=64, n_heads=4, n_kv_heads=2, rope=False, compress="mean", compress_block_size=16,
+        compress_stride=16, select_block_size=16, num_selected_blocks=4, window_size=64,
+    )  # fmt: skip
+    tokens, count = 49, 4
+    k, v = torch.randn(2, tokens, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    v[:16] *= first
+    each_page = [x.split(16) for x in (k, v)]
+    scales = torch.stack(
+        [torch.stack([kv_scale(x, torch.int8) for x in pages]) for pages in each_page], -1
+    )
+    table = torch.arange(count, dtype=torch.int32)[None]
+
+    def part(rows: int, kind: torch.dtype, scales: torch.Tensor | None) -> PagedKV:
+        store = torch.zeros(2, count, rows, 2, 16, dtype=kind)
+        return PagedKV(*store, table, scales)
+
+    def o(backend: str) -> torch.Tensor:
+        pages = LayerPages(
+            *(part(rows, torch.int8, scales) for rows in (1, 16, 16)), part(16, dtype, None)
+        )
+        rows = decode_rows(torch.tensor([0, tokens]).int(), torch.tensor([tokens]).int(), tokens)
+        q = torch.linspace(-2, 2, tokens * 64).view(tokens, 4, 16).to(dtype)
+        gates = torch.ones(tokens, 4, 3)
+        return nsa_decode(q, k, v, gates, pages, rows, config=config, backends=backend)
+
+    with strict():
+        actual = o("triton")
+    limit = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(actual, o("sdpa"), rtol=limit, atol=limit)

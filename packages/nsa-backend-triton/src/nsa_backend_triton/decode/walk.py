@@ -206,11 +206,10 @@ def walk(
     )  # fmt: skip
     if QUANTIZED:
         if PAGE_SCALES:
-            # Probabilities take the scales of values relative to one of them, or they could leave
-            # the range of fp16.
+            # Probabilities take the scales of values relative to the largest one so far, or they
+            # could leave the range of fp16, and acc that of fp32.
             k_scale, v_scale = load_scales(SCALES, page, stride_scales, kv_head, key < high)
-            unit = tl.max(v_scale)
-            unit = tl.where(unit > 0, unit, 1.0).to(ACC)
+            unit = tl.full([], 1.1754943508222875e-38, ACC)  # the least normal number
         else:
             qk_scale *= tl.load(SCALES + kv_head * 2).to(ACC)
             unit = tl.load(SCALES + kv_head * 2 + 1).to(ACC)
@@ -267,6 +266,9 @@ def walk(
             if QUANTIZED:
                 v, v_odd = decode(v, q.dtype, IS_INT)
                 if PAGE_SCALES:
+                    largest = tl.maximum(unit, tl.max(v_scale).to(ACC))
+                    alpha *= unit / largest
+                    unit = largest
                     p *= (v_scale.to(ACC) / unit)[None, :]
                 acc_odd = tl.dot(
                     p.to(v.dtype), v_odd, acc_odd * alpha[:, None], input_precision="ieee",
