@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,25 @@ def test_warmup_of_a_decode_plan_runs_its_decode_forms(page: int | None) -> None
         plan.warmup()
     expected = [(slot, "forward" if slot == "combine" else "decode") for slot in SLOTS]
     assert [(r.slot, r.direction) for r in trace] == expected
+
+
+def test_warmup_of_quantized_pages_runs_both_kinds_of_scales() -> None:
+    """Triton compiles another kernel if all pages have the same scales, as those of a cache."""
+    plan = resolve(CONFIG, backends="sdpa", phase="decode", kv_dtype="int8")
+    own_scales: list[tuple[str, list[bool]]] = []
+
+    def recorded(slot: str) -> Callable[..., Any]:
+        def run(*tensors: torch.Tensor, **options: Any) -> Any:
+            if slot != "combine":
+                own_scales.append((slot, [x.stride(0) > 0 for x in options["call"].scales]))
+            return getattr(plan, slot)(*tensors, **options)
+
+        return run
+
+    kernels = {slot: recorded(slot) for slot in SLOTS}
+    warm(kernels, {}, plan.requests, plan._slots, CONFIG, torch.device("cpu"))
+    forms = [slot for slot in SLOTS if slot != "combine"]
+    assert own_scales == [(slot, [own] * 3) for own in (False, True) for slot in forms]
 
 
 def test_warmup_of_a_decode_plan_runs_its_fused_forms() -> None:

@@ -41,7 +41,8 @@ def warm(
         device: Device to run on.
     """
     if requests["cmp"].phase == "decode":
-        _warm_decode(kernels, fused, requests["cmp"], config, device)
+        for own_scales in (False, True) if requests["cmp"].kv_dtype else (False,):
+            _warm_decode(kernels, fused, requests["cmp"], config, device, own_scales)
     else:
         _warm_slots(kernels, requests, specs, device)
         if "backward" in fused:
@@ -147,11 +148,14 @@ def _warm_decode(
     request: Request,
     config: NSAConfig,
     device: torch.device,
+    own_scales: bool,
 ) -> None:
     """Run each decode form, the forward of combine, and each fused form for one decode step.
 
     The step has one query for each of two sequences. Each sequence has one token more than the
-    window or than the selected blocks, whichever is longer, in pages of the request's size.
+    window or than the selected blocks, whichever is longer, in pages of the request's size. Each
+    quantized page has ``own_scales``, or all have the same ones through stride 0: kernels may
+    differ.
     """
     geometry = request.geometry
     dtype: torch.dtype = getattr(torch, request.dtype)
@@ -173,7 +177,8 @@ def _warm_decode(
     lengths = zeros(2, dtype=torch.int32) + length
     ring_table = torch.arange(2, dtype=torch.int32, device=device)[:, None]
     tables = BlockTables(block_table, block_table, ring_table, ring_table)
-    ones = torch.ones((2 * pages, request.n_kv_heads, 2), device=device)
+    ones = torch.ones((1, request.n_kv_heads, 2), device=device).expand(2 * pages, -1, -1)
+    ones = ones.contiguous() if own_scales else ones
     scales = PageScales(ones, ones, ones[:2]) if request.kv_dtype else None
     span = lengths - 1, lengths
     call = DecodeCall(geometry, config.softmax_scale, *span, tables, length, scales=scales)
