@@ -19,6 +19,7 @@ read.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,9 @@ def kv_scale(x: torch.Tensor, kv_dtype: torch.dtype, margin: float = 1.0) -> tor
     Returns:
         float32 [G].
 
+    Raises:
+        InvalidInput: kv_dtype or margin is invalid.
+
     Example:
         >>> import torch
         >>> from nsa_core import kv_scale
@@ -50,6 +54,8 @@ def kv_scale(x: torch.Tensor, kv_dtype: torch.dtype, margin: float = 1.0) -> tor
         torch.Size([100, 4, 2])
     """
     check_kv_dtype(kv_dtype)
+    if not 0 < margin < math.inf:
+        raise InvalidInput(f"margin must be finite and > 0, got {margin}")
     largest = x.abs().float().movedim(-2, 0).flatten(1).amax(1)
     return largest.mul_(margin / QUANTIZED[kv_dtype]).clamp_(min=torch.finfo(torch.float32).tiny)
 
