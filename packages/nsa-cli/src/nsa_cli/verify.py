@@ -51,7 +51,7 @@ def verify(
         ),
     ] = None,
     preset: Annotated[
-        Literal["quick", "full"], typer.Option(help="quick: less than a minute on two quiet cores.")
+        Literal["quick", "full"], typer.Option(help="quick: about a minute on two quiet cores.")
     ] = "quick",
     phase: Annotated[
         Literal["prefill", "decode", "both"],
