@@ -45,6 +45,7 @@ import torch
 import torch.nn.functional as F
 from graph_time import graph_ms
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton_decode import eager_ms
 
 from nsa_core import LayerPages, NSAConfig, NSAttention, PagedKV, decode_rows, nsa_decode
 from nsa_core.decode import chunks
@@ -197,18 +198,6 @@ def check(
     return worst
 
 
-def eager_us(run: Callable[[], Any], repeats: int = 30, warmup: int = 3) -> float:
-    """Return the mean microseconds of a run, host included."""
-    for _ in range(warmup):
-        run()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats * 1e6
-
-
 @torch.no_grad()
 def nsa_times(batch: int, length: int, layout: str) -> dict[str, float]:
     """Return the microseconds of one layer's step that adds a token to each sequence."""
@@ -235,7 +224,7 @@ def nsa_times(batch: int, length: int, layout: str) -> dict[str, float]:
     return {
         "nsa": graph_ms(step(pool.pages()), repeats=5) * 1e3,
         "blocks": graph_ms(step(pool.pages(shared=False)), repeats=5) * 1e3,
-        "eager": eager_us(step(pool.pages())),
+        "eager": 1e3 * eager_ms(step(pool.pages())),
     }
 
 
@@ -254,7 +243,7 @@ def dense_times(batch: int, length: int) -> dict[str, float]:
 
     times = {"dense": graph_ms(sdpa, repeats=5) * 1e3}
     try:
-        from flash_attn import flash_attn_with_kvcache  # type: ignore[import-not-found, unused-ignore]
+        from flash_attn import flash_attn_with_kvcache
     except ImportError:
         return times
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -317,7 +306,7 @@ def prompt_times(length: int, layout: str) -> dict[str, float]:
 
     runs = {"chunks": paged(True), "cache": over_cache, "whole": lambda: attn(x[None])}
     runs["rows"] = paged(False)
-    return {name: eager_us(run, repeats=3, warmup=1) / 1e3 for name, run in runs.items()}
+    return {name: eager_ms(run, repeats=3) for name, run in runs.items()}
 
 
 @torch.no_grad()
@@ -348,7 +337,7 @@ def run_times(new: int, length: int, layout: str) -> dict[str, float]:
                 q, kv, kv, gates, pages, rows, config=config, phi=phi, rope=rope, max_len=length
             )
 
-        times[name] = eager_us(step, repeats=10)
+        times[name] = 1e3 * eager_ms(step, repeats=10)
     return times
 
 

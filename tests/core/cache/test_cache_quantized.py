@@ -138,6 +138,8 @@ def test_scales_are_those_of_the_largest_tokens(attn: NSAttention) -> None:
     cache = attn.new_cache(2, 64)
     with pytest.raises(InvalidInput, match=r"compress_block_size 8 tokens, the lengths are \[0, 0"):
         cache.kv_scales(torch.int8)
+    with pytest.raises(InvalidInput, match=r"kv_dtype must be .* got torch\.float16"):
+        cache.kv_scales(torch.float16)
     attn(x(50, 0), cache=cache, new=[50, 30])
     branches = [owned(cache, b)[:3] for b in range(2)]
     for scales, *parts in zip(cache.kv_scales(torch.int8, margin=2.0), *branches):
@@ -145,6 +147,13 @@ def test_scales_are_those_of_the_largest_tokens(attn: NSAttention) -> None:
         k, v = (torch.cat(y, 1) for y in zip(*rows))
         expected = torch.stack([kv_scale(y, torch.int8, 2.0) for y in (k, v)], -1)
         assert torch.equal(scales, expected)
+
+
+def test_a_cache_keeps_its_scales_if_the_tensors_of_the_caller_change(attn: NSAttention) -> None:
+    scales = [torch.ones(2, 2) for _ in range(3)]
+    cache = attn.new_cache(1, 64, kv_dtype=torch.int8, kv_scales=scales)
+    scales[0].zero_()
+    assert all((kept == 1).all() for kept in cache.kv.pages.scales)
 
 
 def test_scales_of_float8_are_1_by_default(attn: NSAttention) -> None:
@@ -159,6 +168,9 @@ def test_scales_of_float8_are_1_by_default(attn: NSAttention) -> None:
     [
         ({"kv_dtype": torch.float16}, r"kv_dtype must be torch\.float8_e4m3fn or torch\.int8"),
         ({"kv_dtype": "int8"}, "kv_dtype must be"),
+        ({"kv_dtype": [1]}, r"kv_dtype must be .*, got \[1\]"),
+        ({"kv_dtype": torch.int8, "kv_scales": 3}, r"must be three tensors .* got \[3\]"),
+        ({"kv_dtype": torch.int8, "kv_scales": [1, 2, 3]}, r"got \[1, 2, 3\]"),
         ({"kv_dtype": torch.int8}, r"needs kv_scales.*kv_scales=cache\.kv_scales\(torch\.int8\)"),
         ({"kv_scales": [torch.ones(2, 2)] * 3}, "kv_scales needs kv_dtype, which is None"),
         (

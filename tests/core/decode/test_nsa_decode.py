@@ -570,6 +570,7 @@ def test_decode_rows_refuses_wrong_lengths(
         ([0, 2, 4], [2, 1]),
         ([0, 2, 4], [2.0, 7.0]),
         ([0, 2, 4],),
+        5,
     ],
 )
 def test_decode_rows_refuses_wrong_integers_on_the_host(on_host: Any) -> None:

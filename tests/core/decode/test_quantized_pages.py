@@ -67,6 +67,9 @@ def test_a_scale_maps_the_largest_number_to_the_largest_code(kv_dtype: torch.dty
     for margin in (0.0, -1.0, torch.inf, torch.nan):
         with pytest.raises(InvalidInput, match=rf"margin must be finite and > 0, got {margin}"):
             kv_scale(x, kv_dtype, margin)
+    for wrong in (torch.ones(3), torch.ones(0, 2, 4)):
+        with pytest.raises(InvalidInput, match=r"x must be \[\.\.\., G, D\] with elements"):
+            kv_scale(wrong, kv_dtype)
 
 
 @pytest.mark.slow

@@ -301,8 +301,9 @@ class NSACache(CacheState):
             The argument ``kv_scales`` of :meth:`nsa_core.NSAttention.new_cache`.
 
         Raises:
-            InvalidInput: no sequence has a compressed token.
+            InvalidInput: kv_dtype or margin is invalid, or no sequence has a compressed token.
         """
+        check_kv_dtype(kv_dtype)
         scales: tuple[list[torch.Tensor], ...] = ([], [], [])
         geometry, count = self.config.geometry, self.kv.count
         for b, length in enumerate(self.host_lengths()):
@@ -437,14 +438,16 @@ def _checked_scales(
                 " model, and pass kv_scales=cache.kv_scales(torch.int8)"
             )
         kv_scales = [torch.ones(groups, 2)] * 3
-    scales = [torch.as_tensor(x, dtype=torch.float32, device=device) for x in kv_scales]
-    shapes = [[*x.shape] for x in scales]
-    if shapes != [[groups, 2]] * 3 or not all(((x > 0) & x.isfinite()).all() for x in scales):
+    given = kv_scales if isinstance(kv_scales, Sequence) else [kv_scales]
+    shapes = [[*x.shape] if isinstance(x, torch.Tensor) else x for x in given]
+    if shapes != [[groups, 2]] * 3 or not all(((x > 0) & x.isfinite()).all() for x in given):
         raise InvalidInput(
             f"kv_scales must be three tensors [{groups}, 2], of cmp, sel and win, finite and > 0,"
-            f" got {shapes} {scales}"
+            f" got {shapes}: {kv_scales}"
         )
-    return PageScales(*(x.contiguous() for x in scales))
+    # A copy, so that a later change of the caller's tensors does not change what codes mean.
+    copies = (torch.tensor(x.tolist(), dtype=torch.float32, device=device) for x in kv_scales)
+    return PageScales(*copies)
 
 
 @torch.no_grad()

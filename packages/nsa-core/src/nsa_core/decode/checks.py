@@ -172,15 +172,15 @@ def check_sequences(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) 
     _raise_at(cu_seqlens > rows, cu_seqlens, f"cu_seqlens must be at most rows = {rows}")
 
 
-def checked_host_integers(
-    on_host: tuple[object, object], batch: int, rows: int
-) -> tuple[list[int], list[int]]:
+def checked_host_integers(on_host: object, batch: int, rows: int) -> tuple[list[int], list[int]]:
     """Return the argument ``on_host`` of :func:`nsa_core.decode_rows` as lists.
 
     Raises:
         InvalidInput: it is no pair of integers that are possible for ``batch`` sequences.
     """
-    cu_seqlens, lengths = map(as_integers, on_host) if len(on_host) == 2 else (None, None)
+    cu_seqlens = lengths = None
+    if isinstance(on_host, Sequence) and len(on_host) == 2:
+        cu_seqlens, lengths = map(as_integers, on_host)
     if (
         cu_seqlens is None
         or lengths is None

@@ -19,8 +19,9 @@ from nsa_core.decode.pages import LayerPages, PagedKV
 if TYPE_CHECKING:
     from nsa_core.plan.plan import Plan
 
-# Shorter runs of nsa_decode are left to the decode forms, which take each of their rows alone.
-MIN_ROWS = {"cpu": 16, "cuda": 4096}  # on one H200, both take about 4 ms for 2,048 tokens
+# Shorter runs of nsa_decode are left to the decode forms, which take each of their rows alone: on a
+# GPU, copying the keys and launching the prefill kernels takes as long as about 2,000 rows.
+MIN_ROWS = {"cpu": 16, "cuda": 4096}
 MAX_CHUNK_ROWS = 8192  # longer chunks are split, to bound their memory besides the pages
 
 
@@ -65,7 +66,7 @@ def attend_chunk(
     """Return Eq. 5 for new tokens of sequences that have ``start`` tokens before them.
 
     Args:
-        plan: a plan of prefill kernels, from :func:`nsa_core.plan.default_plan.partial_form`.
+        plan: a plan of prefill kernels, from :func:`nsa_core.plan.default_plan.partial_plan`.
         pages: the pages, which have the new tokens already.
         q: queries [b, m, Hq, Dk].
         gates: gates [b, m, Hq, 3].

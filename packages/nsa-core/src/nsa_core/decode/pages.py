@@ -42,7 +42,7 @@ def kv_scale(x: torch.Tensor, kv_dtype: torch.dtype, margin: float = 1.0) -> tor
         float32 [G].
 
     Raises:
-        InvalidInput: kv_dtype or margin is invalid.
+        InvalidInput: x, kv_dtype or margin is invalid.
 
     Example:
         >>> import torch
@@ -54,6 +54,8 @@ def kv_scale(x: torch.Tensor, kv_dtype: torch.dtype, margin: float = 1.0) -> tor
         torch.Size([100, 4, 2])
     """
     check_kv_dtype(kv_dtype)
+    if x.dim() < 2 or not x.numel():
+        raise InvalidInput(f"x must be [..., G, D] with elements, got the shape {[*x.shape]}")
     if not 0 < margin < math.inf:
         raise InvalidInput(f"margin must be finite and > 0, got {margin}")
     largest = x.abs().float().movedim(-2, 0).flatten(1).amax(1)
@@ -61,14 +63,14 @@ def kv_scale(x: torch.Tensor, kv_dtype: torch.dtype, margin: float = 1.0) -> tor
 
 
 def check_kv_dtype(kv_dtype: object) -> None:
-    """Check a dtype of quantized pages.
+    """Check that ``kv_dtype`` is a dtype of quantized pages.
 
     Raises:
-        InvalidInput: it is none.
+        InvalidInput: it is another dtype, or no dtype.
     """
-    if kv_dtype not in QUANTIZED:
+    if not isinstance(kv_dtype, torch.dtype) or kv_dtype not in QUANTIZED:
         known = " or ".join(map(str, QUANTIZED))
-        raise InvalidInput(f"kv_dtype must be {known}, got {kv_dtype}")
+        raise InvalidInput(f"kv_dtype must be {known}, got {kv_dtype!r}")
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
