@@ -31,13 +31,10 @@ RESUMED = f"{TRAIN}::test_a_resumed_run_opens_the_data_that_its_folder_names"
 # Sentence -> ids of its tests.
 TESTS: dict[str, tuple[str, ...]] = {
     "A backend is a Python package.": NO_PROMISE,
-    "Installing one and using it runs its code with your rights; no setting changes"
+    "Installing and using it runs its code with your rights, and no setting changes"
     " that.": NO_PROMISE,
-    "What this project does:": NO_PROMISE,
-    "`nsa backends list --no-probe` shows name, distribution and version of every plugin.": (
-        f"{HERE}::test_a_list_without_probe_shows_metadata_and_runs_no_plugin",
-    ),
-    "It reads metadata only and runs no plugin code.": (
+    "`nsa backends list --no-probe` shows name, distribution and version of every plugin, and runs"
+    " no plugin code.": (
         f"{HERE}::test_a_list_without_probe_shows_metadata_and_runs_no_plugin",
         "tests/cli/test_backends_commands.py::test_list_without_probe_reads_metadata_only",
     ),
@@ -45,17 +42,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{PLUGINS}::test_safe_mode_imports_no_third_party_code",
         "tests/cli/test_backends_commands.py::test_safe_mode_reaches_the_registry",
     ),
-    "`NSA_PLUGINS` is an allow-list: besides this project's own backends, only the third-party"
-    " plugins that it names are loaded.": (
+    "`NSA_PLUGINS` names the only third-party plugins that are loaded, and `NSA_DISABLE_PLUGINS`"
+    " plugins that are not loaded ([values](docs/reference/environment.md)).": (
         f"{PLUGINS}::test_environment_variables_disable_plugins_by_name_or_distribution",
-    ),
-    "If it is the empty string, no third-party plugin is loaded.": (
-        f"{PLUGINS}::test_environment_variables_disable_plugins_by_name_or_distribution",
-    ),
-    "`NSA_DISABLE_PLUGINS` names plugins that are not loaded.": (
-        f"{PLUGINS}::test_environment_variables_disable_plugins_by_name_or_distribution",
-    ),
-    "See [docs/reference/environment.md](docs/reference/environment.md).": (
         "tests/repo/test_environment.py::test_environment_variables_are_documented_in_one_table",
     ),
     "The commands that list, verify and time backends run each third-party plugin in child"
@@ -70,16 +59,15 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{HOSTILE}::test_row_57_list_and_explain_name_each_plugin",
         f"{HOSTILE}::test_verify_fails_the_rows_of_a_faulty_kernel_and_runs_the_others",
     ),
-    "If two plugins claim the same name, both are refused, so no plugin can replace a backend by"
+    "If two plugins claim the same name, neither is loaded, so no plugin can replace a backend by"
     " taking its name.": (
         f"{PLUGINS}::test_row_58_name_conflict_names_both_distributions",
         f"{PLUGINS}::test_row_58_first_party_backend_is_not_preferred_in_a_name_conflict",
     ),
-    "Text from a plugin is printed without control characters or markup.": (
+    "Text from a plugin, a result file or the file of `nsa tune` is printed without control"
+    " characters or markup.": (
         f"{HOSTILE}::test_text_of_a_plugin_is_printed_without_control_characters",
         "tests/cli/test_output.py::test_texts_and_tables_escape_control_characters_and_markup",
-    ),
-    "So is text from a result file or from the file of `nsa tune`.": (
         "tests/bench/test_bench_result_limits.py"
         "::test_a_hostile_value_gives_a_sentence_or_plain_text",
         "tests/bench/test_bench_result_limits.py"
@@ -100,14 +88,16 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{UNWRITTEN}::test_a_new_backend_needs_an_empty_folder",
         "tests/bench/test_tune.py::test_a_corrupt_file_is_ignored_and_replaced",
     ),
-    "`nsa generate`, `nsa convert`, `nsa inspect` and `nsa train` (`--checkpoint`, `--resume`) read"
-    " a model folder as data, whoever made it:": (DAMAGED,),
-    "They load no code, kernel or adapter that the folder names, and ask no question.": (DAMAGED,),
-    "A configuration with `auto_map`, or with a kernel of a hub in `attn_implementation`, is"
-    " an error.": (DAMAGED,),
-    "`from_pretrained` of transformers refuses such a kernel for the models nsa_llama, nsa_qwen2"
-    " and nsa_qwen3 too.": (f"{FOLDER}::test_a_model_of_transformers_loads_no_kernel",),
-    "Its other protection is that of transformers: leave `trust_remote_code` out.": NO_PROMISE,
+    "`nsa generate`, `nsa convert`, `nsa inspect` and `nsa train` read a model folder as data,"
+    " whoever made it:": (DAMAGED,),
+    "They load no code, kernel or adapter that the folder names.": (DAMAGED,),
+    "A configuration with `auto_map` is an error, and so is a kernel of a hub in"
+    " `attn_implementation`, also in `from_pretrained` for nsa_llama, nsa_qwen2 and nsa_qwen3.": (
+        DAMAGED,
+        f"{FOLDER}::test_a_model_of_transformers_loads_no_kernel",
+    ),
+    "Otherwise `from_pretrained` has the protection of transformers: leave `trust_remote_code`"
+    " out.": NO_PROMISE,
     "They open plain files inside the folder only: a link out of it, a pipe or a device is an"
     " error.": (OUTSIDE,),
     "`nsa train` writes into no folder that has one.": (
@@ -122,40 +112,35 @@ TESTS: dict[str, tuple[str, ...]] = {
     "The digests of a folder show damage.": (
         f"{TRAIN}::test_an_altered_run_is_refused_by_every_command",
     ),
-    "They are no signature: whoever can write the folder can write them.": NO_PROMISE,
+    "They are no signature, because whoever can write the folder can write them.": NO_PROMISE,
     "The folder of a run names its training data, which `nsa train --resume` opens: a local file,"
     " or a data set of the Hub.": (RESUMED,),
     "No import and no command opens a network connection, with two exceptions:": (
         f"{NETWORK}::test_only_the_exceptions_of_the_security_page_use_the_network",
         f"{HERE}::test_imports_and_commands_open_no_connection",
     ),
-    "`nsa train --data fineweb-edu` and `--data hf:NAME` stream a data set from Hugging Face"
-    " through the library `datasets`, which reads its own settings and credentials.": (
+    "`nsa train --data fineweb-edu` and `--data hf:NAME`, and `--resume` of such a run, stream a"
+    " data set from Hugging Face through the library `datasets`, which reads its own settings and"
+    " credentials.": (
         "tests/models/test_lm_corpus.py::test_a_data_set_of_parquet_is_read_by_row_group",
-    ),
-    "`--resume` of such a run does the same.": (RESUMED,),
-    "With any other data, `nsa train` reads local files only.": (
-        f"{NETWORK}::test_only_the_exceptions_of_the_security_page_use_the_network",
+        RESUMED,
     ),
     "Under `torchrun`, the processes of `nsa train` connect to each other through"
     " `torch.distributed`.": (
         "tests/models/test_lm_parallel.py::test_an_end_is_named_and_the_run_goes_on_after_it",
     ),
-    "Commands that read a model (`nsa generate`, `nsa convert`, `nsa inspect`, `nsa train`) read it"
-    " from a local folder and download nothing.": (DAMAGED, OUTSIDE),
+    "Commands read models from local folders and download nothing.": (DAMAGED, OUTSIDE),
     "The Content-Security-Policy of the HTML pages of `nsa bench` forbids every request.": (
         "tests/bench/test_bench_page.py::test_the_page_is_one_file_that_may_not_load_anything",
     ),
     "The library checks shape, dtype and device of each tensor before a backend receives it.": (
         f"{HERE}::test_a_tensor_that_does_not_fit_reaches_no_backend",
     ),
-    "By default it does not read values that live on the GPU.": (
+    "It does not read values on the GPU: there, a malformed `cu_seqlens` gives wrong numbers, but"
+    " no access outside the tensors.": (
         "tests/core/layer/test_refused.py::test_boundaries_on_a_gpu_are_read_with_nsa_check_only",
         "tests/gpu/test_gpu_block_attention.py::test_forward_and_backward_do_not_synchronise",
         "tests/gpu/test_gpu_triton.py::test_no_synchronisation",
-    ),
-    "A malformed `cu_seqlens` there gives wrong numbers, but no access outside the tensors;"
-    " `NSA_CHECK=1` checks it.": (
         "tests/triton/interpreted/interpreted_span.py"
         "::test_malformed_boundaries_stay_inside_the_tensors",
         "tests/triton/interpreted/interpreted_sel_lists.py"
@@ -163,6 +148,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/sdpa/test_sdpa_tiles.py::test_malformed_cu_seqlens_cause_no_invalid_access",
         "tests/fa2/test_fa2_slots.py::test_row_17_malformed_boundaries_cause_no_invalid_access",
         "tests/core/layer/test_compress.py::test_row_17_malformed_boundaries_stay_in_bounds",
+    ),
+    "`NSA_CHECK=1` checks it.": (
         "tests/core/layer/test_refused.py::test_boundaries_on_a_gpu_are_read_with_nsa_check_only",
     ),
     "Block indices out of range have no effect.": (
@@ -170,7 +157,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/triton/interpreted/interpreted_decode.py"
         "::test_sel_accepts_unsorted_repeated_and_invalid_blocks",
     ),
-    'Please report a vulnerability privately, through the "Report a vulnerability" button of the'
+    'Report a vulnerability privately, through the "Report a vulnerability" button of the'
     " repository's Security tab, not in a public issue.": NO_PROMISE,
     "Say what an attacker gains and how to reproduce it.": NO_PROMISE,
     "You get an answer within a week.": NO_PROMISE,
