@@ -63,10 +63,10 @@ runs in its place. `explain()` has the choices and the reasons, and [`nsa backen
 has them for any request, also for a GPU that you do not have. You can pass a plan to each call,
 `attention(x, plan=plan)`.
 
-In sequences of at most n * l' tokens, 1024 by default, every token selects all its blocks, and
-causal attention by the window kernel replaces select and sel. These calls always select: training
-on a backend that has one backward for all slots, as Triton has in bf16; calls to which you pass
-blocks; and graphs that are exported or compiled for several lengths.
+In sequences of at most n * l' tokens, 1024 by default, every token selects all its blocks, so
+causal attention by the window kernel replaces select and sel. Exceptions are training on a backend
+with one backward for all slots, such as Triton in bf16, calls to which you pass blocks, and graphs
+that are exported or compiled for several lengths.
 
 ## Supported requests
 
