@@ -31,21 +31,20 @@ COLOURS = {"NSA": NSA, "NSA, shared K/V": NSA_COLOURS[1], "dense": DENSE} | {
 }
 # Inches: left margin, width, right margin for labels, bottom margin, height and top margin.
 _LEFT, _WIDTH, _RIGHT, _BOTTOM, _HEIGHT, _TOP = 0.75, 2.6, 1.25, 0.6, 2.1, 0.45
-_COLUMNS = 2
 Panel = Callable[[Any], None]
 
 
-def panels(*draw_panels: Panel) -> Any:
-    """Return a figure with two panels in a row."""
+def panels(*draw_panels: Panel, columns: int) -> Any:
+    """Return a figure with this number of panels in a row."""
     from matplotlib.figure import Figure
 
-    rows = -(-len(draw_panels) // _COLUMNS)
+    rows = -(-len(draw_panels) // columns)
     panel, row = _LEFT + _WIDTH + _RIGHT, _BOTTOM + _HEIGHT + _TOP
-    width, height = _COLUMNS * panel, rows * row
+    width, height = columns * panel, rows * row
     figure = Figure(figsize=(width, height))
     for index, draw_panel in enumerate(draw_panels):
-        left = index % _COLUMNS * panel + _LEFT
-        bottom = (rows - 1 - index // _COLUMNS) * row + _BOTTOM
+        left = index % columns * panel + _LEFT
+        bottom = (rows - 1 - index // columns) * row + _BOTTOM
         box = (left / width, bottom / height, _WIDTH / width, _HEIGHT / height)
         axes = figure.add_axes(box)
         draw_panel(axes)
@@ -99,7 +98,7 @@ def model_figure(groups: list[Any]) -> Any:
 
         return draw_panel
 
-    return panels(*map(losses, groups), *map(recall, groups))
+    return panels(*map(losses, groups), *map(recall, groups), columns=2)
 
 
 def minimax_figure(document: Any) -> Any:
@@ -131,7 +130,7 @@ def minimax_figure(document: Any) -> Any:
         axes.autoscale_view()
         label_ends(axes, ends)
 
-    return panels(losses, differences)
+    return panels(losses, differences, columns=1)  # legible on a phone
 
 
 def main() -> None:
