@@ -117,6 +117,7 @@ def minimax_figure(document: Any) -> Any:
     def differences(axes: Any) -> None:
         axes.set(xlabel="step", ylabel="nats per byte", yscale="log")
         axes.set_title("Difference to eager")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
         axes.axhline(document["limit"], ls=":", lw=1.2, color=INK)
         shown = (("control", DENSE), ("nsa_blocks", NSA), ("nsa_blocks_replayed", NSA_COLOURS[2]))
         ends = []
