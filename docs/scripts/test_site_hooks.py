@@ -53,3 +53,11 @@ def test_links_that_leave_the_site_lead_to_the_repository(link, expected) -> Non
     page = SimpleNamespace(file=SimpleNamespace(src_uri="how-to/a.md"))
     config = SimpleNamespace(repo_url="URL")
     assert site_hooks.on_page_markdown(link, page=page, config=config) == expected
+
+
+def test_numbers_of_a_table_do_not_break() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
+    html = site_hooks.on_post_page(
+        "<td>0.26 / 0.88</td><td>all 3</td><td>3 <b>x</b></td>", page=page
+    )
+    assert html == '<td class="number">0.26 / 0.88</td><td>all 3</td><td>3 <b>x</b></td>'
