@@ -29,9 +29,16 @@ TRAININGS = {
     "nsa_blocks_replayed": "nsa_blocks, choices replayed",
     "control_replayed": "eager, weights moved, choices replayed",
 }
-SMALL, MODEL = ("small",), ("smollm2_8k", "smollm2_32k")  # groups of the study
+# Groups of the study.
+SMALL, LARGE, MODEL = ("small",), ("large",), ("smollm2_8k", "smollm2_32k")
+MEANS = "NSA, shared K/V, means"
 WINDOW, BLOCK = report.NSAConfig.window_size, report.NSAConfig.select_block_size
-IMAGES = {SMALL: "learning_small.svg", MODEL: "learning_model.svg", MINIMAX: "learning_minimax.svg"}
+IMAGES = {
+    SMALL: "learning_small.svg",
+    LARGE: "learning_large.svg",
+    MODEL: "learning_model.svg",
+    MINIMAX: "learning_minimax.svg",
+}
 
 
 def _from_file(file: str) -> Callable[[Callable[[Any], str]], Callable[[Results], str]]:
@@ -52,6 +59,11 @@ def _device(document: Any) -> str:
     return short_device(document["machine"]["device"])
 
 
+def study_results(folder: Path) -> Path:
+    """Return the folder of the study's results, which lies beside those of the GPUs."""
+    return folder.parent.parent / "study" / "results"
+
+
 def groups_of(folder: Path, names: Sequence[str]) -> list[report.Group]:
     """Return groups of the study's arms; [] if one has no finished run of its baseline.
 
@@ -59,7 +71,7 @@ def groups_of(folder: Path, names: Sequence[str]) -> list[report.Group]:
         folder: The folder of a GPU's results; those of the study lie beside it.
         names: Names of groups in arms.toml.
     """
-    results = folder.parent.parent / "study" / "results"
+    results = study_results(folder)
     finished = report.read(results)[0] if results.exists() else []
     groups = [report.Group(n, finished, report.read_starts(results, n)) for n in names]
     return groups if all(g.runs and g.base in g.curves() for g in groups) else []
@@ -104,19 +116,31 @@ def _masses(group: report.Group) -> dict[str, str]:
     return {arm: f"{m['selected']:.0%}, {m['random']:.0%}" for arm, m in layers.iterrows()}
 
 
-@_from_study(SMALL)
-def small(groups: list[report.Group]) -> str:
-    """Tabulate the small arms: loss, recall beyond the window, mass of the selected blocks."""
-    (group,) = groups
+def _trained(group: report.Group, further: dict[str, Any]) -> str:
+    """Tabulate loss, recall beyond the window and mass of the selected blocks, and more columns."""
     above = group.above_base(group.final[["loss"]])["loss"].unstack("seed")
     columns = {
         "loss": group.final["loss"].groupby("arm").mean().map("{:.3f}".format),
         f"above {group.base}": report.with_error(above.drop(group.base)),
         "values recalled from beyond the window": _far_values(group),
         "mass in the selected blocks, in random ones": _masses(group),
+        **further,
     }
     finished = [label for label in group.labels.values() if label in columns["loss"]]
     return table(["attention", *columns], _rows(columns, finished))
+
+
+@_from_study(SMALL)
+def small(groups: list[report.Group]) -> str:
+    """Tabulate the small arms; their speed says nothing, as closed branches still run."""
+    return _trained(groups[0], {})
+
+
+@_from_study(LARGE)
+def large(groups: list[report.Group]) -> str:
+    """Tabulate the large arms, with their speed."""
+    speeds = groups[0].facts()["speed.tokens_per_s"].map("{:,.0f}".format)
+    return _trained(groups[0], {"training tokens/s": speeds})
 
 
 @_from_study(MODEL)
@@ -153,23 +177,41 @@ def _by_length(groups: list[report.Group], words: Sequence[str]) -> str:
     return " and ".join(f"{w} at {tokens(g.plan['row'])}" for g, w in zip(groups, words))
 
 
-@_from_study(SMALL)
-def small_answer(groups: list[report.Group]) -> str:
-    """State the difference of NSA to the baseline of the small arms, over seeds."""
-    losses = groups[0].above_base(groups[0].final[["loss"]])["loss"].unstack("seed")
-    return str(report.with_error(losses)["NSA"])
+def _answer(groups: list[report.Group]) -> str:
+    """State the difference of NSA to the baseline of one group, over seeds."""
+    (group,) = groups
+    losses = group.above_base(group.final[["loss"]])["loss"].unstack("seed")
+    return str(report.with_error(losses)[_nsa(group)])
 
 
-@_from_study(MODEL)
-def model_answer(groups: list[report.Group]) -> str:
-    """State how far NSA is above dense attention at the end, over documents, at both lengths."""
-    words = []
-    for group in groups:
-        losses = report.pd.DataFrame(
-            group.final["document_losses"].tolist(), index=group.final.index
-        )
-        words.append(report.with_error(group.above_base(losses).groupby("arm").mean())["NSA"])
-    return _by_length(groups, words)
+def _nsa(group: report.Group) -> str:
+    """Return the label of the first arm with NSA."""
+    return next(label for label in group.labels.values() if label.startswith("NSA"))
+
+
+@_from_study(LARGE)
+def large_speed(groups: list[report.Group]) -> str:
+    """State how many times faster NSA trains than dense attention."""
+    (group,) = groups
+    speeds = group.facts()["speed.tokens_per_s"]
+    return f"{speeds[_nsa(group)] / speeds[group.base]:.2f} times"
+
+
+def _model_answer(label: str) -> Callable[[Results], str]:
+    """State how far an arm is above dense attention at the end, over documents, by length."""
+
+    @_from_study(MODEL)
+    def value(groups: list[report.Group]) -> str:
+        words = {}
+        for group in groups:
+            losses = report.pd.DataFrame(
+                group.final["document_losses"].tolist(), index=group.final.index
+            )
+            above = report.with_error(group.above_base(losses).groupby("arm").mean())
+            words |= {group: above[label]} if label in above else {}
+        return _by_length([*words], [*words.values()])
+
+    return value
 
 
 @_from_study(MODEL)
@@ -206,6 +248,19 @@ def model_speed(groups: list[report.Group]) -> str:
     speeds = (group.facts()["speed.tokens_per_s"] for group in groups)
     words = [f"{own['NSA'] / own[group.base]:.2f} times" for group, own in zip(groups, speeds)]
     return _by_length(groups, words)
+
+
+def shared_keys(results: Results) -> str:
+    """State what the blocks hold that shared keys select, while phi learns; the run was cut."""
+    path = study_results(results.folder) / "smollm2_8k_shared-seed0.json"
+    if not path.exists():
+        return PENDING
+    entries = json.loads(path.read_text(encoding="utf-8"))["evaluations"]
+    start, end = (f"{entries[n]['selected']:.0%}" for n in (0, -1))
+    millions = entries[-1]["tokens"] / 1e6
+    return (
+        f"{start} to {end} after {millions:.0f} M tokens (random ones: {entries[-1]['random']:.0%})"
+    )
 
 
 @_from_study(MODEL)
@@ -307,10 +362,16 @@ def _plot(source: Any, text: str) -> Callable[[Results], str]:
 
 LEARNING: dict[str, Callable[[Results], str]] = {
     "study-small": small,
-    "study-small-answer": small_answer,
+    "study-small-answer": _from_study(SMALL)(_answer),
     "study-small-plot": _plot(SMALL, "Loss over tokens, and its difference by position"),
+    "study-large": large,
+    "study-large-answer": _from_study(LARGE)(_answer),
+    "study-large-speed": large_speed,
+    "study-large-plot": _plot(LARGE, "Loss over tokens, and its difference by position"),
     "study-model": model,
-    "study-model-answer": model_answer,
+    "study-model-answer": _model_answer("NSA"),
+    "study-model-answer-means": _model_answer(MEANS),
+    "study-model-shared": shared_keys,
     "study-model-start": model_start,
     "study-model-repaid": model_repaid,
     "study-model-behind": model_behind,

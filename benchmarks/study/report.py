@@ -37,7 +37,10 @@ Result = dict[str, Any]  # a result file
 
 
 def read(folder: Path) -> tuple[list[Result], list[str]]:
-    """Return the finished runs, and a line on each other run of the groups that have any."""
+    """Return the finished runs, and a line on each other run of the groups that have any.
+
+    A run that trained to its end counts as finished when only longer rows are missing.
+    """
     finished, lines = [], []
     for name in PLAN:
         files = {run.name: folder / f"{run.name}.json" for run in all_runs(name)}
@@ -48,14 +51,21 @@ def read(folder: Path) -> tuple[list[Result], list[str]]:
             result = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
             if not result:
                 lines.append(f"{run}: no result file")
-            elif result["complete"]:
+                continue
+            last = result["evaluations"][-1] if result["evaluations"] else None
+            is_trained = last is not None and last["tokens"] == result["tokens"]
+            if result["complete"] or (is_trained and result.get("recall")):
                 finished.append(result)
-            else:
-                reached = "before its first evaluation"
-                if result["evaluations"]:
-                    tokens, loss = (result["evaluations"][-1][name] for name in ("tokens", "loss"))
-                    reached = f"after {tokens / 1e6:.1f} M tokens, at a loss of {loss:.3f}"
-                lines.append(f"{run}: stopped {reached}: {result['ended']}")
+            if result["complete"]:
+                continue
+            reached = "before its first evaluation"
+            if is_trained and result.get("recall"):
+                lengths = [length_words(entry["length"]) for entry in result["longer"]]
+                reached = f"after training; longer rows: {', '.join(lengths) or 'none'}"
+            elif last is not None:
+                tokens, loss = last["tokens"], last["loss"]
+                reached = f"after {tokens / 1e6:.1f} M tokens, at a loss of {loss:.3f}"
+            lines.append(f"{run}: stopped {reached}: {result['ended']}")
     return finished, lines
 
 
@@ -233,10 +243,12 @@ class Group:
         return self.table(ranges.unstack("task", sort=False))
 
     def longer(self) -> list[tuple[str, pd.DataFrame]]:
-        """Return the entries of each length beyond that of the training."""
-        entries = self.entries("longer")
-        lengths = entries.groupby("length") if len(entries) else ()
-        return [(length_words(length), own) for length, own in lengths]
+        """Return the entries of each length beyond that of the training, of seeds with all arms."""
+        entries, found = self.entries("longer"), []
+        for length, own in entries.groupby("length") if len(entries) else ():
+            seeds = set.intersection(*own.groupby("arm")["seed"].agg(set))
+            found.append((length_words(length), own[own["seed"].isin(seeds)]))
+        return found
 
     def longer_table(self, entries: pd.DataFrame) -> str:
         """Return the table of one length beyond that of the training."""

@@ -169,5 +169,5 @@ def test_tables_and_plots_show_the_result_files(
     assert drawn == {"learning_minimax.svg"}
     shutil.rmtree(results)
     runpy.run_path(str(script), run_name="__main__")
-    assert capsys.readouterr().out.count("not drawn") == 5  # first those of the study
+    assert capsys.readouterr().out.count("not drawn") == 7  # first those of the study
     assert {table(Results(results)) for table in LEARNING.values()} == {"not measured yet"}

@@ -14,6 +14,7 @@ import report
 import typer
 from figure_learning import LEARNING
 from figure_tables import Results
+from learning_figure import large_figure
 from matplotlib.colors import to_hex
 
 DOCUMENTS = [2.0, 2.5, 4.0, 3.5]
@@ -186,6 +187,19 @@ def test_every_run_that_is_missing_or_did_not_finish_is_named(
     assert loss["NSA"][f"above {BASE}, over documents"] == "-0.475 ± 0.055"
 
 
+def test_a_run_cut_after_its_training_counts_and_is_named(
+    large_arms: dict[str, Any], tmp_path: Path
+) -> None:
+    cut = large_arms["large_dense-seed1"]
+    cut |= {"complete": False, "ended": "cut", "longer": []}
+    results, missing = report.read(written(large_arms, tmp_path))
+    assert "large_dense-seed1: stopped after training; longer rows: none: cut" in missing
+    group = report.Group("large", results)
+    assert len(group.runs) == 4
+    ((_, longer),) = group.longer()
+    assert [*longer["seed"]] == [0, 0]
+
+
 def test_without_the_baseline_there_is_no_difference(study: dict[str, Any], tmp_path: Path) -> None:
     kept = {name: run for name, run in study.items() if not name.startswith("dense_wide")}
     group = group_of(written(kept, tmp_path))
@@ -270,12 +284,12 @@ def test_rows_longer_than_those_of_the_training(tmp_path: Path) -> None:
         entry |= {"recall": scores, "mass": mass if arm == "large_nsa" else []}
         runs[f"{arm}-seed{seed}"] = run | {"longer": [entry]}
     page = report.page([group_of(written(runs, tmp_path), "large")], [])
-    assert "Rows of 64k, without further training:" in page
+    assert "Rows of 64k, without further training, seeds 0:" in page  # dense has no other
     longer = tables(page)[1]
     label = report.PLAN["large"]["arms"]["large_nsa"]["label"]
     assert longer[label] == {
         "arm": label,
-        **{"rope_base": "4e+04", "loss": "2.75", "32k-64k": "4"},
+        **{"rope_base": "4e+04", "loss": "2.75", "32k-64k": "3.5"},
         **{"recall: copy": "0.5", "mass: selected": "0.625", "mass: random": "0.25"},
     }
     assert (longer[BASE]["32k-64k"], longer[BASE]["mass: selected"]) == ("3.5", "-")
@@ -363,6 +377,49 @@ def test_the_page_shows_the_small_arms(study: dict[str, Any], page_table: Any) -
         "mass in the selected blocks, in random ones": "60%, 20%",
     }
     assert rows[BASE][f"above {BASE}"] == "-"
+
+
+@pytest.fixture
+def large_arms() -> dict[str, Any]:
+    """Invented runs of the large arms; NSA is 0.5 nats below dense attention, and 0.75 far out."""
+    runs = {}
+    for arm, like in (("large_dense", "dense_wide"), ("large_nsa", "nsa")):
+        for seed in range(2):
+            run = arm_run(like, seed) | {"arm": arm, "row": 16384}
+            run["recall"] = [entry | {"task": "key_value"} for entry in run["recall"]]
+            far = 2.0 + seed - 0.75 * (arm == "large_nsa")
+            part = {"first": 16384, "last": 32768, "loss": far}
+            longer = {"length": 32768, "rope_base": 1e4 * (1 + 3 * seed), "loss": far + 0.25}
+            runs[f"{arm}-seed{seed}"] = run | {"longer": [longer | {"by_position": [part]}]}
+    runs["large_nsa-seed0"]["speed"]["tokens_per_s"] = runs["large_nsa-seed1"]["speed"][
+        "tokens_per_s"
+    ] = 1_350_000.75
+    return runs
+
+
+def test_the_page_shows_the_large_arms(large_arms: dict[str, Any], page_table: Any) -> None:
+    rows = page_table("study-large", large_arms)
+    assert [*rows[0].values()] == [BASE, "3.005", "-", "50.5%", "-", "900,000"]
+    # -0.45 and -0.5 above the baseline with the same seed
+    assert [*rows[1].values()][1:] == ["2.530", "-0.475 ± 0.025", "50.5%", "55%, 20%", "1,350,001"]
+
+
+@pytest.mark.parametrize(("name", "words"), [("answer", "-0.475 ± 0.025"), ("speed", "1.50 times")])
+def test_pages_state_values_of_the_large_arms(
+    name: str, words: str, large_arms: dict[str, Any], page_table: Any
+) -> None:
+    assert page_table(f"study-large-{name}", large_arms) == words
+
+
+def test_the_picture_of_the_large_arms_has_their_differences(
+    large_arms: dict[str, Any], tmp_path: Path
+) -> None:
+    figure = large_figure(group_of(written(large_arms, tmp_path), "large"))
+    losses, above = figure.axes
+    assert points(losses.lines[1])[-1] == (4, 2.53)
+    dots = {place: round(y, 3) for dot in above.lines[:3] for place, y in zip(*dot.get_data())}
+    assert dots == {"0-1k": -0.475, "1k-8k": -0.95, "16k-32k": -0.75}
+    assert [text.get_text() for text in losses.texts] == ["dense  3.005", "NSA  2.530"]
 
 
 def pairs_of_arms() -> dict[str, Any]:

@@ -21,14 +21,21 @@ from nsa_bench.render.words import tokens as length_words
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 sys.path.insert(0, str(BENCHMARKS))
-from figure_learning import IMAGES, MINIMAX, MODEL, SMALL, groups_of  # noqa: E402
+from figure_learning import IMAGES, LARGE, MINIMAX, MODEL, SMALL, groups_of  # noqa: E402
 from figure_pieces import PUBLISHED, nearest  # noqa: E402
-from report import scale_of_tokens  # noqa: E402
+from pandas import concat  # noqa: E402
+from report import positions, scale_of_tokens  # noqa: E402
 
 NSA, DENSE = NSA_COLOURS[0], "#808080"
-COLOURS = {"NSA": NSA, "NSA, shared K/V": NSA_COLOURS[1], "dense": DENSE} | {
-    "NSA, shared K/V, means": NSA_COLOURS[2]
+COLOURS = {
+    "dense": DENSE,
+    "dense, wide MLP": DENSE,
+    "NSA": NSA,
+    "NSA, means": NSA,
+    "NSA, shared K/V": NSA_COLOURS[1],
+    "NSA, shared K/V, means": NSA_COLOURS[2],
 }
+SHORT = {"dense, wide MLP": "dense", "NSA, means": "NSA"}  # of the large arms
 # Inches: left margin, width, right margin for labels, bottom margin, height and top margin.
 _LEFT, _WIDTH, _RIGHT, _BOTTOM, _HEIGHT, _TOP = 0.75, 2.6, 1.25, 0.6, 2.1, 0.45
 Panel = Callable[[Any], None]
@@ -61,7 +68,7 @@ def lines(axes: Any, curves: list[tuple[str, str, list[tuple[float, float]]]], k
             style = {"lw": 1.3 if ends else 4.5, "alpha": 1.0 if ends else 0.5}
         axes.plot(*zip(*points), color=colour, **style)
         last = points[-1]
-        label = f"{name.removeprefix('NSA, ')}  {last[1]:{kind}}"
+        label = f"{SHORT.get(name, name.removeprefix('NSA, '))}  {last[1]:{kind}}"
         ends.append(EndLabel(label, colour, last, last[1]))
     axes.autoscale_view()
     label_ends(axes, ends)
@@ -99,6 +106,35 @@ def model_figure(groups: list[Any]) -> Any:
         return draw_panel
 
     return panels(*map(losses, groups), *map(recall, groups), columns=2)
+
+
+def large_figure(group: Any) -> Any:
+    """Return the losses of the large arms over tokens, and their difference by position.
+
+    Lines and dots are means over seeds; bars reach from the lowest seed to the highest.
+    """
+
+    def losses(axes: Any) -> None:
+        axes.set(xlabel="tokens, millions", ylabel="nats per token")
+        axes.set_title(f"Held-out loss, rows of {length_words(group.plan['row'])}")
+        curves = group.curves().dropna().T.groupby("arm", sort=False).mean().T[1:]
+        millions = curves.index / 1e6  # without the loss of random weights
+        lines(axes, [(arm, COLOURS[arm], [*zip(millions, curves[arm])]) for arm in curves], ".3f")
+
+    def above(axes: Any) -> None:
+        axes.set(xlabel="position in the row, tokens", ylabel="nats per token")
+        axes.set_title("NSA above dense, by position")
+        rows = [positions(group.final["by_position"])]
+        for _, entries in group.longer():  # only the last half goes beyond shorter rows
+            entries = entries.set_index(["arm", "seed"])
+            rows.append(positions(entries["by_position"]).iloc[:, -1:])
+        for place, own in group.above_base(concat(rows, axis=1)).drop(group.base).items():
+            axes.vlines(place, own.min(), own.max(), color=NSA, lw=2.2, alpha=0.55)
+            axes.plot(place, own.mean(), "o", color=NSA, ms=4.5)
+        axes.axhline(0, lw=1.2, color=INK)
+        axes.tick_params(axis="x", labelsize="small")
+
+    return panels(losses, above, columns=1)  # legible on a phone
 
 
 def minimax_figure(document: Any) -> Any:
@@ -140,13 +176,11 @@ def main() -> None:
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS / PUBLISHED)
     options = parser.parse_args()
-    path, small, model = (
-        nearest(options.results, MINIMAX),
-        groups_of(options.results, SMALL),
-        groups_of(options.results, MODEL),
-    )
+    path = nearest(options.results, MINIMAX)
+    small, large, model = (groups_of(options.results, names) for names in (SMALL, LARGE, MODEL))
     figures = {
         SMALL: (small, lambda: small[0].loss_figure()),
+        LARGE: (large, lambda: large_figure(large[0])),
         MODEL: (model, lambda: model_figure(model)),
         MINIMAX: (path, lambda: minimax_figure(json.loads(path.read_text(encoding="utf-8")))),
     }
