@@ -41,7 +41,10 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
     plain = nsa("convert", "--checkpoint", "dense", "--out", "plain", *SET)
     assert plain.code == 0
     assert result.out.startswith(plain.out.partition("Written")[0])
-    assert "Carried over and compared: all 27 tensors" in result.out.replace("\n", " ")
+    words = " ".join(result.out.split())
+    assert "compared: all 27 tensors of the dense model. Each branch has a copy of the" in words
+    shared = nsa("convert", "--checkpoint", "dense", "--out", "shared", "--nsa", "shared_kv=true")
+    assert "model. All branches share the dense keys and values." in " ".join(shared.out.split())
     model, trained = (AutoModelForCausalLM.from_pretrained(name) for name in ("plain", "trained"))
     assert {name: getattr(model.model.layers[0].self_attn.config, name) for name in NSA} == NSA
     new = {name for name, _ in model.named_parameters() if re.search("phi_|gate[.]", name)}

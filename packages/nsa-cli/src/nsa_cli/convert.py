@@ -184,11 +184,13 @@ def _print_conversion(conversion: Conversion) -> None:
     layers = f"{model.config.num_hidden_layers} layers"
     if (chosen := model.config.nsa_layers) is not None:
         layers += f", {len(chosen)} of them with NSA"
+    shares = bool((model.config.nsa or {}).get("shared_kv"))
+    branches = "All branches share" if shares else "Each branch has a copy of"
     output.print_text(
         console,
         f"{model.config.model_type}: {total:,} parameters, {layers}. Carried over and"
-        f" compared: all {len(conversion.carried):,} tensors of the dense model. Each branch has a"
-        " copy of the dense keys and values.",
+        f" compared: all {len(conversion.carried):,} tensors of the dense model. {branches} the"
+        " dense keys and values.",
         indent="",
     )
     rows = [

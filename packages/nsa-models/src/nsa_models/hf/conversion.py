@@ -53,10 +53,11 @@ def convert(
     """Convert a dense model to NSA.
 
     Embeddings, norms, MLPs, queries, the output projection and all biases are carried over. Each of
-    the three branches gets a copy of the dense key and value projections. phi starts as the mean of
-    the tokens of a block, and the gates of cmp, sel and win as 0.1, 0.8 and 0.1; nothing is random.
-    The dense model is not changed and shares nothing with the new one, in which its frozen
-    parameters are frozen too; a joint projection is frozen if all of its parts are.
+    the three branches gets a copy of the dense key and value projections; with ``shared_kv`` they
+    share one. phi starts as the mean of the tokens of a block, and the gates of cmp, sel and win as
+    0.1, 0.8 and 0.1; nothing is random. The dense model is not changed and shares nothing with the
+    new one, in which its frozen parameters are frozen too; a joint projection is frozen if all of
+    its parts are.
 
     Args:
         model: A LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM of transformers.
