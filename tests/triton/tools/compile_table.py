@@ -11,8 +11,9 @@ queries are the second half of their sequences.
 ``core`` is the backward of all slots together, without the kernels that the backwards of the slots
 launch alike. ``step`` is a decode step, its append, gates and compression (phi of kind mlp), 32
 sequences of 65536 tokens, one new token each; ``steps`` has four each, and phi of kinds linear and
-mean. Rows over quantized pages have the kernels that differ from those over pages of bf16. This
-needs no GPU: kernels are compiled for GPUs that are not present, see offline.py.
+mean. Rows over quantized pages have the kernels that differ from those over pages of bf16, and rows
+with ``page scales`` those that differ where pages have scales of their own. This needs no GPU:
+kernels are compiled for GPUs that are not present, see offline.py.
 
 Every run of the tests compiles the rows whose launch changed,
 for example because a tile of tuned/*.json did; ``nox -s full`` compiles all rows. Each row must
@@ -42,7 +43,7 @@ from nsa_backend_triton.meta_inputs import (
     slot_module,
     step_inputs,
 )
-from nsa_core.contract import KV_DTYPES, SLOTS, Request
+from nsa_core.contract import KV_DTYPES, SLOTS, PageScales, Request
 from nsa_core.dryrun import slot_inputs
 from nsa_core.layout import BlockGeometry
 
@@ -114,13 +115,21 @@ def core_launches(request: Request, architecture: int) -> list[offline.RecordedL
 
 
 def step_launches(
-    request: Request, architecture: int, rows: int = 1, ragged: bool = False
+    request: Request,
+    architecture: int,
+    rows: int = 1,
+    ragged: bool = False,
+    page_scales: bool = False,
 ) -> list[offline.RecordedLaunch]:
     """Return the launches of a fused decode step of ``rows`` tokens.
 
     ``ragged``: each run names its sequence, and win and raw have tables of two columns.
+    ``page_scales``: quantized pages have scales of their own.
     """
     tensors, call = step_inputs(request, rows)
+    if call.scales is not None and not page_scales:
+        scales = PageScales(*(x[:1].expand(len(x), -1, -1) for x in call.scales))
+        call = dataclasses.replace(call, scales=scales)
     if ragged:
         newest = call.starts.new_empty(len(call.starts), 2)
         tables = call.tables._replace(win=newest, raw=newest)
@@ -241,14 +250,16 @@ def _step_rows(base: Request, architecture: int, slot: str) -> Iterator[Row]:
     request = dataclasses.replace(
         base, phase="decode", needs_grad=False, batch=32, seq_len=65536, page_size=128
     )
-    variants: list[tuple[str, bool, str | None]] = [("", False, None)]
+    variants: list[tuple[str, bool, str | None, bool]] = [("", False, None, False)]
     if (base.head_dim, base.v_head_dim, base.dtype) == (128, 128, "bfloat16"):
-        variants.append((", ragged", True, None))
-        variants += [(f", {kv_dtype}", False, kv_dtype) for kv_dtype in KV_DTYPES]
+        variants.append((", ragged", True, None, False))
+        for name in KV_DTYPES:
+            variants += [(f", {name}", False, name, False)]
+            variants += [(f", {name}, page scales", False, name, True)]
     seen: set[object] = set()
-    for variant, ragged, kv_dtype in variants:
+    for variant, ragged, kv_dtype, page_scales in variants:
         quantized = dataclasses.replace(request, kv_dtype=kv_dtype)
-        for launch in step_launches(quantized, architecture, STEPS[slot], ragged):
+        for launch in step_launches(quantized, architecture, STEPS[slot], ragged, page_scales):
             if not kv_dtype or launch.binary not in seen:
                 seen.add(launch.binary)
                 yield Row(launch, slot + variant, base.head_dim, base.v_head_dim, base.dtype)
