@@ -163,13 +163,13 @@ def test_explicit_plans(attn):
     assert_equal(y, whole(attn, x)[:, :12])
     decode.warmup()  # does not change the cache
     assert cache.host_lengths() == [12, 12]
-    with pytest.raises(InvalidInput, match="phase is 'prefill', not 'decode'"):
+    with pytest.raises(InvalidInput, match="plan is for prefill, but this call is a decode step"):
         attn(x[:, 12:13], cache=cache, plan=prefill)
-    with pytest.raises(InvalidInput, match="dtype is 'float32', not 'float64'"):
+    with pytest.raises(InvalidInput, match="plan is for float32 on cpu, but the tensors"):
         attn.new_cache(2, ROOM, plan=resolve(attn.config, phase="decode"))
-    with pytest.raises(InvalidInput, match="page_size is None, not 16"):
+    with pytest.raises(InvalidInput, match="page_size None, but that of the pages is 16"):
         attn.new_cache(2, ROOM, page_size=16, plan=decode)
-    with pytest.raises(InvalidInput, match="it is for NSAConfig"):
+    with pytest.raises(InvalidInput, match="plan is for NSAConfig"):
         layer_of(window_size=7).new_cache(2, ROOM, plan=decode)
     with pytest.raises(Unsupported, match="has no decode form"):
         NSAttention(attn.config, backends={"win": "fa2"}).new_cache(2, ROOM)

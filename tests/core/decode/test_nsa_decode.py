@@ -27,7 +27,6 @@ from nsa_core import (
     rope_angles,
 )
 from nsa_core.contract import BlockTables, DecodeCall
-from nsa_core.decode import api as decode_api
 from nsa_core.decode import chunks as decode_chunks
 from nsa_core.decode import layer_step
 from nsa_core.decode import op as decode_op
@@ -159,7 +158,7 @@ def test_chunks_of_prompts_run_the_prefill_kernels(
 def test_a_backend_without_partial_queries_runs_its_decode_forms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decode_api, "partial_plan", lambda *_: None)
+    monkeypatch.setattr(decode_run, "partial_plan", lambda *_: None)
     with record_dispatch() as trace:
         outputs = run(layer_of())
     assert {call.direction for call in trace if call.slot == "win"} >= {"decode"}

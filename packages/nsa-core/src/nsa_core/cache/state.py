@@ -12,11 +12,11 @@ from nsa_core.cache.kv_store import KVStore
 from nsa_core.cache.pages import BlockTable, Pages
 from nsa_core.cache.undo import Undo
 from nsa_core.contract import DecodeCall
+from nsa_core.decode.checks import check_plan as check_step_plan
 from nsa_core.decode.pages import PagedKV
 from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import integer_problems, too_large
-from nsa_core.plan.default_plan import check_is_plan
 
 if TYPE_CHECKING:
     from nsa_core.contract import PageScales
@@ -259,21 +259,5 @@ def check_plan(cache: CacheState, plan: Plan) -> None:
     Raises:
         InvalidInput: it does not; the message names what the plan is for and what the cache needs.
     """
-    check_is_plan(plan)
-    request, dtype = plan.requests["cmp"], dtype_name(cache.dtype)
-    expected = {
-        "phase": "decode",
-        "dtype": dtype,
-        "device": cache.device.type,
-        "page_size": cache.page_size,
-        "kv_dtype": cache.kv_dtype and dtype_name(cache.kv_dtype),
-    }
-    problems = [
-        f"{name} is {value!r}, not {required!r}"
-        for name, required in expected.items()
-        if (value := getattr(request, name)) != required
-    ]
-    if plan.config != cache.config:
-        problems.append(f"it is for {plan.config}, not {cache.config}")
-    if problems:
-        raise InvalidInput(f"the plan does not fit the cache: {'; '.join(problems)}")
+    kv_dtype = cache.kv_dtype and dtype_name(cache.kv_dtype)
+    check_step_plan(plan, cache.config, cache.kv.pages.raw.k, cache.page_size, kv_dtype)

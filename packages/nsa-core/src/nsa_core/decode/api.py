@@ -24,8 +24,8 @@ from nsa_core.errors import InvalidInput
 from nsa_core.layer.phi.kinds import Phi, kind_of, make_phi
 from nsa_core.layer.rope import rope_table
 from nsa_core.layout import BlockGeometry
-from nsa_core.limits import as_integers, shown
-from nsa_core.plan.default_plan import CACHED, backends_of, frozen_backends, partial_plan
+from nsa_core.limits import check_integers
+from nsa_core.plan.default_plan import CACHED, backends_of, frozen_backends
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,8 +64,7 @@ def rope_angles(
         torch.Size([128, 8])
     """
     check_config(config)
-    if as_integers([positions]) is None or positions < 1:
-        raise InvalidInput(f"positions must be an integer >= 1, got {shown(positions)}")
+    check_integers({"positions": positions})
     if not config.rope:
         return None
     index = torch.arange(positions, device=device)
@@ -225,7 +224,7 @@ def nsa_decode(
         )
     phis = _checked_phi(phi, config)
     if plan is not None:
-        check_plan(plan, config, q, pages)
+        check_plan(plan, config, q, pages.sel.rows, pages.kv_dtype)
     tensors = (q, keys, values, gates, pages, rows)
     deterministic = torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling():
@@ -237,11 +236,7 @@ def nsa_decode(
         chosen = frozen_backends(backends)
         options = (pages.sel.rows, pages.kv_dtype, chosen, deterministic)
         plan = default_plan(config, q.device, q.dtype, *options)
-    partial = None
-    if rows.chunks:
-        deterministic = plan.requests["cmp"].deterministic
-        partial = partial_plan(config, q.device, q.dtype, backends_of(plan), deterministic)
-    return decode(plan, partial, *tensors, phis, rope, bound)
+    return decode(plan, *tensors, phis, rope, bound)
 
 
 def _per_branch(name: str, x: KV) -> Branches:

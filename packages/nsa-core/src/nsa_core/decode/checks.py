@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nsa_core.config import NSAConfig, check_config
+from nsa_core.config import NSAConfig
 from nsa_core.contract import DecodeCall
 from nsa_core.decode.pages import LayerPages, PagedKV
 from nsa_core.dtypes import QUANTIZED
@@ -33,7 +33,6 @@ def check_metadata(
         InvalidInput: an argument is invalid. The message has a sentence per problem, and the shape,
             dtype and device of every tensor.
     """
-    check_config(config)
     check_types(tensors)
     problems = call_problems("nsa_decode", tensors, Sizes(config=config))
     if not problems:
@@ -196,26 +195,29 @@ def checked_host_integers(on_host: object, batch: int, rows: int) -> tuple[list[
     return cu_seqlens, lengths
 
 
-def check_plan(plan: Plan, config: NSAConfig, q: torch.Tensor, pages: LayerPages) -> None:
-    """Check that ``plan`` fits the call.
+def check_plan(
+    plan: Plan, config: NSAConfig, x: torch.Tensor, page_size: int | None, kv_dtype: str | None
+) -> None:
+    """Check that ``plan`` fits steps of a layer.
+
+    Args:
+        plan: the plan.
+        config: the sizes of the layer.
+        x: a tensor with the dtype of q, on its device.
+        page_size: tokens of a page of sel; None: sel has no pages.
+        kv_dtype: the dtype of quantized pages.
 
     Raises:
-        InvalidInput: it does not; the message names what the plan is for and what the call needs.
+        InvalidInput: it does not; the message names what the plan is for and what the steps need.
     """
     check_is_plan(plan)
     request = plan.requests["cmp"]
-    problems = request_problems(request, "decode", q, {})
+    problems = request_problems(request, "decode", x, {})
     if plan.config != config:
         problems.append(f"plan is for {plan.config}, but the call has {config}")
-    if request.page_size != pages.sel.rows:
-        problems.append(
-            f"plan is for page_size {request.page_size}, but a page of pages.sel has"
-            f" {pages.sel.rows} tokens"
-        )
-    if request.kv_dtype != pages.kv_dtype:
-        problems.append(
-            f"plan is for kv_dtype {request.kv_dtype}, but that of the pages is {pages.kv_dtype}"
-        )
+    for name, needed in (("page_size", page_size), ("kv_dtype", kv_dtype)):
+        if (actual := getattr(request, name)) != needed:
+            problems.append(f"plan is for {name} {actual}, but that of the pages is {needed}")
     if problems:
         raise InvalidInput("; ".join(problems))
 

@@ -26,13 +26,7 @@ from nsa_core.layer.phi.kinds import Phi, kind_of, make_phi
 from nsa_core.layer.plain_linear import PLAIN_TENSORS, are_plain
 from nsa_core.layer.unit_linear import Affine
 from nsa_core.layout import BlockGeometry
-from nsa_core.plan.default_plan import (
-    Backends,
-    backends_of,
-    constant_result,
-    frozen_backends,
-    partial_plan,
-)
+from nsa_core.plan.default_plan import Backends, constant_result, frozen_backends
 from nsa_core.torch_ops.schema import define
 
 if TYPE_CHECKING:
@@ -132,12 +126,9 @@ def _run(
     v: Any = tuple(values)
     angles: Any = tuple(rope) or None
     chunks = tuple(Chunk(*sizes[i : i + 4]) for i in range(1, len(sizes), 4))
-    step, partial = DecodeRows(rows[0], rows[1], rows[2], chunks), None
-    if chunks:
-        deterministic = plan.requests["cmp"].deterministic
-        partial = partial_plan(config, q.device, q.dtype, backends_of(plan), deterministic)
+    step = DecodeRows(rows[0], rows[1], rows[2], chunks)
     with _parameters(phis[0], phi_k), _parameters(phis[1], phi_v):
-        return decode(plan, partial, q, k, v, gates, pages, step, phis, angles, sizes[0])
+        return decode(plan, q, k, v, gates, pages, step, phis, angles, sizes[0])
 
 
 def _fake(q: torch.Tensor, keys: Any, values: Sequence[torch.Tensor], *_: Any) -> torch.Tensor:

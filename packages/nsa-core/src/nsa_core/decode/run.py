@@ -16,7 +16,7 @@ from nsa_core.decode.chunks import Chunk, attend_chunk
 from nsa_core.decode.layer_step import Branches, Rope, append, attend, compress
 from nsa_core.decode.pages import LayerPages
 from nsa_core.errors import InvalidInput
-from nsa_core.plan.default_plan import CACHED, Backends
+from nsa_core.plan.default_plan import CACHED, Backends, backends_of, partial_plan
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import resolve
 from nsa_core.torch_ops.torch_state import is_capturing
@@ -51,7 +51,6 @@ class DecodeRows(NamedTuple):
 @torch.no_grad()
 def decode(
     plan: Plan,
-    partial: Plan | None,  # for chunks; None: the decode forms serve
     q: torch.Tensor,
     keys: Branches,
     values: Branches,
@@ -84,7 +83,11 @@ def decode(
     q_runs, gate_runs = each_run[0], each_run[-1]
     new: tuple[Branches, Branches] = tuple(each_run[1:4]), tuple(each_run[4:7])  # type: ignore[assignment]
     q_runs = append(plan, pages, q_runs, *new, rope, call, padded=True)
-    chunks, count = () if partial is None else rows.chunks, _runs_per_part(plan, q, pages, max_len)
+    partial, count = None, _runs_per_part(plan, q, pages, max_len)
+    if rows.chunks:  # without such a plan, the decode forms serve
+        deterministic = plan.requests["cmp"].deterministic
+        partial = partial_plan(plan.config, q.device, q.dtype, backends_of(plan), deterministic)
+    chunks = () if partial is None else rows.chunks
     parts: list[_Part] = [(q_runs, gate_runs, call, None)]
     if chunks or q.shape[0] > count:
         parts = [*_parts(q_runs, gate_runs, call, chunks, count)]

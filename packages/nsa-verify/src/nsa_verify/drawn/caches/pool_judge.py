@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from nsa_core.contract import DecodeCall
-from nsa_core.decode import api, chunks
+from nsa_core.decode import api, chunks, run
 from nsa_core.decode.pages import LayerPages
 from nsa_core.errors import InvalidInput, NSAError, Unsupported
 from nsa_core.layer.gating import compute_gates
@@ -175,7 +175,7 @@ class _Owner:
     def _short_chunks(self) -> ExitStack:
         """Let a few tokens of a sequence run the prefill kernels, and record their calls."""
         patches = ExitStack()
-        patches.enter_context(mock.patch.object(api, "partial_plan", return_value=self._partial))
+        patches.enter_context(mock.patch.object(run, "partial_plan", return_value=self._partial))
         limits: dict[str, Any] = {"MIN_ROWS": {"cpu": 3, "cuda": 3}, "MAX_CHUNK_ROWS": 8}
         patches.enter_context(mock.patch.multiple(chunks, **limits))
         return patches
