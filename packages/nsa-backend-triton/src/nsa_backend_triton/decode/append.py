@@ -132,9 +132,8 @@ def decode_append(
 ):  # fmt: skip
     """Append one step; the programs of a token handle raw, sel, win and then q.
 
-    "raw" are cmp's pages of the latest uncompressed rows. ROPE: rotate q,
-    BLOCK_H heads per program,
-    and k of sel and win; ROTATE_RAW: rotate k of raw, too.
+    "raw" are cmp's pages of the latest uncompressed rows. ROPE: rotate q, BLOCK_H heads per
+    program, and k of sel and win; ROTATE_RAW: rotate k of raw, too.
     """
     PROGRAMS_PER_TOKEN: tl.constexpr = 3 + ((NUM_HEADS + BLOCK_H - 1) // BLOCK_H if ROPE else 0)
     task, row = tl.program_id(0) % PROGRAMS_PER_TOKEN, tl.program_id(0) // PROGRAMS_PER_TOKEN
@@ -230,12 +229,7 @@ def append(
 
 
 @cached_by_metadata
-def _launch(
-    q: Tensor,
-    options: tuple[bool, bool, bool],
-    cos: Tensor,
-    *others: Tensor,
-) -> Launch:
+def _launch(q: Tensor, options: tuple[bool, bool, bool], cos: Tensor, *others: Tensor) -> Launch:
     """Prepare the launch.
 
     Args:

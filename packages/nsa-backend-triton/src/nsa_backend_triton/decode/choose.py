@@ -175,15 +175,10 @@ def choose(
 
 @triton.jit(
     do_not_specialize=[
-        "first_token",
-        "num_tokens",
-        "max_len",
-        "stride_sums",
-        "stride_maxima",
-        "stride_lse_h",
+        "first_token", "num_tokens", "max_len", "stride_sums", "stride_maxima", "stride_lse_h",
     ],
     do_not_specialize_on_alignment=["STARTS", "LENGTHS", "BLOCKS", "LSE"],
-)
+)  # fmt: skip
 def decode_choose(
     SUMS, MAXIMA, LSE, BLOCKS, STARTS, LENGTHS,
     stride_sums, stride_maxima, stride_lse_b: tl.int64, stride_lse_h, stride_blocks_b: tl.int64,

@@ -49,14 +49,8 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 def _chunks(q: Tensor, call: DecodeCall) -> Iterator[tuple[int, int]]:
     """Yield chunks (first token, tokens) of a step whose sums over blocks fit MAX_SUM_BYTES."""
-    bytes_per_token = (
-        q.shape[0]
-        * q.shape[2]
-        * max(1, call.geometry.num_select_blocks(call.max_len))
-        * 2
-        * max(4, q.itemsize)
-    )
-    max_tokens = max(1, MAX_SUM_BYTES // bytes_per_token)
+    sums = q.shape[0] * q.shape[2] * 2 * max(1, call.geometry.num_select_blocks(call.max_len))
+    max_tokens = max(1, MAX_SUM_BYTES // (sums * max(4, q.itemsize)))
     for first_token in range(0, q.shape[1], max_tokens):
         yield first_token, min(max_tokens, q.shape[1] - first_token)
 
@@ -80,9 +74,8 @@ def _span(
     q = _unit_stride(q)
     span = SpanLaunch(q, q.shape[1], cmp, win, call, True, False, settings)
     o, lse = _new_outputs(q, (cmp or win)[1])  # type: ignore[index]  # one of them is given
-    span.launch(
-        q, 0, (o, o, lse, lse), None, *allocate(q, aligned_slices(*span.sizes()), span.split)
-    )
+    scratch = allocate(q, aligned_slices(*span.sizes()), span.split)
+    span.launch(q, 0, (o, o, lse, lse), None, *scratch)
     return o, lse
 
 
@@ -121,19 +114,11 @@ def select(
     """Return the selected blocks, int32 [B, m, G, n], ascending, -1 at the end."""
     q, lse, blocks = _unit_stride(q), _unit_stride(lse), _new_blocks(q, k_cmp, call)
     for first_token, count in _chunks(q, call):
-        tokens, q_chunk = (
-            slice(first_token, first_token + count),
-            q[:, first_token : first_token + count],
-        )
-        span = SpanLaunch(q_chunk, count, (k_cmp, k_cmp), None, call, False, True, settings)
-        outputs = (q_chunk, q_chunk, lse[..., tokens], lse)
-        span.launch(
-            q_chunk,
-            first_token,
-            outputs,
-            blocks[:, tokens],
-            *allocate(q, aligned_slices(*span.sizes()), span.split),
-        )
+        tokens = slice(first_token, first_token + count)
+        part, lse_part = q[:, tokens], lse[..., tokens]
+        span = SpanLaunch(part, count, (k_cmp, k_cmp), None, call, False, True, settings)
+        scratch = allocate(q, aligned_slices(*span.sizes()), span.split)
+        span.launch(part, first_token, (part, part, lse_part, lse), blocks[:, tokens], *scratch)
     return blocks
 
 
@@ -151,15 +136,9 @@ def sel(
     branch = SelLaunch(q, q.shape[1], k, v, call, settings)
     o, lse = _new_outputs(q, v)
     distinct = call.geometry.num_selected_blocks > MAX_COMPARED
-    branch.launch(
-        q,
-        0,
-        _distinct(blocks, call) if distinct else blocks,
-        o,
-        lse,
-        *allocate(q, aligned_slices(*branch.sizes()), branch.split),
-        distinct=distinct,
-    )
+    blocks = _distinct(blocks, call) if distinct else blocks
+    scratch = allocate(q, aligned_slices(*branch.sizes()), branch.split)
+    branch.launch(q, 0, blocks, o, lse, *scratch, distinct=distinct)
     return o, lse
 
 
@@ -196,55 +175,26 @@ def step(
     o = torch.empty((*q.shape[:3], v_sel.shape[3]), dtype=q.dtype, device=q.device)
     # A bound that grew with every token would prepare new launches for every token.
     bound = cdiv(call.max_len, BOUND) * BOUND
-    k_cmp, k_sel, k_win = (as_bytes(x) for x in (k_cmp, k_sel, k_win))
-    v_cmp, v_sel, v_win = (as_bytes(x) for x in (v_cmp, v_sel, v_win))
-    stores = (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+    stores = [as_bytes(x) for x in (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)]
+    tables = (*call.tables[:3], *scales_of(call))
     constants = (call.geometry, call.scale, bound, call.sequences is not None)
-    sequences, (cmp_table, sel_table, win_table, _) = sequences_of(call), call.tables
-    tables = (cmp_table, sel_table, win_table, *scales_of(call))
-    chunks = _prepare(q, gates, *stores, *tables, constants, *settings)
-    for first_token, chunk in chunks:
+    for first_token, chunk in _prepare(q, gates, constants, *settings, *stores, *tables):
         scratch, counters = allocate(q, chunk.scratch, chunk.zero)
-        q_chunk, gates_chunk, o_chunk, blocks_chunk = q, gates, o, blocks
+        parts = (q, gates, o, blocks)
         if chunk.tokens < q.shape[1]:
             tokens = slice(first_token, first_token + chunk.tokens)
-            q_chunk, gates_chunk, o_chunk, blocks_chunk = (
-                x[:, tokens] for x in (q, gates, o, blocks)
-            )
-        if chunk.launch is not None:
-            lse, lse_win, o_cmp, o_win, split_ml, split_acc, sums, maxima = scratch
-            branches = (o_cmp, o_win, lse, lse_win)
-            chunk.launch(
-                q_chunk,
-                gates_chunk,
-                *stores,
-                o_chunk,
-                *branches,
-                sums,
-                maxima,
-                split_ml,
-                split_acc,
-                *counters,
-                blocks_chunk,
-                call.starts,
-                call.lengths,
-                sequences,
-                *tables,
-            )
-        else:
-            _three_launches(
-                chunk.tokens,
-                first_token,
-                q_chunk,
-                gates_chunk,
-                stores,
-                o_chunk,
-                blocks_chunk,
-                scratch,
-                counters,
-                dataclasses.replace(call, max_len=bound),
-                settings,
-            )
+            parts = (q[:, tokens], gates[:, tokens], o[:, tokens], blocks[:, tokens])
+        if chunk.launch is None:
+            bounded = dataclasses.replace(call, max_len=bound)
+            _three_launches(first_token, *parts, stores, scratch, counters, bounded, settings)
+            continue
+        q_part, gates_part, o_part, blocks_part = parts
+        lse, lse_win, o_cmp, o_win, split_ml, split_acc, sums, maxima = scratch
+        chunk.launch(
+            q_part, gates_part, *stores, o_part, o_cmp, o_win, lse, lse_win, sums, maxima,
+            split_ml, split_acc, *counters, blocks_part, call.starts, call.lengths,
+            sequences_of(call), *tables,
+        )  # fmt: skip
     return o, blocks
 
 
@@ -261,45 +211,39 @@ class _Chunk(NamedTuple):
 def _prepare(
     q: Tensor,
     gates: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_sel: Tensor,
-    v_sel: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    cmp_table: Tensor,
-    sel_table: Tensor,
-    win_table: Tensor,
-    cmp_scales: Tensor,
-    sel_scales: Tensor,
-    win_scales: Tensor,
     constants: tuple[BlockGeometry, float, int, bool],
     span_settings: Settings,
     sel_settings: Settings,
+    *tensors: Tensor,
 ) -> list[tuple[int, _Chunk]]:
     """Return the first token of each chunk, and the chunk.
 
-    ``constants``: geometry, scale and max_len of the call, and whether it has sequences.
+    Args:
+        q: As in :func:`step`.
+        gates: As in :func:`step`.
+        constants: geometry, scale and max_len of the call, and whether it has sequences.
+        span_settings: As in :func:`step`.
+        sel_settings: As in :func:`step`.
+        *tensors: k and v of cmp, sel and win, then their tables, then their scales.
     """
     # Launches take starts and lengths as tensors; what is prepared does not depend on them.
     geometry, scale, max_len, ragged = constants
-    tables = BlockTables(cmp_table, sel_table, win_table, win_table)  # a step does not read raw
-    sequences = sel_table if ragged else None
-    scales = PageScales(cmp_scales, sel_scales, win_scales) if k_cmp.dtype != q.dtype else None
-    call = DecodeCall(geometry, scale, sel_table, sel_table, tables, max_len, sequences, scales)
+    k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, cmp_table, table, win_table, *of_pages = tensors
+    tables = BlockTables(cmp_table, table, win_table, win_table)  # a step does not read raw
+    scales = PageScales(*of_pages) if k_cmp.dtype != q.dtype else None
+    sequences = table if ragged else None
+    call = DecodeCall(geometry, scale, table, table, tables, max_len, sequences, scales)
     chunks = []
     for first_token, count in _chunks(q, call):
         stores = (k_cmp, v_cmp), (k_win, v_win)
         span = SpanLaunch(q, count, *stores, call, True, True, span_settings)
-        sel = SelLaunch(
-            q, count, k_sel, v_sel, call, sel_settings, span.block_n if span.fuse else None
-        )
+        block_n = span.block_n if span.fuse else None
+        sel = SelLaunch(q, count, k_sel, v_sel, call, sel_settings, block_n)
         fused = StepLaunch(span, sel)
         sizes = [fused.sizes()] if span.fuse else [span.sizes(), sel.sizes()]
-        head_rows = q.shape[0] * count * q.shape[2]
-        floats = (
-            [head_rows] * 2 + [head_rows * v_sel.shape[3]] * 2 + [n for f, _ in sizes for n in f]
-        )
+        rows = q.shape[0] * count * q.shape[2]
+        floats = [rows, rows, rows * v_sel.shape[3], rows * v_sel.shape[3]]
+        floats += [n for f, _ in sizes for n in f]
         scratch = aligned_slices(floats, [n for _, i in sizes for n in i])
         launch = fused.launch(q, gates, first_token, q.shape[1]) if span.fuse else None
         zero = span.fuse or span.split or sel.split
@@ -308,13 +252,12 @@ def _prepare(
 
 
 def _three_launches(
-    count: int,
     first_token: int,
-    q: Tensor,
+    q: Tensor,  # of a chunk, as the next three
     gates: Tensor,
-    stores: tuple[Tensor, ...],
     o: Tensor,
     blocks: Tensor,
+    stores: Sequence[Tensor],
     scratch: Sequence[Tensor],
     counters: Sequence[Tensor],
     call: DecodeCall,
@@ -322,11 +265,11 @@ def _three_launches(
 ) -> None:
     """Run a chunk in three launches."""
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = stores
+    batch, count, heads, _ = q.shape
     span = SpanLaunch(q, count, (k_cmp, v_cmp), (k_win, v_win), call, True, True, settings[0])
     sel = SelLaunch(q, count, k_sel, v_sel, call, settings[1])
-    lead = (q.shape[0], count, q.shape[2])
-    size = lead[0] * lead[1] * lead[2]
-    lse, lse_win = (x[:size].view(lead[0], lead[2], count) for x in scratch[:2])
-    o_cmp, o_win = (x[: size * o.shape[3]].view(*lead, o.shape[3]) for x in scratch[2:4])
+    size, width = batch * count * heads, o.shape[3]
+    lse, lse_win = (x[:size].view(batch, heads, count) for x in scratch[:2])
+    o_cmp, o_win = (x[: size * width].view(batch, count, heads, width) for x in scratch[2:4])
     span.launch(q, first_token, (o_cmp, o_win, lse, lse_win), blocks, scratch[4:8], counters[:1])
     sel.launch(q, first_token, blocks, o, lse, scratch[8:], counters[1:], gates, (o_cmp, o_win))

@@ -27,10 +27,7 @@ from nsa_core.dtypes import as_bytes
 
 _SHORT_BLOCKS = 256
 # Upper limits of these settings if a sequence has at most _SHORT_BLOCKS selection blocks.
-_SHORT_LIMITS = {
-    "RANK_BLOCKS": _SHORT_BLOCKS,
-    "RANK_PAIRS": 4 * _SHORT_BLOCKS,
-}
+_SHORT_LIMITS = {"RANK_BLOCKS": _SHORT_BLOCKS, "RANK_PAIRS": 4 * _SHORT_BLOCKS}
 # With more warps, several would hold parts of one sum over heads; no such binary has run on a GPU.
 _SELECTION_WARPS = 4
 _MAX_STATIC_PAGE = 4096  # rows; a power of two up to this is a constexpr of the kernel
@@ -148,14 +145,8 @@ class SpanLaunch:
         choose: bool,
         settings: configs.Settings | None = None,
     ) -> None:
-        self.call, self.cmp, self.win, self.attend, self.choose, self.num_tokens = (
-            call,
-            cmp,
-            win,
-            attend,
-            choose,
-            num_tokens,
-        )
+        self.call, self.cmp, self.win, self.num_tokens = call, cmp, win, num_tokens
+        self.attend, self.choose = attend, choose
         k, v = cmp or win  # type: ignore[misc]  # at least one branch is given
         self.batch, self.heads, self.head_dim = q.shape[0], q.shape[2], q.shape[3]
         self.kv_heads, self.v_head_dim, geometry = k.shape[2], v.shape[3], call.geometry
@@ -201,17 +192,14 @@ class SpanLaunch:
         }
         self.rank_blocks = max(blocks_per_tile, rank["RANK_BLOCKS"])
         self.block_h = min(power(group), max(1, rank["RANK_PAIRS"] // self.rank_blocks))
-        self.stride_sums, self.stride_maxima = (
-            cdiv(tiles * blocks_per_tile * 2, 16) * 16,
-            cdiv(tiles, 16) * 16,
-        )
+        self.stride_sums = cdiv(tiles * blocks_per_tile * 2, 16) * 16
+        self.stride_maxima = cdiv(tiles, 16) * 16
 
     @property
     def split(self) -> bool:
         """Whether the launch needs counters."""
-        return (
-            self.attend and max(self.splits * bool(self.cmp), self.win_splits * bool(self.win)) > 1
-        )
+        splits = self.splits * bool(self.cmp), self.win_splits * bool(self.win)
+        return self.attend and max(splits) > 1
 
     def sizes(self) -> tuple[list[int], list[int]]:
         """Return the sizes of scratch: (SPLIT_ML, SPLIT_ACC, SUMS, MAXIMA), (COUNTERS)."""
@@ -277,11 +265,9 @@ class SpanLaunch:
 
     def options(self, names: tuple[str, ...]) -> dict[str, int]:
         """Return the launch options among ``names`` that the table sets."""
-        options = (
-            dict(self.settings)
-            if self.block_n == self.settings["BLOCK_N"]
-            else {**self.settings, "num_stages": 2}
-        )
+        options = self.settings
+        if self.block_n != options["BLOCK_N"]:
+            options = {**options, "num_stages": 2}
         return {name: options[name] for name in names if options.get(name)}
 
     def walk_constants(self, q: Tensor) -> dict[str, object]:
@@ -347,11 +333,8 @@ class SelLaunch:
         units = q.shape[0] * num_tokens * self.kv_heads
         tiles = cdiv(geometry.num_selected_blocks * geometry.select_block_size, self.block_n)
         self.splits = _num_splits(units, tiles, self.settings, q.device)
-        self.programs, self.block_m, self.v_head_dim_band = (
-            units * self.splits,
-            _padded(self.group),
-            _value_band(q, v.shape[3], call),
-        )
+        self.programs, self.block_m = units * self.splits, _padded(self.group)
+        self.v_head_dim_band = _value_band(q, v.shape[3], call)
         self.max_len = min(call.max_len, call.tables.sel.shape[1] * k.shape[1])
 
     @property
@@ -361,10 +344,9 @@ class SelLaunch:
 
     def sizes(self) -> tuple[list[int], list[int]]:
         """Return the sizes of scratch: (SPLIT_ML, SPLIT_ACC), (COUNTERS)."""
-        split_rows = self.programs * self.block_m if self.split else 0
-        return [2 * split_rows, split_rows * self.v_head_dim_band], [
-            self.programs if self.split else 0
-        ]
+        programs = self.programs if self.split else 0
+        rows = programs * self.block_m
+        return [2 * rows, rows * self.v_head_dim_band], [programs]
 
     def launch(
         self,
@@ -425,13 +407,10 @@ class StepLaunch:
         (SPLIT_ML, SPLIT_ACC, SUMS, MAXIMA), (COUNTERS, READY, TICKET).
         """
         span = self.span
-        split_rows = self.programs * span.block_m if span.split or self.sel.split else 0
+        rows = self.programs * span.block_m if span.split or self.sel.split else 0
         flags = span.batch * span.num_tokens * span.kv_heads * 2
-        return [2 * split_rows, split_rows * span.v_head_dim_band, *span.sizes()[0][2:]], [
-            self.programs,
-            flags,
-            1,
-        ]
+        floats = [2 * rows, rows * span.v_head_dim_band, *span.sizes()[0][2:]]
+        return floats, [self.programs, flags, 1]
 
     def launch(self, q: Tensor, gates: Tensor, first_token: int, step_tokens: int) -> Launch:
         """Prepare the launch for ``q`` [B, span.num_tokens, Hq, Dk] of a step.

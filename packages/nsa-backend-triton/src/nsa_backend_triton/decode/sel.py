@@ -110,16 +110,8 @@ def sel_program(
 
 @triton.jit(
     do_not_specialize=[
-        "first_token",
-        "num_tokens",
-        "max_len",
-        "num_splits",
-        "stride_lse_h",
-        "num_sequences",
-        "page_size",
-        "num_pages",
-        "stride_table",
-        "stride_scales",
+        "first_token", "num_tokens", "max_len", "num_splits", "stride_lse_h", "num_sequences",
+        "page_size", "num_pages", "stride_table", "stride_scales",
     ],
     do_not_specialize_on_alignment=[
         "STARTS", "LENGTHS", "SEQUENCES", "TABLE", "SCALES", "BLOCKS", "LSE",

@@ -27,7 +27,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from nsa_backend_triton.host.direct_launch import DirectLaunch, direct_launch, has_hooks
-from nsa_core.contract import KNOWN_METADATA, DecodeCall, SlotCall
+from nsa_core.contract import KNOWN_METADATA, SlotCall
 
 # Entries per decorated function: a server whose lengths never repeat must not fill the memory.
 MAX_ENTRIES = 4096
@@ -189,13 +189,6 @@ def _tensor(x: Tensor) -> Hashable:
 METADATA: dict[type, Callable[[Any], Hashable]] = {
     Tensor: _tensor,
     SlotCall: lambda x: (x.geometry, x.scale, x.max_seqlen, x.deterministic, x.first_query),
-    DecodeCall: lambda x: (
-        x.geometry,
-        x.scale,
-        x.max_len,
-        _metadata(x.tables),
-        x.sequences is None,
-    ),
     dict: lambda x: tuple((name, _metadata(value)) for name, value in x.items()),
 }
 

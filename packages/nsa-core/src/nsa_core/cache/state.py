@@ -259,5 +259,5 @@ def check_plan(cache: CacheState, plan: Plan) -> None:
     Raises:
         InvalidInput: it does not; the message names what the plan is for and what the cache needs.
     """
-    kv_dtype = cache.kv_dtype and dtype_name(cache.kv_dtype)
+    kv_dtype = None if cache.kv_dtype is None else dtype_name(cache.kv_dtype)
     check_step_plan(plan, cache.config, cache.kv.pages.raw.k, cache.page_size, kv_dtype)
