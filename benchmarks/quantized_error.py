@@ -69,7 +69,7 @@ def texts(path: Path, number: int, characters: int) -> list[tuple[str, str]]:
 
 
 def stored(
-    pair: tuple[torch.Tensor, torch.Tensor],
+    pair: tuple[torch.Tensor, ...],
     calibration: tuple[torch.Tensor, torch.Tensor],
     page: int,
     form: Format,
@@ -88,7 +88,8 @@ def stored(
         each = [torch.stack([kv_scale(one, form.dtype) for one in x]) for x in pages]
         scales = torch.stack(each, -1)
     table = torch.arange(len(pages[0]), dtype=torch.int32)[None]
-    part = PagedKV(*(torch.zeros_like(x, dtype=form.dtype) for x in pages), table, scales)
+    k, v = (torch.zeros_like(x, dtype=form.dtype) for x in pages)
+    part = PagedKV(k, v, table, scales)
     part.write(tokens, *pair)
     return part.read(tokens)
 
@@ -187,12 +188,12 @@ def main() -> None:
     parser.add_argument("text", type=Path, help="held_out.jsonl.xz, which study/corpus.py wrote")
     parser.add_argument("--length", type=int, default=4096, help="tokens of each text")
     parser.add_argument(
-        "--queries", type=int, default=128, help="last tokens, which attend to pages"
+        "--queries", type=int, default=512, help="last tokens, which attend to pages"
     )
     parser.add_argument("--layers", default="0,5,10,15,20,25", help="layers that are measured")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
-    layers = [int(index) for index in options.layers.split(",")]
+    layers, of_source = [int(index) for index in options.layers.split(",")], source()
     dense, converted = (
         AutoModelForCausalLM.from_pretrained(options.model / name, dtype=torch.float32)
         for name in ("dense", "shared_means")
@@ -223,7 +224,7 @@ def main() -> None:
             "environment": {
                 "torch": torch.__version__,
                 "python": platform.python_version(),
-                **source(),
+                **of_source,
             },
             "losses": losses,
             "rows": rows,
