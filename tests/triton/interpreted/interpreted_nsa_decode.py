@@ -27,17 +27,22 @@ COLUMNS, SEQUENCES = 6, 2
 MARK = -7.0  # what memory holds that nothing may write to
 
 
-def new_pages(ring: bool) -> LayerPages:
-    """Pages of marks, each of one sequence; win and raw are rings, or have tables like sel."""
+def new_pages(ring: bool, dtype: torch.dtype | None = None) -> LayerPages:
+    """Pages of marks, each of one sequence; win and raw are rings, or have tables like sel.
 
-    def part(rows: int, columns: int) -> PagedKV:
+    With ``dtype``, they are quantized, and each page has scales of its own.
+    """
+
+    def part(rows: int, columns: int, dtype: torch.dtype | None = dtype) -> PagedKV:
         number = SEQUENCES * columns
         table = torch.full((SEQUENCES, columns + 1), number, dtype=torch.int32)[:, :columns]
         table.copy_(torch.arange(number).view(SEQUENCES, columns))
-        return PagedKV(*torch.full((2, number, rows, 2, 8), MARK), table)
+        stores = torch.full((2, number, rows, 2, 8), MARK).to(dtype or torch.float32)
+        scales = None if dtype is None else torch.full((number, 2, 2), 0.05)
+        return PagedKV(stores[0], stores[1], table, scales)
 
     newest = (COLUMNS * 16, 1) if ring else (16, COLUMNS)
-    return LayerPages(part(2, COLUMNS), part(16, COLUMNS), part(*newest), part(*newest))
+    return LayerPages(part(2, COLUMNS), part(16, COLUMNS), part(*newest), part(*newest, dtype=None))
 
 
 def unchecked(pages: LayerPages, rows: DecodeRows) -> torch.Tensor:
@@ -66,14 +71,20 @@ WRONG: dict[str, Callable[[LayerPages, DecodeRows], object]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "ring"),
-    [(name, ring) for name in WRONG for ring in (False, True)[: 1 + (name[:3] in ("win", "raw"))]],
+    ("name", "ring", "dtype"),
+    [
+        *((name, False, None) for name in WRONG),
+        *((name, True, None) for name in WRONG if name[:3] in ("win", "raw")),
+        *((name, False, torch.int8) for name in WRONG if ": page" in name),
+    ],
 )
-def test_wrong_values_stay_inside_the_tensors(name: str, ring: bool) -> None:
+def test_wrong_values_stay_inside_the_tensors(
+    name: str, ring: bool, dtype: torch.dtype | None
+) -> None:
     """Sequence 0 is right, so its output and its pages are those of a right call."""
     cu_seqlens = torch.tensor([0, 1, 3], dtype=torch.int32)
     rows = decode_rows(cu_seqlens, torch.tensor([16, 33], dtype=torch.int32), 3)
-    expected_pages, pages = new_pages(ring), new_pages(ring)
+    expected_pages, pages = new_pages(ring, dtype), new_pages(ring, dtype)
     expected = unchecked(expected_pages, rows)
     WRONG[name](pages, rows)
     o = unchecked(pages, rows)
