@@ -354,6 +354,18 @@ def _shares(subject: str) -> Callable[[Results], str]:
 _ALL = (512, 1024, 2048)
 
 
+def quantized_error(results: Results) -> str:
+    """Tabulate the mean error of o over layers, the changed blocks, and the loss, by pages."""
+    document = json.loads((results.folder.parent / "quantized_error.json").read_text())
+    table_rows = []
+    for name, loss in document["losses"].items():
+        layers = [row for row in document["rows"] if row["format"] == name]
+        means = [sum(x[key] for x in layers) / len(layers) for key in ("error", "blocks") if layers]
+        percent = [f"{100 * x:.1f}%" for x in means] or ["0", "0"]
+        table_rows.append([name, *percent, f"{loss:.3f}"])
+    return table(["pages", "error of o", "other blocks", "loss"], table_rows)
+
+
 TABLES: dict[str, Callable[[Results], str]] = {
     "gpu": gpu,
     "core": core,
@@ -370,6 +382,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "backends": backends,
     "sel-rivals": sel_rivals,
     "decode": decode,
+    "quantized-error": quantized_error,
     "row-7-step-graph": _steps("auto", fixed(3), *_ALL),
     "row-7-step-eager": _steps("auto, eager", fixed(3), *_ALL),
     "row-7-layer-graph": _steps("auto, layer step", fixed(3), *_ALL),
