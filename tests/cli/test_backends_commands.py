@@ -340,6 +340,10 @@ def test_explain_with_phase_decode_and_pages(nsa):
     assert document["request"]["summary"].endswith("decode, pages of 128 tokens")
     assert {row["chosen"] for row in document["slots"].values()} == {"sdpa"}
     assert nsa("backends", "explain", "--phase", "decode", "--page-size", "100").code == 2
+    quantized = nsa("backends", "explain", "--phase", "decode", "--kv-dtype", "int8", "--json")
+    document = json.loads(quantized.out)
+    assert document["request"]["kv_dtype"] == "int8"
+    assert {row["chosen"] for row in document["slots"].values()} == {"sdpa"}
 
 
 def test_gpu_option_answers_for_another_machine(nsa):

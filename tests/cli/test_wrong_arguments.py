@@ -45,6 +45,7 @@ WRONG = {
     "backends explain --n-heads 7": "7 query heads do not divide over 2",
     "backends explain --dtype bf16,fp16": "--dtype must be one dtype, got bfloat16, float16",
     "backends explain --page-size 64": "--page-size: not with --phase prefill; leave it out",
+    "backends explain --kv-dtype int8": "--kv-dtype: not with --phase prefill; leave it out",
     "backends explain --phase decode --grad": "--grad: not with --phase decode; leave it out",
     "backends explain --head-dim 0": "--head-dim must be greater than or equal to 1, got '0'",
     "backends explain --seq-len ''": "--seq-len: '' is not a number of tokens from 0",

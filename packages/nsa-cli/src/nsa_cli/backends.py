@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -162,6 +162,10 @@ _PageSize = Annotated[
     int | None,
     advanced(help="Tokens per cache page (decode only). Default: no pages.", parser=tokens()),
 ]
+_KVDtype = Annotated[
+    Literal["float8_e4m3fn", "int8"] | None,
+    advanced(help="Dtype of quantized keys and values (decode only). Default: not quantized."),
+]
 
 
 @app.command()
@@ -202,6 +206,7 @@ def explain(
     ] = False,
     phase: Phase = "prefill",
     page_size: _PageSize = None,
+    kv_dtype: _KVDtype = None,
     gpu: _GPU = None,
     json: Json = None,
     force: Annotated[bool, advanced("--force", help="Overwrite the --json file.")] = False,
@@ -218,7 +223,8 @@ def explain(
 
         output.check_writable(json, force)
         check_backends(named.values())
-        prefill_only, decode_only = {"grad": grad, "varlen": varlen}, {"page_size": page_size}
+        prefill_only = {"grad": grad, "varlen": varlen}
+        decode_only = {"page_size": page_size, "kv_dtype": kv_dtype}
         others = decode_only if phase == "prefill" else prefill_only
         if unused := [name for name, value in others.items() if value]:
             raise InvalidInput(
@@ -254,6 +260,7 @@ def explain(
             batch=batch,
             seq_len=seq_len,
             page_size=page_size,
+            kv_dtype=kv_dtype,
         )
         output.import_with_plugins("torch")
         candidates = find_candidates(
