@@ -79,7 +79,7 @@ class Step:
     def __init__(
         self, cell: Cell, full: bool = True, dtype: torch.dtype = torch.bfloat16, new: int = 1
     ) -> None:
-        """``full``: the sequences share no pages; otherwise all of them share a few."""
+        """``full``: the sequences share no pages; otherwise all write to a few, in any order."""
         torch.manual_seed(0)
         self.config, geometry = CONFIG, CONFIG.geometry
         kv_dtype = dtype if cell.kv == "bf16" else DTYPES[cell.kv]
