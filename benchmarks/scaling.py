@@ -1,15 +1,17 @@
-r"""Time one layer on one document, divided over all GPUs of this machine, and on one of them.
+r"""Time one layer on one document, on one GPU of this machine and divided over several.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/scaling.py --json scaling.json
+    torchrun --standalone --nproc-per-node 4 benchmarks/scaling.py --gpus 4 2    # also on two
     torchrun --standalone --nproc-per-node 2 benchmarks/scaling.py --device cpu \\
         --shape tiny --length 512 --dtype float32                        # over gloo
 
 The layer is first judged in every mode, layout and dtype: packed documents that begin and end
-anywhere, on all GPUs, against one process. A division that fails is not timed, and the exit code
+anywhere, on several GPUs, against one process. A division that fails is not timed, and the exit code
 is 1. All slots of this check run on sdpa, because it judges how the sequence is divided; compiling
 the timed kernels for its few rows would take most of the time of a run. `nsa verify` judges these
 kernels, also for queries that begin inside a sequence. Then forward and backward are timed at each
-length on one GPU and in each division. The result file is written after each row.
+length on one GPU and in each division. A division over fewer GPUs than there are processes runs on
+all of them, in groups side by side. The result file is written after each row.
 
 If one GPU runs out of memory, its row says so. If a GPU of several does, the others wait for it in
 a collective: the run ends, and the file keeps the rows of shorter sequences.
@@ -122,18 +124,19 @@ class Referee:
     Args:
         config: The timed layer; the judged one has fewer heads, of the same widths.
         dtype: The dtype.
-        world: The processes.
+        world: The processes, arranged for the context parallelism of the divisions.
     """
 
     def __init__(self, config: NSAConfig, dtype: torch.dtype, world: World) -> None:
         self._dtype, self._world = dtype, world
         # No piece is a multiple of the stride, so pieces have different numbers of compressed rows.
-        pieces, rows = pad_to(1, world.size), ROWS[world.device.type]
+        ranks = world.ranks_of("cp")
+        pieces, rows = pad_to(1, ranks), ROWS[world.device.type]
         total = rows // pieces * pieces - pieces
         bounds = [first * total // SCALE for first in BOUNDS] + [total]
         self._longest = max(end - first for first, end in itertools.pairwise(bounds))
         self._documents = torch.tensor(bounds, dtype=torch.int32, device=world.device)
-        kv = min(2, config.n_kv_heads) if config.n_kv_heads % world.size else world.size
+        kv = min(2, config.n_kv_heads) if config.n_kv_heads % ranks else ranks
         self._config = dataclasses.replace(
             config,
             n_heads=kv * min(MAX_GROUP, config.n_heads // config.n_kv_heads),
@@ -155,15 +158,17 @@ class Referee:
 
     def judge(self, division: Division) -> list[str]:
         """Return how a division differs from one process, on every rank; empty if it is right."""
-        shards = Shards(len(self._x), self._world.size, self._world.rank, division.layout)
+        assert self._world.mesh is not None  # as in make_layer
+        group, rank = self._world.mesh["cp"].get_group(), self._world.place_in("cp")
+        shards = Shards(len(self._x), division.ranks, rank, division.layout)
         mine = self._gradients(self._layer(division), shards.take(self._x), shards.take(self._up))
         failures = []
         for name, own in mine.items():
             if name in ("y", "dx"):
-                whole = shards.whole(own)
+                whole = shards.whole(own, group=group)
             else:  # the gradient of a weight may be a transposed view
                 whole = own.double().contiguous()
-                dist.all_reduce(whole)
+                dist.all_reduce(whole, group=group)
             if why := self._difference(name, whole):
                 failures.append(f"{name}: {why}")
         return failures
@@ -262,8 +267,8 @@ def measure(layer: NSAttention, rows: int, world: World, budget_s: float) -> Row
 
     Returns:
         Fields of a row in the result file, in ms and bytes: the performance, the forward and the
-        backward of the slowest rank, the collectives of a call repeated alone, the time of this
-        rank inside collectives, where it may wait for others, and its peak memory (0 on the CPU).
+        backward of the slowest rank, the collectives of a call repeated alone and their sum, the
+        time of this rank inside collectives, where it may wait for others, and its peak memory (0 on the CPU).
     """
     device, cuda = world.device, world.device.type == "cuda"
     leaves: list[torch.Tensor] = list(layer.parameters())
@@ -296,12 +301,16 @@ def measure(layer: NSAttention, rows: int, world: World, budget_s: float) -> Row
         total = milliseconds(train, world)
     # The host takes longer for a traced call, so only the share of its time counts.
     waiting = sum(between(*span) for span in traced.spans) / total * statistics.median(totals)
-    communication = sum(time_alone(*call, world) for call in traced.calls)
+    alone = [
+        {"op": func._opname, "ms": round(time_alone(func, args, world), 4)}
+        for func, args in traced.calls
+    ]
     return {
         "performance": dataclasses.asdict(summarise(totals, "barrier")),
         "forward_ms": round(statistics.median(forward), 4),
         "backward_ms": round(statistics.median(backward), 4),
-        "communication_ms": round(communication, 4),
+        "communication_ms": round(sum(each["ms"] for each in alone), 4),
+        "collectives": alone,
         "waiting_ms": round(waiting, 4),
         "peak_bytes": peak,
     }
@@ -322,13 +331,14 @@ class Run:
         options: The options of the command.
         config: The layer to measure.
         lengths: Tokens of the sequences, ascending.
-        world: The processes, arranged for context parallelism.
+        world: The processes.
     """
 
     def __init__(
         self, options: argparse.Namespace, config: NSAConfig, lengths: list[int], world: World
     ) -> None:
         self._options, self._config, self._lengths, self._world = options, config, lengths, world
+        self._worlds = {ranks: world.arranged(ranks, 1) for ranks in options.gpus}
         self._environment = machine(str(world.device)) | {"torch": torch.__version__}
         self._gates: list[Row] = []
         self._rows: list[Row] = []
@@ -337,19 +347,23 @@ class Run:
 
     def run(self) -> int:
         """Measure everything, print the table, and return this rank's exit code."""
-        ranks, kv_heads = self._world.size, self._config.n_kv_heads
-        pairs = itertools.product(self._options.modes, self._options.layouts)
-        divisions = [Division(ranks, mode, layout) for mode, layout in pairs]
-        if kv_heads % ranks:
-            reason = f"{ranks} GPUs do not divide {kv_heads} key/value heads"
-            self._refused = {d: reason for d in divisions if d.mode == "heads"}
+        options, kv_heads = self._options, self._config.n_kv_heads
+        several = itertools.product(options.gpus, options.modes, options.layouts)
+        divisions = [Division(*each) for each in several]
+        for division in divisions:
+            if division.mode == "heads" and kv_heads % division.ranks:
+                reason = f"{division.ranks} GPUs do not divide {kv_heads} key/value heads"
+                self._refused[division] = reason
         self._judge([d for d in divisions if d not in self._refused])
-        for length, division in itertools.product(self._lengths, (ONE, *divisions)):
-            self._rows.append(self._row(division, length))
-            self._write()
-            gc.collect()
-            if self._world.device.type == "cuda":
-                torch.cuda.empty_cache()
+        for length in self._lengths:
+            for division in (ONE, *divisions):
+                if length in options.on_most and division.ranks != max(options.gpus):
+                    continue
+                self._rows.append(self._row(division, length))
+                self._write()
+                gc.collect()
+                if self._world.device.type == "cuda":
+                    torch.cuda.empty_cache()
         self._write(complete=True)
         if self._world.rank > 0:
             return 0  # torchrun ends all processes as soon as one has another exit code
@@ -357,9 +371,10 @@ class Run:
 
     def _judge(self, divisions: list[Division]) -> None:
         """Judge divisions in every dtype; one that fails is not timed."""
-        for dtype in dict.fromkeys((*JUDGED, self._options.dtype)):
-            referee = Referee(self._config, getattr(torch, dtype), self._world)
-            for division in divisions:
+        dtypes = dict.fromkeys((*JUDGED, self._options.dtype))
+        for dtype, (ranks, world) in itertools.product(dtypes, self._worlds.items()):
+            referee = Referee(self._config, getattr(torch, dtype), world)
+            for division in (d for d in divisions if d.ranks == ranks):
                 failures = referee.judge(division)
                 gate = {"division": division.name, "dtype": dtype, "ok": not failures}
                 self._gates.append(gate | {"failures": failures})
@@ -381,7 +396,7 @@ class Run:
         row |= every[0]
         if row["reason"]:
             return row
-        for name in ("waiting_ms", "peak_bytes"):  # lists with an entry for each rank
+        for name in ("waiting_ms", "peak_bytes"):  # lists with an entry for each process
             row[name] = [fields[name] for fields in every]
         median = row["performance"]["median_ms"]
         if division == ONE:
@@ -397,10 +412,10 @@ class Run:
             SystemExit: A GPU of several ran out of memory, and the others wait for it.
         """
         options, dtype = self._options, getattr(torch, self._options.dtype)
-        world = World(self._world.device) if division == ONE else self._world
+        world = World(self._world.device) if division == ONE else self._worlds[division.ranks]
         try:
             layer = make_layer(self._config, options.combo, dtype, division, world)
-            return measure(layer, length // world.size, world, options.budget)
+            return measure(layer, length // division.ranks, world, options.budget)
         except torch.OutOfMemoryError as error:
             if division == ONE:
                 return {"reason": "out of memory"}
@@ -469,6 +484,8 @@ def main() -> None:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--shape", default="64/4/128", help="Hq/G/Dk[/Dv]")
     add("--length", default="64k,128k,256k", help="tokens: a list, or a range such as 2k..64k")
+    add("--on-most", default="", help="tokens that are timed on the largest number of GPUs alone")
+    add("--gpus", nargs="+", type=int, help="numbers of GPUs; default: all processes")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--modes", nargs="+", choices=MODES, default=MODES)
     add("--layouts", nargs="+", choices=LAYOUTS, default=("head_tail", "contiguous"))
@@ -484,13 +501,17 @@ def main() -> None:
         if options.combo is not None:
             options.combo = dict(parse_combination(options.combo).backends)
         config = layer_config(options.shape, options.blocks)
-        lengths = parse_lengths(options.length)
+        options.on_most = parse_lengths(options.on_most) if options.on_most else []
+        lengths = sorted({*parse_lengths(options.length), *options.on_most})
         world = join(options.device)
     except NSAError as error:
         parser.error(str(error))
     if world.size < 2:
         parser.error("needs two GPUs or more: give torchrun --nproc-per-node 2")
-    code = Run(options, config, lengths, world.arranged(world.size, 1)).run()
+    options.gpus = options.gpus or [world.size]
+    if wrong := [ranks for ranks in options.gpus if ranks < 2 or world.size % ranks]:
+        parser.error(f"--gpus must be 2 or more and divide the {world.size} processes, got {wrong}")
+    code = Run(options, config, lengths, world).run()
     world.close()
     raise SystemExit(code)
 
