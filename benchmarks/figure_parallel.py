@@ -1,7 +1,8 @@
 """The tables of docs/how-to/million-tokens.md, about one layer and about training.
 
-Their result files come from scaling.py and from parallel_training.py. That of the H200 is older
-than scaling.py, and has projections to more GPUs and the longest sequences too.
+Their result files come from scaling.py and from parallel_training.py. A file of context parallelism
+that is older than scaling.py has projections to more GPUs and the longest sequences too; the page
+says so as long as it shows one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ LOSS_FILES = ("parallel_loss.json", "parallel_loss_sequence.json")
 COLUMNS = ("tokens", "GPUs", "ms", "speed-up", "collectives, ms", "memory of a GPU, GiB")
 
 SPEED_COLUMNS = ("training on", "s per step", "tokens per s", "speed-up", "memory of a GPU, GiB")
+OLDER = ", with kernels of an earlier version"
+PROJECTIONS = (
+    " For a projection, each rank ran alone on one GPU, and the collectives of two GPUs of one"
+    " machine were added."
+)
 Row = dict[str, Any]
 
 
@@ -30,7 +36,7 @@ def rows_of_times(folder: Path) -> list[list[str]]:
 
     Without a result file, one row says so.
     """
-    document = _document(folder, FILE)
+    document = document_of(folder, FILE)
     if document is None:
         return [_not_yet(COLUMNS)]
     rows = [row for _, line in lines_of(document) for row in line]
@@ -67,12 +73,40 @@ def _is_projection(row: Row) -> bool:
     return bool(row.get("kind") == "projection")
 
 
-def longest(folder: Path) -> str:
-    """Return the longest sequences that each number of GPUs trains, in one line of text."""
-    document = _document(folder, FILE)
-    if document is None or "largest" not in document:
+def chart(folder: Path) -> str:
+    """Return the chart of the times and the memory, with words for readers who do not see it."""
+    document = document_of(folder, FILE)
+    if document is None:
         return PENDING
-    return ", ".join(map(_longest_words, document["largest"]))
+    lines = lines_of(document)
+    length = max(set.intersection(*({row["length"] for row in rows} for _, rows in lines)))
+    at_length = [(name, row) for name, rows in lines for row in rows if row["length"] == length]
+    times, memory = (
+        ", ".join(f"{number(value(row))} {unit} on {name}" for name, row in at_length)
+        for value, unit in ((milliseconds, "ms"), (gib, "GiB"))
+    )
+    words = f"Two plots. At {tokens(length)} tokens: {times}; {memory}."
+    return f"![{words}](../images/{Path(FILE).stem}.svg)"
+
+
+def gib(row: Row) -> float:
+    """Return the memory of the GPU with most."""
+    return float(max(row["peak_bytes"]) / 2**30)
+
+
+def projections(folder: Path) -> str:
+    """Return the words about projections, if the table has some."""
+    document = document_of(folder, FILE)
+    return PROJECTIONS if document and any(map(_is_projection, document["rows"])) else ""
+
+
+def longest(folder: Path) -> str:
+    """Return a sentence with the longest sequences, if the result file has a search for them."""
+    document = document_of(folder, FILE)
+    if document is None or "largest" not in document:
+        return ""
+    lengths = ", ".join(map(_longest_words, document["largest"]))
+    return f" The longest sequence of this layer that fits: {lengths}."
 
 
 def _longest_words(largest: Row) -> str:
@@ -83,20 +117,22 @@ def _longest_words(largest: Row) -> str:
 
 
 def device(folder: Path) -> str:
-    """Return the GPU of the result file."""
-    document = _document(folder, FILE)
-    return PENDING if document is None else str(document["environment"].get("device"))
+    """Return the GPU of the result file, and whether the file is older than scaling.py."""
+    document = document_of(folder, FILE)
+    if document is None:
+        return PENDING
+    return str(document["environment"].get("device")) + OLDER * (document["kind"] != "nsa-scaling")
 
 
 def device_of_training(folder: Path) -> str:
     """Return the GPU of the result file of training steps."""
-    document = _document(folder, SPEED_FILE)
+    document = document_of(folder, SPEED_FILE)
     return PENDING if document is None else str(document["machine"]["device"])
 
 
 def rows_of_speed(folder: Path) -> list[list[str]]:
     """Return the rows of the table of training steps; without a result file, one row says so."""
-    document = _document(folder, SPEED_FILE)
+    document = document_of(folder, SPEED_FILE)
     if document is None:
         return [_not_yet(SPEED_COLUMNS)]
     alone = document["rows"][0].get("step_ms")
@@ -117,10 +153,10 @@ def _speed_cells(row: dict[str, Any], alone: float | None) -> list[str]:
 
 
 def losses(folder: Path) -> str:
-    """Return the mean differences of the losses on two GPUs and between runs on one, by heads."""
+    """Return the mean differences of losses on several GPUs and between runs on one, by heads."""
     parts = []
     for name in LOSS_FILES:
-        if (document := _document(folder, name)) is not None:
+        if (document := document_of(folder, name)) is not None:
             layer = document["model"]["layer"]
             rows = [row for row in document["rows"][1:] if "losses" in row]
             divided, repeated = (
@@ -128,7 +164,8 @@ def losses(folder: Path) -> str:
                 for several in (True, False)
             )
             heads = f"{layer['n_heads']}/{layer['n_kv_heads']}/{layer['head_dim']}"
-            parts.append(f"{divided} on two GPUs and {repeated} between runs on one at {heads}")
+            gpus = max(row["gpus"] for row in rows)
+            parts.append(f"{divided} on {gpus} GPUs and {repeated} between runs on one at {heads}")
     return "; ".join(parts) or PENDING
 
 
@@ -149,7 +186,7 @@ def _not_yet(columns: tuple[str, ...]) -> list[str]:
     return [PENDING, *["-"] * (len(columns) - 1)]
 
 
-def _document(folder: Path, name: str) -> dict[str, Any] | None:
+def document_of(folder: Path, name: str) -> dict[str, Any] | None:
     """Return the JSON document of a result file, or None if there is none."""
     file = _file(folder, name)
     if file is None:
@@ -172,13 +209,15 @@ def _cells(row: Row) -> list[str]:
         number(milliseconds(row)),
         "-" if row["speed_up"] is None else f"{row['speed_up']:.2f}x",
         "-" if row["ranks"] == 1 else number(row["communication_ms"]),
-        number(max(row["peak_bytes"]) / 2**30),
+        number(gib(row)),
     ]
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "context-parallel": lambda results: table(COLUMNS, rows_of_times(results.folder)),
     "context-parallel-device": lambda results: device(results.folder),
+    "context-parallel-chart": lambda results: chart(results.folder),
+    "context-parallel-projections": lambda results: projections(results.folder),
     "context-parallel-longest": lambda results: longest(results.folder),
     "parallel-speed": lambda results: table(SPEED_COLUMNS, rows_of_speed(results.folder)),
     "parallel-speed-device": lambda results: device_of_training(results.folder),

@@ -106,10 +106,10 @@ def _train(name: str, topic: str, section: str, minutes: float, modes: str = "")
     return Piece(name, topic, command, f"{name.replace('-', '_')}.json", minutes)
 
 
-def _parallel_training(name: str, topic: str, options: str) -> Piece:
-    command = f"python benchmarks/parallel_training.py {options} --gpus 2 --device cuda"
+def _parallel_training(name: str, topic: str, options: str, gpus: int = 2) -> Piece:
+    command = f"python benchmarks/parallel_training.py {options} --gpus {gpus} --device cuda"
     command += " --time-limit 100 --json {file}"
-    return Piece(name, topic, command, f"{name.replace('-', '_')}.json", 2, gpus=2)
+    return Piece(name, topic, command, f"{name.replace('-', '_')}.json", 2, gpus=gpus)
 
 
 def _fa2(provider: str) -> Piece:
@@ -278,12 +278,13 @@ PIECES = (
     ),
     Piece(
         "context-parallel",
-        "one document on one GPU and on two; needs two GPUs",
-        "python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/scaling.py"
-        " --length 64k,256k,1024k --layouts head_tail --budget 0.3 --json {file}",
+        "one document on one GPU, on two and on four; needs four GPUs",
+        "python -m torch.distributed.run --standalone --nproc-per-node 4 benchmarks/scaling.py"
+        " --length 64k,256k --on-most 1024k --gpus 4 2 --layouts head_tail --budget 0.4"
+        " --json {file}",
         "context_parallel.json",
-        6,
-        gpus=2,
+        3,
+        gpus=4,
     ),
     _parallel_training(
         "parallel-loss",
@@ -297,8 +298,9 @@ PIECES = (
     ),
     _parallel_training(
         "parallel-speed",
-        "a training step of 12 layers at 256k tokens on one GPU and on two; needs two GPUs",
+        "a training step of 12 layers at 256k tokens on one GPU and on four; needs four GPUs",
         "speed",
+        gpus=4,
     ),
     _fa2("flash-attn"),
     _fa2("PyTorch"),

@@ -6,9 +6,9 @@ r"""Time one layer on one document, on one GPU of this machine and divided over 
         --shape tiny --length 512 --dtype float32                        # over gloo
 
 The layer is first judged in every mode, layout and dtype: packed documents that begin and end
-anywhere, on several GPUs, against one process. A division that fails is not timed, and the exit code
-is 1. All slots of this check run on sdpa, because it judges how the sequence is divided; compiling
-the timed kernels for its few rows would take most of the time of a run. `nsa verify` judges these
+anywhere, divided, against one process. A division that fails is not timed, and the exit code is 1.
+All slots of this check run on sdpa, because it judges how the sequence is divided; compiling the
+timed kernels for its few rows would take most of the time of a run. `nsa verify` judges these
 kernels, also for queries that begin inside a sequence. Then forward and backward are timed at each
 length on one GPU and in each division. A division over fewer GPUs than there are processes runs on
 all of them, in groups side by side. The result file is written after each row.
@@ -268,7 +268,8 @@ def measure(layer: NSAttention, rows: int, world: World, budget_s: float) -> Row
     Returns:
         Fields of a row in the result file, in ms and bytes: the performance, the forward and the
         backward of the slowest rank, the collectives of a call repeated alone and their sum, the
-        time of this rank inside collectives, where it may wait for others, and its peak memory (0 on the CPU).
+        time of this rank inside collectives, where it may wait for others, and its peak memory (0
+        on the CPU).
     """
     device, cuda = world.device, world.device.type == "cuda"
     leaves: list[torch.Tensor] = list(layer.parameters())

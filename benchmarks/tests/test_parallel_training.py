@@ -101,7 +101,7 @@ def test_every_weight_is_moved_to_a_neighbour() -> None:
 
 
 def test_the_pages_say_that_nothing_is_measured_yet(tmp_path: Path) -> None:
-    names = ("parallel-speed", "parallel-speed-device", "parallel-loss", "context-parallel-longest")
+    names = ("parallel-speed", "parallel-speed-device", "parallel-loss", "context-parallel-chart")
     texts = [TABLES[name](Results(tmp_path / "h100")).splitlines()[-1] for name in names]
     assert texts == [f"| not measured yet{' | -' * 4} |", *["not measured yet"] * 3]
 
@@ -146,7 +146,7 @@ def test_the_tables_compare_with_one_gpu(tmp_path: Path) -> None:
         "| 2 GPUs, context parallel, FSDP2 | not begun: time limit | - | - | - |",
     ]
     assert TABLES["parallel-loss"](results) == (
-        "0.03120 to 0.03120 on two GPUs and 0.00125 to 0.00125 between runs on one at 12/2/64"
+        "0.03120 to 0.03120 on 2 GPUs and 0.00125 to 0.00125 between runs on one at 12/2/64"
     )
 
 
@@ -160,5 +160,6 @@ def test_a_search_for_the_longest_sequence_that_ended_early_is_a_lower_bound(
     (tmp_path / "h100").mkdir()
     (tmp_path / "h100" / "context_parallel.json").write_text(json.dumps({"largest": largest}))
     assert TABLES["context-parallel-longest"](Results(tmp_path / "h100")) == (
-        "832k tokens on 1 GPU, at least 1M tokens on 2 GPUs"
+        " The longest sequence of this layer that fits: 832k tokens on 1 GPU, at least 1M tokens on"
+        " 2 GPUs."
     )

@@ -14,8 +14,9 @@ from unittest import mock
 import pytest
 import scaling
 import torch
-from figure_parallel import COLUMNS, device, longest, rows_of_times
+from figure_parallel import COLUMNS, chart, device, longest, projections, rows_of_times
 
+from nsa_bench.render.format import number
 from nsa_core.layer import fp32_product
 from nsa_models.lm.parallel import World
 from rank_processes import run_on_ranks
@@ -65,11 +66,14 @@ def test_the_check_passes_every_division_and_sees_every_planted_fault() -> None:
         assert [failure for failure in failures[0] if "row" in failure], (name, failures)
 
 
-def run(tmp_path: pathlib.Path, script: pathlib.Path, code: int, *more: str) -> tuple[Any, str]:
-    """Run a script on two processes; return the result file and what is printed."""
+def run(
+    tmp_path: pathlib.Path, script: pathlib.Path, code: int, *more: str, processes: int = 2
+) -> tuple[Any, str]:
+    """Run a script on several processes; return the result file and what is printed."""
     file = tmp_path / "h100" / "context_parallel.json"
     file.parent.mkdir()
-    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launched.append(str(script))
     options = ["--device", "cpu", "--dtype", "float32", "--shape", SHAPE, "--budget", "0.001"]
     options += ["--blocks", *map(str, BLOCKS), "--length", "128", "--layouts", "head_tail", *more]
     done = subprocess.run(
@@ -84,34 +88,52 @@ def run(tmp_path: pathlib.Path, script: pathlib.Path, code: int, *more: str) -> 
 
 
 @pytest.mark.slow
-def test_a_layer_is_timed_on_one_process_and_on_two(tmp_path: pathlib.Path) -> None:
-
-    document, printed = run(tmp_path, BENCHMARKS / "scaling.py", 0, "--modes", "sequence")
+def test_a_layer_is_timed_on_one_process_on_two_and_on_four(tmp_path: pathlib.Path) -> None:
+    more = ("--modes", "sequence", "--gpus", "2", "4", "--on-most", "256")
+    document, printed = run(tmp_path, BENCHMARKS / "scaling.py", 0, *more, processes=4)
     assert document["complete"]
-    assert [gate["ok"] for gate in document["gates"]] == [True, True]
+    assert [gate["division"][:6] for gate in document["gates"]] == ["2 GPUs", "4 GPUs"] * 2
+    assert all(gate["ok"] for gate in document["gates"])
     assert {"device", "git_commit", "source_trees", "torch"} <= document["environment"].keys()
-    one, two = document["rows"]
-    assert [(row["ranks"], row["mode"]) for row in (one, two)] == [(1, ""), (2, "sequence")]
-    for row in (one, two):
-        median = row["performance"]["median_ms"]
+    one, two, four, long = document["rows"]
+    assert [(row["length"], row["ranks"], row["mode"]) for row in document["rows"]] == [
+        (128, 1, ""),
+        (128, 2, "sequence"),
+        (128, 4, "sequence"),
+        (256, 4, "sequence"),
+    ]
+    for row in document["rows"]:
+        median, alone = row["performance"]["median_ms"], row["ranks"] == 1
         assert 0 < max(row["forward_ms"], row["backward_ms"]) < median * 1.5
-        assert (row["communication_ms"] > 0) == (row["ranks"] > 1)
-        assert len(row["waiting_ms"]) == len(row["peak_bytes"]) == row["ranks"]
+        assert len(row["collectives"]) == (0 if alone else 7)
+        total = sum(each["ms"] for each in row["collectives"])
+        assert row["communication_ms"] == pytest.approx(total)
+        assert len(row["waiting_ms"]) == len(row["peak_bytes"]) == (1 if alone else 4)
         assert all(waiting < median for waiting in row["waiting_ms"])
-    ratio = one["performance"]["median_ms"] / two["performance"]["median_ms"]
-    assert two["speed_up"] == pytest.approx(ratio)
+    for row in (two, four):
+        ratio = one["performance"]["median_ms"] / row["performance"]["median_ms"]
+        assert row["speed_up"] == pytest.approx(ratio)
+    assert long["speed_up"] is None
     lines = printed.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[:4] for line in lines[2:4]] == [
         ["128", "1", "-", "-"],
         ["128", "2", "sequence", "head_tail"],
     ]
-    assert "2 of 2 checks against one GPU passed" in lines
+    assert "4 of 4 checks against one GPU passed" in lines
     rows = rows_of_times(tmp_path / "h200")  # the page reads the result file
-    assert [row[:2] for row in rows] == [["128", "1"], ["128", "2, sequence, head_tail"]]
+    assert [row[:2] for row in rows] == [
+        ["128", "1"],
+        ["128", "2, sequence, head_tail"],
+        ["128", "4, sequence, head_tail"],
+        ["256", "4, sequence, head_tail"],
+    ]
     assert {len(row) for row in rows} == {len(COLUMNS)}
     assert device(tmp_path / "h200") == document["environment"]["device"]
-    assert longest(tmp_path / "h200") == "not measured yet"
+    assert longest(tmp_path / "h200") == projections(tmp_path / "h200") == ""
+    assert f" ms on 1 GPU, {number(two['performance']['median_ms'])} ms on 2 GPUs, " in chart(
+        tmp_path / "h200"
+    )
 
 
 @pytest.mark.slow
@@ -136,9 +158,10 @@ def test_one_gpu_without_memory_is_a_row_and_one_of_several_ends_the_run(
 
     monkeypatch.setattr(scaling, "measure", full)
     monkeypatch.setattr(scaling, "make_layer", lambda *_: None)
-    options = argparse.Namespace(shape=SHAPE, dtype="float32", combo=None, budget=1.0)
+    options = argparse.Namespace(shape=SHAPE, dtype="float32", combo=None, budget=1.0, gpus=[])
     config = scaling.layer_config(SHAPE, BLOCKS)
     one = scaling.Run(options, config, [128], World(torch.device("cpu")))
+    one._worlds[2] = World(torch.device("cpu"))
     row = one._row(scaling.ONE, 128)
     assert (row["performance"], row["reason"]) == (None, "out of memory")
     assert scaling.cells(row) == ["128", "1", *["-"] * (len(scaling.COLUMNS) - 2)]
@@ -156,6 +179,7 @@ def test_one_gpu_without_memory_is_a_row_and_one_of_several_ends_the_run(
         (True, ["--shape", "5/2/16"], "5 query heads do not divide over 2 kv heads"),
         (True, ["--length", "1Q"], "'1Q' is not a number of tokens"),
         (True, ["--modes", "ring"], "invalid choice: 'ring'"),
+        (True, ["--gpus", "4", "3", "1"], "be 2 or more and divide the 4 processes, got [3, 1]"),
     ],
 )
 def test_wrong_options_are_named(
@@ -167,6 +191,7 @@ def test_wrong_options_are_named(
 ) -> None:
     monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: launched)
     monkeypatch.setattr("sys.argv", ["scaling.py", "--device", "cpu", *options])
+    monkeypatch.setattr(scaling, "join", lambda device: World(torch.device(device), 0, 4))
     with pytest.raises(SystemExit) as ended:
         scaling.main()
     assert ended.value.code == 2

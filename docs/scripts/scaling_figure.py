@@ -8,7 +8,6 @@ Lines of measured numbers of GPUs are solid, those of projected ones dashed.
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 import sys
 from collections.abc import Callable
@@ -20,15 +19,10 @@ from nsa_bench.render.words import tokens
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-from figure_parallel import FILE, lines_of, milliseconds  # noqa: E402
+from figure_parallel import FILE, document_of, gib, lines_of, milliseconds  # noqa: E402
+from figure_pieces import PUBLISHED  # noqa: E402
 
-RESULT = BENCHMARKS / "results" / "h200" / FILE
 Row = dict[str, Any]
-
-
-def gib(row: Row) -> float:
-    """Return the memory of the GPU with most."""
-    return float(max(row["peak_bytes"]) / 2**30)
 
 
 def figure(document: dict[str, Any]) -> Any:
@@ -81,7 +75,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path)
     folder = parser.parse_args().folder
-    document = json.loads(RESULT.read_text(encoding="utf-8"))
+    document = document_of(BENCHMARKS / "results" / PUBLISHED, FILE)
+    assert document is not None  # the repository has a result file
     name = pathlib.Path(FILE).with_suffix(".svg")
     (folder / name).write_bytes(draw(lambda: figure(document), "svg"))
 

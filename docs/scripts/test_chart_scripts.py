@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import re
 import statistics
@@ -11,8 +10,6 @@ import learning_figure
 import pytest
 import readme_figure
 import scaling_figure
-
-from nsa_bench.render.format import number
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -41,17 +38,6 @@ def test_a_chart_is_that_of_the_results(script, image, monkeypatch, tmp_path):
     )
     assert len(shown) > 3
     assert shown == drawn, f"run `python docs/scripts/{script.__name__}.py docs/images`"
-
-
-def test_the_words_for_the_chart_of_several_gpus_have_its_numbers():
-    page = (ROOT / "docs/how-to/million-tokens.md").read_text()
-    (words,) = re.findall(r"!\[([^]]+)\]", page)
-    document = json.loads(scaling_figure.RESULT.read_text())
-    rows = [row for _, line in scaling_figure.lines_of(document) for row in line]
-    rows = [row for row in rows if row["length"] == 2**18]
-    assert [row["ranks"] for row in rows] == [1, 2, 4, 8]
-    for value in [*map(scaling_figure.milliseconds, rows), *map(scaling_figure.gib, rows)]:
-        assert re.search(rf"\b{re.escape(number(value))}\b", words), value
 
 
 def test_the_words_for_the_chart_of_the_readme_have_its_numbers():
