@@ -98,7 +98,7 @@ def problem(section: str, quick: bool, kv_heads: int | None) -> Problem:
         )
     if section == "loss":
         model = dataclasses.replace(model, n_layers=2 if quick else 4)
-        steps = 3 if quick else 100
+        steps = 6 if quick else 100
         recipe = Recipe(
             steps=steps, batch=2, learning_rate=3e-4, warmup=steps // 10, precision=precision
         )
