@@ -19,6 +19,7 @@ _CORE = (
     " --inputs random,real --checkpoint " + CHECKPOINTS + "/{checkpoint}.safetensors"
     " --budget 0.3 --max-call 1 --cell-limit 30 --time-limit {seconds} --json {{file}}"
 )
+_ON_ALL_GPUS = "python -m torch.distributed.run --standalone --nproc-per-node gpu"
 _REHEARSE = "python benchmarks/rehearse.py --arch 80 --"
 _TRAIN = "python benchmarks/train.py --device cuda --only {section} --time-limit {seconds}"
 
@@ -106,10 +107,10 @@ def _train(name: str, topic: str, section: str, minutes: float, modes: str = "")
     return Piece(name, topic, command, f"{name.replace('-', '_')}.json", minutes)
 
 
-def _parallel_training(name: str, topic: str, options: str, gpus: int = 2) -> Piece:
-    command = f"python benchmarks/parallel_training.py {options} --gpus {gpus} --device cuda"
+def _parallel_training(name: str, topic: str, options: str, start: str = "python") -> Piece:
+    command = f"{start} benchmarks/parallel_training.py {options} --device cuda"
     command += " --time-limit 100 --json {file}"
-    return Piece(name, topic, command, f"{name.replace('-', '_')}.json", 2, gpus=gpus)
+    return Piece(name, topic, command, f"{name.replace('-', '_')}.json", 2, gpus=2)
 
 
 def _fa2(provider: str) -> Piece:
@@ -278,29 +279,28 @@ PIECES = (
     ),
     Piece(
         "context-parallel",
-        "one document on one GPU, on two and on four; needs four GPUs",
-        "python -m torch.distributed.run --standalone --nproc-per-node 4 benchmarks/scaling.py"
-        " --length 64k,256k --on-most 1024k --gpus 4 2 --layouts head_tail --budget 0.4"
-        " --json {file}",
+        "one document on one GPU, on two and on all; needs two GPUs or four",
+        f"{_ON_ALL_GPUS} benchmarks/scaling.py --length 64k,256k --on-most 1M --layouts head_tail"
+        " --budget 0.4 --json {file}",
         "context_parallel.json",
         3,
-        gpus=4,
+        gpus=2,
     ),
     _parallel_training(
         "parallel-loss",
         "losses of training divided over two GPUs (heads) beside those of one; needs two GPUs",
-        "loss",
+        "loss --gpus 2",
     ),
     _parallel_training(
         "parallel-loss-sequence",
         "losses of training divided over two GPUs (sequence) beside those of one; needs two GPUs",
-        "loss --kv-heads 3",
+        "loss --kv-heads 3 --gpus 2",
     ),
     _parallel_training(
         "parallel-speed",
-        "a training step of 12 layers at 256k tokens on one GPU and on four; needs four GPUs",
+        "a training step of 12 layers at 256k tokens on one GPU and on all; needs two GPUs or four",
         "speed",
-        gpus=4,
+        _ON_ALL_GPUS,
     ),
     _fa2("flash-attn"),
     _fa2("PyTorch"),

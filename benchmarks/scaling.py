@@ -1,7 +1,6 @@
 r"""Time one layer on one document, on one GPU of this machine and divided over several.
 
     torchrun --standalone --nproc-per-node 4 benchmarks/scaling.py --json scaling.json
-    torchrun --standalone --nproc-per-node 4 benchmarks/scaling.py --gpus 4 2    # also on two
     torchrun --standalone --nproc-per-node 2 benchmarks/scaling.py --device cpu \\
         --shape tiny --length 512 --dtype float32                        # over gloo
 
@@ -476,6 +475,11 @@ def cells(row: Row) -> list[str]:
     return [*where, *map(number, times), communication, waiting, number(peak / 2**30)]
 
 
+def halved(processes: int) -> list[int]:
+    """Return the number of processes, its half and so on, as long as each is even."""
+    return [processes, *(halved(processes // 2) if processes % 4 == 0 else [])]
+
+
 def main() -> None:
     """Run on every rank."""
     parser = argparse.ArgumentParser(
@@ -486,7 +490,7 @@ def main() -> None:
     add("--shape", default="64/4/128", help="Hq/G/Dk[/Dv]")
     add("--length", default="64k,128k,256k", help="tokens: a list, or a range such as 2k..64k")
     add("--on-most", default="", help="tokens that are timed on the largest number of GPUs alone")
-    add("--gpus", nargs="+", type=int, help="numbers of GPUs; default: all processes")
+    add("--gpus", nargs="+", type=int, help="numbers of GPUs; default: all, half of them, ...")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--modes", nargs="+", choices=MODES, default=MODES)
     add("--layouts", nargs="+", choices=LAYOUTS, default=("head_tail", "contiguous"))
@@ -509,7 +513,7 @@ def main() -> None:
         parser.error(str(error))
     if world.size < 2:
         parser.error("needs two GPUs or more: give torchrun --nproc-per-node 2")
-    options.gpus = options.gpus or [world.size]
+    options.gpus = options.gpus or halved(world.size)
     if wrong := [ranks for ranks in options.gpus if ranks < 2 or world.size % ranks]:
         parser.error(f"--gpus must be 2 or more and divide the {world.size} processes, got {wrong}")
     code = Run(options, config, lengths, world).run()

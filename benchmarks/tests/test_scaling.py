@@ -87,19 +87,23 @@ def run(
     return json.loads(file.read_text()), done.stdout
 
 
+def test_a_run_divides_over_all_processes_and_over_half_of_them() -> None:
+    assert [*map(scaling.halved, (2, 3, 4, 6, 8))] == [[2], [3], [4, 2], [6], [8, 4, 2]]
+
+
 @pytest.mark.slow
 def test_a_layer_is_timed_on_one_process_on_two_and_on_four(tmp_path: pathlib.Path) -> None:
-    more = ("--modes", "sequence", "--gpus", "2", "4", "--on-most", "256")
+    more = ("--modes", "sequence", "--on-most", "256")
     document, printed = run(tmp_path, BENCHMARKS / "scaling.py", 0, *more, processes=4)
     assert document["complete"]
-    assert [gate["division"][:6] for gate in document["gates"]] == ["2 GPUs", "4 GPUs"] * 2
+    assert [gate["division"][:6] for gate in document["gates"]] == ["4 GPUs", "2 GPUs"] * 2
     assert all(gate["ok"] for gate in document["gates"])
     assert {"device", "git_commit", "source_trees", "torch"} <= document["environment"].keys()
-    one, two, four, long = document["rows"]
+    one, four, two, long = document["rows"]
     assert [(row["length"], row["ranks"], row["mode"]) for row in document["rows"]] == [
         (128, 1, ""),
-        (128, 2, "sequence"),
         (128, 4, "sequence"),
+        (128, 2, "sequence"),
         (256, 4, "sequence"),
     ]
     for row in document["rows"]:
@@ -118,7 +122,7 @@ def test_a_layer_is_timed_on_one_process_on_two_and_on_four(tmp_path: pathlib.Pa
     assert max(map(len, lines)) <= 80
     assert [line.split()[:4] for line in lines[2:4]] == [
         ["128", "1", "-", "-"],
-        ["128", "2", "sequence", "head_tail"],
+        ["128", "4", "sequence", "head_tail"],
     ]
     assert "4 of 4 checks against one GPU passed" in lines
     rows = rows_of_times(tmp_path / "h200")  # the page reads the result file
