@@ -273,6 +273,12 @@ def test_runs_of_any_length_give_the_same_bits(
         assert all(torch.equal(a, b) for a, b in zip(found, expected)), rows
 
 
+def test_buckets_of_more_tokens_than_keys() -> None:
+    """Only their first tiles, whose tokens may lie in the block, need a mask."""
+    x, call = problem([70], False, 1, 2, 8, 8, EVEN)
+    assert_equals_oracle(x, call, tuned(40, tiles=5))  # no block is shared
+
+
 @pytest.mark.few_cases("0.0")
 @pytest.mark.parametrize("scale", [0.0, -300.0])
 def test_scale_may_be_zero_or_negative(scale: float) -> None:

@@ -69,6 +69,18 @@ def _expected_pairs(
     return pairs
 
 
+def _pairs(lists: pair_lists.PairLists) -> list[list[tuple[int, int]]]:
+    """(token, choice) of the pairs of each bucket; each pair that counts has its own place."""
+    n, end = lists.places.shape[-1], int(lists.offsets[-1])
+    places = lists.places.flatten()
+    counts = (places >= 0).nonzero().flatten()
+    assert sorted(places[counts].tolist()) == list(range(end))
+    assert set(places[places < 0].tolist()) <= {-1}
+    choices = counts[places[counts].argsort()] % n
+    pairs = list(zip(lists.tokens[:end].tolist(), choices.tolist()))
+    return [pairs[a:b] for a, b in itertools.pairwise(lists.offsets.tolist())]
+
+
 @pytest.mark.few_cases
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
@@ -80,16 +92,13 @@ def test_pairs_are_sorted_by_block(packed: bool, lengths: list[int], dtype: torc
     blocks = rows if packed else rows.view(len(lengths), -1, groups, n)
     cu = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
     seqs = Sequences(cu, cu, len(lengths), len(rows) if packed else lengths[0], packed)
-    tokens, choices, offsets = pair_lists.build(blocks, seqs, GEOMETRY)
+    lists = pair_lists.build(blocks, seqs, GEOMETRY)
     expected = _expected_pairs(rows, lengths, groups, packed)
-    assert len(offsets) == len(expected) + 1
-    assert {x.dtype for x in (tokens, choices, offsets)} == {torch.int32}
-    assert len(tokens) == len(choices) == rows.numel()
-    edges = offsets.tolist()
-    pairs = [
-        list(zip(tokens[a:b].tolist(), choices[a:b].tolist())) for a, b in itertools.pairwise(edges)
-    ]
-    assert pairs == expected
+    assert len(lists.offsets) == len(expected) + 1
+    assert {x.dtype for x in lists} == {torch.int32}
+    assert len(lists.tokens) == rows.numel()
+    assert lists.places.shape == blocks.shape
+    assert _pairs(lists) == expected
 
 
 @pytest.mark.few_cases
@@ -106,10 +115,7 @@ def test_runs_have_the_pairs_of_their_heads_and_rows(
     cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     seqs = Sequences(cu, cu, len(lengths), len(rows) if packed else lengths[0], packed)
     runs = pair_lists.Runs(heads, run_rows)
-    tokens, choices, offsets = pair_lists.build(blocks, seqs, GEOMETRY, runs=runs)
-    edges, found = offsets.tolist(), []
-    for a, b in itertools.pairwise(edges):
-        found.append(list(zip(tokens[a:b].tolist(), choices[a:b].tolist())))
+    found = _pairs(pair_lists.build(blocks, seqs, GEOMETRY, runs=runs))
     expected = []
     for head, row in itertools.product(range(0, groups, heads), range(0, len(rows), run_rows)):
         others = torch.full_like(rows, -1)
@@ -151,12 +157,7 @@ def test_lists_of_many_blocks_take_tiles_of_fewer_tokens(monkeypatch: pytest.Mon
     rows = _any_blocks(61, 2, 20, seed=2, dtype=torch.int32)
     seqs = Sequences(rows, rows, 1, 61, False)
     lists = pair_lists.build(rows[None], seqs, BlockGeometry(4, 2, 8, 20, 1, 2, 8))
-    edges = lists.offsets.tolist()
-    pairs = [
-        list(zip(lists.tokens[a:b].tolist(), lists.choices[a:b].tolist()))
-        for a, b in itertools.pairwise(edges)
-    ]
-    assert pairs == _expected_pairs(rows, [61], 2, False)
+    assert _pairs(lists) == _expected_pairs(rows, [61], 2, False)
 
 
 def test_more_pairs_than_positions_are_refused() -> None:
@@ -171,19 +172,19 @@ def test_the_most_pairs_have_positions_of_32_bits() -> None:
     order = torch.arange(1024, dtype=torch.int64)
     keys = torch.zeros(1024, dtype=torch.int32)
     local_tokens = torch.arange(300, dtype=torch.int32)
-    tokens, choices = torch.full((2, 1024), -1, dtype=torch.int32)
+    tokens, places = torch.full((2, 1024), -1, dtype=torch.int32)
     offsets = torch.full((2,), -1, dtype=torch.int32)
     pair_lists.sel_pairs_kernel[(1,)](
-        order, keys, local_tokens, tokens, choices, offsets, pair_lists.MAX_PAIRS, 1, 2,
+        order, keys, local_tokens, tokens, places, offsets, pair_lists.MAX_PAIRS, 1, 2,
         NUM_SELECTED=2, BLOCK_SIZE=1024,
     )  # fmt: skip
     assert tokens.tolist() == (order // 4).tolist()
-    assert choices.tolist() == (order % 2).tolist()
+    assert places.tolist() == order.tolist()
     assert probe.MAX_PAIRS == pair_lists.MAX_PAIRS
 
 
-@pytest.mark.few_cases("bits-bounds1", "sort-bounds0")
-@pytest.mark.parametrize("bounds", [(0, 30, 16, 16, 16, 30), (0, 60, 20, 30)])
+@pytest.mark.few_cases("bits-bounds1", "sort-bounds0", "bits-bounds2")
+@pytest.mark.parametrize("bounds", [(0, 30, 16, 16, 16, 30), (0, 60, 20, 30), (0, 5, 12)])
 def test_malformed_boundaries_lead_to_no_access_outside_a_tensor(bounds: tuple[int, ...]) -> None:
     """Documents that share rows would share buckets; the strict interpreter reports the access."""
     geometry = BlockGeometry(4, 2, 4, 4, 1, 1, 8)

@@ -19,7 +19,6 @@ from nsa_backend_triton.shared.rows import (
     finite_shift,
     load_at,
     place,
-    row_of_start,
     row_offset,
 )
 
@@ -27,19 +26,18 @@ from nsa_backend_triton.shared.rows import (
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "seq_len", "first_query", "num_buckets", "buckets_per_head", "num_pairs",
-        "run", "first_row", "first_head", "run_heads",
+        "run", "first_head", "run_heads",
     ]
 )  # fmt: skip
 def sel_bucket_kernel(
-    Q, K, V, TOKENS, CHOICES, OFFSETS, PARTIAL_O, PARTIAL_LSE, CU_SEQLENS,
-    num_seqs, seq_len, first_query, num_buckets, buckets_per_head, num_pairs, run, first_row,
-    first_head, run_heads, qk_scale,
+    Q, K, V, TOKENS, OFFSETS, PARTIAL_O, PARTIAL_LSE, CU_SEQLENS,
+    num_seqs, seq_len, first_query, num_buckets, buckets_per_head, num_pairs, run, first_head,
+    run_heads, qk_scale,
     stride_q, stride_k, stride_v,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
     GROUP: tl.constexpr, VARLEN: tl.constexpr, PARTIAL: tl.constexpr, ACC: tl.constexpr,
-    NUM_SELECTED: tl.constexpr, SELECT_BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
+    SELECT_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
     TILES_PER_PROGRAM: tl.constexpr, NEGATIVE_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Attend to one block of one kv head from up to TILES_PER_PROGRAM tiles of its tokens.
@@ -49,13 +47,14 @@ def sel_bucket_kernel(
     [BLOCK_M, HEAD_DIM], gathered in rows of GROUP * HEAD_DIM elements. Registers hold the scores
     [BLOCK_M, BLOCK_N] and o [BLOCK_M, V_HEAD_DIM]. A tile moves BLOCK_M * (HEAD_DIM + V_HEAD_DIM)
     elements, Q from L2 and partial outputs to memory, and takes 2 * BLOCK_M * BLOCK_N *
-    (HEAD_DIM + V_HEAD_DIM) operations: bound by the writes. A launch takes one run: the rows from
-    ``first_row`` on, and the kv heads from ``first_head`` on. OFFSETS has ``num_buckets`` buckets
-    for each run, and the partial outputs have room for ``run_heads`` heads.
+    (HEAD_DIM + V_HEAD_DIM) operations: bound by the writes. A launch takes one run, of
+    ``run_heads`` kv heads from ``first_head`` on. OFFSETS has ``num_buckets`` buckets for each run,
+    and partial outputs are in the order of its pairs.
     """
     PAIRS: tl.constexpr = BLOCK_T * TILES_PER_PROGRAM
     OFFSETS += run * num_buckets
-    index = tl.program_id(0) + tl.load(OFFSETS) // PAIRS
+    run_start = tl.load(OFFSETS)
+    index = tl.program_id(0) + run_start // PAIRS
     bucket, bucket_start, bucket_pairs, first_pair = place(
         index, OFFSETS, num_buckets, num_pairs, PAIRS, True
     )
@@ -69,7 +68,6 @@ def sel_bucket_kernel(
     _, stride_qt, stride_qh = stride_q
     _, stride_kt, _ = stride_k
     _, stride_vt, _ = stride_v
-    seq_row = row_of_start(seq, query_start, seq_len, VARLEN) - first_row
     # The sequence's first token whose query exists.
     first_token = tl.maximum(-query_start, 0) if PARTIAL else 0
     offs_n = tl.arange(0, BLOCK_N)
@@ -81,41 +79,43 @@ def sel_bucket_kernel(
     v = load_at(v_base, offs_n * stride_vt, mask_n, V_HEAD_DIM, V_HEAD_DIM_BAND)
     q_base = Q + row_offset(seq, query_start, kv_head * GROUP, stride_q)
     tokens = TOKENS + bucket_start.to(tl.int64)
-    choices = CHOICES + bucket_start.to(tl.int64)
+    first_partial = (bucket_start - run_start + first_pair).to(tl.int64) * GROUP
+    PARTIAL_O += first_partial * V_HEAD_DIM
+    PARTIAL_LSE += first_partial
     tiles = tl.minimum(tl.cdiv(bucket_pairs - first_pair, BLOCK_T), TILES_PER_PROGRAM)
     masked_tiles = tiles
     # Tokens ascend, so only the first SELECT_BLOCK pairs of a block can be of tokens inside it.
     if SELECT_BLOCK == BLOCK_N:
         masked_tiles = tl.minimum(tl.cdiv(tl.maximum(SELECT_BLOCK - first_pair, 0), BLOCK_T), tiles)
     _attend_pairs(
-        q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, run_head, run_heads,
-        first_pair, masked_tiles, bucket_pairs, key, mask_n, first_token,
-        stride_qt, stride_qh, qk_scale,
+        q_base, k, v, tokens, PARTIAL_O, PARTIAL_LSE, first_pair, masked_tiles, bucket_pairs,
+        key, mask_n, first_token, stride_qt, stride_qh, qk_scale,
         HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
-        GROUP, NUM_SELECTED, BLOCK_T, BLOCK_M, NEGATIVE_SCALE, True, ACC,
+        GROUP, BLOCK_T, BLOCK_M, NEGATIVE_SCALE, True, ACC,
     )  # fmt: skip
     if SELECT_BLOCK == BLOCK_N:
         _attend_pairs(
-            q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, run_head, run_heads,
-            first_pair + masked_tiles * BLOCK_T, tiles - masked_tiles, bucket_pairs, key, mask_n,
-            first_token, stride_qt, stride_qh, qk_scale,
+            q_base, k, v, tokens, PARTIAL_O + masked_tiles * (BLOCK_T * GROUP * V_HEAD_DIM),
+            PARTIAL_LSE + masked_tiles * (BLOCK_T * GROUP), first_pair + masked_tiles * BLOCK_T,
+            tiles - masked_tiles, bucket_pairs, key, mask_n, first_token,
+            stride_qt, stride_qh, qk_scale,
             HEAD_DIM, V_HEAD_DIM, HEAD_DIM_BAND, V_HEAD_DIM_BAND,
-            GROUP, NUM_SELECTED, BLOCK_T, BLOCK_M, NEGATIVE_SCALE, False, ACC,
+            GROUP, BLOCK_T, BLOCK_M, NEGATIVE_SCALE, False, ACC,
         )  # fmt: skip
 
 
 @triton.jit
 def _attend_pairs(
-    q_base, k, v, tokens, choices, PARTIAL_O, PARTIAL_LSE, seq_row, run_head, run_heads,
-    first_pair, tiles, bucket_pairs, key, mask_n, first_token, stride_qt, stride_qh, qk_scale,
+    q_base, k, v, tokens, PARTIAL_O, PARTIAL_LSE, first_pair, tiles, bucket_pairs, key, mask_n,
+    first_token, stride_qt, stride_qh, qk_scale,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
     HEAD_DIM_BAND: tl.constexpr, V_HEAD_DIM_BAND: tl.constexpr,
-    GROUP: tl.constexpr, NUM_SELECTED: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr, MASKED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write the partial outputs of ``tiles`` tiles of a bucket, from its pair ``first_pair`` on.
 
+    PARTIAL_O and PARTIAL_LSE point at those of ``first_pair``; the others follow in order.
     ``key`` [BLOCK_N] are the positions of the keys and ``mask_n`` which of them exist. Unless
     MASKED, every row attends to every key.
     """
@@ -126,12 +126,10 @@ def _attend_pairs(
     pair = first_pair + offs_m // GROUP
     mask_m = (offs_m < BLOCK_T * GROUP) & (pair < bucket_pairs)
     t = tl.load(tokens + pair, mask=mask_m, other=first_token)
-    choice = tl.load(choices + pair, mask=mask_m, other=0)
     for _ in tl.range(0, tiles):
         pair += BLOCK_T
         next_mask_m = (offs_m < BLOCK_T * GROUP) & (pair < bucket_pairs)
         next_t = tl.load(tokens + pair, mask=next_mask_m, other=first_token)
-        next_choice = tl.load(choices + pair, mask=next_mask_m, other=0)
         # Padding rows load the queries of ``first_token`` and are not stored: no mask is needed.
         q = load_at(
             q_base, t.to(tl.int64) * stride_qt + head * stride_qh, None, HEAD_DIM, HEAD_DIM_BAND
@@ -147,17 +145,17 @@ def _attend_pairs(
         l_i = tl.sum(p, 1)
         divisor, lse = finish_softmax(m_i, l_i)
         inverse = (1.0 / divisor)[:, None]
-        partial = ((seq_row + t) * run_heads + run_head) * NUM_SELECTED + choice
-        offs_o = (partial * GROUP + head) * V_HEAD_DIM
         for i in tl.static_range((V_HEAD_DIM + V_HEAD_DIM_BAND - 1) // V_HEAD_DIM_BAND):
             o = tl.dot(p.to(v[i].dtype), v[i], out_dtype=ACC, input_precision="ieee") * inverse
             offs_d = i * V_HEAD_DIM_BAND + tl.arange(0, V_HEAD_DIM_BAND)
             tl.store(
-                PARTIAL_O + offs_o[:, None] + offs_d[None, :], o.to(PARTIAL_O.dtype.element_ty),
+                PARTIAL_O + (offs_m * V_HEAD_DIM)[:, None] + offs_d[None, :],
+                o.to(PARTIAL_O.dtype.element_ty),
                 mask=mask_m[:, None] & (offs_d < V_HEAD_DIM)[None, :],
                 eviction_policy="evict_first",
             )  # fmt: skip
-        tl.store(PARTIAL_LSE + partial * GROUP + head, lse, mask=mask_m)
+        tl.store(PARTIAL_LSE + offs_m, lse, mask=mask_m)
+        PARTIAL_O += BLOCK_T * GROUP * V_HEAD_DIM
+        PARTIAL_LSE += BLOCK_T * GROUP
         mask_m = next_mask_m
         t = next_t
-        choice = next_choice

@@ -16,23 +16,23 @@ from nsa_backend_triton.shared.rows import finite_shift
 
 @triton.jit(
     do_not_specialize=[
-        "seq_len", "first_row", "num_rows", "first_head", "run_heads", "stride_lse_b",
+        "seq_len", "first_row", "num_rows", "first_head", "first_bucket", "stride_lse_b",
         "stride_lse_h",
     ]
 )  # fmt: skip
 def sel_merge_kernel(
-    PARTIAL_O, PARTIAL_LSE, UNSHARED, O, LSE,
-    seq_len, first_row, num_rows, first_head, run_heads, num_kv_heads,
+    PARTIAL_O, PARTIAL_LSE, PLACES, OFFSETS, O, LSE,
+    seq_len, first_row, num_rows, first_head, first_bucket, num_kv_heads,
     stride_lse_b: tl.int64, stride_lse_h: tl.int64,
     V_HEAD_DIM: tl.constexpr, V_HEAD_DIM_PAD: tl.constexpr,
     GROUP: tl.constexpr, VARLEN: tl.constexpr, ACC: tl.constexpr,
     NUM_SELECTED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pairs marked in UNSHARED into O and LSE, for BLOCK_T tokens of one kv head.
+    """Merge the pairs with a place into O and LSE, for BLOCK_T tokens of one kv head.
 
-    A launch takes one run: ``num_rows`` rows from ``first_row`` on, and kv heads from
-    ``first_head`` on. PARTIAL_O and PARTIAL_LSE have room for ``run_heads`` heads.
+    A launch takes one run: ``num_rows`` rows from ``first_row`` on, kv heads from ``first_head``
+    on, and buckets from ``first_bucket`` on. PARTIAL_O and PARTIAL_LSE hold its pairs in order.
 
     The program holds acc [BLOCK_M, V_HEAD_DIM_PAD] in registers. It reads O and, of the
     NUM_SELECTED partial outputs of a token, the marked ones; it writes O and LSE. Two passes read
@@ -40,15 +40,14 @@ def sel_merge_kernel(
     bytes. Bound by memory.
     """
     tiles = tl.cdiv(num_rows, BLOCK_T)
-    run_head = tl.program_id(0) // tiles
-    kv_head = first_head + run_head
+    kv_head = first_head + tl.program_id(0) // tiles
     offs_m = tl.arange(0, BLOCK_M)
     local_t = tl.program_id(0) % tiles * BLOCK_T + offs_m // GROUP
     mask_m = (offs_m < BLOCK_T * GROUP) & (local_t < num_rows)
     head = offs_m % GROUP
     row = local_t.to(tl.int64) + first_row
-    unshared_ptrs = UNSHARED + (row * num_kv_heads + kv_head) * NUM_SELECTED
-    partial = (local_t.to(tl.int64) * run_heads + run_head) * NUM_SELECTED * GROUP + head
+    place_ptrs = PLACES + (row * num_kv_heads + kv_head) * NUM_SELECTED
+    run_start = tl.load(OFFSETS + first_bucket)
     if VARLEN:
         lse_ptrs = LSE + (kv_head * GROUP + head) * stride_lse_h + row
     else:
@@ -67,22 +66,22 @@ def sel_merge_kernel(
     m_i = tile_lse
     any_marked = mask_m & (offs_m < 0)
     for i in tl.range(NUM_SELECTED, loop_unroll_factor=UNROLL):
-        marked = mask_m & (tl.load(unshared_ptrs + i, mask=mask_m, other=0) != 0)
-        m_i = tl.maximum(
-            m_i, tl.load(PARTIAL_LSE + partial + i * GROUP, mask=marked, other=float("-inf"))
-        )
-        any_marked |= marked
+        place = tl.load(place_ptrs + i, mask=mask_m, other=-1)
+        partial = (place - run_start).to(tl.int64) * GROUP + head
+        m_i = tl.maximum(m_i, tl.load(PARTIAL_LSE + partial, mask=place >= 0, other=float("-inf")))
+        any_marked |= place >= 0
     if tl.max(any_marked.to(tl.int32), 0) == 0:
         return
     shift = finite_shift(m_i)
     l_i = tl.exp(tile_lse - shift)
     acc = tl.load(o_ptrs, mask=mask_o, other=0.0).to(ACC) * l_i[:, None]
     for i in tl.range(NUM_SELECTED, loop_unroll_factor=UNROLL):
-        marked = mask_m & (tl.load(unshared_ptrs + i, mask=mask_m, other=0) != 0)
-        lse = tl.load(PARTIAL_LSE + partial + i * GROUP, mask=marked, other=float("-inf"))
+        place = tl.load(place_ptrs + i, mask=mask_m, other=-1)
+        partial = (place - run_start).to(tl.int64) * GROUP + head
+        lse = tl.load(PARTIAL_LSE + partial, mask=place >= 0, other=float("-inf"))
         weight = tl.exp(lse - shift)
-        partial_ptrs = PARTIAL_O + (partial + i * GROUP)[:, None] * V_HEAD_DIM + offs_d[None, :]
-        mask = marked[:, None] & (offs_d < V_HEAD_DIM)[None, :]
+        partial_ptrs = PARTIAL_O + partial[:, None] * V_HEAD_DIM + offs_d[None, :]
+        mask = (place >= 0)[:, None] & (offs_d < V_HEAD_DIM)[None, :]
         acc += (
             tl.load(partial_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
             * weight[:, None]

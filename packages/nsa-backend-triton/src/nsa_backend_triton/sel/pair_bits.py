@@ -100,7 +100,7 @@ def sel_counts_kernel(WORDS, COUNTS, num_words, BLOCK_SIZE: tl.constexpr):
     ]
 )  # fmt: skip
 def sel_places_kernel(
-    BLOCKS, MASK, WORDS, ENDS, TOKENS, CHOICES, OFFSETS, CU_SEQLENS,
+    BLOCKS, MASK, WORDS, ENDS, TOKENS, PLACES, OFFSETS, CU_SEQLENS,
     num_seqs, seq_len, first_query, run_heads, run_rows, row_runs, num_rows,
     stride_blocks_b, stride_blocks_t, stride_blocks_h,
     buckets_per_head, run_buckets, bucket_words, num_buckets, pair_programs, num_kv_heads,
@@ -108,14 +108,14 @@ def sel_places_kernel(
     SELECT_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     VARLEN: tl.constexpr, PARTIAL: tl.constexpr, USE_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Write the token and the choice of each pair to its place, and the first pair of each bucket.
+    """Write the token of each pair to its place, the place, and the first pair of each bucket.
 
     ENDS holds the set bits up to the end of each word. The first ``pair_programs`` programs own
     BLOCK_T tokens of one kv head: 8 bytes gathered and 8 scattered per pair. The programs after
     them own BLOCK_SIZE buckets each.
     """
     if tl.program_id(0) < pair_programs:
-        row, offs_t, _, _, first_bucket, block, counts = pairs_of_tile(
+        row, offs_t, mask_t, kv_head, first_bucket, block, counts = pairs_of_tile(
             BLOCKS, MASK, CU_SEQLENS, num_seqs, seq_len, first_query, run_heads, run_rows, row_runs,
             num_rows, stride_blocks_b, stride_blocks_t, stride_blocks_h, buckets_per_head,
             run_buckets, num_kv_heads, NUM_SELECTED, NUM_SELECTED_PAD, SELECT_BLOCK, BLOCK_T,
@@ -130,10 +130,10 @@ def sel_places_kernel(
         place = tl.load(ENDS + word) - count_bits(rest)
         token = tl.broadcast_to(offs_t.to(tl.int32)[:, None], [BLOCK_T, NUM_SELECTED_PAD])
         tl.store(TOKENS + place, token, mask=counts)
-        choice = tl.broadcast_to(
-            tl.arange(0, NUM_SELECTED_PAD)[None, :], [BLOCK_T, NUM_SELECTED_PAD]
-        )
-        tl.store(CHOICES + place, choice, mask=counts)
+        choice = tl.arange(0, NUM_SELECTED_PAD)
+        pair = (row[:, None] * num_kv_heads + kv_head) * NUM_SELECTED + choice[None, :]
+        mask = mask_t[:, None] & (choice < NUM_SELECTED)[None, :]
+        tl.store(PLACES + pair, tl.where(counts, place, -1), mask=mask)
     else:
         bucket = (tl.program_id(0) - pair_programs) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         # The pairs before a bucket are those up to the last word of the bucket before it.

@@ -43,14 +43,15 @@ class PairLists(NamedTuple):
 
     Attributes:
         tokens: int32 [P] the pair's token, as a position in its sequence.
-        choices: int32 [P] the index 0 .. n-1 of the pair's block in blocks[token].
+        places: int32 in the shape of ``blocks``, the place of each pair in ``tokens``, or -1 if it
+            does not count.
         offsets: int32 [num_runs * num_buckets + 1] the first pair of each bucket, run by run; the
             last element is the number of pairs that count. There is one run of all pairs unless
             :class:`Runs` divides them.
     """
 
     tokens: Tensor
-    choices: Tensor
+    places: Tensor
     offsets: Tensor
 
 
@@ -125,9 +126,10 @@ def build(
     prepared = (Memo() if memo is None else memo).get_or_make(
         "lists", _prepare, blocks, seqs, geometry, mask is not None, runs
     )
-    tokens, choices = (blocks.new_empty(prepared.num_pairs, dtype=torch.int32) for _ in range(2))
+    tokens = blocks.new_empty(prepared.num_pairs, dtype=torch.int32)
+    places = blocks.new_empty(blocks.shape, dtype=torch.int32)
     offsets = blocks.new_empty(prepared.num_buckets + 1, dtype=torch.int32)
-    lists, mask = PairLists(tokens, choices, offsets), blocks if mask is None else mask
+    lists, mask = PairLists(tokens, places, offsets), blocks if mask is None else mask
     if isinstance(prepared, _Bits):
         _place_by_bits(blocks, mask, seqs, prepared, lists)
     else:
@@ -149,6 +151,8 @@ def _sort(blocks: Tensor, mask: Tensor, seqs: Sequences, prepared: _Sort, lists:
 def _place_by_bits(
     blocks: Tensor, mask: Tensor, seqs: Sequences, prepared: _Bits, lists: PairLists
 ) -> None:
+    if seqs.packed:  # malformed boundaries may leave rows out: define their places
+        lists.places.fill_(-1)
     words = blocks.new_zeros(prepared.num_words, dtype=torch.int32)
     prepared.mark(blocks, mask, words, seqs.cu)
     counts = torch.empty_like(words)
@@ -303,11 +307,11 @@ def sel_keys_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_buckets"])
 def sel_pairs_kernel(
-    ORDER, SORTED_KEYS, LOCAL_TOKENS, TOKENS, CHOICES, OFFSETS,
+    ORDER, SORTED_KEYS, LOCAL_TOKENS, TOKENS, PLACES, OFFSETS,
     num_pairs, num_buckets, num_kv_heads,
     NUM_SELECTED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the token and choice of each sorted pair, and the first pair of each bucket.
+    """Write the token and the place of each sorted pair, and the first pair of each bucket.
 
     The first programs own BLOCK_SIZE pairs each: 8 bytes read, 4 gathered and 8 written per pair.
     The programs after them own BLOCK_SIZE buckets each, with one binary search per bucket.
@@ -322,7 +326,8 @@ def sel_pairs_kernel(
             tl.load(LOCAL_TOKENS + pair // (num_kv_heads * NUM_SELECTED), mask=mask, other=0),
             mask=mask,
         )
-        tl.store(CHOICES + offs, (pair % NUM_SELECTED).to(tl.int32), mask=mask)
+        counts = tl.load(SORTED_KEYS + offs, mask=mask, other=0) < num_buckets
+        tl.store(PLACES + pair, tl.where(counts, offs, -1).to(tl.int32), mask=mask)
     else:
         bucket = (tl.program_id(0) - pair_programs) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
         low = tl.zeros([BLOCK_SIZE], tl.int32)

@@ -117,11 +117,11 @@ def _prepare_buckets(
         sel_bucket_kernel, (run_pairs // pairs_per_program + num_buckets + (run.index > 0),),
         seqs.n, seqs.seq_len, seqs.first_query, num_buckets,
         pair_lists.buckets_per_head(seqs, call.geometry), num_pairs,
-        run.index, run.first_row, run.first_head, run.room,
+        run.index, run.first_head, run.room,
         call.scale * LOG2E.value,
         *(strides(x, seqs.packed) for x in (q, k, v)),
         **constants,
-        NUM_SELECTED=n, SELECT_BLOCK=select_block,
+        SELECT_BLOCK=select_block,
         BLOCK_N=max(16, triton.next_power_of_2(select_block)),
         BLOCK_T=block_t, BLOCK_M=max(16, triton.next_power_of_2(block_t * group)),
         TILES_PER_PROGRAM=tiles_per_program, NEGATIVE_SCALE=call.scale < 0,
@@ -131,7 +131,8 @@ def _prepare_buckets(
     block_t = max(1, merge_settings["BLOCK_M"] // group)
     merge = Launch(
         sel_merge_kernel, (triton.cdiv(run.rows, block_t) * run.heads,),
-        seqs.seq_len, run.first_row, run.rows, run.first_head, run.room, num_kv_heads,
+        seqs.seq_len, run.first_row, run.rows, run.first_head,
+        run.index * num_buckets, num_kv_heads,
         *lse_strides(lse, seqs.packed),
         V_HEAD_DIM=v.shape[-1], V_HEAD_DIM_PAD=max(16, triton.next_power_of_2(v.shape[-1])),
         GROUP=group, VARLEN=seqs.packed, ACC=constants["ACC"],
@@ -182,6 +183,6 @@ def attend_buckets(
         if partial_o is None or partial_lse is None:  # the first run is the largest
             partial_o = q.new_empty(launches.partial_shape)
             partial_lse = lse.new_empty(launches.partial_shape[:2])
-        launches.attend(q, k, v, *lists, partial_o, partial_lse, seqs.cu)
+        launches.attend(q, k, v, lists.tokens, lists.offsets, partial_o, partial_lse, seqs.cu)
         fork.join()
-        launches.merge(partial_o, partial_lse, unshared, o, lse)
+        launches.merge(partial_o, partial_lse, lists.places, lists.offsets, o, lse)
