@@ -21,6 +21,7 @@ meta_inputs = importlib.import_module("nsa_backend_triton.meta_inputs")
 offline = importlib.import_module("offline")
 sass = importlib.import_module("sass")
 constexprs = importlib.import_module("nsa_backend_triton.host.constexprs")
+sequences = importlib.import_module("nsa_backend_triton.host.sequences")
 decode_launch = importlib.import_module("nsa_backend_triton.decode.launch")
 forms = importlib.import_module("nsa_backend_triton.decode.forms")
 span_forward = importlib.import_module("nsa_backend_triton.span.forward")
@@ -98,6 +99,15 @@ def test_value_band_changes_only_narrow_v_on_sm_90() -> None:
     assert value_band(32, 16, 90, use_tma=True) == value_band(32, 16, 80, use_tma=False) == 16
     for k_band, v_band in ((64, 64), (256, 128), (128, 128), (16, 256)):
         assert value_band(k_band, v_band, 90, use_tma=False) == v_band
+
+
+def test_bands_are_no_wider_than_asked() -> None:
+    q, v = torch.empty(4, 2, 128), torch.empty(4, 2, 72)
+    seqs = sequences.Sequences(q, q, 1, 4, True)
+    for most, bands in ((256, (128, 32)), (64, (64, 32)), (16, (16, 16))):
+        with mock.patch.object(constexprs, "architecture", return_value=80):
+            found = constexprs.common_constants(q, v, 2, seqs, use_tma=False, max_band=most)
+        assert (found["HEAD_DIM_BAND"], found["V_HEAD_DIM_BAND"]) == bands
 
 
 @pytest.mark.slow

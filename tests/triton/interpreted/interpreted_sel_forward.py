@@ -279,6 +279,14 @@ def test_buckets_of_more_tokens_than_keys() -> None:
     assert_equals_oracle(x, call, tuned(40, tiles=5))  # no block is shared
 
 
+def test_buckets_in_narrow_bands() -> None:
+    """Two bands of K, and three of V, whose last one is half empty."""
+    x, call = problem([41], False, 1, 2, 32, 40, EVEN)
+    settings = tuned(40)  # no block is shared
+    settings["sel_bucket"] = {**settings["sel_bucket"], "MAX_BAND": 16}
+    assert_equals_oracle(x, call, settings)
+
+
 @pytest.mark.few_cases("0.0")
 @pytest.mark.parametrize("scale", [0.0, -300.0])
 def test_scale_may_be_zero_or_negative(scale: float) -> None:

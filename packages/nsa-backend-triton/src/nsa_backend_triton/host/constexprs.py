@@ -49,12 +49,16 @@ def widths(k: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def common_constants(
-    q: Tensor, v: Tensor, group: int, seqs: Sequences, *, use_tma: bool
+    q: Tensor, v: Tensor, group: int, seqs: Sequences, *, use_tma: bool, max_band: int = 256
 ) -> dict[str, object]:
-    """Return the constexpr arguments that the attention kernels of the forward share."""
-    bands = band(q.shape[-1]), band(v.shape[-1])
+    """Return the constexpr arguments that the attention kernels of the forward share.
+
+    No band of K has more than ``max_band`` columns, nor one of V unless :func:`value_band` says so.
+    """
+    bands = min(band(q.shape[-1]), max_band), min(band(v.shape[-1]), max_band)
     return {
         **widths(q, v),
+        "HEAD_DIM_BAND": bands[0],
         "V_HEAD_DIM_BAND": value_band(*bands, architecture(q.device), use_tma=use_tma),
         "GROUP": group,
         "VARLEN": seqs.packed,

@@ -108,7 +108,9 @@ def _prepare_buckets(
     num_kv_heads, select_block = k.shape[-2], call.geometry.select_block_size
     group = q.shape[-2] // num_kv_heads
     bucket_settings = tuned["sel_bucket"]
-    constants = common_constants(q, v, group, seqs, use_tma=False)
+    constants = common_constants(
+        q, v, group, seqs, use_tma=False, max_band=bucket_settings.get("MAX_BAND", 256)
+    )
     block_t = max(1, bucket_settings["BLOCK_M"] // group)
     tiles_per_program = bucket_settings["TILES_PER_PROGRAM"]
     num_slots = run.rows * run.room * n  # of partial outputs
