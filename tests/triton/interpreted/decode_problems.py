@@ -85,6 +85,9 @@ STEPS = {
     "codes": _step(
         "codes", MANY, (24, 23, 6, 5), (1, 2, 1, 1), heads=6, groups=3, page=8, dk=6, dv=4
     ),
+    "five rings": _step(
+        "five rings", MANY, (24, 23, 6, 5, 16), (1, 2, 1, 1, 2), groups=1, page=None
+    ),
     "six rings": _step(
         "six rings", MANY, (24, 23, 6, 5, 16, 22), (1, 2, 1, 1, 2, 2), groups=1, page=None
     ),
@@ -235,11 +238,15 @@ def plain_append(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def compress(
-    data: StepData, apart: Callable[[torch.Tensor], torch.Tensor], phi: str = "mlp"
+    data: StepData,
+    apart: Callable[[torch.Tensor], torch.Tensor],
+    phi: str = "mlp",
+    two_pages: bool = False,
 ) -> Outputs:
     """Compress the blocks of six sequences, of which four are complete, into pages of -9.
 
-    ``phi`` is "mlp", "linear" or "mean". Keys are rotated.
+    ``phi`` is "mlp", "linear" or "mean". Keys are rotated. ``two_pages``: a block lies in at most
+    two pages.
     """
     geometry, kind = data.call.geometry, data.q.dtype
     size, ring = geometry.compress_block_size, geometry.compress_block_size + 3
@@ -255,7 +262,9 @@ def compress(
         shapes = shapes[: {"mlp": 5, "linear": 3, "mean": 0}[phi]]
         weights = [numbers(*shape, scale=5 + i) for i, shape in enumerate(shapes)]
         table = data.call.tables.raw
-        rows = numbers(table.numel(), -(-ring // table.shape[1]), *x.shape[2:], scale=40)
+        columns = table.shape[1]
+        per_page = size if two_pages else -(-ring // columns)
+        rows = numbers(table.numel(), per_page, *x.shape[2:], scale=40)
         between = torch.nn.functional.pad(rows, (0,) * 6 + (1, 1), value=torch.nan)[1:-1]
         tensors.append((between, tuple(apart(w) if w.dim() == 2 else w for w in weights)))
     out = [torch.full_like(x, -9.0) for x in pages]
@@ -273,7 +282,9 @@ def linear_compress(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor
 
 def mean_compress(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     """Compress with the mean."""
-    return compress(data, apart, "mean")
+    results = compress(data, apart, "mean")
+    others = compress(data, apart, "mean", two_pages=True)
+    return results | {f"two pages {name}": x for name, x in others.items()}
 
 
 def ragged(data: StepData) -> StepData:
@@ -311,7 +322,7 @@ def wrong_rows(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) ->
 
 def _every_form(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
     results: Outputs = {}
-    for form in (append, compress, fused, three_launches):
+    for form in (append, compress, linear_compress, fused, three_launches):
         results |= {f"{form.__name__} {n}": x for n, x in form(data, apart).items()}
     return results
 
@@ -358,7 +369,9 @@ def compress_past_the_end(data: StepData, apart: Callable[[torch.Tensor], torch.
     data.call.starts[0] += 6
     data.call.lengths[0] += 6
     call = dataclasses.replace(data.call, max_len=15)
-    return compress(dataclasses.replace(data, call=call), apart)
+    data = dataclasses.replace(data, call=call)
+    results = compress(data, apart)
+    return results | {f"linear {n}": x for n, x in linear_compress(data, apart).items()}
 
 
 def gates(data: StepData, apart: Callable[[torch.Tensor], torch.Tensor]) -> Outputs:
@@ -421,6 +434,10 @@ CASES = {
         (linear_compress, "six sequences", 3),
         (mean_compress, "six sequences", 3),
         (mean_compress, "six rings", 3),
+        (mean_compress, "wide", 3),
+        (compress, "five rings", 3),
+        (linear_compress, "six rings", 3),
+        (linear_compress, "wide", 3),
         (compress_past_the_end, "six sequences", 3),
         (compress, "wide", 3),
         (compress, "six rings", 3),

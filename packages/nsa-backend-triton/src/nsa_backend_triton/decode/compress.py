@@ -3,7 +3,9 @@
     hidden[j] = GELU(W_up flatten(block + position) + b_up)[j]
     k_cmp     = rotary(W_down hidden + b_down) at the block's first position; v_cmp without rotary
 
-A linear phi has no hidden units, and the mean no weights.
+A linear phi has no hidden units, and the mean no weights. An MLP runs decode_compress_rows
+(compress_rows.py) if the sequences have MIN_ROWS heads together, and so does the mean; otherwise
+decode_compress serves, which takes one sequence at a time.
 
 With d = 16, 15 of 16 steps complete no block, so the time of programs without work matters most.
 Their number does not grow with the batch beyond PROGRAMS_PER_TILE sequences. Each one reads the
@@ -15,7 +17,7 @@ a time, accumulates each product of a tile [heads, BLOCK_UNITS, BLOCK_DIM] in re
 over the columns once, at the end. Multiply-adds, hidden units and the rotation are fp32; the result
 is rounded once. A sequence reads W once, from L2 if several sequences complete a block: 2 MB in
 bf16 for k with D = 128 and l = 32. The limit is the latency of a tile's loads,
-l D / BLOCK_DIM times. For the mean, a program owns all D units.
+l D / BLOCK_DIM times.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa_backend_triton.decode.codes import encode, scales_of, store_scale
+from nsa_backend_triton.decode.compress_rows import decode_compress_rows
 from nsa_backend_triton.decode.launch import cdiv, power
 from nsa_backend_triton.decode.walk import clamp_index, table_row
 from nsa_backend_triton.host import configs
@@ -45,26 +48,7 @@ _ROUNDED = {
     torch.float64: tl.float64,
 }
 _MEAN_PROGRAMS = 64  # per tensor
-
-
-@triton.jit
-def _mean(
-    X, TABLE, stride_x, first_token, page_size, columns, num_pages, unit, unit_valid,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK_UNITS: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Return the mean [BLOCK_H, BLOCK_UNITS] of TOKENS tokens, in the pages of TABLE."""
-    head = tl.arange(0, BLOCK_H).to(tl.int64)
-    stride_xp, stride_xr, stride_xh = stride_x
-    mask = (head < NUM_KV_HEADS)[:, None] & unit_valid[None, :]
-    total = tl.zeros([BLOCK_H, BLOCK_UNITS], ACC)
-    for token in tl.range(first_token, first_token + TOKENS, loop_unroll_factor=4):
-        page = clamp_index(tl.load(TABLE + token // page_size % columns), num_pages)
-        row = (token % page_size).to(tl.int64)
-        x = X + page.to(tl.int64) * stride_xp + row * stride_xr
-        offs = head[:, None] * stride_xh + unit[None, :]
-        total += tl.load(x + offs, mask=mask, other=0.0).to(ACC)
-    return total / TOKENS
+_MAX_SUMS = 4096  # splits of all runs, which bounds the memory of their sums
 
 
 @triton.jit
@@ -119,7 +103,7 @@ def _compress_units(
     X, TABLE, POSITION, WEIGHT, BIAS, OUT, SCALES, COS, SIN,
     stride_x, stride_w, stride_out, stride_scales, run, first_token, page_size, columns, num_pages,
     out_page, out_row, out_valid, position, tile, IS_V: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr, ROTATE: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ROTATE: tl.constexpr,
     RING: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
     UNITS: tl.constexpr, BLOCK_UNITS: tl.constexpr, BLOCK_DIM: tl.constexpr,
@@ -133,17 +117,11 @@ def _compress_units(
     head = tl.arange(0, BLOCK_H).to(tl.int64)
     unit = tile * BLOCK_UNITS + tl.arange(0, BLOCK_UNITS)
     unit_valid = unit < OWNED
-    if MEAN:
-        y = _mean(
-            X, TABLE, stride_x, first_token, page_size, columns, num_pages, unit, unit_valid,
-            NUM_KV_HEADS, BLOCK_H, TOKENS, BLOCK_UNITS, ACC,
-        )  # fmt: skip
-    else:
-        y = _products(
-            X, TABLE, POSITION, WEIGHT, BIAS, stride_x, stride_w, run, first_token, page_size,
-            columns, num_pages, unit, unit_valid,
-            FIRST, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
-        )  # fmt: skip
+    y = _products(
+        X, TABLE, POSITION, WEIGHT, BIAS, stride_x, stride_w, run, first_token, page_size,
+        columns, num_pages, unit, unit_valid,
+        FIRST, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
+    )  # fmt: skip
     stride_outp, stride_outr, stride_outh = stride_out
     OUT += tl.cast(out_page, tl.int64) * stride_outp + tl.cast(out_row, tl.int64) * stride_outr
     out = OUT + (head[:, None] * stride_outh + unit[None, :])
@@ -153,17 +131,11 @@ def _compress_units(
         SCALES, out_page, stride_scales, head, (head < NUM_KV_HEADS) & out_valid, IS_V, OUT_DTYPE
     )[:, None]  # fmt: skip
     if ROTATE:
-        if MEAN:
-            y2 = _mean(
-                X, TABLE, stride_x, first_token, page_size, columns, num_pages, unit + OWNED,
-                unit_valid, NUM_KV_HEADS, BLOCK_H, TOKENS, BLOCK_UNITS, ACC,
-            )  # fmt: skip
-        else:
-            y2 = _products(
-                X, TABLE, POSITION, WEIGHT + OWNED * stride_w, BIAS + OWNED, stride_x, stride_w,
-                run, first_token, page_size, columns, num_pages, unit, unit_valid, FIRST, RING,
-                NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
-            )  # fmt: skip
+        y2 = _products(
+            X, TABLE, POSITION, WEIGHT + OWNED * stride_w, BIAS + OWNED, stride_x, stride_w,
+            run, first_token, page_size, columns, num_pages, unit, unit_valid, FIRST, RING,
+            NUM_KV_HEADS, BLOCK_H, TOKENS, WIDTH, BLOCK_UNITS, BLOCK_DIM, DTYPE, ACC,
+        )  # fmt: skip
         angle = tl.cast(position, tl.int64) * OWNED + unit
         cos = tl.load(COS + angle, mask=unit_valid, other=0.0)[None, :]
         sin = tl.load(SIN + angle, mask=unit_valid, other=0.0)[None, :]
@@ -194,7 +166,7 @@ def decode_compress(
     stride_k_weight, stride_v_weight, stride_raw_table, stride_cmp_table, stride_scales,
     num_runs, raw_page_size, raw_columns, cmp_page_size, num_blocks, num_positions,
     num_sequences, num_raw_pages, num_cmp_pages,
-    FIRST: tl.constexpr, LAST: tl.constexpr, MEAN: tl.constexpr, ROPE: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, ROPE: tl.constexpr,
     RAGGED: tl.constexpr, RING: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     COMPRESS_BLOCK: tl.constexpr, STRIDE: tl.constexpr,
@@ -203,7 +175,7 @@ def decode_compress(
     K_BLOCK_DIM: tl.constexpr, V_BLOCK_DIM: tl.constexpr,
     DTYPE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Compute one layer of phi of the block that each run completes; MEAN: phi is the mean.
+    """Compute one layer of phi of the block that each run completes.
 
     FIRST: K and V are the pages of tokens; otherwise, they are the hidden units. LAST: K_OUT and
     V_OUT are pages of compressed tokens; otherwise, they are the hidden units. Hidden units of a
@@ -252,7 +224,7 @@ def decode_compress(
                     stride_k, stride_k_weight, stride_k_out, stride_scales, run, first_token,
                     raw_page_size, raw_columns, num_raw_pages, out_page, out_row, out_valid,
                     position, tile, False,
-                    FIRST, LAST, MEAN, ROPE, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, K_WIDTH,
+                    FIRST, LAST, ROPE, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, K_WIDTH,
                     K_UNITS, BLOCK_UNITS, K_BLOCK_DIM, DTYPE, ACC,
                 )  # fmt: skip
             else:
@@ -261,7 +233,7 @@ def decode_compress(
                     stride_v, stride_v_weight, stride_v_out, stride_scales, run, first_token,
                     raw_page_size, raw_columns, num_raw_pages, out_page, out_row, out_valid,
                     position, tile - K_TILES, True,
-                    FIRST, LAST, MEAN, False, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, V_WIDTH,
+                    FIRST, LAST, False, RING, NUM_KV_HEADS, BLOCK_H, TOKENS, V_WIDTH,
                     V_UNITS, BLOCK_UNITS, V_BLOCK_DIM, DTYPE, ACC,
                 )  # fmt: skip
 
@@ -326,7 +298,7 @@ def _launches(
 ) -> tuple[Launch, Launch | None, tuple[tuple[int, ...], ...]]:
     """Prepare the launches; the second one is None if phi has one layer.
 
-    Returns also the shapes of the hidden units of k and v.
+    Returns also the shapes of the hidden units of k and v, or of the sums that make them.
     """
     size, is_mlp, (rope, ragged, is_mean) = geometry.compress_block_size, len(weights) > 6, options
     k_weight, v_weight, down = weights[2], weights[3], weights[6:]
@@ -343,11 +315,21 @@ def _launches(
     if shapes != expected and not is_mean:
         raise ValueError(f"compress expects weights of shapes {expected}, got {shapes}")
     page_size, columns = k_cmp.shape[1], raw_table.shape[1]
-    settings = configs.pick("decode_compress", architecture(k.device))
-    block_h, block_units = power(heads), settings["BLOCK_UNITS"]
-    programs_per_tile = min(settings["PROGRAMS_PER_TILE"], batch)
+    gpu, traits = architecture(k.device), {"head_dim": dk, "v_head_dim": dv, "kv_heads": heads}
+    settings = configs.pick("decode_compress_rows", gpu, itemsize=k.itemsize, **traits)
+    by_rows = is_mean or (is_mlp and 0 < settings["MIN_ROWS"] <= batch * heads)
+    groups, splits, block_rows = batch, 1, settings["BLOCK_ROWS"]
     if is_mean:
-        block_units, programs_per_tile = power(max(dk, dv)), min(_MEAN_PROGRAMS, batch)
+        block_rows = min(block_rows, power(heads))
+    if by_rows:
+        groups = cdiv(batch * heads, block_rows)
+    else:
+        settings = configs.pick("decode_compress", gpu)
+    if by_rows and is_mlp:
+        splits = max(1, min(settings["SPLITS"], size, _MAX_SUMS // batch))
+    block_units = power(max(dk, dv)) if is_mean else settings["BLOCK_UNITS"]
+    programs_per_tile = _MEAN_PROGRAMS if is_mean else settings["PROGRAMS_PER_TILE"]
+    programs_per_tile = min(programs_per_tile, groups)
     numbers = (columns, page_size, cmp_table.shape[1] * page_size, cos.shape[0], len(cmp_table))
     row_strides = (raw_table.stride(0), cmp_table.stride(0), scales.stride(0), batch)
 
@@ -355,17 +337,26 @@ def _launches(
         inputs: Strides, outputs: Strides, of_weights: tuple[int, int], rows: int, tokens: int,
         widths: tuple[int, int], units: tuple[int, int], is_first: bool, is_last: bool,
     ) -> Launch:  # fmt: skip
-        rotated = rope and is_last
-        pairs = units[0] // 2 if rotated else units[0]
-        tiles = cdiv(pairs, block_units) + cdiv(units[1], block_units)
-        most = max(1, settings["TILE_PRODUCTS"] // (block_h * block_units))
-        block_dims = [min(most, power(tokens * width)) for width in widths]
+        tiles = [cdiv(n, block_units) for n in units]
+        if by_rows:
+            most = settings["BLOCK_DIM" if is_first else "BLOCK_HIDDEN"]
+            block_dims = [max(16, min(most, power(width))) for width in widths]
+            own = {
+                "TWO_PAGES": k.shape[1] >= size, "MEAN": is_mean, "BLOCK_ROWS": block_rows,
+                "SPLITS": splits, "num_stages": settings["num_stages"] if is_first else 1,
+            }  # fmt: skip
+        else:
+            if rope and is_last:  # a tile has pairs of units of k
+                tiles[0] = cdiv(units[0] // 2, block_units)
+            most = max(1, settings["TILE_PRODUCTS"] // (power(heads) * block_units))
+            block_dims = [min(most, power(tokens * width)) for width in widths]
+            own = {"RING": is_first and columns == 1, "BLOCK_H": power(heads)}
+        programs = sum(tiles) * programs_per_tile * (1 if is_last else splits)
         return Launch(
-            decode_compress, (tiles * programs_per_tile,),
+            decode_compress_rows if by_rows else decode_compress, (programs,),
             *inputs, *outputs, *of_weights, *row_strides, rows, *numbers, len(k), len(k_cmp),
-            FIRST=is_first, LAST=is_last, MEAN=is_mean, ROPE=rotated,
-            RAGGED=ragged, RING=is_first and columns == 1, NUM_KV_HEADS=heads, BLOCK_H=block_h,
-            COMPRESS_BLOCK=size, STRIDE=geometry.compress_stride,
+            FIRST=is_first, LAST=is_last, ROPE=rope and is_last, RAGGED=ragged, **own,
+            NUM_KV_HEADS=heads, COMPRESS_BLOCK=size, STRIDE=geometry.compress_stride,
             K_WIDTH=widths[0], V_WIDTH=widths[1], K_UNITS=units[0], V_UNITS=units[1],
             BLOCK_B=settings["BLOCK_B"], BLOCK_UNITS=block_units,
             PROGRAMS_PER_TILE=programs_per_tile,
@@ -382,4 +373,4 @@ def _launches(
         return first, None, ()
     strides = (down[0].stride(0), down[2].stride(0))
     last = launch(of_hidden, cmp, strides, 1, 1, hidden, (dk, dv), False, True)
-    return first, last, tuple((batch, 1, heads, units) for units in hidden)
+    return first, last, tuple((splits * batch, 1, heads, units) for units in hidden)

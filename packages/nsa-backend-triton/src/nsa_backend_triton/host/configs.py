@@ -53,7 +53,10 @@ DECODE: Mapping[str, tuple[str, ...]] = {
     "select": ("decode_span",),
     "sel": ("decode_sel",),
     "win": ("decode_span",),
-    "combine": ("combine_forward", "decode_append", "decode_gates", "decode_compress"),
+    "combine": (
+        *("combine_forward", "decode_append", "decode_gates"),
+        *("decode_compress", "decode_compress_rows"),
+    ),
 }
 
 Settings = Mapping[str, int]
@@ -120,6 +123,7 @@ def missing(request: Request, architecture: int) -> list[str]:
         "v_head_dim": request.v_head_dim,
         "itemsize": _ITEMSIZE[request.dtype],
         "heads": request.n_heads // request.n_kv_heads,
+        "kv_heads": request.n_kv_heads,
         "block": request.geometry.select_block_size,
         "selected": request.geometry.num_selected_blocks,
         "window": request.geometry.window_size if request.slot == "win" else 0,
