@@ -8,12 +8,13 @@ The memory is that of nsa_vllm: one pool of blocks, which hold tokens of one bra
 compressed tokens beside the keys and values of sel. First, ragged steps over such pages are
 compared with the oracle; if they differ, nothing is timed. Then it prints three tables.
 
-A step of one layer that adds a token to each sequence, in microseconds:
+A step of one layer that adds a token to each sequence, in microseconds. Every d-th step of a
+sequence completes a block, which phi (an MLP) compresses; the sequences take turns:
 
-- nsa: microseconds of one layer's step, in a CUDA graph: append, compression and attention
-- blocks: the same with a page of cmp per block, as a cache has them; the difference is the price
-  of compressed tokens that sequences can share
-- eager: microseconds of a step without a graph, host included
+- nsa: microseconds of one layer's step, in a CUDA graph: append, compression and attention; the
+  mean of d consecutive steps
+- together: the same for a step in which all sequences complete a block
+- eager: microseconds of a step without a graph, host included; the mean of d consecutive steps
 - dense: microseconds of dense attention of one token by FlashAttention over contiguous keys and
   values, without an append, and the bandwidth of its keys and values
 - tokens per second of one layer
@@ -65,6 +66,7 @@ SMALL = NSAConfig(
 BLOCK = 64  # tokens
 LAYOUTS = ("BLNHC", "BLHNC")
 CHUNK = 2048  # tokens of a prompt in a step
+DENSE = ("dense", "flash-attn")  # names of the times of dense attention
 
 
 class Pool:
@@ -114,15 +116,12 @@ class Pool:
             view = part.unflatten(1, (*shape, width))
             self.views[branch] = view if layout == "BLNHC" else view.transpose(1, 2)
 
-    def pages(self, shared: bool = True) -> LayerPages:
-        """Return the pages; with ``shared`` compressed tokens as nsa_vllm has them."""
-        cmp, table = self.views["cmp"], self.tables["sel"]
-        if shared:
-            geometry, states = self.config.geometry, cmp.shape[1]
-            table = state_table(table, geometry, states, pitch(cmp), self.max_len)
-            cmp = state_pages(cmp)
+    def pages(self) -> LayerPages:
+        """Return the pages as nsa_vllm has them."""
+        cmp, sel, geometry = self.views["cmp"], self.tables["sel"], self.config.geometry
+        table = state_table(sel, geometry, cmp.shape[1], pitch(cmp), self.max_len)
         tokens = {branch: (self.views["sel"], self.tables[branch]) for branch in self.tables}
-        parts = {"cmp": (cmp, table), **tokens}
+        parts = {"cmp": (state_pages(cmp), table), **tokens}
         widths = [self.config.qk_dim, self.config.v_dim]
         return LayerPages(**{b: PagedKV(*x.split(widths, -1), t) for b, (x, t) in parts.items()})
 
@@ -207,24 +206,32 @@ def nsa_times(batch: int, length: int, layout: str) -> dict[str, float]:
         make_phi(config.compress, config.geometry, 128).to(device, dtype).requires_grad_(False)
         for _ in range(2)
     )
-    lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
+    pages, rope = pool.pages(), angles(config, length, device)
     cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    rows, rope = decode_rows(cu_seqlens, lengths, batch), angles(config, length, device)
+    index = cu_seqlens[:-1]
     q, kv = (
         torch.randn(batch, n, 128, device=device, dtype=dtype)
         for n in (config.n_heads, config.n_kv_heads)
     )
     gates = torch.rand(batch, config.n_heads, 3, device=device)
 
-    def step(pages: LayerPages) -> Callable[[], Any]:
+    def step(lengths: torch.Tensor) -> Callable[[], Any]:
+        rows = decode_rows(cu_seqlens, lengths, batch)
         return lambda: nsa_decode(
             q, kv, kv, gates, pages, rows, config=config, phi=phi, rope=rope, max_len=length
         )
 
+    count = config.compress_stride
+    steps = [step(length - (index + i) % count) for i in range(count)]
+
+    def consecutive() -> None:
+        for run in steps:
+            run()
+
     return {
-        "nsa": graph_ms(step(pool.pages()), repeats=5) * 1e3,
-        "blocks": graph_ms(step(pool.pages(shared=False)), repeats=5) * 1e3,
-        "eager": 1e3 * eager_ms(step(pool.pages())),
+        "nsa": graph_ms(consecutive, repeats=2) * 1e3 / count,
+        "together": graph_ms(step(torch.full_like(index, length)), repeats=5) * 1e3,
+        "eager": eager_ms(consecutive, repeats=5) * 1e3 / count,
     }
 
 
@@ -346,13 +353,12 @@ def line(row: dict[str, Any]) -> str:
     start = f"{row['batch']:>5} {row['length']:>7}"
     numbers = [
         f"{row[name]:>9.1f}" if name in row else f"{'-':>9}"
-        for name in ("nsa", "blocks", "eager", "dense", "flash-attn")
+        for name in ("nsa", "together", "eager", *DENSE)
     ]
     ratio = rate = bandwidth = f"{'-':>9}"
     if "nsa" in row:
         rate = f"{row['batch'] / row['nsa'] * 1e3:>9.1f}"
-    if "dense" in row:
-        best = min(row[name] for name in ("dense", "flash-attn") if name in row)
+    if best := min((row[name] for name in DENSE if name in row), default=None):
         size = 2 * row["batch"] * row["length"] * TIMED.n_kv_heads * 128 * 2
         bandwidth = f"{size / best / 1e6:>9.2f}"
         ratio = f"{best / row['nsa']:>9.2f}" if "nsa" in row else ratio
@@ -422,7 +428,8 @@ def main() -> None:
     for row in others("run, us", runs, run_times, *target):
         result["runs"].append(row)
     save()
-    print("us     length       nsa    blocks     eager     dense flash-attn  speedup  ktok/s  TB/s")
+    names = ("us     length", *(f"{name:>9}" for name in ("nsa", "together", "eager", *DENSE)))
+    print(*names, f"{'speedup':>9} {'ktok/s':>9} {'TB/s':>9}")
     for row in cells(options.batches, options.lengths, *target):
         result["cells"].append(row)
         print(line(row), flush=True)
