@@ -331,6 +331,13 @@ PIECES = (
         rehearses="sm80",
     ),
     Piece(
+        "serving-decode",
+        "steps and prompts of nsa_decode over pages of vLLM, and dense FlashAttention",
+        "python benchmarks/kernels/serving_decode.py --json {file}",
+        "serving_decode.json",
+        4,
+    ),
+    Piece(
         "counters",
         "hardware counters of the core's kernels, read by Nsight Compute",
         "python benchmarks/kernels/counters.py --json {file}",

@@ -46,6 +46,7 @@ from figure_learning import LEARNING
 from figure_parallel import TABLES as PARALLEL
 from figure_pieces import PIECES, PUBLISHED, Piece
 from figure_recipes import RECIPES
+from figure_serving import SERVING
 from figure_shapes import SHAPES_OF_MODELS
 from figure_tables import TABLES as OTHER_TABLES
 from figure_tables import Results
@@ -55,7 +56,7 @@ from nsa_bench.provenance import blob_id, command_output, tree_id
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = OTHER_TABLES | TRAINING | LEARNING | PARALLEL | BLOCKS
-TABLES |= A100 | COUNTERS | RECIPES | SHAPES_OF_MODELS
+TABLES |= A100 | COUNTERS | RECIPES | SERVING | SHAPES_OF_MODELS
 PAGES = ("README.md", "benchmarks/README.md", "docs/**/*.md", "tests/verify/report_rows/*.md")
 MARKED = re.compile(r"(<!-- figures:([\w-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 # They do not affect measurements.
@@ -63,7 +64,7 @@ OURS = (
     *("figures.py", "figure_a100.py", "figure_blocks.py", "figure_counters.py"),
     "figure_learning.py",
     *("figure_parallel.py", "figure_pieces.py", "figure_recipes.py"),
-    *("figure_shapes.py", "figure_tables.py", "figure_training.py"),
+    *("figure_serving.py", "figure_shapes.py", "figure_tables.py", "figure_training.py"),
 )
 CUT = ("time limit was reached", "not begun: time limit")  # reasons of cells without a time
 

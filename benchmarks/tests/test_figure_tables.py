@@ -33,11 +33,33 @@ def rows_of(results, name):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.mark.parametrize("name", ["a100", "shapes"])
+@pytest.mark.parametrize("name", ["a100", "shapes", "serving-steps", "serving-prompts"])
 def test_a_table_without_its_files_says_so(tmp_path, name):
     ((state, *others),) = rows_of(tmp_path / "results" / "h100", name)
     assert state == "not measured yet"
     assert {*others} == {"-"}
+
+
+def test_the_serving_tables_have_the_cells_that_ran(tmp_path):
+    cells = [
+        {"batch": 8, "length": 8192, "nsa": 50.0, "eager": 80.0, "dense": 60.0, "flash-attn": 55.0},
+        {"batch": 1, "length": 8192, "nsa": 40.0, "eager": 70.0, "error": "no memory"},
+        {"batch": 1, "length": 131072, "error": "no time left"},
+    ]
+    prompts = [{"tokens": 8192, "chunks": 5.0, "cache": 6.0, "whole": 4.0, "rows": 90.0}]
+    result = {"device": "NVIDIA H100 80GB HBM3", "shape": "64/4/128 bfloat16"}
+    result |= {"cells": cells, "prompts": prompts}
+    folder = tmp_path / "results" / "h100"
+    folder.mkdir(parents=True)
+    (folder / "serving_decode.json").write_text(json.dumps(result))
+    published = tmp_path / "results" / "h200"
+    assert figures.TABLES["serving-device"](figures.Results(published)) == "H100 80GB"
+    assert rows_of(published, "serving-steps") == [
+        ["8k", "1", "40.0", "70.0", "-", "-", "-", "25.0"],
+        ["8k", "8", "50.0", "80.0", "55.0", "2.4", "1.1x", "160"],
+        ["128k", "1", "-", "-", "-", "-", "-", "-"],
+    ]
+    assert rows_of(published, "serving-prompts") == [["8k", "90.0", "5.00", "6.00", "4.00"]]
 
 
 def test_the_a100_table_has_the_fastest_of_each_kind(tmp_path):
