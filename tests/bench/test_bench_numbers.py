@@ -39,7 +39,7 @@ def test_parse_shape_accepts_names_and_heads():
     for wrong, text in (
         ("12/5/64", "do not divide"),
         ("report", "did you mean"),
-        ("1/2", "Hq/G/Dk"),
+        ("1/2", "HEADS/KV_HEADS/WIDTH"),
         ("0/1/2", "Hq"),
     ):
         with pytest.raises(InvalidInput, match=text):

@@ -208,9 +208,9 @@ def test_row_60_an_existing_output_file_is_refused_without_force(tmp_path):
     with pytest.raises(InvalidInput, match="exists; give --force"):
         output.write_atomic(file, "two\n")
     with pytest.raises(InvalidInput, match="exists; give --force"):
-        output.check_writable(file)
+        output.check_writable("--json", file)
     assert file.read_text() == "one\n"
-    output.check_writable(file, True)
+    output.check_writable("--json", file, True)
     output.write_atomic(file, "two\n", True)
     assert file.read_text() == "two\n"
     assert list(tmp_path.iterdir()) == [file]
@@ -247,21 +247,19 @@ def test_row_60_links_are_followed_and_devices_are_refused(tmp_path):
     output.write_atomic(link, "new", force=True)
     assert link.is_symlink()
     assert real.read_text() == "new"
-    for path in ("/dev/null", str(tmp_path)):
-        for function in (
-            output.check_writable,
-            lambda path, force: output.write_atomic(path, "x", force),
-        ):
-            with pytest.raises(InvalidInput, match="not a plain file"):
-                function(pathlib.Path(path), True)
+    for path, problem in (("/dev/null", "not a plain file"), (str(tmp_path), "a folder; give")):
+        with pytest.raises(InvalidInput, match=f"--json {path} is {problem}"):
+            output.check_writable("--json", pathlib.Path(path), True)
+        with pytest.raises(InvalidInput, match=f"{path} is not a plain file"):
+            output.write_atomic(path, "x", True)
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
 def test_row_60_a_missing_directory_is_refused_before_the_run(tmp_path):
-    output.check_writable(None)
-    output.check_writable(tmp_path / "new.json")
+    output.check_writable("--json", None)
+    output.check_writable("--json", tmp_path / "new.json")
     with pytest.raises(InvalidInput, match="does not exist"):
-        output.check_writable(tmp_path / "absent" / "new.json")
+        output.check_writable("--json", tmp_path / "absent" / "new.json")
 
 
 def test_progress_prints_nothing_for_short_runs_without_a_terminal(capsys):

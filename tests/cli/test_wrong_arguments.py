@@ -26,16 +26,23 @@ print(json.dumps(answers))
 GPU, DEVICE = "unknown GPU 'a1000'; did you mean 'a100'?", "--device must be auto, cpu, cuda or"
 BACKEND = "unknown backend 'nope' (known: fa2, sdpa, triton)"
 DTYPE, SLOT = "got 'fp17'; did you mean 'fp16'?", "unknown slot 'slot'; did you mean 'select'?"
-SHAPE, TOKENS = "--shape must be Hq/G/Dk", "--length: '2q' is not a number of tokens from 1"
+SHAPE = "--shape must be HEADS/KV_HEADS/WIDTH such as 12/2/64"
+TOKENS = "--length: '2q' is not a number of tokens from 1"
 MISSING, NO_MODEL = (
     "/no/such: No such file or directory; give a file",
     "/no/such does not exist: give the fold",
 )
-NO_FOLDER = "the directory /no/such does not exist; create it first"
+NO_FOLDER = "/no/such/x: the directory /no/such does not exist; create it first"
+IS_FOLDER = "packages is a folder; give the path of a file, such as packages/NAME"
+READ_ONLY = "/proc/x: no file can be created in /proc: "
+EXISTS = "README.md exists; give --force to overwrite it"
+NO_TORCHRUN = "divides a training over processes of torchrun, which did not start this one"
 WRONG = {
     "backends list --phase decod": "--phase: 'decod' is not one of 'prefill', 'decode'",
     "backends list --gpu a1000": GPU,
-    "backends list --json /no/such/x": NO_FOLDER,
+    "backends list --json /no/such/x": f"--json {NO_FOLDER}",
+    "backends show sdpa --json packages": f"--json {IS_FOLDER}",
+    "backends explain --json README.md": f"--json {EXISTS}",
     "backends show sdpaa": "unknown backend 'sdpaa'; did you mean 'sdpa'?",
     "backends explain --sel nope": BACKEND,
     "backends explain --dtype fp17": DTYPE,
@@ -49,9 +56,12 @@ WRONG = {
     "backends explain --phase decode --grad": "--grad: not with --phase decode; leave it out",
     "backends explain --head-dim 0": "--head-dim must be greater than or equal to 1, got '0'",
     "backends explain --seq-len ''": "--seq-len: '' is not a number of tokens from 0",
-    "doctor --json /no/such/x": NO_FOLDER,
+    "doctor --json /no/such/x": f"--json {NO_FOLDER}",
+    "doctor --json /proc/x": f"--json {READ_ONLY}",
     "doctor --json ''": "--json must be a path, got ''",
     "verify --sel nope": BACKEND,
+    "verify --json /no/such/x": f"--json {NO_FOLDER}",
+    "verify --json /proc/x": f"--json {READ_ONLY}",
     "verify --dtype fp17": DTYPE,
     "verify --device gpu": "--device: 'gpu' is not one of 'auto', 'cpu', 'cuda'",
     "verify --case 'win tokn=5'": "win has no key 'tokn'; did you mean 'tokens'?",
@@ -61,6 +71,12 @@ WRONG = {
     "verify --text packages": "--text packages: Is a directory; give a file",
     "verify --shard 5/4": "such as 1/4",
     "bench --combo sel=nope": BACKEND,
+    "bench --json packages": f"--json {IS_FOLDER}",
+    "bench --html /no/such/x": f"--html {NO_FOLDER}",
+    "bench --png README.md": f"--png {EXISTS}",
+    "bench --svg /proc/x": f"--svg {READ_ONLY}",
+    "bench decode --html packages": f"--html {IS_FOLDER}",
+    "bench report a --svg packages": f"--svg {IS_FOLDER}",
     "bench --combo slot=sdpa": SLOT,
     "bench --shape 12/5": SHAPE,
     "bench --shape ''": SHAPE,
@@ -103,7 +119,13 @@ WRONG = {
     "train --out o --device gpu": DEVICE,
     "train --out o --lr nan": "--lr must be finite and > 0, got nan",
     "train --out o --held-out 2": "--held-out must be less than or equal to 1, got '2'",
-    "train --out /no/such/o": NO_FOLDER,
+    "train --out /no/such/x": f"--out {NO_FOLDER}",
+    "train --out README.md": "--out README.md is not a folder; give the path of a folder",
+    "train --out /proc/x": "--out /proc/x: no file can be created in /proc: ",
+    "train --out o --png packages": f"--png {IS_FOLDER}",
+    "train --out o --parallel fsdp": f"--parallel fsdp {NO_TORCHRUN}",
+    "train --out o --context-parallel 2": f"--context-parallel 2 {NO_TORCHRUN}",
+    "train --out o --tensor-parallel 4": f"--tensor-parallel 4 {NO_TORCHRUN}",
     "train --out o --vocab 32": "--vocab: only with uniform and recall",
     "generate --checkpoint /no/such": NO_MODEL,
     "generate --checkpoint packages": "packages has no config.json: give the folder of a model",
@@ -115,7 +137,8 @@ WRONG = {
     "inspect --out i --text README.md --dtype fp17": DTYPE,
     "inspect --out i --text README.md --backends nope": BACKEND,
     "inspect --out i --text README.md --device gpu": DEVICE,
-    "inspect --out /no/such/i --text README.md": NO_FOLDER,
+    "inspect --out /no/such/x --text README.md": f"--out {NO_FOLDER}",
+    "inspect --out packages --text README.md": "--out packages is not empty: it holds",
 }
 
 

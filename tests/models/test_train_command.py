@@ -14,7 +14,6 @@ import sys
 from typing import Any, get_args
 
 import pytest
-import torch
 
 from nsa_bench.roofline import Peaks
 from nsa_cli import extras, train_options
@@ -25,7 +24,6 @@ from nsa_models.lm import log, saving
 from nsa_models.lm import train as train_module
 from nsa_models.lm.config import SIZES
 from nsa_models.lm.model_folder import open_folder
-from nsa_models.lm.parallel import World
 from nsa_models.lm.recipe import KINDS, Recipe
 from nsa_models.lm.run_folder import INDEX
 from nsa_models.lm.task import TASKS, DataSpec
@@ -198,11 +196,10 @@ def test_errors_name_options_as_typed(nsa, text, tmp_path, options, message):
 def test_a_single_process_of_torchrun_may_name_its_parallelism(
     nsa, text, tmp_path, monkeypatch, kind
 ):
-    world = World(torch.device("cpu"), launched=True)
     out = tmp_path / "run"
     options = ["--data", text, "--steps", "1", "--parallel", kind, *SMALL]
     with monkeypatch.context() as patch:
-        patch.setattr("nsa_models.lm.parallel.join", lambda _: world)
+        patch.setattr("nsa_cli.torchrun.launched", lambda: True)
         assert nsa("train", "--out", str(out), *options).code == 0
     assert open_folder(out).training.recipe.parallel == kind
     # Without torchrun, a resumed run may leave the option out, but not repeat it.

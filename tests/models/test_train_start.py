@@ -174,8 +174,9 @@ def test_the_command_that_starts_again_starts_torchrun_again(nsa, tmp_path, monk
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    world = World(torch.device("cpu"), rank, launched=True)
+    world = World(torch.device("cpu"), rank)
     monkeypatch.setattr("nsa_models.lm.parallel.join", lambda _: world)
+    monkeypatch.setattr("nsa_cli.torchrun.launched", lambda: True)
     monkeypatch.setattr("nsa_models.lm.task.open_data", interrupted)
     out = tmp_path / "run"
     done = nsa("train", "--out", str(out), "--data", "uniform", "--parallel", "fsdp")

@@ -18,7 +18,7 @@ _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The heads of an attention layer, written Hq/G/Dk[/Dv].
+    """The heads of an attention layer, written HEADS/KV_HEADS/WIDTH or with Dv as a fourth number.
 
     Attributes:
         n_heads: Query heads Hq.
@@ -84,7 +84,8 @@ def parse_shape(text: str) -> Shape:
         known = ", ".join(f"{name} ({shape})" for name, shape in NAMED.items())
         hint = did_you_mean(text, NAMED)
         raise InvalidInput(
-            f"--shape must be Hq/G/Dk, Hq/G/Dk/Dv or one of {known}; got {text!r:.80}{hint}"
+            "--shape must be HEADS/KV_HEADS/WIDTH such as 12/2/64, with a fourth number if values"
+            f" have another width, or one of {known}; got {text!r:.80}{hint}"
         )
     sizes = zip(("n_heads", "n_kv_heads", "head_dim", "v_head_dim"), numbers)
     if problems := [problem for size in sizes for problem in integer_problems(*size)]:

@@ -78,7 +78,7 @@ def list_backends(
     from nsa_cli import backend_rows as rows
 
     with output.exit_codes():
-        output.check_writable(json, force)
+        output.check_writable("--json", json, force)
         simulated = _simulated(gpu)
         if simulated and not probe:
             raise InvalidInput("--gpu needs a probe: leave out --no-probe")
@@ -115,7 +115,7 @@ def show(
     from nsa_cli import backend_rows as rows
 
     with output.exit_codes():
-        output.check_writable(json, force)
+        output.check_writable("--json", json, force)
         simulated = _simulated(gpu)
         check_backends([name])
         output.import_with_plugins("torch")
@@ -221,7 +221,7 @@ def explain(
     with output.exit_codes():
         from nsa_core.config import NSAConfig
 
-        output.check_writable(json, force)
+        output.check_writable("--json", json, force)
         check_backends(named.values())
         prefill_only = {"grad": grad, "varlen": varlen}
         decode_only = {"page_size": page_size, "kv_dtype": kv_dtype}

@@ -183,7 +183,9 @@ def _limits(preset: str, budget: float | None, time_limit: float | None) -> dict
 def compare_files(
     old: Annotated[Path, typer.Argument(help="Baseline result file.")],
     new: Annotated[Path, typer.Argument(help="Result file to compare with the baseline.")],
-    fail_over: Annotated[str, typer.Option(help="Tolerated slow-down in percent.")] = "5%",
+    fail_over: Annotated[
+        str, typer.Option(metavar="PERCENT", help="Tolerated slow-down in percent.")
+    ] = "5%",
     force: Annotated[
         bool, typer.Option("--force", help="Compare results from different devices.")
     ] = False,
@@ -265,8 +267,8 @@ class _Files:
 
     def check(self) -> None:
         """Check before any work that the files can be written."""
-        for file in (self.json, self.html, self.png, self.svg):
-            output.check_writable(file, self.force)
+        for kind in ("json", "html", "png", "svg"):
+            output.check_writable(f"--{kind}", getattr(self, kind), self.force)
         if self.html or self.png or self.svg:
             from nsa_bench.render.style import need_plot_packages
 

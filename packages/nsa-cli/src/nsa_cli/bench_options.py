@@ -7,7 +7,19 @@ from typing import Annotated, Literal
 
 import typer
 
-from nsa_cli.choices import DTYPE_CHOICES, advanced, complete_pairs, completion, shown, tokens
+from nsa_cli.choices import (
+    BACKENDS,
+    BLOCKS,
+    DTYPE_CHOICES,
+    SHAPE,
+    advanced,
+    complete_pairs,
+    completion,
+    shown,
+    tokens,
+)
+
+LENGTHS = "TOKENS,..|FROM..TO"
 
 
 def _values(shapes: str, lengths: str, dtypes: str) -> dict[str, str]:
@@ -42,6 +54,7 @@ Combos = Annotated[
     list[str] | None,
     typer.Option(
         "--combo",
+        metavar=BACKENDS,
         help=(
             "Backends to time: one name, or pairs such as win=sdpa,cmp=fa2. Repeatable. Default:"
             " every ready backend."
@@ -75,6 +88,7 @@ DecodeBatch = Annotated[
 CacheLengths = Annotated[
     str | None,
     typer.Option(
+        metavar=LENGTHS,
         help="Tokens in the cache: a list such as 512,64k,1M or a range such as 2k..64k.",
         show_default=False,
     ),
@@ -82,7 +96,11 @@ CacheLengths = Annotated[
 Shapes = Annotated[
     str | None,
     typer.Option(
-        help="Comma-separated shapes: Hq/G/Dk[/Dv], reports, paper or tiny.",
+        metavar=SHAPE,
+        help=(
+            "Comma-separated shapes, such as 12/2/64, or 64/4/192/128 if values have another"
+            " width; or reports, paper, tiny."
+        ),
         show_default=False,
         autocompletion=completion("reports", "paper", "tiny"),
     ),
@@ -90,6 +108,7 @@ Shapes = Annotated[
 Lengths = Annotated[
     str | None,
     typer.Option(
+        metavar=LENGTHS,
         help="Sequence lengths in tokens: a list such as 512,64k,1M or a range such as 2k..64k.",
         show_default=False,
     ),
@@ -112,7 +131,13 @@ Dtypes = Annotated[
 ]
 Blocks = Annotated[
     str,
-    advanced(help="Block sizes l,d,l',n,w in tokens (n: blocks)."),
+    advanced(
+        metavar=BLOCKS,
+        help=(
+            "Tokens per compression block l, its stride d, tokens per selection block l', selected"
+            " blocks n, window w."
+        ),
+    ),
 ]
 Inputs = Annotated[
     str,

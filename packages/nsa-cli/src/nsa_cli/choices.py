@@ -88,6 +88,9 @@ Device = Annotated[
         autocompletion=complete_device,
     ),
 ]
+SHAPE = "HEADS/KV_HEADS/WIDTH"
+BLOCKS = "l,d,l',n,w"
+BACKENDS = "NAME|SLOT=NAME,.."
 Json = Annotated[
     Path | None,
     typer.Option(
@@ -105,6 +108,7 @@ Threads = Annotated[int, advanced(help="CPU threads.", min=1)]
 Backends = Annotated[
     str,
     advanced(
+        metavar=BACKENDS,
         help="auto, one backend for all slots, or pairs such as win=fa2,cmp=triton.",
         autocompletion=complete_pairs,
     ),

@@ -16,7 +16,7 @@ from nsa_core.limits import largest, shown
 _METAVARS = {
     **dict.fromkeys(("int", "int range"), "N"),
     **dict.fromkeys(("float", "float range"), "NUMBER"),
-    **dict.fromkeys(("path", "list[Path]"), "PATH"),
+    **dict.fromkeys(("path", "list[Path]"), "FILE"),
     **dict.fromkeys(("str", "list[str]"), "TEXT"),
 }
 _BACKEND_OPTIONS = (
@@ -34,7 +34,7 @@ class _Command:
     """Help and errors that commands and groups share."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters; help shows N, PATH and TEXT where typer names Python's types."""
+        """Return the parameters; help shows N, FILE and TEXT where typer names Python's types."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
             if param.param_type_name == "argument":

@@ -27,7 +27,6 @@ from nsa_cli.choices import (
     tokens,
 )
 from nsa_cli.extras import need_extras
-from nsa_core.util.atomic_files import check_output_folder
 from nsa_models.lm.run_folder import check_model
 
 if TYPE_CHECKING:
@@ -45,11 +44,15 @@ def convert(
     checkpoint: Annotated[
         Path,
         typer.Option(
+            metavar="FOLDER",
             help="Folder of a dense Llama, Qwen2 or Qwen3, or a run of nsa train --attention dense:"
             " config.json and safetensors.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the model with NSA; new or empty.")],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FOLDER", help="Folder for the model with NSA; new or empty."),
+    ],
     nsa: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,6 +64,7 @@ def convert(
     nsa_layers: Annotated[
         str,
         typer.Option(
+            metavar="all|every_4th_dense|N,N-N,..",
             help="Layers that get NSA; the others stay dense: all, every_4th_dense (layers 3, 7, 11"
             " and so on stay dense), or numbers such as 0,2,4-7.",
             autocompletion=completion("all", "every_4th_dense"),
@@ -96,7 +100,7 @@ def convert(
         need_extras("nsa convert", ["transformers"])
         fields, layers = _fields(nsa or []), _layers(nsa_layers)
         check_model(checkpoint)
-        check_output_folder(out)
+        output.check_out(out)
         chosen = parse_backends(backends)
         dtype = "auto" if dtype is None else one_dtype(dtype)
         content = None if text is None else read_file("--text", text)

@@ -43,7 +43,7 @@ def doctor(
     with output.exit_codes():
         if json and report:
             raise InvalidInput("--json and --report print one document each; leave one of them out")
-        output.check_writable(json, force)
+        output.check_writable("--json", json, force)
         document = health.inspect_environment(limit)
         if output.prints_json(document, json, force):
             pass

@@ -26,7 +26,10 @@ _COLDEST = 1e-6
 
 def generate(
     checkpoint: Annotated[
-        Path, typer.Option(help="Model folder, of nsa train, nsa convert or save_pretrained.")
+        Path,
+        typer.Option(
+            metavar="FOLDER", help="Model folder, of nsa train, nsa convert or save_pretrained."
+        ),
     ],
     prompt: Annotated[
         str, typer.Option(help="Text to continue. Empty: start a new document.")

@@ -23,7 +23,6 @@ from nsa_cli.choices import (
 )
 from nsa_cli.extras import need_extras
 from nsa_cli.result_files import ResultFiles
-from nsa_core.util.atomic_files import check_output_folder
 from nsa_models.lm.run_folder import check_model
 
 if TYPE_CHECKING:
@@ -33,12 +32,16 @@ if TYPE_CHECKING:
 def inspect(
     context: typer.Context,
     text: Annotated[Path, typer.Option(help="Text file that the model reads.")],
-    out: Annotated[Path, typer.Option(help="Output folder for the page and the pictures.")],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FOLDER", help="Output folder for the page and the pictures."),
+    ],
     checkpoint: Annotated[
         Path | None,
         typer.Option(
+            metavar="FOLDER",
             help="Model folder, of nsa train, nsa convert or save_pretrained. Default: a small"
-            " untrained model."
+            " untrained model.",
         ),
     ] = None,
     layer: Annotated[
@@ -79,7 +82,7 @@ def inspect(
             check_model(checkpoint)
         chosen, torch_dtype_name = parse_backends(backends), one_dtype(dtype)
         need_extras("nsa inspect", ["matplotlib", "jinja2"])
-        check_output_folder(out, force, "--force to overwrite its pictures")
+        output.check_out(out, force, "--force to overwrite its pictures")
         with errors_name_options({"layer": "layer", "max_tokens": "max_tokens"}):
             torch_device = pick_device(device, threads)
             import torch

@@ -19,7 +19,12 @@ import typer
 from nsa_cli import torchrun
 from nsa_cli.screen import console, fitted, print_table, print_text, shorten, table_width
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
-from nsa_core.util.atomic_files import NotWritten, check_folder_writable, write_atomic
+from nsa_core.util.atomic_files import (
+    NotWritten,
+    check_folder_writable,
+    check_output_folder,
+    write_atomic,
+)
 from nsa_core.util.interruption import exit_code, recorded_signals, signal_of
 from nsa_core.util.text import describe_error, escape_control, one_line
 
@@ -142,10 +147,11 @@ def print_next(*commands: Sequence[str], target: Console | None = None) -> None:
         )
 
 
-def check_writable(path: Path | None, force: bool = False) -> None:
+def check_writable(option: str, path: Path | None, force: bool = False) -> None:
     """Check, before a long run, that an output file can be written after it.
 
     Args:
+        option: The option that names the file, for errors.
         path: The output file; None and STDOUT need no check.
         force: Accept an existing file.
 
@@ -156,15 +162,32 @@ def check_writable(path: Path | None, force: bool = False) -> None:
     """
     if path is None or path == STDOUT:
         return
-    exists = path.exists()
-    if exists and not path.is_file():
-        raise InvalidInput(f"{path} is not a plain file; give the path of a file")
-    if exists and not force:
-        raise InvalidInput(f"{path} exists; give --force to overwrite it")
-    folder = Path(os.path.realpath(path)).parent
-    if not folder.is_dir():
-        raise InvalidInput(f"{path}: the directory {folder} does not exist; create it first")
-    check_folder_writable(folder, path)
+    exists, folder = path.exists(), Path(os.path.realpath(path)).parent
+    with _naming(option):
+        if path.is_dir():
+            raise InvalidInput(f"{path} is a folder; give the path of a file, such as {path}/NAME")
+        if exists and not path.is_file():
+            raise InvalidInput(f"{path} is not a plain file; give the path of a file")
+        if exists and not force:
+            raise InvalidInput(f"{path} exists; give --force to overwrite it")
+        if not folder.is_dir():
+            raise InvalidInput(f"{path}: the directory {folder} does not exist; create it first")
+        check_folder_writable(folder, path)
+
+
+def check_out(folder: Path, force: bool = False, remedy: str = "empty this one") -> None:
+    """Check --out before any work; see :func:`check_output_folder`, whose error this completes."""
+    with _naming("--out"):
+        check_output_folder(folder, force, remedy)
+
+
+@contextlib.contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Begin the message of an InvalidInput about a path with the option that names the path."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(f"{option} {error}") from error
 
 
 @contextlib.contextmanager

@@ -15,6 +15,11 @@ _WAIT_S = 2.0  # for the other processes
 _POLL_S = 0.05
 
 
+def launched() -> bool:
+    """Return whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 @contextlib.contextmanager
 def ending(message: str) -> Iterator[bool]:
     """Yield whether this process prints an error: of several that end with it, the first one.
@@ -23,7 +28,7 @@ def ending(message: str) -> Iterator[bool]:
     the same exit code. torchrun sends SIGTERM to the others as soon as one ends with an error; it
     has no effect on a process that ends anyway.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not launched():
         yield True
         return
     from torch.distributed.rendezvous import rendezvous

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nsa_cli import output, train_interrupted
+from nsa_cli import output, torchrun, train_interrupted
 from nsa_cli import train_options as options
 from nsa_cli.choices import (
     Backends,
@@ -27,7 +27,6 @@ from nsa_cli.choices import (
     read_file,
 )
 from nsa_cli.extras import TASKS, libraries_of_data, need_extras
-from nsa_core.util.atomic_files import check_output_folder
 
 if TYPE_CHECKING:
     from nsa_models.lm.fingerprint import Fingerprint
@@ -117,6 +116,7 @@ def _world(
 ) -> Iterator[World]:
     """Join the processes of the training; options and folders are checked before torch loads."""
     with errors_name_options(named):
+        _check_launched(values, training.typed)
         _check_options(values, training.typed)
         _check_folder(values["out"], values["resume"])
         device = pick_device(values["device"], values["threads"])
@@ -124,22 +124,23 @@ def _world(
 
         training.world = world = join(device)
     try:
-        _check_launched(values, training.typed, world)
         yield world
     finally:
         world.close()
 
 
-def _check_launched(values: Mapping[str, Any], typed: Set[str], world: World) -> None:
-    """Refuse a typed --parallel without torchrun: one process would train without a division."""
+def _check_launched(values: Mapping[str, Any], typed: Set[str]) -> None:
+    """Refuse options that need torchrun without it: one process has nothing to divide."""
     from nsa_core.errors import InvalidInput
 
-    kind = values["parallel"]
-    if "parallel" in typed and not world.launched:
+    needing = ["parallel"] * ("parallel" in typed)
+    needing += [name for name in ("context_parallel", "tensor_parallel") if values[name] > 1]
+    if needing and not torchrun.launched():
+        option = as_options(needing[:1])
         raise InvalidInput(
-            f"--parallel {kind} divides a training over processes of torchrun, which did not start"
-            " this one: start N processes with torchrun --nproc-per-node N -m nsa_cli train and"
-            " the same options, or leave --parallel out to train on one process"
+            f"{option} {values[needing[0]]} divides a training over processes of torchrun, which"
+            " did not start this one: start N processes with torchrun --nproc-per-node N -m"
+            f" nsa_cli train and the same options, or leave {option} out to train on one process"
         )
 
 
@@ -160,7 +161,7 @@ def _check_folder(out: Path, resume: bool) -> None:
 
     if resume and not out.exists():
         raise InvalidInput(f"--resume: {out} does not exist; leave --resume out to start a run")
-    check_output_folder(out, force=True)
+    output.check_out(out, force=True)
 
 
 @contextlib.contextmanager
@@ -215,8 +216,8 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
             )
     if values["allow_other_data"] and not resume:
         raise InvalidInput("--allow-other-data: only with --resume; leave it out")
-    for file in (values["png"], values["svg"]):
-        output.check_writable(file, values["force"] or resume)
+    for kind in ("png", "svg"):
+        output.check_writable(f"--{kind}", values[kind], values["force"] or resume)
 
 
 def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nsa_cli import output
+from nsa_cli import output, torchrun
 from nsa_core.errors import NSAError
 from nsa_core.util.atomic_files import NotWritten
 from nsa_core.util.interruption import Interruption, exit_code, recorded_signals, signal_of
@@ -140,7 +140,7 @@ def _explain(end: str, training: Training, for_all: bool = False) -> None:
 def _program(world: World | None) -> list[str]:
     """Return the words that start `nsa train` on the same processes."""
     safe = ["--safe"] if output.safe_mode() else []
-    if world is None or not world.launched:
+    if world is None or not torchrun.launched():
         return ["nsa", *safe, "train"]
     return ["torchrun", "--nproc-per-node", str(world.size), "-m", "nsa_cli", *safe, "train"]
 

@@ -9,10 +9,13 @@ import typer
 
 from nsa_cli.choices import advanced, completion, tokens
 
-Out = Annotated[Path, typer.Option("--out", help="Folder for the model and log.jsonl.")]
+Out = Annotated[
+    Path, typer.Option("--out", metavar="FOLDER", help="Folder for the model and log.jsonl.")
+]
 Data = Annotated[
     str,
     typer.Option(
+        metavar="FILE|FOLDER|NAME",
         help=(
             "Training data: a text, JSONL or parquet file, a folder, python-docs, fineweb-edu,"
             " hf:NAME[:CONFIG], or a synthetic task (uniform, recall)."
@@ -24,7 +27,7 @@ Size = Annotated[Literal["tiny", "toy", "m7c_125m"], typer.Option(help="Size of 
 Attention = Annotated[Literal["nsa", "dense"], typer.Option(help="Kind of attention.")]
 Tokenizer = Annotated[Path | None, advanced(help="Path of a tokenizer.json. Default: UTF-8 bytes.")]
 TextField = Annotated[
-    str, advanced(help="Field that holds the text in JSONL, parquet and data sets.")
+    str, advanced(metavar="NAME", help="Field that holds the text in JSONL, parquet and data sets.")
 ]
 HeldOut = Annotated[
     float, advanced(help="Fraction of the documents held out from training.", min=0, max=1)
@@ -81,7 +84,11 @@ SaveEvery = Annotated[int, advanced(help="Steps between checkpoints.", min=1)]
 Seed = Annotated[int, advanced(help="Seed of the weights and the data order.")]
 Checkpoint = Annotated[
     Path | None,
-    advanced("--checkpoint", help="Start from the weights and the tokenizer of a model folder."),
+    advanced(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="Start from the weights and the tokenizer of a model folder.",
+    ),
 ]
 AllowOtherData = Annotated[
     bool,

@@ -9,7 +9,9 @@ import typer
 
 from nsa_cli import output
 from nsa_cli.choices import (
+    BLOCKS,
     DTYPE_CHOICES,
+    SHAPE,
     Device,
     Threads,
     block_sizes,
@@ -29,7 +31,9 @@ def tune(
     shape: Annotated[
         str,
         typer.Option(
-            help="Shape Hq/G/Dk[/Dv], or one of reports, paper, tiny.",
+            metavar=SHAPE,
+            help="Shape, such as 12/2/64, or 64/4/192/128 if values have another width; or reports,"
+            " paper, tiny.",
             autocompletion=completion("reports", "paper", "tiny"),
         ),
     ] = "reports",
@@ -47,7 +51,12 @@ def tune(
         ),
     ] = None,
     blocks: Annotated[
-        str, typer.Option(help="Block sizes l,d,l',n,w in tokens (n: blocks).")
+        str,
+        typer.Option(
+            metavar=BLOCKS,
+            help="Tokens per compression block l, its stride d, tokens per selection block l',"
+            " selected blocks n, window w.",
+        ),
     ] = "32,16,64,16,512",
     device: Device = "auto",
     threads: Threads = 1,

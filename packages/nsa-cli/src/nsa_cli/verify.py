@@ -150,7 +150,7 @@ def verify(
     by_slot = {"cmp": cmp, "sel": sel, "win": win, "select": select, "combine": combine}
     named = {slot: name for slot, name in by_slot.items() if name is not None}
     with output.exit_codes(), recorded_signals() as stop:
-        output.check_writable(json_file, force)
+        output.check_writable("--json", json_file, force)
         check_backends(named.values())
         from nsa_verify.drawn.parser import parse
 

@@ -55,14 +55,12 @@ class World:
         size: Number of processes.
         mesh: The grid, with the dimensions "dp", "cp" and "tp"; None if all ranks are data
             parallel.
-        launched: Whether torchrun started the processes; it may start a single one.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
-    launched: bool = False
 
     def arranged(self, context_parallel: int, tensor_parallel: int) -> World:
         """Return the same processes as a grid; every process must call this.
@@ -200,7 +198,7 @@ def join(device: str) -> World:
         # Counts and positions travel between hosts without a GPU.
         backends = "cpu:gloo,cuda:nccl" if own_device.type == "cuda" else "gloo"
         dist.init_process_group(backends, timeout=TIMEOUT)
-    return World(own_device, dist.get_rank(), dist.get_world_size(), launched=True)
+    return World(own_device, dist.get_rank(), dist.get_world_size())
 
 
 class Replica:
