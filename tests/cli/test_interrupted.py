@@ -6,6 +6,7 @@ tests/models has the signals of `nsa train`, and tests/core/util those of any bl
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -232,3 +233,16 @@ def test_a_signal_in_the_last_check_leaves_a_complete_report(nsa, checks):
     checks(("last", True, lambda: send(signal.SIGTERM)))
     done = nsa(*VERIFY)
     assert (done.code, "1 checks passed, 0 failed" in done.out) == (0, True)
+
+
+def test_a_signal_while_the_report_is_written_leaves_no_part_of_it(
+    nsa, tmp_path: Path, checks, monkeypatch
+):
+    checks(("good", True, nothing))
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (fsync(number), send(signal.SIGINT)))
+    folder = tmp_path / "reports"
+    folder.mkdir()
+    done = nsa(*VERIFY, "--json", str(folder / "r.json"))
+    assert (done.code, done.err.splitlines()[-1]) == (130, "nsa: interrupted by SIGINT")
+    assert list(folder.iterdir()) == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import multiprocessing
 import os
@@ -25,7 +26,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from nsa_core.errors import BackendUnavailable, NSAError
-from nsa_core.util.interruption import NEVER, Interruption, signals_blocked_in_children
+from nsa_core.util.interruption import (
+    NEVER,
+    Interruption,
+    at_end,
+    signals_blocked_in_children,
+)
 from nsa_core.util.text import describe_error, one_line
 
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -218,6 +224,18 @@ def preload(*modules: str) -> None:
             processes.set_forkserver_preload([*modules])
         with signals_blocked_in_children(), _without_main():
             forkserver.ensure_running()
+        if _end_server not in at_end:
+            at_end.append(_end_server)
+
+
+def _end_server() -> None:
+    """Kill the fork server, which would end by itself only after its imports."""
+    from multiprocessing import forkserver
+
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)  # type: ignore[attr-defined]
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Any:
@@ -345,6 +363,11 @@ def _write_where() -> None:
             os.pwrite(_file, record + b"\0", 0)
 
 
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def printed() -> str:
     """Return the end of the text that a :class:`Child` printed since the last call; "" if none.
 
@@ -355,7 +378,7 @@ def printed() -> str:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a plugin closed the stream
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-        ctypes.CDLL(None).fflush(None)
+        _c_library().fflush(None)
         size = os.fstat(1).st_size
         if size:
             text = os.pread(1, _TAIL, max(0, size - _TAIL)).decode(errors="replace")

@@ -6,18 +6,21 @@ ignores from its start, as SIGHUP under nohup, stays ignored.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 # `timeout` sends SIGTERM to the command and to its group: two signals so soon are one.
 _SAME_S = 0.1
+# Called when this process ends: by itself, or at once by a signal, when atexit calls nothing.
+at_end: list[Callable[[], None]] = []
 
 
 class Interruption:
@@ -105,6 +108,7 @@ class Interruption:
             if self._ends:
                 with contextlib.suppress(OSError):
                     os.write(2, f"nsa: interrupted by {self.name}\n".encode())
+                _call_at_end()
                 os._exit(exit_code(self.name))
             if self._deferred:
                 if self._grace_s is not None and hasattr(signal, "setitimer"):
@@ -114,6 +118,12 @@ class Interruption:
         elif now - self._received_at < _SAME_S:
             return
         raise KeyboardInterrupt(self.name)
+
+
+@atexit.register
+def _call_at_end() -> None:
+    for function in at_end:
+        function()
 
 
 NEVER = Interruption()  # for a run whose signals are not recorded
