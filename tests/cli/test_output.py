@@ -262,6 +262,19 @@ def test_row_60_a_missing_directory_is_refused_before_the_run(tmp_path):
         output.check_writable("--json", tmp_path / "absent" / "new.json")
 
 
+@pytest.mark.parametrize("expected", [80.0, 150.0])
+def test_an_expected_time_gives_the_time_left_from_the_first_step_on(monkeypatch, capsys, expected):
+    clock = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
+    with output.progress(11, 22.0, expected) as advance:
+        for at in (40.0, 50.0, 60.0, 70.0):  # 30 s of imports, then steps of 10 s
+            clock[0] = at
+            advance("step", 2.0)
+    lines = capsys.readouterr().err.splitlines()
+    left = [int(re.search(r"about (\d+) (s|min) left", line)[1]) for line in lines]
+    assert left == {80.0: [73, 85, 77, 68], 150.0: [2, 94, 82, 71]}[expected]  # the first: 136 s
+
+
 def test_progress_prints_nothing_for_short_runs_without_a_terminal(capsys):
     with output.progress(3) as advance:
         for label in "abc":

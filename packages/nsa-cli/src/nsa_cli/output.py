@@ -62,6 +62,7 @@ _UNWRITABLE = {
 UsageError: Any = typer.BadParameter.__base__
 ClickError: Any = UsageError.__base__
 _plugin_options = (False, 10.0)
+_EXPECTED_S = 2.0  # weight of the expected time of a run in the time left
 
 
 def set_plugin_options(safe: bool, limit_s: float) -> None:
@@ -191,7 +192,9 @@ def _naming(option: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress(steps: int, total: float | None = None) -> Iterator[Callable[..., None]]:
+def progress(
+    steps: int, total: float | None = None, seconds: float = 0.0
+) -> Iterator[Callable[..., None]]:
     """Show progress and the time left on standard error.
 
     A terminal gets a bar; other outputs get a line at most every ten seconds.
@@ -199,18 +202,26 @@ def progress(steps: int, total: float | None = None) -> Iterator[Callable[..., N
     Args:
         steps: Number of steps.
         total: Expected time of all steps, in any unit; None: they take equal times.
+        seconds: Expected time of all steps in seconds; 0: unknown. It counts as much as two seconds
+            of the run, because a few steps would give a wrong rate, and the first one, which also
+            waits for imports, counts for nothing.
 
     Yields:
         ``advance(label, cost=1.0)``, to call after each step; its cost is a part of the total.
     """
     total = steps if total is None else total
     started = last = time.monotonic()
-    done, spent = 0, 0.0
+    done, spent, measured = 0, 0.0, 0.0
 
     def after(label: str, cost: float) -> str:
-        nonlocal done, spent
-        done, spent = done + 1, spent + cost
-        left = (time.monotonic() - started) * max(total - spent, 0.0) / spent
+        nonlocal done, spent, started, measured
+        now = time.monotonic()
+        done, spent, measured = done + 1, spent + cost, measured + cost
+        if done == 1 and seconds:
+            started, measured = now, 0.0
+        weight = _EXPECTED_S if seconds else 0.0
+        expected = weight * total / seconds if seconds else 0.0
+        left = (now - started + weight) * max(total - spent, 0.0) / (measured + expected)
         return f"{done}/{steps} {one_line(label)}, about {_duration(left)} left"
 
     if sys.stderr.isatty():

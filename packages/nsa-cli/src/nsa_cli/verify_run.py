@@ -95,7 +95,9 @@ def run_combinations(
         suite_jobs = suite_jobs[index - 1 :: count]
     processes = options.jobs or _default_processes(device, interpreted, len(suite_jobs))
     expected = sum(map(cost, suite_jobs)) * len(combos)
-    with output.progress(len(suite_jobs) * len(combos), expected) as advance:
+    is_known = device == "cpu" and not interpreted
+    seconds = expected / 1000 / processes if is_known else 0.0
+    with output.progress(len(suite_jobs) * len(combos), expected, seconds) as advance:
         results = run_jobs(
             combos,
             suite_jobs,
