@@ -225,6 +225,7 @@ def test_help_is_complete_and_begins_with_at_most_twelve_options(terminal, argum
         if param.param_type_name == "option":
             assert any(name in words for name in param.opts)
             assert (param.metavar or "") in words  # it is not broken over lines
+            assert f"{param.opts[0]} TEXT" not in words or param.name == "prompt"
             if param.opts[0] in ("--dtype", "--phase", "--inputs", "--rival"):
                 assert re.search(rf"{param.opts[0]} <?\w+\|\w+", words), "no choices are shown"
             panels.append(param.rich_help_panel)

@@ -160,7 +160,11 @@ _ValueWidth = Annotated[
 ]
 _PageSize = Annotated[
     int | None,
-    advanced(help="Tokens per cache page (decode only). Default: no pages.", parser=tokens()),
+    advanced(
+        help="Tokens per cache page (decode only). Default: no pages.",
+        metavar="TOKENS",
+        parser=tokens(),
+    ),
 ]
 _KVDtype = Annotated[
     Literal["float8_e4m3fn", "int8"] | None,
@@ -194,7 +198,9 @@ def explain(
     seq_len: Annotated[
         int | None,
         typer.Option(
-            help="Tokens per sequence, such as 64k or 1M. Default: unknown.", parser=tokens(0)
+            help="Tokens per sequence, such as 64k or 1M. Default: unknown.",
+            metavar="TOKENS",
+            parser=tokens(0),
         ),
     ] = None,
     grad: Annotated[

@@ -123,7 +123,12 @@ Phases = Annotated[
 ]
 PageSize = Annotated[
     int | None,
-    advanced(help="Tokens per cache page. Default: no pages.", parser=tokens(), show_default=False),
+    advanced(
+        help="Tokens per cache page. Default: no pages.",
+        metavar="TOKENS",
+        parser=tokens(),
+        show_default=False,
+    ),
 ]
 Dtypes = Annotated[
     str | None,

@@ -64,7 +64,7 @@ def convert(
     nsa_layers: Annotated[
         str,
         typer.Option(
-            metavar="all|every_4th_dense|N,N-N,..",
+            metavar="LAYERS",
             help="Layers that get NSA; the others stay dense: all, every_4th_dense (layers 3, 7, 11"
             " and so on stay dense), or numbers such as 0,2,4-7.",
             autocompletion=completion("all", "every_4th_dense"),
@@ -80,7 +80,10 @@ def convert(
     ] = None,
     steps: Annotated[int, typer.Option(help="Updates of the training.", min=1)] = 200,
     length: Annotated[
-        int, typer.Option(help="Tokens per row of the training, such as 4k.", parser=tokens(2))
+        int,
+        typer.Option(
+            help="Tokens per row of the training, such as 4k.", metavar="TOKENS", parser=tokens(2)
+        ),
     ] = 4096,
     batch: Annotated[int, typer.Option(help="Rows per step of the training.", min=1)] = 1,
     lr: Annotated[float, typer.Option(help="Learning rate of the training.", min=0.0)] = 1e-3,

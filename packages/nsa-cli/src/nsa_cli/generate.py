@@ -35,7 +35,10 @@ def generate(
         str, typer.Option(help="Text to continue. Empty: start a new document.")
     ] = "",
     max_new_tokens: Annotated[
-        int, typer.Option(help="Maximum number of tokens to generate.", parser=tokens(0))
+        int,
+        typer.Option(
+            help="Maximum number of tokens to generate.", metavar="TOKENS", parser=tokens(0)
+        ),
     ] = 200,
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature. 0: always the most likely token.", min=0.0)

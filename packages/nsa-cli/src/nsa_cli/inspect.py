@@ -55,6 +55,7 @@ def inspect(
         typer.Option(
             help="Read at most this many tokens. Default: the length of a training row, at most"
             " 2k.",
+            metavar="TOKENS",
             parser=tokens(),
         ),
     ] = None,

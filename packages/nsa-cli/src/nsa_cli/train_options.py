@@ -34,7 +34,10 @@ HeldOut = Annotated[
 ]
 HeldOutRows = Annotated[int, advanced(help="Number of held-out rows in the evaluation.", min=1)]
 Length = Annotated[
-    int, typer.Option(help="Tokens per row, such as 512, 64k or 1M.", parser=tokens(2))
+    int,
+    typer.Option(
+        help="Tokens per row, such as 512, 64k or 1M.", metavar="TOKENS", parser=tokens(2)
+    ),
 ]
 Vocab = Annotated[int, advanced(help="Vocabulary size of uniform and recall.", min=2)]
 Steps = Annotated[

@@ -47,6 +47,7 @@ def tune(
         int | None,
         typer.Option(
             help="Sequence length in tokens, such as 64k. Default: 8k on cuda, 1k on cpu.",
+            metavar="TOKENS",
             parser=tokens(),
         ),
     ] = None,
