@@ -64,7 +64,7 @@ WRONG = {
     "verify --json /proc/x": f"--json {READ_ONLY}",
     "verify --dtype fp17": DTYPE,
     "verify --device gpu": "--device: 'gpu' is not one of 'auto', 'cpu', 'cuda'",
-    "verify --case 'win tokn=5'": "win has no key 'tokn'; did you mean 'tokens'?",
+    "verify --case 'win tokn=5'": "nsa: --case: win has no key 'tokn'; did you mean 'tokens'?",
     "verify --case win --dtype bf16 --shard 1/4": "--dtype, --shard: not with --case; leave them",
     "verify --dtype ''": "--dtype must be one of bfloat16 (bf16), float16 (fp16)",
     "verify --text /no/such": MISSING,

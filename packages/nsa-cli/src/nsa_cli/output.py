@@ -184,7 +184,7 @@ def check_out(folder: Path, force: bool = False, remedy: str = "empty this one")
 
 @contextlib.contextmanager
 def _naming(option: str) -> Iterator[None]:
-    """Begin the message of an InvalidInput about a path with the option that names the path."""
+    """Begin the message of an InvalidInput with the option whose value is wrong."""
     try:
         yield
     except InvalidInput as error:

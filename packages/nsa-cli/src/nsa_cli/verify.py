@@ -154,7 +154,10 @@ def verify(
         check_backends(named.values())
         from nsa_verify.drawn.parser import parse
 
-        only = parse(case) if case is not None else None
+        try:
+            only = parse(case) if case is not None else None
+        except InvalidInput as error:  # its message begins with "case"
+            raise InvalidInput(f"--{error}") from error
         _check_case(case, {"--dtype": dtype, "--cases": cases, "--shard": shard})
         part, content = _shard(shard), read_text(text)
         names = [only.dtype] if only else dtype_names(",".join(_DTYPES) if dtype is None else dtype)

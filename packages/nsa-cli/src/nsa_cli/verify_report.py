@@ -109,7 +109,8 @@ def _circumstances(report: dict[str, Any]) -> str:
     device = report["device"] + (", triton interpreted" if report["interpreted"] else "")
     dtypes = "/".join(report["dtypes"])
     shard = f", shard {report['shard']}" if report.get("shard") else ""
-    return f"{device}, {dtypes}, text {report['text']['name']}, seed {report['seed']}{shard}"
+    text = f", text {report['text']['name']}" if report["text"]["bytes"] else ""
+    return f"{device}, {dtypes}{text}, seed {report['seed']}{shard}"
 
 
 def checks_rows(

@@ -82,7 +82,9 @@ def run_combinations(
     combos = [Combination(named, device, registry) for named in combinations]
     interpreted = any(map(needs_judge_context, combos))
     if interpreted:
-        options = dataclasses.replace(options, preset="interpreter", text=("none", b""))
+        options = dataclasses.replace(options, preset="interpreter")
+    if interpreted or options.only is not None or phase == "decode":  # no check reads the text
+        options = dataclasses.replace(options, text=("none", b""))
     plans = [plan_one(combination, dtypes, options.preset, phase) for combination in combos]
     if options.only_accepted:
         candidates = dtypes[:2] if interpreted else dtypes
