@@ -139,8 +139,8 @@ Blocks = Annotated[
     advanced(
         metavar=BLOCKS,
         help=(
-            "Tokens per compression block l, its stride d, tokens per selection block l', selected"
-            " blocks n, window w."
+            "Block sizes in tokens: compression l and its stride d, selection l'; number of"
+            " selected blocks n; window w."
         ),
     ),
 ]

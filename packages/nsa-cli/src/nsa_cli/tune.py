@@ -55,8 +55,8 @@ def tune(
         str,
         typer.Option(
             metavar=BLOCKS,
-            help="Tokens per compression block l, its stride d, tokens per selection block l',"
-            " selected blocks n, window w.",
+            help="Block sizes in tokens: compression l and its stride d, selection l'; number of"
+            " selected blocks n; window w.",
         ),
     ] = "32,16,64,16,512",
     device: Device = "auto",
