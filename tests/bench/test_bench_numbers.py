@@ -40,7 +40,7 @@ def test_parse_shape_accepts_names_and_heads():
         ("12/5/64", "do not divide"),
         ("report", "did you mean"),
         ("1/2", "HEADS/KV_HEADS/WIDTH"),
-        ("0/1/2", "Hq"),
+        ("0/1/2", "got .0/1/2."),
     ):
         with pytest.raises(InvalidInput, match=text):
             parse_shape(wrong)

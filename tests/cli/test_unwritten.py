@@ -104,7 +104,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_work(
     for path, message in (
         ("/proc/x.json", "no file can be created in /proc: No such file or directory"),
         ("missing/x.json", "does not exist; create it first"),
-        (".", "not a plain file" if "json" in command else "is not empty"),
+        (".", "--json . is a folder; give" if "json" in command else "is not empty"),
         ("x" * 300, "File name too long; give another path"),
     ):
         done = nsa(*command.split(), path)

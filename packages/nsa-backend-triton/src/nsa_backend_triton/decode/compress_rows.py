@@ -9,6 +9,8 @@ first layer has 2 MB of weights in bf16 for k with D = 128 and l = 32, and all m
 them at once. Inputs and positions are multiplied by W without rounding, since they have its dtype,
 and hidden units as the sum of two numbers of this dtype. Sums, hidden units and the rotation are
 fp32; the result is rounded once. For the mean, a program owns all D units of a sequence.
+
+Where this is faster than :mod:`compress` says benchmarks/results/h200/compress_rows.json.
 """
 
 from __future__ import annotations
