@@ -388,9 +388,10 @@ def large_arms() -> dict[str, Any]:
             run = arm_run(like, seed) | {"arm": arm, "row": 16384}
             run["recall"] = [entry | {"task": "key_value"} for entry in run["recall"]]
             far = 2.0 + seed - 0.75 * (arm == "large_nsa")
-            part = {"first": 16384, "last": 32768, "loss": far}
+            ends = ((0, 16384, far + 4), (16384, 32768, far))
+            parts = [dict(zip(("first", "last", "loss"), end)) for end in ends]
             longer = {"length": 32768, "rope_base": 1e4 * (1 + 3 * seed), "loss": far + 0.25}
-            runs[f"{arm}-seed{seed}"] = run | {"longer": [longer | {"by_position": [part]}]}
+            runs[f"{arm}-seed{seed}"] = run | {"longer": [longer | {"by_position": parts}]}
     runs["large_nsa-seed0"]["speed"]["tokens_per_s"] = runs["large_nsa-seed1"]["speed"][
         "tokens_per_s"
     ] = 1_350_000.75
@@ -417,7 +418,7 @@ def test_the_picture_of_the_large_arms_has_their_differences(
     figure = large_figure(group_of(written(large_arms, tmp_path), "large"))
     losses, above = figure.axes
     assert points(losses.lines[1])[-1] == (4, 2.53)
-    dots = {place: round(y, 3) for dot in above.lines[:3] for place, y in zip(*dot.get_data())}
+    dots = {place: round(y, 3) for dot in above.lines[:-1] for place, y in zip(*dot.get_data())}
     assert dots == {"0-1k": -0.475, "1k-8k": -0.95, "16k-32k": -0.75}
     assert [text.get_text() for text in losses.texts] == ["dense  3.005", "NSA  2.530"]
 
@@ -467,6 +468,21 @@ def test_pages_state_values_of_the_real_model(name: str, words: str, page_table:
     runs = pairs_of_arms()
     runs["smollm2_32k_nsa-seed0"]["speed"]["tokens_per_s"] *= 2
     assert page_table(name, runs) == words
+
+
+def test_pages_state_an_arm_that_ran_at_one_length(page_table: Any) -> None:
+    runs = pairs_of_arms()
+    own = json.loads(json.dumps(runs["smollm2_8k_nsa-seed0"])) | {"arm": "smollm2_8k_shared_means"}
+    own["evaluations"][-1]["document_losses"] = [0.625, 1.625]  # dense has 0.5 and 1.5
+    runs["smollm2_8k_shared_means-seed0"] = own
+    assert page_table("study-model-answer-means", runs) == "+0.125 ± 0.000 at 8k"
+
+
+def test_pages_state_what_shared_keys_select_in_a_run_that_was_cut(page_table: Any) -> None:
+    own = json.loads(json.dumps(pairs_of_arms()["smollm2_8k_nsa-seed0"]))
+    own |= {"arm": "smollm2_8k_shared", "complete": False, "ended": "cut"}
+    words = page_table("study-model-shared", {"smollm2_8k_shared-seed0": own})
+    assert words == "90% to 60% after 3 M tokens (random ones: 50%)"
 
 
 def test_pages_state_the_difference_of_the_small_arms(

@@ -94,7 +94,7 @@ WRONG = {
     "bench decode --shape 12/5": SHAPE,
     "bench decode --shape ''": SHAPE,
     "bench decode --length ''": "--length: '' is not a number of tokens from 1",
-    "bench decode --blocks 1": "--blocks must be five integers l,d,l',n,w, got [1]",
+    "bench decode --blocks 1": "--blocks must be five integers l,d,l',n,w, got 1",
     "bench decode --dtype fp17": DTYPE,
     "bench decode --batch 2": "--batch: give --shape or --length with it",
     "bench compare /no/such b": MISSING,

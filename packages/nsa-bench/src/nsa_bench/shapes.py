@@ -53,7 +53,9 @@ class Shape:
             InvalidInput: The blocks and heads are not a valid configuration.
         """
         if len(blocks) != 5:
-            raise InvalidInput(f"--blocks must be five integers l,d,l',n,w, got {list(blocks)}")
+            raise InvalidInput(
+                f"--blocks must be five integers l,d,l',n,w, got {','.join(map(str, blocks))}"
+            )
         size, stride, select, n, window = blocks
         return NSAConfig(
             dim=self.n_heads * self.head_dim,
