@@ -38,14 +38,13 @@ def _rows(results: Results, piece_name: str) -> list[tuple[Row, float, float]]:
 
 
 def times(results: Results) -> str:
-    """Tabulate the times beside those of dense attention."""
-    columns = ["heads", "tokens", "block size", "forward", "forward + backward"]
-    columns += ["dense, forward + backward", "speed-up"]
+    """Tabulate the times, and the speed-up over dense attention."""
+    columns = ["tokens", "block size", "forward", "forward + backward", "speed-up"]
     rows = []
     for row, forward, dense in _rows(results, "block-attention"):
         both = row["median_ms"]
-        cells = [row["shape"], tokens(row["S"]), str(row["block_size"])]
-        rows.append([*cells, *map(digits, (forward, both, dense)), f"{dense / both:.1f}x"])
+        cells = [tokens(row["S"]), str(row["block_size"])]
+        rows.append([*cells, digits(forward), digits(both), f"{dense / both:.1f}x"])
     return table(columns, rows or [[ABSENT, *"-" * (len(columns) - 1)]])
 
 

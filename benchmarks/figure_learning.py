@@ -21,14 +21,6 @@ sys.path.insert(0, str(Path(__file__).with_name("study")))
 import report
 
 MINIMAX = "hf_minimax.json"
-_KINDS = ("blocks", "experts")
-TRAININGS = {
-    "eager": "eager",
-    "nsa_blocks": "nsa_blocks",
-    "control": "eager, weights moved by one rounding",
-    "nsa_blocks_replayed": "nsa_blocks, choices replayed",
-    "control_replayed": "eager, weights moved, choices replayed",
-}
 # Groups of the study.
 SMALL, LARGE, MODEL = ("small",), ("large",), ("smollm2_8k", "smollm2_32k")
 MEANS = "NSA, shared K/V, means"
@@ -327,31 +319,13 @@ def _by_place(entries: Any) -> Any:
 
 @_from_file(MINIMAX)
 def minimax(document: Any) -> str:
-    """Tabulate the losses of each training, and its differences to "eager"."""
-    choices = sum(document["choices_per_step"].values()) * len(document["eager"]["loss"])
-    rows = []
-    for training, label in TRAININGS.items():
-        trained = document[training]
-        losses = [f"{trained['loss'][step]:.3f}" for step in (0, -1)]
-        difference = changed = "-"
-        if training != "eager":
-            difference = f"{trained['largest_difference']:.1e}"
-        if training in ("control", "nsa_blocks"):  # the others make the choices of "eager"
-            count = sum(sum(trained[f"changed_{kind}"]) for kind in _KINDS)
-            changed = f"{100 * count / choices:.2g}%"
-        rows.append([label, *losses, difference, changed])
-    last = f"loss of step {len(document['eager']['loss'])}"
-    columns = ["training", "loss of step 1", last, "largest difference to eager"]
-    return table([*columns, "choices unlike those of eager"], rows)
-
-
-@_from_file(MINIMAX)
-def minimax_gradients(document: Any) -> str:
-    """State how much the gradients differ at most, name by name."""
-    start, end = document["gradients_at_start"], document["gradients_at_end"]
+    """State the largest differences of the loss to that of "eager"."""
+    trainings = ("nsa_blocks", "control", "nsa_blocks_replayed")
+    own, moved, replayed = (f"{document[name]['largest_difference']:.1e}" for name in trainings)
     return (
-        f"{start['difference']:.1e} at the start and {end['difference']:.1e} after the training,"
-        f" the largest of {end['parameters']} parameters, on one {_device(document)}"
+        f'{own} for "nsa_blocks", {moved} for another run of "eager" whose initial weights are'
+        f' moved by one rounding, and {replayed} for "nsa_blocks" with the choices of "eager", on'
+        f" one {_device(document)}"
     )
 
 
@@ -380,7 +354,6 @@ LEARNING: dict[str, Callable[[Results], str]] = {
     "study-losing": losing,
     "study-recalled": recalled,
     "hf-minimax": minimax,
-    "hf-minimax-gradients": minimax_gradients,
     "hf-minimax-plot": _plot(
         MINIMAX, "Losses of both implementations, and the differences to eager"
     ),

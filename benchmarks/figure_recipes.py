@@ -203,12 +203,11 @@ def recipes(results: Results) -> str:
             checkpoints = CHECKPOINT_BYTES * model.dim * model.layers * length
             total = PARAMETER_BYTES * model.parameters + checkpoints + per_layer
             gpus = 2 ** math.ceil(math.log2(total / GPU_BYTES)) if total > GPU_BYTES else 1
-            heads = f"{16 * model.groups}/{model.groups}/128"
             times = [_duration(t * model.layers) for t in (own, other)]
-            sizes = [f"{call / GIB:.1f}", f"{total / GIB:,.0f}", str(gpus)]
-            rows.append([model.name, heads, tokens(length), *times, f"{other / own:.1f}x", *sizes])
-    columns = ["model", "heads", "tokens", "NSA", "dense", "speed-up"]
-    return table([*columns, "a call, GiB", "training, GiB", "GPUs of 80 GB"], rows)
+            sizes = [f"{total / GIB:,.0f}", str(gpus)]
+            rows.append([model.name, tokens(length), *times, f"{other / own:.1f}x", *sizes])
+    columns = ["model", "tokens", "NSA", "dense", "speed-up", "training, GiB", "GPUs of 80 GB"]
+    return table(columns, rows)
 
 
 def _duration(milliseconds: float) -> str:
@@ -228,37 +227,10 @@ def recipe_check(results: Results) -> str:
     return PENDING
 
 
-def recipe_million(results: Results) -> str:
-    """Return the estimate for 1M tokens beside the measured layer, which includes projections."""
-    length = 2**20
-    own = _duration(nsa_ms(results, GROUPS, length))
-    rows = [
-        row
-        for row in results.rows("context_parallel.json")
-        if (row["length"], row["ranks"]) == (length, 2) and row["performance"]
-    ]
-    times = [row["performance"]["median_ms"] for row in rows]
-    layer = _duration(min(times)) if times else PENDING
-    return f"{own} estimated on one GPU, and {layer} measured on two for the layer with projections"
-
-
-def recipe_training(results: Results) -> str:
-    """Return how many times as fast a model trains at the two longest measured lengths."""
-    modes = fastest_modes(results)
-    longest = sorted(modes["nsa"].keys() & modes["dense"].keys())[-2:]
-    speeds = [[modes[kind][cell]["tokens_per_s"] for kind in ("nsa", "dense")] for cell in longest]
-    return " and ".join(
-        f"{nsa / dense:.1f}x as fast at {tokens(length)}"
-        for (length, _), (nsa, dense) in zip(longest, speeds)
-    )
-
-
 RECIPES: dict[str, Callable[[Results], str]] = {
     "use": use,
     "use-without-flash4": use_without_flash4,
     "compared-flash4": compared_flash4,
     "recipes": recipes,
     "recipe-check": recipe_check,
-    "recipe-million": recipe_million,
-    "recipe-training": recipe_training,
 }

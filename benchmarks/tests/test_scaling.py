@@ -16,7 +16,6 @@ import scaling
 import torch
 from figure_parallel import COLUMNS, chart, device, longest, projections, rows_of_times
 
-from nsa_bench.render.format import number
 from nsa_core.layer import fp32_product
 from nsa_models.lm.parallel import World
 from rank_processes import run_on_ranks
@@ -135,9 +134,7 @@ def test_a_layer_is_timed_on_one_process_on_two_and_on_four(tmp_path: pathlib.Pa
     assert {len(row) for row in rows} == {len(COLUMNS)}
     assert device(tmp_path / "h200") == document["environment"]["device"]
     assert longest(tmp_path / "h200") == projections(tmp_path / "h200") == ""
-    assert f" ms on 1 GPU, {number(two['performance']['median_ms'])} ms on 2 GPUs, " in chart(
-        tmp_path / "h200"
-    )
+    assert chart(tmp_path / "h200").endswith("(../images/context_parallel.svg)")
 
 
 @pytest.mark.slow
