@@ -43,6 +43,15 @@ def test_every_page_begins_with_one_title(repo: Any) -> None:
     assert len({title for (title,) in titles.values()}) == len(titles)
 
 
+def test_the_front_matter_of_a_page_has_one_key_per_line(repo: Any) -> None:
+    """A tool that fills paragraphs joins its lines, and then it has no effect."""
+    pages = [path.read_text(encoding="utf-8") for path in (repo.root / "docs").rglob("*.md")]
+    blocks = [page.split("---\n")[1] for page in pages if page.startswith("---\n")]
+    assert blocks
+    for line in "".join(blocks).splitlines():
+        assert re.fullmatch(r"\w+: [^:]+", line)
+
+
 def test_every_public_name_has_an_api_page(repo: Any) -> None:
     pages = [*(repo.root / "docs" / "reference" / "api").glob("*.md")]
     text = "".join(path.read_text(encoding="utf-8") for path in pages)
