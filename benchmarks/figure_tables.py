@@ -143,9 +143,13 @@ def _from(length: int | None, ratios: Sequence[tuple[int, float]]) -> str:
 
 
 def core_memory(results: Results) -> str:
-    """Tabulate the memory of NSA and of the fastest dense kernel on random inputs."""
+    """Tabulate the memory of NSA and of the fastest dense kernel on random inputs.
+
+    Memory is linear in the length: the shortest and the longest one show all.
+    """
     rows = []
-    for shape, length in itertools.product(SHAPES, _core_lengths(results)):
+    lengths = _core_lengths(results)
+    for shape, length in itertools.product(SHAPES, (lengths[0], lengths[-1])):
         cell = results.core_cell(shape, "random", "both", length)
         dense = _fastest_dense(results, cell) if cell else None
         if cell and dense:
@@ -204,7 +208,7 @@ def _dense_times(results: Results, subject: str) -> dict[tuple[str, int], float]
 
 
 def dense(results: Results) -> str:
-    """Tabulate forward + backward of NSA and of dense kernels around the crossover."""
+    """Tabulate forward + backward of NSA and of dense kernels at 8k, 16k and 32k tokens."""
     subjects = ("auto", "dense flash-attn 4", "dense cudnn", "dense flash")
     times = [_dense_times(results, subject) for subject in subjects]
     rows = [
@@ -214,14 +218,14 @@ def dense(results: Results) -> str:
             *(digits(t[cell]) if (cell := (shape, length)) in t else "-" for t in times),
         ]
         for shape, length in sorted(times[0])
-        if length >= 8192
+        if length in (8192, 16384, 32768)
     ]
     columns = ["heads", "tokens", "NSA", "FlashAttention-4", "cuDNN", "FlashAttention-2"]
     return table(columns, rows)
 
 
 def core_memory_ratio(results: Results) -> str:
-    """Return the range of NSA's memory over dense memory in the table of core_memory."""
+    """Return the range of NSA's memory over dense memory, of all shapes and lengths."""
     ratios = [
         (cell.peak_memory_bytes or 0) / (dense.peak_memory_bytes or 1)
         for shape, length in itertools.product(SHAPES, _core_lengths(results))
@@ -243,13 +247,13 @@ def _compared(subject: str) -> Callable[[Results], str]:
 
 
 def core_kernels(results: Results) -> str:
-    """Tabulate each kernel of the core alone, forward / backward, at 32k tokens."""
+    """Tabulate each kernel of the core alone, forward / backward, at 32k tokens of real inputs."""
     rows = []
-    for shape, inputs in PROBLEMS:
-        passes = [results.core_cell(shape, inputs, p, 32768) for p in ("forward", "backward")]
+    for shape in SHAPES:
+        passes = [results.core_cell(shape, "real", p, 32768) for p in ("forward", "backward")]
         cells = [" / ".join(_part_ms(cell, name) for cell in passes) for name in BRANCHES]
-        rows.append([shape, inputs, *cells])
-    return table(["heads", "inputs", *BRANCHES], rows)
+        rows.append([shape, *cells])
+    return table(["heads", *BRANCHES], rows)
 
 
 def _part_ms(cell: Measurement | None, name: str) -> str:
@@ -264,13 +268,14 @@ def backends(results: Results) -> str:
     times: dict[tuple[str, str], dict[int, float]] = {}  # row -> length -> ms
     for m in measurements:
         if m.phase == "both" and m.performance and m.subject != "fa2":
-            title = "dense, fastest kernel" if m.kind == "dense" else m.subject
+            title = "dense" if m.kind == "dense" else m.subject.replace(" NSA", "")
             cells = times.setdefault((m.shape, title), {})
             cells[m.length] = min(m.performance.median_ms, cells.get(m.length, math.inf))
-    lengths = sorted({length for cells in times.values() for length in cells})
+    lengths = sorted({length for cells in times.values() for length in cells} - {4096})
     rows = [
         [*row, *(digits(cells[n]) if n in cells else "-" for n in lengths)]
         for row, cells in times.items()
+        if len(cells) > 1
     ]
     rows.sort(key=lambda row: row[0])
     return table(["heads", "kernels", *(tokens(n) for n in lengths)], rows)
@@ -293,7 +298,8 @@ def decode(results: Results) -> str:
     """Tabulate the time of an attention step and of a layer's step."""
     measurements = results.bench("decode.json").measurements
     small = results.bench("decode_small.json").measurements
-    measurements = [m for m in measurements if m.shape != "8/2/32"] + small
+    measurements = [m for m in measurements if m.shape != "8/2/32"]
+    measurements += [m for m in small if m.length == 2048]
     problems = dict.fromkeys((m.shape, m.batch, m.length) for m in measurements)
     rows = []
     for shape, batch, length in problems:
