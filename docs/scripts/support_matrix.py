@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from nsa_core.contract import SLOTS, Reason, Request, import_named
+from nsa_core.contract import SLOTS, Reason, Request
 from nsa_core.layout import BlockGeometry
 from nsa_core.plan.candidates import facts_of_this_machine, probe_candidate
 from nsa_core.plan.gpus import gpu_named
@@ -38,15 +38,12 @@ _BASE = Request(
     batch=1,
     seq_len=4096,
 )
-# Where a backend says how the settings of its kernels were chosen: architecture, such as 80, to a
-# short text. By name, because no package imports a backend.
-_MEASURED = {"triton": "nsa_backend_triton.host.configs:MEASURED"}
 _HEAD = """# Backends
 
-By default, `auto` takes the fastest backend that supports a request: each backend ranks itself for
-a device and a shape, by measured times. [`nsa tune`](../how-to/benchmark.md#compare-draw-tune)
-ranks them by times on your machine. To choose yourself, name a backend for the whole layer or for
-single [slots](../start/concepts.md#words-of-this-library):
+By default, `auto` takes the fastest backend that supports a request. Each backend ranks itself for
+a device and a shape, by measured times; [`nsa tune`](../how-to/benchmark.md#compare-draw-tune)
+ranks them by times on your machine. To choose yourself, name a backend for the layer or for single
+[slots](../start/concepts.md#words-of-this-library):
 
 ```python
 from nsa_core import NSAConfig, NSAttention, resolve
@@ -58,25 +55,24 @@ plan = resolve(config, device="cpu", dtype="float32", needs_grad=True)
 print(plan.explain())
 ```
 
-If a backend that you name cannot run, the call raises an error with every reason. No other kernel
-runs in its place. `explain()` has the choices and the reasons, and [`nsa backends explain`](cli.md)
-has them for any request, also for a GPU that you do not have. You can pass a plan to each call,
+If a backend that you name cannot run, the call raises an error with every reason; no other kernel
+runs in its place. `explain()` has the choices and the reasons, and `nsa backends explain` prints
+them for any request, also for a GPU that you do not have. A call takes a plan by
 `attention(x, plan=plan)`.
 
 In sequences of at most n * l' tokens, 1024 by default, every token selects all its blocks, so
-causal attention by the window kernel replaces select and sel. Exceptions are training on a backend
-with one backward for all slots, such as Triton in bf16, calls to which you pass blocks, and graphs
-that are exported or compiled for several lengths.
+causal attention by the window kernel replaces select and sel. Exceptions: training on a backend
+with one backward for all slots, such as Triton in bf16; calls with `blocks`; graphs exported or
+compiled for several lengths.
 
 ## Supported requests
 
 Each row names changes to a base request: 12 query heads in 2 groups, Dk = Dv = 64, 4096 tokens,
 bfloat16 and the paper's block sizes. A cell lists the devices on which the backend runs all slots
-that it offers, with gradients except in decode steps: "all" is the CPU and every GPU from sm_75 on,
-"sm_80+" every GPU from sm_80 on, "-" none. Slots after a colon are the only ones that run. sm_75 is
-a T4, sm_80 an A100, sm_90 an H100 or H200, sm_120 an RTX 50. The code for sm_80 and sm_86 was
-verified and measured on an H100 or H200, not on an A100 or RTX 3090. A missing package or driver
-does not count here.
+that it offers, or those after a colon, with gradients except in decode steps. "all" is the CPU and
+every GPU from sm_75 (T4) on, "sm_80+" every GPU from sm_80 (A100) on, "-" none. The code for sm_80
+and sm_86 was verified and measured on an H100 or H200, not on an A100 or RTX 3090. Tile shapes of
+other GPUs come from one of these two or from sm_90.
 """
 
 
@@ -117,9 +113,7 @@ def support_matrix(registry: Registry) -> str:
             continue
         offered = ", ".join(slot for slot in SLOTS if slot in entry.spec.slots)
         summary = one_line(entry.spec.summary)
-        sections.append(
-            f"{title}\n{summary[:1].upper()}{summary[1:]}. Offers {offered}.\n{_measured(entry)}"
-        )
+        sections.append(f"{title}\n{summary[:1].upper()}{summary[1:]}. Offers {offered}.\n")
     return "\n".join(sections)
 
 
@@ -161,20 +155,6 @@ def _table(refusals: dict[str, _Refusals]) -> str:
     rows = [["; ".join(same), *cells] for cells, same in labels.items()]
     rows = [["request", *map(one_line, refusals)], ["---"] * (len(refusals) + 1), *rows]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def _measured(entry: BackendEntry) -> str:
-    """Return for which architectures the backend's settings were measured, and how; or ""."""
-    reference = _MEASURED.get(entry.name)
-    if reference is None or not entry.first_party:
-        return ""
-    texts: dict[int, str] = import_named(reference)
-    architectures: dict[str, list[str]] = {}
-    for number, text in sorted(texts.items()):
-        architectures.setdefault(text, []).append(f"sm_{number}")
-    lines = [f"- {' and '.join(names)}: {text}" for text, names in architectures.items()]
-    lines.append("- other architectures: not measured, taken from those above")
-    return "\nSettings of the kernels, such as tile shapes:\n\n" + "\n".join(lines) + "\n"
 
 
 def _cell(refusals: _Refusals, label: str) -> str:
