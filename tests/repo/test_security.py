@@ -30,8 +30,7 @@ TRAIN = "tests/models/test_train_command.py"
 RESUMED = f"{TRAIN}::test_a_resumed_run_opens_the_data_that_its_folder_names"
 # Sentence -> ids of its tests.
 TESTS: dict[str, tuple[str, ...]] = {
-    "A backend is a Python package.": NO_PROMISE,
-    "Installing and using it runs its code with your rights, and no setting changes"
+    "Installing and using a backend runs its code with your rights, and no setting changes"
     " that.": NO_PROMISE,
     "`nsa backends list --no-probe` shows name, distribution and version of every plugin, and runs"
     " no plugin code.": (
@@ -42,8 +41,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{PLUGINS}::test_safe_mode_imports_no_third_party_code",
         "tests/cli/test_backends_commands.py::test_safe_mode_reaches_the_registry",
     ),
-    "`NSA_PLUGINS` names the only third-party plugins that are loaded, and `NSA_DISABLE_PLUGINS`"
-    " plugins that are not loaded ([values](docs/reference/environment.md)).": (
+    "`NSA_PLUGINS` names the only third-party plugins to load, and `NSA_DISABLE_PLUGINS` plugins"
+    " not to load ([values](docs/reference/environment.md)).": (
         f"{PLUGINS}::test_environment_variables_disable_plugins_by_name_or_distribution",
         "tests/repo/test_environment.py::test_environment_variables_are_documented_in_one_table",
     ),
@@ -113,8 +112,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{TRAIN}::test_an_altered_run_is_refused_by_every_command",
     ),
     "They are no signature, because whoever can write the folder can write them.": NO_PROMISE,
-    "The folder of a run names its training data, which `nsa train --resume` opens: a local file,"
-    " or a data set of the Hub.": (RESUMED,),
+    "The folder of a run names the local file or data set of the Hub that `nsa train --resume`"
+    " opens.": (RESUMED,),
     "No import and no command opens a network connection, with two exceptions:": (
         f"{NETWORK}::test_only_the_exceptions_of_the_security_page_use_the_network",
         f"{HERE}::test_imports_and_commands_open_no_connection",
