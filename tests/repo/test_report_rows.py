@@ -109,7 +109,7 @@ def command_error(words: list[str], repo: Any) -> str:
 
 def test_commands_of_rows_exist(repo: Any) -> None:
     errors = {" ".join(w): command_error(w, repo) for row in rows(repo) for w in commands(row)}
-    assert len(errors) > 5
+    assert errors
     assert not any(errors.values()), {command: text for command, text in errors.items() if text}
 
 
