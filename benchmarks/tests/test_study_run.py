@@ -325,7 +325,7 @@ def folders(corpus, monkeypatch):
     (corpus / "d").mkdir()
     dense.save(corpus / "d")
     sizes = {name: LAYER[name] for name in LAYER if name.endswith(("size", "stride", "blocks"))}
-    convert_checkpoint(corpus / "d", corpus / "n", sizes)
+    convert_checkpoint(corpus / "d", corpus / "n", {**sizes, "compress": "mlp"})
     arms = {
         "from_d": {"label": "dense", "attention": "dense", "from": "d"},
         "from_n": {"label": "NSA", "from": "n"},

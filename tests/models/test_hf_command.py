@@ -34,17 +34,18 @@ def dense(tmp_path):
 def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stage = ["--text", "text.txt", "--steps", "9", "--length", "200", "--lr", "0.02"]
-    result = nsa("convert", "--checkpoint", "dense", "--out", "trained", *SET, *stage)
+    fields = [*SET, "--nsa", "compress=mlp"]
+    result = nsa("convert", "--checkpoint", "dense", "--out", "trained", *fields, *stage)
     assert (result.code, result.err) == (0, "")
     follows = "next: nsa train --checkpoint trained --data FILE --out trained-trained\n"
     assert result.out.endswith(follows)
-    plain = nsa("convert", "--checkpoint", "dense", "--out", "plain", *SET)
+    plain = nsa("convert", "--checkpoint", "dense", "--out", "plain", *fields)
     assert plain.code == 0
     assert result.out.startswith(plain.out.partition("Written")[0])
     words = " ".join(result.out.split())
-    assert "compared: all 27 tensors of the dense model. Each branch has a copy of the" in words
-    shared = nsa("convert", "--checkpoint", "dense", "--out", "shared", "--nsa", "shared_kv=true")
-    assert "model. All branches share the dense keys and values." in " ".join(shared.out.split())
+    assert "compared: all 27 tensors of the dense model. All branches share the dense" in words
+    copies = nsa("convert", "--checkpoint", "dense", "--out", "own", "--nsa", "shared_kv=false")
+    assert "Each branch has a copy of the dense keys and values." in " ".join(copies.out.split())
     model, trained = (AutoModelForCausalLM.from_pretrained(name) for name in ("plain", "trained"))
     assert {name: getattr(model.model.layers[0].self_attn.config, name) for name in NSA} == NSA
     new = {name for name, _ in model.named_parameters() if re.search("phi_|gate[.]", name)}

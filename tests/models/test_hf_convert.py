@@ -97,12 +97,22 @@ def test_phi_of_a_converted_model_is_the_mean_of_a_block(kind):
     assert all(torch.equal(again[name], model.get_parameter(name)) for name in new)
 
 
+def test_branches_share_keys_and_compress_by_means_unless_the_caller_says_otherwise():
+    dense = dense_model()
+    default, stated = hf.convert(dense), hf.convert(dense, {"shared_kv": False})
+    configs = [c.model.model.layers[0].self_attn.config for c in (default, stated)]
+    assert [(c.shared_kv, c.compress) for c in configs] == [(True, "mean"), (False, "mean")]
+    assert all("gate" in name for name in default.new)
+    total, own = (sum(p.numel() for p in m.parameters()) for m in (default.model, dense))
+    assert total - own == sum(default.model.get_parameter(name).numel() for name in default.new)
+
+
 @torch.no_grad()
 def test_a_converted_model_is_near_the_dense_model_while_all_blocks_are_selected():
     dense = dense_model(dtype=torch.float64)
     ids = torch.randint(1, 61, (4, 48))
     expected = dense(ids).logits
-    model = hf.convert(dense, NSA).model
+    model = hf.convert(dense, NSA | {"compress": "mlp"}).model
     error = (model(ids).logits - expected).norm() / expected.norm()
     for layer in model.model.layers:
         layer.self_attn.phi_k.reset_parameters()
@@ -247,7 +257,7 @@ def test_a_parameter_in_the_wrong_place_is_reported(swapped, reported, monkeypat
 
 def test_the_first_stage_trains_only_new_parameters_and_measures_the_mass():
     torch.manual_seed(0)
-    model, _, new = hf.convert(dense_model("qwen3"), NSA)
+    model, _, new = hf.convert(dense_model("qwen3"), NSA | {"compress": "mlp"})
     model.model.norm.weight.requires_grad_(False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     text = torch.randint(1, 61, (20,)).repeat(6)

@@ -58,7 +58,8 @@ def convert(
         typer.Option(
             "--nsa",
             metavar="NAME=VALUE",
-            help="Field of NSAConfig, such as window_size=512. May be repeated.",
+            help="Field of NSAConfig, such as window_size=512. May be repeated. Default:"
+            " shared_kv=true and compress=mean, and otherwise those of NSAConfig.",
         ),
     ] = None,
     nsa_layers: Annotated[
@@ -76,7 +77,7 @@ def convert(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="Text file: train phi and the gates on it, with all else frozen."),
+        typer.Option(help="Text file: train the new parameters on it, with all else frozen."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Updates of the training.", min=1)] = 200,
     length: Annotated[
@@ -94,8 +95,8 @@ def convert(
 ) -> None:
     """Convert a dense model of Hugging Face transformers to NSA.
 
-    All parameters of the dense model are carried over and compared. The compression and the gates
-    are new: train the model before you use it. --text does the first part of that training.
+    All parameters of the dense model are carried over and compared. The gates are new, and so is
+    phi with --nsa compress=mlp: train the model before you use it. --text does the first part.
     """
     with output.exit_codes():
         typed = options_on_command_line(context)

@@ -24,6 +24,10 @@ from nsa_models.lm.config_json import DENSE_TYPES, LayerSpec
 from nsa_models.lm.model_folder import ModelFolder, open_folder, plain_file
 
 NSALayers = str | Sequence[int] | Callable[[int], bool] | None
+# Fields of NSAConfig unless the caller gives them. A model that trains with them keeps more of its
+# far context, because means cannot move the compressed keys away from the keys of the blocks that
+# they rank (docs/explanation/learning.md).
+DEFAULTS = {"shared_kv": True, "compress": "mean"}
 # Fields of a configuration that describe the dense model's class and file.
 _NOT_CARRIED = ("model_type", "architectures", "transformers_version", "_name_or_path")
 
@@ -34,8 +38,8 @@ class Conversion(NamedTuple):
     Attributes:
         model: The model with NSA.
         carried: Names of the dense model's parameters, all of which were carried over.
-        new: Names of the parameters that the dense model did not have: phi and the gates. They
-            start near dense attention (:meth:`nsa_core.NSAttention.start_from_dense`), but the
+        new: Names of the parameters that the dense model did not have: the gates, and phi unless
+            it is the mean. They start near dense attention (:meth:`nsa_core.NSAttention.start_from_dense`), but the
             model needs training before use.
     """
 
@@ -52,17 +56,17 @@ def convert(
 ) -> Conversion:
     """Convert a dense model to NSA.
 
-    Embeddings, norms, MLPs, queries, the output projection and all biases are carried over. Each of
-    the three branches gets a copy of the dense key and value projections; with ``shared_kv`` they
-    share one. phi starts as the mean of the tokens of a block, and the gates of cmp, sel and win as
-    0.1, 0.8 and 0.1; nothing is random. The dense model is not changed and shares nothing with the
+    All parameters are carried over. The three branches share the dense key and value projections;
+    with ``shared_kv=False`` each gets a copy. Compressed tokens are means of blocks; with another
+    ``compress``, phi starts as the mean. The gates of cmp, sel and win start as 0.1, 0.8 and 0.1;
+    nothing is random. The dense model is not changed and shares nothing with the
     new one, in which its frozen parameters are frozen too; a joint projection is frozen if all of
     its parts are.
 
     Args:
         model: A LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM of transformers.
-        nsa: Fields of :class:`nsa_core.NSAConfig` such as ``{"window_size": 512}``; default: those
-            of NSAConfig.
+        nsa: Fields of :class:`nsa_core.NSAConfig` such as ``{"window_size": 512}``; default:
+            ``shared_kv=True``, ``compress="mean"``, and otherwise those of NSAConfig.
         backends: The backends of the slots, as in :class:`nsa_core.NSAttention`.
         nsa_layers: The layers that get NSA; all others stay dense, parameter for parameter. Layer
             numbers from 0; "all"; "every_4th_dense", which keeps layers 3, 7, 11 and so on dense;
@@ -86,7 +90,7 @@ def convert(
     values = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_CARRIED}
     plain_backends = dict(backends) if isinstance(backends, Mapping) else backends
     config = config_class.from_dict(
-        {**values, "nsa": dict(nsa) if nsa else None, "nsa_backends": plain_backends}
+        {**values, "nsa": {**DEFAULTS, **(nsa or {})}, "nsa_backends": plain_backends}
     )
     numbers = layers_with_nsa(nsa_layers, config.num_hidden_layers)
     config.nsa_layers = None if nsa_layers is None else numbers
@@ -249,7 +253,7 @@ def convert_checkpoint(
         source: The folder of a dense model: config.json and safetensors, in one file or sharded; a
             run of `nsa train --attention dense` is one.
         target: The folder of the new model; must be empty or not exist.
-        nsa: As in :func:`convert`; default: the values of the run, or those of NSAConfig.
+        nsa: As in :func:`convert`; fields of a run of `nsa train` stay if it states them.
         backends: As in :func:`convert`.
         dtype: The dtype of the new model; "auto": that of the checkpoint.
         nsa_layers: As in :func:`convert`.
