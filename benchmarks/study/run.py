@@ -394,8 +394,8 @@ class Study:
 
         def report(progress: Progress) -> None:
             # On a GPU, trainer.step_number is already that of the step after this progress.
-            reached = trainer.step_number
-            if reached in trainer.points and trainer.evaluations[-1]["step"] < reached:
+            last, reached = trainer.evaluations[-1]["step"], trainer.step_number
+            if any(last < point <= reached for point in trainer.points):
                 trainer.held_out_loss()
                 self.write()
             if progress.held_out_loss is not None:

@@ -100,7 +100,7 @@ def group_of(folder: Path, name: str = "small") -> report.Group:
 
 OTHERS = [
     f"{report.PLAN[name]['title']}: no result file"
-    for name in ("large", "smollm2_8k", "smollm2_32k")
+    for name in ("large", "large_150m", "smollm2_8k", "smollm2_32k")
 ]
 
 
@@ -284,7 +284,7 @@ def test_rows_longer_than_those_of_the_training(tmp_path: Path) -> None:
         entry |= {"recall": scores, "mass": mass if arm == "large_nsa" else []}
         runs[f"{arm}-seed{seed}"] = run | {"longer": [entry]}
     page = report.page([group_of(written(runs, tmp_path), "large")], [])
-    assert "Rows of 64k, without further training, seeds 0:" in page  # dense has no other
+    assert "Rows of 64k, without further training, seed 0:" in page  # dense has no other
     longer = tables(page)[1]
     label = report.PLAN["large"]["arms"]["large_nsa"]["label"]
     assert longer[label] == {
@@ -465,17 +465,31 @@ def test_the_page_shows_the_real_model(page_table: Any) -> None:
     ],
 )
 def test_pages_state_values_of_the_real_model(name: str, words: str, page_table: Any) -> None:
+    """They are about the default of nsa convert."""
     runs = pairs_of_arms()
     runs["smollm2_32k_nsa-seed0"]["speed"]["tokens_per_s"] *= 2
+    for length in ("8k", "32k"):
+        run = runs.pop(f"smollm2_{length}_nsa-seed0")
+        runs[f"smollm2_{length}_shared_means-seed0"] = run | {
+            "arm": f"smollm2_{length}_shared_means"
+        }
     assert page_table(name, runs) == words
 
 
 def test_pages_state_an_arm_that_ran_at_one_length(page_table: Any) -> None:
     runs = pairs_of_arms()
-    own = json.loads(json.dumps(runs["smollm2_8k_nsa-seed0"])) | {"arm": "smollm2_8k_shared_means"}
-    own["evaluations"][-1]["document_losses"] = [0.625, 1.625]  # dense has 0.5 and 1.5
-    runs["smollm2_8k_shared_means-seed0"] = own
-    assert page_table("study-model-answer-means", runs) == "+0.125 ± 0.000 at 8k"
+    del runs["smollm2_32k_nsa-seed0"]
+    assert page_table("study-model-answer-separate", runs) == "+0.250 ± 0.000 at 8k"
+
+
+def test_pages_state_the_losses_after_more_tokens(
+    large_arms: dict[str, Any], page_table: Any
+) -> None:
+    runs = {}
+    for arm in ("dense", "nsa"):
+        name = f"large_150m_{arm}"
+        runs[f"{name}-seed0"] = large_arms[f"large_{arm}-seed0"] | {"arm": name}
+    assert page_table("study-large-150m", runs) == "2.550, and dense attention at 3.000"
 
 
 def test_pages_state_what_shared_keys_select_in_a_run_that_was_cut(page_table: Any) -> None:
