@@ -35,24 +35,25 @@ COLOURS = {
     "NSA, shared K/V": NSA_COLOURS[1],
     "NSA, shared K/V, means": NSA_COLOURS[2],
 }
-SHORT = {"dense, wide MLP": "dense", "NSA, means": "NSA"}  # of the large arms
+SHORT = {  # labels beside the curves
+    **{"dense, wide MLP": "dense", "NSA, means": "NSA"},  # of the large arms
+    "NSA, shared K/V, means": "shared, means",
+}
 # Inches: left margin, width, right margin for labels, bottom margin, height and top margin.
-_LEFT, _WIDTH, _RIGHT, _BOTTOM, _HEIGHT, _TOP = 0.75, 2.6, 1.25, 0.6, 2.1, 0.45
+_LEFT, _WIDTH, _RIGHT, _BOTTOM, _HEIGHT, _TOP = 0.75, 2.6, 1.5, 0.6, 2.1, 0.45
 Panel = Callable[[Any], None]
 
 
-def panels(*draw_panels: Panel, columns: int) -> Any:
-    """Return a figure with this number of panels in a row."""
+def panels(*draw_panels: Panel) -> Any:
+    """Return a figure with panels in one column, to be legible on a phone."""
     from matplotlib.figure import Figure
 
-    rows = -(-len(draw_panels) // columns)
-    panel, row = _LEFT + _WIDTH + _RIGHT, _BOTTOM + _HEIGHT + _TOP
-    width, height = columns * panel, rows * row
+    row = _BOTTOM + _HEIGHT + _TOP
+    width, height = _LEFT + _WIDTH + _RIGHT, len(draw_panels) * row
     figure = Figure(figsize=(width, height))
     for index, draw_panel in enumerate(draw_panels):
-        left = index % columns * panel + _LEFT
-        bottom = (rows - 1 - index // columns) * row + _BOTTOM
-        box = (left / width, bottom / height, _WIDTH / width, _HEIGHT / height)
+        bottom = (len(draw_panels) - 1 - index) * row + _BOTTOM
+        box = (_LEFT / width, bottom / height, _WIDTH / width, _HEIGHT / height)
         axes = figure.add_axes(box)
         draw_panel(axes)
         axes.grid()
@@ -105,7 +106,7 @@ def model_figure(groups: list[Any]) -> Any:
 
         return draw_panel
 
-    return panels(*map(losses, groups), *map(recall, groups), columns=2)
+    return panels(*map(losses, groups), *map(recall, groups))
 
 
 def large_figure(group: Any) -> Any:
@@ -134,7 +135,7 @@ def large_figure(group: Any) -> Any:
         axes.axhline(0, lw=1.2, color=INK)
         axes.tick_params(axis="x", labelsize="small")
 
-    return panels(losses, above, columns=1)  # legible on a phone
+    return panels(losses, above)
 
 
 def minimax_figure(document: Any) -> Any:
@@ -167,7 +168,7 @@ def minimax_figure(document: Any) -> Any:
         axes.autoscale_view()
         label_ends(axes, ends)
 
-    return panels(losses, differences, columns=1)  # legible on a phone
+    return panels(losses, differences)
 
 
 def main() -> None:

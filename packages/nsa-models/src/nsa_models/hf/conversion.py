@@ -39,8 +39,9 @@ class Conversion(NamedTuple):
         model: The model with NSA.
         carried: Names of the dense model's parameters, all of which were carried over.
         new: Names of the parameters that the dense model did not have: the gates, and phi unless
-            it is the mean. They start near dense attention (:meth:`nsa_core.NSAttention.start_from_dense`), but the
-            model needs training before use.
+            it is the mean. They start near dense attention
+            (:meth:`nsa_core.NSAttention.start_from_dense`), but the model needs training before
+            use.
     """
 
     model: Any
