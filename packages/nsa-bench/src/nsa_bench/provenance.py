@@ -7,10 +7,8 @@ import importlib.metadata
 import importlib.util
 import json
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from nsa_core.contract import ENTRY_POINT_GROUP
 
@@ -45,29 +43,21 @@ def source() -> dict[str, Any]:
 def git_commit() -> tuple[str | None, str]:
     """Find the commit of the running source.
 
-    The search visits the checkout around the installed files, the commits and folders that pip
-    recorded at installation, and the checkout around the working directory. A checkout counts only
-    if its files equal those of every installed package in :data:`PACKAGES`.
+    It is that of the checkout from which the packages run, or the one that pip recorded when it
+    installed them from a repository. Another installation has tree ids only.
 
     Returns:
         (commit, ""), with "+" after the commit if the checkout has uncommitted changes to tracked
         files; or (None, reason).
     """
-    installed = {name: folder for name in PACKAGES if (folder := _folder(name))}
-    reasons = []
-    for label, origin in _origins(installed):
-        if isinstance(origin, str):
-            return origin, ""
-        if origin is None:
-            reasons.append(f"{label} is not in a git checkout")
-        elif different := _differences(origin, installed):
-            names = ", ".join(different)
-            reasons.append(f"{label} differs from the installed files of {names}")
-        elif commit := _commit(origin):
-            return commit, ""
-        else:
-            reasons.append(f"git reports no commit for {label}")
-    return None, "; ".join(reasons)
+    roots = {_root(name) for name in PACKAGES if _folder(name)}
+    if len(roots) == 1 and (root := roots.pop()) is not None:
+        commit = _commit(root)
+        return commit, "" if commit else "git reports no commit for the checkout of the packages"
+    commits = {_pip_commit(name) for name in PACKAGES if _folder(name)}
+    if len(commits) == 1 and (commit := commits.pop()):
+        return commit, ""
+    return None, "the packages run from no checkout, and pip recorded no commit of all of them"
 
 
 def in_checkout(package: str) -> Path:
@@ -85,42 +75,24 @@ def _folder(package: str) -> Path | None:
     return Path(locations[0]) if locations else None
 
 
-def _differences(root: Path, installed: Mapping[str, Path]) -> list[str]:
-    """Return the packages whose installed files differ from the checkout's."""
-    return [
-        name
-        for name, folder in installed.items()
-        if tree_id(root / in_checkout(name)) != tree_id(folder)
-    ]
+def _root(package: str) -> Path | None:
+    """Return the root of the checkout from which a package runs."""
+    folder, inside = _folder(package), in_checkout(package)
+    if folder is None or folder.resolve().parts[-len(inside.parts) :] != inside.parts:
+        return None
+    root = folder.resolve().parents[len(inside.parts) - 1]
+    return root if (root / ".git").exists() else None
 
 
-def _origins(installed: Iterable[str]) -> Iterator[tuple[str, Path | str | None]]:
-    """Yield (label, checkout root or commit) of each possible origin, the most reliable first."""
-    yield "the package", _root(Path(__file__).parent)
-    records = [_direct_url(name.replace("_", "-")) for name in installed]
-    commits = {record.get("vcs_info", {}).get("commit_id") for record in records}
-    if len(commits) == 1 and (commit := commits.pop()):
-        yield "the repository that pip installed from", commit
-    folders = [unquote(urlsplit(r["url"]).path) for r in records if "dir_info" in r]
-    for root in dict.fromkeys(_root(Path(folder)) for folder in folders):
-        yield "the folder that pip installed from", root
-    yield "the working directory", _root(Path.cwd())
-
-
-def _direct_url(distribution: str) -> dict[str, Any]:
-    """Return pip's direct_url.json record of a distribution's source; empty if it has none."""
+def _pip_commit(package: str) -> str | None:
+    """Return the commit from which pip installed a package."""
     try:
-        text = importlib.metadata.distribution(distribution).read_text("direct_url.json")
+        distribution = importlib.metadata.distribution(package.replace("_", "-"))
     except importlib.metadata.PackageNotFoundError:
-        return {}
-    record: dict[str, Any] = json.loads(text or "{}")
-    return record
-
-
-def _root(folder: Path) -> Path | None:
-    """Return the root of the checkout around ``folder``."""
-    folder = folder.resolve()
-    return next((root for root in (folder, *folder.parents) if (root / ".git").exists()), None)
+        return None
+    record: dict[str, Any] = json.loads(distribution.read_text("direct_url.json") or "{}")
+    commit: str | None = record.get("vcs_info", {}).get("commit_id")
+    return commit
 
 
 def _commit(root: Path) -> str | None:
