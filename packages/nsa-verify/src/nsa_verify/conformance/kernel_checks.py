@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from nsa_core.errors import NSAError
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify.conformance.grid import Point
 from nsa_verify.conformance.slot_under_test import SlotUnderTest, faults
+from nsa_verify.drawn.tensors import laid_out
 from nsa_verify.problems.findings import bits
 from nsa_verify.problems.slot_runs import SlotRun, run_kernel
 
@@ -45,12 +46,6 @@ class KernelChecks:
     def _faults(self, run: SlotRun, label: str = "") -> Iterator[str]:
         for fault in faults(self._subject.slot, self._point.case, run, self._data):
             yield label + fault
-
-    def _relaid(self, relayout: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the differentiated inputs and do with another layout."""
-        tensors = {n: t for n, t in self._inputs.items() if n not in _UNDIFFERENTIATED}
-        tensors |= {"do": self._data.do} if self._grad else {}
-        return {name: relayout(tensor) for name, tensor in tensors.items()}
 
     def correct(self) -> Iterator[str]:
         """Check that outputs, LSE and gradients are within the limits of the verdict."""
@@ -110,12 +105,15 @@ class KernelChecks:
 
         The gradient of o also has stride 0 in its last axis.
         """
-        for label, relayout in (
-            ("last axis strided", _transposed),
-            ("rows apart", _apart),
-            ("pointer off", _shifted),
+        for label, layout in (
+            ("last axis strided", "strided"),
+            ("rows apart", "gaps"),
+            ("pointer off", "offset"),
         ):
-            yield from self._faults(self._run(self._relaid(relayout)), f"{label}: ")
+            tensors = {n: t for n, t in self._inputs.items() if n not in _UNDIFFERENTIATED}
+            tensors |= {"do": self._data.do} if self._grad else {}
+            tensors = {name: laid_out(tensor, layout, name) for name, tensor in tensors.items()}
+            yield from self._faults(self._run(tensors), f"{label}: ")
         if self._grad:
             do = self._data.do[..., :1].expand_as(self._data.do)
             yield from self._faults(self._run({"do": do}), "dO of stride 0: ")
@@ -196,22 +194,6 @@ class KernelChecks:
 
 def _tuple(results: Any) -> tuple[torch.Tensor, ...]:
     return (results,) if isinstance(results, torch.Tensor) else tuple(results)
-
-
-def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy with a strided last axis."""
-    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy with NaN between the rows."""
-    storage = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), torch.nan)
-    return storage[..., : tensor.shape[-1]].copy_(tensor)
-
-
-def _shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy with a pointer that is one element off alignment."""
-    return tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
 
 
 def _far(tensor: torch.Tensor) -> torch.Tensor:
