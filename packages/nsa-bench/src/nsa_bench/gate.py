@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -16,18 +15,17 @@ from nsa_bench.result import Gate
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import TimeUp
 from nsa_core.config import NSAConfig
-from nsa_core.contract import SLOTS
 from nsa_core.dtypes import dtype_name
 from nsa_core.plan.plan import Plan
 from nsa_core.util.text import describe_error
 from nsa_verify.checks.decode_fused import fused_step
 from nsa_verify.checks.decode_parity import decode_parity
+from nsa_verify.checks.slots import judge_run
 from nsa_verify.isolation.call_guard import guarded_calls
-from nsa_verify.judge.selection import judge_selection
-from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import Combination
-from nsa_verify.problems.slot_runs import SlotRun, masked_do, run_slot, slot_inputs
+from nsa_verify.problems.findings import Findings
+from nsa_verify.problems.slot_runs import run_slots
 from nsa_verify.problems.steps import Step
 
 NOT_CORRECT = "not correct: its gate failed"  # reason of a measurement without a time
@@ -100,33 +98,13 @@ def judge_plan(
 ) -> list[str]:
     """Judge every slot of a plan on ``case``; return one line per tensor that fails."""
     data = case.data(dtype, device)
-    geometry, scale = case.config.geometry, case.config.softmax_scale
-    do = masked_do(case, data.do) if gradients else None
-    runs: dict[str, SlotRun] = {}
-    failures = []
-    for slot in SLOTS:
-        runs[slot] = run = run_slot(
-            plan, slot, slot_inputs(slot, data, runs), None if slot == "select" else do, data
-        )
-        label = f"{slot} ({plan.choices[slot].backend})"
-        if slot == "select":
-            inputs: dict[str, Any] = dict(run.inputs)
-            selection = judge_selection(
-                **inputs,
-                blocks=run.outputs["blocks"],
-                geometry=geometry,
-                scale=scale,
-                rows=case.rows,
-            )
-            failures += [] if selection.ok else [f"{label} blocks: {selection.why}"]
-            continue
-        verdicts = judge_slot(
-            slot, run.inputs, run.outputs, geometry, scale, do=run.do, rows=case.rows
-        )
-        failures += [
-            f"{label} {name}: {verdict.why}" for name, verdict in verdicts.items() if not verdict.ok
-        ]
-    return failures
+    findings = Findings("gate", case, dtype)
+    return [
+        f"{slot} ({plan.choices[slot].backend}) {finding.quantity}: {finding.detail}"
+        for slot, run in run_slots(plan, case, data, gradients).items()
+        for finding in judge_run(findings, slot, run, data.cu_seqlens)
+        if finding.ok is False
+    ]
 
 
 def run_gate(

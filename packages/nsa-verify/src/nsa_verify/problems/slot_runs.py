@@ -143,10 +143,10 @@ def masked_do(case: Case, do: torch.Tensor) -> torch.Tensor:
     return masked
 
 
-def run_slots(plan: Plan, case: Case, data: CaseData) -> dict[str, SlotRun]:
-    """Run every slot once, forward and backward, in the order of the data flow."""
+def run_slots(plan: Plan, case: Case, data: CaseData, gradients: bool = True) -> dict[str, SlotRun]:
+    """Run every slot once, forward and, with ``gradients``, backward, in order of the data flow."""
     runs: dict[str, SlotRun] = {}
-    do = masked_do(case, data.do)
+    do = masked_do(case, data.do) if gradients else None
     for slot in SLOTS:
         runs[slot] = run_slot(
             plan, slot, slot_inputs(slot, data, runs), None if slot == "select" else do, data
