@@ -111,9 +111,9 @@ class BadBackward(torch.autograd.Function):
 def test_a_rival_that_fails_during_timing_has_its_error_as_reason(run, fla, monkeypatch):
     fla(lambda q, k, v, *gates, **how: BadBackward.apply(q, k, v, *gates))
     monkeypatch.setattr(BadBackward, "armed", False)
-    real = rivals._refusal
+    real = rivals.refusal
     monkeypatch.setattr(
-        rivals, "_refusal", lambda *x: (real(*x), setattr(BadBackward, "armed", True))[0]
+        rivals, "refusal", lambda *x: (real(*x), setattr(BadBackward, "armed", True))[0]
     )
     result = run(**SETTINGS)
     forward, backward = rival_measurements(result)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -72,11 +72,11 @@ def _sdpa(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> Base
         return o.transpose(1, 2)
 
     label = f"dense {name}"
-    reason = _refusal(forward, config, device, dtype)
+    reason = refusal(forward, config, device, dtype)
     # A kernel without grouped-query support gets repeated k/v heads; the copy counts as its time.
     if reason and groups > 1:
         repeated = functools.partial(forward, repeats=groups)
-        if not _refusal(repeated, config, device, dtype):
+        if not refusal(repeated, config, device, dtype):
             return Baseline(f"{label}, repeated k/v", repeated)
     return Baseline(label, forward, reason)
 
@@ -98,7 +98,7 @@ def _package(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> B
         # Seen in 4.0.0b36 on sm_90: github.com/Dao-AILab/flash-attention/pull/2896
         reason = "its gradients are wrong for heads whose width is no multiple of 32"
         return Baseline(label, forward, reason)
-    return Baseline(label, forward, _refusal(forward, config, device, dtype))
+    return Baseline(label, forward, refusal(forward, config, device, dtype))
 
 
 def is_installed(module: str) -> bool:
@@ -115,13 +115,18 @@ def is_installed(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _refusal(
-    forward: Callable[[Inputs], torch.Tensor], config: NSAConfig, device: str, dtype: torch.dtype
+def refusal(
+    forward: Callable[[Inputs], torch.Tensor],
+    config: NSAConfig,
+    device: str,
+    dtype: torch.dtype,
+    length: int = 64,
+    leaves: Sequence[str] = ("q", "k", "v"),
 ) -> str:
-    """Run forward and backward on 64 tokens; return the error text, or "" on success."""
-    x = make_inputs("random", config, batch=1, length=64, dtype=dtype, device=device, seed=0)
+    """Run forward and backward on ``length`` tokens; return the error text, or "" on success."""
+    x = make_inputs("random", config, batch=1, length=length, dtype=dtype, device=device, seed=0)
     try:
-        torch.autograd.grad(forward(x), [x.q, x.k, x.v], x.do)
+        torch.autograd.grad(forward(x), [getattr(x, name) for name in leaves], x.do)
     except Exception as error:  # noqa: BLE001  a compiler of kernels raises its own errors
         return describe_error(error)
     return ""

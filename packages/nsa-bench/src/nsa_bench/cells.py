@@ -6,6 +6,7 @@ They are the whole core of each combination, each of its kernels alone, and the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 
 from nsa_bench.baselines import Baseline
 from nsa_bench.inputs import Inputs
-from nsa_bench.rivals import guarded
 from nsa_bench.roofline import PARTS
 from nsa_bench.timing import Workload
 from nsa_core.config import NSAConfig
@@ -88,42 +88,31 @@ def cell_workloads(
     set up, so that workloads which run in a child process need no inputs in this one. Its sequences
     have ``length`` tokens, which decides the kernels: those that the whole core runs.
     """
-    workloads: list[Workload] = []
-    for baseline in (b for b in baselines if b.kind == "dense"):
-        workloads.append(
-            Workload(
-                baseline.name,
-                lambda baseline=baseline: _baseline_make(baseline, inputs(), 3, phase)(),  # type: ignore[misc]
-                True,
-            )
-        )
-    for name, plan in plans.items():
-        workloads.append(
-            Workload(TOTAL + name, lambda plan=plan: _core(inputs(), config, plan, phase)(), True)  # type: ignore[misc]
-        )
-    for baseline in (b for b in baselines if b.kind != "dense"):
-        make = guarded(lambda baseline=baseline: _baseline_make(baseline, inputs(), 4, phase)())  # type: ignore[misc]
-        workloads.append(Workload(baseline.name, make, True))
-    if not parts:
-        return workloads
-    seen: set[str] = set()
-    for plan in plans.values():
+
+    def whole(key: str, setup: Callable[[Inputs], Callable[[], Call]]) -> Workload:
+        return Workload(key, lambda: setup(inputs())(), True)
+
+    def alone(plan: Plan, name: str, backend: str) -> Workload:
+        target = (config, plan, name, phase)
+        key = part_key(name, backend)
+        return Workload(key, lambda: kernel_workload(inputs(), *target).make())
+
+    by_kind: dict[bool, list[Workload]] = {True: [], False: []}  # whether it is dense attention
+    for baseline in baselines:
+        setup = functools.partial(_baseline_make, baseline, phase=phase)
+        by_kind[baseline.kind == "dense"].append(whole(baseline.name, setup))
+    cores = [
+        whole(TOTAL + name, functools.partial(_core, config=config, plan=plan, phase=phase))
+        for name, plan in plans.items()
+    ]
+    kernels: dict[str, Workload] = {}
+    for plan in plans.values() if parts else ():
         for name, backend in kernels_of(plan, length).items():
-            key = part_key(name, backend)
-            has_phase = name != "select" or phase != "backward"  # select has no backward
-            if key not in seen and has_phase:
-                seen.add(key)
-                workloads.append(
-                    Workload(
-                        key,
-                        lambda plan=plan, name=name: kernel_workload(  # type: ignore[misc]
-                            inputs(), config, plan, name, phase
-                        ).make(),
-                    )
-                )
-    if plans:
-        workloads.append(Workload("compress", lambda: _compress(inputs(), config, phase)()))
-    return workloads
+            if name != "select" or phase != "backward":  # select has no backward
+                kernels.setdefault(part_key(name, backend), alone(plan, name, backend))
+    if kernels:
+        kernels["compress"] = Workload("compress", lambda: _compress(inputs(), config, phase)())
+    return [*by_kind[True], *cores, *by_kind[False], *kernels.values()]
 
 
 Call = Callable[[], Any]
@@ -166,13 +155,14 @@ def _core(x: Inputs, config: NSAConfig, plan: Plan, phase: str) -> Callable[[], 
     return _phased(forward, _leaves(x), x.do, phase)
 
 
-def _baseline_make(baseline: Baseline, x: Inputs, leaves: int, phase: str) -> Callable[[], Call]:
-    """Return the setup function of a baseline that uses the first ``leaves`` of the inputs."""
+def _baseline_make(baseline: Baseline, x: Inputs, phase: str) -> Callable[[], Call]:
+    """Return the setup function of a baseline; dense attention has no gates."""
+    leaves = _leaves(x)[: 3 if baseline.kind == "dense" else 4]
 
     def forward(*own: torch.Tensor) -> torch.Tensor:
         return baseline.forward(dataclasses.replace(x, **dict(zip(LEAVES, own))))
 
-    return _phased(forward, _leaves(x)[:leaves], x.do, phase)
+    return _phased(forward, leaves, x.do, phase)
 
 
 def _compress(x: Inputs, config: NSAConfig, phase: str) -> Callable[[], Call]:

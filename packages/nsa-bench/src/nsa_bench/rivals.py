@@ -9,18 +9,16 @@ import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from nsa_bench.baselines import Baseline, is_installed
-from nsa_bench.inputs import Inputs, make_inputs
+from nsa_bench.baselines import Baseline, is_installed, refusal
+from nsa_bench.inputs import Inputs
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
-from nsa_core.util.text import describe_error, did_you_mean
+from nsa_core.util.text import did_you_mean
 
 KIND = "rival"
-Call = Callable[[], Any]
 
 
 def check_rivals(names: Sequence[str]) -> None:
@@ -48,47 +46,12 @@ def rivals(
     selected = []
     for name in names:
         rival = KNOWN[name](config)
-        reason = rival.reason or _refusal(rival, config, device, dtype)
+        # Twice as many tokens as the selection covers. This run also compiles kernels.
+        length = 2 * config.num_selected_blocks * config.select_block_size
+        target = (config, device, dtype, length, ("q", "k", "v", "gates"))
+        reason = rival.reason or refusal(rival.forward, *target)
         selected.append(dataclasses.replace(rival, reason=reason))
     return selected
-
-
-def guarded(make: Callable[[], Call]) -> Callable[[], Call]:
-    """Wrap a setup function so that it and its call raise RuntimeError for any exception."""
-
-    def convert_errors(function: Callable[..., Any]) -> Any:
-        try:
-            return function()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise RuntimeError(describe_error(error)) from error
-
-    def guarded_make() -> Call:
-        call: Call = convert_errors(make)
-        return lambda: convert_errors(call)
-
-    return guarded_make
-
-
-def _refusal(rival: Baseline, config: NSAConfig, device: str, dtype: torch.dtype) -> str:
-    """Run forward and backward once; return the error text, or "" on success.
-
-    The sequence has twice as many tokens as the selection covers. This run also compiles kernels.
-    """
-    length = 2 * config.num_selected_blocks * config.select_block_size
-
-    def once() -> Any:
-        x = make_inputs(
-            "random", config, batch=1, length=length, dtype=dtype, device=device, seed=0
-        )
-        return lambda: torch.autograd.grad(rival.forward(x), [x.q, x.k, x.v, x.gates], x.do)
-
-    try:
-        guarded(once)()()
-    except RuntimeError as error:
-        return describe_error(error)
-    return ""
 
 
 def _fla(config: NSAConfig) -> Baseline:
