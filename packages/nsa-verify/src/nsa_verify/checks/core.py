@@ -1,26 +1,29 @@
-"""Checks of the backward of the whole core, as nsa_attention runs it.
+"""Checks of the whole core, as nsa_attention runs it: its slots, and its backward.
 
 A combination with a fused backward runs it. The others run the backwards of their slots, which the
-checks of the slots cover; so all checks but the gradients' are for fused backwards alone.
+checks of the slots cover; so all checks but the composition's and the gradients' are for fused
+backwards alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.contract import SLOTS
+from nsa_core.contract import BRANCHES, SLOTS
 from nsa_core.layer.attention import nsa_attention_with_lse
 from nsa_core.plan.plan import Plan
+from nsa_core.torch_ops.core_kernels import selects_all
 from nsa_verify.checks.invariants import between_nans, poisoned_memory, with_poison
 from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.judge.core import judge_core
 from nsa_verify.problems.cases import CaseData
 from nsa_verify.problems.findings import Finding
-from nsa_verify.problems.slot_runs import Documents, masked_do
+from nsa_verify.problems.slot_runs import CausalSel, Documents, masked_do, slot_inputs
 
 _NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 _SMALL_GATE = 1e-6  # its logarithm, which a fused backward may use, is large
@@ -122,6 +125,35 @@ def _judged(subject: CaseUnderTest, run: CoreRun, do: torch.Tensor) -> Iterator[
         run.inputs, do, gradients, *sizes, cu_seqlens=subject.data.cu_seqlens, rows=case.rows
     )
     yield from subject.judged("", verdicts)
+
+
+@case_check("composition")
+def composition(subject: CaseUnderTest) -> Iterator[Finding]:
+    """Check that nsa_attention equals the five slots in order, bit for bit, with gradients.
+
+    In sequences of at most n * l' tokens, its sel is the causal kernel of the plan.
+    """
+    data = subject.data
+    # Equal bits of two runs require deterministic slots, and no fused backward.
+    plan = subject.plan(deterministic=True)
+    tensors = {name: getattr(data, name) for name in _NAMES}
+    core = CoreRun(plan, subject.case.config, data, tensors, nonnegative=False)
+    grads = core.gradients(masked_do(subject.case, data.do))
+    if plan.causal_sel is not None and selects_all(plan, None, data.max_seqlen):
+        plan = dataclasses.replace(plan, sel=CausalSel(plan.causal_sel))
+    runs = subject.runs(plan)
+    combined = runs["combine"].outputs
+    yield subject.same_bits("combine", "o", core.o, combined["o"])
+    blocks = runs["select"].outputs["blocks"]
+    yield subject.same_bits("select", "blocks", core.inputs["blocks"], blocks)
+    yield subject.same_bits("combine", "dgates", grads["dgates"], combined["dgates"])
+    for branch in BRANCHES:
+        upstream = combined[f"do_{branch}"]
+        run = subject.run(plan, branch, slot_inputs(branch, data, runs), upstream)
+        suffix = "_cmp" if branch == "cmp" else ""
+        for kind in "kv":
+            name, expected = f"d{kind}_{branch}", run.outputs[f"d{kind}{suffix}"]
+            yield subject.same_bits(branch, name, grads[name], expected)
 
 
 @case_check("core gradients")

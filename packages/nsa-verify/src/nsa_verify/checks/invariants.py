@@ -13,55 +13,13 @@ import torch
 from nsa_core.contract import BRANCHES, SLOTS
 from nsa_core.layer.attention import nsa_attention_with_lse
 from nsa_core.torch_ops.backend_call import record_dispatch
-from nsa_core.torch_ops.core_kernels import selects_all
 from nsa_verify.checks.slots import judge_run
 from nsa_verify.checks.under_test import CaseUnderTest, case_check
 from nsa_verify.problems.cases import CaseData
 from nsa_verify.problems.findings import Finding
-from nsa_verify.problems.slot_runs import CausalSel, masked_do, slot_inputs
+from nsa_verify.problems.slot_runs import slot_inputs
 
 HUGE = {torch.float16: 6e4}  # finite poison; 1e30 in other dtypes
-
-
-@case_check("composition")
-def composition(subject: CaseUnderTest) -> Iterator[Finding]:
-    """Check that nsa_attention equals the five slots in order, bit for bit, with gradients.
-
-    In sequences of at most n * l' tokens, its sel is the causal kernel of the plan.
-    """
-    data = subject.data
-    # Equal bits of two runs require deterministic slots.
-    plan = subject.plan(deterministic=True)
-    do = masked_do(subject.case, data.do)
-    names = ("k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
-    leaves = {n: getattr(data, n).detach().requires_grad_() for n in ("q", *names)}
-    o, _, blocks = nsa_attention_with_lse(
-        leaves["q"],
-        (None, leaves["k_sel"], leaves["k_win"]),
-        (None, leaves["v_sel"], leaves["v_win"]),
-        leaves["gates"],
-        config=subject.case.config,
-        plan=plan,
-        k_cmp=leaves["k_cmp"],
-        v_cmp=leaves["v_cmp"],
-        cu_seqlens=data.cu_seqlens,
-        max_seqlen=None if data.cu_seqlens is None else data.max_seqlen,
-    )
-    grads = dict(zip(names, torch.autograd.grad(o, [leaves[n] for n in names], do)))
-    if plan.causal_sel is not None and selects_all(plan, None, data.max_seqlen):
-        plan = dataclasses.replace(plan, sel=CausalSel(plan.causal_sel))
-    runs = subject.runs(plan)
-    combined = runs["combine"].outputs
-    yield subject.same_bits("combine", "o", o, combined["o"])
-    yield subject.same_bits("select", "blocks", blocks, runs["select"].outputs["blocks"])
-    yield subject.same_bits("combine", "dgates", grads["gates"], combined["dgates"])
-    for branch in BRANCHES:
-        upstream = combined[f"do_{branch}"]
-        run = subject.run(plan, branch, slot_inputs(branch, data, runs), upstream)
-        suffix = "_cmp" if branch == "cmp" else ""
-        for kind in "kv":
-            name, expected = f"{kind}_{branch}", run.outputs[f"d{kind}{suffix}"]
-            yield subject.same_bits(branch, f"d{name}", grads[name], expected)
 
 
 @case_check("causality")

@@ -116,7 +116,7 @@ _CHECKS = (
     _CheckSize("packed", checks.packed_equals_separate, 1 << 12, 1 << 13, 0),
     _CheckSize("any blocks", checks.any_blocks, 1 << 10, 1 << 13),
     _CheckSize("empty rows", checks.empty_rows, 1 << 10, 1 << 13),
-    _CheckSize("composition", invariants.composition, 1 << 13, 1 << 15),
+    _CheckSize("composition", core.composition, 1 << 13, 1 << 15),
     _CheckSize("core gradients", core.core_gradients, 1 << 9, 1 << 14, dtypes=2),
     _CheckSize("causality", invariants.causality, 1 << 11, 1 << 14, dtypes=2),
     _CheckSize("coverage", checks.coverage, 1 << 9, 1 << 13, dtypes=2),
