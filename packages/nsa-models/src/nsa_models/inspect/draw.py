@@ -5,14 +5,13 @@ matplotlib is imported when a figure is drawn.
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from nsa_bench.render.style import BRANCH_COLOURS, DPI, draw
+from nsa_bench.render.style import BRANCH_COLOURS, DPI, draw, spread
 from nsa_core.contract import BRANCHES
 from nsa_models.inspect.collect import CHOSEN, FORCED, MISSED, Inspection, LayerInspection
 from nsa_models.inspect.findings import UNTRAINED, headline, shares
@@ -268,7 +267,7 @@ def _lines(
         axes.plot(range(length), smooth, style, color=colour, lw=2)
         ends.append((smooth[-1], f"{name} {form.format(float(values[rows].mean()))}", colour))
     gap = 1.02 * 17 / (axes.get_window_extent().height * 72 / axes.figure.dpi)
-    for y, (_, label, colour) in zip(_spread([end for end, *_ in ends], gap), ends):
+    for y, (_, label, colour) in zip(spread([end for end, *_ in ends], gap, 0.0, 1.0), ends):
         axes.annotate(
             label,
             (length, y),
@@ -288,19 +287,3 @@ def _smooth(values: torch.Tensor, layer: LayerInspection) -> list[float]:
     first = (end - size).clamp(min=0)
     means: list[float] = ((total[end] - total[first]) / (end - first)).tolist()
     return means
-
-
-def _spread(positions: Sequence[float], gap: float, top: float = 1.0) -> list[float]:
-    """Move positions apart to at least ``gap`` and below ``top``, without changing their order."""
-    order = sorted(range(len(positions)), key=lambda i: positions[i])
-    placed = list(positions)
-    for _ in range(50):
-        for lower, upper in itertools.pairwise(order):
-            overlap = gap - (placed[upper] - placed[lower])
-            if overlap > 1e-9:
-                placed[lower] -= overlap / 2
-                placed[upper] += overlap / 2
-    for index in reversed(order):
-        placed[index] = min(placed[index], top)
-        top = placed[index] - gap
-    return placed
