@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Trainer, TrainingArguments
 
 import nsa_models.hf as hf
 
@@ -72,3 +73,15 @@ def padded_batch(
         ids[row, place], mask[row, place] = prompt, 1
         prompts.append(prompt[None])
     return ids, mask, prompts
+
+
+def trained(
+    model: Any, data: list[dict[str, Any]], folder: Path, collator: Any = None, **options: Any
+) -> tuple[Trainer, list[float]]:
+    """Train with the Trainer of transformers; return it, and the loss of each step."""
+    options = {"max_steps": 3, "per_device_train_batch_size": 2, "logging_steps": 1, **options}
+    quiet: dict[str, Any] = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, **quiet, **options)
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collator)
+    trainer.train()
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

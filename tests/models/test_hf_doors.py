@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import DynamicCache, Trainer, TrainingArguments
 
-from hf_models import NSA, NSA_MODELS, nsa_model, padded_batch
+from hf_models import NSA, NSA_MODELS, nsa_model, padded_batch, trained
 from nsa_core import InvalidInput
 
 ROW = 60
@@ -487,22 +487,10 @@ def test_the_trainer_compares_with_the_next_token(kind, wrap, factor, tmp_path):
             _smoothed(model(row[None]).logits, label[None], factor)
             for row, label in zip(rows, labels)
         ]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=1,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        label_smoothing_factor=factor,
-        learning_rate=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
     data = [{"input_ids": r.tolist(), "labels": y.tolist()} for r, y in zip(rows, labels)]
-    trainer = Trainer(model=wrap(model), args=arguments, train_dataset=data)
-    loss = trainer.train().training_loss
+    options = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    options |= {"label_smoothing_factor": factor, "learning_rate": 0.0}
+    trainer, (loss,) = trained(wrap(model), data, tmp_path, **options)
     assert loss == pytest.approx(sum(s for s, _ in parts) / sum(n for _, n in parts), rel=1e-5)
     evaluated = trainer.evaluate(data[1:])["eval_loss"]
     assert evaluated == pytest.approx(parts[1][0] / parts[1][1], rel=1e-5)

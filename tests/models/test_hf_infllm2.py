@@ -19,10 +19,9 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
 )
 
+from hf_models import trained
 from nsa_core.errors import InvalidInput
 from nsa_models.hf import infllm2
 from nsa_models.recipes.infllm2 import infllm2_attention
@@ -297,21 +296,8 @@ def test_the_trainer_packs_documents(tokens, tmp_path):
         model = new_model().float().train()
         if collator is not None:
             collator.return_flash_attn_kwargs = True
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / name),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            gradient_checkpointing=True,
-            learning_rate=0.01,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collator)
-        trainer.train()
-        losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        options = {"gradient_checkpointing": True, "learning_rate": 0.01}
+        _, losses[name] = trained(model, data, tmp_path / name, collator, **options)
     assert losses["rows"][-1] < losses["rows"][0] - 0.1
     assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-4
 

@@ -13,13 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    DataCollatorWithFlattening,
-    DynamicCache,
-    StaticCache,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import (
     MiniMaxM3VLConfig,
@@ -32,6 +26,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
     apply_rotary_pos_emb,
 )
 
+from hf_models import trained
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_models.hf import minimax
@@ -318,20 +313,7 @@ def test_the_trainer_with_lora_follows_eager(tokens, tmp_path):
         base.set_attn_implementation(name)
         before = {n: p.detach().clone() for n, p in base.named_parameters()}
         model = get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / name),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            learning_rate=0.02,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        trainer = Trainer(model=model, args=arguments, train_dataset=data)
-        trainer.train()
-        losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        _, losses[name] = trained(model, data, tmp_path / name, learning_rate=0.02)
         merged = model.merge_and_unload().state_dict()
         changed = {n.split(".")[-2] for n, p in before.items() if not torch.equal(merged[n], p)}
         assert changed == {"q_proj", "v_proj"}
@@ -449,17 +431,7 @@ def test_the_trainer_trains_the_indexer(tokens, tmp_path):
     indexer.register_forward_pre_hook(
         lambda module, _: losses.append(float(getattr(module, "last_loss", torch.inf)))
     )
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=12,
-        per_device_train_batch_size=2,
-        learning_rate=0.01,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    Trainer(model=model, args=arguments, train_dataset=data).train()
+    trained(model, data, tmp_path, max_steps=12, learning_rate=0.01)
     assert losses[-1] < 0.7 * losses[1]
 
 
@@ -606,20 +578,7 @@ def test_the_trainer_packs_documents(tokens, tmp_path):
         model.set_attn_implementation(name)
         if collator is not None:
             collator.return_flash_attn_kwargs = True
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path / name),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            learning_rate=0.01,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collator)
-        trainer.train()
-        losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        _, losses[name] = trained(model, data, tmp_path / name, collator, learning_rate=0.01)
     assert losses["eager"][-1] < losses["eager"][0] - 0.1
     assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-4
 

@@ -8,16 +8,10 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DataCollatorWithFlattening,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
 import nsa_models.hf as hf
-from hf_models import NSA, NSA_CONFIGS, NSA_MODELS, nsa_model, padded_batch
+from hf_models import NSA, NSA_CONFIGS, NSA_MODELS, nsa_model, padded_batch, trained
 from nsa_core import BackendUnavailable, InvalidInput
 from nsa_core.layer.module import NSAttention
 
@@ -228,21 +222,8 @@ def test_a_loop_generates_answers_and_trains_on_padded_pairs():
 def test_trainer_lowers_the_loss_and_writes_a_model(tmp_path):
     row = [*range(1, 41)] * 2
     data = [{"input_ids": row, "labels": row, "attention_mask": [1] * 80}] * 8
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "run"),
-        max_steps=6,
-        per_device_train_batch_size=2,
-        learning_rate=0.02,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        gradient_checkpointing=True,
-    )
-    trainer = Trainer(model=nsa_model(), args=arguments, train_dataset=data)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    options = {"max_steps": 6, "learning_rate": 0.02, "gradient_checkpointing": True}
+    trainer, losses = trained(nsa_model(), data, tmp_path / "run", **options)
     assert losses[-1] < 0.9 * losses[0]
     assert trainer.evaluate(data[:2])["eval_loss"] < losses[0]
     trainer.save_model(str(tmp_path / "model"))
