@@ -177,12 +177,16 @@ def test_any_hostile_value_gives_a_sentence_or_a_plain_page(nsa, tmp_path, where
         ("[]", "is not a result of nsa bench"),
         ("[" * 100_000, "is not JSON"),
         ('{"kind": "nsa-bench", "schema_version": "\\u001b"}', r"has schema_version '\x1b'"),
+        ('{"kind": "nsa-bench", "schema_version": NaN}', "is not JSON"),
+        ('{"kind": "nsa-bench", "schema_version": 1}', "lacks settings"),
+        (None, "give a file"),
     ],
-    ids=["empty", "half", "list", "deep", "version"],
+    ids=["empty", "half", "list", "deep", "version", "NaN", "no settings", "missing"],
 )
-def test_a_file_that_is_no_result_is_refused_in_a_sentence(nsa, tmp_path, text, message):
+def test_row_60_a_file_that_is_no_result_is_refused_in_a_sentence(nsa, tmp_path, text, message):
     file = tmp_path / "result.json"
-    file.write_text(text)
+    if text is not None:
+        file.write_text(text)
     done = nsa("bench", "report", str(file))
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert message in done.err

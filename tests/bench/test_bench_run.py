@@ -117,39 +117,6 @@ def test_an_unknown_phase_is_refused(run):
         run(phases=["sideways"])
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ("", "is not JSON"),
-        ("[1]", "not a result"),
-        ('{"kind": "nsa-bench", "schema_version": 9}', "schema_version 9"),
-        ('{"kind": "nsa-bench", "schema_version": 1}', "lacks settings"),
-        ('{"kind": "nsa-bench", "schema_version": NaN}', "is not JSON"),
-    ],
-)
-def test_row_60_unreadable_results_are_refused(nsa, tmp_path, content, text):
-    file = tmp_path / "r.json"
-    file.write_text(content)
-    done = nsa("bench", "report", str(file))
-    assert done.code == 2
-    assert text in done.err
-    assert len(done.err.splitlines()) == 1
-
-
-def test_row_60_missing_and_damaged_results_are_refused(nsa, run, tmp_path):
-    assert nsa("bench", "report", str(tmp_path / "none.json")).code == 2
-    document = json.loads(run(lengths=[40], phases=["forward"]).to_json())
-    document["measurements"][0]["performance"]["median_ms"] = "fast"
-    (tmp_path / "r.json").write_text(json.dumps(document))
-    done = nsa("bench", "report", str(tmp_path / "r.json"))
-    assert done.code == 2
-    assert "measurements[0].performance.median_ms must be float, got 'fast'" in done.err
-    document["measurements"] = [{**document["measurements"][1], "dtype": "float8"}]
-    (tmp_path / "r.json").write_text(json.dumps(document))
-    done = nsa("bench", "report", str(tmp_path / "r.json"))
-    assert (done.code, "peaks has no rates of float8" in done.err) == (2, True)
-
-
 SMALL = (
     "--shape",
     "2/1/8",
