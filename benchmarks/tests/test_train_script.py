@@ -149,3 +149,14 @@ def test_unknown_and_missing_modes_are_refused(script, modes, message, capsys):
     with pytest.raises(SystemExit):
         script("--modes", modes)
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_the_script_runs_every_section(script, tmp_path):
+    file = tmp_path / "train.json"
+    script("--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    assert not [row for row in rows if "reason" in row], rows
+    assert {row["section"] for row in rows} == {"throughput", "memory", "stall", "layers", "toy"}
+    assert any("crossover" in row for row in rows)
+    assert any("R2" in row for row in rows)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pathlib
 import re
-import runpy
 import shlex
 import subprocess
-import sys
 from typing import Any, get_args
 
 import pytest
@@ -365,26 +362,3 @@ def test_the_commands_in_the_training_docs_run(nsa, tmp_path, monkeypatch):
     assert nsa(*train, *small).code == 0
     assert (tmp_path / "run.png").exists()
     assert nsa(*generate, "--max-new-tokens", "3").out.startswith("The function returns ")
-
-
-@pytest.fixture
-def run_benchmark(monkeypatch):
-    """Run a script of benchmarks/ in this process, which has already imported torch."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-
-    def run(script: str, *arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", [script, *arguments])
-        runpy.run_path(str(ROOT / "benchmarks" / script), run_name="__main__")
-
-    return run
-
-
-@pytest.mark.slow
-def test_the_training_benchmark_runs_every_section(run_benchmark, tmp_path):
-    file = tmp_path / "train.json"
-    run_benchmark("train.py", "--quick", "--device", "cpu", "--json", str(file))
-    rows = json.loads(file.read_text())["rows"]
-    assert not [row for row in rows if "reason" in row], rows
-    assert {row["section"] for row in rows} == {"throughput", "memory", "stall", "layers", "toy"}
-    assert any("crossover" in row for row in rows)
-    assert any("R2" in row for row in rows)
