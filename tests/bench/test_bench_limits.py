@@ -113,7 +113,7 @@ def test_sigterm_ends_a_long_operation_in_a_child(small, all_in_children, second
 def test_sigterm_ends_a_gate_of_a_minute(small, seconds_after_sigterm, monkeypatch):
     monkeypatch.setattr(slow_backend, "LENGTH", 81)  # of the gate's case
     bench = PrefillBench(small(lengths=[40], phases=["forward"], combos=SLOW), registry(), {})
-    seconds, result = seconds_after_sigterm(bench, subjects, "run_gate")
+    seconds, result = seconds_after_sigterm(bench, subjects, "judge_plan")
     assert seconds < 2.0
     assert (result.interrupted.cells_left, result.gates) == (1, [])
 
@@ -139,7 +139,7 @@ def test_decode_ends_at_the_time_limit(where, monkeypatch):
         slept.append(where)
         time.sleep(60)
 
-    monkeypatch.setattr(decode, {"gate": "decode_gate", "state": "make_state"}[where], sleep)
+    monkeypatch.setattr(decode, {"gate": "judge_step", "state": "make_state"}[where], sleep)
     cells = [DecodeCell(Shape(4, 2, 16, 16), 2, 150, 32)]
     settings = DecodeSettings(
         cells=cells,

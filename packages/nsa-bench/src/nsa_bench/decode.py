@@ -22,7 +22,7 @@ from nsa_bench.decode_workloads import (
     step_workloads,
     within_step,
 )
-from nsa_bench.gate import decode_gate
+from nsa_bench.gate import decode_step, judge_step
 from nsa_bench.result import EAGER, LAYER, UNFUSED
 from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.run import Bench, Subject
@@ -93,8 +93,9 @@ class DecodeBench(Bench):
         s = self.settings
         registry = isolation.only_of(self.registry, plan)
         combination = dataclasses.replace(combo, device=s.device, registry=registry)
-        gate = functools.partial(decode_gate, combo.name, combination, problem, s.seed)
-        self.judge(combo.name, problem, plan, f"{problem.shape} steps", gate)
+        step, dtype = decode_step(problem, s.device, s.seed), getattr(torch, problem.dtype)
+        judge = functools.partial(judge_step, combination, step, dtype)
+        self.judge(combo.name, problem, plan, step.case.name, judge)
 
     def plans_of(self, cell: Cell) -> dict[str, Plan]:
         """Return the plan of each combination of a cell."""

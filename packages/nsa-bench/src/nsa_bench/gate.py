@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 
 import torch
 
 from nsa_bench.cells import Cell
-from nsa_bench.limits import Limits
 from nsa_bench.result import Gate
 from nsa_bench.shapes import Shape
 from nsa_bench.timing import TimeUp
 from nsa_core.config import NSAConfig
-from nsa_core.dtypes import dtype_name
 from nsa_core.plan.plan import Plan
 from nsa_core.util.text import describe_error
 from nsa_verify.checks.decode_fused import fused_step
@@ -28,42 +25,8 @@ from nsa_verify.problems.findings import Findings
 from nsa_verify.problems.slot_runs import run_slots
 from nsa_verify.problems.steps import Step
 
+Judge = Callable[[], list[str]]
 NOT_CORRECT = "not correct: its gate failed"  # reason of a measurement without a time
-
-
-class Gates:
-    """The gates of a run, and the combinations whose gate the time limit ended.
-
-    Args:
-        limits: The limits of the run.
-
-    Attributes:
-        done: The gates, in the order in which they were judged.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        self.done: list[Gate] = []
-        self._limits = limits
-        self._unjudged: set[tuple[str, str, str]] = set()  # combination, shape, dtype
-
-    def judge(self, combo: str, shape: str, dtype: str, gate: Callable[[], Gate]) -> None:
-        """Add the result of ``gate()``, or the combination if the time limit ends it."""
-        try:
-            with self._limits.until_deadline():
-                self.done.append(gate())
-        except TimeUp:
-            self._unjudged.add((combo, shape, dtype))
-
-    def failed(self, shape: str, dtype: str) -> set[str]:
-        """Return the combinations with a failed gate."""
-        where = (shape, dtype)
-        return {
-            gate.combo for gate in self.done if not gate.ok and (gate.shape, gate.dtype) == where
-        }
-
-    def unjudged(self, shape: str, dtype: str) -> set[str]:
-        """Return the combinations without a complete verdict."""
-        return {combo for combo, *where in self._unjudged if where == [shape, dtype]}
 
 
 def gate_case(config: NSAConfig, device: str, seed: int) -> Case:
@@ -107,41 +70,38 @@ def judge_plan(
     ]
 
 
-def run_gate(
-    combo: str, plan: Plan, case: Case, dtype: torch.dtype, device: str, gradients: bool, shape: str
-) -> Gate:
-    """Judge a combination, whose ``plan`` is for ``case.config``. A kernel that raises fails."""
-    judge = functools.partial(judge_plan, plan, case, dtype, device, gradients)
-    return _gate(combo, shape, dtype_name(dtype), case.name, judge)
-
-
-def decode_gate(combo: str, combination: Combination, cell: Cell, seed: int) -> Gate:
-    """Judge a combination's decode forms and fused step on a few small steps of the same shape."""
-    case = dataclasses.replace(gate_case(cell.config, combination.device, seed), rows=None)
+def decode_step(cell: Cell, device: str, seed: int) -> Step:
+    """Return a few small steps of the shape of ``cell``."""
+    case = dataclasses.replace(gate_case(cell.config, device, seed), rows=None)
     longest, page = case.lengths[0], cell.page_size
     lengths = (longest, longest - 1, longest // 2, longest // 3)
     name = f"{cell.shape} steps at {lengths} tokens, page {page or 'none'}"
-    step = Step(dataclasses.replace(case, name=name), lengths, (4,) * 4, rows=4, page_size=page)
-    dtype = getattr(torch, cell.dtype)
-
-    def judge() -> list[str]:
-        findings = [*decode_parity(combination, step, dtype), *fused_step(combination, step, dtype)]
-        return [
-            f"{finding.slot or finding.check} {finding.quantity}: {finding.detail}"
-            for finding in findings
-            if finding.ok is False
-        ]
-
-    return _gate(combo, cell.shape, cell.dtype, name, judge)
+    case = dataclasses.replace(case, name=name)
+    return Step(case, lengths, (4,) * 4, rows=4, page_size=page)
 
 
-def _gate(combo: str, shape: str, dtype: str, case: str, judge: Callable[[], list[str]]) -> Gate:
-    """Return the verdict of ``judge()``, which returns the failures."""
-    started = time.perf_counter()
+def judge_step(combination: Combination, step: Step, dtype: torch.dtype) -> list[str]:
+    """Judge a combination's decode forms and fused step; return one line per tensor that fails."""
+    findings = [*decode_parity(combination, step, dtype), *fused_step(combination, step, dtype)]
+    return [
+        f"{finding.slot or finding.check} {finding.quantity}: {finding.detail}"
+        for finding in findings
+        if finding.ok is False
+    ]
+
+
+def failures_of(judge: Judge) -> list[str]:
+    """Return what ``judge()`` returns. A kernel that raises is a failure, too."""
     try:
         with guarded_calls((TimeUp,)):
-            failures = judge()
+            return judge()
     except Exception as error:  # noqa: BLE001  a kernel may return anything
-        failures = [describe_error(error)]
+        return [describe_error(error)]
+
+
+def gate_of(combo: str, shape: str, dtype: str, case: str, judge: Judge) -> Gate:
+    """Return the verdict of ``judge()``, which returns one line per tensor that fails."""
+    started = time.perf_counter()
+    failures = judge()
     seconds = round(time.perf_counter() - started, 3)
     return Gate(combo, shape, dtype, not failures, case, seconds, failures)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from nsa_bench.result import Gate
-from nsa_core.dtypes import dtype_name
+from nsa_bench.gate import Judge, failures_of
 from nsa_core.errors import NSAError
 from nsa_core.plan.plan import Plan
 from nsa_core.plan.registry import Registry
@@ -56,28 +54,19 @@ def _guarded(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         return function(*arguments)
 
 
-def gate_in_child(
-    function: Callable[..., Gate], *arguments: Any, failed: Gate, device: str, deadline: float
-) -> Gate:
-    """Return ``function(*arguments)``, called in a child; a child that ends is a failed gate.
+def failures_in_child(judge: Judge, device: str, deadline: float) -> list[str]:
+    """Return the failures of ``judge()``, called in a child; so is the end of the child.
 
     Args:
-        function: Returns the gate.
-        arguments: Its arguments.
-        failed: The gate to return with the reason if there is no other.
+        judge: Judges a combination; pickle can send it.
         device: The device of the run.
         deadline: Value of time.monotonic() at which the run's time is over.
     """
-    started = time.monotonic()
-    limit_s = min(GATE_LIMIT_S[device.partition(":")[0]], max(1.0, deadline - started))
+    limit_s = min(GATE_LIMIT_S[device.partition(":")[0]], max(1.0, deadline - time.monotonic()))
     try:
-        gate: Gate = call_in_child(function, *arguments, limit_s=limit_s, doing="in its gate")
+        failures: list[str] = call_in_child(
+            failures_of, judge, limit_s=limit_s, doing="in its gate"
+        )
     except NSAError as error:
-        seconds = round(time.monotonic() - started, 3)
-        return dataclasses.replace(failed, ok=False, seconds=seconds, failures=[str(error)])
-    return gate
-
-
-def failed_gate(combo: str, shape: str, dtype: Any, case: str) -> Gate:
-    """Return a gate that failed, without a reason yet."""
-    return Gate(combo, shape, dtype_name(dtype), False, case, 0.0, [])
+        return [str(error)]
+    return failures

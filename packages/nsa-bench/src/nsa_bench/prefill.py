@@ -23,7 +23,7 @@ from nsa_bench.roofline import Peaks
 from nsa_bench.run import Bench, Subject
 from nsa_bench.settings import Settings
 from nsa_bench.slow_calls import SlowCalls
-from nsa_bench.subjects import Subjects, gate_of
+from nsa_bench.subjects import Subjects, judge_combo
 from nsa_bench.timing import Outcome, measure
 from nsa_core.contract import LONG_SEQUENCE
 from nsa_core.errors import InvalidInput
@@ -107,10 +107,8 @@ class PrefillBench(Bench):
             if (combo, backends) not in judged:
                 judged.append((combo, backends))
                 registry = isolation.only_of(self.registry, gate_plan)
-                gate = functools.partial(
-                    gate_of, s, registry, combo, case, dtype, problem.shape, long
-                )
-                self.judge(combo.name, problem, gate_plan, case.name, gate)
+                judge = functools.partial(judge_combo, s, registry, combo, case, dtype, long)
+                self.judge(combo.name, problem, gate_plan, case.name, judge)
 
     def plans_of(self, cell: Cell) -> dict[str, Plan]:
         """Return the plan of each combination of a cell."""

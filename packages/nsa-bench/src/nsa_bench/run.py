@@ -21,7 +21,7 @@ from nsa_bench.cells import Cell
 from nsa_bench.clocks import clock_for
 from nsa_bench.crossover import crossovers
 from nsa_bench.environment import machine
-from nsa_bench.gate import NOT_CORRECT, Gates
+from nsa_bench.gate import NOT_CORRECT, Judge, failures_of, gate_of
 from nsa_bench.limits import GRACE_S, Limits, lacks_memory
 from nsa_bench.result import Gate, Interrupted, Measurement, Result
 from nsa_bench.roofline import Cost, Peaks
@@ -74,7 +74,7 @@ class Bench(abc.ABC):
         self._started = time.monotonic()
         self._deadline = self._started + settings.time_limit_s
         self._limits = Limits.of_run(self._deadline, max_call_s, settings.device)
-        self._gates = Gates(self._limits)
+        self._gates: list[Gate] = []
         self._measurements: list[Measurement] = []
         self._stop = NEVER
         self._combos: dict[str, dict[str, str]] = {}
@@ -184,46 +184,37 @@ class Bench(abc.ABC):
             combos=self._combos,
             skipped=self._skipped,
             peaks=peaks,
-            gates=self._gates.done,
+            gates=self._gates,
             measurements=self._measurements,
             crossovers=crossovers([m for m in self._measurements if m.phase != "decode"]),
             seconds=round(time.monotonic() - self._started, 2),
             interrupted=Interrupted.by(stop, left, len(cells)),
         )
 
-    def judge(
-        self, combo: str, problem: Cell, plan: Plan, case: str, gate: Callable[[], Gate]
-    ) -> None:
+    def judge(self, combo: str, problem: Cell, plan: Plan, case: str, judge: Judge) -> None:
         """Judge a combination, in a child process if a third-party backend takes part.
+
+        A gate that the time limit ends is left out, because no cell is timed after it.
 
         Args:
             combo: The combination.
             problem: Its problem.
             plan: Its plan.
             case: Name of the case on which it is judged.
-            gate: Returns the verdict; pickle can send it.
+            judge: Returns one line per tensor that fails; pickle can send it.
         """
+        run = functools.partial(failures_of, judge)
         if isolation.is_foreign(self.registry, plan):
-            dtype = getattr(torch, problem.dtype)
-            gate = functools.partial(
-                isolation.gate_in_child,
-                gate,
-                failed=isolation.failed_gate(combo, problem.shape, dtype, case),
-                device=self._run_settings.device,
-                deadline=self._deadline,
-            )
-        self._gates.judge(combo, problem.shape, problem.dtype, gate)
-
-    def _not_judged(self, cell: Cell) -> dict[str, str]:
-        """Return the combinations of a cell that may not be timed, and the reason of each."""
-        where = (cell.shape, cell.dtype)
-        late = INTERRUPTED if self._stop.received else LATE
-        reasons = dict.fromkeys(self._gates.unjudged(*where), late)
-        return reasons | dict.fromkeys(self._gates.failed(*where), NOT_CORRECT)
+            limits = (self._run_settings.device, self._deadline)
+            run = functools.partial(isolation.failures_in_child, judge, *limits)
+        with contextlib.suppress(TimeUp), self._limits.until_deadline():
+            self._gates.append(gate_of(combo, problem.shape, problem.dtype, case, run))
 
     def _measure_cell(self, cell: Cell, peaks: Peaks) -> None:
         device, outcomes = self._run_settings.device, dict[str, Outcome]()
-        reasons = self._not_judged(cell)
+        where = (cell.shape, cell.dtype)
+        wrong = [g.combo for g in self._gates if not g.ok and (g.shape, g.dtype) == where]
+        reasons = dict.fromkeys(wrong, NOT_CORRECT)
         if no_memory := lacks_memory(self.least_bytes(cell), device):
             reasons = {s.name: no_memory for s in self.subjects_of(cell, outcomes)} | reasons
         elif time.monotonic() < self._deadline:

@@ -12,9 +12,8 @@ import torch
 from nsa_bench import cells, isolation, roofline
 from nsa_bench.baselines import Baseline, dense_baselines
 from nsa_bench.cells import Cell
-from nsa_bench.gate import run_gate
+from nsa_bench.gate import judge_plan
 from nsa_bench.inputs import Inputs, load_models, make_inputs
-from nsa_bench.result import Gate
 from nsa_bench.rivals import rivals
 from nsa_bench.roofline import Cost, Peaks
 from nsa_bench.settings import Settings
@@ -182,16 +181,14 @@ def workload_in_child(
     return next(w for w in subjects.workloads(cell, plans, baselines) if w.key == key)
 
 
-def gate_of(
+def judge_combo(
     settings: Settings,
     registry: Registry,
     combo: Combination,
     case: Case,
     dtype: torch.dtype,
-    shape: str,
     long: bool,
-) -> Gate:
+) -> list[str]:
     """Plan and judge a combination, in this process or in a child."""
     plan = resolve(case.config, _options(settings, dtype, combo, long), registry=registry)
-    gradients = _needs_gradients(settings)
-    return run_gate(combo.name, plan, case, dtype, settings.device, gradients, shape)
+    return judge_plan(plan, case, dtype, settings.device, _needs_gradients(settings))

@@ -12,7 +12,7 @@ from nsa_bench import isolation
 from nsa_bench.child_call import in_child, not_here
 from nsa_bench.clocks import clock_for
 from nsa_bench.environment import device_name
-from nsa_bench.gate import NOT_CORRECT, gate_case
+from nsa_bench.gate import NOT_CORRECT, failures_of, gate_case, gate_of
 from nsa_bench.limits import Limits, lacks_memory
 from nsa_bench.result import Gate
 from nsa_bench.roofline import part_costs
@@ -23,10 +23,12 @@ from nsa_bench.tune_candidates import (
     TuneCandidate,
     TuneCandidates,
     isolated_workload,
-    judge_candidate,
+    judge_isolated,
+    judge_of,
     workload_of,
 )
 from nsa_core.contract import SLOTS, Request
+from nsa_core.dtypes import dtype_name
 from nsa_core.errors import InvalidInput
 from nsa_core.plan import tuned
 from nsa_core.util.interruption import NEVER
@@ -120,18 +122,15 @@ def tune(
 
 def _gate(candidates: TuneCandidates, candidate: TuneCandidate, case: Case) -> Gate:
     """Judge a candidate, in a child process if it is isolated."""
-    if not candidate.isolated:
-        return judge_candidate(candidates, candidate, case)
+    if candidate.isolated:
+        own = (candidates.for_child(candidate), candidate, case)
+        judge = functools.partial(judge_isolated, *own)
+        limits = (candidates.device, float("inf"))
+        run = functools.partial(isolation.failures_in_child, judge, *limits)
+    else:
+        run = functools.partial(failures_of, judge_of(candidates, candidate, case))
     combo, shape = f"{candidate.slot}={candidate.backend}", Shape.of(candidates.config).name
-    return isolation.gate_in_child(
-        judge_candidate,
-        candidates.for_child(candidate),
-        candidate,
-        case,
-        failed=isolation.failed_gate(combo, shape, candidates.dtype, case.name),
-        device=candidates.device,
-        deadline=float("inf"),
-    )
+    return gate_of(combo, shape, dtype_name(candidates.dtype), case.name, run)
 
 
 def _is_at_fault(candidate: TuneCandidate, gate: Gate) -> bool:

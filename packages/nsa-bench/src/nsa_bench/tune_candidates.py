@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import torch
 
 from nsa_bench.cells import kernel_workload
-from nsa_bench.gate import run_gate
+from nsa_bench.gate import Judge, judge_plan
 from nsa_bench.inputs import Inputs, make_inputs
-from nsa_bench.isolation import failed_gate
-from nsa_bench.result import Gate
-from nsa_bench.shapes import Shape
 from nsa_bench.timing import Workload
 from nsa_core.config import NSAConfig
 from nsa_core.contract import SLOTS, Request
-from nsa_core.errors import NSAError
 from nsa_core.plan.candidates import find_candidates
 from nsa_core.plan.options import PlanOptions
 from nsa_core.plan.plan import Plan, resolve
@@ -162,18 +159,20 @@ def _own(registry: Registry) -> Registry:
     return Registry(tuple(entry for entry in registry.entries if entry.child is None))
 
 
-def judge_candidate(candidates: TuneCandidates, candidate: TuneCandidate, case: Case) -> Gate:
-    """Plan and judge one candidate on ``case``; no plan is a failed gate."""
-    shape, combo = Shape.of(candidates.config).name, f"{candidate.slot}={candidate.backend}"
-    try:
-        plan = candidates.plan(candidate, case.config)
-    except NSAError as error:
-        if not candidate.isolated:
-            raise
-        gate = failed_gate(combo, shape, candidates.dtype, case.name)
-        return dataclasses.replace(gate, failures=[str(error)])
-    gradients = candidate.use == "training"
-    return run_gate(combo, plan, case, candidates.dtype, candidates.device, gradients, shape)
+def judge_of(candidates: TuneCandidates, candidate: TuneCandidate, case: Case) -> Judge:
+    """Plan one candidate; return the function that judges it on ``case``.
+
+    Raises:
+        NSAError: A slot has no backend.
+    """
+    plan, gradients = candidates.plan(candidate, case.config), candidate.use == "training"
+    target = (plan, case, candidates.dtype, candidates.device, gradients)
+    return functools.partial(judge_plan, *target)
+
+
+def judge_isolated(candidates: TuneCandidates, candidate: TuneCandidate, case: Case) -> list[str]:
+    """Plan and judge one candidate, in a child process."""
+    return judge_of(candidates, candidate, case)()
 
 
 def workload_of(candidates: TuneCandidates, candidate: TuneCandidate, x: Inputs) -> Workload:
