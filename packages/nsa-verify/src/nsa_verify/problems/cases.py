@@ -100,6 +100,19 @@ def _lead(case: Case, rows: int) -> tuple[int, ...]:
 
 
 def _random(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    tensors = {
+        name: x.to(stats_dtype(dtype) if name == "gates" else dtype, copy=True)
+        for name, x in _normal(case, seed).items()
+    }
+    if case.fused:
+        names = ("q", "k_sel", "v_sel", "k_win", "v_win")
+        tensors |= _fuse({name: tensors[name] for name in names})
+    return tensors
+
+
+@lru_cache(maxsize=4)  # consecutive checks have the same case
+def _normal(case: Case, seed: int) -> dict[str, torch.Tensor]:
+    """Draw the tensors of a case in float64; the caller copies them."""
     config, generator = case.config, torch.Generator().manual_seed(seed)
     hq, g, dk, dv = config.n_heads, config.n_kv_heads, config.qk_dim, config.v_dim
     compressed = config.geometry.max_compressed if case.packed else config.geometry.num_compressed
@@ -117,12 +130,7 @@ def _random(case: Case, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor
         "v_cmp": normal(c, g, dv),
     }
     tensors |= {name: normal(s, g, width) for name, width in widths.items()}
-    tensors["do"] = normal(s, hq, dv)
-    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-    if case.fused:
-        tensors |= _fuse({name: tensors[name] for name in ("q", *widths)})
-    tensors["gates"] = torch.sigmoid(normal(s, hq, 3)).to(stats_dtype(dtype))
-    return tensors
+    return tensors | {"do": normal(s, hq, dv), "gates": torch.sigmoid(normal(s, hq, 3))}
 
 
 def _fuse(parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
