@@ -105,14 +105,15 @@ def _chunk(
     rounds. The second tuple has the sizes of the scores [R] and their noise in o, dq, dk and dv. It
     is empty if no score can exceed 16.
     """
-    s = (q @ k.T * scale).masked_fill(~mask, -torch.inf)
+    hidden = ~mask
+    s = (q @ k.T * scale).masked_fill(hidden, -torch.inf)
     peak = s.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     e = (s - peak).exp()
     total = e.sum(-1, keepdim=True)
     divisor = torch.where(total > 0, total, 1.0)
     o = maths.store((maths.store(e) @ maths.term(v)) / divisor)
     lse = (peak + total.log()).squeeze(-1)
-    visible_scores = s.masked_fill(~mask, 0.0)
+    visible_scores = s.masked_fill(hidden, 0.0)
     top, p = visible_scores.abs().amax(-1), e / divisor
     noise: tuple[torch.Tensor, ...] = ()
     if maths.arithmetic == "magnitude":
@@ -122,7 +123,7 @@ def _chunk(
         return (o, lse, top), noise
     d = maths.term(do)
     dp = d @ maths.term(v).T
-    ds = maths.store((p * maths.minus(dp, (d * o).sum(-1, keepdim=True))).masked_fill(~mask, 0.0))
+    ds = maths.store((p * maths.minus(dp, (d * o).sum(-1, keepdim=True))).masked_fill(hidden, 0.0))
     factor = abs(scale) if maths.arithmetic == "magnitude" else scale
     dq, dk = factor * (ds @ maths.term(k)), factor * (ds.T @ maths.term(q))
     return (o, lse, top, dq, dk, maths.store(p).T @ d), noise
@@ -171,6 +172,12 @@ def _chunks(
         yield chunk, columns, full[:, columns]
 
 
+def _as_slice(rows: torch.Tensor) -> slice | torch.Tensor:
+    """Return ``rows``, as a slice if they are consecutive, which copies them without a gather."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
+
+
 def _document(
     maths: _Maths,
     tensors: tuple[
@@ -187,31 +194,35 @@ def _document(
     """Evaluate ``rows`` of one document, whose row 0 is its token ``first``; write the results."""
     (q, k, v), (o, lse, top, *grads) = tensors, results
     heads, groups = q.shape[1], k.shape[1]
-    of_group = torch.arange(heads).chunk(groups)
+    h = heads // groups
     for g in range(groups):
         for chunk, columns, visible in _chunks(rows, mask, g, first):
-            lse[chunk, g * (heads // groups) : (g + 1) * (heads // groups)] = -torch.inf
+            lse[chunk, g * h : (g + 1) * h] = -torch.inf
             if not visible.numel():
                 continue
-            together = max(1, _CHUNK // len(chunk))
-            for heads_ in of_group[g].split(together):
-                place = chunk[:, None], heads_
+            row_index, together = _as_slice(chunk), max(1, _CHUNK // len(chunk))
+            for head in range(g * h, (g + 1) * h, together):
+                count = min(together, (g + 1) * h - head)
+                place = row_index, slice(head, head + count)
 
                 def fold(x: torch.Tensor) -> torch.Tensor:
-                    return x[place].transpose(0, 1).flatten(0, 1)  # noqa: B023  # used here
+                    by_head = x[place].transpose(0, 1)  # noqa: B023
+                    # Always a copy: the bits of a product depend on the alignment of its factors.
+                    return by_head.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
                 def store(whole: torch.Tensor, rows: torch.Tensor) -> None:
-                    whole[place] = rows.unflatten(0, (len(heads_), -1)).transpose(0, 1)  # noqa: B023
+                    by_head = rows.reshape(count, -1, *rows.shape[1:])  # noqa: B023
+                    whole[place] = by_head.transpose(0, 1)  # noqa: B023
 
                 out, noise = _chunk(
                     maths,
                     fold(q),
                     k[columns, g],
                     v[columns, g],
-                    visible.repeat(len(heads_), 1),
+                    visible.repeat(count, 1),
                     scale,
                     None if do is None else fold(do),
-                    len(heads_),
+                    count,
                 )
                 for whole, rows_ in zip((o, lse, top, *noises[:2]), (*out[:3], *noise[:2])):
                     store(whole, rows_)
