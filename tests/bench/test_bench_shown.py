@@ -15,7 +15,7 @@ from nsa_bench.render.arrange import arrange
 from nsa_bench.render.style import log_ticks, looks_of, need_plot_packages, plot_style, spread
 from nsa_bench.result import EAGER, Result, read_result
 from nsa_bench.roofline import PARTS
-from nsa_core.errors import BackendUnavailable, InvalidInput
+from nsa_core.errors import BackendUnavailable
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h100"
 DATA = pathlib.Path(__file__).with_name("data")  # a result of three shapes with missing times
@@ -301,58 +301,6 @@ def test_a_step_and_its_variants_share_a_hue():
     auto = {look for subject, look in looks.items() if subject.startswith("auto")}
     assert len(auto) == 1
     assert looks["sdpa"] not in auto
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (
-            {"shape": "1/1/1"},
-            "shape '1/1/1', phase 'both', inputs 'random': the result has no time",
-        ),
-        ({"shape": "1/1/1"}, "it has 64/4/128 forward random"),
-        ({"shape": "64/4/128", "subjects": ("auto", "frob")}, "subjects: 'frob' has no time"),
-    ],
-)
-def test_an_unknown_problem_or_subject_is_refused_by_name(result, arguments, text):
-    from nsa_bench.render.plots import LengthPanel, render_length_panels
-
-    with pytest.raises(InvalidInput, match=re.escape(text)):
-        render_length_panels([LengthPanel(result, **arguments)], "svg")
-
-
-@pytest.mark.slow
-def test_panels_stand_side_by_side_with_a_heading_and_notes(result):
-    from nsa_bench.render.plots import LengthPanel, render_length_panels
-
-    few = ("auto", "dense cudnn")
-    panel = LengthPanel(result, "64/4/128", "forward", subjects=few)
-    one = render_length_panels([panel], "svg")
-    assert one == render_length_panels([panel], "svg")
-    everything = render_length_panels([dataclasses.replace(panel, subjects=None)], "svg")
-    assert len(one) < len(everything)
-    assert render_length_panels([panel], "png").startswith(PNG)
-    noted = dataclasses.replace(panel, subjects=None, title="Another", note="A note " * 20)
-    both = render_length_panels([panel, noted], "svg", heading="Two panels").decode()
-    assert one.count(b"<!-- tokens -->") == 1
-    assert both.count("<!-- tokens -->") == 2
-    for text in ("Two panels", "Another", "A note A note"):
-        assert f"<!-- {text}" in both
-    with pytest.raises(InvalidInput, match="at least one panel"):
-        render_length_panels([], "svg")
-
-
-def test_a_subject_looks_equal_in_every_panel(result, monkeypatch):
-    """Also if a result measures it after others."""
-    from nsa_bench.render import plots
-
-    drawn = []
-    monkeypatch.setattr(plots, "time_against_length", lambda axes, m, c, looks: drawn.append(looks))
-    backwards = dataclasses.replace(result, measurements=result.measurements[::-1])
-    panels = [plots.LengthPanel(r, "64/4/128", "forward") for r in (result, backwards)]
-    plots.render_length_panels(panels, "svg")
-    first, second = drawn
-    assert first == second == looks_of(result)
 
 
 @pytest.mark.slow

@@ -7,24 +7,16 @@ imported when a plot is drawn.
 
 from __future__ import annotations
 
-import dataclasses
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nsa_bench.render.panel import add_axes, no_figure
 from nsa_bench.render.plots_decode import steps_panel
-from nsa_bench.render.plots_length import (
-    end_labels,
-    labels_width,
-    length_panel,
-    time_against_length,
-)
+from nsa_bench.render.plots_length import length_panel
 from nsa_bench.render.plots_parts import limits_panel, parts_panel
 from nsa_bench.render.style import FAINT, draw, looks_of
-from nsa_bench.render.words import phase_words, problem_words, shape_words
-from nsa_core.errors import InvalidInput
+from nsa_bench.render.words import problem_words, shape_words
 from nsa_core.util.atomic_files import write_bytes_atomic
 
 if TYPE_CHECKING:
@@ -35,7 +27,6 @@ if TYPE_CHECKING:
 # Inches.
 _LEFT, _AXES_WIDTH, _HEADING, _TITLE, _TOP, _BELOW = 0.8, 4.4, 0.6, 0.3, 0.6, 0.7
 _COLUMNS = 2
-_NOTE_LINE, _NOTE_LETTERS = 0.17, 14.0  # inches of a line, letters of an inch
 
 
 def save(result: Result, path: Path, kind: str, force: bool) -> None:
@@ -46,100 +37,6 @@ def save(result: Result, path: Path, kind: str, force: bool) -> None:
 def render(result: Result, kind: str) -> bytes:
     """Draw all panels of the result; ``kind`` is "png" or "svg"."""
     return draw(lambda: result_figure(result), kind)
-
-
-@dataclasses.dataclass(frozen=True)
-class LengthPanel:
-    """A panel of :func:`render_length_panels`: time against length at one shape.
-
-    Attributes:
-        result: A result of `nsa bench`, such as `read_result(Path("core.json"))`.
-        shape: One of its shapes, such as "64/4/128".
-        phase: forward, backward or both.
-        inputs: random or real.
-        subjects: The subjects to draw, such as ("auto", "dense cudnn"); None draws all.
-        title: The title; None writes the phase and the shape.
-        note: A sentence below the axes; None writes nothing.
-    """
-
-    result: Result
-    shape: str
-    phase: str = "both"
-    inputs: str = "random"
-    subjects: Sequence[str] | None = None
-    title: str | None = None
-    note: str | None = None
-
-
-def render_length_panels(
-    panels: Sequence[LengthPanel], kind: str, *, heading: str | None = None
-) -> bytes:
-    """Draw panels side by side; a subject has the same colour and dash in each.
-
-    Args:
-        panels: The panels, from left to right.
-        kind: "png" or "svg".
-        heading: A line above the panels; None writes nothing.
-
-    Raises:
-        InvalidInput: There is no panel, or a result has no time of a panel's problem or subject.
-    """
-    if not panels:
-        raise InvalidInput("panels: expected at least one panel, got none")
-    drawn = [_measurements_of(panel) for panel in panels]
-    everything = dataclasses.replace(
-        panels[0].result, measurements=[m for p in panels for m in p.result.measurements]
-    )
-
-    def figure() -> Any:
-        from matplotlib.figure import Figure
-
-        looks, width = looks_of(everything), 5.0 if len(panels) == 1 else 3.3
-        widths = [_LEFT + width + labels_width([*end_labels(m).values()]) for m in drawn]
-        notes = [
-            textwrap.wrap(panel.note or "", int(each * _NOTE_LETTERS))
-            for panel, each in zip(panels, widths)
-        ]
-        bottom = 0.55 + _NOTE_LINE * max(map(len, notes))
-        height = bottom + 3.65 + (0.3 if heading else 0.0)
-        sheet = Figure(figsize=(sum(widths), height))
-        if heading:
-            x = _LEFT / sum(widths)
-            sheet.text(x, 1 - 0.15 / height, heading, fontsize=11.5, weight="bold", va="top")
-        for index, (panel, measurements) in enumerate(zip(panels, drawn)):
-            left = sum(widths[:index])
-            axes = add_axes(sheet, left + _LEFT, bottom, width, 3.3)
-            time_against_length(axes, measurements, panel.result.crossovers, looks)
-            words = f"{phase_words(panel.phase)}, {shape_words(panel.shape)}"
-            axes.set_title(panel.title or words)
-            x, y = (left + _LEFT) / sum(widths), (bottom - 0.55) / height
-            sheet.text(x, y, "\n".join(notes[index]), fontsize=8.5, color=FAINT, va="top")
-        return sheet
-
-    return draw(figure, kind)
-
-
-def _measurements_of(panel: LengthPanel) -> list[Measurement]:
-    """Return the timed measurements that a panel draws.
-
-    Raises:
-        InvalidInput: The result has no time of the problem or of a subject.
-    """
-    problem, timed = (panel.shape, panel.phase, panel.inputs), panel.result.measurements
-    measurements = [m for m in timed if (m.shape, m.phase, m.inputs) == problem and m.performance]
-    measured = dict.fromkeys(m.subject for m in measurements)
-    if not measurements:
-        problems = dict.fromkeys(f"{m.shape} {m.phase} {m.inputs}" for m in timed if m.performance)
-        raise InvalidInput(
-            f"shape {panel.shape!r}, phase {panel.phase!r}, inputs {panel.inputs!r}: the result has"
-            f" no time of this problem; it has {', '.join(problems)}"
-        )
-    if unknown := [subject for subject in panel.subjects or () if subject not in measured]:
-        raise InvalidInput(
-            f"subjects: {', '.join(map(repr, unknown))} has no time; choose from"
-            f" {', '.join(map(repr, measured))}"
-        )
-    return [m for m in measurements if panel.subjects is None or m.subject in panel.subjects]
 
 
 def result_figure(result: Result) -> Any:
