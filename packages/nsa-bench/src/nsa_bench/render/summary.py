@@ -13,7 +13,13 @@ MISSING = "yellow"  # style of a line about missing times
 
 
 def summary(result: Result) -> Iterator[tuple[str, str]]:
-    """Yield (style, line): failures, subjects that did not run, crossovers, and the method."""
+    """Yield (style, line): the legend of the tables, faults, crossovers, and the verdict.
+
+    The answers come last, next to the prompt of a terminal.
+    """
+    if any(m.phase == "decode" for m in result.measurements):
+        yield from (("", line) for line in _decode_notes(result))
+    yield from (("", line) for line in _notes(result))
     for gate in result.gates:
         for failure in gate.failures[:5]:
             yield (
@@ -32,9 +38,6 @@ def summary(result: Result) -> Iterator[tuple[str, str]]:
         yield "", f"not comparable: the parts of {text}"
     for c in result.crossovers:
         yield "", f"{c.subject}, {c.shape} {c.dtype} {c.inputs}, {c.phase}: {c.sentence}"
-    if any(m.phase == "decode" for m in result.measurements):
-        yield from (("", line) for line in _decode_notes(result))
-    yield from (("", line) for line in _notes(result))
     yield _verdict(result)
 
 
@@ -61,7 +64,7 @@ def _decode_notes(result: Result) -> Iterator[str]:
             " of the step. %: share of the step."
         )
     yield "CV %: standard deviation of 5 repeats over their mean."
-    yield "TB/s: bytes that a step must move, over its time."
+    yield "GB/s: bytes that a step must move, over its time."
     yield (
         "layer step: attn(x, cache=cache) of a default layer with these heads, including"
         " projections and cache appends."
@@ -80,11 +83,15 @@ def _notes(result: Result) -> Iterator[str]:
     if any(m.timed_parts and m.phase != "decode" for m in result.measurements):
         yield from _notes_on_parts(result)
     yield "x dense: fastest dense time over this time."
-    yield (
+    floor = (
         "% of floor: time of the counted operations or bytes at the measured peak rates, whichever"
-        " is longer, over the measured time. bound: the longer one. Above 100, a call moves bytes"
-        " faster than the copy that measured the rate."
+        " is longer, over the measured time."
     )
+    if any(m.phase != "decode" for m in result.measurements):
+        floor += " bound: the longer one."
+    if any((m.floor_fraction or 0.0) > 1.0 for m in result.measurements):
+        floor += " Above 100, a call moves bytes faster than the copy that measured the rate."
+    yield floor
     if any(m.performance and m.performance.eager for m in result.measurements):
         yield (
             "eager: the same call launched from Python. Where the two differ, ms is the time of a"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = (
     *("batch", "tokens", "subject", "ms", "q1 ms", "q3 ms", "eager ms", "CV %", "x dense"),
-    *("% of floor", "bound", "TB/s", "MiB"),
+    *("% of floor", "bound", "GB/s", "MiB"),
     *(f"{name} ms" for name in PARTS),
     *(f"{name} %" for name in (*SLOTS, "sum")),
 )
@@ -79,7 +79,7 @@ def _cells(m: Measurement, result: Result) -> dict[str, str]:
         bound = "-" if m.floor_fraction is None else bound
         return cells | {"eager ms": number(p.eager_ms), "bound": bound}
     cells["CV %"] = percent(spread_of_repeats(p))
-    cells["TB/s"] = "-" if m.kind == "layer" else number(m.bytes / p.median_ms / 1e9)
+    cells["GB/s"] = "-" if m.kind == "layer" else number(m.bytes / p.median_ms / 1e6)
     if shares := result.shares(m) if times else {}:
         shares |= {"sum": sum(shares.values())}
         cells |= {
