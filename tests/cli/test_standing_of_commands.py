@@ -100,7 +100,7 @@ def test_with_broken_plugins(by_command, monkeypatch) -> None:
     )
     assert standings["picky"] == (
         "ready",
-        "runs cmp; refuses select, sel, win, combine: too small for select",
+        "runs cmp; does not support select, sel, win, combine: too small for select",
     )
 
 

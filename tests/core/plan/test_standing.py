@@ -63,7 +63,7 @@ def test_standing_of_a_loaded_backend() -> None:
     first, second = Reason("one", "needs\nthis", "do it"), Reason("two", "needs that")
     assert standing_of(entry(), candidates()).sentence == "runs cmp, win"
     some = standing_of(entry(), candidates(win=[first, second]))
-    assert (some.status, some.sentence) == ("ready", "runs cmp; refuses win: needs this")
+    assert (some.status, some.sentence) == ("ready", "runs cmp; does not support win: needs this")
     none = standing_of(entry(), candidates(win=[second], cmp=[first, second]))
     assert (none.status, none.sentence) == ("unavailable", "needs this")
 

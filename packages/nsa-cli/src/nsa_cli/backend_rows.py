@@ -245,7 +245,7 @@ def print_details(document: dict[str, Any]) -> None:
                 slots.setdefault(reason_lines(reason), []).append(name)
         if slots:
             console.print()
-            output.print_text(console, "reasons for refusal")
+            output.print_text(console, "not supported")
         for (message, *hint), names in slots.items():
             for line in (f"{', '.join(names)}: {message}", *hint):
                 output.print_text(console, f"  {line}")

@@ -95,8 +95,11 @@ def print_explained(document: dict[str, Any]) -> None:
         output.print_table(console, ("slot", "runs on", "because"), _chosen(document), gap=2)
         if document["causal_up_to"] is not None:
             output.print_text(console, f"sel, {describe_causal(document['causal_up_to'])}")
-        if not any(row["tuned"] for row in document["slots"].values()):
-            output.print_text(console, "no measurement of nsa tune is in force")
+        rows = document["slots"].values()
+        if not any(row["tuned"] for row in rows):
+            choice = any(sum(c["accepted"] for c in row["candidates"]) > 1 for row in rows)
+            why = "the order is the built-in one" if choice else "a slot has one backend to run it"
+            output.print_text(console, f"no measurement of nsa tune is in force: {why}")
     slots_by_list: dict[tuple[str, ...], list[str]] = {}
     for slot, row in document["slots"].items():
         slots_by_list.setdefault(_answers(document, row), []).append(slot)
@@ -137,6 +140,6 @@ def _answers(document: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
         elif [reason["code"] for reason in candidate["reasons"]] == ["slot_not_offered"]:
             verdict, reasons = "does not offer this slot", []
         else:
-            verdict = "refused" if status == "ready" else status
+            verdict = "not supported" if status == "ready" else status
         lines += [f"  {output.one_line(f'{name} {version}')}: {verdict}", *reasons]
     return tuple(lines or ["  no backend is installed: pip install nsa-backend-sdpa"])

@@ -236,7 +236,8 @@ def named_backends(text: str) -> dict[str, str]:
             )
         if slot not in SLOTS:
             raise InvalidInput(
-                f"backends {text!r}: unknown slot {slot!r}{did_you_mean(slot, SLOTS)}"
+                f"backends {text!r}: unknown slot {slot!r}{did_you_mean(slot, SLOTS)} (known:"
+                f" {', '.join(SLOTS)})"
             )
         if slot in backends:
             raise InvalidInput(f"backends {text!r} names slot {slot!r} twice")

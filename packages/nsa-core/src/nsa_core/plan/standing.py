@@ -62,7 +62,7 @@ def standing_of(entry: BackendEntry, by_slot: Mapping[str, Candidate]) -> Standi
     sentence = f"runs {', '.join(accepted)}"
     if reasons:
         refused = ", ".join(slot for slot in slots if slot not in accepted)
-        sentence += f"; refuses {refused}: {one_line(reasons[0].message)}"
+        sentence += f"; does not support {refused}: {one_line(reasons[0].message)}"
     return Standing("ready", sentence)
 
 
