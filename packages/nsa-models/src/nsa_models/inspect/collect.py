@@ -140,7 +140,7 @@ def inspect_model(
     numbers = layer_numbers(model)
     layers = {n: m for n, m in model.named_modules() if n in numbers}
     _check_model(model, layers)
-    _check_tokens(model, tokens, layers)
+    _check_tokens(model, tokens, layers, total_tokens)
     records: list[LayerInspection] = []
     hooks = [
         layer.register_forward_pre_hook(_Recorder(name, numbers[name], records), with_kwargs=True)
@@ -214,7 +214,12 @@ def _check_model(model: nn.Module, layers: dict[str, NSAttention]) -> None:
         )
 
 
-def _check_tokens(model: nn.Module, tokens: torch.Tensor, layers: dict[str, NSAttention]) -> None:
+def _check_tokens(
+    model: nn.Module,
+    tokens: torch.Tensor,
+    layers: dict[str, NSAttention],
+    total_tokens: int | None,
+) -> None:
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise InvalidInput(
             f"tokens must be integers [S], got {tokens.dtype} {list(tokens.shape)}; pass the"
@@ -226,10 +231,15 @@ def _check_tokens(model: nn.Module, tokens: torch.Tensor, layers: dict[str, NSAt
     )
     blocks, size = config.num_selected_blocks, config.select_block_size
     if len(tokens) <= blocks * size:
+        fix = "give more text"
+        if total_tokens is not None and total_tokens > len(tokens):
+            fix = (
+                f"max_tokens must be more than {blocks * size}, as the text has"
+                f" {total_tokens:,} tokens"
+            )
         raise InvalidInput(
             f"the text must have more than {blocks * size} tokens, got {len(tokens)}: each query"
-            f" selects {blocks} blocks of {size} tokens, so a shorter text leaves no choice; give"
-            " more text"
+            f" selects {blocks} blocks of {size} tokens, so a shorter text leaves no choice; {fix}"
         )
     if isinstance(model, LanguageModel) and int(tokens.max()) >= model.config.vocab_size:
         raise InvalidInput(

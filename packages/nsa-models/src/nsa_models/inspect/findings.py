@@ -77,9 +77,14 @@ def sentences(inspection: Inspection) -> list[str]:
     """Return three findings: the share of dense attention, the gates, and the most-read block."""
     index = clearest_layer(inspection)
     layer, s = inspection.layers[index], shares(inspection.layers[index])
-    choice = f"Layer {layer.number} gains {100 * s.gain:.0f} points over random blocks"
+    points = round(100 * s.selected) - round(100 * s.random)  # as the percentages show it
+    unit = "point" if points == 1 else "points"
+    choice = f"Layer {layer.number} gains {points} {unit} over random blocks"
     if s.gain <= CHANCE:
-        choice = f"No layer gains over random blocks; layer {layer.number} is the best"
+        choice = (
+            f"No layer gains over random blocks by more than a point; layer {layer.number} comes"
+            " closest"
+        )
     gates = layer.gates.mean((0, 1))
     largest = BRANCHES[int(gates.argmax())]
     names = ", ".join(f"{name} {gate:.2f}" for name, gate in zip(BRANCHES, gates.tolist()))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from nsa_core import NSAttention
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import integer_problems
 from nsa_models.inspect.collect import Inspection, inspect_model
@@ -29,7 +30,8 @@ class Subject:
         weights: Description of the weights.
         trained: Whether the weights were trained.
         max_tokens: Number of tokens to which a text is cut by default: the length of a row in
-            training, at most 2048; 1024 for untrained weights.
+            training, or twice the tokens that a query selects if that is more, at most 2048; 1024
+            for untrained weights.
     """
 
     model: LanguageModel
@@ -87,13 +89,12 @@ def open_subject(
         name = Path(training.data.data).name
         weights += f", trained for {training.step:,} steps on {name}"
         length = training.data.length
-    return Subject(
-        folder.model(backends).to(device, dtype),
-        tokenizer,
-        weights,
-        True,
-        min(length, _MAX_DEFAULT_TOKENS),
-    )
+    model = folder.model(backends).to(device, dtype)
+    # Queries choose beyond n * l' tokens; a model trained on shorter rows never has.
+    configs = [module.config for module in model.modules() if isinstance(module, NSAttention)]
+    chosen = [config.num_selected_blocks * config.select_block_size for config in configs]
+    length = max(length, 2 * min(chosen))
+    return Subject(model, tokenizer, weights, True, min(length, _MAX_DEFAULT_TOKENS))
 
 
 def inspect_text(
