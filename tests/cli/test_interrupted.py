@@ -232,7 +232,7 @@ def test_a_check_that_fails_after_the_signal_counts_as_left(nsa, checks, options
 def test_a_signal_in_the_last_check_leaves_a_complete_report(nsa, checks):
     checks(("last", True, lambda: send(signal.SIGTERM)))
     done = nsa(*VERIFY)
-    assert (done.code, "1 checks passed, 0 failed" in done.out) == (0, True)
+    assert (done.code, "1 check passed, 0 failed" in done.out) == (0, True)
 
 
 def test_a_signal_while_the_report_is_written_leaves_no_part_of_it(

@@ -18,7 +18,9 @@ from nsa_cli.choices import (
     advanced,
     as_options,
     check_backends,
+    check_page_size,
     complete_backend,
+    errors_name_options,
     leave_out,
     one_dtype,
     pick_device,
@@ -53,7 +55,12 @@ def _simulated(name: str | None) -> GPU | None:
     """Return the GPU that --gpu names, or None."""
     from nsa_core.plan.gpus import gpu_named
 
-    return None if name is None else gpu_named(name)
+    if name is None:
+        return None
+    try:
+        return gpu_named(name)
+    except InvalidInput as error:
+        raise InvalidInput(f"--gpu: {error}") from error
 
 
 @app.command("list")
@@ -117,7 +124,7 @@ def show(
     with output.exit_codes():
         output.check_writable("--json", json, force)
         simulated = _simulated(gpu)
-        check_backends([name])
+        check_backends([name], "NAME")
         output.import_with_plugins("torch")
         registry = output.find_backends()
         entry = registry.get(name)  # raises for an unknown name before any backend is probed
@@ -228,22 +235,26 @@ def explain(
         from nsa_core.config import NSAConfig
 
         output.check_writable("--json", json, force)
-        check_backends(named.values())
+        for slot, backend in named.items():
+            check_backends([backend], f"--{slot}")
         prefill_only = {"grad": grad, "varlen": varlen}
         decode_only = {"page_size": page_size, "kv_dtype": kv_dtype}
         others = decode_only if phase == "prefill" else prefill_only
         if unused := [name for name, value in others.items() if value]:
+            other = "decode" if phase == "prefill" else "prefill"
             raise InvalidInput(
-                f"{as_options(unused)}: not with --phase {phase}; {leave_out(unused)}"
+                f"{as_options(unused)}: only with --phase {other}; {leave_out(unused)}"
             )
-        config = NSAConfig(
-            dim=n_heads * head_dim,
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
-            rope=False,  # no slot applies it; without it, odd head widths are allowed
-        )
+        with errors_name_options({"n_heads": "n_heads"}):
+            config = NSAConfig(
+                dim=n_heads * head_dim,
+                n_heads=n_heads,
+                n_kv_heads=n_kv_heads,
+                head_dim=head_dim,
+                v_head_dim=v_head_dim,
+                rope=False,  # no slot applies it; without it, odd head widths are allowed
+            )
+        check_page_size(page_size, config.select_block_size)
         simulated = _simulated(gpu)
         if simulated and device != "auto":
             raise InvalidInput(f"--gpu simulates a GPU: leave out --device {device}")

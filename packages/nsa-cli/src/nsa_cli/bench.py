@@ -21,10 +21,10 @@ from nsa_cli.choices import (
     advanced,
     as_options,
     block_sizes,
-    check_backends,
     dtype_names,
     leave_out,
     options_on_command_line,
+    pairs_of_backends,
     pick_device,
     read_file,
     some_of,
@@ -347,7 +347,6 @@ def _settings(
     from nsa_bench.settings import Settings
     from nsa_bench.shapes import parse_lengths, parse_shape
     from nsa_core.errors import InvalidInput
-    from nsa_core.plan.registry import named_backends
 
     parsers: dict[str, Callable[[str], Any]] = {
         "shapes": lambda words: [parse_shape(word) for word in split_commas(words) or [words]],
@@ -358,12 +357,13 @@ def _settings(
     if "decode" in split_commas(overrides["phases"] or ""):
         output.end(output.USAGE, "--phase decode: nsa bench decode times steps of decoding")
     values = {name: parsers[name](words) for name, words in overrides.items() if words is not None}
-    for shape in values.get("shapes", [parse_shape("reports")]):
-        shape.config(blocks)
+    with output.naming("--blocks:"):
+        for shape in values.get("shapes", [parse_shape("reports")]):
+            shape.config(blocks)
     for rival in numbers["rivals"] or []:
         some_of("--rival", rival, ("fla", "sfnsa", "xunhao"))
     for combo in combos:
-        check_backends(named_backends(combo).values())
+        pairs_of_backends(combo, "--combo")
     input_kinds = some_of("--inputs", inputs, ("random", "real"))
     files = {"--text": text is not None, "--checkpoint": bool(checkpoints)}
     if "real" not in input_kinds and (unused := [name for name in files if files[name]]):

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nsa_cli.choices import as_options, check_backends, dtype_names, pick_device
+from nsa_cli import output
+from nsa_cli.choices import (
+    as_options,
+    check_page_size,
+    dtype_names,
+    pairs_of_backends,
+    pick_device,
+)
 
 if TYPE_CHECKING:
     from nsa_bench.settings import DecodeCell, DecodeSettings
@@ -51,13 +58,14 @@ def settings(
 ) -> DecodeSettings:
     """Return the settings of a run; ``values`` are further fields of them."""
     from nsa_bench.settings import DecodeSettings, default_cells, layer_config
-    from nsa_core.plan.registry import named_backends
 
     for combo in combos:
-        check_backends(named_backends(combo).values())
+        pairs_of_backends(combo, "--combo")
     dtypes = None if dtype is None else dtype_names(dtype)
     for cell in chosen or default_cells("cpu"):
-        layer_config(cell.shape, values["blocks"])
+        with output.naming("--blocks:"):
+            config = layer_config(cell.shape, values["blocks"])
+        check_page_size(cell.page_size, config.select_block_size)
     torch_device = pick_device(device, threads)
     from nsa_verify.problems.combination import parse_combination
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
+import json
 import os
 import re
+import runpy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,10 +20,11 @@ import typer
 
 from nsa_cli import output
 from nsa_core.contract import DTYPES, SLOTS
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.plan.registry import named_backends
 from nsa_core.util.interruption import recorded_signals
 from nsa_core.util.text import did_you_mean
+from nsa_models.lm.run_folder import CONFIG, check_model
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -155,6 +159,20 @@ def errors_name_options(names: Mapping[str, str]) -> Iterator[None]:
         ) from error
 
 
+def check_page_size(page_size: int | None, select_block_size: int) -> None:
+    """Check --page-size of a cache of keys and values, before torch is imported.
+
+    Raises:
+        InvalidInput: It is not a multiple of the selection block; the message names the nearest.
+    """
+    if page_size is not None and page_size % select_block_size:
+        fitting = max(1, round(page_size / select_block_size)) * select_block_size
+        raise InvalidInput(
+            f"--page-size must be a multiple of the selection block of {select_block_size} tokens,"
+            f" such as {fitting}, got {page_size}"
+        )
+
+
 def split_commas(text: str) -> list[str]:
     """Split ``text`` at commas, strip each part and drop empty ones."""
     return [word.strip() for word in text.split(",") if word.strip()]
@@ -249,13 +267,25 @@ def parse_backends(text: str) -> dict[str, str] | None:
     Raises:
         InvalidInput: ``text`` names an unknown slot or backend, or one slot twice.
     """
-    named = named_backends(text)
-    check_backends(named.values())
-    return named or None
+    return pairs_of_backends(text, "--backends") or None
 
 
-def check_backends(names: Iterable[str | None]) -> None:
-    """Check that every name is one of a backend, before torch is imported.
+def pairs_of_backends(text: str, option: str) -> dict[str, str]:
+    """Return the backend of each slot that the value of ``option`` names.
+
+    Raises:
+        InvalidInput: ``text`` names an unknown slot or backend, or one slot twice.
+    """
+    try:
+        named = named_backends(text)
+    except InvalidInput as error:
+        raise InvalidInput(re.sub("^backends", option, str(error))) from error
+    check_backends(named.values(), option)
+    return named
+
+
+def check_backends(names: Iterable[str | None], option: str) -> None:
+    """Check that every name in ``option`` is one of a backend, before torch is imported.
 
     A plugin may register a backend under another name than that of its entry point, so an unknown
     name makes this function load the plugins.
@@ -265,7 +295,25 @@ def check_backends(names: Iterable[str | None]) -> None:
     """
     unseen = {name for name in names if name is not None} - {"auto", *installed_backends()}
     if unseen and (problems := output.find_backends().unknown(sorted(unseen))):
-        raise InvalidInput("; ".join(problems))
+        raise InvalidInput(f"{option}: {'; '.join(problems)}")
+
+
+def check_checkpoint(folder: Path) -> dict[str, Any]:
+    """Check that --checkpoint is the folder of a model, before torch is imported.
+
+    Returns:
+        Its config.json; empty if that is no JSON object, which a later error names.
+
+    Raises:
+        InvalidInput: It is not a folder, or has no config.json.
+    """
+    with output.naming("--checkpoint"):
+        check_model(folder)
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def read_file(option: str, path: Path) -> bytes:
@@ -299,6 +347,11 @@ def pick_device(text: str, threads: int | None = None) -> str:
             f"--device must be auto, cpu, cuda or cuda:N, got {text!r}"
             + did_you_mean(text, ("auto", "cpu", "cuda"))
         )
+    if text.startswith("cuda") and (version := _cpu_build()):
+        raise BackendUnavailable(
+            f"--device {text} cannot be used: torch {version} is built without CUDA; leave --device"
+            " out to run on the CPU"
+        )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some builds log every start of the profiler
     with recorded_signals() as interruption, interruption.ending_process():
         import torch
@@ -308,5 +361,23 @@ def pick_device(text: str, threads: int | None = None) -> str:
     if threads is not None:
         torch.set_num_threads(threads)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if text == "auto" else text
-    usable_device(device)
+    try:
+        usable_device(device)
+    except (InvalidInput, BackendUnavailable) as error:
+        message = re.sub(r"^device '(\S+)'", r"--device \1", str(error))
+        raise type(error)(message) from error
     return device
+
+
+def _cpu_build() -> str:
+    """Return the version of torch if it is built for the CPU only, else ""; torch is not imported.
+
+    Without torch, its import gives the error.
+    """
+    torch = importlib.util.find_spec("torch")
+    file = Path(torch.origin or "").with_name("version.py") if torch else Path()
+    if not file.is_file():
+        return ""
+    facts = runpy.run_path(str(file))
+    gpu = facts.get("cuda") or facts.get("hip")
+    return "" if gpu else str(facts.get("__version__", ""))

@@ -40,8 +40,9 @@ class _Command:
             if param.param_type_name == "argument":
                 param.display_type_rich = lambda ctx: None  # its name says enough
             elif param.metavar is None and hasattr(param, "display_type"):
-                label = param.display_type(ctx) or ""
-                param.metavar = "" if param.is_flag else _METAVARS.get(label.strip("<>"))
+                label = (param.display_type(ctx) or "").strip("<>")
+                choices = label if "|" in label else None
+                param.metavar = "" if param.is_flag else _METAVARS.get(label, choices)
         return params
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -75,6 +76,14 @@ class Command(_Command, typer.core.TyperCommand):
 
 class Group(_Command, typer.core.TyperGroup):
     """A group of commands of `nsa`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the named command; the error about an unknown one lists all."""
+        try:
+            return super().resolve_command(ctx, args)
+        except output.ClickError as error:
+            known = ", ".join(self.list_commands(ctx))
+            raise output.UsageError(f"{error.message.rstrip('.')} (known: {known})", ctx) from None
 
 
 class App(typer.Typer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import itertools
 import os
 import re
 import shlex
@@ -148,6 +149,12 @@ def print_next(*commands: Sequence[str], target: Console | None = None) -> None:
         )
 
 
+def unused(path: str) -> str:
+    """Return ``path``, or with the first number that makes it the name of no file or folder."""
+    names = itertools.chain([path], (f"{path}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not os.path.lexists(name))
+
+
 def check_writable(option: str, path: Path | None, force: bool = False) -> None:
     """Check, before a long run, that an output file can be written after it.
 
@@ -164,7 +171,7 @@ def check_writable(option: str, path: Path | None, force: bool = False) -> None:
     if path is None or path == STDOUT:
         return
     exists, folder = path.exists(), Path(os.path.realpath(path)).parent
-    with _naming(option):
+    with naming(option):
         if path.is_dir():
             raise InvalidInput(f"{path} is a folder; give the path of a file, such as {path}/NAME")
         if exists and not path.is_file():
@@ -178,17 +185,18 @@ def check_writable(option: str, path: Path | None, force: bool = False) -> None:
 
 def check_out(folder: Path, force: bool = False, remedy: str = "empty this one") -> None:
     """Check --out before any work; see :func:`check_output_folder`, whose error this completes."""
-    with _naming("--out"):
+    with naming("--out"):
         check_output_folder(folder, force, remedy)
 
 
 @contextlib.contextmanager
-def _naming(option: str) -> Iterator[None]:
+def naming(option: str) -> Iterator[None]:
     """Begin the message of an InvalidInput with the option whose value is wrong."""
     try:
         yield
     except InvalidInput as error:
-        raise InvalidInput(f"{option} {error}") from error
+        named = str(error).startswith(option.rstrip(":"))
+        raise InvalidInput(str(error) if named else f"{option} {error}") from error
 
 
 @contextlib.contextmanager

@@ -91,7 +91,9 @@ def tune(
             return
         from nsa_bench.shapes import parse_shape
 
-        config = parse_shape(shape).config(block_sizes(blocks))
+        sizes, parsed = block_sizes(blocks), parse_shape(shape)
+        with output.naming("--blocks:"):
+            config = parsed.config(sizes)
         name = None if dtype is None else one_dtype(dtype)
         torch_device = pick_device(device, threads)
         cuda = torch_device.startswith("cuda")

@@ -151,7 +151,8 @@ def verify(
     named = {slot: name for slot, name in by_slot.items() if name is not None}
     with output.exit_codes(), recorded_signals() as stop:
         output.check_writable("--json", json_file, force)
-        check_backends(named.values())
+        for slot, backend in named.items():
+            check_backends([backend], f"--{slot}")
         from nsa_verify.drawn.parser import parse
 
         try:

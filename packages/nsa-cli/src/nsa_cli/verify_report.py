@@ -335,7 +335,8 @@ def summary(report: dict[str, Any]) -> tuple[str, int]:
     reads_ok = [row["ok"] for row in report.get("reads", [])]
     failed = _failed(findings) + reads_ok.count(False)
     passed = sum(f["ok"] is True for f in findings) + reads_ok.count(True)
-    line = f"{passed} checks passed, {failed} failed"
+    noun = "check" if passed == 1 else "checks"
+    line = f"{passed} {noun} passed, {failed} failed"
     if left_out := _not_applicable(findings):
         line += f", {left_out} not applicable"
     line += f" in {report['seconds']:.0f} s"
