@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from screen import assert_readable
@@ -29,14 +31,15 @@ def test_files_and_findings_are_written(nsa, text, tmp_path):
     result = nsa(*command, "--max-tokens", "200")
     assert (result.code, result.err) == (0, "")
     lines = result.out.splitlines()
-    assert lines[0].startswith("No layer gains over random blocks; layer ")
+    assert lines[0].startswith("No layer gains over random blocks by more than a point; layer ")
     assert [line.split()[1] for line in lines[1:3]] == ["gates", "most-read"]
     assert lines[3:5] == [
         "Cut to the first 200 of 1,561 tokens (--max-tokens).",
         "Untrained weights: this shows the mechanism, not learning.",
     ]
-    assert lines[-2].startswith("Written to picture: inspect.html, selection.png, ")
-    assert lines[-1] == "next: python -m webbrowser picture/inspect.html"
+    assert lines[-3].startswith("Written to picture: inspect.html, selection.png, ")
+    assert lines[-2] == "next: python -m webbrowser picture/inspect.html"
+    assert lines[-1] == "next: nsa train --out run"
     assert len(list((tmp_path / "picture").iterdir())) == 5
     refused = nsa(*command)
     assert (refused.code, refused.out) == (2, "")
@@ -56,7 +59,7 @@ def test_the_output_fits_a_terminal(terminal, text):
     ("arguments", "message"),
     [
         (("--layer", "2"), "--layer must be 0 to 1, got 2"),
-        (("--max-tokens", "64"), "the text must have more than 64 tokens, got 64"),
+        (("--max-tokens", "64"), "--max-tokens must be more than 64, as the text has 1,561 tokens"),
         (("--checkpoint", "notes.txt"), "notes.txt is a file: give the folder of a model"),
         (("--checkpoint", "x", "--seed", "1"), "--seed sets untrained weights"),
         (("--dtype", "float32,float16"), "--dtype must be one dtype, got float32, float16"),
@@ -76,3 +79,30 @@ def test_unusable_arguments_are_refused_by_one_message(nsa, text, tmp_path, argu
     assert message in result.err
     assert len(result.err.splitlines()) == 1
     assert not (tmp_path / "picture").exists()
+
+
+def test_commands_print_a_next_command_that_works(nsa, tmp_path, monkeypatch):
+    """A run on short rows, a converted model and an inspection each lead to the next command."""
+    monkeypatch.chdir(tmp_path)
+    small = ["--steps", "1", "--length", "32", "--batch", "2", "--held-out-rows", "1"]
+    assert nsa("train", "--out", "dense", "--attention", "dense", *small).code == 0
+    converted = nsa("convert", "--checkpoint", "dense", "--out", "run")
+    words = shlex.split(converted.out.splitlines()[-1].removeprefix("next: nsa "))
+    assert words == [
+        "train",
+        "--checkpoint",
+        "run",
+        "--data",
+        "python-docs",
+        "--out",
+        "run-trained",
+    ]
+    assert nsa(*words, *small).code == 0
+    generated = nsa("generate", "--checkpoint", "run-trained", "--max-new-tokens", "1")
+    words = shlex.split(generated.err.removeprefix("next: nsa "))
+    assert words == ["inspect", "--checkpoint", "run-trained", "--out", "run-trained-blocks"]
+    inspected = nsa(*words)
+    assert (inspected.code, inspected.err) == (0, "")
+    assert "Cut to the first 128 of " in inspected.out  # twice the 64 tokens that a query selects
+    again = nsa("generate", "--checkpoint", "run-trained", "--max-new-tokens", "1")
+    assert again.err == "next: nsa inspect --checkpoint run-trained --out run-trained-blocks-2\n"

@@ -37,7 +37,7 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
     fields = [*SET, "--nsa", "compress=mlp"]
     result = nsa("convert", "--checkpoint", "dense", "--out", "trained", *fields, *stage)
     assert (result.code, result.err) == (0, "")
-    follows = "next: nsa train --checkpoint trained --data FILE --out trained-trained\n"
+    follows = "next: nsa train --checkpoint trained --data python-docs --out trained-trained\n"
     assert result.out.endswith(follows)
     plain = nsa("convert", "--checkpoint", "dense", "--out", "plain", *fields)
     assert plain.code == 0
@@ -79,7 +79,7 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
             ["--nsa-layers", "1,3-"],
             "--nsa-layers must be all, every_4th_dense or layer numbers such",
         ),
-        (["--nsa-layers", "0-5"], "--nsa-layers must be 'all', 'every_4th_dense' or a list of one"),
+        (["--nsa-layers", "0-5"], "--nsa-layers: dense has layers 0 to 1, got 5"),
         (["--nsa-layers", "every_4th_dense"], "--nsa-layers must be 'all' or a list"),
         (["--nsa", "window=3"], "NSAConfig has no field 'window'"),
         (["--nsa", "window_size"], "--nsa must be NAME=VALUE such as window_size=512"),
@@ -113,7 +113,7 @@ def test_generate_reads_a_converted_model_with_a_window_of_128k(dense, nsa, tmp_
     assert nsa("convert", "--checkpoint", "dense", "--out", "new", *large).code == 0
     words = ["--checkpoint", "new", "--prompt", "the fox", "--max-new-tokens", "2"]
     result = nsa("generate", *words)
-    follows = "next: nsa inspect --checkpoint new --text FILE --out FOLDER\n"
+    follows = "next: nsa inspect --checkpoint new --out new-blocks\n"
     assert (result.code, result.err) == (0, follows)
 
 

@@ -67,9 +67,9 @@ def test_a_run_writes_files_resumes_and_generates(nsa, text, tmp_path):
         "0",
         "2",
         "4",
-        "unigram",
+        "held-out",
     ]
-    assert f"256 tokens of {text}, kept in {out}" in trained.out
+    assert f"Trained on 256 tokens of {text}; the model is in {out}" in trained.out
     assert f"\nnext: nsa generate --checkpoint {out} --prompt 'The '\n" in trained.out
     (weights,) = (p.name for p in out.glob("model-*"))
     assert re.fullmatch(r"model-4-[0-9a-f]{8}-1-of-1\.safetensors", weights)
@@ -86,7 +86,7 @@ def test_a_run_writes_files_resumes_and_generates(nsa, text, tmp_path):
     resumed_at_end = nsa("train", "--out", str(out), "--resume")
     assert (
         resumed_at_end.code,
-        "step 5 of 5 is done; give more --steps" in resumed_at_end.out,
+        "nothing to do up to --steps 5: step 5 is done; give more" in resumed_at_end.out,
     ) == (0, True)
     assert [r["step"] for r in log.read_log(out / log.FILE)[1]] == [0, 1, 2, 3, 4, 5]
 
@@ -176,7 +176,7 @@ def test_existing_files_and_wrong_arguments_are_refused(nsa, text, tmp_path):
             "--cuda-graph",
             "--cuda-graph needs one process on one GPU, got 1 process(es) on cpu; leave it out",
         ),
-        ("--held-out 1", "--held-out must lie between 0 and 1, got 1.0"),
+        ("--held-out 1", "--held-out must lie between 0 and 1, such as 0.05, got 1.0"),
         ("--accumulate 3", "--batch 2 does not divide over --accumulate 3 x 1 processes"),
         *((f"--parallel {kind}", NO_TORCHRUN.format(kind=kind)) for kind in KINDS),
         ("--data recall --vocab 8", "--vocab must be at least 16 for 8 pairs, got 8"),
@@ -239,7 +239,7 @@ def test_a_missing_device_is_refused_before_any_work(nsa, command, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     for device, code, text in (
         ("gpu", 2, "--device must be auto, cpu, cuda or cuda:N, got"),
-        ("cuda:99", None, "device 'cuda:99'"),
+        ("cuda:99", None, "--device cuda:99 "),
     ):
         done = nsa(*command.split(), "--device", device)
         assert (done.code, text in done.err) == (code or done.code, True)
@@ -314,18 +314,24 @@ def test_a_resumed_run_opens_the_data_that_its_folder_names(nsa, text, tmp_path,
 
 def test_an_altered_run_is_refused_by_every_command(nsa, text, tmp_path):
     run, new = str(tmp_path / "run"), str(tmp_path / "new")
-    assert nsa("train", "--out", run, "--data", text, "--steps", "1", *SMALL).code == 0
-    (file,) = (tmp_path / "run").glob("model-*")
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    dense = str(tmp_path / "dense")
+    steps = ["--data", text, "--steps", "1", *SMALL]
+    assert nsa("train", "--out", run, *steps).code == 0
+    assert nsa("train", "--out", dense, *steps, "--attention", "dense").code == 0
+    files = {}
+    for folder in (run, dense):
+        (files[folder],) = pathlib.Path(folder).glob("model-*")
+        content = bytearray(files[folder].read_bytes())
+        content[-1] ^= 1
+        files[folder].write_bytes(content)
     for command in (
         ["generate", "--checkpoint", run],
         ["train", "--out", run, "--resume"],
         ["train", "--out", new, "--checkpoint", run, "--data", text, *SMALL],
         ["inspect", "--text", text, "--checkpoint", run, "--out", new],
-        ["convert", "--checkpoint", run, "--out", new],
+        ["convert", "--checkpoint", dense, "--out", new],
     ):
+        file = files[dense if dense in command else run]
         done = nsa(*command)
         assert (done.code, f"{file} was altered" in done.err) == (2, True), done.err
     assert not (tmp_path / "new").exists()

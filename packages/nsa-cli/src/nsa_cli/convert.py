@@ -17,6 +17,7 @@ from nsa_cli.choices import (
     Device,
     Threads,
     advanced,
+    check_checkpoint,
     completion,
     errors_name_options,
     one_dtype,
@@ -27,7 +28,6 @@ from nsa_cli.choices import (
     tokens,
 )
 from nsa_cli.extras import need_extras
-from nsa_models.lm.run_folder import check_model
 
 if TYPE_CHECKING:
     import torch
@@ -79,15 +79,15 @@ def convert(
         Path | None,
         typer.Option(help="Text file: train the new parameters on it, with all else frozen."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Updates of the training.", min=1)] = 200,
+    steps: Annotated[int, typer.Option(help="Training steps on --text.", min=1)] = 200,
     length: Annotated[
         int,
         typer.Option(
-            help="Tokens per row of the training, such as 4k.", metavar="TOKENS", parser=tokens(2)
+            help="Tokens per row of --text, such as 4k.", metavar="TOKENS", parser=tokens(2)
         ),
     ] = 4096,
-    batch: Annotated[int, typer.Option(help="Rows per step of the training.", min=1)] = 1,
-    lr: Annotated[float, typer.Option(help="Learning rate of the training.", min=0.0)] = 1e-3,
+    batch: Annotated[int, typer.Option(help="Rows per training step.", min=1)] = 1,
+    lr: Annotated[float, typer.Option(help="Learning rate on --text.", min=0.0)] = 1e-3,
     seed: Annotated[int, advanced(help="Seed of the new parameters and of the rows.")] = 0,
     device: Device = "auto",
     threads: Threads = 1,
@@ -103,7 +103,7 @@ def convert(
         _check_options(text, typed)
         need_extras("nsa convert", ["transformers"])
         fields, layers = _fields(nsa or []), _layers(nsa_layers)
-        check_model(checkpoint)
+        _check_dense(check_checkpoint(checkpoint), checkpoint, fields, layers)
         output.check_out(out)
         chosen = parse_backends(backends)
         dtype = "auto" if dtype is None else one_dtype(dtype)
@@ -135,8 +135,18 @@ def convert(
             conversion.model.to("cpu")
         write(conversion.model, folder, out)
         output.print_text(output.console(), f"Written to {out}", "bold green")
-        words = ["--checkpoint", str(out), "--data", "FILE", "--out", f"{out}-trained"]
-        output.print_next(["nsa", "train", *words])
+        output.print_next(["nsa", "train", *_training(conversion, out)])
+
+
+def _training(conversion: Conversion, out: Path) -> list[str]:
+    """Return the options that train the converted model, on rows in which it selects blocks."""
+    from nsa_models.lm.tokens import TOKENIZER
+
+    nsa = conversion.model.config.nsa or {}
+    selected = nsa.get("num_selected_blocks", 16) * nsa.get("select_block_size", 64)
+    data = "python-docs" if (out / TOKENIZER).exists() else "recall"
+    words = ["--checkpoint", str(out), "--data", data, "--out", output.unused(f"{out}-trained")]
+    return words + ["--length", str(4 * selected)] * (4 * selected > 256)
 
 
 def _check_options(text: Path | None, typed: set[str]) -> None:
@@ -183,6 +193,39 @@ def _layers(text: str) -> str | list[int] | None:
     return numbers
 
 
+def _check_dense(
+    config: dict[str, Any],
+    checkpoint: Path,
+    fields: dict[str, Any],
+    layers: str | list[int] | None,
+) -> None:
+    """Refuse a model with NSA, wrong fields and wrong layers, before torch is imported."""
+    from nsa_core.config import NSAConfig
+    from nsa_core.errors import InvalidInput
+
+    if str(config.get("model_type")).startswith("nsa_"):
+        raise InvalidInput(
+            f"--checkpoint {checkpoint}: the model has NSA already; give the folder of a dense one"
+        )
+    count = config.get("num_hidden_layers")
+    if isinstance(layers, list) and isinstance(count, int) and max(layers) >= count:
+        raise InvalidInput(
+            f"--nsa-layers: {checkpoint} has layers 0 to {count - 1}, got {max(layers)}"
+        )
+    names = {"hidden_size": "dim", "num_attention_heads": "n_heads"}
+    names |= {"num_key_value_heads": "n_kv_heads", "head_dim": "head_dim"}
+    sizes = {field: config[name] for name, field in names.items() if config.get(name) is not None}
+    own = {**sizes, **(config.get("nsa") or {})}
+    try:
+        NSAConfig(**own)
+    except (InvalidInput, TypeError):
+        return  # a fault of the folder, which the conversion names
+    try:
+        NSAConfig(**{**own, **fields})
+    except (InvalidInput, TypeError) as error:
+        raise InvalidInput(f"--nsa: {error}") from error
+
+
 def _print_conversion(conversion: Conversion) -> None:
     console, model = output.console(), conversion.model
     parameters = dict(model.named_parameters())
@@ -198,7 +241,7 @@ def _print_conversion(conversion: Conversion) -> None:
         console,
         f"{model.config.model_type}: {total:,} parameters, {layers}. Carried over and"
         f" compared: all {len(conversion.carried):,} tensors of the dense model. {branches} the"
-        " dense keys and values.",
+        " dense projections of keys and values.",
         indent="",
     )
     rows = [
@@ -273,5 +316,5 @@ def _train(
         ]
         for progress in measured
     ]
-    title = "Training of the new parameters; mass of dense attention in the selected blocks:"
+    title = "Share of dense attention's probability in selected and in random blocks:"
     output.print_table(output.console(), ("step", "loss", "selected", "random"), rows, title)

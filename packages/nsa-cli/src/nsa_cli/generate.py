@@ -13,12 +13,12 @@ from nsa_cli.choices import (
     Backends,
     Device,
     Threads,
+    check_checkpoint,
     parse_backends,
     pick_device,
     tokens,
 )
 from nsa_cli.extras import need_extras
-from nsa_models.lm.run_folder import check_model
 
 # Below it, logits divided by it overflow, and the most likely token has all the probability.
 _COLDEST = 1e-6
@@ -54,7 +54,7 @@ def generate(
     """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
     with output.exit_codes():
         _check_temperature(temperature)
-        check_model(checkpoint)
+        check_checkpoint(checkpoint)
         chosen = parse_backends(backends)  # None: those that the folder names
         need_extras("nsa generate", ["safetensors", "transformers"])
         torch_device = pick_device(device, threads)
@@ -101,7 +101,12 @@ def generate(
             new_tokens = all_tokens[0, tokens.shape[1] :].tolist()
         print(escape_control(prompt + tokenizer.decode(new_tokens, skip_special_tokens=True)))
         if folder.config.attention == "nsa":
-            words = ["--checkpoint", str(checkpoint), "--text", "FILE", "--out", "FOLDER"]
+            words = [
+                "--checkpoint",
+                str(checkpoint),
+                "--out",
+                output.unused(f"{checkpoint}-blocks"),
+            ]
             output.print_next(["nsa", "inspect", *words], target=output.console(stderr=True))
 
 

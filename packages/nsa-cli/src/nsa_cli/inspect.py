@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from nsa_cli.choices import (
     Backends,
     Device,
     Threads,
+    check_checkpoint,
     errors_name_options,
     one_dtype,
     options_on_command_line,
@@ -23,7 +24,6 @@ from nsa_cli.choices import (
 )
 from nsa_cli.extras import need_extras
 from nsa_cli.result_files import ResultFiles
-from nsa_models.lm.run_folder import check_model
 
 if TYPE_CHECKING:
     from nsa_models.inspect import Inspection
@@ -31,11 +31,17 @@ if TYPE_CHECKING:
 
 def inspect(
     context: typer.Context,
-    text: Annotated[Path, typer.Option(help="Text file that the model reads.")],
     out: Annotated[
         Path,
         typer.Option(metavar="FOLDER", help="Output folder for the page and the pictures."),
     ],
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Text file that the model reads. Default: the documentation that ships with"
+            " Python."
+        ),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
@@ -47,14 +53,14 @@ def inspect(
     layer: Annotated[
         int | None,
         typer.Option(
-            help="Layer of the detailed picture. Default: the layer whose choice gains most.", min=0
+            help="Layer of the detailed picture. Default: the one that gains most.", min=0
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Read at most this many tokens. Default: the length of a training row, at most"
-            " 2k.",
+            help="Read at most this many tokens. Default: a training row, or twice the tokens that"
+            " a query selects; at most 2k.",
             metavar="TOKENS",
             parser=tokens(),
         ),
@@ -77,10 +83,10 @@ def inspect(
     layer in detail) and layers (all layers).
     """
     with output.exit_codes():
-        content = read_file("--text", text).decode(errors="replace")  # no UTF-8: U+FFFD
+        name, content = _read_text(text)
         _check_seed(context, checkpoint)
         if checkpoint is not None:
-            check_model(checkpoint)
+            _check_nsa(check_checkpoint(checkpoint), checkpoint)
         chosen, torch_dtype_name = parse_backends(backends), one_dtype(dtype)
         need_extras("nsa inspect", ["matplotlib", "jinja2"])
         output.check_out(out, force, "--force to overwrite its pictures")
@@ -100,11 +106,32 @@ def inspect(
                 backends=chosen,
             )
             check_layer(layer, [*layer_numbers(subject.model).values()])
-            inspection = inspect_text(content, subject, source=text.name, max_tokens=max_tokens)
+            inspection = inspect_text(content, subject, source=name, max_tokens=max_tokens)
             files = ResultFiles()
             files.write(out, lambda folder: save(inspection, folder, layer, force))
         _print_summary(inspection, files.written, max_tokens)
         files.exit_code(0)
+
+
+def _read_text(path: Path | None) -> tuple[str, str]:
+    """Return the name and the text of the file; None reads the documentation of Python."""
+    if path is not None:
+        content = read_file("--text", path).decode(errors="replace")  # no UTF-8: U+FFFD
+        return path.name, content
+    from nsa_bench.python_docs import library_text
+
+    return "documentation of Python", library_text(1).decode()
+
+
+def _check_nsa(config: dict[str, Any], checkpoint: Path) -> None:
+    """Refuse a dense model before torch is imported."""
+    from nsa_core.errors import InvalidInput
+
+    if config.get("model_type") in ("llama", "qwen2", "qwen3"):
+        raise InvalidInput(
+            f"--checkpoint {checkpoint} has dense attention, which selects no blocks; give the"
+            " folder of a model with NSA, such as one of nsa convert"
+        )
 
 
 def _check_seed(context: typer.Context, checkpoint: Path | None) -> None:
@@ -133,7 +160,8 @@ def _print_summary(inspection: Inspection, folders: list[Path], max_tokens: int 
         )
     if not inspection.trained:
         output.print_text(console, UNTRAINED, "yellow")
-        output.print_next(["nsa", "train", "--out", "RUN"])
     for folder in folders:
         output.print_text(console, f"Written to {folder}: {', '.join(FILES)}", "bold green")
         output.print_next(["python", "-m", "webbrowser", str(folder / FILES[0])])
+    if not inspection.trained:
+        output.print_next(["nsa", "train", "--out", output.unused("run")])

@@ -18,6 +18,7 @@ from nsa_cli.choices import (
     Device,
     Threads,
     as_options,
+    check_checkpoint,
     errors_name_options,
     leave_out,
     one_dtype,
@@ -118,7 +119,7 @@ def _world(
     with errors_name_options(named):
         _check_launched(values, training.typed)
         _check_options(values, training.typed)
-        _check_folder(values["out"], values["resume"])
+        _check_folder(values["out"], values["resume"], values["force"])
         device = pick_device(values["device"], values["threads"])
         from nsa_models.lm.parallel import join
 
@@ -155,13 +156,32 @@ def _watching(
     return watching(world, end)
 
 
-def _check_folder(out: Path, resume: bool) -> None:
-    """Refuse an output folder in which no file can be created."""
+def _check_folder(out: Path, resume: bool, force: bool) -> None:
+    """Refuse an output folder in which no file can be created, or with other content."""
     from nsa_core.errors import InvalidInput
 
     if resume and not out.exists():
         raise InvalidInput(f"--resume: {out} does not exist; leave --resume out to start a run")
     output.check_out(out, force=True)
+    _check_content(out, resume, force)
+
+
+def _check_content(out: Path, resume: bool, force: bool) -> None:
+    """Refuse to resume in a folder without a run, and to start in one that is not empty."""
+    from nsa_core.errors import InvalidInput
+    from nsa_models.lm import run_folder
+
+    empty = not out.exists() or run_folder.is_empty(out)
+    if resume and not (out / run_folder.INDEX).exists():
+        fix = "leave --resume out" if empty else "give --force instead of --resume"
+        raise InvalidInput(
+            f"--resume: {out} has no saved run, so there is nothing to go on with; {fix} to"
+            " start a run there"
+        )
+    if not (resume or force or empty):
+        raise InvalidInput(
+            f"--out {out} is not empty; give --resume to go on with it or --force to overwrite it"
+        )
 
 
 @contextlib.contextmanager
@@ -170,41 +190,33 @@ def _locked(values: Mapping[str, Any], world: World) -> Iterator[None]:
     if world.rank != 0:
         yield
         return
-    from nsa_core.errors import InvalidInput
     from nsa_models.lm import run_folder
 
-    out, resume = values["out"], values["resume"]
-    with run_folder.locked(out):
-        empty = run_folder.is_empty(out)
-        if resume and not (out / run_folder.INDEX).exists():
-            fix = "leave --resume out" if empty else "give --force instead of --resume"
-            raise InvalidInput(
-                f"--resume: {out} has no saved run, so there is nothing to go on with; {fix} to"
-                " start a run there"
-            )
-        if not (resume or values["force"] or empty):
-            raise InvalidInput(
-                f"{out} is not empty; give --resume to go on with it or --force to overwrite it"
-            )
+    with run_folder.locked(values["out"]):
+        # Again: another training may have saved a run since the first check.
+        _check_content(values["out"], values["resume"], values["force"])
         yield
 
 
 def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
     """Refuse wrong options before torch loads."""
     from nsa_core.errors import InvalidInput
-    from nsa_models.lm.run_folder import check_model
 
     resume = values["resume"]
     libraries = ["safetensors"]
     if not resume:  # else the folder names the data and the tokenizer
         libraries += libraries_of_data(values["data"])
         _check_effect(values, typed)
+        if not 0 < values["held_out"] < 1:
+            raise InvalidInput(
+                f"--held-out must lie between 0 and 1, such as 0.05, got {values['held_out']}"
+            )
         _recipe(values).rows_of(0, 0, 1)  # other numbers of processes divide fewer batches
         if values["tokenizer"] is not None:
             read_file("--tokenizer", values["tokenizer"])
             libraries.append("tokenizers")
     if values["checkpoint"] is not None:
-        check_model(values["checkpoint"])
+        check_checkpoint(values["checkpoint"])
     parse_backends(values["backends"])
     need_extras("nsa train", [*libraries, *["matplotlib"] * bool(values["png"] or values["svg"])])
     decided = [("--resume", resume, options.OF_RUN)]
@@ -268,7 +280,8 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
         need_extras("nsa train", folder.libraries)
         tokenizer = folder.tokenizer()
     elif values["tokenizer"] is not None:
-        tokenizer = read_tokenizer(values["tokenizer"])
+        with output.naming("--tokenizer"):
+            tokenizer = read_tokenizer(values["tokenizer"])
     if folder is not None:
         _check_tokens(spec, tokenizer, folder, "--checkpoint" if training is None else "--resume")
     data = open_data(spec, tokenizer)
@@ -383,7 +396,7 @@ def _print_summary(
     history: list[Progress], trainer: Trainer, out: Path, accuracy: float | None
 ) -> None:
     console = output.console()
-    columns = ("step", "loss", "held out", "lr", "tokens/s", "of matrix rate", "MiB")
+    columns = ("step", "loss", "held out", "lr", "tokens/s", "of peak rate", "MiB")
     rows = []
     for p in (p for p in history if p.held_out_loss is not None):
         cells = [
@@ -402,7 +415,7 @@ def _print_summary(
         output.print_table(console, columns, rows)
     else:
         step, steps = trainer.step_number, trainer.recipe.steps
-        done = f"nothing to do: step {step} of {steps} is done; give more --steps to go on"
+        done = f"nothing to do up to --steps {steps}: step {step} is done; give more --steps"
         output.print_text(console, done)
     if accuracy is not None:
         console.print(f"right answers on held-out rows: {accuracy:.2%}")
@@ -410,7 +423,8 @@ def _print_summary(
         from nsa_models.lm.data import unigram_entropy
 
         console.print(
-            f"unigram entropy of the held-out text: {unigram_entropy(trainer.data.held_out):.4f}"
+            "held-out loss of a model that knows only how often each token occurs:"
+            f" {unigram_entropy(trainer.data.held_out):.4f}"
         )
     if trainer.data.spec.data == "uniform":
         last_losses = [p.loss for p in history if p.step][-100:]
@@ -421,10 +435,11 @@ def _print_summary(
                 f"mean loss of the last {len(last_losses)} steps: {mean:.4f}; no model expects less"
                 f" than {floor}, but a sample may have less"
             )
-    text = f"{trainer.tokens:,} tokens of {trainer.data.spec.data}, kept in {out}"
+    data = trainer.data.spec.data
+    text = f"Trained on {trainer.tokens:,} tokens of {data}; the model is in {out}"
     console.print(text, style="bold green")
     if trainer.data.tokenizer is None:  # a task has no text to continue
-        more = str(2 * trainer.recipe.steps)
+        more = str(2 * max(trainer.step_number, trainer.recipe.steps))
         output.print_next(["nsa", "train", "--out", str(out), "--resume", "--steps", more])
     else:
         output.print_next(["nsa", "generate", "--checkpoint", str(out), "--prompt", "The "])

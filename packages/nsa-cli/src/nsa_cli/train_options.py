@@ -30,7 +30,7 @@ TextField = Annotated[
     str, advanced(metavar="NAME", help="Field that holds the text in JSONL, parquet and data sets.")
 ]
 HeldOut = Annotated[
-    float, advanced(help="Fraction of the documents held out from training.", min=0, max=1)
+    float, advanced(help="Fraction of the documents held out from training, in (0, 1).")
 ]
 HeldOutRows = Annotated[int, advanced(help="Number of held-out rows in the evaluation.", min=1)]
 Length = Annotated[
