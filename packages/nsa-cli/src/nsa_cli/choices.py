@@ -12,6 +12,7 @@ import json
 import os
 import re
 import runpy
+import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,6 +39,7 @@ def options_on_command_line(context: typer.Context) -> set[str]:
     }
 
 
+_LARGEST_CONFIG = 1 << 20  # bytes
 ADVANCED = "Advanced"  # the panel of all options of a command but the twelve most important
 advanced = functools.partial(typer.Option, rich_help_panel=ADVANCED)
 
@@ -309,9 +311,13 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
     """
     with output.naming("--checkpoint"):
         check_model(folder)
+    file = folder / CONFIG
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
-    except (OSError, ValueError):
+        facts = file.lstat()
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > _LARGEST_CONFIG:
+            return {}
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
 

@@ -215,8 +215,8 @@ def _check_dense(
     names = {"hidden_size": "dim", "num_attention_heads": "n_heads"}
     names |= {"num_key_value_heads": "n_kv_heads", "head_dim": "head_dim"}
     sizes = {field: config[name] for name, field in names.items() if config.get(name) is not None}
-    own = {**sizes, **(config.get("nsa") or {})}
     try:
+        own = {**sizes, **(config.get("nsa") or {})}
         NSAConfig(**own)
     except (InvalidInput, TypeError):
         return  # a fault of the folder, which the conversion names
