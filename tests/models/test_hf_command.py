@@ -45,7 +45,8 @@ def test_the_command_lists_what_is_new_and_trains_it(dense, nsa, tmp_path, monke
     words = " ".join(result.out.split())
     assert "compared: all 27 tensors of the dense model. All branches share the dense" in words
     copies = nsa("convert", "--checkpoint", "dense", "--out", "own", "--nsa", "shared_kv=false")
-    assert "Each branch has a copy of the dense projections of keys and values." in " ".join(copies.out.split())
+    words = " ".join(copies.out.split())
+    assert "Each branch has a copy of the dense projections of keys and values." in words
     model, trained = (AutoModelForCausalLM.from_pretrained(name) for name in ("plain", "trained"))
     assert {name: getattr(model.model.layers[0].self_attn.config, name) for name in NSA} == NSA
     new = {name for name, _ in model.named_parameters() if re.search("phi_|gate[.]", name)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import gc
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,6 +49,7 @@ The timed call takes q, k, v and gates and returns o: mean compression, selectio
 and the gated sum. Each combination is checked against the float64 oracle before it is timed. A
 combination that fails has no figures, and the exit code is 1; so it is if none could be timed.
 """
+_MODULE_OF_RIVAL = {"fla": "fla", "sfnsa": "flash_nsa", "xunhao": "native_sparse_attention"}
 app = App(help=_HELP)
 
 
@@ -346,7 +348,7 @@ def _settings(
     """Return the settings; options are checked before torch is imported."""
     from nsa_bench.settings import Settings
     from nsa_bench.shapes import parse_lengths, parse_shape
-    from nsa_core.errors import InvalidInput
+    from nsa_core.errors import BackendUnavailable, InvalidInput
 
     parsers: dict[str, Callable[[str], Any]] = {
         "shapes": lambda words: [parse_shape(word) for word in split_commas(words) or [words]],
@@ -361,7 +363,12 @@ def _settings(
         for shape in values.get("shapes", [parse_shape("reports")]):
             shape.config(blocks)
     for rival in numbers["rivals"] or []:
-        some_of("--rival", rival, ("fla", "sfnsa", "xunhao"))
+        for name in some_of("--rival", rival, _MODULE_OF_RIVAL):
+            if importlib.util.find_spec(_MODULE_OF_RIVAL[name]) is None:
+                raise BackendUnavailable(
+                    f"--rival {name}: its package, which has the module {_MODULE_OF_RIVAL[name]},"
+                    " is not installed"
+                )
     for combo in combos:
         pairs_of_backends(combo, "--combo")
     input_kinds = some_of("--inputs", inputs, ("random", "real"))
