@@ -15,7 +15,7 @@ from torch import nn
 
 from inspect_planted import Planted
 from nsa_core import BackendUnavailable, InvalidInput, nsa_attention_with_lse
-from nsa_models.inspect import Inspection, inspect_model, inspect_text, open_subject, save
+from nsa_models.inspect import Inspection, draw, inspect_model, inspect_text, open_subject, save
 from nsa_models.inspect.collect import CHOSEN, FORCED, FUTURE, MISSED, PASSED_OVER
 from nsa_models.inspect.draw import detail, overview
 from nsa_models.inspect.findings import UNTRAINED, headline, sentences
@@ -231,6 +231,25 @@ def test_untrained_weights_follow_the_seed_and_are_labelled():
     svg = detail(one, 0, "svg").decode()
     assert f"<!-- {UNTRAINED} · text, " in svg  # matplotlib keeps each text as a comment
     assert UNTRAINED not in detail(dataclasses.replace(one, trained=True), 0, "svg").decode()
+
+
+def test_no_sentence_of_a_picture_is_cut_off(planted, monkeypatch):
+    """Not even with percentages of three digits, the longest notes and more kv heads than shown."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(draw, "draw", lambda make, kind: make())
+    monkeypatch.setattr(draw, "_clearest_heads", lambda layer: [0])
+    layer = planted.layers[0]
+    whole = dict.fromkeys(("selected", "random", "best", "keys"), torch.ones(64, 1))
+    layer = dataclasses.replace(layer, mass=layer.mass._replace(**whole))
+    long = dataclasses.replace(planted, layers=(layer,), source="a source " * 20, trained=False)
+    two_heads = dataclasses.replace(layer, config=dataclasses.replace(layer.config, n_kv_heads=2))
+    pictures = [
+        draw.detail(dataclasses.replace(long, layers=(two_heads,)), 0, ""),
+        draw.overview(long, ""),
+    ]
+    for picture in pictures:
+        for text in picture.texts:
+            assert text.get_window_extent().x1 < picture.bbox.x1, text.get_text()
 
 
 @pytest.mark.slow

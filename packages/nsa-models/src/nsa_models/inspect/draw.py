@@ -97,12 +97,12 @@ def _detail(inspection: Inspection, index: int) -> Any:
     for column, head in enumerate(heads):
         first = column == 0
         map_axes, gate_axes, mass_axes = grid[:, column]
-        map_axes.set_title(f"kv head {head}: which blocks does each query read?", pad=10)
+        map_axes.set_title(f"Blocks that each query reads, kv head {head}", pad=10)
         _map(map_axes, layer, head)
         _legend(map_axes)
-        gate_axes.set_title("How much does each branch count?")
+        gate_axes.set_title("Gates of the branches")
         _gates(gate_axes, layer, head)
-        mass_axes.set_title("How much of dense attention is in the selected blocks?")
+        mass_axes.set_title("Dense attention inside the selected blocks")
         _mass(mass_axes, layer, head)
         mass_axes.set_xlabel("position of the query (tokens)")
         if first:
@@ -178,7 +178,7 @@ def _header(figure: Any, title: str, sentence: str, inspection: Inspection) -> N
     about = f"{warning}{inspection.source}, {part} · {inspection.weights}"
     colour = _WARNING if warning else _FAINT
     figure.text(
-        0.03, 1 - 1.2 * inch, textwrap.shorten(about, 160, placeholder="…"), color=colour, va="top"
+        0.03, 1 - 1.2 * inch, textwrap.shorten(about, 135, placeholder="…"), color=colour, va="top"
     )
 
 
@@ -187,10 +187,10 @@ def _footer(
 ) -> None:
     config = layer.config
     text = (
-        f"Native Sparse Attention: a query selects {config.num_selected_blocks} blocks of"
+        f"A query selects {config.num_selected_blocks} blocks of"
         f" {config.select_block_size} tokens ({config.init_blocks} first and"
-        f" {config.local_blocks} nearest always). Lines: running means"
-        " over a block; numbers: means over queries with a choice."
+        f" {config.local_blocks} nearest always). Lines: means over a"
+        " block; numbers: over queries with a choice."
     )
     if len(heads) < config.n_kv_heads:
         text += f" Shown: {len(heads)} of {config.n_kv_heads} kv heads."

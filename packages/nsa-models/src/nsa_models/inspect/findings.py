@@ -59,7 +59,7 @@ def headline(inspection: Inspection, layer: int | None = None) -> tuple[str, str
         one = inspection.layers[layer]
         subject, s = f"Layer {one.number}", shares(one)
     reads = f"reads {s.keys:.0%} of the keys and keeps {s.selected:.0%} of dense attention"
-    others = f"random blocks would keep {s.random:.0%}, the best possible blocks {s.best:.0%}."
+    others = f"random blocks would keep {s.random:.0%}, the best ones {s.best:.0%}."
     if s.gain > CHANCE:
         title = f"{subject} {reads}"
         sentence = f"With the same number of blocks, {others}"
@@ -69,7 +69,7 @@ def headline(inspection: Inspection, layer: int | None = None) -> tuple[str, str
             if layer is None
             else (f"{subject} chooses its blocks no better than at random")
         )
-        sentence = f"It {reads}'s probability; {others}"
+        sentence = f"It {reads}; {others}"
     return title, sentence
 
 
