@@ -25,7 +25,7 @@ MINIMAX = "hf_minimax.json"
 SMALL, LARGE, MODEL = ("small",), ("large",), ("smollm2_8k", "smollm2_32k")
 LONG = ("large_150m",)
 CONVERTED, SEPARATE = "NSA, shared K/V, means", "NSA"  # by default, and with the paper's options
-WINDOW, BLOCK = report.NSAConfig.window_size, report.NSAConfig.select_block_size
+WINDOW = report.NSAConfig.window_size
 IMAGES = {
     SMALL: "learning_small.svg",
     LARGE: "learning_large.svg",
@@ -91,15 +91,11 @@ def _rows(columns: dict[str, Any], labels: Sequence[str]) -> list[list[str]]:
     return [[label, *(column.get(label, "-") for column in columns.values())] for label in labels]
 
 
-def _values(entries: Any) -> Any:
-    """Return the entries of recall that ask for the value of a definition."""
-    return entries[entries["task"] == "key_value"]
-
-
 def _far_values(group: report.Group) -> Any:
     """Return the share of values recalled from beyond the window, by arm, in words."""
-    entries = _values(group.recall())
-    shares = entries[entries["distance"] > WINDOW].groupby("arm")["correct"].mean()
+    entries = group.recall()
+    far = entries[(entries["task"] == "key_value") & (entries["distance"] > WINDOW)]
+    shares = far.groupby("arm")["correct"].mean()
     return shares.map("{:.1%}".format)
 
 
@@ -109,15 +105,14 @@ def _masses(group: report.Group) -> dict[str, str]:
     return {arm: f"{m['selected']:.0%}, {m['random']:.0%}" for arm, m in layers.iterrows()}
 
 
-def _trained(group: report.Group, further: dict[str, Any]) -> str:
-    """Tabulate loss, recall beyond the window and mass of the selected blocks, and more columns."""
+def _trained(group: report.Group) -> str:
+    """Tabulate loss, recall beyond the window and mass of the selected blocks."""
     above = group.above_base(group.final[["loss"]])["loss"].unstack("seed")
     columns = {
         "loss": group.final["loss"].groupby("arm").mean().map("{:.3f}".format),
         f"above {group.base}": report.with_error(above.drop(group.base)),
-        "values recalled from beyond the window": _far_values(group),
-        "mass in the selected blocks, in random ones": _masses(group),
-        **further,
+        "recalled": _far_values(group),
+        "mass: selected, random": _masses(group),
     }
     finished = [label for label in group.labels.values() if label in columns["loss"]]
     return table(["attention", *columns], _rows(columns, finished))
@@ -125,15 +120,14 @@ def _trained(group: report.Group, further: dict[str, Any]) -> str:
 
 @_from_study(SMALL)
 def small(groups: list[report.Group]) -> str:
-    """Tabulate the small arms; their speed says nothing, as closed branches still run."""
-    return _trained(groups[0], {})
+    """Tabulate the small arms."""
+    return _trained(groups[0])
 
 
 @_from_study(LARGE)
 def large(groups: list[report.Group]) -> str:
-    """Tabulate the large arms, with their speed."""
-    speeds = groups[0].facts()["speed.tokens_per_s"].map("{:,.0f}".format)
-    return _trained(groups[0], {"training tokens/s": speeds})
+    """Tabulate the large arms."""
+    return _trained(groups[0])
 
 
 @_from_study(MODEL)
@@ -141,13 +135,11 @@ def model(groups: list[report.Group]) -> str:
     """Tabulate the converted model beside dense attention, at both lengths."""
     rows = []
     for group in groups:
-        curves, facts = group.curves().T.groupby("arm").mean().T, group.facts()
+        curves = group.curves().T.groupby("arm").mean().T
         columns = {
             "loss before training": curves.iloc[0].map("{:.3f}".format),
-            "at the end": curves.iloc[-1].map("{:.3f}".format),
-            "values recalled from beyond the window": _far_values(group),
-            "training tokens/s": facts["speed.tokens_per_s"].map("{:,.0f}".format),
-            "keys per query": facts["keys_per_query"].map("{:,.0f}".format),
+            "loss at the end": curves.iloc[-1].map("{:.3f}".format),
+            "recalled": _far_values(group),
         }
         length = tokens(group.plan["row"])
         labels = [label for label in group.labels.values() if label in curves][::-1]
@@ -266,64 +258,28 @@ def shared_keys(results: Results) -> str:
 
 @_from_study(MODEL)
 def losing(groups: list[report.Group]) -> str:
-    """Tabulate how far each conversion is above dense attention, and what its blocks hold."""
+    """Tabulate how far each conversion ends above dense attention, and what its blocks hold."""
     rows = []
     for group in groups:
         entries = group.entries("evaluations").set_index(["arm", "tokens"])
         losses = report.positions(entries["by_position"])
         ends = {losses.columns[0]: "first", losses.columns[-1]: "last"}
         for arm in entries.index.unique("arm").drop(group.base):
-            above = losses.loc[arm] - losses.loc[group.base]
-            for tokens_now in (above.index[0], above.index[-1]):
-                now = entries.loc[arm, tokens_now]
-                rows.append(
-                    [
-                        *(tokens(group.plan["row"]), arm, f"{tokens_now / 1e6:.2g} M"),
-                        *(f"{above.loc[tokens_now, end]:+.3f} ({end})" for end in ends),
-                        f"{now['selected']:.0%}, {now['random']:.0%}",
-                    ]
-                )
-    columns = [f"above dense, {place} positions" for place in ends.values()]
-    mass = "mass in the selected blocks, in random ones"
-    return table(["rows of", "attention", "tokens", *columns, mass], rows)
-
-
-@_from_study(MODEL)
-def recalled(groups: list[report.Group]) -> str:
-    """Tabulate the recall of values before training and at the end, by their place.
-
-    Rows whose blocks are all selected do not count.
-    """
-    rows = []
-    for group in groups:
-        if not group.starts:
-            return PENDING
-        before = [
-            {**entry, "arm": start["label"]}
-            for start in group.starts
-            for entry in start.get("recall", ())
-        ]
-        shares = [_by_place(entries) for entries in (report.pd.DataFrame(before), group.recall())]
-        for arm in shares[1].index[::-1]:
-            cells = (
-                " → ".join(f"{s.loc[arm, place]:.0%}" for s in shares if arm in s.index)
-                for place in _PLACES
+            above = (losses.loc[arm] - losses.loc[group.base]).iloc[-1]
+            masses = [
+                f"{entry['selected']:.0%}, {entry['random']:.0%}"
+                for _, entry in entries.loc[arm].iloc[[0, -1]].iterrows()
+            ]
+            rows.append(
+                [
+                    *(tokens(group.plan["row"]), arm),
+                    *(f"{above[end]:+.3f} ({end})" for end in ends),
+                    *masses,
+                ]
             )
-            rows.append([tokens(group.plan["row"]), arm, *cells])
-    return table(["rows of", "attention", *_PLACES], rows)
-
-
-_PLACES = ("in the window", "in the first block", "elsewhere")
-
-
-def _by_place(entries: Any) -> Any:
-    """Return the share of values recalled, by arm and the place of the definition."""
-    values = _values(entries)
-    values = values[values["length"] > report.NSAConfig.num_selected_blocks * BLOCK]
-    far, first = values["length"] * (1 - values["depth"]) >= WINDOW, values["depth"] == 0
-    places = (values[~far], values[far & first], values[far & ~first])
-    shares = (place.groupby("arm")["correct"].mean() for place in places)
-    return report.pd.DataFrame(dict(zip(_PLACES, shares)))
+    columns = [f"above dense, {place} tokens" for place in ends.values()]
+    columns += [f"mass {when}: selected, random" for when in ("before", "after")]
+    return table(["rows of", "attention", *columns], rows)
 
 
 @_from_file(MINIMAX)
@@ -362,7 +318,6 @@ LEARNING: dict[str, Callable[[Results], str]] = {
     "study-model-speed": model_speed,
     "study-model-plot": _plot(MODEL, "Loss over tokens, and recalled values by distance"),
     "study-losing": losing,
-    "study-recalled": recalled,
     "hf-minimax": minimax,
     "hf-minimax-plot": _plot(
         MINIMAX, "Losses of both implementations, and the differences to eager"

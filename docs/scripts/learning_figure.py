@@ -27,16 +27,14 @@ from pandas import concat  # noqa: E402
 from report import positions, scale_of_tokens  # noqa: E402
 
 NSA, DENSE = NSA_COLOURS[0], "#808080"
+DENSE_ARM = "dense, wide MLP"  # has as many parameters as NSA
 COLOURS = {
     "dense": DENSE,
-    "dense, wide MLP": DENSE,
     "NSA": NSA,
-    "NSA, means": NSA,
-    "NSA, shared K/V": NSA_COLOURS[1],
     "NSA, shared K/V, means": NSA_COLOURS[2],
 }
 SHORT = {  # labels beside the curves
-    **{"dense, wide MLP": "dense", "NSA, means": "NSA"},  # of the large arms
+    **{DENSE_ARM: "dense", "NSA, means": "NSA"},  # of the large arms
     "NSA, shared K/V, means": "shared, means",
 }
 # Inches: left margin, width, right margin for labels, bottom margin, height and top margin.
@@ -109,29 +107,37 @@ def model_figure(groups: list[Any]) -> Any:
     return panels(*map(losses, groups), *map(recall, groups))
 
 
-def large_figure(group: Any) -> Any:
-    """Return the losses of the large arms over tokens, and their difference by position.
+def trained_figure(group: Any, arms: list[str]) -> Any:
+    """Return the losses of arms over tokens, and their differences to the first by position.
 
     Lines and dots are means over seeds; bars reach from the lowest seed to the highest.
     """
+    colours = dict(zip(arms, (DENSE, *NSA_COLOURS)))
 
     def losses(axes: Any) -> None:
         axes.set(xlabel="tokens, millions", ylabel="nats per token")
         axes.set_title(f"Held-out loss, rows of {length_words(group.plan['row'])}")
-        curves = group.curves().dropna().T.groupby("arm", sort=False).mean().T[1:]
-        millions = curves.index / 1e6  # without the loss of random weights
-        lines(axes, [(arm, COLOURS[arm], [*zip(millions, curves[arm])]) for arm in curves], ".3f")
+        curves = group.curves().dropna()
+        # At first, all losses fall alike and fill the picture.
+        curves = curves[len(curves) // 3 :].T.groupby("arm").mean().T
+        millions = curves.index / 1e6
+        lines(axes, [(arm, colours[arm], [*zip(millions, curves[arm])]) for arm in arms], ".3f")
 
     def above(axes: Any) -> None:
         axes.set(xlabel="position in the row, tokens", ylabel="nats per token")
-        axes.set_title("NSA above dense, by position")
+        axes.set_title("Above dense, by position")
         rows = [positions(group.final["by_position"])]
         for _, entries in group.longer():  # only the last half goes beyond shorter rows
             entries = entries.set_index(["arm", "seed"])
             rows.append(positions(entries["by_position"]).iloc[:, -1:])
-        for place, own in group.above_base(concat(rows, axis=1)).drop(group.base).items():
-            axes.vlines(place, own.min(), own.max(), color=NSA, lw=2.2, alpha=0.55)
-            axes.plot(place, own.mean(), "o", color=NSA, ms=4.5)
+        differences = group.above_base(concat(rows, axis=1))
+        for number, arm in enumerate(arms[1:]):
+            own, colour = differences.loc[arm], colours[arm]
+            shift = 0.3 * (number - (len(arms) - 2) / 2)
+            places = [place + shift for place in range(own.shape[1])]
+            axes.vlines(places, own.min(), own.max(), color=colour, lw=2.2, alpha=0.55)
+            axes.plot(places, own.mean(), "o", color=colour, ms=4.5)
+        axes.set_xticks(range(differences.shape[1]), differences.columns)
         axes.axhline(0, lw=1.2, color=INK)
         axes.tick_params(axis="x", labelsize="small")
 
@@ -180,8 +186,8 @@ def main() -> None:
     path = nearest(options.results, MINIMAX)
     small, large, model = (groups_of(options.results, names) for names in (SMALL, LARGE, MODEL))
     figures = {
-        SMALL: (small, lambda: small[0].loss_figure()),
-        LARGE: (large, lambda: large_figure(large[0])),
+        SMALL: (small, lambda: trained_figure(small[0], [DENSE_ARM, "NSA", "window alone"])),
+        LARGE: (large, lambda: trained_figure(large[0], [DENSE_ARM, "NSA, means"])),
         MODEL: (model, lambda: model_figure(model)),
         MINIMAX: (path, lambda: minimax_figure(json.loads(path.read_text(encoding="utf-8")))),
     }
