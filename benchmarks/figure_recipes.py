@@ -1,4 +1,4 @@
-"""Compute the tables that answer "Should I use it?" and the recipes for models of three sizes."""
+"""Compute the table of gains in README.md, and the recipes for models of three sizes."""
 
 from __future__ import annotations
 
