@@ -21,7 +21,7 @@ _LOADED_LINKS = {"stylesheet", "icon", "preload", "preconnect", "dns-prefetch", 
 _IN_STYLE = re.compile(r"(?i)(?:url\(|@import)\s*['\"]?((?:https?:)?//[^'\")\s]+)")
 _CODE = re.compile(r"(?s)<(pre|code)\b.*?</\1>")
 _UNRENDERED = re.compile(r":(?:func|class|meth|data|attr|mod):|<p>(?:Example|Shapes|Notes?):\n")
-_NUMBER = re.compile(r"<td>(?=\d[^<]{0,24}</td>)")  # of a table, such as 0.268 / 0.885
+_NUMBER = re.compile(r"<td>(?=[-+]?\d[^<]{0,24}</td>)")  # in a table, such as -0.030 ± 0.045
 # Markdown takes the asterisks of a formula such as i*d .. i*d for emphasis.
 _FORMULA = re.compile(r"<em>([^<]*(?:\.\.|[+^/=])[^<]*|\w)</em>")
 

@@ -58,6 +58,7 @@ def test_links_that_leave_the_site_lead_to_the_repository(link, expected) -> Non
 def test_numbers_of_a_table_do_not_break() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
     html = site_hooks.on_post_page(
-        "<td>0.26 / 0.88</td><td>all 3</td><td>3 <b>x</b></td>", page=page
+        "<td>-0.26 ± 0.88</td><td>all 3</td><td>-</td><td>3 <b>x</b></td>", page=page
     )
-    assert html == '<td class="number">0.26 / 0.88</td><td>all 3</td><td>3 <b>x</b></td>'
+    number = '<td class="number">-0.26 ± 0.88</td>'
+    assert html == f"{number}<td>all 3</td><td>-</td><td>3 <b>x</b></td>"
