@@ -22,6 +22,7 @@ _IN_STYLE = re.compile(r"(?i)(?:url\(|@import)\s*['\"]?((?:https?:)?//[^'\")\s]+
 _CODE = re.compile(r"(?s)<(pre|code)\b.*?</\1>")
 _UNRENDERED = re.compile(r":(?:func|class|meth|data|attr|mod):|<p>(?:Example|Shapes|Notes?):\n")
 _NUMBER = re.compile(r"<td>(?=[-+]?\d[^<]{0,24}</td>)")  # in a table, such as -0.030 ± 0.045
+_WORDS = re.compile(r"<td>(?=[^<]{25})")
 # Markdown takes the asterisks of a formula such as i*d .. i*d for emphasis.
 _FORMULA = re.compile(r"<em>([^<]*(?:\.\.|[+^/=])[^<]*|\w)</em>")
 
@@ -73,14 +74,14 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, *, page: Any, **_: Any) -> str:
-    """Keep numbers in one line; warn of files from other servers and of faulty docstrings."""
+    """Mark the cells of tables; warn of files from other servers and of faulty docstrings."""
     for address in external_files(output):
         _log.warning("%s loads %s from another server", page.file.src_uri, address)
     for text in unrendered_docstrings(output):
         _log.warning("%s shows %r: a docstring is not rendered", page.file.src_uri, text)
     for text in broken_formulas(output):
         _log.warning("%s has emphasis in a formula, %r: use code", page.file.src_uri, text)
-    return _NUMBER.sub('<td class="number">', output)
+    return _WORDS.sub('<td class="words">', _NUMBER.sub('<td class="number">', output))
 
 
 def on_post_build(*, config: Any, **_: Any) -> None:

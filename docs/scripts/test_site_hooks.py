@@ -55,10 +55,13 @@ def test_links_that_leave_the_site_lead_to_the_repository(link, expected) -> Non
     assert site_hooks.on_page_markdown(link, page=page, config=config) == expected
 
 
-def test_numbers_of_a_table_do_not_break() -> None:
+def test_numbers_of_a_table_do_not_break_and_words_have_room() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
     html = site_hooks.on_post_page(
-        "<td>-0.26 ± 0.88</td><td>all 3</td><td>-</td><td>3 <b>x</b></td>", page=page
+        "<td>-0.26 ± 0.88</td><td>all 3</td><td>-</td><td>3 <b>x</b></td>"
+        "<td>width of a head, and so on</td>",
+        page=page,
     )
     number = '<td class="number">-0.26 ± 0.88</td>'
-    assert html == f"{number}<td>all 3</td><td>-</td><td>3 <b>x</b></td>"
+    words = '<td class="words">width of a head, and so on</td>'
+    assert html == f"{number}<td>all 3</td><td>-</td><td>3 <b>x</b></td>{words}"
