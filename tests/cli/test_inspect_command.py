@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 
 import pytest
 
+from nsa_models.lm.config import size
+from nsa_models.lm.config_json import json_of
 from screen import assert_readable
 
 pytest.importorskip("matplotlib")
@@ -59,7 +62,9 @@ def test_the_output_fits_a_terminal(terminal, text):
     ("arguments", "message"),
     [
         (("--layer", "2"), "--layer must be 0 to 1, got 2"),
-        (("--max-tokens", "64"), "--max-tokens must be more than 64, as the text has 1,561 tokens"),
+        (("--max-tokens", "64"), "--max-tokens must be more than 64 tokens, got 64: each query"),
+        (("--checkpoint", "mixed", "--layer", "0"), "--layer must be 1, a layer with NSA, got 0"),
+        (("--checkpoint", "mixed", "--max-tokens", "9"), "--max-tokens must be more than 64 tok"),
         (("--checkpoint", "notes.txt"), "notes.txt is a file: give the folder of a model"),
         (("--checkpoint", "x", "--seed", "1"), "--seed sets untrained weights"),
         (("--dtype", "float32,float16"), "--dtype must be one dtype, got float32, float16"),
@@ -72,6 +77,9 @@ def test_the_output_fits_a_terminal(terminal, text):
 )
 def test_unusable_arguments_are_refused_by_one_message(nsa, text, tmp_path, arguments, message):
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "mixed").mkdir()
+    config = json_of(size("tiny", nsa_layers=(1,)), 32, None)
+    (tmp_path / "mixed" / "config.json").write_text(json.dumps(config))
     values = {"--text": text, "--out": "picture", "--device": "cpu"}
     values |= dict(zip(arguments[::2], arguments[1::2]))
     result = nsa("inspect", *(word for pair in values.items() for word in pair))

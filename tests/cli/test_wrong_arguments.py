@@ -37,6 +37,7 @@ IS_FOLDER = "packages is a folder; give the path of a file, such as packages/NAM
 READ_ONLY = "/proc/x: no file can be created in /proc: "
 PAGES = "--page-size must be a multiple of the selection block of 64 tokens, such as 64, got 50"
 EXISTS = "README.md exists; give --force to overwrite it"
+JSON = "benchmarks/results/h200/sel_rivals.json"  # no tokenizer
 NO_TORCHRUN = "divides a training over processes of torchrun, which did not start this one"
 WRONG = {
     "backend": "No such command 'backend'. Did you mean 'backends'? (known: doctor, inspect,",
@@ -121,6 +122,11 @@ WRONG = {
     "train --out o --dtype fp16": "--dtype: 'fp16' is not one of 'float32', 'bfloat16'",
     "train --out o --parallel dp": "--parallel: 'dp' is not one of 'ddp', 'fsdp'",
     "train --out o --tokenizer /no/such": MISSING,
+    "train --out o --tokenizer README.md": "--tokenizer README.md cannot be read as a tokenizer",
+    f"train --out o --tokenizer {JSON}": f"--tokenizer {JSON} cannot be read as a tokenizer.json",
+    "train --out o --cuda-graph --device cpu": "--cuda-graph needs one process on one GPU, got 1",
+    "train --out o --data pyproject.toml": "--data pyproject.toml is one document, and training",
+    "train --out o --data /dev/null": "--data /dev/null is neither a folder nor a regular file",
     "train --out o --checkpoint /no/such": NO_MODEL,
     "train --out o --backends nope": f"--backends: {BACKEND}",
     "train --out o --device gpu": DEVICE,
@@ -146,6 +152,8 @@ WRONG = {
     "inspect --out i --text README.md --dtype fp17": DTYPE,
     "inspect --out i --text README.md --backends nope": BACKEND,
     "inspect --out i --text README.md --device gpu": DEVICE,
+    "inspect --out i --text README.md --layer 2": "--layer must be 0 to 1, got 2",
+    "inspect --out i --text README.md --max-tokens 64": "--max-tokens must be more than 64 tokens",
     "inspect --out /no/such/x --text README.md": f"--out {NO_FOLDER}",
     "inspect --out packages --text README.md": "--out packages is not empty: it holds",
 }

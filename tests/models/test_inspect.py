@@ -209,7 +209,7 @@ def test_unusable_folders_and_texts_are_refused(write_run, config, tmp_path):
     dense = LanguageModel(size("tiny", attention="dense"))
     with pytest.raises(InvalidInput, match="has dense attention, which selects no blocks"):
         open_subject(write_run(dense, ByteTokenizer(), name="dense"))
-    with pytest.raises(InvalidInput, match="trained on the task recall: it has no text"):
+    with pytest.raises(InvalidInput, match="trained on a task, which has no tokenizer"):
         open_subject(write_run(LanguageModel(config), data="recall"))
     (tmp_path / "other").write_text("x")
     with pytest.raises(InvalidInput, match="is a file: give the folder of a model"):

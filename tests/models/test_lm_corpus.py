@@ -52,7 +52,7 @@ def alarm():
 
 @pytest.mark.parametrize("mark", ["\n\n", "\n", " ", ""])
 def test_a_long_text_is_split_without_loss(tmp_path, monkeypatch, mark):
-    monkeypatch.setattr(sources, "_CUT", 50)
+    monkeypatch.setattr(sources, "CUT", 50)
     text = mark.join(f"pärt{n}" * 3 for n in range(200))
     file = tmp_path / "long.txt"
     file.write_text(text, encoding="utf-8")

@@ -17,6 +17,7 @@ from nsa_cli import extras, train_options
 from nsa_cli.choices import errors_name_options
 from nsa_core import InvalidInput
 from nsa_core.util import atomic_files
+from nsa_models.inspect import open_subject
 from nsa_models.lm import log, saving
 from nsa_models.lm import train as train_module
 from nsa_models.lm.config import SIZES
@@ -188,6 +189,36 @@ def test_errors_name_options_as_typed(nsa, text, tmp_path, options, message):
     assert (done.code, done.err) == (2, f"nsa: {message}\n")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--data empty",
+            "--data empty contains no text, JSONL or parquet file; give a file or folder",
+        ),
+        ("--data .txt", "--data .txt contains no text: give documents with text"),
+        ("--data short.txt", "--data short.txt is one document, and training needs two, one of"),
+        ("--data bytes", "--data bytes is not a UTF-8 text, JSONL or parquet file; give a"),
+        ("--cuda-graph", "--cuda-graph needs one process on one GPU, got 1 process(es) on cpu"),
+    ],
+)
+def test_files_and_devices_are_checked_before_torch_loads(
+    nsa, tmp_path, monkeypatch, options, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty" / ".hidden").mkdir(parents=True)
+    for name, content in ((".txt", b""), ("short.txt", b"x" * 2**15), ("bytes", b"\xff")):
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr("nsa_cli.choices._cpu_build", lambda: "2.9.0+cpu")
+    monkeypatch.setattr("nsa_cli.train.pick_device", lambda *_: pytest.fail("torch is needed"))
+    done = nsa("train", "--out", "new", *options.split())
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"nsa: {message}" in done.err
+    (tmp_path / "long.txt").write_bytes(b"x" * (2**15 + 1))
+    with pytest.raises(pytest.fail.Exception, match="torch is needed"):
+        nsa("train", "--out", "new", "--data", "long.txt")
+
+
 @pytest.mark.few_cases("fsdp")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_single_process_of_torchrun_may_name_its_parallelism(
@@ -247,7 +278,7 @@ def test_a_missing_device_is_refused_before_any_work(nsa, command, tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_tasks_print_their_best_loss_or_accuracy(nsa, tmp_path):
+def test_tasks_print_their_best_loss_or_accuracy(nsa, tmp_path, monkeypatch):
     options = ["--steps", "1", *SMALL, "--vocab", "16"]
     done = nsa("train", "--out", str(tmp_path / "u"), "--data", "uniform", *options)
     assert re.search(
@@ -256,8 +287,16 @@ def test_tasks_print_their_best_loss_or_accuracy(nsa, tmp_path):
     )
     done = nsa("train", "--out", str(tmp_path / "r"), "--data", "recall", *options)
     assert "right answers on held-out rows:" in done.out
-    done = nsa("generate", "--checkpoint", str(tmp_path / "r"), "--prompt", "x")
-    assert (done.code, "was trained on a task, which has no tokenizer" in done.err) == (2, True)
+    run, new = str(tmp_path / "r"), str(tmp_path / "new")
+    for command in (["generate"], ["inspect", "--out", new]):
+        with monkeypatch.context() as patch:
+            # Before torch loads.
+            patch.setattr(f"nsa_cli.{command[0]}.pick_device", lambda *_: pytest.fail("too late"))
+            done = nsa(*command, "--checkpoint", run)
+        message = f"nsa: --checkpoint {run} was trained on a task, which has no tokenizer; give a"
+        assert (done.code, done.err.startswith(message)) == (2, True)
+    with pytest.raises(InvalidInput, match="was trained on a task, which has no tokenizer"):
+        open_subject(run)
 
 
 def test_options_cover_existing_fields_and_sizes():

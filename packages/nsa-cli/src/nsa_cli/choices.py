@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import json
 import os
 import re
 import runpy
@@ -25,7 +24,8 @@ from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.plan.registry import named_backends
 from nsa_core.util.interruption import recorded_signals
 from nsa_core.util.text import did_you_mean
-from nsa_models.lm.run_folder import CONFIG, check_model
+from nsa_models.lm.json_fields import parse
+from nsa_models.lm.run_folder import CONFIG, INDEX, ON_TASK, check_model
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -39,7 +39,7 @@ def options_on_command_line(context: typer.Context) -> set[str]:
     }
 
 
-_LARGEST_CONFIG = 1 << 20  # bytes
+_LARGEST_JSON = 1 << 20  # bytes
 ADVANCED = "Advanced"  # the panel of all options of a command but the twelve most important
 advanced = functools.partial(typer.Option, rich_help_panel=ADVANCED)
 
@@ -300,26 +300,40 @@ def check_backends(names: Iterable[str | None], option: str) -> None:
         raise InvalidInput(f"{option}: {'; '.join(problems)}")
 
 
-def check_checkpoint(folder: Path) -> dict[str, Any]:
+def check_checkpoint(folder: Path, on_text: bool = False) -> dict[str, Any]:
     """Check that --checkpoint is the folder of a model, before torch is imported.
+
+    Args:
+        folder: The folder.
+        on_text: Whether the model needs a tokenizer, which a run on a task does not have.
 
     Returns:
         Its config.json; empty if that is no JSON object, which a later error names.
 
     Raises:
-        InvalidInput: It is not a folder, or has no config.json.
+        InvalidInput: It is not a folder, has no config.json, or is that of a run on a task.
     """
     with output.naming("--checkpoint"):
         check_model(folder)
-    file = folder / CONFIG
+    values = _json_object(folder / INDEX) if on_text else {}
+    for name in ("metadata", "nsa", "training"):
+        inner = values.get(name)
+        values = inner if isinstance(inner, dict) else {}
+    if values.get("tokenizer", "") is None:
+        raise InvalidInput(f"--checkpoint {folder} {ON_TASK}")
+    return _json_object(folder / CONFIG)
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """Return the content of a file; empty if it is no plain, small file with a JSON object."""
     try:
         facts = file.lstat()
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > _LARGEST_CONFIG:
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > _LARGEST_JSON:
             return {}
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        values = parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def read_file(option: str, path: Path) -> bytes:
@@ -373,6 +387,11 @@ def pick_device(text: str, threads: int | None = None) -> str:
         message = re.sub(r"^device '(\S+)'", r"--device \1", str(error))
         raise type(error)(message) from error
     return device
+
+
+def is_cpu(text: str) -> bool:
+    """Return whether --device is certain to be the CPU; torch is not imported."""
+    return text == "cpu" or (text == "auto" and bool(_cpu_build()))
 
 
 def _cpu_build() -> str:

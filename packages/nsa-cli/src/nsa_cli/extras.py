@@ -42,10 +42,11 @@ def libraries_of_data(data: str) -> list[str]:
     """Return the optional libraries that reading ``data`` of `nsa train --data` needs.
 
     Raises:
-        InvalidInput: ``data`` is neither a known name nor a path that exists.
+        InvalidInput: ``data`` is neither a known name nor a path that exists, or has too few texts.
     """
     from nsa_core.errors import InvalidInput
     from nsa_core.util.text import did_you_mean
+    from nsa_models.lm.text_files import check_files
 
     if data == "fineweb-edu" or (data.startswith("hf:") and data != "hf:"):
         return ["datasets"]
@@ -55,11 +56,5 @@ def libraries_of_data(data: str) -> list[str]:
             f"--data {data or repr(data)}: no such file or folder{did_you_mean(data, names)}; give"
             f" an existing path, {', '.join(names)} or hf:NAME"
         )
-    if path.is_dir():
-        has_parquet = any(
-            not any(part.startswith(".") for part in file.relative_to(path).parts)
-            for file in path.rglob("*.[pP][aA][rR][qQ][uU][eE][tT]")
-        )
-    else:
-        has_parquet = path.suffix.lower() == ".parquet"
-    return ["pyarrow"] if has_parquet else []
+    files = {} if data in names else check_files(path)
+    return ["pyarrow"] * any(file.suffix.lower() == ".parquet" for file in files.values())

@@ -54,7 +54,7 @@ def generate(
     """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
     with output.exit_codes():
         _check_temperature(temperature)
-        check_checkpoint(checkpoint)
+        check_checkpoint(checkpoint, on_text=True)
         chosen = parse_backends(backends)  # None: those that the folder names
         need_extras("nsa generate", ["safetensors", "transformers"])
         torch_device = pick_device(device, threads)

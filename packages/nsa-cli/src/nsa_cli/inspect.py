@@ -85,18 +85,21 @@ def inspect(
     with output.exit_codes():
         name, content = _read_text(text)
         _check_seed(context, checkpoint)
+        config = None
         if checkpoint is not None:
-            _check_nsa(check_checkpoint(checkpoint), checkpoint)
+            config = check_checkpoint(checkpoint, on_text=True)
+            _check_nsa(config, checkpoint)
         chosen, torch_dtype_name = parse_backends(backends), one_dtype(dtype)
         need_extras("nsa inspect", ["matplotlib", "jinja2"])
         output.check_out(out, force, "--force to overwrite its pictures")
         with errors_name_options({"layer": "layer", "max_tokens": "max_tokens"}):
+            if layer is not None or max_tokens is not None:
+                _check_sizes(config, layer, max_tokens)
             torch_device = pick_device(device, threads)
             import torch
 
             from nsa_models.inspect import inspect_text, open_subject
-            from nsa_models.inspect.collect import layer_numbers
-            from nsa_models.inspect.save import check_layer, save
+            from nsa_models.inspect.save import save
 
             subject = open_subject(
                 checkpoint,
@@ -105,7 +108,6 @@ def inspect(
                 dtype=getattr(torch, torch_dtype_name),
                 backends=chosen,
             )
-            check_layer(layer, [*layer_numbers(subject.model).values()])
             inspection = inspect_text(content, subject, source=name, max_tokens=max_tokens)
             files = ResultFiles()
             files.write(out, lambda folder: save(inspection, folder, layer, force))
@@ -132,6 +134,21 @@ def _check_nsa(config: dict[str, Any], checkpoint: Path) -> None:
             f"--checkpoint {checkpoint} has dense attention, which selects no blocks; give the"
             " folder of a model with NSA, such as one of nsa convert"
         )
+
+
+def _check_sizes(config: dict[str, Any] | None, layer: int | None, max_tokens: int | None) -> None:
+    """Refuse a layer that a model does not have, and too few tokens, before torch is imported."""
+    from nsa_core.errors import InvalidInput, NSAError
+    from nsa_models.lm.config import check_layer, no_choice, size
+    from nsa_models.lm.config_json import config_of
+
+    try:
+        model = size("tiny") if config is None else config_of(config)
+    except NSAError:
+        return  # a fault of the folder, which its opening names
+    check_layer(layer, model.nsa_layers or range(model.n_layers))
+    if max_tokens is not None and (problem := no_choice(model.layer, max_tokens)):
+        raise InvalidInput(f"--max-tokens must be {problem}")
 
 
 def _check_seed(context: typer.Context, checkpoint: Path | None) -> None:

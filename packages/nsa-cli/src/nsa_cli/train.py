@@ -20,6 +20,7 @@ from nsa_cli.choices import (
     as_options,
     check_checkpoint,
     errors_name_options,
+    is_cpu,
     leave_out,
     one_dtype,
     options_on_command_line,
@@ -113,13 +114,24 @@ def train(
 
 @contextlib.contextmanager
 def _world(
-    values: Mapping[str, Any], training: train_interrupted.Training, named: Mapping[str, str]
+    values: dict[str, Any], training: train_interrupted.Training, named: Mapping[str, str]
 ) -> Iterator[World]:
-    """Join the processes of the training; options and folders are checked before torch loads."""
+    """Join the processes of the training; options and files are checked before torch loads.
+
+    The tokenizer is read, and replaces its path in ``values``.
+    """
+    from nsa_models.lm.recipe import check_graph
+    from nsa_models.lm.tokens import read_tokenizer
+
     with errors_name_options(named):
         _check_launched(values, training.typed)
         _check_options(values, training.typed)
+        if is_cpu(values["device"]) and not torchrun.launched():
+            check_graph(values["graph"], 1, "cpu")
         _check_folder(values["out"], values["resume"], values["force"])
+        if values["tokenizer"] is not None:
+            with output.naming("--tokenizer"):
+                values["tokenizer"] = read_tokenizer(values["tokenizer"])
         device = pick_device(values["device"], values["threads"])
         from nsa_models.lm.parallel import join
 
@@ -252,7 +264,6 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
     from nsa_models.lm import log, saving
     from nsa_models.lm.model_folder import open_folder
     from nsa_models.lm.task import DataSpec, open_data
-    from nsa_models.lm.tokens import read_tokenizer
     from nsa_models.lm.trainer import Trainer
 
     out, resume = values["out"], values["resume"]
@@ -275,14 +286,10 @@ def _prepare(values: Mapping[str, Any], typed: Set[str], world: World) -> Traine
         need_extras("nsa train", libraries_of_data(spec.data))
         changed = {name: values[name] for name in options.CHANGEABLE_ON_RESUME if name in typed}
         recipe = dataclasses.replace(training.recipe, **changed)
-    tokenizer: Tokenizer | None = None
+    tokenizer: Tokenizer | None = values["tokenizer"]
     if folder is not None:
         need_extras("nsa train", folder.libraries)
         tokenizer = folder.tokenizer()
-    elif values["tokenizer"] is not None:
-        with output.naming("--tokenizer"):
-            tokenizer = read_tokenizer(values["tokenizer"])
-    if folder is not None:
         _check_tokens(spec, tokenizer, folder, "--checkpoint" if training is None else "--resume")
     data = open_data(spec, tokenizer)
     if training is not None:

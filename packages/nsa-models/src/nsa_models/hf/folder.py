@@ -16,6 +16,7 @@ from nsa_core.util.text import describe_error
 from nsa_models.hf.configs import ATTENTION
 from nsa_models.hf.models import MODELS
 from nsa_models.lm.model_folder import ModelFolder
+from nsa_models.lm.run_folder import ON_TASK
 from nsa_models.lm.tokens import TOKENIZER, TOKENIZER_CONFIG, encoding
 
 
@@ -60,9 +61,7 @@ def load_tokenizer(folder: ModelFolder) -> Any:
             has ids that the model does not have.
     """
     if folder.training is not None and folder.training.tokenizer is None:
-        raise InvalidInput(
-            f"{folder.path} was trained on a task, which has no tokenizer; give a run on text"
-        )
+        raise InvalidInput(f"{folder.path} {ON_TASK}")
     own = folder.file_tokenizer()
     if own is None:
         raise InvalidInput(

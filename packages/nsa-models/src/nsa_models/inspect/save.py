@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nsa_core.errors import InvalidInput
 from nsa_core.util.atomic_files import check_output_folder, write_bytes_atomic, writing
 from nsa_core.util.extras import require_module
 from nsa_models.inspect.collect import Inspection
 from nsa_models.inspect.findings import clearest_layer
+from nsa_models.lm.config import check_layer
 
 PAGE = "inspect.html"
 FILES = (PAGE, "selection.png", "layers.png", "selection.svg", "layers.svg")
@@ -23,19 +23,6 @@ def need_libraries() -> None:
     """
     require_module("matplotlib", "plots need", "nsa-cli[plot]")
     require_module("jinja2", "the page of an inspection needs", "nsa-cli[plot]")
-
-
-def check_layer(layer: int | None, numbers: Sequence[int]) -> None:
-    """Check that a model has this layer, where ``numbers`` are those of its layers with NSA.
-
-    Raises:
-        InvalidInput: It does not.
-    """
-    if layer is not None and layer not in numbers:
-        choices = f"0 to {len(numbers) - 1}"
-        if numbers[-1] >= len(numbers):
-            choices = f"{' or '.join(map(str, numbers))}, a layer with NSA"
-        raise InvalidInput(f"layer must be {choices}, got {layer}")
 
 
 def save(

@@ -15,6 +15,7 @@ from nsa_models.inspect.collect import Inspection, inspect_model
 from nsa_models.lm.config import size
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.model_folder import open_folder
+from nsa_models.lm.run_folder import ON_TASK
 from nsa_models.lm.tokens import ByteTokenizer, Tokenizer
 
 DEFAULT_TOKENS, _MAX_DEFAULT_TOKENS = 1024, 2048
@@ -78,11 +79,7 @@ def open_subject(
     tokenizer, training = folder.tokenizer(), folder.training
     if tokenizer is None:
         reason = "has no tokenizer.json; give a folder that has one"
-        if training is not None:
-            reason = (
-                f"was trained on the task {training.data.data}: it has no text; give the folder of"
-                " a run on text"
-            )
+        reason = ON_TASK if training is not None else reason
         raise InvalidInput(f"{folder.path} {reason}")
     weights, length = f"{folder.config.n_layers} layers", _MAX_DEFAULT_TOKENS
     if training is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from nsa_core.config import NSAConfig
@@ -132,6 +133,33 @@ def layers_with_nsa(nsa_layers: Any, n_layers: int) -> list[int]:
             f" numbers from 0 to {n_layers - 1}, got {passed}"
         )
     return sorted(chosen)
+
+
+def check_layer(layer: int | None, numbers: Sequence[int]) -> None:
+    """Check that a model has this layer, where ``numbers`` are those of its layers with NSA.
+
+    Raises:
+        InvalidInput: It does not.
+    """
+    if layer is not None and layer not in numbers:
+        choices = f"0 to {len(numbers) - 1}"
+        if numbers[-1] >= len(numbers):
+            choices = f"{' or '.join(map(str, numbers))}, a layer with NSA"
+        raise InvalidInput(f"layer must be {choices}, got {layer}")
+
+
+def no_choice(config: NSAConfig, tokens: int) -> str:
+    """Return the end of a message that ``tokens`` are too few; empty if they are enough.
+
+    They are too few if no query has more blocks than it selects.
+    """
+    blocks, size = config.num_selected_blocks, config.select_block_size
+    if tokens > blocks * size:
+        return ""
+    return (
+        f"more than {blocks * size} tokens, got {tokens}: each query selects {blocks} blocks of"
+        f" {size} tokens, so a shorter text leaves no choice"
+    )
 
 
 def _small(dim: int, heads: int, window: int) -> NSAConfig:

@@ -1,6 +1,7 @@
 """config.json of a model folder: the configuration of Hugging Face transformers as an LMConfig.
 
-This module does not import transformers, except for a configuration that leaves out values.
+This module imports neither torch nor transformers, except for a configuration that leaves out
+values or has rotary frequencies of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from nsa_core.util.extras import require_module
 from nsa_core.util.text import describe_error
 from nsa_models.lm import json_fields
 from nsa_models.lm.config import LMConfig, memory_problems
-from nsa_models.lm.rotary import frequencies_of
 
 DENSE_TYPES = ("llama", "qwen2", "qwen3")
 TYPES = (*DENSE_TYPES, *(f"nsa_{name}" for name in DENSE_TYPES))
@@ -257,6 +257,8 @@ def config_of(values: Mapping[str, Any]) -> LMConfig:
     rope = values.get("rope_parameters") or {}
     per_layer = any(isinstance(value, Mapping) for value in rope.values())
     if rope.get("rope_type", "default") != "default" or per_layer:
+        from nsa_models.lm.rotary import frequencies_of
+
         frequencies, factor = frequencies_of(values)
     spec = layer_spec(values, frequencies, factor)
     layers = values.get("nsa_layers")

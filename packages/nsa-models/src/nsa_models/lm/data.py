@@ -22,6 +22,7 @@ from nsa_core.limits import integer_problems
 from nsa_core.parallel import Shards, pad_to
 from nsa_models.lm.corpus import WHOLE, Corpus, Lane
 from nsa_models.lm.model import IGNORED
+from nsa_models.lm.text_files import TOO_FEW
 from nsa_models.lm.tokens import Tokenizer
 
 
@@ -227,13 +228,8 @@ class TextRows:
     def _one_sided(self, places: list[float]) -> str:
         """Return the message about documents at ``places``, of which none is on this side."""
         name, count = self.corpus.name, len(places)
-        if not places:
-            return f"{name} contains no text"
-        if count == 1:
-            return (
-                f"{name} is one document, and training needs two, one of them held out: give more"
-                " documents, or a text of more than 32 KiB, which is split"
-            )
+        if count < 2:
+            return f"{name} {TOO_FEW[count]}"
         side, change = ("held out", "larger") if self._held_out else ("left", "smaller")
         first, second = sorted(places, reverse=not self._held_out)[:2]
         return (

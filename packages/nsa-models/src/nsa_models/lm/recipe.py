@@ -187,3 +187,14 @@ class Recipe:
         return torch.optim.AdamW(
             groups, lr=self.learning_rate, betas=(self.beta1, self.beta2), fused=fused
         )
+
+
+def check_graph(graph: bool, processes: int, device: str) -> None:
+    """Check that processes on this type of device can do what ``Recipe.graph`` asks for.
+
+    Raises:
+        InvalidInput: They cannot.
+    """
+    if graph and (device != "cuda" or processes > 1):
+        actual = f"{processes} process(es) on {device}"
+        raise InvalidInput(f"graph=True needs one process on one GPU, got {actual}; leave it out")

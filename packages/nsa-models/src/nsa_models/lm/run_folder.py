@@ -16,6 +16,8 @@ from nsa_models.lm.tokens import TOKENIZER, TOKENIZER_CONFIG
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 OPTIMIZER = "optimizer"  # the folder of the optimizer's tensors
+# The reason why a model has no text to read or to continue.
+ON_TASK = "was trained on a task, which has no tokenizer; give a run on text"
 _LOCK, _HOLDER = ".nsa-train.lock", ".nsa-train.json"
 # Files that are written under a temporary name first.
 _ATOMIC = (CONFIG, INDEX, TOKENIZER, TOKENIZER_CONFIG, log.FILE)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import contextlib
 import functools
 import itertools
 import json
@@ -15,20 +13,16 @@ from typing import Any, BinaryIO
 
 from torch.utils.data import ConcatDataset, Dataset
 
-from nsa_core.errors import InvalidInput, NSAError
+from nsa_core.errors import InvalidInput
 from nsa_core.util.extras import require_module
-from nsa_core.util.text import describe_error
 from nsa_models.lm.corpus import Corpus, Group
 from nsa_models.lm.fingerprint import Documents, Fingerprint, fingerprint_of_files
+from nsa_models.lm.text_files import CUT, LINES, named, text_files, visible_files
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"
-# Bytes. A text of more than 2 * _CUT bytes is cut after _CUT to 2 * _CUT bytes: at the first blank
-# line there, else at a line end, else at a space, else at the limit.
-_CUT = 16384
 # Bytes of a line of JSONL or characters of a document. Encoding a document takes many times that.
 _LONGEST = 1 << 26
 _BUFFER = 1 << 20
-_LINES = (".jsonl", ".ndjson")
 
 
 def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
@@ -53,37 +47,8 @@ def open_corpus(data: str, field: str = "text", seed: int = 0) -> Corpus:
     if data == "fineweb-edu" or data.startswith("hf:"):
         name = FINEWEB_EDU if data == "fineweb-edu" else data.removeprefix("hf:")
         return _open_hub(name, field, seed)
-    with _named(f"--data {data}"):
-        files = _files_of(Path(data))
+    files = dict(text_files(Path(data), visible_files(Path(data))))
     return _corpus_of(files, Path(data).name, field, seed, lambda: fingerprint_of_files(files))
-
-
-def _files_of(path: Path) -> dict[str, Path]:
-    """Return a file, or all supported files of a folder, by relative name."""
-    if path.is_file():
-        files = {path.name: path}
-    elif path.is_dir():
-        files = {}
-        for parent, folders, names in os.walk(path, onerror=_raise):
-            folders[:] = [name for name in folders if name[0] != "."]
-            visible = (Path(parent, name) for name in names if name[0] != ".")
-            files |= {p.relative_to(path).as_posix(): p for p in visible if p.is_file()}
-    elif path.exists():
-        raise InvalidInput(f"{path} is neither a folder nor a regular file, so it cannot be reread")
-    else:
-        raise InvalidInput(
-            f"--data {path}: no such file or folder; give an existing path, python-docs,"
-            " fineweb-edu or hf:NAME"
-        )
-    texts = {name: files[name] for name in sorted(files) if _is_supported(files[name])}
-    if not texts:
-        problem = "is not a UTF-8" if path.is_file() else "contains no"
-        raise InvalidInput(f"{path} {problem} text, JSONL or parquet file")
-    return texts
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _corpus_of(
@@ -100,7 +65,7 @@ def _corpus_of(
         kind = Path(path).suffix.lower()
         if kind == ".parquet":
             groups += _parquet_groups(path, field)
-        elif kind in _LINES:
+        elif kind in LINES:
             parts.append(_JsonLines(Path(path), field))
         else:
             parts.append(_TextFile(Path(path)))
@@ -113,7 +78,7 @@ class _TextFile(Dataset[str]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _named(str(path)), open(path, "rb", buffering=_BUFFER) as file:
+        with named(str(path)), open(path, "rb", buffering=_BUFFER) as file:
             self._bounds = array("Q", itertools.accumulate(self._sizes(file), initial=0))
 
     def __len__(self) -> int:
@@ -135,21 +100,21 @@ class _TextFile(Dataset[str]):
     def _sizes(self, file: BinaryIO) -> Iterator[int]:
         """Yield the number of bytes of each document."""
         content = b""
-        while content := content + file.read(2 * _CUT + 1 - len(content)):
+        while content := content + file.read(2 * CUT + 1 - len(content)):
             size = len(content)
-            if size > 2 * _CUT:
+            if size > 2 * CUT:
                 size = self._cut(content)
             yield size
             content = content[size:]
 
     def _cut(self, content: bytes) -> int:
         for mark in (b"\n\n", b"\n", b" "):
-            position = content.find(mark, _CUT, 2 * _CUT)
+            position = content.find(mark, CUT, 2 * CUT)
             if position >= 0:
                 return position + len(mark)
-        cut = 2 * _CUT
+        cut = 2 * CUT
         # Do not cut inside a UTF-8 character.
-        while cut > _CUT and content[cut] & 0xC0 == 0x80:
+        while cut > CUT and content[cut] & 0xC0 == 0x80:
             cut -= 1
         return cut
 
@@ -187,7 +152,7 @@ class _JsonLines(_TextFile):
 def _parquet_groups(path: Path | str, field: str) -> list[Group]:
     """Return the row groups of a parquet file, each of which is read when its turn comes."""
     library = require_module("pyarrow.parquet", "parquet files need", "nsa-models[train]")
-    with _named(f"{path} as parquet"):
+    with named(f"{path} as parquet"):
         opened = path
         if "://" in str(path):
             fsspec = require_module("fsspec", "parquet files of a URL need", "nsa-models[train]")
@@ -201,12 +166,12 @@ def _parquet_groups(path: Path | str, field: str) -> list[Group]:
 
     def load(group: int) -> Callable[[int], str]:
         where = f"{path}, row group {group + 1}"
-        with _named(where):
+        with named(where):
             column = file.read_row_group(group, columns=[field]).column(0)
 
         def read(number: int) -> str:
             row = f"{where}, row {number + 1}"
-            with _named(row):
+            with named(row):
                 return _text_of({field: column[number].as_py()}, field, row)
 
         return read
@@ -231,7 +196,7 @@ def _open_hub(name: str, field: str, seed: int) -> Corpus:
     """
     library = require_module("datasets", "Hugging Face data sets need", "nsa-models[train]")
     path, _, part = name.partition(":")
-    with _named(f"data set {name}"):
+    with named(f"data set {name}"):
         builder = library.load_dataset_builder(path, part or None)
         files = [str(file) for file in (builder.config.data_files or {}).get("train", [])]
 
@@ -241,8 +206,8 @@ def _open_hub(name: str, field: str, seed: int) -> Corpus:
             return {name: f"revision {builder.hash}"}
 
         if files and all(file.endswith(".parquet") for file in files):
-            named = dict(zip(files, files))
-            return _corpus_of(named, name, field, seed, content)
+            by_name = dict(zip(files, files))
+            return _corpus_of(by_name, name, field, seed, content)
         table = library.load_dataset(path, part or None, split="train")
     return Corpus(_Column(table, field, name), name, seed, (), content)
 
@@ -274,26 +239,3 @@ def _text_of(row: Any, field: str, where: str) -> str:
             " documents"
         )
     return str(text)
-
-
-@contextlib.contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Name the file in an error of the system, or of the library that reads it."""
-    try:
-        yield
-    except NSAError:
-        raise
-    except Exception as error:
-        raise InvalidInput(f"{where} cannot be read: {describe_error(error)}") from error
-
-
-def _is_supported(path: Path) -> bool:
-    """Return whether a file is called JSONL or parquet, or begins as UTF-8 text."""
-    if path.suffix.lower() in (*_LINES, ".parquet"):
-        return True
-    with _named(str(path)), open(path, "rb") as file:
-        head = file.read(8192)
-    try:  # the head may end inside a character
-        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False

@@ -105,13 +105,13 @@ class FileTokenizer:
             self.library: Any = library.Tokenizer.from_str(content)
         except Exception as error:  # the library raises plain Exception
             raise InvalidInput(
-                f"{name} cannot be read as a tokenizer.json: {describe_error(error)}; put back the"
-                " file of the model"
+                f"{name} cannot be read as a tokenizer.json: {describe_error(error)}; use the"
+                f" {TOKENIZER} of a model"
             ) from error
         added = {token.content for token in self.library.get_added_tokens_decoder().values()}
         if self.library.get_vocab(with_added_tokens=False).keys() <= added:
             raise InvalidInput(
-                f"{name} has no vocabulary, so every text is nothing; put back the file of the"
+                f"{name} has no vocabulary, so every text is nothing; use the {TOKENIZER} of a"
                 " model"
             )
         self.library.no_truncation()  # a file may ask for it

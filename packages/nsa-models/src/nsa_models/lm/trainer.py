@@ -29,7 +29,7 @@ from nsa_models.lm.mass import Mass, selected_mass
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.model_folder import ModelFolder, Training
 from nsa_models.lm.parallel import Replica, World
-from nsa_models.lm.recipe import Recipe
+from nsa_models.lm.recipe import Recipe, check_graph
 from nsa_models.lm.saving import save_run, text_files
 from nsa_models.lm.task import Data
 
@@ -140,11 +140,7 @@ class Trainer:
         folder: ModelFolder | None = None,
         resume: bool = False,
     ) -> None:
-        if recipe.graph and (world.device.type != "cuda" or world.size > 1):
-            actual = f"{world.size} process(es) on {world.device.type}"
-            raise InvalidInput(
-                f"graph=True needs one process on one GPU, got {actual}; leave it out"
-            )
+        check_graph(recipe.graph, world.size, world.device.type)
         usable_device(world.device)
         recipe.check_divisible(model.config, data.rows.length)
         if folder is not None and resume:
