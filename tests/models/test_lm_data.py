@@ -13,7 +13,14 @@ import torch
 
 from nsa_core import InvalidInput
 from nsa_models.lm.corpus import Corpus
-from nsa_models.lm.data import Row, TextRows, batch_of, is_held_out, unigram_entropy
+from nsa_models.lm.data import (
+    Row,
+    TextRows,
+    batch_of,
+    is_held_out,
+    share_for,
+    unigram_entropy,
+)
 from nsa_models.lm.model import IGNORED
 from nsa_models.lm.synthetic import RecallRows, UniformRows
 from nsa_models.lm.tokens import ByteTokenizer
@@ -135,6 +142,16 @@ def test_a_split_side_without_documents_is_refused():
         next(resumed)
     with pytest.raises(InvalidInput, match="length must be an integer >= 2, got 1"):
         TextRows(corpus, ByteTokenizer(), 1)
+
+
+def test_one_of_few_documents_is_held_out():
+    few, many = [f"text {n}" for n in range(9)], [f"text {n}" for n in range(129)]
+    for texts in (few, few + few, ["", *few]):
+        share = share_for(Corpus(texts, "few"), 1e-9)
+        assert len({text for text in filter(None, texts) if is_held_out(text, share)}) == 1
+    assert share_for(Corpus(few, "few"), 0.5) == 0.5
+    for texts in (many, few[:1], few[:1] * 2, [""]):
+        assert share_for(Corpus(texts, "unchanged"), 1e-9) == 1e-9
 
 
 def test_a_packed_batch_has_document_boundaries():

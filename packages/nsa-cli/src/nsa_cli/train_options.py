@@ -30,7 +30,8 @@ TextField = Annotated[
     str, advanced(metavar="NAME", help="Field that holds the text in JSONL, parquet and data sets.")
 ]
 HeldOut = Annotated[
-    float, advanced(help="Fraction of the documents held out from training, in (0, 1).")
+    float,
+    advanced(help="Fraction of the documents held out, in (0, 1); of few documents at least one."),
 ]
 HeldOutRows = Annotated[int, advanced(help="Number of held-out rows in the evaluation.", min=1)]
 Length = Annotated[

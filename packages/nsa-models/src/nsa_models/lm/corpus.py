@@ -73,6 +73,9 @@ class Corpus:
         self.fingerprint = fingerprint or functools.partial(fingerprint_of_texts, name, documents)
         self._groups = [Group(len(documents), lambda: documents.__getitem__), *groups]
 
+    def __len__(self) -> int:
+        return sum(group.size for group in self._groups)
+
     def epoch(self, epoch: int, start: int, lane: Lane = WHOLE) -> Iterator[str]:
         """Yield a lane's documents of an epoch in their order, beginning with number ``start``."""
         for number, rows in self._dealt(epoch, lane):

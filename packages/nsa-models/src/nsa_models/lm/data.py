@@ -25,6 +25,9 @@ from nsa_models.lm.model import IGNORED
 from nsa_models.lm.text_files import TOO_FEW
 from nsa_models.lm.tokens import Tokenizer
 
+# Of more documents, the default share holds out at least one with a probability of 99.9 %.
+_FEW_DOCUMENTS = 128
+
 
 class Row(NamedTuple):
     """One row of a batch."""
@@ -118,6 +121,17 @@ def unigram_entropy(rows: Sequence[Row]) -> float:
 def is_held_out(document: str, share: float) -> bool:
     """Return whether a document is held out; copies of a text always land on the same side."""
     return _place(document) < share
+
+
+def share_for(corpus: Corpus, share: float) -> float:
+    """Return ``share``, or a larger one if it holds out none of a few documents.
+
+    It then holds out one document and its copies.
+    """
+    if len(corpus) > _FEW_DOCUMENTS:
+        return share
+    places = sorted({_place(text) for text in corpus.epoch(0, 0) if text})
+    return share if len(places) < 2 or places[0] < share else (places[0] + places[1]) / 2
 
 
 def _place(document: str) -> float:

@@ -8,7 +8,7 @@ import itertools
 
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import integer_problems, shown
-from nsa_models.lm.data import Row, TextRows
+from nsa_models.lm.data import Row, TextRows, share_for
 from nsa_models.lm.fingerprint import Fingerprint, changes
 from nsa_models.lm.sources import open_corpus
 from nsa_models.lm.synthetic import NumberedRows, RecallRows, SyntheticRows, UniformRows
@@ -26,7 +26,8 @@ class DataSpec:
         data: A task in TASKS, or data that :func:`nsa_models.lm.sources.open_corpus` accepts.
         length: Tokens per row.
         text_field: Name of the text field of JSONL, parquet and Hugging Face rows.
-        held_out: Share of held-out documents, chosen by a hash of their text.
+        held_out: Share of held-out documents, chosen by a hash of their text; of few documents, at
+            least one is held out.
         seed: Seed of the data.
         vocab_size: Vocabulary of a task; text has its tokenizer's.
         held_out_rows: Maximum number of rows for the held-out loss.
@@ -104,10 +105,9 @@ def open_data(spec: DataSpec, tokenizer: Tokenizer | None = None) -> Data:
         return Data(spec, rows, held_out_rows, spec.vocab_size)
     tokenizer = tokenizer or ByteTokenizer()
     corpus = open_corpus(spec.data, spec.text_field, spec.seed)
-    text = TextRows(corpus, tokenizer, spec.length, share=spec.held_out)
+    share = share_for(corpus, spec.held_out)
+    text = TextRows(corpus, tokenizer, spec.length, share=share)
     text.begin()
-    held_out_text = TextRows(
-        corpus, tokenizer, spec.length, held_out=True, share=spec.held_out, epochs=1
-    )
+    held_out_text = TextRows(corpus, tokenizer, spec.length, held_out=True, share=share, epochs=1)
     held_out_rows = list(itertools.islice(held_out_text, spec.held_out_rows))
     return Data(spec, text, held_out_rows, tokenizer.vocab_size, tokenizer)
