@@ -247,4 +247,5 @@ def test_equal_roundings_of_equal_probabilities_are_no_bias() -> None:
 )
 def test_only_a_bias_is_forgiven(quantity: str, row: float, elem: float, passes: bool) -> None:
     finding = Finding("c", "win", "case", "float16", quantity, False, row, elem, 1.2, "bias 1.2")
-    assert without_bias(finding).ok is passes
+    judged = without_bias(finding)
+    assert (judged.ok, judged.bias) == ((True, None) if passes else (False, 1.2))

@@ -20,13 +20,13 @@ MIN_ROWS = 12
 
 
 def without_bias(finding: Finding) -> Finding:
-    """Return ``finding``, passed if only its bias exceeds the limit."""
+    """Return ``finding``, passed and without its bias if only that exceeds the limit."""
     if finding.ok is not False or finding.row is None or finding.elem is None:
         return finding
     within = finding.row <= 1 and finding.elem <= 1  # not of NaN
     if finding.bias is None or finding.quantity == "lse" or not within:
         return finding
-    return dataclasses.replace(finding, ok=True, bias=1.0, detail="")
+    return dataclasses.replace(finding, ok=True, bias=None, detail="")
 
 
 def judge_run(case: SlotCase, run: SlotRun, problem: Problem) -> Iterator[Finding]:

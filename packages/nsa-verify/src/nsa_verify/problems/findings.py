@@ -27,7 +27,7 @@ class Finding:
         ok: Whether the comparison passed; None if it does not apply (see ``detail``).
         row: Row error of the verdict divided by its limit; None if equal bits are required.
         elem: Element error divided by its limit; None if equal bits are required.
-        bias: Bias divided by its limit; None if equal bits are required.
+        bias: Bias divided by its limit; None if equal bits are required, or if few rows exceed it.
         detail: Reason of a failure, or of a comparison that does not apply.
     """
 
