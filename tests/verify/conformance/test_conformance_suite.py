@@ -82,7 +82,7 @@ STEP_FAULTS = {
     ),
     "step-sees-later-rows": ("(distance >= 0) & ", ""),
     "step-reads-unused-memory": (
-        "(key_token < 0)[..., None, None]",
+        "~visible.any(1)[..., None, None]",
         "(key_token < -9999)[..., None, None]",
     ),
     "step-padding": ("(query_token <= newest)", "(query_token <= newest + 1)"),
