@@ -25,7 +25,7 @@ from nsa_models.lm.model import IGNORED
 from nsa_models.lm.text_files import TOO_FEW
 from nsa_models.lm.tokens import Tokenizer
 
-# Of more documents, the default share holds out at least one with a probability of 99.9 %.
+# The default share holds out at least one of more documents with a probability of 99.9 %.
 _FEW_DOCUMENTS = 128
 
 
