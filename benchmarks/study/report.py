@@ -89,6 +89,7 @@ def positions(ranges: pd.Series) -> pd.DataFrame:
 
 def level(points: pd.Series) -> float:
     """Return the interpolated index from which on a series is at most 0; infinite if never."""
+    points = points.dropna()  # a run has no loss at tokens where only others were evaluated
     above = np.flatnonzero(points > 0)
     if not len(above):
         return float(points.index[0])

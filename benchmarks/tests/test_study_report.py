@@ -100,7 +100,7 @@ def group_of(folder: Path, name: str = "small") -> report.Group:
 
 OTHERS = [
     f"{report.PLAN[name]['title']}: no result file"
-    for name in ("large", "large_150m", "smollm2_8k", "smollm2_32k")
+    for name in ("large", "large_150m", "large_150m_2e-3", "smollm2_8k", "smollm2_32k")
 ]
 
 
@@ -149,6 +149,8 @@ def test_tables_have_the_known_figures(study: dict[str, Any], tmp_path: Path) ->
         ([1.0, -1.0], 15),
         ([1.0, -1.0, 1.0, 0.0], 40),  # from the last crossing on
         ([1.0, -1.0, 3.0], float("inf")),
+        ([1.0, float("nan"), -1.0, -2.0], 20),  # not evaluated after 20 tokens
+        ([1.0, -1.0, -2.0, float("nan")], 15),
     ],
 )
 def test_the_level_is_the_last_crossing(losses: list[float], tokens: float) -> None:
@@ -396,18 +398,51 @@ def large_arms() -> dict[str, Any]:
     return runs
 
 
+def renamed(runs: dict[str, Any], ending: str, seeds: str = "01") -> dict[str, Any]:
+    """Return the runs of large arms as those that train on 150 M tokens."""
+    found = {}
+    for name, run in runs.items():
+        arm, seed = name.replace("large_", "large_150m_").split("-seed")
+        if seed in seeds:
+            found[f"{arm}{ending}-seed{seed}"] = run | {"arm": arm + ending}
+    return found
+
+
 def test_the_page_shows_the_large_arms(large_arms: dict[str, Any], page_table: Any) -> None:
-    rows = page_table("study-large", large_arms)
+    rows = page_table("study-large", renamed(large_arms, "_1e-3"))
     assert [*rows[0].values()] == [BASE, "3.005", "-", "50.5%", "-"]
     # -0.45 and -0.5 above the baseline with the same seed
     assert [*rows[1].values()][1:] == ["2.530", "-0.475 ± 0.025", "50.5%", "55%, 20%"]
 
 
-@pytest.mark.parametrize(("name", "words"), [("answer", "-0.475 ± 0.025"), ("speed", "1.50 times")])
-def test_pages_state_values_of_the_large_arms(
-    name: str, words: str, large_arms: dict[str, Any], page_table: Any
+def test_pages_compare_documents_of_a_single_seed(
+    large_arms: dict[str, Any], page_table: Any
 ) -> None:
-    assert page_table(f"study-large-{name}", large_arms) == words
+    for arm, losses in (("dense", [3.0, 3.5, 4.0]), ("nsa", [2.5, 3.25, 3.25])):
+        large_arms[f"large_{arm}-seed0"]["evaluations"][-1]["document_losses"] = losses
+    one_seed = renamed(large_arms, "_1e-3", seeds="0")
+    # The differences are -0.5, -0.25 and -0.75.
+    assert page_table("study-large", one_seed)[1][f"above {BASE}"] == "-0.500 ± 0.144"
+
+
+@pytest.mark.parametrize(
+    ("name", "ending", "words"),
+    [
+        ("answer", "_1e-3", "-0.475 ± 0.025"),
+        ("speed", "", "1.50 times"),
+        ("fast", "", "3.000 with dense attention, and 2.550 with NSA"),
+    ],
+)
+def test_pages_state_values_of_the_large_arms(
+    name: str, ending: str, words: str, large_arms: dict[str, Any], page_table: Any
+) -> None:
+    assert page_table(f"study-large-{name}", renamed(large_arms, ending)) == words
+
+
+def test_pages_state_the_difference_after_fewer_tokens(
+    large_arms: dict[str, Any], page_table: Any
+) -> None:
+    assert page_table("study-large-short", large_arms) == "-0.475 ± 0.025"
 
 
 def test_the_picture_of_the_large_arms_has_their_differences(
@@ -481,16 +516,6 @@ def test_pages_state_an_arm_that_ran_at_one_length(page_table: Any) -> None:
     runs = pairs_of_arms()
     del runs["smollm2_32k_nsa-seed0"]
     assert page_table("study-model-answer-separate", runs) == "+0.250 ± 0.000 at 8k"
-
-
-def test_pages_state_the_losses_after_more_tokens(
-    large_arms: dict[str, Any], page_table: Any
-) -> None:
-    runs = {}
-    for arm in ("dense", "nsa"):
-        name = f"large_150m_{arm}"
-        runs[f"{name}-seed0"] = large_arms[f"large_{arm}-seed0"] | {"arm": name}
-    assert page_table("study-large-150m", runs) == "2.550, and dense attention at 3.000"
 
 
 def test_pages_state_what_shared_keys_select_in_a_run_that_was_cut(page_table: Any) -> None:
