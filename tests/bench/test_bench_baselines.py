@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
+import warnings
 from types import ModuleType
 
 import pytest
@@ -88,6 +89,15 @@ def test_a_module_is_installed_if_it_has_a_file(tmp_path, monkeypatch):
         "nowhere.cute": False,
     }.items():
         assert baselines.is_installed(module) == installed, module
+
+
+def test_a_kernel_that_refuses_gives_its_reason_and_prints_no_warning(install, recwarn):
+    def refuse(*tensors, **options):
+        warnings.warn("the kernel was not used", stacklevel=1)
+        raise ValueError("no kernel")
+
+    assert "no kernel" in install("flash-attn", refuse).reason
+    assert not [w for w in recwarn if "the kernel was not used" in str(w.message)]
 
 
 def test_a_package_with_another_interface_gives_its_error_as_the_reason(install):

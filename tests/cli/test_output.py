@@ -275,6 +275,17 @@ def test_an_expected_time_gives_the_time_left_from_the_first_step_on(monkeypatch
     assert left == {80.0: [73, 85, 77, 68], 150.0: [2, 94, 82, 71]}[expected]  # the first: 136 s
 
 
+def test_no_time_left_is_shown_in_the_first_percent(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
+    with output.progress(200) as advance:
+        for _ in range(3):
+            clock[0] += 10.0
+            advance("step")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["1/200 step", *(f"{n}/200 step, about 33 min left" for n in (2, 3))]
+
+
 def test_progress_prints_nothing_for_short_runs_without_a_terminal(capsys):
     with output.progress(3) as advance:
         for label in "abc":

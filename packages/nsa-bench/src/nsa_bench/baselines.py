@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -126,7 +127,9 @@ def refusal(
     """Run forward and backward on ``length`` tokens; return the error text, or "" on success."""
     x = make_inputs("random", config, batch=1, length=length, dtype=dtype, device=device, seed=0)
     try:
-        torch.autograd.grad(forward(x), [getattr(x, name) for name in leaves], x.do)
+        with warnings.catch_warnings():  # PyTorch warns of each kernel that refuses, and why
+            warnings.simplefilter("ignore")
+            torch.autograd.grad(forward(x), [getattr(x, name) for name in leaves], x.do)
     except Exception as error:  # noqa: BLE001  a compiler of kernels raises its own errors
         return describe_error(error)
     return ""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import warnings
 
+_COMPILER = r"cutlass\."  # of FlashAttention-4; it warns of an argument at each compilation
 _NO_NUMPY = "Failed to initialize NumPy"  # torch warns of this at its import; nothing here needs it
 
 
 def main() -> None:
     """Run `nsa`, and end quietly if Ctrl-C interrupts its imports."""
     warnings.filterwarnings("ignore", _NO_NUMPY)
+    warnings.filterwarnings("ignore", category=UserWarning, module=_COMPILER)
     sys.warnoptions.append(f"ignore:{_NO_NUMPY}")  # for worker processes
     try:
         from nsa_cli.app import main as run

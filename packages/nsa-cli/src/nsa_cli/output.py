@@ -210,9 +210,9 @@ def progress(
     Args:
         steps: Number of steps.
         total: Expected time of all steps, in any unit; None: they take equal times.
-        seconds: Expected time of all steps in seconds; 0: unknown. It counts as much as two seconds
-            of the run, because a few steps would give a wrong rate, and the first one, which also
-            waits for imports, counts for nothing.
+        seconds: Expected time of all steps in seconds; 0: unknown, so no time left is shown in the
+            first percent. It counts as much as two seconds of the run, because a few steps would
+            give a wrong rate, and the first one, which also waits for imports, counts for nothing.
 
     Yields:
         ``advance(label, cost=1.0)``, to call after each step; its cost is a part of the total.
@@ -229,6 +229,8 @@ def progress(
             started, measured = now, 0.0
         weight = _EXPECTED_S if seconds else 0.0
         expected = weight * total / seconds if seconds else 0.0
+        if not seconds and 100 * spent < total:
+            return f"{done}/{steps} {one_line(label)}"
         left = (now - started + weight) * max(total - spent, 0.0) / (measured + expected)
         return f"{done}/{steps} {one_line(label)}, about {_duration(left)} left"
 
