@@ -88,4 +88,4 @@ def crossing(pairs: Sequence[tuple[int, float]]) -> tuple[int | None, str]:
 
 
 def _rounded(ratio: float) -> str:
-    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2f}" if ratio < 1.1 else f"{ratio:.2g}"
