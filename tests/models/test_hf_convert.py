@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 import nsa_models.hf as hf
 from hf_models import DENSE_CONFIGS, NSA, SIZES, SIZES_OF_KIND, nsa_model, randomize
-from nsa_core import InvalidInput, NSAError
+from nsa_core import InvalidInput, NSAConfig, NSAError
 from nsa_core.config import COMPRESS_KINDS
 from nsa_core.layer.phi.kinds import mean_compress
 from nsa_models.hf import conversion
@@ -216,6 +216,15 @@ def test_frozen_parameters_stay_frozen_and_nothing_is_shared(tied, frozen):
     assert all(torch.equal(p, values[name]) for name, p in dense.state_dict().items())
 
 
+def test_fields_of_nsa_must_be_a_dict():
+    layer = NSAConfig(dim=32, n_heads=4, n_kv_heads=2)
+    message = r"nsa must be a dict with fields of NSAConfig, .* got "
+    with pytest.raises(InvalidInput, match=message + r"NSAConfig\("):
+        hf.convert(dense_model(), layer)
+    with pytest.raises(InvalidInput, match=message + "'window_size'"):
+        nsa_model(nsa="window_size")
+
+
 def test_models_of_other_kinds_are_refused():
     adapters = get_peft_model(dense_model(), LoraConfig(target_modules=["q_proj"], r=2))
     other = AutoModelForCausalLM.from_config(
@@ -228,7 +237,7 @@ def test_models_of_other_kinds_are_refused():
     for model, message in (
         (adapters, r"got PeftModel; merge the adapters first"),
         (other, "model_type must be one of llama, qwen2, qwen3, got 'gpt2'"),
-        (nsa_model(), "got 'nsa_llama'"),
+        (nsa_model(), "got 'nsa_llama'; the model has NSA already"),
         (quantised, "quantization_config"),
         (extra, r"0.self_attn.sinks has no place in the model with NSA"),
     ):

@@ -63,6 +63,22 @@ def test_assisted_generation_gives_the_greedy_tokens(assistant):
     assert torch.equal(generate(model, ids, do_sample=False, **options), expected)
 
 
+@pytest.mark.few_cases("None")
+@pytest.mark.parametrize("nsa_layers", [None, [0, 2], [1]])
+def test_drafts_of_the_first_layers_give_the_greedy_tokens(nsa_layers):
+    model = nsa_model(dtype=torch.float64, num_hidden_layers=3, nsa_layers=nsa_layers)
+    ids = torch.randint(1, 61, (1, 40))
+    expected = generate(model, ids, do_sample=False)
+    for layers in (1, 2):
+        if layers == 1 and nsa_layers == [1]:
+            with pytest.raises(InvalidInput, match="assistant_early_exit must be greater than 1"):
+                generate(model, ids, do_sample=False, assistant_early_exit=1)
+        else:
+            drafted = generate(model, ids, do_sample=False, assistant_early_exit=layers)
+            assert torch.equal(drafted, expected)
+        assert model.config.num_hidden_layers == 3
+
+
 @pytest.mark.parametrize("states_mask", [True, False])
 def test_an_assistant_drafts_for_a_text_that_holds_the_padding_id(states_mask):
     model, ids = nsa_model(dtype=torch.float64), torch.randint(1, 61, (1, 40)).repeat(1, 2)

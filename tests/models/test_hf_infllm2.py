@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -324,6 +325,18 @@ def test_other_models_take_the_implementation(tokens):
         other = model(tokens).logits[:, 140] - model(changed).logits[:, 140]
     assert float(same.abs().max()) == 0
     assert float(other.abs().max()) > 1e-6
+
+
+def test_autocast_computes_in_its_dtype(model, tokens):
+    """Rotations leave q and k in float32, and v is in bfloat16."""
+    model = copy.deepcopy(model).float()
+    with torch.no_grad():
+        expected = model(tokens).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens, use_cache=False).logits
+    logits.sum().backward()
+    assert logits.dtype == torch.bfloat16
+    assert float((logits.detach() - expected).abs().max()) < 0.05 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
 )
 
 from hf_models import trained
+from nsa_core import block_attention_with_lse
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_models.hf import minimax
@@ -279,6 +280,26 @@ def test_bfloat16_passes_the_verdict(model, tokens, monkeypatch, queries):
         )
         assert set(verdicts) == {"o", "dq", "dk", "dv"}
         assert all(verdicts.values()), verdicts
+
+
+def test_autocast_computes_in_its_dtype(model, tokens, monkeypatch):
+    """Norms and rotations leave q and k in float32, and v is in bfloat16."""
+    dtypes = []
+
+    def record(*qkv_and_blocks, **options):
+        dtypes.extend(x.dtype for x in qkv_and_blocks[:3])
+        return block_attention_with_lse(*qkv_and_blocks, **options)
+
+    monkeypatch.setattr(minimax, "block_attention_with_lse", record)
+    low, cache = copy.deepcopy(model), DynamicCache(config=model.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, gradients = run(low, "nsa_blocks", tokens, use_cache=False)
+        with torch.no_grad():
+            low(tokens[:, :-1], past_key_values=cache)
+            step = low(tokens[:, -1:], past_key_values=cache).logits
+    assert set(dtypes) == {torch.bfloat16}
+    assert difference(step, logits[:, -1:]) < 0.02
+    assert bool(gradients.isfinite().all())
 
 
 @pytest.mark.slow

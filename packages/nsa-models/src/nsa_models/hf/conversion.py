@@ -20,7 +20,7 @@ from nsa_models.hf.folder import load_model
 from nsa_models.hf.models import MODELS
 from nsa_models.lm import saving
 from nsa_models.lm.config import layers_with_nsa
-from nsa_models.lm.config_json import DENSE_TYPES, LayerSpec
+from nsa_models.lm.config_json import DENSE_TYPES, LayerSpec, nsa_fields
 from nsa_models.lm.model_folder import ModelFolder, open_folder, plain_file
 
 NSALayers = str | Sequence[int] | Callable[[int], bool] | None
@@ -91,7 +91,7 @@ def convert(
     values = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_CARRIED}
     plain_backends = dict(backends) if isinstance(backends, Mapping) else backends
     config = config_class.from_dict(
-        {**values, "nsa": {**DEFAULTS, **(nsa or {})}, "nsa_backends": plain_backends}
+        {**values, "nsa": {**DEFAULTS, **nsa_fields(nsa)}, "nsa_backends": plain_backends}
     )
     numbers = layers_with_nsa(nsa_layers, config.num_hidden_layers)
     config.nsa_layers = None if nsa_layers is None else numbers
@@ -129,16 +129,16 @@ def _classes(model: Any) -> tuple[type[Any], type[Any]]:
             f"model must be a causal language model of transformers, got {type(model).__name__}"
             + hint * hasattr(model, "merge_and_unload")
         )
-    if model.config.model_type not in MODELS:
-        raise InvalidInput(
-            f"model_type must be one of {kinds}, got {model.config.model_type!r}; NSA has no model"
-            " of this type"
-        )
+    kind = model.config.model_type
+    if kind not in MODELS:
+        has_nsa = kind.removeprefix("nsa_") in MODELS
+        reason = "the model has NSA already" if has_nsa else "NSA has no model of this type"
+        raise InvalidInput(f"model_type must be one of {kinds}, got {kind!r}; {reason}")
     if getattr(model.config, "quantization_config", None) is not None:
         raise InvalidInput(
             "quantization_config: a quantised model cannot be converted; load the model in bfloat16"
         )
-    config_class, model_class = MODELS[model.config.model_type]
+    config_class, model_class = MODELS[kind]
     dense_class = model_class.__bases__[1]
     if not isinstance(model, dense_class):
         raise InvalidInput(f"model must be a {dense_class.__name__}, got {type(model).__name__}")
@@ -271,7 +271,7 @@ def convert_checkpoint(
     check_output_folder(target)
     folder = open_dense(source)
     dense = load_model(folder, dtype)
-    fields = {**default_fields(folder), **(nsa or {})}
+    fields = {**default_fields(folder), **nsa_fields(nsa)}
     conversion = convert(dense, fields, backends, nsa_layers)
     write(conversion.model, folder, target)
     return conversion

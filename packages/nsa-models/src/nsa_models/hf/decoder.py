@@ -249,7 +249,8 @@ class _NSADecoder(NSAPreTrained):
             layers[index] = self.layers[index].self_attn
             if layers[index].parallel is not None:
                 layers[index].parallel.refuse("a cache")
-        return NSAModelCache(layers, max_len, max_rollback)
+        # assistant_early_exit of `generate` drafts with the first layers and lowers their number.
+        return NSAModelCache(layers[: self.config.num_hidden_layers], max_len, max_rollback)
 
 
 def _check_mask(mask: Any, size: torch.Size, cache: NSAModelCache | None) -> None:

@@ -24,6 +24,7 @@ from transformers.masking_utils import causal_mask_function
 
 from nsa_core.errors import InvalidInput
 from nsa_core.limits import check_integers
+from nsa_core.torch_ops.torch_state import dtype_of_products
 from nsa_models.hf.documents import boundaries, check_passed_boundaries, is_causal, is_packed
 from nsa_models.recipes.infllm2 import infllm2_attention
 
@@ -182,6 +183,8 @@ def attend(
             f'"{NAME}" is causal attention without dropout, got dropout {dropout} and is_causal'
             f" {options.get('is_causal')}; set config.attention_dropout to 0"
         )
+    # Under autocast, norms and rotations leave q and k in float32.
+    query, key, value = (x.to(dtype_of_products(x)) for x in (query, key, value))
 
     def attend_to_document(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         queries, keys = q.shape[2], k.shape[2]

@@ -24,6 +24,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
 
 from nsa_core import block_attention_with_lse
 from nsa_core.errors import InvalidInput
+from nsa_core.torch_ops.torch_state import dtype_of_products
 from nsa_models.hf.documents import boundaries, check_passed_boundaries, is_causal, is_packed
 from nsa_models.recipes.indexer_loss import indexer_loss
 
@@ -174,6 +175,8 @@ def attend(
             f" {list(attention_mask.shape)}; pass attention_mask with 2 axes, or use"
             ' model.set_attn_implementation("sdpa")'
         )
+    # Under autocast, norms and rotations leave q and k in float32.
+    query, key, value = (x.to(dtype_of_products(x)) for x in (query, key, value))
     all_values = value
     if attention_mask is not None:
         keys = attention_mask.shape[1]

@@ -159,6 +159,12 @@ class _NSACausalLM(NSAPreTrained):
                 "cache_implementation must be None for an NSA model, which has a cache of its own,"
                 f" got {generation_config.cache_implementation!r}"
             )
+        early_exit, first = generation_config.assistant_early_exit, self.model.nsa_layers[0]
+        if early_exit is not None and early_exit <= first:  # an NSA layer counts the tokens
+            raise InvalidInput(
+                f"assistant_early_exit must be greater than {first}, the number of the first layer"
+                f" with NSA, got {early_exit}"
+            )
         if model_kwargs.get(CACHE) is not None:
             model_kwargs[CACHE]._is_user_defined = True
             return

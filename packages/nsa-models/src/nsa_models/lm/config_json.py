@@ -120,7 +120,7 @@ def layer_spec(
     """
     check_sizes(values)
     kind = str(values["model_type"]).removeprefix("nsa_")
-    options = dict(values.get("nsa") or {})
+    options = nsa_fields(values.get("nsa"))
     if stated := sorted(options.keys() & {"dim", "n_heads", "n_kv_heads", "head_dim", "rope_base"}):
         raise InvalidInput(
             f"config.nsa: {', '.join(stated)} must not be set, because the model states"
@@ -156,6 +156,20 @@ def layer_spec(
         out_bias=bias and kind != "qwen2",
         norm_eps=_number("rms_norm_eps", values.get("rms_norm_eps")),
     )
+
+
+def nsa_fields(nsa: Any) -> dict[str, Any]:
+    """Return fields of :class:`nsa_core.NSAConfig` as a dict; empty for None.
+
+    Raises:
+        InvalidInput: ``nsa`` is no mapping.
+    """
+    if nsa is not None and not isinstance(nsa, Mapping):
+        raise InvalidInput(
+            'nsa must be a dict with fields of NSAConfig, such as {"window_size": 512}, got'
+            f" {shown(nsa)}"
+        )
+    return dict(nsa or {})
 
 
 def check_sizes(values: Mapping[str, Any]) -> None:
