@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 
 def check_metadata(
-    tensors: Mapping[str, torch.Tensor], pages: LayerPages, config: NSAConfig, max_len: object
-) -> None:
-    """Check what is known without reading values.
+    tensors: Mapping[str, torch.Tensor], pages: LayerPages, config: NSAConfig, max_len: int | None
+) -> int:
+    """Check what is known without reading values, and return the upper bound of the lengths.
+
+    It is ``max_len``; else the number of tokens that the table of ``pages.sel`` has room for.
 
     Raises:
         InvalidInput: an argument is invalid. The message has a sentence per problem, and the shape,
@@ -37,18 +39,19 @@ def check_metadata(
     problems = call_problems("nsa_decode", tensors, Sizes(config=config))
     if not problems:
         problems = [*_empty_problems(pages)]
-    if not problems:
-        problems = [
-            *_layout_problems(pages),
-            *_scale_problems(pages),
-            *_capacity_problems(pages, config, max_len),
-        ]
+    raise_problems(problems, tensors)
+    bound = pages.sel.capacity if max_len is None else max_len
+    problems = [
+        *_layout_problems(pages),
+        *_scale_problems(pages),
+        *_capacity_problems(pages, config, bound),
+    ]
     if not problems and "rope.cos" in tensors:
         positions, half = tensors["rope.cos"].shape
-        if 2 * half != config.qk_dim or positions < max_len:  # type: ignore[operator]  # an integer
+        if 2 * half != config.qk_dim or positions < bound:
             problems.append(
                 f"rope must be cos and sin [positions, {config.qk_dim // 2}] of at least max_len"
-                f" {max_len} positions, got {[positions, half]}"
+                f" {bound} positions, got {[positions, half]}"
             )
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
         names = ", ".join(name for name, t in tensors.items() if t.requires_grad)
@@ -56,6 +59,7 @@ def check_metadata(
             f"{names} requires grad, but nsa_decode has no gradient: call it under torch.no_grad()"
         )
     raise_problems(problems, tensors)
+    return bound
 
 
 def _empty_problems(pages: LayerPages) -> Iterator[str]:
