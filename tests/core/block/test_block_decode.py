@@ -175,6 +175,7 @@ def test_plans_are_for_one_phase() -> None:
     x = problem(page=64)
     del x["block_table"]
     x["k"], x["v"] = x["k"][:4].nan_to_num(), x["v"][:4].nan_to_num()
+    x["lengths"] = x["lengths"].clamp(max=64)  # the room of a sequence without pages
     with pytest.raises(InvalidInput, match="plan is for prefill, but this call is a decode step"):
         block_attention_decode(**x, block_size=64, plan=whole)
     assert block_attention_decode(**x, block_size=64, plan=step).isfinite().all()
@@ -222,3 +223,23 @@ def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput) as error:
         block_attention_decode(**{**problem(), "block_size": 64, **changes})
     assert re.search(message, str(error.value)), str(error.value)
+
+
+def test_entries_outside_the_pool_and_lengths_beyond_the_cache_are_named() -> None:
+    x = problem(rows=2)
+    x["blocks"] = torch.zeros(4, 2, 2, 1, dtype=torch.int64)
+    o = block_attention_decode(**x, block_size=64)
+    table = x["block_table"].clone()
+    table[:, 1] = 99  # no block names these pages
+    assert torch.equal(block_attention_decode(**{**x, "block_table": table}, block_size=64), o)
+    for entry in (-1, 16):
+        wrong = table.clone()
+        wrong[1, 0] = entry
+        message = rf"block_table must name one of 16 pages .* got {entry} .* sequence 1"
+        with pytest.raises(InvalidInput, match=message):
+            block_attention_decode(**{**x, "block_table": wrong}, block_size=64)
+    for length in (-1, 257):
+        lengths = torch.tensor([130, length, 1, 0], dtype=torch.int32)
+        message = rf"lengths must be from 0 to 256, .* got {length} at \[1\]"
+        with pytest.raises(InvalidInput, match=message):
+            block_attention_decode(**{**x, "lengths": lengths}, block_size=64)

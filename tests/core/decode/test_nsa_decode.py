@@ -414,6 +414,23 @@ def test_wrong_pages_and_rows_are_refused_before_anything_is_written(name: str) 
         assert part.k.isnan().all()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x._replace(table=x.table[0]), "pages.sel.table must be .*, got .5."),
+        (lambda x: x._replace(k=x.k[:, 0, 0, 0]), "pages.sel.k must be .*, got .13."),
+        (lambda x: x._replace(table=x.table.tolist()), "pages.sel.table must be a tensor, got li"),
+    ],
+    ids=["table of one sequence", "pages without rows", "list as table"],
+)
+def test_pages_that_give_no_default_of_max_len_are_named(change: Any, message: str) -> None:
+    attn = layer_of()
+    pages, rows = _pages(sel=change)(pages_of(attn), rows_of((3, 1), [3, 1], 0))
+    x = torch.randn(4, attn.config.dim, dtype=torch.float64)
+    with torch.no_grad(), pytest.raises(InvalidInput, match=message):
+        decoded(attn, x, pages, rows, max_len=None)
+
+
 class Largest(TorchDispatchMode):
     """Records the number of elements of the largest result."""
 

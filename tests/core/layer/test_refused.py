@@ -34,7 +34,7 @@ def test_boundaries_on_a_gpu_are_read_with_nsa_check_only(monkeypatch):
     check_cu_seqlens(on_gpu, 30, 20)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint64, torch.int64])
 def test_unpad_accepts_bool_and_integer_masks(dtype):
     x = torch.randn(1, 4, 2)
     assert torch.equal(unpad(x, torch.tensor([[1, 1, 1, 0]]).to(dtype))[0], x[0, :3])

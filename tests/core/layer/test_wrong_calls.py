@@ -376,6 +376,15 @@ INVALID = {
         ({"attention_mask": MASK[:, :3]}, "attention_mask must be [1, 4], got [1, 3]"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "row 0 has a gap"),
         *(
+            (
+                {"attention_mask": torch.tensor([[1, 1, number, 0]])},
+                f"attention_mask must be bool, or integers 0 and 1, got {number} at index [0, 2]:",
+                "number of its document",
+                "pass cu_seqlens",
+            )
+            for number in (2, -1)
+        ),
+        *(
             ({"attention_mask": MASK.to(dtype)}, f"{name}: pass mask == 0 for an additive mask")
             for name in ("float32", "bfloat16", "float64")
             for dtype in (getattr(torch, name),)

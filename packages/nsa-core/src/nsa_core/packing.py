@@ -104,8 +104,8 @@ def unpad(
 
     Args:
         x: [B, S, ...], any dtype.
-        attention_mask: [B, S], bool or integer; False or 0 marks padding. The tokens of a sequence
-            must be contiguous.
+        attention_mask: [B, S], bool, or integers 0 and 1; False or 0 marks padding. The tokens of a
+            sequence must be contiguous.
 
     Returns:
         A tuple (rows, cu_seqlens, max_seqlen, indices):
@@ -115,8 +115,8 @@ def unpad(
         indices, int64 [T], the positions of the rows in x.flatten(0, 1), for :func:`pad`.
 
     Raises:
-        InvalidInput: x or the mask is not a tensor; or the mask has another shape or dtype, or a
-            gap between the tokens of a sequence.
+        InvalidInput: x or the mask is not a tensor; or the mask has another shape or dtype, other
+            numbers than 0 and 1, or a gap between the tokens of a sequence.
 
     Example:
         >>> rows, cu_seqlens, max_seqlen, indices = unpad(x, attention_mask)
@@ -137,6 +137,14 @@ def unpad(
             " tokens), or mask != 0 for a mask of zeros and ones"
         )
     is_token = attention_mask.bool()
+    others = (attention_mask.long() != is_token).nonzero()
+    if len(others):  # merged documents would attend to each other
+        first = others[0].tolist()
+        raise InvalidInput(
+            "attention_mask must be bool, or integers 0 and 1, got"
+            f" {attention_mask[tuple(first)].item()} at index {first}: if each token has the number"
+            " of its document, pass cu_seqlens with their boundaries; else pass mask != 0"
+        )
     runs = (is_token[:, 1:] & ~is_token[:, :-1]).sum(1) + is_token[:, :1].sum(1)
     if bool((runs > 1).any()):
         raise InvalidInput(

@@ -49,7 +49,8 @@ def block_attention_decode(
         starts: int32 [B] on q's device, number of tokens before the new ones; default lengths - m,
             at least 0.
         block_table: int32 [B, pages] on q's device. Page block_table[b, i] holds the tokens
-            page * i .. page * (i + 1) - 1 of sequence b; entries after the last token are not read.
+            page * i .. page * (i + 1) - 1 of sequence b; entries of pages without a block that is
+            read, and those after the last token, may have any value.
         scale: factor of q k^T before the softmax; default 1 / sqrt(Dk).
         plan: a plan from :func:`nsa_core.plan_block_attention` with ``phase="decode"``, and with
             ``page_size`` for pages. By default, a plan is resolved once per shape and cached.
@@ -62,7 +63,8 @@ def block_attention_decode(
 
     Raises:
         InvalidInput: an argument is invalid, the tensors do not fit each other or the plan, or q
-            requires a gradient.
+            requires a gradient. Values of lengths and block_table are checked on the CPU, and on a
+            GPU with NSA_CHECK=1.
         Unsupported: no backend supports the call. The message lists each backend with its reasons.
         BackendUnavailable: no backend is usable on this machine.
         NSAError: the backend failed while it ran. The message names it.

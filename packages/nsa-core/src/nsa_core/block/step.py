@@ -14,8 +14,10 @@ from nsa_core.block.plans import (
     split_blocks,
 )
 from nsa_core.contract import BlockTables, DecodeCall
+from nsa_core.decode.checks import are_readable, raise_at
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
+from nsa_core.torch_ops.packing_checks import has_values
 
 
 @torch.compiler.disable(reason="a decode form is no operator: capture it in a CUDA graph")
@@ -64,8 +66,47 @@ def run_step(
         if starts is None:
             starts = (lengths - q.shape[1]).clamp_(min=0)
         rows = block_table.shape[1] * k.shape[1]
+        blocks = split_blocks(blocks, sizes, rows)
+        if has_values(lengths) and are_readable(lengths):
+            _check_values(blocks, size, lengths, block_table, k)
         geometry, factor = plan.request.geometry, sizes.softmax_scale
         tables = BlockTables(*(block_table,) * 4)
         call = DecodeCall(geometry, factor, starts, lengths, tables, rows)
-        o, lse = plan.kernel(q, k, v, split_blocks(blocks, sizes, rows), call=call)
+        o, lse = plan.kernel(q, k, v, blocks, call=call)
     return o, lse
+
+
+def _check_values(
+    blocks: torch.Tensor,
+    size: int,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    k: torch.Tensor,
+) -> None:
+    """Check the lengths, and the pages of the blocks that are read.
+
+    Args:
+        blocks: The blocks [B, m, G, n] that the kernel sees.
+        size: Keys of such a block.
+        lengths: Number of tokens of each sequence.
+        block_table: The pages of each sequence.
+        k: The keys in pages.
+
+    Raises:
+        InvalidInput: A length exceeds the room of a sequence, or a page is none of the pool.
+    """
+    pages, page = k.shape[:2]
+    room = block_table.shape[1] * page
+    wrong = (lengths < 0) | (lengths > room)
+    raise_at(wrong, lengths, f"lengths must be from 0 to {room}, the room of a sequence")
+    first = blocks.flatten(1).long().clamp(-1, 2**31) * size  # the first token of each block
+    is_read = (first >= 0) & (first < lengths[:, None])
+    entries = block_table.gather(1, first.where(is_read, 0) // page)
+    outside = (is_read & ((entries < 0) | (entries >= pages))).nonzero()
+    if len(outside):
+        sequence, place = outside[0].tolist()
+        raise InvalidInput(
+            f"block_table must name one of {pages} pages for each block that is read, got"
+            f" {int(entries[sequence, place])} for token {int(first[sequence, place])} of sequence"
+            f" {sequence}"
+        )

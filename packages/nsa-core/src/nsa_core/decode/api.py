@@ -211,9 +211,9 @@ def nsa_decode(
     """
     check_config(config)
     _check_structure(pages, rows, rope)
-    bound = pages.sel.capacity if max_len is None else max_len
     keys, values = _per_branch("k", k), _per_branch("v", v)
-    check_metadata(_named(q, keys, values, gates, pages, rows, rope), pages, config, bound)
+    named = _named(q, keys, values, gates, pages, rows, rope)
+    bound = check_metadata(named, pages, config, max_len)
     if plan is not None and backends is not None:
         raise InvalidInput("plan and backends are both passed: resolve the plan with backends=")
     if (rope is not None) != config.rope:

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 
 def check_metadata(
-    tensors: Mapping[str, torch.Tensor], pages: LayerPages, config: NSAConfig, max_len: object
-) -> None:
-    """Check what is known without reading values.
+    tensors: Mapping[str, torch.Tensor], pages: LayerPages, config: NSAConfig, max_len: int | None
+) -> int:
+    """Check what is known without reading values, and return the upper bound of the lengths.
+
+    It is ``max_len``; else the number of tokens that the table of ``pages.sel`` has room for.
 
     Raises:
         InvalidInput: an argument is invalid. The message has a sentence per problem, and the shape,
@@ -37,18 +39,19 @@ def check_metadata(
     problems = call_problems("nsa_decode", tensors, Sizes(config=config))
     if not problems:
         problems = [*_empty_problems(pages)]
-    if not problems:
-        problems = [
-            *_layout_problems(pages),
-            *_scale_problems(pages),
-            *_capacity_problems(pages, config, max_len),
-        ]
+    raise_problems(problems, tensors)
+    bound = pages.sel.capacity if max_len is None else max_len
+    problems = [
+        *_layout_problems(pages),
+        *_scale_problems(pages),
+        *_capacity_problems(pages, config, bound),
+    ]
     if not problems and "rope.cos" in tensors:
         positions, half = tensors["rope.cos"].shape
-        if 2 * half != config.qk_dim or positions < max_len:  # type: ignore[operator]  # an integer
+        if 2 * half != config.qk_dim or positions < bound:
             problems.append(
                 f"rope must be cos and sin [positions, {config.qk_dim // 2}] of at least max_len"
-                f" {max_len} positions, got {[positions, half]}"
+                f" {bound} positions, got {[positions, half]}"
             )
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
         names = ", ".join(name for name, t in tensors.items() if t.requires_grad)
@@ -56,6 +59,7 @@ def check_metadata(
             f"{names} requires grad, but nsa_decode has no gradient: call it under torch.no_grad()"
         )
     raise_problems(problems, tensors)
+    return bound
 
 
 def _empty_problems(pages: LayerPages) -> Iterator[str]:
@@ -135,7 +139,7 @@ def _capacity_problems(pages: LayerPages, config: NSAConfig, max_len: Any) -> It
             )
 
 
-def _are_readable(x: torch.Tensor) -> bool:
+def are_readable(x: torch.Tensor) -> bool:
     """Return whether values of ``x`` are checked."""
     return x.device.type == "cpu" or os.environ.get("NSA_CHECK") == "1"
 
@@ -162,13 +166,13 @@ def check_sequences(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) 
         )
     if not isinstance(rows, torch.SymInt) and (problems := integer_problems("rows", rows, 0)):
         raise InvalidInput("; ".join(problems))
-    if torch.compiler.is_compiling() or not _are_readable(lengths):
+    if torch.compiler.is_compiling() or not are_readable(lengths):
         return
     new = cu_seqlens.diff()
-    _raise_at(cu_seqlens[:1] != 0, cu_seqlens, "cu_seqlens must begin with 0")
-    _raise_at(new < 0, new, "cu_seqlens must not fall, its differences are the new tokens")
-    _raise_at(lengths < new, lengths, "lengths must be at least the new tokens, which they include")
-    _raise_at(cu_seqlens > rows, cu_seqlens, f"cu_seqlens must be at most rows = {rows}")
+    raise_at(cu_seqlens[:1] != 0, cu_seqlens, "cu_seqlens must begin with 0")
+    raise_at(new < 0, new, "cu_seqlens must not fall, its differences are the new tokens")
+    raise_at(lengths < new, lengths, "lengths must be at least the new tokens, which they include")
+    raise_at(cu_seqlens > rows, cu_seqlens, f"cu_seqlens must be at most rows = {rows}")
 
 
 def checked_host_integers(on_host: object, batch: int, rows: int) -> tuple[list[int], list[int]]:
@@ -258,14 +262,14 @@ def check_values(
             short, or a page that the step writes is used twice; the message names the sequence.
     """
     assert call.sequences is not None  # nsa_decode passes them
-    if not _are_readable(call.starts):
+    if not are_readable(call.starts):
         return
     rows, starts, lengths = (x.long() for x in (call.sequences, call.starts, call.lengths))
     count = len(pages.sel.table)
-    _raise_at((rows < 0) | (rows >= count), rows, f"rows.sequences must be from 0 to {count - 1}")
-    _raise_at((starts < 0) | (lengths < starts), starts, "rows.starts must be from 0 to lengths")
-    _raise_at(lengths > starts + 1, lengths, "rows.lengths must be rows.starts, or one more")
-    _raise_at(
+    raise_at((rows < 0) | (rows >= count), rows, f"rows.sequences must be from 0 to {count - 1}")
+    raise_at((starts < 0) | (lengths < starts), starts, "rows.starts must be from 0 to lengths")
+    raise_at(lengths > starts + 1, lengths, "rows.lengths must be rows.starts, or one more")
+    raise_at(
         lengths > call.max_len, lengths, f"rows.lengths must be at most max_len {call.max_len}"
     )
     _check_chunks(call, chunks)
@@ -320,20 +324,20 @@ def _check_entries(branch: str, pages: PagedKV, span: _Span) -> None:
     """Check the entries of one table that a step uses."""
     name, columns = f"pages.{branch}.table", pages.table.shape[1]
     too_many = span.end - span.low > pages.capacity
-    _raise_at(
+    raise_at(
         too_many,
         span.end - span.low,
         f"{name} has {columns} columns of {pages.rows} rows, too few for the rows that a step uses",
     )
     used, written = (_columns(low, span.end, pages) for low in (span.low, span.new))
     outside = used & ((pages.table < 0) | (pages.table >= len(pages.k)))
-    _raise_at(outside, pages.table, f"{name} must name one of {len(pages.k)} pages")
+    raise_at(outside, pages.table, f"{name} must name one of {len(pages.k)} pages")
     # A sequence may begin after pages that another one fills in this step: all is written first.
     entries = pages.table.clamp(0, len(pages.k) - 1).long()
     if pages.scales is not None:
         wrong = ~((pages.scales > 0) & pages.scales.isfinite()).flatten(1).all(1)[entries]
         problem = f"pages.{branch}.scales must be finite and > 0 in each page that a step uses"
-        _raise_at(used & wrong, pages.table, problem)
+        raise_at(used & wrong, pages.table, problem)
     places = entries * columns + torch.arange(columns, device=entries.device)
     # Numbers of the entries, because a pool may have far more pages than the table.
     entries, places = (x.unique(return_inverse=True)[1] for x in (entries, places))
@@ -342,7 +346,7 @@ def _check_entries(branch: str, pages: PagedKV, span: _Span) -> None:
     here = places[used].bincount(minlength=count)[places]
     left_open = _columns(span.end - span.end % pages.rows, span.end, pages)
     shared = (writers > 1) | (users > here) | left_open & (users > 1)
-    _raise_at(
+    raise_at(
         written & shared,
         pages.table,
         f"{name}: the step writes to a page that is used twice; copy it first",
@@ -398,7 +402,7 @@ def _columns(low: torch.Tensor, end: torch.Tensor, pages: PagedKV) -> torch.Tens
     return (offset <= (last - first)[:, None]) & (low < end)[:, None]
 
 
-def _raise_at(wrong: torch.Tensor, values: torch.Tensor, problem: str) -> None:
+def raise_at(wrong: torch.Tensor, values: torch.Tensor, problem: str) -> None:
     """Raise ``problem`` with the first wrong value and its index, if there is one."""
     if bool(wrong.any()):
         index = wrong.nonzero()[0].tolist()
