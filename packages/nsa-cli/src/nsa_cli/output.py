@@ -232,7 +232,8 @@ def progress(
         if not seconds and 100 * spent < total:
             return f"{done}/{steps} {one_line(label)}"
         left = (now - started + weight) * max(total - spent, 0.0) / (measured + expected)
-        return f"{done}/{steps} {one_line(label)}, about {_duration(left)} left"
+        time_left = f", about {_duration(left)} left" if left >= 0.5 else ""
+        return f"{done}/{steps} {one_line(label)}{time_left}"
 
     if sys.stderr.isatty():
         from rich.progress import BarColumn, Progress, TextColumn
