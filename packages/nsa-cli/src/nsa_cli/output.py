@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -181,6 +181,23 @@ def check_writable(option: str, path: Path | None, force: bool = False) -> None:
         if not folder.is_dir():
             raise InvalidInput(f"{path}: the directory {folder} does not exist; create it first")
         check_folder_writable(folder, path)
+
+
+def check_files(files: Mapping[str, Path | None], force: bool = False) -> None:
+    """Check several output files as :func:`check_writable` does; no two may be the same file.
+
+    Args:
+        files: Option -> its file.
+        force: Accept existing files.
+    """
+    options: dict[str, str] = {}  # place -> the option that names it
+    for option, path in files.items():
+        check_writable(option, path, force)
+        if path is None or path == STDOUT:
+            continue
+        other = options.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise InvalidInput(f"{other} and {option} are the same file {path}; give another one")
 
 
 def check_out(folder: Path, force: bool = False, remedy: str = "empty this one") -> None:
