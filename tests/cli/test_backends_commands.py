@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa_cli import output
-from nsa_core.contract import FUSED_DECODE, SLOTS, BackendSpec, Reason
+from nsa_core.contract import FUSED_DECODE, SLOTS, BackendSpec, Reason, SlotSpec
 from nsa_core.plan.loading import BackendEntry
 from nsa_core.plan.registry import Registry, discover
 
@@ -208,6 +208,26 @@ def test_explain_prints_every_reason_and_exits_with_code_3(nsa, toy):
     assert [reason["code"] for reason in picky["reasons"]] == ["wide", "two"]
     assert picky["reasons"][0]["hint"] == "use sdpa"
     assert not picky["accepted"]
+
+
+def test_explain_says_why_the_kernel_of_a_named_backend_does_not_load(nsa, toy, monkeypatch):
+    slots = {"win": SlotSpec("no_such_module:forward")}
+    spec = BackendSpec("lost", (1, 0), slots, "picky_toy:picky")
+    lost = BackendEntry("lost", "nsa-lost", "1.0", "lost", "ready", spec=spec)
+    monkeypatch.setattr(output, "find_backends", lambda: Registry((*discover().entries, lost)))
+    done = nsa("backends", "explain", "--win", "lost", "--device", "cpu")
+    assert (done.code, done.err) == (3, "nsa: 'lost' cannot run win\n")
+    in_win = done.out.partition("candidates for win")[2]
+    assert "lost 1.0: not supported\n    - its kernel does not load: ModuleNotFound" in in_win
+    assert "lost 1.0: accepted" not in in_win
+
+
+def test_list_names_two_backends_of_one_name_once(nsa, monkeypatch):
+    reason = Reason("name_conflict", "the name 'twin' is claimed by one and two", "uninstall one")
+    twins = [BackendEntry("twin", name, "1.0", name, "broken", reason) for name in ("one", "two")]
+    registry = Registry((*discover().entries, *twins))
+    monkeypatch.setattr(output, "find_backends", lambda: registry)
+    assert "\ntwin: the name 'twin' is claimed by" in nsa("backends", "list").out
 
 
 def test_explain_exits_with_code_3_for_an_unavailable_backend(nsa, monkeypatch):

@@ -5,6 +5,7 @@ tests/models has the signals of `nsa train`, and tests/core/util those of any bl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import torch
 
 from nsa_bench import clocks, decode, gate, prefill, roofline, subjects, timing
 from nsa_bench.result import read_result
-from nsa_cli import verify
+from nsa_cli import output, verify
 from nsa_core.plan import registry
 from nsa_core.plan.registry import discover
 from nsa_core.util import interruption
@@ -113,6 +114,14 @@ def test_an_interrupted_bench_keeps_its_figures(phase, number, times, nsa, tmp_p
     assert line in done.out
     assert phase == "decode" or line in page.read_text()
     assert "passed" not in done.out
+
+
+def test_the_progress_of_bench_does_not_count_the_interrupted_cell(nsa, interrupt, monkeypatch):
+    labels: list[str] = []
+    monkeypatch.setattr(output, "progress", lambda steps: contextlib.nullcontext(labels.append))
+    interrupt(subjects, "make_inputs", signal.SIGTERM, call=2)
+    assert nsa(*bench("forward"), "--length", "40,80").code == 143
+    assert [label.rpartition("S=")[2] for label in labels if "S=" in label] == ["40"]
 
 
 @pytest.mark.parametrize(("phase", "owner"), [("forward", prefill), ("decode", gate)])

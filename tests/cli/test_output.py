@@ -352,13 +352,14 @@ def test_json_is_printed_or_written_beside_the_tables(nsa, tmp_path, command):
 
 
 def test_the_time_left_follows_the_costs(monkeypatch, capsys):
-    now = iter([0.0, 30.0, 30.0, 30.0, 600.0, 600.0, 600.0])
+    now = iter([0.0, 30.0, 30.0, 30.0, 600.0, 600.0, 600.0, 700.0, 700.0, 700.0])
     monkeypatch.setattr(output.time, "monotonic", lambda: next(now))
     with output.progress(3, 400.0) as advance:
         advance("first", 300.0)
         advance("second", 50.0)
+        advance("third", 50.0)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["1/3 first, about 10 s left", "2/3 second, about 86 s left"]
+    assert lines == ["1/3 first, about 10 s left", "2/3 second, about 86 s left", "3/3 third"]
 
 
 def test_help_shows_choices_and_no_type_of_python(nsa):

@@ -159,6 +159,18 @@ def test_a_broken_torch_exits_with_code_4_and_a_fix(nsa, tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_without_a_backend_for_a_slot_the_problem_is_one_sentence(nsa, monkeypatch) -> None:
+    monkeypatch.setenv("NSA_DISABLE_PLUGINS", "sdpa")
+    done = nsa("doctor", "--json")
+    assert done.returncode == 4
+    (problem,) = json.loads(done.stdout)["troubles"]
+    assert (problem["what"], problem["message"], problem["hint"]) == (
+        "attention",
+        "no backend takes cmp, select, sel, win, combine",
+        "nsa backends explain; nsa verify",
+    )
+
+
 def test_the_block_has_no_path_and_no_user(report, monkeypatch, capsys) -> None:
     monkeypatch.setenv("LOGNAME", "janedoe")
     doctor.print_block(report[0])

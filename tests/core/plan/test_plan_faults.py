@@ -18,26 +18,28 @@ from nsa_core.plan.plan import resolve
 from nsa_core.plan.registry import Registry, default_registry
 from planning import CONFIG, backends, registry_of, spec
 
+R, OF_LIST = Reason("x", "refuses"), "of its probe's list is"
+
 
 @pytest.mark.parametrize(
-    ("probe", "code"),
+    ("probe", "code", "message"),
     [
-        (lambda r: None, "probe_nonsense"),
-        (lambda r: Reason("x", "alone"), "probe_nonsense"),
-        (lambda r: ["text"], "probe_nonsense"),
-        (lambda r: [Reason("x", 3)], "probe_nonsense"),
-        (lambda r: {}["x"], "probe_raised"),
-        (lambda r: sys.exit(3), "probe_raised"),
-        (lambda r: (_ for _ in ()).throw(TimeoutError("mine")), "probe_raised"),
+        (lambda r: None, "probe_nonsense", "its probe returned NoneType, not a list of Reasons"),
+        (lambda r: Reason("x", "alone"), "probe_nonsense", "returned Reason, not a list of R"),
+        (lambda r: ["text"], "probe_nonsense", f"item 0 {OF_LIST} str, not a Reason"),
+        (lambda r: [R, Reason("x", 3)], "probe_nonsense", f"item 1 {OF_LIST} Reason, not a Reason"),
+        (lambda r: {}["x"], "probe_raised", "KeyError: 'x'"),
+        (lambda r: sys.exit(3), "probe_raised", "SystemExit: 3"),
+        (lambda r: (_ for _ in ()).throw(TimeoutError("mine")), "probe_raised", "Error: mine"),
     ],
 )
-def test_row_57_faulty_probe_is_a_reason_against_its_backend(toy, probe, code):
+def test_row_57_faulty_probe_is_a_reason_against_its_backend(toy, probe, code, message):
     toy.bad = probe
     plan = resolve(CONFIG, registry=registry_of(spec("bad", "bad", priority=9), spec("good")))
     assert backends(plan) == dict.fromkeys(SLOTS, "good")
-    assert [c.reasons[0].code for c in plan.choices["win"].candidates if c.backend == "bad"] == [
-        code
-    ]
+    (candidate,) = (c for c in plan.choices["win"].candidates if c.backend == "bad")
+    assert candidate.reasons[0].code == code
+    assert message in candidate.reasons[0].message
 
 
 def test_probe_that_cannot_be_imported_is_a_reason(toy):

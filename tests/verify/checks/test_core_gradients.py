@@ -329,12 +329,12 @@ def test_wrong_results_and_second_derivatives_are_refused_by_name() -> None:
     inputs = leaves()
     o = nsa_attention(*inputs, config=CONFIG, plan=plan(), nonnegative_gates=True)
     faults = {
-        "returned result 0 is": lambda g: [g[0][:, :-1], *g[1:]],
-        "returned result 7 is .* torch.float64": lambda g: [*g[:7], g[7].double()],
-        "returned 7 tensors, expected 8": lambda g: g[:7],
+        ": result 0 is": lambda g: [g[0][:, :-1], *g[1:]],
+        ": result 7 is .* torch.float64": lambda g: [*g[:7], g[7].double()],
+        ": it returned 7 tensors, expected 8": lambda g: g[:7],
     }
     for message, plant in faults.items():
-        wrong = pytest.raises(NSAError, match=f"'fused-toy', slot 'core', backward {message}")
+        wrong = pytest.raises(NSAError, match=f"'fused-toy', slot 'core', backward{message}")
         with fused_toy.fault(plant), wrong:
             torch.autograd.grad(o, inputs, torch.ones_like(o), retain_graph=True)
     grads = torch.autograd.grad(o, inputs, torch.ones_like(o), create_graph=True)

@@ -68,7 +68,7 @@ ERRORS = {
     "BackendUnavailable": (_raise(BackendUnavailable("no")), "it raised BackendUnavailable: no"),
     "out of memory": (_raise(torch.OutOfMemoryError("full")), "OutOfMemoryError: full"),
     "none": (lambda q, k, v, results: None, "it returned NoneType, expected tensors"),
-    "one tensor": (lambda q, k, v, results: results[0], "1 tensors, expected 2"),
+    "one tensor": (lambda q, k, v, results: results[0], "it returned 1 tensor, expected 2"),
     "wrong shape": (lambda q, k, v, results: (results[0][:, 1:], results[1]), "result 0 is"),
     "wrong dtype": (lambda q, k, v, results: (results[0].double(), results[1]), "float64"),
     "wrong device": (lambda q, k, v, results: (results[0].to("meta"), results[1]), "on meta"),

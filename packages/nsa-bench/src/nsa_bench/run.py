@@ -173,7 +173,9 @@ class Bench(abc.ABC):
                 if stop.received:
                     break
                 self._measure_cell(cell, peaks[cell.dtype])
-                left -= not stop.received
+                if stop.received:
+                    break
+                left -= 1
                 advance(
                     f"{cell.shape}, {cell.dtype}, {cell.inputs}, {cell.phase}, B={cell.batch},"
                     f" S={cell.length}"

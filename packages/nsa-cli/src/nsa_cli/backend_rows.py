@@ -182,7 +182,7 @@ def print_list(document: dict[str, Any]) -> None:
             sentence = output.shorten(row["sentence"], _LONGEST_SENTENCE)
             names.setdefault(sentence, []).append(output.one_line(row["name"]))
     for sentence, of_sentence in names.items():
-        output.print_text(console, f"{', '.join(of_sentence)}: {sentence}")
+        output.print_text(console, f"{', '.join(dict.fromkeys(of_sentence))}: {sentence}")
     if not probed:
         return
     # The block sizes are the defaults; `show` prints them.

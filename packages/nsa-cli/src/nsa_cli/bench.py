@@ -269,8 +269,8 @@ class _Files:
 
     def check(self) -> None:
         """Check before any work that the files can be written."""
-        for kind in ("json", "html", "png", "svg"):
-            output.check_writable(f"--{kind}", getattr(self, kind), self.force)
+        kinds = ("json", "html", "png", "svg")
+        output.check_files({f"--{kind}": getattr(self, kind) for kind in kinds}, self.force)
         if self.html or self.png or self.svg:
             from nsa_bench.render.style import need_plot_packages
 

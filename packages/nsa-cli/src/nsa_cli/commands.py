@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,11 @@ class _Command:
                 known = {name for param in ctx.command.params for name in param.opts}
                 for option, sentence in _INSTEAD.items():
                     if option in known:
-                        raise output.UsageError(f"{error.message}; {sentence}", ctx) from None
+                        message = error.message.rstrip(".")
+                        raise output.UsageError(f"{message}; {sentence}", ctx) from None
             raise
         if not ctx.resilient_parsing:
-            _check_integers(self, ctx)
+            _check_numbers(self, ctx)
             _check_paths(self, ctx, args)
         return rest
 
@@ -117,10 +119,12 @@ def _wrong_value(error: Any, cause: Any) -> str:
     return f"{option}: {message}"
 
 
-def _check_integers(command: Any, ctx: Any) -> None:
-    """Refuse an integer beyond the limit of its option, for every command alike."""
+def _check_numbers(command: Any, ctx: Any) -> None:
+    """Refuse an integer beyond the limit of its option, and infinity, for every command alike."""
     for param in command.params:
         value, limit = ctx.params.get(param.name), largest(param.name)
+        if isinstance(value, float) and math.isinf(value):
+            raise output.UsageError(f"{param.opts[0]} must be finite, got {value}", ctx)
         if type(value) is int and abs(value) > limit:
             bound = f"<= {limit}" if value > 0 else f">= {-limit}"
             raise output.UsageError(f"{param.opts[0]} must be {bound}, got {shown(value)}", ctx)

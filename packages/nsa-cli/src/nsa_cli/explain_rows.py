@@ -9,6 +9,7 @@ from nsa_cli import output
 from nsa_cli.backend_rows import print_simulated, reason_lines, simulated_row
 from nsa_core.errors import NSAError
 from nsa_core.plan.candidates import Candidate, Candidates, describe_request
+from nsa_core.plan.choosing import with_import_failures
 from nsa_core.plan.gpus import GPU
 from nsa_core.plan.plan import Plan, describe_causal
 from nsa_core.plan.standing import standings
@@ -27,9 +28,10 @@ def explained(
         gpu: The GPU that the candidates are for, if it is simulated.
     """
     plan = outcome if isinstance(outcome, Plan) else None
-    by_slot = dict(candidates.by_slot)
     if plan:
         by_slot = {slot: choice.candidates for slot, choice in plan.choices.items()}
+    else:
+        by_slot = with_import_failures(candidates)
     request = dataclasses.asdict(candidates.requests["cmp"])
     del request["slot"]
     by_backend = standings(candidates)

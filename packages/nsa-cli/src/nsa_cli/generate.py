@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +36,7 @@ def generate(
     max_new_tokens: Annotated[
         int,
         typer.Option(
-            help="Maximum number of tokens to generate.", metavar="TOKENS", parser=tokens(0)
+            help="Maximum number of tokens to generate.", metavar="TOKENS", parser=tokens()
         ),
     ] = 200,
     temperature: Annotated[
@@ -53,7 +52,6 @@ def generate(
 ) -> None:
     """Print the prompt and its continuation, up to the end of the document or --max-new-tokens."""
     with output.exit_codes():
-        _check_temperature(temperature)
         check_checkpoint(checkpoint, on_text=True)
         chosen = parse_backends(backends)  # None: those that the folder names
         need_extras("nsa generate", ["safetensors", "transformers"])
@@ -108,10 +106,3 @@ def generate(
                 output.unused(f"{checkpoint}-blocks"),
             ]
             output.print_next(["nsa", "inspect", *words], target=output.console(stderr=True))
-
-
-def _check_temperature(temperature: float) -> None:
-    from nsa_core.errors import InvalidInput
-
-    if not temperature < math.inf:
-        raise InvalidInput(f"--temperature must be finite and >= 0, got {temperature}")

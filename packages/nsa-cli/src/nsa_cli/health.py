@@ -207,7 +207,8 @@ def _attention(
             doing="in a small attention",
         )
     except NSAError as error:
-        return {}, [_problem("attention", str(error), hint)]
+        summary = str(error).splitlines()[0]  # the hint prints the reasons of each candidate
+        return {}, [_problem("attention", summary, hint)]
     text = "the output of a small attention on {} is not finite"
     not_finite = [device for device, run in facts.items() if not run["finite"]]
     return facts, [_problem("attention", text.format(device), hint) for device in not_finite]

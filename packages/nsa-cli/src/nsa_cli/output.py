@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -183,6 +183,23 @@ def check_writable(option: str, path: Path | None, force: bool = False) -> None:
         check_folder_writable(folder, path)
 
 
+def check_files(files: Mapping[str, Path | None], force: bool = False) -> None:
+    """Check several output files as :func:`check_writable` does; no two may be the same file.
+
+    Args:
+        files: Option -> its file.
+        force: Accept existing files.
+    """
+    options: dict[str, str] = {}  # place -> the option that names it
+    for option, path in files.items():
+        check_writable(option, path, force)
+        if path is None or path == STDOUT:
+            continue
+        other = options.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise InvalidInput(f"{other} and {option} are the same file {path}; give another one")
+
+
 def check_out(folder: Path, force: bool = False, remedy: str = "empty this one") -> None:
     """Check --out before any work; see :func:`check_output_folder`, whose error this completes."""
     with naming("--out"):
@@ -232,7 +249,8 @@ def progress(
         if not seconds and 100 * spent < total:
             return f"{done}/{steps} {one_line(label)}"
         left = (now - started + weight) * max(total - spent, 0.0) / (measured + expected)
-        return f"{done}/{steps} {one_line(label)}, about {_duration(left)} left"
+        time_left = f", about {_duration(left)} left" if left >= 0.5 else ""
+        return f"{done}/{steps} {one_line(label)}{time_left}"
 
     if sys.stderr.isatty():
         from rich.progress import BarColumn, Progress, TextColumn

@@ -81,8 +81,8 @@ def create(name: str, folder: Path) -> list[Path]:
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or len(name) > _MAX_LENGTH or name == "auto":
         rule = (
-            f"words of lower-case letters and digits joined by '-', at most {_MAX_LENGTH}"
-            " characters, and not 'auto'"
+            "words of lower-case letters and digits joined by '-', which begin with a letter, at"
+            f" most {_MAX_LENGTH} characters, and not 'auto'"
         )
         raise InvalidInput(f"{name!r} cannot be a backend's name; it must be {rule}")
     owners = {normalized(plugin.name): plugin.distribution for plugin in installed()}

@@ -240,8 +240,8 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
             )
     if values["allow_other_data"] and not resume:
         raise InvalidInput("--allow-other-data: only with --resume; leave it out")
-    for kind in ("png", "svg"):
-        output.check_writable(f"--{kind}", values[kind], values["force"] or resume)
+    plots = {f"--{kind}": values[kind] for kind in ("png", "svg")}
+    output.check_files(plots, values["force"] or resume)
 
 
 def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:

@@ -140,6 +140,11 @@ def _first_usable(
     return None, None, tuple(candidates)
 
 
+def with_import_failures(all_candidates: Candidates) -> dict[str, tuple[Candidate, ...]]:
+    """Return slot -> its candidates; a kernel that cannot be imported is a reason against one."""
+    return {slot: _first_usable(all_candidates, slot)[2] for slot in all_candidates.by_slot}
+
+
 def _is_unavailable(all_candidates: Candidates, slot: str) -> bool:
     """Return whether a slot without a usable candidate lacks a backend that works here.
 

@@ -85,9 +85,14 @@ def ask(entry: BackendEntry, what: str, function: Callable[..., Any], *arguments
 def call_probe(name: str, guarded: bool, path: str, request: Request) -> tuple[Reason, ...]:
     """Return the reasons of a probe."""
     result = _call(name, guarded, "probe", path, request)
-    if not isinstance(result, (list, tuple)) or not all(map(is_reason, result)):
+    if not isinstance(result, (list, tuple)):
         text = f"its probe returned {type(result).__name__}, not a list of Reasons"
         raise PluginFault(text, "nonsense")
+    for index, reason in enumerate(result):
+        if not is_reason(reason):
+            kind = type(reason).__name__
+            text = f"item {index} of its probe's list is {kind}, not a Reason with texts"
+            raise PluginFault(text, "nonsense")
     return tuple(result)
 
 

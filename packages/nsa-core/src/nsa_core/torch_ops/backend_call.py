@@ -112,7 +112,8 @@ def _wrong_results(
     """Return a sentence with all that is wrong with ``results``."""
     problems = []
     if len(results) != len(specs):
-        problems.append(f"{len(results)} tensors, expected {len(specs)}")
+        noun = "tensor" if len(results) == 1 else "tensors"
+        problems.append(f"it returned {len(results)} {noun}, expected {len(specs)}")
     for index, (result, (shape, dtype)) in enumerate(zip(results, specs)):
         if result.shape != shape or result.dtype != dtype or result.device != device:
             actual = f"{tuple(result.shape)} {result.dtype} on {result.device}"
@@ -120,4 +121,4 @@ def _wrong_results(
                 f"result {index} is {actual}, expected {tuple(shape)} {dtype} on {device}"
             )
     backend, slot, direction = where
-    return f"backend {backend!r}, slot {slot!r}, {direction} returned " + "; ".join(problems)
+    return f"backend {backend!r}, slot {slot!r}, {direction}: " + "; ".join(problems)
