@@ -230,6 +230,7 @@ class DividedHeads:
         """
 
         def prepare() -> tuple[Plan, CoreInputs]:
+            layer._check_input(x, cu_seqlens, max_seqlen)
             mine, replicated = self._replicated(layer, x)
             arguments = (mine, cu_seqlens, max_seqlen, plan)
             call: tuple[Plan, CoreInputs]
