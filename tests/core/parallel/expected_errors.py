@@ -61,6 +61,8 @@ REFUSALS: dict[str, str] = {
     "a sharded norm for heads": "InvalidInput: HeadParallel needs parameters that are not sharded,"
     " got q_norm.weight (DTensor): apply the style before fully_shard",
     "a cache of divided heads": "Unsupported: new_cache is not head parallel",
+    "adapters on divided heads": "InvalidInput: whole_parameters needs plain layers qkv, out and"
+    " gate, got the parameters qkv.base_layer.weight: merge adapters into the layers first",
     "a mesh of two dimensions": "InvalidInput: ContextParallel needs a mesh of one dimension, got 2"
     " dimensions (1, 2): pass one of them, for example mesh['cp']",
 }
