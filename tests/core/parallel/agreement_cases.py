@@ -70,13 +70,18 @@ def _sequence(rank: int, world: int, about: str) -> Call:
         layer.phi_k.requires_grad_(False)
     if about == "dtype":
         layer, rows = layer.float(), rows.float()
+    if about == "the dtype of x":
+        rows = rows.float()
     if about == "rows":
         rows = rows[:-1]
     max_seqlen = 60 if about == "max_seqlen" else None
+    documents = _documents(about)
+    if about == "int64 documents":
+        documents = documents.long()
 
     def call() -> None:
         with torch.set_grad_enabled(about != "grad mode"):
-            layer(rows, _documents(about), max_seqlen, plan=plan)
+            layer(rows, documents, max_seqlen, plan=plan)
 
     return call
 
@@ -86,7 +91,8 @@ def _heads(rank: int, world: int, about: str) -> Call:
     case = problem("packed")._replace(options=options)
     layer = parallelize_module(case.layer(), init_device_mesh("cpu", (world,)), HeadParallel())
     plan = "sdpa" if about == "no plan" else None
-    return lambda: layer(case.x, _documents(about), plan=plan)
+    x = case.x[:, 1:] if about == "width" else case.x
+    return lambda: layer(x, _documents(about), plan=plan)
 
 
 def _grid(rank: int, world: int, about: str) -> Call:

@@ -11,6 +11,7 @@ DISAGREEMENTS: dict[tuple[str, str], str] = {
     ("sequence", "config"): "the config on rank 1 differs from that on rank 0",
     ("sequence", "rows"): "the shape of x on rank 1 differs from that on rank 0",
     ("sequence", "dtype"): "the dtype of x on rank 1 differs from that on rank 0",
+    ("sequence", "the dtype of x"): "the dtype of x on rank 1 differs from that on rank 0",
     ("sequence", "layout"): "the layout on rank 1 differs from that on rank 0",
     ("sequence", "mode"): "the mode on rank 1 differs from that on rank 0",
     ("sequence", "reduce_dtype"): "reduce_dtype on rank 1 differs from that on rank 0",
@@ -20,6 +21,7 @@ DISAGREEMENTS: dict[tuple[str, str], str] = {
     ("sequence", "grad mode"): "grad mode on rank 1 differs from that on rank 0",
     ("sequence", "requires_grad"): "requires_grad on rank 1 differs from that on rank 0",
     ("heads", "documents"): "cu_seqlens on rank 1 differs from that on rank 0",
+    ("heads", "width"): "the shape of x on rank 1 differs from that on rank 0",
     ("heads", "config"): "the config on rank 1 differs from that on rank 0",
     ("blocks", "documents"): "cu_seqlens on rank 1 differs from that on rank 0",
     ("blocks", "layout"): "the layout on rank 1 differs from that on rank 0 (rank {rank} has the"
@@ -28,6 +30,7 @@ DISAGREEMENTS: dict[tuple[str, str], str] = {
 # (what is called, the fault of the call on rank 1) -> the error on rank 1
 FAULTS: dict[tuple[str, str], str] = {
     ("sequence", "a broken plan"): "KeyError: 'cmp'",  # not an NSAError
+    ("sequence", "int64 documents"): "InvalidInput: cu_seqlens must be an int32 tensor",
     ("heads", "no plan"): "InvalidInput: plan must be",
     (
         "blocks",
@@ -58,6 +61,8 @@ REFUSALS: dict[str, str] = {
     "a sharded norm for heads": "InvalidInput: HeadParallel needs parameters that are not sharded,"
     " got q_norm.weight (DTensor): apply the style before fully_shard",
     "a cache of divided heads": "Unsupported: new_cache is not head parallel",
+    "adapters on divided heads": "InvalidInput: whole_parameters needs plain layers qkv, out and"
+    " gate, got the parameters qkv.base_layer.weight: merge adapters into the layers first",
     "a mesh of two dimensions": "InvalidInput: ContextParallel needs a mesh of one dimension, got 2"
     " dimensions (1, 2): pass one of them, for example mesh['cp']",
 }

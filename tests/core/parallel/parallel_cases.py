@@ -21,6 +21,7 @@ from nsa_core import NSAError, NSAttention, resolve
 from nsa_core.parallel import (
     HeadParallel,
     Shards,
+    clip_gradients,
     whole_parameters,
 )
 from sequence_mutants import mutated
@@ -262,6 +263,10 @@ def refusal(rank: int, world: int, *, of: str) -> str:
             fully_shard(module.get_submodule(name), mesh=mesh)
         return module
 
+    def adapted(module: Any) -> Any:
+        module.qkv = torch.nn.ModuleDict({"base_layer": module.qkv})
+        return module
+
     actions = {
         "new_cache": lambda: layer.new_cache(1, 64),
         "a cache": lambda: layer(x, cache=object()),
@@ -287,6 +292,9 @@ def refusal(rank: int, world: int, *, of: str) -> str:
         "a sharded phi for heads": lambda: heads(partly_sharded("phi_k")),
         "a sharded norm for heads": lambda: heads(partly_sharded("q_norm")),
         "a cache of divided heads": lambda: heads(problem("packed").layer()).new_cache(1, 64),
+        "adapters on divided heads": lambda: whole_parameters(
+            adapted(heads(problem("packed").layer()))
+        ),
         "a mesh of two dimensions": lambda: parallelize_module(
             problem("packed").layer(),
             init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp")),
@@ -324,7 +332,7 @@ def gathered(rank: int, world: int, *, layout: str) -> bool:
 def head_parallel(
     rank: int, world: int, *, form: str, wrap: str = "", **options: Any
 ) -> dict[str, Any]:
-    """Return the errors of a layer whose heads are divided, and of its gathered parameters."""
+    """Return the errors of a layer whose heads are divided, its gathered and clipped tensors."""
     case = problem(form, **options)
     mesh = init_device_mesh("cpu", (world,))
     layer = parallelize_module(case.layer(), mesh, HeadParallel())
@@ -339,7 +347,14 @@ def head_parallel(
     grads = {}
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
-        grads[name] = getattr(parameter.grad, "full_tensor", lambda g=parameter.grad: g)()
+        grads[name] = getattr(parameter.grad, "full_tensor", lambda g=parameter.grad: g)().clone()
+    norm = torch.stack([grad.norm() for grad in case.grads.values()]).norm()
+    norm_before = clip_gradients(layer, float(norm) / 2)
+    halves = {name: grad * (norm / 2 / (norm + 1e-6)) for name, grad in grads.items()}
+    clipped = {
+        name: getattr(p.grad, "full_tensor", lambda g=p.grad: g)()
+        for name, p in layer.named_parameters()
+    }
     divided = parallelize_module(case.layer(), mesh, HeadParallel())
     with torch.no_grad():
         for name, parameter in divided.named_parameters():
@@ -348,6 +363,8 @@ def head_parallel(
         "y": relative_error(y, case.y),
         "dx": relative_error(x.grad, case.dx),
         "parameters": max(gradient_errors(whole_parameters(divided), case.grads).values()),
+        "norm": relative_error(norm_before, norm),
+        "clipped": max(gradient_errors(clipped, halves).values()),
         "whole": all(torch.equal(whole[name], original[name]) for name in original),
     }
 

@@ -148,12 +148,12 @@ class NSAttention(NSAProjections):
         """
         if other:
             check_other_keywords(other)
-        self._check_input(x, cu_seqlens, max_seqlen)
-        packed = cu_seqlens is not None
-        if self.parallel is not None:
+        if self.parallel is not None:  # it checks x among the ranks
             if cache is not None or new is not None:
                 self.parallel.refuse("a call with a cache")
             return self.parallel.forward(self, x, cu_seqlens, max_seqlen, plan)
+        self._check_input(x, cu_seqlens, max_seqlen)
+        packed = cu_seqlens is not None
         if cache is not None or new is not None:
             from nsa_core.cache.step import step  # imported here, because it imports the compiler
 

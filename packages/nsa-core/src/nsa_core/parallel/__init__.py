@@ -11,7 +11,7 @@ docs/how-to/fsdp.md shows how to train with them.
 
 from nsa_core.parallel.block_rows import divided_block_attention
 from nsa_core.parallel.context import ContextParallel
-from nsa_core.parallel.head_parallel import HeadParallel, whole_parameters
+from nsa_core.parallel.head_parallel import HeadParallel, clip_gradients, whole_parameters
 from nsa_core.parallel.shards import Shards, choose_layout, pad_to
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "HeadParallel",
     "Shards",
     "choose_layout",
+    "clip_gradients",
     "divided_block_attention",
     "pad_to",
     "whole_parameters",

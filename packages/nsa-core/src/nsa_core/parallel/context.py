@@ -186,20 +186,21 @@ class DividedSequence:
             InvalidInput: the rows, the documents or the plan do not fit; or, with NSA_CHECK=1, the
                 ranks do not agree.
         """
-        ranks = Ranks.of(self.rank, x.shape[-2] * self.rank.world, self.group, self.reduce)
 
-        def prepare() -> RankCall:
-            return self._prepared(layer, x, cu_seqlens, max_seqlen, plan, ranks)
+        def prepare() -> tuple[RankCall, Ranks]:
+            layer._check_input(x, cu_seqlens, max_seqlen)
+            ranks = Ranks.of(self.rank, x.shape[-2] * self.rank.world, self.group, self.reduce)
+            return self._prepared(layer, x, cu_seqlens, max_seqlen, plan, ranks), ranks
 
-        def values(call: RankCall | None) -> dict[str, object]:
+        def values(call: tuple[RankCall, Ranks] | None) -> dict[str, object]:
             return {
                 "the layout": self.rank.layout,
                 "the mode": self.mode,
                 "reduce_dtype": self.reduce,
-                **values_of_layer(layer, x, cu_seqlens, max_seqlen, call and call.plan),
+                **values_of_layer(layer, x, cu_seqlens, max_seqlen, call and call[0].plan),
             }
 
-        call = agreed(prepare, values, self.group, x)
+        call, ranks = agreed(prepare, values, self.group, x)
         attend = heads.attend if self.mode == "heads" else sequence.attend
         y: torch.Tensor = layer.out(attend(layer, call, cu_seqlens, max_seqlen, ranks).flatten(-2))
         return y

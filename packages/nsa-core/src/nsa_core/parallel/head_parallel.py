@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layer.gating import LinearGate, MLPGate
@@ -35,8 +36,10 @@ class HeadParallel(ParallelStyle):
     the same parameters and gradients on all ranks. All other modules of a model stay as they are.
 
     Parameters become those of the rank: load a checkpoint before, and create the optimizer after
-    ``parallelize_module``. :func:`whole_parameters` returns those of one process. Shard the model
-    with ``fully_shard`` afterwards, over a mesh of the data-parallel ranks only.
+    ``parallelize_module``. :func:`whole_parameters` returns those of one process. Apply
+    DistributedDataParallel or ``fully_shard`` afterwards, over the data-parallel ranks only: over
+    ranks with other heads, it would mix their parameters without an error. Clip gradients with
+    :func:`clip_gradients`.
 
     A mesh of one rank changes nothing. Over a cache, a layer of this style raises Unsupported.
     torch.compile cannot trace such a layer as one graph (``fullgraph=True``).
@@ -230,6 +233,7 @@ class DividedHeads:
         """
 
         def prepare() -> tuple[Plan, CoreInputs]:
+            layer._check_input(x, cu_seqlens, max_seqlen)
             mine, replicated = self._replicated(layer, x)
             arguments = (mine, cu_seqlens, max_seqlen, plan)
             call: tuple[Plan, CoreInputs]
@@ -277,7 +281,13 @@ def _is_replicated(name: str, layer: NSAttention) -> bool:
     first, _, rest = name.partition(".")
     if first == "gate":
         return isinstance(layer.gate, MLPGate) and rest.startswith("0.")
-    return first != "qkv" and name != "out.weight"
+    return name == "out.bias" or first not in ("qkv", "out")
+
+
+def _is_of_linear(name: str) -> bool:
+    """Return whether a divided parameter belongs to a linear layer itself, not to a wrapper."""
+    owner = name.rpartition(".")[0]
+    return owner in ("qkv", "out", "gate") or owner.removeprefix("gate.").isdigit()
 
 
 def whole_parameters(layer: NSAttention) -> dict[str, torch.Tensor]:
@@ -290,12 +300,22 @@ def whole_parameters(layer: NSAttention) -> dict[str, torch.Tensor]:
 
     Returns:
         name -> copy of the parameter, for ``load_state_dict``.
+
+    Raises:
+        InvalidInput: adapters wrap a divided linear layer.
     """
     state = {name: _copy(p.detach()) for name, p in layer.named_parameters()}
     divided = layer.parallel
     if not isinstance(divided, DividedHeads):
         return state
     world = divided.world
+    adapters = [n for n in state if not (_is_replicated(n, layer) or _is_of_linear(n))]
+    if adapters:
+        raise InvalidInput(
+            "whole_parameters needs plain layers qkv, out and gate, got the parameters"
+            f" {', '.join(adapters)}: merge adapters into the layers first, for example with"
+            " merge_and_unload() of peft"
+        )
 
     def gathered(x: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = gather_rows(x.contiguous(), divided.group, torch.float32)
@@ -314,6 +334,50 @@ def whole_parameters(layer: NSAttention) -> dict[str, torch.Tensor]:
         else:
             state[name] = gathered(local)
     return state
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, limit: float) -> torch.Tensor:
+    """Scale the gradients of a model to a norm of at most ``limit``, that of one process.
+
+    ``torch.nn.utils.clip_grad_norm_`` sees this rank's heads only. Each rank would scale its copy
+    of the other gradients by a factor of its own, and the copies of a parameter would drift apart.
+
+    All ranks must call this, those over which ``fully_shard`` shards the parameters included.
+
+    Args:
+        model: a model with layers that :class:`HeadParallel` divided.
+        limit: the largest norm of all gradients together.
+
+    Returns:
+        The norm before, a scalar of at least fp32.
+
+    Example:
+        >>> loss.backward()
+        >>> norm = clip_gradients(model, 1.0)
+        >>> optimizer.step()
+    """
+    groups = {
+        parameter: layer.parallel.group
+        for layer in model.modules()
+        if isinstance(layer, NSAttention) and isinstance(layer.parallel, DividedHeads)
+        for name, parameter in layer.named_parameters()
+        if not _is_replicated(name, layer)
+    }
+    parts: dict[tuple[str | None, DeviceMesh | None], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            parts.setdefault((groups.get(parameter), mesh), []).append(parameter)
+    squares = []
+    for (group, _), parameters in parts.items():
+        norm = _copy(get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        square = norm.to(sum_dtype(norm.dtype, torch.float32)).square()
+        squares.append(square if group is None else sum_ranks(square, group))
+    total = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    for parameters in parts.values():
+        clip_grads_with_norm_(parameters, limit, total)
+    return total
 
 
 def _copy(x: torch.Tensor) -> torch.Tensor:

@@ -162,7 +162,7 @@ class Shards:
         All ranks must call it. Gradients flow back to every rank, summed over the ranks.
 
         Args:
-            local: the rows of this rank, of any dtype.
+            local: the rows of this rank. The group must gather their dtype; gloo: not int16, fp8.
             dim: the axis of the rows.
             group: the ranks; default: all processes.
 

@@ -1,4 +1,4 @@
-"""HeadShards: the parameters of a tensor parallel model, whole for checkpoints and for clipping.
+"""HeadShards: the parameters of a tensor parallel model, whole for checkpoints.
 
 :class:`nsa_core.parallel.HeadParallel` replaces the parameters of attention layers by those of the
 rank's heads. Checkpoints hold the parameters of one process, so that a run goes on with any number
@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from nsa_core.layer.module import NSAttention
 from nsa_core.parallel import HeadParallel, whole_parameters
@@ -40,23 +38,6 @@ class HeadShards:
         shapes = {name: p.shape for name, p in model.named_parameters()}
         parallelize_module(model, mesh, {"blocks.*.attn": HeadParallel()})
         self.names = frozenset(n for n, p in model.named_parameters() if p.shape != shapes[n])
-
-    @torch.no_grad()
-    def clip_gradients(self, limit: float) -> torch.Tensor:
-        """Scale the gradients of the whole model to a norm of at most ``limit``.
-
-        Returns:
-            Their norm before, an fp32 scalar.
-        """
-        grads: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None:
-                grads[name in self.names].append(parameter.grad)
-        divided, common = (unshard(get_total_norm(grads[of])).square() for of in (True, False))
-        dist.all_reduce(divided, group=self._mesh.get_group())
-        norm = (divided + common).sqrt()
-        clip_grads_with_norm_(self._model.parameters(), limit, norm)
-        return norm
 
     def whole(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that one process would have, layer by layer.

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from nsa_core.errors import InvalidInput
-from nsa_core.parallel import ContextParallel
+from nsa_core.parallel import ContextParallel, clip_gradients
 from nsa_core.plan.options import usable_device
 from nsa_models.lm.head_shards import HeadShards, unshard
 from nsa_models.lm.model import LanguageModel
@@ -278,5 +278,5 @@ class Replica:
             Their norm before, an fp32 scalar.
         """
         if self.heads is not None:
-            return self.heads.clip_gradients(limit)
+            return clip_gradients(self.model, limit)
         return unshard(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
