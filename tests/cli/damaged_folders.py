@@ -149,7 +149,10 @@ DAMAGES: dict[str, tuple[Damage, str | None]] = {
     "10**7 words": (edit(CONFIG, vocab_size=10**7), "embed_tokens.weight must be float"),
     "odd width": (edit(CONFIG, hidden_size=127), "must be float"),
     "odd heads": (edit(CONFIG, head_dim=31), f"{CONFIG}: head_dim must be even"),
-    "no sizes": (text(CONFIG, '{"model_type": "nsa_llama"}'), f"{CONFIG}: hidden_size must be"),
+    "no sizes": (
+        text(CONFIG, '{"model_type": "nsa_llama"}'),
+        f"{CONFIG}: hidden_size must be|the model has NSA already",  # convert looks at it first
+    ),
     "nsa is a list": (edit(CONFIG, nsa=[1]), f"{CONFIG}: nsa must be"),
     "nsa has a wrong type": (edit(CONFIG, "nsa", window_size="x"), "window_size must be"),
     "nsa has a huge size": (edit(CONFIG, "nsa", compress_block_size=2**30), CONFIG),

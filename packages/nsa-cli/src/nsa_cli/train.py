@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,11 +172,13 @@ def _watching(
 def _check_folder(out: Path, resume: bool, force: bool) -> None:
     """Refuse an output folder in which no file can be created, or with other content."""
     from nsa_core.errors import InvalidInput
+    from nsa_models.lm import run_folder
 
     if resume and not out.exists():
         raise InvalidInput(f"--resume: {out} does not exist; leave --resume out to start a run")
     output.check_out(out, force=True)
-    _check_content(out, resume, force)
+    if not run_folder.may_be_in_use(out):  # else whoever locks it says more
+        _check_content(out, resume, force)
 
 
 def _check_content(out: Path, resume: bool, force: bool) -> None:
@@ -184,7 +187,7 @@ def _check_content(out: Path, resume: bool, force: bool) -> None:
     from nsa_models.lm import run_folder
 
     empty = not out.exists() or run_folder.is_empty(out)
-    if resume and not (out / run_folder.INDEX).exists():
+    if resume and not os.path.lexists(out / run_folder.INDEX):  # a broken link is damage
         fix = "leave --resume out" if empty else "give --force instead of --resume"
         raise InvalidInput(
             f"--resume: {out} has no saved run, so there is nothing to go on with; {fix} to"

@@ -44,6 +44,11 @@ def is_empty(folder: Path) -> bool:
     return all(path.name in (_LOCK, _HOLDER) or is_leftover(path) for path in folder.iterdir())
 
 
+def may_be_in_use(folder: Path) -> bool:
+    """Return whether a training runs in ``folder``, or was killed in it."""
+    return (folder / _LOCK).exists()
+
+
 def check_plain(folder: Path) -> None:
     """Check that a folder has plain files and folders only: a training would write through a link.
 
