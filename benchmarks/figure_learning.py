@@ -193,6 +193,14 @@ def large_speed(groups: list[report.Group]) -> str:
     return f"{speeds[_nsa(group)] / speeds[group.base]:.2f} times"
 
 
+@_from_study(SHORT)
+def large_seeds(groups: list[report.Group]) -> str:
+    """State how far the seeds of dense attention are apart after fewer tokens."""
+    (group,) = groups
+    losses = group.final["loss"][group.base]
+    return f"{losses.max() - losses.min():.2f}"
+
+
 @_from_study(FAST)
 def large_fast(groups: list[report.Group]) -> str:
     """State the final losses of NSA and of dense attention at twice the rate."""
@@ -315,6 +323,7 @@ LEARNING: dict[str, Callable[[Results], str]] = {
     "study-large-answer": _from_study(LARGE)(_answer),
     "study-large-speed": large_speed,
     "study-large-short": _from_study(SHORT)(_answer),
+    "study-large-seeds": large_seeds,
     "study-large-fast": large_fast,
     "study-large-plot": _plot(LARGE, "Loss over tokens, and its difference by position"),
     "study-model": model,

@@ -10,18 +10,33 @@ from figure_tables import PENDING, Results, digits, table, tokens
 
 from nsa_bench.result import Measurement, read_result
 
+NAMES = {
+    "dense flash-attn 4": "FlashAttention-4",
+    "dense cudnn": "cuDNN",
+    "dense flash": "FlashAttention-2",
+}
+# Runs with FlashAttention-4. They stand for those of the pieces, which were measured without it.
+WITH_FLASH4 = ("flash4_few_heads_16k.json", "flash4_few_heads_32k.json")
+
 
 def shapes(results: Results) -> str:
     """Tabulate forward + backward of NSA and the fastest dense kernel, one length per shape."""
-    columns = ["heads", "tokens", "NSA, ms", "dense, ms", "speed-up"]
+    columns = ["heads", "tokens", "NSA, ms", "dense, ms", "dense kernel", "speed-up"]
+    pieces = [p.nearest(results.folder) for p in PIECES if p.name.startswith("shapes-")]
+    files = [results.folder / name for name in WITH_FLASH4] + [file for file in pieces if file]
+    problems: dict[tuple[int, str], list[Measurement]] = {}
+    for file in filter(lambda file: file.exists(), files):
+        own: dict[tuple[int, str], list[Measurement]] = {}
+        for m in read_result(file).measurements:
+            if m.phase == "both":
+                own.setdefault((m.length, m.shape), []).append(m)
+        problems = own | problems  # the first file that has a problem states it
     rows = []
-    for piece in (p for p in PIECES if p.name.startswith("shapes-")):
-        file = piece.nearest(results.folder)
-        measured = [m for m in read_result(file).measurements if m.phase == "both"] if file else []
-        for own in (m for m in measured if m.kind == "combo"):
-            beside = [m for m in measured if (m.shape, m.length) == (own.shape, own.length)]
-            dense = min((m for m in beside if m.kind == "dense"), key=_ms, default=None)
-            rows.append([own.shape, tokens(own.length), *_compared(own, dense)])
+    for (length, shape), measured in sorted(problems.items(), key=lambda item: item[0][0]):
+        nsa = next((m for m in measured if m.kind == "combo"), None)
+        dense = min((m for m in measured if m.kind == "dense"), key=_ms, default=None)
+        if nsa is not None:
+            rows.append([shape, tokens(length), *_compared(nsa, dense)])
     return table(columns, rows or [[PENDING, *"-" * (len(columns) - 1)]])
 
 
@@ -30,12 +45,12 @@ def _ms(measurement: Measurement) -> float:
     return measurement.performance.median_ms if measurement.performance else math.inf
 
 
-def _compared(own: Measurement, dense: Measurement | None) -> list[str]:
-    times = [_ms(own), math.inf if dense is None else _ms(dense)]
+def _compared(nsa: Measurement, dense: Measurement | None) -> list[str]:
+    times = [_ms(nsa), math.inf if dense is None else _ms(dense)]
     cells = [digits(ms) if math.isfinite(ms) else "-" for ms in times]
     if dense is None or not all(map(math.isfinite, times)):
-        return [*cells, "-"]
-    return [*cells, f"{times[1] / times[0]:.1f}x"]
+        return [*cells, "-", "-"]
+    return [*cells, NAMES.get(dense.subject, dense.subject), f"{times[1] / times[0]:.1f}x"]
 
 
 SHAPES_OF_MODELS: dict[str, Callable[[Results], str]] = {"shapes": shapes}

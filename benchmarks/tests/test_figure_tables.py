@@ -130,7 +130,8 @@ def test_the_table_of_shapes_takes_the_fastest_dense_kernel(tmp_path):
         for m in document["measurements"]
         if m["length"] == 16384 and (m["subject"] == "auto" or m["kind"] == "dense")
     ]
-    (folder / "shapes_16k.json").write_text(json.dumps(document))
+    text = json.dumps(document)
+    (folder / "shapes_16k.json").write_text(text)
     times = {
         m["subject"]: m["performance"]["median_ms"]
         for m in document["measurements"]
@@ -138,11 +139,17 @@ def test_the_table_of_shapes_takes_the_fastest_dense_kernel(tmp_path):
     }
     own = times.pop("auto")
     fastest = min(times.values())
-    ((heads, length, nsa, dense, speed_up),) = rows_of(folder, "shapes")
+    ((heads, length, nsa, dense, kernel, speed_up),) = rows_of(folder, "shapes")
     assert (heads, length) == ("32/8/128", "16k")
     assert float(nsa) == pytest.approx(own, rel=0.01)
     assert float(dense) == pytest.approx(fastest, rel=0.01)
+    assert times[{"cuDNN": "dense cudnn", "FlashAttention-2": "dense flash"}[kernel]] == fastest
     assert speed_up == f"{fastest / own:.1f}x"
+    # A run with FlashAttention-4 stands for that of the piece.
+    with_flash4 = text.replace("dense cudnn", "dense flash-attn 4")
+    (folder / "flash4_few_heads_16k.json").write_text(with_flash4)
+    ((*_, kernel, _),) = rows_of(folder, "shapes")
+    assert kernel == "FlashAttention-4"
 
 
 @pytest.fixture

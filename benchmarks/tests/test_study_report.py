@@ -439,10 +439,11 @@ def test_pages_state_values_of_the_large_arms(
     assert page_table(f"study-large-{name}", renamed(large_arms, ending)) == words
 
 
-def test_pages_state_the_difference_after_fewer_tokens(
-    large_arms: dict[str, Any], page_table: Any
+@pytest.mark.parametrize(("name", "words"), [("short", "-0.475 ± 0.025"), ("seeds", "0.01")])
+def test_pages_state_values_after_fewer_tokens(
+    name: str, words: str, large_arms: dict[str, Any], page_table: Any
 ) -> None:
-    assert page_table("study-large-short", large_arms) == "-0.475 ± 0.025"
+    assert page_table(f"study-large-{name}", large_arms) == words
 
 
 def test_the_picture_of_the_large_arms_has_their_differences(

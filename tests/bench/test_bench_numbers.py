@@ -185,7 +185,7 @@ def test_the_cost_of_both_is_the_sum_of_forward_and_backward():
         ([(512, 0.9), (1024, 2.0), (2048, 0.5)], round(1024 * math.sqrt(2)), "from about"),
         ([(1024, 0.5), (2048, 1.0)], None, "dense is faster"),
         ([(2048, 1.012)], None, "(1.01 times as fast at 2048)"),
-        ([(2048, 1.55)], None, "(1.6 times as fast at 2048)"),
+        ([(2048, 1.55)], None, "(1.55 times as fast at 2048)"),
     ],
 )
 def test_crossing_finds_the_length_and_a_sentence(pairs, length, text):

@@ -12,11 +12,12 @@ import stat
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import typer
 
-from nsa_cli import output
+from nsa_cli import __main__, output
 from nsa_cli.app import app
 from nsa_cli.choices import tokens
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
@@ -292,6 +293,17 @@ def test_progress_prints_nothing_for_short_runs_without_a_terminal(capsys):
             advance(label)
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+def test_warnings_of_the_compiler_of_flash_attention_4_are_not_shown(monkeypatch, recwarn):
+    def run():
+        for module in ("cutlass.base_dsl.dsl", "other.cutlass"):
+            warnings.warn_explicit(f"of {module}", UserWarning, "dsl.py", 1, module)
+
+    monkeypatch.setattr("nsa_cli.app.main", run)
+    monkeypatch.setattr(sys, "warnoptions", [])
+    __main__.main()
+    assert [str(w.message) for w in recwarn] == ["of other.cutlass"]
 
 
 def test_environment_is_json_and_names_versions():

@@ -171,6 +171,7 @@ def test_without_a_backend_for_a_slot_the_problem_is_one_sentence(nsa, monkeypat
     )
 
 
+@pytest.mark.slow
 def test_the_block_has_no_path_and_no_user(report, monkeypatch, capsys) -> None:
     monkeypatch.setenv("LOGNAME", "janedoe")
     doctor.print_block(report[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from nsa_bench.render.format import number
 from nsa_bench.result import Crossover, Measurement, Series
 from nsa_bench.timing import Performance
 
@@ -76,7 +77,7 @@ def crossing(pairs: Sequence[tuple[int, float]]) -> tuple[int | None, str]:
     if ratio >= 1:
         return (
             None,
-            f"dense is faster up to {last} tokens ({_rounded(ratio)} times as fast at {last})",
+            f"dense is faster up to {last} tokens ({number(ratio)} times as fast at {last})",
         )
     slower = [index for index, (_, r) in enumerate(pairs) if r >= 1]
     if not slower:
@@ -85,7 +86,3 @@ def crossing(pairs: Sequence[tuple[int, float]]) -> tuple[int | None, str]:
     share = math.log(above) / (math.log(above) - math.log(below))
     length = round(low * (high / low) ** share)
     return length, f"faster than dense from about {length} tokens (between {low} and {high})"
-
-
-def _rounded(ratio: float) -> str:
-    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2f}" if ratio < 1.1 else f"{ratio:.2g}"

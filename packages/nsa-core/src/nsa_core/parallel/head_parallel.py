@@ -338,10 +338,10 @@ def whole_parameters(layer: NSAttention) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, limit: float) -> torch.Tensor:
-    """Scale the gradients of a model to a norm of at most ``limit``, that of one process.
+    """Scale the gradients of a model so that their norm over all ranks is at most ``limit``.
 
-    ``torch.nn.utils.clip_grad_norm_`` sees this rank's heads only. Each rank would scale its copy
-    of the other gradients by a factor of its own, and the copies of a parameter would drift apart.
+    ``torch.nn.utils.clip_grad_norm_`` sees the heads of this rank only. With it, each rank would
+    scale the common gradients by another factor, and the copies of a parameter would drift apart.
 
     All ranks must call this, those over which ``fully_shard`` shards the parameters included.
 
