@@ -1,12 +1,15 @@
 """Every parameter has a gradient at the first step, unless it is zero by construction."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
 from cases import small
 from nsa_core import NSAttention
 from nsa_core.config import COMPRESS_KINDS, GATE_KINDS
-from nsa_core.layer.unit_linear import Affine, UnitLinear
+from nsa_core.layer.unit_linear import Affine
 
 pytestmark = pytest.mark.usefixtures("planned")
 LENGTH = 44  # at least 4*l = 32, and more than n*l' = 32: some block is not selected
@@ -138,6 +141,19 @@ def test_a_layer_from_the_meta_device_has_the_distribution_of_a_new_one(kind, ga
         assert abs(values.std().log() - expected.std().log()) < 4 * error, name
         assert abs(values.mean() - expected.mean()) < 4 * error * expected.std(), name
     for linear in attn.modules():
-        if isinstance(linear, (Affine, UnitLinear)):  # outputs of one variance
-            expected, error = linear.gain * linear.in_features**-0.5, linear.weight.numel() ** -0.5
+        if isinstance(linear, (Affine, torch.nn.Linear)):  # outputs of one variance
+            gain, error = getattr(linear, "gain", 1.0), linear.weight.numel() ** -0.5
+            expected = gain * linear.in_features**-0.5
             assert linear.weight.std().item() == pytest.approx(expected, rel=4 * error)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_projection_is_an_exact_nn_linear_and_its_copy_initialises_itself(copied):
+    attn = NSAttention(small())
+    for original in (attn.qkv, attn.out):
+        linear, before = copied(original), original.weight.clone()
+        assert type(linear) is torch.nn.Linear  # bitsandbytes replaces no subclass
+        linear.weight.data.zero_()
+        linear.reset_parameters()
+        assert linear.weight.std() > 0
+        assert torch.equal(original.weight, before)

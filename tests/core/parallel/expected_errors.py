@@ -55,7 +55,7 @@ REFUSALS: dict[str, str] = {
     "too many ranks for groups": "InvalidInput: HeadParallel needs a mesh whose size divides"
     " n_kv_heads: 2 ranks do not divide 3 key/value heads",
     "a sharded layer for heads": "InvalidInput: HeadParallel needs plain layers qkv, out and gate,"
-    " got FSDPUnitLinear, FSDPUnitLinear, FSDPLinearGate: apply the style before wrapping",
+    " got FSDPLinear, FSDPLinear, FSDPLinearGate: apply the style before wrapping",
     "a sharded phi for heads": "InvalidInput: HeadParallel needs parameters that are not sharded,"
     " got phi_k.",
     "a sharded norm for heads": "InvalidInput: HeadParallel needs parameters that are not sharded,"

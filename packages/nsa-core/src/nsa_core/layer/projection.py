@@ -26,7 +26,7 @@ from nsa_core.layer.rope import (
     wide_if_eager,
 )
 from nsa_core.layer.split_product import joins_columns, rotated_heads, split_columns
-from nsa_core.layer.unit_linear import UnitLinear
+from nsa_core.layer.unit_linear import unit_linear
 from nsa_core.packing import token_positions
 from nsa_core.plan.default_plan import (
     backends_of,
@@ -122,13 +122,13 @@ class NSAProjections(nn.Module):
         q_width, k_width = config.n_heads * config.qk_dim, config.n_kv_heads * config.qk_dim
         v_width = config.n_kv_heads * config.v_dim
         self._widths = [q_width, *[k_width] * pairs, *[v_width] * pairs]
-        self.qkv = UnitLinear(config.dim, sum(self._widths), bias=False)
+        self.qkv = unit_linear(config.dim, sum(self._widths))
         self.q_norm = HeadNorm(config.qk_dim) if config.qk_norm else nn.Identity()
         self.k_norm = HeadNorm(config.qk_dim) if config.qk_norm else nn.Identity()
         self.phi_k = make_phi(config.compress, config.geometry, config.qk_dim)
         self.phi_v = make_phi(config.compress, config.geometry, config.v_dim)
         self.gate = make_gate(config.gate, config.dim, config.n_heads)
-        self.out = UnitLinear(config.n_heads * config.v_dim, config.dim, bias=False)
+        self.out = unit_linear(config.n_heads * config.v_dim, config.dim)
         self._last: tuple[torch.device, torch.dtype, bool, bool] | None = None
 
     def reset_parameters(self) -> None:

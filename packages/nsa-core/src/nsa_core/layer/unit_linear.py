@@ -1,39 +1,42 @@
-"""Linear layers that initialise themselves, and not by the module that holds them."""
+"""Linear layers that initialise themselves, and not by the module that holds them.
+
+Frameworks that build a model on the meta device call ``reset_parameters`` of every module, of outer
+modules first. So each layer must initialise its own parameters.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import nn
 
 
-class UnitLinear(nn.Linear):
-    """An nn.Linear that is initialised to outputs of one variance for unit-variance inputs.
+def unit_linear(in_features: int, out_features: int) -> nn.Linear:
+    """Return an nn.Linear without a bias, with outputs of variance 1 for unit-variance inputs.
 
-    Frameworks that build a model on the meta device call ``reset_parameters`` of every module, of
-    outer modules first. So each layer must initialise its own parameters.
+    It is no subclass, because quantisers such as that of bitsandbytes replace none. Its
+    ``reset_parameters`` is therefore an attribute of its own.
 
     Args:
         in_features: Width of the inputs.
         out_features: Width of the outputs.
-        bias: Whether there is a bias, initially 0.
-        gain: Initial standard deviation of the outputs.
     """
+    linear = nn.Linear(in_features, out_features, bias=False)
+    linear.reset_parameters = functools.partial(_reset, linear, 1.0)  # type: ignore[method-assign]
+    linear.reset_parameters()
+    return linear
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, gain: float = 1.0
-    ) -> None:
-        self.gain = gain  # first, because the constructor calls reset_parameters
-        super().__init__(in_features, out_features, bias)
 
-    def reset_parameters(self) -> None:
-        """Initialise the weight to normal values and the bias to 0."""
-        nn.init.normal_(self.weight, std=self.gain * self.in_features**-0.5)
-        if isinstance(self.bias, torch.Tensor):
-            nn.init.zeros_(self.bias)
+def _reset(layer: nn.Linear | Affine, gain: float) -> None:
+    """Initialise the weight to normal values, for outputs of std ``gain``, and the bias to 0."""
+    nn.init.normal_(layer.weight, std=gain * layer.in_features**-0.5)
+    if isinstance(layer.bias, torch.Tensor):
+        nn.init.zeros_(layer.bias)
 
 
 class Affine(nn.Module):
-    """W x + b, with the parameters of nn.Linear and the initial values of :class:`UnitLinear`.
+    """W x + b, with the parameters of nn.Linear and initial values for outputs of one variance.
 
     It is no nn.Linear on purpose. Adapters and quantisers replace every nn.Linear that they find.
     But phi and the gates are few parameters, in a converted model without any training, so they
@@ -59,5 +62,5 @@ class Affine(nn.Module):
     extra_repr = nn.Linear.extra_repr
 
     def reset_parameters(self) -> None:
-        """Initialise as UnitLinear does."""
-        UnitLinear.reset_parameters(self)  # type: ignore[arg-type]
+        """Initialise the weight to normal values and the bias to 0."""
+        _reset(self, self.gain)
