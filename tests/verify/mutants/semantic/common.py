@@ -122,12 +122,13 @@ def calls(**fields: Callable[[View], Any]) -> Fault:
 
 
 def reads_table(change: Change) -> Fault:
-    """The healthy decode form with a changed block table."""
+    """The healthy decode form with a changed block table of the branch that it reads."""
 
     def tables(c: View) -> BlockTables:
-        return BlockTables(*(change(c, table.clone()) for table in c.call.tables))
+        tables = {branch: c.call.table(branch) for branch in BlockTables._fields}
+        return BlockTables(**tables | {c.branch: change(c, tables[c.branch].clone())})
 
-    return calls(tables=tables)
+    return calls(tables=tables, sequences=lambda c: None)
 
 
 def sizes(**fields: Callable[[View], int]) -> Fault:

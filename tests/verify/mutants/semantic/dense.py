@@ -163,14 +163,23 @@ class Sequence(NamedTuple):
 
 def located(c: View, store: torch.Tensor, index: int, place: torch.Tensor) -> Place:
     """Return the page and the row of the rows ``place`` of sequence ``index``."""
-    branch = "cmp" if c.slot == "select" else c.slot
-    table, per_page = getattr(c.call.tables, branch)[index].long(), store.shape[1]
+    table, per_page = c.call.table(c.branch)[index].long(), store.shape[1]
     return table[place // per_page % len(table)], place % per_page
+
+
+def stored(c: View, name: str, index: int, place: torch.Tensor) -> torch.Tensor:
+    """Return the keys or values of the rows ``place`` of sequence ``index``, dequantized."""
+    store, scales = c[name], c.call.scales
+    page, row = located(c, store, index, place)
+    if scales is None:
+        return store[page, row]
+    codes = store.view(torch.uint8)[page, row].view(store.dtype)
+    return codes.float() * getattr(scales, c.branch)[page][..., int(name != c.key_name), None]
 
 
 def sequences(c: View) -> Iterator[Sequence]:
     """Yield the sequences of a decode step that have a new token, with their keys in order."""
-    k, v = c[c.key_name], c.tensors.get(c.value_name)
+    names = [name for name in (c.key_name, c.value_name) if name in c.tensors]
     for index, (start, length) in enumerate(zip(c.call.starts.tolist(), c.call.lengths.tolist())):
         if start == length:
             continue
@@ -179,7 +188,7 @@ def sequences(c: View) -> Iterator[Sequence]:
         else:
             count = c.geometry.num_compressed(length) if c.slot in ("cmp", "select") else length
             token = torch.arange(count)
-        parts = [x[located(c, x, index, token)] for x in (k, v) if x is not None]
+        parts = [stored(c, name, index, token) for name in names]
         yield Sequence(
             index, slice(0, length - start), torch.arange(start, length), parts[0], parts[-1]
         )

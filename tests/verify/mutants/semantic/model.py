@@ -114,6 +114,11 @@ class View:
         return "v_cmp" if self.slot == "cmp" else "v"
 
     @property
+    def branch(self) -> str:
+        """The branch whose block table a decode call reads."""
+        return "cmp" if self.slot == "select" else self.slot
+
+    @property
     def groups(self) -> int:
         return self.tensors[self.key_name].shape[-2]
 
