@@ -19,7 +19,7 @@ from nsa_core import (
     resolve,
 )
 from nsa_core.plan.registry import default_registry
-from nsa_core.torch_ops.backend_call import record_dispatch
+from nsa_core.torch_ops.backend_call import record_dispatch, run_backend
 from nsa_verify.checks import invariants
 from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.combination import Combination
@@ -169,6 +169,14 @@ def test_row_56_error_of_a_kernel_names_backend_and_slot() -> None:
 def test_row_59_wrong_results_of_a_kernel_raise(fault: str) -> None:
     with pytest.raises(NSAError, match=f"'toy-{fault}', slot 'win', forward: "):
         call_win(fault)
+
+
+def test_a_result_that_is_not_contiguous_is_copied() -> None:
+    values = torch.arange(6.0).view(3, 2)
+    where, specs = ("toy", "win", "decode"), [((2, 3), torch.float32)]
+    (o,) = run_backend(where, lambda: values.T, (), specs, values.device, {})
+    assert o.is_contiguous()
+    assert torch.equal(o, values.T)
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,9 @@ Inputs have stride(-1) == 1; nsa_core copies an input with another layout. Integ
 apart. nsa_core copies metadata of other strides at every call, inside a captured CUDA graph too, so
 that a replay reads new values; a backend must not keep metadata, or results computed from it, for a
 later call.
-Returned tensors must be new, contiguous and must not alias an input. Operators run below autograd:
-torch.func.vjp works inside a backward, torch.autograd.grad does not.
+Returned tensors must be new and must not alias an input; nsa_core copies one that is not
+contiguous. Operators run below autograd: torch.func.vjp works inside a backward,
+torch.autograd.grad does not.
 
 Of nsa_core, a backend imports only this module, layout, packing, fold (compressed attention as
 causal attention), flash (operands of FlashAttention's kernels) and dryrun (workspace sizes).

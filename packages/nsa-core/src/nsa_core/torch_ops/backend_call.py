@@ -67,6 +67,8 @@ def run_backend(
 ) -> list[torch.Tensor]:
     """Call a backend's function on ``device`` with autocast off, and check its results.
 
+    Shape inference gives compiled code contiguous results, so others are copied.
+
     Args:
         where: The backend, the slot and the direction.
         function: The function.
@@ -93,7 +95,7 @@ def run_backend(
                     if result.shape != shape or result.dtype != dtype or result.device != device:
                         break
                 else:
-                    return results
+                    return [result.contiguous() for result in results]
             raise NSAError(_wrong_results(where, results, specs, device))
         except (NSAError, torch.OutOfMemoryError):
             raise

@@ -90,8 +90,7 @@ class CoreBackward:
             cmp_backward = self.cmp.gradients(direct=True)
             options["cmp_backward"] = lambda *rows: cmp_backward(*rows, *tail)
         device = arguments[0].device
-        results = run_backend(where, self._function, arguments, specs, device, options)
-        return tuple([result.contiguous() for result in results])
+        return tuple(run_backend(where, self._function, arguments, specs, device, options))
 
     def _fake(self, *args: Any) -> tuple[torch.Tensor, ...]:
         """Return empty tensors with the shapes and dtypes of the results."""

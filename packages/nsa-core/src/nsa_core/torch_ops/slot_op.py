@@ -179,8 +179,7 @@ class SlotOp:
                 outs[1].fill_(-torch.inf)
         else:
             where = self.backend, self.slot, "forward"
-            results = run_backend(where, self._forward, tensors, specs, device, {"call": call})
-            outs = [result.contiguous() for result in results]
+            outs = run_backend(where, self._forward, tensors, specs, device, {"call": call})
         return outs[0] if self._n_out == 1 else tuple(outs)
 
     def _forward_fake(self, *args: Any) -> Any:
@@ -204,8 +203,7 @@ class SlotOp:
             tensors = in_layout((grad, *saved), self._blocks and 1 + self._blocks)
             where = self.backend, self.slot, "backward"
             options = {"call": tail.call()}
-            results = run_backend(where, self._backward, tensors, specs, device, options)
-            outs = [result.contiguous() for result in results]
+            outs = run_backend(where, self._backward, tensors, specs, device, options)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def _backward_fake(self, *args: Any) -> Any:
