@@ -193,9 +193,9 @@ def large_speed(groups: list[report.Group]) -> str:
     return f"{speeds[_nsa(group)] / speeds[group.base]:.2f} times"
 
 
-@_from_study(SHORT)
+@_from_study(LARGE)
 def large_seeds(groups: list[report.Group]) -> str:
-    """State how far the seeds of dense attention are apart after fewer tokens."""
+    """State how far the seeds of dense attention are apart."""
     (group,) = groups
     losses = group.final["loss"][group.base]
     return f"{losses.max() - losses.min():.2f}"
