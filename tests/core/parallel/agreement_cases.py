@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from block_cases import BLOCK, block_problem
 from nsa_core import plan_block_attention, resolve
@@ -28,11 +30,18 @@ def disagreement(rank: int, world: int, *, of: str, about: str) -> str:
         world: number of ranks.
         of: what is called: "sequence" and "heads" are layers of ContextParallel and HeadParallel,
             "grid" is a layer of ContextParallel on each half of the ranks, "blocks" is
-            divided_block_attention.
-        about: the difference between the call of the last rank and the others.
+            divided_block_attention, "mixed" is a wrapped layer of HeadParallel.
+        about: the difference between the call of the last rank and the others; of "mixed", the
+            wrapper.
     """
-    calls = {"sequence": _sequence, "heads": _heads, "grid": _grid, "blocks": _blocks}
-    call = calls[of](rank, world, about if rank == world - 1 else "")
+    calls = {
+        "sequence": _sequence,
+        "heads": _heads,
+        "grid": _grid,
+        "blocks": _blocks,
+        "mixed": _mixed,
+    }
+    call = calls[of](rank, world, about if rank == world - 1 or of == "mixed" else "")
     os.environ["NSA_CHECK"] = "1"
     try:
         with Collectives() as seen:
@@ -93,6 +102,14 @@ def _heads(rank: int, world: int, about: str) -> Call:
     plan = "sdpa" if about == "no plan" else None
     x = case.x[:, 1:] if about == "width" else case.x
     return lambda: layer(x, _documents(about), plan=plan)
+
+
+def _mixed(rank: int, world: int, about: str) -> Call:
+    """Wrap a layer of HeadParallel over the ranks of its heads."""
+    case, mesh = problem("packed"), init_device_mesh("cpu", (world,))
+    layer = parallelize_module(case.layer(), mesh, HeadParallel())
+    wrapped = fully_shard(layer, mesh=mesh) if about == "fsdp" else DistributedDataParallel(layer)
+    return lambda: wrapped(case.x, case.cu_seqlens)
 
 
 def _grid(rank: int, world: int, about: str) -> Call:

@@ -89,6 +89,7 @@ FROZEN: list[Case] = [
         (["phi_", "q_norm", "k_norm"], False),
     ]
 ]
+WRAPPERS = ("ddp", "fsdp")  # over ranks with other heads
 SINGLE: list[Case] = [("single", {"style": style}) for style in ("context", "heads")]
 BLOCKS: list[Case] = [("divided_blocks", {"form": "packed", "layout": "head_tail"})]
 WAITING: list[Case] = [("one_refuses", {"check": check}) for check in (False, True)]
@@ -139,7 +140,9 @@ def two(request: pytest.FixtureRequest) -> Processes:
     ]
     selected = {named(each["case"]) for each in parameters if "case" in each}
     agreements = [(of, "nothing") for of in CALLS]
-    disagreements = [disagreement(*each) for each in (*DISAGREEMENTS, *FAULTS, *agreements)]
+    mixed = [("mixed", wrapper) for wrapper in WRAPPERS]
+    called = (*DISAGREEMENTS, *FAULTS, *agreements, *mixed)
+    disagreements = [disagreement(*each) for each in called]
     refusals = [("refusal", {"of": of}) for of in REFUSALS]
     lists = (
         cases_of(2),
@@ -297,6 +300,12 @@ def test_nsa_check_finds_ranks_that_disagree(two: Processes, of: str, about: str
 @pytest.mark.parametrize("of", CALLS)
 def test_nsa_check_accepts_equal_calls(two: Processes, of: str) -> None:
     assert two.outcomes(disagreement(of, "nothing")) == ["no error"] * 2
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_nsa_check_finds_mixed_heads(two: Processes, wrapper: str) -> None:
+    for text in two.outcomes(disagreement("mixed", wrapper)):
+        assert "InvalidInput: ranks to which HeadParallel gave different heads" in text, text
 
 
 @pytest.mark.parametrize(("of", "about"), FAULTS)

@@ -16,7 +16,7 @@ from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layer.gating import LinearGate, MLPGate
 from nsa_core.layer.module import NSAttention
 from nsa_core.layer.plain_linear import are_plain
-from nsa_core.parallel.agreement import agreed, values_of_layer
+from nsa_core.parallel.agreement import agreed, is_compared, values_of_layer
 from nsa_core.parallel.collectives import gather_rows, group_name, sum_dtype, sum_ranks
 from nsa_core.parallel.context import heads_of_one_rank, layer_to_divide
 
@@ -38,8 +38,8 @@ class HeadParallel(ParallelStyle):
     Parameters become those of the rank: load a checkpoint before, and create the optimizer after
     ``parallelize_module``. :func:`whole_parameters` returns those of one process. Apply
     DistributedDataParallel or ``fully_shard`` afterwards, over the data-parallel ranks only: over
-    ranks with other heads, it would mix their parameters without an error. Clip gradients with
-    :func:`clip_gradients`.
+    ranks with other heads, it would mix their parameters, and only NSA_CHECK=1 finds this. Clip
+    gradients with :func:`clip_gradients`.
 
     A mesh of one rank changes nothing. Over a cache, a layer of this style raises Unsupported.
     torch.compile cannot trace such a layer as one graph (``fullgraph=True``).
@@ -244,6 +244,8 @@ class DividedHeads:
             return values_of_layer(layer, x, cu_seqlens, max_seqlen, call and call[0])
 
         call = agreed(prepare, values, self.group, x)
+        if is_compared(x):
+            _check_heads_differ(layer.qkv.weight.detach().double(), self.group)
         o = layer.attend_with(*call, cu_seqlens, max_seqlen)
         product = _product(layer.out, o.flatten(-2))
         y: torch.Tensor = _Summed.apply(product, layer.out.bias, self.group)  # type: ignore[no-untyped-call]
@@ -266,6 +268,23 @@ class DividedHeads:
             summed = _Replicated.apply(self.group, *[tensors[name] for name in trained])  # type: ignore[no-untyped-call]
             tensors |= dict(zip(trained, summed))
         return tensors.pop("x"), tensors
+
+
+def _check_heads_differ(weight: torch.Tensor, group: str) -> None:
+    """Check that no two ranks of ``group`` hold the same ``weight`` of qkv; one value is no weight.
+
+    Raises:
+        InvalidInput: two do. All ranks raise.
+    """
+    facts = torch.stack([weight.sum(), weight.square().sum(), weight.min(), weight.max()])
+    every = gather_rows(facts[None], group, facts.dtype)
+    every = every[every[:, 2] < every[:, 3]]
+    if len(every.unique(dim=0)) < len(every):
+        raise InvalidInput(
+            "ranks to which HeadParallel gave different heads have the same qkv.weight: DDP or"
+            " fully_shard spans them, and mixes their parameters; pass the data-parallel ranks"
+            " only, as process_group of DDP or mesh of fully_shard"
+        )
 
 
 def _product(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
