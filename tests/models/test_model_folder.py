@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import nsa_models.hf as hf
 from hf_models import DENSE_CONFIGS, NSA, SIZES, SIZES_OF_KIND, nsa_model, randomize
 from nsa_core import BackendUnavailable, InvalidInput
+from nsa_models.hf.conversion import DEFAULTS
 from nsa_models.hf.folder import load_tokenizer, new_text_ids
 from nsa_models.lm import config_json, json_fields, weights
 from nsa_models.lm.config import LMConfig, size
@@ -429,7 +430,7 @@ def test_one_folder_serves_every_command(
     assert {o.config for o in opened.values()} == {opened["run"].config}
     assert [opened[name].training.step for name in ("run", "again")] == [2, 1]
     model = AutoModelForCausalLM.from_pretrained("again")
-    assert (model.config.nsa, model.dtype) == (NSA, torch.float32)
+    assert (model.config.nsa, model.dtype) == (DEFAULTS | NSA, torch.float32)
     assert model.config.nsa_layers == (None if nsa_layers is None else [int(nsa_layers)])
     assert AutoTokenizer.from_pretrained("again")("Ä")["input_ids"] == [0xC3, 0x84]
 
