@@ -10,6 +10,7 @@ import functools
 
 import torch
 from torch import nn
+from torch.nn.utils import skip_init
 
 
 def unit_linear(in_features: int, out_features: int) -> nn.Linear:
@@ -22,7 +23,8 @@ def unit_linear(in_features: int, out_features: int) -> nn.Linear:
         in_features: Width of the inputs.
         out_features: Width of the outputs.
     """
-    linear = nn.Linear(in_features, out_features, bias=False)
+    device = torch.get_default_device()  # skip_init would take the CPU
+    linear: nn.Linear = skip_init(nn.Linear, in_features, out_features, bias=False, device=device)
     linear.reset_parameters = functools.partial(_reset, linear, 1.0)  # type: ignore[method-assign]
     linear.reset_parameters()
     return linear
