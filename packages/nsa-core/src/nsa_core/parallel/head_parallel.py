@@ -271,10 +271,14 @@ class DividedHeads:
 
 
 def _check_heads_differ(weight: torch.Tensor, group: str) -> None:
-    """Check that no two ranks of ``group`` hold the same ``weight`` of qkv; one value is no weight.
+    """Check that no two ranks hold the same heads. A weight of one repeated value says nothing.
+
+    Args:
+        weight: float64, the weight of this rank's qkv.
+        group: name of the process group over whose ranks the heads are divided.
 
     Raises:
-        InvalidInput: two do. All ranks raise.
+        InvalidInput: two ranks hold the same heads. All ranks raise.
     """
     facts = torch.stack([weight.sum(), weight.square().sum(), weight.min(), weight.max()])
     every = gather_rows(facts[None], group, facts.dtype)

@@ -84,6 +84,7 @@ def run_backend(
         NSAError: The function raised, or the number, shapes, dtypes or devices of its results are
             wrong. NSAError and torch.OutOfMemoryError pass unchanged.
     """
+    backend, slot, direction = where
     for trace in _traces:
         trace.append(DispatchRecord(*where))
     with backend_state(device):
@@ -95,14 +96,13 @@ def run_backend(
                     if result.shape != shape or result.dtype != dtype or result.device != device:
                         break
                 else:
-                    if where[1] == "append":  # it may return q itself
+                    if slot == "append":  # it may return q itself: no copy at every step
                         return results
                     return [result.contiguous() for result in results]
             raise NSAError(_wrong_results(where, results, specs, device))
         except (NSAError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            backend, slot, direction = where
             text = f"backend {backend!r}, slot {slot!r}, {direction}: {describe_error(error)}"
             raise NSAError(text) from error
 
