@@ -195,7 +195,10 @@ def attend(
     """
     plan, *rows, raw, ks, vs = call
     place = (ranks.layout, ranks.group)
-    q, gates, k_raw, v_raw, *kv = to_heads([*rows, *raw, *ks, *vs], *place)
+    kv = [*raw, *ks, *vs]
+    q, gates, joined = to_heads([*rows, torch.cat(kv, -1)], *place)
+    parts = joined.split([x.shape[-1] for x in kv], -1)
+    k_raw, v_raw, *kv = [x.contiguous() for x in parts]
     ks, vs = kv[: len(ks)], kv[len(ks) :]
     packed = None
     if cu_seqlens is not None:
