@@ -105,6 +105,11 @@ def test_a_package_with_another_interface_gives_its_error_as_the_reason(install)
     assert "softmax_scale" in install("flash-attn 3", lambda q, k, v, causal: q).reason
 
 
+def test_flash_attention_4_that_does_not_run_may_be_overwritten(install):
+    assert install("flash-attn 4").reason.endswith("install flash-attn-4 after it")
+    assert "install flash-attn-4" not in install("flash-attn 3").reason
+
+
 def test_flash_attention_4_is_no_baseline_where_its_gradients_are_wrong(install, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "CONFIG", NSAConfig(32, 4, 2, head_dim=80))
     assert "no multiple of 32" in install("flash-attn 4", attend).reason

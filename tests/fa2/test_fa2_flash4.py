@@ -189,6 +189,12 @@ def test_a_package_that_cannot_run_has_a_reason(
     assert source.reason.hint
 
 
+def test_a_package_that_does_not_load_may_be_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = _install(monkeypatch, FLASH4, None).reason
+    assert reason is not None
+    assert "after flash-attn, which overwrites its files" in reason.hint
+
+
 def test_a_package_that_runs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     source = _install(monkeypatch, FLASH4, flash4_interface(Library()))
     assert source.provider is not None

@@ -27,6 +27,11 @@ from nsa_core.layout import BlockGeometry
 NAME = "flash-attn-4"
 OLDEST = Version("4.0.0b36")
 INSTALL = "pip install --pre flash-attn-4"
+# flash-attn 2.8 has older files of the same names, and removes them when it is uninstalled.
+REINSTALL = (
+    "install it again, after flash-attn, which overwrites its files:"
+    " pip install --pre --force-reinstall --no-deps flash-attn-4"
+)
 # Hopper and the Blackwell GPUs of data centres. Only an H200 was tested.
 OLDEST_GPU, NEWEST_GPU = (9, 0), (11, 9)
 # Head widths of the calls. On sm_90, 4.0.0b36 computes wrong gradients for widths that are no
@@ -109,7 +114,7 @@ def source() -> Source:
         changed = [f.__name__ for f, names in calls if names - {*inspect.signature(f).parameters}]
     except Exception as error:  # noqa: BLE001  its compiler raises errors of its own
         message = f"{NAME} {text} does not load: {type(error).__name__}: {error}"
-        return _absent("package_abi_mismatch", message, f"reinstall it: {INSTALL}")
+        return _absent("package_abi_mismatch", message, REINSTALL)
     if changed:
         message = f"{NAME} {text} is too new: {', '.join(changed)} takes other arguments"
         return _absent("package_too_new", message, f"pip install {NAME}=={OLDEST}")

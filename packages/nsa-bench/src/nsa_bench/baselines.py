@@ -99,7 +99,10 @@ def _package(name: str, config: NSAConfig, device: str, dtype: torch.dtype) -> B
         # Seen in 4.0.0b36 on sm_90: github.com/Dao-AILab/flash-attention/pull/2896
         reason = "its gradients are wrong for heads whose width is no multiple of 32"
         return Baseline(label, forward, reason)
-    return Baseline(label, forward, refusal(forward, config, device, dtype))
+    reason = refusal(forward, config, device, dtype)
+    if reason and name == "flash-attn 4":
+        reason += "; flash-attn has older files of the same names: install flash-attn-4 after it"
+    return Baseline(label, forward, reason)
 
 
 def is_installed(module: str) -> bool:
