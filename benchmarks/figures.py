@@ -16,8 +16,8 @@ until it exits with 0.
 between `<!-- figures:NAME -->` and `<!-- /figures -->`.
 
 Exit codes: 0 all requested pieces are done; 1 pieces are left, a piece failed, or a page differs
-from the result files; 2 wrong usage, a dirty checkout, or installed packages that differ from the
-checkout; 130 after Ctrl-C.
+from the result files; 2 wrong usage, a dirty checkout, installed packages that differ from the
+checkout, or no FlashAttention-4 on a GPU that it supports; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from figure_a100 import A100
 from figure_blocks import BLOCKS
 from figure_counters import COUNTERS
@@ -52,6 +53,7 @@ from figure_tables import TABLES as OTHER_TABLES
 from figure_tables import Results
 from figure_training import TRAINING
 
+from nsa_backend_fa2 import flash4
 from nsa_bench.provenance import blob_id, command_output, tree_id
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,6 +147,19 @@ class Figures:
                     " again, or run with --allow-dirty"
                 )
 
+    def refuse_missing_flash4(self) -> None:
+        """Refuse a GPU of FlashAttention-4 if it does not load: the tables compare with it.
+
+        Raises:
+            Refused: The package flash-attn-4 does not load.
+        """
+        reason = flash4.source().reason
+        supported = torch.cuda.is_available() and (
+            flash4.OLDEST_GPU <= torch.cuda.get_device_capability() <= flash4.NEWEST_GPU
+        )
+        if reason and supported and not self.allow_dirty:
+            raise Refused(f"{reason}; or run with --allow-dirty")
+
     def stamp(self, piece: Piece) -> dict[str, Any]:
         """Return the source and command of a piece, which a result must match to count as done."""
         script = shlex.split(piece.command)[1]
@@ -195,6 +210,7 @@ class Figures:
         deadline = time.monotonic() + 60 * minutes
         selected = self.named(names)
         self.refuse_unknown_source()
+        self.refuse_missing_flash4()
         pending = [piece for piece in selected if self.state(piece) != "done"]
         for piece in selected:
             if piece not in pending:

@@ -8,9 +8,10 @@ groups of kernels and runs only if it is named. Cells with a target figure run f
 cell starts after --time-limit (540 s). Every cell is a row, and the file is written after each. If
 a cell fails or runs out of memory, its row has the reason and the run continues.
 
-A mode of --modes is "eager", or options joined with "+": bf16 (parameters in bf16, without fp32
-copies), recompute (NSA only: the backward runs the branches again), compile, graph. Sections that
-need none of them measure "eager"; memory also measures "recompute".
+A mode of --modes is "eager", or options joined with "+": flash4 (dense attention only: it runs on
+FlashAttention-4), bf16 (parameters in bf16, without fp32 copies), recompute (NSA only: the backward
+runs the branches again), compile, graph. Sections that need none of them measure "eager"; memory
+also measures "recompute".
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ def throughput(bench: Bench) -> None:
 
 
 def _speed(bench: Bench, config: LMConfig, length: int, batch: int, mode: str) -> Row:
+    with Mode.of(mode).kernels():
+        return _timed_steps(bench, config, length, batch, mode)
+
+
+def _timed_steps(bench: Bench, config: LMConfig, length: int, batch: int, mode: str) -> Row:
     trainer = bench.trainer(config, length, batch, mode)
     # Reset before the first step: a replayed graph does not call the allocator, so its memory shows
     # only at its capture.
@@ -277,10 +283,12 @@ def main() -> None:
         modes = [Mode.of(name) for name in grid.modes]
     except ValueError as error:
         parser.error(f"--modes: {error}")
-    if not any(mode.runs("dense") for mode in modes):
-        parser.error(
-            f"--modes needs a mode without recompute, for dense attention; got {options.modes}"
-        )
+    for attention, option in (("dense", "recompute"), ("nsa", "flash4")):
+        if not any(mode.runs(attention) for mode in modes):
+            parser.error(
+                f"--modes needs a mode without {option}, for {attention} attention;"
+                f" got {options.modes}"
+            )
     bench = Bench(grid, options.json, options.time_limit)
     for section in sections:
         globals()[section](bench)

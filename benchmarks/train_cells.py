@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa_bench.environment import machine
 from nsa_bench.roofline import measure_peaks
@@ -25,7 +27,7 @@ from nsa_models.lm.trainer import Trainer
 
 Row = dict[str, Any]
 # Options of a mode, in the order in which its name joins them with "+".
-MODE_OPTIONS = ("bf16", "recompute", "compile", "graph")
+MODE_OPTIONS = ("flash4", "bf16", "recompute", "compile", "graph")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +35,14 @@ class Mode:
     """How a step is trained: "eager", or options joined with "+", such as "compile+graph".
 
     Attributes:
+        flash4: FlashAttention-4 runs dense attention, not the kernel that PyTorch chooses.
         bf16: Parameters and AdamW's moments in bf16, without fp32 copies and without autocast.
         recompute: The backward runs NSA's branches again, as :class:`nsa_core.NSAttention` says.
         compile: Compiled blocks.
         graph: Forward and backward as one CUDA graph.
     """
 
+    flash4: bool = False
     bf16: bool = False
     recompute: bool = False
     compile: bool = False
@@ -62,7 +66,27 @@ class Mode:
 
     def runs(self, attention: str) -> bool:
         """Return whether a model with ``attention``, "nsa" or "dense", has this mode."""
-        return attention == "nsa" or not self.recompute
+        return not (self.flash4 if attention == "nsa" else self.recompute)
+
+    @contextlib.contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Run dense attention on FlashAttention-4 inside the block, if this mode says so.
+
+        Raises:
+            ImportError: flash-attn-4 is not installed, or PyTorch is too old for it.
+        """
+        if not self.flash4:
+            yield
+            return
+        from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+        activate_flash_attention_impl("FA4")
+        torch._dynamo.reset()  # compiled blocks keep the kernel for which they were compiled
+        try:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                yield
+        finally:
+            restore_flash_attention_impl()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +177,7 @@ class Bench:
             try:
                 row |= measure()
             # Out of memory is a RuntimeError.
-            except (RuntimeError, ValueError, NotImplementedError) as error:
+            except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
                 row["reason"] = describe_error(error)[:400]
             row["cell_s"] = round(time.monotonic() - started, 1)
         gc.collect()

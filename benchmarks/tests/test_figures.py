@@ -12,6 +12,7 @@ from pathlib import Path
 
 import figures
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
@@ -377,6 +378,15 @@ def test_collect_copies_clean_results(run, checkout):
     assert collected["figures"]["clean"] is True
     shutil.rmtree(checkout / "build")
     assert run("a:quick")[2] == []  # the repository's own result counts
+
+
+def test_a_gpu_whose_flash_attention_4_does_not_load_is_refused(run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, code in (((9, 0), 2), ((8, 0), 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        actual, output, runs = run("a:quick")
+        assert (actual, runs) == (code, [] if code else ["quick"])
+        assert ("the package flash-attn-4 is not installed" in output) == bool(code)
 
 
 def test_collect_refuses_results_from_a_dirty_checkout(run, checkout):

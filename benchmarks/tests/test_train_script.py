@@ -84,6 +84,36 @@ def test_recompute_mode_sets_every_layer(trainer_of, mode):
     assert layers == [mode == "recompute"]
 
 
+def test_flash4_mode_is_for_dense_attention_and_ends_with_its_cell(script, monkeypatch, tmp_path):
+    active = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", active.clear)
+    seen = []
+
+    def timed(bench, config, length, batch, mode):
+        seen.append((config.attention, mode, list(active), torch.backends.cuda.math_sdp_enabled()))
+        raise RuntimeError("no time")
+
+    monkeypatch.setattr(train, "_timed_steps", timed)
+    words = ("--only", "throughput", "--shapes", "64x1", "--modes", "flash4+bf16,eager")
+    script(*words, "--json", str(tmp_path / "train.json"))
+    assert seen == [
+        ("nsa", "eager", [], True),
+        ("dense", "flash4+bf16", ["FA4"], False),
+        ("dense", "eager", [], True),
+    ]
+
+
+def test_a_cell_without_flash_attention_4_has_a_reason(script, tmp_path):
+    file = tmp_path / "train.json"
+    words = ("--only", "throughput", "--shapes", "64x1", "--modes", "flash4+bf16,eager")
+    script(*words, "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    (row,) = [row for row in rows if "reason" in row]
+    assert (row["attention"], row["mode"]) == ("dense", "flash4+bf16")
+    assert "flash_attn" in row["reason"]
+
+
 @pytest.mark.slow
 def test_each_attention_runs_the_modes_that_it_has(script, tmp_path):
     file = tmp_path / "train.json"
@@ -142,7 +172,8 @@ def test_kernels_belong_to_groups(kernel, group):
         ("recompute+bf16", "got 'recompute+bf16'"),
         ("eager+compile", "got 'eager+compile'"),
         ("eager,", "got ''"),
-        ("recompute", "--modes needs a mode without recompute, for dense"),
+        ("recompute", "--modes needs a mode without recompute, for dense attention"),
+        ("flash4", "--modes needs a mode without flash4, for nsa attention"),
     ],
 )
 def test_unknown_and_missing_modes_are_refused(script, modes, message, capsys):
