@@ -39,8 +39,6 @@ def cases_of(world: int) -> list[Case]:
     equal = [
         ("equality", {"form": form, "layout": layout, "mode": mode})
         for form, layout, mode in itertools.product(FORMS, LAYOUTS, modes)
-        # The matrix product of 52 rows has other bits than the same rows among 104.
-        if (form, mode) != ("uneven pieces", "heads")
     ]
     equal += [
         ("equality", {"form": form, "layout": "head_tail", "mode": mode, **options})
@@ -168,7 +166,7 @@ def two(request: pytest.FixtureRequest) -> Processes:
 def assert_equal_to_one_process(
     outcomes: list[dict[str, Any]], mode: str, compress: str = ""
 ) -> None:
-    """Assert that errors are below the limit; in mode heads, that the outputs have equal bits.
+    """Assert that errors are below the limit; in mode heads, that the heads have equal bits.
 
     The product of a convolution has other bits for one head than for two on some CPUs.
     """
@@ -219,7 +217,8 @@ def test_number_of_collectives(two: Processes, case: Case) -> None:
 def test_heads_mode_copies_what_it_exchanges_once(two: Processes, case: Case) -> None:
     for counts in two.outcomes(case):
         assert counts["copied"] == counts["sent"] > 0, counts
-        assert counts["joined"] <= 1, counts  # the positions of the pieces
+        # The positions of the pieces; keys and values, and in the backward their gradients.
+        assert counts["joined"] <= 3, counts
         assert 0 < counts["angles"] < counts["rows"], counts
 
 
