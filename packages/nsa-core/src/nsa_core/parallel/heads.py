@@ -8,8 +8,9 @@ process, because no sum crosses groups. A rank rotates its rows before it sends 
 splits and rotates all heads, and the table has the angles of these rows only.
 
 An all-to-all moves any number of tensors. Every piece of every tensor is a message of its own,
-which arrives at its place in the sequence. So no buffer joins the tensors, and no copy brings
-chunks into the order of the sequence: every element is copied once, to or from the heads of a row.
+which arrives at its place in the sequence. So no copy brings chunks into the order of the sequence:
+every element is copied once, to or from the heads of a row. Only keys and values are joined before
+and split after it, because many small messages take the host longer than the copies take the GPU.
 """
 
 from __future__ import annotations
