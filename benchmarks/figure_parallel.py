@@ -1,8 +1,6 @@
 """The tables of docs/how-to/million-tokens.md, about one layer and about training.
 
-Their result files come from scaling.py and from parallel_training.py. A file of context parallelism
-that is older than scaling.py has projections to more GPUs and the longest sequences too; the page
-says so as long as it shows one.
+Their result files come from scaling.py and from parallel_training.py.
 """
 
 from __future__ import annotations
@@ -23,11 +21,6 @@ LOSS_FILES = ("parallel_loss.json", "parallel_loss_sequence.json")
 COLUMNS = ("tokens", "GPUs", "ms", "speed-up", "collectives, ms", "memory of a GPU, GiB")
 
 SPEED_COLUMNS = ("training on", "s per step", "tokens per s", "speed-up", "memory of a GPU, GiB")
-OLDER = ", with kernels of an earlier version"
-PROJECTIONS = (
-    " For a projection, each rank ran alone on one GPU, and the collectives of two GPUs of one"
-    " machine were added."
-)
 Row = dict[str, Any]
 
 
@@ -48,29 +41,22 @@ def lines_of(document: dict[str, Any]) -> list[tuple[str, list[Row]]]:
 
     Several divisions over the same GPUs make one line: at each length the fastest.
     """
-    lines: dict[tuple[int, bool], dict[int, Row]] = {}
+    lines: dict[int, dict[int, Row]] = {}
     for row in document["rows"]:
         if row["performance"]:
-            line = lines.setdefault((row["ranks"], _is_projection(row)), {})
+            line = lines.setdefault(row["ranks"], {})
             other = line.get(row["length"])
             if other is None or milliseconds(row) < milliseconds(other):
                 line[row["length"]] = row
     return [
-        (
-            f"{ranks} GPU" + "s" * (ranks > 1) + ", projected" * projected,
-            [line[length] for length in sorted(line)],
-        )
-        for (ranks, projected), line in sorted(lines.items())
+        (f"{ranks} GPU" + "s" * (ranks > 1), [line[length] for length in sorted(line)])
+        for ranks, line in sorted(lines.items())
     ]
 
 
 def milliseconds(row: Row) -> float:
     """Return the median of a timed row."""
     return float(row["performance"]["median_ms"])
-
-
-def _is_projection(row: Row) -> bool:
-    return bool(row.get("kind") == "projection")
 
 
 def chart(folder: Path) -> str:
@@ -86,34 +72,10 @@ def gib(row: Row) -> float:
     return float(max(row["peak_bytes"]) / 2**30)
 
 
-def projections(folder: Path) -> str:
-    """Return the words about projections, if the table has some."""
-    document = document_of(folder, FILE)
-    return PROJECTIONS if document and any(map(_is_projection, document["rows"])) else ""
-
-
-def longest(folder: Path) -> str:
-    """Return a sentence with the longest sequences, if the result file has a search for them."""
-    document = document_of(folder, FILE)
-    if document is None or "largest" not in document:
-        return ""
-    lengths = ", ".join(map(_longest_words, document["largest"]))
-    return f" The longest sequence of this layer that fits: {lengths}."
-
-
-def _longest_words(largest: Row) -> str:
-    """State the longest sequence; one after which the search ended early is a lower bound."""
-    at_least = "at least " * (largest["failed_length"] is None)
-    gpus = f"{largest['ranks']} GPU" + "s" * (largest["ranks"] > 1)
-    return f"{at_least}{tokens(largest['length'])} tokens on {gpus}"
-
-
 def device(folder: Path) -> str:
-    """Return the GPU of the result file, and whether the file is older than scaling.py."""
+    """Return the GPU of the result file."""
     document = document_of(folder, FILE)
-    if document is None:
-        return PENDING
-    return str(document["environment"].get("device")) + OLDER * (document["kind"] != "nsa-scaling")
+    return PENDING if document is None else str(document["environment"]["device"])
 
 
 def device_of_training(folder: Path) -> str:
@@ -197,7 +159,7 @@ def _cells(row: Row) -> list[str]:
     gpus = f"{row['ranks']}, {row['mode']}, {row['layout']}" if row["mode"] else "1"
     return [
         tokens(row["length"]),
-        gpus + ", projection" * _is_projection(row),
+        gpus,
         number(milliseconds(row)),
         "-" if row["speed_up"] is None else f"{row['speed_up']:.2f}x",
         "-" if row["ranks"] == 1 else number(row["communication_ms"]),
@@ -209,8 +171,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "context-parallel": lambda results: table(COLUMNS, rows_of_times(results.folder)),
     "context-parallel-device": lambda results: device(results.folder),
     "context-parallel-chart": lambda results: chart(results.folder),
-    "context-parallel-projections": lambda results: projections(results.folder),
-    "context-parallel-longest": lambda results: longest(results.folder),
     "parallel-speed": lambda results: table(SPEED_COLUMNS, rows_of_speed(results.folder)),
     "parallel-speed-device": lambda results: device_of_training(results.folder),
     "parallel-loss": lambda results: losses(results.folder),

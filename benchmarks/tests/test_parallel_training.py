@@ -148,18 +148,3 @@ def test_the_tables_compare_with_one_gpu(tmp_path: Path) -> None:
     assert TABLES["parallel-loss"](results) == (
         "0.03120 to 0.03120 on 2 GPUs and 0.00125 to 0.00125 between runs on one at 12/2/64"
     )
-
-
-def test_a_search_for_the_longest_sequence_that_ended_early_is_a_lower_bound(
-    tmp_path: Path,
-) -> None:
-    largest = [
-        {"ranks": 1, "length": 832 * 1024, "failed_length": 2**20},
-        {"ranks": 2, "length": 2**20, "failed_length": None},
-    ]
-    (tmp_path / "h100").mkdir()
-    (tmp_path / "h100" / "context_parallel.json").write_text(json.dumps({"largest": largest}))
-    assert TABLES["context-parallel-longest"](Results(tmp_path / "h100")) == (
-        " The longest sequence of this layer that fits: 832k tokens on 1 GPU, at least 1M tokens on"
-        " 2 GPUs."
-    )

@@ -1,8 +1,6 @@
 """Draw the plot of docs/how-to/million-tokens.md: time and memory of one layer, by number of GPUs.
 
-    python docs/scripts/scaling_figure.py docs/images
-
-Lines of measured numbers of GPUs are solid, those of projected ones dashed.
+python docs/scripts/scaling_figure.py docs/images
 """
 
 from __future__ import annotations
@@ -56,8 +54,7 @@ def panel(
     ends = []
     for colour, (label, rows) in zip(NSA_COLOURS, lines):
         points = [(row["length"], value(row)) for row in rows]
-        dashes = (0, (4, 2)) if label.endswith("projected") else "-"
-        axes.plot(*zip(*points), linestyle=dashes, marker="o", ms=4, lw=2, color=colour)
+        axes.plot(*zip(*points), marker="o", ms=4, lw=2, color=colour)
         length, last = points[-1]
         where = "" if length == lengths[-1] else f" at {tokens(length)}"
         text = f"{label}  {number(last)} {unit}{where}"
