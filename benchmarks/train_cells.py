@@ -10,14 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nsa_backend_fa2 import flash4
+from nsa_backend_fa2.providers import Attention
 from nsa_bench.environment import machine
 from nsa_bench.roofline import measure_peaks
 from nsa_core.util.atomic_files import write_atomic
 from nsa_core.util.text import describe_error
+from nsa_models.lm import dense
 from nsa_models.lm.config import LMConfig, size
 from nsa_models.lm.model import LanguageModel
 from nsa_models.lm.parallel import World
@@ -73,20 +76,83 @@ class Mode:
         """Run dense attention on FlashAttention-4 inside the block, if this mode says so.
 
         Raises:
-            ImportError: flash-attn-4 is not installed, or PyTorch is too old for it.
+            RuntimeError: flash-attn-4 does not load.
         """
         if not self.flash4:
             yield
             return
-        from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
-
-        activate_flash_attention_impl("FA4")
+        if reason := flash4.source().reason:
+            raise RuntimeError(str(reason))
         torch._dynamo.reset()  # compiled blocks keep the kernel for which they were compiled
-        try:
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                yield
-        finally:
-            restore_flash_attention_impl()
+        with mock.patch.object(dense, "causal", causal_on_flash4):
+            yield
+
+
+def causal_on_flash4(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Return causal attention [B, S, Hq, D], as dense.causal does."""
+    o: torch.Tensor = flash4_forward(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)[0]
+    return o
+
+
+@torch.library.custom_op("nsa_benchmarks::flash4_forward", mutates_args=())
+def flash4_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return o [B, S, Hq, D] and lse [B, Hq, S] of causal attention."""
+    provider = flash4.source().provider
+    assert provider is not None  # Mode.kernels raises an error
+    return provider.forward(q, k, v, Attention(scale))
+
+
+@flash4_forward.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, rows, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, rows), dtype=torch.float32)
+
+
+@torch.library.custom_op("nsa_benchmarks::flash4_backward", mutates_args=())
+def flash4_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return dq, dk and dv of :func:`flash4_forward`."""
+    provider = flash4.source().provider
+    assert provider is not None  # the forward ran
+    return provider.backward(do, q, k, v, o, lse, Attention(scale))
+
+
+@flash4_backward.register_fake
+def _(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    return *flash4_backward(do.contiguous(), *ctx.saved_tensors, ctx.scale), None
+
+
+flash4_forward.register_autograd(_backward, setup_context=_save)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +243,7 @@ class Bench:
             try:
                 row |= measure()
             # Out of memory is a RuntimeError.
-            except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
+            except (RuntimeError, ValueError, NotImplementedError) as error:
                 row["reason"] = describe_error(error)[:400]
             row["cell_s"] = round(time.monotonic() - started, 1)
         gc.collect()
