@@ -70,6 +70,13 @@ def test_no_word_is_broken_and_no_line_is_too_long(nsa, terminal, environment, c
         assert text.split() == piped.out.split()  # nothing is left out in a narrow terminal
 
 
+@pytest.mark.parametrize("command", [("list",), ("show", "sdpa")], ids=" ".join)
+def test_a_table_that_is_wider_than_the_terminal_loses_no_cell(nsa, terminal, command) -> None:
+    piped = nsa("--safe", "backends", *command)
+    _, text = terminal("--safe", "backends", *command, columns=40)
+    assert text.split() == piped.out.split()
+
+
 @pytest.mark.parametrize("options", [(), ("--gpu", "a100")], ids=" ".join)
 def test_the_list_of_our_backends_has_at_most_ten_lines(terminal, options) -> None:
     _, text = terminal("--safe", "backends", "list", *options, columns=80)

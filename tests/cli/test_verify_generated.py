@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,8 @@ def _report(*findings: dict[str, object], refused: int = 0, cases: int = 2) -> d
         "backends": {"sel": "mine 1"},
         "device": "cpu",
         "interpreted": False,
+        "preset": "quick",
+        "phase": "both",
         "dtypes": ["float32"],
         "text": {"name": "none"},
         "seed": 3,
@@ -111,7 +114,7 @@ def test_a_failed_case_of_partial_queries_is_repeated_by_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     finding = _finding(False, "row 9 > 4") | {"check": "partial queries"}
-    _print_failures(Console(), [_report(finding)])
+    _print_failures(Console(), [_report(finding)], {})
     repeats = [x for x in capsys.readouterr().out.splitlines() if x.startswith("to repeat")]
     command = "nsa verify --sel mine --win sdpa --device cpu --case 'sel w=3'"
     assert repeats == [f"to repeat: {command}"]
@@ -128,11 +131,45 @@ def test_refusals_are_shown_and_refusing_everything_fails() -> None:
     assert [str(row[-1]) for row in rows] == ["REFUSED", "ok"]
 
 
+def test_a_check_that_failed_as_a_whole_concerns_all_slots() -> None:
+    findings = [_finding(True) | {"check": "coverage", "slot": slot} for slot in ("", "cmp", "sel")]
+    assert [row[:3] for row in checks_rows(findings)[1]] == [["coverage", "all", "3"]]
+
+
 @pytest.mark.parametrize("line", ["sel w=3", "decode", "cache batch=2 step=5,3"])
 def test_a_failed_line_is_repeated_by_one_command_that_names_every_backend(line: str) -> None:
     finding = _finding(False, "row 9 > 4") | {"case": line}
-    command = _command(_report(finding), finding)
-    assert command == f"nsa verify --sel mine --win sdpa --device cpu --case '{line}'"
+    typed = {"--text": Path("a.txt"), "--cases": 9, "--job-timeout": None}
+    command = _command(_report(finding) | {"shard": "2/8"}, finding, typed)
+    assert command == f"nsa verify --sel mine --win sdpa --device cpu --case {shlex.quote(line)}"
+
+
+def test_a_failed_line_is_planned_as_in_the_run() -> None:
+    finding = _finding(False, "row 9 > 4")
+    run = {"preset": "full", "phase": "decode"}
+    command = _command(_report(finding) | run, finding, {"--job-timeout": 5.0})
+    assert command == (
+        "nsa verify --sel mine --win sdpa --device cpu --preset full --phase decode"
+        " --case 'sel w=3' --job-timeout 5.0"
+    )
+
+
+def test_a_failed_check_is_repeated_by_the_part_of_the_run_with_the_same_cases() -> None:
+    finding = _finding(False, "row 9 > 4") | {"check": "layer", "case": "a", "dtype": "float64"}
+    report = _report(finding) | {"dtypes": ["float32", "float16"]}
+    typed = {"--text": Path("my text.md"), "--cases": 0, "--job-timeout": None}
+    start, end = (
+        "nsa verify --sel mine --win sdpa --device cpu --dtype",
+        "--text 'my text.md' --cases",
+    )
+    assert _command(report, finding, {}) == f"{start} float64 --seed 3"
+    command = _command(report | {"shard": "2/8"}, finding, typed)
+    assert command == f"{start} float32,float16 --seed 3 --shard 2/8 {end} 0"
+
+
+def test_a_failed_count_of_reads_is_repeated_by_a_count() -> None:
+    finding = _finding(False, "a hang") | {"check": "reads", "slot": "", "case": ""}
+    assert _command(_report(finding), finding, {}).endswith("--dtype float32 --seed 3 --reads")
 
 
 @pytest.mark.parametrize("name", ["case 7", "sel 7", "history 2", "S=w", "layer compress=mlp"])
@@ -140,5 +177,5 @@ def test_a_failure_without_a_line_is_repeated_by_the_checks(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finding = _finding(False, "its process ended") | {"case": name}
-    _print_failures(Console(width=300), [_report(finding) | {"preset": "quick", "phase": "both"}])
+    _print_failures(Console(width=300), [_report(finding)], {})
     assert "--case" not in capsys.readouterr().out

@@ -7,7 +7,10 @@ import pytest
 from nsa_core.contract import DTYPES
 from nsa_core.errors import InvalidInput
 from nsa_verify.drawn.draw import DESIGNS, draw
+from nsa_verify.drawn.jobs import job_of
 from nsa_verify.drawn.parser import KINDS, is_line, parse
+from nsa_verify.drawn.shrink import ShrinkBudget
+from nsa_verify.run import suite
 
 
 @pytest.mark.parametrize("name", DESIGNS)
@@ -33,6 +36,20 @@ def test_words_of_a_line_may_come_in_any_order() -> None:
     first, *words = EXAMPLE.split()
     keys, operations = words[:4], words[4:]
     assert str(parse(" ".join([first, *operations, *keys[::-1]]))) == EXAMPLE
+
+
+@pytest.mark.parametrize(
+    ("line", "slot"),
+    [
+        ("win dtype=float16 w=5 tokens=9", "win"),
+        ("decode lengths=9,5 new=1,1", ""),
+        ("cache batch=2 step=5,3", ""),
+    ],
+)
+def test_a_check_that_does_not_end_names_the_line_that_repeats_it(line: str, slot: str) -> None:
+    budget = ShrinkBudget(0)
+    failure = job_of(parse(line), "case 7", suite.Job, budget).failure("killed its process")
+    assert (failure.case, failure.slot, failure.ok) == (line, slot, False)
 
 
 @pytest.mark.parametrize("text", ["", "case 7", "sel 7", "history 2", "S=w", "layer compress=mlp"])

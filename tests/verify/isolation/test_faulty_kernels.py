@@ -28,7 +28,7 @@ from nsa_verify.drawn.jobs import OnDrawn
 from nsa_verify.drawn.line import Drawn
 from nsa_verify.drawn.parser import parse
 from nsa_verify.drawn.shrink import ShrinkBudget
-from nsa_verify.isolation import gpu_context
+from nsa_verify.isolation import call_guard, gpu_context
 from nsa_verify.problems import cases, steps
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
@@ -162,6 +162,16 @@ def test_nothing_is_shrunk_on_a_broken_gpu(line, combination, monkeypatch) -> No
     (finding,) = OnDrawn(parse(line), ShrinkBudget())(combination, None, None)
     assert (finding.ok, finding.case) == (False, line)
     assert judged == [line]
+
+
+def test_a_case_whose_kernel_is_not_called_any_more_is_not_shrunk(combination, monkeypatch) -> None:
+    """Every smaller case would fail, and its line would not repeat the hang."""
+    line, where = "win w=3 tokens=9", ("faulty", "win", "forward")
+    monkeypatch.setattr(call_guard, "_refused", {where: "it did not end within 5 s in 3 checks"})
+    with call_guard.guarded_calls():
+        findings = list(OnDrawn(parse(line), ShrinkBudget())(combination, None, None))
+    assert {(f.ok, f.case) for f in findings} == {(False, line)}
+    assert "not called: it did not end" in findings[0].detail
 
 
 @pytest.mark.parametrize(

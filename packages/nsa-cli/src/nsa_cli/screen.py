@@ -105,8 +105,9 @@ def print_table(
 ) -> None:
     """Print a table without borders; a word is broken only if it takes half of the screen.
 
-    Columns of numbers are aligned at their decimal points, others at the left. A state and a
-    verdict are coloured.
+    A row that is wider than the terminal is printed whole, and the terminal breaks it. Columns of
+    numbers are aligned at their decimal points, others at the left. A state and a verdict are
+    coloured.
 
     Args:
         target: A console from :func:`console`.
@@ -135,7 +136,11 @@ def print_table(
         table.add_column(
             Text(name),
             no_wrap=not is_wrapped,
-            min_width=min(max(map(len, words)), target.width // 2) if is_wrapped else None,
+            min_width=(
+                min(max(map(len, words)), target.width // 2)
+                if is_wrapped
+                else max(map(len, (name, *cells)))  # else rich would cut what does not fit
+            ),
             overflow="fold",
         )
     for row in zip(*aligned):

@@ -201,8 +201,11 @@ def verify(
         files.write_json(json_file, text_of_report, force)
         from nsa_cli.verify_report import print_combinations, print_report, verdict
 
-        if json_file != output.STDOUT:
-            print_combinations(reports) if every else print_report(report, verbose)
+        typed = {"--text": text, "--cases": cases, "--job-timeout": job_timeout}
+        if json_file != output.STDOUT and every:
+            print_combinations(reports, typed)
+        elif json_file != output.STDOUT:
+            print_report(report, verbose, typed)
         _, code = verdict(reports, every)
         files.exit_code(code)
     raise typer.Exit(code)

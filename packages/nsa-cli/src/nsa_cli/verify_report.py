@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output
@@ -36,12 +37,14 @@ def _printable(report: dict[str, Any]) -> dict[str, Any]:
     return {**report, "findings": findings}
 
 
-def print_report(report: dict[str, Any], verbose: bool) -> None:
+def print_report(report: dict[str, Any], verbose: bool, typed: Mapping[str, object]) -> None:
     """Print one report: a table of checks, failures and the verdict.
 
     Args:
         report: The report of one combination.
         verbose: Print a row per check and slot, with each kind of error, instead of one per check.
+        typed: Value of each option that decides what runs, and that the report does not have; None
+            if it was not given.
     """
     report = _printable(report)
     console = output.console()
@@ -60,13 +63,13 @@ def print_report(report: dict[str, Any], verbose: bool) -> None:
     if "reads" in report:
         console.print()
         _print_reads(console, report)
-    _print_failures(console, [report])
+    _print_failures(console, [report], typed)
     line, code = verdict([report], every=False)
     output.print_text(console, line, "bold green" if code == 0 else "bold red")
 
 
-def print_combinations(reports: list[dict[str, Any]]) -> None:
-    """Print a row per combination, failures and the verdict."""
+def print_combinations(reports: list[dict[str, Any]], typed: Mapping[str, object]) -> None:
+    """Print a row per combination, failures and the verdict; ``typed`` as in print_report."""
     reports = [_printable(report) for report in reports]
     console = output.console()
     output.print_text(console, _circumstances(reports[0]))
@@ -74,7 +77,7 @@ def print_combinations(reports: list[dict[str, Any]]) -> None:
     output.print_table(console, *combinations_rows(reports))
     console.print()
     output.print_text(console, _NOTE, "dim", "")
-    _print_failures(console, reports)
+    _print_failures(console, reports, typed)
     line, code = verdict(reports, every=True)
     output.print_text(console, line, "bold green" if code == 0 else "bold red")
 
@@ -126,7 +129,8 @@ def checks_rows(
     rows: list[tuple[list[Finding], list[str]]] = []
     for key, group in _grouped(findings, "check", *["slot"] * verbose).items():
         names = {finding["slot"] or "all" for finding in group}
-        slots = "all" if names >= set(SLOTS) else " ".join(sorted(names, key=_slot_order))
+        is_whole = "all" in names or names >= set(SLOTS)
+        slots = "all" if is_whole else " ".join(sorted(names, key=_slot_order))
         kinds = [[name] for name in _ERRORS] if verbose else [_ERRORS]
         worst = [
             _two_digits([f[n] for f in group for n in kind if f[n] is not None]) for kind in kinds
@@ -224,7 +228,9 @@ def _is_generated(finding: Finding) -> bool:
     return bool(finding["check"] == f"generated {finding['slot']}")
 
 
-def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None:
+def _print_failures(
+    console: Console, reports: Sequence[dict[str, Any]], typed: Mapping[str, object]
+) -> None:
     """Print the first failed findings, each with what reproduces it."""
     from nsa_verify.drawn.parser import is_line
 
@@ -245,7 +251,7 @@ def _print_failures(console: Console, reports: Sequence[dict[str, Any]]) -> None
     # A case repeats itself alone; other findings repeat with all checks of the first one.
     repeated = [pair for pair in failed if is_line(pair[1]["case"])][:_LISTED_FAILURES]
     repeated += [pair for pair in failed if not is_line(pair[1]["case"])][:1]
-    for command in dict.fromkeys(_command(*pair) for pair in repeated):
+    for command in dict.fromkeys(_command(*pair, typed) for pair in repeated):
         # One line, to be copied whole: a break inside the quotes would be part of the case.
         console.print(f"to repeat: {command}", no_wrap=True, overflow="ignore", crop=False)
 
@@ -260,27 +266,27 @@ def _sentence(finding: Finding) -> str:
     return f"{', '.join(finding[key] for key in keys if finding[key])}: {finding['detail']}"
 
 
-def _command(report: dict[str, Any], finding: Finding) -> str:
+def _command(report: dict[str, Any], finding: Finding, typed: Mapping[str, object]) -> str:
     """Return the command that runs the case of ``finding`` alone, or else its checks again."""
     from nsa_verify.drawn.parser import is_line
 
-    alone = is_line(finding["case"])
-    options = [
-        *(f"--{slot} {name}" for slot, name in report["named"].items()),
-        f"--device {'cpu' if report['device'] == 'cpu' else 'cuda'}",
-    ]
-    if alone:
-        options.append(f"--case '{finding['case']}'")
+    options: dict[str, object] = {f"--{slot}": name for slot, name in report["named"].items()}
+    options["--device"] = "cpu" if report["device"] == "cpu" else "cuda"
+    # The request that the backends have to support depends on both.
+    plan = {"--preset": ("quick", "interpreter"), "--phase": ("both",)}
+    needed = {name: report[name[2:]] for name in plan if report[name[2:]] not in plan[name]}
+    if is_line(finding["case"]):
+        options |= {**needed, "--case": finding["case"]}
+        options["--job-timeout"] = typed.get("--job-timeout")
     else:
-        defaults = {"preset": ("quick", "interpreter"), "phase": ("both",), "seed": (0,)}
-        options.append(f"--dtype {finding['dtype']}")
-        options += [
-            f"--{name} {report[name]}"
-            for name, values in defaults.items()
-            if report[name] not in values
-        ]
+        shard = report.get("shard")
+        # A part of the checks in other dtypes has other checks.
+        options["--dtype"] = ",".join(report["dtypes"]) if shard else finding["dtype"]
+        options |= {**needed, "--seed": report["seed"] or None, "--shard": shard, **typed}
+    words = [f"{name} {shlex.quote(str(x))}" for name, x in options.items() if x is not None]
+    words += ["--reads"] * (finding["check"] == "reads")
     interpreter = "TRITON_INTERPRET=1 " if report["interpreted"] else ""
-    return f"{interpreter}nsa verify {' '.join(options)}"
+    return f"{interpreter}nsa verify {' '.join(words)}"
 
 
 def _print_reads(console: Console, report: dict[str, Any]) -> None:

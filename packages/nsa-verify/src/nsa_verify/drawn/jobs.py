@@ -18,6 +18,7 @@ from nsa_verify.drawn.line import Drawn
 from nsa_verify.drawn.parser import parse
 from nsa_verify.drawn.shrink import ShrinkBudget, shrink
 from nsa_verify.isolation import gpu_context
+from nsa_verify.isolation.call_guard import NOT_CALLED
 from nsa_verify.problems.cases import Case
 from nsa_verify.problems.combination import Combination
 from nsa_verify.problems.findings import Finding
@@ -75,7 +76,8 @@ class OnDrawn:
 
 
 def _failed_slots(findings: list[Finding]) -> set[str]:
-    return {finding.slot for finding in findings if finding.ok is False}
+    """Return the slots with a failure that a smaller case may have; a call left out has none."""
+    return {f.slot for f in findings if f.ok is False and NOT_CALLED not in f.detail}
 
 
 def case_jobs(

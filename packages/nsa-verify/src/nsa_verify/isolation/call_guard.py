@@ -27,6 +27,7 @@ _INTEGERS: dict[int, torch.dtype] = {
     4: torch.int32,
     8: torch.int64,
 }
+NOT_CALLED = ": not called: "  # in the message about a function that is not called any more
 _refused: dict[tuple[str, ...], str] = {}  # functions that are not called any more -> why
 # Fused form -> the arguments that it writes: raw, sel and win; k_cmp and v_cmp.
 _WRITTEN = {"append": (3, 4, 5), "compress": (2, 3)}
@@ -56,7 +57,7 @@ class Guard:
                 only nsa_core may raise; or it broke a rule of the contract. Other exceptions pass.
         """
         if why := _refused.get(where):
-            raise NSAError(f"{describe(where)}: not called: {why}")
+            raise NSAError(f"{describe(where)}{NOT_CALLED}{why}")
         if where[2] in ("import", "plugin"):
             with announced(where, describe(where)):
                 return function(*arguments, **options)

@@ -88,10 +88,14 @@ class Job:
             return [self.failure(describe_error(fault))]
 
     def failure(self, detail: str) -> Finding:
-        """Return the finding of a check that could not be completed."""
-        return Finding(
-            self.name, "", self.case.name, dtype_name(self.dtype), "run", False, detail=detail
-        )
+        """Return the finding of a check that could not be completed.
+
+        That of a drawn case, step or history names its line, which repeats it alone.
+        """
+        case, slot = self.case.name, ""
+        if isinstance(self.check, drawn.OnDrawn):
+            case, slot = str(self.check.drawn), self.check.drawn.slot
+        return Finding(self.name, slot, case, dtype_name(self.dtype), "run", False, detail=detail)
 
 
 @dataclasses.dataclass(frozen=True)
