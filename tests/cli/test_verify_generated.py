@@ -120,6 +120,17 @@ def test_a_failed_case_of_partial_queries_is_repeated_by_one_line(
     assert repeats == [f"to repeat: {command}"]
 
 
+def test_failures_of_parity_are_listed_before_those_of_the_layer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    layers = [_finding(False) | {"check": "layer", "case": f"layer {n}"} for n in range(30)]
+    parity = _finding(False) | {"check": "parity", "case": "h=1"}
+    _print_failures(Console(), [_report(*layers, parity)], {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("FAILED parity, sel, h=1")
+    assert lines[2].startswith("FAILED layer, sel, layer 0")
+
+
 def test_refusals_are_shown_and_refusing_everything_fails() -> None:
     some = _report(_finding(True), _finding(None), refused=1)
     assert refusal_lines(some) == ["generated sel: 1 of 2 cases refused: needs Dk = 64; b"]

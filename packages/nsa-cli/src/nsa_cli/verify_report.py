@@ -21,7 +21,7 @@ _LISTED_FAILURES = 20
 _LONGEST_DETAIL = 800
 _NOTE = (
     "worst: largest error as a fraction of its limit; above 1.00 a kernel is wrong. A dash: equal"
-    " bits are required."
+    " bits or an exact choice are required."
 )
 
 
@@ -150,7 +150,8 @@ def _slot_order(name: str) -> int:
 _ERRORS = ("row", "elem", "bias")
 _VERBOSE_NOTE = (
     "row: largest error of a row; elem: of an element; bias: systematic error. Each is a fraction"
-    " of its limit; above 1.00 a kernel is wrong. A dash: equal bits are required."
+    " of its limit; above 1.00 a kernel is wrong. A dash: equal bits or an exact"
+    " choice are required."
 )
 
 
@@ -231,7 +232,7 @@ def _is_generated(finding: Finding) -> bool:
 def _print_failures(
     console: Console, reports: Sequence[dict[str, Any]], typed: Mapping[str, object]
 ) -> None:
-    """Print the first failed findings, each with what reproduces it."""
+    """Print the first failed findings, those of parity first, each with what reproduces it."""
     from nsa_verify.drawn.parser import is_line
 
     failed = [
@@ -242,6 +243,8 @@ def _print_failures(
     ]
     if failed:
         console.print()
+    # Parity shows the slot that is at fault; the layer fails with any of them.
+    failed.sort(key=lambda pair: pair[1]["check"] != "parity")
     for report, finding in failed[:_LISTED_FAILURES]:
         combination = f" [{_choices(report)}]" if len(reports) > 1 else ""
         output.print_text(console, f"FAILED {_sentence(finding)}{combination}", "red")
