@@ -53,7 +53,7 @@ WRONG = {
     "backends explain --device gpu": DEVICE,
     "backends explain --gpu a1000": GPU,
     "backends explain --head-dim 6.5": "--head-dim must be a valid integer, got '6.5'",
-    "backends explain --n-heads 7": "--n-heads must be a multiple of n_kv_heads: 7 query heads do",
+    "backends explain --n-heads 7": "--n-heads must be a multiple of --n-kv-heads: 7 query heads",
     "backends explain --phase decode --page-size 50": PAGES,
     "backends explain --dtype bf16,fp16": "--dtype must be one dtype, got bfloat16, float16",
     "backends explain --page-size 64": "--page-size: only with --phase decode; leave it out",

@@ -108,7 +108,10 @@ def list_backends(
 @app.command()
 def show(
     name: Annotated[
-        str, typer.Argument(help="Name of the backend.", autocompletion=complete_backend)
+        str,
+        typer.Argument(
+            metavar="NAME", help="Name of the backend.", autocompletion=complete_backend
+        ),
     ],
     json: Json = None,
     phase: Phase = "prefill",
@@ -138,7 +141,8 @@ def show(
 @app.command()
 def new(
     name: Annotated[
-        str, typer.Argument(help="Name of the backend: lower-case words joined by '-'.")
+        str,
+        typer.Argument(metavar="NAME", help="Name of the backend: lower-case words joined by '-'."),
     ],
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Directory to create, or an empty one.")
@@ -245,7 +249,7 @@ def explain(
             raise InvalidInput(
                 f"{as_options(unused)}: only with --phase {other}; {leave_out(unused)}"
             )
-        with errors_name_options({"n_heads": "n_heads"}):
+        with errors_name_options({name: name for name in ("n_heads", "n_kv_heads")}):
             config = NSAConfig(
                 dim=n_heads * head_dim,
                 n_heads=n_heads,

@@ -183,8 +183,10 @@ def _limits(preset: str, budget: float | None, time_limit: float | None) -> dict
 
 @app.command("compare")
 def compare_files(
-    old: Annotated[Path, typer.Argument(help="Baseline result file.")],
-    new: Annotated[Path, typer.Argument(help="Result file to compare with the baseline.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="Baseline result file.")],
+    new: Annotated[
+        Path, typer.Argument(metavar="NEW", help="Result file to compare with the baseline.")
+    ],
     fail_over: Annotated[
         str, typer.Option(metavar="PERCENT", help="Tolerated slow-down in percent.")
     ] = "5%",
@@ -237,7 +239,9 @@ def compare_files(
 
 @app.command()
 def report(
-    file: Annotated[Path, typer.Argument(help="Result file written by nsa bench --json.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Result file written by nsa bench --json.")
+    ],
     html: options.Html = None,
     png: options.Png = None,
     svg: options.Svg = None,

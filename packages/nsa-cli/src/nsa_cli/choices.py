@@ -144,7 +144,8 @@ def errors_name_options(names: Mapping[str, str]) -> Iterator[None]:
     """Replace field names in the message of an InvalidInput by the options that set them.
 
     A field name is replaced only where a clause of the message starts with it ("clip must",
-    "batch 3 does", "graph=True needs"), so that paths in the message stay unchanged.
+    "batch 3 does", "graph=True needs") or ends with it ("a multiple of n_kv_heads: "), so that
+    paths in the message stay unchanged.
 
     Args:
         names: Maps each field to the parameter of its option, such as "learning_rate" to "lr".
@@ -155,7 +156,7 @@ def errors_name_options(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidInput as error:
-        fields = rf"(^|; | over )({'|'.join(names)})(=True|(?= must | \d))"
+        fields = rf"(^|; | over | of )({'|'.join(names)})(=True|(?= must | \d|: ))"
         raise InvalidInput(
             re.sub(fields, lambda m: m[1] + as_options([names[m[2]]]), str(error))
         ) from error
