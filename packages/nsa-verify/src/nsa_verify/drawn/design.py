@@ -88,7 +88,7 @@ class Design:
 
     Example:
         >>> design = Design({"a": [1, 2], "b": ["x", "y"], "c": [True, False]})
-        >>> len(design.rows(seed=1)) < 8 and not design.missing(design.rows(seed=1))
+        >>> 6 <= len(design.rows(seed=1)) < 8
         True
     """
 
@@ -146,21 +146,6 @@ class Design:
             if len(rows) >= count or len(rows) == before:
                 return rows[:count]
         raise AssertionError("unreachable")
-
-    def missing(self, rows: Sequence[Row], strength: int = 2) -> list[Row]:
-        """List the tuples of ``strength`` values that are in no row and in an allowed one."""
-        missing = []
-        choices = self._needed() | {name: values[:1] for name, values in self._first().items()}
-        for names in itertools.combinations(self.levels, strength):
-            indexed = {name: list(self.levels[name]) for name in names}
-            covered = {tuple(indexed[name].index(row[name]) for name in names) for row in rows}
-            for picks in itertools.product(*(range(len(values)) for values in indexed.values())):
-                part = {name: indexed[name][i] for name, i in zip(names, picks)}
-                if picks not in covered and (
-                    self.allowed is None or any(map(self.allowed, _completions(part, choices)))
-                ):
-                    missing.append(part)
-        return missing
 
     def _needed(self) -> dict[str, Sequence[Any]]:
         return {name: self.levels[name] for name in self.needs if name in self.levels}
@@ -241,9 +226,3 @@ class Design:
                     if firsts and allowed(candidate := {**candidate, **firsts}):
                         return candidate
         return None
-
-
-def _completions(part: Row, choices: Levels) -> Iterator[Row]:
-    free = [name for name in choices if name not in part]
-    for values in itertools.product(*(choices[name] for name in free)):
-        yield {**part, **dict(zip(free, values))}
