@@ -32,6 +32,7 @@ from nsa_cli.choices import (
     split_commas,
 )
 from nsa_cli.commands import App
+from nsa_cli.extras import need_extras
 from nsa_cli.result_files import ResultFiles
 from nsa_core.util.interruption import Interruption, deferred_signals, exit_code
 
@@ -272,9 +273,7 @@ class _Files:
         kinds = ("json", "html", "png", "svg")
         output.check_files({f"--{kind}": getattr(self, kind) for kind in kinds}, self.force)
         if self.html or self.png or self.svg:
-            from nsa_bench.render.style import need_plot_packages
-
-            need_plot_packages()
+            need_extras("nsa bench", ["matplotlib", "jinja2"])
 
     def write(self, result: Result, code: int) -> None:
         """Write the files, then print the result.

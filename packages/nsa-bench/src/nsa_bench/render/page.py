@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from nsa_bench.render.format import number
 from nsa_bench.render.page_figures import page_figures
-from nsa_bench.render.style import DARK_COLOURS, need_plot_packages
+from nsa_bench.render.style import DARK_COLOURS
 from nsa_bench.render.summary import MISSING, summary
 from nsa_bench.render.tables import tables
 from nsa_bench.render.words import headlines, phase_words, problem_words
+from nsa_core.util.extras import require_module
 
 if TYPE_CHECKING:
     from nsa_bench.render.format import Rows
@@ -28,9 +29,7 @@ def page(result: Result) -> str:
     Raises:
         BackendUnavailable: A package of the extra "plot" is not installed.
     """
-    need_plot_packages()
-    import jinja2
-
+    jinja2 = require_module("jinja2", "reports need", "nsa-cli[plot]")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("nsa_bench.render"),
         autoescape=True,

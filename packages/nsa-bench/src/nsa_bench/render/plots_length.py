@@ -67,12 +67,6 @@ def curves(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:
     return by_subject
 
 
-def milliseconds_of(m: Measurement) -> float:
-    """Return the median of a timed measurement."""
-    assert m.performance is not None  # callers pass timed measurements only
-    return m.performance.median_ms
-
-
 def end_labels(measurements: Sequence[Measurement]) -> dict[str, str]:
     """Return each subject's label, with its time at its longest length."""
     longest = max((m.length for m in measurements), default=0)
@@ -80,25 +74,25 @@ def end_labels(measurements: Sequence[Measurement]) -> dict[str, str]:
     for subject, points in curves(measurements).items():
         last = points[-1]
         where = "" if last.length == longest else f" at {tokens(last.length)}"
-        labels[subject] = f"{label(last)}  {number(milliseconds_of(last))} ms{where}"
+        labels[subject] = f"{label(last)}  {number(last.median_ms)} ms{where}"
     return labels
 
 
 def fastest_dense(measurements: Sequence[Measurement]) -> str | None:
     """Return the dense kernel that is fastest at the longest length; None if there is none."""
     dense = [m for m in measurements if m.kind == "dense" and m.performance]
-    return min(dense, key=lambda m: (-m.length, milliseconds_of(m))).subject if dense else None
+    return min(dense, key=lambda m: (-m.length, m.median_ms)).subject if dense else None
 
 
 def value_at(points: Sequence[Measurement], length: int) -> float:
     """Return the time at a length, interpolated or extrapolated on log-log axes."""
     if len(points) == 1:
-        return milliseconds_of(points[0])
+        return points[0].median_ms
     pairs = list(itertools.pairwise(points))
     low, high = next((p for p in pairs if p[1].length >= length), pairs[-1])
     share = math.log(length / low.length) / math.log(high.length / low.length)
-    growth = milliseconds_of(high) / milliseconds_of(low)
-    return milliseconds_of(low) * math.pow(growth, share)
+    growth = high.median_ms / low.median_ms
+    return low.median_ms * math.pow(growth, share)
 
 
 def crossover_marks(
@@ -173,7 +167,7 @@ def _set_scales(axes: Any, measurements: list[Measurement], rows: int) -> None:
     from matplotlib.ticker import NullFormatter, NullLocator
 
     lengths = sorted({m.length for m in measurements})
-    times = [milliseconds_of(m) for m in measurements]
+    times = [m.median_ms for m in measurements]
     factor = (lengths[-1] / lengths[0]) ** 0.04 if len(lengths) > 1 else 2.0
     decades = max(math.log10(max(times) / min(times)), 0.3)
     room = 0.06 + _ROW * rows
@@ -201,7 +195,7 @@ def _ends(
         EndLabel(
             texts[subject],
             INK if subject == rival else looks[subject].colour,
-            (points[-1].length, milliseconds_of(points[-1])),
+            (points[-1].length, points[-1].median_ms),
             value_at(points, longest),
             is_bold=looks[subject].linestyle == SOLID,
         )

@@ -72,8 +72,7 @@ def stacked_bars(axes: Any, bars: list[Measurement], names: list[str], result: R
             if share > _NARROW * limit:
                 axes.bar_label(bar, [f"{share:.0%}"], label_type="center", fontsize=7.5, color=ink)
             left += share
-        assert m.performance is not None  # the caller passes timed measurements only
-        total = f"{number(m.performance.median_ms)} ms"
+        total = f"{number(m.median_ms)} ms"
         axes.text(ends[row] + 0.02 * limit, row, total, va="center", fontsize=8, gid="total")
     set_names(axes, names, 8)
     set_shares(axes, limit)
