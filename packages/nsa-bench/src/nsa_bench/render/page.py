@@ -42,7 +42,7 @@ def page(result: Result) -> str:
     problems = [line for style, line in sentences if "red" in style]
     verdict = [line for style, line in sentences if "bold" in style and "red" not in style]
     plain = [line for style, line in sentences if not style]
-    return environment.get_template("report.html.jinja").render(
+    text: str = environment.get_template("report.html.jinja").render(
         device=result.environment.get("device", "?"),
         facts=_facts(result),
         headlines=list(headlines(result)),
@@ -55,6 +55,7 @@ def page(result: Result) -> str:
         problems_with_figures=list(page_figures(result)),
         dark_colours=DARK_COLOURS,
     )
+    return text
 
 
 def _facts(result: Result) -> list[str]:

@@ -99,7 +99,11 @@ class Findings:
         limits = LIMITS[self.dtype]
         for quantity, v in verdicts.items():
             elem_limit = LSE_LIMIT if quantity == "lse" else limits.elem
-            errors = {"row": v.row / limits.row, "elem": v.elem / elem_limit, "bias": v.bias}
+            errors: dict[str, Any] = {
+                "row": v.row / limits.row,
+                "elem": v.elem / elem_limit,
+                "bias": v.bias,
+            }
             finding = self.finding(slot, quantity, v.ok, detail=v.why)
             yield dataclasses.replace(finding, **errors)
 
