@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from nsa_verify.drawn.line import Drawn
     from nsa_verify.problems.combination import Combination
     from nsa_verify.problems.findings import Finding
-    from nsa_verify.run.suite import Job
 
 SCHEMA_VERSION = 1
 _MANY_JOBS = 500
@@ -71,7 +71,9 @@ def run_combinations(
     """
     import torch
 
-    from nsa_verify.problems.combination import Combination
+    from nsa_verify.drawn.jobs import count_cases
+    from nsa_verify.problems.combination import Combination, accepted_dtypes
+    from nsa_verify.run import suite
     from nsa_verify.run.contexts import needs_judge_context
     from nsa_verify.run.runner import run_jobs
     from nsa_verify.run.schedule import cost
@@ -88,10 +90,22 @@ def run_combinations(
     plans = [plan_one(combination, dtypes, options.preset, phase) for combination in combos]
     if options.only_accepted:
         candidates = dtypes[:2] if interpreted else dtypes
-        dtypes = _accepted(combos, candidates, phase) or dtypes
+        step = phase == "decode"
+        accepted = {d for c in combos for d in accepted_dtypes(c, candidates, step)}
+        dtypes = [dtype for dtype in candidates if dtype in accepted] or dtypes
     # Kernels compile within the check.
     job_limit_s = options.job_timeout or (300.0 if device == "cuda" or interpreted else 60.0)
-    suite_jobs = _jobs(options, dtypes)
+    if options.only is not None:
+        suite_jobs = [suite.job_of_line(options.only)]
+    else:
+        suite_jobs = suite.jobs(
+            options.preset,
+            dtypes,
+            text=options.text[1] or None,
+            seed=options.seed,
+            phase=phase,
+            cases_per_slot=options.cases,
+        )
     if options.shard is not None:
         index, count = options.shard
         suite_jobs = suite_jobs[index - 1 :: count]
@@ -127,7 +141,10 @@ def run_combinations(
             "interrupted": (
                 {"signal": stop.name, "checks_left": left, "checks": checks} if left else None
             ),
-            "generated": _count_generated(findings),
+            "generated": {
+                slot: dataclasses.asdict(count)
+                for slot, count in count_cases(list(itertools.chain(*findings))).items()
+            },
             "findings": [dataclasses.asdict(f) for job in [*findings, fault] for f in job],
         }
         reports.append(report)
@@ -156,40 +173,6 @@ def _common(
         "environment": output.environment(),
         "peak_memory_bytes": (max(peak_bytes, torch.cuda.max_memory_allocated()) if cuda else None),
     }
-
-
-def _count_generated(findings: Sequence[Sequence[Finding]]) -> dict[str, Any]:
-    """Count the generated cases of each slot, and those that the probe refused."""
-    from nsa_verify.drawn.jobs import count_cases
-
-    counts = count_cases([finding for job in findings for finding in job])
-    return {slot: dataclasses.asdict(count) for slot, count in counts.items()}
-
-
-def _jobs(options: RunOptions, dtypes: Sequence[torch.dtype]) -> list[Job]:
-    """List the jobs of the preset, or those of the one case, step or history of ``options``."""
-    from nsa_verify.run import suite
-
-    if options.only is not None:
-        return [suite.job_of_line(options.only)]
-    return suite.jobs(
-        options.preset,
-        dtypes,
-        text=options.text[1] or None,
-        seed=options.seed,
-        phase=options.phase,
-        cases_per_slot=options.cases,
-    )
-
-
-def _accepted(
-    combos: Sequence[Combination], dtypes: Sequence[torch.dtype], phase: str
-) -> list[torch.dtype]:
-    """Return those of ``dtypes`` that at least one combination accepts."""
-    from nsa_verify.problems.combination import accepted_dtypes
-
-    accepted = {d for c in combos for d in accepted_dtypes(c, dtypes, phase == "decode")}
-    return [dtype for dtype in dtypes if dtype in accepted]
 
 
 def _default_processes(device: str, interpreted: bool, jobs: int) -> int:
