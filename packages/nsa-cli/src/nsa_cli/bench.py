@@ -34,6 +34,7 @@ from nsa_cli.choices import (
 from nsa_cli.commands import App
 from nsa_cli.extras import need_extras
 from nsa_cli.result_files import ResultFiles
+from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.util.interruption import Interruption, deferred_signals, exit_code
 
 if TYPE_CHECKING:
@@ -321,8 +322,6 @@ def _prepare_quick_end() -> None:
 
 
 def _percentage(text: str) -> float:
-    from nsa_core.errors import InvalidInput
-
     try:
         value = float(text.strip().removesuffix("%")) / 100
     except ValueError:
@@ -347,7 +346,6 @@ def _settings(
     """Return the settings; options are checked before torch is imported."""
     from nsa_bench.settings import Settings
     from nsa_bench.shapes import parse_lengths, parse_shape
-    from nsa_core.errors import BackendUnavailable, InvalidInput
 
     parsers: dict[str, Callable[[str], Any]] = {
         "shapes": lambda words: [parse_shape(word) for word in split_commas(words) or [words]],

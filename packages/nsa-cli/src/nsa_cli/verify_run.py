@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output
+from nsa_core.errors import NSAError, Unsupported
 from nsa_core.util.interruption import Interruption
 
 if TYPE_CHECKING:
@@ -200,7 +201,6 @@ def plan_one(
         Unsupported: The combination supports none of ``dtypes``; the message has the reasons
             against the first.
     """
-    from nsa_core.errors import Unsupported
     from nsa_verify.problems import cases
 
     config, refusals = cases.PRESETS[preset]()[0].config, []
@@ -224,7 +224,6 @@ def _reads_or_failure(
         dtypes: Candidate dtypes.
         limit_s: Seconds for the child process that counts them, if it has a third-party backend.
     """
-    from nsa_core.errors import NSAError
     from nsa_core.util.child import Child
     from nsa_verify.problems.findings import Finding
 
@@ -252,7 +251,6 @@ def _count_reads(combination: Combination, dtypes: Sequence[torch.dtype]) -> dic
 
     The counts cover every length of :data:`nsa_verify.checks.reads.LENGTHS`.
     """
-    from nsa_core.errors import Unsupported
     from nsa_verify.checks.reads import LENGTHS, PAPER_BOUND, count_reads, reads_config
 
     config, refusals = reads_config(), []
