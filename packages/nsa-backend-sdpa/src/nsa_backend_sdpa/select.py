@@ -85,7 +85,10 @@ def forward(
         itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
         tiling = SelectTiling.of(geometry, queries, max(1, seen), groups, heads, itemsize, budget)
         tiles = make_tiles(q, tiling.size, call, call.first_query + q.shape[-3])
-        first_cmp = _first_compressed(k_cmp, call)
+        if call.cu_seqlens is None:  # the first compressed row of each document
+            first_cmp = torch.arange(k_cmp.shape[0], device=k_cmp.device) * k_cmp.shape[1]
+        else:
+            first_cmp = compressed_cu_seqlens(call.cu_seqlens, geometry)[:-1].long()
         rows = [as_rows(q, packed).unflatten(1, (groups, -1)), as_rows(k_cmp, packed)]
         rows.append(as_rows(lse.transpose(-1, -2), packed).unflatten(1, (groups, -1)))
         shape = (tiles.total + 1, groups, geometry.num_selected_blocks)
@@ -96,13 +99,6 @@ def forward(
                 scores = block_scores([x[:, part] for x in rows], first_cmp, chunk, position, call)
                 scatter(blocks[:, part], chunk.targets(), choose(scores, position, geometry))
         return from_rows(blocks[:-1], q, packed)
-
-
-def _first_compressed(k_cmp: Tensor, call: SlotCall) -> Tensor:
-    """Return the first compressed row of each document, int64 [documents]."""
-    if call.cu_seqlens is None:
-        return torch.arange(k_cmp.shape[0], device=k_cmp.device) * k_cmp.shape[1]
-    return compressed_cu_seqlens(call.cu_seqlens, call.geometry)[:-1].long()
 
 
 def block_scores(

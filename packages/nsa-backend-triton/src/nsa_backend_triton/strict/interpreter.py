@@ -21,7 +21,6 @@ Use it from one thread at a time, because Triton's interpreter is global state.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -32,19 +31,11 @@ if TYPE_CHECKING:
 
 def interpreted() -> bool:
     """Return whether Triton is installed and interprets its kernels in this process."""
-    if importlib.util.find_spec("triton") is None:
-        return False
     try:
-        import triton.language as tl
-        from triton.runtime import interpreter
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ):  # a broken Triton interprets nothing; the probe reports it
+        from nsa_backend_triton.host import device
+    except (ImportError, OSError, RuntimeError):  # the probe reports a Triton that is broken
         return False
-    # Triton read the variable when it defined its own functions; the current value has no effect.
-    return isinstance(tl.max, interpreter.InterpretedFunction)
+    return device.interpreted()
 
 
 _running: list[Machine] = []  # the machine of the outermost active block

@@ -147,12 +147,6 @@ class Design:
                 return rows[:count]
         raise AssertionError("unreachable")
 
-    def _needed(self) -> dict[str, Sequence[Any]]:
-        return {name: self.levels[name] for name in self.needs if name in self.levels}
-
-    def _first(self) -> dict[str, Sequence[Any]]:
-        return {name: self.levels[name] for name in self.firsts if name in self.levels}
-
     def _covering(self, seed: int) -> list[Row]:
         """Return the rows that cover every pair, without those of other seeds."""
         names, triples = list(self.levels), list(self.triples)
@@ -215,8 +209,9 @@ class Design:
 
         It may have all first values that are not fixed.
         """
-        needs = {name: values for name, values in self._needed().items() if name not in fixed}
-        firsts = {n: values[0] for n, values in self._first().items() if n not in fixed}
+        free = self.levels.keys() - fixed
+        needs = {name: self.levels[name] for name in self.needs if name in free}
+        firsts = {name: self.levels[name][0] for name in self.firsts if name in free}
         for count in range(len(needs) + 1):
             for changed in itertools.combinations(needs, count):
                 for values in itertools.product(*(needs[name] for name in changed)):
