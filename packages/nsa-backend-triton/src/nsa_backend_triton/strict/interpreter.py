@@ -65,7 +65,6 @@ def strict(seed: int = 0) -> Iterator[Counts]:
             yield counts
         return
     import numpy as np
-    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     from nsa_backend_triton.strict.memory_model import Machine
@@ -73,15 +72,9 @@ def strict(seed: int = 0) -> Iterator[Counts]:
 
     machine, options = Machine(interpreter, seed), interpreter.InterpreterOptions(debug=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.multiple(interpreter.InterpreterBuilder, **machine.builder_methods())
-        )
-        stack.enter_context(
-            mock.patch.multiple(interpreter.GridExecutor, **machine.executor_methods())
-        )
         stack.enter_context(mock.patch.object(interpreter.interpreter_builder, "options", options))
-        stack.enter_context(mock.patch.multiple(interpreter, **machine.module_functions()))
-        stack.enter_context(mock.patch.multiple(TritonSemantic, **machine.semantic_methods()))
+        for owner, methods in machine.methods().items():
+            stack.enter_context(mock.patch.multiple(owner, **methods))
         stack.enter_context(speedups(interpreter))
         stack.enter_context(np.errstate(all="ignore"))
         _running.append(machine)
