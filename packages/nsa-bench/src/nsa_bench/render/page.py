@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nsa_bench.render.format import number
+from nsa_bench.render.format import Rows, number
 from nsa_bench.render.page_figures import page_figures
 from nsa_bench.render.style import DARK_COLOURS
 from nsa_bench.render.summary import MISSING, summary
 from nsa_bench.render.tables import tables
 from nsa_bench.render.words import headlines, phase_words, problem_words
+from nsa_bench.result import Result
 from nsa_core.util.extras import require_module
-
-if TYPE_CHECKING:
-    from nsa_bench.render.format import Rows
-    from nsa_bench.result import Result
 
 
 def page(result: Result) -> str:

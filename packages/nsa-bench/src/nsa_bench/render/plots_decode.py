@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa_bench.render.format import number
 from nsa_bench.render.panel import KEY_ROOM, Panel, names_width, set_names
-from nsa_bench.render.style import FAINT, INK, SOLID, set_log_ticks
+from nsa_bench.render.style import FAINT, INK, SOLID, Look, set_log_ticks
 from nsa_bench.render.words import cell_words, label
-from nsa_bench.result import EAGER
-
-if TYPE_CHECKING:
-    from nsa_bench.render.style import Look
-    from nsa_bench.result import Measurement
+from nsa_bench.result import EAGER, Measurement
 
 _ROW = 0.27  # inches
 

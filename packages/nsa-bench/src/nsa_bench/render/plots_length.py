@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa_bench.render.format import number
 from nsa_bench.render.panel import Panel, no_figure
@@ -14,15 +14,13 @@ from nsa_bench.render.style import (
     LABEL_POINTS,
     SOLID,
     EndLabel,
+    Look,
     label_ends,
     set_log_ticks,
     text_width,
 )
 from nsa_bench.render.words import crossover_words, label, phase_words, tokens
-
-if TYPE_CHECKING:
-    from nsa_bench.render.style import Look
-    from nsa_bench.result import Crossover, Measurement, Result
+from nsa_bench.result import Crossover, Measurement, Result
 
 _ROW = 0.075  # height of a sentence about a crossover, as a fraction of the axes
 _LEFT, _HEIGHT = 0.65, 2.8  # inches

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa_bench.render.format import number
 from nsa_bench.render.panel import KEY_ROOM, Panel, names_width, set_names, set_shares
-from nsa_bench.render.style import BRANCH_COLOURS, FAINT
+from nsa_bench.render.style import BRANCH_COLOURS, FAINT, Look
 from nsa_bench.render.words import cell_words, fastest_combination, label, phase_words, tokens
-from nsa_bench.result import UNFUSED
-
-if TYPE_CHECKING:
-    from nsa_bench.render.style import Look
-    from nsa_bench.result import Measurement, Result
+from nsa_bench.result import UNFUSED, Measurement, Result
 
 _DARK_TEXT = {"compress", "select", "combine"}  # branches with a light colour
 _NARROW = 0.09  # a segment below this share of the axis has no text of its own

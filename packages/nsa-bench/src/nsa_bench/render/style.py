@@ -11,13 +11,11 @@ import dataclasses
 import io
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa_bench.render.words import base_subject
+from nsa_bench.result import Result
 from nsa_core.util.extras import require_module
-
-if TYPE_CHECKING:
-    from nsa_bench.result import Result
 
 NSA_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c5639c", "#a6611a")
 GREYS = ("#666666", "#808080", "#949494")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from nsa_core.config import NSAConfig
 from nsa_core.contract import BlockTables, DecodeCall, PageScales, Request, SlotSpec
 from nsa_core.dtypes import stats_dtype
 from nsa_core.torch_ops.core_backward import CoreBackward
@@ -14,9 +15,6 @@ from nsa_core.torch_ops.decode_kernel import DecodeKernel
 from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.schema import DIFFERENTIABLE, INPUTS
 from nsa_core.torch_ops.tensor_checks import CALLS
-
-if TYPE_CHECKING:
-    from nsa_core.config import NSAConfig
 
 
 def warm(
