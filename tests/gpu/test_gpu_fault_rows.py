@@ -15,7 +15,7 @@ from nsa_verify.conformance import BackendConformance
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.cases import Case, CaseData, config_of
 from nsa_verify.problems.findings import bits
-from nsa_verify.problems.slot_runs import run_slot, run_slots, slot_inputs
+from nsa_verify.problems.slot_runs import run_kernel, run_slots, slot_inputs
 
 pytestmark = pytest.mark.gpu
 
@@ -83,7 +83,7 @@ def test_row_24_pointers_need_no_16_byte_alignment(backend: str, slot: str) -> N
     inputs = {
         name: tensor if name == "blocks" else misaligned(tensor) for name, tensor in inputs.items()
     }
-    assert_judged(slot, run_slot(plan, slot, inputs, data.do, data))
+    assert_judged(slot, run_kernel(getattr(plan, slot), inputs, data.do, data))
 
 
 @EACH_BRANCH
@@ -129,7 +129,7 @@ def test_row_44_more_than_65535_sequences_times_groups_are_correct(backend: str,
     )
     case = Case("many sequences", config, (8,), batch=70_000)
     plan, data, inputs = inputs_of(backend, slot, case)
-    run = run_slot(plan, slot, inputs, data.do, data)
+    run = run_kernel(getattr(plan, slot), inputs, data.do, data)
     checked = [0, 65_535, 65_536, 69_999]
     verdicts = judge_slot(
         slot,
@@ -145,13 +145,13 @@ def test_row_44_more_than_65535_sequences_times_groups_are_correct(backend: str,
 @EACH_BRANCH
 def test_row_47_out_of_memory_errors_are_raised_unchanged(backend: str, slot: str) -> None:
     plan, data, inputs = inputs_of(backend, slot, Case("oom", CONFIG, (8192,), batch=4))
-    run_slot(plan, slot, inputs, data.do, data)
+    run_kernel(getattr(plan, slot), inputs, data.do, data)
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            run_slot(plan, slot, inputs, data.do, data)
+            run_kernel(getattr(plan, slot), inputs, data.do, data)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -162,7 +162,7 @@ def test_row_51_runs_on_the_current_stream(backend: str, slot: str) -> None:
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        run = run_slot(plan, slot, inputs, data.do, data)
+        run = run_kernel(getattr(plan, slot), inputs, data.do, data)
     stream.synchronize()
     assert_judged(slot, run)
 
@@ -174,9 +174,9 @@ def test_row_54_250_repeats_have_equal_bits(backend: str, slot: str) -> None:
     try:
         plan, data, inputs = inputs_of(backend, slot)
         do = None if slot == "select" else data.do
-        first = run_slot(plan, slot, inputs, do, data)
+        first = run_kernel(getattr(plan, slot), inputs, do, data)
         for _ in range(249):
-            repeat = run_slot(plan, slot, inputs, do, data)
+            repeat = run_kernel(getattr(plan, slot), inputs, do, data)
             for name, tensor in first.outputs.items():
                 assert torch.equal(bits(tensor), bits(repeat.outputs[name])), (entry.name, name)
     finally:

@@ -15,7 +15,7 @@ from nsa_core.plan.plan import Plan
 from nsa_verify.conformance import BackendConformance
 from nsa_verify.problems.cases import Case, CaseData
 from nsa_verify.problems.findings import bits
-from nsa_verify.problems.slot_runs import run_slot, run_slots, slot_inputs
+from nsa_verify.problems.slot_runs import run_kernel, run_slots, slot_inputs
 
 nsa_backend_triton = pytest.importorskip("nsa_backend_triton")
 pytest.importorskip("triton")
@@ -90,7 +90,9 @@ def test_no_synchronisation(slot: str, packed: bool) -> None:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            run_slot(slot_plan, slot, inputs, None if slot == "select" else data.do, data)
+            run_kernel(
+                getattr(slot_plan, slot), inputs, None if slot == "select" else data.do, data
+            )
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -191,7 +193,7 @@ def test_row_47_peak_memory_equals_the_stated_workspace(
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    run_slot(slot_plan, slot, inputs, do, data)
+    run_kernel(getattr(slot_plan, slot), inputs, do, data)
     torch.cuda.synchronize()
     measured = torch.cuda.max_memory_allocated() - before
     assert abs(stated - measured) <= 0.05 * measured, (
@@ -205,9 +207,9 @@ def test_row_54_250_repeats_have_equal_bits(slot: str) -> None:
     slot_plan = plan(deterministic=True)
     inputs = slot_inputs(slot, data, run_slots(slot_plan, case, data))
     do = None if slot == "select" else data.do
-    first = run_slot(slot_plan, slot, inputs, do, data).outputs
+    first = run_kernel(getattr(slot_plan, slot), inputs, do, data).outputs
     for _ in range(250):
-        for name, tensor in run_slot(slot_plan, slot, inputs, do, data).outputs.items():
+        for name, tensor in run_kernel(getattr(slot_plan, slot), inputs, do, data).outputs.items():
             assert torch.equal(bits(tensor), bits(first[name])), name
 
 
@@ -224,12 +226,12 @@ def test_row_55_a_sequence_does_not_depend_on_the_rest_of_the_batch(
     slot_plan = plan(deterministic=True)
     inputs = slot_inputs(slot, data, run_slots(slot_plan, case, data))
     do = None if slot == "select" else data.do
-    batched = run_slot(slot_plan, slot, inputs, do, data).outputs
+    batched = run_kernel(getattr(slot_plan, slot), inputs, do, data).outputs
     for entry in range(3):
         row = slice(entry, entry + 1)
         single_inputs = {name: tensor[row] for name, tensor in inputs.items()}
         single_do = None if do is None else do[row]
-        single = run_slot(slot_plan, slot, single_inputs, single_do, data).outputs
+        single = run_kernel(getattr(slot_plan, slot), single_inputs, single_do, data).outputs
         for name, tensor in single.items():
             assert torch.equal(bits(tensor), bits(batched[name][row])), (entry, name)
     launch_cache.clear()

@@ -14,7 +14,7 @@ from nsa_core import resolve
 from nsa_core.contract import SlotCall
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.cases import Case, config_of
-from nsa_verify.problems.slot_runs import run_slot
+from nsa_verify.problems.slot_runs import run_kernel
 from slot_requests import make_request
 
 CONFIG = config_of(4, 2, 16, 24, (8, 4, 16, 4, 20))
@@ -67,7 +67,7 @@ def _failures(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, 
     plan = resolve(case.config, device=device, dtype=dtype, backends="sdpa", needs_grad=True)
     data = case.data(dtype, device=device)
     inputs = {"q": data.q, "k_cmp": data.k_cmp, "v_cmp": data.v_cmp}
-    run = run_slot(plan, "cmp", inputs, data.do, data)
+    run = run_kernel(plan.cmp, inputs, data.do, data)
     verdicts = judge_slot(
         "cmp", run.inputs, run.outputs, case.config.geometry, case.config.softmax_scale, do=run.do
     )

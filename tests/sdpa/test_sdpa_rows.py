@@ -16,7 +16,7 @@ from nsa_core.plan.registry import default_registry
 from nsa_core.torch_ops.slot_op import slot_op
 from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.findings import bits
-from nsa_verify.problems.slot_runs import SlotRun, run_slot, run_slots, slot_inputs
+from nsa_verify.problems.slot_runs import SlotRun, run_kernel, run_slots, slot_inputs
 from slot_results import assert_slot_correct
 
 BRANCHES = ("cmp", "sel", "win")
@@ -49,7 +49,7 @@ def check(
     for slot in BRANCHES:
         inputs = {n: t.clone() for n, t in runs[slot].inputs.items()}
         change(inputs)
-        assert_correct(c, run_slot(plan, slot, inputs, data.do, data), slot)
+        assert_correct(c, run_kernel(getattr(plan, slot), inputs, data.do, data), slot)
 
 
 @pytest.mark.few_cases
@@ -108,7 +108,7 @@ def test_row_16_expanded_keys_and_values(slot: str) -> None:
     inputs = dict(run_slots(plan, c, data)[slot].inputs)
     for name in [n for n in inputs if n[0] in "kv"]:
         inputs[name] = inputs[name][:1].expand(2, -1, -1, -1)
-    assert_correct(c, run_slot(plan, slot, inputs, data.do, data), slot)
+    assert_correct(c, run_kernel(getattr(plan, slot), inputs, data.do, data), slot)
 
 
 @pytest.mark.parametrize("slot", BRANCHES)
@@ -122,7 +122,7 @@ def test_row_23_sliced_and_transposed_inputs_give_bitwise_equal_results(slot: st
         lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
     ):
         inputs = {n: t if n == "blocks" else view(t) for n, t in run.inputs.items()}
-        again = run_slot(plan, slot, inputs, data.do, data)
+        again = run_kernel(getattr(plan, slot), inputs, data.do, data)
         assert all(torch.equal(bits(again.outputs[n]), bits(t)) for n, t in run.outputs.items())
 
 
@@ -135,7 +135,7 @@ def test_row_25_output_gradient_not_contiguous_or_with_stride_0(slot: str) -> No
         data.do.transpose(1, 2).contiguous().transpose(1, 2),
         torch.ones(()).expand(data.do.shape),
     ):
-        assert_correct(c, run_slot(plan, slot, inputs, do, data), slot)
+        assert_correct(c, run_kernel(getattr(plan, slot), inputs, do, data), slot)
 
 
 @pytest.mark.parametrize("slot", BRANCHES)
@@ -143,10 +143,10 @@ def test_row_34_nan_in_one_query_stays_in_its_row_and_group(slot: str) -> None:
     c = case()
     data, plan = c.data(torch.float32), resolve_plan(c, torch.float32)
     inputs = dict(run_slots(plan, c, data)[slot].inputs)
-    clean = run_slot(plan, slot, inputs, None, data).outputs["o"]
+    clean = run_kernel(getattr(plan, slot), inputs, None, data).outputs["o"]
     inputs["q"] = inputs["q"].clone()
     inputs["q"][0, 40, 1] = torch.nan  # head 1 is in group 0
-    o = run_slot(plan, slot, inputs, None, data).outputs["o"]
+    o = run_kernel(getattr(plan, slot), inputs, None, data).outputs["o"]
     assert o[0, 40, 1].isnan().all()
     unaffected = torch.ones(o.shape[:-1], dtype=torch.bool)
     unaffected[0, 40, :2] = False
@@ -164,12 +164,12 @@ def test_row_34_visible_nan_reaches_the_output(slot: str, name: str) -> None:
     c = case()
     data, plan = c.data(torch.float32), resolve_plan(c, torch.float32)
     inputs = dict(run_slots(plan, c, data)[slot].inputs)
-    clean = run_slot(plan, slot, inputs, None, data).outputs["o"]
+    clean = run_kernel(getattr(plan, slot), inputs, None, data).outputs["o"]
     key = next(n for n in inputs if n[0] == name)
     inputs[key] = inputs[key].clone()
     row = 9 if key.endswith("_cmp") else 43
     inputs[key][0, row, 0] = torch.nan
-    o = run_slot(plan, slot, inputs, None, data).outputs["o"]
+    o = run_kernel(getattr(plan, slot), inputs, None, data).outputs["o"]
     assert o[0, 43, 0].isnan().any()
     assert name == "v" or torch.equal(bits(o[:, :32]), bits(clean[:, :32]))
     assert torch.equal(bits(o[..., 2:, :]), bits(clean[..., 2:, :]))  # the other group
@@ -183,7 +183,7 @@ def test_row_37_huge_logits_stay_finite(dtype: torch.dtype) -> None:
     for slot in BRANCHES:
         inputs = dict(runs[slot].inputs)
         inputs["q"] = inputs["q"] * 1e4
-        run = run_slot(plan, slot, inputs, data.do, data)
+        run = run_kernel(getattr(plan, slot), inputs, data.do, data)
         assert all(t.isfinite().all() for n, t in run.outputs.items() if n in ("o", "dv", "dv_cmp"))
         sees_keys = run.outputs["lse"] > -torch.inf
         assert run.outputs["lse"][sees_keys].isfinite().all()
@@ -251,6 +251,6 @@ def test_window_above_4096_keys_matches_the_oracle() -> None:
     do = torch.zeros_like(data.do)
     do[:, list(rows)] = data.do[:, list(rows)]
     inputs = {"q": data.q, "k": data.k_win, "v": data.v_win}
-    run = run_slot(plan, "win", inputs, do, data)
+    run = run_kernel(plan.win, inputs, do, data)
     forward = SlotRun(run.inputs, {n: run.outputs[n] for n in ("o", "lse", "dq")}, do)
     assert_correct(c, forward, "win", rows=rows)

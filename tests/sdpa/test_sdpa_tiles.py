@@ -16,7 +16,7 @@ from nsa_core.plan.candidates import request_of
 from nsa_verify.judge.selection import judge_selection
 from nsa_verify.problems.cases import Case, config_of
 from nsa_verify.problems.findings import bits
-from nsa_verify.problems.slot_runs import SlotRun, run_slot, run_slots
+from nsa_verify.problems.slot_runs import SlotRun, run_kernel, run_slots
 from slot_results import assert_slot_correct
 
 BRANCHES = ("cmp", "sel", "win")
@@ -96,7 +96,7 @@ def test_window_as_long_as_the_longest_document_matches_the_oracle(
     case = dataclasses.replace(PACKED, config=dataclasses.replace(CONFIG, window_size=window))
     data, plan = case.data(torch.float64), resolve_plan(case, torch.float64)
     inputs = {"q": data.q, "k": data.k_win, "v": data.v_win}
-    assert_correct(case, "win", run_slot(plan, "win", inputs, data.do, data), data.cu_seqlens)
+    assert_correct(case, "win", run_kernel(plan.win, inputs, data.do, data), data.cu_seqlens)
 
 
 @pytest.mark.few_cases
@@ -108,13 +108,13 @@ def test_row_34_nan_never_reaches_another_document(slot: str, name: str, row: in
     data, plan = PACKED.data(torch.float32), resolve_plan(PACKED, torch.float32)
     run = run_slots(plan, PACKED, data)[slot]
     inputs, do = {n: t.clone() for n, t in run.inputs.items()}, data.do.clone()
-    clean = run_slot(plan, slot, inputs, do, data).outputs
+    clean = run_kernel(getattr(plan, slot), inputs, do, data).outputs
     if name == "do":
         do[row if slot != "cmp" or row == 59 else 90] = torch.nan  # row 61 sees no compressed token
     else:
         poisoned = next(t for n, t in inputs.items() if n[0] == name)
         poisoned[row if slot != "cmp" else {59: 12, 61: 13}[row]] = torch.nan
-    outputs = run_slot(plan, slot, inputs, do, data).outputs
+    outputs = run_kernel(getattr(plan, slot), inputs, do, data).outputs
     assert any(t.isnan().any() for t in outputs.values())
     for quantity, tensor in outputs.items():
         boundary = 13 if quantity in ("dk_cmp", "dv_cmp") else 60 if row == 59 else 61
@@ -135,13 +135,13 @@ def test_rows_30_36_invalid_duplicate_and_missing_blocks(dtype: torch.dtype) -> 
     blocks[:, 72] = 2  # one block seven times
     blocks[:, 73] = torch.iinfo(dtype).max // 2 + 1  # times l', 2^62 is 0 in int64
     inputs = {"q": data.q, "k": data.k_sel, "v": data.v_sel, "blocks": blocks}
-    run = run_slot(plan, "sel", inputs, data.do, data)
+    run = run_kernel(plan.sel, inputs, data.do, data)
     assert not run.outputs["o"][:, 50:60].any()
     assert (run.outputs["lse"][:, :, [70, 73]] == -torch.inf).all()
     assert_correct(DENSE, "sel", run, None)
     for x in (data.k_sel, data.v_sel):
         x[:, 112:] = torch.nan  # earlier tokens that name these blocks do not see them
-    after = run_slot(plan, "sel", inputs, data.do, data)
+    after = run_kernel(plan.sel, inputs, data.do, data)
     assert torch.equal(bits(after.outputs["o"][:, :112]), bits(run.outputs["o"][:, :112]))
     assert torch.equal(bits(after.outputs["lse"][..., :112]), bits(run.outputs["lse"][..., :112]))
 

@@ -54,11 +54,8 @@ class Mutant:
 def first_failure(combination: Combination, phase: str = "both") -> Finding | None:
     """Return the first failed finding of the quick checks in float32, or None if all pass."""
     todo = suite.jobs("quick", [torch.float32], text=None, phase=phase)
-    for _, findings in suite.run(combination, todo, stop_at_first=True):
-        for finding in findings:
-            if finding.ok is False:
-                return finding
-    return None
+    findings = (finding for job in todo for finding in job.run(combination))
+    return next((finding for finding in findings if finding.ok is False), None)
 
 
 def killing_finding(mutant: Mutant, scratch: Path) -> Finding | None:

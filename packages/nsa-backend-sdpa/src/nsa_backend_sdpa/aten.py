@@ -241,20 +241,18 @@ def _attend_backward(
     return dq, dk[..., :q_width].sum(1, dtype=stats), dv[..., :v_width].sum(1, dtype=stats)
 
 
-def tile_shape(
-    count: int, heads: int, queries: int, keys: int, itemsize: int, budget: int
-) -> tuple[int, int, int]:
-    """Return (batch entries, query rows, keys) of a tile whose scores fit into ``budget`` bytes."""
-    keys = min(keys, 1024)
-    rows = max(1, min(queries, budget // (heads * keys * itemsize)))
-    return max(1, min(count, budget // (heads * keys * rows * itemsize))), rows, keys
-
-
 def _tiles(q: Tensor, before: int) -> Iterator[tuple[slice, slice, list[slice]]]:
-    """Yield (batch entries, query rows, chunks of the keys that these rows see) for each tile."""
+    """Yield (batch entries, query rows, chunks of the keys that these rows see) for each tile.
+
+    The scores of a tile stay within their limit.
+    """
     count, heads, length, _ = q.shape
-    itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
-    entries, rows, keys = tile_shape(count, heads, length, before + length, itemsize, budget)
+    keys, scores = (
+        min(before + length, 1024),
+        engine.score_bytes(q) // stats_dtype(q.dtype).itemsize,
+    )
+    rows = max(1, min(length, scores // (heads * keys)))
+    entries = max(1, min(count, scores // (heads * keys * rows)))
     for n in device.chunks(count, entries):
         for r in device.chunks(length, rows):
             yield n, r, list(device.chunks(before + r.stop, keys))

@@ -79,33 +79,18 @@ def distinct(blocks: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.masked_fill_(~valid, 0), valid
 
 
-def queries_per_chunk(
-    heads: int, groups: int, keys: int, width: int, stats: int, operand: int, budget: int
-) -> int:
-    """Return how many queries make a chunk within ``budget`` bytes.
-
-    The scores and the gathered keys and values of the chunk each stay within the budget.
-
-    Args:
-        heads: Query heads, Hq.
-        groups: kv heads, G.
-        keys: Keys of a query, n * l'.
-        width: Dk + Dv.
-        stats: Bytes of a score.
-        operand: Bytes of an element of the gathered keys.
-        budget: Limit in bytes.
-    """
-    return max(1, budget // (keys * max(heads * stats, groups * width * operand)))
-
-
 def _query_chunks(
     q: Tensor, blocks: Tensor, tiles: Tiles, width: int, call: SlotCall
 ) -> Iterator[_QueryChunk]:
-    """Yield chunks of queries with the blocks that they see; ``tiles`` are the blocks."""
+    """Yield chunks of queries with the blocks that they see.
+
+    The scores and the gathered keys and values of a chunk each stay within the limit of one tile of
+    scores. ``tiles`` are the blocks, and ``width`` is Dk + Dv.
+    """
     groups, n = blocks.shape[-2:]
     stats, operand = stats_dtype(q.dtype).itemsize, operand_dtype(q).itemsize
-    budget, size = engine.score_bytes(q), tiles.size
-    count = queries_per_chunk(q.shape[-2], groups, n * size, width, stats, operand, budget)
+    size, per_key = tiles.size, max(q.shape[-2] * stats, groups * width * operand)
+    count = max(1, engine.score_bytes(q) // (n * size * per_key))
     position, first_tile = _positions(q, tiles, call)
     offset = torch.arange(size, device=q.device)
     head = torch.arange(groups, device=q.device)[:, None]

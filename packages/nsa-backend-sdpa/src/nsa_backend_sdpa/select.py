@@ -10,8 +10,6 @@ stable: among equal scores, the lower block index comes first.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -22,41 +20,6 @@ from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles
 from nsa_core.contract import SlotCall
 from nsa_core.layout import BlockGeometry
 from nsa_core.packing import compressed_cu_seqlens
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectTiling:
-    """How a call is split into chunks of several tiles.
-
-    Attributes:
-        size: Queries of a tile.
-        tiles: Tiles of a chunk.
-        groups: kv heads of a chunk.
-    """
-
-    size: int
-    tiles: int
-    groups: int
-
-    @classmethod
-    def of(
-        cls,
-        geometry: BlockGeometry,
-        queries: int,
-        longest: int,
-        groups: int,
-        heads: int,
-        itemsize: int,
-        budget: int,
-    ) -> SelectTiling:
-        """Return tiles of at most 64 queries, and chunks with ``budget`` bytes of probabilities.
-
-        A single tile may exceed the budget. A document has at most ``queries`` queries, which see
-        at most ``longest`` tokens.
-        """
-        size = max(1, min(64, queries))
-        per_chunk = max(1, budget // (size * heads * columns(geometry, longest) * itemsize))
-        return cls(size, max(1, per_chunk // groups), min(groups, per_chunk))
 
 
 def columns(geometry: BlockGeometry, longest: int) -> int:
@@ -82,27 +45,25 @@ def forward(
         queries, seen = q.shape[-3], call.first_query + q.shape[-3]
         if packed:
             queries, seen = min(call.max_seqlen, queries), min(call.max_seqlen, seen)
-        itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
-        tiling = SelectTiling.of(geometry, queries, max(1, seen), groups, heads, itemsize, budget)
-        tiles = make_tiles(q, tiling.size, call, call.first_query + q.shape[-3])
-        first_cmp = _first_compressed(k_cmp, call)
+        # The probabilities of a chunk of tiles stay within the limit, unless one tile exceeds it.
+        size = max(1, min(64, queries))
+        tile = size * heads * columns(geometry, max(1, seen)) * stats_dtype(q.dtype).itemsize
+        per_chunk = max(1, engine.score_bytes(q) // tile)
+        tiles = make_tiles(q, size, call, call.first_query + q.shape[-3])
+        if call.cu_seqlens is None:  # the first compressed row of each document
+            first_cmp = torch.arange(k_cmp.shape[0], device=k_cmp.device) * k_cmp.shape[1]
+        else:
+            first_cmp = compressed_cu_seqlens(call.cu_seqlens, geometry)[:-1].long()
         rows = [as_rows(q, packed).unflatten(1, (groups, -1)), as_rows(k_cmp, packed)]
         rows.append(as_rows(lse.transpose(-1, -2), packed).unflatten(1, (groups, -1)))
         shape = (tiles.total + 1, groups, geometry.num_selected_blocks)
         blocks = torch.empty(shape, dtype=torch.int32, device=q.device)
-        for chunk in tiles.split(tiling.tiles):
+        for chunk in tiles.split(max(1, per_chunk // groups)):
             position = chunk.positions()
-            for part in chunks(groups, tiling.groups):
+            for part in chunks(groups, min(groups, per_chunk)):
                 scores = block_scores([x[:, part] for x in rows], first_cmp, chunk, position, call)
                 scatter(blocks[:, part], chunk.targets(), choose(scores, position, geometry))
         return from_rows(blocks[:-1], q, packed)
-
-
-def _first_compressed(k_cmp: Tensor, call: SlotCall) -> Tensor:
-    """Return the first compressed row of each document, int64 [documents]."""
-    if call.cu_seqlens is None:
-        return torch.arange(k_cmp.shape[0], device=k_cmp.device) * k_cmp.shape[1]
-    return compressed_cu_seqlens(call.cu_seqlens, call.geometry)[:-1].long()
 
 
 def block_scores(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +25,7 @@ from nsa_backend_sdpa.tiles import Tiles, as_rows, from_rows, gather, make_tiles
 from nsa_core.contract import SlotCall
 
 
-@dataclasses.dataclass(frozen=True)
-class WinTiling:
+class _Tiling(NamedTuple):
     """How a call is split into chunks of several tiles.
 
     Attributes:
@@ -40,36 +40,12 @@ class WinTiling:
     tiles: int
     groups: int
 
-    @classmethod
-    def of(
-        cls,
-        window: int,
-        tokens: int,
-        documents: int,
-        longest: int,
-        groups: int,
-        heads: int,
-        itemsize: int,
-        budget: int,
-    ) -> WinTiling:
-        """Return chunks with at most ``budget`` bytes of scores; short documents get small tiles.
 
-        Tiles have at least 64 queries if a document has as many, ``longest``, even if their scores
-        exceed the budget.
-        """
-        min_size = max(1, min(64, longest))
-        size = max(min_size, min(512, window, -(-tokens // documents)))
+def _tiling(q: Tensor, k: Tensor, call: SlotCall) -> _Tiling:
+    """Return chunks whose scores stay within their limit; short documents get small tiles.
 
-        def tile_bytes() -> int:
-            return size * heads * min(window + size - 1, engine.MAX_KEYS) * itemsize
-
-        while size > min_size and tile_bytes() > budget:
-            size = max(min_size, size // 2)
-        per_chunk = max(1, budget // tile_bytes())
-        return cls(window, size, max(1, per_chunk // groups), min(groups, per_chunk))
-
-
-def _tiling(q: Tensor, k: Tensor, call: SlotCall) -> WinTiling:
+    Tiles have at least 64 queries if a document has as many, even if their scores exceed the limit.
+    """
     if call.cu_seqlens is None:
         documents, longest = q.shape[:2]
         tokens, seen = documents * longest, call.first_query + longest
@@ -79,7 +55,16 @@ def _tiling(q: Tensor, k: Tensor, call: SlotCall) -> WinTiling:
     groups, heads = k.shape[-2], q.shape[-2] // k.shape[-2]
     itemsize, budget = stats_dtype(q.dtype).itemsize, engine.score_bytes(q)
     window = max(1, min(call.geometry.window_size, seen))
-    return WinTiling.of(window, tokens, documents, longest, groups, heads, itemsize, budget)
+    min_size = max(1, min(64, longest))
+    size = max(min_size, min(512, window, -(-tokens // documents)))
+
+    def tile_bytes() -> int:
+        return size * heads * min(window + size - 1, engine.MAX_KEYS) * itemsize
+
+    while size > min_size and tile_bytes() > budget:
+        size = max(min_size, size // 2)
+    per_chunk = max(1, budget // tile_bytes())
+    return _Tiling(window, size, max(1, per_chunk // groups), min(groups, per_chunk))
 
 
 def _visible_keys(q: Tensor, k: Tensor, call: SlotCall) -> tuple[slice, SlotCall]:

@@ -8,6 +8,7 @@ benchmarks/real_blocks.py trains. This model therefore embeds the recent context
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +18,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from nsa_core.config import NSAConfig
-from nsa_core.errors import InvalidInput
+from nsa_core.errors import InvalidInput, NSAError
 from nsa_core.layer.module import NSAttention
-from nsa_core.util import safetensors_io
+from nsa_core.util.atomic_files import write_bytes_atomic
+from nsa_core.util.extras import require_module
+from nsa_core.util.text import describe_error
 
 # The context in each token's embedding, in place of lower layers: the last RECENT bytes one by one
 # (enough to search for an earlier occurrence), and the sums over the last 16 and 64 bytes (which
@@ -117,13 +120,15 @@ def save(model: ByteModel, path: Path, facts: Mapping[str, Any], force: bool = F
     Raises:
         BackendUnavailable: safetensors is not installed.
         InvalidInput: The file exists and ``force`` is False.
+        NotWritten: The operating system refuses the write; an old file is unchanged.
     """
     tensors = {
         name: t.detach().to("cpu", torch.bfloat16).contiguous()
         for name, t in model.state_dict().items()
     }
-    header = {"config": dataclasses.asdict(model.config), "facts": dict(facts)}
-    safetensors_io.write(path, FORMAT, tensors, header, force)
+    values = {"config": dataclasses.asdict(model.config), "facts": dict(facts)}
+    header = {"format": FORMAT, **{name: json.dumps(value) for name, value in values.items()}}
+    write_bytes_atomic(path, _library("safetensors.torch").save(tensors, header), force)
 
 
 def load(path: Path) -> tuple[ByteModel, dict[str, Any]]:
@@ -136,11 +141,28 @@ def load(path: Path) -> tuple[ByteModel, dict[str, Any]]:
         BackendUnavailable: safetensors is not installed.
         InvalidInput: The file cannot be read, or does not hold such a model.
     """
-    with safetensors_io.reading(path, FORMAT) as (header, tensors):
-        config, facts = NSAConfig(**header["config"]), dict(header["facts"])
+    library = _library("safetensors")
+    try:
+        with library.safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            if (found := header.get("format")) != FORMAT:
+                raise InvalidInput(f"{path} is no {FORMAT!r}: its header says {found!r}")
+            tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+        config, facts = NSAConfig(**json.loads(header["config"])), dict(json.loads(header["facts"]))
         with torch.device("meta"):
             model = ByteModel(config)
-        model.load_state_dict(
-            {name: tensor.float() for name, tensor in tensors.items()}, assign=True
-        )
+        model.load_state_dict(tensors, assign=True)
+    except NSAError:
+        raise
+    except (
+        *(OSError, KeyError, TypeError, ValueError, RuntimeError),
+        library.SafetensorError,
+    ) as error:
+        raise InvalidInput(
+            f"{path} cannot be read as a checkpoint: {describe_error(error)}"
+        ) from error
     return model, facts
+
+
+def _library(name: str) -> Any:
+    return require_module(name, "checkpoints need", "safetensors")

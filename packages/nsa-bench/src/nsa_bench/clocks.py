@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from nsa_bench.timing import Prepared, Workload
+from nsa_bench.timing import Clock, Prepared, Workload
 from nsa_core.util.text import describe_error
 
 HOST_SHARE = 0.05  # largest tolerated share of host launch time in an eagerly timed call
@@ -61,22 +61,15 @@ def _run_until(run: Run, last: str) -> None:
         run(part_ended)
 
 
-class _FirstCall:
-    """The first call of a workload, which its limit may end."""
-
-    def sample(self, call: Callable[[], Any], calls: int) -> float:
-        """Return the milliseconds per call over ``calls`` calls."""
-        raise NotImplementedError
-
-    def first_call(self, workload: Workload) -> tuple[Callable[[], Any], float]:
-        """Set up a workload and call it once; return the call and its milliseconds."""
-        with workload.limited():
-            call = workload.make()
-        with workload.limited():
-            return call, self.sample(call, 1)
+def first_call(clock: Clock, workload: Workload) -> tuple[Callable[[], Any], float]:
+    """Set up a workload and call it once, both limited; return the call and its milliseconds."""
+    with workload.limited():
+        call = workload.make()
+    with workload.limited():
+        return call, clock.sample(call, 1)
 
 
-class CpuClock(_FirstCall):
+class CpuClock:
     """Wall time on the CPU.
 
     glibc returns freed blocks above a threshold to the system, and the next call faults the pages
@@ -116,7 +109,7 @@ class CpuClock(_FirstCall):
 
     def prepare(self, workload: Workload) -> Prepared:
         """Set up and warm up; memory that the setup allocates and keeps is not counted."""
-        call, first = self.first_call(workload)
+        call, first = first_call(self, workload)
         estimate = self.sample(call, 1) if first < 200 else first
         peak = self._peak_bytes(call) if workload.measure_memory else 0
         calls = max(1, round(SAMPLE_MS / max(estimate, 1e-3)))
@@ -136,7 +129,7 @@ class CpuClock(_FirstCall):
         return peak
 
 
-class CudaClock(_FirstCall):
+class CudaClock:
     """Device time on the current CUDA device."""
 
     def __init__(self, device: str) -> None:
@@ -165,7 +158,7 @@ class CudaClock(_FirstCall):
 
         The first call compiles kernels, so only later calls are timed.
         """
-        call, _ = self.first_call(workload)
+        call, _ = first_call(self, workload)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

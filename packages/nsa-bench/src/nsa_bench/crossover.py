@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from nsa_bench.render.format import number
@@ -10,6 +11,8 @@ from nsa_bench.result import Crossover, Measurement, Series
 from nsa_bench.timing import Performance
 
 TimeOf = Callable[[Performance], float]  # the time to compare, in ms
+_median: TimeOf = operator.attrgetter("median_ms")
+_eager: TimeOf = operator.attrgetter("eager_ms")
 
 
 def crossovers(measurements: Sequence[Measurement]) -> list[Crossover]:
@@ -27,14 +30,6 @@ def crossovers(measurements: Sequence[Measurement]) -> list[Crossover]:
             sentence += f"; without CUDA graphs {eager_sentence}"
         result.append(Crossover(subject, *series, length, sentence, eager_length))
     return result
-
-
-def _median(performance: Performance) -> float:
-    return performance.median_ms
-
-
-def _eager(performance: Performance) -> float:
-    return performance.eager_ms
 
 
 def _fastest_dense(

@@ -53,17 +53,13 @@ class Limits:
         too_slow = f"{NOT_MEASURED}: a call took longer than --max-call {max_call_s:g} s"
         return cls(deadline, max_call_s, first, too_slow)
 
-    @contextlib.contextmanager
-    def first_call(self) -> Iterator[None]:
+    def first_call(self) -> contextlib.AbstractContextManager[None]:
         """Raise TimeUp in the block after ``first_call_s``, or soon after the deadline."""
-        with _ends_in(self.first_call_s, self.too_slow, self.deadline + LAST_CALL_S):
-            yield
+        return _ends_in(self.first_call_s, self.too_slow, self.deadline + LAST_CALL_S)
 
-    @contextlib.contextmanager
-    def until_deadline(self) -> Iterator[None]:
+    def until_deadline(self) -> contextlib.AbstractContextManager[None]:
         """Raise TimeUp in the block at the deadline."""
-        with _ends_in(float("inf"), "", self.deadline):
-            yield
+        return _ends_in(float("inf"), "", self.deadline)
 
 
 def lacks_memory(needed: int, device: str) -> str:

@@ -110,6 +110,12 @@ class Measurement:
         return (self.shape, self.dtype, self.inputs, self.phase, self.batch)
 
     @property
+    def median_ms(self) -> float:
+        """Return the median of a timed measurement."""
+        assert self.performance is not None  # callers pass timed measurements only
+        return self.performance.median_ms
+
+    @property
     def timed_parts(self) -> dict[str, Performance]:
         """Return the times of the parts that have one, if the whole has one too."""
         if self.performance is None:

@@ -85,18 +85,13 @@ def _fla(config: NSAConfig) -> Baseline:
     elif heads < 16 or heads & (heads - 1):
         reason = f"needs 16, 32, 64, ... query heads per kv head, got {heads}"
     else:
-        reason = _other_forced_blocks(config)
+        reason = ""
+        if (config.init_blocks, config.local_blocks) != (1, 2):
+            reason = (
+                f"always selects the first block and the last 2, not the first {config.init_blocks}"
+                f" and the last {config.local_blocks}"
+            )
     return Baseline(f"fla NSA, l=d={block}", forward, reason, KIND, computes)
-
-
-def _other_forced_blocks(config: NSAConfig) -> str:
-    """Return why a library that selects the first and the last 2 blocks cannot compute it."""
-    if (config.init_blocks, config.local_blocks) == (1, 2):
-        return ""
-    return (
-        f"always selects the first block and the last 2, not the first {config.init_blocks} and"
-        f" the last {config.local_blocks}"
-    )
 
 
 def _sfnsa(config: NSAConfig) -> Baseline:

@@ -8,7 +8,7 @@ import functools
 
 from nsa_bench import cells, child_call
 from nsa_bench.cells import Cell
-from nsa_bench.clocks import CpuClock, CudaClock
+from nsa_bench.clocks import CpuClock, CudaClock, first_call
 from nsa_bench.estimates import CHILD_MS, SLOWDOWN, Estimates, probe_length
 from nsa_bench.limits import Limits
 from nsa_bench.roofline import Peaks
@@ -78,9 +78,8 @@ class SlowCalls:
                 continue
             name = subjects[workload.key]
             try:
-                call, _ = self._clock.first_call(
-                    dataclasses.replace(workload, limited=self._limits.first_call)
-                )
+                limited = dataclasses.replace(workload, limited=self._limits.first_call)
+                call, _ = first_call(self._clock, limited)
                 floor_ms, short_floor_ms = (
                     self._subjects.floor_ms(each, name, peaks) for each in (cell, short)
                 )

@@ -249,15 +249,15 @@ def summarise(samples: Sequence[float], method: str) -> Performance:
     return Performance(median, q1, q3, method, rounded)
 
 
-def spread_of_repeats(performance: Performance, repeats: int = 5) -> float | None:
-    """Return the coefficient of variation of the medians of ``repeats`` runs of samples.
+def spread_of_repeats(performance: Performance) -> float | None:
+    """Return the coefficient of variation of the medians of five runs of samples.
 
-    The samples are split in order into ``repeats`` runs; None if there are fewer samples than runs.
+    The samples are split in order into five runs; None if there are fewer samples than runs.
     """
     samples = performance.samples_ms
-    if len(samples) < repeats:
+    if len(samples) < 5:
         return None
-    size, longer = divmod(len(samples), repeats)  # the first runs have one sample more
-    starts = [size * run + min(run, longer) for run in range(repeats + 1)]
+    size, longer = divmod(len(samples), 5)  # the first runs have one sample more
+    starts = [size * run + min(run, longer) for run in range(6)]
     medians = [statistics.median(samples[a:b]) for a, b in itertools.pairwise(starts)]
     return statistics.stdev(medians) / statistics.mean(medians)

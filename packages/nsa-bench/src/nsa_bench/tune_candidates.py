@@ -96,7 +96,9 @@ class TuneCandidates:
         options = _options(self.device, self.dtype, candidate.use)
         if not candidate.isolated:
             backends = {candidate.slot: candidate.backend}
-            return resolve(config, options, registry=_own(self.registry), backends=backends)
+            # The backends that share this process.
+            own = Registry(tuple(entry for entry in self.registry.entries if entry.child is None))
+            return resolve(config, options, registry=own, backends=backends)
         by_slot = find_candidates(config, options, registry=self.registry).by_slot
         others = {
             slot: c.backend
@@ -152,11 +154,6 @@ def find_tune_candidates(
 
 def _options(device: str, dtype: torch.dtype, use: str) -> PlanOptions:
     return PlanOptions(device=device, dtype=dtype, needs_grad=use == "training")
-
-
-def _own(registry: Registry) -> Registry:
-    """Return the backends of ``registry`` that share this process."""
-    return Registry(tuple(entry for entry in registry.entries if entry.child is None))
 
 
 def judge_of(candidates: TuneCandidates, candidate: TuneCandidate, case: Case) -> Judge:

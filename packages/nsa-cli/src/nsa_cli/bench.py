@@ -32,7 +32,9 @@ from nsa_cli.choices import (
     split_commas,
 )
 from nsa_cli.commands import App
+from nsa_cli.extras import need_extras
 from nsa_cli.result_files import ResultFiles
+from nsa_core.errors import BackendUnavailable, InvalidInput
 from nsa_core.util.interruption import Interruption, deferred_signals, exit_code
 
 if TYPE_CHECKING:
@@ -276,9 +278,7 @@ class _Files:
         kinds = ("json", "html", "png", "svg")
         output.check_files({f"--{kind}": getattr(self, kind) for kind in kinds}, self.force)
         if self.html or self.png or self.svg:
-            from nsa_bench.render.style import need_plot_packages
-
-            need_plot_packages()
+            need_extras("nsa bench", ["matplotlib", "jinja2"])
 
     def write(self, result: Result, code: int) -> None:
         """Write the files, then print the result.
@@ -326,8 +326,6 @@ def _prepare_quick_end() -> None:
 
 
 def _percentage(text: str) -> float:
-    from nsa_core.errors import InvalidInput
-
     try:
         value = float(text.strip().removesuffix("%")) / 100
     except ValueError:
@@ -352,7 +350,6 @@ def _settings(
     """Return the settings; options are checked before torch is imported."""
     from nsa_bench.settings import Settings
     from nsa_bench.shapes import parse_lengths, parse_shape
-    from nsa_core.errors import BackendUnavailable, InvalidInput
 
     parsers: dict[str, Callable[[str], Any]] = {
         "shapes": lambda words: [parse_shape(word) for word in split_commas(words) or [words]],

@@ -13,6 +13,7 @@ from nsa_cli.choices import (
     pairs_of_backends,
     pick_device,
 )
+from nsa_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from nsa_bench.settings import DecodeCell, DecodeSettings
@@ -28,7 +29,6 @@ def cells(
     """
     from nsa_bench.settings import DecodeCell, parse_decode_shape
     from nsa_bench.shapes import parse_lengths
-    from nsa_core.errors import InvalidInput
 
     if shape is None and length is None:
         given = {"batch": batch, "page_size": page_size}

@@ -28,6 +28,8 @@ from nsa_cli.choices import (
     tokens,
 )
 from nsa_cli.extras import need_extras
+from nsa_core.errors import InvalidInput
+from nsa_models.lm.tokens import TOKENIZER
 
 if TYPE_CHECKING:
     import torch
@@ -140,8 +142,6 @@ def convert(
 
 def _training(conversion: Conversion, out: Path) -> list[str]:
     """Return the options that train the converted model, on rows in which it selects blocks."""
-    from nsa_models.lm.tokens import TOKENIZER
-
     nsa = conversion.model.config.nsa or {}
     selected = nsa.get("num_selected_blocks", 16) * nsa.get("select_block_size", 64)
     data = "python-docs" if (out / TOKENIZER).exists() else "recall"
@@ -150,8 +150,6 @@ def _training(conversion: Conversion, out: Path) -> list[str]:
 
 
 def _check_options(text: Path | None, typed: set[str]) -> None:
-    from nsa_core.errors import InvalidInput
-
     unused = sorted(typed & set(_STAGE[:-1]))
     if text is None and unused:
         names = ", ".join(f"--{name}" for name in unused)
@@ -160,8 +158,6 @@ def _check_options(text: Path | None, typed: set[str]) -> None:
 
 def _fields(pairs: Sequence[str]) -> dict[str, Any]:
     """Return the fields NAME=VALUE; a value is JSON, or else a string."""
-    from nsa_core.errors import InvalidInput
-
     fields = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")
@@ -176,8 +172,6 @@ def _fields(pairs: Sequence[str]) -> dict[str, Any]:
 
 def _layers(text: str) -> str | list[int] | None:
     """Return --nsa-layers as the argument of :func:`nsa_models.hf.convert`."""
-    from nsa_core.errors import InvalidInput
-
     if text in ("all", "every_4th_dense"):
         return None if text == "all" else text
     numbers: list[int] = []
@@ -201,7 +195,6 @@ def _check_dense(
 ) -> None:
     """Refuse a model with NSA, wrong fields and wrong layers, before torch is imported."""
     from nsa_core.config import NSAConfig
-    from nsa_core.errors import InvalidInput
 
     if str(config.get("model_type")).startswith("nsa_"):
         raise InvalidInput(
@@ -258,7 +251,6 @@ def _read_tokens(folder: ModelFolder, text: Path, content: bytes, length: int) -
     """Return the tokens of the text [T], by the tokenizer of the dense model."""
     import torch
 
-    from nsa_core.errors import InvalidInput
     from nsa_models.hf.folder import load_tokenizer, text_ids
 
     try:

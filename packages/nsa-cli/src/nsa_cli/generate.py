@@ -18,6 +18,8 @@ from nsa_cli.choices import (
     tokens,
 )
 from nsa_cli.extras import need_extras
+from nsa_core.errors import InvalidInput
+from nsa_core.util.text import escape_control
 
 # Below it, logits divided by it overflow, and the most likely token has all the probability.
 _COLDEST = 1e-6
@@ -62,8 +64,6 @@ def generate(
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        from nsa_core.errors import InvalidInput
-        from nsa_core.util.text import escape_control
         from nsa_models.hf.folder import load_model, load_tokenizer, new_text_ids
         from nsa_models.lm.model_folder import open_folder
 

@@ -24,6 +24,7 @@ from nsa_cli.choices import (
 )
 from nsa_cli.extras import need_extras
 from nsa_cli.result_files import ResultFiles
+from nsa_core.errors import InvalidInput, NSAError
 
 if TYPE_CHECKING:
     from nsa_models.inspect import Inspection
@@ -84,11 +85,19 @@ def inspect(
     """
     with output.exit_codes():
         name, content = _read_text(text)
-        _check_seed(context, checkpoint)
         config = None
         if checkpoint is not None:
+            if "seed" in options_on_command_line(context):
+                raise InvalidInput(
+                    "--seed sets untrained weights, and --checkpoint has trained ones; leave one of"
+                    " them out"
+                )
             config = check_checkpoint(checkpoint, on_text=True)
-            _check_nsa(config, checkpoint)
+            if config.get("model_type") in ("llama", "qwen2", "qwen3"):
+                raise InvalidInput(
+                    f"--checkpoint {checkpoint} has dense attention, which selects no blocks; give"
+                    " the folder of a model with NSA, such as one of nsa convert"
+                )
         chosen, torch_dtype_name = parse_backends(backends), one_dtype(dtype)
         need_extras("nsa inspect", ["matplotlib", "jinja2"])
         output.check_out(out, force, "--force to overwrite its pictures")
@@ -125,20 +134,8 @@ def _read_text(path: Path | None) -> tuple[str, str]:
     return "documentation of Python", library_text(1).decode()
 
 
-def _check_nsa(config: dict[str, Any], checkpoint: Path) -> None:
-    """Refuse a dense model before torch is imported."""
-    from nsa_core.errors import InvalidInput
-
-    if config.get("model_type") in ("llama", "qwen2", "qwen3"):
-        raise InvalidInput(
-            f"--checkpoint {checkpoint} has dense attention, which selects no blocks; give the"
-            " folder of a model with NSA, such as one of nsa convert"
-        )
-
-
 def _check_sizes(config: dict[str, Any] | None, layer: int | None, max_tokens: int | None) -> None:
     """Refuse a layer that a model does not have, and too few tokens, before torch is imported."""
-    from nsa_core.errors import InvalidInput, NSAError
     from nsa_models.lm.config import check_layer, no_choice, size
     from nsa_models.lm.config_json import config_of
 
@@ -149,16 +146,6 @@ def _check_sizes(config: dict[str, Any] | None, layer: int | None, max_tokens: i
     check_layer(layer, model.nsa_layers or range(model.n_layers))
     if max_tokens is not None and (problem := no_choice(model.layer, max_tokens)):
         raise InvalidInput(f"--max-tokens must be {problem}")
-
-
-def _check_seed(context: typer.Context, checkpoint: Path | None) -> None:
-    from nsa_core.errors import InvalidInput
-
-    if checkpoint is not None and "seed" in options_on_command_line(context):
-        raise InvalidInput(
-            "--seed sets untrained weights, and --checkpoint has trained ones; leave one of them"
-            " out"
-        )
 
 
 def _print_summary(inspection: Inspection, folders: list[Path], max_tokens: int | None) -> None:

@@ -130,7 +130,8 @@ def print_table(
         words = [word for text in (name, *cells) for word in text.split()]
         if _is_numeric(cells):
             # Rich would strip the padding at the right of right-justified cells.
-            name, *cells = _align_right([name, *_align_decimals(cells)])
+            cells = [name, *_align_decimals(cells)]
+            name, *cells = (cell.rjust(max(map(len, cells))) for cell in cells)
         aligned.append(cells)
         is_wrapped = columns[index] in wrapped
         table.add_column(
@@ -160,10 +161,6 @@ def _is_numeric(texts: Sequence[str]) -> bool:
     """Return whether ``texts`` are numbers, such as "1.25", "3e+12", "40%", "-" for none, or ""."""
     number = re.compile(r"-|[-+]?[\d,]+(\.\d+)?(e[-+]\d+)?%?")
     return any(texts) and all(number.fullmatch(text) for text in texts if text)
-
-
-def _align_right(texts: Sequence[str]) -> list[str]:
-    return [text.rjust(max(map(len, texts))) for text in texts]
 
 
 def _align_decimals(texts: Sequence[str]) -> list[str]:

@@ -30,6 +30,9 @@ from nsa_cli.choices import (
     read_file,
 )
 from nsa_cli.extras import TASKS, libraries_of_data, need_extras
+from nsa_core.errors import InvalidInput
+from nsa_models.lm import run_folder
+from nsa_models.lm.tokens import read_tokenizer
 
 if TYPE_CHECKING:
     from nsa_models.lm.fingerprint import Fingerprint
@@ -122,7 +125,6 @@ def _world(
     The tokenizer is read, and replaces its path in ``values``.
     """
     from nsa_models.lm.recipe import check_graph
-    from nsa_models.lm.tokens import read_tokenizer
 
     with errors_name_options(named):
         _check_launched(values, training.typed)
@@ -145,8 +147,6 @@ def _world(
 
 def _check_launched(values: Mapping[str, Any], typed: Set[str]) -> None:
     """Refuse options that need torchrun without it: one process has nothing to divide."""
-    from nsa_core.errors import InvalidInput
-
     needing = ["parallel"] * ("parallel" in typed)
     needing += [name for name in ("context_parallel", "tensor_parallel") if values[name] > 1]
     if needing and not torchrun.launched():
@@ -171,9 +171,6 @@ def _watching(
 
 def _check_folder(out: Path, resume: bool, force: bool) -> None:
     """Refuse an output folder in which no file can be created, or with other content."""
-    from nsa_core.errors import InvalidInput
-    from nsa_models.lm import run_folder
-
     if resume and not out.exists():
         raise InvalidInput(f"--resume: {out} does not exist; leave --resume out to start a run")
     output.check_out(out, force=True)
@@ -183,9 +180,6 @@ def _check_folder(out: Path, resume: bool, force: bool) -> None:
 
 def _check_content(out: Path, resume: bool, force: bool) -> None:
     """Refuse to resume in a folder without a run, and to start in one that is not empty."""
-    from nsa_core.errors import InvalidInput
-    from nsa_models.lm import run_folder
-
     empty = not out.exists() or run_folder.is_empty(out)
     if resume and not os.path.lexists(out / run_folder.INDEX):  # a broken link is damage
         fix = "leave --resume out" if empty else "give --force instead of --resume"
@@ -205,8 +199,6 @@ def _locked(values: Mapping[str, Any], world: World) -> Iterator[None]:
     if world.rank != 0:
         yield
         return
-    from nsa_models.lm import run_folder
-
     with run_folder.locked(values["out"]):
         # Again: another training may have saved a run since the first check.
         _check_content(values["out"], values["resume"], values["force"])
@@ -215,8 +207,6 @@ def _locked(values: Mapping[str, Any], world: World) -> Iterator[None]:
 
 def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
     """Refuse wrong options before torch loads."""
-    from nsa_core.errors import InvalidInput
-
     resume = values["resume"]
     libraries = ["safetensors"]
     if not resume:  # else the folder names the data and the tokenizer
@@ -249,8 +239,6 @@ def _check_options(values: Mapping[str, Any], typed: Set[str]) -> None:
 
 def _check_effect(values: Mapping[str, Any], typed: Set[str]) -> None:
     """Refuse typed options that have no effect on this run."""
-    from nsa_core.errors import InvalidInput
-
     data, tasks = values["data"], " and ".join(TASKS)
     ineffective, other_kind = (
         (options.TEXT_ONLY, "text") if data in TASKS else (options.TASKS_ONLY, tasks)
@@ -323,8 +311,6 @@ def _recipe(values: Mapping[str, Any]) -> Recipe:
 
 def _check_data(data: Data, saved: Fingerprint, allowed: bool, world: World) -> None:
     """Refuse to resume on other data, or say that it is another one."""
-    from nsa_core.errors import InvalidInput
-
     # One process reads the files.
     if not (changes := world.collect(data.changes(saved) if world.rank == 0 else [])[0]):
         return
@@ -343,7 +329,6 @@ def _check_tokens(
     spec: DataSpec, tokenizer: Tokenizer | None, folder: ModelFolder, option: str
 ) -> None:
     """Refuse data whose tokens are not those of the model of an option."""
-    from nsa_core.errors import InvalidInput
     from nsa_models.lm.task import TASKS
 
     is_task = spec.data in TASKS

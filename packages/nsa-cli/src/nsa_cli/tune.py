@@ -21,6 +21,8 @@ from nsa_cli.choices import (
     tokens,
 )
 from nsa_cli.result_files import ResultFiles
+from nsa_core.plan import tuned
+from nsa_core.util.atomic_files import writing
 
 if TYPE_CHECKING:
     from nsa_bench.tune import Tuning
@@ -83,8 +85,6 @@ def tune(
         if show and reset:
             raise typer.BadParameter("--show prints what --reset deletes: pass one of them")
         if show or reset:
-            from nsa_core.plan import tuned
-
             _print_saved(tuned.load() if reset else tuned.read())
             if reset:
                 _reset()
@@ -101,7 +101,6 @@ def tune(
 
         from nsa_bench.tune import tune as run_tuning
         from nsa_bench.tune_candidates import find_tune_candidates
-        from nsa_core.plan import tuned
 
         tuned.check_writable()
         output.import_with_plugins("nsa_bench.tune")
@@ -125,8 +124,6 @@ def tune(
 
 def _print_saved(records: list[Record]) -> None:
     """Print saved choices, one table for each device, version of torch and shape."""
-    from nsa_core.plan import tuned
-
     console = output.console()
     tables: dict[str, list[list[str]]] = {}
     for record in records:
@@ -146,9 +143,6 @@ def _print_saved(records: list[Record]) -> None:
 
 def _reset() -> None:
     """Delete the saved choices, so that `auto` follows the ranks of the backends."""
-    from nsa_core.plan import tuned
-    from nsa_core.util.atomic_files import writing
-
     if tuned.path().exists():
         with writing(tuned.path()):
             tuned.path().unlink(missing_ok=True)

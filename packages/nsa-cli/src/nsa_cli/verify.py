@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -159,7 +158,9 @@ def verify(
             only = parse(case) if case is not None else None
         except InvalidInput as error:  # its message begins with "case"
             raise InvalidInput(f"--{error}") from error
-        _check_case(case, {"--dtype": dtype, "--cases": cases, "--shard": shard})
+        others = {"--dtype": dtype, "--cases": cases, "--shard": shard}
+        if only and (unused := [name for name, value in others.items() if value is not None]):
+            raise InvalidInput(f"{', '.join(unused)}: not with --case; {leave_out(unused)}")
         part, content = _shard(shard), read_text(text)
         names = [only.dtype] if only else dtype_names(",".join(_DTYPES) if dtype is None else dtype)
         is_whole = all(x is None for x in (only, shard, cases, dtype))
@@ -209,13 +210,6 @@ def verify(
         _, code = verdict(reports, every)
         files.exit_code(code)
     raise typer.Exit(code)
-
-
-def _check_case(case: str | None, others: Mapping[str, object]) -> None:
-    """Refuse options that have no effect on one case."""
-    unused = [name for name, value in others.items() if value is not None]
-    if case is not None and unused:
-        raise InvalidInput(f"{', '.join(unused)}: not with --case; {leave_out(unused)}")
 
 
 def _shard(text: str | None) -> tuple[int, int] | None:

@@ -219,12 +219,6 @@ def refusal_lines(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _refused_slots(report: dict[str, Any]) -> list[str]:
-    """Return the slots of which every generated case was refused."""
-    counts = report.get("generated", {}).items()
-    return [slot for slot, count in counts if count["refused"] == count["cases"]]
-
-
 def _is_generated(finding: Finding) -> bool:
     return bool(finding["check"] == f"generated {finding['slot']}")
 
@@ -246,7 +240,10 @@ def _print_failures(
     # Parity shows the slot that is at fault; the layer fails with any of them.
     failed.sort(key=lambda pair: pair[1]["check"] != "parity")
     for report, finding in failed[:_LISTED_FAILURES]:
-        combination = f" [{_choices(report)}]" if len(reports) > 1 else ""
+        backends = " ".join(
+            f"{slot}={name.split()[0]}" for slot, name in report["backends"].items()
+        )
+        combination = f" [{backends}]" if len(reports) > 1 else ""
         output.print_text(console, f"FAILED {_sentence(finding)}{combination}", "red")
     if len(failed) > _LISTED_FAILURES:
         more = len(failed) - _LISTED_FAILURES
@@ -257,11 +254,6 @@ def _print_failures(
     for command in dict.fromkeys(_command(*pair, typed) for pair in repeated):
         # One line, to be copied whole: a break inside the quotes would be part of the case.
         console.print(f"to repeat: {command}", no_wrap=True, overflow="ignore", crop=False)
-
-
-def _choices(report: dict[str, Any]) -> str:
-    """Return the backend of each slot in a line: "cmp=sdpa sel=triton"."""
-    return " ".join(f"{slot}={name.split()[0]}" for slot, name in report["backends"].items())
 
 
 def _sentence(finding: Finding) -> str:
@@ -351,7 +343,8 @@ def summary(report: dict[str, Any]) -> tuple[str, int]:
     line += f" in {report['seconds']:.0f} s"
     if interrupted := interruption_summary([report]):
         return f"{interrupted[0]}; {line}", interrupted[1]
-    if refused := _refused_slots(report):
+    counts = report.get("generated", {}).items()
+    if refused := [slot for slot, count in counts if count["refused"] == count["cases"]]:
         line = f"NOT CHECKED: {' '.join(refused)} refused every generated case; {line}"
         return line, 1 if passed or failed else 3
     if not passed and not failed:

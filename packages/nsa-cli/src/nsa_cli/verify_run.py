@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nsa_cli import output
+from nsa_core.errors import NSAError, Unsupported
 from nsa_core.util.interruption import Interruption
 
 if TYPE_CHECKING:
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from nsa_verify.drawn.line import Drawn
     from nsa_verify.problems.combination import Combination
     from nsa_verify.problems.findings import Finding
-    from nsa_verify.run.suite import Job
 
 SCHEMA_VERSION = 1
 _MANY_JOBS = 500
@@ -71,7 +72,9 @@ def run_combinations(
     """
     import torch
 
-    from nsa_verify.problems.combination import Combination
+    from nsa_verify.drawn.jobs import count_cases
+    from nsa_verify.problems.combination import Combination, accepted_dtypes
+    from nsa_verify.run import suite
     from nsa_verify.run.contexts import needs_judge_context
     from nsa_verify.run.runner import run_jobs
     from nsa_verify.run.schedule import cost
@@ -88,10 +91,22 @@ def run_combinations(
     plans = [plan_one(combination, dtypes, options.preset, phase) for combination in combos]
     if options.only_accepted:
         candidates = dtypes[:2] if interpreted else dtypes
-        dtypes = _accepted(combos, candidates, phase) or dtypes
+        step = phase == "decode"
+        accepted = {d for c in combos for d in accepted_dtypes(c, candidates, step)}
+        dtypes = [dtype for dtype in candidates if dtype in accepted] or dtypes
     # Kernels compile within the check.
     job_limit_s = options.job_timeout or (300.0 if device == "cuda" or interpreted else 60.0)
-    suite_jobs = _jobs(options, dtypes)
+    if options.only is not None:
+        suite_jobs = [suite.job_of_line(options.only)]
+    else:
+        suite_jobs = suite.jobs(
+            options.preset,
+            dtypes,
+            text=options.text[1] or None,
+            seed=options.seed,
+            phase=phase,
+            cases_per_slot=options.cases,
+        )
     if options.shard is not None:
         index, count = options.shard
         suite_jobs = suite_jobs[index - 1 :: count]
@@ -127,7 +142,10 @@ def run_combinations(
             "interrupted": (
                 {"signal": stop.name, "checks_left": left, "checks": checks} if left else None
             ),
-            "generated": _count_generated(findings),
+            "generated": {
+                slot: dataclasses.asdict(count)
+                for slot, count in count_cases(list(itertools.chain(*findings))).items()
+            },
             "findings": [dataclasses.asdict(f) for job in [*findings, fault] for f in job],
         }
         reports.append(report)
@@ -158,40 +176,6 @@ def _common(
     }
 
 
-def _count_generated(findings: Sequence[Sequence[Finding]]) -> dict[str, Any]:
-    """Count the generated cases of each slot, and those that the probe refused."""
-    from nsa_verify.drawn.jobs import count_cases
-
-    counts = count_cases([finding for job in findings for finding in job])
-    return {slot: dataclasses.asdict(count) for slot, count in counts.items()}
-
-
-def _jobs(options: RunOptions, dtypes: Sequence[torch.dtype]) -> list[Job]:
-    """List the jobs of the preset, or those of the one case, step or history of ``options``."""
-    from nsa_verify.run import suite
-
-    if options.only is not None:
-        return [suite.job_of_line(options.only)]
-    return suite.jobs(
-        options.preset,
-        dtypes,
-        text=options.text[1] or None,
-        seed=options.seed,
-        phase=options.phase,
-        cases_per_slot=options.cases,
-    )
-
-
-def _accepted(
-    combos: Sequence[Combination], dtypes: Sequence[torch.dtype], phase: str
-) -> list[torch.dtype]:
-    """Return those of ``dtypes`` that at least one combination accepts."""
-    from nsa_verify.problems.combination import accepted_dtypes
-
-    accepted = {d for c in combos for d in accepted_dtypes(c, dtypes, phase == "decode")}
-    return [dtype for dtype in dtypes if dtype in accepted]
-
-
 def _default_processes(device: str, interpreted: bool, jobs: int) -> int:
     """Return the number of processes without --jobs: one per available core, at most 16.
 
@@ -217,7 +201,6 @@ def plan_one(
         Unsupported: The combination supports none of ``dtypes``; the message has the reasons
             against the first.
     """
-    from nsa_core.errors import Unsupported
     from nsa_verify.problems import cases
 
     config, refusals = cases.PRESETS[preset]()[0].config, []
@@ -241,7 +224,6 @@ def _reads_or_failure(
         dtypes: Candidate dtypes.
         limit_s: Seconds for the child process that counts them, if it has a third-party backend.
     """
-    from nsa_core.errors import NSAError
     from nsa_core.util.child import Child
     from nsa_verify.problems.findings import Finding
 
@@ -269,7 +251,6 @@ def _count_reads(combination: Combination, dtypes: Sequence[torch.dtype]) -> dic
 
     The counts cover every length of :data:`nsa_verify.checks.reads.LENGTHS`.
     """
-    from nsa_core.errors import Unsupported
     from nsa_verify.checks.reads import LENGTHS, PAPER_BOUND, count_reads, reads_config
 
     config, refusals = reads_config(), []

@@ -63,19 +63,6 @@ class _Refusal(NamedTuple):
     moot: tuple[str, object] | None = None
 
 
-def _scales_otherwise(value: Any) -> bool:
-    """Whether rope_scaling or rope_parameters asks for frequencies that are not known."""
-    return rope_scaling.kind_of(value) not in ("default", *rope_scaling.KINDS)
-
-
-def _is_partial(value: Any) -> bool:
-    return value is not None and value != 1
-
-
-def _skips_layers(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and not all(value)
-
-
 def _has_other_layers(value: Any) -> bool:
     kinds = value if isinstance(value, (list, tuple)) else [value] * bool(value)
     return any(kind not in ("full_attention", "sliding_attention") for kind in kinds)
@@ -83,12 +70,12 @@ def _has_other_layers(value: Any) -> bool:
 
 _NO_ROPE = ("rope", False)
 _SCALING = _Refusal(
-    _scales_otherwise,
+    lambda rope: rope_scaling.kind_of(rope) not in ("default", *rope_scaling.KINDS),
     f"NSA rotates with fixed frequencies: those of default, {', '.join(rope_scaling.KINDS)}, or"
     " the override rope_frequencies",
     _NO_ROPE,
 )
-_PARTIAL = _Refusal(_is_partial, "NSA rotates whole heads", _NO_ROPE)
+_PARTIAL = _Refusal(lambda part: part not in (None, 1), "NSA rotates whole heads", _NO_ROPE)
 _INTERLEAVED = _Refusal(bool, "NSA rotates half-split pairs, not neighbours", _NO_ROPE)
 _BIAS = _Refusal(bool, "the projections of NSA have no bias")
 _REFUSALS: dict[str, _Refusal] = {
@@ -99,7 +86,11 @@ _REFUSALS: dict[str, _Refusal] = {
     "rotary_pct": _PARTIAL,
     "rope_interleaved": _INTERLEAVED,
     "rope_interleave": _INTERLEAVED,
-    "no_rope_layers": _Refusal(_skips_layers, "NSA rotates in every layer", _NO_ROPE),
+    "no_rope_layers": _Refusal(
+        lambda layers: isinstance(layers, (list, tuple)) and not all(layers),
+        "NSA rotates in every layer",
+        _NO_ROPE,
+    ),
     "sliding_window": _Refusal(
         bool, "NSA attends to the whole past; its window branch has window_size"
     ),

@@ -21,7 +21,6 @@ Use it from one thread at a time, because Triton's interpreter is global state.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -32,19 +31,11 @@ if TYPE_CHECKING:
 
 def interpreted() -> bool:
     """Return whether Triton is installed and interprets its kernels in this process."""
-    if importlib.util.find_spec("triton") is None:
-        return False
     try:
-        import triton.language as tl
-        from triton.runtime import interpreter
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ):  # a broken Triton interprets nothing; the probe reports it
+        from nsa_backend_triton.host import device
+    except (ImportError, OSError, RuntimeError):  # the probe reports a Triton that is broken
         return False
-    # Triton read the variable when it defined its own functions; the current value has no effect.
-    return isinstance(tl.max, interpreter.InterpretedFunction)
+    return device.interpreted()
 
 
 _running: list[Machine] = []  # the machine of the outermost active block
@@ -74,7 +65,6 @@ def strict(seed: int = 0) -> Iterator[Counts]:
             yield counts
         return
     import numpy as np
-    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     from nsa_backend_triton.strict.memory_model import Machine
@@ -82,15 +72,9 @@ def strict(seed: int = 0) -> Iterator[Counts]:
 
     machine, options = Machine(interpreter, seed), interpreter.InterpreterOptions(debug=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.multiple(interpreter.InterpreterBuilder, **machine.builder_methods())
-        )
-        stack.enter_context(
-            mock.patch.multiple(interpreter.GridExecutor, **machine.executor_methods())
-        )
         stack.enter_context(mock.patch.object(interpreter.interpreter_builder, "options", options))
-        stack.enter_context(mock.patch.multiple(interpreter, **machine.module_functions()))
-        stack.enter_context(mock.patch.multiple(TritonSemantic, **machine.semantic_methods()))
+        for owner, methods in machine.methods().items():
+            stack.enter_context(mock.patch.multiple(owner, **methods))
         stack.enter_context(speedups(interpreter))
         stack.enter_context(np.errstate(all="ignore"))
         _running.append(machine)

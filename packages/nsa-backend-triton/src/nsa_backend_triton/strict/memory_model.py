@@ -98,24 +98,23 @@ class Machine:
         finally:
             self.counts, self._rng = outer
 
-    def builder_methods(self) -> dict[str, Any]:
-        """Return replacements of InterpreterBuilder's methods; they take the builder first."""
-        return {name: method(getattr(self, name)) for name in self._BUILDER}
-
-    def executor_methods(self) -> dict[str, Any]:
-        """Return replacements of GridExecutor's methods."""
+    def methods(self) -> dict[Any, dict[str, Any]]:
+        """Return the replacements: class or module of Triton -> name -> function."""
+        interpreter = self.interpreter
         return {
-            "_init_args_hst": method(self.arguments),
-            "__call__": method(self.launch),
-        }
-
-    def module_functions(self) -> dict[str, Any]:
-        """Return replacements of functions of Triton's module ``interpreter``."""
-        numpy_dtype = self._numpy_dtype
-        return {
-            "_patch_lang_tensor": self.patch_tensor,
-            "_patch_lang": self.patch_lang,
-            "_get_np_dtype": numpy_dtype,
+            interpreter.InterpreterBuilder: {n: method(getattr(self, n)) for n in self._BUILDER},
+            interpreter.GridExecutor: {
+                "_init_args_hst": method(self.arguments),
+                "__call__": method(self.launch),
+            },
+            interpreter: {
+                "_patch_lang_tensor": self.patch_tensor,
+                "_patch_lang": self.patch_lang,
+                "_get_np_dtype": self._numpy_dtype,
+            },
+            self.tl.semantic.TritonSemantic: {
+                "binary_op_sanitize_overflow_impl": method(self.overflow)
+            },
         }
 
     def _numpy_dtype(self, dtype: Any) -> Any:
@@ -129,10 +128,6 @@ class Machine:
         if scalar.name not in self._numpy_dtypes:
             self._numpy_dtypes[scalar.name] = self._stock_numpy_dtype(dtype)
         return self._numpy_dtypes[scalar.name]
-
-    def semantic_methods(self) -> dict[str, Any]:
-        """Return replacements of TritonSemantic's methods."""
-        return {"binary_op_sanitize_overflow_impl": method(self.overflow)}
 
     def patch_tensor(self, tensor: Any, scope: Any) -> None:
         """Patch a tensor class so that its tensors can be bounds of loops.

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nsa_bench.render.format import number
+from nsa_bench.render.format import Rows, number
 from nsa_bench.render.page_figures import page_figures
-from nsa_bench.render.style import DARK_COLOURS, need_plot_packages
+from nsa_bench.render.style import DARK_COLOURS
 from nsa_bench.render.summary import MISSING, summary
 from nsa_bench.render.tables import tables
 from nsa_bench.render.words import headlines, phase_words, problem_words
-
-if TYPE_CHECKING:
-    from nsa_bench.render.format import Rows
-    from nsa_bench.result import Result
+from nsa_bench.result import Result
+from nsa_core.util.extras import require_module
 
 
 def page(result: Result) -> str:
@@ -28,9 +26,7 @@ def page(result: Result) -> str:
     Raises:
         BackendUnavailable: A package of the extra "plot" is not installed.
     """
-    need_plot_packages()
-    import jinja2
-
+    jinja2 = require_module("jinja2", "reports need", "nsa-cli[plot]")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("nsa_bench.render"),
         autoescape=True,
@@ -43,7 +39,7 @@ def page(result: Result) -> str:
     problems = [line for style, line in sentences if "red" in style]
     verdict = [line for style, line in sentences if "bold" in style and "red" not in style]
     plain = [line for style, line in sentences if not style]
-    return environment.get_template("report.html.jinja").render(
+    text: str = environment.get_template("report.html.jinja").render(
         device=result.environment.get("device", "?"),
         facts=_facts(result),
         headlines=list(headlines(result)),
@@ -56,6 +52,7 @@ def page(result: Result) -> str:
         problems_with_figures=list(page_figures(result)),
         dark_colours=DARK_COLOURS,
     )
+    return text
 
 
 def _facts(result: Result) -> list[str]:

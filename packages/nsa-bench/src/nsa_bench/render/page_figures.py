@@ -9,15 +9,12 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nsa_bench.render.panel import add_axes
+from nsa_bench.render.panel import Panel, add_axes
 from nsa_bench.render.plots import panel_groups
 from nsa_bench.render.style import DARK_COLOURS, draw
-
-if TYPE_CHECKING:
-    from nsa_bench.render.panel import Panel
-    from nsa_bench.result import Result
+from nsa_bench.result import Result
 
 # Inches. A figure with names so long that the axes would be narrower than the least is wider.
 _WIDTH, _LEAST_AXES, _BELOW = 5.0, 1.5, 0.65

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nsa_bench.render.panel import add_axes, no_figure
+from nsa_bench.render.panel import Panel, add_axes, no_figure
 from nsa_bench.render.plots_decode import steps_panel
 from nsa_bench.render.plots_length import length_panel
 from nsa_bench.render.plots_parts import limits_panel, parts_panel
-from nsa_bench.render.style import FAINT, draw, looks_of
+from nsa_bench.render.style import FAINT, Look, draw, looks_of
 from nsa_bench.render.words import problem_words, shape_words
+from nsa_bench.result import Measurement, Result
 from nsa_core.util.atomic_files import write_bytes_atomic
-
-if TYPE_CHECKING:
-    from nsa_bench.render.panel import Panel
-    from nsa_bench.render.style import Look
-    from nsa_bench.result import Measurement, Result
 
 # Inches.
 _LEFT, _AXES_WIDTH, _HEADING, _TITLE, _TOP, _BELOW = 0.8, 4.4, 0.6, 0.3, 0.6, 0.7

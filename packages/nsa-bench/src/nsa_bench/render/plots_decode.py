@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa_bench.render.format import number
 from nsa_bench.render.panel import KEY_ROOM, Panel, names_width, set_names
-from nsa_bench.render.style import FAINT, INK, SOLID, set_log_ticks
+from nsa_bench.render.style import FAINT, INK, SOLID, Look, set_log_ticks
 from nsa_bench.render.words import cell_words, label
-from nsa_bench.result import EAGER
-
-if TYPE_CHECKING:
-    from nsa_bench.render.style import Look
-    from nsa_bench.result import Measurement
+from nsa_bench.result import EAGER, Measurement
 
 _ROW = 0.27  # inches
 
@@ -64,13 +60,10 @@ def _rows(measurements: list[Measurement]) -> list[Row]:
 
 def _numbers(m: Measurement, eager: Measurement | None) -> str:
     """Return "1.2 ms, eager 3.4 ms"."""
-    times = [f"{word}{number(_ms(each))} ms" for word, each in (("", m), ("eager ", eager)) if each]
+    times = [
+        f"{word}{number(each.median_ms)} ms" for word, each in (("", m), ("eager ", eager)) if each
+    ]
     return ", ".join(times)
-
-
-def _ms(m: Measurement) -> float:
-    assert m.performance is not None  # rows have timed measurements only
-    return m.performance.median_ms
 
 
 def _draw_steps(axes: Any, rows: list[Row], looks: dict[str, Look], *, eager_numbers: bool) -> None:
@@ -118,10 +111,10 @@ def _draw_row(
     axes: Any, y: int, m: Measurement, eager: Measurement | None, look: Look
 ) -> list[float]:
     """Draw the marks of one row; return the values that the axis must show."""
-    values = [_ms(m)]
+    values = [m.median_ms]
     axes.plot(values, [y], look.marker, ms=7, color=look.colour, zorder=3, gid="step")
     if eager is not None:
-        values.append(_ms(eager))
+        values.append(eager.median_ms)
         axes.plot(values, [y, y], "-", color=look.colour, lw=1, alpha=0.6, zorder=2)
         ring: Any = {"mfc": "white", "mec": look.colour, "mew": 1.4, "zorder": 2.5}
         axes.plot(values[1:], [y], look.marker, ms=6.5, gid="eager", **ring)

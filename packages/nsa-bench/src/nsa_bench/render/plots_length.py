@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa_bench.render.format import number
 from nsa_bench.render.panel import Panel, no_figure
@@ -14,15 +14,13 @@ from nsa_bench.render.style import (
     LABEL_POINTS,
     SOLID,
     EndLabel,
+    Look,
     label_ends,
     set_log_ticks,
     text_width,
 )
 from nsa_bench.render.words import crossover_words, label, phase_words, tokens
-
-if TYPE_CHECKING:
-    from nsa_bench.render.style import Look
-    from nsa_bench.result import Crossover, Measurement, Result
+from nsa_bench.result import Crossover, Measurement, Result
 
 _ROW = 0.075  # height of a sentence about a crossover, as a fraction of the axes
 _LEFT, _HEIGHT = 0.65, 2.8  # inches
@@ -67,12 +65,6 @@ def curves(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:
     return by_subject
 
 
-def milliseconds_of(m: Measurement) -> float:
-    """Return the median of a timed measurement."""
-    assert m.performance is not None  # callers pass timed measurements only
-    return m.performance.median_ms
-
-
 def end_labels(measurements: Sequence[Measurement]) -> dict[str, str]:
     """Return each subject's label, with its time at its longest length."""
     longest = max((m.length for m in measurements), default=0)
@@ -80,25 +72,25 @@ def end_labels(measurements: Sequence[Measurement]) -> dict[str, str]:
     for subject, points in curves(measurements).items():
         last = points[-1]
         where = "" if last.length == longest else f" at {tokens(last.length)}"
-        labels[subject] = f"{label(last)}  {number(milliseconds_of(last))} ms{where}"
+        labels[subject] = f"{label(last)}  {number(last.median_ms)} ms{where}"
     return labels
 
 
 def fastest_dense(measurements: Sequence[Measurement]) -> str | None:
     """Return the dense kernel that is fastest at the longest length; None if there is none."""
     dense = [m for m in measurements if m.kind == "dense" and m.performance]
-    return min(dense, key=lambda m: (-m.length, milliseconds_of(m))).subject if dense else None
+    return min(dense, key=lambda m: (-m.length, m.median_ms)).subject if dense else None
 
 
 def value_at(points: Sequence[Measurement], length: int) -> float:
     """Return the time at a length, interpolated or extrapolated on log-log axes."""
     if len(points) == 1:
-        return milliseconds_of(points[0])
+        return points[0].median_ms
     pairs = list(itertools.pairwise(points))
     low, high = next((p for p in pairs if p[1].length >= length), pairs[-1])
     share = math.log(length / low.length) / math.log(high.length / low.length)
-    growth = milliseconds_of(high) / milliseconds_of(low)
-    return milliseconds_of(low) * math.pow(growth, share)
+    growth = high.median_ms / low.median_ms
+    return low.median_ms * math.pow(growth, share)
 
 
 def crossover_marks(
@@ -173,7 +165,7 @@ def _set_scales(axes: Any, measurements: list[Measurement], rows: int) -> None:
     from matplotlib.ticker import NullFormatter, NullLocator
 
     lengths = sorted({m.length for m in measurements})
-    times = [milliseconds_of(m) for m in measurements]
+    times = [m.median_ms for m in measurements]
     factor = (lengths[-1] / lengths[0]) ** 0.04 if len(lengths) > 1 else 2.0
     decades = max(math.log10(max(times) / min(times)), 0.3)
     room = 0.06 + _ROW * rows
@@ -201,7 +193,7 @@ def _ends(
         EndLabel(
             texts[subject],
             INK if subject == rival else looks[subject].colour,
-            (points[-1].length, milliseconds_of(points[-1])),
+            (points[-1].length, points[-1].median_ms),
             value_at(points, longest),
             is_bold=looks[subject].linestyle == SOLID,
         )

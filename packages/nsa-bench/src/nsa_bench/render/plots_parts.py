@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa_bench.render.format import number
 from nsa_bench.render.panel import KEY_ROOM, Panel, names_width, set_names, set_shares
-from nsa_bench.render.style import BRANCH_COLOURS, FAINT
+from nsa_bench.render.style import BRANCH_COLOURS, FAINT, Look
 from nsa_bench.render.words import cell_words, fastest_combination, label, phase_words, tokens
-from nsa_bench.result import UNFUSED
-
-if TYPE_CHECKING:
-    from nsa_bench.render.style import Look
-    from nsa_bench.result import Measurement, Result
+from nsa_bench.result import UNFUSED, Measurement, Result
 
 _DARK_TEXT = {"compress", "select", "combine"}  # branches with a light colour
 _NARROW = 0.09  # a segment below this share of the axis has no text of its own
@@ -72,8 +68,7 @@ def stacked_bars(axes: Any, bars: list[Measurement], names: list[str], result: R
             if share > _NARROW * limit:
                 axes.bar_label(bar, [f"{share:.0%}"], label_type="center", fontsize=7.5, color=ink)
             left += share
-        assert m.performance is not None  # the caller passes timed measurements only
-        total = f"{number(m.performance.median_ms)} ms"
+        total = f"{number(m.median_ms)} ms"
         axes.text(ends[row] + 0.02 * limit, row, total, va="center", fontsize=8, gid="total")
     set_names(axes, names, 8)
     set_shares(axes, limit)

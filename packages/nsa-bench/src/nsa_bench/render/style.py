@@ -8,20 +8,15 @@ their dashes. matplotlib is imported when a figure is drawn.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import io
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nsa_bench.render.words import base_subject
-from nsa_core.errors import BackendUnavailable
+from nsa_bench.result import Result
 from nsa_core.util.extras import require_module
 
-if TYPE_CHECKING:
-    from nsa_bench.result import Result
-
-PLOT_PACKAGES = ("matplotlib", "jinja2")  # the extra "plot"
 NSA_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c5639c", "#a6611a")
 GREYS = ("#666666", "#808080", "#949494")
 LABEL_POINTS = 8.5
@@ -96,21 +91,6 @@ class Look:
     linestyle: Any = SOLID
     marker: str = "o"
     width: float = 1.3
-
-
-def need_plot_packages() -> None:
-    """Check that the packages of the extra "plot" are installed, before any measurement starts.
-
-    Raises:
-        BackendUnavailable: One is not; the message names it and has the install command.
-    """
-    missing = [name for name in PLOT_PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        names, verb = " and ".join(missing), "is" if len(missing) == 1 else "are"
-        raise BackendUnavailable(
-            f"plots and reports need {names}, which {verb} not installed;"
-            " pip install 'nsa-cli[plot]'"
-        )
 
 
 def plot_style(*, in_page: bool = False) -> Any:

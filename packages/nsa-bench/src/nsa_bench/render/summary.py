@@ -129,7 +129,9 @@ def _verdict(result: Result) -> tuple[str, str]:
     device, threads = result.environment.get("device", "?"), result.settings.get("threads")
     noun = "thread" if threads == 1 else "threads"
     line = f"{device}, {threads} CPU {noun}, {how}; {result.seconds:.0f} s"
-    untimed = f"{_why_nothing(result)}; " if result.timed_nothing else ""
+    reasons = dict.fromkeys(m.reason for m in result.measurements if m.kind == "combo")
+    why = "; ".join(reasons) or "no backend is ready"
+    untimed = f"NO COMBINATION WAS TIMED ({why}); " if result.timed_nothing else ""
     failed, checks = sum(not gate.ok for gate in result.gates), len(result.gates)
     if result.interrupted is not None:
         cut = result.interrupted
@@ -140,12 +142,6 @@ def _verdict(result: Result) -> tuple[str, str]:
         return "bold red", f"{untimed}FAILED {failed} of {checks} correctness checks: {line}"
     passed = f"{checks} of {checks} correctness checks passed" if checks else "nothing was checked"
     return "bold red" if untimed else "bold green", f"{untimed}{passed}: {line}"
-
-
-def _why_nothing(result: Result) -> str:
-    """State that no combination was timed, and each reason."""
-    reasons = dict.fromkeys(m.reason for m in result.measurements if m.kind == "combo")
-    return f"NO COMBINATION WAS TIMED ({'; '.join(reasons) or 'no backend is ready'})"
 
 
 def _with_reasons(

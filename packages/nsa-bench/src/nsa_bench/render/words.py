@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from nsa_bench.render.format import number
-from nsa_bench.result import DECODE_SUFFIXES, EAGER
-
-if TYPE_CHECKING:
-    from nsa_bench.result import Crossover, Measurement, Result
+from nsa_bench.result import DECODE_SUFFIXES, EAGER, Crossover, Measurement, Result
 
 PHASES = {
     "forward": "Forward",

@@ -14,10 +14,11 @@ from nsa_core.block.plans import (
     split_blocks,
 )
 from nsa_core.contract import BlockTables, DecodeCall
-from nsa_core.decode.checks import are_readable, raise_at
+from nsa_core.decode.checks import raise_at
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
 from nsa_core.torch_ops.packing_checks import has_values
+from nsa_core.torch_ops.torch_state import are_readable
 
 
 @torch.compiler.disable(reason="a decode form is no operator: capture it in a CUDA graph")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -26,11 +27,7 @@ from nsa_core.layer.rope import rope_table
 from nsa_core.layout import BlockGeometry
 from nsa_core.limits import check_integers
 from nsa_core.plan.default_plan import CACHED, backends_of, frozen_backends
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from nsa_core.plan.plan import Plan
+from nsa_core.plan.plan import Plan
 
 KV: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +17,7 @@ from nsa_core.limits import as_integers, integer_problems, shown
 from nsa_core.plan.default_plan import check_is_plan
 from nsa_core.torch_ops.tensor_checks import Sizes, call_problems, raise_problems
 from nsa_core.torch_ops.tensor_kinds import check_types
+from nsa_core.torch_ops.torch_state import are_readable
 
 if TYPE_CHECKING:
     from nsa_core.decode.chunks import Chunk
@@ -137,11 +137,6 @@ def _capacity_problems(pages: LayerPages, config: NSAConfig, max_len: Any) -> It
                 f" ({part.table.shape[1]} columns of {part.rows}), max_len {max_len} needs {count}:"
                 " pass a table with more columns, or a smaller max_len"
             )
-
-
-def are_readable(x: torch.Tensor) -> bool:
-    """Return whether values of ``x`` are checked."""
-    return x.device.type == "cpu" or os.environ.get("NSA_CHECK") == "1"
 
 
 def check_sequences(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) -> None:

@@ -12,9 +12,10 @@ import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from nsa_core.config import NSAConfig
 from nsa_core.decode.chunks import Chunk
@@ -27,12 +28,8 @@ from nsa_core.layer.plain_linear import PLAIN_TENSORS, are_plain
 from nsa_core.layer.unit_linear import Affine
 from nsa_core.layout import BlockGeometry
 from nsa_core.plan.default_plan import Backends, constant_result, frozen_backends
+from nsa_core.plan.plan import Plan
 from nsa_core.torch_ops.schema import define
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from nsa_core.plan.plan import Plan
 
 _SCHEMA = (
     "decode(Tensor q, Tensor[] keys, Tensor[] values, Tensor gates, Tensor(a!)[] pages,"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 
 from nsa_core.config import NSAConfig
 from nsa_core.contract import DecodeCall
@@ -18,13 +19,8 @@ from nsa_core.decode.pages import LayerPages
 from nsa_core.errors import InvalidInput
 from nsa_core.plan.default_plan import CACHED, Backends, backends_of, partial_plan
 from nsa_core.plan.options import PlanOptions
-from nsa_core.plan.plan import resolve
+from nsa_core.plan.plan import Plan, resolve
 from nsa_core.torch_ops.torch_state import is_capturing
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from nsa_core.plan.plan import Plan
 
 # Bytes. Longer calls are split, so that a prompt of many rows does not need memory for all at once.
 PART_BYTES = 2**28

@@ -280,7 +280,9 @@ def _attend(
 
     inputs = CoreInputs(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)
     with checked_boundaries(cu_seqlens, q.shape[0], max_seqlen):
-        given = None if blocks is None else _widen(blocks).contiguous()
+        if blocks is not None and blocks.dtype not in (torch.int32, torch.int64):
+            blocks = blocks.long()  # no value may wrap around into the range of valid indices
+        given = None if blocks is None else blocks.contiguous()
         core = run_core(plan, inputs, given, cu_seqlens, max_seqlen, recompute, nonnegative_gates)
         if core.blocks is None and needs_blocks:  # sel was causal attention, without select
             packing = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
@@ -321,11 +323,3 @@ def _named(name: str, x: KV, of_cmp: torch.Tensor | None) -> dict[str, Any]:
         return {name: x}
     named = {f"{name}[cmp]": of_cmp, f"{name}[sel]": x[1], f"{name}[win]": x[2]}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-
-def _widen(blocks: torch.Tensor) -> torch.Tensor:
-    """Return ``blocks`` as int32 or int64.
-
-    Other integer dtypes are widened, so that no value wraps around into the range of valid indices.
-    """
-    return blocks if blocks.dtype in (torch.int32, torch.int64) else blocks.to(torch.int64)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from nsa_core.config import NSAConfig
 from nsa_core.contract import BlockTables, DecodeCall, PageScales, Request, SlotSpec
 from nsa_core.dtypes import stats_dtype
 from nsa_core.torch_ops.core_backward import CoreBackward
@@ -14,9 +15,6 @@ from nsa_core.torch_ops.decode_kernel import DecodeKernel
 from nsa_core.torch_ops.kernel import Kernel
 from nsa_core.torch_ops.schema import DIFFERENTIABLE, INPUTS
 from nsa_core.torch_ops.tensor_checks import CALLS
-
-if TYPE_CHECKING:
-    from nsa_core.config import NSAConfig
 
 
 def warm(
@@ -44,27 +42,17 @@ def warm(
         for own_scales in (False, True) if requests["cmp"].kv_dtype else (False,):
             _warm_decode(kernels, fused, requests["cmp"], config, device, own_scales)
     else:
-        _warm_slots(kernels, requests, specs, device)
+        for slot, kernel in kernels.items():
+            for tokens in _warmup_tokens(specs[slot]):
+                _warm_slot(kernel, requests[slot], tokens, device)
+            causal = getattr(kernel, "causal", None)
+            if causal is not None:  # its inputs are those of win
+                for tokens in _warmup_tokens(specs["win"]):
+                    _warm_slot(causal, requests["win"], tokens, device)
         if "backward" in fused:
             longest = max(specs.values(), key=lambda spec: spec.warmup_tokens)
             for tokens in _warmup_tokens(longest):
                 _warm_backward(kernels, fused["backward"], requests, tokens, device)
-
-
-def _warm_slots(
-    kernels: Mapping[str, Kernel],
-    requests: Mapping[str, Request],
-    specs: Mapping[str, SlotSpec],
-    device: torch.device,
-) -> None:
-    """Run the forward of each slot, and the backward if the request needs gradients."""
-    for slot, kernel in kernels.items():
-        for tokens in _warmup_tokens(specs[slot]):
-            _warm_slot(kernel, requests[slot], tokens, device)
-        causal = getattr(kernel, "causal", None)
-        if causal is not None:  # its inputs are those of win
-            for tokens in _warmup_tokens(specs["win"]):
-                _warm_slot(causal, requests["win"], tokens, device)
 
 
 def _warmup_tokens(spec: SlotSpec) -> tuple[int, ...]:
@@ -77,7 +65,10 @@ def _warmup_tokens(spec: SlotSpec) -> tuple[int, ...]:
 
 
 def _warm_slot(kernel: Kernel, request: Request, tokens: int, device: torch.device) -> None:
-    """Run the kernel of the slot of ``request`` on at least ``tokens`` tokens."""
+    """Run the kernel of the slot of ``request`` on at least ``tokens`` tokens.
+
+    It runs forward, and backward if the request needs gradients.
+    """
     # Long enough for two documents of at least one compressed token each.
     length = max(tokens, 2 * request.geometry.compress_block_size)
     tensors = _zeros(request, length, device)

@@ -7,7 +7,6 @@ common mistakes.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -18,6 +17,7 @@ from nsa_core.dtypes import FLOATING, QUANTIZED, dtype_name, stats_dtype
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.autograd import is_unobserved
+from nsa_core.torch_ops.torch_state import are_readable
 
 Value = TypeVar("Value")
 
@@ -623,9 +623,7 @@ def check_nonnegative(gates: torch.Tensor) -> None:
     Raises:
         InvalidInput: The message has the smallest gate.
     """
-    if gates.device.type != "cpu" and os.environ.get("NSA_CHECK") != "1":
-        return
-    if not gates.numel() or not is_unobserved(gates):
+    if not are_readable(gates) or not gates.numel() or not is_unobserved(gates):
         return
     smallest = gates.detach().min().item()
     if smallest < 0:

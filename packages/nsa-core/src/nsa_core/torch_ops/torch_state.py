@@ -1,13 +1,19 @@
-"""PyTorch's global state: the current CUDA device, autocast, compilation and transforms."""
+"""Global state: the current CUDA device, autocast, compilation, transforms, and NSA_CHECK."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 
 import torch
 from torch.autograd import forward_ad
 
 _NO_CHANGE = contextlib.nullcontext()
+
+
+def are_readable(x: torch.Tensor) -> bool:
+    """Return whether values of ``x`` are checked."""
+    return x.device.type == "cpu" or os.environ.get("NSA_CHECK") == "1"
 
 
 def autocast_enabled(device: torch.device) -> bool:

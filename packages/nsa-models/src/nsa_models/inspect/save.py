@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from nsa_core.util.atomic_files import check_output_folder, write_bytes_atomic, writing
@@ -13,16 +12,6 @@ from nsa_models.lm.config import check_layer
 
 PAGE = "inspect.html"
 FILES = (PAGE, "selection.png", "layers.png", "selection.svg", "layers.svg")
-
-
-def need_libraries() -> None:
-    """Check that the libraries of the pictures are installed, before a model runs.
-
-    Raises:
-        BackendUnavailable: matplotlib or jinja2 is not installed; the message has the pip command.
-    """
-    require_module("matplotlib", "plots need", "nsa-cli[plot]")
-    require_module("jinja2", "the page of an inspection needs", "nsa-cli[plot]")
 
 
 def save(
@@ -46,7 +35,7 @@ def save(
         BackendUnavailable: matplotlib or jinja2 is not installed.
         NotWritten: The operating system refuses the write.
     """
-    need_libraries()
+    require_module("matplotlib", "plots need", "nsa-cli[plot]")
     from nsa_models.inspect.draw import detail, overview
     from nsa_models.inspect.page import page
 
@@ -61,11 +50,6 @@ def save(
         contents[f"layers.{kind}"] = overview(inspection, kind)
     with writing(folder):
         folder.mkdir(exist_ok=True)
-    return _write(folder, contents, force)
-
-
-def _write(folder: Path, contents: dict[str, bytes], force: bool) -> list[Path]:
-    files: Sequence[Path] = [folder / name for name in contents]
-    for file, content in zip(files, contents.values()):
-        write_bytes_atomic(file, content, force)
-    return list(files)
+    for name, content in contents.items():
+        write_bytes_atomic(folder / name, content, force)
+    return [folder / name for name in contents]

@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nsa_core.errors import InvalidInput
 from nsa_core.util.extras import require_module
@@ -17,45 +17,30 @@ END = "<|endoftext|>"  # the name of the token between documents, if the tokeniz
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[SEP]")
 
 
-class Tokenizer(Protocol):
-    """The interface that training and generation need."""
+class ByteTokenizer:
+    """UTF-8 bytes. The end of a document is 0xFF, which UTF-8 never uses.
 
-    vocab_size: int
-    end: int  # the token before and after each document
+    Attributes:
+        vocab_size: Number of ids.
+        end: The token before and after each document.
+        kind: "bytes".
+    """
+
+    vocab_size, end, kind = 256, 0xFF, "bytes"
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, never including ``end``."""
-        ...
+        """Return one id per byte, never ``end``."""
+        return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, without ``end``."""
-        ...
-
-    kind: str  # "bytes" or "file"
+        """Return the text of ids, without ``end``; invalid UTF-8 becomes U+FFFD."""
+        return bytes(i for i in ids if i != self.end).decode("utf-8", errors="replace")
 
     def files(self) -> dict[str, str]:
         """Return the text of tokenizer.json and tokenizer_config.json, as transformers reads them.
 
         There the token between documents begins and ends a text, but is not added to a text.
         """
-        ...
-
-
-class ByteTokenizer:
-    """UTF-8 bytes. The end of a document is 0xFF, which UTF-8 never uses."""
-
-    vocab_size, end, kind = 256, 0xFF, "bytes"
-
-    def encode(self, text: str) -> list[int]:
-        """Return one id per byte."""
-        return list(text.encode("utf-8", errors="replace"))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; invalid UTF-8 becomes U+FFFD."""
-        return bytes(i for i in ids if i != self.end).decode("utf-8", errors="replace")
-
-    def files(self) -> dict[str, str]:
-        """See :class:`Tokenizer`."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         vocabulary = {character: byte for byte, character in enumerate(_byte_characters()[:-1])}
         content = {
@@ -92,6 +77,7 @@ class FileTokenizer:
         end: The token between documents; None: as above.
 
     Attributes:
+        vocab_size, end, kind: As of ByteTokenizer; the kind is "file".
         ids: Number of ids, from 0 to the largest one.
         library: The tokenizer of the library `tokenizers`.
     """
@@ -141,9 +127,12 @@ class FileTokenizer:
         return text
 
     def files(self) -> dict[str, str]:
-        """See :class:`Tokenizer`."""
+        """See :meth:`ByteTokenizer.files`."""
         word = self.library.id_to_token(self.end)
         return _files(json.loads(self._content), word or END, self.end)
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def _byte_characters() -> list[str]:

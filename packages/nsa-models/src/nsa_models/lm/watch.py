@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
 
+from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from nsa_core.errors import NSAError
@@ -34,19 +34,6 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 
 # Called with the index of a lost process, or -1 for torchrun itself, and with the reason.
 End = Callable[[int, str], None]
-
-
-class Store(Protocol):
-    """The methods of a store of torch.distributed that a watch uses."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a value."""
-
-    def get(self, key: str) -> bytes:
-        """Return a value."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set."""
 
 
 class Watch:

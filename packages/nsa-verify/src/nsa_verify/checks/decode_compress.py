@@ -92,7 +92,12 @@ def compress_parity(
     step, data, dtype = subject.step, subject.data, subject.dtype
     config, device = step.case.config, data.q.device
     generator = torch.Generator().manual_seed(step.case.seed)
-    blocks = _complete_blocks(step)
+    num_blocks = config.geometry.num_compressed
+    blocks = [  # (sequence, block) of the blocks that the step completes
+        (b, i)
+        for b, (length, new) in enumerate(zip(step.lengths, step.new))
+        for i in range(num_blocks(length - new), num_blocks(length))
+    ]
     rings = [_ring(step, data, width, generator) for width in (config.qk_dim, config.v_dim)]
     phis = [
         tuple(x.to(device, weights or dtype) for x in _weights(step, kind, width, generator))
@@ -125,16 +130,6 @@ def compress_parity(
         after, unchanged = (store.flatten(0, 1)[others] for store in (stores[i], before[i]))
         yield subject.same_bits("", f"other rows of {name}, {label}", after, unchanged)
     yield from subject.judged("", verdicts)
-
-
-def _complete_blocks(step: Step) -> list[tuple[int, int]]:
-    """Return (sequence, block) of the blocks that the step completes."""
-    geometry = step.case.config.geometry
-    return [
-        (b, i)
-        for b, (length, new) in enumerate(zip(step.lengths, step.new))
-        for i in range(geometry.num_compressed(length - new), geometry.num_compressed(length))
-    ]
 
 
 def _ring(step: Step, data: StepData, width: int, generator: torch.Generator) -> torch.Tensor:

@@ -18,7 +18,7 @@ from nsa_core.plan.plan import Plan
 from nsa_verify.problems.cases import Case, CaseData
 from nsa_verify.problems.combination import Combination, spec_of
 from nsa_verify.problems.findings import Finding, Findings
-from nsa_verify.problems.slot_runs import SlotRun, run_slot, run_slots
+from nsa_verify.problems.slot_runs import SlotRun, run_kernel, run_slots
 from nsa_verify.problems.step_data import StepData, step_data
 from nsa_verify.problems.step_runs import decode_plan
 from nsa_verify.problems.steps import Step
@@ -110,7 +110,7 @@ class CaseUnderTest(UnderTest):
 
     def run(self, plan: Plan, slot: str, inputs: Tensors, do: torch.Tensor | None) -> SlotRun:
         """Run one slot on ``inputs`` and, if ``do`` is given, its backward."""
-        return run_slot(plan, slot, inputs, do, self.data)
+        return run_kernel(getattr(plan, slot), inputs, do, self.data)
 
 
 @dataclasses.dataclass(frozen=True)

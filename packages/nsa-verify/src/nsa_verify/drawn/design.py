@@ -88,7 +88,7 @@ class Design:
 
     Example:
         >>> design = Design({"a": [1, 2], "b": ["x", "y"], "c": [True, False]})
-        >>> len(design.rows(seed=1)) < 8 and not design.missing(design.rows(seed=1))
+        >>> 6 <= len(design.rows(seed=1)) < 8
         True
     """
 
@@ -146,27 +146,6 @@ class Design:
             if len(rows) >= count or len(rows) == before:
                 return rows[:count]
         raise AssertionError("unreachable")
-
-    def missing(self, rows: Sequence[Row], strength: int = 2) -> list[Row]:
-        """List the tuples of ``strength`` values that are in no row and in an allowed one."""
-        missing = []
-        choices = self._needed() | {name: values[:1] for name, values in self._first().items()}
-        for names in itertools.combinations(self.levels, strength):
-            indexed = {name: list(self.levels[name]) for name in names}
-            covered = {tuple(indexed[name].index(row[name]) for name in names) for row in rows}
-            for picks in itertools.product(*(range(len(values)) for values in indexed.values())):
-                part = {name: indexed[name][i] for name, i in zip(names, picks)}
-                if picks not in covered and (
-                    self.allowed is None or any(map(self.allowed, _completions(part, choices)))
-                ):
-                    missing.append(part)
-        return missing
-
-    def _needed(self) -> dict[str, Sequence[Any]]:
-        return {name: self.levels[name] for name in self.needs if name in self.levels}
-
-    def _first(self) -> dict[str, Sequence[Any]]:
-        return {name: self.levels[name] for name in self.firsts if name in self.levels}
 
     def _covering(self, seed: int) -> list[Row]:
         """Return the rows that cover every pair, without those of other seeds."""
@@ -230,8 +209,9 @@ class Design:
 
         It may have all first values that are not fixed.
         """
-        needs = {name: values for name, values in self._needed().items() if name not in fixed}
-        firsts = {n: values[0] for n, values in self._first().items() if n not in fixed}
+        free = self.levels.keys() - fixed
+        needs = {name: self.levels[name] for name in self.needs if name in free}
+        firsts = {name: self.levels[name][0] for name in self.firsts if name in free}
         for count in range(len(needs) + 1):
             for changed in itertools.combinations(needs, count):
                 for values in itertools.product(*(needs[name] for name in changed)):
@@ -241,9 +221,3 @@ class Design:
                     if firsts and allowed(candidate := {**candidate, **firsts}):
                         return candidate
         return None
-
-
-def _completions(part: Row, choices: Levels) -> Iterator[Row]:
-    free = [name for name in choices if name not in part]
-    for values in itertools.product(*(choices[name] for name in free)):
-        yield {**part, **dict(zip(free, values))}

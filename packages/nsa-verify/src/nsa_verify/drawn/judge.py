@@ -46,7 +46,12 @@ def judge(combination: Combination, drawn: Drawn) -> list[Finding]:
         raise
     except NSAError as fault:
         if isinstance(fault, Unsupported) and not planned:
-            return [drawn.finding("plan", None, " ".join(str(fault).split()))]
+            return [
+                drawn.findings.finding(
+                    drawn.slot, "plan", None, detail=" ".join(str(fault).split())
+                )
+            ]
         if isinstance(fault, BackendUnavailable) and not planned:
             raise
-        return [drawn.finding("run", False, str(fault))]  # a kernel raised, or broke a rule
+        # A kernel raised, or broke a rule.
+        return [drawn.findings.finding(drawn.slot, "run", False, detail=str(fault))]

@@ -27,7 +27,7 @@ from nsa_verify.drawn.verdicts import (
 )
 from nsa_verify.judge.core import judge_core
 from nsa_verify.judge.truth_cache import caching
-from nsa_verify.problems.findings import Finding, judged
+from nsa_verify.problems.findings import Finding
 from nsa_verify.problems.slot_runs import SlotRun
 
 
@@ -90,5 +90,5 @@ def _judged(
     )
     named = {name + label: verdict for name, verdict in verdicts.items()}
     few = rows_that_see(2, case) < MIN_ROWS
-    for finding in judged(*case.labels, named):
+    for finding in case.findings.judged(case.slot, named):
         yield without_bias(finding) if few else finding

@@ -16,7 +16,7 @@ from nsa_verify.drawn.step import BlockStep, DecodeStep
 from nsa_verify.drawn.verdicts import MIN_ROWS, without_bias
 from nsa_verify.judge.slot import judge_slot
 from nsa_verify.problems.combination import Combination
-from nsa_verify.problems.findings import Finding, judged, same_bits
+from nsa_verify.problems.findings import Finding
 from nsa_verify.problems.step_data import column_of_table
 from nsa_verify.problems.step_runs import decode_plan
 
@@ -146,8 +146,10 @@ def _judge(
     length, count = step.lengths[b], step.new[b]
     o, lse = (x[b : b + 1].cpu() for x in results)
     empty = torch.full_like(lse[..., count:], -torch.inf)
-    yield same_bits(*step.labels, "padding of o", o[:, count:], torch.zeros_like(o[:, count:]))
-    yield same_bits(*step.labels, "padding of lse", lse[..., count:], empty)
+    yield step.findings.same_bits(
+        step.slot, "padding of o", o[:, count:], torch.zeros_like(o[:, count:])
+    )
+    yield step.findings.same_bits(step.slot, "padding of lse", lse[..., count:], empty)
     if not count:
         return
     pages = tensors["block_table"][b].long() if step.page_size else torch.tensor([b])
@@ -161,5 +163,5 @@ def _judge(
         scale,
         first_query=length - count,
     )
-    for finding in judged(*step.labels, verdicts):
+    for finding in step.findings.judged(step.slot, verdicts):
         yield without_bias(finding) if count < MIN_ROWS else finding

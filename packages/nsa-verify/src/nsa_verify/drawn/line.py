@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from nsa_verify.problems.cases import Case
-    from nsa_verify.problems.findings import Finding
+    from nsa_verify.problems.findings import Findings
 
 LARGEST = 1 << 20
 AnyDrawn = TypeVar("AnyDrawn", bound="Drawn")
@@ -191,9 +191,11 @@ class Drawn:
         return dtype
 
     @functools.cached_property
-    def labels(self) -> tuple[str, str, Case, torch.dtype]:
-        """The first arguments of ``judged`` and ``same_bits``: check, slot, case and dtype."""
-        return self.check_name, self.slot, self.case(str(self)), self.torch_dtype
+    def findings(self) -> Findings:
+        """Makes the findings of its check, whose case is the line."""
+        from nsa_verify.problems.findings import Findings
+
+        return Findings(self.check_name, self.case(str(self)), self.torch_dtype)
 
     def case(self, name: str) -> Case:
         """Return a case called ``name`` with the configuration and the lengths."""
@@ -201,23 +203,6 @@ class Drawn:
 
         lengths, batch, packed = self.lengths_of_case
         return Case(name, self.config, lengths, batch, packed, seed=self.seed)
-
-    def finding(
-        self,
-        quantity: str,
-        ok: bool | None,
-        detail: str = "",
-        *,
-        slot: str | None = None,
-        row: float | None = None,
-    ) -> Finding:
-        """Return a finding about ``quantity``, of the slot of :attr:`slot` by default."""
-        from nsa_verify.problems.findings import Finding
-
-        slot = self.slot if slot is None else slot
-        return Finding(
-            self.check_name, slot, str(self), self.dtype, quantity, ok, row, detail=detail
-        )
 
     def check(self) -> None:
         """Raise InvalidInput if the sizes do not fit together."""

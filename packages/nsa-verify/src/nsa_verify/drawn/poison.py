@@ -15,7 +15,7 @@ from nsa_verify.drawn.case import SlotCase
 from nsa_verify.drawn.tensors import Problem
 from nsa_verify.drawn.verdicts import judge_blocks, judge_run
 from nsa_verify.judge.truth_cache import cached
-from nsa_verify.problems.findings import Finding, same_bits
+from nsa_verify.problems.findings import Finding
 from nsa_verify.problems.slot_runs import SlotRun
 
 Run = Callable[[dict[str, Any], Problem], SlotRun]  # of a kernel on inputs
@@ -68,7 +68,7 @@ def poison_findings(
         missed = int((reached & torch.isfinite(actual)).sum()) if key != "lse" else 0
         detail = f"{missed} of {int(reached.sum())} elements that read it are finite"
         label = quantity if key == "o" else f"{key} of {quantity}"
-        yield case.finding(label, not missed, detail if missed else "")
+        yield case.findings.finding(case.slot, label, not missed, detail=detail if missed else "")
         # With the clean results where NaN may be, the rest must be as right as without NaN.
         spread = place.region(key, actual) & ~torch.isfinite(actual)
         beside[key] = torch.where(spread, clean.outputs[key], actual)
@@ -94,7 +94,7 @@ def _judge_select(
     expected = oracle.select(**inputs, **sizes, **problem.placement).to(blocks)
     heads = place.rows.unflatten(-1, (case.groups, case.h))
     groups = heads.any(-1).to(blocks.device)
-    yield same_bits(*case.labels, quantity, blocks[groups], expected[groups])
+    yield case.findings.same_bits(case.slot, quantity, blocks[groups], expected[groups])
     merged = torch.where(groups[..., None], clean.outputs["blocks"], blocks)
     finding = judge_blocks(case, SlotRun(clean.inputs, {"blocks": merged}, None), problem)
     yield dataclasses.replace(finding, quantity=f"blocks beside {quantity}")

@@ -11,7 +11,7 @@ from nsa_verify.drawn.case import EXCHANGES, SlotCase
 from nsa_verify.drawn.tensors import Problem
 from nsa_verify.judge.selection import MAX_REGRET, judge_selection
 from nsa_verify.judge.slot import judge_slot
-from nsa_verify.problems.findings import Finding, judged, same_bits
+from nsa_verify.problems.findings import Finding
 from nsa_verify.problems.slot_runs import SlotRun
 
 # The bias is a rule for many rows. With fewer, the error of one row decides it, and that may be
@@ -38,7 +38,7 @@ def judge_run(case: SlotCase, run: SlotRun, problem: Problem) -> Iterator[Findin
     verdicts = judge_slot(
         case.kernel, run.inputs, run.outputs, *sizes, do=run.do, **problem.placement
     )
-    for finding in judged(*case.labels, verdicts):
+    for finding in case.findings.judged(case.slot, verdicts):
         # A row that sees one key has the probability 1, and no gradient of q or k.
         few = rows_that_see(2 if finding.quantity in ("dq", "dk") else 1, case) < MIN_ROWS
         equal_roundings = finding.quantity.startswith("dv") and _scores_equal(case)
@@ -50,7 +50,7 @@ def same_outputs(
 ) -> Iterator[Finding]:
     """Compare the bits of the outputs of two runs; frozen inputs have no gradient in the second."""
     for name, output in outputs.items():
-        yield same_bits(*case.labels, f"{name} {label}", output, expected[name])
+        yield case.findings.same_bits(case.slot, f"{name} {label}", output, expected[name])
 
 
 def second_run(case: SlotCase) -> str:
@@ -96,4 +96,5 @@ def judge_blocks(case: SlotCase, run: SlotRun, problem: Problem) -> Finding:
         exchanges=math.inf if _scores_equal(case) else EXCHANGES,
     )
     detail = verdict.why or f"regret {verdict.regret:.2g}"
-    return case.finding("blocks", verdict.ok, detail, row=verdict.regret / MAX_REGRET)
+    row = verdict.regret / MAX_REGRET
+    return case.findings.finding(case.slot, "blocks", verdict.ok, row, detail)

@@ -43,44 +43,6 @@ class Finding:
     detail: str = ""
 
 
-def judged(
-    check: str, slot: str, case: Case, dtype: torch.dtype, verdicts: Mapping[str, Verdict]
-) -> Iterator[Finding]:
-    """Yield one finding per verdict, with errors divided by their limits."""
-    limits = LIMITS[dtype]
-    for quantity, v in verdicts.items():
-        elem_limit = LSE_LIMIT if quantity == "lse" else limits.elem
-        fractions = (v.row / limits.row, v.elem / elem_limit, v.bias)
-        yield Finding(
-            check, slot, case.name, dtype_name(dtype), quantity, v.ok, *fractions, detail=v.why
-        )
-
-
-def same_bits(
-    check: str,
-    slot: str,
-    case: Case,
-    dtype: torch.dtype,
-    quantity: str,
-    actual: torch.Tensor,
-    expected: torch.Tensor,
-) -> Finding:
-    """Compare two tensors bit for bit; NaN equals NaN, and -0.0 equals 0.0."""
-    equal = (
-        actual.shape == expected.shape
-        and actual.dtype == expected.dtype
-        and bool(torch.equal(bits(actual), bits(expected)))
-    )
-    detail = ""
-    if not equal and actual.shape == expected.shape:
-        differ = bits(actual) != bits(expected)
-        first = tuple(int(i) for i in differ.nonzero()[0])
-        detail = f"{int(differ.sum())} of {differ.numel()} elements differ, first at {first}"
-    elif not equal:
-        detail = f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    return Finding(check, slot, case.name, dtype_name(dtype), quantity, equal, detail=detail)
-
-
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """View a floating tensor as integers of its width, with -0.0 as 0.0."""
     if not tensor.is_floating_point():
@@ -113,16 +75,37 @@ class Findings:
     def same_bits(
         self, slot: str, quantity: str, actual: torch.Tensor, expected: torch.Tensor
     ) -> Finding:
-        """Compare two tensors as :func:`same_bits` does."""
-        return same_bits(self.check, slot, self.case, self.dtype, quantity, actual, expected)
+        """Compare two tensors bit for bit; NaN equals NaN, and -0.0 equals 0.0."""
+        equal = (
+            actual.shape == expected.shape
+            and actual.dtype == expected.dtype
+            and bool(torch.equal(bits(actual), bits(expected)))
+        )
+        detail = ""
+        if not equal and actual.shape == expected.shape:
+            differ = bits(actual) != bits(expected)
+            first = tuple(int(i) for i in differ.nonzero()[0])
+            detail = f"{int(differ.sum())} of {differ.numel()} elements differ, first at {first}"
+        elif not equal:
+            detail = f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+        return self.finding(slot, quantity, equal, detail=detail)
 
     def filled(self, slot: str, quantity: str, actual: torch.Tensor, value: float) -> Finding:
         """Compare every element of a tensor with ``value``, bit for bit."""
         return self.same_bits(slot, quantity, actual, torch.full_like(actual, value))
 
     def judged(self, slot: str, verdicts: Mapping[str, Verdict]) -> Iterator[Finding]:
-        """Yield one finding per verdict as :func:`judged` does."""
-        yield from judged(self.check, slot, self.case, self.dtype, verdicts)
+        """Yield one finding per verdict, with errors divided by their limits."""
+        limits = LIMITS[self.dtype]
+        for quantity, v in verdicts.items():
+            elem_limit = LSE_LIMIT if quantity == "lse" else limits.elem
+            errors: dict[str, Any] = {
+                "row": v.row / limits.row,
+                "elem": v.elem / elem_limit,
+                "bias": v.bias,
+            }
+            finding = self.finding(slot, quantity, v.ok, detail=v.why)
+            yield dataclasses.replace(finding, **errors)
 
     def selected(self, slot: str, verdict: SelectionVerdict, place: str = "") -> Finding:
         """Return the finding of a selection; ``place`` names where a rule is broken."""

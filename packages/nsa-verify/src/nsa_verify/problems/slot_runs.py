@@ -64,17 +64,6 @@ class CausalSel:
         return self.kernel(q, k, v, **packing)
 
 
-def run_slot(
-    plan: Plan,
-    slot: str,
-    inputs: Mapping[str, torch.Tensor],
-    do: torch.Tensor | None,
-    data: CaseData,
-) -> SlotRun:
-    """Call ``slot`` of ``plan`` on ``inputs`` and, if ``do`` is given, its backward."""
-    return run_kernel(getattr(plan, slot), inputs, do, data)
-
-
 def run_kernel(
     kernel: Any,
     inputs: Mapping[str, torch.Tensor],
@@ -148,7 +137,6 @@ def run_slots(plan: Plan, case: Case, data: CaseData, gradients: bool = True) ->
     runs: dict[str, SlotRun] = {}
     do = masked_do(case, data.do) if gradients else None
     for slot in SLOTS:
-        runs[slot] = run_slot(
-            plan, slot, slot_inputs(slot, data, runs), None if slot == "select" else do, data
-        )
+        inputs, of_slot = slot_inputs(slot, data, runs), None if slot == "select" else do
+        runs[slot] = run_kernel(getattr(plan, slot), inputs, of_slot, data)
     return runs

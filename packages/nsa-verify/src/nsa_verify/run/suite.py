@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from nsa_core.dtypes import dtype_name
 from nsa_core.errors import BackendUnavailable, InvalidInput, NSAError, Unsupported
 from nsa_core.util.interruption import is_ctrl_c
 from nsa_core.util.text import describe_error
@@ -32,7 +31,7 @@ from nsa_verify.isolation.call_guard import guarded_calls
 from nsa_verify.judge.truth_cache import caching
 from nsa_verify.problems.cases import PRESETS, Case, text_case
 from nsa_verify.problems.combination import Combination
-from nsa_verify.problems.findings import Finding
+from nsa_verify.problems.findings import Finding, Findings
 from nsa_verify.problems.steps import STEPS, Step
 from nsa_verify.run.contexts import judging
 
@@ -69,17 +68,7 @@ class Job:
             with guarded_calls():
                 return list(self.check(combination, self.case, self.dtype))
         except Unsupported as refusal:
-            return [
-                Finding(
-                    self.name,
-                    "",
-                    self.case.name,
-                    dtype_name(self.dtype),
-                    "plan",
-                    None,
-                    detail=str(refusal),
-                )
-            ]
+            return [self._findings.finding("", "plan", None, detail=str(refusal))]
         except (BackendUnavailable, InvalidInput):
             raise
         except NSAError as fault:  # a kernel raised, or broke a rule of the contract
@@ -92,10 +81,15 @@ class Job:
 
         That of a drawn case, step or history names its line, which repeats it alone.
         """
-        case, slot = self.case.name, ""
+        finding = self._findings.finding("", "run", False, detail=detail)
         if isinstance(self.check, drawn.OnDrawn):
-            case, slot = str(self.check.drawn), self.check.drawn.slot
-        return Finding(self.name, slot, case, dtype_name(self.dtype), "run", False, detail=detail)
+            drawn_line = self.check.drawn
+            return dataclasses.replace(finding, case=str(drawn_line), slot=drawn_line.slot)
+        return finding
+
+    @property
+    def _findings(self) -> Findings:
+        return Findings(self.name, self.case, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,23 +239,6 @@ def _jobs(
         and (preset != "interpreter" or first or dtype == dtypes[0])
         and (size <= large or dtype in dtypes[: counts[not first]])
     ]
-
-
-def run(
-    combination: Combination, todo: Sequence[Job], *, stop_at_first: bool = False
-) -> Iterator[tuple[Job, list[Finding]]]:
-    """Run jobs in order and yield each with its findings.
-
-    Args:
-        combination: Combination to judge.
-        todo: Jobs to run.
-        stop_at_first: Stop after the first job with a failed finding.
-    """
-    for job in todo:
-        findings = job.run(combination)
-        yield job, findings
-        if stop_at_first and any(f.ok is False for f in findings):
-            return
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,11 +33,12 @@ def history_findings(combination: Combination, history: History) -> list[Finding
     """
     failure = Replay(history, plans_of(combination, history)).first_failure(judge_output)
     if failure is None:
-        return [history.finding("history", True)]
+        return [history.findings.finding("", "history", True)]
     number, fault = failure
     operations = history.operations
     after = f"after {operations[number]}" if number < len(operations) else "at the end"
-    return [history.finding(fault.quantity, False, f"{after}: {fault.detail}", slot=fault.slot)]
+    detail = f"{after}: {fault.detail}"
+    return [history.findings.finding(fault.slot, fault.quantity, False, detail=detail)]
 
 
 def plans_of(combination: Combination, history: History) -> Plans:

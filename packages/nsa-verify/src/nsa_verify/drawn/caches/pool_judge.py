@@ -49,8 +49,8 @@ def pool_findings(combination: Combination, history: PoolHistory) -> list[Findin
     for operation in history.operations:
         for fault in owner.faults_of(operation):
             detail = f"after {operation}: {fault.detail}"
-            return [history.finding(fault.quantity, False, detail, slot=fault.slot)]
-    return [history.finding("history", True)]
+            return [history.findings.finding(fault.slot, fault.quantity, False, detail=detail)]
+    return [history.findings.finding("", "history", True)]
 
 
 def _plans(plan: Callable[..., Plan], history: PoolHistory, device: str) -> Plans:

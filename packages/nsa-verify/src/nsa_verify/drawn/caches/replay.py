@@ -60,18 +60,6 @@ class Done:
     calls: list[Called]
 
 
-class Failure(NamedTuple):
-    """The first fault of a history.
-
-    Attributes:
-        number: Number of the operation, from 0; the number of operations after the last one.
-        fault: The fault.
-    """
-
-    number: int
-    fault: Fault
-
-
 class Interrupted(Exception):
     """An operation ended with an error that a test injected.
 
@@ -168,8 +156,10 @@ class Replay:
         self.rows = layers.Projections(self.attn)
         self._snapshots: list[Snapshot] = []
 
-    def first_failure(self, judge: StepJudge) -> Failure | None:
-        """Run every operation; return the first fault, or None.
+    def first_failure(self, judge: StepJudge) -> tuple[int, Fault] | None:
+        """Run every operation; return the number of the first that has a fault, and the fault.
+
+        A fault after the last operation has the number of operations. None means no fault.
 
         ``judge(replay, done)`` yields the faults of the result of a step. Operations on sequences
         or snapshots that do not exist are skipped, so every part of a history is a history.
@@ -177,9 +167,9 @@ class Replay:
         with self.short_chunks():
             for number, operation in enumerate(self.history.operations):
                 for fault in self.faults_of(operation, judge):
-                    return Failure(number, fault)
+                    return number, fault
         for fault in self.page_faults():
-            return Failure(len(self.history.operations), fault)
+            return len(self.history.operations), fault
         return None
 
     def short_chunks(self) -> AbstractContextManager[Any]:
