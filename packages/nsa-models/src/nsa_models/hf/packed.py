@@ -23,7 +23,7 @@ class Packing(NamedTuple):
     Attributes:
         arguments: Arguments of the layers: ``cu_seq_lens_q`` and ``max_length_q``, or ``documents``
             for a cache; empty if no row has several documents.
-        offsets: The value of :attr:`NSAModelCache.offsets` after the call.
+        offsets: The value of :attr:`NSAModelCache.offsets` after a call with a cache.
     """
 
     arguments: dict[str, Any]
@@ -55,7 +55,7 @@ def packed_documents(
             boundaries are checked on the CPU, and on a GPU with NSA_CHECK=1.
     """
     boundaries = options.get("cu_seq_lens_q")
-    offsets = _offsets(cache, size[0])
+    offsets = [] if cache is None else cache.offsets_of(size[0])
     if boundaries is None:
         if options.get("cu_seq_lens_k") is not None:
             raise InvalidInput(
@@ -88,10 +88,6 @@ def packed_documents(
         "max_length_q": None if longest is None else int(longest),
     }
     return Packing(arguments, offsets)
-
-
-def _offsets(cache: NSAModelCache | None, batch: int) -> list[int | None]:
-    return [None] * batch if cache is None else cache.offsets_of(batch)
 
 
 def _arguments(
@@ -183,7 +179,7 @@ def _from_positions(
     _check_readable("position_ids", position_ids)
     batch, columns = size[0], 0 if cache is None else cache.get_seq_length()
     held = [0] * batch if cache is None else cache.host_lengths(batch)
-    offsets = _offsets(cache, batch)
+    offsets: list[int | None] = [None] * batch if cache is None else cache.offsets_of(batch)
     lengths: Lengths = []
     positions, tokens = _rows_of(size, position_ids).cpu(), _tokens(size, attention_mask)
     for b, is_token in enumerate(tokens):
