@@ -187,6 +187,23 @@ def test_one_compiled_graph_serves_all_batch_sizes_and_lengths(padded):
     assert len(graphs) == 1
 
 
+def test_compiled_graphs_serve_any_documents_of_several_rows():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(nsa_model(num_hidden_layers=1), backend=backend, dynamic=True)
+    ids, counts = torch.randint(1, 61, (2, 60)), []
+    for starts in ([0, 20], [0, 10, 30], [0, 5, 11, 20]):
+        boundaries = torch.tensor([*starts, 60, 120], dtype=torch.int32)
+        with torch.no_grad():
+            compiled(input_ids=ids, cu_seq_lens_q=boundaries)
+        counts.append(len(graphs))
+    assert counts[0] == counts[1] == counts[2]
+
+
 def test_lora_trains_adapters_and_new_parameters_only():
     model = get_peft_model(
         nsa_model(),

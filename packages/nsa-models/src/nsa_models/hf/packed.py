@@ -80,8 +80,8 @@ def packed_documents(
         if positions.device.type == "cpu" or os.environ.get("NSA_CHECK") == "1":
             _check_documents(boundaries, positions.flatten(), attention_mask, layer)
     if size[0] != 1 or attention_mask is not None or cache is not None:
-        lengths = _from_boundaries(size, attention_mask, boundaries)
-        return Packing(_arguments(size, lengths, cache, boundaries.device), offsets)
+        arguments: dict[str, Any] = _from_boundaries(size, attention_mask, boundaries, cache)
+        return Packing(arguments, offsets)
     longest = options.get("max_length_q")
     arguments = {
         "cu_seq_lens_q": boundaries.to(torch.int32),
@@ -106,9 +106,12 @@ def _arguments(
 
 @torch.compiler.disable(reason="it reads the boundaries on the host")
 def _from_boundaries(
-    size: torch.Size, attention_mask: torch.Tensor | None, boundaries: torch.Tensor
-) -> Lengths:
-    """Return the documents between boundaries in all rows laid end to end. Synchronises.
+    size: torch.Size,
+    attention_mask: torch.Tensor | None,
+    boundaries: torch.Tensor,
+    cache: NSAModelCache | None,
+) -> dict[str, Any]:
+    """Return the arguments of the layers for documents between boundaries. Synchronises.
 
     Raises:
         InvalidInput: They end elsewhere, or a document has tokens of two rows.
@@ -123,10 +126,11 @@ def _from_boundaries(
             f" {rows} * {columns} = {rows * columns} with every multiple of {columns}, got {bounds}"
         )
     document = token_positions(boundaries.cpu(), rows * columns).document.view(size)
-    return [
+    lengths = [
         row[is_token].unique_consecutive(return_counts=True)[1].tolist()
         for row, is_token in zip(document, _tokens(size, attention_mask))
     ]
+    return _arguments(size, lengths, cache, boundaries.device)
 
 
 @torch.compiler.disable(reason="it reads the positions on the host")
