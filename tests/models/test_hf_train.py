@@ -168,6 +168,42 @@ def test_compiled_forward_and_backward_equal_the_eager_ones():
             assert torch.allclose(other, gradient, rtol=1e-4, atol=1e-7), name
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_one_compiled_graph_serves_all_batch_sizes_and_lengths(padded):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = nsa_model(num_hidden_layers=1)
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    for lengths in ((75, 30), (50, 61, 20)):
+        ids, mask, _ = padded_batch(lengths)
+        arguments = {"input_ids": ids, "attention_mask": mask} if padded else {"input_ids": ids}
+        with torch.no_grad():
+            expected, actual = model(**arguments).logits, compiled(**arguments).logits
+        assert torch.allclose(actual, expected, rtol=0, atol=1e-5)
+    assert len(graphs) == 1
+
+
+def test_compiled_graphs_serve_any_documents_of_several_rows():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(nsa_model(num_hidden_layers=1), backend=backend, dynamic=True)
+    ids, counts = torch.randint(1, 61, (2, 60)), []
+    for starts in ([0, 20], [0, 10, 30], [0, 5, 11, 20]):
+        boundaries = torch.tensor([*starts, 60, 120], dtype=torch.int32)
+        with torch.no_grad():
+            compiled(input_ids=ids, cu_seq_lens_q=boundaries)
+        counts.append(len(graphs))
+    assert counts[0] == counts[1] == counts[2]
+
+
 def test_lora_trains_adapters_and_new_parameters_only():
     model = get_peft_model(
         nsa_model(),

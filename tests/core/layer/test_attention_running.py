@@ -1,6 +1,7 @@
 """nsa_attention under grad modes, strides, transforms, fake tensors and torch.compile."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -287,3 +288,23 @@ def test_layer_compiles_with_symbolic_integers():
     compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
     for x in tokens:
         torch.testing.assert_close(compiled(x), layer(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["config", "keywords", "frequencies"])
+def test_function_compiles_with_symbolic_integers(how):
+    torch._dynamo.reset()
+    scaled = replace(CONFIG, rope_frequencies=tuple(0.5**i for i in range(CONFIG.qk_dim // 2)))
+    options = {
+        "config": {"config": CONFIG},
+        "keywords": {"window_size": 16},
+        "frequencies": {"config": scaled},
+    }[how]
+
+    def call(tensors):
+        return nsa_attention(*tensors, **options)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
+    for shape in ((2, 40), (3, 51)):
+        tensors = inputs(CONFIG, *shape)
+        torch.testing.assert_close(compiled(tensors), call(tensors), rtol=1e-12, atol=1e-12)

@@ -21,9 +21,8 @@ from nsa_core.block.plans import (
     resolve_blocks,
     split_blocks,
 )
-from nsa_core.layer.short_config import as_constant
 from nsa_core.limits import check_integers
-from nsa_core.plan.default_plan import is_long
+from nsa_core.plan.default_plan import as_constant, is_long
 from nsa_core.plan.options import PlanOptions
 
 

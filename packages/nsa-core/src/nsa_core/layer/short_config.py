@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from nsa_core.config import NSAConfig
-from nsa_core.plan.default_plan import ObjectCache, constant_result
+from nsa_core.plan.default_plan import ObjectCache, as_constant, constant_result
 
 Result = TypeVar("Result")
 
@@ -55,13 +54,6 @@ def short_config(numbers: Numbers, q: torch.Tensor, k: torch.Tensor, v: torch.Te
         built: NSAConfig = getattr(_configs, name)
         return built
     return _cached(_configs.get, values)
-
-
-def as_constant(value: Any) -> Any:
-    """Return ``value``, which torch.compile may have made symbolic, as a constant with a guard."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return operator.index(value)
-    return value.__float__() if isinstance(value, float) else value
 
 
 @constant_result  # torch.compile cannot trace the construction

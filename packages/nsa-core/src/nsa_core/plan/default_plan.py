@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -118,11 +119,11 @@ def default_plan(
     Raises:
         Unsupported, BackendUnavailable, InvalidInput: As :func:`nsa_core.resolve`.
     """
-    arguments = (config.values, device, dtype, varlen, wants_grad, backends, long, partial)
+    arguments = (device, dtype, varlen, wants_grad, backends, long, partial)
     if torch.compiler.is_compiling():
-        plan: Plan = getattr(_plans, _plan_name(*arguments))
+        plan: Plan = getattr(_plans, _plan_name(as_constant(config.values), *arguments))
         return plan
-    return _planned(_plans.get, *arguments)
+    return _planned(_plans.get, config.values, *arguments)
 
 
 def backends_of(plan: Plan) -> Backends:
@@ -170,6 +171,18 @@ def constant_result(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def as_constant(value: Any) -> Any:
+    """Return ``value``, which torch.compile may have made symbolic, as a constant with a guard.
+
+    The numbers of a tuple become constants.
+    """
+    if isinstance(value, tuple):
+        return tuple([as_constant(each) for each in value])
+    if isinstance(value, int) and not isinstance(value, bool):
+        return operator.index(value)
+    return value.__float__() if isinstance(value, float) else value
 
 
 @constant_result  # planning calls plugin code, which torch.compile must not trace

@@ -22,7 +22,7 @@ class Packing(NamedTuple):
     Attributes:
         arguments: Arguments of the layers: ``cu_seq_lens_q`` and ``max_length_q``, or ``documents``
             for a cache; empty if no row has several documents.
-        offsets: The value of :attr:`NSAModelCache.offsets` after the call.
+        offsets: The value of :attr:`NSAModelCache.offsets` after a call with a cache.
     """
 
     arguments: dict[str, Any]
@@ -54,7 +54,7 @@ def packed_documents(
             boundaries are checked on the CPU, and on a GPU with NSA_CHECK=1.
     """
     boundaries = options.get("cu_seq_lens_q")
-    offsets = _offsets(cache, size[0])
+    offsets = [] if cache is None else cache.offsets_of(size[0])
     if boundaries is None:
         if options.get("cu_seq_lens_k") is not None:
             raise InvalidInput(
@@ -79,18 +79,14 @@ def packed_documents(
         if are_readable(positions):
             _check_documents(boundaries, positions.flatten(), attention_mask, layer)
     if size[0] != 1 or attention_mask is not None or cache is not None:
-        lengths = _from_boundaries(size, attention_mask, boundaries)
-        return Packing(_arguments(size, lengths, cache, boundaries.device), offsets)
+        arguments: dict[str, Any] = _from_boundaries(size, attention_mask, boundaries, cache)
+        return Packing(arguments, offsets)
     longest = options.get("max_length_q")
     arguments = {
         "cu_seq_lens_q": boundaries.to(torch.int32),
         "max_length_q": None if longest is None else int(longest),
     }
     return Packing(arguments, offsets)
-
-
-def _offsets(cache: NSAModelCache | None, batch: int) -> list[int | None]:
-    return [None] * batch if cache is None else cache.offsets_of(batch)
 
 
 def _arguments(
@@ -109,9 +105,12 @@ def _arguments(
 
 @torch.compiler.disable(reason="it reads the boundaries on the host")
 def _from_boundaries(
-    size: torch.Size, attention_mask: torch.Tensor | None, boundaries: torch.Tensor
-) -> Lengths:
-    """Return the documents between boundaries in all rows laid end to end. Synchronises.
+    size: torch.Size,
+    attention_mask: torch.Tensor | None,
+    boundaries: torch.Tensor,
+    cache: NSAModelCache | None,
+) -> dict[str, Any]:
+    """Return the arguments of the layers for documents between boundaries. Synchronises.
 
     Raises:
         InvalidInput: They end elsewhere, or a document has tokens of two rows.
@@ -126,10 +125,11 @@ def _from_boundaries(
             f" {rows} * {columns} = {rows * columns} with every multiple of {columns}, got {bounds}"
         )
     document = token_positions(boundaries.cpu(), rows * columns).document.view(size)
-    return [
+    lengths = [
         row[is_token].unique_consecutive(return_counts=True)[1].tolist()
         for row, is_token in zip(document, _tokens(size, attention_mask))
     ]
+    return _arguments(size, lengths, cache, boundaries.device)
 
 
 @torch.compiler.disable(reason="it reads the positions on the host")
@@ -182,7 +182,7 @@ def _from_positions(
     _check_readable("position_ids", position_ids)
     batch, columns = size[0], 0 if cache is None else cache.get_seq_length()
     held = [0] * batch if cache is None else cache.host_lengths(batch)
-    offsets = _offsets(cache, batch)
+    offsets: list[int | None] = [None] * batch if cache is None else cache.offsets_of(batch)
     lengths: Lengths = []
     positions, tokens = _rows_of(size, position_ids).cpu(), _tokens(size, attention_mask)
     for b, is_token in enumerate(tokens):

@@ -11,7 +11,8 @@ class TokenRows(NamedTuple):
     """The rows of a padded batch that are tokens.
 
     NSA is causal, so padding after the tokens of a sequence does not change them. Both orders have
-    static shapes, so a compiled forward needs no data from the device.
+    static shapes, so a compiled forward needs no data from the device. They are not used by
+    take_along_dim, for which torch.compile compiles each B and S anew.
 
     Attributes:
         is_token: bool [B, S].
@@ -27,11 +28,11 @@ class TokenRows(NamedTuple):
 
     def to_front(self, x: torch.Tensor) -> torch.Tensor:
         """Return x [B, S, dim] with the tokens of every sequence first."""
-        return x.take_along_dim(self.order.to(x.device)[..., None], 1)
+        return x.gather(1, self.order.to(x.device)[..., None].expand_as(x))
 
     def restore(self, y: torch.Tensor) -> torch.Tensor:
         """Return y [B, S, dim] in the order of the batch, with 0 where there is padding."""
-        y = y.take_along_dim(self.back.to(y.device)[..., None], 1)
+        y = y.gather(1, self.back.to(y.device)[..., None].expand_as(y))
         return y.masked_fill(~self.is_token.to(y.device)[..., None], 0)
 
 
