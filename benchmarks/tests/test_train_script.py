@@ -118,7 +118,7 @@ class DenseInPlaceOfFlash4:
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-@pytest.mark.parametrize("mode", ["flash4", "flash4+compile"])
+@pytest.mark.parametrize("mode", ["flash4", pytest.param("flash4+compile", marks=pytest.mark.slow)])
 def test_flash4_mode_trains_with_the_gradients_of_dense_attention(mode, monkeypatch):
     provider = DenseInPlaceOfFlash4()
     monkeypatch.setattr(flash4, "source", lambda: Source("flash-attn-4", provider, None))

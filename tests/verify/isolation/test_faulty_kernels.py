@@ -155,7 +155,7 @@ def test_nothing_is_shrunk_on_a_broken_gpu(line, combination, monkeypatch) -> No
 
     def judge(combination: Combination, drawn: Drawn) -> list[Finding]:
         judged.append(str(drawn))
-        return [drawn.finding("run", False)]
+        return [drawn.findings.finding(drawn.slot, "run", False)]
 
     monkeypatch.setattr(gpu_context, "gpu_error", lambda: "CUDA error: misaligned address")
     monkeypatch.setattr(drawn_jobs, "judge", judge)

@@ -152,8 +152,8 @@ MUTANTS = (
     Mutant(
         "select ignores the start of a document",
         _SELECT,
-        "compressed_cu_seqlens(call.cu_seqlens, call.geometry)[:-1].long()",
-        "compressed_cu_seqlens(call.cu_seqlens, call.geometry)[:-1].long() * 0",
+        "compressed_cu_seqlens(call.cu_seqlens, geometry)[:-1].long()",
+        "compressed_cu_seqlens(call.cu_seqlens, geometry)[:-1].long() * 0",
     ),
     # blockwise attention of all branches
     Mutant("lse in log2", _ENGINE, "lse = row_sum.log()", "lse = row_sum.log2()"),
