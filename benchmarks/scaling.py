@@ -429,7 +429,7 @@ class Run:
             "kind": "nsa-scaling",
             "schema_version": 1,
             "complete": complete,
-            "settings": vars(self._options),
+            "settings": {name: x for name, x in vars(self._options).items() if name != "json"},
             "environment": self._environment,
             "gates": self._gates,
             "rows": self._rows,

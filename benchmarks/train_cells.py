@@ -106,14 +106,6 @@ def flash4_forward(
     return provider.forward(q, k, v, Attention(scale))
 
 
-@flash4_forward.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, rows, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, rows), dtype=torch.float32)
-
-
 @torch.library.custom_op("nsa_benchmarks::flash4_backward", mutates_args=())
 def flash4_backward(
     do: torch.Tensor,
@@ -130,19 +122,6 @@ def flash4_backward(
     return provider.backward(do, q, k, v, o, lse, Attention(scale))
 
 
-@flash4_backward.register_fake
-def _(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
@@ -152,6 +131,15 @@ def _backward(ctx: Any, do: torch.Tensor, dlse: torch.Tensor | None) -> tuple[An
     return *flash4_backward(do.contiguous(), *ctx.saved_tensors, ctx.scale), None
 
 
+flash4_forward.register_fake(
+    lambda q, k, v, scale: (
+        q.new_empty(q.shape),
+        q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32),
+    )
+)
+flash4_backward.register_fake(
+    lambda do, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+)
 flash4_forward.register_autograd(_backward, setup_context=_save)
 
 

@@ -90,6 +90,7 @@ def copied(rank: int, world: int, *, layout: str) -> dict[str, int]:
 
     Returns:
         sent: elements of the tensors that it exchanges.
+        tensors: most tensors of an exchange; each is a message to each rank and piece.
         copied: elements that are copied for this.
         joined: number of concatenations, minus that of one process.
         angles: elements of the tables of cosines.
@@ -109,6 +110,7 @@ def copied(rank: int, world: int, *, layout: str) -> dict[str, int]:
     joined = [sum(e.name == "aten::cat" for e in each) for each in (before, events)]
     return {
         "sent": sum(seen.elements),
+        "tensors": max(seen.tensors),
         "copied": elements("aten::copy_", of_exchange=True),
         "joined": joined[1] - joined[0],
         "angles": elements("aten::cos"),

@@ -244,12 +244,14 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.counts: collections.Counter[str] = collections.Counter()
         self.elements: list[int] = []
+        self.tensors: list[int] = []  # number of tensors of each call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("nsa_parallel", "c10d", "_c10d_functional"):
             self.counts[func._opname] += 1
             tensors = args[0] if isinstance(args[0], list) else [args[0]]
             self.elements.append(sum(x.numel() for x in tensors))
+            self.tensors.append(len(tensors))
         return func(*args, **(kwargs or {}))
 
 

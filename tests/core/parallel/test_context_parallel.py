@@ -217,6 +217,7 @@ def test_number_of_collectives(two: Processes, case: Case) -> None:
 def test_heads_mode_copies_what_it_exchanges_once(two: Processes, case: Case) -> None:
     for counts in two.outcomes(case):
         assert counts["copied"] == counts["sent"] > 0, counts
+        assert counts["tensors"] == 3, counts  # queries, gates, and keys and values joined
         # The positions of the pieces; keys and values, and in the backward their gradients.
         assert counts["joined"] <= 3, counts
         assert 0 < counts["angles"] < counts["rows"], counts

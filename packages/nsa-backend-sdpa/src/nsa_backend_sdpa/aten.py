@@ -247,10 +247,8 @@ def _tiles(q: Tensor, before: int) -> Iterator[tuple[slice, slice, list[slice]]]
     The scores of a tile stay within their limit.
     """
     count, heads, length, _ = q.shape
-    keys, scores = (
-        min(before + length, 1024),
-        engine.score_bytes(q) // stats_dtype(q.dtype).itemsize,
-    )
+    keys = min(before + length, 1024)
+    scores = engine.score_bytes(q) // stats_dtype(q.dtype).itemsize
     rows = max(1, min(length, scores // (heads * keys)))
     entries = max(1, min(count, scores // (heads * keys * rows)))
     for n in device.chunks(count, entries):

@@ -130,8 +130,8 @@ def print_table(
         words = [word for text in (name, *cells) for word in text.split()]
         if _is_numeric(cells):
             # Rich would strip the padding at the right of right-justified cells.
-            cells = [name, *_align_decimals(cells)]
-            name, *cells = (cell.rjust(max(map(len, cells))) for cell in cells)
+            column = [name, *_align_decimals(cells)]
+            name, *cells = (cell.rjust(max(map(len, column))) for cell in column)
         aligned.append(cells)
         is_wrapped = columns[index] in wrapped
         table.add_column(

@@ -240,10 +240,7 @@ def _print_failures(
     # Parity shows the slot that is at fault; the layer fails with any of them.
     failed.sort(key=lambda pair: pair[1]["check"] != "parity")
     for report, finding in failed[:_LISTED_FAILURES]:
-        backends = " ".join(
-            f"{slot}={name.split()[0]}" for slot, name in report["backends"].items()
-        )
-        combination = f" [{backends}]" if len(reports) > 1 else ""
+        combination = f" [{_choices(report)}]" if len(reports) > 1 else ""
         output.print_text(console, f"FAILED {_sentence(finding)}{combination}", "red")
     if len(failed) > _LISTED_FAILURES:
         more = len(failed) - _LISTED_FAILURES
@@ -254,6 +251,11 @@ def _print_failures(
     for command in dict.fromkeys(_command(*pair, typed) for pair in repeated):
         # One line, to be copied whole: a break inside the quotes would be part of the case.
         console.print(f"to repeat: {command}", no_wrap=True, overflow="ignore", crop=False)
+
+
+def _choices(report: dict[str, Any]) -> str:
+    """Return the backend of each slot in a line: "cmp=sdpa sel=triton"."""
+    return " ".join(f"{slot}={name.split()[0]}" for slot, name in report["backends"].items())
 
 
 def _sentence(finding: Finding) -> str:

@@ -18,7 +18,7 @@ from nsa_core.decode.checks import raise_at
 from nsa_core.dtypes import stats_dtype
 from nsa_core.errors import InvalidInput
 from nsa_core.torch_ops.packing_checks import has_values
-from nsa_core.torch_ops.torch_state import are_readable
+from nsa_core.torch_ops.torch_state import checks_values
 
 
 @torch.compiler.disable(reason="a decode form is no operator: capture it in a CUDA graph")
@@ -68,7 +68,7 @@ def run_step(
             starts = (lengths - q.shape[1]).clamp_(min=0)
         rows = block_table.shape[1] * k.shape[1]
         blocks = split_blocks(blocks, sizes, rows)
-        if has_values(lengths) and are_readable(lengths):
+        if has_values(lengths) and checks_values(lengths):
             _check_values(blocks, size, lengths, block_table, k)
         geometry, factor = plan.request.geometry, sizes.softmax_scale
         tables = BlockTables(*(block_table,) * 4)

@@ -17,7 +17,7 @@ from nsa_core.limits import as_integers, integer_problems, shown
 from nsa_core.plan.default_plan import check_is_plan
 from nsa_core.torch_ops.tensor_checks import Sizes, call_problems, raise_problems
 from nsa_core.torch_ops.tensor_kinds import check_types
-from nsa_core.torch_ops.torch_state import are_readable
+from nsa_core.torch_ops.torch_state import checks_values
 
 if TYPE_CHECKING:
     from nsa_core.decode.chunks import Chunk
@@ -161,7 +161,7 @@ def check_sequences(cu_seqlens: torch.Tensor, lengths: torch.Tensor, rows: int) 
         )
     if not isinstance(rows, torch.SymInt) and (problems := integer_problems("rows", rows, 0)):
         raise InvalidInput("; ".join(problems))
-    if torch.compiler.is_compiling() or not are_readable(lengths):
+    if torch.compiler.is_compiling() or not checks_values(lengths):
         return
     new = cu_seqlens.diff()
     raise_at(cu_seqlens[:1] != 0, cu_seqlens, "cu_seqlens must begin with 0")
@@ -257,7 +257,7 @@ def check_values(
             short, or a page that the step writes is used twice; the message names the sequence.
     """
     assert call.sequences is not None  # nsa_decode passes them
-    if not are_readable(call.starts):
+    if not checks_values(call.starts):
         return
     rows, starts, lengths = (x.long() for x in (call.sequences, call.starts, call.lengths))
     count = len(pages.sel.table)

@@ -15,7 +15,7 @@ from nsa_core.errors import InvalidInput, Unsupported
 from nsa_core.layout import BlockGeometry
 from nsa_core.limits import shown, too_large
 from nsa_core.torch_ops.tensor_kinds import is_strided, is_tensor, kind_problem
-from nsa_core.torch_ops.torch_state import are_readable, is_exporting
+from nsa_core.torch_ops.torch_state import checks_values, is_exporting
 from nsa_core.torch_ops.vmap_rule import PACKED_UNDER_VMAP, is_mapped
 
 
@@ -136,7 +136,7 @@ def check_cu_seqlens(
     Raises:
         InvalidInput: The message names the wrong boundary, or the longest document's length.
     """
-    if cu_seqlens is None or not are_readable(cu_seqlens):
+    if cu_seqlens is None or not checks_values(cu_seqlens):
         return
     bounds = cu_seqlens.tolist()
     if len(bounds) < 2:

@@ -17,7 +17,7 @@ from nsa_core.dtypes import FLOATING, QUANTIZED, dtype_name, stats_dtype
 from nsa_core.errors import InvalidInput
 from nsa_core.layout import BlockGeometry
 from nsa_core.torch_ops.autograd import is_unobserved
-from nsa_core.torch_ops.torch_state import are_readable
+from nsa_core.torch_ops.torch_state import checks_values
 
 Value = TypeVar("Value")
 
@@ -623,7 +623,7 @@ def check_nonnegative(gates: torch.Tensor) -> None:
     Raises:
         InvalidInput: The message has the smallest gate.
     """
-    if not are_readable(gates) or not gates.numel() or not is_unobserved(gates):
+    if not checks_values(gates) or not gates.numel() or not is_unobserved(gates):
         return
     smallest = gates.detach().min().item()
     if smallest < 0:

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 _NO_CHANGE = contextlib.nullcontext()
 
 
-def are_readable(x: torch.Tensor) -> bool:
-    """Return whether values of ``x`` are checked."""
+def checks_values(x: torch.Tensor) -> bool:
+    """Return whether calls check the values of ``x``: on a GPU, reading them waits for it."""
     return x.device.type == "cpu" or os.environ.get("NSA_CHECK") == "1"
 
 

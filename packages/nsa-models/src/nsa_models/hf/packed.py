@@ -10,7 +10,7 @@ import torch
 from nsa_core.config import NSAConfig
 from nsa_core.errors import InvalidInput
 from nsa_core.packing import token_positions
-from nsa_core.torch_ops.torch_state import are_readable, is_capturing
+from nsa_core.torch_ops.torch_state import checks_values, is_capturing
 from nsa_models.hf.cache import NSAModelCache
 
 Lengths = list[list[int]]  # of the documents in each row, in tokens
@@ -76,7 +76,7 @@ def packed_documents(
         raise InvalidInput(f"cu_seq_lens_q must be a tensor [documents + 1], got {passed}")
     if position_ids is not None:
         positions = _rows_of(size, position_ids)
-        if are_readable(positions):
+        if checks_values(positions):
             _check_documents(boundaries, positions.flatten(), attention_mask, layer)
     if size[0] != 1 or attention_mask is not None or cache is not None:
         arguments: dict[str, Any] = _from_boundaries(size, attention_mask, boundaries, cache)
