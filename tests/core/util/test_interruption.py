@@ -127,3 +127,19 @@ def test_an_alarm_ends_a_block_and_is_off_after_it():
     with alarm_in(0.05, Rung()):
         pass
     time.sleep(0.1)
+
+
+def test_an_alarm_that_rings_while_its_block_ends_is_stopped(monkeypatch):
+    """It rings every 0.1 s, and a slow machine takes that long to leave the block."""
+
+    def ringing(number):
+        handler = getsignal(number)
+        handler(number, None)
+        return handler
+
+    getsignal = signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", ringing)
+    with pytest.raises(Rung), alarm_in(0.01, Rung()):
+        time.sleep(5)
+    assert getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0

@@ -221,8 +221,11 @@ def alarm_in(seconds: float, error: BaseException) -> Iterator[None]:
     records replaces the alarm by its own.
     """
 
+    ended = False
+
     def ring(number: int, frame: object) -> None:
-        raise error
+        if not ended:
+            raise error
 
     signal.signal(signal.SIGALRM, ring)
     # It rings again: code such as __del__ swallows exceptions.
@@ -230,6 +233,7 @@ def alarm_in(seconds: float, error: BaseException) -> Iterator[None]:
     try:
         yield
     finally:
+        ended = True  # before any call: an error raised here would leave the alarm on
         if signal.getsignal(signal.SIGALRM) is ring:
             _stop_alarm()
 
